@@ -1,0 +1,200 @@
+"""Configuration: layered YAML, then key=value pairs, checked before anything heavy is imported.
+
+The YAML files in configs/ are the only list of keys. A key's default fixes its type; RULES adds what a default
+cannot say (choices, bounds, what may stand where the default is null).
+"""
+
+import difflib
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+CONFIGS = Path(__file__).parent / "configs"
+
+
+class InputError(ValueError):
+    """The user's mistake. Entry scripts print it as one line on rank 0 and exit with code 2."""
+
+
+def one_of(*choices):
+    return lambda v: None if v in choices else f"must be one of {', '.join(map(str, choices))}"
+
+
+def at_least(low):
+    return lambda v: None if v >= low else f"must be at least {low}"
+
+
+def above(low):
+    return lambda v: None if v > low else f"must be above {low}"
+
+
+def between(low, high):
+    return lambda v: None if low <= v <= high else f"must lie between {low} and {high}"
+
+
+def positive_or_never(v):
+    return None if v > 0 or v == -1 else "must be above 0, or -1 for never"
+
+
+def paths(v):
+    texts = v if isinstance(v, list) else [v]
+    return None if texts and all(isinstance(t, str) and t for t in texts) else "must be a path or a list of paths"
+
+
+def optional(kind: type, rule: Callable = lambda v: None):
+    def check(v):
+        if v is None:
+            return None
+        if not isinstance(v, kind) or isinstance(v, bool):
+            return f"must be {TYPE_NAMES[kind]} or null"
+        return rule(v)
+    return check
+
+
+TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", list: "a list",
+              dict: "a group of keys"}
+DTYPE = one_of("float32", "bfloat16")
+RULES = {
+    "data.train_files": paths,
+    "data.val_files": lambda v: None if v is None else paths(v),
+    "data.train_batch_size": at_least(1),
+    "data.max_length": at_least(2),
+    "data.max_tokens_per_micro_batch": at_least(2),
+    "data.truncation": one_of("error", "left", "right", "drop"),
+    "data.train_on": one_of("all", "last"),
+    "data.num_proc": optional(int, at_least(1)),
+    "data.cache_dir": optional(str),
+    "data.chat_template": optional(str),
+    "optim.lr": at_least(0.0),
+    "optim.betas": lambda v: None if len(v) == 2 and all(isinstance(b, (int, float)) and 0 <= b < 1 for b in v)
+    else "must be two numbers in [0, 1)",
+    "optim.eps": above(0.0),
+    "optim.weight_decay": at_least(0.0),
+    "optim.clip_grad": at_least(0.0),
+    "optim.lr_scheduler_type": one_of("constant", "linear", "cosine", "wsd"),
+    "optim.lr_warmup_steps_ratio": between(0.0, 1.0),
+    "optim.lr_decay_steps_ratio": between(0.0, 1.0),
+    "optim.min_lr_ratio": between(0.0, 1.0),
+    "trainer.total_epochs": at_least(1),
+    "trainer.total_steps": positive_or_never,
+    "trainer.save_freq": positive_or_never,
+    "trainer.test_freq": positive_or_never,
+    "trainer.max_checkpoints": positive_or_never,
+    "trainer.max_skipped_steps": at_least(0),
+    "trainer.seed": at_least(0),
+    "trainer.logger": lambda v: next((f"knows console, tensorboard and wandb, not {x!r}" for x in v
+                                      if x not in ("console", "tensorboard", "wandb")), None),
+    "engine.param_dtype": DTYPE,
+    "engine.compute_dtype": DTYPE,
+    "engine.reduce_dtype": DTYPE,
+    "engine.torch_compile": one_of("auto", "always", "never"),
+    "engine.fsdp_size": positive_or_never,
+    "engine.context_parallel_size": at_least(1),
+    "engine.log_prob_chunk_size": at_least(1),
+}
+
+
+def load(defaults: str, arguments: list[str]) -> DictConfig:
+    """Resolve configs/{defaults}, configs/model_engine/{model_engine}.yaml, the files, then the key=value pairs.
+
+    Returns a read-only, fully resolved DictConfig. Raises InputError for the first thing wrong: an unknown key (with
+    the nearest one), a wrong type, a value outside its rule, a missing value, an unreadable file.
+    """
+    try:
+        base = _read(CONFIGS / defaults)
+        files = [_read(Path(a)) for a in arguments if "=" not in a]
+        pairs = [_pair(a) for a in arguments if "=" in a]
+        engines = sorted(p.stem for p in (CONFIGS / "model_engine").glob("*.yaml"))
+        model_engine = OmegaConf.merge(base, *files, *pairs).get("model_engine")
+        if model_engine not in engines:
+            raise InputError(f"model_engine={model_engine} must be one of {', '.join(engines)}")
+        known = OmegaConf.merge(base, _read(CONFIGS / "model_engine" / f"{model_engine}.yaml"))
+        types = _flat(OmegaConf.to_container(known, resolve=False))
+        for layer in (*files, *pairs):
+            _check_keys(_flat(OmegaConf.to_container(layer, resolve=False)), types, model_engine)
+        config = OmegaConf.merge(known, *files, *pairs)
+        OmegaConf.resolve(config)
+    except OmegaConfBaseException as error:
+        raise InputError(str(error)) from None
+    values = _flat(OmegaConf.to_container(config))
+    for key, value in values.items():
+        if value != "???":
+            _check_value(key, value, types[key])
+    if "???" in values.values():
+        key = next(k for k, v in values.items() if v == "???")
+        raise InputError(f"{key} is missing: give {key}=... or set it in a YAML file")
+    OmegaConf.set_readonly(config, True)
+    return config
+
+
+def run(main: Callable[[DictConfig], None], defaults: str, doc: str) -> None:
+    """Entry of a script: load the configuration from sys.argv, call main(config); an InputError is one line, exit 2."""
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(doc, (CONFIGS / defaults).read_text(), sep="\n")
+        return
+    try:
+        main(load(defaults, sys.argv[1:]))
+    except InputError as error:
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        sys.exit(2)
+
+
+def _read(path: Path) -> DictConfig:
+    try:
+        layer = OmegaConf.load(path)
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}; arguments are YAML files or key=value pairs") from None
+    except (YAMLError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} is not YAML: {error}") from None
+    if not isinstance(layer, DictConfig):
+        raise InputError(f"{path} must hold keys and values")
+    return layer
+
+
+def _pair(argument: str) -> DictConfig:
+    try:
+        return OmegaConf.from_dotlist([argument])
+    except YAMLError:
+        raise InputError(f"{argument}: the value is not YAML; quote it") from None
+
+
+def _flat(tree: dict, prefix: str = "") -> dict:
+    """{'a': {'b': 1}} -> {'a.b': 1}; an empty group stays as a leaf."""
+    leaves = {}
+    for key, value in tree.items():
+        leaves |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+    return leaves
+
+
+def _check_keys(given: dict, known: dict, model_engine: str) -> None:
+    for key in given:
+        if key in known:
+            continue
+        if any(k.startswith(f"{key}.") for k in known):
+            raise InputError(f"{key} is a group of keys, not a value; did you mean "
+                             f"{next(k for k in known if k.startswith(f'{key}.'))}?")
+        last = {k.rpartition(".")[2]: k for k in known}
+        close = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+        close = [last[key.rpartition(".")[2]]] if key.rpartition(".")[2] in last else close
+        where = f" (model_engine={model_engine})" if key.startswith("engine.") else ""
+        raise InputError(f"unknown key {key}{where}; the nearest is {close[0]}")
+
+
+def _check_value(key: str, value, default) -> None:
+    rule = RULES.get(key)
+    if default is not None and default != "???":
+        kind = type(default)
+        fits = isinstance(value, (int, float) if kind is float else kind) and isinstance(value, bool) == (kind is bool)
+        if not fits:
+            raise InputError(f"{key}={value!r} must be {TYPE_NAMES[kind]}, as its default {default!r} is")
+    elif rule is None and not isinstance(value, str):
+        raise InputError(f"{key}={value!r} must be a string")
+    problem = rule and rule(value)
+    if problem:
+        raise InputError(f"{key}={value!r} {problem}")

@@ -1,0 +1,124 @@
+"""Packed batches: sequences laid end to end, their order, and their division over ranks and micro-batches."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from config import InputError
+
+
+@dataclass
+class Batch:
+    """n sequences of T tokens in all, end to end. Entry t of every field speaks of token t.
+
+    input_ids  [T] int64
+    cu_seqlens [n+1] int64: sequence i is cu_seqlens[i]:cu_seqlens[i+1]
+    fields     name -> [T], e.g. loss_mask, old_log_probs, advantages
+    """
+
+    input_ids: Tensor
+    cu_seqlens: Tensor
+    fields: dict[str, Tensor] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.cu_seqlens) - 1
+
+    @property
+    def lengths(self) -> list[int]:
+        return self.cu_seqlens.diff().tolist()
+
+    @property
+    def position_ids(self) -> Tensor:
+        """[T] int64: the place of every token in its own sequence, from 0."""
+        starts = torch.repeat_interleave(self.cu_seqlens[:-1], self.cu_seqlens.diff())
+        return torch.arange(len(self.input_ids), device=starts.device) - starts
+
+    def select(self, indices: Sequence[int]) -> Batch:
+        """The sequences at these indices, in this order."""
+        cu = self.cu_seqlens.tolist()
+        take = torch.cat([torch.arange(cu[i], cu[i + 1]) for i in indices] or [torch.arange(0)])
+        take = take.to(self.input_ids.device)
+        lengths = torch.tensor([0, *(cu[i + 1] - cu[i] for i in indices)], device=self.cu_seqlens.device)
+        return Batch(self.input_ids[take], lengths.cumsum(0), {k: v[take] for k, v in self.fields.items()})
+
+    def to(self, device: torch.device) -> Batch:
+        return Batch(self.input_ids.to(device, non_blocking=True), self.cu_seqlens.to(device, non_blocking=True),
+                     {k: v.to(device, non_blocking=True) for k, v in self.fields.items()})
+
+
+def order(num_rows: int, seed: int, epoch: int) -> np.ndarray:
+    """[num_rows] int64: the rows of one epoch in the order in which they are seen, on every rank alike."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    return torch.randperm(num_rows, generator=generator).numpy()
+
+
+def global_batch(num_rows: int, batch_size: int, seed: int, step: int) -> np.ndarray:
+    """[batch_size] int64: the rows of optimizer step `step` (from 0), whatever the world size.
+
+    Stateless: permutation(seed, epoch)[k*B:(k+1)*B], so a resume needs the step alone. The num_rows % B rows left at an
+    epoch's end are not seen in it.
+    """
+    epoch, k = divmod(step, num_rows // batch_size)
+    return order(num_rows, seed, epoch)[k * batch_size:(k + 1) * batch_size]
+
+
+def partition(costs: Sequence[float], num_parts: int) -> list[list[int]]:
+    """Divide items into num_parts lists of indices with nearly equal sums (largest differencing, Karmarkar-Karp 1982).
+
+    Parts may hold different numbers of items, none among them when there are fewer items than parts.
+    """
+    heap = []
+    for i in sorted(range(len(costs)), key=lambda i: (costs[i], i)):
+        parts = [(costs[i], [i])] + [(0.0, [])] * (num_parts - 1)      # sorted by sum, largest first
+        heap.append((-costs[i], i, parts))
+    heapq.heapify(heap)
+    tie = len(costs)
+    while len(heap) > 1:
+        (_, _, a), (_, _, b) = heapq.heappop(heap), heapq.heappop(heap)
+        merged = sorted(((sa + sb, ia + ib) for (sa, ia), (sb, ib) in zip(a, reversed(b))), key=lambda p: -p[0])
+        heapq.heappush(heap, (merged[-1][0] - merged[0][0], tie, merged))
+        tie += 1
+    return [sorted(items) for _, items in heap[0][2]] if heap else [[] for _ in range(num_parts)]
+
+
+def pack(lengths: Sequence[int], max_tokens: int, padded: bool = False) -> list[list[int]]:
+    """Bin-pack sequences into micro-batches of at most max_tokens each (first fit, longest first).
+
+    padded: count what a [n, longest] rectangle takes. Raises InputError when one sequence alone is longer.
+    """
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if lengths[i] > max_tokens:
+            raise InputError(f"a sequence of {lengths[i]} tokens is longer than data.max_tokens_per_micro_batch="
+                             f"{max_tokens}: raise it, or lower data.max_length")
+        b = next((b for b in range(len(bins)) if room[b] >= (lengths[bins[b][0]] if padded else lengths[i])), len(bins))
+        if b == len(bins):
+            bins.append([])
+            room.append(max_tokens)
+        bins[b].append(i)
+        room[b] -= lengths[bins[b][0]] if padded else lengths[i]
+    return bins
+
+
+def spread(bins: list[list[int]], num_bins: int, lengths: Sequence[int]) -> list[list[int]]:
+    """The same sequences in exactly num_bins micro-batches (never fewer than given), the fullest first.
+
+    Ranks that need fewer micro-batches than others split their fullest; a bin without a sequence stays empty.
+    """
+    bins = [list(b) for b in bins]
+    while len(bins) < num_bins:
+        fullest = max(bins, key=lambda b: (len(b) > 1, sum(lengths[i] for i in b)), default=[])
+        halves = partition([lengths[i] for i in fullest], 2) if len(fullest) > 1 else None
+        if halves is None:
+            bins.append([])
+            continue
+        bins.remove(fullest)
+        bins += [[fullest[i] for i in half] for half in halves]
+    return sorted(bins, key=lambda b: -sum(lengths[i] for i in b))

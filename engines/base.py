@@ -1,0 +1,59 @@
+"""What an engine is: a model's weights, divided over ranks, that can be trained, asked and written out."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from torch import Tensor
+
+from data.packing import Batch
+
+# (log_probs [T], entropy [T], fields {name: [T]}) -> (loss to add up, {name: amount to add up}).
+# Sums, not means: the caller divides by a denominator of the whole batch, so that micro-batches do not matter.
+LossFn = Callable[[Tensor, Tensor, dict[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
+
+
+class Engine(ABC):
+    """One rank's share of a model. Every method is called by all ranks together.
+
+    dp_rank, dp_size  which of how many different shares of a batch this rank works on; ranks with the same dp_rank
+                      (context or tensor parallel) are handed the same batch and all get its results
+    """
+
+    dp_rank: int
+    dp_size: int
+
+    @abstractmethod
+    def train_batch(self, batch: Batch, loss_fn: LossFn, step: int) -> dict[str, float]:
+        """One optimizer step on this rank's share of a global batch, in as many micro-batches as the token cap asks.
+
+        Returns loss and loss_fn's amounts (summed over micro-batches and data-parallel ranks), grad_norm (before
+        clipping), lr (of this step, counted from 0), skipped (1.0 when a non-finite gradient left the weights alone).
+        """
+
+    @abstractmethod
+    def log_probs(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Without gradient: log p(x_t | x_<t) [T] fp32, the entropy there [T] fp32 (nats), and whether x_t was the
+        likeliest token [T] bool. The first token of a sequence has 0, 0, False."""
+
+    @abstractmethod
+    def flops(self, lengths: list[int]) -> float:
+        """FLOPs of forward and backward on sequences of these lengths: 6 a weight of a matrix product and token, and
+        causal attention by the sum of squared lengths. Recomputation is not counted."""
+
+    @abstractmethod
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, full tensor in the compute dtype), in the same order on all ranks; a tied output matrix
+        is left out."""
+
+    @abstractmethod
+    def state(self) -> dict:
+        """What a checkpoint holds of this engine, as tensors that torch.distributed.checkpoint reads and writes."""
+
+    @abstractmethod
+    def load_state(self, state: dict) -> None:
+        """Take over a state() that a checkpoint was read into."""
+
+    @abstractmethod
+    def save_config(self, directory: Path) -> None:
+        """Write config.json (and generation_config.json) in Hugging Face format; called on rank 0 alone."""

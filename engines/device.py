@@ -1,0 +1,93 @@
+"""The device of this rank (cuda, npu or cpu, through torch.accelerator) and the process group."""
+
+import datetime
+import os
+import socket
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from config import InputError
+
+# Dense bf16 FLOP/s of one device, from the vendors' data sheets; first match wins. No entry: no MFU is reported.
+PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H800": 989e12,
+              "A100": 312e12, "A800": 312e12, "L40S": 362e12, "L4": 121e12, "A10G": 70e12, "RTX 4090": 165e12}
+
+
+def init(timeout_minutes: int = 30) -> torch.device:
+    """Join the process group that torchrun or srun's environment describes (none: a group of one); return the device.
+
+    Raises InputError when the environment is incomplete or this rank has no device of its own.
+    """
+    if "RANK" not in os.environ:
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port())
+    for name in ("LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        if name not in os.environ:
+            raise InputError(f"RANK is set but {name} is not: start with torchrun, or with examples/slurm/rank.sh")
+    local_rank = int(os.environ["LOCAL_RANK"])
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device = torch.device(accelerator.type, local_rank) if accelerator else torch.device("cpu")
+    if accelerator:
+        if local_rank >= torch.accelerator.device_count():
+            raise InputError(f"local rank {local_rank} has no device: start at most {torch.accelerator.device_count()} "
+                             "processes a node, one a device")
+        torch.accelerator.set_device_index(local_rank)
+    # gloo beside the accelerator's backend serves tensors that stay on the host (checkpoints, offloaded parameters).
+    backend = {"cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}.get(device.type, "gloo")
+    dist.init_process_group(backend, timeout=datetime.timedelta(minutes=timeout_minutes),
+                            device_id=device if device.type == "cuda" else None)
+    return device
+
+
+def on_rank0(work: Callable, *args):
+    """Run work(*args) on rank 0 alone and return its (pickled) result on every rank.
+
+    An InputError there is raised on every rank, so that all of them leave with one line and exit code 2.
+    """
+    box = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            box[0] = work(*args)
+        except InputError as error:
+            box[1] = str(error)
+    dist.broadcast_object_list(box, src=0)
+    if box[1] is not None:
+        raise InputError(box[1])
+    return box[0]
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Dense bf16 FLOP/s of the device, None when its name is not known (a CPU, a new card)."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
+
+
+def memory() -> dict[str, float]:
+    """GiB on this rank since the last reset: the allocator's peak on an accelerator, the process's peak on a CPU."""
+    if torch.accelerator.is_available():
+        return {"perf/memory_peak_gib": torch.accelerator.max_memory_allocated() / 2**30,
+                "perf/memory_reserved_gib": torch.accelerator.max_memory_reserved() / 2**30}
+    import resource
+    return {"perf/memory_peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
+
+
+def synchronize() -> float:
+    """Wait for the accelerator, then read the clock [s]."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    return time.perf_counter()
+
+
+def shutdown() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _free_port() -> str:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return str(s.getsockname()[1])

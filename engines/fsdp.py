@@ -1,0 +1,330 @@
+"""FSDP2 around a Hugging Face causal language model."""
+
+import contextlib
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_model_state_dict, get_optimizer_state_dict,
+                                                     set_model_state_dict, set_optimizer_state_dict)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from config import InputError
+from data.packing import Batch, pack, spread
+from engines import schedule
+from engines.attention import Packing
+from engines.base import Engine, LossFn
+from engines.logprobs import linear_log_probs
+
+# Between the hidden states and the logits these would change what linear_log_probs computes.
+LOGIT_TRANSFORMS = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0, "lm_head_bias": False}
+
+
+class FSDPEngine(Engine):
+    def __init__(self, config: DictConfig, device: torch.device, total_steps: int, optimize: bool = True):
+        """Build the model of config.model.path on the meta device, shard it, and stream its weights in.
+
+        optimize: with an optimizer; False for a model that is only asked. Raises InputError for a model or a layout
+        that cannot work.
+        """
+        self.config, self.device, self.total_steps = config, device, total_steps
+        engine, self.optim = config.engine, config.optim
+        self.hf_config = read_hf_config(config.model.path)
+        self.world_size, cp = dist.get_world_size(), engine.context_parallel_size
+        check_layout(config, self.hf_config, self.world_size)
+        self.dp_rank, self.dp_size = dist.get_rank() // cp, self.world_size // cp
+        self.cp_rank, self.cp_size = dist.get_rank() % cp, cp
+        mesh = init_device_mesh(device.type, (self.dp_size, cp), mesh_dim_names=("dp", "cp"))
+        self.dp_group, self.cp_group = mesh["dp"].get_group(), mesh["cp"].get_group() if cp > 1 else None
+
+        self.compute_dtype = getattr(torch, engine.compute_dtype)
+        compiled = engine.torch_compile == "always" or engine.torch_compile == "auto" and device.type == "cuda"
+        self.hf = build_on_meta(self.hf_config, getattr(torch, engine.param_dtype), engine.use_remove_padding)
+        self.model = PackedCausalLM(self.hf, engine.log_prob_chunk_size, compiled)
+        layers = [m for m in self.hf.modules() if type(m).__name__ in self.hf._no_split_modules]
+        if engine.activation_checkpointing:
+            self.hf.gradient_checkpointing_enable({"use_reentrant": False})
+        for layer in layers if compiled else ():
+            layer.forward = torch.compile(layer.forward, dynamic=True)
+        shard(self.model, layers, engine, device.type, self.world_size)
+        load_weights(self.hf, Path(config.model.path), torch.device("cpu") if engine.cpu_offload else device, device)
+        self.model.train()
+        self.optimizer = build_optimizer(self.model, self.optim) if optimize else None
+        self._weights, self._attention_weights = count_flops(self.hf, self.hf_config)
+
+    # -- training and asking -------------------------------------------------------------------------------------------
+
+    def train_batch(self, batch: Batch, loss_fn: LossFn, step: int) -> dict[str, float]:
+        amounts = defaultdict(lambda: torch.zeros((), device=self.device))
+        for micro_batch in self._micro_batches(batch):
+            log_probs, entropy, _ = self._forward(micro_batch)
+            loss, extra = loss_fn(log_probs, entropy, micro_batch.fields)
+            # FSDP takes the mean of gradients over ranks; ours are parts of one sum.
+            (loss * self.world_size).backward()
+            for name, amount in {"loss": loss, **extra}.items():
+                amounts[name] += amount.detach()
+        grad_norm = self._clip()
+        lr = schedule.learning_rate(self.optim, step, self.total_steps)
+        skipped = not math.isfinite(grad_norm)
+        if not skipped:
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        totals = torch.stack(list(amounts.values())).float()
+        dist.all_reduce(totals, group=self.dp_group)
+        return {**dict(zip(amounts, totals.tolist())), "grad_norm": grad_norm, "lr": lr, "skipped": float(skipped)}
+
+    @torch.no_grad()
+    def log_probs(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        outputs = [torch.zeros(len(batch.input_ids), dtype=dtype, device=self.device)
+                   for dtype in (torch.float32, torch.float32, torch.bool)]
+        where = Batch(torch.arange(len(batch.input_ids)), batch.cu_seqlens)
+        self.model.eval()
+        for indices in self._plan(batch):
+            index = where.select(indices).input_ids.to(self.device)
+            for output, values in zip(outputs, self._forward(batch.select(indices).to(self.device))):
+                output[index] = values
+        self.model.train()
+        return tuple(outputs)
+
+    def _plan(self, batch: Batch) -> list[list[int]]:
+        """Micro-batches as lists of sequence indices; as many on every rank, since each is a collective."""
+        cap, lengths = self.config.data.max_tokens_per_micro_batch, batch.lengths
+        bins = pack(lengths, cap, padded=not self.config.engine.use_remove_padding)
+        count = torch.tensor(len(bins), device=self.device)
+        dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self.dp_group)
+        return spread(bins, int(count), lengths)
+
+    def _micro_batches(self, batch: Batch) -> Iterator[Batch]:
+        for indices in self._plan(batch):
+            yield batch.select(indices).to(self.device)
+
+    def _forward(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """log_probs, entropy, greedy, each [T] with entry t speaking of token t; T may be 0 (the model runs all the
+        same, on a token of padding, because other ranks wait for its collectives)."""
+        num_tokens, cp = len(batch.input_ids), self.cp_size
+        if self.config.engine.use_remove_padding:
+            padding = max(cp, -(-num_tokens // cp) * cp) - num_tokens
+            ids = nn.functional.pad(batch.input_ids, (0, padding))
+            positions = torch.cat([batch.position_ids, torch.arange(padding, device=self.device)])
+            bounds = batch.cu_seqlens.tolist() + [num_tokens + padding] * (padding > 0)
+            longest = max(b - a for a, b in zip(bounds, bounds[1:]))
+            # A power of two, so that compiled code meets few different values.
+            packing = Packing(torch.tensor(bounds, dtype=torch.int32, device=self.device), bounds,
+                              1 << (longest - 1).bit_length(), self.cp_group)
+            mine = slice(self.cp_rank * len(ids) // cp, (self.cp_rank + 1) * len(ids) // cp)
+            outputs = self.model(ids[None, mine], positions[None, mine], ids.roll(-1)[mine], None, packing=packing)
+            if cp > 1:
+                outputs = [AllGather.apply(x, self.cp_group) for x in outputs]
+        else:
+            lengths = batch.lengths or [1]
+            rows = torch.zeros(len(lengths), max(lengths), dtype=torch.int64, device=self.device)
+            valid = torch.arange(max(lengths), device=self.device) < torch.tensor(lengths, device=self.device)[:, None]
+            if num_tokens:
+                rows[valid] = batch.input_ids
+            positions = torch.arange(max(lengths), device=self.device).expand_as(rows)
+            outputs = self.model(rows, positions, rows[valid].roll(-1), valid.flatten())
+        later = [nn.functional.pad(x, (1, 0))[:num_tokens] for x in outputs]      # position t-1 speaks of token t
+        first = torch.zeros(num_tokens, dtype=torch.bool, device=self.device)
+        first[batch.cu_seqlens[:-1][batch.cu_seqlens[:-1] < num_tokens]] = True
+        return tuple(x.masked_fill(first, 0) for x in later)
+
+    def _clip(self) -> float:
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        norm = nn.utils.get_total_norm(gradients)
+        norm = full(norm)
+        if self.optim.clip_grad > 0:
+            nn.utils.clip_grads_with_norm_(self.model.parameters(), self.optim.clip_grad, norm.to(gradients[0].device))
+        return norm.item()
+
+    def flops(self, lengths: list[int]) -> float:
+        return 6.0 * (self._weights * sum(lengths) + self._attention_weights * sum(n * n for n in lengths))
+
+    # -- weights and state -----------------------------------------------------------------------------------------------
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.hf.named_parameters():
+            yield name, full(parameter.detach().to(self.device)).to(self.compute_dtype)
+
+    def state(self) -> dict:
+        state = {"model": get_model_state_dict(self.hf)}
+        if self.optimizer is not None:
+            state["optimizer"] = get_optimizer_state_dict(self.hf, self.optimizer,
+                                                          options=StateDictOptions(flatten_optimizer_state_dict=True))
+        return state
+
+    def load_state(self, state: dict) -> None:
+        set_model_state_dict(self.hf, state["model"])
+        if self.optimizer is not None:
+            set_optimizer_state_dict(self.hf, self.optimizer, state["optimizer"],
+                                     options=StateDictOptions(flatten_optimizer_state_dict=True))
+
+    def save_config(self, directory: Path) -> None:
+        hf_config = AutoConfig.from_pretrained(self.config.model.path)
+        hf_config.dtype = self.compute_dtype
+        hf_config.architectures = [type(self.hf).__name__]
+        hf_config.save_pretrained(directory)
+        with contextlib.suppress(OSError):                                # not every model has one
+            GenerationConfig.from_pretrained(self.config.model.path).save_pretrained(directory)
+
+
+class PackedCausalLM(nn.Module):
+    """The Hugging Face model with its last matrix product replaced by linear_log_probs; the root that FSDP shards."""
+
+    def __init__(self, hf: nn.Module, chunk_size: int, compiled: bool):
+        super().__init__()
+        self.hf, self.chunk_size, self.compiled = hf, chunk_size, compiled
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, targets: Tensor, valid: Tensor | None, **attention):
+        """input_ids, position_ids [rows, length]; valid [rows * length] bool or None; targets [number of valid tokens]."""
+        hidden = self.hf.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **attention)[0]
+        hidden = hidden.flatten(0, 1)
+        return linear_log_probs(hidden if valid is None else hidden[valid], self.hf.get_output_embeddings().weight,
+                                targets, chunk_size=self.chunk_size, compiled=self.compiled)
+
+
+class AllGather(torch.autograd.Function):
+    """[T/R, ...] of R ranks -> [T, ...] on each. Every rank goes on to compute the same loss from it, so that its own
+    slice of the gradient is complete as it stands."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group, ctx.length = group, len(x)
+        out = x.new_empty(len(x) * dist.get_world_size(group), *x.shape[1:])
+        dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        start = dist.get_rank(ctx.group) * ctx.length
+        return grad[start:start + ctx.length], None
+
+
+# -- construction ------------------------------------------------------------------------------------------------------
+
+
+def read_hf_config(path: str):
+    if not (Path(path) / "config.json").is_file():
+        raise InputError(f"model.path={path} holds no config.json: give a directory in Hugging Face format")
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (ValueError, KeyError, OSError) as error:
+        raise InputError(f"model.path={path}: {error}") from None
+
+
+def check_layout(config: DictConfig, hf_config, world_size: int) -> None:
+    """Raise InputError for what this engine cannot do, before anything is built."""
+    engine, cp = config.engine, config.engine.context_parallel_size
+    heads, kv_heads = hf_config.num_attention_heads, hf_config.num_key_value_heads
+    schedule.check(config.optim)
+    if world_size % cp:
+        raise InputError(f"engine.context_parallel_size={cp} does not divide the {world_size} ranks")
+    if engine.fsdp_size > 0 and world_size % engine.fsdp_size:
+        raise InputError(f"engine.fsdp_size={engine.fsdp_size} does not divide the {world_size} ranks")
+    if heads % cp or (kv_heads % cp and cp % kv_heads):
+        raise InputError(f"engine.context_parallel_size={cp} does not divide the model's {heads} attention heads and "
+                         f"{kv_heads} key-value heads")
+    if cp > 1 and not engine.use_remove_padding:
+        raise InputError("engine.context_parallel_size > 1 needs engine.use_remove_padding=true")
+    if config.data.train_batch_size < world_size // cp:
+        raise InputError(f"data.train_batch_size={config.data.train_batch_size} is less than the {world_size // cp} "
+                         "data-parallel ranks")
+    for name, harmless in LOGIT_TRANSFORMS.items():
+        if getattr(hf_config, name, harmless) not in (harmless, None):
+            raise InputError(f"model.path={config.model.path}: {name} in config.json is not supported")
+
+
+def build_on_meta(hf_config, dtype: torch.dtype, packed: bool) -> nn.Module:
+    with torch.device("meta"):
+        hf = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation="packed" if packed else "sdpa")
+    if hf.get_output_embeddings().bias is not None:
+        raise InputError("a bias on the output matrix is not supported")
+    return hf
+
+
+def fsdp_mesh(engine: DictConfig, device_type: str, world_size: int) -> DeviceMesh:
+    size = engine.fsdp_size if engine.fsdp_size > 0 else world_size
+    if size == world_size:
+        return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
+    return init_device_mesh(device_type, (world_size // size, size), mesh_dim_names=("replicate", "shard"))
+
+
+def shard(model: nn.Module, layers: list[nn.Module], engine: DictConfig, device_type: str, world_size: int) -> None:
+    precision = MixedPrecisionPolicy(param_dtype=getattr(torch, engine.compute_dtype),
+                                     reduce_dtype=getattr(torch, engine.reduce_dtype))
+    offload = CPUOffloadPolicy(pin_memory=device_type != "cpu") if engine.cpu_offload else OffloadPolicy()
+    options = {"mesh": fsdp_mesh(engine, device_type, world_size), "mp_policy": precision, "offload_policy": offload}
+    for layer in layers:
+        fully_shard(layer, reshard_after_forward=engine.reshard_after_forward, **options)
+    fully_shard(model, reshard_after_forward=False, **options)
+
+
+def load_weights(hf: nn.Module, path: Path, device: torch.device, buffer_device: torch.device) -> None:
+    """Allocate the sharded parameters and read this rank's rows of each from the safetensors files."""
+    hf.to_empty(device=device)
+    hf.tie_weights()
+    parameters = dict(hf.named_parameters())
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise InputError(f"model.path={path} holds no .safetensors file")
+    missing = set(parameters)
+    with torch.no_grad():
+        for file in files:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():
+                    if name in parameters:
+                        copy_rows(parameters[name], tensors.get_slice(name), name)
+                        missing.discard(name)
+        for module in hf.modules():
+            if module._non_persistent_buffers_set:                        # rotary frequencies: in no file
+                for name in module._non_persistent_buffers_set:
+                    setattr(module, name, getattr(module, name).to(buffer_device))
+                hf._init_weights(module)
+    if missing:
+        raise InputError(f"model.path={path} lacks {len(missing)} weights of {type(hf).__name__}, {min(missing)} among them")
+
+
+def copy_rows(parameter: nn.Parameter, source, name: str) -> None:
+    if list(source.get_shape()) != list(parameter.shape):
+        raise InputError(f"{name} has shape {source.get_shape()} in the file, {list(parameter.shape)} by config.json")
+    start, stop = 0, parameter.shape[0]
+    if isinstance(parameter, DTensor):                                    # FSDP2 shards dimension 0 as torch.chunk does
+        mesh = parameter.device_mesh
+        rows = -(-stop // mesh.size(mesh.ndim - 1))
+        start = min(mesh.get_local_rank(mesh.ndim - 1) * rows, stop)
+        stop = min(start + rows, stop)
+        parameter = parameter.to_local()
+    parameter.copy_(source[start:stop])
+
+
+def build_optimizer(model: nn.Module, optim: DictConfig) -> torch.optim.AdamW:
+    """AdamW (Loshchilov and Hutter 2019); weight decay on matrices and embeddings alone."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [{"params": [p for p in parameters if p.ndim > 1], "weight_decay": optim.weight_decay},
+              {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0}]
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=optim.lr, betas=tuple(optim.betas), eps=optim.eps,
+                             fused=True)
+
+
+def count_flops(hf: nn.Module, hf_config) -> tuple[int, int]:
+    """(weights that every token is multiplied with, attention products a squared length: heads * dim * layers)."""
+    embedding = hf.get_input_embeddings().weight
+    tied = embedding is hf.get_output_embeddings().weight
+    matrices = sum(p.numel() for p in hf.parameters() if p.ndim > 1) - (0 if tied else embedding.numel())
+    head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
+    return matrices, hf_config.num_attention_heads * head_dim * hf_config.num_hidden_layers
+
+
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

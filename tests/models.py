@@ -1,0 +1,28 @@
+"""Tiny models with random weights, as directories in Hugging Face format."""
+
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+SHAPE = dict(vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+             num_key_value_heads=2, max_position_embeddings=512, bos_token_id=None, eos_token_id=1, pad_token_id=0)
+FAMILIES = {
+    "qwen2_tied": dict(model_type="qwen2", tie_word_embeddings=True),
+    "qwen3": dict(model_type="qwen3", tie_word_embeddings=False, head_dim=16),
+    "llama": dict(model_type="llama", tie_word_embeddings=False,
+                  rope_parameters=dict(rope_type="llama3", rope_theta=10000.0, factor=8.0, low_freq_factor=1.0,
+                                       high_freq_factor=4.0, original_max_position_embeddings=64)),
+}
+
+
+def make_model(directory: Path, family: str, **changes) -> Path:
+    """Write a model of one of FAMILIES; biases and norms are random too, so that none of them can be lost unseen."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**{**SHAPE, **FAMILIES[family], **changes})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(directory)
+    return directory
