@@ -37,6 +37,10 @@ class Engine(ABC):
         likeliest token [T] bool. The first token of a sequence has 0, 0, False."""
 
     @abstractmethod
+    def sum_over_dp(self, amounts: Tensor) -> Tensor:
+        """The sum of every data-parallel rank's tensor, on all of them."""
+
+    @abstractmethod
     def flops(self, lengths: list[int]) -> float:
         """FLOPs of forward and backward on sequences of these lengths: 6 a weight of a matrix product and token, and
         causal attention by the sum of squared lengths. Recomputation is not counted."""

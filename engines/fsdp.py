@@ -1,7 +1,6 @@
 """FSDP2 around a Hugging Face causal language model."""
 
 import contextlib
-import json
 import math
 from collections import defaultdict
 from collections.abc import Iterator
@@ -39,9 +38,8 @@ class FSDPEngine(Engine):
         """
         self.config, self.device, self.total_steps = config, device, total_steps
         engine, self.optim = config.engine, config.optim
-        self.hf_config = read_hf_config(config.model.path)
         self.world_size, cp = dist.get_world_size(), engine.context_parallel_size
-        check_layout(config, self.hf_config, self.world_size)
+        self.hf_config = self.check(config, self.world_size)
         self.dp_rank, self.dp_size = dist.get_rank() // cp, self.world_size // cp
         self.cp_rank, self.cp_size = dist.get_rank() % cp, cp
         mesh = init_device_mesh(device.type, (self.dp_size, cp), mesh_dim_names=("dp", "cp"))
@@ -62,6 +60,13 @@ class FSDPEngine(Engine):
         self.optimizer = build_optimizer(self.model, self.optim) if optimize else None
         self._weights, self._attention_weights = count_flops(self.hf, self.hf_config)
 
+    @staticmethod
+    def check(config: DictConfig, world_size: int):
+        """The model's configuration; raises InputError for what this engine cannot do, before anything is built."""
+        hf_config = read_hf_config(config.model.path)
+        check_layout(config, hf_config, world_size)
+        return hf_config
+
     # -- training and asking -------------------------------------------------------------------------------------------
 
     def train_batch(self, batch: Batch, loss_fn: LossFn, step: int) -> dict[str, float]:
@@ -81,8 +86,7 @@ class FSDPEngine(Engine):
                 group["lr"] = lr
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        totals = torch.stack(list(amounts.values())).float()
-        dist.all_reduce(totals, group=self.dp_group)
+        totals = self.sum_over_dp(torch.stack(list(amounts.values())))
         return {**dict(zip(amounts, totals.tolist())), "grad_norm": grad_norm, "lr": lr, "skipped": float(skipped)}
 
     @torch.no_grad()
@@ -147,6 +151,11 @@ class FSDPEngine(Engine):
         if self.optim.clip_grad > 0:
             nn.utils.clip_grads_with_norm_(self.model.parameters(), self.optim.clip_grad, norm.to(gradients[0].device))
         return norm.item()
+
+    def sum_over_dp(self, amounts: Tensor) -> Tensor:
+        amounts = amounts.to(self.device)
+        dist.all_reduce(amounts, group=self.dp_group)
+        return amounts
 
     def flops(self, lengths: list[int]) -> float:
         return 6.0 * (self._weights * sum(lengths) + self._attention_weights * sum(n * n for n in lengths))
@@ -224,7 +233,6 @@ def read_hf_config(path: str):
 
 
 def check_layout(config: DictConfig, hf_config, world_size: int) -> None:
-    """Raise InputError for what this engine cannot do, before anything is built."""
     engine, cp = config.engine, config.engine.context_parallel_size
     heads, kv_heads = hf_config.num_attention_heads, hf_config.num_key_value_heads
     schedule.check(config.optim)

@@ -1,0 +1,93 @@
+"""A run's metrics: metrics.jsonl always, and console, tensorboard, wandb as trainer.logger says. Rank 0 alone writes."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+from tqdm import tqdm
+
+from config import InputError
+
+CONSOLE = {"train/loss": "loss {:.4f}", "val/loss": "val loss {:.4f}", "val/exact_match": "exact match {:.1%}",
+           "train/grad_norm": "grad norm {:.3f}", "train/lr": "lr {:.2e}", "perf/tokens_per_second": "{:,.0f} tokens/s",
+           "perf/mfu": "MFU {:.1%}", "timing/step": "{:.2f} s"}
+
+
+class Tracker:
+    def __init__(self, config: DictConfig, rank: int, step: int, total_steps: int):
+        """step: the last step that counts; lines of later ones, from before a resume, are moved to
+        metrics.superseded.jsonl."""
+        self.enabled = rank == 0
+        if not self.enabled:
+            return
+        out, self.loggers = Path(config.output_dir), list(config.trainer.logger)
+        self.file = open_metrics(out, step)
+        self.bar = tqdm(total=total_steps, initial=step, unit="step", disable=None, dynamic_ncols=True)
+        if "tensorboard" in self.loggers:
+            from torch.utils.tensorboard import SummaryWriter
+            self.tensorboard = SummaryWriter(out / "tensorboard", purge_step=step + 1)
+        if "wandb" in self.loggers:
+            try:
+                import wandb
+            except ImportError:
+                raise InputError("trainer.logger names wandb, which is not installed: pip install wandb") from None
+            self.wandb = wandb.init(project=config.trainer.project_name, name=config.trainer.experiment_name,
+                                    dir=out, id=run_id(out), resume="allow", config=OmegaConf.to_container(config))
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Record the metrics of `step` (from 1; 0 is before training)."""
+        if not self.enabled:
+            return
+        self.file.write(json.dumps({"step": step, **metrics}) + "\n")
+        self.file.flush()
+        if "console" in self.loggers:
+            parts = [text.format(metrics[name]) for name, text in CONSOLE.items() if name in metrics]
+            self.bar.write(f"step {step:>6}  " + "  ".join(parts), file=sys.stdout)
+            sys.stdout.flush()
+        if "tensorboard" in self.loggers:
+            for name, value in metrics.items():
+                self.tensorboard.add_scalar(name, value, step)
+        if "wandb" in self.loggers:
+            self.wandb.log(metrics, step=step)
+        self.bar.update(step - self.bar.n)
+
+    def say(self, text: str) -> None:
+        """One line for people, above the progress bar."""
+        if self.enabled:
+            self.bar.write(text, file=sys.stdout)
+            sys.stdout.flush()
+
+    def close(self) -> None:
+        if not self.enabled:
+            return
+        self.bar.close()
+        self.file.close()
+        if "tensorboard" in self.loggers:
+            self.tensorboard.close()
+        if "wandb" in self.loggers:
+            self.wandb.finish()
+
+
+def open_metrics(out: Path, step: int):
+    """metrics.jsonl, open for appending behind `step`."""
+    path = out / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    kept, superseded = [], []
+    for line in lines:
+        (kept if line.endswith("\n") and json.loads(line)["step"] <= step else superseded).append(line)
+    if superseded:
+        with open(out / "metrics.superseded.jsonl", "a") as file:
+            file.writelines(superseded)
+        path.with_suffix(".tmp").write_text("".join(kept))
+        os.replace(path.with_suffix(".tmp"), path)
+    return open(path, "a")
+
+
+def run_id(out: Path) -> str:
+    """One wandb run for an output directory, whatever the number of restarts."""
+    path = out / "wandb_id"
+    if not path.exists():
+        path.write_text(os.urandom(8).hex())
+    return path.read_text()

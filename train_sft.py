@@ -1,0 +1,239 @@
+"""Supervised fine-tuning: every rank builds its share of the model and runs this loop.
+
+    python train_sft.py model.path=DIR data.train_files=train.jsonl                        one process, CPU or GPU
+    torchrun --nproc-per-node 8 train_sft.py my.yaml optim.lr=2e-5                         one node
+    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 train_sft.py my.yaml
+    sbatch examples/slurm/sft.sbatch my.yaml                                               slurm, srun starts the ranks
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 train_sft.py configs/demo/sft.yaml       a laptop's CPU
+
+Arguments are YAML files and key=value pairs, later ones win; configs/sft.yaml lists every key. SIGTERM or SIGUSR1 saves
+a checkpoint and exits 0; the same command goes on from there. Mistakes are one line on rank 0 and exit code 2.
+"""
+
+import signal
+import time
+from pathlib import Path
+
+from config import InputError, run
+
+
+def main(config):
+    # Imported here, so that --help and a mistake in the configuration answer at once.
+    import torch.distributed as dist
+
+    from data.packing import global_batch, partition
+    from engines import device
+    from engines.checkpoint import Checkpointer, export_hf
+    from engines.fsdp import FSDPEngine
+    from profiling import Profiler
+    from profiling.report import write_report
+    from tracking import Tracker
+
+    this_device = device.init()
+    rank, out, trainer = dist.get_rank(), Path(config.output_dir), config.trainer
+    FSDPEngine.check(config, dist.get_world_size())
+    tokenizer = load_tokenizer(config)
+    train, val = (load_data(config, files, tokenizer) for files in (config.data.train_files, config.data.val_files))
+    steps_per_epoch, total_steps = count_steps(config, train)
+    device.on_rank0(prepare_output, config)
+    if config.dry_run:
+        device.on_rank0(print_plan, config, this_device, train, val, total_steps)
+        return device.shutdown()
+
+    checkpointer = Checkpointer(out / "checkpoints", trainer.max_checkpoints, trainer.async_save)
+    resume_from = device.on_rank0(find_resume, config, checkpointer.latest())
+    engine = FSDPEngine(config, this_device, total_steps)
+    progress = {"step": 0, "skipped": 0, "run": identity(config, train), "export_dtype": config.engine.compute_dtype}
+    if resume_from:
+        progress = check_progress(checkpointer.load(resume_from, engine), progress, resume_from)
+    step = progress["step"]
+    tracker = Tracker(config, rank, step, total_steps)
+    tracker.say(f"{'resuming from ' + str(resume_from) if resume_from else 'starting'}: step {step} of {total_steps}, "
+                f"{steps_per_epoch} an epoch, {len(train)} rows, {engine.dp_size} data-parallel ranks on {this_device.type}")
+    if step == 0 and val and trainer.val_before_train:
+        tracker.log(0, validate(engine, val, config.data.train_batch_size))
+
+    profiler, stop, peak = Profiler(), StopSignal(), device.peak_flops(this_device)
+    while step < total_steps and not stop.requested:
+        start = time.perf_counter()
+        with profiler.stage("data"):
+            rows = global_batch(len(train), config.data.train_batch_size, trainer.seed, step)
+            flops = [engine.flops([n]) for n in train.lengths[rows]]
+            batch = train.batch(rows)
+            share = batch.select(partition(flops, engine.dp_size)[engine.dp_rank])
+        with profiler.stage("train_batch"):
+            results = engine.train_batch(share, sft_loss(batch.fields["loss_mask"].sum()), step)
+        seconds = time.perf_counter() - start
+        step += 1
+        progress |= {"step": step, "skipped": progress["skipped"] + int(results["skipped"])}
+        metrics = {f"train/{k}": v for k, v in results.items()} | {
+            "train/epoch": step / steps_per_epoch, "train/skipped": progress["skipped"],
+            "perf/tokens_per_second": len(batch.input_ids) / seconds / dist.get_world_size(), **device.memory()}
+        if peak:
+            metrics["perf/mfu"] = sum(flops) / seconds / dist.get_world_size() / peak
+        stop.agree(this_device)
+        last = step == total_steps
+        if val and (last or trainer.test_freq > 0 and step % trainer.test_freq == 0):
+            with profiler.stage("validate"):
+                metrics |= validate(engine, val, config.data.train_batch_size)
+        if last or stop.requested or trainer.save_freq > 0 and step % trainer.save_freq == 0:
+            with profiler.stage("save"):
+                checkpointer.save(step, engine, progress, tokenizer)
+        tracker.log(step, metrics | profiler.pop() | {"timing/step": time.perf_counter() - start})
+        if progress["skipped"] > trainer.max_skipped_steps:
+            raise InputError(f"the gradient was not finite in {progress['skipped']} steps, more than "
+                             f"trainer.max_skipped_steps={trainer.max_skipped_steps}: lower optim.lr or look at the data")
+
+    checkpointer.wait()
+    if step < total_steps:
+        tracker.say(f"stopped by a signal after step {step}; the same command goes on from there")
+    else:
+        export_hf(engine, tokenizer, out / "hf")
+        tracker.say(f"model: {out / 'hf'}")
+    tracker.close()
+    if rank == 0:
+        print(f"curves: {write_report(out)}", flush=True)
+    device.shutdown()
+
+
+def sft_loss(num_tokens):
+    """Mean negative log-likelihood over the num_tokens trained tokens of the whole batch, as a sum of parts."""
+    def loss_fn(log_probs, entropy, fields):
+        mask = fields["loss_mask"]
+        return -(log_probs * mask).sum() / num_tokens, {"entropy": (entropy.detach() * mask).sum() / num_tokens}
+    return loss_fn
+
+
+def validate(engine, val, batch_size: int) -> dict[str, float]:
+    """Over every row of val: the mean negative log-likelihood of trained tokens, and the share of rows whose last answer
+    greedy decoding would reproduce whole. (It does exactly when each of its tokens is the likeliest one behind the true
+    ones, so one forward pass tells, without decoding.)"""
+    import torch
+    import torch.distributed as dist
+    from tqdm import tqdm
+
+    from data.packing import partition
+    totals = torch.zeros(4, dtype=torch.float64)             # negative log-likelihood, tokens, exact rows, rows
+    for start in tqdm(range(0, len(val), batch_size), desc="validate", leave=False, disable=dist.get_rank() != 0 or None):
+        rows = range(start, min(start + batch_size, len(val)))
+        shares = partition([engine.flops([n]) for n in val.lengths[rows]], engine.dp_size)
+        batch = val.batch([rows[i] for i in shares[engine.dp_rank]])
+        log_probs, _, greedy = (x.cpu() for x in engine.log_probs(batch))
+        mask, wrong = batch.fields["loss_mask"], (batch.fields["answer_mask"] > 0) & ~greedy
+        row_of_token = torch.repeat_interleave(torch.arange(len(batch)), batch.cu_seqlens.diff())
+        wrong_rows = torch.zeros(len(batch)).index_add_(0, row_of_token, wrong.float()) > 0
+        totals += torch.tensor([-(log_probs.double() * mask).sum(), mask.sum(), (~wrong_rows).sum(), len(batch)])
+    loss, tokens, exact, num_rows = engine.sum_over_dp(totals).tolist()
+    return {"val/loss": loss / tokens, "val/exact_match": exact / num_rows}
+
+
+def load_tokenizer(config):
+    from transformers import AutoTokenizer
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+        if config.data.chat_template is not None:
+            tokenizer.chat_template = Path(config.data.chat_template).read_text()
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(f"no tokenizer from model.path={config.model.path}: {error}") from None
+    return tokenizer
+
+
+def load_data(config, files, tokenizer):
+    """The tokenized rows of files (None: None). Rank 0 tokenizes what is not in the cache, the others read it."""
+    from data.dataset import TokenDataset, tokenize
+    from engines.device import on_rank0
+    if files is None:
+        return None
+    cache = Path(config.data.cache_dir or Path.home() / ".cache" / "rankwise")
+    dataset = TokenDataset.load(on_rank0(tokenize, files, tokenizer, config.data, cache, config.model.path))
+    longest, cap = int(dataset.lengths.max()), config.data.max_tokens_per_micro_batch
+    if longest > cap:
+        raise InputError(f"a row of {files} has {longest} tokens, more than data.max_tokens_per_micro_batch={cap}: raise "
+                         "it, or lower data.max_length with data.truncation=left, right or drop")
+    return dataset
+
+
+def count_steps(config, train) -> tuple[int, int]:
+    """(optimizer steps an epoch, optimizer steps in all)"""
+    steps_per_epoch = len(train) // config.data.train_batch_size
+    if steps_per_epoch == 0:
+        raise InputError(f"data.train_batch_size={config.data.train_batch_size} is more than the {len(train)} rows of "
+                         f"{config.data.train_files}: lower it")
+    steps = config.trainer.total_steps
+    return steps_per_epoch, steps if steps > 0 else config.trainer.total_epochs * steps_per_epoch
+
+
+def prepare_output(config) -> None:
+    from omegaconf import OmegaConf
+    out = Path(config.output_dir)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "config.yaml").write_text(OmegaConf.to_yaml(config))
+    except OSError as error:
+        raise InputError(f"output_dir={out} cannot be written: {error.strerror}") from None
+
+
+def print_plan(config, this_device, train, val, total_steps: int) -> None:
+    import torch.distributed as dist
+    from omegaconf import OmegaConf
+
+    from engines.memory import estimate
+    print(OmegaConf.to_yaml(config))
+    world, cp = dist.get_world_size(), config.engine.context_parallel_size
+    print(f"layout: {world} ranks on {this_device.type} = {world // cp} data-parallel x {cp} context-parallel")
+    for name, dataset in (("train", train), ("val", val)):
+        if dataset:
+            print(f"{name}: {', '.join(f'{k} {v:,}' for k, v in dataset.stats.items())}")
+    print(f"steps: {total_steps}")
+    print("memory of one rank [GiB], estimated:")
+    for name, gib in estimate(config, world).items():
+        print(f"  {name:<24}{gib:9.2f}")
+
+
+def find_resume(config, latest: Path | None) -> Path | None:
+    resume = config.trainer.resume
+    if resume == "auto":
+        return latest
+    if latest is not None and resume == "never":
+        raise InputError(f"trainer.resume=never, but {latest} is there: set trainer.resume=auto to go on from it, or "
+                         "another output_dir to keep it")
+    if resume != "never" and not (Path(resume) / "trainer.json").is_file():
+        raise InputError(f"trainer.resume={resume} is neither auto, never, nor a checkpoint directory")
+    return None if resume == "never" else Path(resume)
+
+
+def identity(config, train) -> dict:
+    """What must not change between a checkpoint and its resume, since step k's rows follow from it."""
+    return {"data.train_batch_size": config.data.train_batch_size, "trainer.seed": config.trainer.seed,
+            "number of rows": len(train)}
+
+
+def check_progress(saved: dict, fresh: dict, path: Path) -> dict:
+    for key, value in fresh["run"].items():
+        if saved["run"][key] != value:
+            raise InputError(f"{path} was written with {key}={saved['run'][key]}, now it is {value}: the order of the data "
+                             "would change; set it back, or start anew in another output_dir")
+    return saved | {"export_dtype": fresh["export_dtype"]}
+
+
+class StopSignal:
+    """SIGTERM or SIGUSR1 on any rank (slurm sends them before it takes the node) stops all of them after their step."""
+
+    def __init__(self):
+        self.received = self.requested = False
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._receive)
+
+    def _receive(self, *_):
+        self.received = True
+
+    def agree(self, device) -> None:
+        import torch
+        import torch.distributed as dist
+        flag = torch.tensor(float(self.received), device=device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        self.requested = bool(flag)
+
+
+if __name__ == "__main__":
+    run(main, "sft.yaml", __doc__)
