@@ -186,7 +186,7 @@ def print_plan(config, this_device, train, val, total_steps: int) -> None:
             print(f"{name}: {', '.join(f'{k} {v:,}' for k, v in dataset.stats.items())}")
     print(f"steps: {total_steps}")
     print("memory of one rank [GiB], estimated:")
-    for name, gib in estimate(config, world).items():
+    for name, gib in estimate(config, world, this_device.type).items():
         print(f"  {name:<24}{gib:9.2f}")
 
 

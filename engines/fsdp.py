@@ -46,7 +46,7 @@ class FSDPEngine(Engine):
         self.dp_group, self.cp_group = mesh["dp"].get_group(), mesh["cp"].get_group() if cp > 1 else None
 
         self.compute_dtype = getattr(torch, engine.compute_dtype)
-        compiled = engine.torch_compile == "always" or engine.torch_compile == "auto" and device.type == "cuda"
+        compiled = uses_compile(engine, device.type)
         self.hf = build_on_meta(self.hf_config, getattr(torch, engine.param_dtype), engine.use_remove_padding)
         self.model = PackedCausalLM(self.hf, engine.log_prob_chunk_size, compiled)
         layers = [m for m in self.hf.modules() if type(m).__name__ in self.hf._no_split_modules]
@@ -261,6 +261,16 @@ def build_on_meta(hf_config, dtype: torch.dtype, packed: bool) -> nn.Module:
     return hf
 
 
+def is_sharded(engine: DictConfig, world_size: int) -> bool:
+    """One rank that computes in the dtype it stores has nothing to divide or cast; FSDP would still copy every weight
+    through its buffers."""
+    return world_size > 1 or engine.param_dtype != engine.compute_dtype or engine.cpu_offload
+
+
+def uses_compile(engine: DictConfig, device_type: str) -> bool:
+    return engine.torch_compile == "always" or engine.torch_compile == "auto" and device_type == "cuda"
+
+
 def fsdp_mesh(engine: DictConfig, device_type: str, world_size: int) -> DeviceMesh:
     size = engine.fsdp_size if engine.fsdp_size > 0 else world_size
     if size == world_size:
@@ -269,6 +279,8 @@ def fsdp_mesh(engine: DictConfig, device_type: str, world_size: int) -> DeviceMe
 
 
 def shard(model: nn.Module, layers: list[nn.Module], engine: DictConfig, device_type: str, world_size: int) -> None:
+    if not is_sharded(engine, world_size):
+        return
     precision = MixedPrecisionPolicy(param_dtype=getattr(torch, engine.compute_dtype),
                                      reduce_dtype=getattr(torch, engine.reduce_dtype))
     offload = CPUOffloadPolicy(pin_memory=device_type != "cpu") if engine.cpu_offload else OffloadPolicy()

@@ -73,5 +73,5 @@ _COMPILED = {}
 def _compiled(function):
     """One fused kernel over the chunk's logits instead of half a dozen passes through memory."""
     if function not in _COMPILED:
-        _COMPILED[function] = torch.compile(function, dynamic=True)
+        _COMPILED[function] = torch.compile(function)
     return _COMPILED[function]

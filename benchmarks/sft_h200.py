@@ -1,0 +1,159 @@
+"""Speed of SFT steps on GPUs: Qwen2.5 shapes with random weights, packed batches, the product's own engine.
+
+    python benchmarks/sft_h200.py 7B engine.param_dtype=bfloat16 data.max_tokens_per_micro_batch=16384
+    torchrun --nproc-per-node 2 benchmarks/sft_h200.py 7B ... [--profile]
+
+Arguments: a shape, then key=value pairs of configs/sft.yaml. Sequences are log-normal, about 1,000 tokens on average, at
+most 4,096. A step is --micro-batches full micro-batches a rank. Prints one line of a Markdown table on rank 0.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from config import load
+from data.packing import Batch, pack
+from engines import device
+from engines.fsdp import FSDPEngine
+from engines.memory import estimate
+
+SHAPES = {      # hidden, intermediate, layers, heads, key-value heads, tied
+    "tiny": (256, 512, 2, 4, 2, True),
+    "0.5B": (896, 4864, 24, 14, 2, True),
+    "1.5B": (1536, 8960, 28, 12, 2, True),
+    "7B": (3584, 18944, 28, 28, 4, False),
+}
+HEADER = ("| shape | GPUs | tokens a micro-batch | settings | tokens/s a GPU | MFU | peak GiB (estimated) | step s |\n"
+          "|---|---|---|---|---|---|---|---|")
+
+
+def make_model(shape: str, directory: Path) -> Path:
+    """config.json and random bf16 weights, a file a layer; made once."""
+    path = directory / shape
+    if path.exists():
+        return path
+    hidden, intermediate, layers, heads, kv_heads, tied = SHAPES[shape]
+    config = AutoConfig.for_model(
+        "qwen2", vocab_size=151936 if shape == "0.5B" or shape == "1.5B" else 152064, hidden_size=hidden,
+        intermediate_size=intermediate, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
+        tie_word_embeddings=tied, max_position_embeddings=32768)
+    work = path.with_suffix(".tmp")
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    config.save_pretrained(work)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    where = "cuda" if torch.cuda.is_available() else "cpu"
+    groups: dict[str, dict] = {}
+    for name, parameter in model.named_parameters():
+        value = torch.empty(parameter.shape, dtype=torch.bfloat16, device=where).normal_(0, 0.02)
+        if name.endswith("norm.weight"):
+            value.fill_(1)
+        groups.setdefault(".".join(name.split(".")[:3]), {})[name] = value.cpu()
+    for i, tensors in enumerate(groups.values()):
+        save_file(tensors, work / f"model-{i:05d}.safetensors", metadata={"format": "pt"})
+    return work.rename(path)
+
+
+def make_batch(seed: int, tokens: int, micro_batches: int, vocabulary: int) -> Batch:
+    """micro_batches bins of exactly `tokens` tokens."""
+    rng = np.random.default_rng(seed)
+    lengths = []
+    for _ in range(micro_batches):
+        room = tokens
+        while room:
+            length = min(room, int(np.clip(rng.lognormal(6.6, 0.75), 32, 4096)))
+            lengths.append(length)
+            room -= length
+    cu = torch.tensor([0, *lengths]).cumsum(0)
+    ids = torch.from_numpy(rng.integers(0, vocabulary, int(cu[-1])))
+    return Batch(ids, cu, {"loss_mask": torch.ones(len(ids))})
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("settings", nargs="*", help="key=value")
+    parser.add_argument("--models", type=Path, default=Path("/dev/shm/rankwise-models"))
+    parser.add_argument("--micro-batches", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--profile", action="store_true", help="print where a step's GPU time goes")
+    arguments = parser.parse_intermixed_args()
+    this_device = device.init()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if rank == 0:
+        make_model(arguments.shape, arguments.models)
+    dist.barrier()
+    config = load("sft.yaml", [f"model.path={arguments.models / arguments.shape}", "data.train_files=none",
+                               *arguments.settings])
+    start = time.perf_counter()
+    engine = FSDPEngine(config, this_device, total_steps=1000)
+    loaded = time.perf_counter() - start
+    tokens = config.data.max_tokens_per_micro_batch
+    batches = [make_batch(1000 * s + engine.dp_rank, tokens, arguments.micro_batches, engine.hf_config.vocab_size)
+               for s in range(3)]
+    assert all(len(pack(b.lengths, tokens)) <= arguments.micro_batches + 1 for b in batches)
+    denominator = arguments.micro_batches * tokens * engine.dp_size
+    loss_fn = lambda log_probs, entropy, fields: (-(log_probs * fields["loss_mask"]).sum() / denominator, {})
+
+    def step(i):
+        return engine.train_batch(batches[i % 3], loss_fn, i)
+
+    start = device.synchronize()
+    first = [step(i)["loss"] for i in range(3)]
+    warm = device.synchronize() - start
+    seconds = []
+    for i in range(arguments.steps):
+        start = device.synchronize()
+        step(i)
+        seconds.append(device.synchronize() - start)
+    peak = device.memory()["perf/memory_peak_gib"]
+    median = sorted(seconds)[len(seconds) // 2]
+    num_tokens = arguments.micro_batches * tokens * engine.dp_size / world
+    flops = sum(engine.flops(b.lengths) for b in batches) / 3 * engine.dp_size / world
+    limit = device.peak_flops(this_device) or float("nan")
+    if rank == 0:
+        shown = " ".join(s for s in arguments.settings if "max_tokens" not in s)
+        guess = estimate(config, world, this_device.type)["device total"]
+        print(f"| {arguments.shape} | {world} | {tokens} | {shown} | {num_tokens / median:,.0f} | "
+              f"{flops / median / limit:.1%} | {peak:.1f} ({guess:.1f}) | {median:.3f} |  load {loaded:.1f} s, first three "
+              f"steps {warm:.1f} s, loss {first[0]:.4f}", flush=True)
+    if arguments.profile:
+        profile(step, rank)
+    device.shutdown()
+
+
+def profile(step, rank: int) -> None:
+    """GPU time of one step by kind of kernel."""
+    kinds = {"attention": ("flash",), "matrix products": ("gemm", "nvjet", "cutlass", "cublas"), "collectives": ("nccl",),
+             "optimizer": ("adam", "multi_tensor"), "copies": ("memcpy", "memset", "copy"), "fused (triton)": ("triton",)}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as prof:
+        start = device.synchronize()
+        step(0)
+        wall = device.synchronize() - start
+    if rank:
+        return
+    total, rows = {}, []
+    for event in prof.key_averages():
+        name, ms = event.key.lower(), event.self_device_time_total / 1e3
+        kind = next((k for k, parts in kinds.items() if any(p in name for p in parts)), "other")
+        total[kind] = total.get(kind, 0) + ms
+        rows.append((ms, event.count, event.key[:110]))
+    print(json.dumps({"wall ms": round(wall * 1e3), **{k: round(v, 1) for k, v in total.items()}}))
+    for ms, count, name in sorted(rows, reverse=True)[:22]:
+        print(f"  {ms:8.1f} ms {count:6d} {name}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,276 @@
+"""Files of each format to memory-mapped arrays: what is kept, what is refused and where, and when a cache is used."""
+
+import csv
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from config import InputError
+from data.dataset import TokenDataset, tokenize
+
+CHATML = """
+{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' + (m.content or '') }}
+{%- for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}
+{{- '<|im_end|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+
+
+@pytest.fixture(scope="module")
+def tokenizer_dir(tmp_path_factory):
+    """One token a byte, and the two of ChatML, so that lengths can be counted by eye."""
+    vocabulary = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
+    made.chat_template = CHATML
+    made.save_pretrained(folder := tmp_path_factory.mktemp("tokenizer"))
+    return folder
+
+
+@pytest.fixture
+def make(tokenizer_dir, tmp_path):
+    """make(files, option=value, ...) -> the cache folder."""
+    def make(files, **changes):
+        files = [str(f) for f in files] if isinstance(files, list) else str(files)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_dir)
+        return tokenize(files, tokenizer, options(**changes), tmp_path / "cache", tokenizer_dir)
+    return make
+
+
+def options(**changes):
+    return SimpleNamespace(**dict(
+        messages_key="messages", prompt_key="prompt", response_key="response", tools_key="tools", num_proc=None,
+        template_kwargs_key="chat_template_kwargs", train_on="all", max_length=200, truncation="error") | changes)
+
+
+def chat(*texts):
+    return {"messages": [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]}
+
+
+def write(path, rows):
+    lines = [row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in rows]
+    path.write_text("".join(line + "\n" for line in lines))
+    return path
+
+
+def texts(folder, tokenizer_dir, field="loss_mask"):
+    """The tokens of each row under a field, decoded."""
+    tokenizer, data = PreTrainedTokenizerFast.from_pretrained(tokenizer_dir), TokenDataset.load(folder)
+    rows = [data.batch([i]) for i in range(len(data))]
+    return [tokenizer.decode(row.input_ids[row.fields[field].bool()]) for row in rows]
+
+
+ROWS = [chat("q", "first"), chat("q", "second", "r", "third")]
+ANSWERS = ["first<|im_end|>", "second<|im_end|>third<|im_end|>"]
+
+
+def test_every_format_gives_the_same_arrays(make, tokenizer_dir, tmp_path):
+    write(tmp_path / "a.jsonl", [ROWS[0], "", ROWS[1], "  "])
+    (tmp_path / "array.json").write_text(json.dumps(ROWS, indent=2))
+    write(tmp_path / "lines.json", ROWS)
+    datasets.Dataset.from_list(ROWS).to_parquet(tmp_path / "a.parquet")
+    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
+    write(tmp_path / "b.jsonl", [ROWS[1]])
+    for files in ("a.jsonl", "array.json", "lines.json", "a.parquet", "saved"):
+        assert texts(make(tmp_path / files), tokenizer_dir) == ANSWERS, files
+    assert texts(make([tmp_path / "a.jsonl", tmp_path / "b.jsonl"]), tokenizer_dir) == [*ANSWERS, ANSWERS[1]]
+
+
+def test_csv_cells_are_text(make, tokenizer_dir, tmp_path):
+    with open(tmp_path / "a.csv", "w", newline="") as file:
+        csv.writer(file).writerows([["prompt", "response"], ["1+6", "007"], ["two\nlines", "NA"], ["empty", ""]])
+    assert texts(make(tmp_path / "a.csv"), tokenizer_dir) == ["007<|im_end|>", "NA<|im_end|>", "<|im_end|>"]
+
+
+def test_arrays_and_batches(make, tmp_path):
+    folder = make(write(tmp_path / "a.jsonl", ROWS))
+    data = TokenDataset.load(folder)
+    assert {p.name for p in folder.iterdir()} == {"cu_seqlens.npy", "input_ids.npy", "loss_mask.npy", "stats.json"}
+    assert [a.dtype for a in (data.input_ids, data.loss_mask, data.cu_seqlens)] == [np.int32, np.uint8, np.int64]
+    assert len(data) == 2 and data.lengths.dtype == np.int64 and data.lengths.sum() == data.stats["tokens"]
+    assert data.stats == {"rows": 2, "dropped_no_loss": 0, "dropped_long": 0, "truncated": 0, "tokens": 82,
+                          "loss_tokens": 6 + 7 + 6, "max_length": 55}
+    batch = data.batch([1, 0, 1])
+    assert batch.cu_seqlens.tolist() == [0, 55, 82, 137]
+    assert (batch.input_ids.dtype, batch.cu_seqlens.dtype) == (torch.int64, torch.int64)
+    assert set(batch.fields) == {"loss_mask", "answer_mask"}
+    assert all(f.dtype == torch.float32 and f.shape == (137,) for f in batch.fields.values())
+    assert batch.input_ids[:55].equal(batch.input_ids[82:]) and batch.input_ids[55:82].equal(data.batch([0]).input_ids)
+    empty = data.batch([])
+    assert empty.input_ids.shape == (0,) and empty.cu_seqlens.tolist() == [0]
+
+
+def test_answer_mask_is_the_last_turn(make, tokenizer_dir, tmp_path):
+    folder = make(write(tmp_path / "a.jsonl", ROWS))
+    assert texts(folder, tokenizer_dir, "answer_mask") == ["first<|im_end|>", "third<|im_end|>"]
+
+
+def test_arguments_of_different_tool_calls_stay_apart(make, tokenizer_dir, tmp_path):
+    def row(**arguments):
+        call = {"function": {"name": "f", "arguments": arguments}}
+        return {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": [call]}]}
+    rows = [row(a=1), row(b="x"), row(a="mixed"), row(c=None)]
+    expected = ['f{"a": 1}<|im_end|>', 'f{"b": "x"}<|im_end|>', 'f{"a": "mixed"}<|im_end|>']
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    for path in (write(tmp_path / "a.jsonl", rows), tmp_path / "a.json"):
+        assert texts(make(path), tokenizer_dir)[:3] == expected
+
+
+def test_unicode_line_separators_do_not_end_a_line(make, tokenizer_dir, tmp_path):
+    path = write(tmp_path / "a.jsonl", [chat("q", "a\u2028b\x85c\x0bd"), "nonsense"])
+    with pytest.raises(InputError, match=r"a\.jsonl:2: not JSON"):
+        make(path)
+    assert texts(make(write(path, [chat("q", "a\u2028b\x85c")])), tokenizer_dir) == ["a\u2028b\x85c<|im_end|>"]
+
+
+@pytest.mark.parametrize("row, message", [
+    ('{"messages": [', "not JSON: Expecting value at column 15"),
+    ("[1]", "the row must be an object, not list"),
+    ({"text": "x"}, '"messages" is missing'),
+    ({"messages": [{"role": "robot", "content": "x"}]}, "\"messages[0].role\" is 'robot'"),
+])
+def test_a_malformed_row_is_named_by_file_and_line(make, tmp_path, row, message):
+    path = write(tmp_path / "x.jsonl", [ROWS[0], "", ROWS[1], row, {"also": "bad"}])
+    good = write(tmp_path / "good.jsonl", ROWS)
+    for num_proc in (1, 2):
+        with pytest.raises(InputError) as raised:
+            make([good, path], num_proc=num_proc)
+        assert str(raised.value).startswith(f"{path}:4: {message}") and "\n" not in str(raised.value)
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_rows_of_tables_are_counted_from_1(make, tmp_path):
+    datasets.Dataset.from_list([chat("q", "a"), {"messages": None}]).to_parquet(tmp_path / "a.parquet")
+    with pytest.raises(InputError, match=r'a\.parquet:2: "messages" is missing'):
+        make(tmp_path / "a.parquet")
+    (tmp_path / "a.json").write_text(json.dumps([chat("q", "a"), 3]))
+    with pytest.raises(InputError, match=r"a\.json:2: the row must be an object, not int"):
+        make(tmp_path / "a.json")
+
+
+def test_files_that_cannot_be_read(make, tmp_path):
+    (tmp_path / "a.txt").write_text("x")
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "none.json").write_text("[]")
+    (tmp_path / "blank.jsonl").write_text("\n\n")
+    (tmp_path / "bad.parquet").write_text("not parquet")
+    (tmp_path / "bad.json").write_text("[{]")
+    (tmp_path / "latin.jsonl").write_bytes(b'{"messages": "\xe9"}\n')
+    (tmp_path / "header.csv").write_text("prompt,response\n")
+    for name, message in {"absent.jsonl": "no such file", "a.txt": "unknown suffix '.txt'", "empty.jsonl": "is empty",
+                          "none.json": "no rows", "blank.jsonl": "no row is left", "bad.parquet": "cannot be read",
+                          "bad.json": "cannot be read", "latin.jsonl": "cannot be read", "header.csv": "has no rows",
+                          ".": "save_to_disk"}.items():
+        with pytest.raises(InputError, match=message) as raised:
+            make(tmp_path / name)
+        assert "\n" not in str(raised.value), name
+
+
+LONG = [chat("q", "a"), chat("q", "b" * 20), chat("q" * 30, "c"), chat("q", "d" * 30)]   # 23, 42, 52 and 52 tokens
+
+
+def test_truncation_error_lists_the_rows(make, tmp_path):
+    path = write(tmp_path / "a.jsonl", LONG[:1] + LONG[1:2] * 3 + LONG[2:])
+    with pytest.raises(InputError) as raised:
+        make(path, max_length=41)
+    assert str(raised.value) == (
+        f"5 of 6 rows are longer than data.max_length=41: {path}:2 (42 tokens), {path}:3 (42 tokens), "
+        f"{path}:4 (42 tokens), {path}:5 (52 tokens), {path}:6 (52 tokens); raise it, or set data.truncation to left, "
+        "right or drop")
+    make(path, max_length=52)
+    make(path, max_length=None)
+
+
+def test_truncation(make, tokenizer_dir, tmp_path):
+    path = write(tmp_path / "a.jsonl", LONG)
+
+    def made(truncation):
+        folder = make(path, max_length=30, truncation=truncation)
+        stats = TokenDataset.load(folder).stats
+        counts = [stats[k] for k in ("rows", "dropped_no_loss", "dropped_long", "truncated")]
+        return texts(folder, tokenizer_dir), counts
+    assert made("drop") == (["a<|im_end|>"], [1, 0, 3, 0])
+    # 20 tokens before an answer, so 10 of it fit; of the long question none does.
+    assert made("right") == (["a<|im_end|>", "b" * 10, "d" * 10], [3, 1, 0, 2])
+    # The last 30 tokens: the newline behind the turn is not trained, the first token has nothing that predicts it.
+    answers = ["a", "b" * 20, "c", "d" * 27]
+    assert made("left") == ([f"{answer}<|im_end|>" for answer in answers], [4, 0, 0, 3])
+
+
+def test_rows_without_a_trained_token_are_dropped(make, tokenizer_dir, tmp_path):
+    masked = chat("q", "masked")
+    masked["messages"][1]["loss_mask"] = 0
+    folder = make(write(tmp_path / "a.jsonl", [chat("q"), ROWS[0], masked]))
+    assert texts(folder, tokenizer_dir) == ANSWERS[:1]
+    assert TokenDataset.load(folder).stats["dropped_no_loss"] == 2
+    with pytest.raises(InputError, match="no row is left to train on: 2 rows have no trained token"):
+        make(write(tmp_path / "a.jsonl", [chat("q"), masked]))
+
+
+def test_parallel_equals_serial(make, tmp_path):
+    path = write(tmp_path / "a.jsonl", [chat(f"question {i}", "answer " * (i % 7)) for i in range(60)])
+    serial, parallel = make(path, num_proc=1), None
+    before = {p.name: p.read_bytes() for p in serial.iterdir()}
+    shutil.rmtree(serial)
+    parallel = make(path, num_proc=2)
+    assert parallel == serial and {p.name: p.read_bytes() for p in parallel.iterdir()} == before
+
+
+def test_a_cache_is_found_until_something_changes(make, tokenizer_dir, tmp_path):
+    path = write(tmp_path / "a.jsonl", ROWS)
+    folder = make(path)
+    stamp = (folder / "input_ids.npy").stat().st_mtime_ns
+    assert make(path) == folder == make(path, num_proc=2) and (folder / "input_ids.npy").stat().st_mtime_ns == stamp
+    others = {make(path, train_on="last"), make(path, max_length=300), make(path, truncation="left"),
+              make(write(path, ROWS[:1]))}
+    write(path, ROWS)
+    template = tokenizer_dir / "chat_template.jinja"
+    original = template.read_text()
+    template.write_text(original + "{#- edited #}")
+    others.add(make(path))
+    template.write_text(original)
+    assert len(others | {folder}) == 6 and make(path) == folder
+    assert len(list((tmp_path / "cache").iterdir())) == 6
+
+
+def test_tokenizers_of_the_hub_are_told_apart(tokenizer_dir, tmp_path):
+    path = write(tmp_path / "a.jsonl", ROWS)
+    folders = []
+    for tokens in ([], ["<|new|>"]):
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_dir)
+        tokenizer.add_tokens(tokens)
+        folders.append(tokenize([str(path)], tokenizer, options(), tmp_path / "cache", "hub/name"))
+    assert folders[0] != folders[1]
+
+
+def test_a_cache_hit_needs_no_datasets_library(make, tokenizer_dir, tmp_path):
+    path = write(tmp_path / "a.jsonl", ROWS)
+    folder = make(path)
+    code = f"""if True:
+        import sys
+        sys.modules["datasets"] = None
+        from types import SimpleNamespace
+        from transformers import PreTrainedTokenizerFast
+        from data.dataset import TokenDataset, tokenize
+        tokenizer = PreTrainedTokenizerFast.from_pretrained({str(tokenizer_dir)!r})
+        options = SimpleNamespace(**{vars(options())!r})
+        folder = tokenize({str(path)!r}, tokenizer, options, {str(tmp_path / "cache")!r}, {str(tokenizer_dir)!r})
+        assert len(TokenDataset.load(folder).batch([0, 1])) == 2
+        assert not [name for name in sys.modules if name.split(".")[0] in ("datasets", "pyarrow", "pandas")
+                    and sys.modules[name]], "imported on a hit"
+        print(folder)"""
+    root = Path(__file__).parents[1]
+    out = subprocess.run([sys.executable, "-c", code], cwd=root, env=os.environ, capture_output=True, text=True)
+    assert out.stdout.strip() == str(folder), out.stderr
