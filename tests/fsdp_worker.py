@@ -1,0 +1,302 @@
+"""The cases of test_fsdp.py for one number of ranks. Started by torchrun, it writes down numbers and judges none.
+
+    torchrun --nproc-per-node N tests/fsdp_worker.py FOLDER
+
+Reads models from FOLDER/{family}; writes FOLDER/{N}.json, and FOLDER/{N} {case}.safetensors with the final weights and
+what log_probs answered. Checkpoints in FOLDER are written by the launch of 4 ranks and read by all.
+"""
+
+import hashlib
+import json
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedTokenizerFast
+
+from config import InputError, load
+from data.packing import Batch, partition
+from engines import device
+from engines.checkpoint import Checkpointer, export_hf
+from engines.fsdp import FSDPEngine
+
+TOTAL_STEPS, WARMUP_STEPS, PEAK_LR, MIN_LR_RATIO, WEIGHT_DECAY, CLIP, BETAS = 30, 3, 2e-3, 0.1, 0.1, 0.5, (0.9, 0.95)
+ENTROPY_BONUS, NUM_SEQUENCES, LONGEST, ASKED = 0.1, 8, 44, 1000       # ASKED: the batch that log_probs is given
+SETTINGS = ["data.train_files=unused", "engine.compute_dtype=float32", "optim.lr_scheduler_type=cosine",
+            f"optim.lr={PEAK_LR}", f"optim.lr_warmup_steps_ratio={WARMUP_STEPS / TOTAL_STEPS}",
+            f"optim.min_lr_ratio={MIN_LR_RATIO}", f"optim.weight_decay={WEIGHT_DECAY}", f"optim.clip_grad={CLIP}",
+            f"optim.betas=[{BETAS[0]}, {BETAS[1]}]", "engine.log_prob_chunk_size=29"]
+
+
+@dataclass
+class Case:
+    """Train `steps` steps of a model with these engine settings; uneven: see divide()."""
+
+    family: str
+    engine: str = ""
+    steps: int = TOTAL_STEPS
+    cap: int = 48
+    uneven: bool = False
+
+
+CP2, CP4, PADDED = "context_parallel_size=2", "context_parallel_size=4", "use_remove_padding=false"
+RECOMPUTE, OFFLOAD, ZERO2 = "activation_checkpointing=true", "cpu_offload=true", "reshard_after_forward=false"
+MASTER, BF16 = "compute_dtype=bfloat16", "compute_dtype=bfloat16 param_dtype=bfloat16"
+CASES = {
+    1: {"plain qwen2_tied": Case("qwen2_tied"), "plain qwen3": Case("qwen3"), "plain llama": Case("llama"),
+        "again qwen3": Case("qwen3"), "one micro-batch": Case("llama", cap=1000), "padded": Case("qwen2_tied", PADDED),
+        "sliding window": Case("sliding"), "padded sliding window": Case("sliding", PADDED),
+        "recompute": Case("llama", RECOMPUTE), "offload": Case("qwen3", OFFLOAD),
+        "compiled": Case("llama", "torch_compile=always", steps=4),
+        "fp32 master": Case("qwen3", MASTER), "pure bf16": Case("qwen3", BF16)},
+    2: {"plain qwen2_tied": Case("qwen2_tied"), "plain qwen3": Case("qwen3"), "plain llama": Case("llama"),
+        "again qwen3": Case("qwen3"), "one micro-batch": Case("qwen3", cap=1000), "padded": Case("llama", PADDED),
+        "recompute": Case("qwen2_tied", RECOMPUTE), "offload": Case("qwen2_tied", OFFLOAD), "zero2": Case("qwen3", ZERO2),
+        "uneven": Case("llama", uneven=True), "uneven padded": Case("qwen3", PADDED, uneven=True),
+        "cp2": Case("qwen3", CP2), "fp32 master": Case("llama", MASTER), "pure bf16": Case("llama", BF16)},
+    4: {"plain qwen2_tied": Case("qwen2_tied"), "plain llama": Case("llama"), "uneven": Case("qwen2_tied", uneven=True),
+        "hybrid": Case("qwen3", "fsdp_size=2"), "hybrid cp2": Case("llama", f"fsdp_size=2 {CP2}"),
+        "cp4": Case("llama", CP4), "cp2 dp2": Case("qwen2_tied", CP2), "again cp2 dp2": Case("qwen2_tied", CP2),
+        "uneven cp2 dp2": Case("qwen3", f"{CP2} {RECOMPUTE}", uneven=True), "sliding window cp2": Case("sliding", CP2),
+        "fp32 master": Case("qwen2_tied", f"{MASTER} {CP2}")},
+}
+
+
+def make_batch(step: int) -> Batch:
+    """Four batches in turn, so that there is something to learn; the field `weight` is never zero, so that a sequence's
+    first token, of which nothing is known, would show if it were counted."""
+    g = torch.Generator().manual_seed(step % 4 if step < ASKED else step)
+    lengths = [1, LONGEST, 2, *torch.randint(3, LONGEST, (NUM_SEQUENCES - 3,), generator=g).tolist()]
+    ids = torch.randint(3, 97, (sum(lengths),), generator=g)
+    return Batch(ids, torch.tensor([0, *lengths]).cumsum(0), {"weight": torch.rand(len(ids), generator=g) + 0.5})
+
+
+def divide(lengths: list[int], dp_size: int, uneven: bool) -> list[list[int]]:
+    """Indices by data-parallel rank. uneven: the last rank has none, others one, the first all the rest."""
+    if not uneven:
+        return partition(lengths, dp_size)
+    rest = len(lengths) - (dp_size - 2)
+    return [list(range(rest)), *([i] for i in range(rest, len(lengths))), []]
+
+
+def make_loss(num_tokens: int):
+    def loss_fn(log_probs, entropy, fields):
+        weight = fields["weight"] / num_tokens
+        return -((log_probs + ENTROPY_BONUS * entropy) * weight).sum(), {"entropy": (entropy.detach() * weight).sum()}
+    return loss_fn
+
+
+def main(folder: Path) -> None:
+    this_device, world = device.init(), dist.get_world_size()
+    results = {}
+    for name, case in CASES[world].items():
+        start = time.perf_counter()
+        engine = build(folder / case.family, this_device, case.engine, case.cap)
+        asked = ask(engine, case.uneven)
+        calls = count_calls(engine)
+        results[name] = {"steps": train(engine, range(case.steps), case.uneven), "attention_calls": len(calls),
+                         "dtypes": sorted({str(p.dtype) for p in engine.hf.parameters()})}
+        weights = dict(engine.export_weights())
+        results[name] |= {"digests": gather(digest(weights)), "seconds": time.perf_counter() - start}
+        if dist.get_rank() == 0:
+            save_file({"asked": asked, **{n: w.contiguous() for n, w in weights.items()}},
+                      folder / f"{world} {name}.safetensors")
+    results["non-finite"] = non_finite(folder, this_device)
+    results["refused"] = refused(folder, this_device)
+    for family in ("qwen2_tied", "llama"):
+        results[f"checkpoint {family}"] = checkpoint(folder, this_device, family, asynchronous=family == "llama")
+    results["rotation"] = rotate(folder, this_device)
+    results["publishing"] = publish(folder, this_device)
+    if dist.get_rank() == 0:
+        (folder / f"{world}.json").write_text(json.dumps(results))
+    device.shutdown()
+
+
+def build(model: Path, this_device: torch.device, settings: str = "", cap: int = 48) -> FSDPEngine:
+    torch.manual_seed(0)
+    return FSDPEngine(load("sft.yaml", [f"model.path={model}", f"data.max_tokens_per_micro_batch={cap}", *SETTINGS,
+                                        *(f"engine.{s}" for s in settings.split())]), this_device, TOTAL_STEPS)
+
+
+def train(engine: FSDPEngine, steps, uneven: bool = False) -> list[dict[str, float]]:
+    results = []
+    for step in steps:
+        batch = make_batch(step)
+        share = batch.select(divide(batch.lengths, engine.dp_size, uneven)[engine.dp_rank])
+        results.append(engine.train_batch(share, make_loss(len(batch.input_ids)), step))
+    return results
+
+
+def ask(engine: FSDPEngine, uneven: bool = False) -> torch.Tensor:
+    """[ranks, 3, T]: log_probs, entropy, greedy of each rank where it has an answer, NaN elsewhere."""
+    batch = make_batch(ASKED)
+    mine = divide(batch.lengths, engine.dp_size, uneven)[engine.dp_rank]
+    where = Batch(torch.arange(len(batch.input_ids)), batch.cu_seqlens).select(mine).input_ids
+    answers = torch.full((3, len(batch.input_ids)), torch.nan)
+    answers[:, where] = torch.stack([x.float() for x in engine.log_probs(batch.select(mine))])
+    return torch.stack(gather(answers))
+
+
+def gather(value) -> list:
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def count_calls(engine: FSDPEngine) -> list:
+    """A list that grows with every forward pass through the first layer's attention."""
+    calls = []
+    attention = next(m for n, m in engine.hf.named_modules() if n.endswith("self_attn"))
+    attention.register_forward_hook(lambda *_: calls.append(None))
+    return calls
+
+
+def digest(values: dict) -> str:
+    """Of this rank's part of all tensors and numbers in a dictionary of dictionaries."""
+    sha = hashlib.sha256()
+    for key in sorted(values):
+        value = values[key]
+        if isinstance(value, DTensor):
+            value = value.to_local()
+        if isinstance(value, dict):
+            value = digest(value)
+        elif isinstance(value, torch.Tensor):
+            value = value.contiguous().flatten().view(torch.uint8).tolist()
+        sha.update(f"{key} {value}".encode())
+    return sha.hexdigest()
+
+
+def non_finite(folder: Path, this_device: torch.device) -> dict:
+    """Steps 0 1 2 3, with a NaN in step 2 of rank 0, and 0 1 3."""
+    engine = build(folder / "qwen3", this_device)
+    before = train(engine, range(2))
+    state = digest(engine.state())
+    share = make_batch(2).select(divide(make_batch(2).lengths, engine.dp_size, False)[engine.dp_rank])
+    poison = torch.nan if dist.get_rank() == 0 else 1.0
+    poisoned = engine.train_batch(share, lambda log_probs, *_: (log_probs.sum() * poison, {}), 2)
+    untouched = digest(engine.state()) == state
+    with_nan = before + train(engine, [3])
+    other = build(folder / "qwen3", this_device)
+    return {"poisoned": poisoned, "untouched": gather(untouched), "with_nan": with_nan,
+            "without": train(other, [0, 1]) + train(other, [3])}
+
+
+def refused(folder: Path, this_device: torch.device) -> dict[str, list[str]]:
+    """What each rank is told about models that cannot be loaded."""
+    told = {}
+    for name in ("no_files", "missing_weight", "wrong_shape"):
+        try:
+            build(folder / name, this_device)
+            told[name] = ["nothing"]
+        except InputError as error:
+            told[name] = gather(str(error))
+    return told
+
+
+def checkpoint(folder: Path, this_device: torch.device, family: str, asynchronous: bool) -> dict:
+    """5 steps and 5 more on 4 ranks without interruption; 5 more from the checkpoint on any number of ranks."""
+    directory, result = folder / f"checkpoints_{family}", {}
+    checkpointer = Checkpointer(directory, 2, asynchronous)
+    if dist.get_world_size() == 4:
+        engine, tokenizer = build(folder / family, this_device, CP2), make_tokenizer()
+        train(engine, range(5))
+        watch = Watch(directory / "step_00000005")
+        checkpointer.save(5, engine, {"step": 5, "export_dtype": "float32"}, tokenizer)
+        result["random"] = gather(torch.rand(1).item())
+        result["uninterrupted"] = train(engine, range(5, 10))            # while an asynchronous save is still writing
+        checkpointer.wait()
+        result["published"] = [sorted(listing) for listing in watch.stop()]
+        checkpointer.save(10, engine, {"step": 10, "export_dtype": "float32"}, tokenizer)
+        checkpointer.wait()
+        export_hf(engine, tokenizer, folder / f"hf_{family}")
+        asked = ask(engine)
+        if dist.get_rank() == 0:
+            save_file({"asked": asked}, folder / f"4 checkpoint {family}.safetensors")
+    engine = build(folder / family, this_device, CP2 if dist.get_world_size() == 4 else "")
+    result["progress"] = checkpointer.load(directory / "step_00000005", engine)
+    result["random_again"] = gather(torch.rand(1).item())
+    result["resumed"] = train(engine, range(5, 10))
+    return result
+
+
+class Watch(threading.Thread):
+    """Notes every different listing of a directory (names and sizes) from the moment it exists."""
+
+    def __init__(self, directory: Path):
+        super().__init__(daemon=True)
+        self.directory, self.listings, self.stopped = directory, set(), threading.Event()
+        self.start()
+
+    def run(self):
+        while not self.stopped.wait(0.0005):
+            if self.directory.exists():
+                self.listings.add(self.listing())
+
+    def listing(self) -> frozenset:
+        return frozenset((str(p.relative_to(self.directory)), p.stat().st_size)
+                         for p in self.directory.rglob("*") if p.is_file())
+
+    def stop(self) -> set:
+        self.stopped.set()
+        self.join()
+        return self.listings | {self.listing()}
+
+
+def rotate(folder: Path, this_device: torch.device) -> dict:
+    """Checkpoints 1 and 2 by one process, 3 by another that finds them, and a directory that a kill left behind."""
+    directory = folder / "rotation"
+    checkpointer = Checkpointer(directory, 2, asynchronous=False)
+    if dist.get_world_size() == 4:
+        return {}
+    engine = build(folder / "qwen3", this_device)
+    if dist.get_world_size() == 1:
+        (directory / "step_00000009.tmp").mkdir()
+    found = str(checkpointer.latest())
+    for step in {2: [1, 2], 1: [3]}[dist.get_world_size()]:
+        checkpointer.save(step, engine, {"step": step}, make_tokenizer())
+    dist.barrier()
+    return {"found": found, "left": sorted(p.name for p in directory.iterdir()), "latest": checkpointer.latest().name,
+            "link": (directory / "latest").read_text()}
+
+
+class SlowDisk(Checkpointer):
+    def _publish(self, temporary: Path, target: Path) -> None:
+        time.sleep(0.5)
+        super()._publish(temporary, target)
+
+
+def publish(folder: Path, this_device: torch.device) -> dict:
+    """wait() after an asynchronous save whose renaming is slow, and after one whose renaming is impossible."""
+    directory = folder / f"publishing_{dist.get_world_size()}"
+    engine, checkpointer = build(folder / "qwen3", this_device), SlowDisk(directory, -1, asynchronous=True)
+    checkpointer.save(1, engine, {"step": 1}, make_tokenizer())
+    checkpointer.wait()
+    result = {"there_after_wait": gather((directory / "step_00000001").is_dir())}
+    time.sleep(1)                                # whatever the answer, nothing of step 1 may run into what follows
+    if dist.get_world_size() == 1:
+        (directory / "step_00000002").write_text("in the way")
+        checkpointer.save(2, engine, {"step": 2}, make_tokenizer())
+        try:
+            checkpointer.wait()
+            result["raised"] = None
+        except OSError as error:
+            result["raised"] = str(error)
+        time.sleep(1)
+    return result
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    backend = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1, "b": 2}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="a")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,62 @@
+"""The repository's own promises: small files, and configuration keys that are commented and read."""
+
+import re
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS = sorted(ROOT.glob("train_*.py"))
+PRODUCT = sorted(p for pattern in ("*.py", "engines/*.py", "profiling/*.py", "data/*.py", "algorithms/*.py")
+                 for p in ROOT.glob(pattern))
+CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
+
+
+def leaves(tree, prefix=""):
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
+
+
+def num_lines(path):
+    return len(path.read_text().splitlines())
+
+
+def test_files_stay_small():
+    assert SCRIPTS and len(PRODUCT) > 10
+    for path in PRODUCT:
+        assert num_lines(path) <= (300 if path in SCRIPTS else 400), path
+    assert sum(map(num_lines, PRODUCT)) < 6000
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_every_key_has_a_comment(path):
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        is_key = re.match(r"\s*[\w.]+:\s*\S", line) and not line.lstrip().startswith("#")
+        assert not is_key or re.search(r"\s#\s*\S", line), f"{path}:{number} says nothing of its key"
+
+
+@pytest.mark.parametrize("path", [p for p in CONFIGS if "demo" not in p.parts], ids=lambda p: str(p.relative_to(ROOT)))
+def test_every_key_is_read_by_the_code(path):
+    code = "\n".join(p.read_text() for p in PRODUCT if p.name != "config.py")
+    for key in leaves(OmegaConf.to_container(OmegaConf.load(path))):
+        name = key.rpartition(".")[2]
+        # config.optim.lr, optim.lr, engine["param_dtype"]; model_engine itself is read in config.py
+        read = re.search(rf"\.{name}\b|[\"']{name}[\"']", code) or name == "model_engine"
+        dtype = name.endswith("_dtype") and 'engine[f"{k}_dtype"]' in code
+        assert read or dtype, f"{key} is in {path.name} and nothing reads it"
+
+
+def test_shipped_configurations_load():
+    from config import load
+    for path in CONFIGS:
+        if "demo" in path.parts:
+            load(f"{path.stem.split('_')[0]}.yaml", [str(path)])
+
+
+def test_engines_and_data_know_nothing_of_the_scripts():
+    for path in (p for p in PRODUCT if p.parent != ROOT):
+        assert not re.search(r"^\s*(from|import) (train_|tracking|rewards)", path.read_text(), re.M), path

@@ -1,0 +1,115 @@
+"""linear_log_probs against the formula in float64."""
+
+import pytest
+import torch
+
+from engines.logprobs import linear_log_probs
+
+WORDS, HIDDEN = 53, 16
+
+
+def make(num_tokens: int, dtype: torch.dtype = torch.float32, seed: int = 0):
+    """hidden, weight, targets, and the upstream gradients of log_probs and entropy."""
+    g = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(num_tokens, HIDDEN, generator=g).to(dtype).requires_grad_()
+    weight = (torch.randn(WORDS, HIDDEN, generator=g) / 3).to(dtype).requires_grad_()
+    targets = torch.randint(WORDS, (num_tokens,), generator=g)
+    return hidden, weight, targets, torch.randn(num_tokens, generator=g), torch.randn(num_tokens, generator=g)
+
+
+def by_formula(hidden, weight, targets, temperature):
+    """The same in float64, out of leaves of its own: log_probs, entropy, greedy, hidden, weight."""
+    hidden, weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
+    p = (hidden @ weight.T / temperature).softmax(-1)
+    log_probs = p[torch.arange(len(targets)), targets].log()
+    return log_probs, -(p * p.log()).sum(-1), p.argmax(-1) == targets, hidden, weight
+
+
+@pytest.mark.parametrize("chunk_size", [1, 5, 7, 24, 1000])
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 2.5])
+def test_values_and_gradients(chunk_size, temperature):
+    hidden, weight, targets, grad_log_probs, grad_entropy = make(24)
+    targets[::3] = (hidden @ weight.T).argmax(-1)[::3]                    # chance alone would make few of them greedy
+    log_probs, entropy, greedy = linear_log_probs(hidden, weight, targets, temperature, chunk_size)
+    torch.autograd.backward([log_probs, entropy], [grad_log_probs, grad_entropy])
+    want = by_formula(hidden, weight, targets, temperature)
+    torch.autograd.backward(want[:2], [grad_log_probs.double(), grad_entropy.double()])
+
+    assert log_probs.dtype == entropy.dtype == torch.float32 and greedy.dtype == torch.bool
+    assert 8 <= greedy.sum() < 24 and torch.equal(greedy, want[2])
+    for got, exact in ((log_probs, want[0]), (entropy, want[1]), (hidden.grad, want[3].grad), (weight.grad, want[4].grad)):
+        torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("output", [0, 1])
+def test_one_output_alone_has_a_gradient(output):
+    hidden, weight, targets, upstream, _ = make(9)
+    linear_log_probs(hidden, weight, targets, chunk_size=4)[output].backward(upstream)
+    want = by_formula(hidden, weight, targets, 1.0)
+    want[output].backward(upstream.double())
+    torch.testing.assert_close(hidden.grad.double(), want[3].grad, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(weight.grad.double(), want[4].grad, rtol=1e-5, atol=1e-5)
+
+
+def test_numeric_gradient():
+    """Finite differences of the function itself. Its statistics are fp32 whatever it is given, hence the wide step (rounding
+    of 1e-6 over a step of 1e-2) and the loose bounds."""
+    hidden, weight, targets, _, _ = make(3, torch.float64)
+    assert torch.autograd.gradcheck(lambda h, w: linear_log_probs(h, w, targets, 0.7, 2)[:2], (hidden, weight),
+                                    eps=1e-2, atol=1e-3, rtol=1e-3)
+
+
+def test_large_logits_do_not_overflow():
+    hidden, weight, targets, grad_log_probs, grad_entropy = make(8)
+    with torch.no_grad():
+        hidden *= 200
+    log_probs, entropy, _ = linear_log_probs(hidden, weight, targets, chunk_size=3)
+    torch.autograd.backward([log_probs, entropy], [grad_log_probs, grad_entropy])
+    logits = hidden.double() @ weight.double().T
+    torch.testing.assert_close(log_probs.double(), logits.log_softmax(-1)[torch.arange(8), targets], rtol=1e-5, atol=1e-5)
+    assert entropy.abs().max() < 1 and hidden.grad.isfinite().all() and weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_tokens(dtype):
+    hidden, weight, targets, _, _ = make(0, dtype)
+    log_probs, entropy, greedy = linear_log_probs(hidden, weight, targets)
+    assert log_probs.shape == entropy.shape == greedy.shape == (0,)
+    (log_probs.sum() + entropy.sum()).backward()
+    assert hidden.grad.shape == (0, HIDDEN) and torch.equal(weight.grad, torch.zeros_like(weight))
+
+
+def test_frozen_weight_gets_no_gradient():
+    hidden, weight, targets, upstream, _ = make(10)
+    linear_log_probs(hidden, weight.detach(), targets, chunk_size=4)[0].backward(upstream)
+    want = by_formula(hidden, weight, targets, 1.0)
+    want[0].backward(upstream.double())
+    assert weight.grad is None
+    torch.testing.assert_close(hidden.grad.double(), want[3].grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk_size", [3, 64])
+def test_bfloat16(chunk_size):
+    """bf16 keeps 8 bits: a logit below 2**3 is off by at most 2**-6, log p by two such errors. The gradients, sums of many
+    products, are within 1 % of the largest entry."""
+    hidden, weight, targets, grad_log_probs, grad_entropy = make(64, torch.bfloat16)
+    log_probs, entropy, _ = linear_log_probs(hidden, weight, targets, chunk_size=chunk_size)
+    torch.autograd.backward([log_probs, entropy], [grad_log_probs, grad_entropy])
+    want = by_formula(hidden, weight, targets, 1.0)
+    torch.autograd.backward(want[:2], [grad_log_probs.double(), grad_entropy.double()])
+    assert (hidden @ weight.T).abs().max() < 2**3
+    assert (log_probs - want[0]).abs().max() < 2**-5 and (entropy - want[1]).abs().max() < 2**-5
+    assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
+    for got, exact in ((hidden.grad, want[3].grad), (weight.grad, want[4].grad)):
+        assert (got - exact).abs().max() < 0.01 * exact.abs().max()
+
+
+def test_compiled_equals_eager():
+    results = []
+    for compiled in (False, True):
+        hidden, weight, targets, grad_log_probs, grad_entropy = make(12)
+        log_probs, entropy, greedy = linear_log_probs(hidden, weight, targets, chunk_size=5, compiled=compiled)
+        torch.autograd.backward([log_probs, entropy], [grad_log_probs, grad_entropy])
+        results.append((log_probs, entropy, greedy, hidden.grad, weight.grad))
+    for eager, compiled in zip(*results):
+        torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,247 @@
+"""train_sft.py as its users run it: real processes, real signals."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from examples.arithmetic import make_rows, make_tokenizer
+from tests.models import make_model
+
+ROOT = Path(__file__).parent.parent
+PYTHON = [sys.executable, "train_sft.py"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train_sft.py"]
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory):
+    """A model directory, 84 training and 30 validation rows, and a token cache that all runs share."""
+    directory = tmp_path_factory.mktemp("assets")
+    tokenizer = make_tokenizer()
+    make_model(directory / "model", "qwen3", vocab_size=len(tokenizer))
+    tokenizer.save_pretrained(directory / "model")
+    train, val = make_rows()
+    for name, part in (("train", train[:84]), ("val", val[:30])):
+        (directory / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in part))
+    return directory
+
+
+def arguments(assets, out, *more):
+    """20 steps in 2 epochs of 10, 4 rows left over in each."""
+    return [f"model.path={assets}/model", f"data.train_files={assets}/train.jsonl", f"output_dir={out}",
+            f"data.cache_dir={assets}/cache", "engine.compute_dtype=float32", "data.train_batch_size=8",
+            "data.max_tokens_per_micro_batch=64", "optim.lr=3e-3", "trainer.total_epochs=2", *more]
+
+
+def environment(**more):
+    return {**{k: v for k, v in os.environ.items() if not k.startswith("SLURM")}, "OMP_NUM_THREADS": "1", **more}
+
+
+def start(command, log, **env):
+    with open(log, "w") as file:
+        return subprocess.Popen(command, cwd=ROOT, env=environment(**env), stdout=file, stderr=subprocess.STDOUT)
+
+
+def run(command, returncode=0, **env):
+    done = subprocess.run(command, cwd=ROOT, env=environment(**env), capture_output=True, text=True, timeout=300)
+    assert done.returncode == returncode, (done.stdout + done.stderr)[-9000:]
+    return done
+
+
+def wait_for(condition, process, seconds=120):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, "the run ended too early"
+        assert time.monotonic() < deadline, "the run is too slow"
+        time.sleep(0.002)
+
+
+def kill_all(process):
+    """kill -9 to every rank at once, as a node that goes down does; then to torchrun."""
+    family = psutil.Process(process.pid)
+    for member in [*family.children(recursive=True), family]:
+        member.kill()
+    process.wait()
+
+
+def metrics(out):
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def curve(out):
+    return [(m["step"], m["train/loss"], m["train/grad_norm"], m["train/lr"]) for m in metrics(out) if m["step"]]
+
+
+def checkpoints(out):
+    return sorted(p.name for p in (out / "checkpoints").iterdir())
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(assets, tmp_path_factory):
+    out = tmp_path_factory.mktemp("uninterrupted")
+    run([*TORCHRUN, *arguments(assets, out, "trainer.save_freq=5", f"data.val_files={assets}/val.jsonl",
+                               "trainer.test_freq=10", "trainer.logger=[console,tensorboard]")])
+    return out
+
+
+def test_a_run_leaves_what_it_promises(uninterrupted, assets):
+    lines = metrics(uninterrupted)
+    assert [m["step"] for m in lines] == list(range(21))
+    assert {"val/loss", "val/exact_match"} <= lines[0].keys() & lines[10].keys() & lines[20].keys()
+    needed = {"train/loss", "train/grad_norm", "train/lr", "perf/tokens_per_second", "perf/memory_peak_gib",
+              "timing/step", "timing/data", "timing/train_batch"}
+    assert all(needed <= m.keys() for m in lines[1:])
+    assert "perf/mfu" not in lines[1], "the peak of a CPU is not known"
+    assert lines[20]["train/loss"] < 0.8 * lines[1]["train/loss"] and lines[20]["val/loss"] < 0.8 * lines[0]["val/loss"]
+    assert checkpoints(uninterrupted) == ["latest", "step_00000015", "step_00000020"]
+    assert (uninterrupted / "checkpoints" / "latest").read_text() == "step_00000020\n"
+    assert (uninterrupted / "report.png").stat().st_size > 10_000
+    assert list((uninterrupted / "tensorboard").iterdir())
+    assert "seed: 0" in (uninterrupted / "config.yaml").read_text()
+    AutoModelForCausalLM.from_pretrained(uninterrupted / "hf")
+    assert AutoTokenizer.from_pretrained(uninterrupted / "hf").chat_template
+
+
+def test_kill_and_resume_repeats_every_step_to_the_last_bit(assets, uninterrupted, tmp_path):
+    """Killed behind the checkpoint of step 10, where the second epoch begins, and in the middle of writing step 15."""
+    command = [*TORCHRUN, *arguments(assets, tmp_path, "trainer.save_freq=5", f"data.val_files={assets}/val.jsonl",
+                                     "trainer.test_freq=10")]
+    process = start(command, tmp_path / "log1")
+    wait_for((tmp_path / "checkpoints" / "step_00000010").exists, process)
+    kill_all(process)
+    seen = curve(tmp_path)[-1][0]
+    assert 10 <= seen < 20
+    process = start(command, tmp_path / "log2")
+    wait_for((tmp_path / "checkpoints" / "step_00000015.tmp").exists, process)
+    kill_all(process)
+    assert "step_00000010" in checkpoints(tmp_path)
+    assert "resuming from" in (tmp_path / "log2").read_text() and "step 10 of 20" in (tmp_path / "log2").read_text()
+    done = run(command)
+    assert "step 20 of 20" not in done.stdout and curve(tmp_path) == curve(uninterrupted)
+    assert [m["val/loss"] for m in metrics(tmp_path) if "val/loss" in m] == \
+        [m["val/loss"] for m in metrics(uninterrupted) if "val/loss" in m]
+    assert checkpoints(tmp_path) == ["latest", "step_00000015", "step_00000020"]
+    assert (tmp_path / "metrics.superseded.jsonl").exists(), "lines of steps that ran twice are kept aside"
+    for file in ("model.safetensors", "config.json"):
+        assert (tmp_path / "hf" / file).read_bytes() == (uninterrupted / "hf" / file).read_bytes()
+
+
+def test_slurm_ranks_stop_on_a_signal_to_one_of_them_and_one_process_goes_on(assets, uninterrupted, tmp_path):
+    command = ["examples/slurm/rank.sh", *PYTHON, *arguments(assets, tmp_path, "trainer.async_save=true")]
+    slurm = {"SLURM_NTASKS": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20000 + os.getpid() % 20000)}
+    ranks = [start(command, tmp_path / f"log{i}", SLURM_PROCID=str(i), SLURM_LOCALID=str(i), **slurm) for i in range(2)]
+    wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and len(curve(tmp_path)) >= 3, ranks[0])
+    ranks[1].send_signal(signal.SIGUSR1)
+    assert [r.wait(60) for r in ranks] == [0, 0], (tmp_path / "log0").read_text()
+    stopped = curve(tmp_path)[-1][0]
+    assert 3 <= stopped < 20 and checkpoints(tmp_path) == ["latest", f"step_{stopped:08d}"]
+    assert not (tmp_path / "hf").exists()
+    done = run([*PYTHON, *arguments(assets, tmp_path)])
+    assert f"step {stopped} of 20" in done.stdout
+    # One rank adds in another order than two: equal to fp32 rounding, which Adam carries along.
+    for one, two in zip(curve(tmp_path), curve(uninterrupted), strict=True):
+        assert one == pytest.approx(two, rel=1e-5)
+
+
+def test_sigterm_saves_and_a_second_run_of_a_finished_one_changes_nothing(assets, tmp_path):
+    command = [*PYTHON, *arguments(assets, tmp_path, "trainer.max_checkpoints=-1")]
+    process = start(command, tmp_path / "log")
+    wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and len(curve(tmp_path)) >= 2, process)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 0
+    assert "the same command goes on" in (tmp_path / "log").read_text()
+    run(command)
+    before = curve(tmp_path), checkpoints(tmp_path)
+    assert len(before[0]) == 20
+    assert "step 20 of 20" in run(command).stdout
+    assert (curve(tmp_path), checkpoints(tmp_path)) == before
+
+
+def test_exact_match_is_what_greedy_decoding_of_the_export_gives(assets, tmp_path):
+    """Half-way through learning 24 rows by heart some are right: count them by decoding, token by token."""
+    rows = [json.loads(line) for line in (assets / "train.jsonl").read_text().splitlines()[:24]]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    run([*PYTHON, *arguments(assets, tmp_path, f"data.train_files={tmp_path}/rows.jsonl", "data.train_batch_size=24",
+                             f"data.val_files={tmp_path}/rows.jsonl", "trainer.total_steps=60", "optim.lr=1e-2",
+                             "data.max_tokens_per_micro_batch=1024", "trainer.logger=[]")])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    tokenizer, right = AutoTokenizer.from_pretrained(tmp_path / "hf"), 0
+    for row in rows:
+        prompt = tokenizer.apply_chat_template(row["messages"][:1], add_generation_prompt=True, return_tensors="pt",
+                                               return_dict=True)
+        reply = model.generate(**prompt, do_sample=False, max_new_tokens=40)[0, prompt["input_ids"].shape[1]:]
+        right += tokenizer.decode(reply) == row["messages"][1]["content"] + "<|im_end|>"
+    assert metrics(tmp_path)[-1]["val/exact_match"] == right / len(rows)
+    assert 0 < right < len(rows), "a share of 0 or 1 would show little"
+
+
+def test_dry_run_prints_the_plan_and_trains_nothing(assets, tmp_path):
+    done = run([*TORCHRUN, *arguments(assets, tmp_path, "dry_run=true")])
+    for part in ("lr: 0.003", "2 ranks on cpu = 2 data-parallel x 1 context-parallel", "rows 84", "steps: 20",
+                 "optimizer ", "activations ", "device total"):
+        assert done.stdout.count(part) == 1, part
+    assert not (tmp_path / "checkpoints").exists() and not (tmp_path / "metrics.jsonl").exists()
+
+
+def broken_file(tmp_path, text):
+    (tmp_path / "broken.jsonl").write_text(text)
+    return f"data.train_files={tmp_path}/broken.jsonl"
+
+
+GOOD = '{"messages": [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]}\n'
+MISTAKES = {
+    "an unknown key": (["optim.learning_rate=1"], "unknown key optim.learning_rate; the nearest is"),
+    "no model": (["model.path=/nowhere"], "model.path=/nowhere"),
+    "no data file": (["data.train_files=/nowhere.jsonl"], "/nowhere.jsonl: no such file"),
+    "a malformed row": (lambda tmp: [broken_file(tmp, GOOD + GOOD + '{"messages": 1}\n')], "broken.jsonl:3: "),
+    "an empty data set": (lambda tmp: [broken_file(tmp, "")], "broken.jsonl: the file is empty"),
+    "a directory that cannot be written": (["output_dir=/dev/null/out"], "output_dir=/dev/null/out cannot be written"),
+    "a layout that does not divide": (["engine.context_parallel_size=2"], "does not divide the 1 ranks"),
+    "a row longer than the cap": (["data.max_tokens_per_micro_batch=20"], "more than data.max_tokens_per_micro_batch=20"),
+    "a row longer than max_length": (["data.max_length=20"], "rows are longer than data.max_length=20"),
+    "a batch larger than the data": (["data.train_batch_size=85"], "more than the 84 rows"),
+    "no such checkpoint": (["trainer.resume=/nowhere"], "trainer.resume=/nowhere is neither auto, never, nor a checkpoint"),
+    "a schedule with a key that has no effect": (["optim.lr_scheduler_type=constant", "optim.min_lr_ratio=0.1"],
+                                                 "no effect"),
+}
+
+
+@pytest.mark.parametrize("what", MISTAKES)
+def test_a_mistake_is_one_line_and_exit_code_2(what, assets, tmp_path):
+    more, message = MISTAKES[what]
+    begin = time.monotonic()
+    done = run([*PYTHON, *arguments(assets, tmp_path / "out", *(more(tmp_path) if callable(more) else more))], returncode=2)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert len(lines) == 1 and message in lines[0]
+    assert "Traceback" not in done.stderr
+    if what == "an unknown key":
+        assert time.monotonic() - begin < 5
+
+
+def test_with_two_ranks_only_rank_0_speaks(assets, tmp_path):
+    done = run([*TORCHRUN, *arguments(assets, tmp_path, broken_file(tmp_path, "{}\n"))], returncode=1)
+    assert done.stderr.count("error: ") == 1 and 'broken.jsonl:1: "messages" is missing' in done.stderr
+
+
+def test_a_checkpoint_is_not_continued_with_other_data_nor_overwritten(assets, uninterrupted):
+    before = checkpoints(uninterrupted), (uninterrupted / "metrics.jsonl").read_bytes()
+    done = run([*PYTHON, *arguments(assets, uninterrupted, "data.train_batch_size=4")], returncode=2)
+    assert "was written with data.train_batch_size=8, now it is 4" in done.stderr
+    done = run([*PYTHON, *arguments(assets, uninterrupted, "trainer.resume=never")], returncode=2)
+    assert "trainer.resume=never, but" in done.stderr
+    assert (checkpoints(uninterrupted), (uninterrupted / "metrics.jsonl").read_bytes()) == before
+
+
+def test_gradients_that_stay_infinite_stop_the_run(assets, tmp_path):
+    done = run([*PYTHON, *arguments(assets, tmp_path, "optim.lr=1e30", "optim.clip_grad=0", "trainer.max_skipped_steps=2",
+                                    "optim.lr_scheduler_type=constant", "optim.lr_warmup_steps_ratio=0")], returncode=2)
+    assert "the gradient was not finite in 3 steps" in done.stderr
+    assert [m["train/skipped"] for m in metrics(tmp_path)][-1] == 3
