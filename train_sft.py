@@ -58,11 +58,12 @@ def main(config):
         start = time.perf_counter()
         with profiler.stage("data"):
             rows = global_batch(len(train), config.data.train_batch_size, trainer.seed, step)
-            flops = [engine.flops([n]) for n in train.lengths[rows]]
             batch = train.batch(rows)
-            share = batch.select(partition(flops, engine.dp_size)[engine.dp_rank])
+            num_trained = int(batch.fields["loss_mask"].sum())
+            costs = [engine.flops([n]) for n in batch.lengths]
+            share = batch.select(partition(costs, engine.dp_size)[engine.dp_rank])
         with profiler.stage("train_batch"):
-            results = engine.train_batch(share, sft_loss(batch.fields["loss_mask"].sum()), step)
+            results = engine.train_batch(share, sft_loss(num_trained), step)
         seconds = time.perf_counter() - start
         step += 1
         progress |= {"step": step, "skipped": progress["skipped"] + int(results["skipped"])}
@@ -70,7 +71,8 @@ def main(config):
             "train/epoch": step / steps_per_epoch, "train/skipped": progress["skipped"],
             "perf/tokens_per_second": len(batch.input_ids) / seconds / dist.get_world_size(), **device.memory()}
         if peak:
-            metrics["perf/mfu"] = sum(flops) / seconds / dist.get_world_size() / peak
+            flops = engine.flops(batch.lengths, num_trained)
+            metrics["perf/mfu"] = flops / seconds / dist.get_world_size() / peak
         stop.agree(this_device)
         last = step == total_steps
         if val and (last or trainer.test_freq > 0 and step % trainer.test_freq == 0):

@@ -15,7 +15,7 @@ from config import InputError
 
 @dataclass
 class Batch:
-    """n sequences of T tokens in all, end to end. Entry t of every field speaks of token t.
+    """n sequences of T tokens in all, end to end, in host memory. Entry t of every field speaks of token t.
 
     input_ids  [T] int64
     cu_seqlens [n+1] int64: sequence i is cu_seqlens[i]:cu_seqlens[i+1]
@@ -37,19 +37,14 @@ class Batch:
     def position_ids(self) -> Tensor:
         """[T] int64: the place of every token in its own sequence, from 0."""
         starts = torch.repeat_interleave(self.cu_seqlens[:-1], self.cu_seqlens.diff())
-        return torch.arange(len(self.input_ids), device=starts.device) - starts
+        return torch.arange(len(self.input_ids)) - starts
 
     def select(self, indices: Sequence[int]) -> Batch:
         """The sequences at these indices, in this order."""
         cu = self.cu_seqlens.tolist()
         take = torch.cat([torch.arange(cu[i], cu[i + 1]) for i in indices] or [torch.arange(0)])
-        take = take.to(self.input_ids.device)
-        lengths = torch.tensor([0, *(cu[i + 1] - cu[i] for i in indices)], device=self.cu_seqlens.device)
+        lengths = torch.tensor([0, *(cu[i + 1] - cu[i] for i in indices)])
         return Batch(self.input_ids[take], lengths.cumsum(0), {k: v[take] for k, v in self.fields.items()})
-
-    def to(self, device: torch.device) -> Batch:
-        return Batch(self.input_ids.to(device, non_blocking=True), self.cu_seqlens.to(device, non_blocking=True),
-                     {k: v.to(device, non_blocking=True) for k, v in self.fields.items()})
 
 
 def order(num_rows: int, seed: int, epoch: int) -> np.ndarray:

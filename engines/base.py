@@ -27,6 +27,8 @@ class Engine(ABC):
     def train_batch(self, batch: Batch, loss_fn: LossFn, step: int) -> dict[str, float]:
         """One optimizer step on this rank's share of a global batch, in as many micro-batches as the token cap asks.
 
+        Log-probabilities are computed for the tokens whose fields["loss_mask"] is not 0 (without that field: for all but
+        first tokens) and are 0 elsewhere: the output matrix costs as much as several layers.
         Returns loss and loss_fn's amounts (summed over micro-batches and data-parallel ranks), grad_norm (before
         clipping), lr (of this step, counted from 0), skipped (1.0 when a non-finite gradient left the weights alone).
         """
@@ -34,16 +36,17 @@ class Engine(ABC):
     @abstractmethod
     def log_probs(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Without gradient: log p(x_t | x_<t) [T] fp32, the entropy there [T] fp32 (nats), and whether x_t was the
-        likeliest token [T] bool. The first token of a sequence has 0, 0, False."""
+        likeliest token [T] bool. Where fields["loss_mask"] is 0, and on the first token of a sequence: 0, 0, False."""
 
     @abstractmethod
     def sum_over_dp(self, amounts: Tensor) -> Tensor:
         """The sum of every data-parallel rank's tensor, on all of them."""
 
     @abstractmethod
-    def flops(self, lengths: list[int]) -> float:
-        """FLOPs of forward and backward on sequences of these lengths: 6 a weight of a matrix product and token, and
-        causal attention by the sum of squared lengths. Recomputation is not counted."""
+    def flops(self, lengths: list[int], num_asked: int | None = None) -> float:
+        """FLOPs of forward and backward on sequences of these lengths: 6 a weight of a matrix product and token (of the
+        output matrix only for num_asked tokens; None: all), and causal attention by the sum of squared lengths.
+        Recomputation is not counted."""
 
     @abstractmethod
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:

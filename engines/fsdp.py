@@ -58,7 +58,7 @@ class FSDPEngine(Engine):
         load_weights(self.hf, Path(config.model.path), torch.device("cpu") if engine.cpu_offload else device, device)
         self.model.train()
         self.optimizer = build_optimizer(self.model, self.optim) if optimize else None
-        self._weights, self._attention_weights = count_flops(self.hf, self.hf_config)
+        self._flops = count_flops(self.hf, self.hf_config)
 
     @staticmethod
     def check(config: DictConfig, world_size: int):
@@ -71,9 +71,10 @@ class FSDPEngine(Engine):
 
     def train_batch(self, batch: Batch, loss_fn: LossFn, step: int) -> dict[str, float]:
         amounts = defaultdict(lambda: torch.zeros((), device=self.device))
-        for micro_batch in self._micro_batches(batch):
+        for indices in self._plan(batch):
+            micro_batch = batch.select(indices)
             log_probs, entropy, _ = self._forward(micro_batch)
-            loss, extra = loss_fn(log_probs, entropy, micro_batch.fields)
+            loss, extra = loss_fn(log_probs, entropy, {k: self._to_device(v) for k, v in micro_batch.fields.items()})
             # FSDP takes the mean of gradients over ranks; ours are parts of one sum.
             (loss * self.world_size).backward()
             for name, amount in {"loss": loss, **extra}.items():
@@ -97,7 +98,7 @@ class FSDPEngine(Engine):
         self.model.eval()
         for indices in self._plan(batch):
             index = where.select(indices).input_ids.to(self.device)
-            for output, values in zip(outputs, self._forward(batch.select(indices).to(self.device))):
+            for output, values in zip(outputs, self._forward(batch.select(indices))):
                 output[index] = values
         self.model.train()
         return tuple(outputs)
@@ -110,39 +111,50 @@ class FSDPEngine(Engine):
         dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self.dp_group)
         return spread(bins, int(count), lengths)
 
-    def _micro_batches(self, batch: Batch) -> Iterator[Batch]:
-        for indices in self._plan(batch):
-            yield batch.select(indices).to(self.device)
-
     def _forward(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """log_probs, entropy, greedy, each [T] with entry t speaking of token t; T may be 0 (the model runs all the
-        same, on a token of padding, because other ranks wait for its collectives)."""
-        num_tokens, cp = len(batch.input_ids), self.cp_size
+        """log_probs, entropy, greedy of a micro-batch in host memory, each [T] on the device, entry t speaking of token t.
+
+        T may be 0: the model runs all the same, on a token of padding, because other ranks wait for its collectives.
+        """
+        num_tokens, cp, cu = len(batch.input_ids), self.cp_size, batch.cu_seqlens
+        asked = batch.fields["loss_mask"] != 0 if "loss_mask" in batch.fields else torch.ones(num_tokens, dtype=torch.bool)
+        asked = asked.index_fill(0, cu[:-1][cu[:-1] < num_tokens], False)     # nothing predicts a first token
+        token = asked.nonzero()[:, 0]
+        targets, attention = batch.input_ids[token], {}
+        # Laid out on the host, where asking for a length does not wait for the device.
         if self.config.engine.use_remove_padding:
             padding = max(cp, -(-num_tokens // cp) * cp) - num_tokens
-            ids = nn.functional.pad(batch.input_ids, (0, padding))
-            positions = torch.cat([batch.position_ids, torch.arange(padding, device=self.device)])
-            bounds = batch.cu_seqlens.tolist() + [num_tokens + padding] * (padding > 0)
+            ids = nn.functional.pad(batch.input_ids, (0, padding))[None]
+            positions = torch.cat([batch.position_ids, torch.arange(padding)])[None]
+            bounds = cu.tolist() + [num_tokens + padding] * (padding > 0)
             longest = max(b - a for a, b in zip(bounds, bounds[1:]))
             # A power of two, so that compiled code meets few different values.
-            packing = Packing(torch.tensor(bounds, dtype=torch.int32, device=self.device), bounds,
-                              1 << (longest - 1).bit_length(), self.cp_group)
-            mine = slice(self.cp_rank * len(ids) // cp, (self.cp_rank + 1) * len(ids) // cp)
-            outputs = self.model(ids[None, mine], positions[None, mine], ids.roll(-1)[mine], None, packing=packing)
+            attention["packing"] = Packing(self._to_device(torch.tensor(bounds, dtype=torch.int32)), bounds,
+                                           1 << (longest - 1).bit_length(), self.cp_group)
+            place = token - 1
             if cp > 1:
-                outputs = [AllGather.apply(x, self.cp_group) for x in outputs]
+                length = ids.shape[1] // cp
+                start = self.cp_rank * length
+                ids, positions = (x[:, start:start + length] for x in (ids, positions))
+                mine = (place >= start) & (place < start + length)
+                place, targets = place[mine] - start, targets[mine]
         else:
-            lengths = batch.lengths or [1]
-            rows = torch.zeros(len(lengths), max(lengths), dtype=torch.int64, device=self.device)
-            valid = torch.arange(max(lengths), device=self.device) < torch.tensor(lengths, device=self.device)[:, None]
-            if num_tokens:
-                rows[valid] = batch.input_ids
-            positions = torch.arange(max(lengths), device=self.device).expand_as(rows)
-            outputs = self.model(rows, positions, rows[valid].roll(-1), valid.flatten())
-        later = [nn.functional.pad(x, (1, 0))[:num_tokens] for x in outputs]      # position t-1 speaks of token t
-        first = torch.zeros(num_tokens, dtype=torch.bool, device=self.device)
-        first[batch.cu_seqlens[:-1][batch.cu_seqlens[:-1] < num_tokens]] = True
-        return tuple(x.masked_fill(first, 0) for x in later)
+            lengths = torch.tensor(batch.lengths or [1])
+            positions = torch.arange(int(lengths.max())).expand(len(lengths), -1)
+            valid = positions < lengths[:, None]
+            ids = torch.zeros_like(positions).masked_scatter(valid, batch.input_ids)
+            place = valid.flatten().nonzero()[:, 0][token] - 1
+        ids, positions, place, targets, token = map(self._to_device, (ids, positions, place, targets, token))
+        values = self.model(ids, positions, place, targets, **attention)
+        if cp == 1:
+            return tuple(x.new_zeros(num_tokens).index_copy(0, token, x) for x in values)
+        gathered = [AllGather.apply(x.new_zeros(length).index_copy(0, place, x), self.cp_group) for x in values]
+        return tuple(nn.functional.pad(x, (1, 0))[:num_tokens] for x in gathered)      # place t-1 speaks of token t
+
+    def _to_device(self, tensor: Tensor) -> Tensor:
+        """From pinned memory, so that the copy waits for nothing that the device still has to do."""
+        return tensor.contiguous().pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" \
+            else tensor.to(self.device)
 
     def _clip(self) -> float:
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
@@ -157,8 +169,11 @@ class FSDPEngine(Engine):
         dist.all_reduce(amounts, group=self.dp_group)
         return amounts
 
-    def flops(self, lengths: list[int]) -> float:
-        return 6.0 * (self._weights * sum(lengths) + self._attention_weights * sum(n * n for n in lengths))
+    def flops(self, lengths: list[int], num_asked: int | None = None) -> float:
+        in_layers, in_head, in_attention = self._flops
+        num_tokens = sum(lengths)
+        return 6.0 * (in_layers * num_tokens + in_head * (num_tokens if num_asked is None else num_asked)
+                      + in_attention * sum(n * n for n in lengths))
 
     # -- weights and state -----------------------------------------------------------------------------------------------
 
@@ -195,11 +210,11 @@ class PackedCausalLM(nn.Module):
         super().__init__()
         self.hf, self.chunk_size, self.compiled = hf, chunk_size, compiled
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, targets: Tensor, valid: Tensor | None, **attention):
-        """input_ids, position_ids [rows, length]; valid [rows * length] bool or None; targets [number of valid tokens]."""
+    def forward(self, input_ids: Tensor, position_ids: Tensor, place: Tensor, targets: Tensor, **attention):
+        """input_ids, position_ids [rows, length]; at each of the k flat positions `place` [k], the log-probability of the
+        next token `targets` [k], the entropy, and whether it is the likeliest, each [k]."""
         hidden = self.hf.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **attention)[0]
-        hidden = hidden.flatten(0, 1)
-        return linear_log_probs(hidden if valid is None else hidden[valid], self.hf.get_output_embeddings().weight,
+        return linear_log_probs(hidden.flatten(0, 1).index_select(0, place), self.hf.get_output_embeddings().weight,
                                 targets, chunk_size=self.chunk_size, compiled=self.compiled)
 
 
@@ -337,13 +352,14 @@ def build_optimizer(model: nn.Module, optim: DictConfig) -> torch.optim.AdamW:
                              fused=True)
 
 
-def count_flops(hf: nn.Module, hf_config) -> tuple[int, int]:
-    """(weights that every token is multiplied with, attention products a squared length: heads * dim * layers)."""
-    embedding = hf.get_input_embeddings().weight
-    tied = embedding is hf.get_output_embeddings().weight
-    matrices = sum(p.numel() for p in hf.parameters() if p.ndim > 1) - (0 if tied else embedding.numel())
+def count_flops(hf: nn.Module, hf_config) -> tuple[int, int, int]:
+    """Multiplications of a forward pass: (in the layers a token, in the output matrix a token that is asked for, in
+    causal attention a squared length: heads * dim * layers)."""
+    head = hf.get_output_embeddings().weight.numel()
+    tied = hf.get_input_embeddings().weight is hf.get_output_embeddings().weight
+    matrices = sum(p.numel() for p in hf.parameters() if p.ndim > 1) - head * (1 if tied else 2)
     head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
-    return matrices, hf_config.num_attention_heads * head_dim * hf_config.num_hidden_layers
+    return matrices, head, hf_config.num_attention_heads * head_dim * hf_config.num_hidden_layers
 
 
 def full(tensor: Tensor) -> Tensor:

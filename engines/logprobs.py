@@ -21,47 +21,46 @@ def linear_log_probs(hidden: Tensor, weight: Tensor, targets: Tensor, temperatur
 class LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, chunk_size, compiled):
-        ctx.save_for_backward(hidden, weight, targets)
-        ctx.temperature, ctx.chunk_size, ctx.compiled = temperature, chunk_size, compiled
         statistics = _compiled(_statistics) if compiled else _statistics
         outputs = [statistics(h @ weight.T, t, temperature)
                    for h, t in zip(hidden.split(chunk_size), targets.split(chunk_size))]
-        log_probs, entropy, greedy = (torch.cat(parts) for parts in zip(*outputs))
+        log_probs, entropy, log_z, greedy = (torch.cat(parts) for parts in zip(*outputs))
+        ctx.save_for_backward(hidden, weight, targets, log_z, entropy)
+        ctx.temperature, ctx.chunk_size, ctx.compiled = temperature, chunk_size, compiled
         ctx.mark_non_differentiable(greedy)
         return log_probs, entropy, greedy
 
     @staticmethod
     def backward(ctx, grad_log_probs, grad_entropy, _):
-        hidden, weight, targets = ctx.saved_tensors
+        hidden, weight, targets, log_z, entropy = ctx.saved_tensors
         logits_grad = _compiled(_logits_grad) if ctx.compiled else _logits_grad
         grad_hidden = torch.empty_like(hidden)
         # Summed over chunks in fp32: bf16 would round the sum away, one chunk after another.
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if weight.requires_grad else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for start in range(0, len(hidden), ctx.chunk_size):
             part = slice(start, start + ctx.chunk_size)
             grad = logits_grad(hidden[part] @ weight.T, targets[part], grad_log_probs[part], grad_entropy[part],
-                               ctx.temperature)
+                               log_z[part], entropy[part], ctx.temperature)
             grad_hidden[part] = grad @ weight
             if grad_weight is not None:
                 grad_weight += grad.T @ hidden[part]
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
 
 
-def _statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """[c, V] -> log p(target) [c], entropy [c], target is the argmax [c]. H = log Z - sum_v p_v z_v."""
+def _statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """[c, V] -> log p(target), entropy, log Z, target is the argmax, each [c]. H = log Z - sum_v p_v z_v."""
     logits = logits.float() / temperature
     log_z = logits.logsumexp(-1)
     chosen = logits.gather(-1, targets[:, None])[:, 0]
     entropy = log_z - ((logits - log_z[:, None]).exp() * logits).sum(-1)
-    return chosen - log_z, entropy, logits.argmax(-1) == targets
+    return chosen - log_z, entropy, log_z, logits.argmax(-1) == targets
 
 
-def _logits_grad(logits: Tensor, targets: Tensor, grad_log_probs: Tensor, grad_entropy: Tensor, temperature: float) -> Tensor:
+def _logits_grad(logits: Tensor, targets: Tensor, grad_log_probs: Tensor, grad_entropy: Tensor, log_z: Tensor,
+                 entropy: Tensor, temperature: float) -> Tensor:
     """d/dz [c, V], in the logits' dtype: dlogp/dz_v = 1[v = target] - p_v;  dH/dz_v = -p_v (log p_v + H)."""
-    log_p = (logits.float() / temperature).log_softmax(-1)
-    p = log_p.exp()
-    entropy = -(p * log_p).sum(-1, keepdim=True)
-    grad = -p * (grad_log_probs[:, None] + grad_entropy[:, None] * (log_p + entropy))
+    log_p = logits.float() / temperature - log_z[:, None]
+    grad = -log_p.exp() * (grad_log_probs[:, None] + grad_entropy[:, None] * (log_p + entropy[:, None]))
     words = torch.arange(logits.shape[1], device=logits.device)
     grad = torch.where(words == targets[:, None], grad + grad_log_probs[:, None], grad)
     return (grad / temperature).to(logits.dtype)

@@ -11,6 +11,7 @@ import json
 import sys
 import threading
 import time
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from engines.checkpoint import Checkpointer, export_hf
 from engines.fsdp import FSDPEngine
 
 TOTAL_STEPS, WARMUP_STEPS, PEAK_LR, MIN_LR_RATIO, WEIGHT_DECAY, CLIP, BETAS = 30, 3, 2e-3, 0.1, 0.1, 0.5, (0.9, 0.95)
-ENTROPY_BONUS, NUM_SEQUENCES, LONGEST, ASKED = 0.1, 8, 44, 1000       # ASKED: the batch that log_probs is given
+ENTROPY_BONUS, LONGEST = 0.1, 40
 SETTINGS = ["data.train_files=unused", "engine.compute_dtype=float32", "optim.lr_scheduler_type=cosine",
             f"optim.lr={PEAK_LR}", f"optim.lr_warmup_steps_ratio={WARMUP_STEPS / TOTAL_STEPS}",
             f"optim.min_lr_ratio={MIN_LR_RATIO}", f"optim.weight_decay={WEIGHT_DECAY}", f"optim.clip_grad={CLIP}",
@@ -42,7 +43,7 @@ class Case:
     family: str
     engine: str = ""
     steps: int = TOTAL_STEPS
-    cap: int = 48
+    cap: int = 60
     uneven: bool = False
 
 
@@ -51,29 +52,39 @@ RECOMPUTE, OFFLOAD, ZERO2 = "activation_checkpointing=true", "cpu_offload=true",
 MASTER, BF16 = "compute_dtype=bfloat16", "compute_dtype=bfloat16 param_dtype=bfloat16"
 CASES = {
     1: {"plain qwen2_tied": Case("qwen2_tied"), "plain qwen3": Case("qwen3"), "plain llama": Case("llama"),
-        "again qwen3": Case("qwen3"), "one micro-batch": Case("llama", cap=1000), "padded": Case("qwen2_tied", PADDED),
+        "again qwen3": Case("qwen3", steps=8), "one micro-batch": Case("llama", cap=1000), "padded": Case("qwen2_tied", PADDED),
         "sliding window": Case("sliding"), "padded sliding window": Case("sliding", PADDED),
         "recompute": Case("llama", RECOMPUTE), "offload": Case("qwen3", OFFLOAD),
         "compiled": Case("llama", "torch_compile=always", steps=4),
         "fp32 master": Case("qwen3", MASTER), "pure bf16": Case("qwen3", BF16)},
     2: {"plain qwen2_tied": Case("qwen2_tied"), "plain qwen3": Case("qwen3"), "plain llama": Case("llama"),
-        "again qwen3": Case("qwen3"), "one micro-batch": Case("qwen3", cap=1000), "padded": Case("llama", PADDED),
+        "again qwen3": Case("qwen3", steps=8), "one micro-batch": Case("qwen3", cap=1000), "padded": Case("llama", PADDED),
         "recompute": Case("qwen2_tied", RECOMPUTE), "offload": Case("qwen2_tied", OFFLOAD), "zero2": Case("qwen3", ZERO2),
         "uneven": Case("llama", uneven=True), "uneven padded": Case("qwen3", PADDED, uneven=True),
         "cp2": Case("qwen3", CP2), "fp32 master": Case("llama", MASTER), "pure bf16": Case("llama", BF16)},
     4: {"plain qwen2_tied": Case("qwen2_tied"), "plain llama": Case("llama"), "uneven": Case("qwen2_tied", uneven=True),
         "hybrid": Case("qwen3", "fsdp_size=2"), "hybrid cp2": Case("llama", f"fsdp_size=2 {CP2}"),
-        "cp4": Case("llama", CP4), "cp2 dp2": Case("qwen2_tied", CP2), "again cp2 dp2": Case("qwen2_tied", CP2),
-        "uneven cp2 dp2": Case("qwen3", f"{CP2} {RECOMPUTE}", uneven=True), "sliding window cp2": Case("sliding", CP2),
-        "fp32 master": Case("qwen2_tied", f"{MASTER} {CP2}")},
+        "cp4": Case("llama", CP4, cap=90), "cp2 dp2": Case("qwen2_tied", CP2), "again cp2 dp2": Case("qwen2_tied", CP2, steps=8),
+        "uneven cp2 dp2": Case("qwen3", f"{CP2} {RECOMPUTE}", cap=90, uneven=True),
+        "sliding window cp2": Case("sliding", CP2), "fp32 master cp2": Case("qwen2_tied", f"{MASTER} {CP2}", steps=8)},
+}
+BROKEN = ("no_files", "missing_weight", "wrong_shape")
+# Families whose attention, embedding or memory of earlier tokens is not that of llama.
+FOREIGN = {
+    "mistral": dict(model_type="mistral", sliding_window=7),
+    "granite": dict(model_type="granite", attention_multiplier=0.3, residual_multiplier=0.5, embedding_multiplier=3.0),
+    "gemma2": dict(model_type="gemma2", head_dim=8, final_logit_softcapping=None, attn_logit_softcapping=2.0),
+    "gemma3_text": dict(model_type="gemma3_text", head_dim=8, sliding_window=7),
+    "gpt_oss": dict(model_type="gpt_oss", head_dim=8, num_local_experts=4, num_experts_per_tok=2),
+    "mamba": dict(model_type="mamba"),
 }
 
 
 def make_batch(step: int) -> Batch:
-    """Four batches in turn, so that there is something to learn; the field `weight` is never zero, so that a sequence's
-    first token, of which nothing is known, would show if it were counted."""
-    g = torch.Generator().manual_seed(step % 4 if step < ASKED else step)
-    lengths = [1, LONGEST, 2, *torch.randint(3, LONGEST, (NUM_SEQUENCES - 3,), generator=g).tolist()]
+    """Four batches of 8 sequences in turn, so that there is something to learn. The field `weight` is never zero, so that
+    a sequence's first token, of which nothing is known, would show if it were counted."""
+    g = torch.Generator().manual_seed(step % 4)
+    lengths = [1, LONGEST, 2, *torch.randint(3, LONGEST, (5,), generator=g).tolist()]
     ids = torch.randint(3, 97, (sum(lengths),), generator=g)
     return Batch(ids, torch.tensor([0, *lengths]).cumsum(0), {"weight": torch.rand(len(ids), generator=g) + 0.5})
 
@@ -97,29 +108,33 @@ def main(folder: Path) -> None:
     this_device, world = device.init(), dist.get_world_size()
     results = {}
     for name, case in CASES[world].items():
-        start = time.perf_counter()
-        engine = build(folder / case.family, this_device, case.engine, case.cap)
-        asked = ask(engine, case.uneven)
-        calls = count_calls(engine)
-        results[name] = {"steps": train(engine, range(case.steps), case.uneven), "attention_calls": len(calls),
-                         "dtypes": sorted({str(p.dtype) for p in engine.hf.parameters()})}
-        weights = dict(engine.export_weights())
-        results[name] |= {"digests": gather(digest(weights)), "seconds": time.perf_counter() - start}
-        if dist.get_rank() == 0:
-            save_file({"asked": asked, **{n: w.contiguous() for n, w in weights.items()}},
-                      folder / f"{world} {name}.safetensors")
-    results["non-finite"] = non_finite(folder, this_device)
-    results["refused"] = refused(folder, this_device)
+        try:
+            results[name] = run(folder, this_device, f"{world} {name}", case)
+        except Exception:
+            if world > 1:                        # the other ranks would wait for this one
+                raise
+            results[name] = {"error": traceback.format_exc()}
+    for work in (non_finite, refused, rotate, publish):
+        results[work.__name__] = work(folder, this_device)
     for family in ("qwen2_tied", "llama"):
         results[f"checkpoint {family}"] = checkpoint(folder, this_device, family, asynchronous=family == "llama")
-    results["rotation"] = rotate(folder, this_device)
-    results["publishing"] = publish(folder, this_device)
     if dist.get_rank() == 0:
         (folder / f"{world}.json").write_text(json.dumps(results))
     device.shutdown()
 
 
-def build(model: Path, this_device: torch.device, settings: str = "", cap: int = 48) -> FSDPEngine:
+def run(folder: Path, this_device: torch.device, title: str, case: Case) -> dict:
+    engine = build(folder / case.family, this_device, case.engine, case.cap)
+    calls = count_calls(engine)
+    result = {"steps": train(engine, range(case.steps), case.uneven), "attention_calls": len(calls),
+              "stored_dtypes": sorted({str(p.dtype) for p in engine.hf.parameters()})}
+    weights, asked = dict(engine.export_weights()), ask(engine, case.uneven)
+    if dist.get_rank() == 0:
+        save_file({"asked": asked, **weights}, folder / f"{title}.safetensors")
+    return result | {"digests": gather(digest(weights))}
+
+
+def build(model: Path, this_device: torch.device, settings: str = "", cap: int = 60) -> FSDPEngine:
     torch.manual_seed(0)
     return FSDPEngine(load("sft.yaml", [f"model.path={model}", f"data.max_tokens_per_micro_batch={cap}", *SETTINGS,
                                         *(f"engine.{s}" for s in settings.split())]), this_device, TOTAL_STEPS)
@@ -135,8 +150,8 @@ def train(engine: FSDPEngine, steps, uneven: bool = False) -> list[dict[str, flo
 
 
 def ask(engine: FSDPEngine, uneven: bool = False) -> torch.Tensor:
-    """[ranks, 3, T]: log_probs, entropy, greedy of each rank where it has an answer, NaN elsewhere."""
-    batch = make_batch(ASKED)
+    """[ranks, 3, T]: log_probs, entropy, greedy of batch 0, of each rank where it has an answer, NaN elsewhere."""
+    batch = make_batch(0)
     mine = divide(batch.lengths, engine.dp_size, uneven)[engine.dp_rank]
     where = Batch(torch.arange(len(batch.input_ids)), batch.cu_seqlens).select(mine).input_ids
     answers = torch.full((3, len(batch.input_ids)), torch.nan)
@@ -179,22 +194,22 @@ def non_finite(folder: Path, this_device: torch.device) -> dict:
     before = train(engine, range(2))
     state = digest(engine.state())
     share = make_batch(2).select(divide(make_batch(2).lengths, engine.dp_size, False)[engine.dp_rank])
-    poison = torch.nan if dist.get_rank() == 0 else 1.0
+    poison = torch.nan if dist.get_rank() == 0 else 1.0                  # in every micro-batch of this rank alone
     poisoned = engine.train_batch(share, lambda log_probs, *_: (log_probs.sum() * poison, {}), 2)
     untouched = digest(engine.state()) == state
     with_nan = before + train(engine, [3])
-    other = build(folder / "qwen3", this_device)
     return {"poisoned": poisoned, "untouched": gather(untouched), "with_nan": with_nan,
-            "without": train(other, [0, 1]) + train(other, [3])}
+            "without": train(build(folder / "qwen3", this_device), [0, 1, 3])}
 
 
-def refused(folder: Path, this_device: torch.device) -> dict[str, list[str]]:
-    """What each rank is told about models that cannot be loaded."""
+def refused(folder: Path, this_device: torch.device) -> dict[str, list[str] | None]:
+    """What each rank is told about models that cannot be loaded; None where this one was loaded, and asked."""
     told = {}
-    for name in ("no_files", "missing_weight", "wrong_shape"):
+    for name in (*BROKEN, *(FOREIGN if dist.get_world_size() == 1 else ())):
         try:
-            build(folder / name, this_device)
-            told[name] = ["nothing"]
+            asked = ask(build(folder / name, this_device))
+            save_file({"asked": asked}, folder / f"{name}.safetensors")
+            told[name] = None
         except InputError as error:
             told[name] = gather(str(error))
     return told
@@ -207,12 +222,16 @@ def checkpoint(folder: Path, this_device: torch.device, family: str, asynchronou
     if dist.get_world_size() == 4:
         engine, tokenizer = build(folder / family, this_device, CP2), make_tokenizer()
         train(engine, range(5))
-        watch = Watch(directory / "step_00000005")
+        listings, stop = set(), threading.Event()
+        watcher = threading.Thread(target=watch, args=(directory / "step_00000005", listings, stop))
+        watcher.start()
         checkpointer.save(5, engine, {"step": 5, "export_dtype": "float32"}, tokenizer)
         result["random"] = gather(torch.rand(1).item())
         result["uninterrupted"] = train(engine, range(5, 10))            # while an asynchronous save is still writing
         checkpointer.wait()
-        result["published"] = [sorted(listing) for listing in watch.stop()]
+        stop.set()
+        watcher.join()
+        result["published"] = [sorted(listing) for listing in listings]
         checkpointer.save(10, engine, {"step": 10, "export_dtype": "float32"}, tokenizer)
         checkpointer.wait()
         export_hf(engine, tokenizer, folder / f"hf_{family}")
@@ -226,40 +245,26 @@ def checkpoint(folder: Path, this_device: torch.device, family: str, asynchronou
     return result
 
 
-class Watch(threading.Thread):
-    """Notes every different listing of a directory (names and sizes) from the moment it exists."""
-
-    def __init__(self, directory: Path):
-        super().__init__(daemon=True)
-        self.directory, self.listings, self.stopped = directory, set(), threading.Event()
-        self.start()
-
-    def run(self):
-        while not self.stopped.wait(0.0005):
-            if self.directory.exists():
-                self.listings.add(self.listing())
-
-    def listing(self) -> frozenset:
-        return frozenset((str(p.relative_to(self.directory)), p.stat().st_size)
-                         for p in self.directory.rglob("*") if p.is_file())
-
-    def stop(self) -> set:
-        self.stopped.set()
-        self.join()
-        return self.listings | {self.listing()}
+def watch(directory: Path, listings: set, stop: threading.Event) -> None:
+    """Note every different listing of a directory (names and sizes) from the moment it exists, and the last one."""
+    going = True
+    while going:
+        going = not stop.wait(0.0005)
+        if directory.exists():
+            listings.add(frozenset((str(p.relative_to(directory)), p.stat().st_size)
+                                   for p in directory.rglob("*") if p.is_file()))
 
 
 def rotate(folder: Path, this_device: torch.device) -> dict:
     """Checkpoints 1 and 2 by one process, 3 by another that finds them, and a directory that a kill left behind."""
-    directory = folder / "rotation"
-    checkpointer = Checkpointer(directory, 2, asynchronous=False)
-    if dist.get_world_size() == 4:
+    directory, steps = folder / "rotation", {4: [], 2: [1, 2], 1: [3]}[dist.get_world_size()]
+    if not steps:
         return {}
-    engine = build(folder / "qwen3", this_device)
-    if dist.get_world_size() == 1:
+    engine, checkpointer = build(folder / "qwen3", this_device), Checkpointer(directory, 2, asynchronous=False)
+    if steps == [3]:
         (directory / "step_00000009.tmp").mkdir()
     found = str(checkpointer.latest())
-    for step in {2: [1, 2], 1: [3]}[dist.get_world_size()]:
+    for step in steps:
         checkpointer.save(step, engine, {"step": step}, make_tokenizer())
     dist.barrier()
     return {"found": found, "left": sorted(p.name for p in directory.iterdir()), "latest": checkpointer.latest().name,
@@ -278,18 +283,16 @@ def publish(folder: Path, this_device: torch.device) -> dict:
     engine, checkpointer = build(folder / "qwen3", this_device), SlowDisk(directory, -1, asynchronous=True)
     checkpointer.save(1, engine, {"step": 1}, make_tokenizer())
     checkpointer.wait()
-    result = {"there_after_wait": gather((directory / "step_00000001").is_dir())}
+    there = gather((directory / "step_00000001").is_dir())
     time.sleep(1)                                # whatever the answer, nothing of step 1 may run into what follows
     if dist.get_world_size() == 1:
         (directory / "step_00000002").write_text("in the way")
         checkpointer.save(2, engine, {"step": 2}, make_tokenizer())
         try:
             checkpointer.wait()
-            result["raised"] = None
         except OSError as error:
-            result["raised"] = str(error)
-        time.sleep(1)
-    return result
+            return {"there_after_wait": there, "raised": str(error)}
+    return {"there_after_wait": there, "raised": None}
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:

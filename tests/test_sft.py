@@ -170,14 +170,15 @@ def test_exact_match_is_what_greedy_decoding_of_the_export_gives(assets, tmp_pat
     rows = [json.loads(line) for line in (assets / "train.jsonl").read_text().splitlines()[:24]]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     run([*PYTHON, *arguments(assets, tmp_path, f"data.train_files={tmp_path}/rows.jsonl", "data.train_batch_size=24",
-                             f"data.val_files={tmp_path}/rows.jsonl", "trainer.total_steps=60", "optim.lr=1e-2",
+                             f"data.val_files={tmp_path}/rows.jsonl", "trainer.total_steps=20", "optim.lr=1e-2",
                              "data.max_tokens_per_micro_batch=1024", "trainer.logger=[]")])
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
     tokenizer, right = AutoTokenizer.from_pretrained(tmp_path / "hf"), 0
     for row in rows:
         prompt = tokenizer.apply_chat_template(row["messages"][:1], add_generation_prompt=True, return_tensors="pt",
                                                return_dict=True)
-        reply = model.generate(**prompt, do_sample=False, max_new_tokens=40)[0, prompt["input_ids"].shape[1]:]
+        reply = model.generate(**prompt, do_sample=False, max_new_tokens=40,
+                               eos_token_id=tokenizer.eos_token_id)[0, prompt["input_ids"].shape[1]:]
         right += tokenizer.decode(reply) == row["messages"][1]["content"] + "<|im_end|>"
     assert metrics(tmp_path)[-1]["val/exact_match"] == right / len(rows)
     assert 0 < right < len(rows), "a share of 0 or 1 would show little"
