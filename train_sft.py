@@ -31,6 +31,7 @@ def main(config):
 
     this_device = device.init()
     rank, out, trainer = dist.get_rank(), Path(config.output_dir), config.trainer
+    config = with_local_model(config)
     FSDPEngine.check(config, dist.get_world_size())
     tokenizer = load_tokenizer(config)
     train, val = (load_data(config, files, tokenizer) for files in (config.data.train_files, config.data.val_files))
@@ -127,6 +128,23 @@ def validate(engine, val, batch_size: int) -> dict[str, float]:
         totals += torch.tensor([-(log_probs.double() * mask).sum(), mask.sum(), (~wrong_rows).sum(), len(batch)])
     loss, tokens, exact, num_rows = engine.sum_over_dp(totals).tolist()
     return {"val/loss": loss / tokens, "val/exact_match": exact / num_rows}
+
+
+def with_local_model(config):
+    """The configuration with model.path a directory: a name on the hub is downloaded, or found in its cache."""
+    from huggingface_hub import snapshot_download
+    from omegaconf import OmegaConf
+    path = config.model.path
+    if Path(path).is_dir():
+        return config
+    try:
+        if path.startswith((".", "/", "~")):
+            raise FileNotFoundError("no such directory")
+        path = snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"])
+    except (OSError, ValueError, RuntimeError) as error:     # the hub's errors are of these kinds
+        raise InputError(f"model.path={path} is neither a directory nor a model on the hub: "
+                         f"{str(error).splitlines()[0]}") from None
+    return OmegaConf.merge(config, {"model": {"path": path}})
 
 
 def load_tokenizer(config):

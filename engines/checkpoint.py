@@ -102,16 +102,16 @@ def read_progress(path: Path) -> dict:
 def rng_state() -> Tensor:
     """[n] uint8: torch's generators of this rank, CPU then accelerator."""
     states = [torch.get_rng_state()]
-    if torch.cuda.is_available():
-        states.append(torch.cuda.get_rng_state())
+    if torch.accelerator.is_available():
+        states.append(torch.get_device_module().get_rng_state())
     return torch.cat(states)
 
 
 def set_rng_state(state: Tensor) -> None:
     size = len(torch.get_rng_state())
     torch.set_rng_state(state[:size])
-    if len(state) > size and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state[size:])
+    if len(state) > size and torch.accelerator.is_available():
+        torch.get_device_module().set_rng_state(state[size:])
 
 
 def save_model_files(engine: Engine, tokenizer, directory: Path) -> None:

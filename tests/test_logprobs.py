@@ -37,7 +37,8 @@ def test_values_and_gradients(chunk_size, temperature):
 
     assert log_probs.dtype == entropy.dtype == torch.float32 and greedy.dtype == torch.bool
     assert 8 <= greedy.sum() < 24 and torch.equal(greedy, want[2])
-    for got, exact in ((log_probs, want[0]), (entropy, want[1]), (hidden.grad, want[3].grad), (weight.grad, want[4].grad)):
+    for got, exact in ((log_probs, want[0]), (entropy, want[1]),
+                       (hidden.grad, want[3].grad), (weight.grad, want[4].grad)):
         torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=1e-5)
 
 
@@ -52,8 +53,8 @@ def test_one_output_alone_has_a_gradient(output):
 
 
 def test_numeric_gradient():
-    """Finite differences of the function itself. Its statistics are fp32 whatever it is given, hence the wide step (rounding
-    of 1e-6 over a step of 1e-2) and the loose bounds."""
+    """Finite differences of the function itself. Its statistics are fp32 whatever it is given, hence the wide step
+    (rounding of 1e-6 over a step of 1e-2) and the loose bounds."""
     hidden, weight, targets, _, _ = make(3, torch.float64)
     assert torch.autograd.gradcheck(lambda h, w: linear_log_probs(h, w, targets, 0.7, 2)[:2], (hidden, weight),
                                     eps=1e-2, atol=1e-3, rtol=1e-3)
@@ -66,7 +67,8 @@ def test_large_logits_do_not_overflow():
     log_probs, entropy, _ = linear_log_probs(hidden, weight, targets, chunk_size=3)
     torch.autograd.backward([log_probs, entropy], [grad_log_probs, grad_entropy])
     logits = hidden.double() @ weight.double().T
-    torch.testing.assert_close(log_probs.double(), logits.log_softmax(-1)[torch.arange(8), targets], rtol=1e-5, atol=1e-5)
+    want = logits.log_softmax(-1)[torch.arange(8), targets]
+    torch.testing.assert_close(log_probs.double(), want, rtol=1e-5, atol=1e-5)
     assert entropy.abs().max() < 1 and hidden.grad.isfinite().all() and weight.grad.isfinite().all()
 
 
@@ -90,8 +92,8 @@ def test_frozen_weight_gets_no_gradient():
 
 @pytest.mark.parametrize("chunk_size", [3, 64])
 def test_bfloat16(chunk_size):
-    """bf16 keeps 8 bits: a logit below 2**3 is off by at most 2**-6, log p by two such errors. The gradients, sums of many
-    products, are within 1 % of the largest entry."""
+    """bf16 keeps 8 bits: a logit below 2**3 is off by at most 2**-6, log p by two such errors. The gradients, sums of
+    many products, are within 1 % of the largest entry."""
     hidden, weight, targets, grad_log_probs, grad_entropy = make(64, torch.bfloat16)
     log_probs, entropy, _ = linear_log_probs(hidden, weight, targets, chunk_size=chunk_size)
     torch.autograd.backward([log_probs, entropy], [grad_log_probs, grad_entropy])

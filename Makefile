@@ -1,0 +1,56 @@
+# Shortcuts for a first look and for the tests. Nothing here is needed to train: see the launch lines in train_sft.py.
+# PYTHON=python3.12 picks another interpreter, REQUIREMENTS=requirements-cpu.txt another set of packages.
+
+PYTHON ?= python3
+# The packages for the accelerator whose tool answers; without one, the CPU builds.
+ifndef REQUIREMENTS
+REQUIREMENTS := $(shell if nvidia-smi >/dev/null 2>&1; then echo requirements.txt; \
+	elif npu-smi info >/dev/null 2>&1; then echo requirements-npu.txt; else echo requirements-cpu.txt; fi)
+endif
+PIP := .venv/bin/python -m pip install --disable-pip-version-check -qq
+
+.PHONY: help .venv demo-assets demo test clean
+.DEFAULT_GOAL := help
+
+help:               ## this list
+	@echo "usage: make TARGET"
+	@sed -nE 's/^([a-z.][a-z-]*):[^#]*## (.*)/    \1\t\2/p' Makefile | expand -t 20
+
+.venv: .venv/installed  ## a virtual environment in .venv with all requirements, once
+
+# Made anew when the requirements change; the stamp is written last, so an interrupted installation is taken up again.
+.venv/installed: $(REQUIREMENTS)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' || { \
+		echo "Python 3.11 or 3.12 is needed, $(PYTHON) is $$($(PYTHON) --version 2>&1): make PYTHON=python3.12 ..."; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+		echo "$(PYTHON) has no venv module: apt-get install python3-venv"; exit 1; }
+	$(PYTHON) -m venv .venv
+ifeq ($(REQUIREMENTS),requirements-cpu.txt)
+	@# PyPI has torch for CUDA only. Where PyTorch's index cannot be reached, a local CPU build will do: so no error yet.
+	$(PIP) --no-deps --retries 0 --index-url https://download.pytorch.org/whl/cpu $$(grep -o '^torch==[^ ]*' $<) || true
+	@# The file lists every package. What its packages wish for besides (torchvision, ...) would break a CPU torch.
+	$(PIP) --no-deps -r $<
+else
+	$(PIP) -r $<
+endif
+	@touch $@
+
+demo-assets: runs/demo/train.jsonl  ## a 1-million-parameter model and arithmetic problems in runs/demo
+
+runs/demo/train.jsonl: examples/arithmetic.py | .venv
+	.venv/bin/python examples/arithmetic.py build runs/demo
+
+demo: demo-assets   ## train that model on two CPU processes: minutes, no download
+	@echo "Before training:"
+	@.venv/bin/python examples/arithmetic.py ask runs/demo/model
+	OMP_NUM_THREADS=1 .venv/bin/torchrun --nproc-per-node 2 train_sft.py configs/demo/sft.yaml
+	@echo "After training:"
+	@.venv/bin/python examples/arithmetic.py ask runs/demo/sft/hf
+	@echo "The run as a picture: runs/demo/sft/report.png"
+
+test: .venv         ## all tests; none found is a failure too
+	.venv/bin/python -m pytest -q tests
+
+clean:              ## remove the demo's run and what Python and pytest left behind; .venv and other runs stay
+	rm -rf runs/demo .pytest_cache .hypothesis
+	find . -path ./.venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

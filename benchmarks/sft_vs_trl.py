@@ -1,0 +1,87 @@
+"""SFT steps of this repository against TRL's SFTTrainer on CPU: the same model, rows, optimizer and sequences a step.
+
+    python benchmarks/sft_vs_trl.py --trl-python TRL_VENV/bin/python [--pairs 5] [--ranks 1 2]
+
+TRL lives in a virtual environment of its own (benchmarks/trl_sft.py says what to install). The two run in turn, so that
+a busy machine slows both; what counts is the ratio of each pair, in real tokens a second, padding aside.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+WARM_UP = 2                 # steps that are not counted, of either program
+SETTINGS = {"--lr": "1e-4", "--weight-decay": "0.1", "--clip-grad": "1.0"}
+
+
+def launch(python: str, ranks: int, script: str, *arguments: str) -> None:
+    command = [python, script] if ranks == 1 else [python, "-m", "torch.distributed.run", "--standalone",
+                                                    "--nproc-per-node", str(ranks), script]
+    # The same cores for both: two threads in one process, or one in each of two.
+    env = {**os.environ, "OMP_NUM_THREADS": str(max(1, 2 // ranks)), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([*command, *arguments], cwd=ROOT, env=env, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(done.stdout[-2000:] + done.stderr[-4000:])
+
+
+def ours(work: Path, ranks: int, steps: int, batch_size: int) -> tuple[float, list[float]]:
+    """(tokens a second, losses)"""
+    out = work / "ours"
+    shutil.rmtree(out, ignore_errors=True)
+    launch(sys.executable, ranks, "train_sft.py", f"model.path={work}/data/model", f"data.train_files={work}/data/train.jsonl",
+           f"data.cache_dir={work}/cache", f"data.train_batch_size={batch_size}", f"output_dir={out}",
+           "data.max_tokens_per_micro_batch=8192", f"trainer.total_steps={steps}", "engine.compute_dtype=float32",
+           "optim.lr=1e-4", "optim.weight_decay=0.1", "optim.lr_scheduler_type=constant", "optim.lr_warmup_steps_ratio=0")
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    speeds = [line["perf/tokens_per_second"] * ranks for line in lines[WARM_UP:]]
+    return statistics.median(speeds), [line["train/loss"] for line in lines]
+
+
+def trl(python: str, work: Path, ranks: int, steps: int, batch_size: int, variant: str) -> tuple[float, list[float]]:
+    out = work / "trl.json"
+    micro = 2 if variant == "packing" else 8
+    launch(python, ranks, "benchmarks/trl_sft.py", "--model", f"{work}/data/model", "--data", f"{work}/data/train.jsonl",
+           "--steps", str(steps), "--batch-size", str(batch_size), "--micro-batch-size", str(micro), "--variant", variant,
+           "--out", str(out), *(x for pair in SETTINGS.items() for x in pair))
+    result = json.loads(out.read_text())
+    speeds = [n / s for n, s in zip(result["step_tokens"], result["step_seconds"])][WARM_UP:]
+    return statistics.median(speeds), result["step_loss"]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trl-python", required=True)
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--variants", nargs="+", default=["default", "grouped", "packing"])
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        work = Path(directory)
+        subprocess.run([sys.executable, "benchmarks/make_sft_data.py", work / "data"], cwd=ROOT, check=True)
+        ours(work, 1, 1, arguments.batch_size)      # fills the token cache
+        print("| ranks | TRL | this [tokens/s] | TRL [tokens/s] | ratio: median (smallest, largest) of pairs |\n|---|---|---|---|---|")
+        for ranks in arguments.ranks:
+            for variant in arguments.variants:
+                pairs = []
+                for _ in range(arguments.pairs):
+                    mine = ours(work, ranks, arguments.steps, arguments.batch_size)
+                    theirs = trl(arguments.trl_python, work, ranks, arguments.steps, arguments.batch_size, variant)
+                    pairs.append((mine[0], theirs[0]))
+                ratios = [a / b for a, b in pairs]
+                a, b = (statistics.median(x) for x in zip(*pairs))
+                print(f"| {ranks} | {variant} | {a:,.0f} | {b:,.0f} | {statistics.median(ratios):.2f} ({min(ratios):.2f}, "
+                      f"{max(ratios):.2f}) |  losses {mine[1][0]:.4f} and {theirs[1][0]:.4f}, then {mine[1][-1]:.4f} and "
+                      f"{theirs[1][-1]:.4f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

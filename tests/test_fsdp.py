@@ -1,0 +1,449 @@
+"""FSDPEngine in every layout against a plain loop around transformers, on gloo processes.
+
+One launch of fsdp_worker.py for each number of ranks runs all its cases; every case is a test here.
+"""
+
+import functools
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from config import InputError, load
+from engines import schedule
+from engines.checkpoint import write_safetensors
+from engines.fsdp import FSDPEngine, build_optimizer
+from tests.fsdp_worker import (BETAS, BROKEN, CASES, CLIP, ENTROPY_BONUS, FOREIGN, MIN_LR_RATIO, PEAK_LR, TOTAL_STEPS,
+                               WARMUP_STEPS, WEIGHT_DECAY, divide, make_batch)
+from tests.launch import ROOT, launch
+from tests.models import make_model
+
+# Adam divides a gradient by its own size, so a rounding error in a small one is a whole step of that weight.
+LOSS_BOUND, NORM_BOUND = 2e-6, 5e-5              # relative
+WEIGHT_BOUND, LOG_PROB_BOUND = 0.01 * PEAK_LR, 1e-5                      # absolute: a hundredth of one step; nats
+EXACT = [(world, name) for world in CASES for name, case in CASES[world].items() if "bfloat16" not in case.engine]
+ROUNDED = [(world, name) for world in CASES for name, case in CASES[world].items() if "bfloat16" in case.engine]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Two threads would spend their time waiting for each other over models this small."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fsdp")
+    for family in ("qwen2_tied", "qwen3", "llama"):
+        make_model(folder / family, family)
+    make_model(folder / "sliding", "qwen2_tied", use_sliding_window=True, sliding_window=7,
+               layer_types=["sliding_attention", "full_attention", "sliding_attention"])
+    for name, changes in FOREIGN.items():
+        make_model(folder / name, "qwen2_tied", **changes)
+    (folder / "qwen2_tied" / "generation_config.json").unlink(missing_ok=True)   # not every model has one
+    for name in BROKEN:
+        make_model(folder / name, "llama")
+        file = folder / name / "model.safetensors"
+        weights = load_file(file)
+        if name == "no_files":
+            file.unlink()
+            continue
+        if name == "missing_weight":
+            del weights["model.norm.weight"]
+        else:
+            weights["lm_head.weight"] = weights["lm_head.weight"][:-1].clone()
+        save_file(weights, file, metadata={"format": "pt"})
+    return folder
+
+
+def run(num_ranks, folder):
+    launch(num_ranks, "tests/fsdp_worker.py", folder)
+    return json.loads((folder / f"{num_ranks}.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def ranks4(folder):
+    return run(4, folder)
+
+
+@pytest.fixture(scope="module")
+def ranks2(folder, ranks4):                      # after 4 ranks, whose checkpoints it reads
+    return run(2, folder)
+
+
+@pytest.fixture(scope="module")
+def ranks1(folder, ranks2):                      # after 2 ranks, whose checkpoints it rotates
+    return run(1, folder)
+
+
+@pytest.fixture
+def results(request):
+    """world size -> what that launch wrote down"""
+    return lambda world: request.getfixturevalue(f"ranks{world}")
+
+
+# -- the plain loop ----------------------------------------------------------------------------------------------------
+
+
+def learning_rate(step):
+    if step < WARMUP_STEPS:
+        return PEAK_LR * (step + 1) / WARMUP_STEPS
+    t = (step - WARMUP_STEPS) / (TOTAL_STEPS - WARMUP_STEPS)
+    return PEAK_LR * (MIN_LR_RATIO + (1 - MIN_LR_RATIO) * (1 + math.cos(math.pi * t)) / 2)
+
+
+def sequences(batch):
+    """(start, tokens) of every sequence with something to predict."""
+    bounds = batch.cu_seqlens.tolist()
+    return [(a, batch.input_ids[a:b]) for a, b in zip(bounds, bounds[1:]) if b - a > 1]
+
+
+@functools.cache
+def plain_training(directory):
+    """(losses, gradient norms before clipping, final weights), one sequence at a time."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    named = dict(model.named_parameters())
+    spared = [p for n, p in named.items() if "norm" in n or n.endswith("bias")]
+    decayed = [p for p in named.values() if all(p is not s for s in spared)]
+    optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": WEIGHT_DECAY},
+                                   {"params": spared, "weight_decay": 0.0}], betas=BETAS, foreach=False)
+    losses, norms = [], []
+    for step in range(TOTAL_STEPS):
+        batch = make_batch(step)
+        weight, total = batch.fields["weight"] * batch.fields["loss_mask"] / len(batch.input_ids), 0.0
+        for start, ids in sequences(batch):
+            logits = model(ids[None], use_cache=False).logits[0, :-1]
+            nll = F.cross_entropy(logits, ids[1:], reduction="none")
+            entropy = torch.distributions.Categorical(logits=logits).entropy()
+            loss = ((nll - ENTROPY_BONUS * entropy) * weight[start + 1:start + len(ids)]).sum()
+            loss.backward()
+            total += loss.item()
+        losses.append(total)
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms, {n: p.detach() for n, p in named.items()}
+
+
+def plain_answers(directory, weights=None):
+    """log_probs, entropy, greedy of batch 0, [3, T], by the model of directory, with these weights if given."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    if weights is not None:
+        named = dict(model.named_parameters())
+        assert named.keys() == weights.keys()
+        with torch.no_grad():
+            for name, parameter in named.items():
+                parameter.copy_(weights[name])
+    batch = make_batch(0)
+    answers = torch.zeros(3, len(batch.input_ids))
+    for start, ids in sequences(batch):
+        with torch.no_grad():
+            log_p = model(ids[None], use_cache=False).logits[0, :-1].log_softmax(-1)
+        greedy = log_p.argmax(-1) == ids[1:]
+        answers[:, start + 1:start + len(ids)] = torch.stack([
+            log_p.gather(-1, ids[1:, None])[:, 0], -(log_p.exp() * log_p).sum(-1), greedy.float()])
+    return answers
+
+
+def worst(got, want):
+    """Largest relative error of a list of numbers."""
+    assert len(got) == len(want)
+    return max(abs(a - b) / abs(b) for a, b in zip(got, want))
+
+
+def column(steps, name):
+    return [s[name] for s in steps]
+
+
+# -- training and asking -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world, name", EXACT)
+def test_training_equals_a_plain_loop(results, folder, world, name):
+    case, result = CASES[world][name], results(world)[name]
+    assert "error" not in result, result["error"]
+    losses, norms, weights = plain_training(folder / case.family)
+    steps = result["steps"]
+    assert len(steps) == case.steps
+    assert worst(column(steps, "loss"), losses[:case.steps]) < LOSS_BOUND
+    assert worst(column(steps, "grad_norm"), norms[:case.steps]) < NORM_BOUND
+    assert column(steps, "lr") == pytest.approx([learning_rate(s) for s in range(case.steps)], rel=1e-12)
+    assert set(column(steps, "skipped")) == {0.0}
+    assert len(set(result["digests"])) == 1, "ranks export different weights"
+    if case.steps == TOTAL_STEPS:
+        exported = load_file(folder / f"{world} {name}.safetensors")
+        assert set(exported) - {"asked"} == set(weights)
+        assert max((exported[n] - w).abs().max().item() for n, w in weights.items()) < WEIGHT_BOUND
+
+
+@pytest.mark.parametrize("family", ["qwen2_tied", "qwen3", "llama", "sliding"])
+def test_the_plain_loop_could_tell(folder, family):
+    """What the comparison above rests on: the loss falls, all steps are clipped, and every weight moves much further
+    than the bound on its error."""
+    losses, norms, weights = plain_training(folder / family)
+    assert losses[-1] < 0.9 * losses[(TOTAL_STEPS - 1) % 4]              # the same batch
+    assert min(norms) > CLIP
+    before = load_file(folder / family / "model.safetensors")
+    assert min((w - before[n]).abs().max().item() for n, w in weights.items()) > 100 * WEIGHT_BOUND
+
+
+@pytest.mark.parametrize("world, name", EXACT)
+def test_log_probs_equal_transformers(results, folder, world, name):
+    case, result = CASES[world][name], results(world)[name]
+    assert "error" not in result, result["error"]
+    weights = load_file(folder / f"{world} {name}.safetensors")
+    asked, want = weights.pop("asked"), plain_answers(folder / case.family, weights)
+    cp = int(dict(s.split("=") for s in case.engine.split()).get("context_parallel_size", 1))
+    check_answers(asked, want, cp, case.uneven)
+    assert case.steps < TOTAL_STEPS or want[2].sum() > 10, "too few greedy tokens to tell"
+
+
+def check_answers(asked, want, cp=1, uneven=False):
+    """asked [ranks, 3, T]: every rank has answers for its share, all of them right."""
+    batch = make_batch(0)
+    first, shares = batch.cu_seqlens[:-1], divide(batch.lengths, len(asked) // cp, uneven)
+    for rank, (log_probs, entropy, greedy) in enumerate(asked):
+        mine = torch.zeros(len(batch.input_ids), dtype=torch.bool)
+        for i in shares[rank // cp]:
+            mine[batch.cu_seqlens[i]:batch.cu_seqlens[i + 1]] = True
+        assert torch.equal(~log_probs.isnan(), mine)
+        if mine.any():
+            assert (log_probs - want[0])[mine].abs().max() < LOG_PROB_BOUND
+            assert (entropy - want[1])[mine].abs().max() < LOG_PROB_BOUND
+            assert torch.equal(greedy[mine], want[2][mine])
+        for values in (log_probs, entropy, greedy):
+            assert (values[first][mine[first]] == 0).all()
+
+
+@pytest.mark.parametrize("world, name", ROUNDED)
+def test_bfloat16_is_near(results, folder, world, name):
+    case, result = CASES[world][name], results(world)[name]
+    losses, _, _ = plain_training(folder / case.family)
+    got = column(result["steps"], "loss")
+    master = "param_dtype" not in case.engine
+    assert 10 * LOSS_BOUND < worst(got, losses[:case.steps]) < (0.01 if master else 0.05)
+    assert result["stored_dtypes"] == ["torch.float32" if master else "torch.bfloat16"]
+    exported = load_file(folder / f"{world} {name}.safetensors")
+    assert {x.dtype for n, x in exported.items() if n != "asked"} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("world, again, once", [(1, "again qwen3", "plain qwen3"), (2, "again qwen3", "plain qwen3"),
+                                                (4, "again cp2 dp2", "cp2 dp2")])
+def test_same_layout_same_bits(results, world, again, once):
+    steps = results(world)[again]["steps"]
+    assert steps == results(world)[once]["steps"][:len(steps)]
+
+
+def test_recomputation_happens(results):
+    calls = {name: results(2)[name]["attention_calls"] for name in ("recompute", "plain qwen2_tied")}
+    assert calls["recompute"] == 2 * calls["plain qwen2_tied"]
+
+
+def test_micro_batches_happen(results):
+    calls = {name: results(1)[name]["attention_calls"] for name in ("one micro-batch", "plain llama")}
+    assert calls["one micro-batch"] == TOTAL_STEPS and calls["plain llama"] >= 2 * TOTAL_STEPS
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_non_finite_gradient_is_skipped(results, world):
+    result = results(world)["non_finite"]
+    assert result["poisoned"]["skipped"] == 1.0 and not math.isfinite(result["poisoned"]["grad_norm"])
+    assert result["untouched"] == [True] * world
+    assert result["with_nan"] == result["without"] and result["without"][2]["skipped"] == 0.0
+
+
+def test_norms_and_biases_are_not_decayed(folder):
+    """Without a gradient AdamW's step is weight decay alone."""
+    model = AutoModelForCausalLM.from_pretrained(folder / "qwen2_tied", dtype=torch.float32)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    build_optimizer(model, config(folder, "optim.lr=0.1", "optim.weight_decay=0.5").optim).step()
+    kept = {n for n, p in model.named_parameters() if torch.equal(p, before[n])}
+    assert kept == {n for n in before if "norm" in n or n.endswith("bias")} and len(kept) == 3 * 5 + 1
+    for name, parameter in model.named_parameters():
+        if name not in kept:
+            torch.testing.assert_close(parameter.detach(), before[name] * (1 - 0.1 * 0.5))
+
+
+# -- checkpoints and export --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("family", ["qwen2_tied", "llama"])
+def test_resume_on_any_number_of_ranks(results, folder, family, world):
+    """Written by 4 ranks (llama in the background), 5 steps on; the uninterrupted run itself is the plain loop."""
+    whole, result = results(4)[f"checkpoint {family}"], results(world)[f"checkpoint {family}"]
+    assert result["progress"] == {"step": 5, "export_dtype": "float32"}
+    assert result["random_again"] == whole["random"][:world]
+    assert worst(column(whole["uninterrupted"], "loss"), plain_training(folder / family)[0][5:10]) < LOSS_BOUND
+    assert worst(column(result["resumed"], "loss"), column(whole["uninterrupted"], "loss")) < LOSS_BOUND
+    if world == 4:
+        assert result["resumed"] == whole["uninterrupted"]
+
+
+@pytest.mark.parametrize("family", ["qwen2_tied", "llama"])
+def test_checkpoint_appears_complete(ranks4, family):
+    """Every listing of step_00000005 since it appeared is the same, and whole."""
+    [listing] = ranks4[f"checkpoint {family}"]["published"]
+    names = {name for name, size in listing if size > 0}
+    assert {f"weights/__{rank}_0.distcp" for rank in range(4)} <= names
+    assert {"weights/.metadata", "trainer.json", "hf/config.json", "hf/tokenizer.json"} <= names
+
+
+def test_rotation_is_found_on_disk(ranks1, ranks2):
+    assert ranks2["rotate"]["found"] == "None"
+    assert ranks2["rotate"]["left"] == ["latest", "step_00000001", "step_00000002"]
+    assert ranks1["rotate"]["found"].endswith("step_00000002"), "an unfinished checkpoint was taken for a whole one"
+    assert ranks1["rotate"]["left"] == ["latest", "step_00000002", "step_00000003"]
+    assert ranks2["rotate"]["latest"] == ["step_00000002"] * 2 and ranks1["rotate"]["latest"] == ["step_00000003"] * 2
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_after_wait_the_checkpoint_is_published(results, world):
+    assert results(world)["publish"]["there_after_wait"] == [True] * world
+
+
+def test_wait_raises_what_publishing_raised(ranks1):
+    assert "step_00000002" in ranks1["publish"].get("raised", "nothing was raised")
+
+
+@pytest.mark.parametrize("family", ["qwen2_tied", "llama"])
+def test_export(ranks4, folder, tmp_path, family):
+    """transformers loads it and answers as the engine did; the offline export of the checkpoint has the same bits."""
+    exported = folder / f"hf_{family}"
+    asked = load_file(folder / f"4 checkpoint {family}.safetensors")["asked"]
+    check_answers(asked, plain_answers(exported), cp=2)
+    assert (plain_answers(exported) - plain_answers(folder / family))[0].abs().max() > 0.1, "training changed nothing"
+    assert AutoTokenizer.from_pretrained(exported)("a b a").input_ids == [1, 2, 1]
+
+    command = [sys.executable, "-m", "engines.checkpoint", "export", folder / f"checkpoints_{family}" / "step_00000010"]
+    subprocess.run([*command, tmp_path / "offline"], cwd=ROOT, check=True, capture_output=True)
+    online, offline = (load_file(d / "model.safetensors") for d in (exported, tmp_path / "offline"))
+    assert online.keys() == offline.keys() and all(torch.equal(online[n], offline[n]) for n in online)
+    assert ("lm_head.weight" in online) == (family == "llama")
+    assert (exported / "config.json").read_text() == (tmp_path / "offline" / "config.json").read_text()
+    AutoTokenizer.from_pretrained(tmp_path / "offline")
+
+    again = subprocess.run([*command, tmp_path / "offline"], cwd=ROOT, capture_output=True, text=True)
+    assert again.returncode == 2 and "exists already" in again.stderr
+
+
+def test_weights_in_several_files(folder, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(folder / "llama", dtype=torch.float32)
+    weights, max_bytes = dict(model.named_parameters()), 20_000
+    model.config.save_pretrained(tmp_path)
+    write_safetensors(((n, p.detach()) for n, p in weights.items()), tmp_path, max_bytes)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    files = sorted(p.name for p in tmp_path.glob("*.safetensors"))
+    assert len(files) > 3 and files == [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+    assert index["metadata"]["total_size"] == sum(p.numel() * 4 for p in weights.values())
+    held = {file: load_file(tmp_path / file) for file in files}
+    assert {n: file for file in files for n in held[file]} == index["weight_map"]
+    assert all(sum(t.numel() * 4 for t in tensors.values()) <= max_bytes for tensors in held.values())
+    assert {p.name for p in tmp_path.iterdir()} == {*files, "config.json", "model.safetensors.index.json"}
+    loaded = dict(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).named_parameters())
+    assert loaded.keys() == weights.keys() and all(torch.equal(loaded[n], weights[n]) for n in weights)
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+def config(folder, *pairs):
+    return load("sft.yaml", [f"model.path={folder / 'llama'}", "data.train_files=unused", *pairs])
+
+
+@pytest.mark.parametrize("world, pairs, message", [
+    (3, ["engine.context_parallel_size=2"], "context_parallel_size=2 does not divide the 3 ranks"),
+    (3, ["engine.context_parallel_size=3"], "does not divide the model's 4 attention heads"),
+    (8, ["engine.context_parallel_size=8"], "does not divide the model's 4 attention heads"),
+    (4, ["engine.fsdp_size=3"], "fsdp_size=3 does not divide the 4 ranks"),
+    (2, ["engine.fsdp_size=4"], "fsdp_size=4 does not divide the 2 ranks"),
+    (2, ["engine.context_parallel_size=2", "engine.use_remove_padding=false"], "needs engine.use_remove_padding=true"),
+    (4, ["data.train_batch_size=3"], "train_batch_size=3 is less than the 4 data-parallel ranks"),
+    (1, ["optim.lr_scheduler_type=constant", "optim.min_lr_ratio=0.1"], "no effect with a constant schedule"),
+    (1, ["model.path=/nowhere"], "holds no config.json"),
+])
+def test_layouts_that_cannot_work(folder, world, pairs, message):
+    with pytest.raises(InputError, match=message):
+        FSDPEngine.check(config(folder, *pairs), world)
+
+
+def test_key_value_heads_that_ranks_do_not_divide(folder, tmp_path):
+    make_model(tmp_path, "llama", num_attention_heads=12, num_key_value_heads=3, hidden_size=48)
+    for cp, refused in ((1, False), (2, True), (3, False), (4, True), (6, False), (12, False)):
+        settings = config(folder, f"model.path={tmp_path}", f"engine.context_parallel_size={cp}")
+        if refused:
+            with pytest.raises(InputError, match="3 key-value heads"):
+                FSDPEngine.check(settings, 12)
+        else:
+            FSDPEngine.check(settings, 12)
+
+
+@pytest.mark.parametrize("changes, message", [
+    (dict(model_type="gemma2", final_logit_softcapping=30.0), "final_logit_softcapping"),
+    (dict(model_type="cohere", logit_scale=0.25), "logit_scale"),
+    (dict(model_type="granite", logits_scaling=2.0), "logits_scaling"),
+])
+def test_models_whose_logits_are_changed_afterwards(folder, tmp_path, changes, message):
+    make_model(tmp_path, "qwen2_tied", **changes)
+    with pytest.raises(InputError, match=f"{message} in config.json is not supported"):
+        FSDPEngine.check(config(folder, f"model.path={tmp_path}"), 1)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("name, message", [
+    ("no_files", "holds no .safetensors file"),
+    ("missing_weight", "lacks 1 weights of LlamaForCausalLM, model.norm.weight among them"),
+    ("wrong_shape", "lm_head.weight has shape [96, 32] in the file, [97, 32] by config.json")])
+def test_broken_models(results, world, name, message):
+    told = results(world)["refused"][name]
+    assert told is not None and len(told) == world and all(message in t for t in told)
+
+
+@pytest.mark.parametrize("family", FOREIGN)
+def test_other_families_are_right_or_refused(ranks1, folder, family):
+    if ranks1["refused"][family] is None:
+        asked = load_file(folder / f"{family}.safetensors")["asked"]
+        check_answers(asked, plain_answers(folder / family))
+
+
+# -- schedules ---------------------------------------------------------------------------------------------------------
+
+HALF = 0.1 + 0.9 * 0.5
+SCHEDULES = {                                    # 20 steps, 4 of them warm-up; from 1 to 0.1, wsd over the last 8
+    "constant": {0: 0.25, 3: 1, 4: 1, 12: 1, 19: 1},
+    "linear": {0: 0.25, 1: 0.5, 3: 1, 4: 1, 8: 0.1 + 0.9 * 0.75, 12: HALF, 20: 0.1, 25: 0.1},
+    "cosine": {0: 0.25, 3: 1, 4: 1, 8: 0.1 + 0.9 * (1 + 0.5 ** 0.5) / 2, 12: HALF, 20: 0.1, 25: 0.1},
+    "wsd": {0: 0.25, 3: 1, 4: 1, 11: 1, 12: 1, 14: 0.1 + 0.9 * 0.75, 16: HALF, 20: 0.1, 25: 0.1},
+}
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_schedule(folder, kind):
+    floor = 0.0 if kind == "constant" else 0.1
+    optim = config(folder, f"optim.lr_scheduler_type={kind}", "optim.lr=1.0", "optim.lr_warmup_steps_ratio=0.2",
+                   "optim.lr_decay_steps_ratio=0.4", f"optim.min_lr_ratio={floor}").optim
+    schedule.check(optim)
+    assert {s: schedule.learning_rate(optim, s, 20) for s in SCHEDULES[kind]} == pytest.approx(SCHEDULES[kind])
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+@pytest.mark.parametrize("warmup", [0.0, 1.0])
+@pytest.mark.parametrize("total", [1, 2, 7])
+def test_schedule_of_few_steps(folder, kind, warmup, total):
+    optim = config(folder, f"optim.lr_scheduler_type={kind}", "optim.lr=1.0",
+                   f"optim.lr_warmup_steps_ratio={warmup}").optim
+    rates = [schedule.learning_rate(optim, s, total) for s in range(total)]
+    assert all(0 < rate <= 1 for rate in rates) and max(rates) == 1
