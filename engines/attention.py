@@ -48,17 +48,27 @@ def packed_attention(module, query: Tensor, key: Tensor, value: Tensor, attentio
     if group is not None:
         repeats = max(1, dist.get_world_size(group) // k.shape[1])         # every rank needs a KV head of its own
         k, v = (x.repeat_interleave(repeats, dim=1) if repeats > 1 else x for x in (k, v))
-        q, k, v = (AllToAll.apply(x, group, True) for x in (q, k, v))      # [T, heads / ranks, dim]
+        q, k, v = (exchange(x, group, True) for x in (q, k, v))            # [T, heads / ranks, dim]
     if q.is_cuda and q.dtype != torch.float32:
         out = varlen_attn(q.contiguous(), k.contiguous(), v.contiguous(), packing.cu_seqlens, packing.cu_seqlens,
                           packing.max_length, packing.max_length, scale=scaling,
                           window_size=(window - 1, 0), **GROUPED)
     else:                                                                  # no such kernel on CPU or in fp32
-        out = torch.cat([_sdpa(q[a:b], k[a:b], v[a:b], scaling, window)
-                         for a, b in zip(packing.bounds, packing.bounds[1:])])
+        out = by_sequence(q, k, v, packing, scaling, window)
     if group is not None:
-        out = AllToAll.apply(out, group, False)
+        out = exchange(out, group, False)
     return out[None], None
+
+
+# Not compiled: these would be compiled again for every new set of lengths, and for collectives there is no gain.
+@torch.compiler.disable
+def by_sequence(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float | None, window: int) -> Tensor:
+    return torch.cat([_sdpa(q[a:b], k[a:b], v[a:b], scale, window) for a, b in zip(packing.bounds, packing.bounds[1:])])
+
+
+@torch.compiler.disable
+def exchange(x: Tensor, group: dist.ProcessGroup, scatter_heads: bool) -> Tensor:
+    return AllToAll.apply(x, group, scatter_heads)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int) -> Tensor:

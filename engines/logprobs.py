@@ -28,19 +28,21 @@ class LinearLogProbs(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, targets, log_z, entropy)
         ctx.temperature, ctx.chunk_size, ctx.compiled = temperature, chunk_size, compiled
         ctx.mark_non_differentiable(greedy)
+        ctx.set_materialize_grads(False)        # None tells that the loss has no entropy in it
         return log_probs, entropy, greedy
 
     @staticmethod
     def backward(ctx, grad_log_probs, grad_entropy, _):
         hidden, weight, targets, log_z, entropy = ctx.saved_tensors
         logits_grad = _compiled(_logits_grad) if ctx.compiled else _logits_grad
+        grad_log_probs = torch.zeros_like(log_z) if grad_log_probs is None else grad_log_probs
         grad_hidden = torch.empty_like(hidden)
         # Summed over chunks in fp32: bf16 would round the sum away, one chunk after another.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for start in range(0, len(hidden), ctx.chunk_size):
             part = slice(start, start + ctx.chunk_size)
-            grad = logits_grad(hidden[part] @ weight.T, targets[part], grad_log_probs[part], grad_entropy[part],
-                               log_z[part], entropy[part], ctx.temperature)
+            grad = logits_grad(hidden[part] @ weight.T, targets[part], log_z[part], entropy[part], grad_log_probs[part],
+                               None if grad_entropy is None else grad_entropy[part], ctx.temperature)
             grad_hidden[part] = grad @ weight
             if grad_weight is not None:
                 grad_weight += grad.T @ hidden[part]
@@ -49,21 +51,26 @@ class LinearLogProbs(torch.autograd.Function):
 
 def _statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """[c, V] -> log p(target), entropy, log Z, target is the argmax, each [c]. H = log Z - sum_v p_v z_v."""
-    logits = logits.float() / temperature
-    log_z = logits.logsumexp(-1)
-    chosen = logits.gather(-1, targets[:, None])[:, 0]
-    entropy = log_z - ((logits - log_z[:, None]).exp() * logits).sum(-1)
-    return chosen - log_z, entropy, log_z, logits.argmax(-1) == targets
+    z = logits.float() if temperature == 1 else logits.float() / temperature
+    log_z = z.logsumexp(-1)
+    chosen = z.gather(-1, targets[:, None])[:, 0]
+    entropy = log_z - (z - log_z[:, None]).exp_().mul_(z).sum(-1)
+    return chosen - log_z, entropy, log_z, z.argmax(-1) == targets
 
 
-def _logits_grad(logits: Tensor, targets: Tensor, grad_log_probs: Tensor, grad_entropy: Tensor, log_z: Tensor,
-                 entropy: Tensor, temperature: float) -> Tensor:
+def _logits_grad(logits: Tensor, targets: Tensor, log_z: Tensor, entropy: Tensor, grad_log_probs: Tensor,
+                 grad_entropy: Tensor | None, temperature: float) -> Tensor:
     """d/dz [c, V], in the logits' dtype: dlogp/dz_v = 1[v = target] - p_v;  dH/dz_v = -p_v (log p_v + H)."""
-    log_p = logits.float() / temperature - log_z[:, None]
-    grad = -log_p.exp() * (grad_log_probs[:, None] + grad_entropy[:, None] * (log_p + entropy[:, None]))
+    z = logits.float() if temperature == 1 else logits.float() / temperature
+    log_p = z - log_z[:, None]
+    scale = grad_log_probs[:, None]
+    if grad_entropy is not None:
+        scale = scale + grad_entropy[:, None] * (log_p + entropy[:, None])
+    grad = log_p.exp().mul_(-scale)
+    # Not scattered: compiled, this stays one pass from logits to gradient, with no fp32 copy of the chunk in between.
     words = torch.arange(logits.shape[1], device=logits.device)
     grad = torch.where(words == targets[:, None], grad + grad_log_probs[:, None], grad)
-    return (grad / temperature).to(logits.dtype)
+    return (grad if temperature == 1 else grad / temperature).to(logits.dtype)
 
 
 _COMPILED = {}
