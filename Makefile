@@ -40,10 +40,13 @@ demo-assets: runs/demo/train.jsonl  ## a 1-million-parameter model and arithmeti
 runs/demo/train.jsonl: examples/arithmetic.py | .venv
 	.venv/bin/python examples/arithmetic.py build runs/demo
 
+# Two ranks; one on a machine with a single GPU.
+RANKS := $(shell nvidia-smi -L 2>/dev/null | awk 'END { print NR == 1 ? 1 : 2 }')
+
 demo: demo-assets   ## train that model on two CPU processes: minutes, no download
 	@echo "Before training:"
 	@.venv/bin/python examples/arithmetic.py ask runs/demo/model
-	OMP_NUM_THREADS=1 .venv/bin/torchrun --nproc-per-node 2 train_sft.py configs/demo/sft.yaml
+	OMP_NUM_THREADS=1 .venv/bin/torchrun --standalone --nproc-per-node $(RANKS) train_sft.py configs/demo/sft.yaml
 	@echo "After training:"
 	@.venv/bin/python examples/arithmetic.py ask runs/demo/sft/hf
 	@echo "The run as a picture: runs/demo/sft/report.png"

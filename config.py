@@ -87,6 +87,7 @@ RULES = {
     "trainer.max_checkpoints": positive_or_never,
     "trainer.max_skipped_steps": at_least(0),
     "trainer.seed": at_least(0),
+    "trainer.log_freq": at_least(1),
     "trainer.logger": lambda v: next((f"knows console, tensorboard and wandb, not {x!r}" for x in v
                                       if x not in ("console", "tensorboard", "wandb")), None),
     "engine.param_dtype": DTYPE,

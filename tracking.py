@@ -24,7 +24,10 @@ class Tracker:
             return
         out, self.loggers = Path(config.output_dir), list(config.trainer.logger)
         self.file = open_metrics(out, step)
-        self.bar = tqdm(total=total_steps, initial=step, unit="step", disable=None, dynamic_ncols=True)
+        self.log_freq = config.trainer.log_freq
+        # In a log file every refresh stays for good.
+        self.bar = tqdm(total=total_steps, initial=step, unit="step", dynamic_ncols=True,
+                        mininterval=0.5 if sys.stderr.isatty() else 30)
         if "tensorboard" in self.loggers:
             from torch.utils.tensorboard import SummaryWriter
             self.tensorboard = SummaryWriter(out / "tensorboard", purge_step=step + 1)
@@ -42,15 +45,15 @@ class Tracker:
             return
         self.file.write(json.dumps({"step": step, **metrics}) + "\n")
         self.file.flush()
-        if "console" in self.loggers:
-            parts = [text.format(metrics[name]) for name, text in CONSOLE.items() if name in metrics]
-            self.bar.write(f"step {step:>6}  " + "  ".join(parts), file=sys.stdout)
-            sys.stdout.flush()
+        shown = [text.format(metrics[name]) for name, text in CONSOLE.items() if name in metrics]
+        if "console" in self.loggers and (step % self.log_freq == 0 or "val/loss" in metrics):
+            self.say(f"step {step:>6}  " + "  ".join(shown))
         if "tensorboard" in self.loggers:
             for name, value in metrics.items():
                 self.tensorboard.add_scalar(name, value, step)
         if "wandb" in self.loggers:
             self.wandb.log(metrics, step=step)
+        self.bar.set_postfix_str("  ".join(shown[:1]), refresh=False)
         self.bar.update(step - self.bar.n)
 
     def say(self, text: str) -> None:

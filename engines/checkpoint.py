@@ -7,6 +7,7 @@ import json
 import shutil
 import sys
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -33,7 +34,7 @@ class Checkpointer:
         self.directory, self.max_checkpoints = directory, max_checkpoints
         # Background writes talk to other ranks while training does: they need a group of their own.
         self.group = dist.new_group(backend="gloo") if asynchronous else None
-        self.pending = None
+        self.background, self.pending = ThreadPoolExecutor(max_workers=1), None
 
     def latest(self) -> Path | None:
         found = sorted(p for p in self.directory.glob("step_*") if p.suffix != ".tmp")
@@ -55,12 +56,12 @@ class Checkpointer:
             dcp.save(state, checkpoint_id=temporary / "weights")
             self._publish(temporary, target)
         else:
-            self.pending = dcp.async_save(state, checkpoint_id=temporary / "weights", process_group=self.group)
+            writing = dcp.async_save(state, checkpoint_id=temporary / "weights", process_group=self.group)
             # Rank 0 coordinates: its future is done when the files of all ranks and their index are on disk.
-            self.pending.add_done_callback(lambda done: done.exception() or self._publish(temporary, target))
+            self.pending = self.background.submit(lambda: (writing.result(), self._publish(temporary, target)))
 
     def wait(self) -> None:
-        """Let a background write end; raise what it raised."""
+        """Let a background write end and be published; raise what it raised."""
         if self.pending is not None:
             self.pending.result()
             self.pending = None
