@@ -86,7 +86,7 @@ RULES = {
     "trainer.test_freq": positive_or_never,
     "trainer.max_checkpoints": positive_or_never,
     "trainer.max_skipped_steps": at_least(0),
-    "trainer.seed": at_least(0),
+    "trainer.seed": between(0, 2**40),
     "trainer.log_freq": at_least(1),
     "trainer.logger": lambda v: next((f"knows console, tensorboard and wandb, not {x!r}" for x in v
                                       if x not in ("console", "tensorboard", "wandb")), None),
@@ -111,7 +111,7 @@ def load(defaults: str, arguments: list[str]) -> DictConfig:
         files = [_read(Path(a)) for a in arguments if "=" not in a]
         pairs = [_pair(a) for a in arguments if "=" in a]
         engines = sorted(p.stem for p in (CONFIGS / "model_engine").glob("*.yaml"))
-        model_engine = OmegaConf.merge(base, *files, *pairs).get("model_engine")
+        model_engine = next(layer.model_engine for layer in (*pairs[::-1], *files[::-1], base) if "model_engine" in layer)
         if model_engine not in engines:
             raise InputError(f"model_engine={model_engine} must be one of {', '.join(engines)}")
         known = OmegaConf.merge(base, _read(CONFIGS / "model_engine" / f"{model_engine}.yaml"))
@@ -174,7 +174,9 @@ def _flat(tree: dict, prefix: str = "") -> dict:
 
 
 def _check_keys(given: dict, known: dict, model_engine: str) -> None:
-    for key in given:
+    for key, value in given.items():
+        if isinstance(value, dict) and key in known:
+            raise InputError(f"{key} is a value, not a group of keys")
         if key in known:
             continue
         if any(k.startswith(f"{key}.") for k in known):

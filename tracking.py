@@ -1,6 +1,8 @@
 """A run's metrics: metrics.jsonl always, and console, tensorboard, wandb as trainer.logger says. Rank 0 alone writes."""
 
+import importlib.util
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -13,6 +15,12 @@ from config import InputError
 CONSOLE = {"train/loss": "loss {:.4f}", "val/loss": "val loss {:.4f}", "val/exact_match": "exact match {:.1%}",
            "train/grad_norm": "grad norm {:.3f}", "train/lr": "lr {:.2e}", "perf/tokens_per_second": "{:,.0f} tokens/s",
            "perf/mfu": "MFU {:.1%}", "timing/step": "{:.2f} s"}
+
+
+def check(config: DictConfig) -> None:
+    """Raise InputError for a logger whose package is not installed."""
+    if "wandb" in config.trainer.logger and importlib.util.find_spec("wandb") is None:
+        raise InputError("trainer.logger names wandb, which is not installed: pip install wandb")
 
 
 class Tracker:
@@ -32,10 +40,7 @@ class Tracker:
             from torch.utils.tensorboard import SummaryWriter
             self.tensorboard = SummaryWriter(out / "tensorboard", purge_step=step + 1)
         if "wandb" in self.loggers:
-            try:
-                import wandb
-            except ImportError:
-                raise InputError("trainer.logger names wandb, which is not installed: pip install wandb") from None
+            import wandb
             self.wandb = wandb.init(project=config.trainer.project_name, name=config.trainer.experiment_name,
                                     dir=out, id=run_id(out), resume="allow", config=OmegaConf.to_container(config))
 
@@ -43,7 +48,8 @@ class Tracker:
         """Record the metrics of `step` (from 1; 0 is before training)."""
         if not self.enabled:
             return
-        self.file.write(json.dumps({"step": step, **metrics}) + "\n")
+        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}     # JSON has no NaN
+        self.file.write(json.dumps({"step": step, **finite}) + "\n")
         self.file.flush()
         shown = [text.format(metrics[name]) for name, text in CONSOLE.items() if name in metrics]
         if "console" in self.loggers and (step % self.log_freq == 0 or "val/loss" in metrics):

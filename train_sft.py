@@ -20,41 +20,46 @@ from config import InputError, run
 def main(config):
     # Imported here, so that --help and a mistake in the configuration answer at once.
     import torch.distributed as dist
+    from omegaconf import OmegaConf
 
+    import tracking
     from data.packing import global_batch, partition
     from engines import device
     from engines.checkpoint import Checkpointer, export_hf
     from engines.fsdp import FSDPEngine
     from profiling import Profiler
     from profiling.report import write_report
-    from tracking import Tracker
 
-    this_device = device.init()
+    stop, this_device = StopSignal(), device.init()
     rank, out, trainer = dist.get_rank(), Path(config.output_dir), config.trainer
     config = with_local_model(config)
-    FSDPEngine.check(config, dist.get_world_size())
+    hf_config = FSDPEngine.check(config, dist.get_world_size())
+    tracking.check(config)
     tokenizer = load_tokenizer(config)
     train, val = (load_data(config, files, tokenizer) for files in (config.data.train_files, config.data.val_files))
     steps_per_epoch, total_steps = count_steps(config, train)
-    device.on_rank0(prepare_output, config)
+    device.on_rank0(check_output, out)
     if config.dry_run:
         device.on_rank0(print_plan, config, this_device, train, val, total_steps)
         return device.shutdown()
 
     checkpointer = Checkpointer(out / "checkpoints", trainer.max_checkpoints, trainer.async_save)
-    resume_from = device.on_rank0(find_resume, config, checkpointer.latest())
+    progress = {"step": 0, "skipped": 0, "run": identity(config, hf_config, train),
+                "export_dtype": config.engine.compute_dtype}
+    resume_from = device.on_rank0(find_resume, config, checkpointer.latest(), progress)
     engine = FSDPEngine(config, this_device, total_steps)
-    progress = {"step": 0, "skipped": 0, "run": identity(config, train), "export_dtype": config.engine.compute_dtype}
     if resume_from:
-        progress = check_progress(checkpointer.load(resume_from, engine), progress, resume_from)
+        progress = checkpointer.load(resume_from, engine) | {"export_dtype": config.engine.compute_dtype}
     step = progress["step"]
-    tracker = Tracker(config, rank, step, total_steps)
+    if rank == 0:
+        OmegaConf.save(config, out / "config.yaml")
+    tracker = tracking.Tracker(config, rank, step, total_steps)
     tracker.say(f"{'resuming from ' + str(resume_from) if resume_from else 'starting'}: step {step} of {total_steps}, "
                 f"{steps_per_epoch} an epoch, {len(train)} rows, {engine.dp_size} data-parallel ranks on {this_device.type}")
     if step == 0 and val and trainer.val_before_train:
         tracker.log(0, validate(engine, val, config.data.train_batch_size))
 
-    profiler, stop, peak = Profiler(), StopSignal(), device.peak_flops(this_device)
+    profiler, peak = Profiler(), device.peak_flops(this_device)
     while step < total_steps and not stop.requested:
         start = time.perf_counter()
         with profiler.stage("data"):
@@ -76,16 +81,17 @@ def main(config):
             metrics["perf/mfu"] = flops / seconds / dist.get_world_size() / peak
         stop.agree(this_device)
         last = step == total_steps
-        if val and (last or trainer.test_freq > 0 and step % trainer.test_freq == 0):
+        if progress["skipped"] > trainer.max_skipped_steps:
+            raise InputError(f"the gradient was not finite in {progress['skipped']} steps, more than "
+                             f"trainer.max_skipped_steps={trainer.max_skipped_steps}: lower optim.lr or look at the data")
+        # Not when asked to stop: the time that is left is for the checkpoint.
+        if val and (last or not stop.requested and trainer.test_freq > 0 and step % trainer.test_freq == 0):
             with profiler.stage("validate"):
                 metrics |= validate(engine, val, config.data.train_batch_size)
         if last or stop.requested or trainer.save_freq > 0 and step % trainer.save_freq == 0:
             with profiler.stage("save"):
                 checkpointer.save(step, engine, progress, tokenizer)
         tracker.log(step, metrics | profiler.pop() | {"timing/step": time.perf_counter() - start})
-        if progress["skipped"] > trainer.max_skipped_steps:
-            raise InputError(f"the gradient was not finite in {progress['skipped']} steps, more than "
-                             f"trainer.max_skipped_steps={trainer.max_skipped_steps}: lower optim.lr or look at the data")
 
     checkpointer.wait()
     if step < total_steps:
@@ -151,10 +157,13 @@ def load_tokenizer(config):
     from transformers import AutoTokenizer
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.model.path)
-        if config.data.chat_template is not None:
-            tokenizer.chat_template = Path(config.data.chat_template).read_text()
     except (OSError, ValueError, KeyError) as error:
         raise InputError(f"no tokenizer from model.path={config.model.path}: {error}") from None
+    if config.data.chat_template is not None:
+        try:
+            tokenizer.chat_template = Path(config.data.chat_template).read_text()
+        except OSError as error:
+            raise InputError(f"data.chat_template={config.data.chat_template}: {error.strerror}") from None
     return tokenizer
 
 
@@ -183,12 +192,11 @@ def count_steps(config, train) -> tuple[int, int]:
     return steps_per_epoch, steps if steps > 0 else config.trainer.total_epochs * steps_per_epoch
 
 
-def prepare_output(config) -> None:
-    from omegaconf import OmegaConf
-    out = Path(config.output_dir)
+def check_output(out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
-        (out / "config.yaml").write_text(OmegaConf.to_yaml(config))
+        (out / ".writable").touch()
+        (out / ".writable").unlink()
     except OSError as error:
         raise InputError(f"output_dir={out} cannot be written: {error.strerror}") from None
 
@@ -210,30 +218,31 @@ def print_plan(config, this_device, train, val, total_steps: int) -> None:
         print(f"  {name:<24}{gib:9.2f}")
 
 
-def find_resume(config, latest: Path | None) -> Path | None:
+def find_resume(config, latest: Path | None, fresh: dict) -> Path | None:
+    """The checkpoint to go on from. Raises InputError when it does not fit this run."""
+    from engines.checkpoint import read_progress
     resume = config.trainer.resume
-    if resume == "auto":
-        return latest
     if latest is not None and resume == "never":
         raise InputError(f"trainer.resume=never, but {latest} is there: set trainer.resume=auto to go on from it, or "
                          "another output_dir to keep it")
-    if resume != "never" and not (Path(resume) / "trainer.json").is_file():
+    path = latest or (Path(resume) if resume not in ("auto", "never") else None)
+    if path is None:
+        return None
+    if not (path / "trainer.json").is_file():
         raise InputError(f"trainer.resume={resume} is neither auto, never, nor a checkpoint directory")
-    return None if resume == "never" else Path(resume)
-
-
-def identity(config, train) -> dict:
-    """What must not change between a checkpoint and its resume, since step k's rows follow from it."""
-    return {"data.train_batch_size": config.data.train_batch_size, "trainer.seed": config.trainer.seed,
-            "number of rows": len(train)}
-
-
-def check_progress(saved: dict, fresh: dict, path: Path) -> dict:
+    saved = read_progress(path)["run"]
     for key, value in fresh["run"].items():
-        if saved["run"][key] != value:
-            raise InputError(f"{path} was written with {key}={saved['run'][key]}, now it is {value}: the order of the data "
-                             "would change; set it back, or start anew in another output_dir")
-    return saved | {"export_dtype": fresh["export_dtype"]}
+        if saved[key] != value:
+            raise InputError(f"{path} was written with {key}={saved[key]}, now it is {value}: set it back, or start anew in "
+                             "another output_dir")
+    return path
+
+
+def identity(config, hf_config, train) -> dict:
+    """What must not change between a checkpoint and its resume: step k's rows follow from it, and the weights' shapes."""
+    return {"data.train_batch_size": config.data.train_batch_size, "trainer.seed": config.trainer.seed,
+            "the hash of data, tokenizer and their options": train.name,
+            "the model": f"{hf_config.model_type} of {hf_config.num_hidden_layers} layers of {hf_config.hidden_size}"}
 
 
 class StopSignal:

@@ -44,7 +44,10 @@ def tokenize(files: str | Sequence[str], tokenizer, options, cache_dir: Path, to
         return folder
     work = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
     shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
+    try:
+        work.mkdir(parents=True)
+    except OSError as error:
+        raise InputError(f"data.cache_dir={cache_dir} cannot be written: {error.strerror}") from error
     try:
         tables = [tokenize_file(path, tokenizer, options, work / "datasets" / str(i)) for i, path in enumerate(paths)]
         check_rows(paths, tables, options)
@@ -198,11 +201,12 @@ def write_arrays(folder: Path, tables: list, options) -> None:
 class TokenDataset:
     """n tokenized rows, mapped from a cache folder: nothing is read before it is asked for.
 
-    lengths: np.int64 [n], tokens of each row.
+    name: the hash of all that the tokens depend on. lengths: np.int64 [n], tokens of each row.
     stats: rows (kept), dropped_no_loss, dropped_long, truncated (and kept), tokens, loss_tokens, max_length (longest).
     """
 
-    def __init__(self, input_ids: np.ndarray, loss_mask: np.ndarray, cu_seqlens: np.ndarray, stats: dict):
+    def __init__(self, name: str, input_ids: np.ndarray, loss_mask: np.ndarray, cu_seqlens: np.ndarray, stats: dict):
+        self.name = name
         self.input_ids, self.loss_mask, self.cu_seqlens, self.stats = input_ids, loss_mask, cu_seqlens, stats
         self.lengths = np.diff(np.asarray(cu_seqlens))
 
@@ -210,7 +214,7 @@ class TokenDataset:
     def load(cls, path: Path) -> TokenDataset:
         names = ("input_ids", "loss_mask", "cu_seqlens")
         arrays = [np.load(Path(path) / f"{name}.npy", mmap_mode="r") for name in names]
-        return cls(*arrays, json.loads((Path(path) / "stats.json").read_text()))
+        return cls(Path(path).name, *arrays, json.loads((Path(path) / "stats.json").read_text()))
 
     def __len__(self) -> int:
         return len(self.lengths)

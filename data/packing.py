@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -47,6 +48,7 @@ class Batch:
         return Batch(self.input_ids[take], lengths.cumsum(0), {k: v[take] for k, v in self.fields.items()})
 
 
+@lru_cache(maxsize=2)
 def order(num_rows: int, seed: int, epoch: int) -> np.ndarray:
     """[num_rows] int64: the rows of one epoch in the order in which they are seen, on every rank alike."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)

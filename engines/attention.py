@@ -14,8 +14,14 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from config import InputError
+
 # torch 2.13 wants grouped heads announced; 2.11 has no such argument and takes them as they are.
 GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
+
+# What models hand on to their attention without a meaning for it.
+HARMLESS = {"position_ids", "use_cache", "cache_position", "output_attentions", "is_causal"}
 
 
 @dataclass
@@ -33,16 +39,23 @@ class Packing:
     max_length: int
     group: dist.ProcessGroup | None = None
 
+    def arguments(self) -> dict:
+        """The model's keyword arguments. A mask of four dimensions, which nobody reads, keeps transformers from building
+        one, for which it would wait for the device."""
+        return {"packing": self, "attention_mask": torch.empty(1, 1, 1, 1, device=self.cu_seqlens.device)}
+
 
 def packed_attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
                      packing: Packing, scaling: float | None = None, dropout: float = 0.0,
-                     sliding_window: int | None = None, **_) -> tuple[Tensor, None]:
+                     sliding_window: int | None = None, **others) -> tuple[Tensor, None]:
     """Causal attention inside each sequence; the signature is transformers' attention interface.
 
     query [1, heads, T', dim], key and value [1, kv_heads, T', dim] -> [1, T', heads, dim], T' this rank's tokens.
+    Raises InputError for a model that asks its attention for something else: soft caps, sinks, biases, dropout.
     """
-    if dropout:
-        raise ValueError("packed attention has no dropout: set attention_dropout to 0 in the model's config.json")
+    asked = [name for name, value in others.items() if value is not None and name not in HARMLESS]
+    if dropout or asked:
+        raise InputError(f"the model wants {'dropout' if dropout else asked[0]} in its attention, which is not supported")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))          # [T', heads, dim]
     group, window = packing.group, (sliding_window or 0)
     if group is not None:

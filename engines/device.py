@@ -30,9 +30,9 @@ def init(timeout_minutes: int = 30) -> torch.device:
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     device = torch.device(accelerator.type, local_rank) if accelerator else torch.device("cpu")
     if accelerator:
-        if local_rank >= torch.accelerator.device_count():
-            raise InputError(f"local rank {local_rank} has no device: start at most {torch.accelerator.device_count()} "
-                             "processes a node, one a device")
+        count = torch.accelerator.device_count()
+        if max(local_rank + 1, int(os.environ.get("LOCAL_WORLD_SIZE", 1))) > count:
+            raise InputError(f"there are {count} devices for more processes: start {count} a node, one a device")
         torch.accelerator.set_device_index(local_rank)
     # gloo beside the accelerator's backend serves tensors that stay on the host (checkpoints, offloaded parameters).
     backend = {"cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}.get(device.type, "gloo")
@@ -46,13 +46,16 @@ def on_rank0(work: Callable, *args):
 
     An InputError there is raised on every rank, so that all of them leave with one line and exit code 2.
     """
+    # The others wait as long as it takes (tokenizing a large file does), which an accelerator's group would not let them.
+    group = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=7))
     box = [None, None]
     if dist.get_rank() == 0:
         try:
             box[0] = work(*args)
         except InputError as error:
             box[1] = str(error)
-    dist.broadcast_object_list(box, src=0)
+    dist.broadcast_object_list(box, src=0, group=group)
+    dist.destroy_process_group(group)
     if box[1] is not None:
         raise InputError(box[1])
     return box[0]

@@ -1,7 +1,7 @@
 """FSDP2 around a Hugging Face causal language model."""
 
-import contextlib
 import math
+import shutil
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,14 +9,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_model_state_dict, get_optimizer_state_dict,
                                                      set_model_state_dict, set_optimizer_state_dict)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from config import InputError
 from data.packing import Batch, pack, spread
@@ -24,6 +23,7 @@ from engines import schedule
 from engines.attention import Packing
 from engines.base import Engine, LossFn
 from engines.logprobs import linear_log_probs
+from engines.weights import load_weights
 
 # Between the hidden states and the logits these would change what linear_log_probs computes.
 LOGIT_TRANSFORMS = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0, "lm_head_bias": False}
@@ -129,8 +129,8 @@ class FSDPEngine(Engine):
             bounds = cu.tolist() + [num_tokens + padding] * (padding > 0)
             longest = max(b - a for a, b in zip(bounds, bounds[1:]))
             # A power of two, so that compiled code meets few different values.
-            attention["packing"] = Packing(self._to_device(torch.tensor(bounds, dtype=torch.int32)), bounds,
-                                           1 << (longest - 1).bit_length(), self.cp_group)
+            attention = Packing(self._to_device(torch.tensor(bounds, dtype=torch.int32)), bounds,
+                                1 << (longest - 1).bit_length(), self.cp_group).arguments()
             place = token - 1
             if cp > 1:
                 length = ids.shape[1] // cp
@@ -142,7 +142,8 @@ class FSDPEngine(Engine):
             lengths = torch.tensor(batch.lengths or [1])
             positions = torch.arange(int(lengths.max())).expand(len(lengths), -1)
             valid = positions < lengths[:, None]
-            ids = torch.zeros_like(positions).masked_scatter(valid, batch.input_ids)
+            ids = torch.zeros_like(positions)
+            ids[valid] = batch.input_ids if num_tokens else 0
             place = valid.flatten().nonzero()[:, 0][token] - 1
         ids, positions, place, targets, token = map(self._to_device, (ids, positions, place, targets, token))
         values = self.model(ids, positions, place, targets, **attention)
@@ -199,8 +200,9 @@ class FSDPEngine(Engine):
         hf_config.dtype = self.compute_dtype
         hf_config.architectures = [type(self.hf).__name__]
         hf_config.save_pretrained(directory)
-        with contextlib.suppress(OSError):                                # not every model has one
-            GenerationConfig.from_pretrained(self.config.model.path).save_pretrained(directory)
+        generation = Path(self.config.model.path) / "generation_config.json"
+        if generation.exists():
+            shutil.copy(generation, directory)
 
 
 class PackedCausalLM(nn.Module):
@@ -249,8 +251,13 @@ def read_hf_config(path: str):
 
 def check_layout(config: DictConfig, hf_config, world_size: int) -> None:
     engine, cp = config.engine, config.engine.context_parallel_size
-    heads, kv_heads = hf_config.num_attention_heads, hf_config.num_key_value_heads
+    heads = getattr(hf_config, "num_attention_heads", None)
+    kv_heads = getattr(hf_config, "num_key_value_heads", None) or heads
     schedule.check(config.optim)
+    if heads is None:
+        raise InputError(f"model.path={config.model.path} is not a causal language model of text alone")
+    if getattr(hf_config, "quantization_config", None):
+        raise InputError(f"model.path={config.model.path} holds quantized weights: give the unquantized model")
     if world_size % cp:
         raise InputError(f"engine.context_parallel_size={cp} does not divide the {world_size} ranks")
     if engine.fsdp_size > 0 and world_size % engine.fsdp_size:
@@ -263,16 +270,31 @@ def check_layout(config: DictConfig, hf_config, world_size: int) -> None:
     if config.data.train_batch_size < world_size // cp:
         raise InputError(f"data.train_batch_size={config.data.train_batch_size} is less than the {world_size // cp} "
                          "data-parallel ranks")
+    if any(getattr(hf_config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
+        raise InputError(f"model.path={config.model.path}: model_engine=fsdp has no mixture-of-experts models")
     for name, harmless in LOGIT_TRANSFORMS.items():
         if getattr(hf_config, name, harmless) not in (harmless, None):
             raise InputError(f"model.path={config.model.path}: {name} in config.json is not supported")
 
 
 def build_on_meta(hf_config, dtype: torch.dtype, packed: bool) -> nn.Module:
+    """The model without memory for its weights. Raises InputError for one that packed sequences would run wrong: a pass
+    over shapes alone shows whether its attention takes them and asks for nothing else."""
     with torch.device("meta"):
-        hf = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation="packed" if packed else "sdpa")
+        hf = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation="packed")
+        if hf._is_stateful:
+            raise InputError(f"{type(hf).__name__} carries a state from token to token, across borders of packed sequences")
+        ids = torch.zeros(1, 4, dtype=torch.int64)
+        packing = Packing(torch.zeros(3, dtype=torch.int32), [0, 2, 4], 2)
+        try:
+            with torch.no_grad():
+                hf.base_model(input_ids=ids, position_ids=ids, use_cache=False, **packing.arguments())
+        except TypeError as error:
+            raise InputError(f"{type(hf).__name__} does not take packed sequences: {error}") from None
     if hf.get_output_embeddings().bias is not None:
         raise InputError("a bias on the output matrix is not supported")
+    if not packed:
+        hf.set_attn_implementation("sdpa")
     return hf
 
 
@@ -303,44 +325,6 @@ def shard(model: nn.Module, layers: list[nn.Module], engine: DictConfig, device_
     for layer in layers:
         fully_shard(layer, reshard_after_forward=engine.reshard_after_forward, **options)
     fully_shard(model, reshard_after_forward=False, **options)
-
-
-def load_weights(hf: nn.Module, path: Path, device: torch.device, buffer_device: torch.device) -> None:
-    """Allocate the sharded parameters and read this rank's rows of each from the safetensors files."""
-    hf.to_empty(device=device)
-    hf.tie_weights()
-    parameters = dict(hf.named_parameters())
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
-        raise InputError(f"model.path={path} holds no .safetensors file")
-    missing = set(parameters)
-    with torch.no_grad():
-        for file in files:
-            with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():
-                    if name in parameters:
-                        copy_rows(parameters[name], tensors.get_slice(name), name)
-                        missing.discard(name)
-        for module in hf.modules():
-            if module._non_persistent_buffers_set:                        # rotary frequencies: in no file
-                for name in module._non_persistent_buffers_set:
-                    setattr(module, name, getattr(module, name).to(buffer_device))
-                hf._init_weights(module)
-    if missing:
-        raise InputError(f"model.path={path} lacks {len(missing)} weights of {type(hf).__name__}, {min(missing)} among them")
-
-
-def copy_rows(parameter: nn.Parameter, source, name: str) -> None:
-    if list(source.get_shape()) != list(parameter.shape):
-        raise InputError(f"{name} has shape {source.get_shape()} in the file, {list(parameter.shape)} by config.json")
-    start, stop = 0, parameter.shape[0]
-    if isinstance(parameter, DTensor):                                    # FSDP2 shards dimension 0 as torch.chunk does
-        mesh = parameter.device_mesh
-        rows = -(-stop // mesh.size(mesh.ndim - 1))
-        start = min(mesh.get_local_rank(mesh.ndim - 1) * rows, stop)
-        stop = min(start + rows, stop)
-        parameter = parameter.to_local()
-    parameter.copy_(source[start:stop])
 
 
 def build_optimizer(model: nn.Module, optim: DictConfig) -> torch.optim.AdamW:

@@ -17,7 +17,7 @@ def learning_rate(optim: DictConfig, step: int, total_steps: int) -> float:
 
     Warm-up: lr * (step + 1) / warm-up steps. Then, with t from 0 to 1 over the rest: constant 1; linear 1 - t;
     cosine (1 + cos(pi t)) / 2; wsd (Hu et al. 2024) 1, and linear decay over the last lr_decay_steps_ratio of all
-    steps; each scaled to end at min_lr_ratio.
+    steps; each scaled so that the step after the last one would have min_lr_ratio.
     """
     warmup = round(optim.lr_warmup_steps_ratio * total_steps)
     if step < warmup:

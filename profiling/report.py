@@ -16,17 +16,17 @@ def write_report(run: Path) -> Path:
     from matplotlib import pyplot
 
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    present = {name for line in lines for name in line}
+    present = {name for line in lines for name in line if line[name] is not None}
     panels = [(title, [n for n in names if n in present]) for title, names in PANELS]
     panels = [(title, names) for title, names in panels if names]
     stages = sorted(n for n in present if n.startswith("timing/") and n != "timing/step")
     columns = 4
-    rows = -(-(len(panels) + bool(stages)) // columns)
+    rows = max(1, -(-(len(panels) + bool(stages)) // columns))
     figure, axes = pyplot.subplots(rows, columns, figsize=(4 * columns, 3 * rows), squeeze=False, layout="constrained")
     flat = list(axes.flat)
     for axis, (title, names) in zip(flat, panels):
         for name in names:
-            points = [(line["step"], line[name]) for line in lines if name in line]
+            points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
             axis.plot(*zip(*points), label=name, marker="o" if len(points) < 30 else None, markersize=3, linewidth=1.2)
         axis.set_title(title)
         if len(names) > 1:

@@ -220,8 +220,8 @@ def checkpoint(folder: Path, this_device: torch.device, family: str, asynchronou
     if dist.get_world_size() == 4:
         engine, tokenizer = build(folder / family, this_device, CP2), make_tokenizer()
         train(engine, range(5))
-        listings, stop = set(), threading.Event()
-        (watcher := threading.Thread(target=watch, args=(directory / "step_00000005", listings, stop), daemon=True)).start()
+        listings, stop, whole = set(), threading.Event(), directory / "step_00000005"
+        (watcher := threading.Thread(target=watch, args=(whole, listings, stop), daemon=True)).start()
         checkpointer.save(5, engine, {"step": 5, "export_dtype": "float32"}, tokenizer)
         result["random"] = gather(torch.rand(1).item())
         result["uninterrupted"] = train(engine, range(5, 10))            # while an asynchronous save is still writing

@@ -206,10 +206,14 @@ MISTAKES = {
     "an empty data set": (lambda tmp: [broken_file(tmp, "")], "broken.jsonl: the file is empty"),
     "a directory that cannot be written": (["output_dir=/dev/null/out"], "output_dir=/dev/null/out cannot be written"),
     "a layout that does not divide": (["engine.context_parallel_size=2"], "does not divide the 1 ranks"),
-    "a row longer than the cap": (["data.max_tokens_per_micro_batch=20"], "more than data.max_tokens_per_micro_batch=20"),
+    "a row longer than the cap": (["data.max_tokens_per_micro_batch=20"],
+                                  "more than data.max_tokens_per_micro_batch=20"),
     "a row longer than max_length": (["data.max_length=20"], "rows are longer than data.max_length=20"),
     "a batch larger than the data": (["data.train_batch_size=85"], "more than the 84 rows"),
-    "no such checkpoint": (["trainer.resume=/nowhere"], "trainer.resume=/nowhere is neither auto, never, nor a checkpoint"),
+    "a chat template that is not there": (["data.chat_template=/nowhere"], "data.chat_template=/nowhere: No such file"),
+    "a cache that cannot be written": (["data.cache_dir=/dev/null/x"], "data.cache_dir=/dev/null/x cannot be written"),
+    "a logger that is not installed": (["trainer.logger=[wandb]"], "wandb, which is not installed"),
+    "no such checkpoint": (["trainer.resume=/nowhere"], "trainer.resume=/nowhere is neither auto, never, nor a"),
     "a schedule with a key that has no effect": (["optim.lr_scheduler_type=constant", "optim.min_lr_ratio=0.1"],
                                                  "no effect"),
 }
@@ -233,12 +237,16 @@ def test_with_two_ranks_only_rank_0_speaks(assets, tmp_path):
 
 
 def test_a_checkpoint_is_not_continued_with_other_data_nor_overwritten(assets, uninterrupted):
-    before = checkpoints(uninterrupted), (uninterrupted / "metrics.jsonl").read_bytes()
+    kept = ("metrics.jsonl", "config.yaml", "hf/model.safetensors")
+    before = checkpoints(uninterrupted), [(uninterrupted / name).read_bytes() for name in kept]
     done = run([*PYTHON, *arguments(assets, uninterrupted, "data.train_batch_size=4")], returncode=2)
     assert "was written with data.train_batch_size=8, now it is 4" in done.stderr
+    done = run([*PYTHON, *arguments(assets, uninterrupted, "data.train_on=last", "data.max_length=64")], returncode=2)
+    assert "was written with the hash of data" in done.stderr
+    run([*PYTHON, *arguments(assets, uninterrupted, "dry_run=true")])
     done = run([*PYTHON, *arguments(assets, uninterrupted, "trainer.resume=never")], returncode=2)
     assert "trainer.resume=never, but" in done.stderr
-    assert (checkpoints(uninterrupted), (uninterrupted / "metrics.jsonl").read_bytes()) == before
+    assert (checkpoints(uninterrupted), [(uninterrupted / name).read_bytes() for name in kept]) == before
 
 
 def test_gradients_that_stay_infinite_stop_the_run(assets, tmp_path):
