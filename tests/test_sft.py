@@ -253,4 +253,5 @@ def test_gradients_that_stay_infinite_stop_the_run(assets, tmp_path):
     done = run([*PYTHON, *arguments(assets, tmp_path, "optim.lr=1e30", "optim.clip_grad=0", "trainer.max_skipped_steps=2",
                                     "optim.lr_scheduler_type=constant", "optim.lr_warmup_steps_ratio=0")], returncode=2)
     assert "the gradient was not finite in 3 steps" in done.stderr
-    assert [m["train/skipped"] for m in metrics(tmp_path)][-1] == 3
+    assert [m["train/skipped"] for m in metrics(tmp_path)][-1] == 2, "the step that is one too many is not recorded"
+    assert not (tmp_path / "checkpoints").exists() and not (tmp_path / "hf").exists()
