@@ -34,8 +34,6 @@ SHAPES = {      # hidden, intermediate, layers, heads, key-value heads, tied
     "1.5B": (1536, 8960, 28, 12, 2, True),
     "7B": (3584, 18944, 28, 28, 4, False),
 }
-HEADER = ("| shape | GPUs | tokens a micro-batch | settings | tokens/s a GPU | MFU | peak GiB (estimated) | step s |\n"
-          "|---|---|---|---|---|---|---|---|")
 
 
 def make_model(shape: str, directory: Path) -> Path:
@@ -134,7 +132,8 @@ def profile(step, rank: int) -> None:
     """GPU time of one step by kind of kernel."""
     kinds = {"fused elementwise": ("triton",), "attention": ("flash",), "collectives": ("nccl",),
              "matrix products": ("gemm", "nvjet", "cutlass", "cublas"), "optimizer": ("adam", "multi_tensor"),
-             "FSDP copies": ("chunk_cat", "split_with_sizes", "memcpy dtod", "copy_kernel"), "gradient sums": ("add<", "_add")}
+             "FSDP copies": ("chunk_cat", "split_with_sizes", "memcpy dtod", "copy_kernel"),
+             "gradient sums": ("add<", "_add")}
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as prof:
         start = device.synchronize()
         step(0)

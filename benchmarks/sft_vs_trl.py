@@ -36,7 +36,8 @@ def ours(work: Path, ranks: int, steps: int, batch_size: int) -> tuple[float, li
     """(tokens a second, losses)"""
     out = work / "ours"
     shutil.rmtree(out, ignore_errors=True)
-    launch(sys.executable, ranks, "train_sft.py", f"model.path={work}/data/model", f"data.train_files={work}/data/train.jsonl",
+    launch(sys.executable, ranks, "train_sft.py", f"model.path={work}/data/model",
+           f"data.train_files={work}/data/train.jsonl",
            f"data.cache_dir={work}/cache", f"data.train_batch_size={batch_size}", f"output_dir={out}",
            "data.max_tokens_per_micro_batch=1024", f"trainer.total_steps={steps}", "engine.compute_dtype=float32",
            "optim.lr=1e-4", "optim.weight_decay=0.1", "optim.lr_scheduler_type=constant", "optim.lr_warmup_steps_ratio=0")
@@ -70,7 +71,8 @@ def main():
         work = Path(directory)
         subprocess.run([sys.executable, "benchmarks/make_sft_data.py", work / "data"], cwd=ROOT, check=True)
         ours(work, 1, WARM_UP + 1, arguments.batch_size)        # fills the token cache
-        print("| ranks | TRL | this [tokens/s] | TRL [tokens/s] | ratio: median (smallest, largest) of pairs |\n|---|---|---|---|---|")
+        print("| ranks | TRL | this [tokens/s] | TRL [tokens/s] | ratio: median (smallest, largest) of pairs |\n"
+              "|---|---|---|---|---|")
         for ranks in arguments.ranks:
             for variant in arguments.variants:
                 pairs = []
