@@ -39,7 +39,8 @@ def ours(work: Path, ranks: int, steps: int, batch_size: int) -> tuple[float, li
     launch(sys.executable, ranks, "train_sft.py", f"model.path={work}/data/model",
            f"data.train_files={work}/data/train.jsonl",
            f"data.cache_dir={work}/cache", f"data.train_batch_size={batch_size}", f"output_dir={out}",
-           "data.max_tokens_per_micro_batch=1024", f"trainer.total_steps={steps}", "engine.compute_dtype=float32",
+           "data.max_tokens_per_micro_batch=2048", "engine.reshard_after_forward=false",
+           f"trainer.total_steps={steps}", "engine.compute_dtype=float32",
            "optim.lr=1e-4", "optim.weight_decay=0.1", "optim.lr_scheduler_type=constant", "optim.lr_warmup_steps_ratio=0")
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     speeds = [line["perf/tokens_per_second"] * ranks for line in lines[WARM_UP:]]
