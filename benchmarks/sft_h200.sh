@@ -14,6 +14,7 @@ echo "|---|---|---|---|---|---|---|---|"
 if [ "$gpus" = 1 ]; then
     bench 7B $cap=16384 $bf16 engine.log_prob_chunk_size=8192 --profile
     bench 7B $cap=8192 $bf16
+    bench 7B $cap=16384 $bf16 engine.activation_checkpointing=true
     bench 1.5B $cap=16384 $bf16
     bench 1.5B $cap=16384 $zero2
     bench 0.5B $cap=16384 $bf16
