@@ -19,12 +19,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from config import load
 from data.packing import Batch, pack
 from engines import device
+from engines.checkpoint import write_safetensors
 from engines.fsdp import FSDPEngine
 from engines.memory import estimate
 
@@ -37,7 +37,7 @@ SHAPES = {      # hidden, intermediate, layers, heads, key-value heads, tied
 
 
 def make_model(shape: str, directory: Path) -> Path:
-    """config.json and random bf16 weights, a file a layer; made once."""
+    """config.json and random bf16 weights; made once."""
     path = directory / shape
     if path.exists():
         return path
@@ -53,14 +53,13 @@ def make_model(shape: str, directory: Path) -> Path:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     where = "cuda" if torch.cuda.is_available() else "cpu"
-    groups: dict[str, dict] = {}
-    for name, parameter in model.named_parameters():
-        value = torch.empty(parameter.shape, dtype=torch.bfloat16, device=where).normal_(0, 0.02)
-        if name.endswith("norm.weight"):
-            value.fill_(1)
-        groups.setdefault(".".join(name.split(".")[:3]), {})[name] = value.cpu()
-    for i, tensors in enumerate(groups.values()):
-        save_file(tensors, work / f"model-{i:05d}.safetensors", metadata={"format": "pt"})
+
+    def weights():
+        for name, parameter in model.named_parameters():
+            value = torch.empty(parameter.shape, dtype=torch.bfloat16, device=where).normal_(0, 0.02)
+            yield name, value.fill_(1) if name.endswith("norm.weight") else value
+
+    write_safetensors(weights(), work)
     return work.rename(path)
 
 
