@@ -35,7 +35,7 @@ else
 endif
 	@touch $@
 
-demo-assets: runs/demo/train.jsonl  ## a 1-million-parameter model and arithmetic problems in runs/demo
+demo-assets: runs/demo/train.jsonl  ## a model of 1.4 million parameters and arithmetic problems in runs/demo
 
 runs/demo/train.jsonl: examples/arithmetic.py | .venv
 	.venv/bin/python examples/arithmetic.py build runs/demo
