@@ -46,7 +46,7 @@ def paths(v):
     return None if texts and all(isinstance(t, str) and t for t in texts) else "must be a path or a list of paths"
 
 
-def optional(kind: type, rule: Callable = lambda v: None):
+def optional(kind: type | tuple[type, ...], rule: Callable = lambda v: None):
     def check(v):
         if v is None:
             return None
@@ -57,7 +57,7 @@ def optional(kind: type, rule: Callable = lambda v: None):
 
 
 TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", list: "a list",
-              dict: "a group of keys"}
+              dict: "a group of keys", (int, float): "a number"}
 DTYPE = one_of("float32", "bfloat16")
 RULES = {
     "data.train_files": paths,
@@ -70,6 +70,52 @@ RULES = {
     "data.num_proc": optional(int, at_least(1)),
     "data.cache_dir": optional(str),
     "data.chat_template": optional(str),
+    "data.max_prompt_length": at_least(1),
+    **{f"{group}.{key}": rule for group in ("rollout", "validation") for key, rule in (
+        ("n", at_least(1)), ("top_p", between(1e-9, 1.0)), ("top_k", positive_or_never), ("min_p", between(0.0, 1.0)),
+        ("max_tokens", at_least(1)), ("stop", lambda v: None if all(isinstance(s, str) and s for s in v)
+                                      else "must be a list of strings"))},
+    "rollout.temperature": above(0.0),
+    "validation.temperature": at_least(0.0),
+    "rollout.tensor_parallel_size": at_least(1),
+    "rollout.gpu_memory_utilization": between(0.01, 1.0),
+    "rollout.kv_cache_gib": optional((int, float), above(0.0)),
+    "rollout.max_num_seqs": at_least(1),
+    "reward.num_workers": at_least(1),
+    "reward.timeout": above(0.0),
+    "reward.max_failure_rate": between(0.0, 1.0),
+    "reward.overlong_buffer": at_least(0),
+    "reward.overlong_penalty": at_least(0.0),
+    "algorithm.adv_estimator": one_of("gae", "grpo", "dr_grpo", "rloo", "reinforce_plus_plus",
+                                      "reinforce_plus_plus_baseline", "remax"),
+    "algorithm.gamma": between(0.0, 1.0),
+    "algorithm.lam": between(0.0, 1.0),
+    "algorithm.loss_mode": one_of("ppo", "gspo", "cispo"),
+    "algorithm.clip_ratio_low": between(0.0, 1.0),
+    "algorithm.clip_ratio_high": at_least(0.0),
+    "algorithm.clip_ratio_c": lambda v: None if v == 0 or v > 1 else "must be above 1, or 0 for none",
+    "algorithm.loss_agg_mode": one_of("token-mean", "seq-mean-token-sum", "seq-mean-token-mean"),
+    "algorithm.ppo_mini_batch_size": optional(int, at_least(1)),
+    "algorithm.ppo_epochs": at_least(1),
+    "algorithm.kl_penalty": one_of("k1", "k2", "k3", "abs"),
+    "algorithm.kl_ctrl.type": one_of("fixed", "adaptive"),
+    "algorithm.kl_ctrl.kl_coef": at_least(0.0),
+    "algorithm.kl_ctrl.target_kl": above(0.0),
+    "algorithm.kl_ctrl.horizon": at_least(1),
+    "algorithm.kl_loss_type": one_of("k1", "k2", "k3", "abs"),
+    "algorithm.kl_loss_coef": at_least(0.0),
+    "algorithm.rollout_is": one_of("none", "token", "sequence"),
+    "algorithm.rollout_is_threshold": above(0.0),
+    "algorithm.rollout_rs": one_of("none", "token", "sequence", "geometric"),
+    "algorithm.rollout_rs_threshold": at_least(1.0),
+    "algorithm.rollout_rs_threshold_lower": between(0.0, 1.0),
+    "algorithm.filter_groups.max_num_gen_batches": at_least(1),
+    "critic.path": optional(str),
+    "critic.lr": at_least(0.0),
+    "critic.cliprange_value": at_least(0.0),
+    "critic.warmup_steps": at_least(0),
+    "reference.path": optional(str),
+    "trainer.rollout_freq": positive_or_never,
     "optim.lr": at_least(0.0),
     "optim.betas": lambda v: None if len(v) == 2 and all(isinstance(b, (int, float)) and 0 <= b < 1 for b in v)
     else "must be two numbers in [0, 1)",

@@ -12,9 +12,11 @@ from tqdm import tqdm
 
 from config import InputError
 
-CONSOLE = {"train/loss": "loss {:.4f}", "val/loss": "val loss {:.4f}", "val/exact_match": "exact match {:.1%}",
-           "train/grad_norm": "grad norm {:.3f}", "train/lr": "lr {:.2e}", "perf/tokens_per_second": "{:,.0f} tokens/s",
-           "perf/mfu": "MFU {:.1%}", "timing/step": "{:.2f} s"}
+CONSOLE = {"train/loss": "loss {:.4f}", "critic/score/mean": "score {:.3f}", "response_length/mean": "length {:.1f}",
+           "val/loss": "val loss {:.4f}", "val/exact_match": "exact match {:.1%}", "actor/entropy": "entropy {:.3f}",
+           "actor/ppo_kl": "kl {:.1e}", "train/grad_norm": "grad norm {:.3f}", "actor/grad_norm": "grad norm {:.3f}",
+           "train/lr": "lr {:.2e}", "perf/tokens_per_second": "{:,.0f} tokens/s", "perf/mfu": "MFU {:.1%}",
+           "timing/step": "{:.2f} s"}
 
 
 def check(config: DictConfig) -> None:
@@ -52,7 +54,9 @@ class Tracker:
         self.file.write(json.dumps({"step": step, **finite}) + "\n")
         self.file.flush()
         shown = [text.format(metrics[name]) for name, text in CONSOLE.items() if name in metrics]
-        if "console" in self.loggers and (step % self.log_freq == 0 or "val/loss" in metrics):
+        shown += [f"{name} {value:.3f}" for name, value in metrics.items() if name.startswith("val/") and name not in CONSOLE]
+        validated = any(name.startswith("val/") for name in metrics)
+        if "console" in self.loggers and (step % self.log_freq == 0 or validated):
             self.say(f"step {step:>6}  " + "  ".join(shown))
         if "tensorboard" in self.loggers:
             for name, value in metrics.items():

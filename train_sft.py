@@ -11,7 +11,6 @@ a checkpoint and exits 0; the same command goes on from there. (torchrun does no
 30 s: give it --signals-to-handle SIGTERM,SIGUSR1 --shutdown-timeout 600.) Mistakes are one line on rank 0 and exit code 2.
 """
 
-import signal
 import time
 from pathlib import Path
 
@@ -23,6 +22,7 @@ def main(config):
     import torch.distributed as dist
     from omegaconf import OmegaConf
 
+    import job
     import tracking
     from data.packing import global_batch, partition
     from engines import device
@@ -31,15 +31,15 @@ def main(config):
     from profiling import Profiler
     from profiling.report import write_report
 
-    stop, this_device = StopSignal(), device.init()
+    stop, this_device = job.StopSignal(), device.init()
     rank, out, trainer = dist.get_rank(), Path(config.output_dir), config.trainer
-    config = with_local_model(config)
+    config = job.with_local_model(config)
     hf_config = FSDPEngine.check(config, dist.get_world_size())
     tracking.check(config)
-    tokenizer = load_tokenizer(config)
+    tokenizer = job.load_tokenizer(config)
     train, val = (load_data(config, files, tokenizer) for files in (config.data.train_files, config.data.val_files))
-    steps_per_epoch, total_steps = count_steps(config, train)
-    device.on_rank0(check_output, out)
+    steps_per_epoch, total_steps = job.count_steps(config, train)
+    device.on_rank0(job.check_output, out)
     if config.dry_run:
         device.on_rank0(print_plan, config, this_device, train, val, total_steps)
         return device.shutdown()
@@ -47,7 +47,7 @@ def main(config):
     checkpointer = Checkpointer(out / "checkpoints", trainer.max_checkpoints, trainer.async_save)
     progress = {"step": 0, "skipped": 0, "run": identity(config, hf_config, train),
                 "export_dtype": config.engine.compute_dtype}
-    resume_from = device.on_rank0(find_resume, config, checkpointer.latest(), progress)
+    resume_from = device.on_rank0(job.find_resume, config, checkpointer.latest(), progress)
     engine = FSDPEngine(config, this_device, total_steps)
     if resume_from:
         progress = checkpointer.load(resume_from, engine) | {"export_dtype": config.engine.compute_dtype}
@@ -137,37 +137,6 @@ def validate(engine, val, batch_size: int) -> dict[str, float]:
     return {"val/loss": loss / tokens, "val/exact_match": exact / num_rows}
 
 
-def with_local_model(config):
-    """The configuration with model.path a directory: a name on the hub is downloaded, or found in its cache."""
-    from huggingface_hub import snapshot_download
-    from omegaconf import OmegaConf
-    path = config.model.path
-    if Path(path).is_dir():
-        return config
-    try:
-        if path.startswith((".", "/", "~")):
-            raise FileNotFoundError("no such directory")
-        path = snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"])
-    except (OSError, ValueError, RuntimeError) as error:     # the hub's errors are of these kinds
-        raise InputError(f"model.path={path} is neither a directory nor a model on the hub: "
-                         f"{str(error).splitlines()[0]}") from None
-    return OmegaConf.merge(config, {"model": {"path": path}})
-
-
-def load_tokenizer(config):
-    from transformers import AutoTokenizer
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(config.model.path)
-    except (OSError, ValueError, KeyError) as error:
-        raise InputError(f"no tokenizer from model.path={config.model.path}: {error}") from None
-    if config.data.chat_template is not None:
-        try:
-            tokenizer.chat_template = Path(config.data.chat_template).read_text()
-        except OSError as error:
-            raise InputError(f"data.chat_template={config.data.chat_template}: {error.strerror}") from None
-    return tokenizer
-
-
 def load_data(config, files, tokenizer):
     """The tokenized rows of files (None: None). Rank 0 tokenizes what is not in the cache, the others read it."""
     from data.dataset import TokenDataset, tokenize
@@ -181,25 +150,6 @@ def load_data(config, files, tokenizer):
         raise InputError(f"a row of {files} has {longest} tokens, more than data.max_tokens_per_micro_batch={cap}: raise "
                          "it, or lower data.max_length with data.truncation=left, right or drop")
     return dataset
-
-
-def count_steps(config, train) -> tuple[int, int]:
-    """(optimizer steps an epoch, optimizer steps in all)"""
-    steps_per_epoch = len(train) // config.data.train_batch_size
-    if steps_per_epoch == 0:
-        raise InputError(f"data.train_batch_size={config.data.train_batch_size} is more than the {len(train)} rows of "
-                         f"{config.data.train_files}: lower it")
-    steps = config.trainer.total_steps
-    return steps_per_epoch, steps if steps > 0 else config.trainer.total_epochs * steps_per_epoch
-
-
-def check_output(out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / ".writable").touch()
-        (out / ".writable").unlink()
-    except OSError as error:
-        raise InputError(f"output_dir={out} cannot be written: {error.strerror}") from None
 
 
 def print_plan(config, this_device, train, val, total_steps: int) -> None:
@@ -219,50 +169,11 @@ def print_plan(config, this_device, train, val, total_steps: int) -> None:
         print(f"  {name:<24}{gib:9.2f}")
 
 
-def find_resume(config, latest: Path | None, fresh: dict) -> Path | None:
-    """The checkpoint to go on from. Raises InputError when it does not fit this run."""
-    from engines.checkpoint import read_progress
-    resume = config.trainer.resume
-    if latest is not None and resume == "never":
-        raise InputError(f"trainer.resume=never, but {latest} is there: set trainer.resume=auto to go on from it, or "
-                         "another output_dir to keep it")
-    path = latest or (Path(resume) if resume not in ("auto", "never") else None)
-    if path is None:
-        return None
-    if not (path / "trainer.json").is_file():
-        raise InputError(f"trainer.resume={resume} is neither auto, never, nor a checkpoint directory")
-    saved = read_progress(path)["run"]
-    for key, value in fresh["run"].items():
-        if saved[key] != value:
-            raise InputError(f"{path} was written with {key}={saved[key]}, now it is {value}: set it back, or start anew in "
-                             "another output_dir")
-    return path
-
-
 def identity(config, hf_config, train) -> dict:
     """What must not change between a checkpoint and its resume: step k's rows follow from it, and the weights' shapes."""
     return {"data.train_batch_size": config.data.train_batch_size, "trainer.seed": config.trainer.seed,
             "the hash of data, tokenizer and their options": train.name,
             "the model": f"{hf_config.model_type} of {hf_config.num_hidden_layers} layers of {hf_config.hidden_size}"}
-
-
-class StopSignal:
-    """SIGTERM or SIGUSR1 on any rank (slurm sends them before it takes the node) stops all of them after their step."""
-
-    def __init__(self):
-        self.received = self.requested = False
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, self._receive)
-
-    def _receive(self, *_):
-        self.received = True
-
-    def agree(self, device) -> None:
-        import torch
-        import torch.distributed as dist
-        flag = torch.tensor(float(self.received), device=device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        self.requested = bool(flag)
 
 
 if __name__ == "__main__":

@@ -42,10 +42,7 @@ def encode(row: dict, tokenizer, options) -> tuple[list[int], list[int]]:
     trained = [i for i in trained[-1 if options.train_on == "last" else 0:] if messages[i].get("loss_mask", 1)]
     messages = [{k: v for k, v in m.items() if k != "loss_mask"} for m in messages]
     chat = Conversation(messages, tokenizer, *template_arguments(row, tokenizer, options))
-    encoding = tokens_of(chat.text, tokenizer, add_special_tokens=False)
-    if encoding["input_ids"] != chat.render(messages, tokenize=True, return_dict=False):
-        raise InputError("apply_chat_template(tokenize=True) gives other ids than tokenizing its text: the tokenizer "
-                         "cannot be used for training")
+    encoding = chat.encoding()
     return encoding["input_ids"], overlap_mask(encoding["offset_mapping"], chat.spans(trained))
 
 
@@ -82,14 +79,27 @@ def overlap_mask(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -
 
 def conversation_of(row: dict, tokenizer, options) -> list[dict] | None:
     """The checked messages of a row, without None values; None for a prompt and a response of plain text."""
-    paired = row.get(options.messages_key) is None and row.get(options.prompt_key) is not None
-    key = options.prompt_key if paired else options.messages_key
-    messages, response = row.get(key), row.get(options.response_key)
-    if messages is None:
-        raise InputError(f'"{key}" is missing')
+    paired, response = is_paired(row, options), row.get(options.response_key)
     if paired and not isinstance(response, str):
         raise InputError(f'"{options.response_key}" is missing or not a string')
-    if paired and isinstance(messages, str):
+    messages = messages_of(row, tokenizer, options)
+    if paired and messages is not None:
+        messages = [*({"loss_mask": 0} | m for m in messages), {"role": "assistant", "content": response}]
+    return messages
+
+
+def is_paired(row: dict, options) -> bool:
+    """Whether the row has no messages, but a prompt."""
+    return row.get(options.messages_key) is None and row.get(options.prompt_key) is not None
+
+
+def messages_of(row: dict, tokenizer, options) -> list[dict] | None:
+    """The checked messages of a row's messages, else of its prompt, without None values; None for a plain prompt."""
+    key = options.prompt_key if is_paired(row, options) else options.messages_key
+    messages = row.get(key)
+    if messages is None:
+        raise InputError(f'"{key}" is missing')
+    if is_paired(row, options) and isinstance(messages, str):
         if not tokenizer.chat_template:
             return None
         messages = [{"role": "user", "content": messages}]
@@ -97,10 +107,7 @@ def conversation_of(row: dict, tokenizer, options) -> list[dict] | None:
         raise InputError(f'"{key}" must be a list of messages, not {str(messages)[:40]!r}')
     for i, message in enumerate(messages):
         check_message(message, f"{key}[{i}]")
-    messages = without_none(messages)
-    if paired:
-        messages = [*({"loss_mask": 0} | m for m in messages), {"role": "assistant", "content": response}]
-    return messages
+    return without_none(messages)
 
 
 def check_message(message, name: str) -> None:
@@ -146,18 +153,30 @@ def without_none(value):
 
 
 class Conversation:
-    """One rendered conversation, `text`, in which the turns of the assistant can be located."""
+    """One rendered conversation, `text`, in which the turns of the assistant can be located.
 
-    def __init__(self, messages: list[dict], tokenizer, tools: list | None, arguments: dict):
+    options go to the template with the whole conversation alone: add_generation_prompt.
+    """
+
+    def __init__(self, messages: list[dict], tokenizer, tools: list | None, arguments: dict, **options):
         self.messages, self.tokenizer, self.tools, self.arguments = messages, tokenizer, tools, arguments
+        self.options = options
         try:
-            self.text = self.render(messages)
+            self.text = self.render(messages, **options)
         except TEMPLATE_ERRORS as error:
             raise InputError(f"the chat template refuses the conversation: {error}") from error
 
     def render(self, messages, tokenize=False, **options):
         return self.tokenizer.apply_chat_template(messages, tools=self.tools, tokenize=tokenize, **options,
                                                   **self.arguments)
+
+    def encoding(self):
+        """The text as the tokenizer returns it, with input_ids and offset_mapping, lists of T."""
+        encoding = tokens_of(self.text, self.tokenizer, add_special_tokens=False)
+        if encoding["input_ids"] != self.render(self.messages, tokenize=True, return_dict=False, **self.options):
+            raise InputError("apply_chat_template(tokenize=True) gives other ids than tokenizing its text: the "
+                             "tokenizer cannot be used for training")
+        return encoding
 
     def attempt(self, messages, **options) -> str | None:
         """The text, or None: a template may refuse a part of a conversation, e.g. one without a user turn."""

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +26,7 @@ OPTIONS = ("messages_key", "prompt_key", "response_key", "tools_key", "template_
            "truncation")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
                    "chat_template.jinja", "chat_template.json")
+UNUSED = {"input_ids": [], "loss_mask": [], "length": 0}     # a row without a trained token; length: before truncation
 SERIAL_ROWS = 2000          # fewer rows are tokenized before worker processes have started
 
 
@@ -36,10 +37,19 @@ def tokenize(files: str | Sequence[str], tokenizer, options, cache_dir: Path, to
     Raises InputError for a missing, unreadable or empty file, for the first malformed row (as file:line), for rows
     longer than options.max_length when options.truncation is error, and when no row is left.
     """
-    paths = [Path(f) for f in ([files] if isinstance(files, str) else files)]
-    for path in paths:
-        check_file(path)
-    folder = Path(cache_dir) / cache_key(paths, tokenizer, options, Path(tokenizer_dir))
+    paths = check_files(files)
+
+    def write(folder: Path) -> None:
+        tables = tokenize_files(paths, tokenize_row, UNUSED, tokenizer, options, folder / "datasets")
+        check_lengths(paths, tables, options.truncation, "max_length", options.max_length)
+        write_arrays(folder, tables, options)
+    values = [getattr(options, name) for name in OPTIONS]
+    return cached(Path(cache_dir) / cache_key(paths, tokenizer, Path(tokenizer_dir), FORMAT, values), write)
+
+
+def cached(folder: Path, write: Callable[[Path], None]) -> Path:
+    """The folder; if there is none, write(work) first fills another one, which then gets this name, without the folder
+    datasets in it, which is for files that nobody needs afterwards."""
     if folder.exists():
         return folder
     work = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
@@ -47,11 +57,9 @@ def tokenize(files: str | Sequence[str], tokenizer, options, cache_dir: Path, to
     try:
         work.mkdir(parents=True)
     except OSError as error:
-        raise InputError(f"data.cache_dir={cache_dir} cannot be written: {error.strerror}") from error
+        raise InputError(f"data.cache_dir={folder.parent} cannot be written: {error.strerror}") from error
     try:
-        tables = [tokenize_file(path, tokenizer, options, work / "datasets" / str(i)) for i, path in enumerate(paths)]
-        check_rows(paths, tables, options)
-        write_arrays(work, tables, options)
+        write(work)
         shutil.rmtree(work / "datasets")
         if not folder.exists():     # another run may have been faster
             work.rename(folder)
@@ -60,22 +68,26 @@ def tokenize(files: str | Sequence[str], tokenizer, options, cache_dir: Path, to
     return folder
 
 
-def check_file(path: Path) -> None:
-    if not path.exists():
-        raise InputError(f"{path}: no such file or directory")
-    if path.is_dir() and not (path / "dataset_info.json").exists():
-        raise InputError(f"{path}: not a directory written by datasets.Dataset.save_to_disk (of one split)")
-    if path.is_file() and path.suffix not in SUFFIXES:
-        raise InputError(f"{path}: unknown suffix {path.suffix!r}: must be {', '.join(SUFFIXES)}, or a directory")
-    if path.is_file() and not path.stat().st_size:
-        raise InputError(f"{path}: the file is empty")
+def check_files(files: str | Sequence[str]) -> list[Path]:
+    paths = [Path(f) for f in ([files] if isinstance(files, str) else files)]
+    for path in paths:
+        if not path.exists():
+            raise InputError(f"{path}: no such file or directory")
+        if path.is_dir() and not (path / "dataset_info.json").exists():
+            raise InputError(f"{path}: not a directory written by datasets.Dataset.save_to_disk (of one split)")
+        if path.is_file() and path.suffix not in SUFFIXES:
+            raise InputError(f"{path}: unknown suffix {path.suffix!r}: must be {', '.join(SUFFIXES)}, or a directory")
+        if path.is_file() and not path.stat().st_size:
+            raise InputError(f"{path}: the file is empty")
+    return paths
 
 
-def cache_key(paths: list[Path], tokenizer, options, tokenizer_dir: Path) -> str:
-    """sha256 in hexadecimal over the contents of data and tokenizer files, the template in use, and the options."""
+def cache_key(paths: list[Path], tokenizer, tokenizer_dir: Path, version: int | str, options: list) -> str:
+    """sha256 in hexadecimal over the contents of data and tokenizer files, the template in use, the version of what
+    is written, and the values of the options."""
     parts = [part for path in paths for part in ([path] if path.is_file() else sorted(path.rglob("*")))]
     parts = [part for part in [*parts, *(tokenizer_dir / name for name in TOKENIZER_FILES)] if part.is_file()]
-    settings = [FORMAT, tokenizer.chat_template, tokenizer.eos_token, *(getattr(options, name) for name in OPTIONS)]
+    settings = [version, tokenizer.chat_template, tokenizer.eos_token, *options]
     if not tokenizer_dir.is_dir() and tokenizer.is_fast:        # a hub name: no files to read
         settings.append(tokenizer.backend_tokenizer.to_str())
     digest = hashlib.sha256(json.dumps(settings).encode())
@@ -114,88 +126,118 @@ def read_rows(path: Path, cache_dir: Path):
         raise InputError(f"{path}: cannot be read, or has no rows: {reason}") from error
 
 
-def tokenize_file(path: Path, tokenizer, options, cache_dir: Path):
-    """pyarrow.Table, mapped, a row for each row or line: input_ids and loss_mask (both empty: not used), length (before
-    truncation; 0: an empty line), error."""
+def tokenize_files(paths: list[Path], tokenize_row: Callable, unused: dict, tokenizer, options,
+                   cache_dir: Path) -> list:
+    """A pyarrow.Table for each file, mapped, with a row for each row or line: unused, in which
+    tokenize_row(row, tokenizer, options) has replaced what it returns. An empty line stays as it is.
+
+    Raises InputError for a file without rows, and for the first row for which tokenize_row does, as file:line.
+    """
+    tables = [tokenize_file(path, tokenize_row, unused, tokenizer, options, cache_dir / str(i))
+              for i, path in enumerate(paths)]
+    for table in tables:
+        if table["error"].null_count < len(table):
+            raise InputError(table["error"].drop_null()[0].as_py())
+    return tables
+
+
+def tokenize_file(path: Path, tokenize_row: Callable, unused: dict, tokenizer, options, cache_dir: Path):
     from datasets import Features, List, Value
+    types = {"input_ids": List(Value("int32")), "loss_mask": List(Value("uint8")), "length": Value("int64"),
+             "record": Value("string"), "error": Value("string")}
     rows = read_rows(path, cache_dir)
     if not len(rows):
         raise InputError(f"{path}: the file has no rows")
     num_proc = options.num_proc or (min(8, len(os.sched_getaffinity(0))) if len(rows) >= SERIAL_ROWS else 1)
     cache_dir.mkdir(parents=True, exist_ok=True)
     tokens = rows.map(
-        tokenize_row, with_indices=True, remove_columns=rows.column_names, desc=f"tokenizing {path.name}",
-        fn_kwargs={"name": str(path), "is_json": path.suffix in (".jsonl", ".json"), "tokenizer": tokenizer,
-                   "options": options},
-        features=Features({"input_ids": List(Value("int32")), "loss_mask": List(Value("uint8")),
-                           "length": Value("int64"), "error": Value("string")}),
+        tokenize_line, with_indices=True, remove_columns=rows.column_names, desc=f"tokenizing {path.name}",
+        fn_kwargs={"name": str(path), "is_json": path.suffix in (".jsonl", ".json"), "tokenize_row": tokenize_row,
+                   "unused": unused | {"error": None}, "tokenizer": tokenizer, "options": options},
+        features=Features({name: types[name] for name in (*unused, "error")}),
         num_proc=min(num_proc, len(rows)) if num_proc > 1 else None,
         new_fingerprint="tokens", cache_file_name=str(cache_dir / "tokens.arrow"), load_from_cache_file=False)
     return tokens.with_format("arrow")[:]
 
 
-def tokenize_row(row: dict, index: int, name: str, is_json: bool, tokenizer, options) -> dict:
-    result = {"input_ids": [], "loss_mask": [], "length": 0, "error": None}
+def tokenize_line(row: dict, index: int, name: str, is_json: bool, tokenize_row: Callable, unused: dict, tokenizer,
+                  options) -> dict:
     try:
         if is_json:
             if not row["text"].strip():
-                return result
+                return unused
             row = json.loads(row["text"])
             if not isinstance(row, dict):
                 raise InputError(f"the row must be an object, not {type(row).__name__}")
-        ids, mask = encode(dict(row), tokenizer, options)
+        return unused | tokenize_row(dict(row), tokenizer, options)
     except json.JSONDecodeError as error:
-        return result | {"error": f"{name}:{index + 1}: not JSON: {error.msg} at column {error.colno}"}
+        return unused | {"error": f"{name}:{index + 1}: not JSON: {error.msg} at column {error.colno}"}
     except InputError as error:
-        return result | {"error": f"{name}:{index + 1}: {error}"}
-    result["length"] = len(ids)
-    if options.max_length is not None and len(ids) > options.max_length:
-        if options.truncation in ("error", "drop"):
-            return result
-        kept = slice(-options.max_length, None) if options.truncation == "left" else slice(options.max_length)
-        ids, mask = ids[kept], [0, *mask[kept][1:]]      # nothing predicts the first token
+        return unused | {"error": f"{name}:{index + 1}: {error}"}
+
+
+def tokenize_row(row: dict, tokenizer, options) -> dict:
+    ids, mask = encode(row, tokenizer, options)
+    kept = kept_tokens(len(ids), options.max_length, options.truncation)
+    result, ids, mask = {"length": len(ids)}, ids[kept], [0, *mask[kept][1:]]      # nothing predicts the first token
     return result | {"input_ids": ids, "loss_mask": mask} if any(mask) else result
 
 
-def check_rows(paths: list[Path], tables: list, options) -> None:
-    for table in tables:
-        if table["error"].null_count < len(table):
-            raise InputError(table["error"].drop_null()[0].as_py())
-    if options.truncation != "error" or options.max_length is None:
+def kept_tokens(length: int, limit: int | None, truncation: str) -> slice:
+    """The tokens to keep of a row of this length: none of one that is too long where truncation is error or drop."""
+    if limit is None or length <= limit:
+        return slice(None)
+    return {"left": slice(length - limit, None), "right": slice(limit)}.get(truncation, slice(0))
+
+
+def check_lengths(paths: list[Path], tables: list, truncation: str, key: str, limit: int | None) -> None:
+    """Raises InputError, with the first few, when truncation is error and rows are longer than limit (data.{key})."""
+    if truncation != "error" or limit is None:
         return
     lengths = [table["length"].to_numpy() for table in tables]
-    long = [(path, row, n[row]) for path, n in zip(paths, lengths) for row in np.flatnonzero(n > options.max_length)]
+    long = [(path, row, n[row]) for path, n in zip(paths, lengths) for row in np.flatnonzero(n > limit)]
     if long:
         shown = ", ".join(f"{path}:{row + 1} ({n} tokens)" for path, row, n in long[:5])
-        raise InputError(f"{len(long)} of {sum(map(len, lengths))} rows are longer than data.max_length="
-                         f"{options.max_length}: {shown}{', ...' if len(long) > 5 else ''}; raise it, or set "
-                         "data.truncation to left, right or drop")
+        raise InputError(f"{len(long)} of {sum(map(len, lengths))} rows are longer than data.{key}={limit}: "
+                         f"{shown}{', ...' if len(long) > 5 else ''}; raise it, or set data.truncation to left, right "
+                         "or drop")
 
 
 def write_arrays(folder: Path, tables: list, options) -> None:
-    """Copy the tokens into .npy files, a chunk of some thousand rows at a time, and count them in stats.json."""
-    lengths = np.concatenate([table["length"].to_numpy() for table in tables])
-    kept = np.concatenate([chunk.value_lengths().to_numpy() for table in tables for chunk in table["input_ids"].chunks])
-    long = lengths > (options.max_length or np.inf)
-    unused = (lengths > 0) & (kept == 0)
-    dropped_long = int(long.sum()) if options.truncation == "drop" else 0
-    stats = {"rows": int((kept > 0).sum()), "dropped_no_loss": int(unused.sum()) - dropped_long,
-             "dropped_long": dropped_long, "truncated": int((long & (kept > 0)).sum()), "tokens": int(kept.sum()),
-             "loss_tokens": 0, "max_length": int(kept.max())}
+    """Copy the tokens into .npy files and count them in stats.json."""
+    kept, stats = count_rows(tables, options.truncation, options.max_length)
+    num_unused = sum(int((table["length"].to_numpy() > 0).sum()) for table in tables) - stats["rows"]
+    stats = {"rows": stats.pop("rows"), "dropped_no_loss": num_unused - stats["dropped_long"], **stats}
     if not stats["rows"]:
         raise InputError(f"no row is left to train on: {stats['dropped_no_loss']} rows have no trained token, "
                          f"{stats['dropped_long']} are longer than data.max_length={options.max_length}")
     np.save(folder / "cu_seqlens.npy", np.concatenate([[0], np.cumsum(kept[kept > 0], dtype=np.int64)]))
-    for name, dtype in (("input_ids", np.int32), ("loss_mask", np.uint8)):
-        array = np.lib.format.open_memmap(folder / f"{name}.npy", mode="w+", dtype=dtype, shape=(stats["tokens"],))
-        at = 0
-        for chunk in (chunk for table in tables for chunk in table[name].chunks):
-            values = chunk.flatten().to_numpy()
-            array[at:at + len(values)] = values
-            at += len(values)
-        array.flush()
-    stats["loss_tokens"] = int(array.sum(dtype=np.int64))       # the last array written, loss_mask
+    write_array(folder, "input_ids", np.int32, tables, stats["tokens"])
+    mask = write_array(folder, "loss_mask", np.uint8, tables, stats["tokens"])
+    stats["loss_tokens"] = int(mask.sum(dtype=np.int64))
     (folder / "stats.json").write_text(json.dumps(stats, indent=1))
+
+
+def count_rows(tables: list, truncation: str, limit: int | None) -> tuple[np.ndarray, dict[str, int]]:
+    """(tokens kept of each row, 0: not used; counts of rows kept, dropped_long, truncated and kept, tokens, max_length)
+    """
+    lengths = np.concatenate([table["length"].to_numpy() for table in tables])
+    kept = np.concatenate([chunk.value_lengths().to_numpy() for table in tables for chunk in table["input_ids"].chunks])
+    long = lengths > (limit or np.inf)
+    return kept, {"rows": int((kept > 0).sum()), "dropped_long": int(long.sum()) if truncation == "drop" else 0,
+                  "truncated": int((long & (kept > 0)).sum()), "tokens": int(kept.sum()), "max_length": int(kept.max())}
+
+
+def write_array(folder: Path, name: str, dtype, tables: list, num_tokens: int) -> np.ndarray:
+    """Copy a column of lists, end to end, into an .npy file [num_tokens], a chunk of some thousand rows at a time."""
+    array = np.lib.format.open_memmap(folder / f"{name}.npy", mode="w+", dtype=dtype, shape=(num_tokens,))
+    at = 0
+    for chunk in (chunk for table in tables for chunk in table[name].chunks):
+        values = chunk.flatten().to_numpy()
+        array[at:at + len(values)] = values
+        at += len(values)
+    array.flush()
+    return array
 
 
 class TokenDataset:

@@ -40,6 +40,13 @@ class Batch:
         starts = torch.repeat_interleave(self.cu_seqlens[:-1], self.cu_seqlens.diff())
         return torch.arange(len(self.input_ids)) - starts
 
+    @staticmethod
+    def concat(batches: Sequence[Batch]) -> Batch:
+        """The sequences of batches with the same fields, one batch behind the other."""
+        lengths = torch.cat([torch.zeros(1, dtype=torch.int64), *(b.cu_seqlens.diff() for b in batches)])
+        return Batch(torch.cat([b.input_ids for b in batches]), lengths.cumsum(0),
+                     {k: torch.cat([b.fields[k] for b in batches]) for k in batches[0].fields})
+
     def select(self, indices: Sequence[int]) -> Batch:
         """The sequences at these indices, in this order."""
         cu = self.cu_seqlens.tolist()

@@ -39,6 +39,16 @@ class Engine(ABC):
         likeliest token [T] bool. Where fields["loss_mask"] is 0, and on the first token of a sequence: 0, 0, False."""
 
     @abstractmethod
+    def values(self, batch: Batch) -> Tensor:
+        """Without gradient, of an engine built as a critic: V(x_<t) [T] fp32, the value of what precedes token t; 0 where
+        fields["loss_mask"] is 0. Its train_batch calls loss_fn(values, fields)."""
+
+    @abstractmethod
+    def offload(self, *parts: str) -> None:
+        """Move "parameters", "optimizer" or both to host memory, so that somebody else can use the device's. They come
+        back by themselves when a method needs them. On a CPU, and for what is there already, nothing moves."""
+
+    @abstractmethod
     def sum_over_dp(self, amounts: Tensor) -> Tensor:
         """The sum of every data-parallel rank's tensor, on all of them."""
 

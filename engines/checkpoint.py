@@ -40,8 +40,9 @@ class Checkpointer:
         found = sorted(p for p in self.directory.glob("step_*") if p.suffix != ".tmp")
         return found[-1] if found else None
 
-    def save(self, step: int, engine: Engine, progress: dict, tokenizer) -> None:
-        """Write step_{step}; progress is what the script needs to go on. Called by all ranks."""
+    def save(self, step: int, engine: Engine, progress: dict, tokenizer, **others: Engine) -> None:
+        """Write step_{step}; progress is what the script needs to go on, others are engines besides the one that is
+        exported, e.g. critic=... Called by all ranks."""
         self.wait()
         target = self.directory / f"step_{step:08d}"
         temporary = target.with_suffix(".tmp")
@@ -51,7 +52,8 @@ class Checkpointer:
             save_model_files(engine, tokenizer, temporary / "hf")
             (temporary / "trainer.json").write_text(json.dumps(progress, indent=1))
         dist.barrier()
-        state = {"engine": engine.state(), "rng": {f"rank_{dist.get_rank()}": rng_state()}}
+        state = {name: e.state() for name, e in {"engine": engine, **others}.items()}
+        state["rng"] = {f"rank_{dist.get_rank()}": rng_state()}
         if self.group is None:
             dcp.save(state, checkpoint_id=temporary / "weights")
             self._publish(temporary, target)
@@ -67,14 +69,16 @@ class Checkpointer:
             self.pending = None
         dist.barrier()
 
-    def load(self, path: Path, engine: Engine) -> dict:
-        """Read a checkpoint, of whatever world size, into the engine; return its progress."""
-        state = {"engine": engine.state()}
+    def load(self, path: Path, engine: Engine, **others: Engine) -> dict:
+        """Read a checkpoint, of whatever world size, into the engines; return its progress."""
+        engines = {"engine": engine, **others}
+        state = {name: e.state() for name, e in engines.items()}
         rng = {f"rank_{dist.get_rank()}": rng_state()}
         if f"rng.rank_{dist.get_rank()}" in FileSystemReader(path / "weights").read_metadata().state_dict_metadata:
             state["rng"] = rng
         dcp.load(state, checkpoint_id=path / "weights")
-        engine.load_state(state["engine"])
+        for name, e in engines.items():
+            e.load_state(state[name])
         set_rng_state(next(iter(rng.values())))
         return read_progress(path)
 

@@ -1,5 +1,6 @@
 """FSDP2 around a Hugging Face causal language model."""
 
+import copy
 import math
 import shutil
 from collections import defaultdict
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_model_state_dict, get_optimizer_state_dict,
                                                      set_model_state_dict, set_optimizer_state_dict)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -22,7 +23,8 @@ from data.packing import Batch, pack, spread
 from engines import schedule
 from engines.attention import Packing
 from engines.base import Engine, LossFn
-from engines.logprobs import linear_log_probs
+from engines.heads import AllGather, PackedCausalLM, PackedValueModel
+from engines.offload import HostMemory
 from engines.weights import load_weights
 
 # Between the hidden states and the logits these would change what linear_log_probs computes.
@@ -30,11 +32,13 @@ LOGIT_TRANSFORMS = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits
 
 
 class FSDPEngine(Engine):
-    def __init__(self, config: DictConfig, device: torch.device, total_steps: int, optimize: bool = True):
+    def __init__(self, config: DictConfig, device: torch.device, total_steps: int, optimize: bool = True,
+                 critic: bool = False, temperature: float = 1.0):
         """Build the model of config.model.path on the meta device, shard it, and stream its weights in.
 
-        optimize: with an optimizer; False for a model that is only asked. Raises InputError for a model or a layout
-        that cannot work.
+        optimize: with an optimizer; False for a model that is only asked. critic: a value head (zeros, unless the
+        directory has one) in place of the output matrix. temperature: divides the logits, as sampling did.
+        Raises InputError for a model or a layout that cannot work.
         """
         self.config, self.device, self.total_steps = config, device, total_steps
         engine, self.optim = config.engine, config.optim
@@ -47,18 +51,20 @@ class FSDPEngine(Engine):
 
         self.compute_dtype = getattr(torch, engine.compute_dtype)
         compiled = uses_compile(engine, device.type)
-        self.hf = build_on_meta(self.hf_config, getattr(torch, engine.param_dtype), engine.use_remove_padding)
-        self.model = PackedCausalLM(self.hf, engine.log_prob_chunk_size, compiled)
+        self.hf = build_on_meta(self.hf_config, getattr(torch, engine.param_dtype), engine.use_remove_padding, critic)
+        self.model = PackedValueModel(self.hf) if critic else \
+            PackedCausalLM(self.hf, engine.log_prob_chunk_size, compiled, temperature)
         layers = [m for m in self.hf.modules() if type(m).__name__ in self.hf._no_split_modules]
         if engine.activation_checkpointing:
             self.hf.gradient_checkpointing_enable({"use_reentrant": False})
         for layer in layers if compiled else ():
             layer.forward = torch.compile(layer.forward, dynamic=True)
         shard(self.model, layers, engine, device.type, self.world_size)
-        load_weights(self.hf, Path(config.model.path), torch.device("cpu") if engine.cpu_offload else device, device)
+        load_weights(self.hf, Path(config.model.path), torch.device("cpu") if engine.cpu_offload else device, device, critic)
         self.model.train()
         self.optimizer = build_optimizer(self.model, self.optim) if optimize else None
         self._flops = count_flops(self.hf, self.hf_config)
+        self._host_memory, self._offloaded = HostMemory(), set()
 
     @staticmethod
     def check(config: DictConfig, world_size: int):
@@ -70,11 +76,12 @@ class FSDPEngine(Engine):
     # -- training and asking -------------------------------------------------------------------------------------------
 
     def train_batch(self, batch: Batch, loss_fn: LossFn, step: int) -> dict[str, float]:
+        self._onload("parameters", "optimizer")
         amounts = defaultdict(lambda: torch.zeros((), device=self.device))
         for indices in self._plan(batch):
             micro_batch = batch.select(indices)
-            log_probs, entropy, _ = self._forward(micro_batch)
-            loss, extra = loss_fn(log_probs, entropy, {k: self._to_device(v) for k, v in micro_batch.fields.items()})
+            outputs = self._forward(micro_batch)[:self.model.num_differentiable]
+            loss, extra = loss_fn(*outputs, {k: self._to_device(v) for k, v in micro_batch.fields.items()})
             # FSDP takes the mean of gradients over ranks; ours are parts of one sum.
             (loss * self.world_size).backward()
             for name, amount in {"loss": loss, **extra}.items():
@@ -90,10 +97,16 @@ class FSDPEngine(Engine):
         totals = self.sum_over_dp(torch.stack(list(amounts.values())))
         return {**dict(zip(amounts, totals.tolist())), "grad_norm": grad_norm, "lr": lr, "skipped": float(skipped)}
 
-    @torch.no_grad()
     def log_probs(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        outputs = [torch.zeros(len(batch.input_ids), dtype=dtype, device=self.device)
-                   for dtype in (torch.float32, torch.float32, torch.bool)]
+        return self._ask(batch)
+
+    def values(self, batch: Batch) -> Tensor:
+        return self._ask(batch)[0]
+
+    @torch.no_grad()
+    def _ask(self, batch: Batch) -> tuple[Tensor, ...]:
+        self._onload("parameters")
+        outputs = [torch.zeros(len(batch.input_ids), dtype=dtype, device=self.device) for dtype in self.model.dtypes]
         where = Batch(torch.arange(len(batch.input_ids)), batch.cu_seqlens)
         self.model.eval()
         for indices in self._plan(batch):
@@ -111,8 +124,9 @@ class FSDPEngine(Engine):
         dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self.dp_group)
         return spread(bins, int(count), lengths)
 
-    def _forward(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """log_probs, entropy, greedy of a micro-batch in host memory, each [T] on the device, entry t speaking of token t.
+    def _forward(self, batch: Batch) -> tuple[Tensor, ...]:
+        """log_probs, entropy, greedy (a critic: values) of a micro-batch in host memory, each [T] on the device, entry t
+        speaking of token t.
 
         T may be 0: the model runs all the same, on a token of padding, because other ranks wait for its collectives.
         """
@@ -176,13 +190,35 @@ class FSDPEngine(Engine):
         return 6.0 * (in_layers * num_tokens + in_head * (num_tokens if num_asked is None else num_asked)
                       + in_attention * sum(n * n for n in lengths))
 
+    # -- memory ----------------------------------------------------------------------------------------------------------
+
+    def offload(self, *parts: str) -> None:
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        self._host_memory.offload(self._tensors(parts))
+        self._offloaded |= set(parts)
+
+    def _onload(self, *parts: str) -> None:
+        if self._offloaded & set(parts):
+            self._host_memory.onload(self._tensors(parts))
+            self._offloaded -= set(parts)
+
+    def _tensors(self, parts: tuple[str, ...]) -> Iterator[Tensor]:
+        if "parameters" in parts:
+            yield from self.model.parameters()
+        if "optimizer" in parts and self.optimizer is not None:
+            yield from (x for state in self.optimizer.state.values() for x in state.values())
+
     # -- weights and state -----------------------------------------------------------------------------------------------
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        self._onload("parameters")
         for name, parameter in self.hf.named_parameters():
             yield name, full(parameter.detach().to(self.device)).to(self.compute_dtype)
 
     def state(self) -> dict:
+        self._onload("parameters", "optimizer")
         state = {"model": get_model_state_dict(self.hf)}
         if self.optimizer is not None:
             state["optimizer"] = get_optimizer_state_dict(self.hf, self.optimizer,
@@ -190,6 +226,7 @@ class FSDPEngine(Engine):
         return state
 
     def load_state(self, state: dict) -> None:
+        self._onload("parameters", "optimizer")
         set_model_state_dict(self.hf, state["model"])
         if self.optimizer is not None:
             set_optimizer_state_dict(self.hf, self.optimizer, state["optimizer"],
@@ -203,38 +240,6 @@ class FSDPEngine(Engine):
         generation = Path(self.config.model.path) / "generation_config.json"
         if generation.exists():
             shutil.copy(generation, directory)
-
-
-class PackedCausalLM(nn.Module):
-    """The Hugging Face model with its last matrix product replaced by linear_log_probs; the root that FSDP shards."""
-
-    def __init__(self, hf: nn.Module, chunk_size: int, compiled: bool):
-        super().__init__()
-        self.hf, self.chunk_size, self.compiled = hf, chunk_size, compiled
-
-    def forward(self, input_ids: Tensor, position_ids: Tensor, place: Tensor, targets: Tensor, **attention):
-        """input_ids, position_ids [rows, length]; at each of the k flat positions `place` [k], the log-probability of the
-        next token `targets` [k], the entropy, and whether it is the likeliest, each [k]."""
-        hidden = self.hf.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **attention)[0]
-        return linear_log_probs(hidden.flatten(0, 1).index_select(0, place), self.hf.get_output_embeddings().weight,
-                                targets, chunk_size=self.chunk_size, compiled=self.compiled)
-
-
-class AllGather(torch.autograd.Function):
-    """[T/R, ...] of R ranks -> [T, ...] on each. Every rank goes on to compute the same loss from it, so that its own
-    slice of the gradient is complete as it stands."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group, ctx.length = group, len(x)
-        out = x.new_empty(len(x) * dist.get_world_size(group), *x.shape[1:])
-        dist.all_gather_into_tensor(out, x.contiguous(), group=group)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        start = dist.get_rank(ctx.group) * ctx.length
-        return grad[start:start + ctx.length], None
 
 
 # -- construction ------------------------------------------------------------------------------------------------------
@@ -277,9 +282,12 @@ def check_layout(config: DictConfig, hf_config, world_size: int) -> None:
             raise InputError(f"model.path={config.model.path}: {name} in config.json is not supported")
 
 
-def build_on_meta(hf_config, dtype: torch.dtype, packed: bool) -> nn.Module:
-    """The model without memory for its weights. Raises InputError for one that packed sequences would run wrong: a pass
+def build_on_meta(hf_config, dtype: torch.dtype, packed: bool, critic: bool = False) -> nn.Module:
+    """The model without memory for its weights; a critic's output matrix has one row. Raises InputError for one that packed sequences would run wrong: a pass
     over shapes alone shows whether its attention takes them and asks for nothing else."""
+    if critic:
+        hf_config = copy.deepcopy(hf_config)
+        hf_config.tie_word_embeddings = False
     with torch.device("meta"):
         hf = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation="packed")
         if hf._is_stateful:
@@ -293,6 +301,9 @@ def build_on_meta(hf_config, dtype: torch.dtype, packed: bool) -> nn.Module:
             raise InputError(f"{type(hf).__name__} does not take packed sequences: {error}") from None
     if hf.get_output_embeddings().bias is not None:
         raise InputError("a bias on the output matrix is not supported")
+    if critic:
+        width = hf.get_output_embeddings().in_features
+        hf.set_output_embeddings(nn.Linear(width, 1, bias=False, dtype=dtype, device="meta"))
     if not packed:
         hf.set_attn_implementation("sdpa")
     return hf
@@ -340,8 +351,8 @@ def count_flops(hf: nn.Module, hf_config) -> tuple[int, int, int]:
     """Multiplications of a forward pass: (in the layers a token, in the output matrix a token that is asked for, in
     causal attention a squared length: heads * dim * layers)."""
     head = hf.get_output_embeddings().weight.numel()
-    tied = hf.get_input_embeddings().weight is hf.get_output_embeddings().weight
-    matrices = sum(p.numel() for p in hf.parameters() if p.ndim > 1) - head * (1 if tied else 2)
+    outside = {hf.get_input_embeddings().weight, hf.get_output_embeddings().weight}      # one, if they are tied
+    matrices = sum(p.numel() for p in hf.parameters() if p.ndim > 1) - sum(p.numel() for p in outside)
     head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
     return matrices, head, hf_config.num_attention_heads * head_dim * hf_config.num_hidden_layers
 

@@ -11,16 +11,24 @@ from torch.distributed.tensor import DTensor
 from config import InputError
 
 
-def load_weights(hf: nn.Module, path: Path, device: torch.device, buffer_device: torch.device) -> None:
-    """Allocate the sharded parameters and read this rank's rows of each from the safetensors files."""
+def load_weights(hf: nn.Module, path: Path, device: torch.device, buffer_device: torch.device, critic: bool = False) -> None:
+    """Allocate the sharded parameters and read this rank's rows of each from the safetensors files. A critic's output
+    matrix is zero where the files have none, or a policy's: every value begins at 0."""
     hf.to_empty(device=device)
     hf.tie_weights()
     parameters = dict(hf.named_parameters())
     files, missing, unknown = weight_files(path), set(parameters), set()
+    value_head = next(n for n, p in parameters.items() if p is hf.get_output_embeddings().weight) if critic else None
     with torch.no_grad():
+        if critic:
+            full_shape = list(parameters[value_head].shape)
+            parameters[value_head].zero_()
+            missing.discard(value_head)
         for file in files:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():
+                    if name == value_head and tensors.get_slice(name).get_shape() != full_shape:
+                        continue
                     if name in parameters:
                         copy_rows(parameters[name], tensors.get_slice(name), name)
                         missing.discard(name)

@@ -4,8 +4,15 @@ import json
 import sys
 from pathlib import Path
 
-PANELS = [("loss", ["train/loss", "val/loss"]), ("exact match", ["val/exact_match"]), ("gradient norm", ["train/grad_norm"]),
-          ("learning rate", ["train/lr"]), ("tokens/s a device", ["perf/tokens_per_second"]), ("MFU", ["perf/mfu"]),
+PANELS = [("loss", ["train/loss", "val/loss"]), ("score of a response", ["critic/score/mean"]),
+          ("exact match", ["val/exact_match"]), ("response length [tokens]", ["response_length/mean"]),
+          ("cut off at max_tokens", ["response_length/clip_ratio"]), ("entropy [nats]", ["actor/entropy"]),
+          ("KL to the reference [nats]", ["actor/kl_loss", "actor/reward_kl"]),
+          ("KL of an update [nats]", ["actor/ppo_kl"]), ("clipped share of tokens", ["actor/pg_clipfrac", "critic/vf_clipfrac"]),
+          ("vLLM and trainer: gap of log p", ["rollout_corr/log_prob_gap"]),
+          ("explained variance of values", ["critic/vf_explained_var"]),
+          ("gradient norm", ["train/grad_norm", "actor/grad_norm", "critic/grad_norm"]),
+          ("learning rate", ["train/lr", "actor/lr", "critic/lr"]), ("tokens/s a device", ["perf/tokens_per_second"]), ("MFU", ["perf/mfu"]),
           ("memory, peak [GiB]", ["perf/memory_peak_gib"])]
 
 

@@ -1,0 +1,15 @@
+"""pass@k: how often at least one of k samples is right."""
+
+from math import comb
+
+from torch import Tensor
+
+
+def pass_at_k(num_right: Tensor, n: int, k: int) -> float:
+    """The unbiased estimate from n >= k samples a prompt (Chen 2021): mean over prompts of 1 - C(n - c, k) / C(n, k).
+
+    num_right [m] int64: c, the right samples among the n of each prompt; 0 without a prompt
+    """
+    if not 1 <= k <= n:
+        raise ValueError(f"pass@{k} cannot be estimated from {n} samples")
+    return sum(1 - comb(n - c, k) / comb(n, k) for c in num_right.tolist()) / max(len(num_right), 1)

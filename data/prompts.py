@@ -1,0 +1,150 @@
+"""Prompts for reinforcement learning: tokenized once, kept with their rows, read a prompt at a time.
+
+As in data.dataset, reading needs numpy alone, and only rank 0, on a miss, imports Hugging Face datasets.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from config import InputError
+from data.chat import Conversation, is_paired, messages_of, template_arguments, tokens_of
+from data.dataset import (cache_key, cached, check_files, check_lengths, count_rows, kept_tokens, tokenize_files,
+                          write_array)
+
+FORMAT = "prompts 1"        # of the cache; raise it when encode_prompt() or the files of a cache change
+OPTIONS = ("messages_key", "prompt_key", "tools_key", "template_kwargs_key", "max_prompt_length", "truncation")
+UNUSED = {"input_ids": [], "length": 0, "record": ""}       # an empty line, or a prompt that is too long
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """input_ids: the tokens to go on from. text: the prompt as its template renders it, or the text of these tokens
+    where it was truncated. row: the row of the data file, whole."""
+    input_ids: list[int]
+    text: str
+    row: dict
+
+
+def tokenize_prompts(files: str | Sequence[str], tokenizer, options, cache_dir: Path,
+                     tokenizer_dir: Path | str) -> Path:
+    """The cache folder for these files, written if there is none: input_ids.npy int32 [T], cu_seqlens.npy int64 [n+1],
+    records.jsonl (text and row of each prompt), record_ends.npy int64 [n] (bytes), stats.json. For rank 0 alone.
+
+    A row has `messages`, of which the assistant's turns at the end are not part of the prompt, or `prompt`, a string
+    or messages; tools and template arguments as for data.dataset.tokenize. options is the `data` section of the
+    configuration.
+    Raises InputError for a missing, unreadable or empty file, for the first malformed row (as file:line), for prompts
+    longer than options.max_prompt_length when options.truncation is error, and when no row is left.
+    """
+    paths = check_files(files)
+
+    def write(folder: Path) -> None:
+        tables = tokenize_files(paths, tokenize_row, UNUSED, tokenizer, options, folder / "datasets")
+        check_lengths(paths, tables, options.truncation, "max_prompt_length", options.max_prompt_length)
+        write_arrays(folder, tables, options)
+    values = [getattr(options, name) for name in OPTIONS]
+    return cached(Path(cache_dir) / cache_key(paths, tokenizer, Path(tokenizer_dir), FORMAT, values), write)
+
+
+def tokenize_row(row: dict, tokenizer, options) -> dict:
+    ids, text = encode_prompt(row, tokenizer, options)
+    kept = kept_tokens(len(ids), options.max_prompt_length, options.truncation)
+    if not ids[kept]:
+        return {"length": len(ids)}
+    if len(ids[kept]) < len(ids):
+        text = tokenizer.decode(ids[kept], clean_up_tokenization_spaces=False)
+    try:
+        record = json.dumps({"text": text, "row": row})
+    except TypeError as error:
+        raise InputError(f"the row cannot be handed to a reward function as JSON: {error}") from error
+    return {"length": len(ids), "input_ids": ids[kept], "record": record}
+
+
+def encode_prompt(row: dict, tokenizer, options) -> tuple[list[int], str]:
+    """(input_ids [T], text) of a row's prompt, which ends with the template's generation prompt.
+
+    A plain string without a chat template begins with the tokenizer's own special tokens, which text leaves out.
+    Raises InputError, without the row's place, when the row is malformed.
+    """
+    if not tokenizer.is_fast:
+        raise InputError(f"{type(tokenizer).__name__} gives no character offsets: a fast tokenizer is needed")
+    if row.get(options.messages_key) is None and row.get(options.prompt_key) is None:
+        raise InputError(f'both "{options.prompt_key}" and "{options.messages_key}" are missing')
+    messages = messages_of(row, tokenizer, options)
+    if messages is None:
+        text = row[options.prompt_key]
+        ids = tokens_of(text, tokenizer)["input_ids"]
+        if ids and ids[-1] == tokenizer.eos_token_id and not text.endswith(tokenizer.eos_token):
+            ids = ids[:-1]      # a tokenizer that ends every text itself: nothing would follow
+    elif not tokenizer.chat_template:
+        raise InputError("the tokenizer has no chat template: give data.chat_template, or rows of a plain string")
+    else:
+        question, arguments = question_of(messages, row, options), template_arguments(row, tokenizer, options)
+        chat = Conversation(question, tokenizer, *arguments, add_generation_prompt=True)
+        ids, text = chat.encoding()["input_ids"], chat.text
+    if not ids:
+        raise InputError("the prompt is empty")
+    return ids, text
+
+
+def question_of(messages: list[dict], row: dict, options) -> list[dict]:
+    """The messages up to the last one that is not the assistant's."""
+    messages = [{k: v for k, v in message.items() if k != "loss_mask"} for message in messages]
+    end = max((i + 1 for i, message in enumerate(messages) if message["role"] != "assistant"), default=0)
+    if is_paired(row, options) and end < len(messages):
+        raise InputError(f'"{options.prompt_key}" ends with a turn of the assistant: leave it out, or name the column '
+                         "in data.messages_key, where such turns are not part of the prompt")
+    if not end:
+        raise InputError(f'"{options.messages_key}" has turns of the assistant alone')
+    return messages[:end]
+
+
+def write_arrays(folder: Path, tables: list, options) -> None:
+    """Copy tokens and records into their files, a chunk of some thousand rows at a time, and count in stats.json."""
+    kept, stats = count_rows(tables, options.truncation, options.max_prompt_length)
+    if not stats["rows"]:
+        raise InputError(f"no prompt is left: {stats['dropped_long']} rows are longer than "
+                         f"data.max_prompt_length={options.max_prompt_length}")
+    np.save(folder / "cu_seqlens.npy", np.concatenate([[0], np.cumsum(kept[kept > 0], dtype=np.int64)]))
+    write_array(folder, "input_ids", np.int32, tables, stats["tokens"])
+    lengths = []
+    with open(folder / "records.jsonl", "wb") as file:
+        for chunk in (chunk for table in tables for chunk in table["record"].chunks):
+            lengths += [file.write(record.encode() + b"\n") for record in chunk.to_pylist() if record]
+    np.save(folder / "record_ends.npy", np.cumsum(lengths, dtype=np.int64))
+    (folder / "stats.json").write_text(json.dumps(stats, indent=1))
+
+
+class PromptDataset(Sequence):
+    """n prompts, mapped from a cache folder: nothing is read before it is asked for.
+
+    name: the hash of all that the prompts depend on. lengths: np.int64 [n], tokens of each prompt.
+    stats: rows (kept), dropped_long, truncated (and kept), tokens, max_length (longest).
+    """
+
+    def __init__(self, path: Path):
+        self.name = path.name
+        self.stats = json.loads((path / "stats.json").read_text())
+        self.input_ids, self.cu_seqlens, self.record_ends = (
+            np.load(path / f"{name}.npy", mmap_mode="r") for name in ("input_ids", "cu_seqlens", "record_ends"))
+        self.records = np.memmap(path / "records.jsonl", dtype=np.uint8, mode="r")
+        self.lengths = np.diff(np.asarray(self.cu_seqlens))
+
+    @classmethod
+    def load(cls, path: Path) -> PromptDataset:
+        return cls(Path(path))
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> Prompt:
+        i = range(len(self))[index]
+        start = self.record_ends[i - 1] if i else 0
+        record = json.loads(self.records[start:self.record_ends[i]].tobytes())
+        return Prompt(self.input_ids[self.cu_seqlens[i]:self.cu_seqlens[i + 1]].tolist(), **record)

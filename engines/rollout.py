@@ -1,0 +1,220 @@
+"""vLLM in this process: generates on the trainer's own weights and gives its memory back while training.
+
+The order of one round, each step an error at another time:
+    wake("weights") -> update_weights(...) -> wake("kv_cache") -> generate(...) -> sleep()
+"""
+
+import hashlib
+import json
+import os
+import random
+import sys
+import warnings
+from collections.abc import Iterable, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig
+from torch import Tensor
+
+from config import InputError
+from data.packing import Batch
+
+PREFILL_TOKENS = 8192           # of prompts, in one forward pass
+CPU_KV_CACHE_GIB, MAX_GROWTH_GIB = 1.0, 1.0
+
+
+class Rollout:
+    """One replica of vLLM for every rollout.tensor_parallel_size neighbouring ranks, which all get its results.
+
+    replica, num_replicas  which of how many this rank belongs to;  tp_rank  its place in it
+    """
+
+    def __init__(self, config: DictConfig, device: torch.device):
+        """Start vLLM with weights that are not valid yet, asleep.
+
+        Raises InputError when this many ranks, or the memory, cannot hold it.
+        """
+        rollout = config.rollout
+        check(config, dist.get_world_size())
+        self.device, self.stop_ids = device, stop_token_ids(Path(config.model.path))
+        tp = rollout.tensor_parallel_size
+        self.replica, self.tp_rank, self.num_replicas = dist.get_rank() // tp, dist.get_rank() % tp, dist.get_world_size() // tp
+        self.tied = json.loads((Path(config.model.path) / "config.json").read_text()).get("tie_word_embeddings", False)
+        # Weights are pushed whole before every use, so level 2 may drop them; Ascend has level 1 only.
+        self.sleep_level = 1 if device.type == "npu" else 2
+        self.awake, self.weights_valid, self.asleep_gib = {"weights", "kv_cache"}, False, []
+
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        from vllm import LLM, SamplingParams
+        self.SamplingParams = SamplingParams
+        max_model_len = config.data.max_prompt_length + max(rollout.max_tokens, config.validation.max_tokens)
+        options = {"gpu_memory_utilization": rollout.gpu_memory_utilization, "enable_sleep_mode": True}
+        if device.type == "cpu":
+            options = {}
+        kv_cache_gib = rollout.kv_cache_gib or (CPU_KV_CACHE_GIB if device.type == "cpu" else None)
+        if kv_cache_gib:
+            options["kv_cache_memory_bytes"] = int(kv_cache_gib * 2**30)
+        try:
+            with untouched_random_state():
+                self.llm = LLM(
+                    config.model.path, distributed_executor_backend="external_launcher", tensor_parallel_size=tp,
+                    dtype=config.engine.compute_dtype, load_format="dummy",
+                    max_model_len=max_model_len,
+                    max_num_seqs=rollout.max_num_seqs,
+                    # A prompt cut into chunks draws from its request's generator too early; on a CPU that is a crash.
+                    enable_chunked_prefill=False, max_num_batched_tokens=max(PREFILL_TOKENS, max_model_len),
+                    enforce_eager=rollout.enforce_eager or device.type == "cpu",
+                    # Only a stop string needs text. Ids that end a response come from the model's files, see below.
+                    skip_tokenizer_init=not rollout.stop, logprobs_mode="processed_logprobs",
+                    # A tied output matrix keeps a packed copy of the old weights on a CPU: untie it, and send both.
+                    hf_overrides={"tie_word_embeddings": False}, seed=config.trainer.seed, **options)
+        except ValueError as error:
+            raise InputError(f"vLLM cannot start: {error}") from error
+        self.sleep()
+
+    # -- generating -------------------------------------------------------------------------------------------------------
+
+    def generate(self, prompts: Sequence[list[int]], seeds: Sequence[int], sampling: DictConfig) -> tuple[Batch, Tensor]:
+        """One response to each prompt, each from its own seed, whatever else is in the batch.
+
+        Ranks of one replica must pass the same arguments. sampling: temperature (0: greedy), top_p, top_k (-1: all),
+        min_p, max_tokens, stop (strings).
+        Returns (batch, truncated [n] bool): prompts and responses end to end, with the fields loss_mask (1 on the
+        response, its end token included) and rollout_log_probs, of the distribution sampled from (temperature, top_p, ...
+        applied), both fp32; truncated where max_tokens ended the response.
+        Raises RuntimeError while asleep, or when vLLM's weights are not the trainer's.
+        """
+        if self.awake != {"weights", "kv_cache"} or not self.weights_valid:
+            raise RuntimeError(f"generate() with {' and '.join(sorted(self.awake)) or 'nothing'} awake and weights "
+                               f"{'valid' if self.weights_valid else 'not valid'}: wake, update_weights, wake first")
+        params = [self._params(sampling, seed) for seed in seeds]
+        with untouched_random_state():
+            outputs = self.llm.generate([{"prompt_token_ids": p} for p in prompts], params,
+                                        use_tqdm=dist.get_rank() == 0 and sys.stderr.isatty())
+        ids, log_probs, mask, truncated = [], [], [], []
+        for prompt, output in zip(prompts, outputs, strict=True):
+            response = output.outputs[0]
+            tokens = list(response.token_ids)
+            ids.append([*prompt, *tokens])
+            mask.append([0.0] * len(prompt) + [1.0] * len(tokens))
+            log_probs.append([0.0] * len(prompt) + [step[token].logprob for step, token in zip(response.logprobs, tokens)])
+            truncated.append(response.finish_reason == "length")
+        fields = {"loss_mask": flat(mask, torch.float32), "rollout_log_probs": flat(log_probs, torch.float32)}
+        cu_seqlens = torch.tensor([0, *map(len, ids)]).cumsum(0)
+        return Batch(flat(ids, torch.int64), cu_seqlens, fields), torch.tensor(truncated, dtype=torch.bool)
+
+    def _params(self, sampling: DictConfig, seed: int):
+        greedy = sampling.temperature == 0
+        return self.SamplingParams(
+            temperature=sampling.temperature, top_p=1.0 if greedy else sampling.top_p, top_k=0 if greedy else
+            max(sampling.top_k, 0), min_p=0.0 if greedy else sampling.min_p, max_tokens=sampling.max_tokens,
+            stop=list(sampling.stop) or None, stop_token_ids=self.stop_ids, seed=seed, logprobs=0,
+            detokenize=bool(sampling.stop))
+
+    # -- weights and memory -------------------------------------------------------------------------------------------------
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Take over all weights, (Hugging Face name, full tensor) one after another; called by all ranks together.
+
+        Raises RuntimeError while the weights' memory is asleep: vLLM would write past it in silence.
+        """
+        if "weights" not in self.awake:
+            raise RuntimeError("update_weights() while the weights sleep: wake('weights') first")
+        self.weights_valid = False
+        weights = self._untied(weights)
+        if self.device.type == "cuda":          # in place, 10 times as fast as reload_weights
+            self.llm.apply_model(lambda model: model.load_weights(weights) and None)
+        else:                                   # CPU linears are packed once loaded; this unpacks and packs them again
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        for _ in weights:                       # collectives that other ranks wait for, should vLLM have stopped early
+            pass
+        self.llm.reset_prefix_cache()
+        self.weights_valid = True
+
+    def _untied(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+        for name, tensor in weights:
+            yield name, tensor
+            if self.tied and name.endswith("embed_tokens.weight"):
+                yield "lm_head.weight", tensor
+
+    def sleep(self) -> dict[str, float]:
+        """Give up the memory of KV cache and weights. On a CPU nothing moves, but generate() is refused all the same.
+
+        Returns {"perf/memory_asleep_gib": what the device has in use then, by whomever}, nothing on a CPU; warns when that
+        has grown.
+        """
+        if self.awake and self.device.type != "cpu":
+            self.llm.sleep(level=self.sleep_level)
+        self.awake, self.weights_valid = set(), False
+        if self.device.type == "cpu":
+            return {}
+        free, total = torch.get_device_module().mem_get_info()
+        asleep = (total - free) / 2**30
+        self.asleep_gib.append(asleep)
+        settled = self.asleep_gib[2:3]              # the first rounds still bring new buffers
+        if settled and asleep > settled[0] + MAX_GROWTH_GIB:
+            warnings.warn(f"{asleep:.1f} GiB are in use while vLLM sleeps, {settled[0]:.1f} in its third round")
+        return {"perf/memory_asleep_gib": asleep}
+
+    def wake(self, part: str) -> None:
+        """Take back the memory of "weights", whose content is to be pushed then, or after that of the "kv_cache"."""
+        if part not in ("weights", "kv_cache") or part == "kv_cache" and not self.weights_valid:
+            raise RuntimeError(f"wake({part!r}) before the weights were updated: wake('weights'), update_weights, then this")
+        if part not in self.awake and self.device.type != "cpu":
+            self.llm.wake_up(tags=[part])
+        self.awake.add(part)
+
+    def shutdown(self) -> None:
+        """End vLLM and, with it, the process group."""
+        self.llm.llm_engine.engine_core.shutdown()
+
+
+def check(config: DictConfig, world_size: int) -> None:
+    """Raise InputError for what vLLM would refuse only after models have been loaded."""
+    tp = config.rollout.tensor_parallel_size
+    if world_size % tp:
+        raise InputError(f"rollout.tensor_parallel_size={tp} does not divide the {world_size} ranks")
+    shape = json.loads((Path(config.model.path) / "config.json").read_text())
+    heads = shape.get("num_attention_heads", tp)
+    if heads % tp:
+        raise InputError(f"rollout.tensor_parallel_size={tp} does not divide the model's {heads} attention heads")
+
+
+def stop_token_ids(path: Path) -> list[int]:
+    """The ids that end a response: eos_token_id of generation_config.json and of config.json."""
+    ids = set()
+    for name in ("generation_config.json", "config.json"):
+        found = json.loads((path / name).read_text()).get("eos_token_id") if (path / name).is_file() else None
+        ids |= set(found) if isinstance(found, list) else {found} - {None}
+    if not ids:
+        raise InputError(f"model.path={path}: neither generation_config.json nor config.json has an eos_token_id")
+    return sorted(ids)
+
+
+def request_seed(*numbers: int) -> int:
+    """A seed for one response, from e.g. (trainer.seed, step, prompt, sample); 62 bits of their SHA-256."""
+    return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:8], "big") >> 2
+
+
+@contextmanager
+def untouched_random_state():
+    """vLLM seeds and draws from every global generator, even when each request has a seed of its own."""
+    accelerator = torch.accelerator.is_available()
+    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    device = torch.get_device_module().get_rng_state() if accelerator else None
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu)
+        if accelerator:
+            torch.get_device_module().set_rng_state(device)
+
+
+def flat(lists: list[list], dtype: torch.dtype) -> Tensor:
+    return torch.tensor([x for part in lists for x in part], dtype=dtype)

@@ -1,0 +1,95 @@
+"""What every training script does around its loop: find the model, take up a run, stop when asked to."""
+
+import signal
+from pathlib import Path
+
+from config import InputError
+
+
+def with_local_model(config):
+    """The configuration with model.path a directory: a name on the hub is downloaded, or found in its cache."""
+    from huggingface_hub import snapshot_download
+    from omegaconf import OmegaConf
+    path = config.model.path
+    if Path(path).is_dir():
+        return config
+    try:
+        if path.startswith((".", "/", "~")):
+            raise FileNotFoundError("no such directory")
+        path = snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"])
+    except (OSError, ValueError, RuntimeError) as error:     # the hub's errors are of these kinds
+        raise InputError(f"model.path={path} is neither a directory nor a model on the hub: "
+                         f"{str(error).splitlines()[0]}") from None
+    return OmegaConf.merge(config, {"model": {"path": path}})
+
+
+def load_tokenizer(config):
+    from transformers import AutoTokenizer
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(f"no tokenizer from model.path={config.model.path}: {error}") from None
+    if config.data.chat_template is not None:
+        try:
+            tokenizer.chat_template = Path(config.data.chat_template).read_text()
+        except OSError as error:
+            raise InputError(f"data.chat_template={config.data.chat_template}: {error.strerror}") from None
+    return tokenizer
+
+
+def count_steps(config, train) -> tuple[int, int]:
+    """(optimizer steps an epoch, optimizer steps in all)"""
+    steps_per_epoch = len(train) // config.data.train_batch_size
+    if steps_per_epoch == 0:
+        raise InputError(f"data.train_batch_size={config.data.train_batch_size} is more than the {len(train)} rows of "
+                         f"{config.data.train_files}: lower it")
+    steps = config.trainer.total_steps
+    return steps_per_epoch, steps if steps > 0 else config.trainer.total_epochs * steps_per_epoch
+
+
+def check_output(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / ".writable").touch()
+        (out / ".writable").unlink()
+    except OSError as error:
+        raise InputError(f"output_dir={out} cannot be written: {error.strerror}") from None
+
+
+def find_resume(config, latest: Path | None, fresh: dict) -> Path | None:
+    """The checkpoint to go on from. Raises InputError when it does not fit this run."""
+    from engines.checkpoint import read_progress
+    resume = config.trainer.resume
+    if latest is not None and resume == "never":
+        raise InputError(f"trainer.resume=never, but {latest} is there: set trainer.resume=auto to go on from it, or "
+                         "another output_dir to keep it")
+    path = latest or (Path(resume) if resume not in ("auto", "never") else None)
+    if path is None:
+        return None
+    if not (path / "trainer.json").is_file():
+        raise InputError(f"trainer.resume={resume} is neither auto, never, nor a checkpoint directory")
+    saved = read_progress(path)["run"]
+    for key, value in fresh["run"].items():
+        if saved[key] != value:
+            raise InputError(f"{path} was written with {key}={saved[key]}, now it is {value}: set it back, or start anew in "
+                             "another output_dir")
+    return path
+
+
+class StopSignal:
+    """SIGTERM or SIGUSR1 on any rank (slurm sends them before it takes the node) stops all of them after their step."""
+
+    def __init__(self):
+        self.received = self.requested = False
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._receive)
+
+    def _receive(self, *_):
+        self.received = True
+
+    def agree(self, device) -> None:
+        import torch
+        import torch.distributed as dist
+        flag = torch.tensor(float(self.received), device=device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        self.requested = bool(flag)

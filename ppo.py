@@ -1,0 +1,253 @@
+"""What PPO does with a step's samples: mini-batches, advantages, losses. The formulas are in algorithms/.
+
+Every rank holds the tokens of the whole step in host memory, [T] over all n responses, and divides only what costs:
+forward and backward. Mini-batches are lists of response indices, and so do not depend on the number of ranks.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
+
+from algorithms.advantages import ADVANTAGES
+from algorithms.aggregation import loss_weights
+from algorithms.dapo import informative, overlong_penalty
+from algorithms.kl import KL_ESTIMATORS, adapt
+from algorithms.pass_at_k import pass_at_k
+from algorithms.policy_losses import POLICY_LOSSES
+from algorithms.rollout_correction import correction_weights, effective_sample_size, keep_mask, off_policy
+from algorithms.value_loss import explained_variance, value_loss
+from config import InputError
+from data.packing import Batch, global_batch, partition
+from engines.base import Engine, LossFn
+from samples import Samples, concat
+
+
+def check(config: DictConfig) -> None:
+    """Raise InputError for settings that contradict each other."""
+    algorithm, reward, rollout = config.algorithm, config.reward, config.rollout
+    size = algorithm.ppo_mini_batch_size or config.data.train_batch_size
+    if config.data.train_batch_size % size:
+        raise InputError(f"algorithm.ppo_mini_batch_size={size} does not divide data.train_batch_size="
+                         f"{config.data.train_batch_size}")
+    if algorithm.adv_estimator != "gae" and (config.critic.path or config.critic.warmup_steps):
+        raise InputError(f"algorithm.adv_estimator={algorithm.adv_estimator} has no critic: leave critic.path and "
+                         "critic.warmup_steps alone, or use gae")
+    if config.reference.path and not uses_reference(config):
+        raise InputError("reference.path needs algorithm.use_kl_loss or algorithm.use_kl_in_reward")
+    if algorithm.filter_groups.enable and rollout.n < 2:
+        raise InputError("algorithm.filter_groups.enable=true needs rollout.n of 2 or more: one response always agrees with "
+                         "itself")
+    if reward.overlong_buffer > rollout.max_tokens:
+        raise InputError(f"reward.overlong_buffer={reward.overlong_buffer} is more than rollout.max_tokens={rollout.max_tokens}")
+    longest = config.data.max_prompt_length + rollout.max_tokens
+    if longest > config.data.max_tokens_per_micro_batch:
+        raise InputError(f"data.max_prompt_length + rollout.max_tokens = {longest} is more than "
+                         f"data.max_tokens_per_micro_batch={config.data.max_tokens_per_micro_batch}: raise it, or lower them")
+
+
+def uses_reference(config: DictConfig) -> bool:
+    return config.algorithm.use_kl_loss or config.algorithm.use_kl_in_reward
+
+
+def critic_config(config: DictConfig) -> DictConfig:
+    return OmegaConf.merge(config, {"model": {"path": config.critic.path or config.model.path},
+                                    "optim": {"lr": config.critic.lr}})
+
+
+def reference_config(config: DictConfig) -> DictConfig:
+    return OmegaConf.merge(config, {"model": {"path": config.reference.path or config.model.path}})
+
+
+# -- samples -------------------------------------------------------------------------------------------------------------
+
+
+def collect(config: DictConfig, draw: Callable[..., Samples], dataset, batch_index: int) -> tuple[Samples, int]:
+    """One step's samples, and the number of the prompt batch that the next step begins with.
+
+    draw(dataset, rows, sampling, *seed, first_group=...). With filter_groups, groups whose responses all got one score
+    are left out and more prompts drawn, until there are data.train_batch_size groups or max_num_gen_batches are used up.
+    """
+    size, filtered = config.data.train_batch_size, config.algorithm.filter_groups
+    parts: list[Samples] = []
+    for attempt in range(filtered.max_num_gen_batches if filtered.enable else 1):
+        rows = global_batch(len(dataset), size, config.trainer.seed, batch_index)
+        drawn = draw(dataset, rows, config.rollout, batch_index, first_group=attempt * size)
+        if config.algorithm.adv_estimator == "remax":
+            greedy = OmegaConf.merge(config.rollout, {"temperature": 0.0, "n": 1})
+            baseline = draw(dataset, rows, greedy, batch_index, first_group=attempt * size)
+            drawn = drawn.with_baseline(baseline)
+        batch_index += 1
+        parts.append(drawn.select(informative(drawn.scores, drawn.group)) if filtered.enable else drawn)
+        if sum(p.num_prompts for p in parts) >= size:
+            break
+    samples = concat(parts)
+    if not len(samples):
+        raise InputError(f"no prompt of {len(parts)} batches is left to learn from: every response failed, or all of a prompt "
+                         "got one reward (algorithm.filter_groups)")
+    return samples.select(samples.group <= samples.group.unique()[:size][-1]), batch_index
+
+
+def shaped_rewards(config: DictConfig, samples: Samples) -> Tensor:
+    """[n] fp32: the scores, less DAPO's penalty for responses close to the limit of length."""
+    if not config.reward.overlong_buffer:
+        return samples.scores
+    return samples.scores + overlong_penalty(samples.response_lengths, config.rollout.max_tokens,
+                                             config.reward.overlong_buffer, config.reward.overlong_penalty)
+
+
+def validation_metrics(samples: Samples, name: str, n: int) -> dict[str, float]:
+    """val/{reward function}, the mean score; with n responses a prompt also pass@k for k = 2, 4, ... n (a response
+    passes with a score of 1 or more) and, under its usual name, mean@n."""
+    name = f"val/{name.rpartition(':')[2]}"
+    metrics = {name: samples.scores.mean().item(), "val/response_length": samples.response_lengths.float().mean().item(),
+               "val/truncated": samples.truncated.float().mean().item(), "val/failures": len(samples.failures)}
+    if n > 1:
+        place, counts = samples.group.unique(return_inverse=True, return_counts=True)[1:]
+        whole = counts == n                     # a group with a response that could not be graded says nothing of pass@k
+        right = torch.zeros(len(counts)).index_add_(0, place, (samples.scores >= 1).float())[whole]
+        metrics[f"{name}/mean@{n}"] = metrics[name]
+        for k in sorted({2**i for i in range(1, n.bit_length())} | {n}):
+            if k <= n and whole.any():
+                metrics[f"{name}/pass@{k}"] = pass_at_k(right, n, k)
+    return metrics
+
+
+# -- asking the engines --------------------------------------------------------------------------------------------------
+
+
+def mini_batches(config: DictConfig, samples: Samples) -> list[list[int]]:
+    return samples.mini_batches(config.algorithm.ppo_mini_batch_size or config.data.train_batch_size)
+
+
+def needs_old_log_probs(config: DictConfig, minis: list[list[int]]) -> bool:
+    """With one update a rollout the policy that is updated is the one that sampled: its log-probabilities are those of
+    the update's own forward pass, unless something before the update wants them."""
+    algorithm = config.algorithm
+    return len(minis) * algorithm.ppo_epochs > 1 or algorithm.use_kl_in_reward or algorithm.rollout_rs != "none"
+
+
+def share(engine: Engine, batch: Batch, mini: list[int]) -> list[int]:
+    """This data-parallel rank's part of a mini-batch: always the same, so that each pass has the same micro-batches."""
+    lengths = batch.lengths
+    return [mini[i] for i in partition([engine.flops([lengths[j]]) for j in mini], engine.dp_size)[engine.dp_rank]]
+
+
+def ask(engine: Engine, question: Callable[[Batch], Tensor], batch: Batch, minis: list[list[int]]) -> Tensor:
+    """[T] fp32, on every rank: what question(batch), e.g. engine.values, answers on each rank's share."""
+    answers, where = torch.zeros(len(batch.input_ids)), Batch(torch.arange(len(batch.input_ids)), batch.cu_seqlens)
+    for mini in minis:
+        mine = share(engine, batch, mini)
+        answers[where.select(mine).input_ids] = question(batch.select(mine)).cpu()
+    return engine.sum_over_dp(answers).cpu()
+
+
+def log_probs(engine: Engine, batch: Batch, minis: list[list[int]]) -> Tensor:
+    return ask(engine, lambda part: engine.log_probs(part)[0], batch, minis)
+
+
+# -- advantages ----------------------------------------------------------------------------------------------------------
+
+
+def set_advantages(config: DictConfig, samples: Samples, minis: list[list[int]], kl_coef: float) -> dict[str, float]:
+    """Fill the fields that the losses read, all [T] fp32 but for sequence; return what there is to say of them.
+
+    sequence (int64)           the response that a token belongs to
+    advantages, returns        0 outside responses
+    loss_weight, token_weight  what a token counts for in its mini-batch: in the loss, as loss_agg_mode says, and in
+                               means over tokens. Rejected tokens count for nothing, in no denominator either
+    """
+    algorithm, batch, f, n = config.algorithm, samples.batch, samples.batch.fields, len(samples)
+    mask = f["loss_mask"]
+    sequence = f["sequence"] = torch.repeat_interleave(torch.arange(n), batch.cu_seqlens.diff())
+    outcome = shaped_rewards(config, samples)
+    rewards = torch.zeros(len(mask)).index_copy(0, batch.cu_seqlens[1:] - 1, outcome)
+    metrics = {}
+    if algorithm.use_kl_in_reward:
+        kl = KL_ESTIMATORS[algorithm.kl_penalty](f["old_log_probs"], f["ref_log_probs"]) * mask
+        rewards = rewards - kl_coef * kl
+        mean_kl = (kl.sum() / mask.sum()).item()
+        metrics |= {"actor/reward_kl": mean_kl, "actor/kl_coef": kl_coef}
+        if algorithm.kl_ctrl.type == "adaptive":
+            metrics["actor/kl_coef"] = adapt(kl_coef, mean_kl, algorithm.kl_ctrl.target_kl, algorithm.kl_ctrl.horizon, n)
+    f["advantages"], f["returns"] = ADVANTAGES[algorithm.adv_estimator](
+        rewards, mask, sequence, samples.group, values=f.get("values"), baseline=samples.baseline,
+        gamma=algorithm.gamma, lam=algorithm.lam)
+    kept = mask
+    if algorithm.rollout_rs != "none":
+        kept = keep_mask(f["old_log_probs"], f["rollout_log_probs"], mask, sequence, n, level=algorithm.rollout_rs,
+                         low=algorithm.rollout_rs_threshold_lower, high=algorithm.rollout_rs_threshold)
+        metrics["rollout_corr/rejected"] = 1 - (kept.sum() / mask.sum()).item()
+    f["loss_weight"], f["token_weight"] = torch.zeros(len(mask)), torch.zeros(len(mask))
+    for mini in minis:
+        inside = kept * torch.zeros(n).index_fill(0, torch.tensor(mini), 1.0)[sequence]
+        f["loss_weight"] += loss_weights(inside, sequence, n, algorithm.loss_agg_mode)
+        f["token_weight"] += loss_weights(inside, sequence, n, "token-mean")
+    if "values" in f:
+        metrics |= {"critic/vf_explained_var": explained_variance(f["values"], f["returns"], mask),
+                    "critic/values/mean": f["values"][mask > 0].mean().item()}
+    lengths, prompts = samples.response_lengths.float(), batch.cu_seqlens.diff() - samples.response_lengths
+    return metrics | spread("critic/score", samples.scores) | spread("critic/rewards", outcome) \
+        | spread("critic/advantages", f["advantages"][mask > 0]) | spread("critic/returns", f["returns"][mask > 0]) \
+        | spread("response_length", lengths) | spread("prompt_length", prompts.float()) \
+        | {"response_length/clip_ratio": samples.truncated.float().mean().item(),
+           "reward/informative_groups": informative(samples.scores, samples.group).float().mean().item(),
+           "reward/failure_rate": len(samples.failures) / (n + len(samples.failures))}
+
+
+def spread(name: str, x: Tensor) -> dict[str, float]:
+    return {f"{name}/mean": x.mean().item(), f"{name}/max": x.max().item(), f"{name}/min": x.min().item()}
+
+
+# -- losses --------------------------------------------------------------------------------------------------------------
+
+
+def actor_loss(config: DictConfig, num_sequences: int) -> LossFn:
+    """The policy's loss, entropy bonus and divergence from the reference, on the fields of set_advantages."""
+    algorithm = config.algorithm
+
+    def loss_fn(log_probs: Tensor, entropy: Tensor, f: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        old, mean, weight = f.get("old_log_probs", log_probs.detach()), f["token_weight"], f["loss_weight"]
+        where = (f["loss_mask"], f["sequence"], num_sequences)
+        losses, clipped = POLICY_LOSSES[algorithm.loss_mode](
+            log_probs, old, f["advantages"], *where, clip_low=algorithm.clip_ratio_low,
+            clip_high=algorithm.clip_ratio_high, dual_clip=algorithm.clip_ratio_c)
+        if algorithm.rollout_is != "none":
+            losses = losses * correction_weights(old, f["rollout_log_probs"], *where, level=algorithm.rollout_is,
+                                                 threshold=algorithm.rollout_is_threshold)
+        loss = (losses * weight).sum()
+        amounts = {"pg_loss": loss, "pg_clipfrac": (clipped * mean).sum(), "entropy": (entropy.detach() * mean).sum(),
+                   "ppo_kl": ((old - log_probs) * mean).sum()}
+        if algorithm.entropy_coeff:
+            loss = loss - algorithm.entropy_coeff * (entropy * weight).sum()
+        if algorithm.use_kl_loss:
+            amounts["kl_loss"] = (KL_ESTIMATORS[algorithm.kl_loss_type](log_probs, f["ref_log_probs"]) * weight).sum()
+            loss = loss + algorithm.kl_loss_coef * amounts["kl_loss"]
+        gap = off_policy(old, f["rollout_log_probs"], f["loss_mask"])
+        return loss, amounts | {f"rollout_corr/{name}": (x * mean).sum() for name, x in gap.items()}
+    return loss_fn
+
+
+def critic_loss(config: DictConfig) -> LossFn:
+    def loss_fn(values: Tensor, f: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        losses, clipped = value_loss(values, f["values"], f["returns"], config.critic.cliprange_value or math.inf)
+        loss = (losses * f["token_weight"]).sum()
+        return loss, {"vf_loss": loss, "vf_clipfrac": (clipped * f["token_weight"]).sum()}
+    return loss_fn
+
+
+def update(engine: Engine, batch: Batch, minis: list[list[int]], loss_fn: LossFn, step: int, num_epochs: int,
+           name: str) -> dict[str, float]:
+    """One optimizer step for each mini-batch and epoch. Returns {name}/... means over them, skipped as a count; what the
+    losses say of the rollout (rollout_corr/...) is that of the first, when the policy was still the one that sampled."""
+    parts = [batch.select(share(engine, batch, mini)) for mini in minis]
+    results = [engine.train_batch(part, loss_fn, step) for _ in range(num_epochs) for part in parts]
+    metrics = {f"{name}/{key}": sum(r[key] for r in results) / len(results) for key in results[0] if "/" not in key}
+    metrics[f"{name}/skipped"] = sum(r["skipped"] for r in results)
+    first = {key: value for key, value in results[0].items() if "/" in key}
+    if first:
+        first["rollout_corr/effective_sample_size"] = effective_sample_size(first["rollout_corr/ratio"],
+                                                                           first.pop("rollout_corr/ratio_squared"))
+    return metrics | first

@@ -1,0 +1,117 @@
+"""Reward functions: the file to edit first.
+
+Each takes the prompt as text, the response as text and the row of the data file, and gives a number. Add yours to
+REWARDS, or keep it in a file of its own: reward.function=path/to/file.py:name. They run in child processes (grading.py),
+which may be killed: a function that raises or hangs costs its sample, and the run stops when too many do.
+"""
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import logging
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from config import InputError
+
+# DeepSeek-R1's shape: both parts, once each, and nothing around them.
+THINK_THEN_ANSWER = r"<think>{0}</think>\s*<answer>{0}</answer>".format(r"(?:(?!</?(?:think|answer)>).)*")
+
+
+def exact_match(prompt: str, response: str, row: dict) -> float:
+    """1.0 when the response is row["answer"], or ends with it on a line of its own or behind a comma and a space, as in
+    "7+8=15, 4+3+1=8, 85"; else 0.0. "4+3+1=85" is not the answer 85. White space around either does not count."""
+    text, answer = response.strip(), str(value_of(row, "answer")).strip()
+    return float(answer in (text, re.split(r", |\n", text)[-1].strip()))
+
+
+def math(prompt: str, response: str, row: dict) -> float:
+    """1.0 when math-verify finds the last answer of the response, in \\boxed{}, in $...$ or a plain number, equal to
+    row["answer"]: an expression, plain or LaTeX, or a text with one in \\boxed{} or $...$; else 0.0.
+
+    Raises ValueError when row["answer"] cannot be read.
+    """
+    from math_verify import parse, verify
+    logging.getLogger("math_verify").setLevel(logging.ERROR)        # it warns that its own time limits are off
+    answer = str(value_of(row, "answer"))
+    # Bare LaTeX is not looked for: 2\sqrt{3} would be read as the number 2.
+    gold = parse(answer if "$" in answer or r"\boxed" in answer else rf"\boxed{{{answer}}}", parsing_timeout=None)
+    if not gold:
+        raise ValueError(f'math-verify cannot read the row\'s "answer": {answer[:200]!r}')
+    return float(verify(gold, parse(response, parsing_timeout=None), timeout_seconds=None))
+
+
+def format(prompt: str, response: str, row: dict) -> float:
+    """1.0 when the whole response, stripped, matches the regular expression row["format"], in which a dot matches
+    newlines too; without one, <think>...</think><answer>...</answer>, whose first tag the prompt may have opened; else
+    0.0."""
+    pattern, text = row.get("format"), response.strip()
+    if pattern is None and prompt.rstrip().endswith("<think>"):
+        text = "<think>" + text
+    return float(re.fullmatch(pattern or THINK_THEN_ANSWER, text, re.DOTALL) is not None)
+
+
+REWARDS = {"exact_match": exact_match, "math": math, "format": format}
+
+
+def value_of(row: dict, key: str):
+    """row[key]; a KeyError that names the row's keys when it is missing or None."""
+    if row.get(key) is None:
+        raise KeyError(f'the row has no "{key}", only {", ".join(k for k, v in row.items() if v is not None)}')
+    return row[key]
+
+
+def find(function: str) -> Callable[[str, str, dict], float]:
+    """The reward function of this name: one of REWARDS, or path/to/file.py:name.
+
+    What it imports at the top of its file is imported here, before its time limit runs. Raises InputError when there is
+    no such name or file, when the file cannot be imported, and when the name is not a function of three arguments.
+    """
+    said = f"reward.function={function}"
+    if function in REWARDS:
+        if function == "math":
+            try:
+                importlib.import_module("math_verify")
+            except ImportError as error:
+                raise InputError(f"{said}: {error}; pip install math-verify") from error
+        return REWARDS[function]
+    if ":" not in function and not function.endswith(".py"):
+        raise InputError(f"{said} is neither a reward of rewards.py nor path/to/file.py:name; the nearest is "
+                         f"{nearest(function, REWARDS)}")
+    file, _, name = function.partition(".py:")
+    path = Path(file if file.endswith(".py") else f"{file}.py").expanduser().resolve()
+    if not path.is_file():
+        raise InputError(f"{said}: {path}: no such file")
+    module = import_file(path, said)
+    functions = [k for k, v in vars(module).items() if callable(v) and not k.startswith("_")]
+    if not callable(getattr(module, name, None)):
+        example = f"; the nearest is {path.name}:{nearest(name, functions)}" if functions else ""
+        raise InputError(f"{said}: {path} has no function {name!r}{example}")
+    try:
+        inspect.signature(getattr(module, name)).bind("prompt", "response", {})
+    except TypeError as error:
+        raise InputError(f"{said} must take (prompt, response, row): {error}") from error
+    return getattr(module, name)
+
+
+def import_file(path: Path, said: str):
+    """The module of a file, which may import its neighbours. Its name is not that of a file of ours."""
+    spec = importlib.util.spec_from_file_location(f"reward_file_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    sys.path.append(str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        place = f"{path}:{lines[-1]}" if lines else str(path)
+        raise InputError(f"{said}: {place} cannot be imported: {type(error).__name__}: {error}") from error
+    return module
+
+
+def nearest(name: str, names) -> str:
+    return difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]

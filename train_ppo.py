@@ -1,0 +1,226 @@
+"""PPO, GRPO and their relatives: every rank trains its share of the model and generates with vLLM in the same process.
+
+    torchrun --nproc-per-node 8 train_ppo.py my.yaml rollout.tensor_parallel_size=2        one node
+    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 train_ppo.py my.yaml
+    sbatch examples/slurm/ppo.sbatch my.yaml                                               slurm, srun starts the ranks
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 train_ppo.py configs/demo/ppo.yaml       a laptop's CPU
+
+Arguments are YAML files and key=value pairs, later ones win; configs/ppo.yaml lists every key. Rewards: rewards.py, or
+reward.function=my_file.py:name. SIGTERM or SIGUSR1 saves a checkpoint and exits 0; the same command goes on from there.
+(torchrun does not hand on SIGUSR1 and kills after 30 s: give it --signals-to-handle SIGTERM,SIGUSR1
+--shutdown-timeout 600.) Mistakes are one line on rank 0 and exit code 2.
+
+A step: prompts -> vLLM -> sleep -> rewards -> log-probabilities and values -> advantages -> critic, actor -> vLLM wakes
+with the new weights. Every rank holds the whole step's tokens in host memory and works out the same advantages from them;
+only forward and backward are divided. So nothing that is learned depends on the number of ranks.
+"""
+
+import time
+from pathlib import Path
+
+from config import InputError, run
+
+
+def main(config):
+    # Imported here, so that --help and a mistake in the configuration answer at once.
+    import torch.distributed as dist
+    from omegaconf import OmegaConf
+
+    import job
+    import ppo
+    import tracking
+    from engines import device, rollout
+    from engines.checkpoint import Checkpointer, export_hf
+    from engines.fsdp import FSDPEngine
+    from grading import Grader
+    from profiling import Profiler
+    from profiling.report import write_report
+    from rewards import find
+    from samples import draw_samples
+
+    ppo.check(config)
+    find(config.reward.function)
+    stop, this_device = job.StopSignal(), device.init()
+    rank, out, trainer, algorithm = dist.get_rank(), Path(config.output_dir), config.trainer, config.algorithm
+    config = job.with_local_model(config)
+    hf_config = FSDPEngine.check(config, dist.get_world_size())
+    rollout.check(config, dist.get_world_size())
+    tracking.check(config)
+    tokenizer = job.load_tokenizer(config)
+    train, val = (load_prompts(config, files, tokenizer) for files in (config.data.train_files, config.data.val_files))
+    steps_per_epoch, total_steps = job.count_steps(config, train)
+    device.on_rank0(job.check_output, out)
+    if config.dry_run:
+        device.on_rank0(print_plan, config, this_device, train, val, total_steps)
+        return device.shutdown()
+
+    checkpointer = Checkpointer(out / "checkpoints", trainer.max_checkpoints, trainer.async_save)
+    progress = {"step": 0, "batch": 0, "skipped": 0, "failures": 0, "kl_coef": algorithm.kl_ctrl.kl_coef,
+                "run": identity(config, hf_config, train), "export_dtype": config.engine.compute_dtype}
+    resume_from = device.on_rank0(job.find_resume, config, checkpointer.latest(), progress)
+    actor, critic, reference = build_engines(config, this_device, total_steps)
+    others = {"critic": critic} if critic else {}
+    if resume_from:
+        progress = checkpointer.load(resume_from, actor, **others) | {"export_dtype": config.engine.compute_dtype}
+    # What waits in host memory while somebody else needs the device. It comes back by itself when its engine is used.
+    waiting = [part for part in ("parameters", "optimizer") if config.offload[part]]
+    for engine in (actor, *others.values()):
+        engine.offload(*waiting)
+    vllm = rollout.Rollout(config, this_device)
+    grader = Grader(config.reward.function, config.reward.num_workers, config.reward.timeout)
+    step = progress["step"]
+    if rank == 0:
+        OmegaConf.save(config, out / "config.yaml")
+    tracker, profiler, host_group = tracking.Tracker(config, rank, step, total_steps), Profiler(), dist.new_group(backend="gloo")
+    tracker.say(f"{'resuming from ' + str(resume_from) if resume_from else 'starting'}: step {step} of {total_steps}, "
+                f"{steps_per_epoch} an epoch, {len(train)} prompts, {actor.dp_size} data-parallel ranks and "
+                f"{vllm.num_replicas} of vLLM on {this_device.type}")
+
+    def wake():
+        with profiler.stage("update_weights"):
+            actor.offload(*(part for part in waiting if part == "optimizer"))
+            vllm.wake("weights")
+            vllm.update_weights(actor.export_weights())
+            actor.offload(*waiting)
+            vllm.wake("kv_cache")
+
+    def draw(dataset, rows, sampling, *seed, first_group=0, clock=profiler):
+        return draw_samples(vllm, grader, dataset, rows, sampling, (trainer.seed, *seed), tokenizer, clock, host_group,
+                            config.reward.max_failure_rate, first_group)
+
+    def validate():
+        with profiler.stage("validate"):
+            samples = draw(val, range(len(val)), config.validation, -1, clock=Profiler())
+        tracker.say(samples.table(4))
+        return ppo.validation_metrics(samples, config.reward.function, config.validation.n)
+
+    if step < total_steps:
+        wake()
+        if step == 0 and val and trainer.val_before_train:
+            tracker.log(0, validate())
+    while step < total_steps and not stop.requested:
+        start = time.perf_counter()
+        samples, progress["batch"] = ppo.collect(config, draw, train, progress["batch"])
+        with profiler.stage("sleep"):
+            metrics = vllm.sleep()
+        batch, minis = samples.batch, ppo.mini_batches(config, samples)
+        if ppo.needs_old_log_probs(config, minis):
+            with profiler.stage("old_log_probs"):
+                batch.fields["old_log_probs"] = ppo.log_probs(actor, batch, minis)
+        if reference:
+            with profiler.stage("ref_log_probs"):
+                batch.fields["ref_log_probs"] = ppo.log_probs(reference, batch, minis)
+                reference.offload(*["parameters"] * config.offload.reference)
+        if critic:
+            with profiler.stage("values"):
+                batch.fields["values"] = ppo.ask(critic, critic.values, batch, minis)
+        with profiler.stage("advantages"):
+            metrics |= ppo.set_advantages(config, samples, minis, progress["kl_coef"])
+        if critic:
+            with profiler.stage("update_critic"):
+                metrics |= ppo.update(critic, batch, minis, ppo.critic_loss(config), step, algorithm.ppo_epochs, "critic")
+                critic.offload(*waiting)
+        if not critic or step >= config.critic.warmup_steps:
+            with profiler.stage("update_actor"):
+                loss_fn = ppo.actor_loss(config, len(samples))
+                metrics |= ppo.update(actor, batch, minis, loss_fn, step, algorithm.ppo_epochs, "actor")
+        step += 1
+        skipped = metrics.get("actor/skipped", 0) + metrics.get("critic/skipped", 0)
+        progress |= {"step": step, "skipped": progress["skipped"] + int(skipped),
+                     "failures": progress["failures"] + len(samples.failures),
+                     "kl_coef": metrics.get("actor/kl_coef", progress["kl_coef"])}
+        stop.agree(this_device)
+        last = step == total_steps
+        if progress["skipped"] > trainer.max_skipped_steps:
+            raise InputError(f"the gradient was not finite in {progress['skipped']} updates, more than "
+                             f"trainer.max_skipped_steps={trainer.max_skipped_steps}: lower optim.lr or look at the rewards")
+        if rank == 0 and trainer.rollout_freq > 0 and step % trainer.rollout_freq == 0:
+            samples.write(out / "rollouts" / f"step_{step}.jsonl")
+        if last or stop.requested or trainer.save_freq > 0 and step % trainer.save_freq == 0:
+            with profiler.stage("save"):
+                checkpointer.save(step, actor, progress, tokenizer, **others)
+        if not stop.requested:
+            wake()
+        seconds = time.perf_counter() - start
+        # Not when asked to stop: the time that is left is for the checkpoint.
+        if val and (last or not stop.requested and trainer.test_freq > 0 and step % trainer.test_freq == 0):
+            metrics |= validate()
+        tracker.log(step, metrics | profiler.pop() | device.memory() | {
+            "train/epoch": progress["batch"] / steps_per_epoch, "train/skipped": progress["skipped"],
+            "reward/failures": progress["failures"], "timing/step": seconds,
+            "perf/tokens_per_second": len(batch.input_ids) / seconds / dist.get_world_size()})
+
+    checkpointer.wait()
+    grader.close()
+    if step < total_steps:
+        tracker.say(f"stopped by a signal after step {step}; the same command goes on from there")
+    else:
+        export_hf(actor, tokenizer, out / "hf")
+        tracker.say(f"model: {out / 'hf'}")
+    tracker.close()
+    if rank == 0:
+        print(f"curves: {write_report(out)}", flush=True)
+    dist.barrier()
+    vllm.shutdown()
+    device.shutdown()
+
+
+def build_engines(config, this_device, total_steps: int):
+    """(actor, critic or None, reference or None), the reference in host memory already."""
+    import ppo
+    from engines.fsdp import FSDPEngine
+    actor = FSDPEngine(config, this_device, total_steps, temperature=config.rollout.temperature)
+    critic = reference = None
+    if config.algorithm.adv_estimator == "gae":
+        actor.offload(*(part for part in ("parameters",) if config.offload.parameters))
+        critic = FSDPEngine(ppo.critic_config(config), this_device, total_steps, critic=True)
+    if ppo.uses_reference(config):
+        reference = FSDPEngine(ppo.reference_config(config), this_device, total_steps, optimize=False,
+                               temperature=config.rollout.temperature)
+        reference.offload(*["parameters"] * config.offload.reference)
+    return actor, critic, reference
+
+
+def load_prompts(config, files, tokenizer):
+    """The prompts of files (None: None). Rank 0 tokenizes what is not in the cache, the others read it."""
+    from data.prompts import PromptDataset, tokenize_prompts
+    from engines.device import on_rank0
+    if files is None:
+        return None
+    cache = Path(config.data.cache_dir or Path.home() / ".cache" / "rankwise")
+    return PromptDataset.load(on_rank0(tokenize_prompts, files, tokenizer, config.data, cache, config.model.path))
+
+
+def identity(config, hf_config, train) -> dict:
+    """What must not change between a checkpoint and its resume."""
+    return {"data.train_batch_size": config.data.train_batch_size, "trainer.seed": config.trainer.seed,
+            "rollout.n": config.rollout.n, "algorithm.adv_estimator": config.algorithm.adv_estimator,
+            "the hash of data, tokenizer and their options": train.name,
+            "the model": f"{hf_config.model_type} of {hf_config.num_hidden_layers} layers of {hf_config.hidden_size}"}
+
+
+def print_plan(config, this_device, train, val, total_steps: int) -> None:
+    import torch.distributed as dist
+    from omegaconf import OmegaConf
+
+    import ppo
+    from engines.memory import estimate
+    print(OmegaConf.to_yaml(config))
+    world, cp, tp = dist.get_world_size(), config.engine.context_parallel_size, config.rollout.tensor_parallel_size
+    print(f"layout: {world} ranks on {this_device.type} = {world // cp} data-parallel x {cp} context-parallel to train, "
+          f"{world // tp} vLLM x {tp} tensor-parallel to generate")
+    for name, dataset in (("train", train), ("val", val)):
+        if dataset:
+            print(f"{name}: {', '.join(f'{k} {v:,}' for k, v in dataset.stats.items())}")
+    print(f"steps: {total_steps}")
+    roles = {"actor": config} | ({"critic": ppo.critic_config(config)} if config.algorithm.adv_estimator == "gae" else {})
+    for role, settings in roles.items():
+        print(f"memory of one rank for the {role} [GiB], estimated:")
+        for name, gib in estimate(settings, world, this_device.type).items():
+            print(f"  {name:<24}{gib:9.2f}")
+    print(f"vLLM while awake: {config.rollout.gpu_memory_utilization:.0%} of the device" if this_device.type != "cpu" else
+          f"vLLM's KV cache: {config.rollout.kv_cache_gib or 1.0} GiB")
+
+
+if __name__ == "__main__":
+    run(main, "ppo.yaml", __doc__)
