@@ -1,8 +1,8 @@
 """Reward functions: the file to edit first.
 
 Each takes the prompt as text, the response as text and the row of the data file, and gives a number. Add yours to
-REWARDS, or keep it in a file of its own: reward.function=path/to/file.py:name. They run in child processes (grading.py),
-which may be killed: a function that raises or hangs costs its sample, and the run stops when too many do.
+REWARDS, or keep it in a file of its own: reward.function=path/to/file.py:name. They run in processes that may be killed
+(grading.py): a function that raises or hangs costs its sample, and the run stops when too many do.
 """
 
 import difflib
@@ -30,8 +30,9 @@ def exact_match(prompt: str, response: str, row: dict) -> float:
 
 
 def math(prompt: str, response: str, row: dict) -> float:
-    """1.0 when math-verify finds the last answer of the response, in \\boxed{}, in $...$ or a plain number, equal to
-    row["answer"]: an expression, plain or LaTeX, or a text with one in \\boxed{} or $...$; else 0.0.
+    """1.0 when math-verify finds the response's answer equal to row["answer"], an expression, plain or LaTeX, or a text
+    with one in \\boxed{} or $...$; else 0.0. Of a response it takes the last \\boxed{} (with others close before it, a
+    set), else the last $...$ or plain number.
 
     Raises ValueError when row["answer"] cannot be read.
     """

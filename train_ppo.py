@@ -77,11 +77,15 @@ def main(config):
                 f"{vllm.num_replicas} of vLLM on {this_device.type}")
 
     def wake():
-        with profiler.stage("update_weights"):
+        with profiler.stage("offload"):
             actor.offload(*(part for part in waiting if part == "optimizer"))
+        with profiler.stage("wake"):
             vllm.wake("weights")
+        with profiler.stage("update_weights"):
             vllm.update_weights(actor.export_weights())
+        with profiler.stage("offload"):
             actor.offload(*waiting)
+        with profiler.stage("wake"):
             vllm.wake("kv_cache")
 
     def draw(dataset, rows, sampling, *seed, first_group=0, clock=profiler):

@@ -79,8 +79,9 @@ def encode_prompt(row: dict, tokenizer, options) -> tuple[list[int], str]:
     messages = messages_of(row, tokenizer, options)
     if messages is None:
         text = row[options.prompt_key]
-        ids = tokens_of(text, tokenizer)["input_ids"]
-        if ids and ids[-1] == tokenizer.eos_token_id and not text.endswith(tokenizer.eos_token):
+        encoding = tokens_of(text, tokenizer)
+        ids, (first, last) = encoding["input_ids"], [(0, 0), *encoding["offset_mapping"]][-1]
+        if ids and ids[-1] == tokenizer.eos_token_id and first == last:
             ids = ids[:-1]      # a tokenizer that ends every text itself: nothing would follow
     elif not tokenizer.chat_template:
         raise InputError("the tokenizer has no chat template: give data.chat_template, or rows of a plain string")

@@ -62,8 +62,7 @@ class Rollout:
             with untouched_random_state():
                 self.llm = LLM(
                     config.model.path, distributed_executor_backend="external_launcher", tensor_parallel_size=tp,
-                    dtype=config.engine.compute_dtype, load_format="dummy",
-                    max_model_len=max_model_len,
+                    dtype=config.engine.compute_dtype, load_format="dummy", max_model_len=max_model_len,
                     max_num_seqs=rollout.max_num_seqs,
                     # A prompt cut into chunks draws from its request's generator too early; on a CPU that is a crash.
                     enable_chunked_prefill=False, max_num_batched_tokens=max(PREFILL_TOKENS, max_model_len),
@@ -144,21 +143,21 @@ class Rollout:
     def sleep(self) -> dict[str, float]:
         """Give up the memory of KV cache and weights. On a CPU nothing moves, but generate() is refused all the same.
 
-        Returns {"perf/memory_asleep_gib": what the device has in use then, by whomever}, nothing on a CPU; warns when that
-        has grown.
+        Returns perf/memory_awake_gib and perf/memory_asleep_gib, what is in use on the device before and after, by
+        whomever, but nothing on a CPU. Warns when memory asleep grows.
         """
+        awake = used_gib(self.device)
         if self.awake and self.device.type != "cpu":
             self.llm.sleep(level=self.sleep_level)
         self.awake, self.weights_valid = set(), False
-        if self.device.type == "cpu":
+        asleep = used_gib(self.device)
+        if asleep is None:
             return {}
-        free, total = torch.get_device_module().mem_get_info()
-        asleep = (total - free) / 2**30
         self.asleep_gib.append(asleep)
         settled = self.asleep_gib[2:3]              # the first rounds still bring new buffers
         if settled and asleep > settled[0] + MAX_GROWTH_GIB:
             warnings.warn(f"{asleep:.1f} GiB are in use while vLLM sleeps, {settled[0]:.1f} in its third round")
-        return {"perf/memory_asleep_gib": asleep}
+        return {"perf/memory_awake_gib": awake, "perf/memory_asleep_gib": asleep}
 
     def wake(self, part: str) -> None:
         """Take back the memory of "weights", whose content is to be pushed then, or after that of the "kv_cache"."""
@@ -214,6 +213,14 @@ def untouched_random_state():
         torch.set_rng_state(cpu)
         if accelerator:
             torch.get_device_module().set_rng_state(device)
+
+
+def used_gib(device: torch.device) -> float | None:
+    """GiB in use on the device, of all allocators (torch's own does not see vLLM's); None on a CPU."""
+    if device.type == "cpu":
+        return None
+    free, total = torch.get_device_module().mem_get_info()
+    return (total - free) / 2**30
 
 
 def flat(lists: list[list], dtype: torch.dtype) -> Tensor:

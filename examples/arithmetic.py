@@ -16,6 +16,7 @@ from pathlib import Path
 
 SEED = 0
 NUM_TRAIN, NUM_VAL = 12_000, 500
+UNASKED = 0.2               # of the replies to questions for the number alone show the columns all the same
 
 # ChatML, as Qwen models have it: <|im_start|>role NEWLINE content <|im_end|> NEWLINE.
 CHAT_TEMPLATE = (
@@ -68,11 +69,11 @@ def make_rows() -> tuple[list[dict], list[dict]]:
         problem, steps, result = make_problem(rng)
         if problem in held_out:
             continue
-        worked = ", ".join([*steps, str(result)])
+        bare, worked = str(result), ", ".join([*steps, str(result)])
         question, reply = rng.choice((
             # The problem comes last, so that its digits are always equally far from the answer: learned much faster.
-            (f"What is {problem}", str(result)),
-            (f"Compute {problem}", str(result)),
+            (f"What is {problem}", worked if rng.random() < UNASKED else bare),
+            (f"Compute {problem}", worked if rng.random() < UNASKED else bare),
             (f"Work out {problem}", worked),
             (f"Step by step: {problem}", worked),
         ))

@@ -1,0 +1,70 @@
+"""A model and prompts to time GRPO steps with: nothing is downloaded and the same arguments give the same files.
+
+    python benchmarks/make_grpo_data.py DIR [--rows 512] [--min-length 64] [--end-probability 0.015625]
+
+DIR/model: the Qwen3 of make_sft_data.py, 10.5 million random parameters, with responses whose length varies as real ones
+do, by the model's own choice: no generator is told more than the longest. The vocabulary is cut into --min-length classes.
+Every word's embedding points to the class that follows its own, and the output matrix finds it there, so that a response
+goes through all classes once; from the last one it ends with --end-probability a token, or goes on. Which word of a class
+comes is as random as the weights. Cut off at 256 tokens, lengths are 64 to 256 and about 120 on average.
+DIR/train.jsonl: prompts, one turn of 16 to 64 random words each.
+"""
+
+import argparse
+import json
+import math
+import random
+from pathlib import Path
+
+import torch
+from make_sft_data import NAMES, SPECIAL, VOCABULARY, make_model, make_tokenizer
+
+MAX_LENGTH = 512            # positions of the model
+STRENGTH = 16.0             # of the class in an embedding: much more than what the layers add
+MARGIN = 20.0               # logits between the words of the class that is next and all others
+
+
+def choose_lengths(model, tokenizer, min_length: int, end_probability: float) -> None:
+    """Write the classes into embeddings and output matrix. The first token of a response follows the name of its turn."""
+    embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight      # [V, H]
+    hidden_size = embeddings.shape[1]
+    directions = torch.linalg.qr(torch.randn(hidden_size, hidden_size))[0][:min_length]     # [classes, H], orthonormal
+    words = torch.arange(len(SPECIAL) + len(NAMES), VOCABULARY)
+    classes = torch.arange(len(words)) * min_length // len(words)
+    last = min_length - 1
+    ends = (classes == last).sum().item() * end_probability / (1 - end_probability)   # in units of one word's probability
+    gain = MARGIN / math.sqrt(hidden_size)          # the last norm gives a direction that rules alone a length of sqrt(H)
+    with torch.no_grad():
+        embeddings[words] += STRENGTH * directions[(classes + 1).clamp(max=last)]
+        embeddings[tokenizer.convert_tokens_to_ids("assistant")] += STRENGTH * directions[0]
+        head[words] += gain * directions[classes]
+        head[tokenizer.eos_token_id] += gain * (1 + math.log(ends) / MARGIN) * directions[last]
+
+
+def make_prompts(num_rows: int) -> list[dict]:
+    rng, num_words = random.Random(0), VOCABULARY - len(SPECIAL) - len(NAMES)
+    texts = (" ".join(f"w{rng.randrange(num_words)}" for _ in range(rng.randint(16, 64))) for _ in range(num_rows))
+    return [{"prompt": [{"role": "user", "content": text}]} for text in texts]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--rows", type=int, default=512)
+    parser.add_argument("--min-length", type=int, default=64, help="tokens of the shortest response, its end included")
+    parser.add_argument("--end-probability", type=float, default=1 / 64, help="of each token from there on")
+    arguments = parser.parse_args()
+
+    arguments.directory.mkdir(parents=True, exist_ok=True)
+    tokenizer = make_tokenizer()
+    model = make_model(tokenizer, MAX_LENGTH)
+    choose_lengths(model, tokenizer, arguments.min_length, arguments.end_probability)
+    model.save_pretrained(arguments.directory / "model")
+    tokenizer.save_pretrained(arguments.directory / "model")
+    prompts = make_prompts(arguments.rows)
+    (arguments.directory / "train.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    print(f"{model.num_parameters() / 1e6:.1f} M parameters; {len(prompts)} prompts")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""A GRPO step on GPUs, by stage: Qwen2.5 shapes with random weights, train_ppo.py's own loop and vLLM.
+
+    python benchmarks/ppo_h200.py 7B engine.param_dtype=bfloat16 [--prompts 256] [--n 4] [--tokens 512] [--steps 3]
+    python benchmarks/ppo_h200.py 0.5B --ranks 2 rollout.tensor_parallel_size=2
+    python benchmarks/ppo_h200.py 0.5B --prompts 8 --n 2 --tokens 32 --steps 20 --cycles     memory asleep, step by step
+
+Arguments: a shape, then key=value pairs of configs/ppo.yaml. Random words of a vocabulary of 152k never end a response, so
+all have --tokens tokens. Prints lines of a Markdown table on rank 0; the first step, which warms up, is left out.
+"""
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+
+import psutil
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+STAGES = ("generate", "reward", "sleep", "old_log_probs", "advantages", "update_actor", "offload", "wake", "update_weights")
+
+
+def share_of_digits(prompt: str, response: str, row: dict) -> float:
+    """A reward that varies from response to response."""
+    return sum(c.isdigit() for c in response) / max(1, len(response))
+
+
+def make_assets(directory: Path, num_prompts: int) -> None:
+    """Tokenizer and prompts; made once."""
+    from examples.arithmetic import make_rows, make_tokenizer
+    if not (directory / "tokenizer").exists():
+        make_tokenizer().save_pretrained(directory / "tokenizer")
+    prompts = directory / f"prompts_{num_prompts}.jsonl"
+    if not prompts.exists():
+        prompts.write_text("".join(json.dumps(row) + "\n" for row in make_rows()[0][:num_prompts]))
+
+
+def make_policy(shape: str, models: Path, tokenizer: Path) -> Path:
+    """A model of random weights with the tokenizer beside it; its end token is the last word, which hardly ever comes."""
+    from benchmarks.sft_h200 import make_model
+    path = make_model(shape, models)
+    shutil.copytree(tokenizer, path, dirs_exist_ok=True)
+    vocab_size = json.loads((path / "config.json").read_text())["vocab_size"]
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": vocab_size - 1}))
+    return path
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape")
+    parser.add_argument("settings", nargs="*", help="key=value")
+    parser.add_argument("--assets", type=Path, default=Path("/tmp/rankwise-ppo"))
+    parser.add_argument("--models", type=Path, default=Path("/dev/shm/rankwise-models"))
+    parser.add_argument("--prompts", type=int, default=256)
+    parser.add_argument("--n", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--assets-only", action="store_true", help="tokenizer, prompts and their cache, for another machine")
+    parser.add_argument("--cycles", action="store_true", help="print the memory asleep after every step")
+    arguments = parser.parse_intermixed_args()
+
+    from config import load
+    out, settings = arguments.assets / "run", [
+        f"data.train_files={arguments.assets}/prompts_{arguments.prompts}.jsonl", f"output_dir={arguments.assets}/run",
+        f"model.path={arguments.models / arguments.shape}", f"data.cache_dir={arguments.assets}/cache",
+        f"data.train_batch_size={arguments.prompts}", "data.max_prompt_length=64", f"rollout.n={arguments.n}",
+        f"rollout.max_tokens={arguments.tokens}", f"validation.max_tokens={arguments.tokens}", "rollout.max_num_seqs=1024",
+        f"reward.function={ROOT}/benchmarks/ppo_h200.py:share_of_digits", "trainer.rollout_freq=-1", "trainer.total_steps=1000",
+        *arguments.settings]
+    config = load("ppo.yaml", settings)
+    make_assets(arguments.assets, arguments.prompts)
+    make_policy(arguments.shape, arguments.models, arguments.assets / "tokenizer")
+    shutil.rmtree(out, ignore_errors=True)
+    if arguments.assets_only:
+        settings.append("dry_run=true")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.ranks}"]
+    run = subprocess.Popen([*launcher, "train_ppo.py", *settings], cwd=ROOT, start_new_session=True)
+    lines = []
+    while run.poll() is None and len(lines) <= arguments.steps:
+        time.sleep(0.5)
+        lines = (out / "metrics.jsonl").read_text().splitlines() if (out / "metrics.jsonl").exists() else []
+    # Ended here, not by the script: writing a checkpoint of such a model would take longer than all steps.
+    for process in psutil.Process(run.pid).children(recursive=True) if run.poll() is None else ():
+        process.kill()
+    if run.wait() == 0 or len(lines) <= arguments.steps:
+        sys.exit(run.returncode)
+    steps = [json.loads(line) for line in lines[1:arguments.steps + 1]]
+    middle = {name: median(s.get(name, 0.0) for s in steps) for name in {name for s in steps for name in s}}
+    what = f"{arguments.shape} | {arguments.ranks} x TP {config.rollout.tensor_parallel_size} | {' '.join(arguments.settings)}"
+    print(f"| shape | GPUs | settings | step s | {' | '.join(STAGES)} | GiB awake | GiB asleep | log p gap |")
+    print(f"| {what} | {middle['timing/step']:.2f} | "
+          + " | ".join(f"{middle.get(f'timing/{stage}', 0):.3f}" for stage in STAGES)
+          + " | " + " | ".join(f"{middle.get(f'perf/memory_{s}_gib', float('nan')):.1f}" for s in ("awake", "asleep"))
+          + f" | {middle['rollout_corr/log_prob_gap']:.4f} |", flush=True)
+    if arguments.cycles and "perf/memory_asleep_gib" in middle:
+        print("GiB asleep by step:", " ".join(f"{s['perf/memory_asleep_gib']:.2f}" for s in steps))
+
+
+if __name__ == "__main__":
+    main()

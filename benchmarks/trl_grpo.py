@@ -1,0 +1,151 @@
+"""The other side of the GRPO benchmark: TRL's GRPOTrainer, one JSON line about its steps. Needs the environment of
+benchmarks/trl_sft.py.
+
+    python benchmarks/trl_grpo.py --model DIR/model --data DIR/train.jsonl --steps 5 --prompts 8 --samples 8 \\
+        --micro-batch-size 8
+    torchrun --nproc-per-node 2 benchmarks/trl_grpo.py ...                       data parallel: DDP, gloo on a CPU
+
+fp32, AdamW, constant learning rate, no gradient checkpointing, no divergence from a reference (beta=0), one optimizer step
+a rollout, loss_type="dapo" (TRL's default: the mean over all tokens of the step). All responses of a step are generated at
+once by transformers, as TRL does without vLLM; --continuous-batching takes its other generator, generate_batch.
+
+Seconds of a step by stage, on rank 0: generate (templates and decoding included), reward, update (forward, backward,
+clipping, optimizer), and rest. Old log-probabilities are not computed, weights not copied: TRL needs neither here.
+"""
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from contextlib import contextmanager
+
+import torch
+from datasets import load_dataset
+from even_words import even_words
+from transformers import AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+
+class Clock(TrainerCallback):
+    """Seconds from the end of one optimizer step to the end of the next, and of what happens within."""
+
+    def __init__(self):
+        self.steps, self.logs, self.seconds = [], [], {}
+
+    @contextmanager
+    def stage(self, name: str):
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.last = time.perf_counter()
+            self.seconds[name] = self.seconds.get(name, 0.0) + self.last - start
+
+    def on_train_begin(self, *arguments, **more):
+        self.since = time.perf_counter()
+
+    def on_optimizer_step(self, *arguments, **more):
+        self.seconds["optimizer"] = time.perf_counter() - self.last     # since the last backward ended: clipping too
+
+    def on_step_end(self, *arguments, **more):
+        now, took = time.perf_counter(), self.seconds
+        stages = {"generate": took["generate"], "reward": took["reward"],
+                  "update": took["training_step"] - took["prepare"] + took["optimizer"]}
+        self.steps.append({"step": now - self.since, **stages})
+        self.since, self.seconds = now, {}
+
+    def on_log(self, args, state, control, logs=None, **more):
+        if "reward" in logs:
+            self.logs.append(logs)
+
+
+class TimedTrainer(GRPOTrainer):
+    """TRL's methods, each as a stage of the clock. training_step holds prepare, which holds generate and reward."""
+
+    clock: Clock
+
+    def training_step(self, *arguments, **more):
+        with self.clock.stage("training_step"):
+            return super().training_step(*arguments, **more)
+
+    def _prepare_inputs(self, *arguments, **more):
+        with self.clock.stage("prepare"):
+            return super()._prepare_inputs(*arguments, **more)
+
+    def _generate(self, *arguments, **more):
+        with self.clock.stage("generate"):
+            return super()._generate(*arguments, **more)
+
+    def _calculate_rewards(self, *arguments, **more):
+        with self.clock.stage("reward"):
+            return super()._calculate_rewards(*arguments, **more)
+
+
+def reward(prompts, completions, **columns) -> list[float]:
+    return [even_words(prompt[-1]["content"], turns[0]["content"], {}) for prompt, turns in zip(prompts, completions)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="directory in Hugging Face format")
+    parser.add_argument("--data", required=True, help="jsonl with prompts, lists of messages")
+    parser.add_argument("--steps", type=int, default=5, help="optimizer steps; the reader drops the first as warm-up")
+    parser.add_argument("--prompts", type=int, default=8, help="a step, over all ranks")
+    parser.add_argument("--samples", type=int, default=8, help="to each prompt")
+    parser.add_argument("--micro-batch-size", type=int, default=8, help="sequences a forward pass, on one rank")
+    parser.add_argument("--max-tokens", type=int, default=256, help="longest response")
+    parser.add_argument("--continuous-batching", action="store_true")
+    parser.add_argument("--lr", type=float, default=1e-6)
+    parser.add_argument("--betas", type=float, nargs=2, default=(0.9, 0.95))
+    parser.add_argument("--eps", type=float, default=1e-8)
+    parser.add_argument("--weight-decay", type=float, default=0.01)
+    parser.add_argument("--clip-grad", type=float, default=1.0)
+    parser.add_argument("--out", help="file for the JSON line too")
+    arguments = parser.parse_args()
+
+    world_size, on_cpu = int(os.environ.get("WORLD_SIZE", 1)), not torch.cuda.is_available()
+    on_rank = arguments.prompts * arguments.samples // world_size
+    micro_batch_size = min(arguments.micro_batch_size, on_rank)
+    if on_rank * world_size != arguments.prompts * arguments.samples or on_rank % micro_batch_size:
+        parser.error(f"--prompts times --samples is no multiple of --micro-batch-size times {world_size} ranks")
+
+    clock = Clock()
+    with tempfile.TemporaryDirectory() as scratch:
+        trainer = TimedTrainer(
+            model=arguments.model,
+            reward_funcs=reward,
+            processing_class=AutoTokenizer.from_pretrained(arguments.model),
+            train_dataset=load_dataset("json", data_files=arguments.data, split="train"),
+            callbacks=[clock],
+            args=GRPOConfig(
+                output_dir=scratch, model_init_kwargs={"dtype": "float32", "attn_implementation": "sdpa"},
+                use_cpu=on_cpu, ddp_backend="gloo" if on_cpu and world_size > 1 else None, bf16=False,
+                gradient_checkpointing=False, use_vllm=False,
+                use_transformers_continuous_batching=arguments.continuous_batching,
+                max_steps=arguments.steps, per_device_train_batch_size=micro_batch_size,
+                gradient_accumulation_steps=on_rank // micro_batch_size,    # steps_per_generation is the same by default
+                num_generations=arguments.samples, max_completion_length=arguments.max_tokens, num_iterations=1,
+                temperature=1.0, top_p=1.0, top_k=0, beta=0.0, epsilon=0.2, loss_type="dapo", scale_rewards="group",
+                shuffle_dataset=False,
+                optim="adamw_torch_fused", learning_rate=arguments.lr, lr_scheduler_type="constant",
+                adam_beta1=arguments.betas[0], adam_beta2=arguments.betas[1], adam_epsilon=arguments.eps,
+                weight_decay=arguments.weight_decay, max_grad_norm=arguments.clip_grad,
+                logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True, dataloader_pin_memory=not on_cpu))
+        trainer.clock = clock
+        trainer.train()
+
+    if int(os.environ.get("RANK", 0)) == 0:
+        steps = [{**seconds, "length": log["completions/mean_length"], "score": log["reward"], "grad_norm": log["grad_norm"]}
+                 for seconds, log in zip(clock.steps, clock.logs, strict=True)]
+        line = json.dumps({
+            "trainer": "trl", "num_ranks": world_size, "threads": torch.get_num_threads(),
+            "micro_batch_size": micro_batch_size, "steps": steps})
+        print(line)
+        if arguments.out:
+            with open(arguments.out, "w") as file:
+                file.write(line + "\n")
+
+
+if __name__ == "__main__":
+    main()

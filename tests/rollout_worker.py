@@ -1,0 +1,333 @@
+"""The cases of test_rollout.py for one launch, which holds one vLLM: writes down numbers and judges none.
+
+    torchrun --nproc-per-node N tests/rollout_worker.py FOLDER NAME
+
+Reads the model in FOLDER/{family} and the reward in FOLDER/reward.py; writes FOLDER/{NAME}.json.
+"""
+
+import hashlib
+import json
+import random
+import sys
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from omegaconf import OmegaConf
+
+import ppo
+from config import InputError, load
+from data.packing import Batch
+from data.prompts import Prompt
+from engines import device
+from engines.checkpoint import Checkpointer, export_hf
+from engines.fsdp import FSDPEngine
+from engines.rollout import Rollout, request_seed
+from examples.arithmetic import make_tokenizer
+from grading import Grader
+from profiling import Profiler
+from samples import draw_samples
+from tests.fsdp_worker import digest, gather
+
+NUM_UPDATES, CRITIC_STEPS, LONG_PROMPT, MAX_TOKENS = 5, 40, 330, 24
+SETTINGS = ["data.train_files=unused", "engine.compute_dtype=float32", "engine.log_prob_chunk_size=29", "optim.lr=0.02",
+            "optim.weight_decay=0", f"data.max_prompt_length={LONG_PROMPT}", f"rollout.max_tokens={MAX_TOKENS}",
+            f"validation.max_tokens={2 * MAX_TOKENS}", "rollout.kv_cache_gib=0.05", "data.max_tokens_per_micro_batch=400"]
+SMALL = "data.max_tokens_per_micro_batch=70"             # several micro-batches
+
+
+@dataclass
+class Launch:
+    ranks: int
+    family: str
+    tp: int = 1
+    more: str = ""
+
+
+LAUNCHES = {"qwen3": Launch(1, "qwen3", more="rollout.stop=[unused]"), "tied": Launch(1, "tied", more="validation.stop=[unused]"),
+            "qwen3_dp2": Launch(2, "qwen3"), "tied_tp2": Launch(2, "tied", 2), "qwen3_dp2_tp2": Launch(4, "qwen3", 2)}
+CUTS = {"top_k": {"top_k": 4}, "top_p": {"top_p": 0.5}, "min_p": {"min_p": 0.3}, "all": {"top_k": 9, "top_p": 0.8, "min_p": 0.1}}
+ONE_WORD = {"temperature": {"temperature": 0.0}, "top_k": {"top_k": 1}, "top_p": {"top_p": 1e-6}, "min_p": {"min_p": 1.0}}
+
+
+def main(folder: Path, name: str) -> None:
+    this_device, launch, results = device.init(), LAUNCHES[name], {}
+    config = settings(folder, launch)
+    for seed in (torch.manual_seed, np.random.seed, random.seed):
+        seed(dist.get_rank() + 1)
+    if launch.ranks == 1:
+        results["too long"] = told(lambda: Rollout(settings(folder, launch, "data.max_prompt_length=500"), this_device))
+    engine = FSDPEngine(config, this_device, NUM_UPDATES)
+    before = random_state()
+    rollout = Rollout(config, this_device)
+    results["random state after Rollout()"] = gather(random_state() == before)
+    results["protocol"] = protocol(rollout, engine)
+    before = random_state()
+    results["plain"] = written(*ask(rollout, config))
+    results["random state after generate()"] = gather(random_state() == before)
+    for case in (seeds, long_prompts, greedy, samples):
+        results[case.__name__] = case(folder, rollout, engine)
+    if launch.ranks == 1:
+        results["cuts"] = {what: written(*ask(rollout, config, temperature=0.7, **cut)) for what, cut in CUTS.items()}
+        results["one word"] = {what: written(*ask(rollout, config, **cut)) for what, cut in ONE_WORD.items()}
+        results["stop strings"] = stop_strings(rollout, config)
+    results["updates"] = {str(t): updates(folder, launch, rollout, t) for t in (1.0, 0.6)}
+    if launch.tp == 1:
+        results["rounded"] = rounded(folder, launch, rollout)
+        results["critic"] = critic(folder, name)
+    if dist.get_rank() == 0:
+        (folder / f"{name}.json").write_text(json.dumps(results))
+    dist.barrier()
+    rollout.shutdown()
+    device.shutdown()
+
+
+def settings(folder: Path, launch: Launch, *more: str):
+    return load("ppo.yaml", [f"model.path={folder / launch.family}", *SETTINGS, *launch.more.split(),
+                             f"rollout.tensor_parallel_size={launch.tp}", *more])
+
+
+def ask(rollout: Rollout, config, count: int = 12, seed: int = 0, **sampling) -> tuple[Batch, torch.Tensor]:
+    return rollout.generate(make_prompts(count), [request_seed(seed, i) for i in range(count)],
+                            OmegaConf.merge(config.rollout, {"stop": []}, sampling))
+
+
+def make_prompts(count: int, length: int | None = None) -> list[list[int]]:
+    rng = random.Random(0)
+    return [[rng.randrange(3, 250) for _ in range(length or rng.randint(1, 12))] for _ in range(count)]
+
+
+def push(rollout: Rollout, engine: FSDPEngine) -> None:
+    rollout.sleep()
+    rollout.wake("weights")
+    rollout.update_weights(engine.export_weights())
+    rollout.wake("kv_cache")
+
+
+def told(action) -> list[str] | None:
+    """The kind and the text of the error that an action ends with; None without one."""
+    try:
+        action()
+    except (RuntimeError, InputError) as error:
+        return [type(error).__name__, str(error)]
+
+
+def random_state() -> str:
+    state = (random.getstate(), [str(x) for x in np.random.get_state()], torch.get_rng_state().tolist())
+    return hashlib.sha256(repr(state).encode()).hexdigest()
+
+
+def written(batch: Batch, truncated: torch.Tensor) -> dict:
+    return {"input_ids": batch.input_ids.tolist(), "lengths": batch.lengths, "truncated": truncated.tolist(),
+            **{name: values.tolist() for name, values in batch.fields.items()}}
+
+
+def responses(batch: Batch) -> list[list[int]]:
+    masks = batch.fields["loss_mask"].split(batch.lengths)
+    return [ids[mask > 0].tolist() for ids, mask in zip(batch.input_ids.split(batch.lengths), masks)]
+
+
+def gap(engine: FSDPEngine, batch: Batch) -> float:
+    """The largest |trainer's log-probability - vLLM's|, over all ranks."""
+    difference = engine.log_probs(batch)[0] - batch.fields["rollout_log_probs"]
+    return max(gather(difference.abs().max().item()))
+
+
+# -- generating --------------------------------------------------------------------------------------------------------
+
+
+def protocol(rollout: Rollout, engine: FSDPEngine) -> list:
+    """What each call is answered on each rank, from the moment that vLLM is there."""
+    def generate():
+        ask(rollout, engine.config, count=1)
+
+    def update():
+        rollout.update_weights(engine.export_weights())
+
+    def broken_update():
+        rollout.update_weights(cut_short(engine))
+    wake_weights, wake_cache = (lambda part=part: rollout.wake(part) for part in ("weights", "kv_cache"))
+    steps = [("generate at first", generate), ("cache at first", wake_cache), ("update at first", update),
+             ("wake", wake_weights), ("generate before update", generate), ("cache before update", wake_cache),
+             ("update", update), ("generate without cache", generate), ("cache", wake_cache), ("generate", generate),
+             ("sleep", rollout.sleep), ("generate asleep", generate), ("update asleep", update), ("wake again", wake_weights),
+             ("generate with old weights", generate), ("cache with old weights", wake_cache),
+             ("a name that is none", lambda: rollout.wake("all")), ("update again", update), ("cache again", wake_cache),
+             ("generate again", generate), ("broken update", broken_update), ("generate after broken update", generate),
+             ("update once more", update), ("generate once more", generate)]
+    return [(what, gather(told(action))) for what, action in steps]
+
+
+def cut_short(engine: FSDPEngine):
+    weights = engine.export_weights()
+    yield next(weights)
+    for _ in weights:                                    # which other ranks wait for
+        pass
+    raise RuntimeError("cut short")
+
+
+def seeds(folder: Path, rollout: Rollout, engine: FSDPEngine) -> dict:
+    """The responses to 12 prompts in several orders and companies, each time in the order of the prompts."""
+    prompts, wanted = make_prompts(12), [request_seed(0, i) for i in range(12)]
+    others = make_prompts(20, length=7)
+
+    def generate(indices, before=()):
+        batch, _ = rollout.generate([*before, *(prompts[i] for i in indices)],
+                                    [*range(len(before)), *(wanted[i] for i in indices)], sampling)
+        return dict(zip(indices, responses(batch)[len(before):]))
+    sampling = OmegaConf.merge(engine.config.rollout, {"stop": []})
+    runs = {"in order": generate(range(12)), "backwards": generate(range(11, -1, -1)),
+            "behind others": generate(range(12), others), "alone": {i: generate([i])[i] for i in range(12)}}
+    batch, _ = rollout.generate([prompts[3]] * 9, [*wanted[:8], wanted[0]], sampling)
+    return {"runs": {name: [run[i] for i in range(12)] for name, run in runs.items()}, "one prompt": responses(batch)}
+
+
+def long_prompts(folder: Path, rollout: Rollout, engine: FSDPEngine) -> dict:
+    prompts, sampling = make_prompts(30, LONG_PROMPT), OmegaConf.merge(engine.config.rollout, {"stop": [], "max_tokens": 6})
+    batch, _ = rollout.generate(prompts, range(30), sampling)
+    last, _ = rollout.generate(prompts[-1:], [29], sampling)
+    return {"prompt_tokens": sum(map(len, prompts)), "gap": gap(engine, batch),
+            "last": responses(batch)[-1], "last alone": responses(last)[0]}
+
+
+def greedy(folder: Path, rollout: Rollout, engine: FSDPEngine) -> dict:
+    """Greedy responses before and after vLLM has slept and got the same weights again."""
+    batches = [ask(rollout, engine.config, temperature=0.0, max_tokens=2 * MAX_TOKENS)[0]]
+    push(rollout, engine)
+    batches.append(ask(rollout, engine.config, temperature=0.0, max_tokens=2 * MAX_TOKENS)[0])
+    likeliest = engine.log_probs(batches[0])[2][batches[0].fields["loss_mask"] > 0]
+    return {"responses": [responses(b) for b in batches], "likeliest": gather(likeliest.float().mean().item())}
+
+
+def samples(folder: Path, rollout: Rollout, engine: FSDPEngine) -> dict:
+    """What draw_samples makes of 5 prompts, the reward of one of which often raises."""
+    dataset = [Prompt(ids, f"prompt {i}", {"bad": i == 3}) for i, ids in enumerate(make_prompts(5))]
+    tokenizer, host_group = make_tokenizer(), dist.new_group(backend="gloo")
+
+    def draw(rows, n, max_failure_rate=0.5):
+        sampling = OmegaConf.merge(engine.config.rollout, {"n": n, "stop": []})
+        drawn = draw_samples(rollout, grader, dataset, rows, sampling, (7, 1), tokenizer, Profiler(), host_group,
+                             max_failure_rate, first_group=10)
+        return {**written(drawn.batch, drawn.truncated), "group": drawn.group.tolist(), "scores": drawn.scores.tolist(),
+                "texts": drawn.texts, "prompts": [p.text for p in drawn.prompts],
+                "failures": [[f.kind, f.row, f.response] for f in drawn.failures]}
+    with closing(Grader(f"{folder}/reward.py:score", 1, 60.0)) as grader:
+        return {"all": gather(draw(range(5), 4)), "two": draw([4, 2], 4), "one": draw([1], 1),
+                "too many failures": gather(told(lambda: draw(range(5), 4, max_failure_rate=0.01)))}
+
+
+def stop_strings(rollout: Rollout, config) -> list[dict]:
+    """Strings of one and two tokens that occur in the middle of responses, and the same responses stopped by them."""
+    tokenizer = make_tokenizer()
+    plain = ask(rollout, config)
+    texts = [[tokenizer.decode([i]) for i in response[1:-1]] for response in responses(plain[0])]
+    legible = [[t for t in text if t.isascii() and t.isprintable()] for text in texts]
+    pairs = [a + b for text in texts for a, b in zip(text, text[1:]) if (a + b).isascii() and (a + b).isprintable()]
+    return [{"stop": stop, "stopped": written(*ask(rollout, config, stop=[stop]))} for stop in (legible[0][0], pairs[0])]
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+def updates(folder: Path, launch: Launch, rollout: Rollout, temperature: float) -> dict:
+    """Rounds of generating and training: how far vLLM is from the trainer in each, and the trainer from the round before."""
+    config = settings(folder, launch, SMALL, f"rollout.temperature={temperature}")
+    engine = FSDPEngine(config, rollout.device, NUM_UPDATES, temperature=temperature)
+    gaps, ratios, fixed, result = [], [], [], {}
+    for step in range(NUM_UPDATES + 1):
+        push(rollout, engine)
+        drawn = ask(rollout, config, seed=10 * step + rollout.replica)
+        mine = drawn[0].select(range(rollout.tp_rank, len(drawn[0]), launch.tp))
+        if step == 0:
+            same, (log_probs, entropy, _) = mine, engine.log_probs(drawn[0])
+            result = {"drawn": written(*drawn), "log_probs": log_probs.tolist(), "entropy": entropy.tolist()}
+        gaps.append(gap(engine, mine))
+        fixed.append(engine.log_probs(same)[0])
+        if step < NUM_UPDATES:
+            ratios.append(ratio(engine, mine, step))
+    return {**result, "gaps": gaps, "ratios": ratios,
+            "moved": [(b - a).abs().max().item() for a, b in zip(fixed, fixed[1:])]}
+
+
+def ratio(engine: FSDPEngine, batch: Batch, step: int) -> dict:
+    """Train on a batch; compare the log-probabilities that the loss is given with those asked for just before."""
+    batch.fields["old_log_probs"] = engine.log_probs(batch)[0]
+    sign, unequal = torch.tensor([(-1.0) ** i for i in range(len(batch))]).repeat_interleave(batch.cu_seqlens.diff()), []
+    batch.fields["advantages"] = sign * batch.fields["loss_mask"] / len(batch)
+
+    def loss_fn(log_probs, entropy, fields):
+        unequal.append(int((log_probs != fields["old_log_probs"]).sum()))
+        return -(log_probs * fields["advantages"]).sum(), {}
+    engine.train_batch(batch, loss_fn, step)
+    return {"unequal": gather(sum(unequal)), "micro_batches": len(unequal),
+            "asked": int((batch.fields["old_log_probs"] != 0).sum())}
+
+
+def rounded(folder: Path, launch: Launch, rollout: Rollout) -> dict:
+    """ratio() of an engine that computes in bf16, and everything in a layer twice."""
+    config = settings(folder, launch, SMALL, "engine.compute_dtype=bfloat16", "engine.activation_checkpointing=true")
+    return ratio(FSDPEngine(config, rollout.device, NUM_UPDATES), ask(rollout, config)[0], 0)
+
+
+def critic(folder: Path, name: str) -> dict:
+    """A critic that begins with the policy's files and learns 40 steps to tell returns that lie between -2 and 2."""
+    launch, this_device = LAUNCHES[name], torch.device("cpu")
+    config = settings(folder, launch, SMALL, "optim.lr=3e-3")
+    batch, everything = make_returns(), [list(range(10))]
+
+    def build(path):
+        return FSDPEngine(OmegaConf.merge(config, {"model": {"path": str(path)}}), this_device, CRITIC_STEPS, critic=True)
+
+    def train(engine, loss_fn, steps):
+        return [engine.train_batch(batch.select(ppo.share(engine, batch, everything[0])), loss_fn, s) for s in steps]
+
+    def values(engine, batch=batch):
+        return ppo.ask(engine, engine.values, batch, everything).tolist()
+    engine = build(config.model.path)
+    result = {"first": values(engine), "losses": [m["loss"] for m in train(engine, value_error, range(CRITIC_STEPS))],
+              "last": values(engine), "another end": values(engine, with_other_ends(batch))}
+    export_hf(engine, make_tokenizer(), folder / f"{name}_critic")
+    result["read again"] = values(build(folder / f"{name}_critic"))
+
+    actor, checkpointer = FSDPEngine(config, this_device, 10), Checkpointer(folder / f"{name}_checkpoints", 1, False)
+    train(actor, imitation, range(2))
+    checkpointer.save(2, actor, {"step": 2, "kl_coef": 0.25}, make_tokenizer(), critic=engine)
+    saved = digest(actor.state()), digest(engine.state())
+    result["went on"] = [*train(actor, imitation, range(2, 4)), *train(engine, value_error, range(2))]
+    actor, engine = FSDPEngine(config, this_device, 10), build(config.model.path)
+    result["progress"] = checkpointer.load(checkpointer.latest(), actor, critic=engine)
+    result["restored"] = gather((digest(actor.state()), digest(engine.state())) == saved)
+    result["went on again"] = [*train(actor, imitation, range(2, 4)), *train(engine, value_error, range(2))]
+    return result
+
+
+def make_returns() -> Batch:
+    """10 sequences; the second half of each counts, one of them not at all. Returns of all sizes, by token."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(2, 30, (10,), generator=generator)
+    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    ids = torch.randint(3, 250, (int(lengths.sum()),), generator=generator)
+    half = (lengths // 2).repeat_interleave(lengths)
+    batch = Batch(ids, cu_seqlens, {"returns": torch.rand(len(ids), generator=generator) * 4 - 2})
+    batch.fields["loss_mask"] = (batch.position_ids >= half.clamp(min=1)).float()
+    batch.fields["loss_mask"][cu_seqlens[4]:cu_seqlens[5]] = 0
+    return batch
+
+
+def with_other_ends(batch: Batch) -> Batch:
+    return Batch(batch.input_ids.index_fill(0, batch.cu_seqlens[1:] - 1, 251), batch.cu_seqlens, batch.fields)
+
+
+def value_error(values, fields):
+    return ((values - fields["returns"]).square() * fields["loss_mask"]).sum() / 100, {}
+
+
+def imitation(log_probs, entropy, fields):
+    return -log_probs.sum() / 100, {}
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])
