@@ -43,13 +43,16 @@ runs/demo/train.jsonl: examples/arithmetic.py | .venv
 # Two ranks; one on a machine with a single GPU.
 RANKS := $(shell nvidia-smi -L 2>/dev/null | awk 'END { print NR == 1 ? 1 : 2 }')
 
-demo: demo-assets   ## train that model on two CPU processes: minutes, no download
+demo: demo-assets   ## SFT, then GRPO with vLLM, on two CPU processes: minutes, no download
 	@echo "Before training:"
 	@.venv/bin/python examples/arithmetic.py ask runs/demo/model
 	OMP_NUM_THREADS=1 .venv/bin/torchrun --standalone --nproc-per-node $(RANKS) train_sft.py configs/demo/sft.yaml
-	@echo "After training:"
+	@echo "After supervised fine-tuning:"
 	@.venv/bin/python examples/arithmetic.py ask runs/demo/sft/hf
-	@echo "The run as a picture: runs/demo/sft/report.png"
+	OMP_NUM_THREADS=1 .venv/bin/torchrun --standalone --nproc-per-node $(RANKS) train_ppo.py configs/demo/ppo.yaml
+	@echo "After reinforcement learning:"
+	@.venv/bin/python examples/arithmetic.py ask runs/demo/ppo/hf
+	@echo "The two runs as pictures: runs/demo/sft/report.png, runs/demo/ppo/report.png"
 
 test: .venv         ## all tests; none found is a failure too
 	.venv/bin/python -m pytest -q tests

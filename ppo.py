@@ -35,6 +35,10 @@ def check(config: DictConfig) -> None:
     if algorithm.adv_estimator != "gae" and (config.critic.path or config.critic.warmup_steps):
         raise InputError(f"algorithm.adv_estimator={algorithm.adv_estimator} has no critic: leave critic.path and "
                          "critic.warmup_steps alone, or use gae")
+    for name, estimators in (("gamma", ("gae", "reinforce_plus_plus")), ("lam", ("gae",))):
+        if algorithm[name] != 1 and algorithm.adv_estimator not in estimators:
+            raise InputError(f"algorithm.{name}={algorithm[name]} does nothing with algorithm.adv_estimator="
+                             f"{algorithm.adv_estimator}: leave it at 1, or use {' or '.join(estimators)}")
     if config.reference.path and not uses_reference(config):
         raise InputError("reference.path needs algorithm.use_kl_loss or algorithm.use_kl_in_reward")
     if algorithm.filter_groups.enable and rollout.n < 2:
@@ -210,7 +214,8 @@ def actor_loss(config: DictConfig, num_sequences: int) -> LossFn:
 
     def loss_fn(log_probs: Tensor, entropy: Tensor, f: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         old, mean, weight = f.get("old_log_probs", log_probs.detach()), f["token_weight"], f["loss_weight"]
-        where = (f["loss_mask"], f["sequence"], num_sequences)
+        kept = (mean > 0).float()               # rejected tokens are in no sequence's ratio either
+        where = (kept, f["sequence"], num_sequences)
         losses, clipped = POLICY_LOSSES[algorithm.loss_mode](
             log_probs, old, f["advantages"], *where, clip_low=algorithm.clip_ratio_low,
             clip_high=algorithm.clip_ratio_high, dual_clip=algorithm.clip_ratio_c)
@@ -225,7 +230,7 @@ def actor_loss(config: DictConfig, num_sequences: int) -> LossFn:
         if algorithm.use_kl_loss:
             amounts["kl_loss"] = (KL_ESTIMATORS[algorithm.kl_loss_type](log_probs, f["ref_log_probs"]) * weight).sum()
             loss = loss + algorithm.kl_loss_coef * amounts["kl_loss"]
-        gap = off_policy(old, f["rollout_log_probs"], f["loss_mask"])
+        gap = off_policy(old, f["rollout_log_probs"], kept)
         return loss, amounts | {f"rollout_corr/{name}": (x * mean).sum() for name, x in gap.items()}
     return loss_fn
 

@@ -22,12 +22,16 @@ from config import InputError, run
 
 
 def main(config):
-    # Imported here, so that --help and a mistake in the configuration answer at once.
+    # Imported here, so that --help and a mistake in the configuration answer at once; transformers takes its time.
+    import ppo
+    from rewards import find
+    ppo.check(config)
+    find(config.reward.function)
+
     import torch.distributed as dist
     from omegaconf import OmegaConf
 
     import job
-    import ppo
     import tracking
     from engines import device, rollout
     from engines.checkpoint import Checkpointer, export_hf
@@ -35,11 +39,8 @@ def main(config):
     from grading import Grader
     from profiling import Profiler
     from profiling.report import write_report
-    from rewards import find
     from samples import draw_samples
 
-    ppo.check(config)
-    find(config.reward.function)
     stop, this_device = job.StopSignal(), device.init()
     rank, out, trainer, algorithm = dist.get_rank(), Path(config.output_dir), config.trainer, config.algorithm
     config = job.with_local_model(config)

@@ -30,7 +30,7 @@ from sft_vs_trl import ROOT, launch
 WARM_UP = 1                 # steps that are not counted, of either program
 PROMPTS, SAMPLES, MAX_TOKENS = 8, 8, 256
 STAGES = {"generate": ["generate"], "reward": ["reward"], "log-probs, update": ["old_log_probs", "update_actor"],
-          "weight sync": ["sleep", "update_weights"]}      # columns of the second table, and this repository's stages
+          "weight sync": ["sleep", "offload", "wake", "update_weights"]}      # columns of the second table, and this repository's stages
 OPTIMIZER = {"lr": 1e-6, "weight_decay": 0.01, "clip_grad": 1.0}
 
 
@@ -97,8 +97,8 @@ def main():
                 ratios = [mine["speed"] / theirs["speed"] for mine, theirs in pairs]
                 both = [{key: statistics.median(side[key] for side in sides) for key in sides[0]} for sides in zip(*pairs)]
                 rows = min(rows, PROMPTS * SAMPLES // ranks)
-                print(f"| {ranks} | {rows} rows | {' / '.join(f'{x["step"]:.2f}' for x in both)} | "
-                      f"{' / '.join(f'{x["speed"]:,.0f}' for x in both)} | "
+                a, b = both
+                print(f"| {ranks} | {rows} rows | {a['step']:.2f} / {b['step']:.2f} | {a['speed']:,.0f} / {b['speed']:,.0f} | "
                       f"{statistics.median(ratios):.2f} ({min(ratios):.2f}, {max(ratios):.2f}) |", flush=True)
                 by_stage += [(ranks, name, x) for name, x in zip(("this", f"TRL, {rows} rows"), both)]
     stages = [*STAGES, "rest"]

@@ -11,6 +11,7 @@ all have --tokens tokens. Prints lines of a Markdown table on rank 0; the first 
 import argparse
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -79,15 +80,18 @@ def main():
     if arguments.assets_only:
         settings.append("dry_run=true")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.ranks}"]
-    run = subprocess.Popen([*launcher, "train_ppo.py", *settings], cwd=ROOT, start_new_session=True)
+    run = subprocess.Popen([*launcher, "train_ppo.py", *settings], cwd=ROOT)
     lines = []
-    while run.poll() is None and len(lines) <= arguments.steps:
-        time.sleep(0.5)
-        lines = (out / "metrics.jsonl").read_text().splitlines() if (out / "metrics.jsonl").exists() else []
-    # Ended here, not by the script: writing a checkpoint of such a model would take longer than all steps.
-    for process in psutil.Process(run.pid).children(recursive=True) if run.poll() is None else ():
-        process.kill()
-    if run.wait() == 0 or len(lines) <= arguments.steps:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    try:
+        while run.poll() is None and len(lines) <= arguments.steps:
+            time.sleep(0.5)
+            lines = (out / "metrics.jsonl").read_text().splitlines() if (out / "metrics.jsonl").exists() else []
+    finally:    # ended here, not by the script: writing a checkpoint of such a model would take longer than all steps
+        for process in psutil.Process(run.pid).children(recursive=True) if run.poll() is None else ():
+            process.kill()
+        run.wait()
+    if len(lines) <= arguments.steps:
         sys.exit(run.returncode)
     steps = [json.loads(line) for line in lines[1:arguments.steps + 1]]
     middle = {name: median(s.get(name, 0.0) for s in steps) for name in {name for s in steps for name in s}}

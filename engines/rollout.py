@@ -68,7 +68,7 @@ class Rollout:
                     enable_chunked_prefill=False, max_num_batched_tokens=max(PREFILL_TOKENS, max_model_len),
                     enforce_eager=rollout.enforce_eager or device.type == "cpu",
                     # Only a stop string needs text. Ids that end a response come from the model's files, see below.
-                    skip_tokenizer_init=not rollout.stop, logprobs_mode="processed_logprobs",
+                    skip_tokenizer_init=not (rollout.stop or config.validation.stop), logprobs_mode="processed_logprobs",
                     # A tied output matrix keeps a packed copy of the old weights on a CPU: untie it, and send both.
                     hf_overrides={"tie_word_embeddings": False}, seed=config.trainer.seed, **options)
         except ValueError as error:

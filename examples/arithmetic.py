@@ -5,8 +5,9 @@
 
 The model is a Qwen3 of 1.4 million parameters that reads and writes single characters. The task is arithmetic as a chat.
 Half of the questions ask for the number alone, half for the columns in between ("7+8=15, 4+3+1=8, 85"), so answers have 2
-to 30 characters. The columns are learned in minutes; numbers out of the blue take far longer, which leaves something to
-learn afterwards. The same arguments give the same files, to the last byte.
+to 30 characters. The columns are learned in minutes; numbers out of the blue take far longer. One in five replies to the
+first kind shows the columns all the same: reinforcement learning finds out that this pays. The same arguments give the
+same files, to the last byte.
 """
 
 import argparse
@@ -164,12 +165,13 @@ def ask(directory: Path, num_shown: int) -> None:
     rows = make_rows()[1][:200]
     questions, truths = zip(*([message["content"] for message in row["messages"]] for row in rows))
     replies = generate(model, AutoTokenizer.from_pretrained(directory), list(questions))
+    # Only the number at the end counts, as for the reward: whether the columns were asked for or not.
+    right = [reply.rpartition(", ")[2] == row["answer"] for reply, row in zip(replies, rows)]
     print(f"{'question':28}  {'reply':32}  {'truth':32}")
-    for question, reply, truth in list(zip(questions, replies, truths))[:num_shown]:
+    for question, reply, truth, is_right in list(zip(questions, replies, truths, right))[:num_shown]:
         shown = reply if reply.isprintable() and len(reply) <= 32 else ascii(reply)[1:30] + "..."
-        print(f"{question:28}  {shown:32}  {truth:32}  {'right' if reply == truth else 'wrong'}")
-    num_right = sum(reply == truth for reply, truth in zip(replies, truths))
-    print(f"{num_right} of {len(rows)} replies are exactly right ({num_right / len(rows):.0%})")
+        print(f"{question:28}  {shown:32}  {truth:32}  {'right' if is_right else 'wrong'}")
+    print(f"{sum(right)} of {len(rows)} replies end in the right number ({sum(right) / len(rows):.0%})")
 
 
 def main() -> None:

@@ -47,9 +47,11 @@ class Launch:
     more: str = ""
 
 
-LAUNCHES = {"qwen3": Launch(1, "qwen3", more="rollout.stop=[unused]"), "tied": Launch(1, "tied", more="validation.stop=[unused]"),
-            "qwen3_dp2": Launch(2, "qwen3"), "tied_tp2": Launch(2, "tied", 2), "qwen3_dp2_tp2": Launch(4, "qwen3", 2)}
-CUTS = {"top_k": {"top_k": 4}, "top_p": {"top_p": 0.5}, "min_p": {"min_p": 0.3}, "all": {"top_k": 9, "top_p": 0.8, "min_p": 0.1}}
+# vLLM needs its tokenizer for stop strings alone: whichever of the two has some must be enough.
+LAUNCHES = {"qwen3": Launch(1, "qwen3", more="rollout.stop=[unused]"),
+            "tied": Launch(1, "tied", more="validation.stop=[unused]"),
+            "qwen3_dp2": Launch(2, "qwen3"), "tied_tp2": Launch(2, "tied", tp=2)}
+CUT_TEMPERATURE, CUTS = 0.7, {"top_k": 4, "top_p": 0.5, "min_p": 0.3}
 ONE_WORD = {"temperature": {"temperature": 0.0}, "top_k": {"top_k": 1}, "top_p": {"top_p": 1e-6}, "min_p": {"min_p": 1.0}}
 
 
@@ -71,7 +73,7 @@ def main(folder: Path, name: str) -> None:
     for case in (seeds, long_prompts, greedy, samples):
         results[case.__name__] = case(folder, rollout, engine)
     if launch.ranks == 1:
-        results["cuts"] = {what: written(*ask(rollout, config, temperature=0.7, **cut)) for what, cut in CUTS.items()}
+        results["cuts"] = {k: written(*ask(rollout, config, temperature=CUT_TEMPERATURE, **{k: v})) for k, v in CUTS.items()}
         results["one word"] = {what: written(*ask(rollout, config, **cut)) for what, cut in ONE_WORD.items()}
         results["stop strings"] = stop_strings(rollout, config)
     results["updates"] = {str(t): updates(folder, launch, rollout, t) for t in (1.0, 0.6)}
@@ -224,9 +226,9 @@ def stop_strings(rollout: Rollout, config) -> list[dict]:
     tokenizer = make_tokenizer()
     plain = ask(rollout, config)
     texts = [[tokenizer.decode([i]) for i in response[1:-1]] for response in responses(plain[0])]
-    legible = [[t for t in text if t.isascii() and t.isprintable()] for text in texts]
-    pairs = [a + b for text in texts for a, b in zip(text, text[1:]) if (a + b).isascii() and (a + b).isprintable()]
-    return [{"stop": stop, "stopped": written(*ask(rollout, config, stop=[stop]))} for stop in (legible[0][0], pairs[0])]
+    found = [[s for text in texts for s in map("".join, zip(*(text[i:] for i in range(length))))
+              if s.isascii() and s.isprintable()][0] for length in (1, 2)]
+    return [{"stop": stop, "stopped": written(*ask(rollout, config, stop=[stop]))} for stop in found]
 
 
 # -- training ----------------------------------------------------------------------------------------------------------

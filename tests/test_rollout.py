@@ -1,13 +1,30 @@
 """vLLM and the trainer in one process: what one generates, the other finds as likely; critics; checkpoints of both.
 
-One launch of rollout_worker.py, with one vLLM, for each model and layout runs all its cases; they are judged here.
+One launch of rollout_worker.py, which holds one vLLM, for each model and layout runs all its cases; they are judged here.
 """
 
 import json
+import shutil
+from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM
+
+from config import InputError, load
+from engines.rollout import PREFILL_TOKENS, check, request_seed, stop_token_ids
 from examples.arithmetic import make_tokenizer
+from tests.launch import launch
 from tests.models import make_model
+from tests.rollout_worker import (CRITIC_STEPS, CUT_TEMPERATURE, CUTS, LAUNCHES, MAX_TOKENS, NUM_UPDATES, ONE_WORD,
+                                  make_prompts, make_returns)
 
+ROLLOUT_BOUND = 1e-4                             # nats, vLLM's log-probabilities from the trainer's, in fp32
+LOG_PROB_BOUND = 1e-5                            # nats, the trainer's from those of transformers
+END_TOKENS = [10, 11, 12, 13, 14, 257]           # the last by config.json, the others by generation_config.json
+LONE = [name for name, launch in LAUNCHES.items() if launch.ranks == 1]
+CRITICS = [name for name, launch in LAUNCHES.items() if launch.tp == 1]
 REWARD = """
 def score(prompt, response, row):
     if row["bad"] and len(response) % 2:
@@ -16,17 +33,336 @@ def score(prompt, response, row):
 """
 
 
-def make_folder(folder):
-    tokenizer = make_tokenizer()
-    shape = dict(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Two threads would spend their time waiting for each other over models this small."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder, tokenizer = tmp_path_factory.mktemp("rollout"), make_tokenizer()
+    shape = dict(vocab_size=len(tokenizer), eos_token_id=END_TOKENS[-1])
+    # vLLM has no attention on CPUs for heads of less than 32 numbers.
     make_model(folder / "qwen3", "qwen3", head_dim=32, **shape)
-    # One head of keys for both ranks.
     make_model(folder / "tied", "qwen2_tied", hidden_size=64, num_attention_heads=2, num_key_value_heads=1, **shape)
     for family in ("qwen3", "tied"):
         tokenizer.save_pretrained(folder / family)
-        (folder / family / "generation_config.json").write_text(json.dumps({"eos_token_id": STOP_IDS[:-1]}))
+        (folder / family / "generation_config.json").write_text(json.dumps({"eos_token_id": END_TOKENS[:-1]}))
     (folder / "reward.py").write_text(REWARD)
     return folder
 
 
-STOP_IDS = [10, 11, 12, 13, 14, 257]
+@pytest.fixture(scope="module")
+def results(folder):
+    """name of a launch -> what it wrote down"""
+    def run(name):
+        launch(LAUNCHES[name].ranks, "tests/rollout_worker.py", folder, name)
+        return json.loads((folder / f"{name}.json").read_text())
+    with ThreadPoolExecutor(2) as together:      # those of one rank; two ranks fill two cores by themselves
+        runs = {name: together.submit(run, name) for name in LONE}
+    with ThreadPoolExecutor(1) as alone:
+        runs |= {name: alone.submit(run, name) for name in LAUNCHES if name not in LONE}
+    return lambda name: runs[name].result()
+
+
+@pytest.fixture(params=LAUNCHES)
+def name(request):
+    return request.param
+
+
+@pytest.fixture
+def result(results, name):
+    return results(name)
+
+
+def sequences(written):
+    """(input_ids, loss_mask, log-probabilities, truncated) of each sequence that a launch wrote down."""
+    lengths = written["lengths"]
+    columns = [torch.tensor(written[k]).split(lengths) for k in ("input_ids", "loss_mask", "rollout_log_probs")]
+    return list(zip(*columns, written["truncated"], strict=True))
+
+
+def responses(written):
+    return [ids[mask > 0].tolist() for ids, mask, *_ in sequences(written)]
+
+
+def plain_log_probs(directory, ids, temperature=1.0):
+    """[t, V] by transformers: entry i of what follows ids[:i]; the first is 0."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        logits = model(ids[None], use_cache=False).logits[0, :-1]
+    return torch.cat([torch.zeros(1, logits.shape[1]), (logits / temperature).log_softmax(-1)])
+
+
+# -- the same log-probabilities ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", ["1.0", "0.6"])
+def test_log_probs_agree_before_and_after_every_update(result, temperature):
+    updates = result["updates"][temperature]
+    assert len(updates["gaps"]) == NUM_UPDATES + 1 and max(updates["gaps"]) < ROLLOUT_BOUND
+    assert min(updates["moved"]) > 1000 * ROLLOUT_BOUND, "stale weights would go unseen"
+
+
+@pytest.mark.parametrize("temperature", ["1.0", "0.6"])
+def test_first_ratio_is_exactly_1(result, temperature, name):
+    ratios = result["updates"][temperature]["ratios"]
+    assert len(ratios) == NUM_UPDATES
+    for ratio in ratios:
+        assert ratio["unequal"] == [0] * LAUNCHES[name].ranks
+        assert ratio["micro_batches"] >= 2 and ratio["asked"] > 40
+
+
+@pytest.mark.parametrize("name", CRITICS)
+def test_first_ratio_is_exactly_1_in_bfloat16_with_recomputation(results, name):
+    ratio = results(name)["rounded"]
+    assert ratio["unequal"] == [0] * LAUNCHES[name].ranks
+    assert ratio["micro_batches"] > 2 and ratio["asked"] > 100
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("name", LONE)
+def test_log_probs_at_a_temperature_are_those_of_transformers(results, folder, name, temperature):
+    updates = results(name)["updates"][str(temperature)]
+    answers = zip(*(torch.tensor(updates[k]).split(updates["drawn"]["lengths"]) for k in ("log_probs", "entropy")))
+    for (ids, mask, from_vllm, _), (log_probs, entropy) in zip(sequences(updates["drawn"]), answers, strict=True):
+        want = plain_log_probs(folder / LAUNCHES[name].family, ids, temperature)
+        chosen = want.gather(1, ids[:, None])[:, 0] * mask
+        assert (log_probs - chosen).abs().max() < LOG_PROB_BOUND
+        assert (entropy + (want.exp() * want).sum(1) * mask).abs().max() < LOG_PROB_BOUND
+        assert (from_vllm - chosen).abs().max() < ROLLOUT_BOUND
+
+
+# -- the same responses ------------------------------------------------------------------------------------------------
+
+
+def test_a_response_follows_from_its_seed_alone(result):
+    runs = result["seeds"]["runs"]
+    assert all(run == runs["in order"] for run in runs.values()) and len(runs) == 4
+    *drawn, again = result["seeds"]["one prompt"]
+    assert len(set(map(tuple, drawn))) == 8 and again == drawn[0]
+
+
+@pytest.mark.parametrize("many, one", [("qwen3_dp2", "qwen3"), ("tied_tp2", "tied")])
+def test_samples_do_not_depend_on_the_number_of_ranks(results, many, one):
+    many, one = results(many)["samples"], results(one)["samples"]
+    assert len(many["all"]) == 2 and many["all"][0] == many["all"][1], "ranks disagree"
+    for key in ("texts", "input_ids", "group", "scores", "truncated", "prompts", "failures", "loss_mask"):
+        for case in ("two", "one"):              # the latter for fewer prompts than there are replicas
+            assert many[case][key] == one[case][key]
+        assert many["all"][0][key] == one["all"][0][key]
+    assert many["all"][0]["rollout_log_probs"] == pytest.approx(one["all"][0]["rollout_log_probs"], abs=LOG_PROB_BOUND)
+    assert len({tuple(r) for r in responses(one["all"][0])}) > 15, "the same text over and over"
+
+
+def test_samples_are_scored_in_order_and_failures_are_left_out(result, name):
+    samples = result["samples"]["all"][0]
+    assert samples["scores"] == [len(text) for text in samples["texts"]]
+    assert samples["prompts"] == [f"prompt {group - 10}" for group in samples["group"]]
+    assert samples["texts"] == make_tokenizer().batch_decode(responses(samples), skip_special_tokens=True)
+    prompts = make_prompts(5)
+    for (ids, mask, *_), group in zip(sequences(samples), samples["group"], strict=True):
+        assert ids[mask == 0].tolist() == prompts[group - 10]
+    left = [samples["group"].count(10 + i) for i in range(5)]
+    assert left[:3] == [4, 4, 4] and left[4] == 4 and 0 < left[3] < 4
+    assert len(samples["failures"]) == 4 - left[3]
+    for kind, row, response in samples["failures"]:
+        assert kind == "raised" and row == {"bad": True} and len(response) % 2
+    told = result["samples"]["too many failures"]
+    assert len(told) == LAUNCHES[name].ranks and len(set(map(tuple, told))) == 1
+    assert told[0][0] == "InputError" and "of 20 samples" in told[0][1] and "an odd length" in told[0][1]
+
+
+def test_a_response_to_a_row_is_the_same_in_another_batch(result):
+    everything, two, one = result["samples"]["all"][0], result["samples"]["two"], result["samples"]["one"]
+    assert two["texts"] == everything["texts"][-4:] + everything["texts"][8:12]
+    assert one["texts"] == everything["texts"][4:5]
+
+
+@pytest.mark.parametrize("after", ["Rollout()", "generate()"])
+def test_the_trainers_random_generators_are_untouched(result, name, after):
+    assert result[f"random state after {after}"] == [True] * LAUNCHES[name].ranks
+
+
+def test_more_prompt_tokens_than_one_forward_pass_takes(result):
+    assert result["long_prompts"]["prompt_tokens"] > PREFILL_TOKENS
+    assert result["long_prompts"]["gap"] < ROLLOUT_BOUND
+    assert result["long_prompts"]["last"] == result["long_prompts"]["last alone"]
+
+
+def test_greedy_responses_are_the_likeliest_and_the_same_after_a_sleep(result, name):
+    before, after = result["greedy"]["responses"]
+    assert before == after and len(set(map(tuple, before))) > 6
+    assert result["greedy"]["likeliest"] == [1.0] * LAUNCHES[name].ranks
+
+
+# -- order of calls ----------------------------------------------------------------------------------------------------
+
+SLEEPS, STALE = "generate() with nothing awake", "generate() with weights awake and weights not valid"
+CACHE, ASLEEP = "before the weights were updated", "update_weights() while the weights sleep"
+PROTOCOL = [
+    ("generate at first", SLEEPS), ("cache at first", f"wake('kv_cache') {CACHE}"), ("update at first", ASLEEP),
+    ("wake", None), ("generate before update", STALE), ("cache before update", CACHE), ("update", None),
+    ("generate without cache", "generate() with weights awake and weights valid"), ("cache", None), ("generate", None),
+    ("sleep", None), ("generate asleep", SLEEPS), ("update asleep", ASLEEP), ("wake again", None),
+    ("generate with old weights", STALE), ("cache with old weights", CACHE), ("a name that is none", "wake('all')"),
+    ("update again", None), ("cache again", None), ("generate again", None), ("broken update", "cut short"),
+    ("generate after broken update", "weights not valid"), ("update once more", None), ("generate once more", None)]
+
+
+def test_calls_out_of_order_are_refused(result, name):
+    assert [what for what, _ in result["protocol"]] == [what for what, _ in PROTOCOL]
+    for (what, answers), (_, message) in zip(result["protocol"], PROTOCOL):
+        assert len(answers) == LAUNCHES[name].ranks
+        for answer in answers:
+            if message is None:
+                assert answer is None, (what, answer)
+            else:
+                assert answer is not None and answer[0] == "RuntimeError" and message in answer[1], (what, answer)
+
+
+# -- how responses are drawn and end -----------------------------------------------------------------------------------
+
+
+def test_a_response_ends_with_an_end_token_or_is_truncated(result):
+    drawn, used = sequences(result["plain"]), set()
+    for prompt, (ids, mask, log_probs, truncated) in zip(make_prompts(12), drawn, strict=True):
+        assert mask.tolist() == [0] * len(prompt) + [1] * (len(ids) - len(prompt)) and ids[mask == 0].tolist() == prompt
+        assert (log_probs[mask > 0] < 0).all() and (log_probs[mask == 0] == 0).all(), "the last token has a log-probability"
+        *before, last = ids[mask > 0].tolist()
+        assert not set(before) & set(END_TOKENS)
+        assert truncated == (last not in END_TOKENS) and (not truncated or len(before) + 1 == MAX_TOKENS)
+        used.add(last)
+    assert used & set(END_TOKENS) and {True, False} == set(result["plain"]["truncated"])
+
+
+@pytest.mark.parametrize("what", CUTS)
+@pytest.mark.parametrize("name", LONE)
+def test_cut_distributions(results, folder, name, what):
+    """vLLM's log-probabilities are those of the distribution that it sampled from, cut and scaled up again."""
+    lost = []
+    for ids, mask, log_probs, _ in sequences(results(name)["cuts"][what]):
+        want = plain_log_probs(folder / LAUNCHES[name].family, ids, CUT_TEMPERATURE)
+        p, order = want.exp().sort(descending=True)
+        kept = {"top_k": torch.arange(p.shape[1]).expand_as(p) < CUTS[what], "top_p": p.cumsum(1) - p < CUTS[what],
+                "min_p": p >= CUTS[what] * p[:, :1]}[what]
+        kept_mass = (p * kept).sum(1)
+        place = (order == ids[:, None]).int().argmax(1)
+        assert kept[torch.arange(len(ids)), place][mask > 0].all()
+        chosen = (want.gather(1, ids[:, None])[:, 0] - kept_mass.log())[mask > 0]
+        assert (log_probs[mask > 0] - chosen).abs().max() < ROLLOUT_BOUND
+        lost += (1 - kept_mass[mask > 0]).tolist()
+    assert sum(lost) / len(lost) > 0.2, "nothing was cut"
+
+
+@pytest.mark.parametrize("what", ONE_WORD)
+@pytest.mark.parametrize("name", LONE)
+def test_cuts_that_leave_one_word_are_greedy(results, name, what):
+    words = results(name)["one word"]
+    greedy = [r[:MAX_TOKENS] for r in results(name)["greedy"]["responses"][0]]
+    assert responses(words[what]) == greedy != responses(results(name)["plain"])
+    if what != "temperature":
+        assert words[what]["rollout_log_probs"] == pytest.approx([0] * len(words[what]["input_ids"]), abs=1e-6)
+
+
+@pytest.mark.parametrize("name", LONE)
+def test_stop_strings(results, name):
+    """The plain responses, as far as the token that completes the stop string."""
+    tokenizer, result = make_tokenizer(), results(name)
+    for case in result["stop strings"]:
+        cut = 0
+        for (free_ids, mask, free, free_truncated), (ids, _, log_probs, truncated) in zip(
+                sequences(result["plain"]), sequences(case["stopped"]), strict=True):
+            start = int((mask == 0).sum())
+            ends = [i + 1 for i in range(start, len(free_ids))
+                    if case["stop"] in tokenizer.decode(free_ids[start:i + 1], skip_special_tokens=True)]
+            assert ids.tolist() == free_ids[:min(ends, default=len(free_ids))].tolist()
+            assert truncated == (free_truncated and not ends)
+            assert (log_probs - free[:len(ids)]).abs().max() < LOG_PROB_BOUND
+            cut += len(ids) < len(free_ids)
+        assert cut and len(case["stop"]) in (1, 2)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", LONE)
+def test_what_vllm_does_not_take_is_an_input_error(results, name):
+    kind, text = results(name)["too long"]
+    assert kind == "InputError" and "vLLM cannot start" in text and "max_position_embeddings=512" in text
+
+
+@pytest.mark.parametrize("tp, world, message", [
+    (2, 3, "rollout.tensor_parallel_size=2 does not divide the 3 ranks"),
+    (4, 4, "rollout.tensor_parallel_size=4 does not divide the model's 2 attention heads"),
+    (2, 4, None), (1, 3, None)])
+def test_layouts(folder, tp, world, message):
+    config = load("ppo.yaml", [f"model.path={folder}/tied", "data.train_files=x", f"rollout.tensor_parallel_size={tp}"])
+    if message is None:
+        return check(config, world)
+    with pytest.raises(InputError) as error:
+        check(config, world)
+    assert str(error.value) == message
+
+
+def test_end_tokens_come_from_both_files(folder, tmp_path):
+    assert stop_token_ids(folder / "tied") == END_TOKENS
+    shutil.copy(folder / "tied" / "config.json", tmp_path)
+    assert stop_token_ids(tmp_path) == END_TOKENS[-1:]
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": None}))
+    (tmp_path / "generation_config.json").write_text("{}")
+    with pytest.raises(InputError, match="has an eos_token_id"):
+        stop_token_ids(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 0}')
+    assert stop_token_ids(tmp_path) == [0]
+
+
+def test_seeds_are_apart_and_fit_into_64_bits():
+    seeds = {request_seed(0, step, row, k) for step in range(-1, 9) for row in range(100) for k in range(10)}
+    assert len(seeds) == 10_000 and 0 <= min(seeds) and 2**61 < max(seeds) < 2**62
+    assert request_seed(1, 23) != request_seed(12, 3)
+
+
+# -- critics -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CRITICS)
+def test_a_critic_begins_at_zero_and_learns_the_returns(results, name):
+    critic, batch = results(name)["critic"], make_returns()
+    asked = batch.fields["loss_mask"] > 0
+    assert critic["first"] == [0.0] * len(batch.input_ids)
+    last = torch.tensor(critic["last"])
+    assert (last[~asked] == 0).all() and (last[asked] != 0).all() and asked.sum() > 50
+    assert len(critic["losses"]) == CRITIC_STEPS and critic["losses"][-1] < 0.02 * critic["losses"][0]
+    assert (last - batch.fields["returns"])[asked].abs().mean() < 0.2
+    assert critic["losses"][0] == pytest.approx(batch.fields["returns"][asked].square().sum().item() / 100, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", CRITICS)
+def test_a_value_is_that_of_what_precedes_its_token(results, name):
+    assert results(name)["critic"]["another end"] == results(name)["critic"]["last"]
+
+
+@pytest.mark.parametrize("name", CRITICS)
+def test_an_exported_critic_keeps_its_value_head(results, folder, name):
+    assert results(name)["critic"]["read again"] == results(name)["critic"]["last"]
+    with safe_open(folder / f"{name}_critic" / "model.safetensors", framework="pt") as tensors:
+        assert tensors.get_slice("lm_head.weight").get_shape()[0] == 1
+
+
+def test_a_critic_is_the_same_on_one_rank_and_two(results):
+    one, two = results("qwen3")["critic"], results("qwen3_dp2")["critic"]
+    assert two["losses"] == pytest.approx(one["losses"], rel=1e-3)
+    assert two["last"] == pytest.approx(one["last"], abs=1e-3)
+
+
+@pytest.mark.parametrize("name", CRITICS)
+def test_a_checkpoint_restores_actor_and_critic(results, name):
+    critic = results(name)["critic"]
+    assert critic["progress"] == {"step": 2, "kl_coef": 0.25}
+    assert critic["restored"] == [True] * LAUNCHES[name].ranks
+    assert critic["went on again"] == critic["went on"] and len(critic["went on"]) == 4

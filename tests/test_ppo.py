@@ -1,0 +1,409 @@
+"""Samples, advantages and updates by hand; a bandit; then train_ppo.py as its users run it."""
+
+import json
+import math
+import os
+import signal
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import ppo
+from config import InputError, load
+from data.packing import Batch, global_batch
+from data.prompts import Prompt
+from engines import device
+from engines.fsdp import FSDPEngine
+from examples.arithmetic import make_rows, make_tokenizer
+from grading import Failure
+from samples import Samples, concat
+from tests.models import make_model
+
+
+def configure(*more, path="unused"):
+    return load("ppo.yaml", [f"model.path={path}", "data.train_files=unused", "engine.compute_dtype=float32", *more])
+
+
+def make_samples(lengths, scores, group, baseline=None, failures=()):
+    """Prompts of two tokens and responses of these lengths; vLLM found every token as likely as exp(-1)."""
+    masks = [torch.tensor([0.0, 0.0] + [1.0] * length) for length in lengths]
+    mask = torch.cat([torch.empty(0), *masks])
+    cu_seqlens = torch.tensor([0, *map(len, masks)]).cumsum(0)
+    batch = Batch(torch.arange(len(mask)), cu_seqlens, {"loss_mask": mask, "rollout_log_probs": -mask})
+    return Samples(batch, torch.tensor(group), torch.tensor(scores, dtype=torch.float32),
+                   torch.tensor([length > 3 for length in lengths], dtype=torch.bool),
+                   [f"response {i}" for i in range(len(lengths))], [Prompt([1, 2], f"prompt {g}", {}) for g in group],
+                   list(failures), None if baseline is None else torch.tensor(baseline))
+
+
+def failure(number):
+    return Failure("raised", f"trace {number}", {"number": number}, "text")
+
+
+# -- samples -----------------------------------------------------------------------------------------------------------
+
+
+def test_select_takes_everything_along():
+    samples = make_samples([1, 4, 2], [1, 2, 3], [5, 5, 9], baseline=[7.0, 8.0, 9.0], failures=[failure(0)])
+    assert (len(samples), samples.num_prompts, samples.response_lengths.tolist()) == (3, 2, [1, 4, 2])
+    kept = samples.select(torch.tensor([False, True, True]))
+    assert kept.batch.input_ids.tolist() == [3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
+    assert kept.batch.cu_seqlens.tolist() == [0, 6, 10] and kept.response_lengths.tolist() == [4, 2]
+    assert kept.group.tolist() == [5, 9] and kept.scores.tolist() == [2, 3] and kept.truncated.tolist() == [True, False]
+    assert kept.texts == ["response 1", "response 2"] and [p.text for p in kept.prompts] == ["prompt 5", "prompt 9"]
+    assert kept.baseline.tolist() == [8, 9] and kept.failures == [failure(0)]
+    nothing = samples.select(torch.zeros(3, dtype=torch.bool))
+    assert len(nothing) == 0 and nothing.batch.cu_seqlens.tolist() == [0] and nothing.failures == [failure(0)]
+
+
+def test_concat_puts_draws_behind_each_other():
+    first, second = make_samples([1, 2], [1, 2], [0, 0], failures=[failure(0)]), make_samples([3], [3], [1], failures=[failure(1)])
+    both = concat([first, second.select(torch.tensor([False])), second])
+    assert both.response_lengths.tolist() == [1, 2, 3] and both.group.tolist() == [0, 0, 1] and both.baseline is None
+    assert both.texts == ["response 0", "response 1", "response 0"] and len(both.prompts) == 3
+    assert both.failures == [failure(0), failure(1), failure(1)]
+    assert both.batch.fields["loss_mask"].tolist() == [0, 0, 1, 0, 0, 1, 1, 0, 0, 1, 1, 1]
+
+
+def test_a_baseline_belongs_to_its_prompt_and_groups_without_one_go():
+    samples = make_samples([1, 1, 1, 1, 1], [1, 2, 3, 4, 5], [0, 0, 1, 2, 2])
+    greedy = make_samples([1, 1], [20, 10], [2, 0])
+    known = samples.with_baseline(greedy)
+    assert known.group.tolist() == [0, 0, 2, 2] and known.scores.tolist() == [1, 2, 4, 5]
+    assert known.baseline.tolist() == [10, 10, 20, 20]
+    assert len(samples.with_baseline(greedy.select(torch.tensor([False, False])))) == 0
+
+
+def test_mini_batches_hold_whole_groups_whatever_their_numbers_and_sizes():
+    samples = make_samples([1] * 7, range(7), [3, 3, 4, 8, 8, 8, 11])
+    assert samples.mini_batches(2) == [[0, 1, 2], [3, 4, 5, 6]]
+    assert samples.mini_batches(3) == [[0, 1, 2, 3, 4, 5], [6]]
+    config = configure("data.train_batch_size=4")
+    assert ppo.mini_batches(config, samples) == [list(range(7))]
+    config = configure("data.train_batch_size=4", "algorithm.ppo_mini_batch_size=1")
+    assert ppo.mini_batches(config, samples) == [[0, 1], [2], [3, 4, 5], [6]]
+
+
+def test_samples_are_written_with_their_failures(tmp_path):
+    make_samples([4, 2], [0.5, 1], [0, 6], failures=[failure(3)]).write(tmp_path / "new" / "step_1.jsonl")
+    lines = [json.loads(line) for line in (tmp_path / "new" / "step_1.jsonl").read_text().splitlines()]
+    assert lines == [
+        {"group": 0, "prompt": "prompt 0", "response": "response 0", "score": 0.5, "length": 4, "truncated": True},
+        {"group": 6, "prompt": "prompt 6", "response": "response 1", "score": 1.0, "length": 2, "truncated": False},
+        {"response": "text", "row": {"number": 3}, "failure": "raised", "trace": "trace 3"}]
+
+
+@pytest.mark.parametrize("num_minis, more, needed", [
+    (1, [], False), (2, [], True), (1, ["algorithm.ppo_epochs=2"], True), (1, ["algorithm.use_kl_in_reward=true"], True),
+    (1, ["algorithm.rollout_rs=token"], True), (1, ["algorithm.use_kl_loss=true", "algorithm.rollout_is=token"], False),
+    (1, ["algorithm.adv_estimator=gae"], False)])
+def test_old_log_probs_are_asked_for_where_they_are_needed(num_minis, more, needed):
+    assert ppo.needs_old_log_probs(configure(*more), [[0]] * num_minis) == needed
+
+
+# -- collecting --------------------------------------------------------------------------------------------------------
+
+PROMPTS, SIZE = 12, 3
+
+
+def collect(agreeing, *more, batch_index=1, failing=()):
+    """collect() on 12 prompts, 3 a batch, 2 responses each, which score (row, row) for agreeing rows and (row, -row) for
+    others; failing rows have none. Returns its result and the calls of draw()."""
+    calls = []
+
+    def draw(dataset, rows, sampling, *seed, first_group):
+        assert len(dataset) == PROMPTS
+        calls.append((rows.tolist(), sampling.n, sampling.temperature, seed, first_group))
+        kept = [(place, row) for place, row in enumerate(rows.tolist()) if row not in failing for _ in range(sampling.n)]
+        scores = [row if k % sampling.n == 0 or row in agreeing else -row for k, (_, row) in enumerate(kept)]
+        drawn = make_samples([1 + row % 3 for _, row in kept], scores, [first_group + place for place, _ in kept])
+        drawn.failures = [failure(row) for row in rows.tolist() if row in failing]
+        return drawn
+    config = configure(f"data.train_batch_size={SIZE}", "rollout.n=2", *more)
+    try:
+        return *ppo.collect(config, draw, range(PROMPTS), batch_index), calls
+    except InputError as error:
+        return str(error), calls
+
+
+def batches(*indices):
+    return [global_batch(PROMPTS, SIZE, 0, i).tolist() for i in indices]
+
+
+FILTER = "algorithm.filter_groups.enable=true"
+
+
+def test_collect_draws_one_batch():
+    samples, following, calls = collect(agreeing=range(PROMPTS))
+    assert following == 2 and calls == [(batches(1)[0], 2, 1.0, (1,), 0)]
+    assert samples.scores.tolist() == [row for row in batches(1)[0] for _ in range(2)]
+
+
+def test_filter_groups_draws_until_there_are_enough_and_keeps_the_first():
+    """The epoch ends behind batch 3: batch 4 is the first of the next."""
+    drawn = [row for batch in batches(3, 4, 5) for row in batch]
+    teaching = [drawn[1], drawn[3], drawn[6], drawn[7]]
+    samples, following, calls = collect({*range(PROMPTS)} - {*teaching}, FILTER, batch_index=3)
+    places = [i for i, row in enumerate(drawn) if row in teaching]
+    needed = next(k for k in (1, 2, 3) if sum(place < 3 * k for place in places) >= SIZE)
+    assert following == 3 + needed > 4 and len(calls) == needed
+    assert calls == [(batches(3 + k)[0], 2, 1.0, (3 + k,), SIZE * k) for k in range(needed)]
+    assert samples.group.tolist() == [place for place in places[:SIZE] for _ in range(2)]
+    assert samples.scores.abs().tolist() == [drawn[place] for place in places[:SIZE] for _ in range(2)]
+
+
+def test_filter_groups_goes_on_with_what_it_has_after_the_last_batch():
+    only = batches(2)[0][2] or batches(2)[0][1]                  # row 0 scores 0 and -0
+    samples, following, calls = collect({*range(PROMPTS)} - {only}, FILTER, "algorithm.filter_groups.max_num_gen_batches=2")
+    assert following == 3 and len(calls) == 2
+    assert samples.num_prompts == 1 and samples.scores.tolist() == [only, -only]
+
+
+def test_filter_groups_with_nothing_left_is_an_error():
+    message, calls = collect(range(PROMPTS), FILTER, "algorithm.filter_groups.max_num_gen_batches=2")
+    assert len(calls) == 2 and "no prompt of 2 batches is left" in message
+
+
+def test_remax_draws_a_greedy_response_more():
+    row = batches(1)[0][1]
+    samples, following, calls = collect({*range(PROMPTS)}, "algorithm.adv_estimator=remax", failing=[row])
+    assert following == 2
+    assert calls == [(batches(1)[0], 2, 1.0, (1,), 0), (batches(1)[0], 1, 0.0, (1,), 0)]
+    assert samples.group.tolist() == [0, 0, 2, 2] and samples.baseline.tolist() == samples.scores.tolist()
+    assert samples.failures == [failure(row)]
+
+
+def test_failures_of_all_draws_are_kept():
+    rows = [batches(1)[0][0], batches(2)[0][0]]
+    samples, _, calls = collect((), FILTER, failing=rows)
+    assert len(calls) == 2 and samples.failures == [failure(row) for row in rows]
+
+
+# -- advantages --------------------------------------------------------------------------------------------------------
+
+
+def advantages(samples, *more, minis=None, kl_coef=0.001, **fields):
+    """(fields, metrics) of set_advantages; fields are values of response tokens, in order."""
+    for name, values in fields.items():
+        mask = samples.batch.fields["loss_mask"]
+        samples.batch.fields[name] = torch.zeros_like(mask).masked_scatter(mask > 0, torch.tensor(values))
+    config = configure(*more)
+    metrics = ppo.set_advantages(config, samples, minis or [list(range(len(samples)))], kl_coef)
+    return samples.batch.fields, metrics
+
+
+def on_responses(samples, values):
+    return values[samples.batch.fields["loss_mask"] > 0].tolist()
+
+
+def test_group_advantages_and_weights_of_two_mini_batches():
+    samples = make_samples([1, 2, 3, 2], [1, 0, 2, 2], [0, 0, 1, 1], failures=[failure(0)])
+    f, metrics = advantages(samples, minis=[[0, 1], [2, 3]])
+    root = math.sqrt(0.5)
+    assert f["sequence"].tolist() == [0] * 3 + [1] * 4 + [2] * 5 + [3] * 4 and f["sequence"].dtype == torch.int64
+    assert on_responses(samples, f["advantages"]) == pytest.approx([root, -root, -root, 0, 0, 0, 0, 0], abs=1e-5)
+    third, fifth = 1 / 3, 1 / 5
+    for name in ("loss_weight", "token_weight"):
+        assert on_responses(samples, f[name]) == pytest.approx([third] * 3 + [fifth] * 5)
+    for name in ("advantages", "returns", "loss_weight", "token_weight"):
+        assert (f[name][f["loss_mask"] == 0] == 0).all()
+    expected = {"critic/score/mean": 1.25, "critic/score/max": 2, "critic/score/min": 0, "critic/rewards/mean": 1.25,
+                "response_length/mean": 2, "response_length/max": 3, "response_length/min": 1, "prompt_length/mean": 2,
+                "response_length/clip_ratio": 0, "reward/informative_groups": 0.5, "reward/failure_rate": 0.2,
+                "critic/advantages/max": root, "critic/advantages/min": -root}
+    assert {k: metrics[k] for k in expected} == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("mode, weights", [
+    ("token-mean", [1 / 3] * 3 + [1 / 5] * 5), ("seq-mean-token-sum", [1 / 2] * 8),
+    ("seq-mean-token-mean", [1 / 2, 1 / 4, 1 / 4, 1 / 6, 1 / 6, 1 / 6, 1 / 4, 1 / 4])])
+def test_loss_weights_are_of_one_mini_batch(mode, weights):
+    samples = make_samples([1, 2, 3, 2], [1, 0, 2, 2], [0, 0, 1, 1])
+    f, _ = advantages(samples, f"algorithm.loss_agg_mode={mode}", minis=[[0, 1], [2, 3]])
+    assert on_responses(samples, f["loss_weight"]) == pytest.approx(weights)
+    assert on_responses(samples, f["token_weight"]) == pytest.approx([1 / 3] * 3 + [1 / 5] * 5)
+
+
+GAE = "algorithm.adv_estimator=gae"
+KL = ["algorithm.use_kl_in_reward=true", "algorithm.kl_penalty=k1"]
+
+
+def test_divergence_comes_off_the_reward_of_each_token():
+    """With values of 0, gamma and lambda of 1, the returns are rewards to go."""
+    samples = make_samples([2, 1], [1, 3], [0, 1])
+    f, metrics = advantages(samples, GAE, *KL, kl_coef=0.5, old_log_probs=[-1.0, -2.0, -3.0],
+                            ref_log_probs=[-2.0, -5.0, -2.0], values=[0.0, 0.0, 0.0])
+    assert on_responses(samples, f["returns"]) == pytest.approx([1 - 0.5 * 4, 1 - 0.5 * 3, 3 + 0.5 * 1])
+    assert metrics["actor/reward_kl"] == pytest.approx((1 + 3 - 1) / 3) and metrics["actor/kl_coef"] == 0.5
+    assert metrics["critic/rewards/mean"] == 2, "rewards of sequences are reported without the divergence"
+
+
+@pytest.mark.parametrize("reference, factor", [([-1.1] * 3, 1 + 0.2 * 2 / 40), ([-1.0] * 3, 1 - 0.2 * 2 / 40),
+                                               ([-1.011] * 3, 1 + 0.1 * 2 / 40)])
+def test_the_coefficient_adapts(reference, factor):
+    """0.2 at most a step, less near the target, in proportion to the share of 2 responses in a horizon of 40."""
+    samples = make_samples([2, 1], [1, 3], [0, 1])
+    _, metrics = advantages(samples, *KL, "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.target_kl=0.01",
+                            "algorithm.kl_ctrl.horizon=40", kl_coef=0.5, old_log_probs=[-1.0] * 3, ref_log_probs=reference)
+    assert metrics["actor/kl_coef"] == pytest.approx(0.5 * factor, rel=1e-4)
+
+
+@pytest.mark.parametrize("level, kept", [("sequence", [0, 0, 1, 1, 1]), ("geometric", [1, 1, 1, 1, 1]),
+                                         ("token", [0, 1, 1, 1, 1])])
+def test_what_is_rejected_is_in_no_denominator(level, kept):
+    """vLLM's log-probabilities are -1: the first response's ratios are e^0.8 = 2.2 and 1, their mean e^0.4 = 1.5."""
+    samples = make_samples([2, 3], [1, 0], [0, 0])
+    f, metrics = advantages(samples, f"algorithm.rollout_rs={level}", "algorithm.loss_agg_mode=seq-mean-token-mean",
+                            old_log_probs=[-0.2, -1.0, -1.0, -0.9, -1.1])
+    assert on_responses(samples, f["token_weight"]) == pytest.approx([k / sum(kept) for k in kept])
+    assert f["loss_weight"].sum() == pytest.approx(1) and f["token_weight"].sum() == pytest.approx(1)
+    assert (f["loss_weight"] > 0).tolist() == (f["token_weight"] > 0).tolist()
+    assert metrics["rollout_corr/rejected"] == pytest.approx(1 - sum(kept) / 5)
+    root = math.sqrt(0.5)
+    assert on_responses(samples, f["advantages"]) == pytest.approx([root, root, -root, -root, -root], abs=1e-5)
+
+
+def test_everything_rejected_leaves_nothing_and_no_nan():
+    samples = make_samples([2, 3], [1, 0], [0, 0])
+    f, metrics = advantages(samples, "algorithm.rollout_rs=token", old_log_probs=[-5.0] * 5)
+    assert not f["loss_weight"].any() and not f["token_weight"].any() and metrics["rollout_corr/rejected"] == 1
+
+
+def test_remax_takes_off_the_greedy_score():
+    samples = make_samples([1, 2], [1, 3], [0, 1], baseline=[0.25, 4.0])
+    f, _ = advantages(samples, "algorithm.adv_estimator=remax")
+    assert on_responses(samples, f["advantages"]) == [0.75, -1, -1]
+
+
+def test_overlong_responses_are_penalised_but_their_score_is_not():
+    samples = make_samples([6, 8, 10], [1, 1, 1], [0, 0, 0])
+    f, metrics = advantages(samples, "algorithm.adv_estimator=dr_grpo", "rollout.max_tokens=10", "reward.overlong_buffer=4",
+                            "reward.overlong_penalty=0.6")
+    outcome = [1, 1 - 0.3, 1 - 0.6]
+    assert on_responses(samples, f["returns"]) == pytest.approx([outcome[0]] * 6 + [outcome[1]] * 8 + [outcome[2]] * 10)
+    assert metrics["critic/score/mean"] == 1 and metrics["critic/rewards/mean"] == pytest.approx(0.7)
+    assert metrics["reward/informative_groups"] == 0, "groups are compared by score"
+
+
+def test_values_are_explained():
+    samples = make_samples([1, 1, 1, 1], [0, 2, 0, 2], [0, 1, 2, 3])
+    _, metrics = advantages(samples, GAE, values=[0.5, 1.5, 0.5, 1.5])
+    assert metrics["critic/vf_explained_var"] == pytest.approx(0.75) and metrics["critic/values/mean"] == 1
+
+
+# -- losses ------------------------------------------------------------------------------------------------------------
+
+
+def loss_of(log_probs, *more, entropy=(1.0, 3.0), **fields):
+    """actor_loss on two responses of one token each, weighted 0.5 and 0.25 in the loss, 0.5 each in means."""
+    fields = {"loss_mask": [1.0, 1.0], "loss_weight": [0.5, 0.25], "token_weight": [0.5, 0.5], "advantages": [1.0, -1.0],
+              "rollout_log_probs": [-1.0, -1.0], **fields}
+    tensors = {name: torch.tensor(values) for name, values in fields.items()} | {"sequence": torch.tensor([0, 1])}
+    log_probs = torch.tensor(log_probs, requires_grad=True)
+    loss, amounts = ppo.actor_loss(configure(*more), 2)(log_probs, torch.tensor(entropy), tensors)
+    loss.backward()
+    return loss.item(), {name: amount.item() for name, amount in amounts.items()}, log_probs.grad.tolist()
+
+
+def test_the_first_updates_loss_has_a_ratio_of_1():
+    loss, amounts, gradient = loss_of([-1.5, -0.5])
+    assert loss == amounts["pg_loss"] == -0.5 + 0.25 and gradient == [-0.5, 0.25]
+    assert amounts["ppo_kl"] == 0 and amounts["pg_clipfrac"] == 0 and amounts["entropy"] == 2
+    assert amounts["rollout_corr/log_prob_gap"] == 0.5
+    assert amounts["rollout_corr/ratio"] == pytest.approx((math.exp(-0.5) + math.exp(0.5)) / 2)
+
+
+def test_later_updates_are_clipped():
+    """Ratios e^0.5 with A = 1 and e^-0.5 with A = -1: both clipped."""
+    loss, amounts, gradient = loss_of([-1.0, -1.5], "algorithm.clip_ratio_low=0.3", "algorithm.clip_ratio_high=0.1",
+                                      old_log_probs=[-1.5, -1.0])
+    assert loss == pytest.approx(-1.1 * 0.5 + 0.7 * 0.25) and gradient == [0, 0]
+    assert amounts["pg_clipfrac"] == 1 and amounts["ppo_kl"] == pytest.approx(0.5 * -0.5 + 0.5 * 0.5)
+
+
+def test_entropy_divergence_and_importance_weights_enter_the_loss():
+    loss, amounts, gradient = loss_of([-1.5, -0.5], "algorithm.entropy_coeff=0.1", "algorithm.use_kl_loss=true",
+                                      "algorithm.kl_loss_type=k2", "algorithm.kl_loss_coef=2", "algorithm.rollout_is=token",
+                                      "algorithm.rollout_is_threshold=1.2", ref_log_probs=[-1.5, -1.5])
+    weights = math.exp(-0.5), 1.2                                # e^0.5 is cut
+    policy = -0.5 * weights[0] + 0.25 * weights[1]
+    assert amounts["pg_loss"] == pytest.approx(policy) and amounts["kl_loss"] == pytest.approx(0.25 * 0.5)
+    assert loss == pytest.approx(policy - 0.1 * (0.5 * 1 + 0.25 * 3) + 2 * amounts["kl_loss"])
+    assert gradient == pytest.approx([-0.5 * weights[0], 0.25 * weights[1] + 2 * 0.25 * 1.0])
+
+
+@pytest.mark.parametrize("clip, loss, share", [(0.5, (1.0 + 2.5**2) / 4, 0.5), (0.0, (1.0 + 1.0) / 4, 0)])
+def test_values_move_no_further_than_their_clip(clip, loss, share):
+    fields = {"values": torch.tensor([0.0, 0.0]), "returns": torch.tensor([1.0, 3.0]), "token_weight": torch.tensor([0.5, 0.5])}
+    value, amounts = ppo.critic_loss(configure(f"critic.cliprange_value={clip}"))(torch.tensor([0.0, 2.0]), fields)
+    assert value.item() == amounts["vf_loss"].item() == pytest.approx(loss)
+    assert amounts["vf_clipfrac"].item() == share
+
+
+# -- validation --------------------------------------------------------------------------------------------------------
+
+
+def test_pass_at_k():
+    """Groups with 0, 1 and 4 right of 4, and one of 3 that says nothing of pass@k."""
+    scores = [0, 0.9, 0, 0] + [0, 1, 0, 0] + [1, 1, 2, 1] + [1, 1, 1]
+    samples = make_samples([4] + [1] * 14, scores, [0] * 4 + [1] * 4 + [5] * 4 + [7] * 3, failures=[failure(0)])
+    metrics = ppo.validation_metrics(samples, "some/file.py:score", 4)
+    mean = sum(scores) / 15
+    assert metrics == pytest.approx({
+        "val/score": mean, "val/score/mean@4": mean, "val/score/pass@2": (0 + 0.5 + 1) / 3, "val/score/pass@4": 2 / 3,
+        "val/response_length": 18 / 15, "val/truncated": 1 / 15, "val/failures": 1})
+
+
+def test_validation_with_one_response_and_with_an_odd_number():
+    samples = make_samples([1, 1, 1], [0, 1, 0], [0, 0, 0])
+    assert set(ppo.validation_metrics(samples, "exact_match", 1)) == {"val/exact_match", "val/response_length",
+                                                                      "val/truncated", "val/failures"}
+    metrics = ppo.validation_metrics(samples, "exact_match", 3)
+    assert metrics["val/exact_match/pass@2"] == pytest.approx(2 / 3) and metrics["val/exact_match/pass@3"] == 1
+    assert "val/exact_match/pass@4" not in metrics
+
+
+# -- contradictions ----------------------------------------------------------------------------------------------------
+
+CONTRADICTIONS = {
+    "a mini-batch that does not divide": (["data.train_batch_size=8", "algorithm.ppo_mini_batch_size=3"],
+                                          "algorithm.ppo_mini_batch_size=3 does not divide data.train_batch_size=8"),
+    "a mini-batch larger than the batch": (["data.train_batch_size=8", "algorithm.ppo_mini_batch_size=16"], "does not divide"),
+    "a critic without gae": (["critic.path=there"], "algorithm.adv_estimator=grpo has no critic"),
+    "a critic's warm-up without gae": (["critic.warmup_steps=3", "algorithm.adv_estimator=rloo"], "rloo has no critic"),
+    "a reference that is not used": (["reference.path=there"], "reference.path needs algorithm.use_kl_loss or"),
+    "groups of one that are filtered": ([FILTER, "rollout.n=1"], "needs rollout.n of 2 or more"),
+    "a buffer longer than a response": (["rollout.max_tokens=10", "reward.overlong_buffer=11"], "is more than rollout.max_tokens=10"),
+    "responses longer than a micro-batch": (["data.max_prompt_length=50", "rollout.max_tokens=51",
+                                             "data.max_tokens_per_micro_batch=100"], "rollout.max_tokens = 101 is more than"),
+}
+
+
+@pytest.mark.parametrize("what", CONTRADICTIONS)
+def test_contradictions_are_input_errors(what):
+    more, message = CONTRADICTIONS[what]
+    with pytest.raises(InputError) as error:
+        ppo.check(configure(*more))
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("more", [
+    [], ["data.train_batch_size=8", "algorithm.ppo_mini_batch_size=8"], [GAE, "critic.path=there", "critic.warmup_steps=3"],
+    ["reference.path=there", "algorithm.use_kl_loss=true"], ["reference.path=there", "algorithm.use_kl_in_reward=true"],
+    [FILTER, "rollout.n=2"], ["rollout.max_tokens=10", "reward.overlong_buffer=10"],
+    ["data.max_prompt_length=50", "rollout.max_tokens=50", "data.max_tokens_per_micro_batch=100"]])
+def test_what_contradicts_nothing_is_accepted(more):
+    ppo.check(configure(*more))
+
+
+def test_critic_and_reference_begin_with_their_own_model_or_the_policys():
+    config = configure("critic.path=c", "critic.lr=0.5", "reference.path=r", path="p")
+    assert (ppo.critic_config(config).model.path, ppo.critic_config(config).optim.lr) == ("c", 0.5)
+    assert (ppo.reference_config(config).model.path, ppo.reference_config(config).optim.lr) == ("r", config.optim.lr)
+    assert ppo.critic_config(configure(path="p")).model.path == ppo.reference_config(configure(path="p")).model.path == "p"
