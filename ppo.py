@@ -111,7 +111,7 @@ def validation_metrics(samples: Samples, name: str, n: int) -> dict[str, float]:
     if n > 1:
         place, counts = samples.group.unique(return_inverse=True, return_counts=True)[1:]
         whole = counts == n                     # a group with a response that could not be graded says nothing of pass@k
-        right = torch.zeros(len(counts)).index_add_(0, place, (samples.scores >= 1).float())[whole]
+        right = torch.zeros_like(counts).index_add_(0, place, (samples.scores >= 1).long())[whole]
         metrics[f"{name}/mean@{n}"] = metrics[name]
         for k in sorted({2**i for i in range(1, n.bit_length())} | {n}):
             if k <= n and whole.any():

@@ -129,6 +129,7 @@ def main(config):
             with profiler.stage("update_actor"):
                 loss_fn = ppo.actor_loss(config, len(samples))
                 metrics |= ppo.update(actor, batch, minis, loss_fn, step, algorithm.ppo_epochs, "actor")
+        metrics |= {"perf/memory_training_gib": used} if (used := rollout.used_gib(this_device)) else device.memory()
         step += 1
         skipped = metrics.get("actor/skipped", 0) + metrics.get("critic/skipped", 0)
         progress |= {"step": step, "skipped": progress["skipped"] + int(skipped),
@@ -150,7 +151,7 @@ def main(config):
         # Not when asked to stop: the time that is left is for the checkpoint.
         if val and (last or not stop.requested and trainer.test_freq > 0 and step % trainer.test_freq == 0):
             metrics |= validate()
-        tracker.log(step, metrics | profiler.pop() | device.memory() | {
+        tracker.log(step, metrics | profiler.pop() | {
             "train/epoch": progress["batch"] / steps_per_epoch, "train/skipped": progress["skipped"],
             "reward/failures": progress["failures"], "timing/step": seconds,
             "perf/tokens_per_second": len(batch.input_ids) / seconds / dist.get_world_size()})

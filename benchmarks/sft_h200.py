@@ -45,7 +45,7 @@ def make_model(shape: str, directory: Path) -> Path:
     config = AutoConfig.for_model(
         "qwen2", vocab_size=151936 if shape == "0.5B" or shape == "1.5B" else 152064, hidden_size=hidden,
         intermediate_size=intermediate, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
-        tie_word_embeddings=tied, max_position_embeddings=32768)
+        tie_word_embeddings=tied, max_position_embeddings=32768, architectures=["Qwen2ForCausalLM"])
     work = path.with_suffix(".tmp")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)

@@ -23,7 +23,7 @@ def write_report(run: Path) -> Path:
     from matplotlib import pyplot
 
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    present = {name for line in lines for name in line if line[name] is not None}
+    present = {name for line in lines for name in line if line[name]}       # what is always 0 says nothing
     panels = [(title, [n for n in names if n in present]) for title, names in PANELS]
     panels = [(title, names) for title, names in panels if names]
     stages = sorted(n for n in present if n.startswith("timing/") and n != "timing/step")
