@@ -56,13 +56,15 @@ def uses_reference(config: DictConfig) -> bool:
     return config.algorithm.use_kl_loss or config.algorithm.use_kl_in_reward
 
 
-def critic_config(config: DictConfig) -> DictConfig:
-    return OmegaConf.merge(config, {"model": {"path": config.critic.path or config.model.path},
-                                    "optim": {"lr": config.critic.lr}})
-
-
-def reference_config(config: DictConfig) -> DictConfig:
-    return OmegaConf.merge(config, {"model": {"path": config.reference.path or config.model.path}})
+def roles(config: DictConfig) -> dict[str, DictConfig]:
+    """The configuration of each engine that this run has: actor, and critic and reference where they are used."""
+    roles = {"actor": config}
+    if config.algorithm.adv_estimator == "gae":
+        roles["critic"] = OmegaConf.merge(config, {"model": {"path": config.critic.path or config.model.path},
+                                                   "optim": {"lr": config.critic.lr}})
+    if uses_reference(config):
+        roles["reference"] = OmegaConf.merge(config, {"model": {"path": config.reference.path or config.model.path}})
+    return roles
 
 
 # -- samples -------------------------------------------------------------------------------------------------------------

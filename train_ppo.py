@@ -44,7 +44,9 @@ def main(config):
     stop, this_device = job.StopSignal(), device.init()
     rank, out, trainer, algorithm = dist.get_rank(), Path(config.output_dir), config.trainer, config.algorithm
     config = job.with_local_model(config)
-    hf_config = FSDPEngine.check(config, dist.get_world_size())
+    shapes = {role: FSDPEngine.check(settings, dist.get_world_size()) for role, settings in ppo.roles(config).items()}
+    if "reference" in shapes and shapes["reference"].vocab_size != shapes["actor"].vocab_size:
+        raise InputError(f"reference.path={config.reference.path} has another vocabulary than model.path={config.model.path}")
     rollout.check(config, dist.get_world_size())
     tracking.check(config)
     tokenizer = job.load_tokenizer(config)
@@ -57,7 +59,7 @@ def main(config):
 
     checkpointer = Checkpointer(out / "checkpoints", trainer.max_checkpoints, trainer.async_save)
     progress = {"step": 0, "batch": 0, "skipped": 0, "failures": 0, "kl_coef": algorithm.kl_ctrl.kl_coef,
-                "run": identity(config, hf_config, train), "export_dtype": config.engine.compute_dtype}
+                "run": identity(config, shapes["actor"], train), "export_dtype": config.engine.compute_dtype}
     resume_from = device.on_rank0(job.find_resume, config, checkpointer.latest(), progress)
     actor, critic, reference = build_engines(config, this_device, total_steps)
     others = {"critic": critic} if critic else {}
@@ -66,7 +68,7 @@ def main(config):
     # What waits in host memory while somebody else needs the device. It comes back by itself when its engine is used.
     waiting = [part for part in ("parameters", "optimizer") if config.offload[part]]
     for engine in (actor, *others.values()):
-        engine.offload(*waiting)
+        engine.offload(*waiting)        # a resume has filled them
     vllm = rollout.Rollout(config, this_device)
     grader = Grader(config.reward.function, config.reward.num_workers, config.reward.timeout)
     step = progress["step"]
@@ -172,19 +174,16 @@ def main(config):
 
 
 def build_engines(config, this_device, total_steps: int):
-    """(actor, critic or None, reference or None), the reference in host memory already."""
+    """(actor, critic or None, reference or None); each waits in host memory while the next is loaded."""
     import ppo
     from engines.fsdp import FSDPEngine
-    actor = FSDPEngine(config, this_device, total_steps, temperature=config.rollout.temperature)
-    critic = reference = None
-    if config.algorithm.adv_estimator == "gae":
-        actor.offload(*(part for part in ("parameters",) if config.offload.parameters))
-        critic = FSDPEngine(ppo.critic_config(config), this_device, total_steps, critic=True)
-    if ppo.uses_reference(config):
-        reference = FSDPEngine(ppo.reference_config(config), this_device, total_steps, optimize=False,
-                               temperature=config.rollout.temperature)
-        reference.offload(*["parameters"] * config.offload.reference)
-    return actor, critic, reference
+    waits = {role: config.offload.reference if role == "reference" else config.offload.parameters for role in ppo.roles(config)}
+    engines = {}
+    for role, settings in ppo.roles(config).items():
+        engines[role] = FSDPEngine(settings, this_device, total_steps, optimize=role != "reference", critic=role == "critic",
+                                   temperature=config.rollout.temperature)
+        engines[role].offload(*["parameters"] * waits[role])
+    return engines["actor"], engines.get("critic"), engines.get("reference")
 
 
 def load_prompts(config, files, tokenizer):
@@ -219,10 +218,9 @@ def print_plan(config, this_device, train, val, total_steps: int) -> None:
         if dataset:
             print(f"{name}: {', '.join(f'{k} {v:,}' for k, v in dataset.stats.items())}")
     print(f"steps: {total_steps}")
-    roles = {"actor": config} | ({"critic": ppo.critic_config(config)} if config.algorithm.adv_estimator == "gae" else {})
-    for role, settings in roles.items():
+    for role, settings in ppo.roles(config).items():
         print(f"memory of one rank for the {role} [GiB], estimated:")
-        for name, gib in estimate(settings, world, this_device.type).items():
+        for name, gib in estimate(settings, world, this_device.type, trains=role != "reference").items():
             print(f"  {name:<24}{gib:9.2f}")
     print(f"vLLM while awake: {config.rollout.gpu_memory_utilization:.0%} of the device" if this_device.type != "cpu" else
           f"vLLM's KV cache: {config.rollout.kv_cache_gib or 1.0} GiB")

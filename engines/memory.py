@@ -8,8 +8,9 @@ from engines.fsdp import build_on_meta, is_sharded, read_hf_config, uses_compile
 GIB = 2**30
 
 
-def estimate(config: DictConfig, world_size: int, device_type: str) -> dict[str, float]:
-    """GiB of one rank by what holds it, when the last of several full micro-batches begins its backward pass.
+def estimate(config: DictConfig, world_size: int, device_type: str, trains: bool = True) -> dict[str, float]:
+    """GiB of one rank by what holds it, when the last of several full micro-batches begins its backward pass; of an engine
+    that is only asked (trains=False), in its forward pass.
 
     A micro-batch is data.max_tokens_per_micro_batch tokens. Activations are counted for a Llama-like layer: residual and
     normalised inputs, q, k, v and the attention's output, gate, up and their product; without torch.compile also the fp32
@@ -41,10 +42,14 @@ def estimate(config: DictConfig, world_size: int, device_type: str) -> dict[str,
     if not compiled:
         in_one_layer += 2 * hidden * (4 + 4) + intermediate * compute
     kept = hidden * compute * len(layers) + in_one_layer if engine.activation_checkpointing else in_one_layer * len(layers)
+    if not trains:
+        kept = in_one_layer
     logits = min(tokens, engine.log_prob_chunk_size) * shape.vocab_size * (2 * compute + (0 if compiled else 8))
     where = ", host" if engine.cpu_offload else ""
     sizes = {f"parameters{where}": resident, f"gradients{where}": resident, f"optimizer{where}": 2 * resident,
              "gathered weights": gathered, "unreduced gradients": unreduced, "activations": tokens * kept,
              "logits of a chunk": logits, "gradient of the output matrix": shape.vocab_size * hidden * 4}
+    if not trains:
+        sizes = {name: size for name, size in sizes.items() if "gradient" not in name and "optimizer" not in name}
     sizes["device total"] = sum(size for name, size in sizes.items() if not name.endswith("host"))
     return {name: size / GIB for name, size in sizes.items()}

@@ -23,7 +23,9 @@ from engines.fsdp import FSDPEngine
 from examples.arithmetic import make_rows, make_tokenizer
 from grading import Failure
 from samples import Samples, concat
+from tests.launch import launch
 from tests.models import make_model
+from tests.test_sft import checkpoints, kill_all, metrics, run, start, wait_for
 
 
 def configure(*more, path="unused"):
@@ -333,8 +335,8 @@ def test_entropy_divergence_and_importance_weights_enter_the_loss():
                                       "algorithm.rollout_is_threshold=1.2", ref_log_probs=[-1.5, -1.5])
     weights = math.exp(-0.5), 1.2                                # e^0.5 is cut
     policy = -0.5 * weights[0] + 0.25 * weights[1]
-    assert amounts["pg_loss"] == pytest.approx(policy) and amounts["kl_loss"] == pytest.approx(0.25 * 0.5)
-    assert loss == pytest.approx(policy - 0.1 * (0.5 * 1 + 0.25 * 3) + 2 * amounts["kl_loss"])
+    assert amounts["pg_loss"] == pytest.approx(policy, abs=1e-6) and amounts["kl_loss"] == pytest.approx(0.25 * 0.5)
+    assert loss == pytest.approx(policy - 0.1 * (0.5 * 1 + 0.25 * 3) + 2 * amounts["kl_loss"], abs=1e-6)
     assert gradient == pytest.approx([-0.5 * weights[0], 0.25 * weights[1] + 2 * 0.25 * 1.0])
 
 
@@ -403,7 +405,301 @@ def test_what_contradicts_nothing_is_accepted(more):
 
 
 def test_critic_and_reference_begin_with_their_own_model_or_the_policys():
-    config = configure("critic.path=c", "critic.lr=0.5", "reference.path=r", path="p")
-    assert (ppo.critic_config(config).model.path, ppo.critic_config(config).optim.lr) == ("c", 0.5)
-    assert (ppo.reference_config(config).model.path, ppo.reference_config(config).optim.lr) == ("r", config.optim.lr)
-    assert ppo.critic_config(configure(path="p")).model.path == ppo.reference_config(configure(path="p")).model.path == "p"
+    both = ["algorithm.adv_estimator=gae", "algorithm.use_kl_loss=true"]
+    config = configure(*both, "critic.path=c", "critic.lr=0.5", "reference.path=r", path="p")
+    roles = ppo.roles(config)
+    assert [(name, role.model.path, role.optim.lr) for name, role in roles.items()] == [
+        ("actor", "p", config.optim.lr), ("critic", "c", 0.5), ("reference", "r", config.optim.lr)]
+    assert [role.model.path for role in ppo.roles(configure(*both, path="p")).values()] == ["p", "p", "p"]
+    assert list(ppo.roles(configure(path="p"))) == ["actor"]
+
+
+# -- with a real engine ------------------------------------------------------------------------------------------------
+
+ARM_PROMPTS, ARMS = [[5, 6], [7, 8, 9]], [[10, 11], [10, 12], [13, 11], [13, 12], [14, 15]]
+ARM_SCORES = torch.tensor([[0.0, 0.2, 1.0, 0.4, 0.1], [0.3, 1.0, 0.0, 0.1, 0.2]])
+
+
+@pytest.fixture(scope="module")
+def this_device():
+    """A process group of this process alone, which leaves no trace in the environment."""
+    environment, threads = dict(os.environ), torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield device.init()
+    device.shutdown()
+    torch.set_num_threads(threads)
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model") / "qwen3", "qwen3", num_hidden_layers=1)
+
+
+def bandit_samples(indices=None):
+    """All arms of all prompts, or those at some indices, with their scores."""
+    pairs = [(p, a) for p in range(2) for a in range(5)]
+    ids = [torch.tensor(ARM_PROMPTS[p] + ARMS[a]) for p, a in pairs]
+    masks = [torch.tensor([0.0] * len(ARM_PROMPTS[p]) + [1.0] * len(ARMS[a])) for p, a in pairs]
+    batch = Batch(torch.cat(ids), torch.tensor([0, *map(len, ids)]).cumsum(0), {"loss_mask": torch.cat(masks)})
+    indices = list(range(10)) if indices is None else indices
+    group = torch.tensor([i // 5 for i in indices])
+    return Samples(batch.select(indices), group, ARM_SCORES.flatten()[indices], torch.zeros(len(indices), dtype=torch.bool),
+                   ["" for _ in indices], [Prompt([], "", {}) for _ in indices], [])
+
+
+def choices(engine):
+    """[2, 5]: how likely the policy is to choose each arm, of these."""
+    batch = bandit_samples().batch
+    log_probs = ppo.log_probs(engine, batch, [list(range(10))])
+    of_arm = torch.stack([x.sum() for x in log_probs.split(batch.lengths)]).view(2, 5)
+    return of_arm.softmax(1)
+
+
+def play(config, this_device, steps):
+    """Train on arms that the policy chose; the policy's expected score before and after each step."""
+    actor = FSDPEngine(config, this_device, steps)
+    critic = FSDPEngine(ppo.roles(config)["critic"], this_device, steps, critic=True) if "gae" in config.algorithm.adv_estimator else None
+    reference = FSDPEngine(config, this_device, steps, optimize=False) if ppo.uses_reference(config) else None
+    generator, scores, kl_coef = torch.Generator().manual_seed(0), [], config.algorithm.kl_ctrl.kl_coef
+    for step in range(steps):
+        likely = choices(actor)
+        scores.append((likely * ARM_SCORES).sum(1).tolist())
+        drawn = torch.multinomial(likely, 16, replacement=True, generator=generator)
+        samples = bandit_samples((drawn + torch.tensor([[0], [5]])).flatten().tolist())
+        samples.baseline = ARM_SCORES.gather(1, likely.argmax(1)[:, None])[samples.group, 0]
+        batch, minis = samples.batch, ppo.mini_batches(config, samples)
+        fields = batch.fields
+        fields["old_log_probs"] = fields["rollout_log_probs"] = ppo.log_probs(actor, batch, minis)
+        if reference:
+            fields["ref_log_probs"] = ppo.log_probs(reference, batch, minis)
+        if critic:
+            fields["values"] = ppo.ask(critic, critic.values, batch, minis)
+        kl_coef = ppo.set_advantages(config, samples, minis, kl_coef).get("actor/kl_coef", kl_coef)
+        if critic:
+            ppo.update(critic, batch, minis, ppo.critic_loss(config), step, config.algorithm.ppo_epochs, "critic")
+        metrics = ppo.update(actor, batch, minis, ppo.actor_loss(config, len(samples)), step, config.algorithm.ppo_epochs,
+                             "actor")
+        assert metrics["actor/skipped"] == 0
+    return [*scores, (choices(actor) * ARM_SCORES).sum(1).tolist()]
+
+
+BANDIT = ["data.train_batch_size=2", "algorithm.ppo_mini_batch_size=1", "algorithm.ppo_epochs=2", "optim.lr=2e-3",
+          "optim.weight_decay=0", "critic.lr=1e-2", "data.max_tokens_per_micro_batch=2000"]
+ALGORITHMS = {
+    "grpo": [], "gae": [GAE], "rloo gspo": ["algorithm.adv_estimator=rloo", "algorithm.loss_mode=gspo"],
+    "remax cispo": ["algorithm.adv_estimator=remax", "algorithm.loss_mode=cispo"],
+    "reinforce++": ["algorithm.adv_estimator=reinforce_plus_plus_baseline", "algorithm.loss_agg_mode=seq-mean-token-sum"],
+}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_bandit_finds_the_best_arms(this_device, model, name):
+    scores = play(configure(*BANDIT, *ALGORITHMS[name], path=model), this_device, 20)
+    assert max(scores[0]) < 0.5 and min(scores[-1]) > 0.85
+
+
+@pytest.mark.parametrize("more", [["algorithm.use_kl_loss=true", "algorithm.kl_loss_coef=10"],
+                                  ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=10",
+                                   "algorithm.adv_estimator=dr_grpo"]])
+def test_divergence_from_the_reference_holds_the_policy_back(this_device, model, more):
+    scores = play(configure(*BANDIT, *more, path=model), this_device, 20)
+    assert max(abs(a - b) for a, b in zip(scores[0], scores[-1])) < 0.2
+
+
+def first_update(config, this_device):
+    """An actor, and samples of two groups of unequal scores with all that its first update needs."""
+    actor, samples = FSDPEngine(config, this_device, 10), bandit_samples()
+    batch, minis = samples.batch, ppo.mini_batches(config, samples)
+    batch.fields["old_log_probs"] = ppo.log_probs(actor, batch, minis)
+    batch.fields["rollout_log_probs"] = batch.fields["old_log_probs"] - 0.1 * batch.fields["loss_mask"]
+    ppo.set_advantages(config, samples, minis, 0.0)
+    return actor, batch, minis
+
+
+def test_the_first_mini_batch_of_an_update_has_a_ratio_of_exactly_1(this_device, model):
+    """In several micro-batches; the second has another policy already."""
+    config = configure(*BANDIT, "data.max_tokens_per_micro_batch=12", path=model)
+    actor, batch, minis = first_update(config, this_device)
+    loss_fn = ppo.actor_loss(config, 10)
+    assert [len(mini) for mini in minis] == [5, 5] and sum(batch.lengths[:5]) > 12
+    first = ppo.update(actor, batch, minis[:1], loss_fn, 0, 1, "actor")
+    assert first["actor/ppo_kl"] == 0 and first["actor/pg_clipfrac"] == 0 and first["actor/grad_norm"] > 0
+    second = ppo.update(actor, batch, minis[1:], loss_fn, 0, 1, "actor")
+    assert second["actor/ppo_kl"] != 0
+
+
+def test_an_update_is_a_step_for_each_mini_batch_and_epoch(this_device, model):
+    """Its metrics are means over the steps; those of the rollout are the first's."""
+    config = configure(*BANDIT, "algorithm.ppo_epochs=3", path=model)
+    actor, batch, minis = first_update(config, this_device)
+    twin, loss_fn = FSDPEngine(config, this_device, 10), ppo.actor_loss(config, 10)
+    updated = ppo.update(actor, batch, minis, loss_fn, 4, 3, "actor")
+    results = [twin.train_batch(batch.select(mini), loss_fn, 4) for _ in range(3) for mini in minis]
+    for key in ("loss", "pg_loss", "pg_clipfrac", "entropy", "ppo_kl", "grad_norm", "lr"):
+        assert updated[f"actor/{key}"] == pytest.approx(sum(r[key] for r in results) / 6, rel=1e-6), key
+    assert updated["actor/skipped"] == 0 and updated["rollout_corr/log_prob_gap"] == pytest.approx(0.1)
+    assert updated["rollout_corr/ratio"] == results[0]["rollout_corr/ratio"] == pytest.approx(math.exp(0.1))
+    assert updated["rollout_corr/effective_sample_size"] == pytest.approx(1)
+    assert "rollout_corr/ratio_squared" not in updated and not any("/" in key[len("actor/"):] for key in updated
+                                                                  if key.startswith("actor/"))
+    weights = [dict(engine.export_weights()) for engine in (actor, twin)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    poisoned = ppo.update(actor, batch, minis, lambda log_probs, *_: (log_probs.sum() * math.nan, {}), 4, 3, "critic")
+    assert poisoned["critic/skipped"] == 6, "a count, not a mean"
+
+
+# -- train_ppo.py ------------------------------------------------------------------------------------------------------
+
+REWARDS = """
+import os, sys, time
+
+def letters(prompt, response, row):
+    return sum(c.isascii() and c.isprintable() for c in response) / 12
+
+def coin(prompt, response, row):
+    if "Q" in response:
+        raise ValueError("no Q, please")
+    return float(sum(response.encode()) % 2)
+
+def moody(prompt, response, row):
+    mood = row["mood"]
+    if mood == "raise":
+        raise ValueError("a bad mood")
+    if mood == "hang":
+        time.sleep(1000)
+    if mood == "die":
+        os._exit(3)
+    return float("nan") if mood == "nan" else letters(prompt, response, row)
+"""
+MOODS = {1: "raise", 5: "hang", 8: "die", 14: "nan"}
+KINDS = {"raise": "raised", "hang": "timed out", "die": "died", "nan": "not a number"}
+COMMAND = [sys.executable, "train_ppo.py"]
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory):
+    """A model, rewards, 84 prompts to train and 8 to validate on, 16 with moods, and a cache that all runs share."""
+    directory, tokenizer = tmp_path_factory.mktemp("assets"), make_tokenizer()
+    # vLLM has no attention on CPUs for heads of less than 32 numbers.
+    make_model(directory / "model", "qwen3", head_dim=32, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+    tokenizer.save_pretrained(directory / "model")
+    (directory / "reward.py").write_text(REWARDS)
+    train, val = make_rows()
+    moods = [{**row, "mood": MOODS.get(i, "good")} for i, row in enumerate(train[:16])]
+    for name, rows in (("train", train[:84]), ("val", val[:8]), ("moods", moods)):
+        (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return directory
+
+
+def arguments(assets, out, reward, *more):
+    return [f"model.path={assets}/model", f"data.train_files={assets}/train.jsonl", f"output_dir={out}",
+            f"data.cache_dir={assets}/cache", "engine.compute_dtype=float32", "data.train_batch_size=8",
+            "data.max_prompt_length=40", "data.max_tokens_per_micro_batch=200", "rollout.n=4", "rollout.max_tokens=12",
+            "validation.max_tokens=12", "rollout.kv_cache_gib=0.05", "optim.lr=3e-3", "reward.num_workers=1",
+            f"reward.function={assets}/reward.py:{reward}", *more]
+
+
+def layout(assets, out, *more):
+    """Two mini-batches and two epochs in each of three steps, with whatever makes the loss longer."""
+    return arguments(assets, out, "letters", "trainer.total_steps=3", "algorithm.ppo_mini_batch_size=4",
+                     "algorithm.ppo_epochs=2", "algorithm.use_kl_loss=true", "algorithm.kl_loss_coef=0.1",
+                     "algorithm.entropy_coeff=0.01", "algorithm.rollout_is=token", "algorithm.rollout_rs=geometric",
+                     f"data.val_files={assets}/val.jsonl", *more)
+
+
+def resumable(assets, out):
+    """A critic, an adaptive coefficient, groups that are drawn again and failures."""
+    return arguments(assets, out, "coin", GAE, "critic.lr=1e-3", "critic.warmup_steps=1", "rollout.n=2",
+                     "algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.kl_coef=0.1",
+                     "algorithm.kl_ctrl.horizon=50", "algorithm.kl_ctrl.target_kl=0.02", FILTER,
+                     "reward.max_failure_rate=0.5", "trainer.total_steps=8", "trainer.save_freq=2",
+                     f"data.val_files={assets}/val.jsonl", "trainer.seed=3")
+
+
+def moody(assets, out, max_failure_rate):
+    return arguments(assets, out, "moody", f"data.train_files={assets}/moods.jsonl", "data.train_batch_size=16",
+                     "rollout.n=2", "algorithm.adv_estimator=remax", "trainer.total_steps=1", "reward.timeout=3",
+                     "reward.num_workers=2", f"reward.max_failure_rate={max_failure_rate}")
+
+
+def interrupted(assets, out):
+    """Killed behind step 2, stopped by a signal after it has gone on, and run once more. Returns the steps seen."""
+    command = [*COMMAND, *resumable(assets, out)]
+    process = start(command, out / "log1")
+    wait_for((out / "checkpoints" / "step_00000002").exists, process, 300)
+    kill_all(process)
+    killed = steps(out)[-1]["step"]
+    process = start(command, out / "log2")
+    wait_for(lambda: "resuming" in (out / "log2").read_text(), process, 300)
+    resumed = steps(out)[-1]["step"]
+    wait_for(lambda: steps(out)[-1]["step"] > resumed, process, 300)
+    process.send_signal(signal.SIGTERM)
+    code = process.wait(120)
+    stopped, left = steps(out)[-1]["step"], checkpoints(out)
+    exported = (out / "hf").exists()
+    run(command)
+    return {"killed": killed, "resumed": resumed, "stopped": stopped, "code": code, "left": left, "exported": exported}
+
+
+@pytest.fixture(scope="module")
+def alone(assets, tmp_path_factory):
+    """Runs of one process, two at a time: name -> (directory, what it returned)."""
+    new = {name: tmp_path_factory.mktemp(name) for name in ("interrupted", "straight", "failures", "too_many", "layout1")}
+    runs = {
+        "interrupted": lambda out: interrupted(assets, out),
+        "straight": lambda out: run([*COMMAND, *resumable(assets, out)]),
+        "failures": lambda out: run([*COMMAND, *moody(assets, out, 0.3)]),
+        "too_many": lambda out: run([*COMMAND, *moody(assets, out, 0.2)], returncode=2),
+        "layout1": lambda out: run([*COMMAND, *layout(assets, out)]),
+    }
+    run([*COMMAND, *resumable(assets, new["straight"]), "dry_run=true"])         # two at a time would both fill the cache
+    with ThreadPoolExecutor(2) as pool:
+        futures = {name: pool.submit(work, new[name]) for name, work in runs.items()}
+    return lambda name: (new[name], futures[name].result())
+
+
+@pytest.fixture(scope="module")
+def layouts(alone, assets, tmp_path_factory):
+    """Output directories by layout, of two and four ranks beside one."""
+    directories = {"1 rank": alone("layout1")[0]}
+    for name, ranks, more in (("2 ranks", 2, ()), ("4 ranks", 4, ("rollout.tensor_parallel_size=2",))):
+        directories[name] = tmp_path_factory.mktemp(name.replace(" ", "_"))
+        launch(ranks, "train_ppo.py", *layout(assets, directories[name], *more))
+    return directories
+
+
+def steps(out):
+    """Of every step, what does not depend on the clock or the machine."""
+    return [{k: v for k, v in m.items() if not k.startswith(("timing/", "perf/"))} for m in metrics(out)]
+
+
+def rollouts(out):
+    return {p.name: p.read_bytes() for p in (out / "rollouts").iterdir()}
+
+
+def rollout_lines(out, step):
+    return [json.loads(line) for line in (out / "rollouts" / f"step_{step}.jsonl").read_text().splitlines()]
+
+
+# -- layouts
+
+
+@pytest.mark.parametrize("name", ["2 ranks", "4 ranks"])
+def test_nothing_that_is_learned_depends_on_the_number_of_ranks(layouts, name):
+    one, many = steps(layouts["1 rank"]), steps(layouts[name])
+    assert [m["step"] for m in many] == [0, 1, 2, 3]
+    assert rollouts(layouts[name])["step_1.jsonl"] == rollouts(layouts["1 rank"])["step_1.jsonl"]
+    for a, b in zip(one, many, strict=True):
+        assert a.keys() == b.keys()
+        worst = max((abs(a[k] - b[k]) / max(1e-6, abs(a[k])), k) for k in a)
+        print(name, a["step"], worst)
+
+
+def test_a_run_leaves_what_it_promises(layouts, assets):
+    out = layouts["1 rank"]
+    last = metrics(out)[-1]
+    print(json.dumps(metrics(out)))
+    assert sorted(rollouts(out)) == ["step_1.jsonl", "step_2.jsonl", "step_3.jsonl"]
+    assert checkpoints(out) == ["latest", "step_00000003"] and (out / "report.png").stat().st_size > 10_000
