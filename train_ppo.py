@@ -112,23 +112,23 @@ def main(config):
             metrics = vllm.sleep()
         batch, minis = samples.batch, ppo.mini_batches(config, samples)
         if ppo.needs_old_log_probs(config, minis):
-            with profiler.stage("old_log_probs"):
+            with profiler.stage("actor_compute_log_prob"):
                 batch.fields["old_log_probs"] = ppo.log_probs(actor, batch, minis)
         if reference:
-            with profiler.stage("ref_log_probs"):
+            with profiler.stage("ref_compute_log_prob"):
                 batch.fields["ref_log_probs"] = ppo.log_probs(reference, batch, minis)
                 reference.offload(*["parameters"] * config.offload.reference)
         if critic:
-            with profiler.stage("values"):
+            with profiler.stage("compute_values"):
                 batch.fields["values"] = ppo.ask(critic, critic.values, batch, minis)
         with profiler.stage("advantages"):
             metrics |= ppo.set_advantages(config, samples, minis, progress["kl_coef"])
         if critic:
-            with profiler.stage("update_critic"):
+            with profiler.stage("critic_update"):
                 metrics |= ppo.update(critic, batch, minis, ppo.critic_loss(config), step, algorithm.ppo_epochs, "critic")
                 critic.offload(*waiting)
         if not critic or step >= config.critic.warmup_steps:
-            with profiler.stage("update_actor"):
+            with profiler.stage("actor_update"):
                 loss_fn = ppo.actor_loss(config, len(samples))
                 metrics |= ppo.update(actor, batch, minis, loss_fn, step, algorithm.ppo_epochs, "actor")
         metrics |= {"perf/memory_training_gib": used} if (used := rollout.used_gib(this_device)) else device.memory()

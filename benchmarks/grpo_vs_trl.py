@@ -29,7 +29,7 @@ from sft_vs_trl import ROOT, launch
 
 WARM_UP = 1                 # steps that are not counted, of either program
 PROMPTS, SAMPLES, MAX_TOKENS = 8, 8, 256
-STAGES = {"generate": ["generate"], "reward": ["reward"], "log-probs, update": ["old_log_probs", "update_actor"],
+STAGES = {"generate": ["rollout_generate"], "reward": ["reward"], "log-probs, update": ["actor_compute_log_prob", "actor_update"],
           "weight sync": ["sleep", "offload", "wake", "update_weights"]}      # columns of the second table, and this repository's stages
 OPTIMIZER = {"lr": 1e-6, "weight_decay": 0.01, "clip_grad": 1.0}
 

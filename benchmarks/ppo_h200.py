@@ -22,7 +22,8 @@ import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-STAGES = ("generate", "reward", "sleep", "old_log_probs", "advantages", "update_actor", "offload", "wake", "update_weights")
+STAGES = ("rollout_generate", "reward", "sleep", "actor_compute_log_prob", "advantages", "actor_update", "offload", "wake",
+          "update_weights")
 
 
 def share_of_digits(prompt: str, response: str, row: dict) -> float:
