@@ -46,6 +46,15 @@ def paths(v):
     return None if texts and all(isinstance(t, str) and t for t in texts) else "must be a path or a list of paths"
 
 
+def names(v):
+    return None if isinstance(v, list) and v and all(isinstance(name, str) for name in v) else "must be a list of names"
+
+
+def interval(v):
+    fits = len(v) == 2 and all(type(step) is int for step in v) and (v == [-1, -1] or 1 <= v[0] <= v[1])
+    return None if fits else "must be the first and the last step, from 1, or [-1, -1] for none"
+
+
 def optional(kind: type | tuple[type, ...], rule: Callable = lambda v: None):
     def check(v):
         if v is None:
@@ -58,92 +67,60 @@ def optional(kind: type | tuple[type, ...], rule: Callable = lambda v: None):
 
 TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", list: "a list",
               dict: "a group of keys", (int, float): "a number"}
-DTYPE = one_of("float32", "bfloat16")
-RULES = {
-    "data.train_files": paths,
-    "data.val_files": lambda v: None if v is None else paths(v),
-    "data.train_batch_size": at_least(1),
-    "data.max_length": at_least(2),
-    "data.max_tokens_per_micro_batch": at_least(2),
-    "data.truncation": one_of("error", "left", "right", "drop"),
-    "data.train_on": one_of("all", "last"),
-    "data.num_proc": optional(int, at_least(1)),
-    "data.cache_dir": optional(str),
-    "data.chat_template": optional(str),
-    "data.max_prompt_length": at_least(1),
-    **{f"{group}.{key}": rule for group in ("rollout", "validation") for key, rule in (
-        ("n", at_least(1)), ("top_p", between(1e-9, 1.0)), ("top_k", positive_or_never), ("min_p", between(0.0, 1.0)),
-        ("max_tokens", at_least(1)), ("stop", lambda v: None if all(isinstance(s, str) and s for s in v)
-                                      else "must be a list of strings"))},
-    "rollout.temperature": above(0.0),
-    "validation.temperature": at_least(0.0),
-    "rollout.tensor_parallel_size": at_least(1),
-    "rollout.gpu_memory_utilization": between(0.01, 1.0),
-    "rollout.kv_cache_gib": optional((int, float), above(0.0)),
-    "rollout.max_num_seqs": at_least(1),
-    "reward.num_workers": at_least(1),
-    "reward.timeout": above(0.0),
-    "reward.max_failure_rate": between(0.0, 1.0),
-    "reward.overlong_buffer": at_least(0),
-    "reward.overlong_penalty": at_least(0.0),
-    "algorithm.adv_estimator": one_of("gae", "grpo", "dr_grpo", "rloo", "reinforce_plus_plus",
-                                      "reinforce_plus_plus_baseline", "remax"),
-    "algorithm.gamma": between(0.0, 1.0),
-    "algorithm.lam": between(0.0, 1.0),
-    "algorithm.loss_mode": one_of("ppo", "gspo", "cispo"),
-    "algorithm.clip_ratio_low": between(0.0, 1.0),
-    "algorithm.clip_ratio_high": at_least(0.0),
-    "algorithm.clip_ratio_c": lambda v: None if v == 0 or v > 1 else "must be above 1, or 0 for none",
-    "algorithm.loss_agg_mode": one_of("token-mean", "seq-mean-token-sum", "seq-mean-token-mean"),
-    "algorithm.ppo_mini_batch_size": optional(int, at_least(1)),
-    "algorithm.ppo_epochs": at_least(1),
-    "algorithm.kl_penalty": one_of("k1", "k2", "k3", "abs"),
-    "algorithm.kl_ctrl.type": one_of("fixed", "adaptive"),
-    "algorithm.kl_ctrl.kl_coef": at_least(0.0),
-    "algorithm.kl_ctrl.target_kl": above(0.0),
-    "algorithm.kl_ctrl.horizon": at_least(1),
-    "algorithm.kl_loss_type": one_of("k1", "k2", "k3", "abs"),
-    "algorithm.kl_loss_coef": at_least(0.0),
-    "algorithm.rollout_is": one_of("none", "token", "sequence"),
-    "algorithm.rollout_is_threshold": above(0.0),
-    "algorithm.rollout_rs": one_of("none", "token", "sequence", "geometric"),
-    "algorithm.rollout_rs_threshold": at_least(1.0),
-    "algorithm.rollout_rs_threshold_lower": between(0.0, 1.0),
-    "algorithm.filter_groups.max_num_gen_batches": at_least(1),
-    "critic.path": optional(str),
-    "critic.lr": at_least(0.0),
-    "critic.cliprange_value": at_least(0.0),
-    "critic.warmup_steps": at_least(0),
-    "reference.path": optional(str),
-    "trainer.rollout_freq": positive_or_never,
-    "optim.lr": at_least(0.0),
-    "optim.betas": lambda v: None if len(v) == 2 and all(isinstance(b, (int, float)) and 0 <= b < 1 for b in v)
-    else "must be two numbers in [0, 1)",
-    "optim.eps": above(0.0),
-    "optim.weight_decay": at_least(0.0),
-    "optim.clip_grad": at_least(0.0),
-    "optim.lr_scheduler_type": one_of("constant", "linear", "cosine", "wsd"),
-    "optim.lr_warmup_steps_ratio": between(0.0, 1.0),
-    "optim.lr_decay_steps_ratio": between(0.0, 1.0),
-    "optim.min_lr_ratio": between(0.0, 1.0),
-    "trainer.total_epochs": at_least(1),
-    "trainer.total_steps": positive_or_never,
-    "trainer.save_freq": positive_or_never,
-    "trainer.test_freq": positive_or_never,
-    "trainer.max_checkpoints": positive_or_never,
-    "trainer.max_skipped_steps": at_least(0),
-    "trainer.seed": between(0, 2**40),
-    "trainer.log_freq": at_least(1),
-    "trainer.logger": lambda v: next((f"knows console, tensorboard and wandb, not {x!r}" for x in v
-                                      if x not in ("console", "tensorboard", "wandb")), None),
-    "engine.param_dtype": DTYPE,
-    "engine.compute_dtype": DTYPE,
-    "engine.reduce_dtype": DTYPE,
-    "engine.torch_compile": one_of("auto", "always", "never"),
-    "engine.fsdp_size": positive_or_never,
-    "engine.context_parallel_size": at_least(1),
-    "engine.log_prob_chunk_size": at_least(1),
-}
+RULES = {key: rule for rule, keys in (
+    (paths, "data.train_files"),
+    (lambda v: None if v is None else paths(v), "data.val_files"),
+    (at_least(0), "reward.overlong_buffer critic.warmup_steps trainer.max_skipped_steps"),
+    (at_least(1), """data.train_batch_size data.max_prompt_length rollout.n validation.n rollout.max_tokens validation.max_tokens
+        rollout.tensor_parallel_size rollout.max_num_seqs reward.num_workers algorithm.ppo_epochs algorithm.kl_ctrl.horizon
+        algorithm.filter_groups.max_num_gen_batches trainer.total_epochs trainer.log_freq profiler.memory.max_entries
+        engine.context_parallel_size engine.tensor_model_parallel_size engine.pipeline_model_parallel_size
+        engine.virtual_pipeline_model_parallel_size engine.expert_model_parallel_size engine.log_prob_chunk_size"""),
+    (at_least(2), "data.max_length data.max_tokens_per_micro_batch"),
+    (at_least(0.0), """validation.temperature reward.overlong_penalty algorithm.clip_ratio_high algorithm.kl_ctrl.kl_coef
+        algorithm.kl_loss_coef critic.lr critic.cliprange_value optim.lr optim.weight_decay optim.clip_grad"""),
+    (at_least(1.0), "algorithm.rollout_rs_threshold"),
+    (above(0.0), "rollout.temperature reward.timeout algorithm.kl_ctrl.target_kl algorithm.rollout_is_threshold optim.eps"),
+    (between(0.0, 1.0), """rollout.min_p validation.min_p reward.max_failure_rate algorithm.gamma algorithm.lam
+        algorithm.clip_ratio_low algorithm.rollout_rs_threshold_lower optim.lr_warmup_steps_ratio optim.lr_decay_steps_ratio
+        optim.min_lr_ratio"""),
+    (between(1e-9, 1.0), "rollout.top_p validation.top_p"),
+    (between(0.01, 1.0), "rollout.gpu_memory_utilization"),
+    (between(0, 2**40), "trainer.seed"),
+    (positive_or_never, """rollout.top_k validation.top_k trainer.total_steps trainer.save_freq trainer.test_freq
+        trainer.rollout_freq trainer.max_checkpoints engine.fsdp_size"""),
+    (optional(int, at_least(1)), "data.num_proc algorithm.ppo_mini_batch_size"),
+    (optional((int, float), above(0.0)), "rollout.kv_cache_gib"),
+    (optional(str), "data.cache_dir data.chat_template critic.path reference.path profiler.msprobe.config_path"),
+    (optional(list, names), "profiler.torch.activities profiler.msprobe.stages"),
+    (optional(str, one_of("statistics", "tensor")), "profiler.msprobe.task"),
+    (optional(str, one_of("L0", "L1", "mix")), "profiler.msprobe.level"),
+    (one_of("error", "left", "right", "drop"), "data.truncation"),
+    (one_of("all", "last"), "data.train_on"),
+    (one_of("gae", "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax"),
+     "algorithm.adv_estimator"),
+    (one_of("ppo", "gspo", "cispo"), "algorithm.loss_mode"),
+    (one_of("token-mean", "seq-mean-token-sum", "seq-mean-token-mean"), "algorithm.loss_agg_mode"),
+    (one_of("k1", "k2", "k3", "abs"), "algorithm.kl_penalty algorithm.kl_loss_type"),
+    (one_of("fixed", "adaptive"), "algorithm.kl_ctrl.type"),
+    (one_of("none", "token", "sequence"), "algorithm.rollout_is"),
+    (one_of("none", "token", "sequence", "geometric"), "algorithm.rollout_rs"),
+    (one_of("constant", "linear", "cosine", "wsd"), "optim.lr_scheduler_type"),
+    (one_of("float32", "bfloat16"), "engine.param_dtype engine.compute_dtype engine.reduce_dtype"),
+    (one_of("auto", "always", "never"), "engine.torch_compile"),
+    (one_of("none", "selective", "full"), "engine.recompute"),
+    (one_of("stage", "interval"), "profiler.torch.trace"),
+    (lambda v: None if v == 0 or v > 1 else "must be above 1, or 0 for none", "algorithm.clip_ratio_c"),
+    (lambda v: None if len(v) == 2 and all(isinstance(b, (int, float)) and 0 <= b < 1 for b in v)
+     else "must be two numbers in [0, 1)", "optim.betas"),
+    (lambda v: None if all(isinstance(s, str) and s for s in v) else "must be a list of strings", "rollout.stop validation.stop"),
+    (lambda v: next((f"knows console, tensorboard and wandb, not {x!r}" for x in v
+                     if x not in ("console", "tensorboard", "wandb")), None), "trainer.logger"),
+    (interval, "trainer.profile_interval"),
+    (lambda v: None if v is None or isinstance(v, str) else names(v), "profiler.tool"),
+    (lambda v: None if v in (None, "all") or isinstance(v, list) and v and all(type(r) is int and r >= 0 for r in v)
+     else "must be null, all, or a list of ranks", "profiler.ranks"),
+) for key in keys.split()}
 
 
 def load(defaults: str, arguments: list[str]) -> DictConfig:
@@ -170,7 +147,7 @@ def load(defaults: str, arguments: list[str]) -> DictConfig:
         raise InputError(str(error)) from None
     values = _flat(OmegaConf.to_container(config))
     for key, value in values.items():
-        if value != "???":
+        if value != "???" and not _is_free(key, types):
             _check_value(key, value, types[key])
     if "???" in values.values():
         key = next(k for k, v in values.items() if v == "???")
@@ -219,11 +196,16 @@ def _flat(tree: dict, prefix: str = "") -> dict:
     return leaves
 
 
+def _is_free(key: str, known: dict) -> bool:
+    """Below a group whose default is {}: its keys belong to somebody else, who checks them."""
+    return any(value == {} and key.startswith(f"{name}.") for name, value in known.items())
+
+
 def _check_keys(given: dict, known: dict, model_engine: str) -> None:
     for key, value in given.items():
-        if isinstance(value, dict) and key in known:
+        if isinstance(value, dict) and key in known and known[key] != {}:
             raise InputError(f"{key} is a value, not a group of keys")
-        if key in known:
+        if key in known or _is_free(key, known):
             continue
         if any(k.startswith(f"{key}.") for k in known):
             raise InputError(f"{key} is a group of keys, not a value; did you mean "

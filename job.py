@@ -1,5 +1,6 @@
 """What every training script does around its loop: find the model, take up a run, stop when asked to."""
 
+import math
 import signal
 from pathlib import Path
 
@@ -70,10 +71,29 @@ def find_resume(config, latest: Path | None, fresh: dict) -> Path | None:
         raise InputError(f"trainer.resume={resume} is neither auto, never, nor a checkpoint directory")
     saved = read_progress(path)["run"]
     for key, value in fresh["run"].items():
-        if saved[key] != value:
-            raise InputError(f"{path} was written with {key}={saved[key]}, now it is {value}: set it back, or start anew in "
+        if saved.get(key) != value:
+            raise InputError(f"{path} was written with {key}={saved.get(key)}, now it is {value}: set it back, or start anew in "
                              "another output_dir")
     return path
+
+
+def layout(config, world_size: int) -> str:
+    """How the ranks are divided to train, for dry_run."""
+    sizes = {"tensor": "tensor_model", "context": "context", "pipeline": "pipeline_model"}
+    sizes = {name: config.engine.get(f"{key}_parallel_size", 1) for name, key in sizes.items()}
+    data_parallel = world_size // math.prod(sizes.values())
+    return " x ".join([f"{data_parallel} data-parallel", *(f"{size} {name}-parallel" for name, size in sizes.items() if size > 1)])
+
+
+def print_memory(config, world_size: int, device_type: str, of: str = "", trains: bool = True) -> None:
+    """The memory of one rank, estimated, for dry_run."""
+    from engines.memory import estimate
+    if config.model_engine != "fsdp":
+        print(f"memory{of}: not estimated for model_engine={config.model_engine}")
+        return
+    print(f"memory of one rank{of} [GiB], estimated:")
+    for name, gib in estimate(config, world_size, device_type, trains).items():
+        print(f"  {name:<24}{gib:9.2f}")
 
 
 class StopSignal:

@@ -34,8 +34,8 @@ def main(config):
     import job
     import tracking
     from engines import device, rollout
+    from engines.base import engine_class
     from engines.checkpoint import Checkpointer, export_hf
-    from engines.fsdp import FSDPEngine
     from grading import Grader
     from profiling import Profiler
     from profiling.report import write_report
@@ -44,7 +44,8 @@ def main(config):
     stop, this_device = job.StopSignal(), device.init()
     rank, out, trainer, algorithm = dist.get_rank(), Path(config.output_dir), config.trainer, config.algorithm
     config = job.with_local_model(config)
-    shapes = {role: FSDPEngine.check(settings, dist.get_world_size()) for role, settings in ppo.roles(config).items()}
+    check = engine_class(config.model_engine).check
+    shapes = {role: check(settings, dist.get_world_size()) for role, settings in ppo.roles(config).items()}
     if "reference" in shapes and shapes["reference"].vocab_size != shapes["actor"].vocab_size:
         raise InputError(f"reference.path={config.reference.path} has another vocabulary than model.path={config.model.path}")
     rollout.check(config, dist.get_world_size())
@@ -176,12 +177,13 @@ def main(config):
 def build_engines(config, this_device, total_steps: int):
     """(actor, critic or None, reference or None); each waits in host memory while the next is loaded."""
     import ppo
-    from engines.fsdp import FSDPEngine
+    from engines.base import engine_class
     waits = {role: config.offload.reference if role == "reference" else config.offload.parameters for role in ppo.roles(config)}
     engines = {}
     for role, settings in ppo.roles(config).items():
-        engines[role] = FSDPEngine(settings, this_device, total_steps, optimize=role != "reference", critic=role == "critic",
-                                   temperature=config.rollout.temperature)
+        engines[role] = engine_class(config.model_engine)(
+            settings, this_device, total_steps, optimize=role != "reference", critic=role == "critic",
+            temperature=config.rollout.temperature)
         engines[role].offload(*["parameters"] * waits[role])
     return engines["actor"], engines.get("critic"), engines.get("reference")
 
@@ -198,8 +200,9 @@ def load_prompts(config, files, tokenizer):
 
 def identity(config, hf_config, train) -> dict:
     """What must not change between a checkpoint and its resume."""
-    return {"data.train_batch_size": config.data.train_batch_size, "trainer.seed": config.trainer.seed,
-            "rollout.n": config.rollout.n, "algorithm.adv_estimator": config.algorithm.adv_estimator,
+    return {"model_engine": config.model_engine, "data.train_batch_size": config.data.train_batch_size,
+            "trainer.seed": config.trainer.seed, "rollout.n": config.rollout.n,
+            "algorithm.adv_estimator": config.algorithm.adv_estimator,
             "the hash of data, tokenizer and their options": train.name,
             "the model": f"{hf_config.model_type} of {hf_config.num_hidden_layers} layers of {hf_config.hidden_size}"}
 
@@ -208,20 +211,18 @@ def print_plan(config, this_device, train, val, total_steps: int) -> None:
     import torch.distributed as dist
     from omegaconf import OmegaConf
 
+    import job
     import ppo
-    from engines.memory import estimate
     print(OmegaConf.to_yaml(config))
-    world, cp, tp = dist.get_world_size(), config.engine.context_parallel_size, config.rollout.tensor_parallel_size
-    print(f"layout: {world} ranks on {this_device.type} = {world // cp} data-parallel x {cp} context-parallel to train, "
-          f"{world // tp} vLLM x {tp} tensor-parallel to generate")
+    world, tp = dist.get_world_size(), config.rollout.tensor_parallel_size
+    print(f"layout: {world} ranks on {this_device.type} = {job.layout(config, world)} to train, {world // tp} vLLM x {tp} "
+          "tensor-parallel to generate")
     for name, dataset in (("train", train), ("val", val)):
         if dataset:
             print(f"{name}: {', '.join(f'{k} {v:,}' for k, v in dataset.stats.items())}")
     print(f"steps: {total_steps}")
     for role, settings in ppo.roles(config).items():
-        print(f"memory of one rank for the {role} [GiB], estimated:")
-        for name, gib in estimate(settings, world, this_device.type, trains=role != "reference").items():
-            print(f"  {name:<24}{gib:9.2f}")
+        job.print_memory(settings, world, this_device.type, f" for the {role}", trains=role != "reference")
     print(f"vLLM while awake: {config.rollout.gpu_memory_utilization:.0%} of the device" if this_device.type != "cpu" else
           f"vLLM's KV cache: {config.rollout.kv_cache_gib or 1.0} GiB")
 

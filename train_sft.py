@@ -26,15 +26,15 @@ def main(config):
     import tracking
     from data.packing import global_batch, partition
     from engines import device
+    from engines.base import engine_class
     from engines.checkpoint import Checkpointer, export_hf
-    from engines.fsdp import FSDPEngine
     from profiling import Profiler
     from profiling.report import write_report
 
     stop, this_device = job.StopSignal(), device.init()
     rank, out, trainer = dist.get_rank(), Path(config.output_dir), config.trainer
     config = job.with_local_model(config)
-    hf_config = FSDPEngine.check(config, dist.get_world_size())
+    hf_config = engine_class(config.model_engine).check(config, dist.get_world_size())
     tracking.check(config)
     tokenizer = job.load_tokenizer(config)
     train, val = (load_data(config, files, tokenizer) for files in (config.data.train_files, config.data.val_files))
@@ -48,7 +48,7 @@ def main(config):
     progress = {"step": 0, "skipped": 0, "run": identity(config, hf_config, train),
                 "export_dtype": config.engine.compute_dtype}
     resume_from = device.on_rank0(job.find_resume, config, checkpointer.latest(), progress)
-    engine = FSDPEngine(config, this_device, total_steps)
+    engine = engine_class(config.model_engine)(config, this_device, total_steps)
     if resume_from:
         progress = checkpointer.load(resume_from, engine) | {"export_dtype": config.engine.compute_dtype}
     step = progress["step"]
@@ -156,22 +156,21 @@ def print_plan(config, this_device, train, val, total_steps: int) -> None:
     import torch.distributed as dist
     from omegaconf import OmegaConf
 
-    from engines.memory import estimate
+    import job
     print(OmegaConf.to_yaml(config))
-    world, cp = dist.get_world_size(), config.engine.context_parallel_size
-    print(f"layout: {world} ranks on {this_device.type} = {world // cp} data-parallel x {cp} context-parallel")
+    world = dist.get_world_size()
+    print(f"layout: {world} ranks on {this_device.type} = {job.layout(config, world)}")
     for name, dataset in (("train", train), ("val", val)):
         if dataset:
             print(f"{name}: {', '.join(f'{k} {v:,}' for k, v in dataset.stats.items())}")
     print(f"steps: {total_steps}")
-    print("memory of one rank [GiB], estimated:")
-    for name, gib in estimate(config, world, this_device.type).items():
-        print(f"  {name:<24}{gib:9.2f}")
+    job.print_memory(config, world, this_device.type)
 
 
 def identity(config, hf_config, train) -> dict:
     """What must not change between a checkpoint and its resume: step k's rows follow from it, and the weights' shapes."""
-    return {"data.train_batch_size": config.data.train_batch_size, "trainer.seed": config.trainer.seed,
+    return {"model_engine": config.model_engine, "data.train_batch_size": config.data.train_batch_size,
+            "trainer.seed": config.trainer.seed,
             "the hash of data, tokenizer and their options": train.name,
             "the model": f"{hf_config.model_type} of {hf_config.num_hidden_layers} layers of {hf_config.hidden_size}"}
 

@@ -2,18 +2,20 @@
 
     python benchmarks/grpo_vs_trl.py --trl-python TRL_VENV/bin/python [--pairs 5] [--ranks 1 2] [--steps 4]
 
-A step is 8 prompts x 8 responses of 64 to 256 tokens (benchmarks/make_grpo_data.py says why they end) and one optimizer
-step: fp32, temperature 1, advantages within groups, clipped loss over all tokens, no divergence from a reference, no old
-log-probabilities, which both leave out when there is one update a rollout. Here vLLM generates, in the same process; TRL
-calls transformers' generate, since its own vLLM in the same process is for GPUs. TRL computes its losses on micro-batches
-of 8 rows or of all, padded to the step's longest; ours are packed. Both have the machine's two cores: two threads in one
-process, or one in each of two.
+A step is 8 prompts x 8 responses of 64 to 256 tokens (benchmarks/make_grpo_data.py says why they end) and one
+optimizer step: fp32, temperature 1, advantages within groups, clipped loss over all tokens, no divergence from a
+reference, no old log-probabilities, which both leave out when there is one update a rollout. Here vLLM generates, in
+the same process; TRL calls transformers' generate, because the vLLM that it would start in its process fails on a CPU.
+TRL takes micro-batches of 8 rows, or of all, padded to the step's longest; ours are packed. Both have two cores: two
+threads in one process, or one in each of two.
 
 TRL lives in a virtual environment of its own (benchmarks/trl_sft.py says what to install). The two run in turn, so that
-a busy machine slows both; what counts is the ratio of each pair, in tokens of responses a second: each of them is generated
-and trained on once. Which responses come is chance, so their number differs a little from run to run; their mean length
-is given for both. The second table is in seconds of a mean step, on rank 0. With two ranks, waiting for the other one's
-responses is in `generate` of TRL, and in `reward` of this repository.
+a busy machine slows both; what counts is the ratio of each pair, in tokens of responses a second: each of them is
+generated once and trained on once. Which responses come is chance, so their number differs a little from run to run;
+their mean length is given for both. Score and gradient norm show that both do the same work.
+
+The second table is in seconds of a mean step, on rank 0. With two ranks, waiting for the other one's responses is in
+`generate` of TRL, and in `reward` of this repository.
 """
 
 import argparse
@@ -29,8 +31,9 @@ from sft_vs_trl import ROOT, launch
 
 WARM_UP = 1                 # steps that are not counted, of either program
 PROMPTS, SAMPLES, MAX_TOKENS = 8, 8, 256
-STAGES = {"generate": ["rollout_generate"], "reward": ["reward"], "log-probs, update": ["actor_compute_log_prob", "actor_update"],
-          "weight sync": ["sleep", "offload", "wake", "update_weights"]}      # columns of the second table, and this repository's stages
+# Columns of the second table, and the stages of train_ppo.py that each is the sum of.
+STAGES = {"generate": ["rollout_generate"], "reward": ["reward"], "log-probs, update": ["actor_update"],
+          "weight sync": ["sleep", "offload", "wake", "update_weights"]}
 OPTIMIZER = {"lr": 1e-6, "weight_decay": 0.01, "clip_grad": 1.0}
 
 
@@ -55,17 +58,19 @@ def ours(work: Path, ranks: int, steps: int, micro_batch_tokens: int) -> dict[st
            f"trainer.total_steps={steps + WARM_UP}", "trainer.rollout_freq=-1",
            *(f"optim.{key}={value}" for key, value in OPTIMIZER.items()))
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return mean_step([{name: sum(line.get(f"timing/{stage}", 0.0) for stage in stages) for name, stages in STAGES.items()} |
-                      {"step": line["timing/step"] - line.get("timing/save", 0.0),     # the last step saves; TRL does not
-                       "length": line["response_length/mean"], "score": line["critic/score/mean"],
-                       "grad_norm": line["actor/grad_norm"]} for line in lines])
+    return mean_step([{
+        **{name: sum(line[f"timing/{stage}"] for stage in stages) for name, stages in STAGES.items()},
+        "step": line["timing/step"] - line.get("timing/save", 0.0),         # the last step saves; TRL does not
+        "length": line["response_length/mean"], "score": line["critic/score/mean"],
+        "grad_norm": line["actor/grad_norm"]} for line in lines])
 
 
 def trl(python: str, work: Path, ranks: int, steps: int, micro_batch_size: int, *more: str) -> dict[str, float]:
     out = work / "trl.json"
-    launch(python, ranks, "benchmarks/trl_grpo.py", "--model", f"{work}/data/model", "--data", f"{work}/data/train.jsonl",
-           "--steps", str(steps + WARM_UP), "--prompts", str(PROMPTS), "--samples", str(SAMPLES),
-           "--max-tokens", str(MAX_TOKENS), "--micro-batch-size", str(micro_batch_size), "--out", str(out), *more,
+    launch(python, ranks, "benchmarks/trl_grpo.py", "--model", f"{work}/data/model",
+           "--data", f"{work}/data/train.jsonl", "--steps", str(steps + WARM_UP),
+           "--prompts", str(PROMPTS), "--samples", str(SAMPLES), "--max-tokens", str(MAX_TOKENS),
+           "--micro-batch-size", str(micro_batch_size), "--out", str(out), *more,
            *(x for key, value in OPTIMIZER.items() for x in (f"--{key.replace('_', '-')}", str(value))))
     lines = json.loads(out.read_text())["steps"]
     return mean_step([{**line, "log-probs, update": line["update"], "weight sync": 0.0} for line in lines])
@@ -79,7 +84,7 @@ def main():
     parser.add_argument("--steps", type=int, default=4, help="that are counted, after one that is not")
     parser.add_argument("--trl-micro-batches", type=int, nargs="+", default=[8, 64],
                         help="rows; a rank that has fewer takes all at once")
-    parser.add_argument("--micro-batch-tokens", type=int, default=4096, help="ours")
+    parser.add_argument("--micro-batch-tokens", type=int, default=2048, help="ours")
     parser.add_argument("--continuous-batching", action="store_true", help="TRL generates with generate_batch")
     arguments = parser.parse_args()
     more = ["--continuous-batching"] if arguments.continuous_batching else []
@@ -95,12 +100,12 @@ def main():
                           trl(arguments.trl_python, work, ranks, arguments.steps, rows, *more))
                          for _ in range(arguments.pairs)]
                 ratios = [mine["speed"] / theirs["speed"] for mine, theirs in pairs]
-                both = [{key: statistics.median(side[key] for side in sides) for key in sides[0]} for sides in zip(*pairs)]
+                a, b = ({key: statistics.median(x[key] for x in runs) for key in runs[0]} for runs in zip(*pairs))
                 rows = min(rows, PROMPTS * SAMPLES // ranks)
-                a, b = both
-                print(f"| {ranks} | {rows} rows | {a['step']:.2f} / {b['step']:.2f} | {a['speed']:,.0f} / {b['speed']:,.0f} | "
+                print(f"| {ranks} | {rows} rows | {a['step']:.2f} / {b['step']:.2f} | "
+                      f"{a['speed']:,.0f} / {b['speed']:,.0f} | "
                       f"{statistics.median(ratios):.2f} ({min(ratios):.2f}, {max(ratios):.2f}) |", flush=True)
-                by_stage += [(ranks, name, x) for name, x in zip(("this", f"TRL, {rows} rows"), both)]
+                by_stage += [(ranks, "this", a), (ranks, f"TRL, {rows} rows", b)]
     stages = [*STAGES, "rest"]
     print(f"\n| ranks | seconds of | {' | '.join(stages)} | mean length [tokens] | mean score | gradient norm |\n"
           f"|{'---|' * (len(stages) + 5)}")

@@ -2,12 +2,12 @@
 
     python benchmarks/make_grpo_data.py DIR [--rows 512] [--min-length 64] [--end-probability 0.015625]
 
-DIR/model: the Qwen3 of make_sft_data.py, 10.5 million random parameters, with responses whose length varies as real ones
-do, by the model's own choice: no generator is told more than the longest. The vocabulary is cut into --min-length classes.
-Every word's embedding points to the class that follows its own, and the output matrix finds it there, so that a response
-goes through all classes once; from the last one it ends with --end-probability a token, or goes on. Which word of a class
-comes is as random as the weights. Cut off at 256 tokens, lengths are 64 to 256 and about 120 on average.
-DIR/train.jsonl: prompts, one turn of 16 to 64 random words each.
+DIR/model: the Qwen3 of make_sft_data.py, 10.5 million random parameters, whose responses vary in length as real ones
+do. The model alone decides: no program is told more than the longest. The vocabulary is cut into --min-length classes.
+Every word's embedding points to the class that follows its own, and the output matrix finds it there, so that a
+response goes through all classes once; from the last one it ends with about --end-probability a token, or goes on.
+Which word of a class comes is as random as the weights. Cut off at 256 tokens, lengths are 64 to 256, about 120 on
+average. DIR/train.jsonl: prompts, one turn of 16 to 64 random words each.
 """
 
 import argparse
@@ -25,15 +25,16 @@ MARGIN = 20.0               # logits between the words of the class that is next
 
 
 def choose_lengths(model, tokenizer, min_length: int, end_probability: float) -> None:
-    """Write the classes into embeddings and output matrix. The first token of a response follows the name of its turn."""
+    """Write the classes into embeddings and output matrix. A response's first token follows the name of its turn."""
     embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight      # [V, H]
     hidden_size = embeddings.shape[1]
     directions = torch.linalg.qr(torch.randn(hidden_size, hidden_size))[0][:min_length]     # [classes, H], orthonormal
     words = torch.arange(len(SPECIAL) + len(NAMES), VOCABULARY)
     classes = torch.arange(len(words)) * min_length // len(words)
     last = min_length - 1
-    ends = (classes == last).sum().item() * end_probability / (1 - end_probability)   # in units of one word's probability
-    gain = MARGIN / math.sqrt(hidden_size)          # the last norm gives a direction that rules alone a length of sqrt(H)
+    gain = MARGIN / math.sqrt(hidden_size)          # after the last norm, what rules alone is sqrt(H) long
+    # How much likelier an end is than any one word of the last class.
+    ends = (classes == last).sum().item() * end_probability / (1 - end_probability)
     with torch.no_grad():
         embeddings[words] += STRENGTH * directions[(classes + 1).clamp(max=last)]
         embeddings[tokenizer.convert_tokens_to_ids("assistant")] += STRENGTH * directions[0]

@@ -5,12 +5,13 @@ benchmarks/trl_sft.py.
         --micro-batch-size 8
     torchrun --nproc-per-node 2 benchmarks/trl_grpo.py ...                       data parallel: DDP, gloo on a CPU
 
-fp32, AdamW, constant learning rate, no gradient checkpointing, no divergence from a reference (beta=0), one optimizer step
-a rollout, loss_type="dapo" (TRL's default: the mean over all tokens of the step). All responses of a step are generated at
-once by transformers, as TRL does without vLLM; --continuous-batching takes its other generator, generate_batch.
+fp32, AdamW, constant learning rate, no gradient checkpointing, no divergence from a reference (beta=0), one optimizer
+step a rollout, loss_type="dapo" (TRL's default: the mean over all tokens of the step). All responses of a step are
+generated at once by transformers, as TRL does without vLLM; --continuous-batching takes its other generator,
+generate_batch.
 
 Seconds of a step by stage, on rank 0: generate (templates and decoding included), reward, update (forward, backward,
-clipping, optimizer), and rest. Old log-probabilities are not computed, weights not copied: TRL needs neither here.
+clipping, optimizer). Old log-probabilities are not computed, weights not copied: TRL needs neither here.
 """
 
 import argparse
@@ -124,7 +125,7 @@ def main() -> None:
                 gradient_checkpointing=False, use_vllm=False,
                 use_transformers_continuous_batching=arguments.continuous_batching,
                 max_steps=arguments.steps, per_device_train_batch_size=micro_batch_size,
-                gradient_accumulation_steps=on_rank // micro_batch_size,    # steps_per_generation is the same by default
+                gradient_accumulation_steps=on_rank // micro_batch_size,    # also steps_per_generation, by default
                 num_generations=arguments.samples, max_completion_length=arguments.max_tokens, num_iterations=1,
                 temperature=1.0, top_p=1.0, top_k=0, beta=0.0, epsilon=0.2, loss_type="dapo", scale_rewards="group",
                 shuffle_dataset=False,
@@ -136,7 +137,8 @@ def main() -> None:
         trainer.train()
 
     if int(os.environ.get("RANK", 0)) == 0:
-        steps = [{**seconds, "length": log["completions/mean_length"], "score": log["reward"], "grad_norm": log["grad_norm"]}
+        steps = [{**seconds, "length": log["completions/mean_length"], "score": log["reward"],
+                  "grad_norm": log["grad_norm"]}
                  for seconds, log in zip(clock.steps, clock.logs, strict=True)]
         line = json.dumps({
             "trainer": "trl", "num_ranks": world_size, "threads": torch.get_num_threads(),

@@ -1,10 +1,16 @@
 """What an engine is: a model's weights, divided over ranks, that can be trained, asked and written out."""
 
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
-from torch import Tensor
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from data.packing import Batch
 
@@ -20,8 +26,13 @@ class Engine(ABC):
                       (context or tensor parallel) are handed the same batch and all get its results
     """
 
+    config: DictConfig
+    device: torch.device
+    compute_dtype: torch.dtype
     dp_rank: int
     dp_size: int
+    dp_group: ProcessGroup
+    _flops: tuple[int, int, int]            # see count_flops in engines/fsdp.py
 
     @abstractmethod
     def train_batch(self, batch: Batch, loss_fn: LossFn, step: int) -> dict[str, float]:
@@ -49,14 +60,23 @@ class Engine(ABC):
         back by themselves when a method needs them. On a CPU, and for what is there already, nothing moves."""
 
     @abstractmethod
+    def modules(self) -> list[nn.Module]:
+        """What this rank runs of the model: one module, or the chunks of a virtual pipeline in their order."""
+
     def sum_over_dp(self, amounts: Tensor) -> Tensor:
         """The sum of every data-parallel rank's tensor, on all of them."""
+        amounts = amounts.to(self.device)
+        dist.all_reduce(amounts, group=self.dp_group)
+        return amounts
 
-    @abstractmethod
     def flops(self, lengths: list[int], num_asked: int | None = None) -> float:
         """FLOPs of forward and backward on sequences of these lengths: 6 a weight of a matrix product and token (of the
         output matrix only for num_asked tokens; None: all), and causal attention by the sum of squared lengths.
         Recomputation is not counted."""
+        in_layers, in_head, in_attention = self._flops
+        num_tokens = sum(lengths)
+        return 6.0 * (in_layers * num_tokens + in_head * (num_tokens if num_asked is None else num_asked)
+                      + in_attention * sum(n * n for n in lengths))
 
     @abstractmethod
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -64,13 +84,38 @@ class Engine(ABC):
         is left out."""
 
     @abstractmethod
-    def state(self) -> dict:
-        """What a checkpoint holds of this engine, as tensors that torch.distributed.checkpoint reads and writes."""
+    def state(self, loading: bool = False) -> dict:
+        """What a checkpoint holds of this engine, in the form that write() takes; loading: that read() takes."""
 
     @abstractmethod
     def load_state(self, state: dict) -> None:
-        """Take over a state() that a checkpoint was read into."""
+        """Take over a state that read() returned."""
 
     @abstractmethod
+    def write(self, states: dict[str, dict], directory: Path, group: ProcessGroup | None) -> Future | None:
+        """Write the states of engines of this kind by name, and this rank's generators under "rng", into a new
+        directory. With a group (gloo) in the background: done when the Future of rank 0 is."""
+
+    @abstractmethod
+    def read(self, states: dict[str, dict], directory: Path) -> dict[str, dict]:
+        """The same states as write() left them; without "rng" where this rank had no counterpart."""
+
     def save_config(self, directory: Path) -> None:
         """Write config.json (and generation_config.json) in Hugging Face format; called on rank 0 alone."""
+        from transformers import AutoConfig, AutoModelForCausalLM       # slow: not for those who only want the interface
+        hf_config = AutoConfig.from_pretrained(self.config.model.path)
+        hf_config.dtype = self.compute_dtype
+        hf_config.architectures = [AutoModelForCausalLM._model_mapping[type(hf_config)].__name__]
+        hf_config.save_pretrained(directory)
+        generation = Path(self.config.model.path) / "generation_config.json"
+        if generation.exists():
+            shutil.copy(generation, directory)
+
+
+def engine_class(name: str) -> type[Engine]:
+    """The engine of this model_engine; its packages are imported only now."""
+    if name == "megatron":
+        from engines.megatron import MegatronEngine
+        return MegatronEngine
+    from engines.fsdp import FSDPEngine
+    return FSDPEngine

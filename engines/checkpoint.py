@@ -6,7 +6,7 @@
 import json
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -54,11 +54,10 @@ class Checkpointer:
         dist.barrier()
         state = {name: e.state() for name, e in {"engine": engine, **others}.items()}
         state["rng"] = {f"rank_{dist.get_rank()}": rng_state()}
-        if self.group is None:
-            dcp.save(state, checkpoint_id=temporary / "weights")
+        writing = engine.write(state, temporary / "weights", self.group)
+        if writing is None:
             self._publish(temporary, target)
         else:
-            writing = dcp.async_save(state, checkpoint_id=temporary / "weights", process_group=self.group)
             # Rank 0 coordinates: its future is done when the files of all ranks and their index are on disk.
             self.pending = self.background.submit(lambda: (writing.result(), self._publish(temporary, target)))
 
@@ -72,14 +71,13 @@ class Checkpointer:
     def load(self, path: Path, engine: Engine, **others: Engine) -> dict:
         """Read a checkpoint, of whatever world size, into the engines; return its progress."""
         engines = {"engine": engine, **others}
-        state = {name: e.state() for name, e in engines.items()}
-        rng = {f"rank_{dist.get_rank()}": rng_state()}
-        if f"rng.rank_{dist.get_rank()}" in FileSystemReader(path / "weights").read_metadata().state_dict_metadata:
-            state["rng"] = rng
-        dcp.load(state, checkpoint_id=path / "weights")
+        state = {name: e.state(loading=True) for name, e in engines.items()}
+        state["rng"] = {f"rank_{dist.get_rank()}": rng_state()}
+        state = engine.read(state, path / "weights")
         for name, e in engines.items():
             e.load_state(state[name])
-        set_rng_state(next(iter(rng.values())))
+        for generators in state.get("rng", {}).values():
+            set_rng_state(generators)
         return read_progress(path)
 
     def _publish(self, temporary: Path, target: Path) -> None:
@@ -173,25 +171,33 @@ def export_checkpoint(checkpoint: Path, out: Path) -> None:
     progress = read_progress(checkpoint)
     if out.exists():
         raise InputError(f"{out} exists already: remove it or give another name")
+    dtype = getattr(torch, progress["export_dtype"])
+    if (checkpoint / "weights" / "metadata.json").exists():         # which megatron.core.dist_checkpointing writes
+        from engines.megatron_checkpoint import hf_weights
+        weights = hf_weights(checkpoint)
+    else:
+        weights = stored_weights(checkpoint)
+    temporary = out.with_name(out.name + ".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    shutil.copytree(checkpoint / "hf", temporary)
+    write_safetensors(((name, tensor.to(dtype)) for name, tensor in weights), temporary)
+    temporary.rename(out)
+
+
+def stored_weights(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, tensor as it was stored), a tied output matrix left out."""
     reader = FileSystemReader(checkpoint / "weights")
     prefix = "engine.model."
     entries = {k.removeprefix(prefix): v for k, v in reader.read_metadata().state_dict_metadata.items()
                if k.startswith(prefix)}
     tied = json.loads((checkpoint / "hf" / "config.json").read_text()).get("tie_word_embeddings", False)
 
-    def weights():
-        for name, entry in entries.items():
-            if tied and name == "lm_head.weight":
-                continue
-            tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
-            dcp.load({"engine": {"model": {name: tensor}}}, storage_reader=reader, no_dist=True)
-            yield name, tensor.to(getattr(torch, progress["export_dtype"]))
-
-    temporary = out.with_name(out.name + ".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    shutil.copytree(checkpoint / "hf", temporary)
-    write_safetensors(weights(), temporary)
-    temporary.rename(out)
+    for name, entry in entries.items():
+        if tied and name == "lm_head.weight":
+            continue
+        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+        dcp.load({"engine": {"model": {name: tensor}}}, storage_reader=reader, no_dist=True)
+        yield name, tensor
 
 
 if __name__ == "__main__":

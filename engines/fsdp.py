@@ -2,13 +2,14 @@
 
 import copy
 import math
-import shutil
 from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from omegaconf import DictConfig
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_model_state_dict, get_optimizer_state_dict,
@@ -179,16 +180,8 @@ class FSDPEngine(Engine):
             nn.utils.clip_grads_with_norm_(self.model.parameters(), self.optim.clip_grad, norm.to(gradients[0].device))
         return norm.item()
 
-    def sum_over_dp(self, amounts: Tensor) -> Tensor:
-        amounts = amounts.to(self.device)
-        dist.all_reduce(amounts, group=self.dp_group)
-        return amounts
-
-    def flops(self, lengths: list[int], num_asked: int | None = None) -> float:
-        in_layers, in_head, in_attention = self._flops
-        num_tokens = sum(lengths)
-        return 6.0 * (in_layers * num_tokens + in_head * (num_tokens if num_asked is None else num_asked)
-                      + in_attention * sum(n * n for n in lengths))
+    def modules(self) -> list[nn.Module]:
+        return [self.model]
 
     # -- memory ----------------------------------------------------------------------------------------------------------
 
@@ -217,7 +210,7 @@ class FSDPEngine(Engine):
         for name, parameter in self.hf.named_parameters():
             yield name, full(parameter.detach().to(self.device)).to(self.compute_dtype)
 
-    def state(self) -> dict:
+    def state(self, loading: bool = False) -> dict:
         self._onload("parameters", "optimizer")
         state = {"model": get_model_state_dict(self.hf)}
         if self.optimizer is not None:
@@ -232,14 +225,18 @@ class FSDPEngine(Engine):
             set_optimizer_state_dict(self.hf, self.optimizer, state["optimizer"],
                                      options=StateDictOptions(flatten_optimizer_state_dict=True))
 
-    def save_config(self, directory: Path) -> None:
-        hf_config = AutoConfig.from_pretrained(self.config.model.path)
-        hf_config.dtype = self.compute_dtype
-        hf_config.architectures = [type(self.hf).__name__]
-        hf_config.save_pretrained(directory)
-        generation = Path(self.config.model.path) / "generation_config.json"
-        if generation.exists():
-            shutil.copy(generation, directory)
+    def write(self, states: dict[str, dict], directory: Path, group: dist.ProcessGroup | None) -> Future | None:
+        if group is None:
+            dcp.save(states, checkpoint_id=directory)
+            return None
+        return dcp.async_save(states, checkpoint_id=directory, process_group=group)
+
+    def read(self, states: dict[str, dict], directory: Path) -> dict[str, dict]:
+        written = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
+        if not all(f"rng.{rank}" in written for rank in states["rng"]):
+            states = {name: state for name, state in states.items() if name != "rng"}
+        dcp.load(states, checkpoint_id=directory)
+        return states
 
 
 # -- construction ------------------------------------------------------------------------------------------------------
@@ -283,8 +280,8 @@ def check_layout(config: DictConfig, hf_config, world_size: int) -> None:
 
 
 def build_on_meta(hf_config, dtype: torch.dtype, packed: bool, critic: bool = False) -> nn.Module:
-    """The model without memory for its weights; a critic's output matrix has one row. Raises InputError for one that packed sequences would run wrong: a pass
-    over shapes alone shows whether its attention takes them and asks for nothing else."""
+    """The model without memory for its weights; a critic's output matrix has one row. Raises InputError for one that packed
+    sequences would run wrong: a pass over shapes alone shows whether its attention takes them and asks for nothing else."""
     if critic:
         hf_config = copy.deepcopy(hf_config)
         hf_config.tie_word_embeddings = False

@@ -5,25 +5,33 @@ The logits of all tokens never exist together, nor in fp32 beyond one chunk: at 
 """
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 
 def linear_log_probs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, chunk_size: int = 2048,
-                     compiled: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+                     compiled: bool = False, group: dist.ProcessGroup | None = None,
+                     first_word: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """log p(target), entropy and whether the target is the likeliest word, under softmax(hidden @ weight.T / temperature).
 
     hidden  [T, h], weight [V, h] of one floating dtype; targets [T] int64
+    group   ranks that divide the vocabulary: weight holds the rows first_word, first_word + 1, ...; hidden and targets
+            are the same on all of them. The gradient of hidden is then this rank's part: the caller adds the ranks' up
     returns log_probs [T] fp32, entropy [T] fp32 (nats), both differentiable, and greedy [T] bool
     """
-    return LinearLogProbs.apply(hidden, weight, targets, temperature, chunk_size, compiled)
+    return LinearLogProbs.apply(hidden, weight, targets, temperature, chunk_size, compiled, group, first_word)
 
 
 class LinearLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, chunk_size, compiled):
-        statistics = _compiled(_statistics) if compiled else _statistics
+    def forward(ctx, hidden, weight, targets, temperature, chunk_size, compiled, group, first_word):
+        targets = targets - first_word
+        one_rank = _statistics if group is None else _share_of_statistics
+        statistics = _compiled(one_rank) if compiled else one_rank
         outputs = [statistics(h @ weight.T, t, temperature)
                    for h, t in zip(hidden.split(chunk_size), targets.split(chunk_size))]
+        if group is not None:
+            outputs = [_combine(*(torch.cat(parts) for parts in zip(*outputs)), targets, group, first_word)]
         log_probs, entropy, log_z, greedy = (torch.cat(parts) for parts in zip(*outputs))
         ctx.save_for_backward(hidden, weight, targets, log_z, entropy)
         ctx.temperature, ctx.chunk_size, ctx.compiled = temperature, chunk_size, compiled
@@ -46,7 +54,7 @@ class LinearLogProbs(torch.autograd.Function):
             grad_hidden[part] = grad @ weight
             if grad_weight is not None:
                 grad_weight += grad.T @ hidden[part]
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 6
 
 
 def _statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -56,6 +64,35 @@ def _statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Te
     chosen = z.gather(-1, targets[:, None])[:, 0]
     entropy = log_z - (z - log_z[:, None]).exp_().mul_(z).sum(-1)
     return chosen - log_z, entropy, log_z, z.argmax(-1) == targets
+
+
+def _share_of_statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, ...]:
+    """[c, V/R] -> what _combine needs of this rank's words, each [c]: the largest logit m and its word,
+    sum_v e^(z_v - m), sum_v e^(z_v - m) (z_v - m), and z_target (0 where the target is another rank's word)."""
+    z = logits.float() if temperature == 1 else logits.float() / temperature
+    largest, word = z.max(-1)
+    below = z - largest[:, None]
+    weights = below.exp()
+    mine = (targets >= 0) & (targets < z.shape[1])
+    chosen = z.gather(-1, targets.clamp(0, z.shape[1] - 1)[:, None])[:, 0]
+    return largest, word, weights.sum(-1), below.mul_(weights).sum(-1), torch.where(mine, chosen, 0.0)
+
+
+def _combine(largest: Tensor, word: Tensor, total: Tensor, total_below: Tensor, chosen: Tensor, targets: Tensor,
+             group: dist.ProcessGroup, first_word: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """All ranks' shares -> what _statistics returns, each [T]; targets count from first_word."""
+    highest = largest.clone()
+    dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+    below = largest - highest
+    scale = below.exp()
+    sums = torch.stack([total * scale, (total_below + total * below) * scale, chosen])
+    dist.all_reduce(sums, group=group)
+    # Of equal logits the first counts, as argmax has it.
+    likeliest = torch.where(largest == highest, word + first_word, torch.iinfo(word.dtype).max)
+    dist.all_reduce(likeliest, op=dist.ReduceOp.MIN, group=group)
+    log_total = sums[0].log()
+    log_z = highest + log_total
+    return sums[2] - log_z, log_total - sums[1] / sums[0], log_z, likeliest == targets + first_word
 
 
 def _logits_grad(logits: Tensor, targets: Tensor, log_z: Tensor, entropy: Tensor, grad_log_probs: Tensor,

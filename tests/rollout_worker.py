@@ -35,7 +35,8 @@ from tests.fsdp_worker import digest, gather
 NUM_UPDATES, CRITIC_STEPS, LONG_PROMPT, MAX_TOKENS = 5, 40, 330, 24
 SETTINGS = ["data.train_files=unused", "engine.compute_dtype=float32", "engine.log_prob_chunk_size=29", "optim.lr=0.02",
             "optim.weight_decay=0", f"data.max_prompt_length={LONG_PROMPT}", f"rollout.max_tokens={MAX_TOKENS}",
-            f"validation.max_tokens={2 * MAX_TOKENS}", "rollout.kv_cache_gib=0.05", "data.max_tokens_per_micro_batch=400"]
+            f"validation.max_tokens={2 * MAX_TOKENS}", "rollout.kv_cache_gib=0.05",
+            "data.max_tokens_per_micro_batch=400"]
 SMALL = "data.max_tokens_per_micro_batch=70"             # several micro-batches
 
 
@@ -52,7 +53,7 @@ LAUNCHES = {"qwen3": Launch(1, "qwen3", more="rollout.stop=[unused]"),
             "tied": Launch(1, "tied", more="validation.stop=[unused]"),
             "qwen3_dp2": Launch(2, "qwen3"), "tied_tp2": Launch(2, "tied", tp=2)}
 CUT_TEMPERATURE, CUTS = 0.7, {"top_k": 4, "top_p": 0.5, "min_p": 0.3}
-ONE_WORD = {"temperature": {"temperature": 0.0}, "top_k": {"top_k": 1}, "top_p": {"top_p": 1e-6}, "min_p": {"min_p": 1.0}}
+ONE_WORD = {"temperature": 0.0, "top_k": 1, "top_p": 1e-6, "min_p": 1.0}
 
 
 def main(folder: Path, name: str) -> None:
@@ -73,8 +74,9 @@ def main(folder: Path, name: str) -> None:
     for case in (seeds, long_prompts, greedy, samples):
         results[case.__name__] = case(folder, rollout, engine)
     if launch.ranks == 1:
-        results["cuts"] = {k: written(*ask(rollout, config, temperature=CUT_TEMPERATURE, **{k: v})) for k, v in CUTS.items()}
-        results["one word"] = {what: written(*ask(rollout, config, **cut)) for what, cut in ONE_WORD.items()}
+        results["cuts"] = {key: written(*ask(rollout, config, **{"temperature": CUT_TEMPERATURE, key: value}))
+                           for key, value in CUTS.items()}
+        results["one word"] = {key: written(*ask(rollout, config, **{key: value})) for key, value in ONE_WORD.items()}
         results["stop strings"] = stop_strings(rollout, config)
     results["updates"] = {str(t): updates(folder, launch, rollout, t) for t in (1.0, 0.6)}
     if launch.tp == 1:
@@ -155,10 +157,11 @@ def protocol(rollout: Rollout, engine: FSDPEngine) -> list:
     steps = [("generate at first", generate), ("cache at first", wake_cache), ("update at first", update),
              ("wake", wake_weights), ("generate before update", generate), ("cache before update", wake_cache),
              ("update", update), ("generate without cache", generate), ("cache", wake_cache), ("generate", generate),
-             ("sleep", rollout.sleep), ("generate asleep", generate), ("update asleep", update), ("wake again", wake_weights),
-             ("generate with old weights", generate), ("cache with old weights", wake_cache),
-             ("a name that is none", lambda: rollout.wake("all")), ("update again", update), ("cache again", wake_cache),
-             ("generate again", generate), ("broken update", broken_update), ("generate after broken update", generate),
+             ("sleep", rollout.sleep), ("generate asleep", generate), ("update asleep", update),
+             ("wake again", wake_weights), ("generate with old weights", generate),
+             ("cache with old weights", wake_cache), ("a name that is none", lambda: rollout.wake("all")),
+             ("update again", update), ("cache again", wake_cache), ("generate again", generate),
+             ("broken update", broken_update), ("generate after broken update", generate),
              ("update once more", update), ("generate once more", generate)]
     return [(what, gather(told(action))) for what, action in steps]
 
@@ -188,7 +191,8 @@ def seeds(folder: Path, rollout: Rollout, engine: FSDPEngine) -> dict:
 
 
 def long_prompts(folder: Path, rollout: Rollout, engine: FSDPEngine) -> dict:
-    prompts, sampling = make_prompts(30, LONG_PROMPT), OmegaConf.merge(engine.config.rollout, {"stop": [], "max_tokens": 6})
+    prompts = make_prompts(30, LONG_PROMPT)
+    sampling = OmegaConf.merge(engine.config.rollout, {"stop": [], "max_tokens": 6})
     batch, _ = rollout.generate(prompts, range(30), sampling)
     last, _ = rollout.generate(prompts[-1:], [29], sampling)
     return {"prompt_tokens": sum(map(len, prompts)), "gap": gap(engine, batch),
@@ -235,7 +239,7 @@ def stop_strings(rollout: Rollout, config) -> list[dict]:
 
 
 def updates(folder: Path, launch: Launch, rollout: Rollout, temperature: float) -> dict:
-    """Rounds of generating and training: how far vLLM is from the trainer in each, and the trainer from the round before."""
+    """Rounds of generating and training: how far vLLM is from the trainer in each, and how far the trainer moved."""
     config = settings(folder, launch, SMALL, f"rollout.temperature={temperature}")
     engine = FSDPEngine(config, rollout.device, NUM_UPDATES, temperature=temperature)
     gaps, ratios, fixed, result = [], [], [], {}
@@ -257,7 +261,8 @@ def updates(folder: Path, launch: Launch, rollout: Rollout, temperature: float) 
 def ratio(engine: FSDPEngine, batch: Batch, step: int) -> dict:
     """Train on a batch; compare the log-probabilities that the loss is given with those asked for just before."""
     batch.fields["old_log_probs"] = engine.log_probs(batch)[0]
-    sign, unequal = torch.tensor([(-1.0) ** i for i in range(len(batch))]).repeat_interleave(batch.cu_seqlens.diff()), []
+    sign = torch.tensor([(-1.0) ** i for i in range(len(batch))]).repeat_interleave(batch.cu_seqlens.diff())
+    unequal = []
     batch.fields["advantages"] = sign * batch.fields["loss_mask"] / len(batch)
 
     def loss_fn(log_probs, entropy, fields):
@@ -281,7 +286,8 @@ def critic(folder: Path, name: str) -> dict:
     batch, everything = make_returns(), [list(range(10))]
 
     def build(path):
-        return FSDPEngine(OmegaConf.merge(config, {"model": {"path": str(path)}}), this_device, CRITIC_STEPS, critic=True)
+        settings = OmegaConf.merge(config, {"model": {"path": str(path)}})
+        return FSDPEngine(settings, this_device, CRITIC_STEPS, critic=True)
 
     def train(engine, loss_fn, steps):
         return [engine.train_batch(batch.select(ppo.share(engine, batch, everything[0])), loss_fn, s) for s in steps]

@@ -1,6 +1,6 @@
 """vLLM and the trainer in one process: what one generates, the other finds as likely; critics; checkpoints of both.
 
-One launch of rollout_worker.py, which holds one vLLM, for each model and layout runs all its cases; they are judged here.
+One launch of rollout_worker.py, with one vLLM, for each model and layout runs all its cases; they are judged here.
 """
 
 import json
@@ -232,7 +232,7 @@ def test_a_response_ends_with_an_end_token_or_is_truncated(result):
     drawn, used = sequences(result["plain"]), set()
     for prompt, (ids, mask, log_probs, truncated) in zip(make_prompts(12), drawn, strict=True):
         assert mask.tolist() == [0] * len(prompt) + [1] * (len(ids) - len(prompt)) and ids[mask == 0].tolist() == prompt
-        assert (log_probs[mask > 0] < 0).all() and (log_probs[mask == 0] == 0).all(), "the last token has a log-probability"
+        assert (log_probs[mask > 0] < 0).all() and (log_probs[mask == 0] == 0).all(), "the end token has one too"
         *before, last = ids[mask > 0].tolist()
         assert not set(before) & set(END_TOKENS)
         assert truncated == (last not in END_TOKENS) and (not truncated or len(before) + 1 == MAX_TOKENS)

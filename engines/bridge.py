@@ -1,0 +1,178 @@
+"""Hugging Face models as Megatron models, through mbridge: build, load, export. No other file knows mbridge.
+
+mbridge 0.15.1 was written for transformers 4; what it gets wrong with transformers 5 is put right here. (Its successor
+Megatron-Bridge needs transformers < 5 and TransformerEngine.)
+"""
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from mbridge.core.bridge import _MODEL_REGISTRY, Bridge
+from megatron.core import parallel_state as mpu
+from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from config import InputError
+from engines import torch_backend
+from engines.weights import weight_files
+
+torch_backend.install()
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+# What transformers computes from the configuration alone; other types change with the length of a sequence.
+ROPES = ("default", "llama3", "linear")
+
+
+class HiddenStates(GPTModel):
+    """The model up to its last norm: its output matrix only holds the weight. Returns [s, b, h], on every stage; s is
+    this rank's share with sequence or context parallelism."""
+
+    def _postprocess(self, hidden_states: Tensor, **_) -> Tensor:
+        return hidden_states
+
+
+class ValueHead(nn.Linear):
+    """An output matrix of one row, whole on every tensor-parallel rank; it begins at zero."""
+
+    def __init__(self, config):
+        device = torch.cuda.current_device()
+        super().__init__(config.hidden_size, 1, bias=False, dtype=config.params_dtype, device=device)
+        nn.init.zeros_(self.weight)
+        self.weight.sequence_parallel = config.sequence_parallel
+
+
+def check(hf_config, path: str) -> None:
+    """Raise InputError for a model that has no faithful translation."""
+    if hf_config.model_type not in FAMILIES:
+        raise InputError(f"model.path={path}: model_engine=megatron has no {hf_config.model_type} models, only "
+                         f"{', '.join(FAMILIES)}")
+    rope = hf_config.rope_parameters.get("rope_type", "default")
+    if rope not in ROPES:
+        raise InputError(f"model.path={path}: model_engine=megatron has no rope type {rope!r}, only {', '.join(ROPES)}")
+    biases = ("mlp_bias", "attention_bias") if hf_config.model_type != "qwen2" else ()
+    for name in ("use_sliding_window", "attention_dropout", *biases):
+        if getattr(hf_config, name, None):
+            raise InputError(f"model.path={path}: {name} in config.json is not supported by model_engine=megatron")
+    if hf_config.hidden_act != "silu":
+        raise InputError(f"model.path={path}: hidden_act={hf_config.hidden_act} is not supported by "
+                         "model_engine=megatron")
+
+
+def check_files(hf: nn.Module, path: Path, critic: bool) -> None:
+    """Raise InputError unless the files hold exactly the weights of hf, the model on the meta device. A critic's output
+    matrix may be absent, or a policy's."""
+    expected, found = {name: list(p.shape) for name, p in hf.named_parameters()}, {}
+    for file in weight_files(path):
+        with safe_open(file, framework="pt") as tensors:
+            found |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}
+    if critic:
+        expected.pop("lm_head.weight")
+    missing = expected.keys() - found
+    if missing:
+        raise InputError(f"model.path={path} lacks {len(missing)} weights of {type(hf).__name__}, {min(missing)} "
+                         "among them")
+    for name, shape in expected.items():
+        if found[name] != shape:
+            raise InputError(f"{name} has shape {found[name]} in the file, {shape} by config.json")
+    # Besides parameters a file may hold the output matrix of a tied model once more.
+    unknown = {name for name in found if name not in hf.state_dict() and not name.endswith("rotary_emb.inv_freq")}
+    if unknown:
+        raise InputError(f"model.path={path} holds {len(unknown)} weights that {type(hf).__name__} does not have, "
+                         f"{min(unknown)} among them")
+
+
+def make_bridge(hf_config, dtype: torch.dtype, **settings) -> Bridge:
+    """The bridge for a model on the layout that parallel_state has now; settings: fields of TransformerConfig."""
+    hf_config = copy.deepcopy(hf_config)
+    hf_config.rope_theta = hf_config.rope_parameters["rope_theta"]
+    family = _MODEL_REGISTRY[hf_config.model_type]
+
+    # LLaMABridge would take Llama 3.1's rope for a linear interpolation.
+    def gpt_arguments(self) -> dict:
+        return dict(vocab_size=hf_config.vocab_size, max_sequence_length=hf_config.max_position_embeddings,
+                    position_embedding_type="rope", rotary_base=hf_config.rope_theta)
+
+    def to_hf_format(self, name: str, weight: Tensor) -> tuple[list[str], list[Tensor]]:
+        if name == "output_layer.weight" and len(weight) == 1:                 # a value head: no vocabulary, no padding
+            return ["lm_head.weight"], [weight]
+        return family._weight_to_hf_format(self, name, weight)
+
+    # A class of its own: for a tied model mbridge writes into its class's mapping, which all later models would share.
+    # And LLaMABridge would take Llama 3.1's rope for a linear interpolation.
+    cls = type(family.__name__, (family,), {"_DIRECT_MAPPING": dict(family._DIRECT_MAPPING),
+                                            "_get_gptmodel_args": gpt_arguments, "_weight_to_hf_format": to_hf_format})
+    bridge = cls(hf_config, dtype=dtype, make_vocab_size_divisible_by=mpu.get_tensor_model_parallel_world_size())
+    # Weights come from files. Not to initialize at all would also leave out the marks of what is divided over ranks.
+    keep = {f"{name}init_method": lambda weight: weight for name in ("", "output_layer_", "embedding_")}
+    bridge.set_extra_args(**keep, **settings)
+    return bridge
+
+
+def build(bridge: Bridge, path: Path, critic: bool) -> list[HiddenStates]:
+    """This rank's part of the model with its weights, one module for each virtual pipeline stage. A critic has a value
+    head, read from the files if they have one of that shape."""
+    hf_config, config = bridge.hf_config, bridge.config
+    num_stages, arguments = config.virtual_pipeline_model_parallel_size, bridge._get_gptmodel_args()
+    multiple = bridge.make_vocab_size_divisible_by
+    bridge.vocab_size = hf_config.vocab_size
+    bridge.padded_vocab_size = arguments["vocab_size"] = -(-hf_config.vocab_size // multiple) * multiple
+    models = []
+    for stage in range(num_stages or 1):
+        stage = stage if num_stages else None
+        models.append(HiddenStates(
+            config=config, transformer_layer_spec=bridge._get_transformer_layer_spec(stage), vp_stage=stage,
+            pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+            post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+            share_embeddings_and_output_weights=hf_config.tie_word_embeddings and not critic, **arguments))
+    for model in models:
+        if not gpt_layer_specs.HAVE_TE:
+            model.rotary_pos_emb = torch_backend.PackedRotaryEmbedding(config.kv_channels, 1.0,
+                                                                       rotary_base=hf_config.rope_theta)
+        if hf_config.rope_parameters.get("rope_type", "default") != "default":
+            make_frequencies = ROPE_INIT_FUNCTIONS[hf_config.rope_parameters["rope_type"]]
+            model.rotary_pos_emb.inv_freq = make_frequencies(hf_config, model.rotary_pos_emb.inv_freq.device)[0]
+        if critic and model.post_process:
+            model.output_layer = nn.Identity()                       # so that nobody looks for its weight in the files
+    bridge.load_weights(models, str(path))
+    for model in models:
+        if critic and model.post_process:
+            model.output_layer = ValueHead(config)
+            load_value_head(model.output_layer, path)
+        for parameter in model.parameters():
+            set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    return models
+
+
+def load_value_head(head: ValueHead, path: Path) -> None:
+    name, shape = "lm_head.weight", list(head.weight.shape)
+    for file in weight_files(path):
+        with safe_open(file, framework="pt") as tensors:
+            if name in tensors.keys() and tensors.get_slice(name).get_shape() == shape:
+                head.weight.data.copy_(tensors.get_tensor(name))
+
+
+def export_tensors(bridge: Bridge, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, tensor) from a checkpoint's names and full tensors, in which all layers are stacked."""
+    layers, bridge.vocab_size = "decoder.layers.", bridge.hf_config.vocab_size
+    for name, tensor in tensors:
+        if name.startswith(layers):
+            for i, layer in enumerate(tensor):
+                yield from zip(*bridge._weight_to_hf_format(name.replace(layers, f"{layers}{i}."), layer))
+        else:
+            bridge.padded_vocab_size = len(tensor)
+            yield from zip(*bridge._weight_to_hf_format(name, tensor))
+
+
+def export(bridge: Bridge, models: list[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, full tensor), in the same order on all ranks. A tied output matrix, which the last pipeline
+    stage has a copy of, is left out."""
+    seen = set()
+    for name, tensor in bridge.export_weights(models):
+        if name not in seen:
+            seen.add(name)
+            yield name, tensor.detach()

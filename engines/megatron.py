@@ -1,0 +1,284 @@
+"""megatron-core: tensor, sequence, pipeline, context and data parallelism around a Hugging Face model's weights."""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+if torch.accelerator.is_available() and torch.accelerator.current_accelerator().type == "npu":
+    import mindspeed.megatron_adaptor  # noqa: F401  replaces parts of megatron.core, so it comes before it
+
+from megatron.core import parallel_state as mpu
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, clip_grads, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from omegaconf import DictConfig
+from torch import Tensor, nn
+
+from config import InputError
+from data.packing import Batch, pack, spread
+from engines import bridge, megatron_checkpoint, parallel, schedule
+from engines.base import Engine, LossFn
+from engines.fsdp import build_on_meta, count_flops, read_hf_config
+from engines.logprobs import linear_log_probs
+from engines.megatron_cpu import cuda_is_cpu
+from engines.microbatch import MicroBatch, lay_out
+from engines.offload import HostMemory, storages
+
+RECOMPUTE = {"none": {}, "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+             "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}}
+
+
+class MegatronEngine(Engine):
+    @cuda_is_cpu()
+    def __init__(self, config: DictConfig, device: torch.device, total_steps: int, optimize: bool = True,
+                 critic: bool = False, temperature: float = 1.0):
+        """Build this rank's part of the model of config.model.path and load its weights.
+
+        optimize: with DDP and an optimizer; False for a model that is only asked. critic: a value head (zeros, unless
+        the directory has one) in place of the output matrix. temperature: divides the logits, as sampling did.
+        Raises InputError for a model or a layout that cannot work.
+        """
+        self.config, self.device, self.total_steps = config, device, total_steps
+        self.critic, self.temperature, self.optim, engine = critic, temperature, config.optim, config.engine
+        self.hf_config = self.check(config, dist.get_world_size())
+        self.compute_dtype = getattr(torch, engine.compute_dtype)
+        parallel.initialize(engine)
+        self.dp_rank, self.dp_size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+        self.dp_group, self.cp_group = mpu.get_data_parallel_group(), mpu.get_context_parallel_group()
+        self.tp_group, self.pp_group = mpu.get_tensor_model_parallel_group(), mpu.get_pipeline_model_parallel_group()
+        self.sequence_parallel = engine.sequence_parallel and self.tp_group.size() > 1
+
+        hf = build_on_meta(self.hf_config, torch.float32, packed=False, critic=critic)
+        bridge.check_files(hf, Path(config.model.path), critic)
+        self._flops = count_flops(hf, self.hf_config)
+        self.bridge = bridge.make_bridge(
+            self.hf_config, self.compute_dtype, sequence_parallel=self.sequence_parallel,
+            # The loss is a sum with a denominator of its own: the schedule and DDP are not to divide it once more.
+            calculate_per_token_loss=True, gradient_accumulation_fusion=False,
+            bias_activation_fusion=device.type != "cpu", **RECOMPUTE[engine.recompute])
+        self.models = bridge.build(self.bridge, Path(config.model.path), critic)
+        self.stages, self.optimizer = self.models, None                   # stages: as the schedule calls them, in DDP
+        if optimize:
+            self._build_optimizer()
+        self._host_memory, self._offloaded = HostMemory(), set()
+
+    @staticmethod
+    def check(config: DictConfig, world_size: int):
+        """The model's configuration; raises InputError for what this engine cannot do, before anything is built."""
+        hf_config = read_hf_config(config.model.path)
+        bridge.check(hf_config, config.model.path)
+        parallel.check_layout(config, hf_config, world_size)
+        if config.trainer.async_save:
+            raise InputError("trainer.async_save=true is not supported by model_engine=megatron: set it to false")
+        return hf_config
+
+    def _build_optimizer(self) -> None:
+        engine, optim, config = self.config.engine, self.optim, self.bridge.config
+        self.stages = [DistributedDataParallel(config, parallel.ddp_config(engine), model, disable_bucketing=i > 0)
+                       for i, model in enumerate(self.models)]
+        self.optimizer = get_megatron_optimizer(OptimizerConfig(
+            optimizer="adam", lr=optim.lr, weight_decay=optim.weight_decay, adam_beta1=optim.betas[0],
+            adam_beta2=optim.betas[1], adam_eps=optim.eps, clip_grad=optim.clip_grad,
+            bf16=self.compute_dtype is torch.bfloat16, params_dtype=self.compute_dtype,
+            use_distributed_optimizer=engine.use_distributed_optimizer), self.stages)
+        # Without the number of tokens, which it would divide by.
+        config.finalize_model_grads_func = lambda stages, _, **groups: finalize_model_grads(stages, None, **groups)
+        if self.stages[0].ddp_config.overlap_grad_reduce:
+            syncs = [stage.no_sync for stage in self.stages]
+            config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
+
+    # -- training and asking -------------------------------------------------------------------------------------------
+
+    @cuda_is_cpu()
+    def train_batch(self, batch: Batch, loss_fn: LossFn, step: int) -> dict[str, float]:
+        self._onload("parameters", "optimizer")
+        amounts = defaultdict(lambda: torch.zeros((), device=self.device))
+        num_tokens = torch.zeros((), dtype=torch.int, device=self.device)
+
+        def loss_of(micro_batch: MicroBatch, hidden: Tensor):
+            outputs = self._answers(micro_batch, hidden)[:1 if self.critic else 2]
+            loss, extra = loss_fn(*outputs, micro_batch.fields)
+            for name, amount in {"loss": loss, **extra}.items():
+                amounts[name] += amount.detach()
+            return loss, num_tokens, {}
+
+        for stage in self.stages:
+            stage.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        self._run([batch.select(p) for p in self._plan(batch)], loss_of, forward_only=False)
+        lr = schedule.learning_rate(self.optim, step, self.total_steps)
+        grad_norm = self._update(lr)
+        totals = {}
+        if mpu.is_pipeline_last_stage(ignore_virtual=True):
+            totals = dict(zip(amounts, self.sum_over_dp(torch.stack(list(amounts.values()))).tolist()))
+        if self.pp_group.size() > 1:
+            box = [totals]
+            dist.broadcast_object_list(box, mpu.get_pipeline_model_parallel_last_rank(), self.pp_group, self.device)
+            totals = box[0]
+        return {**totals, "grad_norm": grad_norm, "lr": lr, "skipped": float(not math.isfinite(grad_norm))}
+
+    def log_probs(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        log_probs, entropy, greedy = self._ask(batch)
+        return log_probs, entropy, greedy > 0
+
+    def values(self, batch: Batch) -> Tensor:
+        return self._ask(batch)[0]
+
+    @cuda_is_cpu()
+    @torch.no_grad()
+    def _ask(self, batch: Batch) -> Tensor:
+        """[1 or 3, T] fp32 on every rank."""
+        self._onload("parameters")
+        answers = torch.zeros(1 if self.critic else 3, len(batch.input_ids), device=self.device)
+        where = Batch(torch.arange(len(batch.input_ids)), batch.cu_seqlens)
+        plan = self._plan(batch)
+        indices = iter([where.select(p).input_ids.to(self.device) for p in plan])
+
+        def collect(micro_batch: MicroBatch, hidden: Tensor, non_loss_data: bool) -> None:
+            answers[:, next(indices)] = torch.stack([x.float() for x in self._answers(micro_batch, hidden)])
+
+        for model in self.models:
+            model.eval()                                                    # recomputes nothing
+        self._run([batch.select(p) for p in plan], collect, forward_only=True)
+        for model in self.models:
+            model.train()
+        if self.pp_group.size() > 1:
+            dist.broadcast(answers, mpu.get_pipeline_model_parallel_last_rank(), self.pp_group)
+        return answers
+
+    def _plan(self, batch: Batch) -> list[list[int]]:
+        """Micro-batches as lists of sequence indices; as many on every data-parallel rank, padding counted."""
+        engine, multiple = self.config.engine, parallel.multiple_of(self.config.engine)
+        lengths = [-(-n // multiple) * multiple for n in batch.lengths]
+        bins = pack(lengths, self.config.data.max_tokens_per_micro_batch, padded=not engine.use_remove_padding)
+        count = torch.tensor(len(bins), device=self.device)
+        dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self.dp_group)
+        # The interleaved schedule goes by groups of as many as there are pipeline ranks.
+        group = self.pp_group.size() if len(self.stages) > 1 else 1
+        return spread(bins, -(-int(count) // group) * group, lengths)
+
+    def _run(self, batches: list[Batch], of_hidden: Callable, forward_only: bool) -> None:
+        """Forward, and backward, of micro-batches; of_hidden(micro-batch, hidden states) on the last pipeline stage."""
+        engine = self.config.engine
+        micro_batches = [lay_out(b, engine.use_remove_padding, parallel.multiple_of(engine), self.cp_group, self.device)
+                         for b in batches]
+
+        def forward(remaining: Iterator[MicroBatch], stage: nn.Module):
+            micro_batch = next(remaining)
+            hidden = stage(micro_batch.input_ids, None, None, packed_seq_params=micro_batch.packing)
+            return hidden, partial(of_hidden, micro_batch)
+
+        get_forward_backward_func()(
+            forward_step_func=forward, data_iterator=[iter(micro_batches) for _ in self.stages], model=self.stages,
+            num_microbatches=len(micro_batches), seq_length=1, micro_batch_size=1,   # stages tell each other shapes
+            forward_only=forward_only, collect_non_loss_data=forward_only)
+
+    def _answers(self, micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, ...]:
+        """log_probs, entropy, greedy (a critic: values), each [T], from hidden states [s, b, h] of the last stage."""
+        model, group = self.models[-1], self.tp_group
+        if self.critic:
+            values = nn.functional.linear(hidden, model.output_layer.weight)[..., 0].float()
+            if self.sequence_parallel:
+                values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False, group=group)
+            outputs = (values.flatten().index_select(0, micro_batch.place),)
+        else:
+            hidden = gather_from_sequence_parallel_region(hidden, group=group) if self.sequence_parallel else \
+                copy_to_tensor_model_parallel_region(hidden, group=group)
+            weight = model.output_layer.weight
+            weight = model.shared_embedding_or_output_weight() if weight is None else weight
+            first_word = group.rank() * len(weight)
+            weight = weight[:max(0, self.hf_config.vocab_size - first_word)]    # the vocabulary's padding is no word
+            outputs = linear_log_probs(
+                hidden.flatten(0, 1).index_select(0, micro_batch.place), weight, micro_batch.targets, self.temperature,
+                self.config.engine.log_prob_chunk_size, self.device.type == "cuda", group if group.size() > 1 else None,
+                first_word)
+        return tuple(micro_batch.to_tokens(x, self.cp_group) for x in outputs)
+
+    @torch.no_grad()
+    def _update(self, lr: float) -> float:
+        """Clip and step; the gradient norm before clipping. A gradient that is not finite leaves the weights alone."""
+        self.optimizer.prepare_grads()
+        grad_norm = float(self.optimizer.get_grad_norm())
+        if math.isfinite(grad_norm):
+            for group in self.optimizer.param_groups:                           # wd_mult is 0 for norms and biases
+                group["lr"], group["weight_decay"] = lr, self.optim.weight_decay * group["wd_mult"]
+            if self.optim.clip_grad > 0:
+                for optimizer in self.optimizer.chained_optimizers:
+                    clip_grads.clip_grad_by_total_norm_fp32(optimizer.get_parameters(), self.optim.clip_grad, grad_norm)
+            self.optimizer.step_with_ready_grads()
+        return grad_norm
+
+    def modules(self) -> list[nn.Module]:
+        return self.models
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    def offload(self, *parts: str) -> None:
+        self._host_memory.offload(self._tensors(parts))
+        if "optimizer" in parts:
+            for storage, _ in storages(self._gradients()):
+                storage.resize_(0)                                          # not kept: every step begins with zeros
+        self._offloaded |= set(parts)
+
+    def _onload(self, *parts: str) -> None:
+        if not self._offloaded & set(parts):
+            return
+        self._host_memory.onload(self._tensors(parts))
+        if "optimizer" in parts:
+            for gradients in self._gradients():
+                gradients.untyped_storage().resize_(gradients.numel() * gradients.element_size())
+        self._offloaded -= set(parts)
+
+    def _tensors(self, parts: tuple[str, ...]) -> list[Tensor]:
+        """One tensor of each storage: DDP's parameters are views of few large buffers, and the optimizer's in fp32 are
+        views of those."""
+        parameters = {x.untyped_storage()._cdata: x.detach() for model in self.models for x in model.parameters()}
+        tensors = list(parameters.values()) if "parameters" in parts else []
+        if "optimizer" in parts and self.optimizer is not None:
+            of_optimizer = [x for optimizer in self.optimizer.chained_optimizers for x in (
+                *optimizer.get_parameters(), *(v for state in optimizer.state.values() for v in state.values()))]
+            tensors += {x.untyped_storage()._cdata: x.detach() for x in of_optimizer
+                        if x.untyped_storage()._cdata not in parameters}.values()
+        return tensors
+
+    def _gradients(self) -> list[Tensor]:
+        wrapped = self.stages if self.optimizer is not None else []
+        return [buffer.grad_data for stage in wrapped for buffer in stage.buffers]
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        with cuda_is_cpu():
+            self._onload("parameters")
+            weights = bridge.export(self.bridge, self.models)
+        while True:
+            with cuda_is_cpu():                             # not while the caller has the item
+                item = next(weights, None)
+            if item is None:
+                return
+            yield item
+
+    @cuda_is_cpu()
+    def state(self, loading: bool = False) -> dict:
+        self._onload("parameters", "optimizer")
+        return megatron_checkpoint.sharded_state(self.models, self.optimizer, loading)
+
+    @cuda_is_cpu()
+    def load_state(self, state: dict) -> None:
+        self._onload("parameters", "optimizer")
+        megatron_checkpoint.load(self.models, self.optimizer, state)
+
+    @cuda_is_cpu()
+    def write(self, states: dict[str, dict], directory: Path, group: dist.ProcessGroup | None) -> None:
+        assert group is None, "check() refuses trainer.async_save"
+        megatron_checkpoint.write(states, directory)
+
+    @cuda_is_cpu()
+    def read(self, states: dict[str, dict], directory: Path) -> dict[str, dict]:
+        return megatron_checkpoint.read(states, directory)

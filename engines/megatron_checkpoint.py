@@ -1,0 +1,126 @@
+"""Checkpoints of Megatron engines: megatron.core.dist_checkpointing, readable at any layout of ranks."""
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import megatron.core.optimizer
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from megatron.core import dist_checkpointing, parallel_state as mpu
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (FullyParallelLoadStrategyWrapper,
+                                                                        FullyParallelSaveStrategyWrapper)
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemReader
+from transformers import AutoConfig
+
+from engines import bridge
+from engines.megatron_cpu import cuda_is_cpu
+
+# The only kind that another layout of tensor and pipeline parallelism can read.
+METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+
+
+class AdamWDistributedOptimizer(DistributedOptimizer):
+    """megatron-core 0.16.1's, with torch's AdamW. That one counts steps in a tensor for each parameter, which
+    Megatron's checkpoint code expects before there is one, does not find when it reads, and then shares between all."""
+
+    def state_dict(self) -> dict:
+        if not self.optimizer.state:
+            for parameter in (p for group in self.optimizer.param_groups for p in group["params"]):
+                self.optimizer.state[parameter] = {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(parameter),
+                                                   "exp_avg_sq": torch.zeros_like(parameter)}
+        return super().state_dict()
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict) -> None:
+        super().load_state_dict(state_dict)
+        for state in self.optimizer.state.values():
+            state["step"] = state["step"].clone()
+
+    def _set_main_param_and_optimizer_states(self, model_param: Tensor, tensors: dict) -> None:
+        group, order = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+        super()._set_main_param_and_optimizer_states(model_param, {**tensors, "step": state["step"]})
+
+
+if megatron.core.optimizer.USING_PYTORCH_OPTIMIZER:
+    megatron.core.optimizer.DistributedOptimizer = AdamWDistributedOptimizer
+
+
+def sharded_state(models: list[nn.Module], optimizer, loading: bool) -> dict:
+    """What write() and read() take of one engine. loading: to be read into."""
+    metadata = {**METADATA, "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
+    names = [f"model{i}" for i in range(len(models))] if len(models) > 1 else ["model"]
+    state = {name: model.sharded_state_dict(metadata=metadata) for name, model in zip(names, models)}
+    if optimizer is not None:
+        state["optimizer"] = optimizer.sharded_state_dict(dict(state), is_loading=loading, metadata=METADATA)
+    return state
+
+
+def load(models: list[nn.Module], optimizer, state: dict) -> None:
+    for i, model in enumerate(models):
+        missing, unexpected = model.load_state_dict(state[f"model{i}" if len(models) > 1 else "model"], strict=False)
+        missing = [name for name in missing if not name.endswith("_extra_state")]        # TransformerEngine's, for fp8
+        assert not missing and not unexpected, (missing, unexpected)
+    if optimizer is not None:
+        optimizer.load_state_dict(state["optimizer"])
+
+
+def write(states: dict[str, dict], directory: Path) -> None:
+    """states: engines by name, and "rng": {"rank_0": tensor} of this rank. Called by all ranks."""
+    if dist.get_rank() == 0:
+        directory.mkdir(parents=True)
+    dist.barrier()
+    strategy = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy("torch_dist", 1),
+                                                mpu.get_data_parallel_group(with_context_parallel=True))
+    with warnings.catch_warnings(action="ignore"):                    # of torch, about Megatron's use of it
+        dist_checkpointing.save(_prefixed(states), str(directory), strategy, content_metadata=METADATA)
+
+
+def read(states: dict[str, dict], directory: Path) -> dict[str, dict]:
+    """The states as they were written; "rng" is left out where this rank had no counterpart."""
+    names = FileSystemReader(directory).read_metadata().state_dict_metadata
+    if not any(name.startswith(f"rng.{rank}/") for rank in states["rng"] for name in names):
+        states = {name: state for name, state in states.items() if name != "rng"}
+    strategy = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(),
+                                                mpu.get_data_parallel_group(with_context_parallel=True))
+    with warnings.catch_warnings(action="ignore"):
+        return dist_checkpointing.load(_prefixed(states), str(directory), strategy)
+
+
+def hf_weights(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, tensor as it was stored) of a checkpoint's engine, in one process that has no group yet."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with cuda_is_cpu():
+        mpu.initialize_model_parallel()
+    reader, prefix = FileSystemReader(checkpoint / "weights"), "engine."
+    entries = {key.removeprefix(prefix): entry for key, entry in reader.read_metadata().state_dict_metadata.items()
+               if key.startswith(prefix) and not key.startswith(f"{prefix}optimizer.") and "_extra_state" not in key}
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for name, entry in entries.items():
+            tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+            dcp.load({f"{prefix}{name}": tensor}, storage_reader=reader, no_dist=True)
+            yield name, tensor
+
+    hf_config = AutoConfig.from_pretrained(checkpoint / "hf")
+    yield from bridge.export_tensors(bridge.make_bridge(hf_config, torch.float32), tensors())
+    dist.destroy_process_group()
+
+
+def _prefixed(states: dict[str, dict]) -> dict:
+    """With keys that tell engines apart, and every rank's generators under a key of its own."""
+    prefixed = {}
+    for name, state in states.items():
+        if name == "rng":
+            state = {rank: ShardedObject(f"rng.{rank}", tensor, (1,), (0,)) for rank, tensor in state.items()}
+        else:
+            add_prefix_for_sharding(state, f"{name}.")
+        prefixed[name] = state
+    return prefixed

@@ -1,0 +1,81 @@
+"""A micro-batch as a Megatron rank sees it: padded, its share of every sequence, and the way back to tokens."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from data.packing import Batch
+from engines.heads import AllGather
+from engines.torch_backend import Packing
+
+
+@dataclass
+class MicroBatch:
+    """T tokens, of which k are asked about. This rank has `size` places, padding included, and answers some of the k.
+
+    input_ids  [b, s] int64: this rank's share; packed: b = 1, all sequences in one row
+    packing    where the sequences lie, None when they are padded to one length
+    place      [own] int64: into the [s * b] places of the hidden states [s, b, h], what precedes an asked token
+    targets    [own] int64: the token that follows each
+    token      [k] int64: into the T tokens, those asked about
+    source     [k] int64: into the [ranks * size] places of all context-parallel ranks, the answer of each
+    fields     name -> [T]
+    """
+
+    input_ids: Tensor
+    packing: Packing | None
+    place: Tensor
+    targets: Tensor
+    token: Tensor
+    source: Tensor
+    fields: dict[str, Tensor]
+    num_tokens: int
+
+    def to_tokens(self, answers: Tensor, group) -> Tensor:
+        """[own] of this rank -> [T], 0 where nothing was asked; the same on all ranks of the context-parallel group."""
+        if group.size() > 1:
+            places = answers.new_zeros(self.input_ids.numel()).index_copy(0, self.place, answers)
+            answers = AllGather.apply(places, group).index_select(0, self.source)
+        return answers.new_zeros(self.num_tokens).index_copy(0, self.token, answers)
+
+
+def lay_out(batch: Batch, packed: bool, multiple: int, group, device: torch.device) -> MicroBatch:
+    """A batch in host memory, divided over the context-parallel group. T may be 0: a sequence of padding takes part in
+    the collectives that other ranks wait for."""
+    cp, rank, num_tokens = group.size(), group.rank(), len(batch.input_ids)
+    padded = torch.tensor([-(-n // multiple) * multiple for n in batch.lengths or [1]])
+    if not packed:
+        padded = padded.max().expand(len(padded))
+    chunk, starts, size = padded // (2 * cp), padded.cumsum(0) - padded, int(padded.sum()) // cp
+
+    def locate(row: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+        """(rank, place there) of the tokens at these positions of these sequences"""
+        owner, local = torch.zeros_like(row), position
+        if cp > 1:
+            part = position // chunk[row]
+            owner = torch.where(part < cp, part, 2 * cp - 1 - part)
+            local = position % chunk[row] + (part >= cp) * chunk[row]
+        return owner, starts[row] // cp + local if packed else local * len(padded) + row
+
+    row = torch.repeat_interleave(torch.arange(len(batch)), batch.cu_seqlens.diff())
+    position = batch.position_ids
+    owner, place = locate(row, position)
+    ids = torch.zeros(size, dtype=torch.int64).index_copy(0, place[owner == rank], batch.input_ids[owner == rank])
+    ids = ids[None] if packed else ids.view(-1, len(padded)).T
+
+    asked = batch.fields["loss_mask"] != 0 if "loss_mask" in batch.fields else torch.ones(num_tokens, dtype=torch.bool)
+    token = (asked & (position > 0)).nonzero()[:, 0]                  # nothing predicts a first token
+    owner, place = locate(row[token], position[token] - 1)
+    on_device = {name: to_device(x, device) for name, x in dict(
+        input_ids=ids, place=place[owner == rank], targets=batch.input_ids[token][owner == rank], token=token,
+        source=owner * size + place).items()}
+    packing = Packing.of(padded.tolist(), cp, rank, device) if packed else None
+    fields = {name: to_device(values, device) for name, values in batch.fields.items()}
+    return MicroBatch(packing=packing, num_tokens=num_tokens, fields=fields, **on_device)
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """From pinned memory, so that the copy waits for nothing that the device still has to do."""
+    return tensor.contiguous().pin_memory().to(device, non_blocking=True) if device.type == "cuda" \
+        else tensor.contiguous().to(device)

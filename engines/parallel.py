@@ -1,0 +1,111 @@
+"""How Megatron divides a model and a batch over ranks: what fits, the process groups, the configuration of DDP."""
+
+from dataclasses import fields
+
+import torch
+from megatron.core import parallel_state as mpu
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from omegaconf import DictConfig, OmegaConf
+
+from config import InputError
+from engines import schedule
+
+# mbridge's own, which hold where the configuration says nothing.
+DDP_DEFAULTS = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": True}
+# These make DDP promise what the rest of the engine does not keep.
+NOT_IN_DDP = ("overlap_param_gather", "align_param_gather", "average_in_collective", "fp8_param_gather",
+              "num_distributed_optimizer_instances", "reuse_grad_buf_for_mxfp8_param_ag", "use_megatron_fsdp",
+              "use_custom_fsdp", "data_parallel_sharding_strategy", "outer_dp_sharding_strategy", "delay_wgrad_compute")
+
+
+def multiple_of(engine: DictConfig) -> int:
+    """Tokens that the length of every sequence is padded to a multiple of."""
+    tp, cp = engine.tensor_model_parallel_size, engine.context_parallel_size
+    return (tp if engine.sequence_parallel else 1) * (2 * cp if cp > 1 else 1)
+
+
+def check_layout(config: DictConfig, hf_config, world_size: int) -> None:
+    """Raise InputError for what cannot be divided so."""
+    engine, data = config.engine, config.data
+    tp, pp, cp = engine.tensor_model_parallel_size, engine.pipeline_model_parallel_size, engine.context_parallel_size
+    vpp, model_parallel, multiple = engine.virtual_pipeline_model_parallel_size, tp * pp * cp, multiple_of(engine)
+    heads, layers = hf_config.num_attention_heads, hf_config.num_hidden_layers
+    kv_heads = hf_config.num_key_value_heads or heads
+    schedule.check(config.optim)
+    if engine.expert_model_parallel_size > 1:
+        raise InputError("engine.expert_model_parallel_size > 1 needs a mixture-of-experts model, which "
+                         "model_engine=megatron does not have yet: set it to 1")
+    if world_size % model_parallel:
+        raise InputError(f"tensor ({tp}) x pipeline ({pp}) x context ({cp}) parallel ranks do not divide the "
+                         f"{world_size} ranks: change engine.*_parallel_size or the number of ranks")
+    if heads % tp or (kv_heads % tp and tp % kv_heads):
+        raise InputError(f"engine.tensor_model_parallel_size={tp} does not divide the model's {heads} attention heads "
+                         f"and {kv_heads} key-value heads")
+    if hf_config.intermediate_size % tp:
+        raise InputError(f"engine.tensor_model_parallel_size={tp} does not divide intermediate_size="
+                         f"{hf_config.intermediate_size}")
+    if vpp > 1 and pp == 1:
+        raise InputError(f"engine.virtual_pipeline_model_parallel_size={vpp} needs "
+                         "engine.pipeline_model_parallel_size > 1")
+    if layers % (pp * vpp):
+        raise InputError(f"pipeline ({pp}) x virtual pipeline ({vpp}) stages do not divide the model's {layers} layers")
+    if data.max_tokens_per_micro_batch % multiple:
+        raise InputError(f"data.max_tokens_per_micro_batch={data.max_tokens_per_micro_batch} must be a multiple of "
+                         f"{multiple}, which this layout pads every sequence to")
+    if data.train_batch_size < world_size // model_parallel:
+        raise InputError(f"data.train_batch_size={data.train_batch_size} is less than the "
+                         f"{world_size // model_parallel} data-parallel ranks")
+    ddp_config(engine)
+
+
+def ddp_config(engine: DictConfig) -> DistributedDataParallelConfig:
+    """mbridge's defaults, then engine.use_distributed_optimizer and overlap_grad_reduce, then override_ddp_config."""
+    override = OmegaConf.to_container(engine.override_ddp_config)
+    known = {field.name for field in fields(DistributedDataParallelConfig)}
+    for name, value in override.items():
+        if name not in known:
+            raise InputError(f"engine.override_ddp_config.{name} is not a field of megatron-core's "
+                             "DistributedDataParallelConfig")
+        if name in NOT_IN_DDP:
+            raise InputError(f"engine.override_ddp_config.{name} is not supported: leave it out")
+        default = getattr(DistributedDataParallelConfig, name)
+        kind = int if default is None else type(default)
+        if type(value) is not kind and not (value is None and default is None):
+            raise InputError(f"engine.override_ddp_config.{name}={value!r} must be of type {kind.__name__}")
+    sharded = override.get("use_distributed_optimizer", engine.use_distributed_optimizer)
+    if sharded != engine.use_distributed_optimizer:
+        raise InputError(f"engine.override_ddp_config.use_distributed_optimizer={sharded} contradicts "
+                         f"engine.use_distributed_optimizer={engine.use_distributed_optimizer}, which the optimizer "
+                         "follows: set the latter alone")
+    settings = {**DDP_DEFAULTS, "use_distributed_optimizer": engine.use_distributed_optimizer,
+                "overlap_grad_reduce": engine.overlap_grad_reduce, **override}
+    if settings.get("bucket_size") is not None and not settings["overlap_grad_reduce"]:
+        raise InputError("engine.override_ddp_config.bucket_size has no effect without engine.overlap_grad_reduce=true")
+    return DistributedDataParallelConfig(**settings)
+
+
+def initialize(engine: DictConfig) -> None:
+    """Make Megatron's process groups, once: all engines of a process share one layout."""
+    sizes = dict(tensor_model_parallel_size=engine.tensor_model_parallel_size,
+                 pipeline_model_parallel_size=engine.pipeline_model_parallel_size,
+                 virtual_pipeline_model_parallel_size=virtual_stages(engine),
+                 context_parallel_size=engine.context_parallel_size)
+    if mpu.model_parallel_is_initialized():
+        now = dict(zip(sizes, (
+            mpu.get_tensor_model_parallel_world_size(), mpu.get_pipeline_model_parallel_world_size(),
+            mpu.get_virtual_pipeline_model_parallel_world_size(), mpu.get_context_parallel_world_size())))
+        if now != sizes:
+            raise InputError(f"engines of one process must share one layout: there is {now}, asked for {sizes}")
+        return
+    mpu.initialize_model_parallel(**sizes)
+    # Nothing here draws random numbers, but recomputation expects that generators exist; the user's stay as they are.
+    accelerators = [torch.accelerator.current_device_index()] if torch.accelerator.is_available() else []
+    with torch.random.fork_rng(accelerators):
+        model_parallel_cuda_manual_seed(0, force_reset_rng=True)
+
+
+def virtual_stages(engine: DictConfig) -> int | None:
+    """Groups of layers on each pipeline rank; None: one, and the plain schedule."""
+    stages = engine.virtual_pipeline_model_parallel_size
+    return stages if stages > 1 else None

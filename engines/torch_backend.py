@@ -1,0 +1,208 @@
+"""The layers of a Megatron model in plain PyTorch, on CPU and CUDA, for machines without TransformerEngine.
+
+They carry the parameter names of TransformerEngine's modules (linear_qkv.layer_norm_weight), so that weights,
+checkpoints and the bridge's mappings are the same with either. Where TransformerEngine is installed it is used.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
+from megatron.core.transformer.enums import AttnMaskType
+from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.varlen import varlen_attn
+
+from engines.attention import GROUPED
+
+
+def install() -> None:
+    """Let Megatron's "transformer_engine" layer specification, which mbridge asks for, build this file's modules."""
+    if not gpt_layer_specs.HAVE_TE:
+        gpt_layer_specs.TESpecProvider = TorchSpecProvider
+        gpt_layer_specs.TENorm = TorchNorm
+
+
+class TorchSpecProvider(LocalSpecProvider):
+    def fuse_layernorm_and_linear(self) -> bool:
+        return True
+
+    def column_parallel_layer_norm_linear(self) -> type:
+        return TorchLayerNormColumnParallelLinear
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
+        return TorchNorm
+
+    def core_attention(self) -> type:
+        return TorchAttention
+
+
+# -- norms -------------------------------------------------------------------------------------------------------------
+
+
+def norm_weight(size: int, config) -> nn.Parameter:
+    weight = nn.Parameter(torch.ones(size, dtype=config.params_dtype, device=torch.cuda.current_device()))
+    weight.sequence_parallel = config.sequence_parallel     # each rank sees its own tokens: gradients are added up
+    return weight
+
+
+class TorchNorm(nn.Module):
+    """RMSNorm, in the place of TENorm."""
+
+    def __init__(self, config, hidden_size: int, eps: float = 1e-5, **_):
+        super().__init__()
+        self.weight, self.eps = norm_weight(hidden_size, config), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class TorchLayerNormColumnParallelLinear(ColumnParallelLinear):
+    """RMSNorm and a column-parallel linear layer, in the place of TELayerNormColumnParallelLinear."""
+
+    def __init__(self, input_size: int, output_size: int, *, config, **others):
+        super().__init__(input_size, output_size, config=config, **others)
+        self.layer_norm_weight = norm_weight(input_size, config)
+
+    def forward(self, x: Tensor, *args, **kwargs):
+        weight = self.layer_norm_weight
+        return super().forward(F.rms_norm(x, weight.shape, weight, self.config.layernorm_epsilon), *args, **kwargs)
+
+
+# -- positions ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Packing(PackedSeqParams):
+    """Where the sequences of a packed micro-batch lie, padding included.
+
+    bounds     [n+1] host integers: over all tokens, sequence i is bounds[i]:bounds[i+1]
+    cp_size    context-parallel ranks; of each sequence's 2 * cp_size chunks this rank has the cp_rank-th from both ends
+    positions  [tokens of this rank] int64: the place of each in its sequence
+    """
+
+    bounds: list[int] = field(default_factory=list)
+    cp_size: int = 1
+    cp_rank: int = 0
+    positions: Tensor | None = None
+
+    @staticmethod
+    def of(lengths: list[int], cp_size: int, cp_rank: int, device: torch.device) -> "Packing":
+        bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        cu, longest = bounds.to(device), max(lengths)
+        # Each segment's queries end where its keys do.
+        parts = [torch.arange(k1 - k0 - (q1 - q0), k1 - k0) for q0, q1, k0, k1 in
+                 segments(bounds.tolist(), cp_size, cp_rank)]
+        # Of "thd" Megatron rotates sequence by sequence, and waits for the device in every layer to know their lengths.
+        return Packing(qkv_format="thd" if gpt_layer_specs.HAVE_TE else "packed", cu_seqlens_q=cu, cu_seqlens_kv=cu,
+                       cu_seqlens_q_padded=cu, cu_seqlens_kv_padded=cu, max_seqlen_q=longest, max_seqlen_kv=longest,
+                       bounds=bounds.tolist(), cp_size=cp_size, cp_rank=cp_rank, positions=torch.cat(parts).to(device))
+
+    @cached_property
+    def segments(self) -> list[tuple[int, int, int, int]]:
+        return list(segments(self.bounds, self.cp_size, self.cp_rank))
+
+    @cached_property
+    def varlen(self) -> tuple:
+        """(cu_seqlens of queries, of keys, most queries, most keys, index of the keys that segments see or None)"""
+        device = self.cu_seqlens_q.device
+        queries, keys = ([s[i + 1] - s[i] for s in self.segments] for i in (0, 2))
+        cu_q, cu_k = (torch.tensor([0, *n]).cumsum(0, dtype=torch.int32).to(device) for n in (queries, keys))
+        seen = None
+        if self.cp_size > 1:                                     # what earlier and later queries see overlaps
+            seen = torch.cat([torch.arange(k0, k1) for _, _, k0, k1 in self.segments]).to(device)
+        return cu_q, cu_k, max(queries), max(keys), seen
+
+
+class PackedRotaryEmbedding(RotaryEmbedding):
+    """Megatron's, and of packed micro-batches the angles of every token at its own position."""
+
+    def get_rotary_seq_len(self, inference_context, transformer, transformer_input, transformer_config,
+                           packed_seq_params: Packing | None = None, **others):
+        return packed_seq_params or super().get_rotary_seq_len(
+            inference_context, transformer, transformer_input, transformer_config, packed_seq_params, **others)
+
+    def forward(self, length: int | Packing, offset: int = 0, packed_seq: bool = False, cp_group=None) -> Tensor:
+        """What get_rotary_seq_len returned -> [tokens of this rank, 1, 1, dim] fp32"""
+        if isinstance(length, Packing):
+            return self.get_emb(length.max_seqlen_q).index_select(0, length.positions)
+        return super().forward(length, offset, packed_seq, cp_group)
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+
+class TorchAttention(nn.Module):
+    """Causal attention over bshd or packed thd inputs, in the place of TEDotProductAttention. Context-parallel ranks
+    gather each other's keys and values (Dubey et al. 2024)."""
+
+    def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, cp_comm_type=None,
+                 pg_collection=None, **_):
+        super().__init__()
+        assert attn_mask_type == AttnMaskType.causal and attention_type == "self"
+        self.scale, self.cp_group = softmax_scale, pg_collection.cp
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, attn_mask_type=None,
+                attention_bias=None, packed_seq_params: Packing | None = None) -> Tensor:
+        """query [s, b, heads, dim], key and value [s, b, kv_heads, dim] -> [s, b, heads * dim]; packed: b = 1.
+
+        s counts this context-parallel rank's tokens. Padding stands behind a sequence, where causal attention lets
+        no real token see it, so that there is nothing to mask.
+        """
+        packing, cp = packed_seq_params, self.cp_group.size()
+        bounds = packing.bounds if packing is not None else [0, query.shape[0] * cp]
+        if cp > 1:
+            key, value = (in_order(gather_from_sequence_parallel_region(x, group=self.cp_group), bounds, cp)
+                          for x in (key, value))
+        if packing is not None and query.is_cuda and query.dtype != torch.float32:
+            cu_q, cu_k, longest_q, longest_k, seen = packing.varlen
+            k, v = (x[:, 0] if seen is None else x[:, 0].index_select(0, seen) for x in (key, value))
+            out = varlen_attn(query[:, 0].contiguous(), k.contiguous(), v.contiguous(), cu_q, cu_k, longest_q,
+                              longest_k, scale=self.scale, window_size=(-1, 0), **GROUPED)
+            return out.flatten(1)[:, None]
+        out = [_sdpa(query[q0:q1], key[k0:k1], value[k0:k1], self.scale)
+               for q0, q1, k0, k1 in segments(bounds, cp, self.cp_group.rank())]
+        return torch.cat(out).flatten(2)
+
+
+def segments(bounds: list[int], cp_size: int, cp_rank: int) -> Iterator[tuple[int, int, int, int]]:
+    """(first and last query on this rank, first and last key) of every causal block; the last query sees the last key.
+
+    With context parallelism a sequence has 2 * cp_size chunks, of which rank r holds the r-th and the r-th from the
+    end, so that all ranks have equal work.
+    """
+    for start, end in zip(bounds, bounds[1:]):
+        if cp_size == 1:
+            yield start, end, start, end
+            continue
+        chunk, mine = (end - start) // (2 * cp_size), start // cp_size
+        yield mine, mine + chunk, start, start + (cp_rank + 1) * chunk
+        yield mine + chunk, mine + 2 * chunk, start, start + (2 * cp_size - cp_rank) * chunk
+
+
+def in_order(x: Tensor, bounds: list[int], cp_size: int) -> Tensor:
+    """[all tokens, ...] of context-parallel ranks one behind the other -> in the order of the sequences."""
+    local, parts = x.shape[0] // cp_size, []
+    for start, end in zip(bounds, bounds[1:]):
+        chunk = (end - start) // (2 * cp_size)
+        for j in range(2 * cp_size):
+            rank, second = (j, 0) if j < cp_size else (2 * cp_size - 1 - j, chunk)
+            first = rank * local + start // cp_size + second
+            parts.append(x[first:first + chunk])
+    return torch.cat(parts)
+
+
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    """[s, b, heads, dim], the last query aligned with the last key."""
+    mask = {"is_causal": True} if len(query) == len(key) else {"attn_mask": causal_lower_right(len(query), len(key))}
+    query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+    grouped = query.shape[1] != key.shape[1]
+    out = F.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=grouped, **mask)
+    return out.permute(2, 0, 1, 3)

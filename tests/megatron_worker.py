@@ -1,0 +1,267 @@
+"""The cases of test_megatron.py for one number of ranks: writes down numbers and judges none.
+
+    torchrun --nproc-per-node N tests/megatron_worker.py FOLDER
+
+Reads models from FOLDER/{family}; writes FOLDER/{N}.json, and FOLDER/{N} {case}.safetensors with the final weights and
+what was answered. 1 rank runs the FSDP2 engine, which the others are compared with; checkpoints pass from launch to
+launch in the order 2, 4, 1.
+"""
+
+import gc
+import json
+import logging
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from safetensors.torch import save_file
+
+from config import InputError, load
+from data.packing import Batch
+from engines import device
+from engines.base import Engine
+from engines.checkpoint import Checkpointer, export_hf
+from engines.fsdp import FSDPEngine
+from engines.megatron import MegatronEngine
+from tests.fsdp_worker import SETTINGS, digest, divide, gather, make_batch, make_loss, make_tokenizer
+
+TOTAL_STEPS, CRITIC_STEPS, SAVED_AT, CAP = 20, 8, 3, 96
+
+
+@dataclass
+class Case:
+    """Train `steps` steps of a model with these engine settings; uneven: see fsdp_worker.divide()."""
+
+    family: str
+    engine: str = ""
+    steps: int = TOTAL_STEPS
+    critic: bool = False
+    uneven: bool = False
+
+
+TP2, PP2, CP2, VPP2 = (f"{name}_parallel_size=2" for name in ("tensor_model", "pipeline_model", "context",
+                                                              "virtual_pipeline_model"))
+NO_SP, PADDED, REPLICATED = "sequence_parallel=false", "use_remove_padding=false", "use_distributed_optimizer=false"
+OVERLAP, BUCKETS = "overlap_grad_reduce=true", "override_ddp_config.bucket_size=1000"
+FULL, SELECTIVE, BF16 = "recompute=full", "recompute=selective", "compute_dtype=bfloat16"
+CASES = {
+    1: {"one": Case("qwen3", steps=8), "one padded": Case("llama", PADDED, steps=8),
+        "one replicated": Case("qwen2_tied", REPLICATED, steps=8), "bf16": Case("qwen3", BF16, steps=8)},
+    2: {"tp2": Case("qwen2_tied", TP2), "tp2 no sp": Case("qwen3", f"{TP2} {NO_SP}"),
+        "tp2 padded": Case("llama", f"{TP2} {PADDED}"), "tp2 full": Case("qwen3", f"{TP2} {FULL}"),
+        "tp2 selective": Case("llama", f"{TP2} {SELECTIVE}", steps=8), "pp2": Case("llama", PP2),
+        "pp2 tied": Case("qwen2_tied", PP2), "pp2 full": Case("qwen3", f"{PP2} {FULL}", steps=8),
+        "pp2 padded": Case("qwen2_tied", f"{PP2} {PADDED}", steps=8), "pp2 vpp2": Case("qwen3", f"{PP2} {VPP2}"),
+        "cp2": Case("llama", CP2), "cp2 padded": Case("qwen3", f"{CP2} {PADDED}", steps=8),
+        "dp2": Case("qwen3"), "dp2 replicated": Case("qwen3", REPLICATED), "dp2 uneven": Case("llama", uneven=True),
+        "dp2 overlap": Case("qwen2_tied", f"{OVERLAP} {BUCKETS}", steps=8),
+        "dp2 replicated overlap": Case("llama", f"{REPLICATED} {OVERLAP} {BUCKETS}", steps=8),
+        "bf16 tp2": Case("qwen3", f"{BF16} {TP2}", steps=8), "bf16 dp2": Case("qwen3", BF16, steps=8),
+        "bf16 dp2 replicated": Case("qwen3", f"{BF16} {REPLICATED}", steps=8),
+        "critic tp2": Case("qwen2_tied", TP2, CRITIC_STEPS, critic=True),
+        "critic pp2": Case("qwen2_tied", PP2, CRITIC_STEPS, critic=True),
+        "critic tp2 no sp": Case("llama", f"{TP2} {NO_SP}", CRITIC_STEPS, critic=True),
+        "critic cp2": Case("qwen3", CP2, CRITIC_STEPS, critic=True)},
+    4: {"tp2 pp2": Case("qwen3", f"{TP2} {PP2}"), "tp2 cp2": Case("qwen2_tied", f"{TP2} {CP2}"),
+        "tp4": Case("llama", "tensor_model_parallel_size=4", steps=8),
+        "pp2 cp2": Case("llama", f"{PP2} {CP2}", steps=8),
+        "pp2 vpp2 dp2": Case("qwen2_tied", f"{PP2} {VPP2}", steps=8, uneven=True),
+        "critic tp2 pp2": Case("llama", f"{TP2} {PP2}", CRITIC_STEPS, critic=True)},
+}
+# From one layout to the next, each in the launch of its ranks: family, (ranks, settings) that save, and that resume.
+RESUMES = {
+    "tp2 to one": ("qwen2_tied", (2, TP2), (1, "")), "pp2 to tp2 pp2": ("qwen3", (2, PP2), (4, f"{TP2} {PP2}")),
+    "dp2 to tp2": ("llama", (2, ""), (2, TP2)), "tp2 to pp2 vpp2": ("qwen2_tied", (2, TP2), (2, f"{PP2} {VPP2}")),
+    "tp2 pp2 to one": ("qwen3", (4, f"{TP2} {PP2}"), (1, "")),
+    "bf16 dp2 to tp2": ("qwen3", (2, BF16), (2, f"{BF16} {TP2}")),
+    "replicated dp2 to tp2": ("llama", (2, REPLICATED), (2, f"{TP2} {REPLICATED}")),
+}
+
+
+def main(folder: Path) -> None:
+    this_device, world, results = device.init(), dist.get_world_size(), {}
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    if world == 1:
+        for family, critic in {(c.family, c.critic) for cases in CASES.values() for c in cases.values()}:
+            name = f"reference {family}" + " critic" * critic
+            case = Case(family, "", CRITIC_STEPS if critic else TOTAL_STEPS, critic)
+            results[name] = run(folder, this_device, f"1 {name}", case, FSDPEngine)
+    for name, case in CASES[world].items():
+        results[name] = run(folder, this_device, f"{world} {name}", case, MegatronEngine)
+    for name, (family, saves, resumes) in RESUMES.items():
+        if saves[0] == world:
+            results[f"save {name}"] = save(folder, this_device, name, family, saves[1])
+        if resumes[0] == world:
+            results[f"resume {name}"] = resume(folder, this_device, name, family, resumes[1])
+    for work in (roles, collectives, non_finite, offload, refused):
+        if world == 2:
+            results[work.__name__] = work(folder, this_device)
+    if dist.get_rank() == 0:
+        (folder / f"{world}.json").write_text(json.dumps(results))
+    device.shutdown()
+
+
+def build(kind: type[Engine], model: Path, this_device: torch.device, settings: str = "", **arguments) -> Engine:
+    """A new engine on a layout of its own. Only one lives at a time."""
+    gc.collect()
+    if mpu.model_parallel_is_initialized():
+        mpu.destroy_model_parallel()
+    name = "fsdp" if kind is FSDPEngine else "megatron"
+    config = load("sft.yaml", [f"model_engine={name}", f"model.path={model}", f"data.max_tokens_per_micro_batch={CAP}",
+                               *SETTINGS, *(f"engine.{s}" for s in settings.split())])
+    return kind(config, this_device, TOTAL_STEPS, **arguments)
+
+
+def run(folder: Path, this_device: torch.device, title: str, case: Case, kind: type[Engine]) -> dict:
+    engine = build(kind, folder / case.family, this_device, case.engine, critic=case.critic)
+    result = {"steps": train(engine, range(case.steps), case), "flops": engine.flops([3, 5], 4)}
+    weights = dict(engine.export_weights())
+    asked = ask(engine, case)
+    if dist.get_rank() == 0:
+        save_file({"asked": asked, **{n: w.contiguous() for n, w in weights.items()}}, folder / f"{title}.safetensors")
+    return result | {"digests": gather(digest(weights)), "names": gather(list(weights))}
+
+
+def train(engine: Engine, steps, case: Case) -> list[dict[str, float]]:
+    results = []
+    for step in steps:
+        batch = make_batch(step)
+        share = batch.select(divide(batch.lengths, engine.dp_size, case.uneven)[engine.dp_rank])
+        loss_fn = value_loss(len(batch.input_ids)) if case.critic else make_loss(len(batch.input_ids))
+        results.append(engine.train_batch(share, loss_fn, step))
+    return results
+
+
+def value_loss(num_tokens: int):
+    def loss_fn(values, fields):
+        error = (values - fields["weight"]) * fields["loss_mask"]
+        return (error ** 2).sum() / num_tokens, {"entropy": (values.detach() + 1).sum() / num_tokens}
+    return loss_fn
+
+
+def ask(engine: Engine, case: Case) -> torch.Tensor:
+    """[ranks, 3, T]: log_probs, entropy, greedy (a critic: values, 0, 0) of batch 0, NaN where a rank has no answer."""
+    batch = Batch(make_batch(0).input_ids, make_batch(0).cu_seqlens)                   # no mask: about every token
+    mine = divide(batch.lengths, engine.dp_size, case.uneven)[engine.dp_rank]
+    where = Batch(torch.arange(len(batch.input_ids)), batch.cu_seqlens).select(mine).input_ids
+    answers = torch.full((3, len(batch.input_ids)), torch.nan)
+    if case.critic:
+        answers[:, where] = engine.values(batch.select(mine)).expand(3, -1)
+    else:
+        answers[:, where] = torch.stack([x.float() for x in engine.log_probs(batch.select(mine))])
+    return torch.stack(gather(answers))
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def save(folder: Path, this_device: torch.device, name: str, family: str, settings: str) -> dict:
+    """A checkpoint after SAVED_AT steps, and the steps behind it without interruption."""
+    engine, case = build(MegatronEngine, folder / family, this_device, settings), Case(family)
+    train(engine, range(SAVED_AT), case)
+    checkpointer = Checkpointer(folder / "checkpoints" / name, 2, asynchronous=False)
+    checkpointer.save(SAVED_AT, engine, {"step": SAVED_AT, "export_dtype": "float32"}, make_tokenizer())
+    random = gather(torch.rand(1).item())
+    result = {"random": random, "steps": train(engine, range(SAVED_AT, 2 * SAVED_AT), case)}
+    export_hf(engine, make_tokenizer(), folder / "hf" / name)
+    return result
+
+
+def resume(folder: Path, this_device: torch.device, name: str, family: str, settings: str) -> dict:
+    engine, case = build(MegatronEngine, folder / family, this_device, settings), Case(family)
+    checkpointer = Checkpointer(folder / "checkpoints" / name, 2, asynchronous=False)
+    progress = checkpointer.load(checkpointer.latest(), engine)
+    weights = dict(engine.export_weights())
+    if dist.get_rank() == 0:
+        save_file({n: w.contiguous() for n, w in weights.items()}, folder / f"resumed {name}.safetensors")
+    return {"progress": progress, "random": gather(torch.rand(1).item()),
+            "steps": train(engine, range(SAVED_AT, 2 * SAVED_AT), case)}
+
+
+def roles(folder: Path, this_device: torch.device) -> dict:
+    """An actor, a critic and a reference in one process; the first two in one checkpoint, read on the same layout."""
+    def engines():
+        actor = build(MegatronEngine, folder / "qwen2_tied", this_device, TP2)
+        critic = MegatronEngine(actor.config, this_device, TOTAL_STEPS, critic=True)
+        return actor, critic, MegatronEngine(actor.config, this_device, TOTAL_STEPS, optimize=False, temperature=2.0)
+
+    def digests(actor, critic):
+        return gather([digest(dict(engine.export_weights())) for engine in (actor, critic)])
+
+    case, (actor, critic, reference) = Case("qwen2_tied"), engines()
+    train(actor, range(2), case)
+    train(critic, range(2), Case("qwen2_tied", critic=True))
+    asked = ask(reference, case)[0]
+    checkpointer = Checkpointer(folder / "checkpoints" / "roles", 1, asynchronous=False)
+    checkpointer.save(2, actor, {"step": 2}, make_tokenizer(), critic=critic)
+    result = {"saved": digests(actor, critic), "asked": asked.nan_to_num().tolist()}
+    result["steps"] = [train(actor, [2], case), train(critic, [2], Case("qwen2_tied", critic=True))]
+    actor, critic, reference = engines()
+    checkpointer.load(checkpointer.latest(), actor, critic=critic)
+    result["loaded"] = digests(actor, critic)
+    result["resumed"] = [train(actor, [2], case), train(critic, [2], Case("qwen2_tied", critic=True))]
+    return result
+
+
+# -- what else two ranks show ------------------------------------------------------------------------------------------
+
+
+def collectives(folder: Path, this_device: torch.device) -> dict[str, list[str]]:
+    """The collectives of one step, in the order in which torch ran them, by setting."""
+    found = {}
+    for settings in ("", REPLICATED, f"{REPLICATED} {OVERLAP} {BUCKETS}"):
+        engine = build(MegatronEngine, folder / "qwen3", this_device, settings)
+        with torch.profiler.profile() as profile:
+            train(engine, [0], Case("qwen3"))
+        found[settings] = [event.name for event in profile.events() if event.name.startswith("c10d::")]
+    return found
+
+
+def non_finite(folder: Path, this_device: torch.device) -> dict:
+    """Steps 0 1 2 3, with a NaN in step 2 of rank 0, and 0 1 3."""
+    results = {}
+    for settings in ("", REPLICATED, BF16):
+        engine, case = build(MegatronEngine, folder / "qwen3", this_device, settings), Case("qwen3")
+        before = train(engine, range(2), case)
+        weights = digest(dict(engine.export_weights()))
+        share = make_batch(2).select(divide(make_batch(2).lengths, engine.dp_size, False)[engine.dp_rank])
+        poison = torch.nan if dist.get_rank() == 0 else 1.0                  # in every micro-batch of this rank alone
+        poisoned = engine.train_batch(share, lambda log_probs, *_: (log_probs.sum() * poison, {}), 2)
+        untouched = gather(digest(dict(engine.export_weights())) == weights)
+        results[settings] = {"poisoned": poisoned, "untouched": untouched,
+                             "with_nan": before + train(engine, [3], case)}
+        engine = build(MegatronEngine, folder / "qwen3", this_device, settings)
+        results[settings]["without"] = train(engine, [0, 1, 3], case)
+    return results
+
+
+def offload(folder: Path, this_device: torch.device) -> dict:
+    """Export and train with everything offloaded in between."""
+    results = {}
+    for settings in ("", REPLICATED):
+        engine, case = build(MegatronEngine, folder / "qwen3", this_device, settings), Case("qwen3")
+        steps = train(engine, range(2), case)
+        engine.offload("parameters", "optimizer")
+        names = list(dict(engine.export_weights()))
+        engine.offload("parameters", "optimizer")
+        ask(engine, case)
+        engine.offload("optimizer")
+        results[settings] = {"steps": steps + train(engine, range(2, 4), case), "num_names": len(names)}
+    return results
+
+
+def refused(folder: Path, this_device: torch.device) -> dict:
+    told = {}
+    for name in ("no_files", "missing_weight", "wrong_shape"):
+        try:
+            build(MegatronEngine, folder / name, this_device, TP2)
+        except InputError as error:
+            told[name] = gather(str(error))
+    return told
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

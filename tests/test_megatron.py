@@ -1,0 +1,291 @@
+"""The Megatron engine on 1, 2 and 4 ranks against the FSDP2 engine on one, in fp32, and what it refuses.
+
+All layouts of one world size share one launch of megatron_worker.py. Bounds: 1e-5 of the largest value.
+"""
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from config import InputError, load
+from engines.megatron import MegatronEngine
+from engines.parallel import ddp_config
+from tests.fsdp_worker import make_batch
+from tests.launch import ROOT, launch
+from tests.megatron_worker import BF16, BUCKETS, CASES, OVERLAP, REPLICATED, RESUMES, SAVED_AT, TOTAL_STEPS
+from tests.models import make_model
+from tests.test_fsdp import check_answers, column, plain_answers, worst
+
+BOUND, ROUNDED_BOUND = 1e-5, 0.02
+FAMILIES = ("qwen2_tied", "qwen3", "llama")
+ALL = [(world, name) for world in CASES for name in CASES[world]]
+EXACT = [(world, name) for world, name in ALL if BF16 not in CASES[world][name].engine]
+POLICIES = [(world, name) for world, name in EXACT if not CASES[world][name].critic]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("megatron")
+    for family in FAMILIES:
+        make_model(folder / family, family, num_hidden_layers=4)
+    for name in ("no_files", "missing_weight", "wrong_shape"):
+        make_model(folder / name, "llama", num_hidden_layers=4)
+        file = folder / name / "model.safetensors"
+        weights = load_file(file)
+        if name == "missing_weight":
+            del weights["model.norm.weight"]
+        if name == "wrong_shape":
+            weights["lm_head.weight"] = weights["lm_head.weight"][:-1].clone()
+        file.unlink() if name == "no_files" else save_file(weights, file, metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def launches(folder):
+    """What each launch wrote down; 4 ranks and 1 read checkpoints of those before them."""
+    for num_ranks in (2, 4, 1):
+        launch(num_ranks, "tests/megatron_worker.py", folder, timeout=1200)
+    return {num_ranks: json.loads((folder / f"{num_ranks}.json").read_text()) for num_ranks in (1, 2, 4)}
+
+
+def reference(launches, case):
+    return launches[1][f"reference {case.family}" + " critic" * case.critic]
+
+
+# -- the same results as FSDP2 -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world, name", EXACT)
+def test_training_equals_fsdp(launches, folder, world, name):
+    case, result = CASES[world][name], launches[world][name]
+    want = reference(launches, case)
+    steps = want["steps"][:case.steps]
+    for key in ("loss", "entropy", "grad_norm", "lr"):
+        assert worst(column(result["steps"], key), column(steps, key)) < BOUND, key
+    assert set(column(result["steps"], "skipped")) == {0.0} and result["flops"] == want["flops"]
+
+    if len(steps) == len(want["steps"]):
+        title = f"1 reference {case.family}" + " critic" * case.critic
+        got, weights = (load_file(folder / f"{t}.safetensors") for t in (f"{world} {name}", title))
+        assert got.keys() == weights.keys()
+        for key in weights.keys() - {"asked"}:
+            assert distance(got[key], weights[key]) < BOUND, key
+
+
+def distance(got, want):
+    """Of two tensors, relative to the norm of the second."""
+    return ((got - want).norm() / want.norm()).item()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_reference_could_tell(launches, folder, family):
+    """What the comparison rests on: the loss falls, steps are clipped, weights move much further than the bound."""
+    steps = launches[1][f"reference {family}"]["steps"]
+    assert steps[-1]["loss"] < 0.95 * steps[(TOTAL_STEPS - 1) % 4]["loss"] and min(column(steps, "grad_norm")) > 0.5
+    after = load_file(folder / f"1 reference {family}.safetensors")
+    before = load_file(folder / family / "model.safetensors")
+    assert min(distance(after[n], w) for n, w in before.items()) > 100 * BOUND
+
+
+@pytest.mark.parametrize("world, name", ALL)
+def test_export_is_complete_and_the_same_on_all_ranks(launches, folder, world, name):
+    case, result = CASES[world][name], launches[world][name]
+    assert len(set(result["digests"])) == 1 and all(names == result["names"][0] for names in result["names"])
+    files = load_file(folder / case.family / "model.safetensors")
+    exported = load_file(folder / f"{world} {name}.safetensors")
+    del exported["asked"]
+    shapes = {n: w.shape for n, w in files.items()} | ({"lm_head.weight": torch.Size([1, 32])} if case.critic else {})
+    assert {n: w.shape for n, w in exported.items()} == shapes and len(result["names"][0]) == len(shapes)
+    assert {w.dtype for w in exported.values()} == {torch.bfloat16 if BF16 in case.engine else torch.float32}
+
+
+@pytest.mark.parametrize("world, name", POLICIES)
+def test_every_rank_gets_log_probs(launches, folder, world, name):
+    """Of its own share, as transformers computes them from the exported weights."""
+    case, weights = CASES[world][name], load_file(folder / f"{world} {name}.safetensors")
+    asked = weights.pop("asked")
+    check_answers_by_dp_rank(asked, plain_answers(folder / case.family, weights), case, world)
+
+
+def check_answers_by_dp_rank(asked, want, case, world):
+    sizes = dict(pair.split("=") for pair in case.engine.split())
+    inner = math.prod(int(sizes.get(f"{kind}_parallel_size", 1)) for kind in ("tensor_model", "context"))
+    outer = int(sizes.get("pipeline_model_parallel_size", 1))
+    for stage in asked.chunk(outer):                       # ranks: tensor, context, data, pipeline, the first fastest
+        check_answers(stage, want, inner, case.uneven)
+
+
+@pytest.mark.parametrize("world, name", [(w, n) for w, n in EXACT if CASES[w][n].critic])
+def test_every_rank_gets_values(launches, folder, world, name):
+    case = CASES[world][name]
+    want = load_file(folder / f"1 reference {case.family} critic.safetensors")["asked"][0, 0]
+    for answers in load_file(folder / f"{world} {name}.safetensors")["asked"][:, 0]:
+        assert (answers - want).abs().max() < 1e-4 and (want != 0).sum() > 100
+
+
+@pytest.mark.parametrize("world, name", [(w, n) for w, n in ALL if BF16 in CASES[w][n].engine])
+def test_bfloat16_is_near(launches, world, name):
+    """bf16 weights with fp32 masters: off by rounding, and not by more after 8 steps."""
+    steps, want = launches[world][name]["steps"], launches[1]["reference qwen3"]["steps"]
+    assert len(steps) == 8
+    assert 10 * BOUND < worst(column(steps, "loss"), column(want[:8], "loss")) < ROUNDED_BOUND
+    assert worst(column(steps, "grad_norm"), column(want[:8], "grad_norm")) < 5 * ROUNDED_BOUND
+
+
+# -- gradients, memory, checkpoints ------------------------------------------------------------------------------------
+
+
+def test_collectives_are_those_of_the_setting(launches):
+    """Gradients are reduce-scattered and parameters gathered with the distributed optimizer, all-reduced without it."""
+    found = launches[2]["collectives"]
+    sharded, replicated = found[""], found[REPLICATED]
+    assert sharded.count("c10d::reduce_scatter_tensor_coalesced_") == 1 and "c10d::allreduce_coalesced_" not in sharded
+    assert sharded.count("c10d::allgather_into_tensor_coalesced_") == 1
+    assert replicated.count("c10d::allreduce_coalesced_") == 1
+    assert not any("reduce_scatter" in name or "allgather" in name for name in replicated)
+    assert found[f"{REPLICATED} {OVERLAP} {BUCKETS}"].count("c10d::allreduce_coalesced_") > 5
+
+
+@pytest.mark.parametrize("settings", ["", REPLICATED, BF16])
+def test_non_finite_gradient_is_skipped(launches, settings):
+    result = launches[2]["non_finite"][settings]
+    assert result["poisoned"]["skipped"] == 1.0 and not math.isfinite(result["poisoned"]["grad_norm"])
+    assert result["untouched"] == [True, True]
+    assert result["with_nan"] == result["without"] and result["without"][2]["skipped"] == 0.0
+
+
+@pytest.mark.parametrize("settings, same", [("", "dp2"), (REPLICATED, "dp2 replicated")])
+def test_offload_comes_back_by_itself(launches, settings, same):
+    """On a CPU nothing moves: the calls alone, and that a weight sync works without DDP's parameter buffer."""
+    result = launches[2]["offload"][settings]
+    assert result["steps"] == launches[2][same]["steps"][:4]
+    assert result["num_names"] == len(launches[2][same]["names"][0])
+
+
+@pytest.mark.parametrize("name", RESUMES)
+def test_resume_on_another_layout(launches, name):
+    """With optimizer state: every step is as without interruption."""
+    family, (saved_on, settings), (resumed_on, _) = RESUMES[name]
+    saved, resumed = launches[saved_on][f"save {name}"], launches[resumed_on][f"resume {name}"]
+    assert resumed["progress"] == {"step": SAVED_AT, "export_dtype": "float32"} and len(resumed["steps"]) == SAVED_AT
+    shared = min(saved_on, resumed_on)
+    assert resumed["random"][:shared] == saved["random"][:shared]
+    bound = ROUNDED_BOUND if BF16 in settings else BOUND
+    for key in ("loss", "grad_norm", "lr"):
+        assert worst(column(resumed["steps"], key), column(saved["steps"], key)) < bound, key
+        if BF16 not in settings:
+            whole = launches[1][f"reference {family}"]["steps"][SAVED_AT:2 * SAVED_AT]
+            assert worst(column(saved["steps"], key), column(whole, key)) < bound, key
+
+
+def test_roles_share_a_process_and_a_checkpoint(launches, folder):
+    result = launches[2]["roles"]
+    assert result["saved"] == result["loaded"] and result["saved"][0] == result["saved"][1]
+    assert len(set(result["saved"][0])) == 2 and result["steps"] == result["resumed"]
+    # The reference is the model as it was, its logits halved.
+    model = AutoModelForCausalLM.from_pretrained(folder / "qwen2_tied", dtype=torch.float32)
+    batch, log_probs = make_batch(0), torch.tensor(result["asked"][0])
+    start, end = batch.cu_seqlens[1:3].tolist()
+    with torch.no_grad():
+        want = (model(batch.input_ids[None, start:end]).logits[0, :-1] / 2).log_softmax(-1)
+    want = want.gather(-1, batch.input_ids[start + 1:end, None])[:, 0]
+    assert (log_probs[start + 1:end] - want).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name", RESUMES)
+def test_exported_directory_loads(launches, folder, name):
+    directory = folder / "hf" / name
+    model, info = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    family = AutoModelForCausalLM.from_pretrained(folder / RESUMES[name][0])
+    assert type(model) is type(family) and model.config.architectures == [type(family).__name__]
+    assert model.config.rope_parameters == family.config.rope_parameters
+
+
+@pytest.mark.parametrize("name", ["tp2 to one", "tp2 pp2 to one"])
+def test_offline_export(launches, folder, tmp_path, name):
+    """A checkpoint as a model directory: the bits that a resumed engine exports."""
+    checkpoint = folder / "checkpoints" / name / f"step_{SAVED_AT:08d}"
+    subprocess.run([sys.executable, "-m", "engines.checkpoint", "export", checkpoint, tmp_path / "hf"], cwd=ROOT,
+                   check=True, capture_output=True)
+    want, got = load_file(folder / f"resumed {name}.safetensors"), load_file(tmp_path / "hf" / "model.safetensors")
+    assert want.keys() == got.keys() and all(torch.equal(want[n], got[n]) for n in want)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf").config.vocab_size == 97
+
+
+@pytest.mark.parametrize("name, message", [
+    ("no_files", "lacks model.safetensors"),
+    ("missing_weight", "lacks 1 weights of LlamaForCausalLM, model.norm.weight among them"),
+    ("wrong_shape", "lm_head.weight has shape [96, 32] in the file, [97, 32] by config.json")])
+def test_broken_models(launches, name, message):
+    told = launches[2]["refused"].get(name)
+    assert told is not None and len(told) == 2 and all(message in t for t in told)
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+def config(folder, *pairs):
+    return load("sft.yaml", ["model_engine=megatron", f"model.path={folder / 'llama'}", "data.train_files=unused",
+                             *pairs])
+
+
+@pytest.mark.parametrize("world, pairs, message", [
+    (3, ["engine.tensor_model_parallel_size=2"], "x context .1. parallel ranks do not divide the 3 ranks"),
+    (3, ["engine.tensor_model_parallel_size=3"], "does not divide the model's 4 attention heads"),
+    (8, ["engine.tensor_model_parallel_size=8"], "does not divide the model's 4 attention heads"),
+    (3, ["engine.pipeline_model_parallel_size=3"], "stages do not divide the model's 4 layers"),
+    (4, ["engine.pipeline_model_parallel_size=2", "engine.virtual_pipeline_model_parallel_size=4"],
+     "pipeline .2. x virtual pipeline .4. stages do not divide"),
+    (1, ["engine.virtual_pipeline_model_parallel_size=2"], "needs engine.pipeline_model_parallel_size > 1"),
+    (2, ["engine.context_parallel_size=2", "data.max_tokens_per_micro_batch=1022"], "must be a multiple of 4"),
+    (4, ["engine.tensor_model_parallel_size=2", "engine.context_parallel_size=2",
+         "data.max_tokens_per_micro_batch=1020"], "must be a multiple of 8"),
+    (2, ["engine.expert_model_parallel_size=2"], "needs a mixture-of-experts model"),
+    (4, ["data.train_batch_size=3"], "train_batch_size=3 is less than the 4 data-parallel ranks"),
+    (1, ["optim.lr_scheduler_type=constant", "optim.min_lr_ratio=0.1"], "no effect with a constant schedule"),
+    (1, ["trainer.async_save=true"], "async_save=true is not supported"),
+    (1, ["model.path=/nowhere"], "holds no config.json"),
+    (1, ["engine.override_ddp_config.use_distributed_optimizer=false"],
+     "contradicts engine.use_distributed_optimizer=True"),
+    (1, ["engine.use_distributed_optimizer=false", "engine.override_ddp_config={use_distributed_optimizer: true}"],
+     "contradicts engine.use_distributed_optimizer=False"),
+    (1, ["engine.override_ddp_config.bucket=1"], "bucket is not a field"),
+    (1, ["engine.override_ddp_config.bucket_size=many"], "must be of type int"),
+    (1, ["engine.override_ddp_config.bucket_size=7"], "has no effect without engine.overlap_grad_reduce=true"),
+    (1, ["engine.override_ddp_config.overlap_param_gather=true"], "overlap_param_gather is not supported"),
+])
+def test_layouts_that_cannot_work(folder, world, pairs, message):
+    with pytest.raises(InputError, match=message):
+        MegatronEngine.check(config(folder, *pairs), world)
+
+
+@pytest.mark.parametrize("changes, message", [
+    (dict(model_type="mistral"), "has no mistral models"),
+    (dict(model_type="qwen3_moe", num_experts=4), "has no qwen3_moe models"),
+    (dict(use_sliding_window=True, sliding_window=7), "use_sliding_window in config.json is not supported"),
+    (dict(attention_dropout=0.1), "attention_dropout in config.json is not supported"),
+    (dict(hidden_act="gelu"), "hidden_act=gelu is not supported"),
+    (dict(rope_parameters=dict(rope_type="yarn", rope_theta=10000.0, factor=4.0)), "has no rope type 'yarn'"),
+])
+def test_models_without_a_faithful_translation(folder, tmp_path, changes, message):
+    make_model(tmp_path, "qwen2_tied", **changes)
+    with pytest.raises(InputError, match=message):
+        MegatronEngine.check(config(folder, f"model.path={tmp_path}"), 1)
+
+
+def test_precedence_of_ddp_settings(folder):
+    def of(*pairs):
+        return ddp_config(config(folder, *(f"engine.{p}" for p in pairs)).engine)
+    assert of().grad_reduce_in_fp32 and of().use_distributed_optimizer and not of().overlap_grad_reduce
+    assert not of("use_distributed_optimizer=false").use_distributed_optimizer
+    assert of("overlap_grad_reduce=true").overlap_grad_reduce
+    assert not of("overlap_grad_reduce=true", "override_ddp_config.overlap_grad_reduce=false").overlap_grad_reduce
+    assert not of("override_ddp_config.grad_reduce_in_fp32=false").grad_reduce_in_fp32
+    assert of("overlap_grad_reduce=true", "override_ddp_config.bucket_size=7").bucket_size == 7
