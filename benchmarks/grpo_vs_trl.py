@@ -30,27 +30,27 @@ from pathlib import Path
 from sft_vs_trl import ROOT, launch
 
 WARM_UP = 1                 # steps that are not counted, of either program
-PROMPTS, SAMPLES, MAX_TOKENS = 8, 8, 256
+SAMPLES, MAX_TOKENS = 8, 256
 # Columns of the second table, and the stages of train_ppo.py that each is the sum of.
 STAGES = {"generate": ["rollout_generate"], "reward": ["reward"], "log-probs, update": ["actor_update"],
           "weight sync": ["sleep", "offload", "wake", "update_weights"]}
 OPTIMIZER = {"lr": 1e-6, "weight_decay": 0.01, "clip_grad": 1.0}
 
 
-def mean_step(steps: list[dict[str, float]]) -> dict[str, float]:
+def mean_step(steps: list[dict[str, float]], prompts: int) -> dict[str, float]:
     """The mean of what is counted, with tokens a second and the seconds in no stage."""
     counted = steps[WARM_UP:]
     step = {key: statistics.mean(s[key] for s in counted) for key in counted[0]}
-    return step | {"speed": PROMPTS * SAMPLES * step["length"] / step["step"],
+    return step | {"speed": prompts * SAMPLES * step["length"] / step["step"],
                    "rest": step["step"] - sum(step[name] for name in STAGES)}
 
 
-def ours(work: Path, ranks: int, steps: int, micro_batch_tokens: int) -> dict[str, float]:
+def ours(work: Path, ranks: int, steps: int, prompts: int, micro_batch_tokens: int) -> dict[str, float]:
     out = work / "ours"
     shutil.rmtree(out, ignore_errors=True)
     launch(sys.executable, ranks, "train_ppo.py", f"model.path={work}/data/model",
            f"data.train_files={work}/data/train.jsonl", f"data.cache_dir={work}/cache", f"output_dir={out}",
-           f"data.train_batch_size={PROMPTS}", f"rollout.n={SAMPLES}", f"rollout.max_tokens={MAX_TOKENS}",
+           f"data.train_batch_size={prompts}", f"rollout.n={SAMPLES}", f"rollout.max_tokens={MAX_TOKENS}",
            "data.max_prompt_length=80", f"data.max_tokens_per_micro_batch={micro_batch_tokens}",
            "engine.compute_dtype=float32", "engine.reshard_after_forward=false",
            "reward.function=benchmarks/even_words.py:even_words",
@@ -62,18 +62,19 @@ def ours(work: Path, ranks: int, steps: int, micro_batch_tokens: int) -> dict[st
         **{name: sum(line[f"timing/{stage}"] for stage in stages) for name, stages in STAGES.items()},
         "step": line["timing/step"] - line.get("timing/save", 0.0),         # the last step saves; TRL does not
         "length": line["response_length/mean"], "score": line["critic/score/mean"],
-        "grad_norm": line["actor/grad_norm"]} for line in lines])
+        "grad_norm": line["actor/grad_norm"]} for line in lines], prompts)
 
 
-def trl(python: str, work: Path, ranks: int, steps: int, micro_batch_size: int, *more: str) -> dict[str, float]:
+def trl(python: str, work: Path, ranks: int, steps: int, prompts: int, micro_batch_size: int,
+        *more: str) -> dict[str, float]:
     out = work / "trl.json"
     launch(python, ranks, "benchmarks/trl_grpo.py", "--model", f"{work}/data/model",
            "--data", f"{work}/data/train.jsonl", "--steps", str(steps + WARM_UP),
-           "--prompts", str(PROMPTS), "--samples", str(SAMPLES), "--max-tokens", str(MAX_TOKENS),
+           "--prompts", str(prompts), "--samples", str(SAMPLES), "--max-tokens", str(MAX_TOKENS),
            "--micro-batch-size", str(micro_batch_size), "--out", str(out), *more,
            *(x for key, value in OPTIMIZER.items() for x in (f"--{key.replace('_', '-')}", str(value))))
     lines = json.loads(out.read_text())["steps"]
-    return mean_step([{**line, "log-probs, update": line["update"], "weight sync": 0.0} for line in lines])
+    return mean_step([{**line, "log-probs, update": line["update"], "weight sync": 0.0} for line in lines], prompts)
 
 
 def main():
@@ -82,11 +83,13 @@ def main():
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--steps", type=int, default=4, help="that are counted, after one that is not")
+    parser.add_argument("--prompts", type=int, default=8, help="a step, of all ranks; 8 responses to each")
     parser.add_argument("--trl-micro-batches", type=int, nargs="+", default=[8, 64],
                         help="rows; a rank that has fewer takes all at once")
     parser.add_argument("--micro-batch-tokens", type=int, default=2048, help="ours")
     parser.add_argument("--continuous-batching", action="store_true", help="TRL generates with generate_batch")
     arguments = parser.parse_args()
+    steps, prompts = arguments.steps, arguments.prompts
     more = ["--continuous-batching"] if arguments.continuous_batching else []
     by_stage = []
     with tempfile.TemporaryDirectory() as directory:
@@ -96,12 +99,12 @@ def main():
               "(smallest, largest) of pairs |\n|---|---|---|---|---|", flush=True)
         for ranks in arguments.ranks:
             for rows in arguments.trl_micro_batches:
-                pairs = [(ours(work, ranks, arguments.steps, arguments.micro_batch_tokens),
-                          trl(arguments.trl_python, work, ranks, arguments.steps, rows, *more))
+                pairs = [(ours(work, ranks, steps, prompts, arguments.micro_batch_tokens),
+                          trl(arguments.trl_python, work, ranks, steps, prompts, rows, *more))
                          for _ in range(arguments.pairs)]
                 ratios = [mine["speed"] / theirs["speed"] for mine, theirs in pairs]
                 a, b = ({key: statistics.median(x[key] for x in runs) for key in runs[0]} for runs in zip(*pairs))
-                rows = min(rows, PROMPTS * SAMPLES // ranks)
+                rows = min(rows, prompts * SAMPLES // ranks)
                 print(f"| {ranks} | {rows} rows | {a['step']:.2f} / {b['step']:.2f} | "
                       f"{a['speed']:,.0f} / {b['speed']:,.0f} | "
                       f"{statistics.median(ratios):.2f} ({min(ratios):.2f}, {max(ratios):.2f}) |", flush=True)

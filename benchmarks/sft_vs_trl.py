@@ -29,7 +29,7 @@ def launch(python: str, ranks: int, script: str, *arguments: str) -> None:
     env = {**os.environ, "OMP_NUM_THREADS": str(max(1, 2 // ranks)), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run([*command, *arguments], cwd=ROOT, env=env, capture_output=True, text=True)
     if done.returncode:
-        sys.exit(done.stdout[-2000:] + done.stderr[-4000:])
+        sys.exit(f"{done.stdout[-2000:]}{done.stderr[-4000:]}\n{script}: exit code {done.returncode}")
 
 
 def ours(work: Path, ranks: int, steps: int, batch_size: int) -> tuple[float, list[float]]:
