@@ -77,6 +77,21 @@ def find_resume(config, latest: Path | None, fresh: dict) -> Path | None:
     return path
 
 
+def start_profiler(config, device, total_steps: int, model_stages: list[str]):
+    """The Profiler that `profiler` and trainer.profile_interval ask for. model_stages: those of this run in which a model
+    runs, which msprobe can dump."""
+    from profiling import Profiler
+    try:
+        profiler = Profiler(config.profiler, config.trainer.profile_interval, Path(config.output_dir) / "profile",
+                            total_steps, model_stages)
+    except ValueError as error:
+        raise InputError(str(error)) from None
+    compiled = ("always", "auto") if device.type == "cuda" else ("always",)
+    if "msprobe" in (config.profiler.tool or ()) and config.engine.get("torch_compile") in compiled:
+        raise InputError("profiler.tool=msprobe sees nothing in compiled layers: set engine.torch_compile=never")
+    return profiler
+
+
 def layout(config, world_size: int) -> str:
     """How the ranks are divided to train, for dry_run."""
     sizes = {"tensor": "tensor_model", "context": "context", "pipeline": "pipeline_model"}

@@ -67,6 +67,16 @@ def roles(config: DictConfig) -> dict[str, DictConfig]:
     return roles
 
 
+def model_stages(config: DictConfig, device_type: str) -> list[str]:
+    """The stages of a step in which a model runs that hooks can see."""
+    size = config.algorithm.ppo_mini_batch_size or config.data.train_batch_size
+    asked = needs_old_log_probs(config, range(config.data.train_batch_size // size))
+    occurs = {"rollout_generate": device_type == "cpu" or config.rollout.enforce_eager,      # CUDA graphs call no hooks
+              "actor_compute_log_prob": asked, "ref_compute_log_prob": uses_reference(config),
+              "compute_values": "critic" in roles(config), "critic_update": "critic" in roles(config), "actor_update": True}
+    return [name for name, does in occurs.items() if does]
+
+
 # -- samples -------------------------------------------------------------------------------------------------------------
 
 

@@ -106,7 +106,7 @@ def draw_samples(rollout: Rollout, grader: Grader, dataset, rows: Sequence[int],
     prompts = [dataset[int(row)] for row in rows]
     wanted = [(place, k) for place in range(len(rows)) for k in range(sampling.n)]
     local = [i for i, (place, _) in enumerate(wanted) if place % rollout.num_replicas == rollout.replica]
-    with profiler.stage("rollout_generate"):
+    with profiler.stage("rollout_generate", rollout):
         seeds = [request_seed(*seed, int(rows[wanted[i][0]]), wanted[i][1]) for i in local]
         batch, truncated = rollout.generate([prompts[wanted[i][0]].input_ids for i in local], seeds, sampling)
     with profiler.stage("reward"):

@@ -33,7 +33,7 @@ def main(config):
 
     import job
     import tracking
-    from engines import device, rollout
+    from engines import affinity, device, rollout
     from engines.base import engine_class
     from engines.checkpoint import Checkpointer, export_hf
     from grading import Grader
@@ -43,6 +43,8 @@ def main(config):
 
     stop, this_device = job.StopSignal(), device.init()
     rank, out, trainer, algorithm = dist.get_rank(), Path(config.output_dir), config.trainer, config.algorithm
+    if trainer.numa_affinity and this_device.type != "cpu":
+        print(f"rank {rank}: {affinity.bind(this_device)}", flush=True)
     config = job.with_local_model(config)
     check = engine_class(config.model_engine).check
     shapes = {role: check(settings, dist.get_world_size()) for role, settings in ppo.roles(config).items()}
@@ -54,6 +56,7 @@ def main(config):
     train, val = (load_prompts(config, files, tokenizer) for files in (config.data.train_files, config.data.val_files))
     steps_per_epoch, total_steps = job.count_steps(config, train)
     device.on_rank0(job.check_output, out)
+    profiler = job.start_profiler(config, this_device, total_steps, ppo.model_stages(config, this_device.type))
     if config.dry_run:
         device.on_rank0(print_plan, config, this_device, train, val, total_steps)
         return device.shutdown()
@@ -75,7 +78,7 @@ def main(config):
     step = progress["step"]
     if rank == 0:
         OmegaConf.save(config, out / "config.yaml")
-    tracker, profiler, host_group = tracking.Tracker(config, rank, step, total_steps), Profiler(), dist.new_group(backend="gloo")
+    tracker, host_group = tracking.Tracker(config, rank, step, total_steps), dist.new_group(backend="gloo")
     tracker.say(f"{'resuming from ' + str(resume_from) if resume_from else 'starting'}: step {step} of {total_steps}, "
                 f"{steps_per_epoch} an epoch, {len(train)} prompts, {actor.dp_size} data-parallel ranks and "
                 f"{vllm.num_replicas} of vLLM on {this_device.type}")
@@ -108,28 +111,29 @@ def main(config):
             tracker.log(0, validate())
     while step < total_steps and not stop.requested:
         start = time.perf_counter()
+        profiler.begin_step(step + 1)
         samples, progress["batch"] = ppo.collect(config, draw, train, progress["batch"])
         with profiler.stage("sleep"):
             metrics = vllm.sleep()
         batch, minis = samples.batch, ppo.mini_batches(config, samples)
         if ppo.needs_old_log_probs(config, minis):
-            with profiler.stage("actor_compute_log_prob"):
+            with profiler.stage("actor_compute_log_prob", actor):
                 batch.fields["old_log_probs"] = ppo.log_probs(actor, batch, minis)
         if reference:
-            with profiler.stage("ref_compute_log_prob"):
+            with profiler.stage("ref_compute_log_prob", reference):
                 batch.fields["ref_log_probs"] = ppo.log_probs(reference, batch, minis)
                 reference.offload(*["parameters"] * config.offload.reference)
         if critic:
-            with profiler.stage("compute_values"):
+            with profiler.stage("compute_values", critic):
                 batch.fields["values"] = ppo.ask(critic, critic.values, batch, minis)
         with profiler.stage("advantages"):
             metrics |= ppo.set_advantages(config, samples, minis, progress["kl_coef"])
         if critic:
-            with profiler.stage("critic_update"):
+            with profiler.stage("critic_update", critic):
                 metrics |= ppo.update(critic, batch, minis, ppo.critic_loss(config), step, algorithm.ppo_epochs, "critic")
                 critic.offload(*waiting)
         if not critic or step >= config.critic.warmup_steps:
-            with profiler.stage("actor_update"):
+            with profiler.stage("actor_update", actor):
                 loss_fn = ppo.actor_loss(config, len(samples))
                 metrics |= ppo.update(actor, batch, minis, loss_fn, step, algorithm.ppo_epochs, "actor")
         metrics |= {"perf/memory_training_gib": used} if (used := rollout.used_gib(this_device)) else device.memory()
@@ -145,20 +149,22 @@ def main(config):
                              f"trainer.max_skipped_steps={trainer.max_skipped_steps}: lower optim.lr or look at the rewards")
         if rank == 0 and trainer.rollout_freq > 0 and step % trainer.rollout_freq == 0:
             samples.write(out / "rollouts" / f"step_{step}.jsonl")
-        if last or stop.requested or trainer.save_freq > 0 and step % trainer.save_freq == 0:
-            with profiler.stage("save"):
-                checkpointer.save(step, actor, progress, tokenizer, **others)
         if not stop.requested:
             wake()
         seconds = time.perf_counter() - start
         # Not when asked to stop: the time that is left is for the checkpoint.
-        if val and (last or not stop.requested and trainer.test_freq > 0 and step % trainer.test_freq == 0):
+        if val and not stop.requested and (last or trainer.test_freq > 0 and step % trainer.test_freq == 0):
             metrics |= validate()
-        tracker.log(step, metrics | profiler.pop() | {
+        tracker.log(step, metrics | profiler.end_step() | {
             "train/epoch": progress["batch"] / steps_per_epoch, "train/skipped": progress["skipped"],
             "reward/failures": progress["failures"], "timing/step": seconds,
             "perf/tokens_per_second": len(batch.input_ids) / seconds / dist.get_world_size()})
+        # Behind the step's line: a run that is killed in between would go on without it.
+        if last or stop.requested or trainer.save_freq > 0 and step % trainer.save_freq == 0:
+            with profiler.stage("save"):
+                checkpointer.save(step, actor, progress, tokenizer, **others)
 
+    profiler.close()
     checkpointer.wait()
     grader.close()
     if step < total_steps:

@@ -25,14 +25,15 @@ def main(config):
     import job
     import tracking
     from data.packing import global_batch, partition
-    from engines import device
+    from engines import affinity, device
     from engines.base import engine_class
     from engines.checkpoint import Checkpointer, export_hf
-    from profiling import Profiler
     from profiling.report import write_report
 
     stop, this_device = job.StopSignal(), device.init()
     rank, out, trainer = dist.get_rank(), Path(config.output_dir), config.trainer
+    if trainer.numa_affinity and this_device.type != "cpu":
+        print(f"rank {rank}: {affinity.bind(this_device)}", flush=True)
     config = job.with_local_model(config)
     hf_config = engine_class(config.model_engine).check(config, dist.get_world_size())
     tracking.check(config)
@@ -40,6 +41,7 @@ def main(config):
     train, val = (load_data(config, files, tokenizer) for files in (config.data.train_files, config.data.val_files))
     steps_per_epoch, total_steps = job.count_steps(config, train)
     device.on_rank0(job.check_output, out)
+    profiler = job.start_profiler(config, this_device, total_steps, ["train_batch", "validate"])
     if config.dry_run:
         device.on_rank0(print_plan, config, this_device, train, val, total_steps)
         return device.shutdown()
@@ -60,16 +62,17 @@ def main(config):
     if step == 0 and val and trainer.val_before_train:
         tracker.log(0, validate(engine, val, config.data.train_batch_size))
 
-    profiler, peak = Profiler(), device.peak_flops(this_device)
+    peak = device.peak_flops(this_device)
     while step < total_steps and not stop.requested:
         start = time.perf_counter()
+        profiler.begin_step(step + 1)
         with profiler.stage("data"):
             rows = global_batch(len(train), config.data.train_batch_size, trainer.seed, step)
             batch = train.batch(rows)
             num_trained = int(batch.fields["loss_mask"].sum())
             costs = [engine.flops([n]) for n in batch.lengths]
             share = batch.select(partition(costs, engine.dp_size)[engine.dp_rank])
-        with profiler.stage("train_batch"):
+        with profiler.stage("train_batch", engine):
             results = engine.train_batch(share, sft_loss(num_trained), step)
         seconds = time.perf_counter() - start
         step += 1
@@ -86,14 +89,16 @@ def main(config):
             raise InputError(f"the gradient was not finite in {progress['skipped']} steps, more than "
                              f"trainer.max_skipped_steps={trainer.max_skipped_steps}: lower optim.lr or look at the data")
         # Not when asked to stop: the time that is left is for the checkpoint.
-        if val and (last or not stop.requested and trainer.test_freq > 0 and step % trainer.test_freq == 0):
-            with profiler.stage("validate"):
+        if val and not stop.requested and (last or trainer.test_freq > 0 and step % trainer.test_freq == 0):
+            with profiler.stage("validate", engine):
                 metrics |= validate(engine, val, config.data.train_batch_size)
+        tracker.log(step, metrics | profiler.end_step() | {"timing/step": time.perf_counter() - start})
+        # Behind the step's line: a run that is killed in between would go on without it.
         if last or stop.requested or trainer.save_freq > 0 and step % trainer.save_freq == 0:
             with profiler.stage("save"):
                 checkpointer.save(step, engine, progress, tokenizer)
-        tracker.log(step, metrics | profiler.pop() | {"timing/step": time.perf_counter() - start})
 
+    profiler.close()
     checkpointer.wait()
     if step < total_steps:
         tracker.say(f"stopped by a signal after step {step}; the same command goes on from there")

@@ -60,7 +60,7 @@ def ours(work: Path, ranks: int, steps: int, prompts: int, micro_batch_tokens: i
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return mean_step([{
         **{name: sum(line[f"timing/{stage}"] for stage in stages) for name, stages in STAGES.items()},
-        "step": line["timing/step"] - line.get("timing/save", 0.0),         # the last step saves; TRL does not
+        "step": line["timing/step"],
         "length": line["response_length/mean"], "score": line["critic/score/mean"],
         "grad_norm": line["actor/grad_norm"]} for line in lines], prompts)
 

@@ -106,6 +106,10 @@ class Rollout:
         cu_seqlens = torch.tensor([0, *map(len, ids)]).cumsum(0)
         return Batch(flat(ids, torch.int64), cu_seqlens, fields), torch.tensor(truncated, dtype=torch.bool)
 
+    def modules(self) -> list[torch.nn.Module]:
+        """vLLM's model on this rank."""
+        return self.llm.apply_model(lambda model: model)
+
     def _params(self, sampling: DictConfig, seed: int):
         greedy = sampling.temperature == 0
         return self.SamplingParams(

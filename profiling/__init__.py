@@ -1,23 +1,137 @@
-"""Wall time by stage: `with profiler.stage("train_batch"):`."""
+"""Wall time by stage, always; traces, snapshots and dumps of each stage in the steps and on the ranks asked for.
 
+    profiler.begin_step(step)                           counted from 1
+    with profiler.stage("actor_update", actor):         the engine, where a model runs: msprobe dumps its modules
+    metrics |= profiler.end_step()                      {timing/actor_update: seconds}
+    profiler.close()                                    after the last step, however many there were
+
+Files: {directory}/step_{N}/{stage}/, a stage's second turn in a step in {stage}.2/ and so on.
+"""
+
+import atexit
+import os
 import time
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+OFF = (-1, -1)
 
 
 class Profiler:
-    def __init__(self):
+    def __init__(self, settings=None, interval: Sequence[int] = OFF, directory: Path | None = None,
+                 total_steps: int | None = None, model_stages: Sequence[str] = ()):
+        """Without arguments: timers alone.
+
+        settings: the group `profiler` of configs/*.yaml. interval: first and last step to record, [-1, -1] for none.
+        model_stages: the stages of this run in which a model runs. Raises ValueError, in one line that says what to
+        change, for what cannot be recorded; nothing starts before the first step of the interval.
+        """
         self.seconds: dict[str, float] = {}
+        self.interval, self.directory, self.step = tuple(interval), directory, None
+        self.synchronize = bool(settings and settings.synchronize and has_accelerator())
+        self.tools, self.recording, self.depth, self.turns = [], False, 0, Counter()
+        names = [] if settings is None or settings.tool is None else \
+            [settings.tool] if isinstance(settings.tool, str) else list(settings.tool)
+        if self.interval != OFF and not names:
+            raise ValueError("trainer.profile_interval is set but profiler.tool is null: name a tool")
+        if total_steps is not None and self.interval[0] > total_steps:
+            raise ValueError(f"trainer.profile_interval={list(self.interval)} begins behind the last step, "
+                             f"{total_steps}")
+        if names:
+            from profiling.tools import build
+            rank = get_rank()
+            tools = build(names, settings, directory, rank, model_stages)       # every rank checks what it is asked for
+            self.tools = tools if self.interval != OFF and is_selected(settings.ranks, rank) else []
+
+    def begin_step(self, step: int) -> None:
+        """Start recording when `step` (from 1) lies in the interval, also when a resume begins in its middle; end it
+        behind the interval. (Not in end_step(): a checkpoint may be saved after that.)"""
+        self.step = step
+        if step > self.interval[1]:
+            self.close()
+        if self.tools and not self.recording and self.interval[0] <= step <= self.interval[1]:
+            self.recording = True
+            # A run that raises ends here: what was recorded until then is what one wants to see.
+            atexit.register(self.close)
+            for tool in self.tools:
+                tool.open(step)
 
     @contextmanager
-    def stage(self, name: str):
-        """Add the wall time [s] of the block to the stage `name`; stages may nest."""
+    def stage(self, name: str, engine=None):
+        """Add the wall time [s] of the block to the stage `name` and record it if this step is. Stages may nest; an
+        exception passes through. engine: whose modules() run in the block."""
+        if self.synchronize:
+            synchronize()
         start = time.perf_counter()
         try:
-            yield
+            with self._record(name, engine) if self.recording else ExitStack():
+                yield
+                if self.synchronize:
+                    synchronize()
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
-    def pop(self) -> dict[str, float]:
-        """{timing/<stage>: seconds} since the last call."""
+    @contextmanager
+    def _record(self, name: str, engine):
+        self.turns[self.step, name] += 1
+        turn = self.turns[self.step, name]
+        where = self.directory / f"step_{self.step}" / (name if turn == 1 else f"{name}.{turn}")
+        self.depth += 1
+        try:
+            with ExitStack() as stack:
+                for tool in self.tools:
+                    stack.enter_context(tool.stage(name, self.step, where, engine, self.depth > 1))
+                yield
+        finally:
+            self.depth -= 1
+
+    def end_step(self) -> dict[str, float]:
+        """{timing/<stage>: seconds} since the last call, and what tools count."""
         seconds, self.seconds = self.seconds, {}
-        return {f"timing/{name}": value for name, value in seconds.items()}
+        metrics = {f"timing/{name}": value for name, value in seconds.items()}
+        for tool in self.tools:
+            metrics |= tool.end_step(seconds)
+        return metrics
+
+    def close(self) -> None:
+        """Write what is not yet written. Once is enough, twice does no harm."""
+        if self.recording:
+            self.recording = False
+            atexit.unregister(self.close)
+            for tool in reversed(self.tools):
+                tool.close()
+
+
+def is_selected(ranks, rank: int) -> bool:
+    """Whether profiler.ranks (null: local rank 0 of every node) names this rank. Raises ValueError for one that is not
+    there."""
+    if ranks is None:
+        return int(os.environ.get("LOCAL_RANK", 0)) == 0
+    if ranks == "all":
+        return True
+    world_size = get_world_size()
+    if max(ranks) >= world_size:
+        raise ValueError(f"profiler.ranks={list(ranks)} names a rank that is not there: they are 0 to {world_size - 1}")
+    return rank in ranks
+
+
+def get_rank() -> int:
+    import torch.distributed as dist
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def get_world_size() -> int:
+    import torch.distributed as dist
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def has_accelerator() -> bool:
+    import torch
+    return torch.accelerator.is_available()
+
+
+def synchronize() -> None:
+    import torch
+    torch.accelerator.synchronize()

@@ -1,8 +1,9 @@
-"""One picture of a run, from its metrics.jsonl:  python -m profiling.report RUN"""
+"""One picture and one table of a run, from its metrics.jsonl:  python -m profiling.report RUN"""
 
 import json
 import sys
 from pathlib import Path
+from statistics import median
 
 PANELS = [("loss", ["train/loss", "val/loss"]), ("score of a response", ["critic/score/mean"]),
           ("exact match", ["val/exact_match"]), ("response length [tokens]", ["response_length/mean"]),
@@ -16,13 +17,39 @@ PANELS = [("loss", ["train/loss", "val/loss"]), ("score of a response", ["critic
           ("memory, peak [GiB]", ["perf/memory_peak_gib"])]
 
 
+def read_metrics(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def table(run: Path) -> str:
+    """Seconds of each stage (median, longest, in all, share of all steps), then speed and memory. A stage that ran inside
+    another is counted in both, so shares need not add up."""
+    steps = [line for line in read_metrics(run) if "timing/step" in line]
+    total = sum(line["timing/step"] for line in steps)
+    texts = [f"{'stage':<26}{'median [s]':>12}{'longest [s]':>12}{'in all [s]':>12}{'share':>8}{'steps':>7}"]
+    stages = dict.fromkeys(name for line in steps for name in line if name.startswith("timing/"))
+    for name in sorted(stages, key=lambda name: -sum(line.get(name, 0.0) for line in steps)):
+        seconds = [line[name] for line in steps if name in line]
+        texts.append(f"{name.removeprefix('timing/'):<26}{median(seconds):>12.4f}{max(seconds):>12.4f}{sum(seconds):>12.2f}"
+                     f"{sum(seconds) / total:>8.1%}{len(seconds):>7}")
+    for name, unit in (("perf/tokens_per_second", "tokens/s a device"), ("perf/mfu", "MFU"),
+                       ("perf/memory_peak_gib", "GiB, peak"), ("perf/memory_training_gib", "GiB in use, training"),
+                       ("perf/memory_asleep_gib", "GiB in use, vLLM asleep")):
+        values = [line[name] for line in steps if line.get(name) is not None]
+        if values:
+            texts.append(f"{unit:<26}{median(values):>12.4g}{max(values):>12.4g}")
+    return "\n".join(texts)
+
+
 def write_report(run: Path) -> Path:
-    """Draw RUN/report.png: a panel for each group of metrics that the run has, and the time by stage."""
+    """Draw RUN/report.png, a panel for each group of metrics that the run has and the time by stage, and write the table
+    to RUN/report.txt. Returns the path of the picture."""
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    (run / "report.txt").write_text(table(run) + "\n")
+    lines = read_metrics(run)
     present = {name for line in lines for name in line if line[name]}       # what is always 0 says nothing
     panels = [(title, [n for n in names if n in present]) for title, names in PANELS]
     panels = [(title, names) for title, names in panels if names]
@@ -60,4 +87,4 @@ def write_report(run: Path) -> Path:
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit(__doc__)
-    print(write_report(Path(sys.argv[1])))
+    print(table(Path(sys.argv[1])), write_report(Path(sys.argv[1])), sep="\n")

@@ -1,0 +1,76 @@
+"""What each tool of the profiler costs: time of a profiled step against one without, and disk a step.
+
+    OMP_NUM_THREADS=1 python benchmarks/profiling_cost.py runs/demo/model runs/demo/train.jsonl       from `make demo-assets`
+    python benchmarks/profiling_cost.py MODEL TRAIN_FILE key=value ...                                on a GPU
+
+Runs train_sft.py once for each tool, eight steps, of which the second half is recorded; the times are train_batch's, the
+median of the last three of each half. Tools that this machine does not have are left out.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+
+ROOT = Path(__file__).parent.parent
+STEPS, FIRST = 8, 5
+TOOLS = {
+    "timers alone": [], "torch": ["profiler.tool=torch"],
+    "torch, shapes, stacks, memory": ["profiler.tool=torch", "profiler.torch.record_shapes=true",
+                                      "profiler.torch.with_stack=true", "profiler.torch.profile_memory=true"],
+    "memory": ["profiler.tool=memory"], "nvtx (without nsys)": ["profiler.tool=nvtx"],
+    **{f"msprobe {task} {level}": ["profiler.tool=msprobe", f"profiler.msprobe.task={task}", f"profiler.msprobe.level={level}",
+                                   "profiler.msprobe.stages=[train_batch]"]
+       for task in ("statistics", "tensor") for level in ("L0", "L1", "mix")},
+}
+
+
+def measure(model: str, train_file: str, tool: list[str], more: list[str]) -> tuple[float, float, float] | None:
+    """(seconds of a step before, seconds of a recorded one, bytes a step); None if the tool is not to be had here."""
+    with tempfile.TemporaryDirectory() as out:
+        interval = [f"trainer.profile_interval=[{FIRST},{STEPS}]"] if tool else []
+        done = subprocess.run([sys.executable, "train_sft.py", f"model.path={model}", f"data.train_files={train_file}",
+                               f"output_dir={out}", "data.train_batch_size=32", "data.max_tokens_per_micro_batch=2048",
+                               f"trainer.total_steps={STEPS}", "engine.torch_compile=never", *tool, *interval, *more],
+                              cwd=ROOT, capture_output=True, text=True)
+        if done.returncode == 2:
+            print(f"    left out: {done.stderr.splitlines()[-1]}")
+            return None
+        done.check_returncode()
+        lines = [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
+        times = {line["step"]: line["timing/train_batch"] for line in lines if "timing/train_batch" in line}
+        written = sum(file.stat().st_size for file in Path(out, "profile").glob("step_*/train_batch/**/*") if file.is_file())
+    return (median(times[step] for step in range(FIRST - 3, FIRST)),
+            median(times[step] for step in range(STEPS - 2, STEPS + 1)), written / (STEPS - FIRST + 1))
+
+
+def timer() -> float:
+    """Seconds that a stage costs when nothing is recorded: the best of 20 times 500."""
+    import timeit
+
+    sys.path.insert(0, str(ROOT))
+    from profiling import Profiler
+    profiler = Profiler()
+
+    def stage():
+        with profiler.stage("stage"):
+            pass
+    return min(timeit.repeat(stage, number=500, repeat=20)) / 500
+
+
+def main(model: str, train_file: str, *more: str) -> None:
+    print(f"a stage that is only timed: {timer() * 1e6:.2f} microseconds")
+    print(f"{'tool':<32}{'before [s]':>12}{'recorded [s]':>14}{'factor':>8}{'MB a step':>11}")
+    for name, tool in TOOLS.items():
+        found = measure(model, train_file, tool, list(more))
+        if found:
+            before, recorded, size = found
+            print(f"{name:<32}{before:>12.4f}{recorded:>14.4f}{recorded / before:>8.1f}{size / 1e6:>11.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 3:
+        sys.exit(__doc__)
+    main(*sys.argv[1:])

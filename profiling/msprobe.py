@@ -1,0 +1,145 @@
+"""Precision dumps with msprobe (package mindstudio-probe): {directory}/step_{N}/{stage}/step{N}/rank{R}/dump.json."""
+
+import importlib.util
+import json
+import os
+import shutil
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+
+from profiling.tools import Tool
+
+TASKS, LEVELS = ("statistics", "tensor"), ("L0", "L1", "mix")
+# A record for each token that vLLM decodes, or for each batch of a whole validation: large, so these have to be named.
+ONLY_WHEN_NAMED = ("rollout_generate", "validate")
+
+
+class Msprobe(Tool):
+    """One msprobe session for each selected stage. msprobe has one debugger a process, so they never nest."""
+
+    def __init__(self, settings, directory: Path, rank: int, model_stages):
+        self.options, self.directory, self.rank = settings.msprobe, directory, rank
+        self.stages = select_stages(self.options.stages, model_stages)
+        self.config_path = self.options.config_path and Path(self.options.config_path)
+        if importlib.util.find_spec("msprobe") is None:
+            raise ValueError("profiler.tool=msprobe needs the package mindstudio-probe: pip install mindstudio-probe")
+        given = read_config(self.config_path) if self.config_path else {}
+        self.task = self.options.task or given.get("task") or "statistics"
+        self.level = self.options.level or given.get("level") or "L0"
+        for key, value, choices in (("task", self.task, TASKS), ("level", self.level, LEVELS)):
+            if value not in choices:
+                raise ValueError(f"profiler.msprobe.{key}={value} must be one of {', '.join(choices)}")
+        self.debugger = self.inside = None
+        self.failed, self.told, self.dumped, self.before = 0, False, [], {}
+
+    def open(self, step: int) -> None:
+        # Only now: from its construction on, levels L1 and mix slow every call of torch in this process.
+        os.environ.setdefault("MSPROBE_LOG_LEVEL", "2")         # warnings; it has two lines to say of every session
+        from msprobe.pytorch import PrecisionDebugger
+        if self.config_path is None:
+            self.config_path = write_config(self.directory / f"msprobe_rank{self.rank}.json", self.task, self.level)
+        self.debugger = PrecisionDebugger(config_path=str(self.config_path), task=self.task, level=self.level,
+                                          dump_path=str(self.directory))
+
+    def stage(self, name: str, step: int, where: Path, engine, nested: bool):
+        return self._session(name, step, where, engine) if name in self.stages else nullcontext()
+
+    @contextmanager
+    def _session(self, name: str, step: int, where: Path, engine):
+        if self.inside:
+            raise RuntimeError(f"msprobe cannot dump stage {name} inside stage {self.inside}: name one of them in "
+                               "profiler.msprobe.stages")
+        if engine is None:
+            raise RuntimeError(f"stage {name} was not given the engine whose modules msprobe is to dump")
+        self.inside, target, started = name, where / f"step{step}" / f"rank{self.rank}", False
+        try:
+            with self._may_fail(name, step):
+                if target.exists():             # of a run that was killed; this one repeats the step
+                    shutil.rmtree(target)
+                self.debugger.service.config.dump_path = str(where)
+                self.debugger.set_init_step(step)
+                self.debugger.start(engine.modules(), rank_id=self.rank)
+                started = True
+            yield
+        except BaseException:
+            with suppress(Exception):           # the stage's own error is the one to be seen
+                self.debugger.stop()
+                self.debugger.step()
+            raise
+        finally:
+            self.inside = None
+        if started:
+            with self._may_fail(name, step):
+                self.debugger.stop()
+                self.debugger.step()            # forgets what is written and counts calls from 0 again
+                if not json.loads((target / "dump.json").read_text())["data"]:
+                    raise RuntimeError("dump.json has no record, so no module ran")
+                self.dumped.append((name, target))
+
+    @contextmanager
+    def _may_fail(self, name: str, step: int):
+        try:
+            yield
+        except Exception as error:              # msprobe raises all kinds
+            if self.options.strict:
+                raise RuntimeError(f"msprobe could not dump {name} of step {step}: {error}") from error
+            if not self.failed:
+                print(f"rank {self.rank}: msprobe could not dump {name} of step {step}, which is counted in "
+                      f"profiler/failed_dumps from now on: {error!r}", flush=True)
+            self.failed += 1
+
+    def end_step(self, seconds: dict[str, float]) -> dict[str, float]:
+        if not self.debugger:
+            self.before = seconds
+            return {}
+        if self.dumped and not self.told:
+            self.told = True
+            names = dict.fromkeys(name for name, _ in self.dumped)
+            size = sum(file.stat().st_size for _, target in self.dumped for file in target.rglob("*") if file.is_file())
+            took, usual = (sum(s.get(name, 0.0) for name in names) for s in (seconds, self.before))
+            print(f"rank {self.rank}: msprobe dumped {', '.join(names)} with {self.task} {self.level}: {took:.3g} s in these "
+                  f"stages{f' ({usual:.3g} s in the step before)' if usual else ''}, {size / 1e6:.3g} MB a step and rank",
+                  flush=True)
+        self.dumped.clear()
+        return {"profiler/failed_dumps": self.failed}
+
+    def close(self) -> None:
+        self.debugger, self.before = None, {}
+
+
+def select_stages(wanted, model_stages) -> list[str]:
+    """The stages to dump (null: all with a model of the trainer). Raises ValueError for one that is not there."""
+    if wanted is None:
+        return [name for name in model_stages if name not in ONLY_WHEN_NAMED]
+    for name in wanted:
+        if name not in model_stages:
+            raise ValueError(f"profiler.msprobe.stages: {name} is no stage of this run with a model in it; those are "
+                             f"{', '.join(model_stages)}")
+    return list(wanted)
+
+
+def read_config(path: Path) -> dict:
+    """msprobe's config.json. Raises ValueError when it cannot be read, or holds what this configuration says."""
+    try:
+        config = json.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"profiler.msprobe.config_path={path}: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"profiler.msprobe.config_path={path} is not JSON: {error}") from None
+    if not isinstance(config, dict) or path.suffix != ".json":
+        raise ValueError(f"profiler.msprobe.config_path={path} must be a .json file with an object in it")
+    for key, instead in (("step", "trainer.profile_interval"), ("rank", "profiler.ranks")):
+        if config.get(key):
+            raise ValueError(f"profiler.msprobe.config_path={path} selects a {key}: leave that list empty, {instead} "
+                             "selects")
+    return config
+
+
+def write_config(path: Path, task: str, level: str) -> Path:
+    """A config.json that dumps everything; the next run can be given it, with a scope or a list of modules added."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    both = {"scope": [], "list": [], "data_mode": ["all"]}
+    path.write_text(json.dumps({"task": task, "dump_path": str(path.parent), "rank": [], "step": [], "level": level,
+                                "async_dump": False, "statistics": {**both, "summary_mode": "statistics"},
+                                "tensor": both}, indent=2) + "\n")
+    return path

@@ -1,0 +1,182 @@
+"""What records a stage: torch (traces), nvtx and mstx (ranges), memory (snapshots); msprobe has its own file.
+
+A new one is a class of five methods here, and its name in build().
+"""
+
+import importlib.util
+from collections.abc import Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+# What a range is drawn in, so that one finds one's way in a timeline; other stages are grey.
+COLOURS = {"data": "orange", "rollout_generate": "green", "reward": "yellow", "actor_compute_log_prob": "cyan",
+           "ref_compute_log_prob": "blue", "compute_values": "purple", "advantages": "orange", "train_batch": "red",
+           "critic_update": "pink", "actor_update": "red", "update_weights": "brown", "validate": "lime", "save": "black"}
+
+
+class Tool:
+    """What a tool may do; by itself it records nothing."""
+
+    def __init__(self, settings, directory: Path, rank: int, model_stages: Sequence[str]):
+        """Only check: raises ValueError, in a line that says what to change, for what cannot be recorded here."""
+
+    def open(self, step: int) -> None:
+        """Before the first step that is recorded."""
+
+    def stage(self, name: str, step: int, where: Path, engine, nested: bool):
+        """A context manager around a stage; where: its folder, not made yet; nested: inside another stage."""
+        return nullcontext()
+
+    def end_step(self, seconds: dict[str, float]) -> dict[str, float]:
+        """Metrics of a step, whose stages took these seconds."""
+        return {}
+
+    def close(self) -> None:
+        """After the last step that was recorded, or when the process ends."""
+
+
+def build(names: list[str], settings, directory: Path, rank: int, model_stages) -> list:
+    """The tools called `names`. Raises ValueError for one that cannot work here, or not beside another."""
+    from profiling.msprobe import Msprobe
+    kinds = {"nvtx": Nvtx, "mstx": Mstx, "torch": Torch, "memory": Memory, "msprobe": Msprobe}
+    for name in names:
+        if name not in kinds:
+            raise ValueError(f"profiler.tool={name} must be one of {', '.join(kinds)}")
+    if {"torch", "nvtx"} <= set(names) and list(settings.torch.activities or []) != ["cpu"]:
+        raise ValueError("profiler.tool: torch and nvtx both want CUPTI for themselves: name one of them, or set "
+                         "profiler.torch.activities=[cpu]")
+    # The order of kinds: ranges around traces around dumps.
+    return [kind(settings, directory, rank, model_stages) for name, kind in kinds.items() if name in names]
+
+
+def device_type() -> str:
+    import torch
+    return torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
+
+
+class Torch(Tool):
+    """torch.profiler: a Chrome trace (chrome://tracing, ui.perfetto.dev) of each stage, or one of the interval."""
+
+    def __init__(self, settings, directory: Path, rank: int, model_stages: Sequence[str]):
+        self.options, self.directory, self.rank = settings.torch, directory, rank
+        self.each_stage, self.profile = settings.torch.trace == "stage", None
+        present = ["cpu", device_type()] if device_type() != "cpu" else ["cpu"]
+        self.activities = list(settings.torch.activities or present)
+        for name in self.activities:
+            if name not in present:
+                raise ValueError(f"profiler.torch.activities: {name} is not on this machine; there is {', '.join(present)}")
+
+    def open(self, step: int) -> None:
+        self.first = self.last = step
+        if not self.each_stage:
+            self._start()
+
+    def _start(self) -> None:
+        import torch
+        api, names = torch.profiler, {"cpu": "CPU", "cuda": "CUDA", "npu": "NPU"}
+        if "npu" in self.activities:
+            import torch_npu
+            api = torch_npu.profiler
+        self.profile = api.profile(activities=[getattr(api.ProfilerActivity, names[a]) for a in self.activities],
+                                   record_shapes=self.options.record_shapes, with_stack=self.options.with_stack,
+                                   profile_memory=self.options.profile_memory)
+        self.profile.start()
+
+    def _write(self, path: Path) -> None:
+        profile, self.profile = self.profile, None
+        profile.stop()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        profile.export_chrome_trace(str(path))
+
+    @contextmanager
+    def stage(self, name: str, step: int, where: Path, engine, nested: bool):
+        from torch.profiler import record_function
+        self.last, outermost = step, self.each_stage and not nested
+        if outermost:
+            self._start()
+        try:
+            with record_function(name):
+                yield
+        finally:
+            if outermost:
+                self._write(where / f"torch_step{step}_rank{self.rank}.json")
+
+    def close(self) -> None:
+        if self.profile is not None:
+            steps = f"{self.first}-{self.last}"
+            self._write(self.directory / f"step_{self.first}" / "interval" / f"torch_step{steps}_rank{self.rank}.json")
+
+
+class Nvtx(Tool):
+    """Ranges for Nsight Systems: nsys profile --capture-range=cudaProfilerApi ..."""
+
+    def __init__(self, settings, directory: Path, rank: int, model_stages: Sequence[str]):
+        if device_type() != "cuda":
+            raise ValueError("profiler.tool=nvtx needs CUDA: on a CPU use torch, on Ascend mstx")
+        if importlib.util.find_spec("nvtx") is None:
+            raise ValueError("profiler.tool=nvtx needs the package nvtx: pip install nvtx")
+
+    def open(self, step: int) -> None:
+        import torch
+        torch.cuda.profiler.start()
+
+    def stage(self, name: str, step: int, where: Path, engine, nested: bool):
+        import nvtx
+        return nvtx.annotate(name, color=COLOURS.get(name, "grey"))
+
+    def close(self) -> None:
+        import torch
+        torch.cuda.synchronize()            # kernels still to run belong to the capture
+        torch.cuda.profiler.stop()
+
+
+class Mstx(Tool):
+    """Ranges for Ascend's msprof (msprof --mstx=on ...). Written from the documentation of torch_npu, not run."""
+
+    def __init__(self, settings, directory: Path, rank: int, model_stages: Sequence[str]):
+        if device_type() != "npu":
+            raise ValueError("profiler.tool=mstx needs an Ascend NPU: on CUDA use nvtx, on a CPU torch")
+
+    @contextmanager
+    def stage(self, name: str, step: int, where: Path, engine, nested: bool):
+        import torch_npu
+        number = torch_npu.npu.mstx.range_start(name)
+        try:
+            yield
+        finally:
+            torch_npu.npu.mstx.range_end(number)
+
+
+class Memory(Tool):
+    """A snapshot of the accelerator's memory and its last allocations after each stage (pytorch.org/memory_viz); after
+    one that ran out of memory, too, with that in its name."""
+
+    def __init__(self, settings, directory: Path, rank: int, model_stages: Sequence[str]):
+        self.rank, self.max_entries = rank, settings.memory.max_entries
+        if device_type() == "cpu":
+            raise ValueError("profiler.tool=memory needs an accelerator: on a CPU use torch with "
+                             "profiler.torch.profile_memory=true")
+
+    def open(self, step: int) -> None:
+        import torch
+        self.memory = torch.get_device_module().memory
+        self.memory._record_memory_history(max_entries=self.max_entries)
+
+    def stage(self, name: str, step: int, where: Path, engine, nested: bool):
+        return nullcontext() if nested else self._snapshot(step, where)
+
+    @contextmanager
+    def _snapshot(self, step: int, where: Path):
+        import torch
+        name = f"memory_step{step}_rank{self.rank}.pickle"
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            name = f"out_of_{name}"
+            raise
+        finally:
+            where.mkdir(parents=True, exist_ok=True)
+            self.memory._dump_snapshot(str(where / name))
+
+    def close(self) -> None:
+        self.memory._record_memory_history(enabled=None)

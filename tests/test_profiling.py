@@ -1,0 +1,475 @@
+"""Stages, what records them, and what is made of the records; the runs are those of users."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import job
+from config import InputError, load
+from engines import affinity
+from examples.arithmetic import make_rows, make_tokenizer
+from profiling import Profiler, compare, is_selected, report
+from tests.launch import ROOT, launch
+from tests.models import make_model
+from tests.test_sft import environment, metrics, run
+
+CPU = torch.device("cpu")
+MODEL_STAGES = ["actor_compute_log_prob", "ref_compute_log_prob", "compute_values", "critic_update", "actor_update"]
+
+
+def configure(*more):
+    return load("sft.yaml", ["model.path=unused", "data.train_files=unused", *more])
+
+
+def profile(directory, steps, *more, work=None):
+    """Steps of three stages; returns how often each stage ran, and the metrics of the last step."""
+    config, ran, results = configure(f"output_dir={directory}", *more), Counter(), {}
+    profiler = job.start_profiler(config, CPU, 10, ["train_batch"])
+    try:
+        for step in steps:
+            profiler.begin_step(step)
+            with profiler.stage("data"):
+                ran["data"] += 1
+            with profiler.stage("train_batch"):
+                ran["train_batch"] += 1
+                with profiler.stage("inside"):
+                    torch.ones(8, 8) @ torch.ones(8, 8)
+                    if work:
+                        work(step)
+            results = profiler.end_step()
+    finally:
+        profiler.close()
+    return ran, results
+
+
+def recorded(directory):
+    """{name of a trace: names of its events}"""
+    return {str(path.relative_to(directory / "profile")): {e.get("name") for e in json.loads(path.read_text())["traceEvents"]}
+            for path in (directory / "profile").rglob("*.json")}
+
+
+# -- stages and steps --------------------------------------------------------------------------------------------------
+
+
+def test_stages_are_timed_nested_and_repeated():
+    profiler = Profiler()
+    for _ in range(2):
+        with profiler.stage("outer"), profiler.stage("inner"):
+            time.sleep(0.01)
+    with pytest.raises(KeyError), profiler.stage("raises"):
+        raise KeyError
+    seconds = profiler.end_step()
+    assert list(seconds) == ["timing/inner", "timing/outer", "timing/raises"]
+    assert 0.02 <= seconds["timing/inner"] <= seconds["timing/outer"]
+    assert profiler.end_step() == {}
+
+
+def test_a_stage_costs_less_than_50_microseconds():
+    profiler, best = Profiler(), 1.0
+    for _ in range(20):
+        start = time.perf_counter()
+        for _ in range(200):
+            with profiler.stage("outer"), profiler.stage("inner"):
+                pass
+        best = min(best, (time.perf_counter() - start) / 400)
+    assert best < 50e-6
+
+
+@pytest.mark.parametrize("interval, steps, expected", [
+    ([2, 4], range(1, 7), [2, 3, 4]), ([3, 3], range(1, 7), [3]), ([1, 1], range(1, 3), [1]),
+    ([2, 5], range(1, 4), [2, 3]), ([2, 4], range(3, 7), [3, 4]), ([2, 4], range(5, 7), []), ([-1, -1], range(1, 4), [])],
+    ids=["inside", "one step", "the first", "the run ends before", "resumed inside", "resumed behind", "off"])
+def test_the_steps_of_the_interval_are_recorded(tmp_path, interval, steps, expected):
+    ran, results = profile(tmp_path, steps, f"trainer.profile_interval={interval}", "profiler.tool=torch")
+    assert ran == {"data": len(steps), "train_batch": len(steps)} and "timing/inside" in results
+    traces = recorded(tmp_path) if expected else {}
+    assert set(traces) == {f"step_{n}/{stage}/torch_step{n}_rank0.json" for n in expected for stage in ("data", "train_batch")}
+    assert all({"train_batch", "inside"} <= names for name, names in traces.items() if "train_batch" in name)
+    assert bool(expected) == (tmp_path / "profile").exists(), "nothing is written when nothing is recorded"
+
+
+@pytest.mark.parametrize("steps, name", [(range(1, 6), "2-4"), (range(1, 4), "2-3"), (range(3, 6), "3-4")])
+def test_one_trace_of_the_whole_interval(tmp_path, steps, name):
+    profile(tmp_path, steps, "trainer.profile_interval=[2,4]", "profiler.tool=[torch]", "profiler.torch.trace=interval",
+            "profiler.torch.record_shapes=true", "profiler.torch.with_stack=true", "profiler.torch.profile_memory=true")
+    [(path, names)] = recorded(tmp_path).items()
+    assert path == f"step_{name[0]}/interval/torch_step{name}_rank0.json" and {"data", "train_batch", "inside"} <= names
+    shapes = [e for e in json.loads((tmp_path / "profile" / path).read_text())["traceEvents"] if e.get("name") == "aten::mm"]
+    assert shapes[0]["args"]["Input Dims"] == [[8, 8], [8, 8]]
+
+
+def test_an_exception_leaves_its_trace_and_passes_through(tmp_path):
+    done = []
+
+    def work(step):
+        done.append(step)
+        if step == 3:
+            raise ZeroDivisionError("on purpose")
+
+    with pytest.raises(ZeroDivisionError, match="on purpose"):
+        profile(tmp_path, range(1, 6), "trainer.profile_interval=[2,5]", "profiler.tool=torch", work=work)
+    assert done == [1, 2, 3], "no stage runs twice"
+    assert {"train_batch", "inside"} <= recorded(tmp_path)["step_3/train_batch/torch_step3_rank0.json"]
+
+
+def test_a_stages_second_turn_has_a_folder_of_its_own(tmp_path):
+    config = configure(f"output_dir={tmp_path}", "trainer.profile_interval=[1,1]", "profiler.tool=torch")
+    profiler = job.start_profiler(config, CPU, 1, [])
+    profiler.begin_step(1)
+    for _ in range(2):
+        with profiler.stage("wake"):
+            pass
+    profiler.end_step()
+    with profiler.stage("save"):                    # after the step's metrics, and still of this step
+        pass
+    profiler.close()
+    assert set(recorded(tmp_path)) == {f"step_1/{stage}/torch_step1_rank0.json" for stage in ("wake", "wake.2", "save")}
+
+
+def test_ranks_are_selected_by_local_rank(monkeypatch):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert is_selected(None, 0)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert is_selected(None, 8), "local rank 0 of the second node"
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert not is_selected(None, 1) and is_selected("all", 1) and not is_selected([0], 1)
+
+
+# -- mistakes ----------------------------------------------------------------------------------------------------------
+
+
+ON, PROBE = "trainer.profile_interval=[1,2]", "profiler.tool=msprobe"
+MISTAKES = {
+    "an interval without a tool": ([ON], "profiler.tool is null: name a tool"),
+    "an interval behind the end": (["trainer.profile_interval=[11,12]", "profiler.tool=torch"], "behind the last step, 10"),
+    "an unknown tool": (["profiler.tool=nsys"], "profiler.tool=nsys must be one of nvtx, mstx, torch, memory, msprobe"),
+    "a rank that is not there": ([ON, "profiler.tool=torch", "profiler.ranks=[0,1]"], "profiler.ranks=[0, 1] names a rank"),
+    "a stage that is not there": ([PROBE, "profiler.msprobe.stages=[critic_update]"],
+                                  "critic_update is no stage of this run with a model in it; those are train_batch"),
+    "compiled layers": ([PROBE, "engine.torch_compile=always"], "set engine.torch_compile=never"),
+    "no config file": ([PROBE, "profiler.msprobe.config_path=/nowhere.json"], "/nowhere.json: No such file"),
+    "a config file of another task": ([PROBE, "profiler.msprobe.config_path={tmp}/task.json"], "task=nan_check must be one of"),
+    "a config file that selects steps": ([PROBE, "profiler.msprobe.config_path={tmp}/step.json"],
+                                         "leave that list empty, trainer.profile_interval selects"),
+    "a config file that is none": ([PROBE, "profiler.msprobe.config_path={tmp}/none.json"], "is not JSON"),
+    "two that want CUPTI": (["profiler.tool=[torch,nvtx]"], "torch and nvtx both want CUPTI"),
+}
+ON_A_CPU = {"nvtx": "needs CUDA", "mstx": "needs an Ascend NPU", "memory": "needs an accelerator"}
+
+
+@pytest.mark.parametrize("what", MISTAKES)
+def test_what_cannot_be_recorded_is_an_error_at_start(tmp_path, what):
+    for name, text in (("task", '{"task": "nan_check"}'), ("step", '{"step": [3]}'), ("none", "{")):
+        (tmp_path / f"{name}.json").write_text(text)
+    more, message = MISTAKES[what]
+    with pytest.raises(InputError) as error:
+        job.start_profiler(configure(*(m.replace("{tmp}", str(tmp_path)) for m in more)), CPU, 10, ["train_batch"])
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="of a machine without an accelerator")
+@pytest.mark.parametrize("tool", ON_A_CPU)
+def test_tools_of_accelerators_are_errors_without_one(tool):
+    with pytest.raises(InputError, match=ON_A_CPU[tool]):
+        job.start_profiler(configure(f"profiler.tool={tool}"), CPU, 10, [])
+    with pytest.raises(InputError, match="cuda is not on this machine"):
+        job.start_profiler(configure("profiler.tool=torch", "profiler.torch.activities=[cpu,cuda]"), CPU, 10, [])
+
+
+def test_a_missing_package_is_an_error_at_start(monkeypatch):
+    monkeypatch.setitem(sys.modules, "msprobe", None)          # how Python itself marks what cannot be imported
+    with pytest.raises(InputError, match="pip install mindstudio-probe"):
+        job.start_profiler(configure(PROBE), CPU, 10, ["train_batch"])
+
+
+@pytest.mark.parametrize("pair", ["trainer.profile_interval=[3,2]", "trainer.profile_interval=[0,2]",
+                                  "trainer.profile_interval=[1]", "profiler.ranks=[-1]", "profiler.ranks=some",
+                                  "profiler.msprobe.level=L2", "profiler.torch.trace=always", "profiler.tool=[]"])
+def test_values_are_checked_with_the_configuration(pair):
+    with pytest.raises(InputError, match=pair.partition("=")[0]):
+        configure(pair)
+
+
+# -- dumps -------------------------------------------------------------------------------------------------------------
+
+
+def read_dump(run, step, stage, rank=0):
+    return json.loads((run / f"profile/step_{step}/{stage}/step{step}/rank{rank}/dump.json").read_text())["data"]
+
+
+def dumping(directory, *more):
+    config = configure(f"output_dir={directory}", "trainer.profile_interval=[1,9]", PROBE, *more)
+    return job.start_profiler(config, CPU, 9, ["train_batch", "validate"])
+
+
+def linear():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    return model, SimpleNamespace(modules=lambda: [model])
+
+
+def test_dumps_hold_their_own_calls_and_a_repeated_step_replaces_what_was_left(tmp_path):
+    model, engine = linear()
+    left = tmp_path / "profile/step_2/train_batch/step2/rank0/dump.json"
+    left.parent.mkdir(parents=True)
+    left.write_text("of a run that was killed")
+    profiler = dumping(tmp_path, "profiler.msprobe.stages=[train_batch,validate]")
+    for step in (1, 2):
+        profiler.begin_step(step)
+        for stage, calls in (("train_batch", 1), ("validate", 2), ("train_batch", 3)):
+            with profiler.stage(stage, engine):
+                for _ in range(calls):
+                    model(torch.ones(1, 4))
+        model(torch.ones(1, 4))                     # in no stage, in no dump
+        assert profiler.end_step()["profiler/failed_dumps"] == 0
+    profiler.close()
+    ready = json.loads((tmp_path / "profile/msprobe_rank0.json").read_text())
+    assert (ready["task"], ready["level"], ready["step"]) == ("statistics", "L0", [])
+    for folder, calls in (("train_batch", 1), ("validate", 2), ("train_batch.2", 3)):
+        for step in (1, 2):
+            path = tmp_path / f"profile/step_{step}/{folder}/step{step}"
+            assert list(json.loads((path / "rank0/dump.json").read_text())["data"]) == [
+                f"Module.0.{layer}.Linear.forward.{call}" for call in range(calls) for layer in (0, 1)], (folder, step)
+
+
+def test_dumps_do_not_nest(tmp_path):
+    _, engine = linear()
+    profiler = dumping(tmp_path, "profiler.msprobe.stages=[train_batch,validate]", "profiler.msprobe.strict=false")
+    profiler.begin_step(1)
+    with pytest.raises(RuntimeError, match="cannot dump stage validate inside stage train_batch"):
+        with profiler.stage("train_batch", engine), profiler.stage("validate", engine):
+            pass
+    profiler.close()
+
+
+def test_a_dump_that_fails_stops_the_run_or_is_told_once_and_counted(tmp_path, capsys):
+    model, engine = linear()
+    broken = SimpleNamespace(modules=lambda: ["no module"])
+    profiler = dumping(tmp_path)
+    profiler.begin_step(1)
+    with pytest.raises(RuntimeError, match="could not dump train_batch of step 1"):
+        with profiler.stage("train_batch", broken):
+            pass
+    with pytest.raises(RuntimeError, match="no module ran"):
+        with profiler.stage("train_batch", engine):
+            pass
+    with pytest.raises(KeyError), profiler.stage("train_batch", engine):
+        raise KeyError("the stage's own error")
+    profiler.close()
+
+    profiler, ran = dumping(tmp_path / "lenient", "profiler.msprobe.strict=false"), []
+    for step in (1, 2, 3):
+        profiler.begin_step(step)
+        with profiler.stage("train_batch", engine if step == 3 else broken):
+            ran.append(model(torch.ones(1, 4)))
+        counted = profiler.end_step()["profiler/failed_dumps"]
+    profiler.close()
+    assert len(ran) == 3 and counted == 2 and capsys.readouterr().out.count("could not dump") == 1
+    assert len(read_dump(tmp_path / "lenient", 3, "train_batch")) == 2
+
+
+# -- whole runs --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory):
+    """A model of four layers, the same with 1 % more in one matrix, 84 rows, a reward."""
+    directory, tokenizer = tmp_path_factory.mktemp("assets"), make_tokenizer()
+    for name in ("model", "defect"):
+        # vLLM has no attention on CPUs for heads of less than 32 numbers.
+        make_model(directory / name, "qwen3", head_dim=32, num_hidden_layers=4, vocab_size=len(tokenizer),
+                   eos_token_id=tokenizer.eos_token_id)
+        tokenizer.save_pretrained(directory / name)
+    path = directory / "defect" / "model.safetensors"
+    weights = load_file(path)
+    weights["model.layers.2.self_attn.k_proj.weight"] *= 1.01
+    save_file(weights, path, metadata={"format": "pt"})
+    (directory / "train.jsonl").write_text("".join(json.dumps(r) + "\n" for r in make_rows()[0][:84]))
+    (directory / "reward.py").write_text("def letters(prompt, response, row):\n    return len(set(response)) / 10\n")
+    return directory
+
+
+def arguments(assets, out, *more):
+    return [f"model.path={assets}/model", f"data.train_files={assets}/train.jsonl", f"output_dir={out}",
+            f"data.cache_dir={assets}/cache", "engine.compute_dtype=float32", "data.train_batch_size=8",
+            "data.max_tokens_per_micro_batch=128", "optim.lr=3e-3", *more]
+
+
+@pytest.fixture(scope="module")
+def sft(assets, tmp_path_factory):
+    """Three steps without a profile, with the second dumped, and the same with the defect."""
+    out = tmp_path_factory.mktemp("sft")
+    for name, model, more in (("plain", "model", []), ("dumped", "model", ["trainer.profile_interval=[2,2]"]),
+                              ("defect", "defect", ["trainer.profile_interval=[2,2]"])):
+        run([sys.executable, "train_sft.py", *arguments(assets, out / name, f"model.path={assets}/{model}", PROBE,
+                                                        "trainer.total_steps=3", *more)])
+    return out
+
+
+def test_a_profile_changes_nothing_that_is_learned(sft):
+    plain, dumped = ([(m["train/loss"], m["train/grad_norm"]) for m in metrics(sft / name)] for name in ("plain", "dumped"))
+    assert plain == dumped and len(plain) == 3
+    assert not (sft / "plain" / "profile").exists()
+    assert [p.name for p in (sft / "dumped" / "profile").glob("step_*/*")] == ["train_batch"]
+    counted = [m.get("profiler/failed_dumps") for m in metrics(sft / "dumped")]
+    assert counted == [None, 0, None]
+
+
+def test_the_planted_defect_is_found(sft):
+    command = [sys.executable, "-m", "profiling.compare", str(sft / "dumped"), str(sft / "defect"), "--step", "2"]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1, done.stdout + done.stderr
+    first = done.stdout.splitlines()[0]
+    assert first.startswith("train_batch rank0: parts at Module.0.hf.model.layers.2.self_attn.k_proj.Linear.forward.0.")
+    assert "relative difference 0.00" in first or "relative difference 0.01" in first
+    done = subprocess.run([*command, "--tolerance", "10"], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "tensors agree" in done.stdout
+    assert compare.compare(sft / "dumped", sft / "defect", 3, None, 1e-4, sft / "scratch") == 2, "no such step"
+
+
+@pytest.mark.parametrize("a, b, expected", [
+    (("1", "0"), ("1", "0"), 0.0), (("1", "0"), ("1.1", "0"), 0.1 / 1.1), (("nan", "0"), ("1", "0"), float("inf")),
+    (("nan", "0"), ("nan", "0"), 0.0), (("", ""), ("", ""), 0.0)])
+def test_differences_are_relative_to_the_largest_number_there(a, b, expected):
+    row = {f"{side} {name}": value for side, values in (("NPU", a), ("Bench", b)) for name, value in zip(("max", "min"), values)}
+    assert compare.gap(row) == pytest.approx(expected)
+
+
+@pytest.fixture(scope="module")
+def ppo_run(assets, tmp_path_factory):
+    """Two steps with a critic and a reference on two ranks, the second recorded in both ways by both."""
+    out = tmp_path_factory.mktemp("ppo")
+    stages = ",".join(["rollout_generate", *MODEL_STAGES])
+    launch(2, "train_ppo.py", *arguments(
+        assets, out, "trainer.total_steps=2", "trainer.profile_interval=[2,2]", "profiler.tool=[torch,msprobe]",
+        "profiler.ranks=all", f"profiler.msprobe.stages=[{stages}]", "algorithm.adv_estimator=gae", "critic.lr=1e-3",
+        "algorithm.use_kl_in_reward=true", "rollout.n=2", "rollout.max_tokens=12", "validation.max_tokens=12",
+        "data.max_prompt_length=40", "rollout.kv_cache_gib=0.05", "reward.num_workers=1",
+        f"reward.function={assets}/reward.py:letters"))
+    return out
+
+
+def test_every_stage_of_a_ppo_step_leaves_a_trace_and_every_model_a_dump_of_its_own(ppo_run):
+    assert [p.name for p in (ppo_run / "profile").glob("step_*")] == ["step_2"]
+    assert [m["profiler/failed_dumps"] for m in metrics(ppo_run) if "profiler/failed_dumps" in m] == [0]
+    for stage in ("rollout_generate", "reward", "advantages", "update_weights", "save", *MODEL_STAGES):
+        for rank in (0, 1):
+            trace = json.loads((ppo_run / f"profile/step_2/{stage}/torch_step2_rank{rank}.json").read_text())
+            assert stage in {e.get("name") for e in trace["traceEvents"]}, (stage, rank)
+    dumps = {(stage, rank): read_dump(ppo_run, 2, stage, rank) for stage in ("rollout_generate", *MODEL_STAGES)
+             for rank in (0, 1)}
+    for (stage, rank), dump in dumps.items():
+        assert any(name.endswith("backward.0") for name in dump) == stage.endswith("_update"), (stage, rank)
+        assert any("layers.3." in name for name in dump) and any(name.endswith(".forward.0") for name in dump)
+    weight = ["Module.0.hf.model.layers.3.mlp.down_proj.Linear.forward.0", "parameters", "weight", "Norm"]
+    norms = {}
+    for stage in MODEL_STAGES:
+        value = dumps[stage, 0]
+        for key in weight:
+            value = value[key]
+        norms[stage] = value
+    assert norms["actor_compute_log_prob"] == norms["actor_update"] and norms["compute_values"] == norms["critic_update"]
+    assert len(set(norms.values())) == 3, "actor, critic and reference are three models by the second step"
+
+
+def test_the_report_has_every_stage(ppo_run):
+    text = (ppo_run / "report.txt").read_text()
+    assert text == report.table(ppo_run) + "\n" and (ppo_run / "report.png").stat().st_size > 10_000
+    rows = {line.split()[0]: line.split() for line in text.splitlines()}
+    assert {"rollout_generate", "reward", "advantages", "update_weights", "tokens/s", *MODEL_STAGES} <= set(rows)
+    steps = [m for m in metrics(ppo_run) if "timing/step" in m]
+    assert float(rows["actor_update"][3]) == pytest.approx(sum(m["timing/actor_update"] for m in steps), abs=0.01)
+    assert rows["step"][4:] == ["100.0%", "2"]
+
+
+@pytest.mark.parametrize("kind, task, more", [
+    ("fsdp", "tensor", []),
+    *(("megatron", task, ["engine.pipeline_model_parallel_size=2", "engine.virtual_pipeline_model_parallel_size=2"])
+      for task in ("statistics", "tensor"))], ids=lambda x: x if isinstance(x, str) else "")
+def test_engines_dump_all_they_run(assets, tmp_path, kind, task, more):
+    if kind == "megatron":
+        pytest.importorskip("engines.megatron")
+    done = launch(2, "tests/profiling_worker.py", kind, assets / "model", tmp_path, task, *more)
+    assert "'profiler/failed_dumps': 0" in done.stdout and f"with {task} L0:" in done.stdout
+    assert " MB a step and rank" in done.stdout
+    for stage in MODEL_STAGES:
+        for rank in (0, 1):
+            dump = read_dump(tmp_path, 2, stage, rank)
+            chunks = {name.split(".")[1] for name in dump}
+            assert chunks == ({"0", "1"} if kind == "megatron" else {"0"}), (stage, rank)
+            assert any(name.endswith("backward.0") for name in dump) == stage.endswith("_update")
+            tensors = list((tmp_path / f"profile/step_2/{stage}/step2/rank{rank}").glob("dump_tensor_data/*.pt"))
+            assert bool(tensors) == (task == "tensor")
+    # An adapter's base is asked with the actor's modules: its dump is beside the actor's, not in its place.
+    actor, base = (read_dump(tmp_path, 2, stage) for stage in MODEL_STAGES[:2])
+    assert list(actor) == list(base)
+
+
+def test_a_run_that_ends_with_an_error_writes_its_trace_on_the_first_rank_alone(assets, tmp_path):
+    done = launch(2, "train_sft.py", *arguments(
+        assets, tmp_path, "optim.lr=1e30", "optim.clip_grad=0", "trainer.max_skipped_steps=2", "profiler.tool=torch",
+        "optim.lr_scheduler_type=constant", "optim.lr_warmup_steps_ratio=0", "trainer.profile_interval=[2,9]",
+        "profiler.torch.trace=interval"), returncode=1)
+    assert "the gradient was not finite in 3 steps" in done.stderr
+    last = metrics(tmp_path)[-1]["step"] + 1
+    [(name, events)] = recorded(tmp_path).items()
+    assert name == f"step_2/interval/torch_step2-{last}_rank0.json" and {"data", "train_batch"} <= events
+
+
+def test_a_mistake_is_one_line_before_the_model_is_loaded(assets, tmp_path):
+    done = run([sys.executable, "train_ppo.py", *arguments(
+        assets, tmp_path, PROBE, "profiler.msprobe.stages=[compute_values]", "data.max_tokens_per_micro_batch=4096")], returncode=2)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert len(lines) == 1 and lines[0].endswith("those are rollout_generate, actor_update")
+    assert not (tmp_path / "config.yaml").exists()
+
+
+# -- NUMA --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cpus():
+    """The CPUs of this process, given back afterwards to all of its threads."""
+    before = os.sched_getaffinity(0)
+    yield before
+    for thread in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(thread), before)
+
+
+def fake_sysfs(root, node, cpulist):
+    (root / "bus/pci/devices/0000:3b:00.0").mkdir(parents=True)
+    (root / "bus/pci/devices/0000:3b:00.0/numa_node").write_text(f"{node}\n")
+    (root / "devices/system/node/node1").mkdir(parents=True)
+    (root / "devices/system/node/node1/cpulist").write_text(cpulist)
+    return root
+
+
+def test_all_threads_move_to_the_devices_node(tmp_path, cpus):
+    if len(cpus) < 2:
+        pytest.skip("one CPU leaves nothing to choose")
+    here = max(cpus)
+    done = affinity.bind_near("0000:3b:00.0", fake_sysfs(tmp_path, 1, f"{here},4000-4003\n"))
+    assert done == f"is on NUMA node 1: bound to its 1 of {len(cpus)} CPUs"
+    assert all(os.sched_getaffinity(int(thread)) == {here} for thread in os.listdir("/proc/self/task"))
+
+
+@pytest.mark.parametrize("node, cpulist, message", [
+    (-1, "0-3\n", "belongs to no NUMA node"), (1, "4000-4003\n", "whose CPUs this process may not use"),
+    (1, "0-4095\n", "where this process already is")])
+def test_what_was_set_before_stays(tmp_path, cpus, node, cpulist, message):
+    assert message in affinity.bind_near("0000:3b:00.0", fake_sysfs(tmp_path, node, cpulist))
+    assert os.sched_getaffinity(0) == cpus
+
+
+def test_on_the_real_machine(cpus):
+    assert affinity.parse_cpulist("0-2,8,10-11\n") == {0, 1, 2, 8, 10, 11} and affinity.parse_cpulist("\n") == set()
+    line = affinity.bind(torch.device(torch.accelerator.current_accelerator() or "cpu"))
+    assert line.startswith("NUMA affinity: ") and os.sched_getaffinity(0) <= cpus
+    assert "CPUs stay as they are, " in affinity.bind(torch.device("meta")), "never fatal"
