@@ -394,8 +394,6 @@ def test_the_report_has_every_stage(ppo_run):
     *(("megatron", task, ["engine.pipeline_model_parallel_size=2", "engine.virtual_pipeline_model_parallel_size=2"])
       for task in ("statistics", "tensor"))], ids=lambda x: x if isinstance(x, str) else "")
 def test_engines_dump_all_they_run(assets, tmp_path, kind, task, more):
-    if kind == "megatron":
-        pytest.importorskip("engines.megatron")
     done = launch(2, "tests/profiling_worker.py", kind, assets / "model", tmp_path, task, *more)
     assert "'profiler/failed_dumps': 0" in done.stdout and f"with {task} L0:" in done.stdout
     assert " MB a step and rank" in done.stdout
