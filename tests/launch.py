@@ -1,29 +1,75 @@
-"""Start a script on several ranks, as a user does."""
+"""Start scripts as their users do, on one rank or several, end them, and read what they leave."""
 
+import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
+
 ROOT = Path(__file__).parents[1]
+LIMIT = 1200                # seconds, for a run that takes one or two minutes on a machine of its own
+
+
+def environment(**more):
+    return {**{k: v for k, v in os.environ.items() if not k.startswith("SLURM")}, "OMP_NUM_THREADS": "1", **more}
 
 
 def launch(num_ranks: int, script: str, *arguments, returncode: int = 0,
-           timeout: float = 400) -> subprocess.CompletedProcess:
-    """Run a script (a path from the repository root) under torchrun; fail with the end of what it said unless it exits
-    with returncode within timeout [s]."""
+           timeout: float = LIMIT) -> subprocess.CompletedProcess:
+    """Run a script (a path from the repository root) under torchrun; fail with what it said first and last unless it
+    exits with returncode within timeout [s]."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", script,
                *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE,
-                               stderr=subprocess.PIPE)
+    process = subprocess.Popen(command, cwd=ROOT, env=environment(PYTHONPATH=str(ROOT)), text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         process.terminate()                      # not kill: torchrun takes its ranks along only when asked to end
         out, err = process.communicate()
         err += f"\n{script} was stopped after {timeout} s"
+    # The other ranks complain of the first one's end, at length.
     assert process.returncode == returncode, (
         f"{script} on {num_ranks} ranks: exit code {process.returncode}, not {returncode}\n"
-        f"{out[-2000:]}\n{err[-20000:]}")
+        f"{out[-2000:]}\n{err[max(0, err.find('Traceback')):][:8000]}\n...\n{err[-4000:]}")
     return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def run(command, returncode=0, **env):
+    """One process, to its end."""
+    done = subprocess.run(command, cwd=ROOT, env=environment(**env), capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == returncode, (done.stdout + done.stderr)[-9000:]
+    return done
+
+
+def start(command, log, **env):
+    """A process to be waited for, or ended; log: the file that what it says goes to."""
+    with open(log, "w") as file:
+        return subprocess.Popen(command, cwd=ROOT, env=environment(**env), stdout=file, stderr=subprocess.STDOUT)
+
+
+def wait_for(condition, process, seconds=LIMIT):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, "the run ended too early"
+        assert time.monotonic() < deadline, "the run is too slow"
+        time.sleep(0.002)
+
+
+def kill_all(process):
+    """kill -9 to every rank at once, as a node that goes down does; then to torchrun."""
+    family = psutil.Process(process.pid)
+    for member in [*family.children(recursive=True), family]:
+        member.kill()
+    process.wait()
+
+
+def metrics(out):
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def checkpoints(out):
+    return sorted(p.name for p in (out / "checkpoints").iterdir())

@@ -17,9 +17,8 @@ from config import InputError, load
 from engines import affinity
 from examples.arithmetic import make_rows, make_tokenizer
 from profiling import Profiler, compare, is_selected, report
-from tests.launch import ROOT, launch
+from tests.launch import LIMIT, ROOT, environment, launch, metrics, run
 from tests.models import make_model
-from tests.test_sft import environment, metrics, run
 
 CPU = torch.device("cpu")
 MODEL_STAGES = ["actor_compute_log_prob", "ref_compute_log_prob", "compute_values", "critic_update", "actor_update"]
@@ -324,12 +323,12 @@ def test_a_profile_changes_nothing_that_is_learned(sft):
 
 def test_the_planted_defect_is_found(sft):
     command = [sys.executable, "-m", "profiling.compare", str(sft / "dumped"), str(sft / "defect"), "--step", "2"]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 1, done.stdout + done.stderr
     first = done.stdout.splitlines()[0]
     assert first.startswith("train_batch rank0: parts at Module.0.hf.model.layers.2.self_attn.k_proj.Linear.forward.0.")
     assert "relative difference 0.00" in first or "relative difference 0.01" in first
-    done = subprocess.run([*command, "--tolerance", "10"], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
+    done = subprocess.run([*command, "--tolerance", "10"], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0 and "tensors agree" in done.stdout
     assert compare.compare(sft / "dumped", sft / "defect", 3, None, 1e-4, sft / "scratch") == 2, "no such step"
 

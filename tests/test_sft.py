@@ -3,20 +3,17 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
-from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.arithmetic import make_rows, make_tokenizer
+from tests.launch import LIMIT, checkpoints, kill_all, metrics, run, start, wait_for
 from tests.models import make_model
 
-ROOT = Path(__file__).parent.parent
 PYTHON = [sys.executable, "train_sft.py"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train_sft.py"]
 
@@ -41,47 +38,8 @@ def arguments(assets, out, *more):
             "data.max_tokens_per_micro_batch=64", "optim.lr=3e-3", "trainer.total_epochs=2", *more]
 
 
-def environment(**more):
-    return {**{k: v for k, v in os.environ.items() if not k.startswith("SLURM")}, "OMP_NUM_THREADS": "1", **more}
-
-
-def start(command, log, **env):
-    with open(log, "w") as file:
-        return subprocess.Popen(command, cwd=ROOT, env=environment(**env), stdout=file, stderr=subprocess.STDOUT)
-
-
-def run(command, returncode=0, **env):
-    done = subprocess.run(command, cwd=ROOT, env=environment(**env), capture_output=True, text=True, timeout=300)
-    assert done.returncode == returncode, (done.stdout + done.stderr)[-9000:]
-    return done
-
-
-def wait_for(condition, process, seconds=120):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert process.poll() is None, "the run ended too early"
-        assert time.monotonic() < deadline, "the run is too slow"
-        time.sleep(0.002)
-
-
-def kill_all(process):
-    """kill -9 to every rank at once, as a node that goes down does; then to torchrun."""
-    family = psutil.Process(process.pid)
-    for member in [*family.children(recursive=True), family]:
-        member.kill()
-    process.wait()
-
-
-def metrics(out):
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-
-
 def curve(out):
     return [(m["step"], m["train/loss"], m["train/grad_norm"], m["train/lr"]) for m in metrics(out) if m["step"]]
-
-
-def checkpoints(out):
-    return sorted(p.name for p in (out / "checkpoints").iterdir())
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +98,7 @@ def test_slurm_ranks_stop_on_a_signal_to_one_of_them_and_one_process_goes_on(ass
     ranks = [start(command, tmp_path / f"log{i}", SLURM_PROCID=str(i), SLURM_LOCALID=str(i), **slurm) for i in range(2)]
     wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and len(curve(tmp_path)) >= 3, ranks[0])
     ranks[1].send_signal(signal.SIGUSR1)
-    assert [r.wait(60) for r in ranks] == [0, 0], (tmp_path / "log0").read_text()
+    assert [r.wait(LIMIT) for r in ranks] == [0, 0], (tmp_path / "log0").read_text()
     stopped = curve(tmp_path)[-1][0]
     assert 3 <= stopped < 20 and checkpoints(tmp_path) == ["latest", f"step_{stopped:08d}"]
     assert not (tmp_path / "hf").exists()
@@ -156,7 +114,7 @@ def test_sigterm_saves_and_a_second_run_of_a_finished_one_changes_nothing(assets
     process = start(command, tmp_path / "log")
     wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and len(curve(tmp_path)) >= 2, process)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 0
+    assert process.wait(LIMIT) == 0
     assert "the same command goes on" in (tmp_path / "log").read_text()
     run(command)
     before = curve(tmp_path), checkpoints(tmp_path)

@@ -1,0 +1,329 @@
+"""train_ppo.py as its users run it: layouts, interruptions, rewards that fail, mistakes."""
+
+import json
+import os
+import signal
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from data.packing import global_batch
+from examples.arithmetic import make_rows, make_tokenizer
+from tests.launch import LIMIT, checkpoints, kill_all, launch, metrics, run, start, wait_for
+from tests.models import make_model
+
+GAE, FILTER = "algorithm.adv_estimator=gae", "algorithm.filter_groups.enable=true"
+
+REWARDS = """
+import os, sys, time
+
+def letters(prompt, response, row):
+    return sum(c.isascii() and c.isprintable() for c in response) / 12
+
+def coin(prompt, response, row):
+    if "Q" in response:
+        raise ValueError("no Q, please")
+    return float(sum(response.encode()) % 2)
+
+def moody(prompt, response, row):
+    mood = row.get("mood")
+    if mood == "raise":
+        raise ValueError("a bad mood")
+    if mood == "hang":
+        time.sleep(1000)
+    if mood == "die":
+        os._exit(3)
+    return float("nan") if mood == "nan" else letters(prompt, response, row)
+"""
+MOODS = {1: "raise", 5: "hang", 8: "die", 14: "nan"}
+KINDS = {"raise": "raised", "hang": "timed out", "die": "died", "nan": "not a number"}
+COMMAND = [sys.executable, "train_ppo.py"]
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory):
+    """A model, rewards, 84 prompts to train and 8 to validate on, 16 with moods, and a cache that all runs share."""
+    directory, tokenizer = tmp_path_factory.mktemp("assets"), make_tokenizer()
+    # vLLM has no attention on CPUs for heads of less than 32 numbers.
+    make_model(directory / "model", "qwen3", head_dim=32, vocab_size=len(tokenizer),
+               eos_token_id=tokenizer.eos_token_id)
+    tokenizer.save_pretrained(directory / "model")
+    (directory / "reward.py").write_text(REWARDS)
+    train, val = make_rows()
+    moods = [{**row, "mood": MOODS.get(i, "good")} for i, row in enumerate(train[:16])]
+    for name, rows in (("train", train[:84]), ("val", val[:8]), ("moods", moods)):
+        (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return directory
+
+
+def arguments(assets, out, reward, *more):
+    return [f"model.path={assets}/model", f"data.train_files={assets}/train.jsonl", f"output_dir={out}",
+            f"data.cache_dir={assets}/cache", "engine.compute_dtype=float32", "data.train_batch_size=8",
+            "data.max_prompt_length=40", "data.max_tokens_per_micro_batch=200", "rollout.n=4", "rollout.max_tokens=12",
+            "validation.max_tokens=12", "rollout.kv_cache_gib=0.05", "optim.lr=3e-3", "reward.num_workers=1",
+            f"reward.function={assets}/reward.py:{reward}", *more]
+
+
+def layout(assets, out, *more):
+    """Three steps of two mini-batches and two epochs, with whatever makes the loss longer."""
+    return arguments(assets, out, "letters", "trainer.total_steps=3", "algorithm.ppo_mini_batch_size=4",
+                     "algorithm.ppo_epochs=2", "algorithm.use_kl_loss=true", "algorithm.kl_loss_coef=0.1",
+                     "algorithm.entropy_coeff=0.01", "algorithm.rollout_is=token", "algorithm.rollout_rs=geometric",
+                     f"data.val_files={assets}/val.jsonl", *more)
+
+
+def resumable(assets, out):
+    """A critic, an adaptive coefficient, groups that are drawn again and failures."""
+    return arguments(assets, out, "coin", GAE, "critic.lr=1e-3", "critic.warmup_steps=1", "rollout.n=2",
+                     "algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive",
+                     "algorithm.kl_ctrl.kl_coef=0.1", "algorithm.kl_ctrl.horizon=50",
+                     "algorithm.kl_ctrl.target_kl=0.02", FILTER,
+                     "reward.max_failure_rate=0.5", "trainer.total_steps=8", "trainer.save_freq=2",
+                     f"data.val_files={assets}/val.jsonl", "trainer.seed=3")
+
+
+def moody(assets, out, max_failure_rate):
+    return arguments(assets, out, "moody", f"data.train_files={assets}/moods.jsonl", "data.train_batch_size=16",
+                     "rollout.n=2", "algorithm.adv_estimator=remax", "trainer.total_steps=1", "reward.timeout=4",
+                     "reward.num_workers=2", f"reward.max_failure_rate={max_failure_rate}",
+                     f"data.val_files={assets}/val.jsonl")
+
+
+def interrupted(assets, out):
+    """Killed behind step 2, stopped by a signal after it has gone on, and run once more. Returns the steps seen."""
+    command = [*COMMAND, *resumable(assets, out)]
+    process = start(command, out / "log1")
+    wait_for((out / "checkpoints" / "step_00000002").exists, process)
+    kill_all(process)
+    killed = steps(out)[-1]["step"]
+    process = start(command, out / "log2")
+    wait_for(lambda: "resuming" in (out / "log2").read_text(), process)
+    resumed = steps(out)[-1]["step"]
+    wait_for(lambda: steps(out)[-1]["step"] > resumed, process)
+    process.send_signal(signal.SIGTERM)
+    code = process.wait(LIMIT)
+    stopped, left = steps(out)[-1]["step"], checkpoints(out)
+    exported = (out / "hf").exists()
+    run(command)
+    return {"killed": killed, "resumed": resumed, "stopped": stopped, "code": code, "left": left, "exported": exported}
+
+
+def stopped_in_its_last_step(assets, out):
+    """Which takes seconds, since some rewards hang."""
+    process = start([*COMMAND, *moody(assets, out, 0.3)], out / "log")
+    wait_for(lambda: (out / "metrics.jsonl").exists() and len(steps(out)) == 1, process)
+    process.send_signal(signal.SIGTERM)
+    return process.wait(LIMIT)
+
+
+@pytest.fixture(scope="module")
+def alone(assets, tmp_path_factory):
+    """Runs of one process, two at a time: name -> (directory, what it returned)."""
+    names = ("dry", "interrupted", "straight", "failures", "too_many", "layout1")
+    new = {name: tmp_path_factory.mktemp(name) for name in names}
+    runs = {
+        "interrupted": lambda out: interrupted(assets, out),
+        "straight": lambda out: run([*COMMAND, *resumable(assets, out)]),
+        "failures": lambda out: stopped_in_its_last_step(assets, out),
+        "too_many": lambda out: run([*COMMAND, *moody(assets, out, 0.2)], returncode=2),
+        "layout1": lambda out: run([*COMMAND, *layout(assets, out)]),
+    }
+    with ThreadPoolExecutor(1) as pool:          # first, since it fills the cache
+        futures = {"dry": pool.submit(run, [*COMMAND, *resumable(assets, new["dry"]), "dry_run=true"])}
+    with ThreadPoolExecutor(2) as pool:
+        futures |= {name: pool.submit(work, new[name]) for name, work in runs.items()}
+    return lambda name: (new[name], futures[name].result())
+
+
+@pytest.fixture(scope="module")
+def layouts(alone, assets, tmp_path_factory):
+    """Output directories by layout, of two and four ranks beside one."""
+    directories = {"1 rank": alone("layout1")[0]}
+    for name, ranks, more in (("2 ranks", 2, ()), ("4 ranks", 4, ("rollout.tensor_parallel_size=2",))):
+        directories[name] = tmp_path_factory.mktemp(name.replace(" ", "_"))
+        launch(ranks, "train_ppo.py", *layout(assets, directories[name], *more))
+    return directories
+
+
+def steps(out):
+    """Of every step, what does not depend on the clock or the machine."""
+    return [{k: v for k, v in m.items() if not k.startswith(("timing/", "perf/"))} for m in metrics(out)]
+
+
+def rollouts(out):
+    return {p.name: p.read_bytes() for p in (out / "rollouts").iterdir()}
+
+
+def rollout_lines(out, step):
+    return [json.loads(line) for line in (out / "rollouts" / f"step_{step}.jsonl").read_text().splitlines()]
+
+
+# -- layouts -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["2 ranks", "4 ranks"])
+def test_nothing_that_is_learned_depends_on_the_number_of_ranks(layouts, name):
+    one, many = steps(layouts["1 rank"]), steps(layouts[name])
+    assert [m["step"] for m in many] == [0, 1, 2, 3]
+    assert rollouts(layouts[name])["step_1.jsonl"] == rollouts(layouts["1 rank"])["step_1.jsonl"]
+    for a, b in zip(one, many, strict=True):
+        assert a == pytest.approx(b, rel=1e-5, abs=1e-6)
+    assert all(m["actor/grad_norm"] > 0.1 and abs(m["actor/pg_loss"]) > 0.01 for m in one[1:])
+    assert all(m["actor/ppo_kl"] != 0 for m in one[1:]), "later mini-batches have another policy"
+
+
+def test_a_run_leaves_what_it_promises(layouts, assets):
+    out, lines = layouts["1 rank"], metrics(layouts["1 rank"])
+    assert sorted(rollouts(out)) == ["step_1.jsonl", "step_2.jsonl", "step_3.jsonl"]
+    assert checkpoints(out) == ["latest", "step_00000003"] and (out / "report.png").stat().st_size > 10_000
+    assert "kl_loss_coef: 0.1" in (out / "config.yaml").read_text()
+    stages = ("rollout_generate", "reward", "actor_compute_log_prob", "ref_compute_log_prob", "actor_update", "step")
+    needed = {f"timing/{stage}" for stage in stages} | {"perf/tokens_per_second", "perf/memory_peak_gib"}
+    assert all(needed <= m.keys() for m in lines[1:])
+    first = rollout_lines(out, 1)
+    prompts = [json.loads(line)["messages"][0]["content"] for line in (assets / "train.jsonl").read_text().splitlines()]
+    wanted = [prompts[row] for row in global_batch(84, 8, 0, 0) for _ in range(4)]
+    assert [line["group"] for line in first] == [i // 4 for i in range(32)]
+    assert all(f"user\n{prompt}<" in line["prompt"] for prompt, line in zip(wanted, first, strict=True))
+    assert lines[1]["critic/score/mean"] == pytest.approx(sum(line["score"] for line in first) / 32)
+    assert len({line["response"] for line in first}) == 32 and {line["truncated"] for line in first} == {True, False}
+
+
+def test_the_export_is_the_policy_that_was_trained(layouts, assets):
+    """Its greedy responses have the score of the last validation, which is not that of the first."""
+    out, letters = layouts["1 rank"], {}
+    exec(REWARDS, letters)
+    model = AutoModelForCausalLM.from_pretrained(out / "hf", dtype=torch.float32)
+    tokenizer, scores = AutoTokenizer.from_pretrained(out / "hf"), []
+    for line in (assets / "val.jsonl").read_text().splitlines():
+        prompt = tokenizer.apply_chat_template(json.loads(line)["messages"][:1], add_generation_prompt=True,
+                                               return_tensors="pt", return_dict=True)
+        reply = model.generate(**prompt, do_sample=False, max_new_tokens=12)[0, prompt["input_ids"].shape[1]:]
+        scores.append(letters["letters"]("", tokenizer.decode(reply, skip_special_tokens=True), {}))
+    before, *_, after = (m["val/letters"] for m in metrics(out) if "val/letters" in m)
+    assert after == pytest.approx(sum(scores) / 8, rel=1e-6) and abs(after - before) > 0.1
+
+
+# -- interruptions -----------------------------------------------------------------------------------------------------
+
+
+def test_a_killed_and_stopped_run_repeats_every_step_to_the_last_bit(alone):
+    (out, seen), (straight, _) = alone("interrupted"), alone("straight")
+    assert 2 <= seen["killed"] < 8 and seen["resumed"] in (2, 4, 6) and seen["resumed"] <= seen["killed"]
+    assert seen["code"] == 0 and seen["resumed"] < seen["stopped"] < 8 and not seen["exported"]
+    assert f"step_{seen['stopped']:08d}" in seen["left"]
+    assert "the same command goes on" in (out / "log2").read_text()
+    assert steps(out) == steps(straight) and [m["step"] for m in steps(straight)] == list(range(9))
+    assert rollouts(out) == rollouts(straight) and len(rollouts(straight)) == 8
+    for file in ("checkpoints/step_00000008/trainer.json", "hf/model.safetensors", "hf/config.json"):
+        assert (out / file).read_bytes() == (straight / file).read_bytes()
+
+
+def test_what_the_straight_run_has_to_remember(alone):
+    """What the comparison above rests on."""
+    out = alone("straight")[0]
+    before, *lines = steps(out)
+    progress = json.loads((out / "checkpoints" / "step_00000008" / "trainer.json").read_text())
+    assert progress["step"] == 8 < progress["batch"] <= 80 and "val/coin" in before.keys() & lines[-1].keys()
+    assert "actor/loss" not in lines[0] and all("actor/loss" in m for m in lines[1:]), "the critic warms up alone"
+    coefficients = [m["actor/kl_coef"] for m in lines]
+    assert len(set(coefficients)) == 8 and progress["kl_coef"] == coefficients[-1]
+    assert coefficients[1] < coefficients[0] < 0.1 < coefficients[-1], "there is no divergence at first"
+    failed = [sum("failure" in line for line in rollout_lines(out, step)) for step in range(1, 9)]
+    assert [m["reward/failures"] for m in lines] == [sum(failed[:i + 1]) for i in range(8)] and sum(failed) > 1
+    assert {m["reward/informative_groups"] for m in lines} == {1} and {m["critic/score/mean"] for m in lines} == {0.5}
+    assert lines[-1]["critic/vf_loss"] < lines[0]["critic/vf_loss"] and lines[0]["critic/values/mean"] == 0
+
+
+def test_with_one_mini_batch_and_epoch_the_ratio_is_exactly_1(alone):
+    for line in steps(alone("straight")[0])[2:]:
+        assert line["actor/ppo_kl"] == 0 == line["actor/pg_clipfrac"] and line["actor/grad_norm"] > 0
+
+
+# -- rewards that fail -------------------------------------------------------------------------------------------------
+
+
+def test_failures_below_the_limit_are_counted_and_written_down(alone):
+    out, code = alone("failures")
+    lines, (_, line) = rollout_lines(out, 1), metrics(out)
+    failed = [line for line in lines if "failure" in line]
+    assert sorted((f["row"]["mood"], f["failure"]) for f in failed) == sorted([*KINDS.items()] * 2)
+    traces = {f["row"]["mood"]: f["trace"] for f in failed}
+    assert "ValueError: a bad mood" in traces["raise"] and "took more than 4 s" in traces["hang"]
+    assert "exit code 3" in traces["die"] and "nan" in traces["nan"]
+    graded = [line for line in lines if "failure" not in line]
+    assert len(graded) == 24 and len({line["group"] for line in graded}) == 12
+    assert line["reward/failures"] == 8 and line["reward/failure_rate"] == 0.25 and line["actor/grad_norm"] > 0
+    assert code == 0
+
+
+def test_a_signal_in_the_last_step_leaves_out_its_validation_alone(alone):
+    out, code = alone("failures")
+    before, line = metrics(out)
+    assert code == 0 and "val/moody" in before and "val/moody" not in line
+    assert checkpoints(out) == ["latest", "step_00000001"] and (out / "hf" / "model.safetensors").exists()
+
+
+def first_failure():
+    order = [MOODS[row] for row in global_batch(16, 16, 0, 0) if row in MOODS]
+    return {"raise": "a bad mood", "hang": "took more than", "die": "exit code 3", "nan": "returned nan"}[order[0]]
+
+
+def check_too_many_failures(error, out):
+    errors = [line for line in error.splitlines() if "error: " in line]
+    assert len(errors) == 1 and "8 of 32 samples (25.0%) could not be graded" in errors[0]
+    assert "reward.max_failure_rate=0.2" in errors[0] and first_failure() in errors[0]
+    assert [m["step"] for m in metrics(out)] == [0] and not (out / "checkpoints").exists() and not (out / "hf").exists()
+
+
+def test_failures_above_the_limit_stop_the_run_with_the_first_trace(alone):
+    out, done = alone("too_many")
+    check_too_many_failures(done.stderr, out)
+    assert "Traceback (most recent call last):\n" not in done.stderr
+
+
+def test_with_two_ranks_only_rank_0_tells_of_failures(alone, assets, tmp_path):
+    done = launch(2, "train_ppo.py", *moody(assets, tmp_path, 0.2), returncode=1)
+    check_too_many_failures(done.stderr, tmp_path)
+
+
+# -- before anything starts --------------------------------------------------------------------------------------------
+
+
+def test_dry_run_prints_the_plan_and_starts_nothing(alone):
+    out, done = alone("dry")
+    for part in ("kl_coef: 0.1", "1 ranks on cpu = 1 data-parallel x 1 context-parallel to train, 1 vLLM x 1 tensor",
+                 "rows 84,", "rows 8,", "\nsteps: 8\n", "for the actor", "for the critic", "vLLM's KV cache: 0.05 GiB"):
+        assert done.stdout.count(part) == 1, part
+    assert sorted(p.name for p in out.iterdir()) == []
+
+
+MISTAKES = {
+    "a mini-batch that does not divide": (["algorithm.ppo_mini_batch_size=3"], "ppo_mini_batch_size=3 does not divide"),
+    "a critic without gae": (["critic.path=/nowhere"], "grpo has no critic"),
+    "an unknown reward": (["reward.function=exact_mach"], "the nearest is exact_match"),
+    "an unknown function in a file": (lambda assets: [f"reward.function={assets}/reward.py:moods"],
+                                      "the nearest is reward.py:moody"),
+    "sampling without a temperature": (["rollout.temperature=0"], "rollout.temperature=0 must be above 0"),
+    "an unknown estimator": (["algorithm.adv_estimator=ppo"], "must be one of gae, grpo"),
+    "too much tensor parallelism": (["rollout.tensor_parallel_size=2"], "does not divide the 1 ranks"),
+    "a critic that is not there": ([GAE, "critic.path=/nowhere"], "/nowhere"),
+}
+SLOW = ("too much tensor parallelism", "a critic that is not there")     # they look into the model
+
+
+@pytest.mark.parametrize("what", MISTAKES)
+def test_a_mistake_is_one_line_and_exit_code_2(alone, assets, tmp_path, what):
+    more, message = MISTAKES[what]
+    before = os.times()
+    done = run([*COMMAND, *arguments(assets, tmp_path / "out", "letters", *(more(assets) if callable(more) else more))],
+               returncode=2)
+    after = os.times()
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert len(lines) == 1 and message in lines[0] and "Traceback" not in done.stderr
+    # Of the processor, which other processes cannot take away; nothing here waits for anything else.
+    seconds = after.children_user + after.children_system - before.children_user - before.children_system
+    assert what in SLOW or seconds < 5
