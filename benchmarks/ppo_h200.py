@@ -3,6 +3,7 @@
     python benchmarks/ppo_h200.py 7B engine.param_dtype=bfloat16 [--prompts 256] [--n 4] [--tokens 512] [--steps 3]
     python benchmarks/ppo_h200.py 0.5B --ranks 2 rollout.tensor_parallel_size=2
     python benchmarks/ppo_h200.py 0.5B --prompts 8 --n 2 --tokens 32 --steps 20 --cycles     memory asleep, step by step
+    python benchmarks/ppo_h200.py 0.5B engine.param_dtype=bfloat16 --trl 32      then TRL on the same work, 32 rows a micro-batch
 
 Arguments: a shape, then key=value pairs of configs/ppo.yaml. Random words of a vocabulary of 152k never end a response, so
 all have --tokens tokens. Prints lines of a Markdown table on rank 0; the first step, which warms up, is left out.
@@ -38,7 +39,8 @@ def make_assets(directory: Path, num_prompts: int) -> None:
         make_tokenizer().save_pretrained(directory / "tokenizer")
     prompts = directory / f"prompts_{num_prompts}.jsonl"
     if not prompts.exists():
-        prompts.write_text("".join(json.dumps(row) + "\n" for row in make_rows()[0][:num_prompts]))
+        rows = [{"prompt": row["messages"][:1]} for row in make_rows()[0][:num_prompts]]      # TRL's form, and ours too
+        prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def make_policy(shape: str, models: Path, tokenizer: Path) -> Path:
@@ -49,6 +51,23 @@ def make_policy(shape: str, models: Path, tokenizer: Path) -> Path:
     vocab_size = json.loads((path / "config.json").read_text())["vocab_size"]
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": vocab_size - 1}))
     return path
+
+
+def run_trl(arguments, seconds: float) -> None:
+    """The same steps by TRL with vLLM in its process, all in bf16, against our seconds a step."""
+    out = arguments.assets / "trl.json"
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.ranks}"]
+    subprocess.run([
+        sys.executable, *(launcher if arguments.ranks > 1 else ()), "benchmarks/trl_grpo.py", "--vllm", "--dtype", "bfloat16",
+        "--model", arguments.models / arguments.shape, "--data", arguments.assets / f"prompts_{arguments.prompts}.jsonl",
+        "--reward", f"{__file__}:share_of_digits", "--steps", str(arguments.steps + 1), "--prompts", str(arguments.prompts),
+        "--samples", str(arguments.n), "--max-tokens", str(arguments.tokens), "--max-length", str(64 + arguments.tokens),
+        "--micro-batch-size", str(arguments.trl), "--out", out], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    steps = json.loads(out.read_text())["steps"][1:]
+    middle = {name: median(s[name] for s in steps) for name in steps[0]}
+    print(f"| TRL {arguments.shape} | {arguments.ranks} | {arguments.trl} rows a micro-batch | {middle['step']:.2f} | generate "
+          f"{middle['generate']:.2f} | update {middle['update']:.2f} | length {middle['length']:.0f} | "
+          f"{middle['step'] / seconds:.2f} times our step |", flush=True)
 
 
 def main():
@@ -63,6 +82,7 @@ def main():
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--assets-only", action="store_true", help="tokenizer, prompts and their cache, for another machine")
+    parser.add_argument("--trl", type=int, metavar="ROWS", help="a micro-batch of TRL's GRPOTrainer, which has to be installed")
     parser.add_argument("--cycles", action="store_true", help="print the memory asleep after every step")
     arguments = parser.parse_intermixed_args()
 
@@ -102,6 +122,8 @@ def main():
           + " | ".join(f"{middle.get(f'timing/{stage}', 0):.3f}" for stage in STAGES)
           + " | " + " | ".join(f"{middle.get(f'perf/memory_{s}_gib', float('nan')):.1f}" for s in ("awake", "asleep"))
           + f" | {middle['rollout_corr/log_prob_gap']:.4f} |", flush=True)
+    if arguments.trl:
+        run_trl(arguments, middle["timing/step"])
     if arguments.cycles and "perf/memory_asleep_gib" in middle:
         print("GiB asleep by step:", " ".join(f"{s['perf/memory_asleep_gib']:.2f}" for s in steps))
 

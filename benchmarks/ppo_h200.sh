@@ -8,7 +8,7 @@ bf16="engine.param_dtype=bfloat16" cap="data.max_tokens_per_micro_batch"
 bench() { OMP_NUM_THREADS=4 python3 benchmarks/ppo_h200.py "$@" --ranks "$gpus" $bf16; }
 if [ "$gpus" = 1 ]; then
     bench 0.5B --prompts 8 --n 2 --tokens 32 --steps 20 --cycles "$@"      # memory asleep over 20 rounds
-    bench 0.5B $cap=16384 --steps 2 "$@"
+    bench 0.5B $cap=16384 --steps 2 --trl 32 "$@"                            # TRL 1.16 on the same work
     bench 7B $cap=8192 --steps 2 "$@"
 else
     bench 0.5B $cap=16384 --steps 2 "$@"

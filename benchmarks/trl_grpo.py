@@ -5,25 +5,26 @@ benchmarks/trl_sft.py.
         --micro-batch-size 8
     torchrun --nproc-per-node 2 benchmarks/trl_grpo.py ...                       data parallel: DDP, gloo on a CPU
 
-fp32, AdamW, constant learning rate, no gradient checkpointing, no divergence from a reference (beta=0), one optimizer
+fp32 (or --dtype), AdamW, constant learning rate, no gradient checkpointing, no divergence from a reference (beta=0), one optimizer
 step a rollout, loss_type="dapo" (TRL's default: the mean over all tokens of the step). All responses of a step are
 generated at once by transformers, as TRL does without vLLM; --continuous-batching takes its other generator,
-generate_batch.
+generate_batch; --vllm takes vLLM in the same process, asleep while training (vllm_mode="colocate"), which needs a GPU.
 
 Seconds of a step by stage, on rank 0: generate (templates and decoding included), reward, update (forward, backward,
-clipping, optimizer). Old log-probabilities are not computed, weights not copied: TRL needs neither here.
+clipping, optimizer). Without vLLM old log-probabilities are not computed and weights not copied: TRL needs neither.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import tempfile
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from datasets import load_dataset
-from even_words import even_words
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -83,8 +84,17 @@ class TimedTrainer(GRPOTrainer):
             return super()._calculate_rewards(*arguments, **more)
 
 
-def reward(prompts, completions, **columns) -> list[float]:
-    return [even_words(prompt[-1]["content"], turns[0]["content"], {}) for prompt, turns in zip(prompts, completions)]
+def find_reward(name: str):
+    """FILE.py:FUNCTION of (prompt, response, row), as train_ppo.py takes it, in TRL's form."""
+    path, _, function = name.rpartition(":")
+    spec = importlib.util.spec_from_file_location("reward", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    score = getattr(module, function)
+
+    def reward(prompts, completions, **columns) -> list[float]:
+        return [score(prompt[-1]["content"], turns[0]["content"], {}) for prompt, turns in zip(prompts, completions)]
+    return reward
 
 
 def main() -> None:
@@ -97,6 +107,10 @@ def main() -> None:
     parser.add_argument("--micro-batch-size", type=int, default=8, help="sequences a forward pass, on one rank")
     parser.add_argument("--max-tokens", type=int, default=256, help="longest response")
     parser.add_argument("--continuous-batching", action="store_true")
+    parser.add_argument("--vllm", action="store_true")
+    parser.add_argument("--max-length", type=int, default=640, help="of prompt and response together, for --vllm")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and optimizer too")
+    parser.add_argument("--reward", default=f"{Path(__file__).parent}/even_words.py:even_words", help="FILE.py:FUNCTION")
     parser.add_argument("--lr", type=float, default=1e-6)
     parser.add_argument("--betas", type=float, nargs=2, default=(0.9, 0.95))
     parser.add_argument("--eps", type=float, default=1e-8)
@@ -111,18 +125,20 @@ def main() -> None:
     if on_rank * world_size != arguments.prompts * arguments.samples or on_rank % micro_batch_size:
         parser.error(f"--prompts times --samples is no multiple of --micro-batch-size times {world_size} ranks")
 
+    use_vllm = {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.4, "vllm_enable_sleep_mode": True,
+                "vllm_max_model_length": arguments.max_length} if arguments.vllm else {"use_vllm": False}
     clock = Clock()
     with tempfile.TemporaryDirectory() as scratch:
         trainer = TimedTrainer(
             model=arguments.model,
-            reward_funcs=reward,
+            reward_funcs=find_reward(arguments.reward),
             processing_class=AutoTokenizer.from_pretrained(arguments.model),
             train_dataset=load_dataset("json", data_files=arguments.data, split="train"),
             callbacks=[clock],
             args=GRPOConfig(
-                output_dir=scratch, model_init_kwargs={"dtype": "float32", "attn_implementation": "sdpa"},
-                use_cpu=on_cpu, ddp_backend="gloo" if on_cpu and world_size > 1 else None, bf16=False,
-                gradient_checkpointing=False, use_vllm=False,
+                output_dir=scratch, model_init_kwargs={"dtype": arguments.dtype, "attn_implementation": "sdpa"},
+                use_cpu=on_cpu, ddp_backend="gloo" if on_cpu and world_size > 1 else None,
+                bf16=arguments.dtype == "bfloat16", gradient_checkpointing=False, **use_vllm,
                 use_transformers_continuous_batching=arguments.continuous_batching,
                 max_steps=arguments.steps, per_device_train_batch_size=micro_batch_size,
                 gradient_accumulation_steps=on_rank // micro_batch_size,    # also steps_per_generation, by default
