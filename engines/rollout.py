@@ -55,6 +55,7 @@ class Rollout:
         options = {"gpu_memory_utilization": rollout.gpu_memory_utilization, "enable_sleep_mode": True}
         if device.type == "cpu":
             options = {}
+            free_shared_memory(range(self.replica * tp, (self.replica + 1) * tp), self.tp_rank)
         kv_cache_gib = rollout.kv_cache_gib or (CPU_KV_CACHE_GIB if device.type == "cpu" else None)
         if kv_cache_gib:
             options["kv_cache_memory_bytes"] = int(kv_cache_gib * 2**30)
@@ -201,6 +202,14 @@ def stop_token_ids(path: Path) -> list[int]:
 def request_seed(*numbers: int) -> int:
     """A seed for one response, from e.g. (trainer.seed, step, prompt, sample); 62 bits of their SHA-256."""
     return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:8], "big") >> 2
+
+
+def free_shared_memory(ranks: Sequence[int], tp_rank: int) -> None:
+    """Remove the name of the memory that these ranks of vLLM's CPU build are going to share. It says nothing of the run: one
+    that was killed has left it, or another one of the same layout has it open, which it stays, and vLLM could not start."""
+    name = "-".join(map(str, ranks))
+    for file in Path("/dev/shm").glob(f"*-tp:*-[[]{name}]-cpushm_{tp_rank}"):
+        file.unlink(missing_ok=True)
 
 
 @contextmanager

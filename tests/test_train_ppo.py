@@ -295,7 +295,7 @@ def test_with_two_ranks_only_rank_0_tells_of_failures(alone, assets, tmp_path):
 
 def test_dry_run_prints_the_plan_and_starts_nothing(alone):
     out, done = alone("dry")
-    for part in ("kl_coef: 0.1", "1 ranks on cpu = 1 data-parallel x 1 context-parallel to train, 1 vLLM x 1 tensor",
+    for part in ("kl_coef: 0.1", "1 ranks on cpu = 1 data-parallel to train, 1 vLLM x 1 tensor",
                  "rows 84,", "rows 8,", "\nsteps: 8\n", "for the actor", "for the critic", "vLLM's KV cache: 0.05 GiB"):
         assert done.stdout.count(part) == 1, part
     assert sorted(p.name for p in out.iterdir()) == []
