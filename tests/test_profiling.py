@@ -337,7 +337,8 @@ def test_the_planted_defect_is_found(sft):
     (("1", "0"), ("1", "0"), 0.0), (("1", "0"), ("1.1", "0"), 0.1 / 1.1), (("nan", "0"), ("1", "0"), float("inf")),
     (("nan", "0"), ("nan", "0"), 0.0), (("", ""), ("", ""), 0.0)])
 def test_differences_are_relative_to_the_largest_number_there(a, b, expected):
-    row = {f"{side} {name}": value for side, values in (("NPU", a), ("Bench", b)) for name, value in zip(("max", "min"), values)}
+    row = {f"{side} {name}": value for side, values in (("NPU", a), ("Bench", b))
+           for name, value in zip(compare.STATISTICS, (*values, "N/A", "N/A"), strict=True)}
     assert compare.gap(row) == pytest.approx(expected)
 
 
