@@ -28,7 +28,7 @@ from engines import device
 from engines.checkpoint import Checkpointer, export_hf
 from engines.fsdp import FSDPEngine
 
-TOTAL_STEPS, WARMUP_STEPS, PEAK_LR, MIN_LR_RATIO, WEIGHT_DECAY, CLIP, BETAS = 30, 3, 2e-3, 0.1, 0.1, 0.5, (0.9, 0.95)
+TOTAL_STEPS, FEW, WARMUP_STEPS, PEAK_LR, MIN_LR_RATIO, WEIGHT_DECAY, CLIP, BETAS = 30, 10, 3, 2e-3, 0.1, 0.1, 0.5, (0.9, 0.95)
 ENTROPY_BONUS, LONGEST = 0.1, 40
 SETTINGS = ["data.train_files=unused", "engine.compute_dtype=float32", "optim.lr_scheduler_type=cosine",
             f"optim.lr={PEAK_LR}", f"optim.lr_warmup_steps_ratio={WARMUP_STEPS / TOTAL_STEPS}",
@@ -42,7 +42,7 @@ class Case:
 
     family: str
     engine: str = ""
-    steps: int = TOTAL_STEPS
+    steps: int = FEW
     cap: int = 60
     uneven: bool = False
 
@@ -51,21 +51,22 @@ CP2, CP4, PADDED = "context_parallel_size=2", "context_parallel_size=4", "use_re
 RECOMPUTE, OFFLOAD, ZERO2 = "activation_checkpointing=true", "cpu_offload=true", "reshard_after_forward=false"
 MASTER, BF16 = "compute_dtype=bfloat16", "compute_dtype=bfloat16 param_dtype=bfloat16"
 CASES = {
-    1: {"plain qwen2_tied": Case("qwen2_tied"), "plain qwen3": Case("qwen3"), "plain llama": Case("llama"),
+    1: {**{f"plain {family}": Case(family, steps=TOTAL_STEPS) for family in ("qwen2_tied", "qwen3", "llama")},
         "again qwen3": Case("qwen3", steps=8), "one micro-batch": Case("llama", cap=1000),
         "padded": Case("qwen2_tied", PADDED), "recompute": Case("llama", RECOMPUTE), "offload": Case("qwen3", OFFLOAD),
         "sliding window": Case("sliding"), "padded sliding window": Case("sliding", PADDED),
         "compiled": Case("llama", "torch_compile=always", steps=4),
         "fp32 master": Case("qwen3", MASTER), "pure bf16": Case("qwen3", BF16)},
-    2: {"plain qwen2_tied": Case("qwen2_tied"), "plain qwen3": Case("qwen3"), "plain llama": Case("llama"),
+    2: {**{f"plain {family}": Case(family, steps=TOTAL_STEPS) for family in ("qwen2_tied", "qwen3", "llama")},
         "again qwen3": Case("qwen3", steps=8), "one micro-batch": Case("qwen3", cap=1000),
         "padded": Case("llama", PADDED), "recompute": Case("qwen2_tied", RECOMPUTE),
         "offload": Case("qwen2_tied", OFFLOAD), "zero2": Case("qwen3", ZERO2), "cp2": Case("qwen3", CP2),
         "uneven": Case("llama", uneven=True), "uneven padded": Case("qwen3", PADDED, uneven=True),
         "fp32 master": Case("llama", MASTER), "pure bf16": Case("llama", BF16)},
-    4: {"plain qwen2_tied": Case("qwen2_tied"), "plain llama": Case("llama"), "uneven": Case("qwen2_tied", uneven=True),
-        "hybrid": Case("qwen3", "fsdp_size=2"), "hybrid cp2": Case("llama", f"fsdp_size=2 {CP2}"),
-        "cp4": Case("llama", CP4, cap=90), "cp2 dp2": Case("qwen2_tied", CP2),
+    4: {**{f"plain {family}": Case(family, steps=TOTAL_STEPS) for family in ("qwen2_tied", "llama")},
+        "uneven": Case("qwen2_tied", uneven=True), "hybrid": Case("qwen3", "fsdp_size=2"),
+        "hybrid cp2": Case("llama", f"fsdp_size=2 {CP2}"),
+        "cp4": Case("llama", CP4, steps=TOTAL_STEPS, cap=90), "cp2 dp2": Case("qwen2_tied", CP2),
         "again cp2 dp2": Case("qwen2_tied", CP2, steps=8), "sliding window cp2": Case("sliding", CP2),
         "uneven cp2 dp2": Case("qwen3", f"{CP2} {RECOMPUTE}", cap=90, uneven=True),
         "fp32 master cp2": Case("qwen2_tied", f"{MASTER} {CP2}", steps=8)},
