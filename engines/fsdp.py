@@ -296,6 +296,8 @@ def build_on_meta(hf_config, dtype: torch.dtype, packed: bool, critic: bool = Fa
                 hf.base_model(input_ids=ids, position_ids=ids, use_cache=False, **packing.arguments())
         except TypeError as error:
             raise InputError(f"{type(hf).__name__} does not take packed sequences: {error}") from None
+    # No batch has padding in it: a token that is called so is one like the others, and is learned.
+    hf.get_input_embeddings().padding_idx = None
     if hf.get_output_embeddings().bias is not None:
         raise InputError("a bias on the output matrix is not supported")
     if critic:

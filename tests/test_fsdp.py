@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from config import InputError, load
 from engines import schedule
 from engines.checkpoint import write_safetensors
-from engines.fsdp import FSDPEngine, build_optimizer
+from engines.fsdp import FSDPEngine, build_on_meta, build_optimizer, read_hf_config
 from tests.fsdp_worker import (BETAS, BROKEN, CASES, CLIP, ENTROPY_BONUS, FEW, FOREIGN, MIN_LR_RATIO, PEAK_LR, TOTAL_STEPS,
                                WARMUP_STEPS, WEIGHT_DECAY, divide, make_batch)
 from tests.launch import ROOT, launch
@@ -246,6 +246,14 @@ def test_bfloat16_is_near(results, folder, world, name):
 def test_same_layout_same_bits(results, world, again, once):
     steps = results(world)[again]["steps"]
     assert steps == results(world)[once]["steps"][:len(steps)]
+
+
+def test_a_token_called_padding_is_learned_like_others(folder, tmp_path):
+    """transformers would leave its row of the embedding alone; packed sequences hold it as a word."""
+    make_model(tmp_path, "qwen3", pad_token_id=5)
+    hf_config = read_hf_config(tmp_path)
+    assert AutoModelForCausalLM.from_config(hf_config).get_input_embeddings().padding_idx == 5
+    assert build_on_meta(hf_config, torch.float32, True).get_input_embeddings().padding_idx is None
 
 
 def calls_a_step(result):

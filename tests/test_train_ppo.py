@@ -48,7 +48,7 @@ def assets(tmp_path_factory):
     """A model, rewards, 84 prompts to train and 8 to validate on, 16 with moods, and a cache that all runs share."""
     directory, tokenizer = tmp_path_factory.mktemp("assets"), make_tokenizer()
     # vLLM has no attention on CPUs for heads of less than 32 numbers.
-    make_model(directory / "model", "qwen3", head_dim=32, vocab_size=len(tokenizer),
+    make_model(directory / "model", "qwen3", num_hidden_layers=2, head_dim=32, vocab_size=len(tokenizer),
                eos_token_id=tokenizer.eos_token_id)
     tokenizer.save_pretrained(directory / "model")
     (directory / "reward.py").write_text(REWARDS)
@@ -138,11 +138,17 @@ def alone(assets, tmp_path_factory):
     return lambda name: (new[name], futures[name].result())
 
 
+VLLM2, MEGATRON = "rollout.tensor_parallel_size=2", "model_engine=megatron"
+LAYOUTS = {"2 ranks": (2, []), "4 ranks": (4, [VLLM2]),
+           "Megatron TP2": (2, [MEGATRON, "engine.tensor_model_parallel_size=2"]),
+           "Megatron PP2": (2, [MEGATRON, "engine.pipeline_model_parallel_size=2", VLLM2])}
+
+
 @pytest.fixture(scope="module")
 def layouts(alone, assets, tmp_path_factory):
-    """Output directories by layout, of two and four ranks beside one."""
+    """Output directories by layout, beside that of one rank."""
     directories = {"1 rank": alone("layout1")[0]}
-    for name, ranks, more in (("2 ranks", 2, ()), ("4 ranks", 4, ("rollout.tensor_parallel_size=2",))):
+    for name, (ranks, more) in LAYOUTS.items():
         directories[name] = tmp_path_factory.mktemp(name.replace(" ", "_"))
         launch(ranks, "train_ppo.py", *layout(assets, directories[name], *more))
     return directories
@@ -164,8 +170,8 @@ def rollout_lines(out, step):
 # -- layouts -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["2 ranks", "4 ranks"])
-def test_nothing_that_is_learned_depends_on_the_number_of_ranks(layouts, name):
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_nothing_that_is_learned_depends_on_the_layout(layouts, name):
     one, many = steps(layouts["1 rank"]), steps(layouts[name])
     assert [m["step"] for m in many] == [0, 1, 2, 3]
     assert rollouts(layouts[name])["step_1.jsonl"] == rollouts(layouts["1 rank"])["step_1.jsonl"]
@@ -272,22 +278,13 @@ def first_failure():
     return {"raise": "a bad mood", "hang": "took more than", "die": "exit code 3", "nan": "returned nan"}[order[0]]
 
 
-def check_too_many_failures(error, out):
-    errors = [line for line in error.splitlines() if "error: " in line]
-    assert len(errors) == 1 and "8 of 32 samples (25.0%) could not be graded" in errors[0]
-    assert "reward.max_failure_rate=0.2" in errors[0] and first_failure() in errors[0]
-    assert [m["step"] for m in metrics(out)] == [0] and not (out / "checkpoints").exists() and not (out / "hf").exists()
-
-
 def test_failures_above_the_limit_stop_the_run_with_the_first_trace(alone):
     out, done = alone("too_many")
-    check_too_many_failures(done.stderr, out)
+    errors = [line for line in done.stderr.splitlines() if "error: " in line]
+    assert len(errors) == 1 and "8 of 32 samples (25.0%) could not be graded" in errors[0]
+    assert "reward.max_failure_rate=0.2" in errors[0] and first_failure() in errors[0]
     assert "Traceback (most recent call last):\n" not in done.stderr
-
-
-def test_with_two_ranks_only_rank_0_tells_of_failures(alone, assets, tmp_path):
-    done = launch(2, "train_ppo.py", *moody(assets, tmp_path, 0.2), returncode=1)
-    check_too_many_failures(done.stderr, tmp_path)
+    assert [m["step"] for m in metrics(out)] == [0] and not (out / "checkpoints").exists() and not (out / "hf").exists()
 
 
 # -- before anything starts --------------------------------------------------------------------------------------------
