@@ -22,8 +22,9 @@ from transformers import AutoConfig
 from engines import bridge
 from engines.megatron_cpu import cuda_is_cpu
 
-# The only kind that another layout of tensor and pipeline parallelism can read.
-METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+# The only kind that another layout of tensor and pipeline parallelism can read, and one name for a weight's state
+# whether or not experts have an optimizer beside it.
+METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
 
 class AdamWDistributedOptimizer(DistributedOptimizer):

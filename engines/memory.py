@@ -17,7 +17,7 @@ def estimate(config: DictConfig, world_size: int, device_type: str, trains: bool
     copies inside both norms and the activation of the gate.
     """
     engine, shape = config.engine, read_hf_config(config.model.path)
-    hf = build_on_meta(shape, torch.float32, packed=True)
+    hf = build_on_meta(shape, torch.float32)
     layers = [m for m in hf.modules() if type(m).__name__ in hf._no_split_modules]
     in_layer = sum(p.numel() for p in layers[0].parameters())
     num_parameters = sum(p.numel() for p in hf.parameters())
