@@ -113,7 +113,7 @@ def new_weight(config, *shape: int) -> nn.Parameter:
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """x [c, in], of which counts [n] rows in turn go to each matrix of weight [n, out, in] -> [c, out]"""
-    if x.is_cuda and x.dtype == torch.bfloat16:
+    if x.is_cuda and x.dtype == torch.bfloat16 and len(x):
         return F.grouped_mm(x, weight.transpose(1, 2), offs=counts.cumsum(0, dtype=torch.int32))
     return torch.cat([F.linear(rows, matrix) for rows, matrix in zip(x.split(counts.tolist()), weight.unbind())])
 
