@@ -65,7 +65,7 @@ def check(hf_config, path: str) -> None:
     if rope not in ROPES:
         raise InputError(f"model.path={path}: model_engine=megatron has no rope type {rope!r}, only {', '.join(ROPES)}")
     biases = ("mlp_bias", "attention_bias") if hf_config.model_type != "qwen2" else ()
-    # Layers without experts between others would be others in Megatron's numbering of stacked weights.
+    # mlp_only_layers: mbridge gives every layer experts.
     for name in ("use_sliding_window", "attention_dropout", "mlp_only_layers", *biases):
         if getattr(hf_config, name, None):
             raise InputError(f"model.path={path}: {name} in config.json is not supported by model_engine=megatron")
@@ -82,7 +82,8 @@ def check_files(hf: nn.Module, path: Path, critic: bool) -> None:
     matrix may be absent, or a policy's."""
     expected, found = {}, {}
     for name, p in hf.named_parameters():
-        expected |= {name: list(x.shape) for name, x in (single_experts(name, p) if ".experts." in name else [(name, p)])}
+        experts = single_experts(name, p) if ".experts." in name else [(name, p)]
+        expected |= {name: list(x.shape) for name, x in experts}
     for file in weight_files(path):
         with safe_open(file, framework="pt") as tensors:
             found |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}

@@ -35,7 +35,7 @@ class Router(MegatronModule):
     def __init__(self, config):
         super().__init__(config)
         self.weight = new_weight(config, config.num_moe_experts, config.hidden_size)
-        self.weight.sequence_parallel = config.sequence_parallel    # each rank sees its own tokens: gradients are added up
+        self.weight.sequence_parallel = config.sequence_parallel    # each rank sees its own tokens: gradients add up
         self.begin(0.0, 1)
 
     def begin(self, coefficient: float, num_tokens: int) -> None:
@@ -71,7 +71,7 @@ class Experts(MegatronModule):
         self.linear_fc2 = new_weight(config, number, config.hidden_size, width)
         for weight in self.parameters():
             weight.allreduce = False                            # over the ranks with the same experts, not over all
-            weight.tensor_model_parallel = True                 # counts in the gradient norm of every tensor-parallel rank
+            weight.tensor_model_parallel = True                 # counts in the gradient norm of every such rank
 
     def forward(self, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """tokens [t, h], weights and chosen [t, k] -> [t, h], each the weighted sum of k experts' outputs"""

@@ -3,6 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +21,6 @@ from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, 
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from config import InputError
 from data.packing import Batch, pack, spread
 from engines import bridge, megatron_checkpoint, parallel, schedule
 from engines.base import Engine, LossFn
@@ -76,8 +76,6 @@ class MegatronEngine(Engine):
         hf_config = read_hf_config(config.model.path)
         bridge.check(hf_config, config.model.path)
         parallel.check_layout(config, hf_config, world_size)
-        if config.trainer.async_save:
-            raise InputError("trainer.async_save=true is not supported by model_engine=megatron: set it to false")
         return hf_config
 
     def _build_optimizer(self) -> None:
@@ -294,9 +292,8 @@ class MegatronEngine(Engine):
         megatron_checkpoint.load(self.models, self.optimizer, state)
 
     @cuda_is_cpu()
-    def write(self, states: dict[str, dict], directory: Path, group: dist.ProcessGroup | None) -> None:
-        assert group is None, "check() refuses trainer.async_save"
-        megatron_checkpoint.write(states, directory)
+    def write(self, states: dict[str, dict], directory: Path, group: dist.ProcessGroup | None) -> Future | None:
+        return megatron_checkpoint.write(states, directory, group)
 
     @cuda_is_cpu()
     def read(self, states: dict[str, dict], directory: Path) -> dict[str, dict]:

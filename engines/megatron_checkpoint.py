@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import megatron.core.optimizer
@@ -9,14 +10,17 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from megatron.core import dist_checkpointing, parallel_state as mpu
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (FullyParallelLoadStrategyWrapper,
                                                                         FullyParallelSaveStrategyWrapper)
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
+from megatron.core.dist_checkpointing.strategies.torch import (MCoreSavePlanner, TorchDistLoadShardedStrategy,
+                                                               TorchDistSaveShardedStrategy,
+                                                               _replace_state_dict_keys_with_sharded_keys,
+                                                               mcore_to_pyt_state_dict)
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from transformers import AutoConfig
 
 from engines import bridge
@@ -73,15 +77,40 @@ def load(models: list[nn.Module], optimizer, state: dict) -> None:
         optimizer.load_state_dict(state["optimizer"])
 
 
-def write(states: dict[str, dict], directory: Path) -> None:
-    """states: engines by name, and "rng": {"rank_0": tensor} of this rank. Called by all ranks."""
+class TorchWriter(TorchDistSaveShardedStrategy):
+    """Megatron's format, written by torch. Megatron's own writer forks processes from this one, with all its threads, also
+    in the foreground, and ends its work in the background with collectives of the training's groups."""
+
+    def __init__(self, group: dist.ProcessGroup | None):
+        super().__init__("torch_dist", 1)
+        self.group, self.writing = group, None
+
+    def save(self, sharded_state_dict: dict, checkpoint_dir: Path) -> None:
+        parts = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)[0]
+        for part in (x for same_key in parts.values() for x in same_key if isinstance(x, ShardedTensor)):
+            if self.group is not None:
+                part.data = part.data.detach().to("cpu", copy=True)        # training goes on with the original
+        arguments = dict(state_dict=mcore_to_pyt_state_dict(parts), storage_writer=FileSystemWriter(checkpoint_dir),
+                         planner=MCoreSavePlanner(flatten_state_dict=False))
+        if self.group is None:
+            dcp.save(**arguments)
+            return
+        background = ThreadPoolExecutor(max_workers=1)
+        self.writing = background.submit(dcp.save, **arguments, process_group=self.group)
+        background.shutdown(wait=False)
+
+
+def write(states: dict[str, dict], directory: Path, group: dist.ProcessGroup | None) -> Future | None:
+    """states: engines by name, and "rng": {"rank_0": tensor} of this rank. Called by all ranks. With a group (gloo) the
+    files are written in the background; when the Future is done on rank 0 all of them and their index are complete."""
     if dist.get_rank() == 0:
         directory.mkdir(parents=True)
     dist.barrier()
-    strategy = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy("torch_dist", 1),
-                                                mpu.get_data_parallel_group(with_context_parallel=True))
+    writer = TorchWriter(group)
+    strategy = FullyParallelSaveStrategyWrapper(writer, mpu.get_data_parallel_group(with_context_parallel=True))
     with warnings.catch_warnings(action="ignore"):                    # of torch, about Megatron's use of it
         dist_checkpointing.save(_prefixed(states), str(directory), strategy, content_metadata=METADATA)
+    return writer.writing
 
 
 def read(states: dict[str, dict], directory: Path) -> dict[str, dict]:

@@ -11,6 +11,7 @@ import gc
 import json
 import logging
 import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,10 +20,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
+from torch.distributed.checkpoint import FileSystemWriter
 
 from config import InputError, load
 from data.packing import Batch
-from engines import device
+from engines import device, megatron_checkpoint
 from engines.base import Engine
 from engines.checkpoint import Checkpointer, export_hf
 from engines.fsdp import FSDPEngine
@@ -117,7 +119,7 @@ def main(folder: Path) -> None:
             results[f"save {name}"] = save(folder, this_device, name, family, saves[1])
         if resumes[0] == world:
             results[f"resume {name}"] = resume(folder, this_device, name, family, resumes[1])
-    for work in (roles, collectives, non_finite, offload, refused, rollout):
+    for work in (roles, background, collectives, non_finite, offload, refused, rollout):
         if world == 2:
             results[work.__name__] = work(folder, this_device)
     if rank == 0:
@@ -242,6 +244,36 @@ def roles(folder: Path, this_device: torch.device) -> dict:
 
 
 # -- what else two ranks show ------------------------------------------------------------------------------------------
+
+
+def background(folder: Path, this_device: torch.device) -> dict:
+    """A save whose disk waits until training has gone on, and one in the foreground; both read again."""
+    engine, case, checkpointers = build(MegatronEngine, folder / "qwen3_moe", this_device, EP2), Case("qwen3_moe"), {}
+    disk = threading.Event()
+
+    class SlowDisk(FileSystemWriter):
+        def write_data(self, *arguments):
+            disk.wait(60)
+            return super().write_data(*arguments)
+
+    train(engine, range(2), case)
+    for kind in ("foreground", "background"):
+        checkpointers[kind] = Checkpointer(folder / "checkpoints" / kind, 2, asynchronous=kind == "background")
+    checkpointers["foreground"].save(2, engine, {"step": 2}, make_tokenizer())
+    saved, megatron_checkpoint.FileSystemWriter = digest(dict(engine.export_weights())), SlowDisk
+    checkpointers["background"].save(2, engine, {"step": 2}, make_tokenizer())
+    steps = train(engine, range(2, 5), case)
+    result = {"steps": steps, "meanwhile": [str(checkpointers["background"].latest()),
+                                            sorted(p.name for p in (folder / "checkpoints/background").iterdir())]}
+    disk.set()
+    checkpointers["background"].wait()
+    megatron_checkpoint.FileSystemWriter = FileSystemWriter
+    for kind, checkpointer in checkpointers.items():
+        engine = build(MegatronEngine, folder / "qwen3_moe", this_device, EP2)
+        checkpointer.load(checkpointer.latest(), engine)
+        result[kind] = {"restored": gather(digest(dict(engine.export_weights())) == saved)}
+        result[kind]["steps"] = train(engine, range(2, 5), case)
+    return result
 
 
 def collectives(folder: Path, this_device: torch.device) -> dict[str, list[str]]:

@@ -290,6 +290,14 @@ def test_resume_on_another_layout(launches, name):
             assert worst(column(saved["steps"], key), column(whole, key)) < bound, key
 
 
+def test_background_save_is_of_its_moment_and_appears_complete(launches):
+    """As the one in the foreground: three steps of training, which the disk waits for, do not show."""
+    result = launches[2]["background"]
+    assert result["meanwhile"] == ["None", ["step_00000002.tmp"]], "all that a kill would leave behind"
+    for kind in ("foreground", "background"):
+        assert result[kind]["restored"] == [True, True] and result[kind]["steps"] == result["steps"], kind
+
+
 def test_roles_share_a_process_and_a_checkpoint(launches, folder):
     result = launches[2]["roles"]
     assert result["saved"] == result["loaded"] and result["saved"][0] == result["saved"][1]
@@ -365,7 +373,6 @@ def config(folder, *pairs):
      "mixture of experts with engine.tensor_model_parallel_size > 1 needs engine.sequence_parallel=true"),
     (4, ["data.train_batch_size=3"], "train_batch_size=3 is less than the 4 data-parallel ranks"),
     (1, ["optim.lr_scheduler_type=constant", "optim.min_lr_ratio=0.1"], "no effect with a constant schedule"),
-    (1, ["trainer.async_save=true"], "async_save=true is not supported"),
     (1, ["model.path=/nowhere"], "holds no config.json"),
     (1, ["engine.override_ddp_config.use_distributed_optimizer=false"],
      "contradicts engine.use_distributed_optimizer=True"),
