@@ -145,6 +145,8 @@ def new_layout() -> None:
 def run(folder: Path, this_device: torch.device, title: str, case: Case, kind: type[Engine]) -> dict:
     engine = build(kind, folder / case.family, this_device, case.engine, critic=case.critic)
     result = {"steps": train(engine, range(case.steps), case), "flops": engine.flops([3, 5], 4)}
+    if kind is MegatronEngine:
+        result["bytes"] = gather(count_bytes(engine))
     if case.moe:
         result["micro_batches"] = [micro_batches(engine, step, case) for step in range(case.steps)]
     weights = dict(engine.export_weights())
@@ -162,6 +164,18 @@ def train(engine: Engine, steps, case: Case) -> list[dict[str, float]]:
         loss_fn = value_loss(len(batch.input_ids)) if case.critic else make_loss(len(batch.input_ids))
         results.append(engine.train_batch(share, loss_fn, step))
     return results
+
+
+def count_bytes(engine: MegatronEngine) -> list[int]:
+    """Pipeline stage; bytes of parameters, of gradients, of the optimizer, that this rank has."""
+    def size(tensors):
+        return sum(x.numel() * x.element_size() for x in tensors)
+    parameters = [p for model in engine.models for p in model.parameters()]
+    optimizers = engine.optimizer.chained_optimizers
+    state = [x for o in optimizers for s in o.state.values() for name, x in s.items() if name != "step"]
+    if engine.compute_dtype is not torch.float32:                          # else these are the parameters themselves
+        state += [x for o in optimizers for x in o.get_parameters()]
+    return [engine.pp_group.rank(), size(parameters), size(p.main_grad for p in parameters), size(state)]
 
 
 def micro_batches(engine: MegatronEngine, step: int, case: Case) -> list[list[int]]:

@@ -20,11 +20,12 @@ from config import InputError, load
 from engines import schedule
 from engines.bridge import single_experts
 from engines.megatron import MegatronEngine
+from engines.memory import GIB, estimate_megatron
 from engines.parallel import ddp_config
 from tests.fsdp_worker import BETAS, CLIP, SETTINGS, WEIGHT_DECAY, make_batch, make_loss
 from tests.launch import ROOT, launch
-from tests.megatron_worker import (AUX, BF16, BUCKETS, CASES, OVERLAP, REPLICATED, RESUMES, SAVED_AT, TOTAL_STEPS,
-                                   value_loss)
+from tests.megatron_worker import (AUX, BF16, BUCKETS, CASES, CP2, EP2, NO_SP, OVERLAP, PP2, REPLICATED, RESUMES, SAVED_AT,
+                                   TOTAL_STEPS, TP2, VPP2, value_loss)
 from tests.models import make_model
 from tests.test_fsdp import check_answers, column, plain_answers, worst
 
@@ -296,6 +297,39 @@ def test_background_save_is_of_its_moment_and_appears_complete(launches):
     assert result["meanwhile"] == ["None", ["step_00000002.tmp"]], "all that a kill would leave behind"
     for kind in ("foreground", "background"):
         assert result[kind]["restored"] == [True, True] and result[kind]["steps"] == result["steps"], kind
+
+
+@pytest.mark.parametrize("world, name", [(w, n) for w, n in ALL if not CASES[w][n].critic])
+def test_estimate_of_memory_is_what_there_is(launches, folder, world, name):
+    """Parameters, gradients and optimizer of every rank of every pipeline stage (the last: of their mean)."""
+    case, found = CASES[world][name], launches[world][name]["bytes"]
+    settings = config(folder, f"model.path={folder / case.family}", "engine.compute_dtype=float32",
+                      *(f"engine.{s}" for s in case.engine.split()))
+    stages = estimate_megatron(settings, world, "cpu")
+    assert len(stages) == len({stage for stage, *_ in found})
+    for stage, estimated in enumerate(stages):
+        ranks = [sizes for at, *sizes in found if at == stage]
+        for parameters, gradients, _ in ranks:
+            assert (parameters, gradients) == (estimated["parameters"] * GIB, estimated["gradients"] * GIB)
+        assert sum(optimizer for *_, optimizer in ranks) / len(ranks) == pytest.approx(estimated["optimizer"] * GIB, rel=1e-12)
+
+
+def test_estimate_of_activations(folder):
+    """By what they are divided, and how many micro-batches wait on which stage."""
+    def of(world, *settings, family="llama", key="activations"):
+        pairs = [f"model.path={folder / family}", "data.max_tokens_per_micro_batch=8192", *(f"engine.{s}" for s in settings)]
+        return [stage[key] for stage in estimate_megatron(config(folder, *pairs), world, "cuda")]
+    hidden, one = 8192 * 32 * 2 / GIB, of(1)[0]                               # bf16; 4 layers of 32, 48 inside
+    in_layer = 8192 * 2 * (4 * 32 + 3 * (32 + 16) + 3 * 48) / GIB
+    assert one == pytest.approx(4 * in_layer + hidden)
+    assert of(1, "recompute=selective") == [one] and of(1, "recompute=full")[0] == pytest.approx(in_layer + 5 * hidden)
+    assert of(2) == [one] and of(2, CP2)[0] == pytest.approx(one / 2) and of(2, TP2)[0] == pytest.approx(2 * in_layer + hidden)
+    assert of(2, TP2, NO_SP)[0] == pytest.approx(2 * in_layer + 8192 * 2 * 8 * 32 / GIB + hidden)
+    assert of(2, PP2) == pytest.approx([4 * in_layer, 2 * in_layer + hidden])
+    assert of(2, PP2, VPP2) == pytest.approx([5 * in_layer, 3 * in_layer + hidden])
+    experts = [of(n, *s, family="qwen3_moe")[0] for n, s in ((1, ()), (2, (EP2,)), (2, (TP2, EP2)))]
+    assert experts[0] == experts[1] > experts[2] > experts[0] / 2
+    assert of(2, key="optimizer")[0] == of(1, key="optimizer")[0] / 2 == of(2, REPLICATED, key="optimizer")[0] / 2
 
 
 def test_roles_share_a_process_and_a_checkpoint(launches, folder):

@@ -186,7 +186,7 @@ def test_exact_match_is_what_greedy_decoding_of_the_export_gives(assets, tmp_pat
 
 def test_dry_run_prints_the_plan_and_trains_nothing(assets, tmp_path):
     done = run([*TORCHRUN, *arguments(assets, tmp_path, "dry_run=true")])
-    for part in ("lr: 0.003", "2 ranks on cpu = 2 data-parallel x 1 context-parallel", "rows 84", "steps: 20",
+    for part in ("lr: 0.003", "2 ranks on cpu = 2 data-parallel", "rows 84", "steps: 20",
                  "optimizer ", "activations ", "device total"):
         assert done.stdout.count(part) == 1, part
     assert not (tmp_path / "checkpoints").exists() and not (tmp_path / "metrics.jsonl").exists()
