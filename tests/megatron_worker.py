@@ -101,6 +101,11 @@ RESUMES = {
     "replicated dp2 to tp2": ("llama", (2, REPLICATED), (2, f"{TP2} {REPLICATED}")),
     "moe ep2 to tp2": ("qwen3_moe", (2, EP2), (2, TP2)), "moe tp2 ep2 to one": ("qwen3_moe", (2, f"{TP2} {EP2}"), (1, "")),
     "moe pp2 to ep2 replicated": ("qwen3_moe_raw", (2, f"{PP2} {REPLICATED}"), (2, f"{EP2} {REPLICATED}")),
+    "dp2 to replicated tp2": ("qwen3", (2, ""), (2, f"{TP2} {REPLICATED}")),
+    "replicated pp2 to dp2": ("qwen2_tied", (2, f"{PP2} {REPLICATED}"), (2, "")),
+    "bf16 dp2 to replicated": ("qwen3", (2, BF16), (2, f"{BF16} {REPLICATED}")),
+    "bf16 replicated tp2 to dp2": ("qwen3", (2, f"{BF16} {TP2} {REPLICATED}"), (2, BF16)),
+    "moe replicated to tp2 ep2": ("qwen3_moe", (2, REPLICATED), (2, f"{TP2} {EP2}")),
 }
 
 
