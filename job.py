@@ -69,8 +69,11 @@ def find_resume(config, latest: Path | None, fresh: dict) -> Path | None:
         return None
     if not (path / "trainer.json").is_file():
         raise InputError(f"trainer.resume={resume} is neither auto, never, nor a checkpoint directory")
-    saved = read_progress(path)["run"]
-    for key, value in fresh["run"].items():
+    progress = read_progress(path)
+    saved, run = progress["run"], fresh["run"]
+    if config.model_engine == "megatron":                   # whose weights it is the type of, with fp32 masters or without
+        saved, run = ({**x["run"], "engine.compute_dtype": x["export_dtype"]} for x in (progress, fresh))
+    for key, value in run.items():
         if saved.get(key) != value:
             raise InputError(f"{path} was written with {key}={saved.get(key)}, now it is {value}: set it back, or start anew in "
                              "another output_dir")

@@ -22,6 +22,7 @@ from engines.bridge import single_experts
 from engines.megatron import MegatronEngine
 from engines.memory import GIB, estimate_megatron
 from engines.parallel import ddp_config
+from job import find_resume
 from tests.fsdp_worker import BETAS, CLIP, SETTINGS, WEIGHT_DECAY, make_batch, make_loss
 from tests.launch import ROOT, launch
 from tests.megatron_worker import (AUX, BF16, BUCKETS, CASES, CP2, EP2, NO_SP, OVERLAP, PP2, REPLICATED, RESUMES, SAVED_AT,
@@ -420,6 +421,14 @@ def config(folder, *pairs):
 def test_layouts_that_cannot_work(folder, world, pairs, message):
     with pytest.raises(InputError, match=message):
         MegatronEngine.check(config(folder, *pairs), world)
+
+
+def test_resume_in_another_dtype_is_refused(folder, tmp_path):
+    written = {"run": {"model_engine": "megatron"}, "export_dtype": "float32"}
+    (tmp_path / "trainer.json").write_text(json.dumps(written))
+    assert find_resume(config(folder), tmp_path, written) == tmp_path
+    with pytest.raises(InputError, match="with engine.compute_dtype=float32, now it is bfloat16: set it back"):
+        find_resume(config(folder), tmp_path, written | {"export_dtype": "bfloat16"})
 
 
 @pytest.mark.parametrize("changes, message", [
