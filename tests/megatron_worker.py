@@ -49,6 +49,11 @@ class Case:
     def moe(self) -> bool:
         return self.family.startswith("qwen3_moe")
 
+    @property
+    def aux(self) -> bool:
+        """With the routers' auxiliary loss: as the setting or, of qwen3_moe_raw, as config.json says."""
+        return AUX in self.engine or self.family == "qwen3_moe_raw"
+
 
 TP2, PP2, CP2, VPP2 = (f"{name}_parallel_size=2" for name in ("tensor_model", "pipeline_model", "context",
                                                               "virtual_pipeline_model"))
@@ -79,7 +84,7 @@ CASES = {
         "moe ep2": Case("qwen3_moe", f"{EP2} {AUX}", steps=8),
         "moe ep2 uneven": Case("qwen3_moe_raw", f"{EP2} {AUX} {REPLICATED}", steps=8, uneven=True),
         "moe tp2 ep2 padded": Case("qwen3_moe", f"{TP2} {EP2} {AUX} {PADDED}", steps=8),
-        "moe cp2 ep2": Case("qwen3_moe_raw", f"{CP2} {EP2} {AUX}", steps=8),
+        "moe cp2 ep2": Case("qwen3_moe_raw", f"{CP2} {EP2}", steps=8),
         "moe pp2 full": Case("qwen3_moe", f"{PP2} {FULL} {AUX}", steps=8),
         "moe bf16 ep2": Case("qwen3_moe", f"{EP2} {AUX} {BF16}", steps=8),
         "critic moe ep2": Case("qwen3_moe", EP2, CRITIC_STEPS, critic=True)},
@@ -100,7 +105,7 @@ RESUMES = {
     "bf16 dp2 to tp2": ("qwen3", (2, BF16), (2, f"{BF16} {TP2}")),
     "replicated dp2 to tp2": ("llama", (2, REPLICATED), (2, f"{TP2} {REPLICATED}")),
     "moe ep2 to tp2": ("qwen3_moe", (2, EP2), (2, TP2)), "moe tp2 ep2 to one": ("qwen3_moe", (2, f"{TP2} {EP2}"), (1, "")),
-    "moe pp2 to ep2 replicated": ("qwen3_moe_raw", (2, f"{PP2} {REPLICATED}"), (2, f"{EP2} {REPLICATED}")),
+    "moe pp2 to ep2 replicated": ("qwen3_moe", (2, f"{PP2} {REPLICATED}"), (2, f"{EP2} {REPLICATED}")),
     "dp2 to replicated tp2": ("qwen3", (2, ""), (2, f"{TP2} {REPLICATED}")),
     "replicated pp2 to dp2": ("qwen2_tied", (2, f"{PP2} {REPLICATED}"), (2, "")),
     "bf16 dp2 to replicated": ("qwen3", (2, BF16), (2, f"{BF16} {REPLICATED}")),

@@ -25,7 +25,7 @@ from engines.parallel import ddp_config
 from job import find_resume
 from tests.fsdp_worker import BETAS, CLIP, SETTINGS, WEIGHT_DECAY, make_batch, make_loss
 from tests.launch import ROOT, launch
-from tests.megatron_worker import (AUX, BF16, BUCKETS, CASES, CP2, EP2, NO_SP, OVERLAP, PP2, REPLICATED, RESUMES, SAVED_AT,
+from tests.megatron_worker import (BF16, BUCKETS, CASES, CP2, EP2, NO_SP, OVERLAP, PP2, REPLICATED, RESUMES, SAVED_AT,
                                    TOTAL_STEPS, TP2, VPP2, value_loss)
 from tests.models import make_model
 from tests.test_fsdp import check_answers, column, plain_answers, worst
@@ -46,7 +46,8 @@ def folder(tmp_path_factory):
     for family in FAMILIES:
         make_model(folder / family, family, num_hidden_layers=4)
     make_model(folder / "qwen3_moe", "qwen3_moe", num_hidden_layers=4)
-    make_model(folder / "qwen3_moe_raw", "qwen3_moe", num_hidden_layers=4, norm_topk_prob=False)
+    make_model(folder / "qwen3_moe_raw", "qwen3_moe", num_hidden_layers=4, norm_topk_prob=False, output_router_logits=True,
+               router_aux_loss_coef=0.3)
     for name in ("no_files", "missing_weight", "wrong_shape"):
         make_model(folder / name, "llama", num_hidden_layers=4)
         file = folder / name / "model.safetensors"
@@ -161,7 +162,7 @@ def plain_training(directory, case, micro_batches):
     optim = load("sft.yaml", ["model.path=unused", *SETTINGS]).optim
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager",
                                                  experts_implementation="eager")
-    shape, coefficient = model.config, 0.3 if AUX in case.engine else 0.0
+    shape, coefficient = model.config, 0.3 if case.aux else 0.0
     if case.critic:
         model.lm_head = torch.nn.Linear(shape.hidden_size, 1, bias=False)
         torch.nn.init.zeros_(model.lm_head.weight)
@@ -217,9 +218,9 @@ def separate(name, tensor):
 def test_training_of_experts_equals_a_plain_loop(launches, folder, world, name):
     case, result = CASES[world][name], launches[world][name]
     steps, weights, asked = plain_training(folder / case.family, case, result["micro_batches"])
-    for key in ("loss", "entropy", "grad_norm", *(["router_aux_loss"] if AUX in case.engine else [])):
+    for key in ("loss", "entropy", "grad_norm", *(["router_aux_loss"] if case.aux else [])):
         assert worst(column(result["steps"], key), column(steps, key)) < BOUND, key
-    assert ("router_aux_loss" in result["steps"][0]) is (AUX in case.engine)
+    assert ("router_aux_loss" in result["steps"][0]) is case.aux
     got = load_file(folder / f"{world} {name}.safetensors")
     answers = got.pop("asked")[:, 0]
     assert got.keys() == weights.keys() and max(distance(got[n], weights[n]) for n in weights) < EXPERTS_BOUND
