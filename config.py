@@ -91,6 +91,7 @@ RULES = {key: rule for rule, keys in (
         trainer.rollout_freq trainer.max_checkpoints engine.fsdp_size"""),
     (optional(int, at_least(1)), "data.num_proc algorithm.ppo_mini_batch_size"),
     (optional((int, float), above(0.0)), "rollout.kv_cache_gib"),
+    (optional((int, float), at_least(0.0)), "engine.router_aux_loss_coef"),
     (optional(str), "data.cache_dir data.chat_template critic.path reference.path profiler.msprobe.config_path"),
     (optional(list, names), "profiler.torch.activities profiler.msprobe.stages"),
     (optional(str, one_of("statistics", "tensor")), "profiler.msprobe.task"),

@@ -69,8 +69,11 @@ def find_resume(config, latest: Path | None, fresh: dict) -> Path | None:
         return None
     if not (path / "trainer.json").is_file():
         raise InputError(f"trainer.resume={resume} is neither auto, never, nor a checkpoint directory")
-    saved = read_progress(path)["run"]
-    for key, value in fresh["run"].items():
+    progress = read_progress(path)
+    saved, run = progress["run"], fresh["run"]
+    if config.model_engine == "megatron":                   # whose weights it is the type of, with fp32 masters or without
+        saved, run = ({**x["run"], "engine.compute_dtype": x["export_dtype"]} for x in (progress, fresh))
+    for key, value in run.items():
         if saved.get(key) != value:
             raise InputError(f"{path} was written with {key}={saved.get(key)}, now it is {value}: set it back, or start anew in "
                              "another output_dir")
@@ -96,19 +99,21 @@ def layout(config, world_size: int) -> str:
     """How the ranks are divided to train, for dry_run."""
     sizes = {"tensor": "tensor_model", "context": "context", "pipeline": "pipeline_model"}
     sizes = {name: config.engine.get(f"{key}_parallel_size", 1) for name, key in sizes.items()}
-    data_parallel = world_size // math.prod(sizes.values())
-    return " x ".join([f"{data_parallel} data-parallel", *(f"{size} {name}-parallel" for name, size in sizes.items() if size > 1)])
+    data_parallel, experts = world_size // math.prod(sizes.values()), config.engine.get("expert_model_parallel_size", 1)
+    text = " x ".join([f"{data_parallel} data-parallel", *(f"{size} {name}-parallel" for name, size in sizes.items() if size > 1)])
+    return text + (f"; experts divided by {experts} within a pipeline stage" if experts > 1 else "")
 
 
 def print_memory(config, world_size: int, device_type: str, of: str = "", trains: bool = True) -> None:
     """The memory of one rank, estimated, for dry_run."""
-    from engines.memory import estimate
-    if config.model_engine != "fsdp":
-        print(f"memory{of}: not estimated for model_engine={config.model_engine}")
-        return
-    print(f"memory of one rank{of} [GiB], estimated:")
-    for name, gib in estimate(config, world_size, device_type, trains).items():
-        print(f"  {name:<24}{gib:9.2f}")
+    from engines.memory import estimate, estimate_megatron
+    if config.model_engine == "megatron":
+        stages = estimate_megatron(config, world_size, device_type, trains)
+    else:
+        stages = [estimate(config, world_size, device_type, trains)]
+    print(f"memory of one rank{of} [GiB], estimated{' for each pipeline stage' if len(stages) > 1 else ''}:")
+    for name in stages[0]:
+        print(f"  {name:<30}" + "".join(f"{stage[name]:9.2f}" for stage in stages))
 
 
 class StopSignal:

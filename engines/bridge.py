@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from mbridge.core.bridge import _MODEL_REGISTRY, Bridge
 from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs
@@ -19,11 +20,12 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from config import InputError
 from engines import torch_backend
+from engines.experts import MixtureOfExperts
 from engines.weights import weight_files
 
 torch_backend.install()
 
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 # What transformers computes from the configuration alone; other types change with the length of a sequence.
 ROPES = ("default", "llama3", "linear")
 
@@ -31,6 +33,14 @@ ROPES = ("default", "llama3", "linear")
 class HiddenStates(GPTModel):
     """The model up to its last norm: its output matrix only holds the weight. Returns [s, b, h], on every stage; s is
     this rank's share with sequence or context parallelism."""
+
+    def _preprocess(self, *, padding_mask: Tensor, **others) -> tuple:
+        """Megatron's divides the padding mask over tensor-parallel ranks on the first pipeline stage alone."""
+        results = super()._preprocess(**others)
+        if self.config.sequence_parallel:
+            group = mpu.get_tensor_model_parallel_group()
+            padding_mask = padding_mask.chunk(group.size(), dim=1)[group.rank()]
+        return *results[:5], padding_mask, *results[6:]
 
     def _postprocess(self, hidden_states: Tensor, **_) -> Tensor:
         return hidden_states
@@ -55,9 +65,13 @@ def check(hf_config, path: str) -> None:
     if rope not in ROPES:
         raise InputError(f"model.path={path}: model_engine=megatron has no rope type {rope!r}, only {', '.join(ROPES)}")
     biases = ("mlp_bias", "attention_bias") if hf_config.model_type != "qwen2" else ()
-    for name in ("use_sliding_window", "attention_dropout", *biases):
+    # mlp_only_layers: mbridge gives every layer experts.
+    for name in ("use_sliding_window", "attention_dropout", "mlp_only_layers", *biases):
         if getattr(hf_config, name, None):
             raise InputError(f"model.path={path}: {name} in config.json is not supported by model_engine=megatron")
+    if getattr(hf_config, "decoder_sparse_step", 1) != 1:
+        raise InputError(f"model.path={path}: decoder_sparse_step={hf_config.decoder_sparse_step} is not supported by "
+                         "model_engine=megatron")
     if hf_config.hidden_act != "silu":
         raise InputError(f"model.path={path}: hidden_act={hf_config.hidden_act} is not supported by "
                          "model_engine=megatron")
@@ -66,7 +80,10 @@ def check(hf_config, path: str) -> None:
 def check_files(hf: nn.Module, path: Path, critic: bool) -> None:
     """Raise InputError unless the files hold exactly the weights of hf, the model on the meta device. A critic's output
     matrix may be absent, or a policy's."""
-    expected, found = {name: list(p.shape) for name, p in hf.named_parameters()}, {}
+    expected, found = {}, {}
+    for name, p in hf.named_parameters():
+        experts = single_experts(name, p) if ".experts." in name else [(name, p)]
+        expected |= {name: list(x.shape) for name, x in experts}
     for file in weight_files(path):
         with safe_open(file, framework="pt") as tensors:
             found |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}
@@ -80,7 +97,8 @@ def check_files(hf: nn.Module, path: Path, critic: bool) -> None:
         if found[name] != shape:
             raise InputError(f"{name} has shape {found[name]} in the file, {shape} by config.json")
     # Besides parameters a file may hold the output matrix of a tied model once more.
-    unknown = {name for name in found if name not in hf.state_dict() and not name.endswith("rotary_emb.inv_freq")}
+    known = expected.keys() | hf.state_dict().keys()
+    unknown = {name for name in found if name not in known and not name.endswith("rotary_emb.inv_freq")}
     if unknown:
         raise InputError(f"model.path={path} holds {len(unknown)} weights that {type(hf).__name__} does not have, "
                          f"{min(unknown)} among them")
@@ -91,6 +109,10 @@ def make_bridge(hf_config, dtype: torch.dtype, **settings) -> Bridge:
     hf_config = copy.deepcopy(hf_config)
     hf_config.rope_theta = hf_config.rope_parameters["rope_theta"]
     family = _MODEL_REGISTRY[hf_config.model_type]
+    # A dictionary of its own: for a tied model mbridge writes into its class's, which all later models would share.
+    direct = dict(family._DIRECT_MAPPING)
+    if hf_config.tie_word_embeddings:
+        direct["output_layer.weight"] = direct["embedding.word_embeddings.weight"]
 
     # LLaMABridge would take Llama 3.1's rope for a linear interpolation.
     def gpt_arguments(self) -> dict:
@@ -100,12 +122,33 @@ def make_bridge(hf_config, dtype: torch.dtype, **settings) -> Bridge:
     def to_hf_format(self, name: str, weight: Tensor) -> tuple[list[str], list[Tensor]]:
         if name == "output_layer.weight" and len(weight) == 1:                 # a value head: no vocabulary, no padding
             return ["lm_head.weight"], [weight]
+        if ".experts." in name:
+            return tuple(zip(*single_experts(name, weight)))
         return family._weight_to_hf_format(self, name, weight)
 
-    # A class of its own: for a tied model mbridge writes into its class's mapping, which all later models would share.
-    # And LLaMABridge would take Llama 3.1's rope for a linear interpolation.
-    cls = type(family.__name__, (family,), {"_DIRECT_MAPPING": dict(family._DIRECT_MAPPING),
-                                            "_get_gptmodel_args": gpt_arguments, "_weight_to_hf_format": to_hf_format})
+    # mbridge has a parameter for each expert, engines.experts one for all of a rank.
+    def global_names(self, model: nn.Module, consider_ep: bool = True) -> dict[str, str]:
+        return family._weight_name_mapping_mcore_local_to_global(self, model, consider_ep=False)
+
+    def names_in_layer(self, name: str) -> list[str]:
+        if ".experts." not in name:
+            return family._weight_name_mapping_mlp(self, name)
+        number = self.config.num_moe_experts // self.mpu.ep_size
+        shapeless = torch.empty(number, 2, device="meta")
+        return [name for name, _ in single_experts(name, shapeless, number * self.mpu.ep_rank)]
+
+    def to_mcore_format(self, name: str, weights: list[Tensor]) -> Tensor:
+        if ".experts." not in name:
+            return family._weight_to_mcore_format(self, name, weights)
+        number = self.config.num_moe_experts // self.mpu.ep_size
+        return torch.cat(weights).to(self.dtype).unflatten(0, (number, -1))
+
+    cls = type(family.__name__, (family,), {
+        "_DIRECT_MAPPING": direct, "_get_gptmodel_args": gpt_arguments, "_weight_to_hf_format": to_hf_format,
+        "_weight_name_mapping_mcore_local_to_global": global_names, "_weight_name_mapping_mlp": names_in_layer,
+        "_weight_to_mcore_format": to_mcore_format})
+    if hf_config.model_type == "qwen3_moe":
+        settings |= dict(moe_grouped_gemm=False, moe_router_pre_softmax=not hf_config.norm_topk_prob)
     bridge = cls(hf_config, dtype=dtype, make_vocab_size_divisible_by=mpu.get_tensor_model_parallel_world_size())
     # Weights come from files. Not to initialize at all would also leave out the marks of what is divided over ranks.
     keep = {f"{name}init_method": lambda weight: weight for name in ("", "output_layer_", "embedding_")}
@@ -124,8 +167,12 @@ def build(bridge: Bridge, path: Path, critic: bool) -> list[HiddenStates]:
     models = []
     for stage in range(num_stages or 1):
         stage = stage if num_stages else None
+        layers = bridge._get_transformer_layer_spec(stage)
+        if config.num_moe_experts:
+            for layer in layers.layer_specs:
+                layer.submodules.mlp = MixtureOfExperts
         models.append(HiddenStates(
-            config=config, transformer_layer_spec=bridge._get_transformer_layer_spec(stage), vp_stage=stage,
+            config=config, transformer_layer_spec=layers, vp_stage=stage,
             pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
             post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
             share_embeddings_and_output_weights=hf_config.tie_word_embeddings and not critic, **arguments))
@@ -171,8 +218,48 @@ def export_tensors(bridge: Bridge, tensors: Iterator[tuple[str, Tensor]]) -> Ite
 def export(bridge: Bridge, models: list[nn.Module]) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, full tensor), in the same order on all ranks. A tied output matrix, which the last pipeline
     stage has a copy of, is left out."""
-    seen = set()
-    for name, tensor in bridge.export_weights(models):
-        if name not in seen:
-            seen.add(name)
-            yield name, tensor.detach()
+    stages, tp, ep = (group() for group in (mpu.get_pipeline_model_parallel_group, mpu.get_tensor_model_parallel_group,
+                                            mpu.get_expert_model_parallel_group))
+    parameters, listed, seen = {}, [None] * stages.size(), set()
+    for model in models:
+        names = bridge._weight_name_mapping_mcore_local_to_global(model)
+        parameters |= {names[name]: parameter for name, parameter in model.named_parameters()}
+    dist.all_gather_object(listed, [(name, p.shape, p.tensor_model_parallel, p.partition_dim)
+                                    for name, p in parameters.items()], stages)
+    for stage, name, shape, *division in ((stage, *entry) for stage, entries in enumerate(listed) for entry in entries):
+        weight = parameters[name].detach() if stage == stages.rank() else \
+            torch.empty(shape, dtype=bridge.dtype, device=torch.cuda.current_device())
+        if stages.size() > 1:
+            dist.broadcast(weight, group=stages, group_src=stage)
+        if ".experts." in name:
+            parts = gather(weight, ep)
+            found = [x for i, part in enumerate(parts) for x in single_experts(name, part, i * len(part))]
+        else:
+            weight.tensor_model_parallel, weight.partition_dim = division
+            if weight.tensor_model_parallel:
+                weight = bridge._weight_merge_across_tp(name, gather(weight, tp), weight)
+            found = zip(*bridge._weight_to_hf_format(name, weight))
+        for hf_name, tensor in found:
+            if hf_name not in seen:
+                seen.add(hf_name)
+                yield hf_name, tensor
+
+
+def gather(tensor: Tensor, group) -> list[Tensor]:
+    if group.size() == 1:
+        return [tensor]
+    parts = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(parts, tensor.contiguous(), group=group)
+    return parts
+
+
+def single_experts(name: str, stacked: Tensor, first: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, tensor) of each expert of a layer, from Megatron's or transformers' tensor of several."""
+    layer = name.split(".layers.")[1].split(".")[0]
+    for i, expert in enumerate(stacked, first):
+        prefix = f"model.layers.{layer}.mlp.experts.{i}."
+        if name.endswith(("linear_fc1", "gate_up_proj")):
+            gate, up = expert.chunk(2)
+            yield from ((f"{prefix}gate_proj.weight", gate), (f"{prefix}up_proj.weight", up))
+        else:
+            yield f"{prefix}down_proj.weight", expert

@@ -52,7 +52,10 @@ class FSDPEngine(Engine):
 
         self.compute_dtype = getattr(torch, engine.compute_dtype)
         compiled = uses_compile(engine, device.type)
-        self.hf = build_on_meta(self.hf_config, getattr(torch, engine.param_dtype), engine.use_remove_padding, critic)
+        self.hf = build_on_meta(self.hf_config, getattr(torch, engine.param_dtype), critic)
+        check_attention(self.hf)
+        if not engine.use_remove_padding:
+            self.hf.set_attn_implementation("sdpa")
         self.model = PackedValueModel(self.hf) if critic else \
             PackedCausalLM(self.hf, engine.log_prob_chunk_size, compiled, temperature)
         layers = [m for m in self.hf.modules() if type(m).__name__ in self.hf._no_split_modules]
@@ -279,23 +282,13 @@ def check_layout(config: DictConfig, hf_config, world_size: int) -> None:
             raise InputError(f"model.path={config.model.path}: {name} in config.json is not supported")
 
 
-def build_on_meta(hf_config, dtype: torch.dtype, packed: bool, critic: bool = False) -> nn.Module:
-    """The model without memory for its weights; a critic's output matrix has one row. Raises InputError for one that packed
-    sequences would run wrong: a pass over shapes alone shows whether its attention takes them and asks for nothing else."""
+def build_on_meta(hf_config, dtype: torch.dtype, critic: bool = False) -> nn.Module:
+    """The model without memory for its weights; a critic's output matrix has one row."""
     if critic:
         hf_config = copy.deepcopy(hf_config)
         hf_config.tie_word_embeddings = False
     with torch.device("meta"):
         hf = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation="packed")
-        if hf._is_stateful:
-            raise InputError(f"{type(hf).__name__} carries a state from token to token, across borders of packed sequences")
-        ids = torch.zeros(1, 4, dtype=torch.int64)
-        packing = Packing(torch.zeros(3, dtype=torch.int32), [0, 2, 4], 2)
-        try:
-            with torch.no_grad():
-                hf.base_model(input_ids=ids, position_ids=ids, use_cache=False, **packing.arguments())
-        except TypeError as error:
-            raise InputError(f"{type(hf).__name__} does not take packed sequences: {error}") from None
     # No batch has padding in it: a token that is called so is one like the others, and is learned.
     hf.get_input_embeddings().padding_idx = None
     if hf.get_output_embeddings().bias is not None:
@@ -303,9 +296,21 @@ def build_on_meta(hf_config, dtype: torch.dtype, packed: bool, critic: bool = Fa
     if critic:
         width = hf.get_output_embeddings().in_features
         hf.set_output_embeddings(nn.Linear(width, 1, bias=False, dtype=dtype, device="meta"))
-    if not packed:
-        hf.set_attn_implementation("sdpa")
     return hf
+
+
+def check_attention(hf: nn.Module) -> None:
+    """Raise InputError for a model on the meta device that packed sequences would run wrong: a pass over shapes alone shows
+    whether its attention takes them and asks for nothing else."""
+    if hf._is_stateful:
+        raise InputError(f"{type(hf).__name__} carries a state from token to token, across borders of packed sequences")
+    with torch.device("meta"), torch.no_grad():
+        ids = torch.zeros(1, 4, dtype=torch.int64)
+        packing = Packing(torch.zeros(3, dtype=torch.int32), [0, 2, 4], 2)
+        try:
+            hf.base_model(input_ids=ids, position_ids=ids, use_cache=False, **packing.arguments())
+        except TypeError as error:
+            raise InputError(f"{type(hf).__name__} does not take packed sequences: {error}") from None
 
 
 def is_sharded(engine: DictConfig, world_size: int) -> bool:
@@ -347,11 +352,14 @@ def build_optimizer(model: nn.Module, optim: DictConfig) -> torch.optim.AdamW:
 
 
 def count_flops(hf: nn.Module, hf_config) -> tuple[int, int, int]:
-    """Multiplications of a forward pass: (in the layers a token, in the output matrix a token that is asked for, in
-    causal attention a squared length: heads * dim * layers)."""
+    """Multiplications of a forward pass: (in the layers a token, of experts only those it goes to; in the output matrix a
+    token that is asked for; in causal attention a squared length: heads * dim * layers)."""
     head = hf.get_output_embeddings().weight.numel()
     outside = {hf.get_input_embeddings().weight, hf.get_output_embeddings().weight}      # one, if they are tied
     matrices = sum(p.numel() for p in hf.parameters() if p.ndim > 1) - sum(p.numel() for p in outside)
+    experts = sum(p.numel() for name, p in hf.named_parameters() if ".experts." in name)
+    if experts:
+        matrices -= experts * (hf_config.num_experts - hf_config.num_experts_per_tok) // hf_config.num_experts
     head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
     return matrices, head, hf_config.num_attention_heads * head_dim * hf_config.num_hidden_layers
 

@@ -3,6 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
@@ -20,10 +21,10 @@ from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, 
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from config import InputError
 from data.packing import Batch, pack, spread
 from engines import bridge, megatron_checkpoint, parallel, schedule
 from engines.base import Engine, LossFn
+from engines.experts import Router
 from engines.fsdp import build_on_meta, count_flops, read_hf_config
 from engines.logprobs import linear_log_probs
 from engines.megatron_cpu import cuda_is_cpu
@@ -54,7 +55,7 @@ class MegatronEngine(Engine):
         self.tp_group, self.pp_group = mpu.get_tensor_model_parallel_group(), mpu.get_pipeline_model_parallel_group()
         self.sequence_parallel = engine.sequence_parallel and self.tp_group.size() > 1
 
-        hf = build_on_meta(self.hf_config, torch.float32, packed=False, critic=critic)
+        hf = build_on_meta(self.hf_config, torch.float32, critic)
         bridge.check_files(hf, Path(config.model.path), critic)
         self._flops = count_flops(hf, self.hf_config)
         self.bridge = bridge.make_bridge(
@@ -63,6 +64,7 @@ class MegatronEngine(Engine):
             calculate_per_token_loss=True, gradient_accumulation_fusion=False,
             bias_activation_fusion=device.type != "cpu", **RECOMPUTE[engine.recompute])
         self.models = bridge.build(self.bridge, Path(config.model.path), critic)
+        self.routers = [module for model in self.models for module in model.modules() if isinstance(module, Router)]
         self.stages, self.optimizer = self.models, None                   # stages: as the schedule calls them, in DDP
         if optimize:
             self._build_optimizer()
@@ -74,8 +76,6 @@ class MegatronEngine(Engine):
         hf_config = read_hf_config(config.model.path)
         bridge.check(hf_config, config.model.path)
         parallel.check_layout(config, hf_config, world_size)
-        if config.trainer.async_save:
-            raise InputError("trainer.async_save=true is not supported by model_engine=megatron: set it to false")
         return hf_config
 
     def _build_optimizer(self) -> None:
@@ -108,6 +108,7 @@ class MegatronEngine(Engine):
                 amounts[name] += amount.detach()
             return loss, num_tokens, {}
 
+        coefficient = self._begin_routers(len(batch.input_ids))
         for stage in self.stages:
             stage.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -121,7 +122,22 @@ class MegatronEngine(Engine):
             box = [totals]
             dist.broadcast_object_list(box, mpu.get_pipeline_model_parallel_last_rank(), self.pp_group, self.device)
             totals = box[0]
+        if coefficient:
+            aux_losses = torch.stack([router.aux_loss for router in self.routers]).sum()
+            dist.all_reduce(aux_losses)
+            totals["router_aux_loss"] = aux_losses.item() / self.hf_config.num_hidden_layers
         return {**totals, "grad_norm": grad_norm, "lr": lr, "skipped": float(not math.isfinite(grad_norm))}
+
+    def _begin_routers(self, num_tokens: int) -> float:
+        """The weight of the routers' auxiliary loss on a batch of which this data-parallel rank has num_tokens."""
+        coefficient = self.config.engine.router_aux_loss_coef
+        if coefficient is None and self.routers and self.hf_config.output_router_logits:
+            coefficient = self.hf_config.router_aux_loss_coef
+        if coefficient:
+            num_tokens = self.sum_over_dp(torch.tensor(float(num_tokens))).item()
+            for router in self.routers:
+                router.begin(coefficient, num_tokens)
+        return coefficient
 
     def log_probs(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         log_probs, entropy, greedy = self._ask(batch)
@@ -171,7 +187,8 @@ class MegatronEngine(Engine):
 
         def forward(remaining: Iterator[MicroBatch], stage: nn.Module):
             micro_batch = next(remaining)
-            hidden = stage(micro_batch.input_ids, None, None, packed_seq_params=micro_batch.packing)
+            hidden = stage(micro_batch.input_ids, None, None, packed_seq_params=micro_batch.packing,
+                           padding_mask=micro_batch.padding)
             return hidden, partial(of_hidden, micro_batch)
 
         get_forward_backward_func()(
@@ -249,7 +266,7 @@ class MegatronEngine(Engine):
 
     def _gradients(self) -> list[Tensor]:
         wrapped = self.stages if self.optimizer is not None else []
-        return [buffer.grad_data for stage in wrapped for buffer in stage.buffers]
+        return [buffer.grad_data for stage in wrapped for buffer in (*stage.buffers, *stage.expert_parallel_buffers)]
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
@@ -275,9 +292,8 @@ class MegatronEngine(Engine):
         megatron_checkpoint.load(self.models, self.optimizer, state)
 
     @cuda_is_cpu()
-    def write(self, states: dict[str, dict], directory: Path, group: dist.ProcessGroup | None) -> None:
-        assert group is None, "check() refuses trainer.async_save"
-        megatron_checkpoint.write(states, directory)
+    def write(self, states: dict[str, dict], directory: Path, group: dist.ProcessGroup | None) -> Future | None:
+        return megatron_checkpoint.write(states, directory, group)
 
     @cuda_is_cpu()
     def read(self, states: dict[str, dict], directory: Path) -> dict[str, dict]:

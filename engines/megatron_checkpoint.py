@@ -2,55 +2,36 @@
 
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
-import megatron.core.optimizer
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from megatron.core import dist_checkpointing, parallel_state as mpu
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (FullyParallelLoadStrategyWrapper,
                                                                         FullyParallelSaveStrategyWrapper)
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
-from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+from megatron.core.dist_checkpointing.strategies.torch import (MCoreSavePlanner, TorchDistLoadShardedStrategy,
+                                                               TorchDistSaveShardedStrategy,
+                                                               _replace_state_dict_keys_with_sharded_keys,
+                                                               mcore_to_pyt_state_dict)
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding, extract_sharded_tensors_and_factories
+from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from transformers import AutoConfig
 
 from engines import bridge
 from engines.megatron_cpu import cuda_is_cpu
 
-# The only kind that another layout of tensor and pipeline parallelism can read.
+# The distributed optimizer's state by whole weights, which any layout can read.
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
-
-
-class AdamWDistributedOptimizer(DistributedOptimizer):
-    """megatron-core 0.16.1's, with torch's AdamW. That one counts steps in a tensor for each parameter, which
-    Megatron's checkpoint code expects before there is one, does not find when it reads, and then shares between all."""
-
-    def state_dict(self) -> dict:
-        if not self.optimizer.state:
-            for parameter in (p for group in self.optimizer.param_groups for p in group["params"]):
-                self.optimizer.state[parameter] = {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(parameter),
-                                                   "exp_avg_sq": torch.zeros_like(parameter)}
-        return super().state_dict()
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict) -> None:
-        super().load_state_dict(state_dict)
-        for state in self.optimizer.state.values():
-            state["step"] = state["step"].clone()
-
-    def _set_main_param_and_optimizer_states(self, model_param: Tensor, tensors: dict) -> None:
-        group, order = self.model_param_group_index_map[model_param]
-        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
-        super()._set_main_param_and_optimizer_states(model_param, {**tensors, "step": state["step"]})
-
-
-if megatron.core.optimizer.USING_PYTORCH_OPTIMIZER:
-    megatron.core.optimizer.DistributedOptimizer = AdamWDistributedOptimizer
 
 
 def sharded_state(models: list[nn.Module], optimizer, loading: bool) -> dict:
@@ -59,7 +40,9 @@ def sharded_state(models: list[nn.Module], optimizer, loading: bool) -> dict:
     names = [f"model{i}" for i in range(len(models))] if len(models) > 1 else ["model"]
     state = {name: model.sharded_state_dict(metadata=metadata) for name, model in zip(names, models)}
     if optimizer is not None:
-        state["optimizer"] = optimizer.sharded_state_dict(dict(state), is_loading=loading, metadata=METADATA)
+        optimizers = optimizer.chained_optimizers                                 # experts have one of their own
+        state["optimizer"] = {i: optimizer_state(o, dict(state), loading) for i, o in enumerate(optimizers)}
+        state["optimizer"]["step"] = get_step(optimizers[0])
     return state
 
 
@@ -68,19 +51,107 @@ def load(models: list[nn.Module], optimizer, state: dict) -> None:
         missing, unexpected = model.load_state_dict(state[f"model{i}" if len(models) > 1 else "model"], strict=False)
         missing = [name for name in missing if not name.endswith("_extra_state")]        # TransformerEngine's, for fp8
         assert not missing and not unexpected, (missing, unexpected)
-    if optimizer is not None:
-        optimizer.load_state_dict(state["optimizer"])
+    for i, o in enumerate(optimizer.chained_optimizers if optimizer is not None else []):
+        load_optimizer(o, state["optimizer"][i])
+        set_step(o, state["optimizer"]["step"])
 
 
-def write(states: dict[str, dict], directory: Path) -> None:
-    """states: engines by name, and "rng": {"rank_0": tensor} of this rank. Called by all ranks."""
+# -- optimizers: the same state of every weight, whichever of Megatron's optimizers has it -----------------------------
+
+
+def optimizer_state(optimizer, model_state: dict, loading: bool) -> dict[int, dict]:
+    """exp_avg, exp_avg_sq and, of weights that are not fp32 themselves, fp32_param of each weight of an optimizer."""
+    optimizer.init_state_fn(optimizer.optimizer, optimizer.config)                # what has made no step yet
+    if isinstance(optimizer, DistributedOptimizer):
+        state = optimizer.sharded_param_state_fully_reshardable(model_state, loading, METADATA)
+        for tensors in state.values():
+            main = tensors.pop("param")
+            if optimizer.config.bf16:
+                tensors["fp32_param"] = replace(main, key=main.key.replace("state.param", "state.fp32_param", 1))
+        return state
+    sharded = {id(x.data): x for x in nested_values(extract_sharded_tensors_and_factories(model_state)[0])}
+    return {i: {name: make_sharded_optimizer_tensor(sharded[id(weight)], tensor, f"optimizer.state.{name}")
+                for name, tensor in tensors.items()} for i, (weight, tensors) in enumerate(replicated_states(optimizer))}
+
+
+def replicated_states(optimizer) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+    """(weight, its state) of an optimizer that is not distributed."""
+    mains = optimizer.get_parameters()
+    for weight, main in zip(chain(*optimizer.float16_groups) if optimizer.config.bf16 else mains, mains, strict=True):
+        state = optimizer.optimizer.state[main]
+        tensors = {name: state[name] for name in ("exp_avg", "exp_avg_sq")}
+        yield weight, tensors | ({"fp32_param": main} if optimizer.config.bf16 else {})
+
+
+@torch.no_grad()
+def load_optimizer(optimizer, state: dict[int, dict[str, Tensor]]) -> None:
+    if not isinstance(optimizer, DistributedOptimizer):
+        for i, (_, tensors) in enumerate(replicated_states(optimizer)):
+            for name, tensor in tensors.items():
+                tensor.copy_(state[i][name])
+        return
+    for i, weight in enumerate(chain(*(buffer.param_index_map for buffer in optimizer.buffers))):
+        if weight in optimizer.model_param_gbuf_map:                              # of which this rank has a piece
+            piece, mine = (of(weight) for of in (optimizer._get_model_param_range_map,
+                                                 optimizer._get_main_param_and_optimizer_states))
+            for name, tensor in state[i].items():
+                mine["param" if name == "fp32_param" else name].copy_(
+                    tensor.flatten()[piece["param"].start:piece["param"].end])
+
+
+def get_step(optimizer) -> float:
+    """torch counts in the state of every weight, TransformerEngine and apex in groups of them."""
+    inner = optimizer.optimizer
+    counters = inner.state.values() if USING_PYTORCH_OPTIMIZER else inner.param_groups
+    return max((float(counter.get("step", 0)) for counter in counters), default=0.0)
+
+
+def set_step(optimizer, step: float) -> None:
+    if USING_PYTORCH_OPTIMIZER:
+        for state in optimizer.optimizer.state.values():
+            state["step"] = torch.tensor(step)
+    else:
+        for group in optimizer.optimizer.param_groups:
+            group["step"] = int(step)
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+class TorchWriter(TorchDistSaveShardedStrategy):
+    """Megatron's format, written by torch. Megatron's own writer forks processes from this one, with all its threads, also
+    in the foreground, and ends its work in the background with collectives of the training's groups."""
+
+    def __init__(self, group: dist.ProcessGroup | None):
+        super().__init__("torch_dist", 1)
+        self.group, self.writing = group, None
+
+    def save(self, sharded_state_dict: dict, checkpoint_dir: Path) -> None:
+        parts = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)[0]
+        for part in (x for same_key in parts.values() for x in same_key if isinstance(x, ShardedTensor)):
+            if self.group is not None:
+                part.data = part.data.detach().to("cpu", copy=True)        # training goes on with the original
+        arguments = dict(state_dict=mcore_to_pyt_state_dict(parts), storage_writer=FileSystemWriter(checkpoint_dir),
+                         planner=MCoreSavePlanner(flatten_state_dict=False))
+        if self.group is None:
+            dcp.save(**arguments)
+            return
+        background = ThreadPoolExecutor(max_workers=1)
+        self.writing = background.submit(dcp.save, **arguments, process_group=self.group)
+        background.shutdown(wait=False)
+
+
+def write(states: dict[str, dict], directory: Path, group: dist.ProcessGroup | None) -> Future | None:
+    """states: engines by name, and "rng": {"rank_0": tensor} of this rank. Called by all ranks. With a group (gloo) the
+    files are written in the background; when the Future is done on rank 0 all of them and their index are complete."""
     if dist.get_rank() == 0:
         directory.mkdir(parents=True)
     dist.barrier()
-    strategy = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy("torch_dist", 1),
-                                                mpu.get_data_parallel_group(with_context_parallel=True))
+    writer = TorchWriter(group)
+    strategy = FullyParallelSaveStrategyWrapper(writer, mpu.get_data_parallel_group(with_context_parallel=True))
     with warnings.catch_warnings(action="ignore"):                    # of torch, about Megatron's use of it
         dist_checkpointing.save(_prefixed(states), str(directory), strategy, content_metadata=METADATA)
+    return writer.writing
 
 
 def read(states: dict[str, dict], directory: Path) -> dict[str, dict]:

@@ -1,4 +1,4 @@
-"""Estimate of the memory that one rank of the FSDP engine takes, from shapes alone."""
+"""Estimate of the memory that one rank takes, from shapes alone."""
 
 import torch
 from omegaconf import DictConfig
@@ -9,7 +9,7 @@ GIB = 2**30
 
 
 def estimate(config: DictConfig, world_size: int, device_type: str, trains: bool = True) -> dict[str, float]:
-    """GiB of one rank by what holds it, when the last of several full micro-batches begins its backward pass; of an engine
+    """GiB of one rank of the FSDP engine by what holds it, when the last of several full micro-batches begins its backward pass; of an engine
     that is only asked (trains=False), in its forward pass.
 
     A micro-batch is data.max_tokens_per_micro_batch tokens. Activations are counted for a Llama-like layer: residual and
@@ -17,7 +17,7 @@ def estimate(config: DictConfig, world_size: int, device_type: str, trains: bool
     copies inside both norms and the activation of the gate.
     """
     engine, shape = config.engine, read_hf_config(config.model.path)
-    hf = build_on_meta(shape, torch.float32, packed=True)
+    hf = build_on_meta(shape, torch.float32)
     layers = [m for m in hf.modules() if type(m).__name__ in hf._no_split_modules]
     in_layer = sum(p.numel() for p in layers[0].parameters())
     num_parameters = sum(p.numel() for p in hf.parameters())
@@ -53,3 +53,57 @@ def estimate(config: DictConfig, world_size: int, device_type: str, trains: bool
         sizes = {name: size for name, size in sizes.items() if "gradient" not in name and "optimizer" not in name}
     sizes["device total"] = sum(size for name, size in sizes.items() if not name.endswith("host"))
     return {name: size / GIB for name, size in sizes.items()}
+
+
+def estimate_megatron(config: DictConfig, world_size: int, device_type: str, trains: bool = True) -> list[dict[str, float]]:
+    """GiB of one rank of the Megatron engine by what holds it, for every pipeline stage, at its fullest moment.
+
+    Parameters, gradients and optimizer are exact, but for the padding of buffers and for pieces of unequal size (these are
+    means over the ranks that share them). Activations as in estimate(), of as many micro-batches as wait for their backward
+    pass on that stage; every expert gets as many tokens as the others.
+    """
+    engine, shape = config.engine, read_hf_config(config.model.path)
+    tp, pp, cp, vpp = (engine[f"{name}_parallel_size"] for name in (
+        "tensor_model", "pipeline_model", "context", "virtual_pipeline_model"))
+    hf, num_layers, ep = build_on_meta(shape, torch.float32), shape.num_hidden_layers, engine.expert_model_parallel_size
+    compute = getattr(torch, engine.compute_dtype).itemsize
+    gradient = 4 if engine.override_ddp_config.get("grad_reduce_in_fp32", True) else compute
+    state = 8 if compute == 4 else 12                       # Adam's moments, and fp32 masters of weights that are not
+    in_layers = in_experts = 0
+    for name, p in hf.named_parameters():
+        whole = p.ndim == 1 and not name.endswith(".bias") or name.endswith(".mlp.gate.weight")     # norms, routers
+        if ".experts." in name:
+            in_experts += p.numel() // ep
+        elif ".layers." in name:
+            in_layers += p.numel() if whole else p.numel() // tp
+    head = -(-shape.vocab_size // tp) * shape.hidden_size
+
+    hidden, intermediate, topk = shape.hidden_size, shape.intermediate_size, getattr(shape, "num_experts_per_tok", 0)
+    head_dim = getattr(shape, "head_dim", None) or hidden // shape.num_attention_heads
+    q, kv = shape.num_attention_heads * head_dim, shape.num_key_value_heads * head_dim
+    tokens = config.data.max_tokens_per_micro_batch / cp
+    sp = tp if engine.sequence_parallel else 1
+    in_mlp = topk * (2 * hidden + 4 * shape.moe_intermediate_size) / sp if topk else 3 * intermediate / tp
+    in_layer = tokens * compute * (4 * hidden / sp + 3 * (q + kv) / tp + in_mlp)
+    stages = []
+    for stage in range(pp):
+        last = stage == pp - 1
+        dense = in_layers // pp + (stage == 0) * head + last * hidden            # the last norm
+        if last and not (shape.tie_word_embeddings and pp == 1):
+            dense += head
+        experts = in_experts // pp
+        waiting = pp - stage if vpp == 1 else 2 * (pp - stage - 1) + (vpp - 1) * pp + 1
+        layers = waiting * num_layers // (pp * vpp)
+        kept = layers * tokens * compute * hidden / sp + in_layer if engine.recompute == "full" else layers * in_layer
+        if not trains:
+            kept = in_layer
+        shares = (world_size // (pp * tp), world_size // (pp * ep)) if engine.use_distributed_optimizer else (1, 1)
+        logits = min(tokens, engine.log_prob_chunk_size) * head / hidden * (2 * compute + (0 if device_type == "cuda" else 8))
+        sizes = {"parameters": (dense + experts) * compute, "gradients": (dense + experts) * gradient,
+                 "optimizer": state * (dense / shares[0] + experts / shares[1]),
+                 "activations": kept + last * tokens * hidden * compute, "logits of a chunk": last * logits,
+                 "gradient of the output matrix": last * head * 4}
+        if not trains:
+            sizes = {name: size for name, size in sizes.items() if "gradient" not in name and "optimizer" not in name}
+        stages.append({name: size / GIB for name, size in {**sizes, "device total": sum(sizes.values())}.items()})
+    return stages

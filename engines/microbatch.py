@@ -15,6 +15,7 @@ class MicroBatch:
     """T tokens, of which k are asked about. This rank has `size` places, padding included, and answers some of the k.
 
     input_ids  [b, s] int64: this rank's share; packed: b = 1, all sequences in one row
+    padding    [b, s] bool: where there is no token
     packing    where the sequences lie, None when they are padded to one length
     place      [own] int64: into the [s * b] places of the hidden states [s, b, h], what precedes an asked token
     targets    [own] int64: the token that follows each
@@ -24,6 +25,7 @@ class MicroBatch:
     """
 
     input_ids: Tensor
+    padding: Tensor
     packing: Packing | None
     place: Tensor
     targets: Tensor
@@ -62,14 +64,15 @@ def lay_out(batch: Batch, packed: bool, multiple: int, group, device: torch.devi
     position = batch.position_ids
     owner, place = locate(row, position)
     ids = torch.zeros(size, dtype=torch.int64).index_copy(0, place[owner == rank], batch.input_ids[owner == rank])
-    ids = ids[None] if packed else ids.view(-1, len(padded)).T
+    padding = torch.ones(size, dtype=torch.bool).index_fill(0, place[owner == rank], False)
+    ids, padding = (x[None] if packed else x.view(-1, len(padded)).T for x in (ids, padding))
 
     asked = batch.fields["loss_mask"] != 0 if "loss_mask" in batch.fields else torch.ones(num_tokens, dtype=torch.bool)
     token = (asked & (position > 0)).nonzero()[:, 0]                  # nothing predicts a first token
     owner, place = locate(row[token], position[token] - 1)
     on_device = {name: to_device(x, device) for name, x in dict(
-        input_ids=ids, place=place[owner == rank], targets=batch.input_ids[token][owner == rank], token=token,
-        source=owner * size + place).items()}
+        input_ids=ids, padding=padding, place=place[owner == rank], targets=batch.input_ids[token][owner == rank],
+        token=token, source=owner * size + place).items()}
     packing = Packing.of(padded.tolist(), cp, rank, device) if packed else None
     fields = {name: to_device(values, device) for name, values in batch.fields.items()}
     return MicroBatch(packing=packing, num_tokens=num_tokens, fields=fields, **on_device)

@@ -33,18 +33,13 @@ def check_layout(config: DictConfig, hf_config, world_size: int) -> None:
     heads, layers = hf_config.num_attention_heads, hf_config.num_hidden_layers
     kv_heads = hf_config.num_key_value_heads or heads
     schedule.check(config.optim)
-    if engine.expert_model_parallel_size > 1:
-        raise InputError("engine.expert_model_parallel_size > 1 needs a mixture-of-experts model, which "
-                         "model_engine=megatron does not have yet: set it to 1")
     if world_size % model_parallel:
         raise InputError(f"tensor ({tp}) x pipeline ({pp}) x context ({cp}) parallel ranks do not divide the "
                          f"{world_size} ranks: change engine.*_parallel_size or the number of ranks")
     if heads % tp or (kv_heads % tp and tp % kv_heads):
         raise InputError(f"engine.tensor_model_parallel_size={tp} does not divide the model's {heads} attention heads "
                          f"and {kv_heads} key-value heads")
-    if hf_config.intermediate_size % tp:
-        raise InputError(f"engine.tensor_model_parallel_size={tp} does not divide intermediate_size="
-                         f"{hf_config.intermediate_size}")
+    check_experts(engine, hf_config, world_size)
     if vpp > 1 and pp == 1:
         raise InputError(f"engine.virtual_pipeline_model_parallel_size={vpp} needs "
                          "engine.pipeline_model_parallel_size > 1")
@@ -57,6 +52,27 @@ def check_layout(config: DictConfig, hf_config, world_size: int) -> None:
         raise InputError(f"data.train_batch_size={data.train_batch_size} is less than the "
                          f"{world_size // model_parallel} data-parallel ranks")
     ddp_config(engine)
+
+
+def check_experts(engine: DictConfig, hf_config, world_size: int) -> None:
+    """The same of what a layer has behind its attention."""
+    tp, ep = engine.tensor_model_parallel_size, engine.expert_model_parallel_size
+    num_experts, ranks = getattr(hf_config, "num_experts", None), world_size // engine.pipeline_model_parallel_size
+    if num_experts is None:
+        for key, harmless in (("expert_model_parallel_size", 1), ("router_aux_loss_coef", None)):
+            if engine[key] != harmless:
+                raise InputError(f"engine.{key}={engine[key]} needs a mixture of experts, which model_type="
+                                 f"{hf_config.model_type} is not: leave it out")
+        if hf_config.intermediate_size % tp:
+            raise InputError(f"engine.tensor_model_parallel_size={tp} does not divide intermediate_size="
+                             f"{hf_config.intermediate_size}")
+        return
+    if tp > 1 and not engine.sequence_parallel:
+        raise InputError("a mixture of experts with engine.tensor_model_parallel_size > 1 needs "
+                         "engine.sequence_parallel=true")
+    if num_experts % ep or ranks % ep:
+        raise InputError(f"engine.expert_model_parallel_size={ep} does not divide the model's {num_experts} experts and "
+                         f"the {ranks} ranks of a pipeline stage")
 
 
 def ddp_config(engine: DictConfig) -> DistributedDataParallelConfig:
@@ -90,15 +106,17 @@ def initialize(engine: DictConfig) -> None:
     sizes = dict(tensor_model_parallel_size=engine.tensor_model_parallel_size,
                  pipeline_model_parallel_size=engine.pipeline_model_parallel_size,
                  virtual_pipeline_model_parallel_size=virtual_stages(engine),
-                 context_parallel_size=engine.context_parallel_size)
+                 context_parallel_size=engine.context_parallel_size,
+                 expert_model_parallel_size=engine.expert_model_parallel_size)
     if mpu.model_parallel_is_initialized():
         now = dict(zip(sizes, (
             mpu.get_tensor_model_parallel_world_size(), mpu.get_pipeline_model_parallel_world_size(),
-            mpu.get_virtual_pipeline_model_parallel_world_size(), mpu.get_context_parallel_world_size())))
+            mpu.get_virtual_pipeline_model_parallel_world_size(), mpu.get_context_parallel_world_size(),
+            mpu.get_expert_model_parallel_world_size())))
         if now != sizes:
             raise InputError(f"engines of one process must share one layout: there is {now}, asked for {sizes}")
         return
-    mpu.initialize_model_parallel(**sizes)
+    mpu.initialize_model_parallel(**sizes, expert_tensor_parallel_size=1)
     # Nothing here draws random numbers, but recomputation expects that generators exist; the user's stay as they are.
     accelerators = [torch.accelerator.current_device_index()] if torch.accelerator.is_available() else []
     with torch.random.fork_rng(accelerators):

@@ -43,7 +43,8 @@ class Rollout:
         self.device, self.stop_ids = device, stop_token_ids(Path(config.model.path))
         tp = rollout.tensor_parallel_size
         self.replica, self.tp_rank, self.num_replicas = dist.get_rank() // tp, dist.get_rank() % tp, dist.get_world_size() // tp
-        self.tied = json.loads((Path(config.model.path) / "config.json").read_text()).get("tie_word_embeddings", False)
+        shape = json.loads((Path(config.model.path) / "config.json").read_text())
+        self.tied = shape.get("tie_word_embeddings", False)
         # Weights are pushed whole before every use, so level 2 may drop them; Ascend has level 1 only.
         self.sleep_level = 1 if device.type == "npu" else 2
         self.awake, self.weights_valid, self.asleep_gib = {"weights", "kv_cache"}, False, []
@@ -56,6 +57,8 @@ class Rollout:
         if device.type == "cpu":
             options = {}
             free_shared_memory(range(self.replica * tp, (self.replica + 1) * tp), self.tp_rank)
+        elif "num_experts_per_tok" in shape:
+            options["moe_backend"] = "triton"                   # others lay experts out anew, which update_weights does not
         kv_cache_gib = rollout.kv_cache_gib or (CPU_KV_CACHE_GIB if device.type == "cpu" else None)
         if kv_cache_gib:
             options["kv_cache_memory_bytes"] = int(kv_cache_gib * 2**30)
@@ -133,6 +136,8 @@ class Rollout:
         if self.device.type == "cuda":          # in place, 10 times as fast as reload_weights
             self.llm.apply_model(lambda model: model.load_weights(weights) and None)
         else:                                   # CPU linears are packed once loaded; this unpacks and packs them again
+            if self.device.type == "cpu":
+                self.llm.apply_model(forget_packed_experts)
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         for _ in weights:                       # collectives that other ranks wait for, should vLLM have stopped early
             pass
@@ -175,6 +180,14 @@ class Rollout:
     def shutdown(self) -> None:
         """End vLLM and, with it, the process group."""
         self.llm.llm_engine.engine_core.shutdown()
+
+
+def forget_packed_experts(model: torch.nn.Module) -> None:
+    """vLLM 0.32 packs a CPU's experts when it makes their kernel, and at a reload puts unpacked ones where these were."""
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+    for module in model.modules():
+        if isinstance(module, RoutedExperts):
+            module.quant_method.moe_kernel = None
 
 
 def check(config: DictConfig, world_size: int) -> None:

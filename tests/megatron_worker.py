@@ -11,21 +11,25 @@ import gc
 import json
 import logging
 import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
+from omegaconf import OmegaConf
 from safetensors.torch import save_file
+from torch.distributed.checkpoint import FileSystemWriter
 
 from config import InputError, load
 from data.packing import Batch
-from engines import device
+from engines import device, megatron_checkpoint
 from engines.base import Engine
 from engines.checkpoint import Checkpointer, export_hf
 from engines.fsdp import FSDPEngine
 from engines.megatron import MegatronEngine
+from engines.rollout import Rollout
 from tests.fsdp_worker import SETTINGS, digest, divide, gather, make_batch, make_loss, make_tokenizer
 
 TOTAL_STEPS, CRITIC_STEPS, SAVED_AT, CAP = 20, 8, 3, 96
@@ -41,15 +45,26 @@ class Case:
     critic: bool = False
     uneven: bool = False
 
+    @property
+    def moe(self) -> bool:
+        return self.family.startswith("qwen3_moe")
+
+    @property
+    def aux(self) -> bool:
+        """With the routers' auxiliary loss: as the setting or, of qwen3_moe_raw, as config.json says."""
+        return AUX in self.engine or self.family == "qwen3_moe_raw"
+
 
 TP2, PP2, CP2, VPP2 = (f"{name}_parallel_size=2" for name in ("tensor_model", "pipeline_model", "context",
                                                               "virtual_pipeline_model"))
 NO_SP, PADDED, REPLICATED = "sequence_parallel=false", "use_remove_padding=false", "use_distributed_optimizer=false"
 OVERLAP, BUCKETS = "overlap_grad_reduce=true", "override_ddp_config.bucket_size=1000"
+EP2, AUX = "expert_model_parallel_size=2", "router_aux_loss_coef=0.3"
 FULL, SELECTIVE, BF16 = "recompute=full", "recompute=selective", "compute_dtype=bfloat16"
 CASES = {
     1: {"one": Case("qwen3", steps=8), "one padded": Case("llama", PADDED, steps=8),
-        "one replicated": Case("qwen2_tied", REPLICATED, steps=8), "bf16": Case("qwen3", BF16, steps=8)},
+        "one replicated": Case("qwen2_tied", REPLICATED, steps=8), "bf16": Case("qwen3", BF16, steps=8),
+        "moe": Case("qwen3_moe", AUX, steps=8), "moe padded": Case("qwen3_moe_raw", f"{AUX} {PADDED}", steps=8)},
     2: {"tp2": Case("qwen2_tied", TP2), "tp2 no sp": Case("qwen3", f"{TP2} {NO_SP}"),
         "tp2 padded": Case("llama", f"{TP2} {PADDED}"), "tp2 full": Case("qwen3", f"{TP2} {FULL}"),
         "tp2 selective": Case("llama", f"{TP2} {SELECTIVE}", steps=8), "pp2": Case("llama", PP2),
@@ -64,12 +79,23 @@ CASES = {
         "critic tp2": Case("qwen2_tied", TP2, CRITIC_STEPS, critic=True),
         "critic pp2": Case("qwen2_tied", PP2, CRITIC_STEPS, critic=True),
         "critic tp2 no sp": Case("llama", f"{TP2} {NO_SP}", CRITIC_STEPS, critic=True),
-        "critic cp2": Case("qwen3", CP2, CRITIC_STEPS, critic=True)},
+        "critic cp2": Case("qwen3", CP2, CRITIC_STEPS, critic=True),
+        "moe dp2": Case("qwen3_moe", steps=8), "moe tp2": Case("qwen3_moe", f"{TP2} {AUX}", steps=8),
+        "moe ep2": Case("qwen3_moe", f"{EP2} {AUX}", steps=8),
+        "moe ep2 uneven": Case("qwen3_moe_raw", f"{EP2} {AUX} {REPLICATED}", steps=8, uneven=True),
+        "moe tp2 ep2 padded": Case("qwen3_moe", f"{TP2} {EP2} {AUX} {PADDED}", steps=8),
+        "moe cp2 ep2": Case("qwen3_moe_raw", f"{CP2} {EP2}", steps=8),
+        "moe pp2 full": Case("qwen3_moe", f"{PP2} {FULL} {AUX}", steps=8),
+        "moe bf16 ep2": Case("qwen3_moe", f"{EP2} {AUX} {BF16}", steps=8),
+        "critic moe ep2": Case("qwen3_moe", EP2, CRITIC_STEPS, critic=True)},
     4: {"tp2 pp2": Case("qwen3", f"{TP2} {PP2}"), "tp2 cp2": Case("qwen2_tied", f"{TP2} {CP2}"),
         "tp4": Case("llama", "tensor_model_parallel_size=4", steps=8),
         "pp2 cp2": Case("llama", f"{PP2} {CP2}", steps=8),
         "pp2 vpp2 dp2": Case("qwen2_tied", f"{PP2} {VPP2}", steps=8, uneven=True),
-        "critic tp2 pp2": Case("llama", f"{TP2} {PP2}", CRITIC_STEPS, critic=True)},
+        "critic tp2 pp2": Case("llama", f"{TP2} {PP2}", CRITIC_STEPS, critic=True),
+        "moe ep2 dp4": Case("qwen3_moe", f"{EP2} {AUX}", steps=8),
+        "moe tp2 ep4": Case("qwen3_moe", f"{TP2} {AUX} {REPLICATED} expert_model_parallel_size=4", steps=8),
+        "moe tp2 pp2 ep2": Case("qwen3_moe_raw", f"{TP2} {PP2} {EP2} {AUX}", steps=8)},
 }
 # From one layout to the next, each in the launch of its ranks: family, (ranks, settings) that save, and that resume.
 RESUMES = {
@@ -78,14 +104,21 @@ RESUMES = {
     "tp2 pp2 to one": ("qwen3", (4, f"{TP2} {PP2}"), (1, "")),
     "bf16 dp2 to tp2": ("qwen3", (2, BF16), (2, f"{BF16} {TP2}")),
     "replicated dp2 to tp2": ("llama", (2, REPLICATED), (2, f"{TP2} {REPLICATED}")),
+    "moe ep2 to tp2": ("qwen3_moe", (2, EP2), (2, TP2)), "moe tp2 ep2 to one": ("qwen3_moe", (2, f"{TP2} {EP2}"), (1, "")),
+    "moe pp2 to ep2 replicated": ("qwen3_moe", (2, f"{PP2} {REPLICATED}"), (2, f"{EP2} {REPLICATED}")),
+    "dp2 to replicated tp2": ("qwen3", (2, ""), (2, f"{TP2} {REPLICATED}")),
+    "replicated pp2 to dp2": ("qwen2_tied", (2, f"{PP2} {REPLICATED}"), (2, "")),
+    "bf16 dp2 to replicated": ("qwen3", (2, BF16), (2, f"{BF16} {REPLICATED}")),
+    "bf16 replicated tp2 to dp2": ("qwen3", (2, f"{BF16} {TP2} {REPLICATED}"), (2, BF16)),
+    "moe replicated to tp2 ep2": ("qwen3_moe", (2, REPLICATED), (2, f"{TP2} {EP2}")),
 }
 
 
 def main(folder: Path) -> None:
-    this_device, world, results = device.init(), dist.get_world_size(), {}
+    this_device, world, rank, results = device.init(), dist.get_world_size(), dist.get_rank(), {}
     logging.getLogger("megatron").setLevel(logging.ERROR)
     if world == 1:
-        for family, critic in {(c.family, c.critic) for cases in CASES.values() for c in cases.values()}:
+        for family, critic in {(c.family, c.critic) for cases in CASES.values() for c in cases.values() if not c.moe}:
             name = f"reference {family}" + " critic" * critic
             case = Case(family, "", CRITIC_STEPS if critic else TOTAL_STEPS, critic)
             results[name] = run(folder, this_device, f"1 {name}", case, FSDPEngine)
@@ -96,28 +129,36 @@ def main(folder: Path) -> None:
             results[f"save {name}"] = save(folder, this_device, name, family, saves[1])
         if resumes[0] == world:
             results[f"resume {name}"] = resume(folder, this_device, name, family, resumes[1])
-    for work in (roles, collectives, non_finite, offload, refused):
+    for work in (roles, background, collectives, non_finite, offload, refused, rollout):
         if world == 2:
             results[work.__name__] = work(folder, this_device)
-    if dist.get_rank() == 0:
+    if rank == 0:
         (folder / f"{world}.json").write_text(json.dumps(results))
     device.shutdown()
 
 
 def build(kind: type[Engine], model: Path, this_device: torch.device, settings: str = "", **arguments) -> Engine:
     """A new engine on a layout of its own. Only one lives at a time."""
-    gc.collect()
-    if mpu.model_parallel_is_initialized():
-        mpu.destroy_model_parallel()
+    new_layout()
     name = "fsdp" if kind is FSDPEngine else "megatron"
     config = load("sft.yaml", [f"model_engine={name}", f"model.path={model}", f"data.max_tokens_per_micro_batch={CAP}",
                                *SETTINGS, *(f"engine.{s}" for s in settings.split())])
     return kind(config, this_device, TOTAL_STEPS, **arguments)
 
 
+def new_layout() -> None:
+    gc.collect()
+    if mpu.model_parallel_is_initialized():
+        mpu.destroy_model_parallel()
+
+
 def run(folder: Path, this_device: torch.device, title: str, case: Case, kind: type[Engine]) -> dict:
     engine = build(kind, folder / case.family, this_device, case.engine, critic=case.critic)
     result = {"steps": train(engine, range(case.steps), case), "flops": engine.flops([3, 5], 4)}
+    if kind is MegatronEngine:
+        result["bytes"] = gather(count_bytes(engine))
+    if case.moe:
+        result["micro_batches"] = [micro_batches(engine, step, case) for step in range(case.steps)]
     weights = dict(engine.export_weights())
     asked = ask(engine, case)
     if dist.get_rank() == 0:
@@ -133,6 +174,26 @@ def train(engine: Engine, steps, case: Case) -> list[dict[str, float]]:
         loss_fn = value_loss(len(batch.input_ids)) if case.critic else make_loss(len(batch.input_ids))
         results.append(engine.train_batch(share, loss_fn, step))
     return results
+
+
+def count_bytes(engine: MegatronEngine) -> list[int]:
+    """Pipeline stage; bytes of parameters, of gradients, of the optimizer, that this rank has."""
+    def size(tensors):
+        return sum(x.numel() * x.element_size() for x in tensors)
+    parameters = [p for model in engine.models for p in model.parameters()]
+    optimizers = engine.optimizer.chained_optimizers
+    state = [x for o in optimizers for s in o.state.values() for name, x in s.items() if name != "step"]
+    if engine.compute_dtype is not torch.float32:                          # else these are the parameters themselves
+        state += [x for o in optimizers for x in o.get_parameters()]
+    return [engine.pp_group.rank(), size(parameters), size(p.main_grad for p in parameters), size(state)]
+
+
+def micro_batches(engine: MegatronEngine, step: int, case: Case) -> list[list[int]]:
+    """The sequences of each, of all data-parallel ranks: what a router's auxiliary loss depends on."""
+    batch = make_batch(step)
+    mine = divide(batch.lengths, engine.dp_size, case.uneven)[engine.dp_rank]
+    plans = dict(gather((engine.dp_rank, [[mine[i] for i in part] for part in engine._plan(batch.select(mine))])))
+    return [part for plan in plans.values() for part in plan]
 
 
 def value_loss(num_tokens: int):
@@ -209,6 +270,36 @@ def roles(folder: Path, this_device: torch.device) -> dict:
 # -- what else two ranks show ------------------------------------------------------------------------------------------
 
 
+def background(folder: Path, this_device: torch.device) -> dict:
+    """A save whose disk waits until training has gone on, and one in the foreground; both read again."""
+    engine, case, checkpointers = build(MegatronEngine, folder / "qwen3_moe", this_device, EP2), Case("qwen3_moe"), {}
+    disk = threading.Event()
+
+    class SlowDisk(FileSystemWriter):
+        def write_data(self, *arguments):
+            disk.wait(60)
+            return super().write_data(*arguments)
+
+    train(engine, range(2), case)
+    for kind in ("foreground", "background"):
+        checkpointers[kind] = Checkpointer(folder / "checkpoints" / kind, 2, asynchronous=kind == "background")
+    checkpointers["foreground"].save(2, engine, {"step": 2}, make_tokenizer())
+    saved, megatron_checkpoint.FileSystemWriter = digest(dict(engine.export_weights())), SlowDisk
+    checkpointers["background"].save(2, engine, {"step": 2}, make_tokenizer())
+    steps = train(engine, range(2, 5), case)
+    result = {"steps": steps, "meanwhile": [str(checkpointers["background"].latest()),
+                                            sorted(p.name for p in (folder / "checkpoints/background").iterdir())]}
+    disk.set()
+    checkpointers["background"].wait()
+    megatron_checkpoint.FileSystemWriter = FileSystemWriter
+    for kind, checkpointer in checkpointers.items():
+        engine = build(MegatronEngine, folder / "qwen3_moe", this_device, EP2)
+        checkpointer.load(checkpointer.latest(), engine)
+        result[kind] = {"restored": gather(digest(dict(engine.export_weights())) == saved)}
+        result[kind]["steps"] = train(engine, range(2, 5), case)
+    return result
+
+
 def collectives(folder: Path, this_device: torch.device) -> dict[str, list[str]]:
     """The collectives of one step, in the order in which torch ran them, by setting."""
     found = {}
@@ -251,6 +342,32 @@ def offload(folder: Path, this_device: torch.device) -> dict:
         engine.offload("optimizer")
         results[settings] = {"steps": steps + train(engine, range(2, 4), case), "num_names": len(names)}
     return results
+
+
+def rollout(folder: Path, this_device: torch.device) -> dict:
+    """Rounds of vLLM's generating and an update of a mixture of experts: how far apart their log-probabilities are (the
+    largest of both ranks), and how far the update moved them. vLLM has no attention on CPUs for heads of less than 32."""
+    model = folder / "qwen3_moe"
+    config = load("ppo.yaml", ["model_engine=megatron", f"model.path={model}", "data.train_files=unused", "optim.lr=0.02",
+                               "optim.weight_decay=0", "engine.compute_dtype=float32", f"engine.{EP2}",
+                               "rollout.kv_cache_gib=0.05", "data.max_prompt_length=16", "rollout.max_tokens=24",
+                               "validation.max_tokens=24"])
+    sampling = OmegaConf.merge(config.rollout, {"stop": []})
+    new_layout()
+    engine, vllm = MegatronEngine(config, this_device, TOTAL_STEPS), Rollout(config, this_device)
+    prompts, same, rounds = [list(range(3, 9 + i)) for i in range(6)], make_batch(0), []
+    for step in range(3):
+        before = engine.log_probs(same)[0]
+        vllm.wake("weights")
+        vllm.update_weights(engine.export_weights())
+        vllm.wake("kv_cache")
+        batch, _ = vllm.generate(prompts, [6 * vllm.replica + i for i in range(6)], sampling)
+        gap = (engine.log_probs(batch)[0] - batch.fields["rollout_log_probs"]).abs().max().item()
+        vllm.sleep()
+        engine.train_batch(batch, lambda log_probs, *_: (-log_probs.sum() / 100, {}), step)
+        rounds.append({"gap": max(gather(gap)), "moved": (engine.log_probs(same)[0] - before).abs().max().item()})
+    vllm.shutdown()                                      # which ends the process group, so this is the last work
+    return {"rounds": rounds}
 
 
 def refused(folder: Path, this_device: torch.device) -> dict:

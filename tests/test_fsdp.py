@@ -253,7 +253,7 @@ def test_a_token_called_padding_is_learned_like_others(folder, tmp_path):
     make_model(tmp_path, "qwen3", pad_token_id=5)
     hf_config = read_hf_config(tmp_path)
     assert AutoModelForCausalLM.from_config(hf_config).get_input_embeddings().padding_idx == 5
-    assert build_on_meta(hf_config, torch.float32, True).get_input_embeddings().padding_idx is None
+    assert build_on_meta(hf_config, torch.float32).get_input_embeddings().padding_idx is None
 
 
 def calls_a_step(result):

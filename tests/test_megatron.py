@@ -1,4 +1,5 @@
-"""The Megatron engine on 1, 2 and 4 ranks against the FSDP2 engine on one, in fp32, and what it refuses.
+"""The Megatron engine on 1, 2 and 4 ranks against the FSDP2 engine on one, in fp32, and what it refuses; mixtures of
+experts, which FSDP2 has none of, against a plain loop around transformers.
 
 All layouts of one world size share one launch of megatron_worker.py. Bounds: 1e-5 of the largest value.
 """
@@ -10,23 +11,33 @@ import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from config import InputError, load
+from engines import schedule
+from engines.bridge import single_experts
 from engines.megatron import MegatronEngine
+from engines.memory import GIB, estimate_megatron
 from engines.parallel import ddp_config
-from tests.fsdp_worker import make_batch
+from job import find_resume
+from tests.fsdp_worker import BETAS, CLIP, SETTINGS, WEIGHT_DECAY, make_batch, make_loss
 from tests.launch import ROOT, launch
-from tests.megatron_worker import BF16, BUCKETS, CASES, OVERLAP, REPLICATED, RESUMES, SAVED_AT, TOTAL_STEPS
+from tests.megatron_worker import (BF16, BUCKETS, CASES, CP2, EP2, NO_SP, OVERLAP, PP2, REPLICATED, RESUMES, SAVED_AT,
+                                   TOTAL_STEPS, TP2, VPP2, value_loss)
 from tests.models import make_model
 from tests.test_fsdp import check_answers, column, plain_answers, worst
 
 BOUND, ROUNDED_BOUND = 1e-5, 0.02
+# Adam makes a whole step of a rounding error in a gradient that is next to nothing, as some in experts are.
+EXPERTS_BOUND = 1e-4
 FAMILIES = ("qwen2_tied", "qwen3", "llama")
 ALL = [(world, name) for world in CASES for name in CASES[world]]
 EXACT = [(world, name) for world, name in ALL if BF16 not in CASES[world][name].engine]
-POLICIES = [(world, name) for world, name in EXACT if not CASES[world][name].critic]
+DENSE, EXPERTS = ([(world, name) for world, name in EXACT if CASES[world][name].moe is moe] for moe in (False, True))
+POLICIES = [(world, name) for world, name in DENSE if not CASES[world][name].critic]
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +45,9 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("megatron")
     for family in FAMILIES:
         make_model(folder / family, family, num_hidden_layers=4)
+    make_model(folder / "qwen3_moe", "qwen3_moe", num_hidden_layers=4)
+    make_model(folder / "qwen3_moe_raw", "qwen3_moe", num_hidden_layers=4, norm_topk_prob=False, output_router_logits=True,
+               router_aux_loss_coef=0.3)
     for name in ("no_files", "missing_weight", "wrong_shape"):
         make_model(folder / name, "llama", num_hidden_layers=4)
         file = folder / name / "model.safetensors"
@@ -61,7 +75,7 @@ def reference(launches, case):
 # -- the same results as FSDP2 -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world, name", EXACT)
+@pytest.mark.parametrize("world, name", DENSE)
 def test_training_equals_fsdp(launches, folder, world, name):
     case, result = CASES[world][name], launches[world][name]
     want = reference(launches, case)
@@ -121,7 +135,7 @@ def check_answers_by_dp_rank(asked, want, case, world):
         check_answers(stage, want, inner, case.uneven)
 
 
-@pytest.mark.parametrize("world, name", [(w, n) for w, n in EXACT if CASES[w][n].critic])
+@pytest.mark.parametrize("world, name", [(w, n) for w, n in DENSE if CASES[w][n].critic])
 def test_every_rank_gets_values(launches, folder, world, name):
     case = CASES[world][name]
     want = load_file(folder / f"1 reference {case.family} critic.safetensors")["asked"][0, 0]
@@ -129,13 +143,108 @@ def test_every_rank_gets_values(launches, folder, world, name):
         assert (answers - want).abs().max() < 1e-4 and (want != 0).sum() > 100
 
 
-@pytest.mark.parametrize("world, name", [(w, n) for w, n in ALL if BF16 in CASES[w][n].engine])
+@pytest.mark.parametrize("world, name", [(w, n) for w, n in ALL if BF16 in CASES[w][n].engine and not CASES[w][n].moe])
 def test_bfloat16_is_near(launches, world, name):
     """bf16 weights with fp32 masters: off by rounding, and not by more after 8 steps."""
     steps, want = launches[world][name]["steps"], launches[1]["reference qwen3"]["steps"]
     assert len(steps) == 8
     assert 10 * BOUND < worst(column(steps, "loss"), column(want[:8], "loss")) < ROUNDED_BOUND
     assert worst(column(steps, "grad_norm"), column(want[:8], "grad_norm")) < 5 * ROUNDED_BOUND
+
+
+# -- mixtures of experts -----------------------------------------------------------------------------------------------
+
+
+def plain_training(directory, case, micro_batches):
+    """(loss, gradient norm and auxiliary loss of each step; final weights; answers to batch 0 (asked), [T]) of a loop around
+    transformers. The auxiliary loss: of each layer's choices in each micro-batch, transformers' divided by the number of
+    choices of a token, weighted by the micro-batch's tokens."""
+    optim = load("sft.yaml", ["model.path=unused", *SETTINGS]).optim
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager",
+                                                 experts_implementation="eager")
+    shape, coefficient = model.config, 0.3 if case.aux else 0.0
+    if case.critic:
+        model.lm_head = torch.nn.Linear(shape.hidden_size, 1, bias=False)
+        torch.nn.init.zeros_(model.lm_head.weight)
+    named = dict(model.named_parameters())
+    groups = [{"params": [p for n, p in named.items() if ("norm" in n) is spared],
+               "weight_decay": 0.0 if spared else WEIGHT_DECAY} for spared in (False, True)]
+    optimizer, steps = torch.optim.AdamW(groups, betas=BETAS, foreach=False), []
+
+    def answer(ids):
+        """log-probabilities (a critic: values) and entropies behind a first 0, each [n], and the layers' router logits"""
+        out = model(ids[None], use_cache=False, output_router_logits=True)
+        log_p = out.logits[0, :-1].log_softmax(-1)
+        answers = [out.logits[0, :-1, 0]] if case.critic else \
+            [log_p.gather(-1, ids[1:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)]
+        return [F.pad(x, (1, 0)) for x in answers], out.router_logits
+
+    for step, parts in enumerate(micro_batches):
+        batch, result = make_batch(step), dict.fromkeys(("loss", "entropy", "router_aux_loss"), 0.0)
+        num_tokens = len(batch.input_ids)
+        loss_fn = value_loss(num_tokens) if case.critic else make_loss(num_tokens)
+        for part in (part for part in parts if part):
+            loss, aux_loss, router_logits = 0.0, 0.0, []
+            for i in part:
+                sequence = batch.select([i])
+                answers, logits = answer(sequence.input_ids)
+                mask = (sequence.fields["loss_mask"] * (sequence.position_ids > 0)).bool()
+                term, extra = loss_fn(*(x * mask for x in answers), sequence.fields)
+                loss, result["entropy"] = loss + term, result["entropy"] + extra["entropy"].item()
+                router_logits.append(logits)
+            for layer in map(torch.cat, zip(*router_logits)):
+                aux_loss += load_balancing_loss_func((layer,), shape.num_experts, shape.num_experts_per_tok) \
+                    / shape.num_experts_per_tok * len(layer) / num_tokens
+            (loss + coefficient * aux_loss).backward()
+            result["loss"] += loss.item()
+            result["router_aux_loss"] += aux_loss.item() / shape.num_hidden_layers
+        result["grad_norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item()
+        for group in optimizer.param_groups:
+            group["lr"] = schedule.learning_rate(optim, step, TOTAL_STEPS)
+        optimizer.step()
+        optimizer.zero_grad()
+        steps.append(result)
+    batch = make_batch(0)
+    with torch.no_grad():
+        asked = torch.cat([answer(batch.select([i]).input_ids)[0][0] for i in range(len(batch))])
+    return steps, {name: x for n, p in named.items() for name, x in separate(n, p.detach())}, asked
+
+
+def separate(name, tensor):
+    return single_experts(name, tensor) if ".experts." in name else [(name, tensor)]
+
+
+@pytest.mark.parametrize("world, name", EXPERTS)
+def test_training_of_experts_equals_a_plain_loop(launches, folder, world, name):
+    case, result = CASES[world][name], launches[world][name]
+    steps, weights, asked = plain_training(folder / case.family, case, result["micro_batches"])
+    for key in ("loss", "entropy", "grad_norm", *(["router_aux_loss"] if case.aux else [])):
+        assert worst(column(result["steps"], key), column(steps, key)) < BOUND, key
+    assert ("router_aux_loss" in result["steps"][0]) is case.aux
+    got = load_file(folder / f"{world} {name}.safetensors")
+    answers = got.pop("asked")[:, 0]
+    assert got.keys() == weights.keys() and max(distance(got[n], weights[n]) for n in weights) < EXPERTS_BOUND
+    assert all((a - asked)[~a.isnan()].abs().max() < 1e-4 for a in answers if not a.isnan().all())
+    assert sum((~a.isnan()).sum() for a in answers) >= len(asked) and asked.std() > 0.03
+
+
+def test_auxiliary_loss_makes_a_difference(launches):
+    """What the comparison rests on: of the gradient, and of which expert a token goes to."""
+    without, with_it = launches[2]["moe dp2"]["steps"], launches[2]["moe ep2"]["steps"]
+    assert without[0]["loss"] == pytest.approx(with_it[0]["loss"], rel=BOUND)
+    assert abs(without[0]["grad_norm"] / with_it[0]["grad_norm"] - 1) > 0.1
+    assert min(column(with_it, "router_aux_loss")) > 1.01 and with_it[-1]["router_aux_loss"] < with_it[3]["router_aux_loss"]
+
+
+def test_bfloat16_experts_are_near(launches):
+    steps, want = (launches[2][name]["steps"] for name in ("moe bf16 ep2", "moe ep2"))
+    for key, bound in (("loss", ROUNDED_BOUND), ("router_aux_loss", ROUNDED_BOUND), ("grad_norm", 5 * ROUNDED_BOUND)):
+        assert 10 * BOUND < worst(column(steps, key), column(want, key)) < bound
+
+
+def test_vllm_has_the_trainers_experts(launches):
+    rounds = launches[2]["rollout"]["rounds"]
+    assert len(rounds) == 3 and max(column(rounds, "gap")) < 1e-4 and min(column(rounds, "moved")) > 0.1
 
 
 # -- gradients, memory, checkpoints ------------------------------------------------------------------------------------
@@ -179,9 +288,50 @@ def test_resume_on_another_layout(launches, name):
     bound = ROUNDED_BOUND if BF16 in settings else BOUND
     for key in ("loss", "grad_norm", "lr"):
         assert worst(column(resumed["steps"], key), column(saved["steps"], key)) < bound, key
-        if BF16 not in settings:
+        if BF16 not in settings and "moe" not in family:
             whole = launches[1][f"reference {family}"]["steps"][SAVED_AT:2 * SAVED_AT]
             assert worst(column(saved["steps"], key), column(whole, key)) < bound, key
+
+
+def test_background_save_is_of_its_moment_and_appears_complete(launches):
+    """As the one in the foreground: three steps of training, which the disk waits for, do not show."""
+    result = launches[2]["background"]
+    assert result["meanwhile"] == ["None", ["step_00000002.tmp"]], "all that a kill would leave behind"
+    for kind in ("foreground", "background"):
+        assert result[kind]["restored"] == [True, True] and result[kind]["steps"] == result["steps"], kind
+
+
+@pytest.mark.parametrize("world, name", [(w, n) for w, n in ALL if not CASES[w][n].critic])
+def test_estimate_of_memory_is_what_there_is(launches, folder, world, name):
+    """Parameters, gradients and optimizer of every rank of every pipeline stage (the last: of their mean)."""
+    case, found = CASES[world][name], launches[world][name]["bytes"]
+    settings = config(folder, f"model.path={folder / case.family}", "engine.compute_dtype=float32",
+                      *(f"engine.{s}" for s in case.engine.split()))
+    stages = estimate_megatron(settings, world, "cpu")
+    assert len(stages) == len({stage for stage, *_ in found})
+    for stage, estimated in enumerate(stages):
+        ranks = [sizes for at, *sizes in found if at == stage]
+        for parameters, gradients, _ in ranks:
+            assert (parameters, gradients) == (estimated["parameters"] * GIB, estimated["gradients"] * GIB)
+        assert sum(optimizer for *_, optimizer in ranks) / len(ranks) == pytest.approx(estimated["optimizer"] * GIB, rel=1e-12)
+
+
+def test_estimate_of_activations(folder):
+    """By what they are divided, and how many micro-batches wait on which stage."""
+    def of(world, *settings, family="llama", key="activations"):
+        pairs = [f"model.path={folder / family}", "data.max_tokens_per_micro_batch=8192", *(f"engine.{s}" for s in settings)]
+        return [stage[key] for stage in estimate_megatron(config(folder, *pairs), world, "cuda")]
+    hidden, one = 8192 * 32 * 2 / GIB, of(1)[0]                               # bf16; 4 layers of 32, 48 inside
+    in_layer = 8192 * 2 * (4 * 32 + 3 * (32 + 16) + 3 * 48) / GIB
+    assert one == pytest.approx(4 * in_layer + hidden)
+    assert of(1, "recompute=selective") == [one] and of(1, "recompute=full")[0] == pytest.approx(in_layer + 5 * hidden)
+    assert of(2) == [one] and of(2, CP2)[0] == pytest.approx(one / 2) and of(2, TP2)[0] == pytest.approx(2 * in_layer + hidden)
+    assert of(2, TP2, NO_SP)[0] == pytest.approx(2 * in_layer + 8192 * 2 * 8 * 32 / GIB + hidden)
+    assert of(2, PP2) == pytest.approx([4 * in_layer, 2 * in_layer + hidden])
+    assert of(2, PP2, VPP2) == pytest.approx([5 * in_layer, 3 * in_layer + hidden])
+    experts = [of(n, *s, family="qwen3_moe")[0] for n, s in ((1, ()), (2, (EP2,)), (2, (TP2, EP2)))]
+    assert experts[0] == experts[1] > experts[2] > experts[0] / 2
+    assert of(2, key="optimizer")[0] == of(1, key="optimizer")[0] / 2 == of(2, REPLICATED, key="optimizer")[0] / 2
 
 
 def test_roles_share_a_process_and_a_checkpoint(launches, folder):
@@ -208,7 +358,7 @@ def test_exported_directory_loads(launches, folder, name):
     assert model.config.rope_parameters == family.config.rope_parameters
 
 
-@pytest.mark.parametrize("name", ["tp2 to one", "tp2 pp2 to one"])
+@pytest.mark.parametrize("name", ["tp2 to one", "tp2 pp2 to one", "moe tp2 ep2 to one"])
 def test_offline_export(launches, folder, tmp_path, name):
     """A checkpoint as a model directory: the bits that a resumed engine exports."""
     checkpoint = folder / "checkpoints" / name / f"step_{SAVED_AT:08d}"
@@ -231,9 +381,12 @@ def test_broken_models(launches, name, message):
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
+MOE = "model.path=FOLDER/qwen3_moe"
+
+
 def config(folder, *pairs):
     return load("sft.yaml", ["model_engine=megatron", f"model.path={folder / 'llama'}", "data.train_files=unused",
-                             *pairs])
+                             *(pair.replace("FOLDER", str(folder)) for pair in pairs)])
 
 
 @pytest.mark.parametrize("world, pairs, message", [
@@ -247,10 +400,15 @@ def config(folder, *pairs):
     (2, ["engine.context_parallel_size=2", "data.max_tokens_per_micro_batch=1022"], "must be a multiple of 4"),
     (4, ["engine.tensor_model_parallel_size=2", "engine.context_parallel_size=2",
          "data.max_tokens_per_micro_batch=1020"], "must be a multiple of 8"),
-    (2, ["engine.expert_model_parallel_size=2"], "needs a mixture-of-experts model"),
+    (2, ["engine.expert_model_parallel_size=2"], "expert_model_parallel_size=2 needs a mixture of experts"),
+    (1, ["engine.router_aux_loss_coef=0.1"], "router_aux_loss_coef=0.1 needs a mixture of experts"),
+    (3, [MOE, "engine.expert_model_parallel_size=3"], "parallel_size=3 does not divide the model's 8 experts"),
+    (2, [MOE, "engine.expert_model_parallel_size=4"], "and the 2 ranks of a pipeline stage"),
+    (4, [MOE, "engine.expert_model_parallel_size=4", "engine.pipeline_model_parallel_size=2"], "and the 2 ranks"),
+    (2, [MOE, "engine.tensor_model_parallel_size=2", "engine.sequence_parallel=false"],
+     "mixture of experts with engine.tensor_model_parallel_size > 1 needs engine.sequence_parallel=true"),
     (4, ["data.train_batch_size=3"], "train_batch_size=3 is less than the 4 data-parallel ranks"),
     (1, ["optim.lr_scheduler_type=constant", "optim.min_lr_ratio=0.1"], "no effect with a constant schedule"),
-    (1, ["trainer.async_save=true"], "async_save=true is not supported"),
     (1, ["model.path=/nowhere"], "holds no config.json"),
     (1, ["engine.override_ddp_config.use_distributed_optimizer=false"],
      "contradicts engine.use_distributed_optimizer=True"),
@@ -266,9 +424,19 @@ def test_layouts_that_cannot_work(folder, world, pairs, message):
         MegatronEngine.check(config(folder, *pairs), world)
 
 
+def test_resume_in_another_dtype_is_refused(folder, tmp_path):
+    written = {"run": {"model_engine": "megatron"}, "export_dtype": "float32"}
+    (tmp_path / "trainer.json").write_text(json.dumps(written))
+    assert find_resume(config(folder), tmp_path, written) == tmp_path
+    with pytest.raises(InputError, match="with engine.compute_dtype=float32, now it is bfloat16: set it back"):
+        find_resume(config(folder), tmp_path, written | {"export_dtype": "bfloat16"})
+
+
 @pytest.mark.parametrize("changes, message", [
     (dict(model_type="mistral"), "has no mistral models"),
-    (dict(model_type="qwen3_moe", num_experts=4), "has no qwen3_moe models"),
+    (dict(model_type="qwen2_moe", num_experts=4), "has no qwen2_moe models"),
+    (dict(model_type="qwen3_moe", mlp_only_layers=[0]), "mlp_only_layers in config.json is not supported"),
+    (dict(model_type="qwen3_moe", decoder_sparse_step=2), "decoder_sparse_step=2 is not supported"),
     (dict(use_sliding_window=True, sliding_window=7), "use_sliding_window in config.json is not supported"),
     (dict(attention_dropout=0.1), "attention_dropout in config.json is not supported"),
     (dict(hidden_act="gelu"), "hidden_act=gelu is not supported"),
