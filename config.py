@@ -158,15 +158,16 @@ def load(defaults: str, arguments: list[str]) -> DictConfig:
 
 
 def run(main: Callable[[DictConfig], None], defaults: str, doc: str) -> None:
-    """Entry of a script: load the configuration from sys.argv, call main(config); an InputError is one line, exit 2."""
+    """Entry of a script: load the configuration from sys.argv, call main(config); an InputError is one line a node, exit 2."""
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(doc, (CONFIGS / defaults).read_text(), sep="\n")
         return
     try:
         main(load(defaults, sys.argv[1:]))
     except InputError as error:
-        if int(os.environ.get("RANK", 0)) == 0:
-            print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        rank = int(os.environ.get("RANK", 0))
+        if int(os.environ.get("LOCAL_RANK", rank)) == 0:            # a file may be missing on one node alone
+            print(f"error{f' on rank {rank}' if rank else ''}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         sys.exit(2)
 
 

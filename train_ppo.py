@@ -8,7 +8,7 @@
 Arguments are YAML files and key=value pairs, later ones win; configs/ppo.yaml lists every key. Rewards: rewards.py, or
 reward.function=my_file.py:name. SIGTERM or SIGUSR1 saves a checkpoint and exits 0; the same command goes on from there.
 (torchrun does not hand on SIGUSR1 and kills after 30 s: give it --signals-to-handle SIGTERM,SIGUSR1
---shutdown-timeout 600.) Mistakes are one line on rank 0 and exit code 2.
+--shutdown-timeout 600.) Mistakes are one line a node and exit code 2.
 
 A step: prompts -> vLLM -> sleep -> rewards -> log-probabilities and values -> advantages -> critic, actor -> vLLM wakes
 with the new weights. Every rank holds the whole step's tokens in host memory and works out the same advantages from them;

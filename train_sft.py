@@ -8,7 +8,7 @@
 
 Arguments are YAML files and key=value pairs, later ones win; configs/sft.yaml lists every key. SIGTERM or SIGUSR1 saves
 a checkpoint and exits 0; the same command goes on from there. (torchrun does not hand on SIGUSR1 and kills after
-30 s: give it --signals-to-handle SIGTERM,SIGUSR1 --shutdown-timeout 600.) Mistakes are one line on rank 0 and exit code 2.
+30 s: give it --signals-to-handle SIGTERM,SIGUSR1 --shutdown-timeout 600.) Mistakes are one line a node and exit code 2.
 """
 
 import time

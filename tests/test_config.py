@@ -1,6 +1,6 @@
 import pytest
 
-from config import InputError, load
+from config import InputError, load, run
 
 NEEDED = ["model.path=m", "data.train_files=t.jsonl"]
 
@@ -63,3 +63,18 @@ def test_a_missing_value_and_a_broken_file(tmp_path):
     (tmp_path / "list.yaml").write_text("- 1\n")
     with pytest.raises(InputError, match="must hold keys and values"):
         load("sft.yaml", [*NEEDED, str(tmp_path / "list.yaml")])
+
+
+@pytest.mark.parametrize("rank, local_rank, said", [
+    (None, None, "error: broken\n"), ("0", "0", "error: broken\n"), ("1", "1", ""), ("1", None, ""),
+    ("8", "0", "error on rank 8: broken\n")])
+def test_an_error_is_one_line_a_node_and_exit_code_2(monkeypatch, capsys, rank, local_rank, said):
+    monkeypatch.setattr("sys.argv", ["train_sft.py", *NEEDED])
+    for name, value in (("RANK", rank), ("LOCAL_RANK", local_rank)):
+        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+
+    def main(config):
+        raise InputError("broken")
+    with pytest.raises(SystemExit) as left:
+        run(main, "sft.yaml", "")
+    assert left.value.code == 2 and capsys.readouterr().err == said
