@@ -147,6 +147,9 @@ def new_layout() -> None:
     gc.collect()
     if mpu.model_parallel_is_initialized():
         mpu.destroy_model_parallel()
+        # Megatron only forgets its groups; gloo's threads, some for each, would be thousands after thirty layouts.
+        for group in [g for g in dist.distributed_c10d._world.pg_map if g is not dist.group.WORLD]:
+            dist.destroy_process_group(group)
 
 
 def run(folder: Path, this_device: torch.device, title: str, case: Case, kind: type[Engine]) -> dict:
