@@ -108,7 +108,7 @@ def main(config):
     if step < total_steps:
         wake()
         if step == 0 and val and trainer.val_before_train:
-            tracker.log(0, validate())
+            tracker.log(0, validate() | profiler.end_step())
     while step < total_steps and not stop.requested:
         start = time.perf_counter()
         profiler.begin_step(step + 1)

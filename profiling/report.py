@@ -53,7 +53,10 @@ def write_report(run: Path) -> Path:
     present = {name for line in lines for name in line if line[name]}       # what is always 0 says nothing
     panels = [(title, [n for n in names if n in present]) for title, names in PANELS]
     panels = [(title, names) for title, names in panels if names]
-    stages = sorted(n for n in present if n.startswith("timing/") and n != "timing/step")
+    steps = [line for line in lines if "timing/step" in line]
+    visible = 0.01 * sum(line["timing/step"] for line in steps)
+    stages = [n for n in sorted(present - {"timing/step"})
+              if n.startswith("timing/") and sum(s.get(n, 0.0) for s in steps) > visible]
     columns = 4
     rows = max(1, -(-(len(panels) + bool(stages)) // columns))
     figure, axes = pyplot.subplots(rows, columns, figsize=(4 * columns, 3 * rows), squeeze=False, layout="constrained")
@@ -67,11 +70,11 @@ def write_report(run: Path) -> Path:
             axis.legend(fontsize=8)
     used = len(panels)
     if stages:
-        steps = [line for line in lines if "timing/step" in line]
         flat[used].stackplot([s["step"] for s in steps], [[s.get(n, 0.0) for s in steps] for n in stages],
                              labels=[n.removeprefix("timing/") for n in stages])
+        flat[used].set_ylim(top=1.6 * max(sum(s.get(n, 0.0) for n in stages) for s in steps))      # room for the legend
         flat[used].set_title("time by stage [s]")
-        flat[used].legend(fontsize=8, loc="upper right")
+        flat[used].legend(fontsize=8, loc="upper right", ncols=2)
         used += 1
     for axis in flat[:used]:
         axis.set_xlabel("step")
