@@ -80,6 +80,15 @@ def find_resume(config, latest: Path | None, fresh: dict) -> Path | None:
     return path
 
 
+def bind_cpus(config, device) -> None:
+    """Keep this rank on the CPUs near its accelerator, if trainer.numa_affinity says so, and tell what was done."""
+    import torch.distributed as dist
+
+    from engines import affinity
+    if config.trainer.numa_affinity and device.type != "cpu":
+        print(f"rank {dist.get_rank()}: {affinity.bind(device)}", flush=True)
+
+
 def start_profiler(config, device, total_steps: int, model_stages: list[str]):
     """The Profiler that `profiler` and trainer.profile_interval ask for. model_stages: those of this run in which a model
     runs, which msprobe can dump."""

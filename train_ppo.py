@@ -33,7 +33,7 @@ def main(config):
 
     import job
     import tracking
-    from engines import affinity, device, rollout
+    from engines import device, rollout
     from engines.base import engine_class
     from engines.checkpoint import Checkpointer, export_hf
     from grading import Grader
@@ -43,8 +43,7 @@ def main(config):
 
     stop, this_device = job.StopSignal(), device.init()
     rank, out, trainer, algorithm = dist.get_rank(), Path(config.output_dir), config.trainer, config.algorithm
-    if trainer.numa_affinity and this_device.type != "cpu":
-        print(f"rank {rank}: {affinity.bind(this_device)}", flush=True)
+    job.bind_cpus(config, this_device)
     config = job.with_local_model(config)
     check = engine_class(config.model_engine).check
     shapes = {role: check(settings, dist.get_world_size()) for role, settings in ppo.roles(config).items()}

@@ -25,15 +25,14 @@ def main(config):
     import job
     import tracking
     from data.packing import global_batch, partition
-    from engines import affinity, device
+    from engines import device
     from engines.base import engine_class
     from engines.checkpoint import Checkpointer, export_hf
     from profiling.report import write_report
 
     stop, this_device = job.StopSignal(), device.init()
     rank, out, trainer = dist.get_rank(), Path(config.output_dir), config.trainer
-    if trainer.numa_affinity and this_device.type != "cpu":
-        print(f"rank {rank}: {affinity.bind(this_device)}", flush=True)
+    job.bind_cpus(config, this_device)
     config = job.with_local_model(config)
     hf_config = engine_class(config.model_engine).check(config, dist.get_world_size())
     tracking.check(config)

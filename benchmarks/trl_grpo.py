@@ -5,9 +5,9 @@ benchmarks/trl_sft.py.
         --micro-batch-size 8
     torchrun --nproc-per-node 2 benchmarks/trl_grpo.py ...                       data parallel: DDP, gloo on a CPU
 
-fp32 (or --dtype), AdamW, constant learning rate, no gradient checkpointing, no divergence from a reference (beta=0), one optimizer
-step a rollout, loss_type="dapo" (TRL's default: the mean over all tokens of the step). All responses of a step are
-generated at once by transformers, as TRL does without vLLM; --continuous-batching takes its other generator,
+fp32 (or --dtype), AdamW, constant learning rate, no gradient checkpointing, no divergence from a reference (beta=0), one
+optimizer step a rollout, loss_type="dapo" (TRL's default: the mean over all tokens of the step). All responses of a step
+are generated at once by transformers, as TRL does without vLLM; --continuous-batching takes its other generator,
 generate_batch; --vllm takes vLLM in the same process, asleep while training (vllm_mode="colocate"), which needs a GPU.
 
 Seconds of a step by stage, on rank 0: generate (templates and decoding included), reward, update (forward, backward,

@@ -61,6 +61,12 @@ def on_rank0(work: Callable, *args):
     return box[0]
 
 
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """From pinned memory, so that the copy waits for nothing that the device still has to do."""
+    return tensor.contiguous().pin_memory().to(device, non_blocking=True) if device.type == "cuda" else \
+        tensor.contiguous().to(device)
+
+
 def peak_flops(device: torch.device) -> float | None:
     """Dense bf16 FLOP/s of the device, None when its name is not known (a CPU, a new card)."""
     if device.type != "cuda":

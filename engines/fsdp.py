@@ -24,6 +24,7 @@ from data.packing import Batch, pack, spread
 from engines import schedule
 from engines.attention import Packing
 from engines.base import Engine, LossFn
+from engines.device import to_device
 from engines.heads import AllGather, PackedCausalLM, PackedValueModel
 from engines.offload import HostMemory
 from engines.weights import load_weights
@@ -85,7 +86,7 @@ class FSDPEngine(Engine):
         for indices in self._plan(batch):
             micro_batch = batch.select(indices)
             outputs = self._forward(micro_batch)[:self.model.num_differentiable]
-            loss, extra = loss_fn(*outputs, {k: self._to_device(v) for k, v in micro_batch.fields.items()})
+            loss, extra = loss_fn(*outputs, {k: to_device(v, self.device) for k, v in micro_batch.fields.items()})
             # FSDP takes the mean of gradients over ranks; ours are parts of one sum.
             (loss * self.world_size).backward()
             for name, amount in {"loss": loss, **extra}.items():
@@ -147,7 +148,7 @@ class FSDPEngine(Engine):
             bounds = cu.tolist() + [num_tokens + padding] * (padding > 0)
             longest = max(b - a for a, b in zip(bounds, bounds[1:]))
             # A power of two, so that compiled code meets few different values.
-            attention = Packing(self._to_device(torch.tensor(bounds, dtype=torch.int32)), bounds,
+            attention = Packing(to_device(torch.tensor(bounds, dtype=torch.int32), self.device), bounds,
                                 1 << (longest - 1).bit_length(), self.cp_group).arguments()
             place = token - 1
             if cp > 1:
@@ -163,17 +164,13 @@ class FSDPEngine(Engine):
             ids = torch.zeros_like(positions)
             ids[valid] = batch.input_ids if num_tokens else 0
             place = valid.flatten().nonzero()[:, 0][token] - 1
-        ids, positions, place, targets, token = map(self._to_device, (ids, positions, place, targets, token))
+        ids, positions, place, targets, token = (
+            to_device(x, self.device) for x in (ids, positions, place, targets, token))
         values = self.model(ids, positions, place, targets, **attention)
         if cp == 1:
             return tuple(x.new_zeros(num_tokens).index_copy(0, token, x) for x in values)
         gathered = [AllGather.apply(x.new_zeros(length).index_copy(0, place, x), self.cp_group) for x in values]
         return tuple(nn.functional.pad(x, (1, 0))[:num_tokens] for x in gathered)      # place t-1 speaks of token t
-
-    def _to_device(self, tensor: Tensor) -> Tensor:
-        """From pinned memory, so that the copy waits for nothing that the device still has to do."""
-        return tensor.contiguous().pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" \
-            else tensor.to(self.device)
 
     def _clip(self) -> float:
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]

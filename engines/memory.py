@@ -9,8 +9,8 @@ GIB = 2**30
 
 
 def estimate(config: DictConfig, world_size: int, device_type: str, trains: bool = True) -> dict[str, float]:
-    """GiB of one rank of the FSDP engine by what holds it, when the last of several full micro-batches begins its backward pass; of an engine
-    that is only asked (trains=False), in its forward pass.
+    """GiB of one rank of the FSDP engine by what holds it, when the last of several full micro-batches begins its backward
+    pass; of an engine that is only asked (trains=False), in its forward pass.
 
     A micro-batch is data.max_tokens_per_micro_batch tokens. Activations are counted for a Llama-like layer: residual and
     normalised inputs, q, k, v and the attention's output, gate, up and their product; without torch.compile also the fp32

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from data.packing import Batch
+from engines.device import to_device
 from engines.heads import AllGather
 from engines.torch_backend import Packing
 
@@ -76,9 +77,3 @@ def lay_out(batch: Batch, packed: bool, multiple: int, group, device: torch.devi
     packing = Packing.of(padded.tolist(), cp, rank, device) if packed else None
     fields = {name: to_device(values, device) for name, values in batch.fields.items()}
     return MicroBatch(packing=packing, num_tokens=num_tokens, fields=fields, **on_device)
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """From pinned memory, so that the copy waits for nothing that the device still has to do."""
-    return tensor.contiguous().pin_memory().to(device, non_blocking=True) if device.type == "cuda" \
-        else tensor.contiguous().to(device)
