@@ -44,13 +44,9 @@ def make_assets(directory: Path, num_prompts: int) -> None:
 
 
 def make_policy(shape: str, models: Path, tokenizer: Path) -> Path:
-    """A model of random weights with the tokenizer beside it; its end token is the last word, which hardly ever comes."""
+    """A model of random weights with the tokenizer beside it."""
     from benchmarks.sft_h200 import make_model
-    path = make_model(shape, models)
-    shutil.copytree(tokenizer, path, dirs_exist_ok=True)
-    vocab_size = json.loads((path / "config.json").read_text())["vocab_size"]
-    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": vocab_size - 1}))
-    return path
+    return shutil.copytree(tokenizer, make_model(shape, models), dirs_exist_ok=True)
 
 
 def run_trl(arguments, seconds: float) -> None:

@@ -2,9 +2,10 @@
 
     python benchmarks/sft_h200.py 7B engine.param_dtype=bfloat16 data.max_tokens_per_micro_batch=16384
     torchrun --nproc-per-node 2 benchmarks/sft_h200.py 7B ... [--profile]
+    torchrun --nproc-per-node 2 benchmarks/sft_h200.py 7B model_engine=megatron engine.tensor_model_parallel_size=2 ...
 
 Arguments: a shape, then key=value pairs of configs/sft.yaml. Sequences are log-normal, about 1,000 tokens on average, at
-most 4,096. A step is --micro-batches micro-batches a rank, 97 % full. Prints one line of a Markdown table on rank 0.
+most 4,096. A step is --micro-batches micro-batches a data-parallel rank, 97 % full. Prints one line of a Markdown table on rank 0.
 """
 
 import argparse
@@ -24,9 +25,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from config import load
 from data.packing import Batch, pack
 from engines import device
+from engines.base import engine_class
 from engines.checkpoint import write_safetensors
-from engines.fsdp import FSDPEngine
-from engines.memory import estimate
+from engines.memory import estimate, estimate_megatron
 
 SHAPES = {      # hidden, intermediate, layers, heads, key-value heads, tied
     "tiny": (256, 512, 2, 4, 2, True),
@@ -37,14 +38,15 @@ SHAPES = {      # hidden, intermediate, layers, heads, key-value heads, tied
 
 
 def make_model(shape: str, directory: Path) -> Path:
-    """config.json and random bf16 weights; made once."""
+    """config.json and random bf16 weights; made once. The end token is the last word, which hardly ever comes."""
     path = directory / shape
     if path.exists():
         return path
     hidden, intermediate, layers, heads, kv_heads, tied = SHAPES[shape]
+    vocab_size = 151936 if shape == "0.5B" or shape == "1.5B" else 152064
     config = AutoConfig.for_model(
-        "qwen2", vocab_size=151936 if shape == "0.5B" or shape == "1.5B" else 152064, hidden_size=hidden,
-        intermediate_size=intermediate, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
+        "qwen2", vocab_size=vocab_size, eos_token_id=vocab_size - 1, hidden_size=hidden, intermediate_size=intermediate,
+        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
         tie_word_embeddings=tied, max_position_embeddings=32768, architectures=["Qwen2ForCausalLM"])
     work = path.with_suffix(".tmp")
     shutil.rmtree(work, ignore_errors=True)
@@ -92,7 +94,7 @@ def main():
     config = load("sft.yaml", [f"model.path={arguments.models / arguments.shape}", "data.train_files=none",
                                *arguments.settings])
     start = time.perf_counter()
-    engine = FSDPEngine(config, this_device, total_steps=1000)
+    engine = engine_class(config.model_engine)(config, this_device, total_steps=1000)
     loaded = time.perf_counter() - start
     tokens = config.data.max_tokens_per_micro_batch
     batches = [make_batch(1000 * s + engine.dp_rank, tokens, arguments.micro_batches, engine.hf_config.vocab_size)
@@ -111,16 +113,19 @@ def main():
         start = device.synchronize()
         step(i)
         seconds.append(device.synchronize() - start)
-    peak = device.memory()["perf/memory_peak_gib"]
+    peaks = [None] * world
+    dist.all_gather_object(peaks, device.memory()["perf/memory_peak_gib"])
     median = sorted(seconds)[len(seconds) // 2]
     num_tokens = denominator / world
     flops = sum(engine.flops(b.lengths) for b in batches) / 3 * engine.dp_size / world
     limit = device.peak_flops(this_device) or float("nan")
     if rank == 0:
         shown = " ".join(s for s in arguments.settings if "max_tokens" not in s)
-        guess = estimate(config, world, this_device.type)["device total"]
+        stages = estimate_megatron(config, world, this_device.type) if config.model_engine == "megatron" else \
+            [estimate(config, world, this_device.type)]
+        guess = max(stage["device total"] for stage in stages)
         print(f"| {arguments.shape} | {world} | {tokens} | {shown} | {num_tokens / median:,.0f} | "
-              f"{flops / median / limit:.1%} | {peak:.1f} ({guess:.1f}) | {median:.3f} |  load {loaded:.1f} s, first three "
+              f"{flops / median / limit:.1%} | {max(peaks):.1f} ({guess:.1f}) | {median:.3f} |  load {loaded:.1f} s, first three "
               f"steps {warm:.1f} s, loss {first[0]:.4f}", flush=True)
     if arguments.profile:
         profile(step, rank)

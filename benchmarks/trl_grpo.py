@@ -8,7 +8,8 @@ benchmarks/trl_sft.py.
 fp32 (or --dtype), AdamW, constant learning rate, no gradient checkpointing, no divergence from a reference (beta=0), one
 optimizer step a rollout, loss_type="dapo" (TRL's default: the mean over all tokens of the step). All responses of a step
 are generated at once by transformers, as TRL does without vLLM; --continuous-batching takes its other generator,
-generate_batch; --vllm takes vLLM in the same process, asleep while training (vllm_mode="colocate"), which needs a GPU.
+generate_batch; --vllm takes vLLM in the same process, asleep while training (vllm_mode="colocate"), which needs a GPU,
+without the importance weights of its sampling, for which TRL would compute log-probabilities once more.
 
 Seconds of a step by stage, on rank 0: generate (templates and decoding included), reward, update (forward, backward,
 clipping, optimizer). Without vLLM old log-probabilities are not computed and weights not copied: TRL needs neither.
@@ -126,7 +127,8 @@ def main() -> None:
         parser.error(f"--prompts times --samples is no multiple of --micro-batch-size times {world_size} ranks")
 
     use_vllm = {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.4, "vllm_enable_sleep_mode": True,
-                "vllm_max_model_length": arguments.max_length} if arguments.vllm else {"use_vllm": False}
+                "vllm_max_model_length": arguments.max_length,
+                "vllm_importance_sampling_correction": False} if arguments.vllm else {"use_vllm": False}
     clock = Clock()
     with tempfile.TemporaryDirectory() as scratch:
         trainer = TimedTrainer(

@@ -15,7 +15,7 @@ if torch.accelerator.is_available() and torch.accelerator.current_accelerator().
 
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig, clip_grads, get_megatron_optimizer
+from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER, OptimizerConfig, clip_grads, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from omegaconf import DictConfig
@@ -87,6 +87,9 @@ class MegatronEngine(Engine):
             adam_beta2=optim.betas[1], adam_eps=optim.eps, clip_grad=optim.clip_grad,
             bf16=self.compute_dtype is torch.bfloat16, params_dtype=self.compute_dtype,
             use_distributed_optimizer=engine.use_distributed_optimizer), self.stages)
+        if USING_PYTORCH_OPTIMIZER:                                       # else TransformerEngine's, which is one kernel too
+            for group in self.optimizer.param_groups:
+                group["fused"] = True
         # Without the number of tokens, which it would divide by.
         config.finalize_model_grads_func = lambda stages, _, **groups: finalize_model_grads(stages, None, **groups)
         if self.stages[0].ddp_config.overlap_grad_reduce:

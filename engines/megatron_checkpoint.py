@@ -109,7 +109,7 @@ def get_step(optimizer) -> float:
 def set_step(optimizer, step: float) -> None:
     if USING_PYTORCH_OPTIMIZER:
         for state in optimizer.optimizer.state.values():
-            state["step"] = torch.tensor(step)
+            state["step"] = torch.tensor(step, device=state["exp_avg"].device)     # where the fused step counts
     else:
         for group in optimizer.optimizer.param_groups:
             group["step"] = int(step)

@@ -11,6 +11,7 @@ from functools import cached_property
 import torch
 import torch.nn.functional as F
 from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -28,6 +29,8 @@ def install() -> None:
     if not gpt_layer_specs.HAVE_TE:
         gpt_layer_specs.TESpecProvider = TorchSpecProvider
         gpt_layer_specs.TENorm = TorchNorm
+        # One kernel in the place of seven; on a CPU nothing is compiled.
+        rope_utils._apply_rotary_pos_emb_bshd = torch.compile(rope_utils._apply_rotary_pos_emb_bshd)
 
 
 class TorchSpecProvider(LocalSpecProvider):

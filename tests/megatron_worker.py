@@ -1,6 +1,6 @@
 """The cases of test_megatron.py for one number of ranks: writes down numbers and judges none.
 
-    torchrun --nproc-per-node N tests/megatron_worker.py FOLDER
+    torchrun --nproc-per-node N tests/megatron_worker.py FOLDER [NAME ...]       NAME: of a case or a function; default: all
 
 Reads models from FOLDER/{family}; writes FOLDER/{N}.json, and FOLDER/{N} {case}.safetensors with the final weights and
 what was answered. 1 rank runs the FSDP2 engine, which the others are compared with; checkpoints pass from launch to
@@ -14,22 +14,27 @@ import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
+from megatron.core.transformer.enums import AttnMaskType
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import FileSystemWriter
 
 from config import InputError, load
 from data.packing import Batch
-from engines import device, megatron_checkpoint
+from engines import device, megatron_checkpoint, parallel
 from engines.base import Engine
 from engines.checkpoint import Checkpointer, export_hf
 from engines.fsdp import FSDPEngine
 from engines.megatron import MegatronEngine
+from engines.megatron_cpu import cuda_is_cpu
 from engines.rollout import Rollout
+from engines.torch_backend import Packing, TorchAttention
 from tests.fsdp_worker import SETTINGS, digest, divide, gather, make_batch, make_loss, make_tokenizer
 
 TOTAL_STEPS, FEW, SAVED_AT, CAP = 20, 5, 3, 96          # batches repeat every four steps
@@ -76,7 +81,7 @@ CASES = {
         "dp2 overlap": Case("qwen2_tied", f"{OVERLAP} {BUCKETS}"),
         "dp2 replicated overlap": Case("llama", f"{REPLICATED} {OVERLAP} {BUCKETS}"),
         "bf16 tp2": Case("qwen3", f"{BF16} {TP2}"), "bf16 dp2": Case("qwen3", BF16),
-        "bf16 dp2 replicated": Case("qwen3", f"{BF16} {REPLICATED}"),
+        "bf16 dp2 replicated": Case("qwen3", f"{BF16} {REPLICATED}"), "bf16 cp2": Case("qwen3", f"{BF16} {CP2}"),
         "critic tp2": Case("qwen2_tied", TP2, critic=True),
         "critic pp2": Case("qwen2_tied", PP2, critic=True),
         "critic cp2": Case("qwen3", CP2, critic=True),
@@ -111,23 +116,30 @@ RESUMES = {
 }
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, *names: str) -> None:
+    def chosen(name: str) -> bool:
+        return not names or name in names
+
     this_device, world, rank, results = device.init(), dist.get_world_size(), dist.get_rank(), {}
     logging.getLogger("megatron").setLevel(logging.ERROR)
     if world == 1:
         for family, critic in {(c.family, c.critic) for cases in CASES.values() for c in cases.values() if not c.moe}:
             name = f"reference {family}" + " critic" * critic
-            case = Case(family, "", FEW if critic else TOTAL_STEPS, critic)
+            case = Case(family, "torch_compile=never", FEW if critic else TOTAL_STEPS, critic)
             results[name] = run(folder, this_device, f"1 {name}", case, FSDPEngine)
     for name, case in CASES[world].items():
-        results[name] = run(folder, this_device, f"{world} {name}", case, MegatronEngine)
+        if chosen(name):
+            results[name] = run(folder, this_device, f"{world} {name}", case, MegatronEngine)
     for name, (family, saves, resumes) in RESUMES.items():
+        if not chosen(name):
+            continue
         if saves[0] == world:
             results[f"save {name}"] = save(folder, this_device, name, family, saves[1])
         if resumes[0] == world:
             results[f"resume {name}"] = resume(folder, this_device, name, family, resumes[1])
+    results["attention"] = attention(this_device)
     for work in (roles, background, collectives, non_finite, offload, refused, rollout):
-        if world == 2:
+        if world == 2 and chosen(work.__name__):
             results[work.__name__] = work(folder, this_device)
     if rank == 0:
         (folder / f"{world}.json").write_text(json.dumps(results))
@@ -141,6 +153,33 @@ def build(kind: type[Engine], model: Path, this_device: torch.device, settings: 
     config = load("sft.yaml", [f"model_engine={name}", f"model.path={model}", f"data.max_tokens_per_micro_batch={CAP}",
                                *SETTINGS, *(f"engine.{s}" for s in settings.split())])
     return kind(config, this_device, TOTAL_STEPS, **arguments)
+
+
+def attention(this_device: torch.device) -> list[float]:
+    """Relative errors of packed attention and of its gradients by query, key and value, context-parallel over all ranks, in
+    the dtype that the device has a packed kernel for; against fp32, each sequence alone."""
+    world, rank, lengths, heads = dist.get_world_size(), dist.get_rank(), [296, 8, 1040, 512], (14, 2, 2)
+    dtype = torch.bfloat16 if this_device.type == "cuda" else torch.float32
+    new_layout()
+    with cuda_is_cpu(), torch.random.fork_rng():
+        parallel.initialize(load("sft.yaml", ["model_engine=megatron", "model.path=unused", "data.train_files=unused",
+                                              f"engine.context_parallel_size={world}"]).engine)
+        torch.manual_seed(0)
+        *inputs, gradient = (torch.randn(sum(lengths), 1, n, 64).to(this_device, dtype) for n in (*heads, heads[0]))
+        packing = Packing.of(lengths, world, rank, this_device)
+        first = torch.tensor([0, *lengths]).cumsum(0)[:-1].repeat_interleave(torch.tensor(lengths) // world)
+        mine = packing.positions + first.to(this_device)
+        here, alone = [x[mine].requires_grad_() for x in inputs], [x.float().requires_grad_() for x in inputs]
+        layer = TorchAttention(None, 1, AttnMaskType.causal, "self",
+                               pg_collection=SimpleNamespace(cp=mpu.get_context_parallel_group()))
+        out = layer(*here, packed_seq_params=packing).view_as(gradient[mine])
+        out.backward(gradient[mine])
+        want = torch.cat([F.scaled_dot_product_attention(*(x.permute(1, 2, 0, 3) for x in sequence), is_causal=True,
+                                                         enable_gqa=True).permute(2, 0, 1, 3)
+                          for sequence in zip(*(x.split(lengths) for x in alone))])
+        want.backward(gradient.float())
+        pairs = [(out, want[mine]), *((x.grad, y.grad[mine]) for x, y in zip(here, alone))]
+        return [max(gather(((x - y).norm() / y.norm()).item())) for x, y in pairs]
 
 
 def new_layout() -> None:
@@ -381,4 +420,4 @@ def refused(folder: Path, this_device: torch.device) -> dict:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -1,11 +1,33 @@
-"""What only CUDA has; pytest collects this file when asked for it by name:  python -m pytest tests/on_cuda.py"""
+"""What only CUDA has; pytest collects this file when asked for it by name:  python -m pytest -s tests/on_cuda.py
 
+The Megatron engine runs here on one GPU or two, with NCCL and the kernels that a CPU does not have: packed attention and
+grouped products in bf16, pinned copies, fused steps.
+"""
+
+import json
 import pickle
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from tests.launch import launch
+from tests.megatron_worker import BF16, CASES, FEW, SAVED_AT
+from tests.test_fsdp import column, worst
+from tests.test_megatron import distance, folder, reference  # noqa: F401  folder is a fixture
 from tests.test_profiling import profile
+
+# Sums in another order than on a CPU, and fewer digits in fp32 products.
+BOUND, ROUNDED_BOUND = 1e-4, 0.02
+CHOSEN = {1: ["one", "one padded", "bf16"],
+          2: ["tp2", "pp2 vpp2", "cp2", "dp2", "dp2 replicated overlap", "bf16 tp2", "bf16 dp2", "bf16 cp2", "moe ep2",
+              "moe tp2", "moe bf16 ep2", "tp2 to pp2 vpp2", "offload", "background"]}
+WORLDS = [world for world in CHOSEN if world <= torch.cuda.device_count()]
+HERE = [(world, name) for world in WORLDS for name in CHOSEN[world] if name in CASES[world]]
+BOTH = [world for world in WORLDS if world == 2]
+
+
+# -- profiling ---------------------------------------------------------------------------------------------------------
 
 
 def test_snapshots_of_memory_also_where_it_ran_out(tmp_path):
@@ -23,3 +45,60 @@ def test_snapshots_of_memory_also_where_it_ran_out(tmp_path):
 def test_nvtx_ranges_do_no_harm_without_nsys(tmp_path):
     ran, _ = profile(tmp_path, range(1, 4), "trainer.profile_interval=[2,2]", "profiler.tool=nvtx")
     assert ran == {"data": 3, "train_batch": 3}
+
+
+# -- Megatron ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def launches(folder):  # noqa: F811
+    for world in WORLDS:
+        launch(world, "tests/megatron_worker.py", folder, *CHOSEN[world])
+    return {world: json.loads((folder / f"{world}.json").read_text()) for world in WORLDS}
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_packed_attention_in_bf16_equals_each_sequence_alone(launches, world):
+    print("\npacked attention, context parallel", world, [f"{error:.1e}" for error in launches[world]["attention"]])
+    assert max(launches[world]["attention"]) < 1e-2
+
+
+@pytest.mark.parametrize("world, name", [(w, n) for w, n in HERE if not CASES[w][n].moe])
+def test_training_equals_fsdp(launches, folder, world, name):  # noqa: F811
+    """In fp32, and in bf16 but for rounding."""
+    case, steps = CASES[world][name], launches[world][name]["steps"]
+    want, bound = reference(launches, case)["steps"][:case.steps], ROUNDED_BOUND if BF16 in case.engine else BOUND
+    errors = {key: worst(column(steps, key), column(want, key)) for key in ("loss", "entropy", "grad_norm")}
+    got, weights = (load_file(folder / f"{t}.safetensors") for t in (f"{world} {name}", f"1 reference {case.family}"))
+    if len(want) == len(reference(launches, case)["steps"]):
+        errors["weights"] = max(distance(got[key], weights[key]) for key in weights.keys() - {"asked"})
+    print(f"\n{world} {name}", {key: f"{error:.1e}" for key, error in errors.items()})
+    assert errors["loss"] < bound and errors["entropy"] < bound and errors["grad_norm"] < 5 * bound
+    assert errors.get("weights", 0) < 10 * BOUND
+
+
+@pytest.mark.parametrize("world", BOTH)
+def test_experts_agree_over_layouts_and_dtypes(launches, world):
+    """Their fp32 is compared with a plain loop on CPUs. Grouped products are bf16's alone."""
+    want = launches[world]["moe ep2"]["steps"]
+    for name, bound in (("moe tp2", 10 * BOUND), ("moe bf16 ep2", ROUNDED_BOUND)):
+        steps = launches[world][name]["steps"]
+        errors = {key: worst(column(steps, key)[:FEW], column(want, key)) for key in ("loss", "grad_norm", "router_aux_loss")}
+        print(f"\n{name}", {key: f"{error:.1e}" for key, error in errors.items()})
+        assert errors["loss"] < bound and errors["router_aux_loss"] < bound and errors["grad_norm"] < 5 * bound
+
+
+@pytest.mark.parametrize("world", BOTH)
+def test_what_was_offloaded_comes_back(launches, world):
+    """With DDP's buffers, which hold parameters and gradients, and the optimizer's views of them."""
+    for settings, result in launches[world]["offload"].items():
+        steps, want = result["steps"], launches[world]["dp2"]["steps"][:4]
+        assert max(worst(column(steps, key), column(want, key)) for key in ("loss", "grad_norm")) < BOUND, settings
+
+
+@pytest.mark.parametrize("world", BOTH)
+def test_checkpoints_on_another_layout_and_in_the_background(launches, world):
+    saved, resumed = (launches[world][f"{verb} tp2 to pp2 vpp2"]["steps"] for verb in ("save", "resume"))
+    assert len(resumed) == SAVED_AT and worst(column(resumed, "loss"), column(saved, "loss")) < BOUND
+    result = launches[world]["background"]
+    assert all(result[kind]["restored"] == [True, True] for kind in ("foreground", "background"))

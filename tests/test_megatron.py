@@ -152,6 +152,11 @@ def test_bfloat16_is_near(launches, world, name):
     assert worst(column(steps, "grad_norm"), column(want[:FEW], "grad_norm")) < 5 * ROUNDED_BOUND
 
 
+@pytest.mark.parametrize("world", CASES)
+def test_packed_attention_equals_each_sequence_alone(launches, world):
+    assert max(launches[world]["attention"]) < BOUND
+
+
 # -- mixtures of experts -----------------------------------------------------------------------------------------------
 
 
