@@ -38,7 +38,8 @@ def measure(model: str, train_file: str, tool: list[str], more: list[str]) -> tu
         if done.returncode == 2:
             print(f"    left out: {done.stderr.splitlines()[-1]}")
             return None
-        done.check_returncode()
+        if done.returncode:
+            sys.exit(done.stderr[-3000:])
         lines = [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
         times = {line["step"]: line["timing/train_batch"] for line in lines if "timing/train_batch" in line}
         written = sum(file.stat().st_size for file in Path(out, "profile").glob("step_*/train_batch/**/*") if file.is_file())

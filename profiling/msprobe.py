@@ -1,6 +1,5 @@
 """Precision dumps with msprobe (package mindstudio-probe): {directory}/step_{N}/{stage}/step{N}/rank{R}/dump.json."""
 
-import importlib.util
 import json
 import os
 import shutil
@@ -21,8 +20,13 @@ class Msprobe(Tool):
         self.options, self.directory, self.rank = settings.msprobe, directory, rank
         self.stages = select_stages(self.options.stages, model_stages)
         self.config_path = self.options.config_path and Path(self.options.config_path)
-        if importlib.util.find_spec("msprobe") is None:
-            raise ValueError("profiler.tool=msprobe needs the package mindstudio-probe: pip install mindstudio-probe")
+        os.environ.setdefault("MSPROBE_LOG_LEVEL", "2")         # warnings; it has two lines to say of every session
+        try:
+            from msprobe.pytorch import PrecisionDebugger
+        except ImportError as error:
+            raise ValueError("profiler.tool=msprobe needs the package mindstudio-probe and what it imports: pip install "
+                             f"mindstudio-probe ({error})") from None
+        self.make_debugger = PrecisionDebugger
         given = read_config(self.config_path) if self.config_path else {}
         self.task = self.options.task or given.get("task") or "statistics"
         self.level = self.options.level or given.get("level") or "L0"
@@ -34,12 +38,10 @@ class Msprobe(Tool):
 
     def open(self, step: int) -> None:
         # Only now: from its construction on, levels L1 and mix slow every call of torch in this process.
-        os.environ.setdefault("MSPROBE_LOG_LEVEL", "2")         # warnings; it has two lines to say of every session
-        from msprobe.pytorch import PrecisionDebugger
         if self.config_path is None:
             self.config_path = write_config(self.directory / f"msprobe_rank{self.rank}.json", self.task, self.level)
-        self.debugger = PrecisionDebugger(config_path=str(self.config_path), task=self.task, level=self.level,
-                                          dump_path=str(self.directory))
+        self.debugger = self.make_debugger(config_path=str(self.config_path), task=self.task, level=self.level,
+                                           dump_path=str(self.directory))
 
     def stage(self, name: str, step: int, where: Path, engine, nested: bool):
         return self._session(name, step, where, engine) if name in self.stages else nullcontext()

@@ -23,7 +23,8 @@ def launch(num_ranks: int, script: str, *arguments, returncode: int = 0,
     exits with returncode within timeout [s]."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", script,
                *map(str, arguments)]
-    process = subprocess.Popen(command, cwd=ROOT, env=environment(PYTHONPATH=str(ROOT)), text=True,
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    process = subprocess.Popen(command, cwd=ROOT, env=environment(PYTHONPATH=path), text=True,
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         out, err = process.communicate(timeout=timeout)

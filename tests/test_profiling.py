@@ -184,7 +184,7 @@ def test_tools_of_accelerators_are_errors_without_one(tool):
 
 
 def test_a_missing_package_is_an_error_at_start(monkeypatch):
-    monkeypatch.setitem(sys.modules, "msprobe", None)          # how Python itself marks what cannot be imported
+    monkeypatch.setitem(sys.modules, "msprobe.pytorch", None)  # how Python itself marks what cannot be imported
     with pytest.raises(InputError, match="pip install mindstudio-probe"):
         job.start_profiler(configure(PROBE), CPU, 10, ["train_batch"])
 
@@ -427,6 +427,20 @@ def test_engines_dump_all_they_run(assets, tmp_path, kind, task, more):
     # An adapter's base is asked with the actor's modules: its dump is beside the actor's, not in its place.
     actor, base = (read_dump(tmp_path, 2, stage) for stage in MODEL_STAGES[:2])
     assert list(actor) == list(base)
+
+
+@pytest.mark.parametrize("kind, level, more", [
+    ("fsdp", "mix", ["engine.activation_checkpointing=true"]),
+    ("megatron", "L1", ["engine.recompute=full", "engine.pipeline_model_parallel_size=2"])], ids=["mix", "L1"])
+def test_calls_are_dumped_also_where_backward_runs_forward_again(assets, tmp_path, kind, level, more):
+    done = launch(2, "tests/profiling_worker.py", kind, assets / "model", tmp_path, "statistics",
+                  f"profiler.msprobe.level={level}", *more)
+    assert "'profiler/failed_dumps': 0" in done.stdout and f"with statistics {level}:" in done.stdout
+    for stage in MODEL_STAGES:
+        for rank in (0, 1):
+            kinds = Counter((name.split(".")[0], "backward" in name) for name in read_dump(tmp_path, 2, stage, rank))
+            assert (kinds["Module", False] > 0) == (level == "mix") and kinds["Functional", False] > 0
+            assert (kinds["Functional", True] > 0) == stage.endswith("_update"), (stage, rank)
 
 
 def test_a_run_that_ends_with_an_error_writes_its_trace_on_the_first_rank_alone(assets, tmp_path):
