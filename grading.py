@@ -63,7 +63,10 @@ class Grader:
         try:
             worker = self.idle.pop()
         except IndexError:
-            worker = Worker(self.function, self.startup_timeout)
+            try:
+                worker = Worker(self.function, self.startup_timeout)
+            except InputError as error:         # it was importable before: this is one rank's trouble alone, no mistake
+                raise RuntimeError(f"a new process for reward.function={self.function} could not be started") from error
         answer = worker.ask(request, self.timeout)
         if worker.alive:
             self.idle.append(worker)

@@ -8,20 +8,23 @@ from config import InputError
 
 
 def with_local_model(config):
-    """The configuration with model.path a directory: a name on the hub is downloaded, or found in its cache."""
+    """The configuration with the paths of models as directories: a name on the hub is downloaded, or found in its cache."""
     from huggingface_hub import snapshot_download
     from omegaconf import OmegaConf
-    path = config.model.path
-    if Path(path).is_dir():
-        return config
-    try:
-        if path.startswith((".", "/", "~")):
-            raise FileNotFoundError("no such directory")
-        path = snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"])
-    except (OSError, ValueError, RuntimeError) as error:     # the hub's errors are of these kinds
-        raise InputError(f"model.path={path} is neither a directory nor a model on the hub: "
-                         f"{str(error).splitlines()[0]}") from None
-    return OmegaConf.merge(config, {"model": {"path": path}})
+    paths = {}
+    for role in ("model", "critic", "reference"):
+        path = config[role].path if role in config else None
+        if path is None or Path(path).is_dir():
+            continue
+        try:
+            if path.startswith((".", "/", "~")):
+                raise FileNotFoundError("no such directory")
+            paths[role] = {"path": snapshot_download(
+                path, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"])}
+        except (OSError, ValueError, RuntimeError) as error:     # the hub's errors are of these kinds
+            raise InputError(f"{role}.path={path} is neither a directory nor a model on the hub: "
+                             f"{str(error).splitlines()[0]}") from None
+    return OmegaConf.merge(config, paths)
 
 
 def load_tokenizer(config):

@@ -6,6 +6,7 @@ forward and backward. Mini-batches are lists of response indices, and so do not 
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -19,7 +20,7 @@ from algorithms.pass_at_k import pass_at_k
 from algorithms.policy_losses import POLICY_LOSSES
 from algorithms.rollout_correction import correction_weights, effective_sample_size, keep_mask, off_policy
 from algorithms.value_loss import explained_variance, value_loss
-from config import InputError
+from config import CONFIGS, InputError
 from data.packing import Batch, global_batch, partition
 from engines.base import Engine, LossFn
 from samples import Samples, concat
@@ -32,15 +33,10 @@ def check(config: DictConfig) -> None:
     if config.data.train_batch_size % size:
         raise InputError(f"algorithm.ppo_mini_batch_size={size} does not divide data.train_batch_size="
                          f"{config.data.train_batch_size}")
-    if algorithm.adv_estimator != "gae" and (config.critic.path or config.critic.warmup_steps):
-        raise InputError(f"algorithm.adv_estimator={algorithm.adv_estimator} has no critic: leave critic.path and "
-                         "critic.warmup_steps alone, or use gae")
-    for name, estimators in (("gamma", ("gae", "reinforce_plus_plus")), ("lam", ("gae",))):
-        if algorithm[name] != 1 and algorithm.adv_estimator not in estimators:
-            raise InputError(f"algorithm.{name}={algorithm[name]} does nothing with algorithm.adv_estimator="
-                             f"{algorithm.adv_estimator}: leave it at 1, or use {' or '.join(estimators)}")
-    if config.reference.path and not uses_reference(config):
-        raise InputError("reference.path needs algorithm.use_kl_loss or algorithm.use_kl_in_reward")
+    check_effect(config)
+    if config.validation.n > 1 and config.validation.temperature == 0:
+        raise InputError(f"validation.n={config.validation.n} gives that many equal responses with validation.temperature=0: "
+                         "raise the temperature")
     if algorithm.filter_groups.enable and rollout.n < 2:
         raise InputError("algorithm.filter_groups.enable=true needs rollout.n of 2 or more: one response always agrees with "
                          "itself")
@@ -50,6 +46,34 @@ def check(config: DictConfig) -> None:
     if longest > config.data.max_tokens_per_micro_batch:
         raise InputError(f"data.max_prompt_length + rollout.max_tokens = {longest} is more than "
                          f"data.max_tokens_per_micro_batch={config.data.max_tokens_per_micro_batch}: raise it, or lower them")
+
+
+def check_effect(config: DictConfig) -> None:
+    """Raise InputError for a key that is not at its default and that nothing reads."""
+    algorithm, defaults = config.algorithm, OmegaConf.load(CONFIGS / "ppo.yaml")
+    for keys, holds, needs in (
+            ("critic.path critic.lr critic.cliprange_value critic.warmup_steps algorithm.lam",
+             algorithm.adv_estimator == "gae", "algorithm.adv_estimator=gae"),
+            ("algorithm.gamma", algorithm.adv_estimator in ("gae", "reinforce_plus_plus"),
+             "algorithm.adv_estimator=gae or reinforce_plus_plus"),
+            ("algorithm.clip_ratio_c", algorithm.loss_mode != "cispo", "algorithm.loss_mode=ppo or gspo"),
+            ("algorithm.kl_penalty algorithm.kl_ctrl.type algorithm.kl_ctrl.kl_coef", algorithm.use_kl_in_reward,
+             "algorithm.use_kl_in_reward=true"),
+            ("algorithm.kl_ctrl.target_kl algorithm.kl_ctrl.horizon", algorithm.kl_ctrl.type == "adaptive",
+             "algorithm.kl_ctrl.type=adaptive"),
+            ("algorithm.kl_loss_type algorithm.kl_loss_coef", algorithm.use_kl_loss, "algorithm.use_kl_loss=true"),
+            ("reference.path offload.reference", uses_reference(config),
+             "algorithm.use_kl_loss=true or algorithm.use_kl_in_reward=true"),
+            ("algorithm.rollout_is_threshold", algorithm.rollout_is != "none", "algorithm.rollout_is"),
+            ("algorithm.rollout_rs_threshold algorithm.rollout_rs_threshold_lower", algorithm.rollout_rs != "none",
+             "algorithm.rollout_rs"),
+            ("reward.overlong_penalty", config.reward.overlong_buffer > 0, "reward.overlong_buffer"),
+            ("algorithm.filter_groups.max_num_gen_batches", algorithm.filter_groups.enable,
+             "algorithm.filter_groups.enable=true")):
+        for key in keys.split():
+            value = OmegaConf.select(config, key)
+            if not holds and value != OmegaConf.select(defaults, key):
+                raise InputError(f"{key}={value} does nothing without {needs}: leave it out")
 
 
 def uses_reference(config: DictConfig) -> bool:
@@ -70,7 +94,7 @@ def roles(config: DictConfig) -> dict[str, DictConfig]:
 def model_stages(config: DictConfig, device_type: str) -> list[str]:
     """The stages of a step in which a model runs that hooks can see."""
     size = config.algorithm.ppo_mini_batch_size or config.data.train_batch_size
-    asked = needs_old_log_probs(config, range(config.data.train_batch_size // size))
+    asked = needs_old_log_probs(config, config.data.train_batch_size // size, 0)
     occurs = {"rollout_generate": device_type == "cpu" or config.rollout.enforce_eager,      # CUDA graphs call no hooks
               "actor_compute_log_prob": asked, "ref_compute_log_prob": uses_reference(config),
               "compute_values": "critic" in roles(config), "critic_update": "critic" in roles(config), "actor_update": True}
@@ -100,9 +124,10 @@ def collect(config: DictConfig, draw: Callable[..., Samples], dataset, batch_ind
         if sum(p.num_prompts for p in parts) >= size:
             break
     samples = concat(parts)
+    if not len(samples):                        # nothing to learn from: a step without an advantage
+        samples = replace(drawn, failures=samples.failures)
     if not len(samples):
-        raise InputError(f"no prompt of {len(parts)} batches is left to learn from: every response failed, or all of a prompt "
-                         "got one reward (algorithm.filter_groups)")
+        raise InputError(f"every response to {len(parts)} batches of prompts failed to be graded: see failures.jsonl")
     return samples.select(samples.group <= samples.group.unique()[:size][-1]), batch_index
 
 
@@ -138,11 +163,12 @@ def mini_batches(config: DictConfig, samples: Samples) -> list[list[int]]:
     return samples.mini_batches(config.algorithm.ppo_mini_batch_size or config.data.train_batch_size)
 
 
-def needs_old_log_probs(config: DictConfig, minis: list[list[int]]) -> bool:
+def needs_old_log_probs(config: DictConfig, num_minis: int, step: int) -> bool:
     """With one update a rollout the policy that is updated is the one that sampled: its log-probabilities are those of
-    the update's own forward pass, unless something before the update wants them."""
+    the update's own forward pass, unless something before the update wants them, or the critic alone is updated."""
     algorithm = config.algorithm
-    return len(minis) * algorithm.ppo_epochs > 1 or algorithm.use_kl_in_reward or algorithm.rollout_rs != "none"
+    return num_minis * algorithm.ppo_epochs > 1 or algorithm.use_kl_in_reward or algorithm.rollout_rs != "none" \
+        or step < config.critic.warmup_steps
 
 
 def share(engine: Engine, batch: Batch, mini: list[int]) -> list[int]:
@@ -191,6 +217,9 @@ def set_advantages(config: DictConfig, samples: Samples, minis: list[list[int]],
     f["advantages"], f["returns"] = ADVANTAGES[algorithm.adv_estimator](
         rewards, mask, sequence, samples.group, values=f.get("values"), baseline=samples.baseline,
         gamma=algorithm.gamma, lam=algorithm.lam)
+    if "old_log_probs" in f:
+        gap = off_policy(f["old_log_probs"], f["rollout_log_probs"], mask)
+        metrics |= off_policy_metrics({name: (x * mask).sum().item() / mask.sum().item() for name, x in gap.items()})
     kept = mask
     if algorithm.rollout_rs != "none":
         kept = keep_mask(f["old_log_probs"], f["rollout_log_probs"], mask, sequence, n, level=algorithm.rollout_rs,
@@ -210,7 +239,8 @@ def set_advantages(config: DictConfig, samples: Samples, minis: list[list[int]],
         | spread("response_length", lengths) | spread("prompt_length", prompts.float()) \
         | {"response_length/clip_ratio": samples.truncated.float().mean().item(),
            "reward/informative_groups": informative(samples.scores, samples.group).float().mean().item(),
-           "reward/failure_rate": len(samples.failures) / (n + len(samples.failures))}
+           "reward/failure_rate": len(samples.failures) / (n + len(samples.failures)
+                                                           + (samples.num_prompts if samples.baseline is not None else 0))}
 
 
 def spread(name: str, x: Tensor) -> dict[str, float]:
@@ -242,8 +272,10 @@ def actor_loss(config: DictConfig, num_sequences: int) -> LossFn:
         if algorithm.use_kl_loss:
             amounts["kl_loss"] = (KL_ESTIMATORS[algorithm.kl_loss_type](log_probs, f["ref_log_probs"]) * weight).sum()
             loss = loss + algorithm.kl_loss_coef * amounts["kl_loss"]
-        gap = off_policy(old, f["rollout_log_probs"], kept)
-        return loss, amounts | {f"rollout_corr/{name}": (x * mean).sum() for name, x in gap.items()}
+        if "old_log_probs" not in f:            # else set_advantages has said it, of rejected tokens too
+            gap = off_policy(old, f["rollout_log_probs"], kept)
+            amounts |= {f"rollout_corr/{name}": (x * mean).sum() for name, x in gap.items()}
+        return loss, amounts
     return loss_fn
 
 
@@ -257,14 +289,18 @@ def critic_loss(config: DictConfig) -> LossFn:
 
 def update(engine: Engine, batch: Batch, minis: list[list[int]], loss_fn: LossFn, step: int, num_epochs: int,
            name: str) -> dict[str, float]:
-    """One optimizer step for each mini-batch and epoch. Returns {name}/... means over them, skipped as a count; what the
-    losses say of the rollout (rollout_corr/...) is that of the first, when the policy was still the one that sampled."""
+    """One optimizer step for each mini-batch and epoch. Returns {name}/... means over them, skipped as a count; a loss speaks
+    of the rollout (rollout_corr/...) where it is the only one."""
     parts = [batch.select(share(engine, batch, mini)) for mini in minis]
     results = [engine.train_batch(part, loss_fn, step) for _ in range(num_epochs) for part in parts]
     metrics = {f"{name}/{key}": sum(r[key] for r in results) / len(results) for key in results[0] if "/" not in key}
     metrics[f"{name}/skipped"] = sum(r["skipped"] for r in results)
-    first = {key: value for key, value in results[0].items() if "/" in key}
-    if first:
-        first["rollout_corr/effective_sample_size"] = effective_sample_size(first["rollout_corr/ratio"],
-                                                                           first.pop("rollout_corr/ratio_squared"))
-    return metrics | first
+    of_rollout = {key.removeprefix("rollout_corr/"): value for key, value in results[0].items() if "/" in key}
+    return metrics | (off_policy_metrics(of_rollout) if of_rollout else {})
+
+
+def off_policy_metrics(means: dict[str, float]) -> dict[str, float]:
+    """rollout_corr/... from the means over tokens of what off_policy() says of each."""
+    said = {name: x for name, x in means.items() if name != "ratio_squared"}
+    said["effective_sample_size"] = effective_sample_size(means["ratio"], means["ratio_squared"])
+    return {f"rollout_corr/{name}": x for name, x in said.items()}

@@ -61,10 +61,11 @@ class Samples:
                        baseline=None if self.baseline is None else self.baseline[keep])
 
     def with_baseline(self, greedy: Samples) -> Samples:
-        """Scores of one greedy response a prompt as the baseline; groups that have none are left out."""
+        """Scores of one greedy response a prompt as the baseline; groups whose greedy response failed are left out."""
         matches = self.group[:, None] == greedy.group
         known = matches.any(1)
-        return replace(self, baseline=greedy.scores[matches.int().argmax(1)] if len(greedy) else self.scores).select(known)
+        return replace(self, baseline=greedy.scores[matches.int().argmax(1)] if len(greedy) else self.scores,
+                       failures=self.failures + greedy.failures).select(known)
 
     def mini_batches(self, num_prompts: int) -> list[list[int]]:
         """Indices of responses, those of num_prompts neighbouring prompts together."""
@@ -77,8 +78,16 @@ class Samples:
         lengths = self.response_lengths.tolist()
         lines = ({"group": int(self.group[i]), "prompt": self.prompts[i].text, "response": self.texts[i],
                   "score": float(self.scores[i]), "length": lengths[i], "truncated": bool(self.truncated[i])} for i in range(len(self)))
-        failed = ({"response": f.response, "row": f.row, "failure": f.kind, "trace": f.trace} for f in self.failures)
-        path.write_text("".join(json.dumps(line) + "\n" for line in (*lines, *failed)))
+        path.write_text("".join(json.dumps(line) + "\n" for line in (*lines, *self._failed())))
+
+    def append_failures(self, path: Path, step: int) -> None:
+        """One JSON object a response that could not be graded."""
+        if self.failures:
+            with open(path, "a") as file:
+                file.writelines(json.dumps({"step": step, **line}) + "\n" for line in self._failed())
+
+    def _failed(self) -> list[dict]:
+        return [{"response": f.response, "row": f.row, "failure": f.kind, "trace": f.trace} for f in self.failures]
 
     def table(self, num_rows: int) -> str:
         """The first response to each of some prompts, a line each, for people."""

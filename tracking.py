@@ -66,6 +66,11 @@ class Tracker:
         self.bar.set_postfix_str("  ".join(shown[:1]), refresh=False)
         self.bar.update(step - self.bar.n)
 
+    def log_rest(self, step: int, metrics: dict[str, float]) -> None:
+        """A line of its own for what came behind the last step's: the time of its checkpoint."""
+        if self.enabled and metrics:
+            self.file.write(json.dumps({"step": step, **metrics}) + "\n")
+
     def say(self, text: str) -> None:
         """One line for people, above the progress bar."""
         if self.enabled:

@@ -10,8 +10,8 @@ reward.function=my_file.py:name. SIGTERM or SIGUSR1 saves a checkpoint and exits
 (torchrun does not hand on SIGUSR1 and kills after 30 s: give it --signals-to-handle SIGTERM,SIGUSR1
 --shutdown-timeout 600.) Mistakes are one line a node and exit code 2.
 
-A step: prompts -> vLLM -> sleep -> rewards -> log-probabilities and values -> advantages -> critic, actor -> vLLM wakes
-with the new weights. Every rank holds the whole step's tokens in host memory and works out the same advantages from them;
+A step: vLLM wakes with the new weights -> prompts -> responses -> sleep -> rewards -> log-probabilities and values ->
+advantages -> critic, actor. Every rank holds the whole step's tokens in host memory and works out the same advantages from them;
 only forward and backward are divided. So nothing that is learned depends on the number of ranks.
 """
 
@@ -47,8 +47,9 @@ def main(config):
     config = job.with_local_model(config)
     check = engine_class(config.model_engine).check
     shapes = {role: check(settings, dist.get_world_size()) for role, settings in ppo.roles(config).items()}
-    if "reference" in shapes and shapes["reference"].vocab_size != shapes["actor"].vocab_size:
-        raise InputError(f"reference.path={config.reference.path} has another vocabulary than model.path={config.model.path}")
+    for role, shape in shapes.items():
+        if shape.vocab_size != shapes["actor"].vocab_size:
+            raise InputError(f"{role}.path={config[role].path} has another vocabulary than model.path={config.model.path}")
     rollout.check(config, dist.get_world_size())
     tracking.check(config)
     tokenizer = job.load_tokenizer(config)
@@ -68,6 +69,8 @@ def main(config):
     others = {"critic": critic} if critic else {}
     if resume_from:
         progress = checkpointer.load(resume_from, actor, **others) | {"export_dtype": config.engine.compute_dtype}
+        if algorithm.kl_ctrl.type == "fixed":
+            progress["kl_coef"] = algorithm.kl_ctrl.kl_coef
     # What waits in host memory while somebody else needs the device. It comes back by itself when its engine is used.
     waiting = [part for part in ("parameters", "optimizer") if config.offload[part]]
     for engine in (actor, *others.values()):
@@ -83,8 +86,12 @@ def main(config):
                 f"{vllm.num_replicas} of vLLM on {this_device.type}")
 
     def wake():
+        if vllm.weights_valid:                                  # it has validated since the last update
+            return
         with profiler.stage("offload"):
             actor.offload(*(part for part in waiting if part == "optimizer"))
+            for engine in others.values():
+                engine.offload(*waiting)
         with profiler.stage("wake"):
             vllm.wake("weights")
         with profiler.stage("update_weights"):
@@ -99,23 +106,28 @@ def main(config):
                             config.reward.max_failure_rate, first_group)
 
     def validate():
+        wake()
         with profiler.stage("validate"):
             samples = draw(val, range(len(val)), config.validation, -1, clock=Profiler())
         tracker.say(samples.table(4))
+        log_failures(samples)
         return ppo.validation_metrics(samples, config.reward.function, config.validation.n)
 
-    if step < total_steps:
-        wake()
-        if step == 0 and val and trainer.val_before_train:
-            tracker.log(0, validate() | profiler.end_step())
+    def log_failures(samples):
+        if rank == 0:
+            samples.append_failures(out / "failures.jsonl", step)
+
+    if step == 0 < total_steps and val and trainer.val_before_train:
+        tracker.log(0, validate() | profiler.end_step())
     while step < total_steps and not stop.requested:
         start = time.perf_counter()
         profiler.begin_step(step + 1)
+        wake()
         samples, progress["batch"] = ppo.collect(config, draw, train, progress["batch"])
         with profiler.stage("sleep"):
             metrics = vllm.sleep()
         batch, minis = samples.batch, ppo.mini_batches(config, samples)
-        if ppo.needs_old_log_probs(config, minis):
+        if ppo.needs_old_log_probs(config, len(minis), step):
             with profiler.stage("actor_compute_log_prob", actor):
                 batch.fields["old_log_probs"] = ppo.log_probs(actor, batch, minis)
         if reference:
@@ -148,8 +160,7 @@ def main(config):
                              f"trainer.max_skipped_steps={trainer.max_skipped_steps}: lower optim.lr or look at the rewards")
         if rank == 0 and trainer.rollout_freq > 0 and step % trainer.rollout_freq == 0:
             samples.write(out / "rollouts" / f"step_{step}.jsonl")
-        if not stop.requested:
-            wake()
+        log_failures(samples)
         seconds = time.perf_counter() - start
         # Not when asked to stop: the time that is left is for the checkpoint.
         if val and not stop.requested and (last or trainer.test_freq > 0 and step % trainer.test_freq == 0):
@@ -160,11 +171,14 @@ def main(config):
             "perf/tokens_per_second": len(batch.input_ids) / seconds / dist.get_world_size()})
         # Behind the step's line: a run that is killed in between would go on without it.
         if last or stop.requested or trainer.save_freq > 0 and step % trainer.save_freq == 0:
+            if vllm.awake:                  # a checkpoint takes what waits in host memory back to the device
+                vllm.sleep()
             with profiler.stage("save"):
                 checkpointer.save(step, actor, progress, tokenizer, **others)
 
     profiler.close()
     checkpointer.wait()
+    tracker.log_rest(step, profiler.end_step())
     grader.close()
     if step < total_steps:
         tracker.say(f"stopped by a signal after step {step}; the same command goes on from there")

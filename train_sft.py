@@ -59,7 +59,9 @@ def main(config):
     tracker.say(f"{'resuming from ' + str(resume_from) if resume_from else 'starting'}: step {step} of {total_steps}, "
                 f"{steps_per_epoch} an epoch, {len(train)} rows, {engine.dp_size} data-parallel ranks on {this_device.type}")
     if step == 0 and val and trainer.val_before_train:
-        tracker.log(0, validate(engine, val, config.data.train_batch_size))
+        with profiler.stage("validate", engine):
+            metrics = validate(engine, val, config.data.train_batch_size)
+        tracker.log(0, metrics | profiler.end_step())
 
     peak = device.peak_flops(this_device)
     while step < total_steps and not stop.requested:
@@ -99,6 +101,7 @@ def main(config):
 
     profiler.close()
     checkpointer.wait()
+    tracker.log_rest(step, profiler.end_step())
     if step < total_steps:
         tracker.say(f"stopped by a signal after step {step}; the same command goes on from there")
     else:

@@ -101,7 +101,7 @@ def pack(lengths: Sequence[int], max_tokens: int, padded: bool = False) -> list[
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         if lengths[i] > max_tokens:
             raise InputError(f"a sequence of {lengths[i]} tokens is longer than data.max_tokens_per_micro_batch="
-                             f"{max_tokens}: raise it, or lower data.max_length")
+                             f"{max_tokens}: raise it, or have shorter sequences")
         b = next((b for b in range(len(bins)) if room[b] >= (lengths[bins[b][0]] if padded else lengths[i])), len(bins))
         if b == len(bins):
             bins.append([])

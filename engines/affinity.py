@@ -1,6 +1,7 @@
 """Keep a rank on the CPUs next to its accelerator: from another socket, copies and launches take longer."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -30,7 +31,8 @@ def bind_near(address: str, sysfs: Path) -> str:
     if near >= allowed:
         return f"is on NUMA node {node}, where this process already is"
     for thread in os.listdir("/proc/self/task"):            # threads started later inherit it
-        os.sched_setaffinity(int(thread), near & allowed)
+        with suppress(ProcessLookupError):                  # some end meanwhile
+            os.sched_setaffinity(int(thread), near & allowed)
     return f"is on NUMA node {node}: bound to its {len(near & allowed)} of {len(allowed)} CPUs"
 
 

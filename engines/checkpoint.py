@@ -190,7 +190,8 @@ def stored_weights(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
     prefix = "engine.model."
     entries = {k.removeprefix(prefix): v for k, v in reader.read_metadata().state_dict_metadata.items()
                if k.startswith(prefix)}
-    tied = json.loads((checkpoint / "hf" / "config.json").read_text()).get("tie_word_embeddings", False)
+    from transformers import AutoConfig
+    tied = AutoConfig.from_pretrained(checkpoint / "hf").tie_word_embeddings
 
     for name, entry in entries.items():
         if tied and name == "lm_head.weight":

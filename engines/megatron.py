@@ -241,7 +241,8 @@ class MegatronEngine(Engine):
 
     def offload(self, *parts: str) -> None:
         self._host_memory.offload(self._tensors(parts))
-        if "optimizer" in parts:
+        if "optimizer" in parts and self.optimizer is not None:
+            self.optimizer.zero_grad()                                      # copies in fp32, of gradients in bf16
             for storage, _ in storages(self._gradients()):
                 storage.resize_(0)                                          # not kept: every step begins with zeros
         self._offloaded |= set(parts)

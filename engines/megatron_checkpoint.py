@@ -62,6 +62,7 @@ def load(models: list[nn.Module], optimizer, state: dict) -> None:
 def optimizer_state(optimizer, model_state: dict, loading: bool) -> dict[int, dict]:
     """exp_avg, exp_avg_sq and, of weights that are not fp32 themselves, fp32_param of each weight of an optimizer."""
     optimizer.init_state_fn(optimizer.optimizer, optimizer.config)                # what has made no step yet
+    set_step(optimizer, get_step(optimizer))                                      # which the former leaves out
     if isinstance(optimizer, DistributedOptimizer):
         state = optimizer.sharded_param_state_fully_reshardable(model_state, loading, METADATA)
         for tensors in state.values():

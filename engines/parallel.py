@@ -13,10 +13,9 @@ from engines import schedule
 
 # mbridge's own, which hold where the configuration says nothing.
 DDP_DEFAULTS = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": True}
-# These make DDP promise what the rest of the engine does not keep.
-NOT_IN_DDP = ("overlap_param_gather", "align_param_gather", "average_in_collective", "fp8_param_gather",
-              "num_distributed_optimizer_instances", "reuse_grad_buf_for_mxfp8_param_ag", "use_megatron_fsdp",
-              "use_custom_fsdp", "data_parallel_sharding_strategy", "outer_dp_sharding_strategy", "delay_wgrad_compute")
+# The other fields are of what the rest of the engine does not keep up with, or that Megatron's DDP never reads.
+IN_DDP = ("grad_reduce_in_fp32", "overlap_grad_reduce", "use_distributed_optimizer", "bucket_size",
+          "pad_buckets_for_high_nccl_busbw", "check_for_nan_in_grad", "check_for_large_grads")
 
 
 def multiple_of(engine: DictConfig) -> int:
@@ -83,8 +82,8 @@ def ddp_config(engine: DictConfig) -> DistributedDataParallelConfig:
         if name not in known:
             raise InputError(f"engine.override_ddp_config.{name} is not a field of megatron-core's "
                              "DistributedDataParallelConfig")
-        if name in NOT_IN_DDP:
-            raise InputError(f"engine.override_ddp_config.{name} is not supported: leave it out")
+        if name not in IN_DDP:
+            raise InputError(f"engine.override_ddp_config.{name} is not supported, only {', '.join(IN_DDP)}")
         default = getattr(DistributedDataParallelConfig, name)
         kind = int if default is None else type(default)
         if type(value) is not kind and not (value is None and default is None):

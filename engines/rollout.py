@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
 from torch import Tensor
+from transformers import AutoConfig
 
 from config import InputError
 from data.packing import Batch
@@ -43,8 +44,8 @@ class Rollout:
         self.device, self.stop_ids = device, stop_token_ids(Path(config.model.path))
         tp = rollout.tensor_parallel_size
         self.replica, self.tp_rank, self.num_replicas = dist.get_rank() // tp, dist.get_rank() % tp, dist.get_world_size() // tp
-        shape = json.loads((Path(config.model.path) / "config.json").read_text())
-        self.tied = shape.get("tie_word_embeddings", False)
+        hf_config = AutoConfig.from_pretrained(config.model.path)       # a key that config.json lacks has its class's default
+        self.tied = hf_config.tie_word_embeddings
         # Weights are pushed whole before every use, so level 2 may drop them; Ascend has level 1 only.
         self.sleep_level = 1 if device.type == "npu" else 2
         self.awake, self.weights_valid, self.asleep_gib = {"weights", "kv_cache"}, False, []
@@ -57,7 +58,7 @@ class Rollout:
         if device.type == "cpu":
             options = {}
             free_shared_memory(range(self.replica * tp, (self.replica + 1) * tp), self.tp_rank)
-        elif "num_experts_per_tok" in shape:
+        elif hasattr(hf_config, "num_experts_per_tok"):
             options["moe_backend"] = "triton"                   # others lay experts out anew, which update_weights does not
         kv_cache_gib = rollout.kv_cache_gib or (CPU_KV_CACHE_GIB if device.type == "cpu" else None)
         if kv_cache_gib:
@@ -74,7 +75,7 @@ class Rollout:
                     # Only a stop string needs text. Ids that end a response come from the model's files, see below.
                     skip_tokenizer_init=not (rollout.stop or config.validation.stop), logprobs_mode="processed_logprobs",
                     # A tied output matrix keeps a packed copy of the old weights on a CPU: untie it, and send both.
-                    hf_overrides={"tie_word_embeddings": False}, seed=config.trainer.seed, **options)
+                    hf_overrides={"tie_word_embeddings": False}, seed=config.trainer.seed % 2**32, **options)
         except ValueError as error:
             raise InputError(f"vLLM cannot start: {error}") from error
         self.sleep()
@@ -120,7 +121,7 @@ class Rollout:
             temperature=sampling.temperature, top_p=1.0 if greedy else sampling.top_p, top_k=0 if greedy else
             max(sampling.top_k, 0), min_p=0.0 if greedy else sampling.min_p, max_tokens=sampling.max_tokens,
             stop=list(sampling.stop) or None, stop_token_ids=self.stop_ids, seed=seed, logprobs=0,
-            detokenize=bool(sampling.stop))
+            detokenize=bool(sampling.stop), skip_special_tokens=False)          # so that one can be a stop string
 
     # -- weights and memory -------------------------------------------------------------------------------------------------
 
@@ -195,8 +196,7 @@ def check(config: DictConfig, world_size: int) -> None:
     tp = config.rollout.tensor_parallel_size
     if world_size % tp:
         raise InputError(f"rollout.tensor_parallel_size={tp} does not divide the {world_size} ranks")
-    shape = json.loads((Path(config.model.path) / "config.json").read_text())
-    heads = shape.get("num_attention_heads", tp)
+    heads = getattr(AutoConfig.from_pretrained(config.model.path), "num_attention_heads", tp)
     if heads % tp:
         raise InputError(f"rollout.tensor_parallel_size={tp} does not divide the model's {heads} attention heads")
 

@@ -8,6 +8,10 @@ from config import InputError
 
 
 def check(optim: DictConfig) -> None:
+    """Raise InputError for what the schedule does not read."""
+    if optim.lr_scheduler_type != "wsd" and optim.lr_decay_steps_ratio != 0.1:
+        raise InputError(f"optim.lr_decay_steps_ratio={optim.lr_decay_steps_ratio} has no effect without "
+                         "optim.lr_scheduler_type=wsd: leave it out")
     if optim.lr_scheduler_type == "constant" and optim.min_lr_ratio != 0:
         raise InputError(f"optim.min_lr_ratio={optim.min_lr_ratio} has no effect with a constant schedule: set it to 0")
 

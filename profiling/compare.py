@@ -3,9 +3,10 @@
     python -m profiling.compare RUN_A RUN_B --step N [--stage S] [--tolerance 1e-4] [--output DIR]
 
 Prints, for each stage and rank, the first module in execution order whose numbers differ by more than the tolerance,
-relative to the largest number there. FSDP2's and Megatron's modules are paired where they compute the same; both runs
-must have the same ranks, so there leave Megatron without tensor and pipeline parallelism. Exit code 0: all agree; 1: they
-part; 2: there is nothing to compare. --output keeps msprobe's tables, which have every number.
+relative to the largest number there. Of FSDP2 and Megatron the outputs of forward passes are compared, of modules that
+compute the same; both runs must have the same ranks, so there leave Megatron without tensor and pipeline parallelism.
+Exit code 0: all agree; 1: they part, or one ran what the other did not; 2: there is nothing to compare. --output keeps
+msprobe's tables, which have every number.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 STATISTICS = ("max", "min", "mean", "l2norm")
@@ -38,7 +40,12 @@ def compare(run_a: Path, run_b: Path, step: int, stage: str | None, tolerance: f
     left_out = sorted(set(stages[0]) ^ set(stages[1]))
     if left_out and stage is None:
         print(f"in one run only, left out: {', '.join(left_out)}")
-    return max(compare_stage(name, stages[0][name], stages[1][name], tolerance, output / name) for name in both)
+    return worst(compare_stage(name, stages[0][name], stages[1][name], tolerance, output / name) for name in both)
+
+
+def worst(codes: Iterable[int]) -> int:
+    """Of several exit codes: that two runs part is more than that there is nothing to compare."""
+    return max(codes, key=(0, 2, 1).index)
 
 
 def stages_of(run: Path, step: int) -> dict[str, Path]:
@@ -64,7 +71,7 @@ def compare_stage(stage: str, a: Path, b: Path, tolerance: float, output: Path) 
     if done.returncode or not all(tables.values()):
         print(f"{stage}: msprobe compare failed\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
         return 2
-    return max(report(f"{stage} {rank}", read_rows(tables[rank][-1]), tolerance) for rank in tables)
+    return worst(report(f"{stage} {rank}", read_rows(tables[rank][-1]), tolerance, bool(pairs)) for rank in tables)
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
@@ -73,8 +80,8 @@ def read_rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def report(title: str, rows: list[dict[str, str]], tolerance: float) -> int:
-    """Print what the rows of one rank say."""
+def report(title: str, rows: list[dict[str, str]], tolerance: float, paired: bool) -> int:
+    """Print what the rows of one rank say. paired: of two engines, which have most modules for themselves."""
     # What is handed to a module is what another one put out, or an argument that it may not even read.
     rows = [row for row in rows if not re.search(r"\.forward\.\d+\.input\.", row["NPU Name"] + row["Bench Name"])]
     matched = [row for row in rows if "N/A" not in (row["NPU Name"], row["Bench Name"])]
@@ -82,12 +89,16 @@ def report(title: str, rows: list[dict[str, str]], tolerance: float) -> int:
         print(f"{title}: no module in common")
         return 2
     gaps = [gap(row) for row in matched]
-    worst = max(range(len(gaps)), key=gaps.__getitem__)
-    unmatched = f", {len(rows) - len(matched)} in one run only" if len(rows) > len(matched) else ""
+    largest = max(range(len(gaps)), key=gaps.__getitem__)
+    alone = [row for row in rows if row not in matched] if not paired else []
+    unmatched = ", outputs of forward passes alone" if paired else f", {len(alone)} in one run only" if alone else ""
     first = next((i for i, x in enumerate(gaps) if x > tolerance), None)
     if first is None:
-        print(f"{title}: {len(matched)} tensors agree{unmatched}; largest difference {gaps[worst]:.2g}")
-        return 0
+        print(f"{title}: {len(matched)} tensors agree{unmatched}; largest difference {gaps[largest]:.2g}")
+        if alone:
+            names = alone[0]["NPU Name"], alone[0]["Bench Name"]
+            print(f"    the first in one run only: {next(x for x in names if x != 'N/A')}")
+        return int(bool(alone))
     row = matched[first]
     partner = "" if row["NPU Name"] == row["Bench Name"] else f" / {row['Bench Name']}"
     print(f"{title}: parts at {row['NPU Name']}{partner}, "
@@ -95,7 +106,7 @@ def report(title: str, rows: list[dict[str, str]], tolerance: float) -> int:
     for side, run in (("NPU", "A"), ("Bench", "B")):
         print(f"    {run}: shape {row[f'{side} Tensor Shape']}  " +
               "  ".join(f"{name} {row[f'{side} {name}']}" for name in STATISTICS))
-    print(f"    largest difference {gaps[worst]:.3g}, at {matched[worst]['NPU Name']}")
+    print(f"    largest difference {gaps[largest]:.3g}, at {matched[largest]['NPU Name']}")
     return 1
 
 

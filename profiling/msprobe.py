@@ -6,6 +6,8 @@ import shutil
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
+import torch
+
 from profiling.tools import Tool
 
 TASKS, LEVELS = ("statistics", "tensor"), ("L0", "L1", "mix")
@@ -62,7 +64,8 @@ class Msprobe(Tool):
                 self.debugger.set_init_step(step)
                 self.debugger.start(engine.modules(), rank_id=self.rank)
                 started = True
-            yield
+            with torch.compiler.set_stance("force_eager"):      # nothing is seen inside compiled functions
+                yield
         except BaseException:
             with suppress(Exception):           # the stage's own error is the one to be seen
                 self.debugger.stop()
@@ -115,8 +118,9 @@ def select_stages(wanted, model_stages) -> list[str]:
         return [name for name in model_stages if name not in ONLY_WHEN_NAMED]
     for name in wanted:
         if name not in model_stages:
+            why = "; CUDA graphs call no hooks: for it set rollout.enforce_eager=true" * (name == "rollout_generate")
             raise ValueError(f"profiler.msprobe.stages: {name} is no stage of this run with a model in it; those are "
-                             f"{', '.join(model_stages)}")
+                             f"{', '.join(model_stages)}{why}")
     return list(wanted)
 
 

@@ -13,8 +13,12 @@ PANELS = [("loss", ["train/loss", "val/loss"]), ("score of a response", ["critic
           ("vLLM and trainer: gap of log p", ["rollout_corr/log_prob_gap"]),
           ("explained variance of values", ["critic/vf_explained_var"]),
           ("gradient norm", ["train/grad_norm", "actor/grad_norm", "critic/grad_norm"]),
-          ("learning rate", ["train/lr", "actor/lr", "critic/lr"]), ("tokens/s a device", ["perf/tokens_per_second"]), ("MFU", ["perf/mfu"]),
-          ("memory, peak [GiB]", ["perf/memory_peak_gib"])]
+          ("learning rate", ["train/lr", "actor/lr", "critic/lr"]),
+          ("tokens/s a device", ["perf/tokens_per_second"]), ("MFU", ["perf/mfu"]),
+          ("memory [GiB]", ["perf/memory_peak_gib", "perf/memory_training_gib", "perf/memory_asleep_gib"])]
+
+
+OTHER_VALIDATION = ("loss", "exact_match", "response_length", "truncated", "failures")      # all but the reward's own
 
 
 def read_metrics(run: Path) -> list[dict]:
@@ -23,13 +27,15 @@ def read_metrics(run: Path) -> list[dict]:
 
 def table(run: Path) -> str:
     """Seconds of each stage (median, longest, in all, share of all steps), then speed and memory. A stage that ran inside
-    another is counted in both, so shares need not add up."""
-    steps = [line for line in read_metrics(run) if "timing/step" in line]
+    another is counted in both, validation before the first step and the last checkpoint in no step: so shares need not add
+    up."""
+    lines = read_metrics(run)
+    steps = [line for line in lines if "timing/step" in line]
     total = sum(line["timing/step"] for line in steps)
     texts = [f"{'stage':<26}{'median [s]':>12}{'longest [s]':>12}{'in all [s]':>12}{'share':>8}{'steps':>7}"]
-    stages = dict.fromkeys(name for line in steps for name in line if name.startswith("timing/"))
-    for name in sorted(stages, key=lambda name: -sum(line.get(name, 0.0) for line in steps)):
-        seconds = [line[name] for line in steps if name in line]
+    stages = dict.fromkeys(name for line in lines for name in line if name.startswith("timing/"))
+    for name in sorted(stages, key=lambda name: -sum(line.get(name, 0.0) for line in lines)):
+        seconds = [line[name] for line in lines if name in line]
         texts.append(f"{name.removeprefix('timing/'):<26}{median(seconds):>12.4f}{max(seconds):>12.4f}{sum(seconds):>12.2f}"
                      f"{sum(seconds) / total:>8.1%}{len(seconds):>7}")
     for name, unit in (("perf/tokens_per_second", "tokens/s a device"), ("perf/mfu", "MFU"),
@@ -51,7 +57,8 @@ def write_report(run: Path) -> Path:
     (run / "report.txt").write_text(table(run) + "\n")
     lines = read_metrics(run)
     present = {name for line in lines for name in line if line[name]}       # what is always 0 says nothing
-    panels = [(title, [n for n in names if n in present]) for title, names in PANELS]
+    scores = sorted(n for n in present if n.startswith("val/") and n.split("/")[1] not in OTHER_VALIDATION)
+    panels = [(title, [n for n in names if n in present]) for title, names in [*PANELS, ("validation score", scores)]]
     panels = [(title, names) for title, names in panels if names]
     steps = [line for line in lines if "timing/step" in line]
     visible = 0.01 * sum(line["timing/step"] for line in steps)

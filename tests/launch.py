@@ -69,7 +69,9 @@ def kill_all(process):
 
 
 def metrics(out):
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    """Of every step, and of validation before the first; not the line that has the last checkpoint's time alone."""
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line.keys() != {"step", "timing/save"}]
 
 
 def checkpoints(out):

@@ -65,6 +65,7 @@ TP2, PP2, CP2, VPP2 = (f"{name}_parallel_size=2" for name in ("tensor_model", "p
 NO_SP, PADDED, REPLICATED = "sequence_parallel=false", "use_remove_padding=false", "use_distributed_optimizer=false"
 OVERLAP, BUCKETS = "overlap_grad_reduce=true", "override_ddp_config.bucket_size=1000"
 EP2, AUX = "expert_model_parallel_size=2", "router_aux_loss_coef=0.3"
+BF16_GRADIENTS = "override_ddp_config.grad_reduce_in_fp32=false"
 FULL, SELECTIVE, BF16 = "recompute=full", "recompute=selective", "compute_dtype=bfloat16"
 CASES = {
     1: {"one": Case("qwen3"), "one padded": Case("llama", PADDED),
@@ -192,10 +193,16 @@ def new_layout() -> None:
 
 
 def run(folder: Path, this_device: torch.device, title: str, case: Case, kind: type[Engine]) -> dict:
-    engine = build(kind, folder / case.family, this_device, case.engine, critic=case.critic)
+    engine, passes = build(kind, folder / case.family, this_device, case.engine, critic=case.critic), []
+    attentions = [module for model in engine.modules() for module in model.modules() if isinstance(module, TorchAttention)]
+    hooks = [module.register_forward_hook(lambda *_: passes.append(1)) for module in attentions]
     result = {"steps": train(engine, range(case.steps), case), "flops": engine.flops([3, 5], 4)}
+    for hook in hooks:
+        hook.remove()
     if kind is MegatronEngine:
         result["bytes"] = gather(count_bytes(engine))
+        planned = sum(len(engine._plan(share_of(engine, step, case)[0])) for step in range(case.steps))
+        result["attention passes"] = gather(len(passes) / len(attentions) / planned)
     if case.moe:
         result["micro_batches"] = [micro_batches(engine, step, case) for step in range(case.steps)]
     weights = dict(engine.export_weights())
@@ -208,11 +215,16 @@ def run(folder: Path, this_device: torch.device, title: str, case: Case, kind: t
 def train(engine: Engine, steps, case: Case) -> list[dict[str, float]]:
     results = []
     for step in steps:
-        batch = make_batch(step)
-        share = batch.select(divide(batch.lengths, engine.dp_size, case.uneven)[engine.dp_rank])
-        loss_fn = value_loss(len(batch.input_ids)) if case.critic else make_loss(len(batch.input_ids))
+        share, num_tokens = share_of(engine, step, case)
+        loss_fn = value_loss(num_tokens) if case.critic else make_loss(num_tokens)
         results.append(engine.train_batch(share, loss_fn, step))
     return results
+
+
+def share_of(engine: Engine, step: int, case: Case) -> tuple[Batch, int]:
+    """This data-parallel rank's part of a step's batch, and the tokens of all."""
+    batch = make_batch(step)
+    return batch.select(divide(batch.lengths, engine.dp_size, case.uneven)[engine.dp_rank]), len(batch.input_ids)
 
 
 def count_bytes(engine: MegatronEngine) -> list[int]:
@@ -282,7 +294,8 @@ def resume(folder: Path, this_device: torch.device, name: str, family: str, sett
 
 
 def roles(folder: Path, this_device: torch.device) -> dict:
-    """An actor, a critic and a reference in one process; the first two in one checkpoint, read on the same layout."""
+    """An actor that has made no step yet (the critic warms up), a critic and a reference in one process; the first two in
+    one checkpoint, read on the same layout."""
     def engines():
         actor = build(MegatronEngine, folder / "qwen2_tied", this_device, TP2)
         critic = MegatronEngine(actor.config, this_device, TOTAL_STEPS, critic=True)
@@ -292,12 +305,12 @@ def roles(folder: Path, this_device: torch.device) -> dict:
         return gather([digest(dict(engine.export_weights())) for engine in (actor, critic)])
 
     case, (actor, critic, reference) = Case("qwen2_tied"), engines()
-    train(actor, range(2), case)
     train(critic, range(2), Case("qwen2_tied", critic=True))
     asked = ask(reference, case)[0]
     checkpointer = Checkpointer(folder / "checkpoints" / "roles", 1, asynchronous=False)
     checkpointer.save(2, actor, {"step": 2}, make_tokenizer(), critic=critic)
-    result = {"saved": digests(actor, critic), "asked": asked.nan_to_num().tolist()}
+    result = {"saved": digests(actor, critic), "asked": asked.nan_to_num().tolist(),
+              "bare": gather(reference.optimizer is None and reference.stages is reference.models)}
     result["steps"] = [train(actor, [2], case), train(critic, [2], Case("qwen2_tied", critic=True))]
     actor, critic, reference = engines()
     checkpointer.load(checkpointer.latest(), actor, critic=critic)
@@ -371,15 +384,17 @@ def non_finite(folder: Path, this_device: torch.device) -> dict:
 def offload(folder: Path, this_device: torch.device) -> dict:
     """Export and train with everything offloaded in between."""
     results = {}
-    for settings in ("", REPLICATED):
+    for settings in ("", REPLICATED, f"{BF16} {BF16_GRADIENTS}"):
         engine, case = build(MegatronEngine, folder / "qwen3", this_device, settings), Case("qwen3")
         steps = train(engine, range(2), case)
         engine.offload("parameters", "optimizer")
+        left = sum(x.grad is not None for o in engine.optimizer.chained_optimizers for x in o.get_parameters())
         names = list(dict(engine.export_weights()))
         engine.offload("parameters", "optimizer")
         ask(engine, case)
         engine.offload("optimizer")
-        results[settings] = {"steps": steps + train(engine, range(2, 4), case), "num_names": len(names)}
+        results[settings] = {"steps": steps + train(engine, range(2, 4), case), "num_names": len(names),
+                             "gradients left": left}
     return results
 
 

@@ -13,6 +13,7 @@ FAMILIES = {
     "llama": dict(model_type="llama", tie_word_embeddings=False,
                   rope_parameters=dict(rope_type="llama3", rope_theta=10000.0, factor=8.0, low_freq_factor=1.0,
                                        high_freq_factor=4.0, original_max_position_embeddings=64)),
+    "gemma3": dict(model_type="gemma3_text", head_dim=32, query_pre_attn_scalar=32, sliding_window=64),
     "qwen3_moe": dict(model_type="qwen3_moe", tie_word_embeddings=False, head_dim=32, num_experts=8, num_experts_per_tok=3,
                       moe_intermediate_size=24, norm_topk_prob=True),
 }

@@ -93,7 +93,9 @@ def test_what_was_offloaded_comes_back(launches, world):
     """With DDP's buffers, which hold parameters and gradients, and the optimizer's views of them."""
     for settings, result in launches[world]["offload"].items():
         steps, want = result["steps"], launches[world]["dp2"]["steps"][:4]
-        assert max(worst(column(steps, key), column(want, key)) for key in ("loss", "grad_norm")) < BOUND, settings
+        bound = ROUNDED_BOUND if BF16 in settings else BOUND
+        assert max(worst(column(steps, key), column(want, key)) for key in ("loss", "grad_norm")) < 5 * bound, settings
+        assert result["gradients left"] == 0
 
 
 @pytest.mark.parametrize("world", BOTH)

@@ -25,8 +25,8 @@ from engines.parallel import ddp_config
 from job import find_resume
 from tests.fsdp_worker import BETAS, CLIP, SETTINGS, WEIGHT_DECAY, make_batch, make_loss
 from tests.launch import ROOT, launch
-from tests.megatron_worker import (BF16, BUCKETS, CASES, CP2, EP2, FEW, NO_SP, OVERLAP, PP2, REPLICATED, RESUMES, SAVED_AT,
-                                   TOTAL_STEPS, TP2, VPP2, value_loss)
+from tests.megatron_worker import (BF16, BUCKETS, CASES, CP2, EP2, FEW, FULL, NO_SP, OVERLAP, PP2, REPLICATED, RESUMES, SAVED_AT,
+                                   SELECTIVE, TOTAL_STEPS, TP2, VPP2, value_loss)
 from tests.models import make_model
 from tests.test_fsdp import check_answers, column, plain_answers, worst
 
@@ -280,6 +280,7 @@ def test_offload_comes_back_by_itself(launches, settings, same):
     result = launches[2]["offload"][settings]
     assert result["steps"] == launches[2][same]["steps"][:4]
     assert result["num_names"] == len(launches[2][same]["names"][0])
+    assert {result["gradients left"] for result in launches[2]["offload"].values()} == {0}, "also where they are copies in fp32"
 
 
 @pytest.mark.parametrize("name", RESUMES)
@@ -339,8 +340,15 @@ def test_estimate_of_activations(folder):
     assert of(2, key="optimizer")[0] == of(1, key="optimizer")[0] / 2 == of(2, REPLICATED, key="optimizer")[0] / 2
 
 
+@pytest.mark.parametrize("world, name", ALL)
+def test_forward_runs_again_in_backward_where_activations_are_recomputed(launches, world, name):
+    recomputed = any(setting in CASES[world][name].engine for setting in (FULL, SELECTIVE))
+    assert set(launches[world][name]["attention passes"]) == {2.0 if recomputed else 1.0}
+
+
 def test_roles_share_a_process_and_a_checkpoint(launches, folder):
     result = launches[2]["roles"]
+    assert result["bare"] == [True, True], "a reference has neither DDP nor an optimizer"
     assert result["saved"] == result["loaded"] and result["saved"][0] == result["saved"][1]
     assert len(set(result["saved"][0])) == 2 and result["steps"] == result["resumed"]
     # The reference is the model as it was, its logits halved.
@@ -423,6 +431,7 @@ def config(folder, *pairs):
     (1, ["engine.override_ddp_config.bucket_size=many"], "must be of type int"),
     (1, ["engine.override_ddp_config.bucket_size=7"], "has no effect without engine.overlap_grad_reduce=true"),
     (1, ["engine.override_ddp_config.overlap_param_gather=true"], "overlap_param_gather is not supported"),
+    (1, ["engine.override_ddp_config.fsdp_double_buffer=true"], "fsdp_double_buffer is not supported, only grad_reduce_in_fp32,"),
 ])
 def test_layouts_that_cannot_work(folder, world, pairs, message):
     with pytest.raises(InputError, match=message):

@@ -96,9 +96,10 @@ def test_samples_are_written_with_their_failures(tmp_path):
     (1, [], False), (2, [], True), (1, ["algorithm.ppo_epochs=2"], True),
     (1, ["algorithm.use_kl_in_reward=true"], True), (1, ["algorithm.rollout_rs=token"], True),
     (1, ["algorithm.use_kl_loss=true", "algorithm.rollout_is=token"], False),
-    (1, ["algorithm.adv_estimator=gae"], False)])
+    (1, ["algorithm.adv_estimator=gae"], False), (1, ["algorithm.adv_estimator=gae", "critic.warmup_steps=2"], False),
+    (1, ["algorithm.adv_estimator=gae", "critic.warmup_steps=3"], True)])
 def test_old_log_probs_are_asked_for_where_they_are_needed(num_minis, more, needed):
-    assert ppo.needs_old_log_probs(configure(*more), [[0]] * num_minis) == needed
+    assert ppo.needs_old_log_probs(configure(*more), num_minis, 2) == needed
 
 
 # -- collecting --------------------------------------------------------------------------------------------------------
@@ -160,9 +161,18 @@ def test_filter_groups_goes_on_with_what_it_has_after_the_last_batch():
     assert samples.num_prompts == 1 and samples.scores.tolist() == [only + 1, -only - 1]
 
 
-def test_filter_groups_with_nothing_left_is_an_error():
-    message, calls = collect(range(PROMPTS), FILTER, "algorithm.filter_groups.max_num_gen_batches=2")
-    assert len(calls) == 2 and "no prompt of 2 batches is left" in message
+def test_filter_groups_with_nothing_left_takes_what_was_drawn_last():
+    """A step without an advantage, rather than the end of the run."""
+    first = batches(1)[0][0]
+    samples, following, calls = collect(range(PROMPTS), FILTER, "algorithm.filter_groups.max_num_gen_batches=2", failing=[first])
+    assert following == 3 and len(calls) == 2 and samples.failures == [failure(first)]
+    assert samples.group.tolist() == [3, 3, 4, 4, 5, 5]
+    assert samples.scores.tolist() == [row + 1 for row in batches(2)[0] for _ in range(2)]
+
+
+def test_nothing_graded_is_an_error():
+    message, calls = collect((), FILTER, "algorithm.filter_groups.max_num_gen_batches=2", failing=range(PROMPTS))
+    assert len(calls) == 2 and "every response to 2 batches of prompts failed" in message
 
 
 def test_remax_draws_a_greedy_response_more():
@@ -171,7 +181,7 @@ def test_remax_draws_a_greedy_response_more():
     assert following == 2
     assert calls == [(batches(1)[0], 2, 1.0, (1,), 0), (batches(1)[0], 1, 0.0, (1,), 0)]
     assert samples.group.tolist() == [0, 0, 2, 2] and samples.baseline.tolist() == samples.scores.tolist()
-    assert samples.failures == [failure(row)]
+    assert samples.failures == [failure(row)] * 2, "of both draws"
 
 
 def test_failures_of_all_draws_are_kept():
@@ -374,9 +384,18 @@ CONTRADICTIONS = {
                                           "algorithm.ppo_mini_batch_size=3 does not divide data.train_batch_size=8"),
     "a mini-batch larger than the batch": (["data.train_batch_size=8", "algorithm.ppo_mini_batch_size=16"],
                                            "does not divide"),
-    "a critic without gae": (["critic.path=there"], "algorithm.adv_estimator=grpo has no critic"),
-    "a critic's warm-up without gae": (["critic.warmup_steps=3", "algorithm.adv_estimator=rloo"], "rloo has no critic"),
-    "a reference that is not used": (["reference.path=there"], "reference.path needs algorithm.use_kl_loss or"),
+    "equal responses of a validation": (["validation.n=4"], "validation.n=4 gives that many equal responses"),
+    **{f"{pair}, which nothing reads": ([pair], f"{pair} does nothing without {needs}") for pair, needs in {
+        "critic.path=there": GAE, "critic.lr=1": GAE, "critic.cliprange_value=1": GAE, "critic.warmup_steps=3": GAE,
+        "algorithm.lam=0.5": GAE, "algorithm.gamma=0.5": f"{GAE} or reinforce_plus_plus",
+        "algorithm.kl_penalty=k2": "algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=1": "algorithm.use_kl_in_reward=",
+        "algorithm.kl_ctrl.type=adaptive": "algorithm.use_kl_in_reward=true",
+        "algorithm.kl_ctrl.horizon=2": "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_loss_coef=1": "algorithm.use_kl_loss=true",
+        "algorithm.kl_loss_type=k1": "algorithm.use_kl_loss=true", "reference.path=there": "algorithm.use_kl_loss=true or",
+        "offload.reference=False": "algorithm.use_kl_loss=true or", "algorithm.rollout_is_threshold=3.0": "algorithm.rollout_is",
+        "algorithm.rollout_rs_threshold=3.0": "algorithm.rollout_rs", "reward.overlong_penalty=2.0": "reward.overlong_buffer",
+        "algorithm.filter_groups.max_num_gen_batches=2": FILTER}.items()},
+    "a bound that cispo has not": (["algorithm.loss_mode=cispo", "algorithm.clip_ratio_c=2.0"], "does nothing without"),
     "groups of one that are filtered": ([FILTER, "rollout.n=1"], "needs rollout.n of 2 or more"),
     "a buffer longer than a response": (["rollout.max_tokens=10", "reward.overlong_buffer=11"],
                                         "is more than rollout.max_tokens=10"),
@@ -534,7 +553,7 @@ def test_the_first_mini_batch_of_an_update_has_a_ratio_of_exactly_1(this_device,
 
 
 def test_an_update_is_a_step_for_each_mini_batch_and_epoch(this_device, model):
-    """Its metrics are means over the steps; those of the rollout are the first's."""
+    """Its metrics are means over the steps."""
     config = configure(*BANDIT, "algorithm.ppo_epochs=3", path=model)
     actor, batch, minis = first_update(config, this_device)
     twin, loss_fn = FSDPEngine(config, this_device, 10), ppo.actor_loss(config, 10)
@@ -542,11 +561,33 @@ def test_an_update_is_a_step_for_each_mini_batch_and_epoch(this_device, model):
     results = [twin.train_batch(batch.select(mini), loss_fn, 4) for _ in range(3) for mini in minis]
     for key in ("loss", "pg_loss", "pg_clipfrac", "entropy", "ppo_kl", "grad_norm", "lr"):
         assert updated[f"actor/{key}"] == pytest.approx(sum(r[key] for r in results) / 6, rel=1e-6), key
-    assert updated["actor/skipped"] == 0 and updated["rollout_corr/log_prob_gap"] == pytest.approx(0.1)
-    assert updated["rollout_corr/ratio"] == results[0]["rollout_corr/ratio"] == pytest.approx(math.exp(0.1))
-    assert updated["rollout_corr/effective_sample_size"] == pytest.approx(1)
-    assert "rollout_corr/ratio_squared" not in updated and not any(key.startswith("actor/rollout") for key in updated)
+    assert updated["actor/skipped"] == 0 and not any("rollout" in key for key in updated)
     weights = [dict(engine.export_weights()) for engine in (actor, twin)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     poisoned = ppo.update(actor, batch, minis, lambda log_probs, *_: (log_probs.sum() * math.nan, {}), 4, 3, "critic")
     assert poisoned["critic/skipped"] == 6, "a count, not a mean"
+
+
+def test_what_is_said_of_the_rollout_is_of_all_tokens_wherever_it_is_said(this_device, model):
+    """Before the update, where all tokens are rejected, and by an update that has no log-probabilities of before."""
+    def measure(*more):
+        config = configure(*BANDIT, "algorithm.ppo_mini_batch_size=null", *more, path=model)
+        actor, samples = FSDPEngine(config, this_device, 10), bandit_samples()
+        fields, minis = samples.batch.fields, ppo.mini_batches(config, samples)
+        old, mask = ppo.log_probs(actor, samples.batch, minis), fields["loss_mask"]
+        fields["rollout_log_probs"] = old - mask * torch.where(torch.arange(len(mask)) % 3 == 0, 0.1, 0.3)
+        if more:
+            fields["old_log_probs"] = old
+        said = ppo.set_advantages(config, samples, minis, 0.0)
+        updated = ppo.update(actor, samples.batch, minis, ppo.actor_loss(config, len(samples)), 0, 1, "actor")
+        assert any("gap" in key for key in updated) != any("gap" in key for key in said)
+        return {key: x for key, x in (said | updated).items() if key.startswith("rollout_corr/")}, mask
+    by_update, mask = measure()
+    before, _ = measure("algorithm.rollout_rs=token", "algorithm.rollout_rs_threshold=1.01")
+    assert before.pop("rollout_corr/rejected") == 1 and before == pytest.approx(by_update, rel=1e-5)
+    gaps = [0.1 if i % 3 == 0 else 0.3 for i, inside in enumerate(mask.tolist()) if inside]
+    ratios = [math.exp(gap) for gap in gaps]
+    assert before == pytest.approx({
+        "rollout_corr/log_prob_gap": sum(gaps) / len(gaps), "rollout_corr/ratio": sum(ratios) / len(gaps),
+        "rollout_corr/kl": sum(r - 1 - gap for r, gap in zip(ratios, gaps)) / len(gaps),
+        "rollout_corr/effective_sample_size": sum(ratios) ** 2 / len(gaps) / sum(r * r for r in ratios)}, rel=1e-4)

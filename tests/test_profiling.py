@@ -3,9 +3,11 @@
 import json
 import os
 import re
+import shutil
 import sys
 import time
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -352,6 +354,18 @@ def test_the_planted_defect_is_found(sft):
     assert compare.compare(sft / "dumped", sft / "defect", 3, None, 1e-4, sft / "scratch") == 2, "no such step"
 
 
+def test_what_one_run_alone_ran_is_told(sft):
+    """A dump that agrees as far as it goes."""
+    shutil.copytree(sft / "dumped", sft / "less")
+    path = sft / "less/profile/step_2/train_batch/step2/rank0/dump.json"
+    dump = json.loads(path.read_text())
+    dump["data"] = {name: call for name, call in dump["data"].items() if "backward" not in name}
+    path.write_text(json.dumps(dump))
+    told = compared(sft, "dumped", "less", 2, 1)
+    assert re.search(r"tensors agree, \d+ in one run only; .*\n    the first in one run only: Module\..*\.backward\.0", told)
+    assert [compare.worst(codes) for codes in ([0, 2], [2, 1], [0, 1, 2], [0])] == [2, 1, 1, 0]
+
+
 @pytest.mark.parametrize("a, b, expected", [
     (("1", "0"), ("1", "0"), 0.0), (("1", "0"), ("1.1", "0"), 0.1 / 1.1), (("nan", "0"), ("1", "0"), float("inf")),
     (("nan", "0"), ("nan", "0"), 0.0), (("", ""), ("", ""), 0.0)])
@@ -504,3 +518,5 @@ def test_on_the_real_machine(cpus):
     line = affinity.bind(torch.device(torch.accelerator.current_accelerator() or "cpu"))
     assert line.startswith("NUMA affinity: ") and os.sched_getaffinity(0) <= cpus
     assert "CPUs stay as they are, " in affinity.bind(torch.device("meta")), "never fatal"
+    for device in Path("/sys/bus/pci/devices").glob("*"):
+        assert re.match("is on NUMA node [0-9]+|belongs to no NUMA node", affinity.bind_near(device.name, Path("/sys")))
