@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from algorithms.advantages import ADVANTAGES
-from algorithms.aggregation import loss_weights
+from algorithms.aggregation import AGGREGATIONS, loss_weights
 from algorithms.dapo import informative, overlong_penalty
 from algorithms.kl import KL_ESTIMATORS, adapt
 from algorithms.pass_at_k import pass_at_k
@@ -33,6 +33,10 @@ def check(config: DictConfig) -> None:
     if config.data.train_batch_size % size:
         raise InputError(f"algorithm.ppo_mini_batch_size={size} does not divide data.train_batch_size="
                          f"{config.data.train_batch_size}")
+    for key, known in (("adv_estimator", ADVANTAGES), ("loss_mode", POLICY_LOSSES), ("loss_agg_mode", AGGREGATIONS),
+                       ("kl_penalty", KL_ESTIMATORS), ("kl_loss_type", KL_ESTIMATORS)):
+        if algorithm[key] not in known:
+            raise InputError(f"algorithm.{key}={algorithm[key]} must be one of {', '.join(known)}")
     check_effect(config)
     if config.validation.n > 1 and config.validation.temperature == 0:
         raise InputError(f"validation.n={config.validation.n} gives that many equal responses with validation.temperature=0: "
@@ -112,6 +116,7 @@ def collect(config: DictConfig, draw: Callable[..., Samples], dataset, batch_ind
     """
     size, filtered = config.data.train_batch_size, config.algorithm.filter_groups
     parts: list[Samples] = []
+    fallback = None
     for attempt in range(filtered.max_num_gen_batches if filtered.enable else 1):
         rows = global_batch(len(dataset), size, config.trainer.seed, batch_index)
         drawn = draw(dataset, rows, config.rollout, batch_index, first_group=attempt * size)
@@ -120,12 +125,13 @@ def collect(config: DictConfig, draw: Callable[..., Samples], dataset, batch_ind
             baseline = draw(dataset, rows, greedy, batch_index, first_group=attempt * size)
             drawn = drawn.with_baseline(baseline)
         batch_index += 1
+        fallback = drawn if len(drawn) or fallback is None else fallback
         parts.append(drawn.select(informative(drawn.scores, drawn.group)) if filtered.enable else drawn)
         if sum(p.num_prompts for p in parts) >= size:
             break
     samples = concat(parts)
     if not len(samples):                        # nothing to learn from: a step without an advantage
-        samples = replace(drawn, failures=samples.failures)
+        samples = replace(fallback, failures=samples.failures, num_asked=samples.num_asked)
     if not len(samples):
         raise InputError(f"every response to {len(parts)} batches of prompts failed to be graded: see failures.jsonl")
     return samples.select(samples.group <= samples.group.unique()[:size][-1]), batch_index
@@ -239,8 +245,7 @@ def set_advantages(config: DictConfig, samples: Samples, minis: list[list[int]],
         | spread("response_length", lengths) | spread("prompt_length", prompts.float()) \
         | {"response_length/clip_ratio": samples.truncated.float().mean().item(),
            "reward/informative_groups": informative(samples.scores, samples.group).float().mean().item(),
-           "reward/failure_rate": len(samples.failures) / (n + len(samples.failures)
-                                                           + (samples.num_prompts if samples.baseline is not None else 0))}
+           "reward/failure_rate": len(samples.failures) / samples.num_asked}
 
 
 def spread(name: str, x: Tensor) -> dict[str, float]:

@@ -26,7 +26,8 @@ class Samples:
     scores     [n] fp32: what the reward function said
     truncated  [n] bool: ended by max_tokens
     texts      n responses as text;  prompts: n prompts
-    failures   responses that could not be graded; they are not among the n
+    failures   responses that could not be graded, of all that were drawn; they are not among the n
+    num_asked  responses that were drawn to get these: those left out and greedy ones too
     baseline   [n] fp32: the score of a greedy response to the same prompt, for remax
     """
 
@@ -37,6 +38,7 @@ class Samples:
     texts: list[str]
     prompts: list[Prompt]
     failures: list[Failure]
+    num_asked: int
     baseline: Tensor | None = None
 
     def __len__(self) -> int:
@@ -65,7 +67,8 @@ class Samples:
         matches = self.group[:, None] == greedy.group
         known = matches.any(1)
         return replace(self, baseline=greedy.scores[matches.int().argmax(1)] if len(greedy) else self.scores,
-                       failures=self.failures + greedy.failures).select(known)
+                       failures=self.failures + greedy.failures,
+                       num_asked=self.num_asked + greedy.num_asked).select(known)
 
     def mini_batches(self, num_prompts: int) -> list[list[int]]:
         """Indices of responses, those of num_prompts neighbouring prompts together."""
@@ -77,7 +80,8 @@ class Samples:
         path.parent.mkdir(exist_ok=True)
         lengths = self.response_lengths.tolist()
         lines = ({"group": int(self.group[i]), "prompt": self.prompts[i].text, "response": self.texts[i],
-                  "score": float(self.scores[i]), "length": lengths[i], "truncated": bool(self.truncated[i])} for i in range(len(self)))
+                  "score": float(self.scores[i]), "length": lengths[i], "truncated": bool(self.truncated[i])}
+                 for i in range(len(self)))
         path.write_text("".join(json.dumps(line) + "\n" for line in (*lines, *self._failed())))
 
     def append_failures(self, path: Path, step: int) -> None:
@@ -102,7 +106,7 @@ def concat(parts: Sequence[Samples]) -> Samples:
     return Samples(Batch.concat([p.batch for p in parts]), torch.cat([p.group for p in parts]),
                    torch.cat([p.scores for p in parts]), torch.cat([p.truncated for p in parts]),
                    *(sum((getattr(p, name) for p in parts), []) for name in ("texts", "prompts", "failures")),
-                   None if parts[0].baseline is None else torch.cat([p.baseline for p in parts]))
+                   sum(p.num_asked for p in parts), None if parts[0].baseline is None else torch.cat([p.baseline for p in parts]))
 
 
 def draw_samples(rollout: Rollout, grader: Grader, dataset, rows: Sequence[int], sampling, seed: tuple[int, ...], tokenizer,
@@ -137,6 +141,6 @@ def draw_samples(rollout: Rollout, grader: Grader, dataset, rows: Sequence[int],
     graded = torch.tensor([not isinstance(r, Failure) for r in results], dtype=torch.bool)
     scores = torch.tensor([0.0 if isinstance(r, Failure) else r for r in results])
     samples = Samples(everything, torch.tensor([first_group + place for place, _ in wanted]), scores, truncated, texts,
-                      [prompts[place] for place, _ in wanted], [r for r in results if isinstance(r, Failure)])
+                      [prompts[place] for place, _ in wanted], [r for r in results if isinstance(r, Failure)], len(results))
     return samples if graded.all() else samples.select(graded)
 

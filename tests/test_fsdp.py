@@ -446,9 +446,13 @@ SCHEDULES = {                                    # 20 steps, 4 of them warm-up; 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_schedule(folder, kind):
-    floor = 0.0 if kind == "constant" else 0.1
-    optim = config(folder, f"optim.lr_scheduler_type={kind}", "optim.lr=1.0", "optim.lr_warmup_steps_ratio=0.2",
-                   "optim.lr_decay_steps_ratio=0.4", f"optim.min_lr_ratio={floor}").optim
+    floor, decay = 0.0 if kind == "constant" else 0.1, "optim.lr_decay_steps_ratio=0.4"
+    settings = [f"optim.lr_scheduler_type={kind}", "optim.lr=1.0", "optim.lr_warmup_steps_ratio=0.2",
+                f"optim.min_lr_ratio={floor}"]
+    if kind != "wsd":
+        with pytest.raises(InputError, match="lr_decay_steps_ratio=0.4 has no effect without optim.lr_scheduler_type=wsd"):
+            schedule.check(config(folder, *settings, decay).optim)
+    optim = config(folder, *settings, *[decay] * (kind == "wsd")).optim
     schedule.check(optim)
     assert {s: schedule.learning_rate(optim, s, 20) for s in SCHEDULES[kind]} == pytest.approx(SCHEDULES[kind])
 

@@ -16,6 +16,7 @@ from engines.fsdp import FSDPEngine
 from grading import Failure
 from samples import Samples, concat
 from tests.models import make_model
+from tests.test_algorithms import BY_FORMULA, policy_loss_by_formula
 
 
 def configure(*more, path="unused"):
@@ -31,7 +32,7 @@ def make_samples(lengths, scores, group, baseline=None, failures=()):
     return Samples(batch, torch.tensor(group), torch.tensor(scores, dtype=torch.float32),
                    torch.tensor([length > 3 for length in lengths], dtype=torch.bool),
                    [f"response {i}" for i in range(len(lengths))], [Prompt([1, 2], f"prompt {g}", {}) for g in group],
-                   list(failures), None if baseline is None else torch.tensor(baseline))
+                   list(failures), len(lengths) + len(failures), None if baseline is None else torch.tensor(baseline))
 
 
 def failure(number):
@@ -120,6 +121,7 @@ def collect(agreeing, *more, batch_index=1, failing=()):
         scores = [row + 1 if k == 0 or row in agreeing else -row - 1 for _, row, k in kept]
         drawn = make_samples([1 + row % 3 for _, row, _ in kept], scores, [group for group, *_ in kept])
         drawn.failures = [failure(row) for row in rows.tolist() if row in failing]
+        drawn.num_asked = len(rows) * sampling.n
         return drawn
     config = configure(f"data.train_batch_size={SIZE}", "rollout.n=2", *more)
     try:
@@ -168,6 +170,8 @@ def test_filter_groups_with_nothing_left_takes_what_was_drawn_last():
     assert following == 3 and len(calls) == 2 and samples.failures == [failure(first)]
     assert samples.group.tolist() == [3, 3, 4, 4, 5, 5]
     assert samples.scores.tolist() == [row + 1 for row in batches(2)[0] for _ in range(2)]
+    samples, *_ = collect(range(PROMPTS), FILTER, "algorithm.filter_groups.max_num_gen_batches=2", failing=batches(2)[0])
+    assert samples.group.tolist() == [0, 0, 1, 1, 2, 2], "that of which something was graded"
 
 
 def test_nothing_graded_is_an_error():
@@ -181,13 +185,24 @@ def test_remax_draws_a_greedy_response_more():
     assert following == 2
     assert calls == [(batches(1)[0], 2, 1.0, (1,), 0), (batches(1)[0], 1, 0.0, (1,), 0)]
     assert samples.group.tolist() == [0, 0, 2, 2] and samples.baseline.tolist() == samples.scores.tolist()
-    assert samples.failures == [failure(row)] * 2, "of both draws"
+    assert samples.failures == [failure(row)] * 2 and samples.num_asked == SIZE * 3, "of both draws"
+
+
+def test_remax_draws_a_greedy_response_to_each_prompt_of_each_draw():
+    """Two draws for one step: their greedy responses belong to the same groups as the others of their draw."""
+    (first, _, _), (*_, last) = batches(1, 2)
+    samples, following, calls = collect({*range(PROMPTS)} - {first, last}, FILTER, "algorithm.adv_estimator=remax",
+                                        "algorithm.filter_groups.max_num_gen_batches=2")
+    assert following == 3
+    assert calls == [(rows, n, temperature, (seed,), group) for seed, group, rows in zip((1, 2), (0, SIZE), batches(1, 2))
+                     for n, temperature in ((2, 1.0), (1, 0.0))]
+    assert samples.group.tolist() == [0, 0, 5, 5] and samples.baseline.tolist() == [first + 1] * 2 + [last + 1] * 2
 
 
 def test_failures_of_all_draws_are_kept():
     rows = [batches(1)[0][0], batches(2)[0][0]]
     samples, _, calls = collect((), FILTER, failing=rows)
-    assert len(calls) == 2 and samples.failures == [failure(row) for row in rows]
+    assert len(calls) == 2 and samples.failures == [failure(row) for row in rows] and samples.num_asked == 2 * SIZE * 2
 
 
 # -- advantages --------------------------------------------------------------------------------------------------------
@@ -235,6 +250,19 @@ def test_loss_weights_are_of_one_mini_batch(mode, weights):
     assert on_responses(samples, f["token_weight"]) == pytest.approx([1 / 3] * 3 + [1 / 5] * 5)
 
 
+@pytest.mark.parametrize("name", BY_FORMULA)
+def test_advantages_are_those_of_the_estimator_and_the_discounts_that_are_configured(name):
+    """Those that an estimator has no use for (ppo.check refuses them) change nothing."""
+    scores, group, baseline = [1, 3, -2, 0.5], [0, 0, 4, 4], [0.25, 0.25, 4.0, 4.0]
+    values = [[0.5, -1.0, 2.0], [1.5, 0.25], [-0.75], [2.0, 1.0, 0.0, -1.0]]
+    samples = make_samples(list(map(len, values)), scores, group, baseline)
+    f, _ = advantages(samples, f"algorithm.adv_estimator={name}", "algorithm.gamma=0.9", "algorithm.lam=0.7",
+                      values=sum(values, []))
+    rewards = [[0] * (len(row) - 1) + [score] for row, score in zip(values, scores)]
+    for got, want in zip((f["advantages"], f["returns"]), BY_FORMULA[name](rewards, group, values, baseline, 0.9, 0.7)):
+        assert on_responses(samples, got) == pytest.approx(sum(want, []), abs=1e-5)
+
+
 GAE = "algorithm.adv_estimator=gae"
 KL = ["algorithm.use_kl_in_reward=true", "algorithm.kl_penalty=k1"]
 
@@ -249,14 +277,33 @@ def test_divergence_comes_off_the_reward_of_each_token():
     assert metrics["critic/rewards/mean"] == 2, "rewards of sequences are reported without the divergence"
 
 
-@pytest.mark.parametrize("reference, factor", [([-1.1] * 3, 1 + 0.2 * 2 / 40), ([-1.0] * 3, 1 - 0.2 * 2 / 40),
-                                               ([-1.011] * 3, 1 + 0.1 * 2 / 40)])
-def test_the_coefficient_adapts(reference, factor):
-    """0.2 at most a step, less near the target, in proportion to the share of 2 responses in a horizon of 40."""
+# name -> log-probability less that of the reference -> the estimate, and its slope
+DIVERGENCES = {"k1": lambda d: (d, 1), "k2": lambda d: (d * d / 2, d), "abs": lambda d: (abs(d), math.copysign(1, d)),
+               "k3": lambda d: (math.exp(-d) - 1 + d, 1 - math.exp(-d))}
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_the_divergence_in_the_reward_is_the_one_that_is_configured(name):
+    """Not discounted, REINFORCE++'s returns are rewards to go."""
     samples = make_samples([2, 1], [1, 3], [0, 1])
+    f, metrics = advantages(samples, "algorithm.adv_estimator=reinforce_plus_plus", "algorithm.use_kl_in_reward=true",
+                            f"algorithm.kl_penalty={name}", kl_coef=0.5, old_log_probs=[-1.0, -2.5, -2.0],
+                            ref_log_probs=[-2.0, -1.0, -1.5])
+    kl = [DIVERGENCES[name](d)[0] for d in (1.0, -1.5, -0.5)]
+    to_go = [1 - 0.5 * (kl[0] + kl[1]), 1 - 0.5 * kl[1], 3 - 0.5 * kl[2]]
+    assert on_responses(samples, f["returns"]) == pytest.approx(to_go, abs=1e-6)
+    assert metrics["actor/reward_kl"] == pytest.approx(sum(kl) / 3)
+
+
+@pytest.mark.parametrize("reference, factor", [(-1.1, 1 + 0.2 * 5 / 40), (-1.0, 1 - 0.2 * 5 / 40),
+                                               (-1.011, 1 + 0.1 * 5 / 40)])
+def test_the_coefficient_adapts(reference, factor):
+    """0.2 at most a step, less near the target, in proportion to the share of 5 responses in a horizon of 40, however
+    many groups and mini-batches they make."""
+    samples = make_samples([2, 1, 1, 2, 3], [1, 3, 1, 2, 0], [0, 0, 0, 1, 1])
     _, metrics = advantages(samples, *KL, "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.target_kl=0.01",
-                            "algorithm.kl_ctrl.horizon=40", kl_coef=0.5, old_log_probs=[-1.0] * 3,
-                            ref_log_probs=reference)
+                            "algorithm.kl_ctrl.horizon=40", kl_coef=0.5, old_log_probs=[-1.0] * 9,
+                            ref_log_probs=[reference] * 9, minis=[[0, 1, 2], [3, 4]])
     assert metrics["actor/kl_coef"] == pytest.approx(0.5 * factor, rel=1e-4)
 
 
@@ -345,6 +392,76 @@ def test_entropy_divergence_and_importance_weights_enter_the_loss():
     assert gradient == pytest.approx([-0.5 * weights[0], 0.25 * weights[1] + 2 * 0.25 * 1.0])
 
 
+def learn(lengths, scores, log_probs, *more, **fields):
+    """actor_loss on what set_advantages makes of one group: (loss, metrics of both, gradient). log_probs and fields are
+    values of response tokens, in order; on this policy, old_log_probs are those before the update."""
+    samples = make_samples(lengths, scores, [0] * len(lengths))
+    f, metrics = advantages(samples, "algorithm.adv_estimator=dr_grpo", *more, **fields)
+    log_probs = torch.zeros_like(f["loss_mask"]).masked_scatter(f["loss_mask"] > 0, torch.tensor(log_probs)).requires_grad_()
+    loss, amounts = ppo.actor_loss(configure(*more), len(samples))(log_probs, torch.zeros_like(log_probs), f)
+    loss.backward()
+    metrics |= {name: amount.item() for name, amount in amounts.items()}
+    return loss.item(), metrics, on_responses(samples, log_probs.grad)
+
+
+@pytest.mark.parametrize("dual_clip", [0, 3, 5])
+@pytest.mark.parametrize("mode", ["ppo", "gspo", "cispo"])
+def test_the_policy_loss_is_the_one_that_is_configured(mode, dual_clip):
+    """Ratios of geometric mean 8, beyond either dual clip, where the advantage is -1, and sqrt(2) where it is 1."""
+    new, ratios = [-1.0, -2.0, -1.5, -0.5, -0.25], [32, 32, 0.5, 0.5, 4]
+    old = [p - math.log(r) for p, r in zip(new, ratios)]
+    loss, metrics, gradient = learn([3, 2], [1, 3], new, f"algorithm.loss_mode={mode}", "algorithm.clip_ratio_high=0.3",
+                                    f"algorithm.clip_ratio_c={dual_clip}", old_log_probs=old)
+    leaf = torch.tensor(new, requires_grad=True)
+    want, clipped = policy_loss_by_formula(mode, leaf, torch.tensor(old), torch.tensor([-1.0] * 3 + [1.0] * 2),
+                                           [[0, 1, 2], [3, 4]], 0.2, 0.3, dual_clip)
+    (sum(want.values()) / 5).backward()
+    assert loss == metrics["pg_loss"] == pytest.approx(sum(x.item() for x in want.values()) / 5)
+    assert metrics["pg_clipfrac"] == pytest.approx(sum(clipped.values()) / 5)
+    assert gradient == pytest.approx(leaf.grad.tolist())
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_the_divergence_in_the_loss_is_the_one_that_is_configured(name):
+    """That of the policy being updated from the reference, weighted as losses are. Equal scores: there is no other loss."""
+    new, old, reference = [-1.0, -2.5, -2.0], [-1.1, -2.3, -1.8], [-2.0, -1.0, -1.5]
+    loss, metrics, gradient = learn([2, 1], [1, 1], new, "algorithm.use_kl_loss=true", f"algorithm.kl_loss_type={name}",
+                                    "algorithm.kl_loss_coef=0.5", "algorithm.loss_agg_mode=seq-mean-token-mean",
+                                    old_log_probs=old, ref_log_probs=reference)
+    kl, slope = zip(*(DIVERGENCES[name](d) for d in (1.0, -1.5, -0.5)))
+    assert metrics["kl_loss"] == pytest.approx(0.25 * kl[0] + 0.25 * kl[1] + 0.5 * kl[2]) and metrics["pg_loss"] == 0
+    assert loss == pytest.approx(0.5 * metrics["kl_loss"])
+    assert gradient == pytest.approx([0.5 * 0.25 * slope[0], 0.5 * 0.25 * slope[1], 0.5 * 0.5 * slope[2]])
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_rollouts_are_corrected_and_measured_by_the_policy_before_the_update(level):
+    """vLLM's log-probabilities are -1. The update's own ratios are others, none of them clipped."""
+    old, new = [-0.5, -1.2, -1.6, -0.9, -1.1], [-0.35, -1.4, -1.7, -1.05, -1.0]
+    loss, metrics, gradient = learn([2, 3], [1, 3], new, f"algorithm.rollout_is={level}",
+                                    "algorithm.rollout_is_threshold=1.3", old_log_probs=old)
+    ratios = [math.exp(p + 1) for p in old]
+    weights = ratios if level == "token" else [math.prod(ratios[:2])] * 2 + [math.prod(ratios[2:])] * 3
+    losses = [-a * min(w, 1.3) * math.exp(p - q) for a, w, p, q in zip([-1, -1, 1, 1, 1], weights, new, old)]
+    assert loss == pytest.approx(sum(losses) / 5) and gradient == pytest.approx([x / 5 for x in losses])
+    measured = {"log_prob_gap": [abs(p + 1) for p in old], "kl": [r - 1 - math.log(r) for r in ratios], "ratio": ratios}
+    assert {name: metrics[f"rollout_corr/{name}"] for name in measured} == pytest.approx(
+        {name: sum(x) / 5 for name, x in measured.items()}, rel=1e-4)
+
+
+@pytest.mark.parametrize("more", ["algorithm.loss_mode=gspo", "algorithm.rollout_is=sequence"])
+def test_the_loss_is_that_of_responses_without_their_rejected_tokens(more):
+    """Those are the second and the fourth, of ratios e^0.65 and e^-0.5: they are in no sequence's ratio either."""
+    old, new = [-0.7, -0.35, -1.2, -1.5, -0.9, -1.1], [-0.6, -0.5, -1.25, -1.3, -1.0, -1.15]
+    loss, metrics, gradient = learn([3, 3], [1, 3], new, more, "algorithm.rollout_rs=token",
+                                    "algorithm.rollout_rs_threshold=1.8", "algorithm.rollout_rs_threshold_lower=0.7",
+                                    old_log_probs=old)
+    kept = [0, 2, 4, 5]
+    want, _, slope = learn([2, 2], [1, 3], [new[i] for i in kept], more, old_log_probs=[old[i] for i in kept])
+    assert metrics["rollout_corr/rejected"] == pytest.approx(2 / 6) and loss == pytest.approx(want)
+    assert [gradient[i] for i in kept] == pytest.approx(slope) and gradient[1] == gradient[3] == 0
+
+
 @pytest.mark.parametrize("clip, loss, share", [(0.5, (1.0 + 2.5**2) / 4, 0.5), (0.0, (1.0 + 1.0) / 4, 0)])
 def test_values_move_no_further_than_their_clip(clip, loss, share):
     fields = {name: torch.tensor(values) for name, values in (("values", [0.0, 0.0]), ("returns", [1.0, 3.0]),
@@ -384,6 +501,10 @@ CONTRADICTIONS = {
                                           "algorithm.ppo_mini_batch_size=3 does not divide data.train_batch_size=8"),
     "a mini-batch larger than the batch": (["data.train_batch_size=8", "algorithm.ppo_mini_batch_size=16"],
                                            "does not divide"),
+    "an estimator that is not there": (["algorithm.adv_estimator=ppo"], "must be one of gae, grpo,"),
+    "a loss that is not there": (["algorithm.loss_mode=grpo"], "algorithm.loss_mode=grpo must be one of ppo, gspo, cispo"),
+    "an aggregation that is not there": (["algorithm.loss_agg_mode=mean"], "must be one of token-mean, seq-mean-token-sum"),
+    "a divergence that is not there": (["algorithm.kl_penalty=k4"], "algorithm.kl_penalty=k4 must be one of k1, k2, k3, abs"),
     "equal responses of a validation": (["validation.n=4"], "validation.n=4 gives that many equal responses"),
     **{f"{pair}, which nothing reads": ([pair], f"{pair} does nothing without {needs}") for pair, needs in {
         "critic.path=there": GAE, "critic.lr=1": GAE, "critic.cliprange_value=1": GAE, "critic.warmup_steps=3": GAE,
@@ -467,7 +588,7 @@ def bandit_samples(indices=None):
     group = torch.tensor([i // 5 for i in indices])
     return Samples(batch.select(indices), group, ARM_SCORES.flatten()[indices],
                    torch.zeros(len(indices), dtype=torch.bool), ["" for _ in indices],
-                   [Prompt([], "", {}) for _ in indices], [])
+                   [Prompt([], "", {}) for _ in indices], [], len(indices))
 
 
 def choices(engine):
