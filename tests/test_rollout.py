@@ -276,9 +276,10 @@ def test_cuts_that_leave_one_word_are_greedy(results, name, what):
         assert words[what]["rollout_log_probs"] == pytest.approx([0] * len(words[what]["input_ids"]), abs=1e-6)
 
 
-@pytest.mark.parametrize("name", LONE)
+@pytest.mark.parametrize("name", ["qwen3", "tied"])
 def test_stop_strings(results, name):
-    """The plain responses, as far as the token that completes the stop string."""
+    """The plain responses, as far as the token that completes the stop string. (Of bytes that are no text, as those of the third
+    model's responses are, what a string is depends on where one begins to decode.)"""
     tokenizer, result = make_tokenizer(), results(name)
     for case in result["stop strings"]:
         cut = 0
