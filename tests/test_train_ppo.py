@@ -179,6 +179,7 @@ def test_nothing_that_is_learned_depends_on_the_layout(layouts, name):
         assert a == pytest.approx(b, rel=1e-5, abs=1e-6)
     assert all(m["actor/grad_norm"] > 0.1 and abs(m["actor/pg_loss"]) > 0.01 for m in one[1:])
     assert all(m["actor/ppo_kl"] != 0 for m in one[1:]), "later mini-batches have another policy"
+    assert all(0 < m["rollout_corr/log_prob_gap"] < 1e-4 for m in many[1:]), "of vLLM with TP 1 and 2, after updates too"
 
 
 def test_a_run_leaves_what_it_promises(layouts, assets):
