@@ -118,11 +118,8 @@ def layout(config, world_size: int) -> str:
 
 def print_memory(config, world_size: int, device_type: str, of: str = "", trains: bool = True) -> None:
     """The memory of one rank, estimated, for dry_run."""
-    from engines.memory import estimate, estimate_megatron
-    if config.model_engine == "megatron":
-        stages = estimate_megatron(config, world_size, device_type, trains)
-    else:
-        stages = [estimate(config, world_size, device_type, trains)]
+    from engines.memory import estimates
+    stages = estimates(config, world_size, device_type, trains)
     print(f"memory of one rank{of} [GiB], estimated{' for each pipeline stage' if len(stages) > 1 else ''}:")
     for name in stages[0]:
         print(f"  {name:<30}" + "".join(f"{stage[name]:9.2f}" for stage in stages))

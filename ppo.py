@@ -71,6 +71,8 @@ def check_effect(config: DictConfig) -> None:
             ("algorithm.rollout_is_threshold", algorithm.rollout_is != "none", "algorithm.rollout_is"),
             ("algorithm.rollout_rs_threshold algorithm.rollout_rs_threshold_lower", algorithm.rollout_rs != "none",
              "algorithm.rollout_rs"),
+            ("validation.top_p validation.top_k validation.min_p", config.validation.temperature > 0,
+             "validation.temperature above 0"),
             ("reward.overlong_penalty", config.reward.overlong_buffer > 0, "reward.overlong_buffer"),
             ("algorithm.filter_groups.max_num_gen_batches", algorithm.filter_groups.enable,
              "algorithm.filter_groups.enable=true")):
@@ -133,7 +135,9 @@ def collect(config: DictConfig, draw: Callable[..., Samples], dataset, batch_ind
     if not len(samples):                        # nothing to learn from: a step without an advantage
         samples = replace(fallback, failures=samples.failures, num_asked=samples.num_asked)
     if not len(samples):
-        raise InputError(f"every response to {len(parts)} batches of prompts failed to be graded: see failures.jsonl")
+        first = samples.failures[0]
+        raise InputError(f"every response to {len(parts)} batches of prompts failed to be graded; the first: {first.kind}: "
+                         f"{first.trace.strip()}")
     return samples.select(samples.group <= samples.group.unique()[:size][-1]), batch_index
 
 
@@ -225,7 +229,7 @@ def set_advantages(config: DictConfig, samples: Samples, minis: list[list[int]],
         gamma=algorithm.gamma, lam=algorithm.lam)
     if "old_log_probs" in f:
         gap = off_policy(f["old_log_probs"], f["rollout_log_probs"], mask)
-        metrics |= off_policy_metrics({name: (x * mask).sum().item() / mask.sum().item() for name, x in gap.items()})
+        metrics |= off_policy_metrics({name: ((x * mask).sum() / mask.sum()).item() for name, x in gap.items()})
     kept = mask
     if algorithm.rollout_rs != "none":
         kept = keep_mask(f["old_log_probs"], f["rollout_log_probs"], mask, sequence, n, level=algorithm.rollout_rs,

@@ -27,7 +27,7 @@ from data.packing import Batch, pack
 from engines import device
 from engines.base import engine_class
 from engines.checkpoint import write_safetensors
-from engines.memory import estimate, estimate_megatron
+from engines.memory import estimates
 
 SHAPES = {      # hidden, intermediate, layers, heads, key-value heads, tied
     "tiny": (256, 512, 2, 4, 2, True),
@@ -121,9 +121,7 @@ def main():
     limit = device.peak_flops(this_device) or float("nan")
     if rank == 0:
         shown = " ".join(s for s in arguments.settings if "max_tokens" not in s)
-        stages = estimate_megatron(config, world, this_device.type) if config.model_engine == "megatron" else \
-            [estimate(config, world, this_device.type)]
-        guess = max(stage["device total"] for stage in stages)
+        guess = max(stage["device total"] for stage in estimates(config, world, this_device.type))
         print(f"| {arguments.shape} | {world} | {tokens} | {shown} | {num_tokens / median:,.0f} | "
               f"{flops / median / limit:.1%} | {max(peaks):.1f} ({guess:.1f}) | {median:.3f} |  load {loaded:.1f} s, first three "
               f"steps {warm:.1f} s, loss {first[0]:.4f}", flush=True)

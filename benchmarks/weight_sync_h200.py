@@ -21,7 +21,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from omegaconf import OmegaConf
 
-from benchmarks.sft_h200 import make_model
+from benchmarks.sft_h200 import SHAPES, make_model
 from config import load
 from engines import device
 from engines.megatron import MegatronEngine
@@ -30,7 +30,7 @@ from engines.rollout import Rollout
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shape")
+    parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("layouts", nargs="+", help='key=value pairs of "engine" in one argument')
     parser.add_argument("--models", type=Path, default=Path("/dev/shm/rankwise-models"))
     parser.add_argument("--rollout-tp", type=int, default=1)

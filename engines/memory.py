@@ -8,6 +8,13 @@ from engines.fsdp import build_on_meta, is_sharded, read_hf_config, uses_compile
 GIB = 2**30
 
 
+def estimates(config: DictConfig, world_size: int, device_type: str, trains: bool = True) -> list[dict[str, float]]:
+    """What the run's engine takes, for each pipeline stage; FSDP has one."""
+    if config.model_engine == "megatron":
+        return estimate_megatron(config, world_size, device_type, trains)
+    return [estimate(config, world_size, device_type, trains)]
+
+
 def estimate(config: DictConfig, world_size: int, device_type: str, trains: bool = True) -> dict[str, float]:
     """GiB of one rank of the FSDP engine by what holds it, when the last of several full micro-batches begins its backward
     pass; of an engine that is only asked (trains=False), in its forward pass.

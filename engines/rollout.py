@@ -121,7 +121,7 @@ class Rollout:
             temperature=sampling.temperature, top_p=1.0 if greedy else sampling.top_p, top_k=0 if greedy else
             max(sampling.top_k, 0), min_p=0.0 if greedy else sampling.min_p, max_tokens=sampling.max_tokens,
             stop=list(sampling.stop) or None, stop_token_ids=self.stop_ids, seed=seed, logprobs=0,
-            # So that a stop string may hold one.
+            # A stop string may hold special tokens.
             detokenize=bool(sampling.stop), skip_special_tokens=False, spaces_between_special_tokens=False)
 
     # -- weights and memory -------------------------------------------------------------------------------------------------

@@ -176,7 +176,7 @@ def test_filter_groups_with_nothing_left_takes_what_was_drawn_last():
 
 def test_nothing_graded_is_an_error():
     message, calls = collect((), FILTER, "algorithm.filter_groups.max_num_gen_batches=2", failing=range(PROMPTS))
-    assert len(calls) == 2 and "every response to 2 batches of prompts failed" in message
+    assert len(calls) == 2 and "every response to 2 batches of prompts failed" in message and "raised: trace" in message
 
 
 def test_remax_draws_a_greedy_response_more():
@@ -515,6 +515,7 @@ CONTRADICTIONS = {
         "algorithm.kl_loss_type=k1": "algorithm.use_kl_loss=true", "reference.path=there": "algorithm.use_kl_loss=true or",
         "offload.reference=False": "algorithm.use_kl_loss=true or", "algorithm.rollout_is_threshold=3.0": "algorithm.rollout_is",
         "algorithm.rollout_rs_threshold=3.0": "algorithm.rollout_rs", "reward.overlong_penalty=2.0": "reward.overlong_buffer",
+        "validation.top_p=0.5": "validation.temperature above 0",
         "algorithm.filter_groups.max_num_gen_batches=2": FILTER}.items()},
     "a bound that cispo has not": (["algorithm.loss_mode=cispo", "algorithm.clip_ratio_c=2.0"], "does nothing without"),
     "groups of one that are filtered": ([FILTER, "rollout.n=1"], "needs rollout.n of 2 or more"),
