@@ -123,6 +123,7 @@ def main(folder: Path, *names: str) -> None:
 
     this_device, world, rank, results = device.init(), dist.get_world_size(), dist.get_rank(), {}
     logging.getLogger("megatron").setLevel(logging.ERROR)
+    torch.compiler.set_stance("eager_on_recompile")     # on CUDA: else every length of a micro-batch would take seconds
     if world == 1:
         for family, critic in {(c.family, c.critic) for cases in CASES.values() for c in cases.values() if not c.moe}:
             name = f"reference {family}" + " critic" * critic
@@ -193,6 +194,7 @@ def new_layout() -> None:
 
 
 def run(folder: Path, this_device: torch.device, title: str, case: Case, kind: type[Engine]) -> dict:
+    print(title, flush=True)
     engine, passes = build(kind, folder / case.family, this_device, case.engine, critic=case.critic), []
     attentions = [module for model in engine.modules() for module in model.modules() if isinstance(module, TorchAttention)]
     hooks = [module.register_forward_hook(lambda *_: passes.append(1)) for module in attentions]
@@ -261,9 +263,9 @@ def ask(engine: Engine, case: Case) -> torch.Tensor:
     where = Batch(torch.arange(len(batch.input_ids)), batch.cu_seqlens).select(mine).input_ids
     answers = torch.full((3, len(batch.input_ids)), torch.nan)
     if case.critic:
-        answers[:, where] = engine.values(batch.select(mine)).expand(3, -1)
+        answers[:, where] = engine.values(batch.select(mine)).cpu().expand(3, -1)
     else:
-        answers[:, where] = torch.stack([x.float() for x in engine.log_probs(batch.select(mine))])
+        answers[:, where] = torch.stack([x.float().cpu() for x in engine.log_probs(batch.select(mine))])
     return torch.stack(gather(answers))
 
 

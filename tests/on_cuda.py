@@ -6,6 +6,7 @@ grouped products in bf16, pinned copies, fused steps.
 
 import json
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -17,8 +18,7 @@ from tests.test_fsdp import column, worst
 from tests.test_megatron import distance, folder, plain_training, reference  # noqa: F401  folder is a fixture
 from tests.test_profiling import profile
 
-# Sums in another order than on a CPU, and fewer digits in fp32 products.
-BOUND, ROUNDED_BOUND = 1e-4, 0.02
+BOUND, ROUNDED_BOUND = 1e-5, 0.02
 CHOSEN = {1: ["one", "one padded", "bf16"],
           2: ["tp2", "pp2 vpp2", "cp2", "dp2", "dp2 replicated overlap", "bf16 tp2", "bf16 dp2", "bf16 cp2", "moe ep2",
               "moe tp2", "moe bf16 ep2", "tp2 to pp2 vpp2", "offload", "background"]}
@@ -52,8 +52,8 @@ def test_nvtx_ranges_do_no_harm_without_nsys(tmp_path):
 
 @pytest.fixture(scope="module")
 def launches(folder):  # noqa: F811
-    for world in WORLDS:
-        launch(world, "tests/megatron_worker.py", folder, *CHOSEN[world])
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda world: launch(world, "tests/megatron_worker.py", folder, *CHOSEN[world]), WORLDS))
     return {world: json.loads((folder / f"{world}.json").read_text()) for world in WORLDS}
 
 
@@ -74,7 +74,7 @@ def test_training_equals_fsdp(launches, folder, world, name):  # noqa: F811
         errors["weights"] = max(distance(got[key], weights[key]) for key in weights.keys() - {"asked"})
     print(f"\n{world} {name}", {key: f"{error:.1e}" for key, error in errors.items()})
     assert errors["loss"] < bound and errors["entropy"] < bound and errors["grad_norm"] < 5 * bound
-    assert errors.get("weights", 0) < 10 * BOUND
+    assert errors.get("weights", 0) < BOUND
 
 
 @pytest.mark.parametrize("world, name", [(w, n) for w, n in HERE if CASES[w][n].moe])
@@ -93,7 +93,7 @@ def test_what_was_offloaded_comes_back(launches, world):
     """With DDP's buffers, which hold parameters and gradients, and the optimizer's views of them."""
     for settings, result in launches[world]["offload"].items():
         steps, want = result["steps"], launches[world]["dp2"]["steps"][:4]
-        bound = ROUNDED_BOUND if BF16 in settings else BOUND
+        bound = ROUNDED_BOUND if BF16 in settings else 10 * BOUND
         assert max(worst(column(steps, key), column(want, key)) for key in ("loss", "grad_norm")) < 5 * bound, settings
         assert result["gradients left"] == 0
 
@@ -101,6 +101,6 @@ def test_what_was_offloaded_comes_back(launches, world):
 @pytest.mark.parametrize("world", BOTH)
 def test_checkpoints_on_another_layout_and_in_the_background(launches, world):
     saved, resumed = (launches[world][f"{verb} tp2 to pp2 vpp2"]["steps"] for verb in ("save", "resume"))
-    assert len(resumed) == SAVED_AT and worst(column(resumed, "loss"), column(saved, "loss")) < BOUND
+    assert len(resumed) == SAVED_AT and worst(column(resumed, "loss"), column(saved, "loss")) < 10 * BOUND
     result = launches[world]["background"]
     assert all(result[kind]["restored"] == [True, True] for kind in ("foreground", "background"))
