@@ -105,7 +105,8 @@ class Rollout:
             tokens = list(response.token_ids)
             ids.append([*prompt, *tokens])
             mask.append([0.0] * len(prompt) + [1.0] * len(tokens))
-            log_probs.append([0.0] * len(prompt) + [step[token].logprob for step, token in zip(response.logprobs, tokens)])
+            assert response.logprobs.token_ids == tokens            # logprobs=0: of the sampled token alone
+            log_probs.append([0.0] * len(prompt) + response.logprobs.logprobs)
             truncated.append(response.finish_reason == "length")
         fields = {"loss_mask": flat(mask, torch.float32), "rollout_log_probs": flat(log_probs, torch.float32)}
         cu_seqlens = torch.tensor([0, *map(len, ids)]).cumsum(0)
@@ -120,7 +121,7 @@ class Rollout:
         return self.SamplingParams(
             temperature=sampling.temperature, top_p=1.0 if greedy else sampling.top_p, top_k=0 if greedy else
             max(sampling.top_k, 0), min_p=0.0 if greedy else sampling.min_p, max_tokens=sampling.max_tokens,
-            stop=list(sampling.stop) or None, stop_token_ids=self.stop_ids, seed=seed, logprobs=0,
+            stop=list(sampling.stop) or None, stop_token_ids=self.stop_ids, seed=seed, logprobs=0, flat_logprobs=True,
             # A stop string may hold special tokens.
             detokenize=bool(sampling.stop), skip_special_tokens=False, spaces_between_special_tokens=False)
 
