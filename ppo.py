@@ -220,10 +220,7 @@ def set_advantages(config: DictConfig, samples: Samples, minis: list[list[int]],
     if algorithm.use_kl_in_reward:
         kl = KL_ESTIMATORS[algorithm.kl_penalty](f["old_log_probs"], f["ref_log_probs"]) * mask
         rewards = rewards - kl_coef * kl
-        mean_kl = (kl.sum() / mask.sum()).item()
-        metrics |= {"actor/reward_kl": mean_kl, "actor/kl_coef": kl_coef}
-        if algorithm.kl_ctrl.type == "adaptive":
-            metrics["actor/kl_coef"] = adapt(kl_coef, mean_kl, algorithm.kl_ctrl.target_kl, algorithm.kl_ctrl.horizon, n)
+        metrics |= {"actor/reward_kl": (kl.sum() / mask.sum()).item(), "actor/kl_coef": kl_coef}
     f["advantages"], f["returns"] = ADVANTAGES[algorithm.adv_estimator](
         rewards, mask, sequence, samples.group, values=f.get("values"), baseline=samples.baseline,
         gamma=algorithm.gamma, lam=algorithm.lam)
@@ -250,6 +247,14 @@ def set_advantages(config: DictConfig, samples: Samples, minis: list[list[int]],
         | {"response_length/clip_ratio": samples.truncated.float().mean().item(),
            "reward/informative_groups": informative(samples.scores, samples.group).float().mean().item(),
            "reward/failure_rate": len(samples.failures) / samples.num_asked}
+
+
+def next_kl_coef(config: DictConfig, kl_coef: float, metrics: dict[str, float], num_responses: int) -> float:
+    """The coefficient of the divergence in the next step's rewards, after one with these metrics of set_advantages()."""
+    control = config.algorithm.kl_ctrl
+    if control.type == "fixed":
+        return kl_coef
+    return adapt(kl_coef, metrics["actor/reward_kl"], control.target_kl, control.horizon, num_responses)
 
 
 def spread(name: str, x: Tensor) -> dict[str, float]:

@@ -152,7 +152,7 @@ def main(config):
         skipped = metrics.get("actor/skipped", 0) + metrics.get("critic/skipped", 0)
         progress |= {"step": step, "skipped": progress["skipped"] + int(skipped),
                      "failures": progress["failures"] + len(samples.failures),
-                     "kl_coef": metrics.get("actor/kl_coef", progress["kl_coef"])}
+                     "kl_coef": ppo.next_kl_coef(config, progress["kl_coef"], metrics, len(samples))}
         stop.agree(this_device)
         last = step == total_steps
         if progress["skipped"] > trainer.max_skipped_steps:

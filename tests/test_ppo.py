@@ -301,10 +301,12 @@ def test_the_coefficient_adapts(reference, factor):
     """0.2 at most a step, less near the target, in proportion to the share of 5 responses in a horizon of 40, however
     many groups and mini-batches they make."""
     samples = make_samples([2, 1, 1, 2, 3], [1, 3, 1, 2, 0], [0, 0, 0, 1, 1])
-    _, metrics = advantages(samples, *KL, "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.target_kl=0.01",
-                            "algorithm.kl_ctrl.horizon=40", kl_coef=0.5, old_log_probs=[-1.0] * 9,
-                            ref_log_probs=[reference] * 9, minis=[[0, 1, 2], [3, 4]])
-    assert metrics["actor/kl_coef"] == pytest.approx(0.5 * factor, rel=1e-4)
+    settings = (*KL, "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.target_kl=0.01", "algorithm.kl_ctrl.horizon=40")
+    _, metrics = advantages(samples, *settings, kl_coef=0.5, old_log_probs=[-1.0] * 9, ref_log_probs=[reference] * 9,
+                            minis=[[0, 1, 2], [3, 4]])
+    assert metrics["actor/kl_coef"] == 0.5, "the one that this step's rewards have"
+    assert ppo.next_kl_coef(configure(*settings), 0.5, metrics, 5) == pytest.approx(0.5 * factor, rel=1e-4)
+    assert ppo.next_kl_coef(configure(*KL), 0.5, metrics, 5) == 0.5
 
 
 @pytest.mark.parametrize("level, kept", [("sequence", [0, 0, 1, 1, 1]), ("geometric", [1, 1, 1, 1, 1]),
@@ -619,7 +621,7 @@ def play(config, this_device, steps):
             fields["ref_log_probs"] = ppo.log_probs(reference, batch, minis)
         if critic:
             fields["values"] = ppo.ask(critic, critic.values, batch, minis)
-        kl_coef = ppo.set_advantages(config, samples, minis, kl_coef).get("actor/kl_coef", kl_coef)
+        kl_coef = ppo.next_kl_coef(config, kl_coef, ppo.set_advantages(config, samples, minis, kl_coef), len(samples))
         if critic:
             ppo.update(critic, batch, minis, ppo.critic_loss(config), step, config.algorithm.ppo_epochs, "critic")
         loss_fn = ppo.actor_loss(config, len(samples))
