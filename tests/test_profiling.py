@@ -88,13 +88,14 @@ def test_a_stage_costs_less_than_50_microseconds():
     ([2, 4], range(1, 7), [2, 3, 4]), ([3, 3], range(1, 7), [3]), ([1, 1], range(1, 3), [1]),
     ([2, 5], range(1, 4), [2, 3]), ([2, 4], range(3, 7), [3, 4]), ([2, 4], range(5, 7), []), ([-1, -1], range(1, 4), [])],
     ids=["inside", "one step", "the first", "the run ends before", "resumed inside", "resumed behind", "off"])
-def test_the_steps_of_the_interval_are_recorded(tmp_path, interval, steps, expected):
+def test_the_steps_of_the_interval_are_recorded(tmp_path, capsys, interval, steps, expected):
     ran, results = profile(tmp_path, steps, f"trainer.profile_interval={interval}", "profiler.tool=torch")
     assert ran == {"data": len(steps), "train_batch": len(steps)} and "timing/inside" in results
     traces = recorded(tmp_path) if expected else {}
     assert set(traces) == {f"step_{n}/{stage}/torch_step{n}_rank0.json" for n in expected for stage in ("data", "train_batch")}
     assert all({"train_batch", "inside"} <= names for name, names in traces.items() if "train_batch" in name)
     assert bool(expected) == (tmp_path / "profile").exists(), "nothing is written when nothing is recorded"
+    assert ("records nothing" in capsys.readouterr().out) == (interval == [-1, -1])
 
 
 @pytest.mark.parametrize("steps, name", [(range(1, 6), "2-4"), (range(1, 4), "2-3"), (range(3, 6), "3-4")])
