@@ -167,7 +167,7 @@ def main(config):
             metrics |= validate()
         tracker.log(step, metrics | profiler.end_step() | {
             "train/epoch": progress["batch"] / steps_per_epoch, "train/skipped": progress["skipped"],
-            "reward/failures": progress["failures"], "timing/step": seconds,
+            "reward/failures": progress["failures"], "timing/step": time.perf_counter() - start,
             "perf/tokens_per_second": len(batch.input_ids) / seconds / dist.get_world_size()})
         # Behind the step's line: a run that is killed in between would go on without it.
         if last or stop.requested or trainer.save_freq > 0 and step % trainer.save_freq == 0:

@@ -40,7 +40,7 @@ def main(config):
     train, val = (load_data(config, files, tokenizer) for files in (config.data.train_files, config.data.val_files))
     steps_per_epoch, total_steps = job.count_steps(config, train)
     device.on_rank0(job.check_output, out)
-    profiler = job.start_profiler(config, this_device, total_steps, ["train_batch", "validate"])
+    profiler = job.start_profiler(config, this_device, total_steps, ["train_batch", *["validate"] * bool(val)])
     if config.dry_run:
         device.on_rank0(print_plan, config, this_device, train, val, total_steps)
         return device.shutdown()

@@ -32,6 +32,7 @@ class Profiler:
         self.interval, self.directory, self.step = tuple(interval), directory, None
         self.synchronize = bool(settings and settings.synchronize and has_accelerator())
         self.tools, self.recording, self.depth, self.turns = [], False, 0, Counter()
+        self.counting = False                       # dumps that fail, on all ranks
         names = [] if settings is None or settings.tool is None else \
             [settings.tool] if isinstance(settings.tool, str) else list(settings.tool)
         if self.interval != OFF and not names:
@@ -44,6 +45,7 @@ class Profiler:
             rank = get_rank()
             tools = build(names, settings, directory, rank, model_stages)       # every rank checks what it is asked for
             self.tools = tools if self.interval != OFF and is_selected(settings.ranks, rank) else []
+        self.dumps = "msprobe" in names
 
     def begin_step(self, step: int) -> None:
         """Start recording when `step` (from 1) lies in the interval, also when a resume begins in its middle; end it
@@ -51,7 +53,9 @@ class Profiler:
         self.step = step
         if step > self.interval[1]:
             self.close()
-        if self.tools and not self.recording and self.interval[0] <= step <= self.interval[1]:
+        inside = self.interval[0] <= step <= self.interval[1]
+        self.counting = inside and self.dumps
+        if self.tools and not self.recording and inside:
             self.recording = True
             # A run that raises ends here: what was recorded until then is what one wants to see.
             atexit.register(self.close)
@@ -88,15 +92,18 @@ class Profiler:
             self.depth -= 1
 
     def end_step(self) -> dict[str, float]:
-        """{timing/<stage>: seconds} since the last call, and what tools count."""
+        """{timing/<stage>: seconds} since the last call, and what tools count; while msprobe dumps, called by all ranks."""
         seconds, self.seconds = self.seconds, {}
         metrics = {f"timing/{name}": value for name, value in seconds.items()}
         for tool in self.tools:
             metrics |= tool.end_step(seconds)
+        if self.counting:
+            metrics["profiler/failed_dumps"] = sum_over_ranks(metrics.get("profiler/failed_dumps", 0))
         return metrics
 
     def close(self) -> None:
         """Write what is not yet written. Once is enough, twice does no harm."""
+        self.counting = False
         if self.recording:
             self.recording = False
             atexit.unregister(self.close)
@@ -125,6 +132,14 @@ def get_rank() -> int:
 def get_world_size() -> int:
     import torch.distributed as dist
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def sum_over_ranks(count: int) -> int:
+    import torch.distributed as dist
+    counts = [count] * get_world_size()
+    if dist.is_initialized():
+        dist.all_gather_object(counts, count)
+    return sum(counts)
 
 
 def has_accelerator() -> bool:

@@ -4,9 +4,9 @@
 
 Prints, for each stage and rank, the first module in execution order whose numbers differ by more than the tolerance,
 relative to the largest number there. Of FSDP2 and Megatron the outputs of forward passes are compared, of modules that
-compute the same; both runs must have the same ranks, so there leave Megatron without tensor and pipeline parallelism.
-Exit code 0: all agree; 1: they part, or one ran what the other did not; 2: there is nothing to compare. --output keeps
-msprobe's tables, which have every number.
+compute the same (not of level L1, which dumps none); both runs must have the same ranks, so there leave Megatron without
+tensor and pipeline parallelism. Exit code 0: all agree; 1: they part, or one ran what the other did not; 2: there is
+nothing to compare. --output keeps msprobe's tables, which have every number.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -37,10 +38,17 @@ def compare(run_a: Path, run_b: Path, step: int, stage: str | None, tolerance: f
         print(f"no stage {stage or ''} of step {step} was dumped by both: {run_a} has {list(stages[0])}, {run_b} has "
               f"{list(stages[1])}")
         return 2
-    left_out = sorted(set(stages[0]) ^ set(stages[1]))
-    if left_out and stage is None:
+    left_out = sorted(set(stages[0]) ^ set(stages[1])) if stage is None else []
+    if left_out:
         print(f"in one run only, left out: {', '.join(left_out)}")
-    return worst(compare_stage(name, stages[0][name], stages[1][name], tolerance, output / name) for name in both)
+    engines = {yaml_value(run / "config.yaml", "model_engine") for run in (run_a, run_b)}
+    codes = [compare_stage(name, stages[0][name], stages[1][name], tolerance, output / name, len(engines) > 1) for name in both]
+    return worst([*codes, int(bool(left_out))])
+
+
+def yaml_value(path: Path, key: str) -> object:
+    from omegaconf import OmegaConf
+    return OmegaConf.load(path)[key] if path.exists() else None
 
 
 def worst(codes: Iterable[int]) -> int:
@@ -55,15 +63,16 @@ def stages_of(run: Path, step: int) -> dict[str, Path]:
     return dict(reversed(found.items()))
 
 
-def compare_stage(stage: str, a: Path, b: Path, tolerance: float, output: Path) -> int:
+def compare_stage(stage: str, a: Path, b: Path, tolerance: float, output: Path, two_engines: bool) -> int:
     ranks = [sorted(path.name for path in side.iterdir()) for side in (a, b)]
     if ranks[0] != ranks[1]:
         print(f"{stage}: other ranks in the two dumps, {ranks[0]} and {ranks[1]}")
         return 2
     output.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "msprobe.msprobe", "compare", "-tp", str(a), "-gp", str(b), "-o", str(output)]
-    pairs = {k: v for rank in ranks[0] for k, v in paired(*(names(side / rank) for side in (a, b))).items()}
-    if pairs:
+    pairs = None
+    if two_engines:
+        pairs = {k: v for rank in ranks[0] for k, v in paired(*(names(side / rank) for side in (a, b))).items()}
         (output / "pairs.yaml").write_text("".join(f"{json.dumps(k)}: {json.dumps(v)}\n" for k, v in pairs.items()))
         command += ["-dm", str(output / "pairs.yaml")]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -71,7 +80,7 @@ def compare_stage(stage: str, a: Path, b: Path, tolerance: float, output: Path) 
     if done.returncode or not all(tables.values()):
         print(f"{stage}: msprobe compare failed\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
         return 2
-    return worst(report(f"{stage} {rank}", read_rows(tables[rank][-1]), tolerance, bool(pairs)) for rank in tables)
+    return worst(report(f"{stage} {rank}", read_rows(tables[rank][-1]), tolerance, pairs) for rank in tables)
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
@@ -80,18 +89,20 @@ def read_rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def report(title: str, rows: list[dict[str, str]], tolerance: float, paired: bool) -> int:
-    """Print what the rows of one rank say. paired: of two engines, which have most modules for themselves."""
-    # What is handed to a module is what another one put out, or an argument that it may not even read.
-    rows = [row for row in rows if not re.search(r"\.forward\.\d+\.input\.", row["NPU Name"] + row["Bench Name"])]
+def report(title: str, rows: list[dict[str, str]], tolerance: float, pairs: dict[str, str] | None) -> int:
+    """Print what the rows of one rank say. pairs: of two engines, {name in A: name in B} of what both compute."""
+    # What is handed to a module or function is what another one put out, or an argument that it may not even read.
+    rows = [row for row in rows if not re.search(r"\.forward(\.\d+)?\.input\.", row["NPU Name"] + row["Bench Name"])]
+    if pairs is not None:
+        rows = [row for row in rows if pairs.get(row["NPU Name"]) == row["Bench Name"]]
     matched = [row for row in rows if "N/A" not in (row["NPU Name"], row["Bench Name"])]
     if not matched:
         print(f"{title}: no module in common")
         return 2
     gaps = [gap(row) for row in matched]
     largest = max(range(len(gaps)), key=gaps.__getitem__)
-    alone = [row for row in rows if "N/A" in (row["NPU Name"], row["Bench Name"])] if not paired else []
-    unmatched = ", outputs of forward passes alone" if paired else f", {len(alone)} in one run only" if alone else ""
+    alone = [row for row in rows if "N/A" in (row["NPU Name"], row["Bench Name"])]
+    unmatched = ", outputs of forward passes alone" if pairs else f", {len(alone)} in one run only" if alone else ""
     first = next((i for i, x in enumerate(gaps) if x > tolerance), None)
     if first is None:
         print(f"{title}: {len(matched)} tensors agree{unmatched}; largest difference {gaps[largest]:.2g}")
@@ -146,9 +157,7 @@ def names(rank: Path) -> list[str]:
 
 
 def paired(a: list[str], b: list[str]) -> dict[str, str]:
-    """{name in a: name in b} where a Megatron and a Hugging Face module compute the same; {} for two of one kind."""
-    if set(a) & set(b):
-        return {}
+    """{name in a: name in b} where a Megatron and a Hugging Face module compute the same."""
     ours, theirs = ({canonical(name): name for name in side if canonical(name)} for side in (a, b))
     return {ours[key]: theirs[key] for key in ours if key in theirs}
 
@@ -180,4 +189,9 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        code = main()
+    except Exception:                           # not Python's 1, which says that the runs part
+        traceback.print_exc()
+        code = 2
+    sys.exit(code)

@@ -35,8 +35,11 @@ class Msprobe(Tool):
         for key, value, choices in (("task", self.task, TASKS), ("level", self.level, LEVELS)):
             if value not in choices:
                 raise ValueError(f"profiler.msprobe.{key}={value} must be one of {', '.join(choices)}")
+        if self.config_path:
+            check_config(self.config_path, self.task, self.level)
         self.debugger = self.inside = None
         self.failed, self.told, self.dumped, self.before = 0, False, [], {}
+        self.never = list(self.options.stages or [])            # named, and not run yet
 
     def open(self, step: int) -> None:
         # Only now: from its construction on, levels L1 and mix slow every call of torch in this process.
@@ -56,6 +59,7 @@ class Msprobe(Tool):
         if engine is None:
             raise RuntimeError(f"stage {name} was not given the engine whose modules msprobe is to dump")
         self.inside, target, started = name, where / f"step{step}" / f"rank{self.rank}", False
+        self.never = [stage for stage in self.never if stage != name]
         try:
             with self._may_fail(name, step):
                 if target.exists():             # of a run that was killed; this one repeats the step
@@ -109,6 +113,8 @@ class Msprobe(Tool):
         return {"profiler/failed_dumps": self.failed}
 
     def close(self) -> None:
+        if self.never:
+            print(f"rank {self.rank}: msprobe dumped nothing of {', '.join(self.never)}: not run in these steps", flush=True)
         self.debugger, self.before = None, {}
 
 
@@ -138,7 +144,20 @@ def read_config(path: Path) -> dict:
         if config.get(key):
             raise ValueError(f"profiler.msprobe.config_path={path} selects a {key}: leave that list empty, {instead} "
                              "selects")
+    mode = (config.get("statistics") or {}).get("summary_mode", "statistics")
+    if mode != "statistics":
+        raise ValueError(f"profiler.msprobe.config_path={path} has summary_mode {mode}: only statistics can be compared")
     return config
+
+
+def check_config(path: Path, task: str, level: str) -> None:
+    """Raises ValueError for what msprobe would refuse when the debugger is made, at the first step that is recorded."""
+    from msprobe.pytorch.dump.debugger.debugger_config import DebuggerConfig
+    from msprobe.pytorch.dump.pt_config import parse_json_config
+    try:
+        DebuggerConfig(*parse_json_config(str(path), task), task, str(path.parent), level)
+    except Exception as error:                  # msprobe raises all kinds
+        raise ValueError(f"profiler.msprobe.config_path={path} is refused by msprobe: {error}") from None
 
 
 def write_config(path: Path, task: str, level: str) -> Path:

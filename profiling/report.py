@@ -1,6 +1,7 @@
 """One picture and one table of a run, from its metrics.jsonl:  python -m profiling.report RUN"""
 
 import json
+import math
 import sys
 from pathlib import Path
 from statistics import median
@@ -22,7 +23,8 @@ OTHER_VALIDATION = ("loss", "exact_match", "response_length", "truncated", "fail
 
 
 def read_metrics(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]         # the last one may still be written
 
 
 def table(run: Path) -> str:
@@ -37,7 +39,7 @@ def table(run: Path) -> str:
     for name in sorted(stages, key=lambda name: -sum(line.get(name, 0.0) for line in lines)):
         seconds = [line[name] for line in lines if name in line]
         texts.append(f"{name.removeprefix('timing/'):<26}{median(seconds):>12.4f}{max(seconds):>12.4f}{sum(seconds):>12.2f}"
-                     f"{sum(seconds) / total:>8.1%}{len(seconds):>7}")
+                     f"{sum(seconds) / total if total else math.nan:>8.1%}{len(seconds):>7}")
     for name, unit in (("perf/tokens_per_second", "tokens/s a device"), ("perf/mfu", "MFU"),
                        ("perf/memory_peak_gib", "GiB, peak"), ("perf/memory_training_gib", "GiB in use, training"),
                        ("perf/memory_asleep_gib", "GiB in use, vLLM asleep")):
@@ -97,4 +99,6 @@ def write_report(run: Path) -> Path:
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit(__doc__)
+    if not Path(sys.argv[1], "metrics.jsonl").exists():
+        sys.exit(f"{sys.argv[1]} has no metrics.jsonl (yet)")
     print(table(Path(sys.argv[1])), write_report(Path(sys.argv[1])), sep="\n")

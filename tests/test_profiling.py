@@ -163,13 +163,17 @@ MISTAKES = {
                                          "leave that list empty, trainer.profile_interval selects"),
     "a config file that is none": ([PROBE, "profiler.msprobe.config_path={tmp}/none.json"], "is not JSON"),
     "two that want CUPTI": (["profiler.tool=[torch,nvtx]"], "torch and nvtx both want CUPTI"),
+    "mode of msprobe": ([PROBE, "profiler.msprobe.config_path={tmp}/mode.json"], "mode.json is refused by msprobe: "),
+    "hashes": ([PROBE, "profiler.msprobe.config_path={tmp}/hash.json"], "summary_mode md5: only statistics can be compared"),
 }
 ON_A_CPU = {"nvtx": "needs CUDA", "mstx": "needs an Ascend NPU", "memory": "needs an accelerator"}
 
 
 @pytest.mark.parametrize("what", MISTAKES)
 def test_what_cannot_be_recorded_is_an_error_at_start(tmp_path, what):
-    for name, text in (("task", '{"task": "nan_check"}'), ("step", '{"step": [3]}'), ("none", "{")):
+    for name, text in (("task", '{"task": "nan_check"}'), ("step", '{"step": [3]}'), ("none", "{"),
+                       ("mode", '{"statistics": {"data_mode": ["bogus"]}}'),
+                       ("hash", '{"statistics": {"summary_mode": "md5"}}')):
         (tmp_path / f"{name}.json").write_text(text)
     more, message = MISTAKES[what]
     with pytest.raises(InputError) as error:
@@ -239,6 +243,16 @@ def test_dumps_hold_their_own_calls_and_a_repeated_step_replaces_what_was_left(t
             path = tmp_path / f"profile/step_{step}/{folder}/step{step}"
             assert list(json.loads((path / "rank0/dump.json").read_text())["data"]) == [
                 f"Module.0.{layer}.Linear.forward.{call}" for call in range(calls) for layer in (0, 1)], (folder, step)
+
+
+def test_a_stage_that_was_named_and_never_ran_is_told(tmp_path, capsys):
+    model, engine = linear()
+    profiler = dumping(tmp_path, "profiler.msprobe.stages=[train_batch,validate]")
+    profiler.begin_step(1)
+    with profiler.stage("train_batch", engine):
+        model(torch.ones(1, 4))
+    profiler.close()
+    assert "msprobe dumped nothing of validate: not run in these steps" in capsys.readouterr().out
 
 
 def test_dumps_do_not_nest(tmp_path):
@@ -335,11 +349,14 @@ def compared(runs, a, b, step, returncode, *more):
 
 def test_engines_agree_and_part_at_the_planted_defect(assets, tmp_path):
     """By the outputs of q_norm, k_norm, o_proj, attention, down_proj, mlp and layer, four times, of the embedding and of the
-    last norm, in each micro-batch. (k_norm takes away what defect multiplies.)"""
-    for name, model, engine in (("fsdp", "model", "fsdp"), ("megatron", "model", "megatron"), ("late", "late", "megatron")):
+    last norm, in each micro-batch. (k_norm takes away what defect multiplies.) Calls of functions, which level mix dumps
+    beside those of modules, have the same names in both and are not the same; of one engine they agree."""
+    for name, model, engine in (("fsdp", "model", "fsdp"), ("again", "model", "fsdp"), ("megatron", "model", "megatron"),
+                                ("late", "late", "megatron")):
         run([sys.executable, "train_sft.py", *arguments(
-            assets, tmp_path / name, f"model.path={assets}/{model}", PROBE, "trainer.total_steps=1",
-            "trainer.profile_interval=[1,1]", f"model_engine={engine}")])
+            assets, tmp_path / name, f"model.path={assets}/{model}", PROBE, "profiler.msprobe.level=mix",
+            "trainer.total_steps=1", "trainer.profile_interval=[1,1]", f"model_engine={engine}")])
+    assert "tensors agree" in compared(tmp_path, "fsdp", "again", 1, 0)
     agree = re.search(r"rank0: (\d+) tensors agree", compared(tmp_path, "fsdp", "megatron", 1, 0))
     assert agree and int(agree[1]) > 0 and int(agree[1]) % (4 * 7 + 2) == 0
     first = compared(tmp_path, "fsdp", "late", 1, 1).splitlines()[0]
@@ -364,6 +381,11 @@ def test_what_one_run_alone_ran_is_told(sft):
     path.write_text(json.dumps(dump))
     told = compared(sft, "dumped", "less", 2, 1)
     assert re.search(r"tensors agree, \d+ in one run only; .*\n    the first in one run only: Module\..*\.backward\.0", told)
+    shutil.copytree(sft / "dumped", sft / "more")
+    shutil.copytree(sft / "more/profile/step_2/train_batch", sft / "more/profile/step_2/validate")
+    told = compared(sft, "dumped", "more", 2, 1)
+    assert "in one run only, left out: validate" in told and "tensors agree;" in told
+    compared(sft, "dumped", "more", 2, 0, "--stage", "train_batch")
     assert [compare.worst(codes) for codes in ([0, 2], [2, 1], [0, 1, 2], [0])] == [2, 1, 1, 0]
 
 
@@ -413,6 +435,11 @@ def test_every_stage_of_a_ppo_step_leaves_a_trace_and_every_model_a_dump_of_its_
     assert len(set(norms.values())) == 3, "actor, critic and reference are three models by the second step"
 
 
+def test_the_report_of_a_run_that_has_just_begun(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "val/loss": 2.5, "timing/validate": 3.0}\n{"step": 1, "train/lo')
+    assert "validate" in report.table(tmp_path) and report.write_report(tmp_path).exists()
+
+
 def test_the_report_has_every_stage(ppo_run):
     text = (ppo_run / "report.txt").read_text()
     assert text == report.table(ppo_run) + "\n" and (ppo_run / "report.png").stat().st_size > 10_000
@@ -456,6 +483,15 @@ def test_calls_are_dumped_also_where_backward_runs_forward_again(assets, tmp_pat
             kinds = Counter((name.split(".")[0], "backward" in name) for name in read_dump(tmp_path, 2, stage, rank))
             assert (kinds["Module", False] > 0) == (level == "mix") and kinds["Functional", False] > 0
             assert (kinds["Functional", True] > 0) == stage.endswith("_update"), (stage, rank)
+
+
+def test_dumps_that_fail_on_any_rank_are_counted(assets, tmp_path):
+    in_the_way = tmp_path / "profile/step_2/actor_update/step2/rank1"
+    in_the_way.parent.mkdir(parents=True)
+    in_the_way.touch()
+    done = launch(2, "tests/profiling_worker.py", "fsdp", assets / "model", tmp_path, "statistics",
+                  "profiler.msprobe.strict=false", "profiler.msprobe.stages=[actor_update]")
+    assert "'profiler/failed_dumps': 1" in done.stdout and "rank 1: msprobe could not dump actor_update" in done.stdout
 
 
 def test_a_run_that_ends_with_an_error_writes_its_trace_on_the_first_rank_alone(assets, tmp_path):
