@@ -118,11 +118,11 @@ def layout(config, world_size: int) -> str:
     return text + (f"; experts divided by {experts} within a pipeline stage" if experts > 1 else "")
 
 
-def print_memory(config, world_size: int, device_type: str, of: str = "", trains: bool = True) -> None:
-    """The memory of one rank, estimated, for dry_run."""
+def print_memory(config, world_size: int, device_type: str, role: str | None = None) -> None:
+    """The memory of one rank, estimated, for dry_run. role: None where there is one model."""
     from engines.memory import estimates
-    stages = estimates(config, world_size, device_type, trains)
-    print(f"memory of one rank{of} [GiB], estimated{' for each pipeline stage' if len(stages) > 1 else ''}:")
+    stages = estimates(config, world_size, device_type, role or "actor")
+    print(f"memory of one rank{f' for the {role}' if role else ''} [GiB], estimated{' for each pipeline stage' if len(stages) > 1 else ''}:")
     for name in stages[0]:
         print(f"  {name:<30}" + "".join(f"{stage[name]:9.2f}" for stage in stages))
 

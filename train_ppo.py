@@ -241,7 +241,7 @@ def print_plan(config, this_device, train, val, total_steps: int) -> None:
             print(f"{name}: {', '.join(f'{k} {v:,}' for k, v in dataset.stats.items())}")
     print(f"steps: {total_steps}")
     for role, settings in ppo.roles(config).items():
-        job.print_memory(settings, world, this_device.type, f" for the {role}", trains=role != "reference")
+        job.print_memory(settings, world, this_device.type, role)
     print(f"vLLM while awake: {config.rollout.gpu_memory_utilization:.0%} of the device" if this_device.type != "cpu" else
           f"vLLM's KV cache: {config.rollout.kv_cache_gib or 1.0} GiB")
 

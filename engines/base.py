@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from config import InputError
 from data.packing import Batch
 
 # (log_probs [T], entropy [T], fields {name: [T]}) -> (loss to add up, {name: amount to add up}).
@@ -119,3 +120,11 @@ def engine_class(name: str) -> type[Engine]:
         return MegatronEngine
     from engines.fsdp import FSDPEngine
     return FSDPEngine
+
+
+def check_batch_size(config: DictConfig, num_shares: int) -> None:
+    """Raise InputError for steps of fewer sequences than data-parallel ranks."""
+    size = config.data.train_batch_size * (config.rollout.n if "rollout" in config else 1)
+    if size < num_shares:
+        raise InputError(f"data.train_batch_size={config.data.train_batch_size} is less than the {num_shares} data-parallel "
+                         "ranks" + " by rollout.n" * ("rollout" in config))

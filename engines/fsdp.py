@@ -23,7 +23,7 @@ from config import InputError
 from data.packing import Batch, pack, spread
 from engines import schedule
 from engines.attention import Packing
-from engines.base import Engine, LossFn
+from engines.base import Engine, LossFn, check_batch_size
 from engines.device import to_device
 from engines.heads import AllGather, PackedCausalLM, PackedValueModel
 from engines.offload import HostMemory
@@ -269,9 +269,7 @@ def check_layout(config: DictConfig, hf_config, world_size: int) -> None:
                          f"{kv_heads} key-value heads")
     if cp > 1 and not engine.use_remove_padding:
         raise InputError("engine.context_parallel_size > 1 needs engine.use_remove_padding=true")
-    if config.data.train_batch_size < world_size // cp:
-        raise InputError(f"data.train_batch_size={config.data.train_batch_size} is less than the {world_size // cp} "
-                         "data-parallel ranks")
+    check_batch_size(config, world_size // cp)
     if any(getattr(hf_config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
         raise InputError(f"model.path={config.model.path}: model_engine=fsdp has no mixture-of-experts models")
     for name, harmless in LOGIT_TRANSFORMS.items():

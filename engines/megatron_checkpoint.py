@@ -30,8 +30,9 @@ from transformers import AutoConfig
 from engines import bridge
 from engines.megatron_cpu import cuda_is_cpu
 
-# The distributed optimizer's state by whole weights, which any layout can read.
-METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+# The distributed optimizer's state by whole weights, which any layout can read; gathered in the host memory of one rank of
+# those that share it. (Otherwise all of them have all of it, and it passes through the device, 4 bytes a parameter.)
+METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": True}
 
 
 def sharded_state(models: list[nn.Module], optimizer, loading: bool) -> dict:
@@ -64,7 +65,8 @@ def optimizer_state(optimizer, model_state: dict, loading: bool) -> dict[int, di
     optimizer.init_state_fn(optimizer.optimizer, optimizer.config)                # what has made no step yet
     set_step(optimizer, get_step(optimizer))                                      # which the former leaves out
     if isinstance(optimizer, DistributedOptimizer):
-        state = optimizer.sharded_param_state_fully_reshardable(model_state, loading, METADATA)
+        count_padding(optimizer)
+        state = optimizer.sharded_param_state_fully_reshardable(model_state, loading, METADATA) or {}
         for tensors in state.values():
             main = tensors.pop("param")
             if optimizer.config.bf16:
@@ -73,6 +75,15 @@ def optimizer_state(optimizer, model_state: dict, loading: bool) -> dict[int, di
     sharded = {id(x.data): x for x in nested_values(extract_sharded_tensors_and_factories(model_state)[0])}
     return {i: {name: make_sharded_optimizer_tensor(sharded[id(weight)], tensor, f"optimizer.state.{name}")
                 for name, tensor in tensors.items()} for i, (weight, tensors) in enumerate(replicated_states(optimizer))}
+
+
+def count_padding(optimizer: DistributedOptimizer) -> None:
+    """Keep the padding between buckets where the state is gathered: megatron-core 0.16.1 leaves it out there, but looks for
+    every weight where it would be with it, and stores the state of those behind it shifted."""
+    for buffer in optimizer.buffers:
+        buffer.numel_unpadded = buffer.numel
+        for bucket in buffer.buckets:
+            bucket.numel_unpadded = bucket.grad_data.numel()
 
 
 def replicated_states(optimizer) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:

@@ -8,23 +8,24 @@ from engines.fsdp import build_on_meta, is_sharded, read_hf_config, uses_compile
 GIB = 2**30
 
 
-def estimates(config: DictConfig, world_size: int, device_type: str, trains: bool = True) -> list[dict[str, float]]:
-    """What the run's engine takes, for each pipeline stage; FSDP has one."""
+def estimates(config: DictConfig, world_size: int, device_type: str, role: str = "actor") -> list[dict[str, float]]:
+    """What an engine of the run takes, for each pipeline stage; FSDP has one. role: actor, critic or reference."""
     if config.model_engine == "megatron":
-        return estimate_megatron(config, world_size, device_type, trains)
-    return [estimate(config, world_size, device_type, trains)]
+        return estimate_megatron(config, world_size, device_type, role)
+    return [estimate(config, world_size, device_type, role)]
 
 
-def estimate(config: DictConfig, world_size: int, device_type: str, trains: bool = True) -> dict[str, float]:
+def estimate(config: DictConfig, world_size: int, device_type: str, role: str = "actor") -> dict[str, float]:
     """GiB of one rank of the FSDP engine by what holds it, when the last of several full micro-batches begins its backward
-    pass; of an engine that is only asked (trains=False), in its forward pass.
+    pass; of a reference, which is only asked, in its forward pass.
 
     A micro-batch is data.max_tokens_per_micro_batch tokens. Activations are counted for a Llama-like layer: residual and
     normalised inputs, q, k, v and the attention's output, gate, up and their product; without torch.compile also the fp32
     copies inside both norms and the activation of the gate.
     """
     engine, shape = config.engine, read_hf_config(config.model.path)
-    hf = build_on_meta(shape, torch.float32)
+    hf = build_on_meta(shape, torch.float32, role == "critic")
+    num_outputs = 0 if role == "critic" else shape.vocab_size
     layers = [m for m in hf.modules() if type(m).__name__ in hf._no_split_modules]
     in_layer = sum(p.numel() for p in layers[0].parameters())
     num_parameters = sum(p.numel() for p in hf.parameters())
@@ -49,20 +50,20 @@ def estimate(config: DictConfig, world_size: int, device_type: str, trains: bool
     if not compiled:
         in_one_layer += 2 * hidden * (4 + 4) + intermediate * compute
     kept = hidden * compute * len(layers) + in_one_layer if engine.activation_checkpointing else in_one_layer * len(layers)
-    if not trains:
+    if role == "reference":
         kept = in_one_layer
-    logits = min(tokens, engine.log_prob_chunk_size) * shape.vocab_size * (2 * compute + (0 if compiled else 8))
+    logits = min(tokens, engine.log_prob_chunk_size) * num_outputs * (2 * compute + (0 if compiled else 8))
     where = ", host" if engine.cpu_offload else ""
     sizes = {f"parameters{where}": resident, f"gradients{where}": resident, f"optimizer{where}": 2 * resident,
              "gathered weights": gathered, "unreduced gradients": unreduced, "activations": tokens * kept,
-             "logits of a chunk": logits, "gradient of the output matrix": shape.vocab_size * hidden * 4}
-    if not trains:
+             "logits of a chunk": logits, "gradient of the output matrix": num_outputs * hidden * 4}
+    if role == "reference":
         sizes = {name: size for name, size in sizes.items() if "gradient" not in name and "optimizer" not in name}
     sizes["device total"] = sum(size for name, size in sizes.items() if not name.endswith("host"))
     return {name: size / GIB for name, size in sizes.items()}
 
 
-def estimate_megatron(config: DictConfig, world_size: int, device_type: str, trains: bool = True) -> list[dict[str, float]]:
+def estimate_megatron(config: DictConfig, world_size: int, device_type: str, role: str = "actor") -> list[dict[str, float]]:
     """GiB of one rank of the Megatron engine by what holds it, for every pipeline stage, at its fullest moment.
 
     Parameters, gradients and optimizer are exact, but for the padding of buffers and for pieces of unequal size (these are
@@ -84,6 +85,7 @@ def estimate_megatron(config: DictConfig, world_size: int, device_type: str, tra
         elif ".layers." in name:
             in_layers += p.numel() if whole else p.numel() // tp
     head = -(-shape.vocab_size // tp) * shape.hidden_size
+    num_outputs = 0 if role == "critic" else head // shape.hidden_size
 
     hidden, intermediate, topk = shape.hidden_size, shape.intermediate_size, getattr(shape, "num_experts_per_tok", 0)
     head_dim = getattr(shape, "head_dim", None) or hidden // shape.num_attention_heads
@@ -96,21 +98,23 @@ def estimate_megatron(config: DictConfig, world_size: int, device_type: str, tra
     for stage in range(pp):
         last = stage == pp - 1
         dense = in_layers // pp + (stage == 0) * head + last * hidden            # the last norm
-        if last and not (shape.tie_word_embeddings and pp == 1):
+        if last and role == "critic":
+            dense += shape.hidden_size
+        elif last and not (shape.tie_word_embeddings and pp == 1):
             dense += head
         experts = in_experts // pp
         waiting = pp - stage if vpp == 1 else 2 * (pp - stage - 1) + (vpp - 1) * pp + 1
         layers = waiting * num_layers // (pp * vpp)
         kept = layers * tokens * compute * hidden / sp + in_layer if engine.recompute == "full" else layers * in_layer
-        if not trains:
+        if role == "reference":
             kept = in_layer
         shares = (world_size // (pp * tp), world_size // (pp * ep)) if engine.use_distributed_optimizer else (1, 1)
-        logits = min(tokens, engine.log_prob_chunk_size) * head / hidden * (2 * compute + (0 if device_type == "cuda" else 8))
+        logits = min(tokens, engine.log_prob_chunk_size) * num_outputs * (2 * compute + (0 if device_type == "cuda" else 8))
         sizes = {"parameters": (dense + experts) * compute, "gradients": (dense + experts) * gradient,
                  "optimizer": state * (dense / shares[0] + experts / shares[1]),
                  "activations": kept + last * tokens * hidden * compute, "logits of a chunk": last * logits,
-                 "gradient of the output matrix": last * head * 4}
-        if not trains:
+                 "gradient of the output matrix": last * num_outputs * hidden * 4}
+        if role == "reference":
             sizes = {name: size for name, size in sizes.items() if "gradient" not in name and "optimizer" not in name}
         stages.append({name: size / GIB for name, size in {**sizes, "device total": sum(sizes.values())}.items()})
     return stages

@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from config import InputError
 from engines import schedule
+from engines.base import check_batch_size
 
 # mbridge's own, which hold where the configuration says nothing.
 DDP_DEFAULTS = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": True}
@@ -47,9 +48,7 @@ def check_layout(config: DictConfig, hf_config, world_size: int) -> None:
     if data.max_tokens_per_micro_batch % multiple:
         raise InputError(f"data.max_tokens_per_micro_batch={data.max_tokens_per_micro_batch} must be a multiple of "
                          f"{multiple}, which this layout pads every sequence to")
-    if data.train_batch_size < world_size // model_parallel:
-        raise InputError(f"data.train_batch_size={data.train_batch_size} is less than the "
-                         f"{world_size // model_parallel} data-parallel ranks")
+    check_batch_size(config, world_size // model_parallel)
     ddp_config(engine)
 
 
@@ -97,6 +96,9 @@ def ddp_config(engine: DictConfig) -> DistributedDataParallelConfig:
                 "overlap_grad_reduce": engine.overlap_grad_reduce, **override}
     if settings.get("bucket_size") is not None and not settings["overlap_grad_reduce"]:
         raise InputError("engine.override_ddp_config.bucket_size has no effect without engine.overlap_grad_reduce=true")
+    if settings.get("pad_buckets_for_high_nccl_busbw") and not sharded:
+        raise InputError("engine.override_ddp_config.pad_buckets_for_high_nccl_busbw has no effect without "
+                         "engine.use_distributed_optimizer=true")
     return DistributedDataParallelConfig(**settings)
 
 

@@ -110,6 +110,11 @@ RESUMES = {
     "tp2 pp2 to one": ("qwen3", (4, f"{TP2} {PP2}"), (1, "")),
     "moe ep2 to tp2": ("qwen3_moe", (2, EP2), (2, TP2)), "moe tp2 ep2 to one": ("qwen3_moe", (2, f"{TP2} {EP2}"), (1, "")),
     "moe pp2 to ep2 replicated": ("qwen3_moe", (2, f"{PP2} {REPLICATED}"), (2, f"{EP2} {REPLICATED}")),
+    # Buckets that are padded: the tied matrix has one of its own, and so have layers where reduction overlaps.
+    "pp2 dp2 to one": ("qwen2_tied", (4, PP2), (1, "")),
+    "bf16 pp2 vpp2 dp2": ("qwen2_tied", (4, f"{BF16} {PP2} {VPP2}"), (4, f"{BF16} {PP2} {VPP2}")),
+    "buckets dp4 to tp2": ("qwen3", (4, f"{OVERLAP} {BUCKETS}"), (4, TP2)),
+    "moe buckets ep2 to one": ("qwen3_moe", (4, f"{EP2} {OVERLAP} {BUCKETS}"), (1, "")),
     "dp2 to replicated tp2": ("qwen3", (2, ""), (2, f"{TP2} {REPLICATED}")),
     "replicated pp2 to dp2": ("qwen2_tied", (2, f"{PP2} {REPLICATED}"), (2, "")),
     "bf16 dp2 to replicated": ("qwen3", (2, BF16), (2, f"{BF16} {REPLICATED}")),

@@ -307,13 +307,13 @@ def test_background_save_is_of_its_moment_and_appears_complete(launches):
         assert result[kind]["restored"] == [True, True] and result[kind]["steps"] == result["steps"], kind
 
 
-@pytest.mark.parametrize("world, name", [(w, n) for w, n in ALL if not CASES[w][n].critic])
+@pytest.mark.parametrize("world, name", ALL)
 def test_estimate_of_memory_is_what_there_is(launches, folder, world, name):
     """Parameters, gradients and optimizer of every rank of every pipeline stage (the last: of their mean)."""
     case, found = CASES[world][name], launches[world][name]["bytes"]
     settings = config(folder, f"model.path={folder / case.family}", "engine.compute_dtype=float32",
                       *(f"engine.{s}" for s in case.engine.split()))
-    stages = estimate_megatron(settings, world, "cpu")
+    stages = estimate_megatron(settings, world, "cpu", "critic" if case.critic else "actor")
     assert len(stages) == len({stage for stage, *_ in found})
     for stage, estimated in enumerate(stages):
         ranks = [sizes for at, *sizes in found if at == stage]
@@ -430,6 +430,8 @@ def config(folder, *pairs):
     (1, ["engine.override_ddp_config.bucket=1"], "bucket is not a field"),
     (1, ["engine.override_ddp_config.bucket_size=many"], "must be of type int"),
     (1, ["engine.override_ddp_config.bucket_size=7"], "has no effect without engine.overlap_grad_reduce=true"),
+    (1, ["engine.override_ddp_config.pad_buckets_for_high_nccl_busbw=true", "engine.use_distributed_optimizer=false"],
+     "busbw has no effect without engine.use_distributed_optimizer=true"),
     (1, ["engine.override_ddp_config.overlap_param_gather=true"], "overlap_param_gather is not supported"),
     (1, ["engine.override_ddp_config.fsdp_double_buffer=true"], "fsdp_double_buffer is not supported, only grad_reduce_in_fp32,"),
 ])
