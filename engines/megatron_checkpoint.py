@@ -67,6 +67,8 @@ def optimizer_state(optimizer, model_state: dict, loading: bool) -> dict[int, di
     if isinstance(optimizer, DistributedOptimizer):
         count_padding(optimizer)
         state = optimizer.sharded_param_state_fully_reshardable(model_state, loading, METADATA) or {}
+        if loading:                                                           # no more than this rank has a piece of
+            state = {i: state[i] for i, _ in pieces(optimizer)}
         for tensors in state.values():
             main = tensors.pop("param")
             if optimizer.config.bf16:
@@ -75,6 +77,12 @@ def optimizer_state(optimizer, model_state: dict, loading: bool) -> dict[int, di
     sharded = {id(x.data): x for x in nested_values(extract_sharded_tensors_and_factories(model_state)[0])}
     return {i: {name: make_sharded_optimizer_tensor(sharded[id(weight)], tensor, f"optimizer.state.{name}")
                 for name, tensor in tensors.items()} for i, (weight, tensors) in enumerate(replicated_states(optimizer))}
+
+
+def pieces(optimizer: DistributedOptimizer) -> Iterator[tuple[int, Tensor]]:
+    """(number in the state, weight) of the weights of which this data-parallel rank has a piece."""
+    weights = enumerate(chain(*(buffer.param_index_map for buffer in optimizer.buffers)))
+    return ((i, weight) for i, weight in weights if weight in optimizer.model_param_gbuf_map)
 
 
 def count_padding(optimizer: DistributedOptimizer) -> None:
@@ -102,13 +110,12 @@ def load_optimizer(optimizer, state: dict[int, dict[str, Tensor]]) -> None:
             for name, tensor in tensors.items():
                 tensor.copy_(state[i][name])
         return
-    for i, weight in enumerate(chain(*(buffer.param_index_map for buffer in optimizer.buffers))):
-        if weight in optimizer.model_param_gbuf_map:                              # of which this rank has a piece
-            piece, mine = (of(weight) for of in (optimizer._get_model_param_range_map,
-                                                 optimizer._get_main_param_and_optimizer_states))
-            for name, tensor in state[i].items():
-                mine["param" if name == "fp32_param" else name].copy_(
-                    tensor.flatten()[piece["param"].start:piece["param"].end])
+    for i, weight in pieces(optimizer):
+        piece, mine = (of(weight) for of in (optimizer._get_model_param_range_map,
+                                             optimizer._get_main_param_and_optimizer_states))
+        for name, tensor in state[i].items():
+            mine["param" if name == "fp32_param" else name].copy_(
+                tensor.flatten()[piece["param"].start:piece["param"].end])
 
 
 def get_step(optimizer) -> float:
@@ -174,7 +181,8 @@ def read(states: dict[str, dict], directory: Path) -> dict[str, dict]:
     strategy = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(),
                                                 mpu.get_data_parallel_group(with_context_parallel=True))
     with warnings.catch_warnings(action="ignore"):
-        return dist_checkpointing.load(_prefixed(states), str(directory), strategy)
+        # Its validation expects every rank to take every weight's state.
+        return dist_checkpointing.load(_prefixed(states), str(directory), strategy, validate_access_integrity=False)
 
 
 def hf_weights(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
