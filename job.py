@@ -122,7 +122,8 @@ def print_memory(config, world_size: int, device_type: str, role: str | None = N
     """The memory of one rank, estimated, for dry_run. role: None where there is one model."""
     from engines.memory import estimates
     stages = estimates(config, world_size, device_type, role or "actor")
-    print(f"memory of one rank{f' for the {role}' if role else ''} [GiB], estimated{' for each pipeline stage' if len(stages) > 1 else ''}:")
+    print("memory of one rank" + f" for the {role}" * bool(role) + " [GiB], estimated"
+          + " for each pipeline stage" * (len(stages) > 1) + ":")
     for name in stages[0]:
         print(f"  {name:<30}" + "".join(f"{stage[name]:9.2f}" for stage in stages))
 

@@ -41,14 +41,14 @@ def compare(run_a: Path, run_b: Path, step: int, stage: str | None, tolerance: f
     left_out = sorted(set(stages[0]) ^ set(stages[1])) if stage is None else []
     if left_out:
         print(f"in one run only, left out: {', '.join(left_out)}")
-    engines = {yaml_value(run / "config.yaml", "model_engine") for run in (run_a, run_b)}
-    codes = [compare_stage(name, stages[0][name], stages[1][name], tolerance, output / name, len(engines) > 1) for name in both]
+    two_engines = engine_of(run_a) != engine_of(run_b)
+    codes = [compare_stage(name, stages[0][name], stages[1][name], tolerance, output / name, two_engines) for name in both]
     return worst([*codes, int(bool(left_out))])
 
 
-def yaml_value(path: Path, key: str) -> object:
+def engine_of(run: Path) -> str | None:
     from omegaconf import OmegaConf
-    return OmegaConf.load(path)[key] if path.exists() else None
+    return OmegaConf.load(run / "config.yaml").model_engine if (run / "config.yaml").exists() else None
 
 
 def worst(codes: Iterable[int]) -> int:
@@ -73,6 +73,9 @@ def compare_stage(stage: str, a: Path, b: Path, tolerance: float, output: Path, 
     pairs = None
     if two_engines:
         pairs = {k: v for rank in ranks[0] for k, v in paired(*(names(side / rank) for side in (a, b))).items()}
+        if not pairs:
+            print(f"{stage}: no module in common; level L1 dumps none")
+            return 2
         (output / "pairs.yaml").write_text("".join(f"{json.dumps(k)}: {json.dumps(v)}\n" for k, v in pairs.items()))
         command += ["-dm", str(output / "pairs.yaml")]
     done = subprocess.run(command, capture_output=True, text=True)
