@@ -124,7 +124,8 @@ def engine_class(name: str) -> type[Engine]:
 
 def check_batch_size(config: DictConfig, num_shares: int) -> None:
     """Raise InputError for steps of fewer sequences than data-parallel ranks."""
-    size = config.data.train_batch_size * (config.rollout.n if "rollout" in config else 1)
+    size, what = config.data.train_batch_size, f"data.train_batch_size={config.data.train_batch_size}"
+    if "rollout" in config:
+        size, what = size * config.rollout.n, f"{what} x rollout.n={config.rollout.n}"
     if size < num_shares:
-        raise InputError(f"data.train_batch_size={config.data.train_batch_size} is less than the {num_shares} data-parallel "
-                         "ranks" + " by rollout.n" * ("rollout" in config))
+        raise InputError(f"{what} is less than the {num_shares} data-parallel ranks")

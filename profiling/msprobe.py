@@ -144,20 +144,20 @@ def read_config(path: Path) -> dict:
         if config.get(key):
             raise ValueError(f"profiler.msprobe.config_path={path} selects a {key}: leave that list empty, {instead} "
                              "selects")
-    mode = (config.get("statistics") or {}).get("summary_mode", "statistics")
-    if mode != "statistics":
-        raise ValueError(f"profiler.msprobe.config_path={path} has summary_mode {mode}: only statistics can be compared")
     return config
 
 
 def check_config(path: Path, task: str, level: str) -> None:
-    """Raises ValueError for what msprobe would refuse when the debugger is made, at the first step that is recorded."""
+    """Raises ValueError for what msprobe would refuse when the debugger is made, at the first step that is recorded, and
+    for what profiling.compare cannot read."""
     from msprobe.pytorch.dump.debugger.debugger_config import DebuggerConfig
     from msprobe.pytorch.dump.pt_config import parse_json_config
     try:
-        DebuggerConfig(*parse_json_config(str(path), task), task, str(path.parent), level)
+        mode = DebuggerConfig(*parse_json_config(str(path), task), task, str(path.parent), level).summary_mode
     except Exception as error:                  # msprobe raises all kinds
         raise ValueError(f"profiler.msprobe.config_path={path} is refused by msprobe: {error}") from None
+    if mode != "statistics":
+        raise ValueError(f"profiler.msprobe.config_path={path} has summary_mode {mode}: only statistics can be compared")
 
 
 def write_config(path: Path, task: str, level: str) -> Path:

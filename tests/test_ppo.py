@@ -12,6 +12,7 @@ from config import InputError, load
 from data.packing import Batch, global_batch
 from data.prompts import Prompt
 from engines import device
+from engines.base import check_batch_size
 from engines.fsdp import FSDPEngine
 from grading import Failure
 from samples import Samples, concat
@@ -82,6 +83,13 @@ def test_mini_batches_hold_whole_groups_whatever_their_numbers_and_sizes():
     assert ppo.mini_batches(config, samples) == [list(range(7))]
     config = configure("data.train_batch_size=4", "algorithm.ppo_mini_batch_size=1")
     assert ppo.mini_batches(config, samples) == [[0, 1], [2], [3, 4, 5], [6]]
+
+
+def test_ranks_divide_responses():
+    config = configure("data.train_batch_size=2", "rollout.n=2")
+    check_batch_size(config, 4)
+    with pytest.raises(InputError, match="train_batch_size=2 x rollout.n=2 is less than the 5 data-parallel ranks"):
+        check_batch_size(config, 5)
 
 
 def test_samples_are_written_with_their_failures(tmp_path):

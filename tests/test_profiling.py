@@ -164,6 +164,9 @@ MISTAKES = {
     "a config file that is none": ([PROBE, "profiler.msprobe.config_path={tmp}/none.json"], "is not JSON"),
     "two that want CUPTI": (["profiler.tool=[torch,nvtx]"], "torch and nvtx both want CUPTI"),
     "mode of msprobe": ([PROBE, "profiler.msprobe.config_path={tmp}/mode.json"], "mode.json is refused by msprobe: "),
+    "hashes beside tensors": ([PROBE, "profiler.msprobe.task=tensor", "profiler.msprobe.config_path={tmp}/tensor.json"],
+                              "summary_mode md5: only statistics"),
+    "a group that is none": ([PROBE, "profiler.msprobe.config_path={tmp}/list.json"], "list.json is refused by msprobe: "),
     "hashes": ([PROBE, "profiler.msprobe.config_path={tmp}/hash.json"], "summary_mode md5: only statistics can be compared"),
 }
 ON_A_CPU = {"nvtx": "needs CUDA", "mstx": "needs an Ascend NPU", "memory": "needs an accelerator"}
@@ -173,7 +176,8 @@ ON_A_CPU = {"nvtx": "needs CUDA", "mstx": "needs an Ascend NPU", "memory": "need
 def test_what_cannot_be_recorded_is_an_error_at_start(tmp_path, what):
     for name, text in (("task", '{"task": "nan_check"}'), ("step", '{"step": [3]}'), ("none", "{"),
                        ("mode", '{"statistics": {"data_mode": ["bogus"]}}'),
-                       ("hash", '{"statistics": {"summary_mode": "md5"}}')):
+                       ("hash", '{"statistics": {"summary_mode": "md5"}}'),
+                       ("tensor", '{"task": "tensor", "tensor": {"summary_mode": "md5"}}'), ("list", '{"statistics": [1]}')):
         (tmp_path / f"{name}.json").write_text(text)
     more, message = MISTAKES[what]
     with pytest.raises(InputError) as error:
