@@ -23,7 +23,7 @@ from algorithms.value_loss import explained_variance, value_loss
 from config import CONFIGS, InputError
 from data.packing import Batch, global_batch, partition
 from engines.base import Engine, LossFn
-from samples import Samples, concat
+from rollout.samples import Samples, concat
 
 
 def check(config: DictConfig) -> None:

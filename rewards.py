@@ -2,7 +2,7 @@
 
 Each takes the prompt as text, the response as text and the row of the data file, and gives a number. Add yours to
 REWARDS, or keep it in a file of its own: reward.function=path/to/file.py:name. They run in processes that may be killed
-(grading.py): a function that raises or hangs costs its sample, and the run stops when too many do.
+(rollout/grading.py): a function that raises or hangs costs its sample, and the run stops when too many do.
 """
 
 import difflib

@@ -33,13 +33,14 @@ def main(config):
 
     import job
     import tracking
-    from engines import device, rollout
-    from engines.base import engine_class
+    from engines import device
+    from engines.build import engine_class
     from engines.checkpoint import Checkpointer, export_hf
-    from grading import Grader
     from profiling import Profiler
     from profiling.report import write_report
-    from samples import draw_samples
+    from rollout.grading import Grader
+    from rollout.samples import draw_samples
+    from rollout.vllm import Rollout, check as check_rollout, used_gib
 
     stop, this_device = job.StopSignal(), device.init()
     rank, out, trainer, algorithm = dist.get_rank(), Path(config.output_dir), config.trainer, config.algorithm
@@ -50,7 +51,7 @@ def main(config):
     for role, shape in shapes.items():
         if shape.vocab_size != shapes["actor"].vocab_size:
             raise InputError(f"{role}.path={config[role].path} has another vocabulary than model.path={config.model.path}")
-    rollout.check(config, dist.get_world_size())
+    check_rollout(config, dist.get_world_size())
     tracking.check(config)
     tokenizer = job.load_tokenizer(config)
     train, val = (load_prompts(config, files, tokenizer) for files in (config.data.train_files, config.data.val_files))
@@ -75,7 +76,7 @@ def main(config):
     waiting = [part for part in ("parameters", "optimizer") if config.offload[part]]
     for engine in (actor, *others.values()):
         engine.offload(*waiting)        # a resume has filled them
-    vllm = rollout.Rollout(config, this_device)
+    vllm = Rollout(config, this_device)
     grader = Grader(config.reward.function, config.reward.num_workers, config.reward.timeout)
     step = progress["step"]
     if rank == 0:
@@ -147,7 +148,7 @@ def main(config):
             with profiler.stage("actor_update", actor):
                 loss_fn = ppo.actor_loss(config, len(samples))
                 metrics |= ppo.update(actor, batch, minis, loss_fn, step, algorithm.ppo_epochs, "actor")
-        metrics |= {"perf/memory_training_gib": used} if (used := rollout.used_gib(this_device)) else device.memory()
+        metrics |= {"perf/memory_training_gib": used} if (used := used_gib(this_device)) else device.memory()
         step += 1
         skipped = metrics.get("actor/skipped", 0) + metrics.get("critic/skipped", 0)
         progress |= {"step": step, "skipped": progress["skipped"] + int(skipped),
@@ -196,7 +197,7 @@ def main(config):
 def build_engines(config, this_device, total_steps: int):
     """(actor, critic or None, reference or None); each waits in host memory while the next is loaded."""
     import ppo
-    from engines.base import engine_class
+    from engines.build import engine_class
     waits = {role: config.offload.reference if role == "reference" else config.offload.parameters for role in ppo.roles(config)}
     engines = {}
     for role, settings in ppo.roles(config).items():

@@ -26,7 +26,7 @@ def main(config):
     import tracking
     from data.packing import global_batch, partition
     from engines import device
-    from engines.base import engine_class
+    from engines.build import engine_class
     from engines.checkpoint import Checkpointer, export_hf
     from profiling.report import write_report
 

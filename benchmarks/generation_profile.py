@@ -21,8 +21,8 @@ from omegaconf import OmegaConf
 from benchmarks.sft_h200 import SHAPES, make_model
 from config import load
 from engines import device
-from engines.fsdp import FSDPEngine
-from engines.rollout import Rollout
+from engines.fsdp.engine import FSDPEngine
+from rollout.vllm import Rollout
 
 IN_PYTHON = (("scheduler.py", "schedule"), ("scheduler.py", "update_from_output"), ("output_processor.py", "process_outputs"))
 
@@ -53,7 +53,8 @@ def main():
     generate()                                                  # what is compiled at first use
     start = time.perf_counter()
     num_tokens = generate()
-    print(f"{(time.perf_counter() - start) / num_tokens * 1e6:.1f} microseconds a response and token, {num_tokens} tokens", flush=True)
+    seconds = time.perf_counter() - start
+    print(f"{seconds / num_tokens * 1e6:.1f} microseconds a response and token, {num_tokens} tokens", flush=True)
     profiler = cProfile.Profile()
     profiler.runcall(generate)
     stats = pstats.Stats(profiler).sort_stats("tottime").print_stats(20)

@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from config import load
 from data.packing import Batch, pack
 from engines import device
-from engines.base import engine_class
+from engines.build import engine_class
 from engines.checkpoint import write_safetensors
 from engines.memory import estimates
 

@@ -16,7 +16,6 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from omegaconf import OmegaConf
@@ -24,8 +23,8 @@ from omegaconf import OmegaConf
 from benchmarks.sft_h200 import SHAPES, make_model
 from config import load
 from engines import device
-from engines.megatron import MegatronEngine
-from engines.rollout import Rollout
+from engines.megatron.engine import MegatronEngine
+from rollout.vllm import Rollout
 
 
 def main():

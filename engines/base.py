@@ -33,7 +33,7 @@ class Engine(ABC):
     dp_rank: int
     dp_size: int
     dp_group: ProcessGroup
-    _flops: tuple[int, int, int]            # see count_flops in engines/fsdp.py
+    _flops: tuple[int, int, int]            # see count_flops in engines/hf.py
 
     @abstractmethod
     def train_batch(self, batch: Batch, loss_fn: LossFn, step: int) -> dict[str, float]:
@@ -103,7 +103,7 @@ class Engine(ABC):
 
     def save_config(self, directory: Path) -> None:
         """Write config.json (and generation_config.json) in Hugging Face format; called on rank 0 alone."""
-        from transformers import AutoConfig, AutoModelForCausalLM       # slow: not for those who only want the interface
+        from transformers import AutoConfig, AutoModelForCausalLM  # slow: not for those who only want the interface
         hf_config = AutoConfig.from_pretrained(self.config.model.path)
         hf_config.dtype = self.compute_dtype
         hf_config.architectures = [AutoModelForCausalLM._model_mapping[type(hf_config)].__name__]
@@ -111,15 +111,6 @@ class Engine(ABC):
         generation = Path(self.config.model.path) / "generation_config.json"
         if generation.exists():
             shutil.copy(generation, directory)
-
-
-def engine_class(name: str) -> type[Engine]:
-    """The engine of this model_engine; its packages are imported only now."""
-    if name == "megatron":
-        from engines.megatron import MegatronEngine
-        return MegatronEngine
-    from engines.fsdp import FSDPEngine
-    return FSDPEngine
 
 
 def check_batch_size(config: DictConfig, num_shares: int) -> None:

@@ -173,7 +173,7 @@ def export_checkpoint(checkpoint: Path, out: Path) -> None:
         raise InputError(f"{out} exists already: remove it or give another name")
     dtype = getattr(torch, progress["export_dtype"])
     if (checkpoint / "weights" / "metadata.json").exists():         # which megatron.core.dist_checkpointing writes
-        from engines.megatron_checkpoint import hf_weights
+        from engines.megatron.checkpoint import hf_weights
         weights = hf_weights(checkpoint)
     else:
         weights = stored_weights(checkpoint)

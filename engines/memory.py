@@ -3,7 +3,8 @@
 import torch
 from omegaconf import DictConfig
 
-from engines.fsdp import build_on_meta, is_sharded, read_hf_config, uses_compile
+from engines.fsdp.engine import is_sharded, uses_compile
+from engines.hf import build_on_meta, read_hf_config
 
 GIB = 2**30
 

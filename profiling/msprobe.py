@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from profiling.tools import Tool
+from profiling.tool import Tool
 
 TASKS, LEVELS = ("statistics", "tensor"), ("L0", "L1", "mix")
 # A record for each token that vLLM decodes, or for each batch of a whole validation: large, so these have to be named.

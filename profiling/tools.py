@@ -8,36 +8,17 @@ from collections.abc import Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
+from profiling.msprobe import Msprobe
+from profiling.tool import Tool
+
 # What a range is drawn in, so that one finds one's way in a timeline; other stages are grey.
 COLOURS = {"data": "orange", "rollout_generate": "green", "reward": "yellow", "actor_compute_log_prob": "cyan",
            "ref_compute_log_prob": "blue", "compute_values": "purple", "advantages": "orange", "train_batch": "red",
            "critic_update": "pink", "actor_update": "red", "update_weights": "brown", "validate": "lime", "save": "black"}
 
 
-class Tool:
-    """What a tool may do; by itself it records nothing."""
-
-    def __init__(self, settings, directory: Path, rank: int, model_stages: Sequence[str]):
-        """Only check: raises ValueError, in a line that says what to change, for what cannot be recorded here."""
-
-    def open(self, step: int) -> None:
-        """Before the first step that is recorded."""
-
-    def stage(self, name: str, step: int, where: Path, engine, nested: bool):
-        """A context manager around a stage; where: its folder, not made yet; nested: inside another stage."""
-        return nullcontext()
-
-    def end_step(self, seconds: dict[str, float]) -> dict[str, float]:
-        """Metrics of a step, whose stages took these seconds."""
-        return {}
-
-    def close(self) -> None:
-        """After the last step that was recorded, or when the process ends."""
-
-
 def build(names: list[str], settings, directory: Path, rank: int, model_stages) -> list:
     """The tools called `names`. Raises ValueError for one that cannot work here, or not beside another."""
-    from profiling.msprobe import Msprobe
     kinds = {"nvtx": Nvtx, "mstx": Mstx, "torch": Torch, "memory": Memory, "msprobe": Msprobe}
     for name in names:
         if name not in kinds:

@@ -26,7 +26,7 @@ from config import InputError, load
 from data.packing import Batch, partition
 from engines import device
 from engines.checkpoint import Checkpointer, export_hf
-from engines.fsdp import FSDPEngine
+from engines.fsdp.engine import FSDPEngine
 
 TOTAL_STEPS, FEW, WARMUP_STEPS, PEAK_LR, MIN_LR_RATIO, WEIGHT_DECAY, CLIP, BETAS = 30, 10, 3, 2e-3, 0.1, 0.1, 0.5, (0.9, 0.95)
 ENTROPY_BONUS, LONGEST = 0.1, 40

@@ -27,14 +27,15 @@ from torch.distributed.checkpoint import FileSystemWriter
 
 from config import InputError, load
 from data.packing import Batch
-from engines import device, megatron_checkpoint, parallel
+from engines import device
 from engines.base import Engine
 from engines.checkpoint import Checkpointer, export_hf
-from engines.fsdp import FSDPEngine
-from engines.megatron import MegatronEngine
-from engines.megatron_cpu import cuda_is_cpu
-from engines.rollout import Rollout
-from engines.torch_backend import Packing, TorchAttention
+from engines.fsdp.engine import FSDPEngine
+from engines.megatron import checkpoint, layout
+from engines.megatron.cpu import cuda_is_cpu
+from engines.megatron.engine import MegatronEngine
+from engines.megatron.layers import Packing, TorchAttention
+from rollout.vllm import Rollout
 from tests.fsdp_worker import SETTINGS, digest, divide, gather, make_batch, make_loss, make_tokenizer
 
 TOTAL_STEPS, FEW, SAVED_AT, CAP = 20, 5, 3, 96          # batches repeat every four steps
@@ -169,7 +170,7 @@ def attention(this_device: torch.device) -> list[float]:
     dtype = torch.bfloat16 if this_device.type == "cuda" else torch.float32
     new_layout()
     with cuda_is_cpu(), torch.random.fork_rng():
-        parallel.initialize(load("sft.yaml", ["model_engine=megatron", "model.path=unused", "data.train_files=unused",
+        layout.initialize(load("sft.yaml", ["model_engine=megatron", "model.path=unused", "data.train_files=unused",
                                               f"engine.context_parallel_size={world}"]).engine)
         torch.manual_seed(0)
         *inputs, gradient = (torch.randn(sum(lengths), 1, n, 64).to(this_device, dtype) for n in (*heads, heads[0]))
@@ -343,14 +344,14 @@ def background(folder: Path, this_device: torch.device) -> dict:
     for kind in ("foreground", "background"):
         checkpointers[kind] = Checkpointer(folder / "checkpoints" / kind, 2, asynchronous=kind == "background")
     checkpointers["foreground"].save(2, engine, {"step": 2}, make_tokenizer())
-    saved, megatron_checkpoint.FileSystemWriter = digest(dict(engine.export_weights())), SlowDisk
+    saved, checkpoint.FileSystemWriter = digest(dict(engine.export_weights())), SlowDisk
     checkpointers["background"].save(2, engine, {"step": 2}, make_tokenizer())
     steps = train(engine, range(2, 5), case)
     result = {"steps": steps, "meanwhile": [str(checkpointers["background"].latest()),
                                             sorted(p.name for p in (folder / "checkpoints/background").iterdir())]}
     disk.set()
     checkpointers["background"].wait()
-    megatron_checkpoint.FileSystemWriter = FileSystemWriter
+    checkpoint.FileSystemWriter = FileSystemWriter
     for kind, checkpointer in checkpointers.items():
         engine = build(MegatronEngine, folder / "qwen3_moe", this_device, EP2)
         checkpointer.load(checkpointer.latest(), engine)

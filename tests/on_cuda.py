@@ -51,7 +51,7 @@ def test_nvtx_ranges_do_no_harm_without_nsys(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def launches(folder):  # noqa: F811
+def launches(folder):
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda world: launch(world, "tests/megatron_worker.py", folder, *CHOSEN[world]), WORLDS))
     return {world: json.loads((folder / f"{world}.json").read_text()) for world in WORLDS}
@@ -64,7 +64,7 @@ def test_packed_attention_in_bf16_equals_each_sequence_alone(launches, world):
 
 
 @pytest.mark.parametrize("world, name", [(w, n) for w, n in HERE if not CASES[w][n].moe])
-def test_training_equals_fsdp(launches, folder, world, name):  # noqa: F811
+def test_training_equals_fsdp(launches, folder, world, name):
     """In fp32, and in bf16 but for rounding."""
     case, steps = CASES[world][name], launches[world][name]["steps"]
     want, bound = reference(launches, case)["steps"][:case.steps], ROUNDED_BOUND if BF16 in case.engine else BOUND
@@ -78,7 +78,7 @@ def test_training_equals_fsdp(launches, folder, world, name):  # noqa: F811
 
 
 @pytest.mark.parametrize("world, name", [(w, n) for w, n in HERE if CASES[w][n].moe])
-def test_training_of_experts_equals_a_plain_loop(launches, folder, world, name):  # noqa: F811
+def test_training_of_experts_equals_a_plain_loop(launches, folder, world, name):
     """On a CPU in fp32, over the same micro-batches; bf16 but for rounding: grouped products are its alone."""
     case, result = CASES[world][name], launches[world][name]
     want = plain_training(folder / case.family, case, result["micro_batches"])[0]

@@ -26,9 +26,9 @@ def main(kind: str, model: str, folder: Path, task: str, *more: str) -> None:
                                "profiler.ranks=all", f"profiler.msprobe.task={task}", *more])
     profiler = job.start_profiler(config, this_device, 2, STAGES)
     if kind == "megatron":
-        from engines.megatron import MegatronEngine as Engine
+        from engines.megatron.engine import MegatronEngine as Engine
     else:
-        from engines.fsdp import FSDPEngine as Engine
+        from engines.fsdp.engine import FSDPEngine as Engine
     actor, critic = Engine(config, this_device, 2), Engine(config, this_device, 2, critic=True)
     for step in (1, 2):
         profiler.begin_step(step)

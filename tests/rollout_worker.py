@@ -24,12 +24,12 @@ from data.packing import Batch
 from data.prompts import Prompt
 from engines import device
 from engines.checkpoint import Checkpointer, export_hf
-from engines.fsdp import FSDPEngine
-from engines.rollout import Rollout, request_seed
+from engines.fsdp.engine import FSDPEngine
 from examples.arithmetic import make_tokenizer
-from grading import Grader
 from profiling import Profiler
-from samples import draw_samples
+from rollout.grading import Grader
+from rollout.samples import draw_samples
+from rollout.vllm import Rollout, request_seed
 from tests.fsdp_worker import digest, gather
 
 NUM_UPDATES, CRITIC_STEPS, LONG_PROMPT, MAX_TOKENS = 5, 40, 330, 24

@@ -173,7 +173,7 @@ def test_packed_sums():
 def policy_loss_by_formula(name, log_probs, old, advantages, tokens, clip_low, clip_high, dual_clip):
     """Of each response token, in a dictionary by its place: the loss, and whether clipping changed it."""
     loss, clipped = {}, {}
-    for t, places in ((t, places) for places in tokens for t in places):
+    for t, places in ((t, response) for response in tokens for t in response):
         ratio = torch.exp(log_probs[t] - old[t])
         if name == "gspo":
             s = math.exp(statistics.mean((log_probs[u] - old[u]).item() for u in places))

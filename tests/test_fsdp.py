@@ -18,9 +18,24 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from config import InputError, load
 from engines import schedule
 from engines.checkpoint import write_safetensors
-from engines.fsdp import FSDPEngine, build_on_meta, build_optimizer, read_hf_config
-from tests.fsdp_worker import (BETAS, BROKEN, CASES, CLIP, ENTROPY_BONUS, FEW, FOREIGN, MIN_LR_RATIO, PEAK_LR, TOTAL_STEPS,
-                               WARMUP_STEPS, WEIGHT_DECAY, divide, make_batch)
+from engines.fsdp.engine import FSDPEngine, build_optimizer
+from engines.hf import build_on_meta, read_hf_config
+from tests.fsdp_worker import (
+    BETAS,
+    BROKEN,
+    CASES,
+    CLIP,
+    ENTROPY_BONUS,
+    FEW,
+    FOREIGN,
+    MIN_LR_RATIO,
+    PEAK_LR,
+    TOTAL_STEPS,
+    WARMUP_STEPS,
+    WEIGHT_DECAY,
+    divide,
+    make_batch,
+)
 from tests.launch import ROOT, launch
 from tests.models import make_model
 

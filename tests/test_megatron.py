@@ -18,15 +18,33 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from config import InputError, load
 from engines import schedule
-from engines.bridge import single_experts
-from engines.megatron import MegatronEngine
+from engines.megatron.bridge import single_experts
+from engines.megatron.engine import MegatronEngine
+from engines.megatron.layout import ddp_config
 from engines.memory import GIB, estimate_megatron
-from engines.parallel import ddp_config
 from job import find_resume
 from tests.fsdp_worker import BETAS, CLIP, SETTINGS, WEIGHT_DECAY, make_batch, make_loss
 from tests.launch import ROOT, launch
-from tests.megatron_worker import (BF16, BUCKETS, CASES, CP2, EP2, FEW, FULL, NO_SP, OVERLAP, PP2, REPLICATED, RESUMES, SAVED_AT,
-                                   SELECTIVE, TOTAL_STEPS, TP2, VPP2, value_loss)
+from tests.megatron_worker import (
+    BF16,
+    BUCKETS,
+    CASES,
+    CP2,
+    EP2,
+    FEW,
+    FULL,
+    NO_SP,
+    OVERLAP,
+    PP2,
+    REPLICATED,
+    RESUMES,
+    SAVED_AT,
+    SELECTIVE,
+    TOTAL_STEPS,
+    TP2,
+    VPP2,
+    value_loss,
+)
 from tests.models import make_model
 from tests.test_fsdp import check_answers, column, plain_answers, worst
 

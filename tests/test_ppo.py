@@ -13,9 +13,9 @@ from data.packing import Batch, global_batch
 from data.prompts import Prompt
 from engines import device
 from engines.base import check_batch_size
-from engines.fsdp import FSDPEngine
-from grading import Failure
-from samples import Samples, concat
+from engines.fsdp.engine import FSDPEngine
+from rollout.grading import Failure
+from rollout.samples import Samples, concat
 from tests.models import make_model
 from tests.test_algorithms import BY_FORMULA, policy_loss_by_formula
 

@@ -15,8 +15,8 @@ import pytest
 import rewards
 from config import InputError
 from examples.arithmetic import make_rows
-from grading import Failure, Grader, check_failures
 from rewards import REWARDS, find
+from rollout.grading import Failure, Grader, check_failures
 
 ROOT = Path(__file__).parents[1]
 LIMIT, SLACK = 1.5, 20.0        # seconds: the time limit of an item here, and what a busy machine may add
@@ -171,7 +171,7 @@ def test_what_cannot_be_found_says_what_to_change(broken, function):
 
 
 def test_importing_is_light():
-    code = "import sys, rewards, grading; print({'torch', 'transformers', 'sympy', 'numpy'} & set(sys.modules))"
+    code = "import sys, rewards, rollout.grading; print({'torch', 'transformers', 'sympy', 'numpy'} & set(sys.modules))"
     out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert out.stdout.strip() == "set()", out.stderr
 
@@ -357,7 +357,7 @@ def test_workers_start_when_needed_and_live_on(behave):
 
 def test_workers_die_with_a_killed_parent(behave, tmp_path):
     code = f"""if True:
-        from grading import Grader
+        from rollout.grading import Grader
         items = [("", response, {{"pid": {str(tmp_path / 'pid')!r}}}) for response in ("hang", "parent", "1", "1")]
         Grader({behave!r}, 3, 600).grade(items)"""
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
@@ -376,14 +376,14 @@ def test_workers_die_with_a_killed_parent(behave, tmp_path):
 
 
 def test_the_working_directory_is_the_users_and_shadows_nothing(tmp_path):
-    for name in ("grading", "rewards", "config", "json"):
+    for name in ("rollout.grading", "rewards", "config", "json"):
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('shadowed')\n")
     (tmp_path / "mine.py").write_text("def f(prompt, response, row):\n    return len(open('note.txt').read())\n")
     (tmp_path / "note.txt").write_text("12345")
     code = f"""if True:
         import sys
         sys.path[0] = {str(ROOT)!r}
-        from grading import Grader
+        from rollout.grading import Grader
         grader = Grader("mine.py:f", 1, 20)
         print(grader.grade([("", "", {{}})]))
         grader.close()"""

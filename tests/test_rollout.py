@@ -14,12 +14,21 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from config import InputError, load
-from engines.rollout import PREFILL_TOKENS, check, request_seed, stop_token_ids
 from examples.arithmetic import make_tokenizer
+from rollout.vllm import PREFILL_TOKENS, check, request_seed, stop_token_ids
 from tests.launch import launch
 from tests.models import make_model
-from tests.rollout_worker import (CRITIC_STEPS, CUT_TEMPERATURE, CUTS, LAUNCHES, MAX_TOKENS, NUM_UPDATES, ONE_WORD,
-                                  make_prompts, make_returns)
+from tests.rollout_worker import (
+    CRITIC_STEPS,
+    CUT_TEMPERATURE,
+    CUTS,
+    LAUNCHES,
+    MAX_TOKENS,
+    NUM_UPDATES,
+    ONE_WORD,
+    make_prompts,
+    make_returns,
+)
 
 ROLLOUT_BOUND = 1e-4                             # nats, vLLM's log-probabilities from the trainer's, in fp32
 LOG_PROB_BOUND = 1e-5                            # nats, the trainer's from those of transformers

@@ -1,7 +1,6 @@
 """What stands behind a Hugging Face model's last hidden state: log-probabilities of words, or values of states."""
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from engines.logprobs import linear_log_probs
@@ -38,20 +37,3 @@ class PackedValueModel(nn.Module):
         hidden = self.hf.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **attention)[0]
         hidden = hidden.flatten(0, 1).index_select(0, place)
         return (nn.functional.linear(hidden, self.hf.get_output_embeddings().weight)[:, 0].float(),)
-
-
-class AllGather(torch.autograd.Function):
-    """[T/R, ...] of R ranks -> [T, ...] on each. Every rank goes on to compute the same loss from it, so that its own
-    slice of the gradient is complete as it stands."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group, ctx.length = group, len(x)
-        out = x.new_empty(len(x) * dist.get_world_size(group), *x.shape[1:])
-        dist.all_gather_into_tensor(out, x.contiguous(), group=group)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        start = dist.get_rank(ctx.group) * ctx.length
-        return grad[start:start + ctx.length], None

@@ -22,13 +22,14 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from data.packing import Batch, pack, spread
-from engines import bridge, megatron_checkpoint, parallel, schedule
+from engines import schedule
 from engines.base import Engine, LossFn
-from engines.experts import Router
-from engines.fsdp import build_on_meta, count_flops, read_hf_config
+from engines.hf import build_on_meta, count_flops, read_hf_config
 from engines.logprobs import linear_log_probs
-from engines.megatron_cpu import cuda_is_cpu
-from engines.microbatch import MicroBatch, lay_out
+from engines.megatron import bridge, checkpoint, layout
+from engines.megatron.cpu import cuda_is_cpu
+from engines.megatron.experts import Router
+from engines.megatron.microbatch import MicroBatch, lay_out
 from engines.offload import HostMemory, storages
 
 RECOMPUTE = {"none": {}, "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
@@ -49,7 +50,7 @@ class MegatronEngine(Engine):
         self.critic, self.temperature, self.optim, engine = critic, temperature, config.optim, config.engine
         self.hf_config = self.check(config, dist.get_world_size())
         self.compute_dtype = getattr(torch, engine.compute_dtype)
-        parallel.initialize(engine)
+        layout.initialize(engine)
         self.dp_rank, self.dp_size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
         self.dp_group, self.cp_group = mpu.get_data_parallel_group(), mpu.get_context_parallel_group()
         self.tp_group, self.pp_group = mpu.get_tensor_model_parallel_group(), mpu.get_pipeline_model_parallel_group()
@@ -75,12 +76,12 @@ class MegatronEngine(Engine):
         """The model's configuration; raises InputError for what this engine cannot do, before anything is built."""
         hf_config = read_hf_config(config.model.path)
         bridge.check(hf_config, config.model.path)
-        parallel.check_layout(config, hf_config, world_size)
+        layout.check_layout(config, hf_config, world_size)
         return hf_config
 
     def _build_optimizer(self) -> None:
         engine, optim, config = self.config.engine, self.optim, self.bridge.config
-        self.stages = [DistributedDataParallel(config, parallel.ddp_config(engine), model, disable_bucketing=i > 0)
+        self.stages = [DistributedDataParallel(config, layout.ddp_config(engine), model, disable_bucketing=i > 0)
                        for i, model in enumerate(self.models)]
         self.optimizer = get_megatron_optimizer(OptimizerConfig(
             optimizer="adam", lr=optim.lr, weight_decay=optim.weight_decay, adam_beta1=optim.betas[0],
@@ -173,7 +174,7 @@ class MegatronEngine(Engine):
 
     def _plan(self, batch: Batch) -> list[list[int]]:
         """Micro-batches as lists of sequence indices; as many on every data-parallel rank, padding counted."""
-        engine, multiple = self.config.engine, parallel.multiple_of(self.config.engine)
+        engine, multiple = self.config.engine, layout.multiple_of(self.config.engine)
         lengths = [-(-n // multiple) * multiple for n in batch.lengths]
         bins = pack(lengths, self.config.data.max_tokens_per_micro_batch, padded=not engine.use_remove_padding)
         count = torch.tensor(len(bins), device=self.device)
@@ -185,7 +186,7 @@ class MegatronEngine(Engine):
     def _run(self, batches: list[Batch], of_hidden: Callable, forward_only: bool) -> None:
         """Forward, and backward, of micro-batches; of_hidden(micro-batch, hidden states) on the last pipeline stage."""
         engine = self.config.engine
-        micro_batches = [lay_out(b, engine.use_remove_padding, parallel.multiple_of(engine), self.cp_group, self.device)
+        micro_batches = [lay_out(b, engine.use_remove_padding, layout.multiple_of(engine), self.cp_group, self.device)
                          for b in batches]
 
         def forward(remaining: Iterator[MicroBatch], stage: nn.Module):
@@ -288,17 +289,17 @@ class MegatronEngine(Engine):
     @cuda_is_cpu()
     def state(self, loading: bool = False) -> dict:
         self._onload("parameters", "optimizer")
-        return megatron_checkpoint.sharded_state(self.models, self.optimizer, loading)
+        return checkpoint.sharded_state(self.models, self.optimizer, loading)
 
     @cuda_is_cpu()
     def load_state(self, state: dict) -> None:
         self._onload("parameters", "optimizer")
-        megatron_checkpoint.load(self.models, self.optimizer, state)
+        checkpoint.load(self.models, self.optimizer, state)
 
     @cuda_is_cpu()
     def write(self, states: dict[str, dict], directory: Path, group: dist.ProcessGroup | None) -> Future | None:
-        return megatron_checkpoint.write(states, directory, group)
+        return checkpoint.write(states, directory, group)
 
     @cuda_is_cpu()
     def read(self, states: dict[str, dict], directory: Path) -> dict[str, dict]:
-        return megatron_checkpoint.read(states, directory)
+        return checkpoint.read(states, directory)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from data.packing import Batch
 from data.prompts import Prompt
-from engines.rollout import Rollout, request_seed
-from grading import Failure, Grader, check_failures
+from rollout.grading import Failure, Grader, check_failures
+from rollout.vllm import Rollout, request_seed
 
 
 @dataclass

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from config import InputError
-from engines import torch_backend
-from engines.experts import MixtureOfExperts
+from engines.megatron.experts import MixtureOfExperts
+from engines.megatron.layers import PackedRotaryEmbedding, install
 from engines.weights import weight_files
 
-torch_backend.install()
+install()
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 # What transformers computes from the configuration alone; other types change with the length of a sequence.
@@ -178,7 +178,7 @@ def build(bridge: Bridge, path: Path, critic: bool) -> list[HiddenStates]:
             share_embeddings_and_output_weights=hf_config.tie_word_embeddings and not critic, **arguments))
     for model in models:
         if not gpt_layer_specs.HAVE_TE:
-            model.rotary_pos_emb = torch_backend.PackedRotaryEmbedding(config.kv_channels, 1.0,
+            model.rotary_pos_emb = PackedRotaryEmbedding(config.kv_channels, 1.0,
                                                                        rotary_base=hf_config.rope_theta)
         if hf_config.rope_parameters.get("rope_type", "default") != "default":
             make_frequencies = ROPE_INIT_FUNCTIONS[hf_config.rope_parameters["rope_type"]]
@@ -255,7 +255,7 @@ def gather(tensor: Tensor, group) -> list[Tensor]:
 
 def single_experts(name: str, stacked: Tensor, first: int = 0) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, tensor) of each expert of a layer, from Megatron's or transformers' tensor of several."""
-    layer = name.split(".layers.")[1].split(".")[0]
+    layer = name.split(".layers.")[1].split(".", 1)[0]
     for i, expert in enumerate(stacked, first):
         prefix = f"model.layers.{layer}.mlp.experts.{i}."
         if name.endswith(("linear_fc1", "gate_up_proj")):

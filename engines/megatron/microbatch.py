@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from data.packing import Batch
+from engines.collectives import AllGather
 from engines.device import to_device
-from engines.heads import AllGather
-from engines.torch_backend import Packing
+from engines.megatron.layers import Packing
 
 
 @dataclass

@@ -19,9 +19,8 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequ
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
-from torch.nn.attention.varlen import varlen_attn
 
-from engines.attention import GROUPED
+from engines.varlen import causal_attention
 
 
 def install() -> None:
@@ -167,8 +166,7 @@ class TorchAttention(nn.Module):
         if packing is not None and query.is_cuda and query.dtype != torch.float32:
             cu_q, cu_k, longest_q, longest_k, seen = packing.varlen
             k, v = (x[:, 0] if seen is None else x[:, 0].index_select(0, seen) for x in (key, value))
-            out = varlen_attn(query[:, 0].contiguous(), k.contiguous(), v.contiguous(), cu_q, cu_k, longest_q,
-                              longest_k, scale=self.scale, window_size=(-1, 0), **GROUPED)
+            out = causal_attention(query[:, 0], k, v, cu_q, cu_k, longest_q, longest_k, self.scale)
             return out.flatten(1)[:, None]
         out = [_sdpa(query[q0:q1], key[k0:k1], value[k0:k1], self.scale)
                for q0, q1, k0, k1 in segments(bounds, cp, self.cp_group.rank())]

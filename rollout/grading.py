@@ -19,9 +19,12 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 from config import InputError
 from rewards import find
+
+ROOT = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True)
@@ -80,9 +83,10 @@ class Worker:
         # Nothing is ever written to this pipe: the child dies when our end closes, however we end.
         its_end, self.lifeline = os.pipe()
         self.process = subprocess.Popen(
-            [sys.executable, __file__, function, str(its_end)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            [sys.executable, "-P", "-m", "rollout.grading", function, str(its_end)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             pass_fds=[its_end], start_new_session=True,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
+                 "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])})
         os.close(its_end)
         self.alive, self.expired = True, False
         answer = self.ask(b"", startup_timeout)

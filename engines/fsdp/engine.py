@@ -1,6 +1,5 @@
 """FSDP2 around a Hugging Face causal language model."""
 
-import copy
 import math
 from collections import defaultdict
 from collections.abc import Iterator
@@ -12,20 +11,26 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from omegaconf import DictConfig
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_model_state_dict, get_optimizer_state_dict,
-                                                     set_model_state_dict, set_optimizer_state_dict)
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from config import InputError
 from data.packing import Batch, pack, spread
 from engines import schedule
-from engines.attention import Packing
 from engines.base import Engine, LossFn, check_batch_size
+from engines.collectives import AllGather
 from engines.device import to_device
-from engines.heads import AllGather, PackedCausalLM, PackedValueModel
+from engines.fsdp.attention import Packing
+from engines.fsdp.heads import PackedCausalLM, PackedValueModel
+from engines.hf import build_on_meta, count_flops, read_hf_config
 from engines.offload import HostMemory
 from engines.weights import load_weights
 
@@ -53,7 +58,7 @@ class FSDPEngine(Engine):
 
         self.compute_dtype = getattr(torch, engine.compute_dtype)
         compiled = uses_compile(engine, device.type)
-        self.hf = build_on_meta(self.hf_config, getattr(torch, engine.param_dtype), critic)
+        self.hf = build_on_meta(self.hf_config, getattr(torch, engine.param_dtype), critic, "packed")
         check_attention(self.hf)
         if not engine.use_remove_padding:
             self.hf.set_attn_implementation("sdpa")
@@ -242,15 +247,6 @@ class FSDPEngine(Engine):
 # -- construction ------------------------------------------------------------------------------------------------------
 
 
-def read_hf_config(path: str):
-    if not (Path(path) / "config.json").is_file():
-        raise InputError(f"model.path={path} holds no config.json: give a directory in Hugging Face format")
-    try:
-        return AutoConfig.from_pretrained(path)
-    except (ValueError, KeyError, OSError) as error:
-        raise InputError(f"model.path={path}: {error}") from None
-
-
 def check_layout(config: DictConfig, hf_config, world_size: int) -> None:
     engine, cp = config.engine, config.engine.context_parallel_size
     heads = getattr(hf_config, "num_attention_heads", None)
@@ -275,23 +271,6 @@ def check_layout(config: DictConfig, hf_config, world_size: int) -> None:
     for name, harmless in LOGIT_TRANSFORMS.items():
         if getattr(hf_config, name, harmless) not in (harmless, None):
             raise InputError(f"model.path={config.model.path}: {name} in config.json is not supported")
-
-
-def build_on_meta(hf_config, dtype: torch.dtype, critic: bool = False) -> nn.Module:
-    """The model without memory for its weights; a critic's output matrix has one row."""
-    if critic:
-        hf_config = copy.deepcopy(hf_config)
-        hf_config.tie_word_embeddings = False
-    with torch.device("meta"):
-        hf = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation="packed")
-    # No batch has padding in it: a token that is called so is one like the others, and is learned.
-    hf.get_input_embeddings().padding_idx = None
-    if hf.get_output_embeddings().bias is not None:
-        raise InputError("a bias on the output matrix is not supported")
-    if critic:
-        width = hf.get_output_embeddings().in_features
-        hf.set_output_embeddings(nn.Linear(width, 1, bias=False, dtype=dtype, device="meta"))
-    return hf
 
 
 def check_attention(hf: nn.Module) -> None:
@@ -344,19 +323,6 @@ def build_optimizer(model: nn.Module, optim: DictConfig) -> torch.optim.AdamW:
               {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0}]
     return torch.optim.AdamW([g for g in groups if g["params"]], lr=optim.lr, betas=tuple(optim.betas), eps=optim.eps,
                              fused=True)
-
-
-def count_flops(hf: nn.Module, hf_config) -> tuple[int, int, int]:
-    """Multiplications of a forward pass: (in the layers a token, of experts only those it goes to; in the output matrix a
-    token that is asked for; in causal attention a squared length: heads * dim * layers)."""
-    head = hf.get_output_embeddings().weight.numel()
-    outside = {hf.get_input_embeddings().weight, hf.get_output_embeddings().weight}      # one, if they are tied
-    matrices = sum(p.numel() for p in hf.parameters() if p.ndim > 1) - sum(p.numel() for p in outside)
-    experts = sum(p.numel() for name, p in hf.named_parameters() if ".experts." in name)
-    if experts:
-        matrices -= experts * (hf_config.num_experts - hf_config.num_experts_per_tok) // hf_config.num_experts
-    head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
-    return matrices, head, hf_config.num_attention_heads * head_dim * hf_config.num_hidden_layers
 
 
 def full(tensor: Tensor) -> Tensor:

@@ -14,12 +14,17 @@ from megatron.core import dist_checkpointing, parallel_state as mpu
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
-from megatron.core.dist_checkpointing.strategies.fully_parallel import (FullyParallelLoadStrategyWrapper,
-                                                                        FullyParallelSaveStrategyWrapper)
-from megatron.core.dist_checkpointing.strategies.torch import (MCoreSavePlanner, TorchDistLoadShardedStrategy,
-                                                               TorchDistSaveShardedStrategy,
-                                                               _replace_state_dict_keys_with_sharded_keys,
-                                                               mcore_to_pyt_state_dict)
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistLoadShardedStrategy,
+    TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding, extract_sharded_tensors_and_factories
 from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -27,8 +32,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from transformers import AutoConfig
 
-from engines import bridge
-from engines.megatron_cpu import cuda_is_cpu
+from engines.megatron import bridge
+from engines.megatron.cpu import cuda_is_cpu
 
 # The distributed optimizer's state by whole weights, which any layout can read; gathered in the host memory of one rank of
 # those that share it. (Otherwise all of them have all of it, and it passes through the device, 4 bytes a parameter.)

@@ -169,7 +169,7 @@ class Rollout:
         self.asleep_gib.append(asleep)
         settled = self.asleep_gib[2:3]              # the first rounds still bring new buffers
         if settled and asleep > settled[0] + MAX_GROWTH_GIB:
-            warnings.warn(f"{asleep:.1f} GiB are in use while vLLM sleeps, {settled[0]:.1f} in its third round")
+            warnings.warn(f"{asleep:.1f} GiB are in use while vLLM sleeps, {settled[0]:.1f} in its third round", stacklevel=2)
         return {"perf/memory_awake_gib": awake, "perf/memory_asleep_gib": asleep}
 
     def wake(self, part: str) -> None:

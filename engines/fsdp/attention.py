@@ -4,21 +4,16 @@ Importing this file registers the attention implementation "packed" with transfo
 begin, which ranks share them) reaches it as the model's keyword argument `packing`.
 """
 
-import inspect
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from config import InputError
-
-# torch 2.13 wants grouped heads announced; 2.11 has no such argument and takes them as they are.
-GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-
+from engines.varlen import causal_attention
 
 # What models hand on to their attention without a meaning for it.
 HARMLESS = {"position_ids", "use_cache", "cache_position", "output_attentions", "is_causal"}
@@ -63,9 +58,8 @@ def packed_attention(module, query: Tensor, key: Tensor, value: Tensor, attentio
         k, v = (x.repeat_interleave(repeats, dim=1) if repeats > 1 else x for x in (k, v))
         q, k, v = (exchange(x, group, True) for x in (q, k, v))            # [T, heads / ranks, dim]
     if q.is_cuda and q.dtype != torch.float32:
-        out = varlen_attn(q.contiguous(), k.contiguous(), v.contiguous(), packing.cu_seqlens, packing.cu_seqlens,
-                          packing.max_length, packing.max_length, scale=scaling,
-                          window_size=(window - 1, 0), **GROUPED)
+        out = causal_attention(q, k, v, packing.cu_seqlens, packing.cu_seqlens, packing.max_length, packing.max_length,
+                               scaling, window)
     else:                                                                  # no such kernel on CPU or in fp32
         out = by_sequence(q, k, v, packing, scaling, window)
     if group is not None:

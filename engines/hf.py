@@ -1,0 +1,49 @@
+"""What a Hugging Face model is: its configuration, its modules without memory, its multiplications."""
+
+import copy
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from config import InputError
+
+
+def read_hf_config(path: str):
+    if not (Path(path) / "config.json").is_file():
+        raise InputError(f"model.path={path} holds no config.json: give a directory in Hugging Face format")
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (ValueError, KeyError, OSError) as error:
+        raise InputError(f"model.path={path}: {error}") from None
+
+
+def build_on_meta(hf_config, dtype: torch.dtype, critic: bool = False, attention: str = "sdpa") -> nn.Module:
+    """The model without memory for its weights; a critic's output matrix has one row."""
+    if critic:
+        hf_config = copy.deepcopy(hf_config)
+        hf_config.tie_word_embeddings = False
+    with torch.device("meta"):
+        hf = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation=attention)
+    # No batch has padding in it: a token that is called so is one like the others, and is learned.
+    hf.get_input_embeddings().padding_idx = None
+    if hf.get_output_embeddings().bias is not None:
+        raise InputError("a bias on the output matrix is not supported")
+    if critic:
+        width = hf.get_output_embeddings().in_features
+        hf.set_output_embeddings(nn.Linear(width, 1, bias=False, dtype=dtype, device="meta"))
+    return hf
+
+
+def count_flops(hf: nn.Module, hf_config) -> tuple[int, int, int]:
+    """Multiplications of a forward pass: (in the layers a token, of experts only those it goes to; in the output matrix a
+    token that is asked for; in causal attention a squared length: heads * dim * layers)."""
+    head = hf.get_output_embeddings().weight.numel()
+    outside = {hf.get_input_embeddings().weight, hf.get_output_embeddings().weight}      # one, if they are tied
+    matrices = sum(p.numel() for p in hf.parameters() if p.ndim > 1) - sum(p.numel() for p in outside)
+    experts = sum(p.numel() for name, p in hf.named_parameters() if ".experts." in name)
+    if experts:
+        matrices -= experts * (hf_config.num_experts - hf_config.num_experts_per_tok) // hf_config.num_experts
+    head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
+    return matrices, head, hf_config.num_attention_heads * head_dim * hf_config.num_hidden_layers
