@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from config import InputError
-from data.chat import Conversation, is_paired, messages_of, template_arguments, tokens_of
+from data.chat import Conversation, tokens_of
 from data.dataset import cache_key, cached, check_files, check_lengths, count_rows, kept_tokens, tokenize_files, write_array
+from data.rows import is_paired, messages_of, template_arguments
 
 FORMAT = "prompts 1"        # of the cache; raise it when encode_prompt() or the files of a cache change
 OPTIONS = ("messages_key", "prompt_key", "tools_key", "template_kwargs_key", "max_prompt_length", "truncation")
