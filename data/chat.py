@@ -31,7 +31,7 @@ def encode(row: dict, tokenizer, options) -> tuple[list[int], list[int]]:
     """
     if not tokenizer.is_fast:
         raise InputError(f"{type(tokenizer).__name__} gives no character offsets: a fast tokenizer is needed")
-    messages = conversation_of(row, tokenizer, options)
+    messages = conversation_of(row, bool(tokenizer.chat_template), options)
     if messages is None:
         return encode_plain(row[options.prompt_key], row[options.response_key], tokenizer)
     if not tokenizer.chat_template:
