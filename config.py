@@ -97,6 +97,7 @@ RULES = {key: rule for rule, keys in (
     (optional(str, one_of("statistics", "tensor")), "profiler.msprobe.task"),
     (optional(str, one_of("L0", "L1", "mix")), "profiler.msprobe.level"),
     (one_of("error", "left", "right", "drop"), "data.truncation"),
+    (optional(str, one_of("keep", "escape", "error")), "data.special_tokens_in_text"),
     (one_of("all", "last"), "data.train_on"),
     (one_of("fixed", "adaptive"), "algorithm.kl_ctrl.type"),
     (one_of("none", "token", "sequence"), "algorithm.rollout_is"),

@@ -1,217 +1,270 @@
 """From one row of data to token ids and a mask of the tokens that the model has to generate.
 
-Templates are not local: Qwen3 drops the thinking of earlier turns, Mistral moves the tools to the last user turn, tool
-results are merged into one user turn. So a conversation is rendered once, as a whole, and tokenized once. The turns are
-found in its text afterwards, and a turn that cannot be found is an error: a wrong mask would train in silence.
+Templates are not local: Qwen3 drops the thinking of earlier turns, Mistral moves the tools to the last user turn, Gemma 4 puts
+what a tool returns into the middle of the assistant's turn. So a conversation is rendered as a whole and tokenized once. The
+turns are found in its text afterwards (data/marks.py tells which message each part of it comes from), and a turn that cannot
+be found, or that nothing ends, is an error: a wrong mask would train in silence.
 """
 
 from __future__ import annotations
 
 import os.path
+from bisect import bisect_right
+from collections.abc import Generator
 from functools import cached_property
-
-import jinja2
+from operator import itemgetter
+from typing import TypeVar
 
 from config import InputError
+from data.calls import forms, prints_calls
+from data.ending import ANSWER, QUESTION, shows
+from data.marks import Piece, Text, find_pieces, mark, places_of, texts_of, unmark
 from data.rows import conversation_of, template_arguments
+from data.tokens import HALF_CHARACTER, TEMPLATE_ERRORS, ChatTokenizer, Tokens
 
-# What Jinja templates raise on a conversation that they refuse, raise_exception(...) included.
-TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError)
-MARK = "qZxMarkxZq"         # letters only, so that templates which trim, escape or dump JSON leave it alone
-PROBE = ("pQuestionOne", "pAnswerOne", "pQuestionTwo", "pAnswerTwo")
+Result = TypeVar("Result")
+Steps = Generator["Conversation", None, Result]
 
 
-def encode(row: dict, tokenizer, options) -> tuple[list[int], list[int]]:
-    """(input_ids, loss_mask), two lists of T int; loss_mask is 1 on the tokens to learn, and 0 on the first token.
+def encode(row: dict, chat: ChatTokenizer, options) -> Steps[tuple[list[int], list[int]]]:
+    """(input_ids, loss_mask), two lists of T int; loss_mask is 1 on the tokens to learn, and 0 on the first token. In steps: see
+    in_step().
 
     row has `messages` (and `tools`, template arguments), or `prompt` and `response`; of these only the response is
     learned. options is the `data` section of the configuration: its train_on picks all assistant turns or the last one,
-    and a message's loss_mask 0 takes its turn out.
-    Raises InputError, without the row's place, when the row is malformed or its turns cannot be located.
+    and a message's loss_mask 0 or weight 0 takes its turn out.
+    Raises InputError, without the row's place, when the row is malformed, or a turn cannot be located or has no end.
     """
-    if not tokenizer.is_fast:
-        raise InputError(f"{type(tokenizer).__name__} gives no character offsets: a fast tokenizer is needed")
-    messages = conversation_of(row, bool(tokenizer.chat_template), options)
+    messages = conversation_of(row, bool(chat.tokenizer.chat_template), options)
     if messages is None:
-        return encode_plain(row[options.prompt_key], row[options.response_key], tokenizer)
-    if not tokenizer.chat_template:
-        raise InputError("the tokenizer has no chat template: give data.chat_template, or rows of two strings")
+        tokens, mask = encode_plain(row[options.prompt_key], row[options.response_key], chat, options)
+    else:
+        if not chat.tokenizer.chat_template:
+            raise InputError("the tokenizer has no chat template: give data.chat_template, or rows of two strings")
+        trained = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+        trained = [i for i in trained[-1 if options.train_on == "last" else 0:]
+                   if messages[i].get("loss_mask", 1) and messages[i].get("weight", 1)]
+        conversation = Conversation(messages, chat, *template_arguments(row, chat.parameters, options))
+        yield conversation
+        spans = conversation.spans(trained)
+        tokens = conversation.escaped(options)
+        mask = tokens.mask(spans)
+    return tokens.ids, [0, *mask[1:]][:len(mask)]      # nothing predicts the first token
 
-    trained = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
-    trained = [i for i in trained[-1 if options.train_on == "last" else 0:] if messages[i].get("loss_mask", 1)]
-    messages = [{k: v for k, v in m.items() if k != "loss_mask"} for m in messages]
-    chat = Conversation(messages, tokenizer, *template_arguments(row, tokenizer, options))
-    encoding = chat.encoding()
-    return encoding["input_ids"], overlap_mask(encoding["offset_mapping"], chat.spans(trained))
+
+def in_step(rows: list[Steps[Result]]) -> list[Result | InputError]:
+    """What each of them returns, or the InputError that it raises. Each yields its conversation once, if it has one, and then
+    waits, so that those of all rows are tokenized in one call."""
+    results: list = [None] * len(rows)
+
+    def advance(i: int) -> Conversation | None:
+        try:
+            return next(rows[i])
+        except StopIteration as end:
+            results[i] = end.value
+        except InputError as error:
+            results[i] = error
+
+    waiting = {i: conversation for i in range(len(rows)) if (conversation := advance(i)) is not None}
+    together = [c for c in waiting.values() if c.chat.is_stock and not HALF_CHARACTER.search(c.text)]
+    if together:
+        for conversation, tokens in zip(together, together[0].chat.tokens_of([c.text for c in together]), strict=True):
+            conversation.tokens = tokens
+    for i in waiting:
+        advance(i)
+    return results
 
 
-def encode_plain(prompt: str, response: str, tokenizer) -> tuple[list[int], list[int]]:
+def encode_plain(prompt: str, response: str, chat: ChatTokenizer, options) -> tuple[Tokens, list[int]]:
     """prompt + response + eos for a model without a chat template, with the special tokens that it puts in front."""
-    if tokenizer.eos_token_id is None:
+    eos = chat.tokenizer.eos_token_id
+    if eos is None:
         raise InputError("the tokenizer has no eos token to end a response with")
-    encoding = tokens_of(prompt + response, tokenizer)
-    mask = overlap_mask(encoding["offset_mapping"], [(len(prompt), len(prompt) + len(response))])
-    ids = encoding["input_ids"]
-    if ids and ids[-1] == tokenizer.eos_token_id and not mask[-1]:      # a tokenizer that ends every text itself
-        return ids, mask[:-1] + [1]
-    return ids + [tokenizer.eos_token_id], mask + [1]
-
-
-def tokens_of(text: str, tokenizer, **options):
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InputError(f"the text has half a character: {error}") from error
-    return tokenizer(text, return_offsets_mapping=True, verbose=False, **options)
-
-
-def overlap_mask(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> list[int]:
-    """[T] of 0 and 1: the tokens that share a character with one of the spans, which are in order and apart."""
-    mask, k = [0] * len(offsets), 0
-    for t, (first, last) in enumerate(offsets):
-        while k < len(spans) and first >= spans[k][1]:
-            k += 1
-        mask[t] = int(k < len(spans) and last > spans[k][0])
-    mask[:1] = [0] * len(mask[:1])      # nothing predicts the first token
-    return mask
+    tokens = chat.plain(prompt + response, options.special_tokens_in_text)
+    mask = tokens.mask([(len(prompt), len(prompt) + len(response))])
+    if tokens.ids and tokens.ids[-1] == eos and not mask[-1]:       # a tokenizer that ends every text itself
+        return tokens, mask[:-1] + [1]
+    return Tokens(tokens.ids + [eos], tokens.place), mask + [1]
 
 
 class Conversation:
-    """One rendered conversation, `text`, in which the turns of the assistant can be located.
+    """One rendered conversation: `text`, in which the turns of the assistant can be located, and its `tokens`.
 
     options go to the template with the whole conversation alone: add_generation_prompt.
     """
 
-    def __init__(self, messages: list[dict], tokenizer, tools: list | None, arguments: dict, **options):
-        self.messages, self.tokenizer, self.tools, self.arguments = messages, tokenizer, tools, arguments
-        self.options = options
-        try:
-            self.text = self.render(messages, **options)
-        except TEMPLATE_ERRORS as error:
-            raise InputError(f"the chat template refuses the conversation: {error}") from error
+    def __init__(self, messages: list[dict], chat: ChatTokenizer, tools: list | None, arguments: dict, **options):
+        self.chat, self.tools, self.arguments, self.options = chat, tools, arguments, options
+        accepted, refused = [], None
+        for form in forms([{k: v for k, v in m.items() if k not in ("loss_mask", "weight")} for m in messages]):
+            try:
+                accepted.append((form, self.render(form, **options)))
+            except TEMPLATE_ERRORS as error:
+                refused = refused or error
+            else:
+                if prints_calls(*accepted[-1]):
+                    accepted = accepted[-1:]
+                    break
+        if not accepted:
+            raise InputError(f"the chat template refuses the conversation: {refused}") from refused
+        self.messages, self.text = accepted[0]
 
-    def render(self, messages, tokenize=False, **options):
-        return self.tokenizer.apply_chat_template(messages, tools=self.tools, tokenize=tokenize, **options,
-                                                  **self.arguments)
+    def render(self, messages: list[dict], **options):
+        return self.chat.render(messages, self.tools, **options, **self.arguments)
 
-    def encoding(self):
-        """The text as the tokenizer returns it, with input_ids and offset_mapping, lists of T."""
-        encoding = tokens_of(self.text, self.tokenizer, add_special_tokens=False)
-        if encoding["input_ids"] != self.render(self.messages, tokenize=True, return_dict=False, **self.options):
+    def attempt(self, messages: list[dict], **options) -> str | None:
+        return self.chat.attempt(messages, self.tools, **options, **self.arguments)
+
+    @cached_property
+    def tokens(self) -> Tokens:
+        tokens = self.chat.tokens(self.text)
+        if not self.chat.is_stock and tokens.ids != self.render(self.messages, tokenize=True, return_dict=False,
+                                                                **self.options):
             raise InputError("apply_chat_template(tokenize=True) gives other ids than tokenizing its text: the "
                              "tokenizer cannot be used for training")
-        return encoding
+        return tokens
 
-    def attempt(self, messages, **options) -> str | None:
-        """The text, or None: a template may refuse a part of a conversation, e.g. one without a user turn."""
-        try:
-            return self.render(messages, **options)
-        except TEMPLATE_ERRORS:
-            return None
+    @cached_property
+    def texts(self) -> list[Text]:
+        return texts_of(self.messages)
+
+    @cached_property
+    def pieces(self) -> list[Piece]:
+        return find_pieces(self.text, self.messages, self.texts, lambda messages: self.attempt(messages, **self.options),
+                           self.chat.literals)
 
     def spans(self, turns: list[int]) -> list[tuple[int, int]]:
-        """The characters (start, end) of these assistant messages, from the generation prompt to the end of turn."""
-        spans, reached = [], 0
+        """The characters (start, end) of these assistant messages, from the generation prompt to the token that ends
+        generation, in order. A turn has several where a template puts what others say into it. Where a template leaves
+        out the end of the last turn, text and tokens get it."""
+        runs, spans, said = self.runs(turns), [], dict.fromkeys(turns, "")
+        texts = {piece.source.message for piece in self.pieces if piece.source.spoken}
+        for r, (i, start, end) in enumerate(runs):
+            if i not in said:
+                continue
+            before, behind = runs[r - 1] if r else (None, 0, 0), runs[r + 1] if r + 1 < len(runs) else None
+            if i in texts and not said[i]:      # else runs() has put an empty turn behind its header
+                start = self.header_end(i, before[0], before[2], start, end)
+            spans.append((start, self.turn_end(i, end, behind, goes_on=bool(said[i]))))
+            said[i] += self.text[start:spans[-1][1]]
         for i in turns:
-            start, end = self.span(i)
-            if not reached <= start < end:
-                raise self.lost(i, "overlaps another")
-            self.check_complete(self.messages[i], i, self.text[start:end])
-            spans.append((start, reached := end))
+            self.check_complete(i, said[i])
+        for i, start, end in runs:
+            k = bisect_right(spans, start, key=itemgetter(1))
+            if i not in said and start < end and k < len(spans) and spans[k][0] < end:
+                raise InputError(f"the chat template puts {self.text[start:end][:40]!r} where the assistant would learn it")
         return spans
 
-    def check_complete(self, message: dict, i: int, span: str) -> None:
+    def runs(self, turns: list[int]) -> list[tuple[int | None, int, int]]:
+        """(message, start, end) of the texts of each message, from its first to its last as long as no other message's is
+        between, in order; message is None where the assistant's has what it did not say. An empty turn has a place, too."""
+        runs, seen = [], set()
+        for piece in self.pieces:
+            if piece.source.number in seen:
+                continue            # gpt-oss repeats the name of the called function before what it returns
+            seen.add(piece.source.number)
+            i = piece.source.message if piece.source.spoken else None
+            start = runs.pop()[1] if runs and runs[-1][0] == i else piece.start
+            runs.append((i, start, piece.end))
+        for i in sorted({*turns} - {run[0] for run in runs}):
+            before = max((run for run in runs if run[0] is not None and run[0] < i), key=itemgetter(2), default=(None, 0, 0))
+            behind = min((run[1] for run in runs if run[1] >= before[2] and run != before), default=len(self.text))
+            place = self.header_end(i, before[0], before[2], behind, behind)
+            runs.insert(bisect_right(runs, place, key=itemgetter(1)), (i, place, place))
+        return runs
+
+    def header_end(self, i: int, before: int | None, reached: int, start: int, end: int) -> int:
+        """Where the prompt for turn i ends, behind `reached`, where the text of message `before` does. Turn i's is start:end;
+        start may be end for an empty turn, of which it is only known that it lies in reached:end.
+
+        Where the template writes something else than when it prompts for this turn (an empty <think> block, a prompt that
+        it refuses), the header of a chat of two turns is looked for.
+        """
+        gap, role = self.text[reached:start], before is not None and self.messages[before]["role"]
+        key = gap, role, bool(self.tools), str(self.arguments)
+        if key not in self.chat.prompts:
+            if len(self.chat.prompts) > 1000:       # a template that writes something else into every gap
+                self.chat.prompts.clear()
+            self.chat.prompts[key] = self.prompt(i, before)
+        prompt, header, whole = self.chat.prompts[key]
+        common = len(os.path.commonprefix([prompt, self.text[reached:end]]))
+        at = (gap.find(header) if start == end else gap.rfind(header)) if header else -1
+        if prompt and common == len(prompt):
+            return reached + max(common, at + len(header) if start < end else 0)        # a header that the prompt lacks
+        if at < 0:
+            if len(gap.rstrip()) <= common <= len(gap) and start < end and (role == "assistant" or not header and gap.strip()):
+                return reached + common         # the beginning of the prompt alone, or the assistant's turn goes on
+            raise self.lost(i, f"the prompt for it, {prompt or header!r}, is not in {gap!r}")
+        # Some turns of the history have the whole prompt, e.g. with a <think> block, others its header.
+        return reached + at + len(whole if gap.startswith(whole, at) else header)
+
+    def prompt(self, i: int, before: int | None) -> tuple[str, str, str]:
+        """(what the template writes behind message `before` when it prompts for turn i, what opens a turn in the history of a
+        chat of two turns, what prompts for one there), empty strings for what it does not show."""
+        texts = texts_of(self.messages[:i])
+        places = [places_of(text.text, self.chat.literals(text.text)) for text in texts]
+        marked = self.attempt(mark(self.messages[:i], texts, places), add_generation_prompt=True)
+        plain, pieces = unmark(marked or "", texts, places)
+        prompt = plain[pieces[-1].end if pieces else 0:] if before == (pieces[-1].source.message if pieces else None) else ""
+        asked = bare = text = None
+        if self.chat.probe:
+            text, bare = self.attempt(self.chat.probe), self.attempt(self.chat.probe[:1])
+            asked = self.attempt(self.chat.probe[:1], add_generation_prompt=True)
+        if asked is None or bare is None or not shows(text):
+            return prompt, "", ""
+        asked, between = asked.partition(QUESTION)[2], text.partition(QUESTION)[2].partition(ANSWER)[0]
+        first, second = self.chat.tokens(asked), self.chat.tokens(bare.partition(QUESTION)[2])
+        count = len(os.path.commonprefix([first.ids, second.ids]))          # what ends the user's turn, in whole tokens
+        closing = asked[:first.place(count - 1)[1]] if count else ""
+        whole = asked[len(closing):]
+        header = os.path.commonprefix([whole, between.removeprefix(closing)])
+        return prompt, header if header.strip() else "", whole
+
+    def turn_end(self, i: int, said: int, behind: tuple[int | None, int, int] | None, goes_on: bool) -> int:
+        """Where turn i ends, whose text ends at `said`, before the run `behind`: with the token that ends generation.
+        goes_on: this is the rest of a turn, behind what others say in it."""
+        ending, gap = self.chat.ending, self.text[said:behind[1] if behind else len(self.text)]
+        tokens = self.tokens.between(said, said + len(gap))
+        if (end := tokens.first(ending.ids)) is not None:
+            return tokens.place(end)[1]
+        if ending.text and ending.text in gap:
+            return said + gap.index(ending.text) + len(ending.text)
+        if behind and behind[0] is not None and self.messages[behind[0]]["role"] == "assistant" and (
+                goes_on or not gap.strip() or (header := self.prompt(0, None)[1]) and header not in gap):
+            return said                 # the same turn of the assistant goes on
+        tail = ending.call_tail if self.messages[i].get("tool_calls") else ending.tail
+        if behind or not tail:
+            ends = ", ".join(sorted(self.chat.added.get(token, str(token)) for token in ending.ids))
+            raise self.lost(i, f"nothing behind it would teach the model to stop: the template writes {gap[:40]!r}, generation "
+                               f"ends with {ends or 'no token that is known'} (eos_token_id of generation_config.json)")
+        self.text += tail
+        self.tokens = self.chat.tokens(self.text)
+        return len(self.text)
+
+    def check_complete(self, i: int, said: str) -> None:
         """A template for images, or one without tools, skips what it does not know: the turn would be learned empty."""
+        message = self.messages[i]
         answer = message["content"] if isinstance(message.get("content"), str) else ""
         calls = [str(call.get("function", call).get("name", "")) for call in message.get("tool_calls", [])]
         for part in (answer.rpartition("</think>")[2].strip().split("\n")[-1], *calls):
-            if part not in span:
+            if part not in said:
                 raise InputError(f"the chat template leaves out what the assistant says in message {i}: {part[:40]!r}")
 
-    def span(self, i: int) -> tuple[int, int]:
-        """Where a prefix of the conversation renders to a prefix of the text, its length is the place, exactly.
-
-        Elsewhere (thinking dropped, tools moved) the place is looked for between the contents of messages i-1 and i,
-        which are known to the character, with the turn header that the template shows in a two-turn probe.
-        """
-        prompt = self.attempt(self.messages[:i], add_generation_prompt=True)
-        turn = self.attempt(self.messages[:i + 1])
-        header, _, end_of_turn = self.shape
-        start = end = content_end = None
-        if prompt is not None and self.text.startswith(prompt):
-            start = len(prompt)
-        if turn is not None and self.text.startswith(turn):
-            end = len(turn.rstrip())
-            if end_of_turn and (last := self.text.rfind(end_of_turn, start or 0, end)) >= 0:
-                end = last + len(end_of_turn)       # Phi-3 closes a text with one more token, which no turn has
-        if start is None or end is None:
-            content_end = self.content_end(i)
-        if start is None:
-            start = self.find_start(i, content_end)
-        if end is None:
-            body = max(start, content_end or 0)
-            end = self.text.find(end_of_turn, body) + len(end_of_turn)
-            if not end_of_turn or end < body + len(end_of_turn) or (header and header in self.text[body:end]):
-                raise self.lost(i, "does not end like other turns")
-        return start, end
-
-    def find_start(self, i: int, content_end: int | None) -> int:
-        header, prompt, _ = self.shape
-        if not header and i:    # Mistral opens a turn with nothing: take all that a prompt has behind the last content
-            marked = self.attempt(self.marked(i - 1)[:i], add_generation_prompt=True) or ""
-            header = prompt = marked.partition(MARK)[2]
-        at = self.text.find(header, self.reach(i), content_end)
-        if not header or at < 0:
-            raise self.lost(i, f"has no header {header!r}")
-        # Some turns of the history have the whole generation prompt, e.g. an empty <think> block, others its header.
-        return at + len(prompt if self.text.startswith(prompt, at) else header)
-
     def lost(self, i: int, why: str) -> InputError:
-        return InputError(f"cannot locate the assistant turn of message {i} in the rendered chat template: it {why}. "
+        return InputError(f"cannot locate the assistant turn of message {i} in the rendered chat template: {why}. "
                           "data.train_on=last, or loss_mask 0 on the message, trains without it")
 
-    def reach(self, i: int) -> int:
-        """A place in the text behind the content of message i-1 and before turn i."""
-        if i == 0:
-            return 0
-        if (end := self.content_end(i - 1)) is not None:
-            return end
-        return self.span(i - 1)[1] if self.messages[i - 1]["role"] == "assistant" else self.reach(i - 1)
+    def escaped(self, options) -> Tokens:
+        """The tokens, where options.special_tokens_in_text says what becomes of special tokens that are written in texts."""
+        if options.special_tokens_in_text is None and not any(
+                m["role"] == "tool" or len(m) > 2 for m in self.messages) or options.special_tokens_in_text == "keep":
+            return self.tokens
 
-    def content_end(self, i: int) -> int | None:
-        """The place in the text where the content of message i ends; None if a mark there changes other text too."""
-        text = self.attempt(self.marked(i))
-        if text is None or text.count(MARK) != 1 or text.replace(MARK, "") != self.text:
-            return None
-        return text.index(MARK)
-
-    def marked(self, i: int) -> list[dict]:
-        """The messages with a mark behind the last visible character of message i, if it has one."""
-        content = self.messages[i].get("content")
-        if not isinstance(content, str) or not content.strip():
-            return self.messages
-        kept = content.rstrip()
-        message = {**self.messages[i], "content": kept + MARK + content[len(kept):]}
-        return [*self.messages[:i], message, *self.messages[i + 1:]]
-
-    @cached_property
-    def shape(self) -> tuple[str, str, str]:
-        """(header, prompt, end): what opens a turn in the history, what prompts for a new one, what ends all turns."""
-        user_1, assistant_1, _, assistant_2 = PROBE
-        probe = [{"role": role, "content": c} for role, c in zip(("user", "assistant") * 2, PROBE)]
-        text, bare = self.attempt(probe), self.attempt(probe[:1])
-        asked = self.attempt(probe[:1], add_generation_prompt=True)
-        if None in (text, asked, bare) or any(text.count(c) != 1 for c in PROBE):
-            return "", "", ""
-        asked = asked.partition(user_1)[2]
-        closing = self.shared(asked, bare.partition(user_1)[2])     # what ends the user's turn
-        prompt = asked[len(closing):]
-        before = text[text.index(user_1) + len(user_1):text.index(assistant_1)].removeprefix(closing)
-        end = self.shared(text.partition(assistant_2)[2], text.partition(assistant_1)[2])
-        return os.path.commonprefix([prompt, before]), prompt, end.strip()
-
-    def shared(self, a: str, b: str) -> str:
-        """The longest common beginning in whole tokens: <|end|> and <|return|> have none."""
-        tokens = self.tokenizer([a, b], add_special_tokens=False, return_offsets_mapping=True)
-        count = len(os.path.commonprefix(tokens["input_ids"]))
-        return a[:tokens["offset_mapping"][0][count - 1][1]] if count else ""
+        def quotes(source: Text) -> bool:
+            role = self.messages[source.message]["role"] if source.spoken else "tool"
+            policy = options.special_tokens_in_text or ("escape" if role == "tool" else "keep")
+            return self.chat.to_escape(source.text, policy)
+        quoting = [source for source in self.texts if quotes(source)]
+        if not quoting:
+            return self.tokens
+        return self.chat.escape(self.tokens, self.text, [(p.start, p.end) for p in self.pieces if p.source in quoting])

@@ -5,31 +5,31 @@ Reading a cache needs numpy and torch alone: only rank 0, and only on a miss, im
 
 from __future__ import annotations
 
-import csv
-import hashlib
+import gc
 import json
 import os
-import shutil
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 
 from config import InputError
-from data.chat import encode
+from data.cache import cache_key, cached
+from data.chat import Steps, encode, in_step
+from data.files import find_files, is_json, read_rows
 from data.packing import Batch
 from data.rows import SHAPES, read_shape
+from data.tokens import ChatTokenizer
 
 FORMAT = 2                  # of the cache; raise it when encode() or the files of a cache change
-SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 OPTIONS = ("messages_key", "prompt_key", "response_key", "tools_key", "template_kwargs_key", "train_on", "max_length",
-           "truncation")
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-                   "chat_template.jinja", "chat_template.json")
+           "truncation", "special_tokens_in_text")
 # A row without a trained token. length: before truncation; shape: the name of the one it was read as.
 UNUSED = {"input_ids": [], "loss_mask": [], "length": 0, "shape": ""}
+BATCH_ROWS = 100            # of a call of tokenize_rows
 SERIAL_ROWS = 2000          # fewer rows are tokenized before worker processes have started
 
 
@@ -40,14 +40,14 @@ def tokenize(files: str | Sequence[str], tokenizer, options, cache_dir: Path, to
     Raises InputError for a missing, unreadable or empty file, for the first malformed row (as file:line), for rows
     longer than options.max_length when options.truncation is error, and when no row is left.
     """
-    paths = check_files(files)
+    paths, chat = find_files(files), ChatTokenizer.load(tokenizer, Path(tokenizer_dir))
 
     def write(folder: Path) -> None:
-        tables = tokenize_files(paths, tokenize_row, UNUSED, tokenizer, options, folder / "datasets")
+        tables = tokenize_files(paths, tokenize_row, UNUSED, chat, options, folder / "datasets")
         check_lengths(paths, tables, options.truncation, "max_length", options.max_length)
         write_arrays(folder, tables, options)
     values = [getattr(options, name) for name in OPTIONS]
-    return say_shapes(cached(Path(cache_dir) / cache_key(paths, tokenizer, Path(tokenizer_dir), FORMAT, values), write))
+    return say_shapes(cached(Path(cache_dir) / cache_key(paths, chat, Path(tokenizer_dir), FORMAT, values), write))
 
 
 def say_shapes(folder: Path) -> Path:
@@ -58,138 +58,61 @@ def say_shapes(folder: Path) -> Path:
     return folder
 
 
-def cached(folder: Path, write: Callable[[Path], None]) -> Path:
-    """The folder; if there is none, write(work) first fills another one, which then gets this name, without the folder
-    datasets in it, which is for files that nobody needs afterwards."""
-    if folder.exists():
-        return folder
-    work = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
-    shutil.rmtree(work, ignore_errors=True)
-    try:
-        work.mkdir(parents=True)
-    except OSError as error:
-        raise InputError(f"data.cache_dir={folder.parent} cannot be written: {error.strerror}") from error
-    try:
-        write(work)
-        shutil.rmtree(work / "datasets")
-        if not folder.exists():     # another run may have been faster
-            work.rename(folder)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-    return folder
-
-
-def check_files(files: str | Sequence[str]) -> list[Path]:
-    paths = [Path(f) for f in ([files] if isinstance(files, str) else files)]
-    for path in paths:
-        if not path.exists():
-            raise InputError(f"{path}: no such file or directory")
-        if path.is_dir() and not (path / "dataset_info.json").exists():
-            raise InputError(f"{path}: not a directory written by datasets.Dataset.save_to_disk (of one split)")
-        if path.is_file() and path.suffix not in SUFFIXES:
-            raise InputError(f"{path}: unknown suffix {path.suffix!r}: must be {', '.join(SUFFIXES)}, or a directory")
-        if path.is_file() and not path.stat().st_size:
-            raise InputError(f"{path}: the file is empty")
-    return paths
-
-
-def cache_key(paths: list[Path], tokenizer, tokenizer_dir: Path, version: int | str, options: list) -> str:
-    """sha256 in hexadecimal over the contents of data and tokenizer files, the template in use, the version of what
-    is written, and the values of the options."""
-    parts = [part for path in paths for part in ([path] if path.is_file() else sorted(path.rglob("*")))]
-    parts = [part for part in [*parts, *(tokenizer_dir / name for name in TOKENIZER_FILES)] if part.is_file()]
-    settings = [version, tokenizer.chat_template, tokenizer.eos_token, *options]
-    if not tokenizer_dir.is_dir() and tokenizer.is_fast:        # a hub name: no files to read
-        settings.append(tokenizer.backend_tokenizer.to_str())
-    digest = hashlib.sha256(json.dumps(settings).encode())
-    for path in parts:
-        with path.open("rb") as file:
-            digest.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()
-
-
-def read_rows(path: Path, cache_dir: Path):
-    """A datasets.Dataset with one example a row; those of .jsonl and .json have the row's JSON in a column "text".
-
-    Arrow never parses JSON here: it would give the arguments of every tool call the keys of all others. Nor does pandas
-    guess at CSV cells: 007 and NA are text.
-    """
-    import datasets
-    cache = str(cache_dir)
-    try:
-        if path.is_dir():
-            return datasets.load_from_disk(str(path))
-        if path.suffix == ".parquet":
-            return datasets.Dataset.from_parquet(str(path), cache_dir=cache)
-        if path.suffix == ".csv":
-            with path.open(encoding="utf-8-sig", newline="") as file:
-                columns = next(csv.reader(file))
-            strings = datasets.Features({column: datasets.Value("string") for column in columns})
-            return datasets.Dataset.from_csv(str(path), features=strings, cache_dir=cache, keep_default_na=False)
-        if path.suffix == ".json":
-            with path.open(encoding="utf-8") as file:
-                if file.read(4096).lstrip().startswith("["):
-                    file.seek(0)
-                    return datasets.Dataset.from_dict({"text": [json.dumps(row) for row in json.load(file)]})
-        return datasets.Dataset.from_text(str(path), cache_dir=cache)
-    except (datasets.exceptions.DatasetGenerationError, OSError, ValueError) as error:
-        reason = " ".join(str(error.__cause__ or error).split())
-        raise InputError(f"{path}: cannot be read, or has no rows: {reason}") from error
-
-
-def tokenize_files(paths: list[Path], tokenize_row: Callable, unused: dict, tokenizer, options,
-                   cache_dir: Path) -> list:
-    """A pyarrow.Table for each file, mapped, with a row for each row or line: unused, in which
-    tokenize_row(row, tokenizer, options) has replaced what it returns. An empty line stays as it is.
+def tokenize_files(paths: list[Path], tokenize_row: Callable, unused: dict, chat: ChatTokenizer, options, work: Path) -> list:
+    """A pyarrow.Table for each file, mapped from files in `work`, with a row for each row or line: unused, in which
+    tokenize_row(row, chat, options) has replaced what it returns. An empty line stays as it is.
 
     Raises InputError for a file without rows, and for the first row for which tokenize_row does, as file:line.
     """
-    tables = [tokenize_file(path, tokenize_row, unused, tokenizer, options, cache_dir / str(i))
-              for i, path in enumerate(paths)]
+    from datasets import Features, List, Value
+    types = {"input_ids": List(Value("int32")), "loss_mask": List(Value("uint8")), "length": Value("int64"),
+             "record": Value("string"), "shape": Value("string"), "error": Value("string")}
+    # OmegaConf takes microseconds to look up a key.
+    options = SimpleNamespace(**options) if isinstance(options, Mapping) else options
+    tables = []
+    gc.freeze()         # a million objects of imported modules, which the collector would go through again and again
+    for i, path in enumerate(paths):
+        rows = read_rows(path, work / str(i))
+        if not len(rows):
+            raise InputError(f"{path}: the file has no rows")
+        num_proc = options.num_proc or (min(8, len(os.sched_getaffinity(0))) if len(rows) >= SERIAL_ROWS else 1)
+        tokens = rows.map(
+            tokenize_rows, batched=True, batch_size=BATCH_ROWS, with_indices=True, remove_columns=rows.column_names,
+            fn_kwargs={"name": str(path), "is_json": is_json(path), "tokenize_row": tokenize_row,
+                       "unused": unused | {"error": None}, "chat": chat, "options": options},
+            features=Features({name: types[name] for name in (*unused, "error")}), desc=f"tokenizing {path.name}",
+            num_proc=min(num_proc, len(rows)) if num_proc > 1 else None,
+            new_fingerprint="tokens", cache_file_name=str(work / str(i) / "tokens.arrow"), load_from_cache_file=False)
+        tables.append(tokens.with_format("arrow")[:])
+    gc.unfreeze()
     for table in tables:
         if table["error"].null_count < len(table):
             raise InputError(table["error"].drop_null()[0].as_py())
     return tables
 
 
-def tokenize_file(path: Path, tokenize_row: Callable, unused: dict, tokenizer, options, cache_dir: Path):
-    from datasets import Features, List, Value
-    types = {"input_ids": List(Value("int32")), "loss_mask": List(Value("uint8")), "length": Value("int64"),
-             "record": Value("string"), "shape": Value("string"), "error": Value("string")}
-    rows = read_rows(path, cache_dir)
-    if not len(rows):
-        raise InputError(f"{path}: the file has no rows")
-    num_proc = options.num_proc or (min(8, len(os.sched_getaffinity(0))) if len(rows) >= SERIAL_ROWS else 1)
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    tokens = rows.map(
-        tokenize_line, with_indices=True, remove_columns=rows.column_names, desc=f"tokenizing {path.name}",
-        fn_kwargs={"name": str(path), "is_json": path.suffix in (".jsonl", ".json"), "tokenize_row": tokenize_row,
-                   "unused": unused | {"error": None}, "tokenizer": tokenizer, "options": options},
-        features=Features({name: types[name] for name in (*unused, "error")}),
-        num_proc=min(num_proc, len(rows)) if num_proc > 1 else None,
-        new_fingerprint="tokens", cache_file_name=str(cache_dir / "tokens.arrow"), load_from_cache_file=False)
-    return tokens.with_format("arrow")[:]
+def tokenize_rows(columns: dict[str, list], indices: list[int], name: str, is_json: bool, tokenize_row: Callable, unused: dict,
+                  chat: ChatTokenizer, options) -> dict[str, list]:
+    def steps(values: tuple) -> Steps[dict]:
+        row = dict(zip(columns, values, strict=True))
+        if is_json and not row["text"].strip():
+            return {}
+        try:
+            row = json.loads(row["text"]) if is_json else row
+        except json.JSONDecodeError as error:
+            raise InputError(f"not JSON: {error.msg} at column {error.colno}") from None
+        if not isinstance(row, dict):
+            raise InputError(f"the row must be an object, not {type(row).__name__}")
+        return (yield from tokenize_row(row, chat, options))
+    results = in_step([steps(values) for values in zip(*columns.values(), strict=True)])
+    results = [unused | ({"error": f"{name}:{index + 1}: {result}"} if isinstance(result, InputError) else result)
+               for index, result in zip(indices, results, strict=True)]
+    return {key: [result[key] for result in results] for key in unused}
 
 
-def tokenize_line(row: dict, index: int, name: str, is_json: bool, tokenize_row: Callable, unused: dict, tokenizer,
-                  options) -> dict:
-    try:
-        if is_json:
-            if not row["text"].strip():
-                return unused
-            row = json.loads(row["text"])
-            if not isinstance(row, dict):
-                raise InputError(f"the row must be an object, not {type(row).__name__}")
-        return unused | tokenize_row(dict(row), tokenizer, options)
-    except json.JSONDecodeError as error:
-        return unused | {"error": f"{name}:{index + 1}: not JSON: {error.msg} at column {error.colno}"}
-    except InputError as error:
-        return unused | {"error": f"{name}:{index + 1}: {error}"}
-
-
-def tokenize_row(row: dict, tokenizer, options) -> dict:
+def tokenize_row(row: dict, chat: ChatTokenizer, options) -> Steps[dict]:
     row, shape = read_shape(row, options, with_response=True)
-    ids, mask = encode(row, tokenizer, options)
+    ids, mask = yield from encode(row, chat, options)
     kept = kept_tokens(len(ids), options.max_length, options.truncation)
     result = {"length": len(ids), "shape": shape}
     ids, mask = ids[kept], [0, *mask[kept][1:]]         # nothing predicts the first token

@@ -13,22 +13,16 @@ from pathlib import Path
 import numpy as np
 
 from config import InputError
-from data.chat import Conversation, tokens_of
-from data.dataset import (
-    cache_key,
-    cached,
-    check_files,
-    check_lengths,
-    count_rows,
-    kept_tokens,
-    say_shapes,
-    tokenize_files,
-    write_array,
-)
+from data.cache import cache_key, cached
+from data.chat import Conversation, Steps
+from data.dataset import check_lengths, count_rows, kept_tokens, say_shapes, tokenize_files, write_array
+from data.files import find_files
 from data.rows import is_paired, messages_of, read_shape, template_arguments
+from data.tokens import ChatTokenizer
 
 FORMAT = "prompts 2"        # of the cache; raise it when encode_prompt() or the files of a cache change
-OPTIONS = ("messages_key", "prompt_key", "tools_key", "template_kwargs_key", "max_prompt_length", "truncation")
+OPTIONS = ("messages_key", "prompt_key", "tools_key", "template_kwargs_key", "max_prompt_length", "truncation",
+           "special_tokens_in_text")
 UNUSED = {"input_ids": [], "length": 0, "record": "", "shape": ""}       # an empty line, or a prompt that is too long
 
 
@@ -52,24 +46,24 @@ def tokenize_prompts(files: str | Sequence[str], tokenizer, options, cache_dir: 
     Raises InputError for a missing, unreadable or empty file, for the first malformed row (as file:line), for prompts
     longer than options.max_prompt_length when options.truncation is error, and when no row is left.
     """
-    paths = check_files(files)
+    paths, chat = find_files(files), ChatTokenizer.load(tokenizer, Path(tokenizer_dir))
 
     def write(folder: Path) -> None:
-        tables = tokenize_files(paths, tokenize_row, UNUSED, tokenizer, options, folder / "datasets")
+        tables = tokenize_files(paths, tokenize_row, UNUSED, chat, options, folder / "datasets")
         check_lengths(paths, tables, options.truncation, "max_prompt_length", options.max_prompt_length)
         write_arrays(folder, tables, options)
     values = [getattr(options, name) for name in OPTIONS]
-    return say_shapes(cached(Path(cache_dir) / cache_key(paths, tokenizer, Path(tokenizer_dir), FORMAT, values), write))
+    return say_shapes(cached(Path(cache_dir) / cache_key(paths, chat, Path(tokenizer_dir), FORMAT, values), write))
 
 
-def tokenize_row(row: dict, tokenizer, options) -> dict:
+def tokenize_row(row: dict, chat: ChatTokenizer, options) -> Steps[dict]:
     standard, shape = read_shape(row, options, with_response=False)
-    ids, text = encode_prompt(standard, tokenizer, options)
+    ids, text = yield from encode_prompt(standard, chat, options)
     kept = kept_tokens(len(ids), options.max_prompt_length, options.truncation)
     if not ids[kept]:
         return {"length": len(ids), "shape": shape}
     if len(ids[kept]) < len(ids):
-        text = tokenizer.decode(ids[kept], clean_up_tokenization_spaces=False)
+        text = chat.tokenizer.decode(ids[kept], clean_up_tokenization_spaces=False)
     try:
         record = json.dumps({"text": text, "row": row})
     except TypeError as error:
@@ -77,27 +71,26 @@ def tokenize_row(row: dict, tokenizer, options) -> dict:
     return {"length": len(ids), "input_ids": ids[kept], "record": record, "shape": shape}
 
 
-def encode_prompt(row: dict, tokenizer, options) -> tuple[list[int], str]:
+def encode_prompt(row: dict, chat: ChatTokenizer, options) -> Steps[tuple[list[int], str]]:
     """(input_ids [T], text) of a row's prompt, which ends with the template's generation prompt.
 
     A plain string without a chat template begins with the tokenizer's own special tokens, which text leaves out.
     Raises InputError, without the row's place, when the row is malformed.
     """
-    if not tokenizer.is_fast:
-        raise InputError(f"{type(tokenizer).__name__} gives no character offsets: a fast tokenizer is needed")
-    messages = messages_of(row, bool(tokenizer.chat_template), options)
+    messages, tokenizer = messages_of(row, bool(chat.tokenizer.chat_template), options), chat.tokenizer
     if messages is None:
         text = row[options.prompt_key]
-        encoding = tokens_of(text, tokenizer)
-        ids, (first, last) = encoding["input_ids"], [(0, 0), *encoding["offset_mapping"]][-1]
-        if ids and ids[-1] == tokenizer.eos_token_id and first == last:
+        tokens = chat.plain(text, options.special_tokens_in_text)
+        ids = tokens.ids
+        if ids and ids[-1] == tokenizer.eos_token_id and tokens.place(len(ids) - 1)[0] == len(text):
             ids = ids[:-1]      # a tokenizer that ends every text itself: nothing would follow
     elif not tokenizer.chat_template:
         raise InputError("the tokenizer has no chat template: give data.chat_template, or rows of a plain string")
     else:
-        question, arguments = question_of(messages, row, options), template_arguments(row, tokenizer, options)
-        chat = Conversation(question, tokenizer, *arguments, add_generation_prompt=True)
-        ids, text = chat.encoding()["input_ids"], chat.text
+        arguments = template_arguments(row, chat.parameters, options)
+        conversation = Conversation(question_of(messages, row, options), chat, *arguments, add_generation_prompt=True)
+        yield conversation
+        ids, text = conversation.escaped(options).ids, conversation.text
     if not ids:
         raise InputError("the prompt is empty")
     return ids, text
@@ -105,7 +98,6 @@ def encode_prompt(row: dict, tokenizer, options) -> tuple[list[int], str]:
 
 def question_of(messages: list[dict], row: dict, options) -> list[dict]:
     """The messages up to the last one that is not the assistant's."""
-    messages = [{k: v for k, v in message.items() if k != "loss_mask"} for message in messages]
     end = max((i + 1 for i, message in enumerate(messages) if message["role"] != "assistant"), default=0)
     if is_paired(row, options) and end < len(messages):
         raise InputError(f'"{options.prompt_key}" ends with a turn of the assistant: leave it out, or name the column '

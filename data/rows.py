@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 
 from config import InputError
@@ -146,7 +145,7 @@ def first_of(likely: tuple[str, ...], columns: list[str]) -> str | None:
 def check_message(message, name: str) -> None:
     if not isinstance(message, dict):
         raise InputError(f'"{name}" must be an object, not {type(message).__name__}')
-    role, content, mask = message.get("role"), message.get("content"), message.get("loss_mask")
+    role, content = message.get("role"), message.get("content")
     if role not in ROLES:
         raise InputError(f'"{name}.role" is {role!r}: must be one of {", ".join(ROLES)}')
     if content is None and not (role == "assistant" and message.get("tool_calls")):
@@ -157,14 +156,16 @@ def check_message(message, name: str) -> None:
     if not isinstance(calls, list) or not all(isinstance(c, dict) and isinstance(c.get("function") or c, dict)
                                               for c in calls):
         raise InputError(f'"{name}.tool_calls" must be a list of objects with a function')
-    if mask is not None and mask not in (0, 1):
-        raise InputError(f'"{name}.loss_mask" is {mask!r}: must be 0 or 1')
-    if mask and role != "assistant":
-        raise InputError(f'"{name}.loss_mask" is 1 on role {role}: only assistant messages can be trained')
+    for key, mask in (("loss_mask", message.get("loss_mask")), ("weight", message.get("weight"))):      # weight: OpenAI's name
+        if mask is not None and mask not in (0, 1):
+            raise InputError(f'"{name}.{key}" is {mask!r}: must be 0 or 1')
+        if mask and role != "assistant":
+            raise InputError(f'"{name}.{key}" is 1 on role {role}: only assistant messages can be trained')
 
 
-def template_arguments(row: dict, tokenizer, options) -> tuple[list | None, dict]:
-    """(tools, keyword arguments of the template). A column enable_thinking counts as an argument."""
+def template_arguments(row: dict, parameters, options) -> tuple[list | None, dict]:
+    """(tools, keyword arguments of the template). A column enable_thinking counts as an argument; parameters are the names
+    that are no template's."""
     tools, arguments = row.get(options.tools_key), row.get(options.template_kwargs_key)
     if isinstance(tools, str) and tools.lstrip().startswith("["):       # as data sets keep them whose columns are typed
         try:
@@ -178,7 +179,7 @@ def template_arguments(row: dict, tokenizer, options) -> tuple[list | None, dict
     arguments = without_none({"enable_thinking": row.get("enable_thinking")} | without_none(arguments or {}))
     if not isinstance(arguments.get("enable_thinking", True), bool):      # the string "false" is true in a template
         raise InputError(f'"enable_thinking" is {arguments["enable_thinking"]!r}: must be true or false')
-    if taken := arguments.keys() & inspect.signature(tokenizer.apply_chat_template).parameters.keys():
+    if taken := arguments.keys() & parameters:
         raise InputError(f'"{options.template_kwargs_key}.{min(taken)}" is not a template argument')
     return without_none(tools) or None, arguments
 

@@ -1,6 +1,7 @@
 """Files of each format to memory-mapped arrays: what is kept, what is refused and where, and when a cache is used."""
 
 import csv
+import gzip
 import json
 import os
 import shutil
@@ -52,7 +53,8 @@ def make(tokenizer_dir, tmp_path):
 def options(**changes):
     return SimpleNamespace(**dict(
         messages_key="messages", prompt_key="prompt", response_key="response", tools_key="tools", num_proc=None,
-        template_kwargs_key="chat_template_kwargs", train_on="all", max_length=200, truncation="error") | changes)
+        template_kwargs_key="chat_template_kwargs", train_on="all", max_length=200, truncation="error",
+        special_tokens_in_text=None) | changes)
 
 
 def chat(*texts):
@@ -88,6 +90,34 @@ def test_every_format_gives_the_same_arrays(make, tokenizer_dir, tmp_path):
     assert texts(make([tmp_path / "a.jsonl", tmp_path / "b.jsonl"]), tokenizer_dir) == [*ANSWERS, ANSWERS[1]]
 
 
+def test_what_a_name_may_stand_for(make, tokenizer_dir, tmp_path):
+    """A byte-order mark, .gz, patterns, directories of files, data sets that were saved with one split or several."""
+    (tmp_path / "many").mkdir()
+    write(tmp_path / "many" / "1.jsonl", ROWS[:1])
+    write(tmp_path / "many" / "2.jsonl", ROWS[1:])
+    (tmp_path / "many" / "README.md").write_text("# not data")
+    lines = "".join(json.dumps(row) + "\n" for row in ROWS)
+    (tmp_path / "mark.jsonl").write_text(lines, encoding="utf-8-sig")
+    (tmp_path / "mark.json").write_text(json.dumps(ROWS), encoding="utf-8-sig")
+    (tmp_path / "packed.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    (tmp_path / "array.json.gz").write_bytes(gzip.compress(json.dumps(ROWS).encode()))
+    rows = datasets.Dataset.from_list(ROWS)
+    datasets.DatasetDict({"all": rows}).save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(tmp_path / "splits")
+    for name in ("many", "many/*.jsonl", "m*y/?.jsonl", "mark.jsonl", "mark.json", "packed.jsonl.gz", "array.json.gz", "one",
+                 "splits/test"):
+        assert texts(make(tmp_path / name), tokenizer_dir) == ANSWERS, name
+    with pytest.raises(InputError) as raised:
+        make(tmp_path / "splits")
+    assert str(raised.value) == f"{tmp_path}/splits holds the splits train, test: choose one, e.g. {tmp_path}/splits/train"
+    (tmp_path / "packed.jsonl.gz").write_bytes(gzip.compress(lines.encode() + b"nonsense\n"))
+    with pytest.raises(InputError, match=r"packed\.jsonl\.gz:3: not JSON"):
+        make(tmp_path / "packed.jsonl.gz")
+    (tmp_path / "packed.jsonl.gz").write_bytes(b"not packed")
+    with pytest.raises(InputError, match=r"packed\.jsonl\.gz: cannot be read"):
+        make(tmp_path / "packed.jsonl.gz")
+
+
 def test_csv_cells_are_text(make, tokenizer_dir, tmp_path):
     with open(tmp_path / "a.csv", "w", newline="") as file:
         csv.writer(file).writerows([["prompt", "response"], ["1+6", "007"], ["two\nlines", "NA"], ["empty", ""]])
@@ -97,7 +127,7 @@ def test_csv_cells_are_text(make, tokenizer_dir, tmp_path):
 def test_arrays_and_batches(make, tmp_path):
     folder = make(write(tmp_path / "a.jsonl", ROWS))
     data = TokenDataset.load(folder)
-    assert {p.name for p in folder.iterdir()} == {"cu_seqlens.npy", "input_ids.npy", "loss_mask.npy", "stats.json"}
+    assert {p.name for p in folder.iterdir()} == {"cu_seqlens.npy", "input_ids.npy", "loss_mask.npy", "stats.json", "sums.json"}
     assert [a.dtype for a in (data.input_ids, data.loss_mask, data.cu_seqlens)] == [np.int32, np.uint8, np.int64]
     assert len(data) == 2 and data.lengths.dtype == np.int64 and data.lengths.sum() == data.stats["tokens"]
     assert data.stats == {"rows": 2, "dropped_no_loss": 0, "dropped_long": 0, "truncated": 0, "tokens": 82,
@@ -169,10 +199,11 @@ def test_files_that_cannot_be_read(make, tmp_path):
     (tmp_path / "bad.json").write_text("[{]")
     (tmp_path / "latin.jsonl").write_bytes(b'{"messages": "\xe9"}\n')
     (tmp_path / "header.csv").write_text("prompt,response\n")
+    (tmp_path / "none").mkdir()
     for name, message in {"absent.jsonl": "no such file", "a.txt": "unknown suffix '.txt'", "empty.jsonl": "is empty",
                           "none.json": "no rows", "blank.jsonl": "no row is left", "bad.parquet": "cannot be read",
                           "bad.json": "cannot be read", "latin.jsonl": "cannot be read", "header.csv": "has no rows",
-                          ".": "save_to_disk"}.items():
+                          "none": "nor was it written by save_to_disk", "*.jsonlines": "no such file"}.items():
         with pytest.raises(InputError, match=message) as raised:
             make(tmp_path / name)
         assert "\n" not in str(raised.value), name
@@ -310,6 +341,75 @@ def test_a_cache_is_found_until_something_changes(make, tokenizer_dir, tmp_path)
     template.write_text(original)
     assert len(others | {folder}) == 6 and make(path) == folder
     assert len(list((tmp_path / "cache").iterdir())) == 6
+
+
+def test_a_killed_tokenization_leaves_nothing_for_good(make, tokenizer_dir, tmp_path):
+    path = write(tmp_path / "a.jsonl", [chat("question", "answer " * 20)] * 400)
+    code = f"""if True:
+        import os, sys
+        from types import SimpleNamespace
+        from transformers import PreTrainedTokenizerFast
+        import data.dataset
+        data.dataset.os.getpid = lambda: 7                  # as in containers
+        tokenizer = PreTrainedTokenizerFast.from_pretrained({str(tokenizer_dir)!r})
+        options = SimpleNamespace(**{vars(options())!r})
+        if sys.argv[1] == "wait":
+            data.dataset.write_arrays = lambda *_: (print("ready", flush=True), sys.stdin.read())
+        print(data.dataset.tokenize({str(path)!r}, tokenizer, options, {str(tmp_path / "cache")!r}, {str(tokenizer_dir)!r}))"""
+    command, cache = [sys.executable, "-c", code], tmp_path / "cache"
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+
+    def start():
+        process = subprocess.Popen([*command, "wait"], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert "ready\n" in iter(process.stdout.readline, ""), "ended too early"
+        return process
+    killed, alive = start(), start()
+    assert len(list(cache.glob("*.tmp"))) == 2, "two runs, one pid: they would share a folder"
+    killed.kill()
+    killed.wait()
+    folder = make(path)
+    left, = cache.glob("*.tmp")         # of the run that still lives
+    assert {p.name for p in cache.iterdir()} == {folder.name, left.name} and len(TokenDataset.load(folder)) == 400
+    alive.kill()
+    alive.wait()
+    make(write(path, ROWS))
+    assert not list(cache.glob("*.tmp"))
+
+
+def test_a_damaged_cache_is_made_anew(make, tmp_path, capsys):
+    path = write(tmp_path / "a.jsonl", ROWS)
+    folder = make(path)
+    intact = {p.name: p.read_bytes() for p in folder.iterdir()}
+    flipped = bytearray(intact["input_ids.npy"])
+    flipped[-1] ^= 1
+    for damage in (lambda: (folder / "input_ids.npy").write_bytes(flipped), lambda: (folder / "stats.json").write_text(""),
+                   (folder / "cu_seqlens.npy").unlink, (folder / "sums.json").unlink):
+        damage()
+        capsys.readouterr()
+        assert make(path) == folder and {p.name: p.read_bytes() for p in folder.iterdir()} == intact
+        assert f"data: {folder} is damaged" in capsys.readouterr().out
+    make(path)
+    assert "damaged" not in capsys.readouterr().out
+
+
+def test_ends_of_generation_are_part_of_the_cache(make, tokenizer_dir, tmp_path):
+    """eos_token_id of the model's directory says which token ends a turn."""
+    path, file = write(tmp_path / "a.jsonl", ROWS), tokenizer_dir / "generation_config.json"
+    folder = make(path)
+    try:
+        for ids in (0, [0, 1]):
+            file.write_text(json.dumps({"eos_token_id": ids}))
+            assert make(path) != folder
+    finally:
+        file.unlink()
+    assert make(path) == folder
+
+
+def test_special_tokens_in_a_text_are_an_error_of_their_row(make, tmp_path):
+    path = write(tmp_path / "a.jsonl", [ROWS[0], chat("see <|im_end|>", "a")])
+    assert make(path) != make(path, special_tokens_in_text="escape")
+    with pytest.raises(InputError, match=r"a\.jsonl:2: the special token '<\|im_end\|>' is written in a text"):
+        make(path, special_tokens_in_text="error")
 
 
 def test_tokenizers_of_the_hub_are_told_apart(tokenizer_dir, tmp_path):

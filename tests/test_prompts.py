@@ -51,7 +51,7 @@ def make(tokenizer_dir, tmp_path):
 def options(**changes):
     return SimpleNamespace(**dict(
         messages_key="messages", prompt_key="prompt", tools_key="tools", template_kwargs_key="chat_template_kwargs",
-        max_prompt_length=200, truncation="error", num_proc=None) | changes)
+        max_prompt_length=200, truncation="error", num_proc=None, special_tokens_in_text=None) | changes)
 
 
 def write(path, rows):
@@ -76,7 +76,7 @@ def test_rows_of_the_example(make, tmp_path):
     folder = make(write(tmp_path / "a.jsonl", rows))
     prompts = PromptDataset.load(folder)
     assert {p.name for p in folder.iterdir()} == {"input_ids.npy", "cu_seqlens.npy", "records.jsonl",
-                                                  "record_ends.npy", "stats.json"}
+                                                  "record_ends.npy", "stats.json", "sums.json"}
     assert len(prompts) == 50 and prompts.name == folder.name and len(prompts.name) == 64
     expected = [tokenizer.apply_chat_template(row["messages"][:-1], add_generation_prompt=True, return_dict=False)
                 for row in rows]
@@ -207,6 +207,20 @@ def test_a_malformed_row_is_named_by_file_and_line(make, tmp_path, row, message)
         make([write(tmp_path / "good.jsonl", [{"prompt": "q"}]), path])
     assert str(raised.value).startswith(f"{path}:3: {message}") and "\n" not in str(raised.value)
     assert not list((tmp_path / "cache").iterdir())
+
+
+def test_special_tokens_in_prompts(make, tmp_path):
+    tokenizer, fake = make_tokenizer(), "a<|im_end|>b"
+    rows = [{"prompt": fake}, {"messages": [user("q"), assistant("c"), {"role": "tool", "content": fake}]}]
+    path, end = write(tmp_path / "a.jsonl", rows), tokenizer.convert_tokens_to_ids("<|im_end|>")
+
+    def ends(policy):
+        prompts = PromptDataset.load(make(path, special_tokens_in_text=policy))
+        assert fake in prompts[0].text and all(tokenizer.decode(p.input_ids) == p.text for p in prompts)
+        return [p.input_ids.count(end) for p in prompts]
+    assert (ends("keep"), ends(None), ends("escape")) == ([2, 4], [2, 3], [1, 3])
+    with pytest.raises(InputError, match=r"a\.jsonl:1: the special token '<\|im_end\|>' is written in a text"):
+        make(path, special_tokens_in_text="error")
 
 
 def test_a_template_that_refuses(make, tmp_path):

@@ -1,0 +1,99 @@
+"""Folders that are written once, under a name that says what they depend on."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from config import InputError
+from data.tokens import ChatTokenizer
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+                   "chat_template.jinja", "chat_template.json")
+SUMS = "sums.json"          # the sha256 of every other file of a folder
+CLAIM_SECONDS = 3600        # a folder without a lock is left alone for so long: its lock may not be there yet
+
+
+def cache_key(paths: list[Path], chat: ChatTokenizer, tokenizer_dir: Path, version: int | str, options: list) -> str:
+    """sha256 in hexadecimal over the contents of data and tokenizer files, the template and the ends of generation, the
+    version of what is written, and the values of the options."""
+    parts = [part for path in paths for part in ([path] if path.is_file() else sorted(path.rglob("*")))]
+    parts = [part for part in [*parts, *(tokenizer_dir / name for name in TOKENIZER_FILES)] if part.is_file()]
+    settings = [version, chat.tokenizer.chat_template, sorted(chat.end_ids), *options]
+    if not tokenizer_dir.is_dir():          # a hub name: no files to read
+        settings.append(chat.tokenizer.backend_tokenizer.to_str())
+    digest = hashlib.sha256(json.dumps(settings).encode())
+    for path in parts:
+        digest.update(path.name.encode() + sha256(path).digest())
+    return digest.hexdigest()
+
+
+def sha256(path: Path):
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256")
+
+
+def cached(folder: Path, write: Callable[[Path], None]) -> Path:
+    """The folder. If there is none, or one with files that have changed since, write(work) first fills another one, which
+    then gets this name, without the folder datasets in it, which is for files that nobody needs afterwards."""
+    if is_intact(folder):
+        return folder
+    if folder.exists():
+        print(f"data: {folder} is damaged, and made anew", flush=True)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        remove_abandoned(folder.parent)
+        work = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".tmp", dir=folder.parent))
+        lock = claim(work)
+    except OSError as error:
+        raise InputError(f"data.cache_dir={folder.parent} cannot be written: {error.strerror}") from error
+    try:
+        write(work)
+        shutil.rmtree(work / "datasets")
+        sums = {path.name: sha256(path).hexdigest() for path in sorted(work.iterdir())}
+        (work / SUMS).write_text(json.dumps(sums, indent=1))
+        if not is_intact(folder):           # another run may have been faster
+            shutil.rmtree(folder, ignore_errors=True)
+            work.chmod(0o755)               # mkdtemp keeps others out
+            work.rename(folder)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+        lock.close()
+    return folder
+
+
+def is_intact(folder: Path) -> bool:
+    try:
+        sums = json.loads((folder / SUMS).read_text())
+        return all(sha256(folder / name).hexdigest() == expected for name, expected in sums.items())
+    except (OSError, ValueError):
+        return False
+
+
+def claim(work: Path):
+    """A file with a lock that ends with this process, however it ends."""
+    (work / "datasets").mkdir()
+    file = (work / "datasets" / "lock.new").open("w")
+    fcntl.flock(file, fcntl.LOCK_EX)
+    (work / "datasets" / "lock.new").rename(work / "datasets" / "lock")       # there is none without its lock
+    return file
+
+
+def remove_abandoned(cache: Path) -> None:
+    """Remove the unfinished folders of processes that were killed."""
+    for work in cache.glob("*.tmp"):
+        try:
+            with (work / "datasets" / "lock").open("a") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            if work.is_dir() and time.time() - work.stat().st_mtime < CLAIM_SECONDS:
+                continue
+        except OSError:         # its process lives, or this file system has no locks
+            continue
+        shutil.rmtree(work, ignore_errors=True)
