@@ -109,6 +109,15 @@ def start_profiler(config, device, total_steps: int, model_stages: list[str]):
     return profiler
 
 
+def warn_of_length(hf_config, longest: int) -> None:
+    """Say on rank 0 that rows have positions for which the model was not made."""
+    import torch.distributed as dist
+    limit = getattr(hf_config, "max_position_embeddings", None)
+    if limit is not None and longest > limit and dist.get_rank() == 0:
+        print(f"warning: a row has {longest:,} tokens, more than the model's max_position_embeddings={limit:,}: lower "
+              "data.max_length unless the model is meant to learn longer positions", flush=True)
+
+
 def layout(config, world_size: int) -> str:
     """How the ranks are divided to train, for dry_run."""
     sizes = {"tensor": "tensor_model", "context": "context", "pipeline": "pipeline_model"}

@@ -23,6 +23,7 @@ from algorithms.value_loss import explained_variance, value_loss
 from config import CONFIGS, InputError
 from data.packing import Batch, global_batch, partition
 from engines.base import Engine, LossFn
+from engines.build import engine_class
 from rollout.samples import Samples, concat
 
 
@@ -95,6 +96,17 @@ def roles(config: DictConfig) -> dict[str, DictConfig]:
     if uses_reference(config):
         roles["reference"] = OmegaConf.merge(config, {"model": {"path": config.reference.path or config.model.path}})
     return roles
+
+
+def check_models(config: DictConfig, world_size: int):
+    """The actor's Hugging Face configuration. Raises InputError for a model that its engine cannot run, or a critic or
+    reference with another vocabulary."""
+    check = engine_class(config.model_engine).check
+    shapes = {role: check(settings, world_size, role == "critic") for role, settings in roles(config).items()}
+    for role, shape in shapes.items():
+        if shape.vocab_size != shapes["actor"].vocab_size:
+            raise InputError(f"{role}.path={config[role].path} has another vocabulary than model.path={config.model.path}")
+    return shapes["actor"]
 
 
 def model_stages(config: DictConfig, device_type: str) -> list[str]:

@@ -38,17 +38,18 @@ def main(config):
     tracking.check(config)
     tokenizer = job.load_tokenizer(config)
     train, val = (load_data(config, files, tokenizer) for files in (config.data.train_files, config.data.val_files))
+    job.warn_of_length(hf_config, max(int(dataset.lengths.max()) for dataset in (train, val) if dataset))
     steps_per_epoch, total_steps = job.count_steps(config, train)
     device.on_rank0(job.check_output, out)
     profiler = job.start_profiler(config, this_device, total_steps, ["train_batch", *["validate"] * bool(val)])
-    if config.dry_run:
-        device.on_rank0(print_plan, config, this_device, train, val, total_steps)
-        return device.shutdown()
-
     checkpointer = Checkpointer(out / "checkpoints", trainer.max_checkpoints, trainer.async_save)
     progress = {"step": 0, "skipped": 0, "run": identity(config, hf_config, train),
                 "export_dtype": config.engine.compute_dtype}
     resume_from = device.on_rank0(job.find_resume, config, checkpointer.latest(), progress)
+    if config.dry_run:
+        device.on_rank0(print_plan, config, this_device, train, val, total_steps, resume_from)
+        return device.shutdown()
+
     engine = engine_class(config.model_engine)(config, this_device, total_steps)
     if resume_from:
         progress = checkpointer.load(resume_from, engine) | {"export_dtype": config.engine.compute_dtype}
@@ -159,7 +160,7 @@ def load_data(config, files, tokenizer):
     return dataset
 
 
-def print_plan(config, this_device, train, val, total_steps: int) -> None:
+def print_plan(config, this_device, train, val, total_steps: int, resume_from) -> None:
     import torch.distributed as dist
     from omegaconf import OmegaConf
 
@@ -170,7 +171,7 @@ def print_plan(config, this_device, train, val, total_steps: int) -> None:
     for name, dataset in (("train", train), ("val", val)):
         if dataset:
             print(f"{name}: {', '.join(f'{k} {v:,}' for k, v in dataset.stats.items())}")
-    print(f"steps: {total_steps}")
+    print(f"steps: {total_steps}" + f", going on from {resume_from}" * bool(resume_from))
     job.print_memory(config, world, this_device.type)
 
 

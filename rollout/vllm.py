@@ -53,7 +53,7 @@ class Rollout:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         from vllm import LLM, SamplingParams
         self.SamplingParams = SamplingParams
-        max_model_len = config.data.max_prompt_length + max(rollout.max_tokens, config.validation.max_tokens)
+        arguments = model_arguments(config)
         options = {"gpu_memory_utilization": rollout.gpu_memory_utilization, "enable_sleep_mode": True}
         if device.type == "cpu":
             options = {}
@@ -66,16 +66,11 @@ class Rollout:
         try:
             with untouched_random_state():
                 self.llm = LLM(
-                    config.model.path, distributed_executor_backend="external_launcher", tensor_parallel_size=tp,
-                    dtype=config.engine.compute_dtype, load_format="dummy", max_model_len=max_model_len,
-                    max_num_seqs=rollout.max_num_seqs,
+                    **arguments, distributed_executor_backend="external_launcher", tensor_parallel_size=tp,
+                    load_format="dummy", max_num_seqs=rollout.max_num_seqs,
                     # A prompt cut into chunks draws from its request's generator too early; on a CPU that is a crash.
-                    enable_chunked_prefill=False, max_num_batched_tokens=max(PREFILL_TOKENS, max_model_len),
-                    enforce_eager=rollout.enforce_eager or device.type == "cpu",
-                    # Only a stop string needs text. Ids that end a response come from the model's files, see below.
-                    skip_tokenizer_init=not (rollout.stop or config.validation.stop), logprobs_mode="processed_logprobs",
-                    # A tied output matrix keeps a packed copy of the old weights on a CPU: untie it, and send both.
-                    hf_overrides={"tie_word_embeddings": False}, seed=config.trainer.seed % 2**32, **options)
+                    enable_chunked_prefill=False, max_num_batched_tokens=max(PREFILL_TOKENS, arguments["max_model_len"]),
+                    enforce_eager=rollout.enforce_eager or device.type == "cpu", **options)
         except ValueError as error:
             raise InputError(f"vLLM cannot start: {error}") from error
         self.sleep()
@@ -201,6 +196,30 @@ def check(config: DictConfig, world_size: int) -> None:
     heads = getattr(AutoConfig.from_pretrained(config.model.path), "num_attention_heads", tp)
     if heads % tp:
         raise InputError(f"rollout.tensor_parallel_size={tp} does not divide the model's {heads} attention heads")
+
+
+def model_arguments(config: DictConfig) -> dict:
+    """What vLLM is told of the model."""
+    longest = config.data.max_prompt_length + max(config.rollout.max_tokens, config.validation.max_tokens)
+    return {"model": config.model.path, "max_model_len": longest, "dtype": config.engine.compute_dtype,
+            # Only a stop string needs text. Ids that end a response come from the model's files.
+            "skip_tokenizer_init": not (config.rollout.stop or config.validation.stop),
+            "logprobs_mode": "processed_logprobs", "seed": config.trainer.seed % 2**32,
+            # A tied output matrix keeps a packed copy of the old weights on a CPU: untie it, and send both.
+            "hf_overrides": {"tie_word_embeddings": False}}
+
+
+def check_model(config: DictConfig) -> None:
+    """Raise InputError for a model, or a length, that vLLM refuses. Importing vLLM takes seconds."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from vllm.config import ModelConfig
+    arguments = model_arguments(config)
+    try:
+        ModelConfig(**arguments)
+    except ValueError as error:
+        said = " ".join(str(error).split("Value error, ")[-1].split()).split(" [type=")[0]
+        raise InputError(f"vLLM refuses model.path={config.model.path} with data.max_prompt_length + max_tokens = "
+                         f"{arguments['max_model_len']}: {said}") from error
 
 
 def stop_token_ids(path: Path) -> list[int]:

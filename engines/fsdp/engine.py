@@ -32,7 +32,7 @@ from engines.fsdp.attention import Packing
 from engines.fsdp.heads import PackedCausalLM, PackedValueModel
 from engines.hf import build_on_meta, count_flops, read_hf_config
 from engines.offload import HostMemory
-from engines.weights import load_weights
+from engines.weights import check_files, load_weights
 
 # Between the hidden states and the logits these would change what linear_log_probs computes.
 LOGIT_TRANSFORMS = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0, "lm_head_bias": False}
@@ -50,7 +50,7 @@ class FSDPEngine(Engine):
         self.config, self.device, self.total_steps = config, device, total_steps
         engine, self.optim = config.engine, config.optim
         self.world_size, cp = dist.get_world_size(), engine.context_parallel_size
-        self.hf_config = self.check(config, self.world_size)
+        self.hf_config = self.check(config, self.world_size, critic)
         self.dp_rank, self.dp_size = dist.get_rank() // cp, self.world_size // cp
         self.cp_rank, self.cp_size = dist.get_rank() % cp, cp
         mesh = init_device_mesh(device.type, (self.dp_size, cp), mesh_dim_names=("dp", "cp"))
@@ -59,7 +59,6 @@ class FSDPEngine(Engine):
         self.compute_dtype = getattr(torch, engine.compute_dtype)
         compiled = uses_compile(engine, device.type)
         self.hf = build_on_meta(self.hf_config, getattr(torch, engine.param_dtype), critic, "packed")
-        check_attention(self.hf)
         if not engine.use_remove_padding:
             self.hf.set_attn_implementation("sdpa")
         self.model = PackedValueModel(self.hf) if critic else \
@@ -77,10 +76,13 @@ class FSDPEngine(Engine):
         self._host_memory, self._offloaded = HostMemory(), set()
 
     @staticmethod
-    def check(config: DictConfig, world_size: int):
+    def check(config: DictConfig, world_size: int, critic: bool = False):
         """The model's configuration; raises InputError for what this engine cannot do, before anything is built."""
         hf_config = read_hf_config(config.model.path)
         check_layout(config, hf_config, world_size)
+        hf = build_on_meta(hf_config, torch.float32, critic, "packed")
+        check_attention(hf)
+        check_files(hf, Path(config.model.path), critic)
         return hf_config
 
     # -- training and asking -------------------------------------------------------------------------------------------

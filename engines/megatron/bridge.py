@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from config import InputError
+from engines import weights
 from engines.megatron.experts import MixtureOfExperts
 from engines.megatron.layers import PackedRotaryEmbedding, install
-from engines.weights import weight_files
 
 install()
 
@@ -78,30 +78,10 @@ def check(hf_config, path: str) -> None:
 
 
 def check_files(hf: nn.Module, path: Path, critic: bool) -> None:
-    """Raise InputError unless the files hold exactly the weights of hf, the model on the meta device. A critic's output
-    matrix may be absent, or a policy's."""
-    expected, found = {}, {}
-    for name, p in hf.named_parameters():
-        experts = single_experts(name, p) if ".experts." in name else [(name, p)]
-        expected |= {name: list(x.shape) for name, x in experts}
-    for file in weight_files(path):
-        with safe_open(file, framework="pt") as tensors:
-            found |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}
-    if critic:
-        expected.pop("lm_head.weight")
-    missing = expected.keys() - found
-    if missing:
-        raise InputError(f"model.path={path} lacks {len(missing)} weights of {type(hf).__name__}, {min(missing)} "
-                         "among them")
-    for name, shape in expected.items():
-        if found[name] != shape:
-            raise InputError(f"{name} has shape {found[name]} in the file, {shape} by config.json")
-    # Besides parameters a file may hold the output matrix of a tied model once more.
-    known = expected.keys() | hf.state_dict().keys()
-    unknown = {name for name in found if name not in known and not name.endswith("rotary_emb.inv_freq")}
-    if unknown:
-        raise InputError(f"model.path={path} holds {len(unknown)} weights that {type(hf).__name__} does not have, "
-                         f"{min(unknown)} among them")
+    """weights.check_files with each expert's matrices by themselves, as files hold them."""
+    parameters = [x for name, p in hf.named_parameters()
+                  for x in (single_experts(name, p) if ".experts." in name else [(name, p)])]
+    weights.check_files(hf, path, critic, parameters)
 
 
 def make_bridge(hf_config, dtype: torch.dtype, **settings) -> Bridge:
@@ -197,7 +177,7 @@ def build(bridge: Bridge, path: Path, critic: bool) -> list[HiddenStates]:
 
 def load_value_head(head: ValueHead, path: Path) -> None:
     name, shape = "lm_head.weight", list(head.weight.shape)
-    for file in weight_files(path):
+    for file in weights.weight_files(path):
         with safe_open(file, framework="pt") as tensors:
             if name in tensors.keys() and tensors.get_slice(name).get_shape() == shape:
                 head.weight.data.copy_(tensors.get_tensor(name))

@@ -48,7 +48,7 @@ class MegatronEngine(Engine):
         """
         self.config, self.device, self.total_steps = config, device, total_steps
         self.critic, self.temperature, self.optim, engine = critic, temperature, config.optim, config.engine
-        self.hf_config = self.check(config, dist.get_world_size())
+        self.hf_config = self.check(config, dist.get_world_size(), critic)
         self.compute_dtype = getattr(torch, engine.compute_dtype)
         layout.initialize(engine)
         self.dp_rank, self.dp_size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
@@ -57,7 +57,6 @@ class MegatronEngine(Engine):
         self.sequence_parallel = engine.sequence_parallel and self.tp_group.size() > 1
 
         hf = build_on_meta(self.hf_config, torch.float32, critic)
-        bridge.check_files(hf, Path(config.model.path), critic)
         self._flops = count_flops(hf, self.hf_config)
         self.bridge = bridge.make_bridge(
             self.hf_config, self.compute_dtype, sequence_parallel=self.sequence_parallel,
@@ -72,11 +71,12 @@ class MegatronEngine(Engine):
         self._host_memory, self._offloaded = HostMemory(), set()
 
     @staticmethod
-    def check(config: DictConfig, world_size: int):
+    def check(config: DictConfig, world_size: int, critic: bool = False):
         """The model's configuration; raises InputError for what this engine cannot do, before anything is built."""
         hf_config = read_hf_config(config.model.path)
         bridge.check(hf_config, config.model.path)
         layout.check_layout(config, hf_config, world_size)
+        bridge.check_files(build_on_meta(hf_config, torch.float32, critic), Path(config.model.path), critic)
         return hf_config
 
     def _build_optimizer(self) -> None:
