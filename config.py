@@ -71,6 +71,8 @@ RULES = {key: rule for rule, keys in (
     (paths, "data.train_files"),
     (lambda v: None if v is None else paths(v), "data.val_files"),
     (at_least(0), "reward.overlong_buffer critic.warmup_steps trainer.max_skipped_steps"),
+    (at_least(0.0), "trainer.save_minutes"),
+    (above(0.0), "trainer.timeout_minutes"),
     (at_least(1), """data.train_batch_size data.max_prompt_length rollout.n validation.n rollout.max_tokens validation.max_tokens
         rollout.tensor_parallel_size rollout.max_num_seqs reward.num_workers algorithm.ppo_epochs algorithm.kl_ctrl.horizon
         algorithm.filter_groups.max_num_gen_batches trainer.total_epochs trainer.log_freq profiler.memory.max_entries

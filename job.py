@@ -1,7 +1,9 @@
 """What every training script does around its loop: find the model, take up a run, stop when asked to."""
 
 import math
+import os
 import signal
+import time
 from pathlib import Path
 
 from config import InputError
@@ -51,13 +53,19 @@ def count_steps(config, train) -> tuple[int, int]:
     return steps_per_epoch, steps if steps > 0 else config.trainer.total_epochs * steps_per_epoch
 
 
-def check_output(out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / ".writable").touch()
-        (out / ".writable").unlink()
-    except OSError as error:
-        raise InputError(f"output_dir={out} cannot be written: {error.strerror}") from None
+def cache_directory(config) -> Path:
+    """Where tokenized data is kept."""
+    return Path(config.data.cache_dir or Path.home() / ".cache" / "rankwise")
+
+
+def check_directories(config) -> None:
+    """Raise InputError for directories that ranks cannot share, or that another run writes to. Called by all ranks, before
+    anything is loaded."""
+    import output
+    output.check_shared(Path(config.output_dir), "output_dir")
+    output.check_shared(cache_directory(config), "data.cache_dir")
+    if not config.dry_run:
+        output.claim(Path(config.output_dir))
 
 
 def find_resume(config, latest: Path | None, fresh: dict) -> Path | None:
@@ -118,6 +126,19 @@ def warn_of_length(hf_config, longest: int) -> None:
               "data.max_length unless the model is meant to learn longer positions", flush=True)
 
 
+def start_heartbeat(config, profiler):
+    """Every process group with trainer.timeout_minutes, and a watch over which ranks keep the others waiting."""
+    import torch.distributed as dist
+
+    from engines import device
+    from heartbeat import Heartbeat
+    minutes = config.trainer.timeout_minutes
+    device.set_timeouts(minutes + 1)            # after the heartbeat's, which has more to say
+    heartbeat = Heartbeat(Path(config.output_dir) / "heartbeat", dist.get_rank(), int(os.environ.get("LOCAL_RANK", 0)), minutes)
+    profiler.on_stage = heartbeat.enter
+    return heartbeat
+
+
 def layout(config, world_size: int) -> str:
     """How the ranks are divided to train, for dry_run."""
     sizes = {"tensor": "tensor_model", "context": "context", "pipeline": "pipeline_model"}
@@ -137,20 +158,48 @@ def print_memory(config, world_size: int, device_type: str, role: str | None = N
         print(f"  {name:<30}" + "".join(f"{stage[name]:9.2f}" for stage in stages))
 
 
-class StopSignal:
-    """SIGTERM or SIGUSR1 on any rank (slurm sends them before it takes the node) stops all of them after their step."""
+class Agreement:
+    """What the ranks agree on after each step: whether to stop, and whether to save.
 
-    def __init__(self):
-        self.received = self.requested = False
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, self._receive)
+    SIGTERM, SIGUSR1, SIGINT (Ctrl-C) or SIGHUP on any rank stops all of them after their step, with a checkpoint; before the
+    first step, at once. A second Ctrl-C stops at once.
+    """
 
-    def _receive(self, *_):
-        self.received = True
+    def __init__(self, save_freq: int, save_minutes: float, total_steps: int = 0):
+        self.save_freq, self.save_seconds, self.total_steps = save_freq, 60 * save_minutes, total_steps
+        self.received, self.stop, self.save, self.training, self.saved_at = None, False, False, False, time.monotonic()
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:          # as nohup has it
+                signal.signal(number, self._receive)
 
-    def agree(self, device) -> None:
+    def begin(self, total_steps: int) -> str:
+        """From here on a signal waits for the step's end. Returns when checkpoints are saved, for people."""
+        self.training, self.total_steps, self.saved_at = True, total_steps, time.monotonic()
+        when = [f"every {self.save_freq} steps"] * (self.save_freq > 0) \
+            + [f"every {self.save_seconds / 60:g} minutes"] * (self.save_seconds > 0)
+        return f"checkpoints: {', '.join([*when, 'when asked to stop'])}, and after the last step"
+
+    def _receive(self, number: int, _) -> None:
+        name, now = signal.Signals(number).name, time.monotonic()
+        # torchrun hands its own Ctrl-C on to ranks that had it from the terminal already.
+        again = self.received is not None and number == signal.SIGINT and now - self.received > 2
+        said = f"{name}: stopped at once" if again or not self.training else \
+            f"{name}: a checkpoint will be saved after this step; a second Ctrl-C stops at once, without it"
+        if int(os.environ.get("RANK", 0)) == 0 and (again or self.received is None):
+            os.write(2, f"\n{said}\n".encode())
+        if again or not self.training:
+            os._exit(128 + number)
+        self.received = self.received or now
+
+    def after(self, step: int, device) -> None:
+        """Set stop and save, the same on all ranks. Called by all of them."""
         import torch
         import torch.distributed as dist
-        flag = torch.tensor(float(self.received), device=device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        self.requested = bool(flag)
+        # The time is rank 0's, since clocks of ranks differ.
+        due = dist.get_rank() == 0 and 0 < self.save_seconds <= time.monotonic() - self.saved_at
+        flags = torch.tensor([float(self.received is not None), float(due)], device=device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        self.stop, due = (bool(flag) for flag in flags.tolist())
+        self.save = due or self.stop or step == self.total_steps or self.save_freq > 0 and step % self.save_freq == 0
+        if self.save:
+            self.saved_at = time.monotonic()

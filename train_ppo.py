@@ -40,9 +40,11 @@ def main(config):
     from rollout import vllm
     from rollout.grading import Grader
 
-    stop, this_device = job.StopSignal(), device.init()
+    agreed = job.Agreement(config.trainer.save_freq, config.trainer.save_minutes)
+    this_device = device.init(config.trainer.timeout_minutes)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     out, trainer, algorithm = Path(config.output_dir), config.trainer, config.algorithm
+    job.check_directories(config)
     job.bind_cpus(config, this_device)
     config = job.with_local_model(config)
     hf_config = ppo.check_models(config, world_size)
@@ -52,7 +54,6 @@ def main(config):
     train, val = (load_prompts(config, files, tokenizer) for files in (config.data.train_files, config.data.val_files))
     steps_per_epoch, total_steps = job.count_steps(config, train)
     vllm.check_model(config)
-    device.on_rank0(job.check_output, out)
     profiler = job.start_profiler(config, this_device, total_steps, ppo.model_stages(config, this_device.type))
     checkpointer = Checkpointer(out / "checkpoints", trainer.max_checkpoints, trainer.async_save)
     progress = {"step": 0, "batch": 0, "skipped": 0, "failures": 0, "kl_coef": algorithm.kl_ctrl.kl_coef,
@@ -76,10 +77,12 @@ def main(config):
     tracker.say(f"{'resuming from ' + str(resume_from) if resume_from else 'starting'}: step {step} of {total_steps}, "
                 f"{steps_per_epoch} an epoch, {len(train)} prompts, {roles.actor.dp_size} data-parallel ranks and "
                 f"{roles.rollout.num_replicas} of vLLM on {this_device.type}")
+    tracker.say(agreed.begin(total_steps))
+    heartbeat = job.start_heartbeat(config, profiler)
     if step == 0 < total_steps and val and trainer.val_before_train:
         tracker.log(0, validate(config, roles, val, tracker, step) | profiler.end_step())
 
-    while step < total_steps and not stop.requested:
+    while step < total_steps and not agreed.stop:
         start = time.perf_counter()
         profiler.begin_step(step + 1)
         roles.wake()
@@ -97,7 +100,7 @@ def main(config):
         progress |= {"step": step, "skipped": progress["skipped"] + int(skipped),
                      "failures": progress["failures"] + len(samples.failures),
                      "kl_coef": ppo.next_kl_coef(config, progress["kl_coef"], metrics, len(samples))}
-        stop.agree(this_device)
+        agreed.after(step, this_device)
         last = step == total_steps
         if progress["skipped"] > trainer.max_skipped_steps:
             raise InputError(f"the gradient was not finite in {progress['skipped']} updates, more than "
@@ -108,16 +111,17 @@ def main(config):
                 samples.write(out / "rollouts" / f"step_{step}.jsonl")
         seconds = time.perf_counter() - start
         # Not when asked to stop: the time that is left is for the checkpoint.
-        if val and not stop.requested and (last or trainer.test_freq > 0 and step % trainer.test_freq == 0):
+        if val and not agreed.stop and (last or trainer.test_freq > 0 and step % trainer.test_freq == 0):
             metrics |= validate(config, roles, val, tracker, step)
         tracker.log(step, metrics | profiler.end_step() | {
             "train/epoch": progress["batch"] / steps_per_epoch, "train/skipped": progress["skipped"],
             "reward/failures": progress["failures"], "timing/step": time.perf_counter() - start,
             "perf/tokens_per_second": len(batch.input_ids) / seconds / world_size})
         # After the step's line: a run that is killed in between would go on without it.
-        if last or stop.requested or trainer.save_freq > 0 and step % trainer.save_freq == 0:
+        if agreed.save:
             roles.save(checkpointer, step, progress)
 
+    heartbeat.close()
     profiler.close()
     checkpointer.wait()
     tracker.log_rest(step, profiler.end_step())
@@ -147,12 +151,13 @@ def validate(config, roles, val, tracker, step: int) -> dict[str, float]:
 
 def load_prompts(config, files, tokenizer):
     """The prompts of files (None: None). Rank 0 tokenizes what is not in the cache, the others read it."""
+    import job
     from data.prompts import PromptDataset, tokenize_prompts
     from engines.device import on_rank0
     if files is None:
         return None
-    cache = Path(config.data.cache_dir or Path.home() / ".cache" / "rankwise")
-    return PromptDataset.load(on_rank0(tokenize_prompts, files, tokenizer, config.data, cache, config.model.path))
+    return PromptDataset.load(on_rank0(tokenize_prompts, files, tokenizer, config.data, job.cache_directory(config),
+                                       config.model.path))
 
 
 def identity(config, hf_config, train) -> dict:

@@ -30,8 +30,10 @@ def main(config):
     from engines.checkpoint import Checkpointer, export_hf
     from profiling.report import write_report
 
-    stop, this_device = job.StopSignal(), device.init()
+    agreed = job.Agreement(config.trainer.save_freq, config.trainer.save_minutes)
+    this_device = device.init(config.trainer.timeout_minutes)
     rank, out, trainer = dist.get_rank(), Path(config.output_dir), config.trainer
+    job.check_directories(config)
     job.bind_cpus(config, this_device)
     config = job.with_local_model(config)
     hf_config = engine_class(config.model_engine).check(config, dist.get_world_size())
@@ -40,7 +42,6 @@ def main(config):
     train, val = (load_data(config, files, tokenizer) for files in (config.data.train_files, config.data.val_files))
     job.warn_of_length(hf_config, max(int(dataset.lengths.max()) for dataset in (train, val) if dataset))
     steps_per_epoch, total_steps = job.count_steps(config, train)
-    device.on_rank0(job.check_output, out)
     profiler = job.start_profiler(config, this_device, total_steps, ["train_batch", *["validate"] * bool(val)])
     checkpointer = Checkpointer(out / "checkpoints", trainer.max_checkpoints, trainer.async_save)
     progress = {"step": 0, "skipped": 0, "run": identity(config, hf_config, train),
@@ -59,13 +60,15 @@ def main(config):
     tracker = tracking.Tracker(config, rank, step, total_steps)
     tracker.say(f"{'resuming from ' + str(resume_from) if resume_from else 'starting'}: step {step} of {total_steps}, "
                 f"{steps_per_epoch} an epoch, {len(train)} rows, {engine.dp_size} data-parallel ranks on {this_device.type}")
+    tracker.say(agreed.begin(total_steps))
+    heartbeat = job.start_heartbeat(config, profiler)
     if step == 0 and val and trainer.val_before_train:
         with profiler.stage("validate", engine):
             metrics = validate(engine, val, config.data.train_batch_size)
         tracker.log(0, metrics | profiler.end_step())
 
     peak = device.peak_flops(this_device)
-    while step < total_steps and not stop.requested:
+    while step < total_steps and not agreed.stop:
         start = time.perf_counter()
         profiler.begin_step(step + 1)
         with profiler.stage("data"):
@@ -85,21 +88,22 @@ def main(config):
         if peak:
             flops = engine.flops(batch.lengths, num_trained)
             metrics["perf/mfu"] = flops / seconds / dist.get_world_size() / peak
-        stop.agree(this_device)
+        agreed.after(step, this_device)
         last = step == total_steps
         if progress["skipped"] > trainer.max_skipped_steps:
             raise InputError(f"the gradient was not finite in {progress['skipped']} steps, more than "
                              f"trainer.max_skipped_steps={trainer.max_skipped_steps}: lower optim.lr or look at the data")
         # Not when asked to stop: the time that is left is for the checkpoint.
-        if val and not stop.requested and (last or trainer.test_freq > 0 and step % trainer.test_freq == 0):
+        if val and not agreed.stop and (last or trainer.test_freq > 0 and step % trainer.test_freq == 0):
             with profiler.stage("validate", engine):
                 metrics |= validate(engine, val, config.data.train_batch_size)
         tracker.log(step, metrics | profiler.end_step() | {"timing/step": time.perf_counter() - start})
         # Behind the step's line: a run that is killed in between would go on without it.
-        if last or stop.requested or trainer.save_freq > 0 and step % trainer.save_freq == 0:
+        if agreed.save:
             with profiler.stage("save"):
                 checkpointer.save(step, engine, progress, tokenizer)
 
+    heartbeat.close()
     profiler.close()
     checkpointer.wait()
     tracker.log_rest(step, profiler.end_step())
@@ -147,12 +151,12 @@ def validate(engine, val, batch_size: int) -> dict[str, float]:
 
 def load_data(config, files, tokenizer):
     """The tokenized rows of files (None: None). Rank 0 tokenizes what is not in the cache, the others read it."""
+    import job
     from data.dataset import TokenDataset, tokenize
     from engines.device import on_rank0
     if files is None:
         return None
-    cache = Path(config.data.cache_dir or Path.home() / ".cache" / "rankwise")
-    dataset = TokenDataset.load(on_rank0(tokenize, files, tokenizer, config.data, cache, config.model.path))
+    dataset = TokenDataset.load(on_rank0(tokenize, files, tokenizer, config.data, job.cache_directory(config), config.model.path))
     longest, cap = int(dataset.lengths.max()), config.data.max_tokens_per_micro_batch
     if longest > cap:
         raise InputError(f"a row of {files} has {longest} tokens, more than data.max_tokens_per_micro_batch={cap}: raise "

@@ -1,7 +1,9 @@
 """The device of this rank (cuda, npu or cpu, through torch.accelerator) and the process group."""
 
+import ctypes
 import datetime
 import os
+import signal
 import socket
 import time
 from collections.abc import Callable
@@ -16,7 +18,10 @@ PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 
               "A100": 312e12, "A800": 312e12, "L40S": 362e12, "L4": 121e12, "A10G": 70e12, "RTX 4090": 165e12}
 
 
-def init(timeout_minutes: int = 30) -> torch.device:
+PR_SET_PDEATHSIG = 1            # linux/prctl.h
+
+
+def init(timeout_minutes: float = 30) -> torch.device:
     """Join the process group that torchrun or srun's environment describes (none: a group of one); return the device.
 
     Raises InputError when the environment is incomplete or this rank has no device of its own.
@@ -29,6 +34,8 @@ def init(timeout_minutes: int = 30) -> torch.device:
     local_rank = int(os.environ["LOCAL_RANK"])
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     device = torch.device(accelerator.type, local_rank) if accelerator else torch.device("cpu")
+    if "TORCHELASTIC_RUN_ID" in os.environ:     # torchrun may be killed, and nobody would end its ranks
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if accelerator:
         count = torch.accelerator.device_count()
         if max(local_rank + 1, int(os.environ.get("LOCAL_WORLD_SIZE", 1))) > count:
@@ -39,6 +46,13 @@ def init(timeout_minutes: int = 30) -> torch.device:
     dist.init_process_group(backend, timeout=datetime.timedelta(minutes=timeout_minutes),
                             device_id=device if device.type == "cuda" else None)
     return device
+
+
+def set_timeouts(minutes: float) -> None:
+    """Let no collective of any group that exists wait longer. (A group that a library makes has a limit of its own.)"""
+    from torch.distributed.distributed_c10d import _set_pg_timeout, _world
+    for group in list(_world.pg_map):
+        _set_pg_timeout(datetime.timedelta(minutes=minutes), group)
 
 
 def on_rank0(work: Callable, *args):

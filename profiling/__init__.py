@@ -33,6 +33,7 @@ class Profiler:
         self.synchronize = bool(settings and settings.synchronize and has_accelerator())
         self.tools, self.recording, self.depth, self.turns = [], False, 0, Counter()
         self.counting = False                       # dumps that fail, on all ranks
+        self.on_stage = lambda name, step: None     # called where a stage begins
         names = [] if settings is None or settings.tool is None else \
             [settings.tool] if isinstance(settings.tool, str) else list(settings.tool)
         if self.interval != OFF and not names:
@@ -68,6 +69,7 @@ class Profiler:
         exception passes through. engine: whose modules() run in the block."""
         if self.synchronize:
             synchronize()
+        self.on_stage(name, self.step)
         start = time.perf_counter()
         try:
             with self._record(name, engine) if self.recording else ExitStack():
