@@ -26,6 +26,7 @@ class Heartbeat:
         self.file = os.open(directory / socket.gethostname(), os.O_RDWR | os.O_CREAT, 0o644)
         self.entered, self.ended = 0, threading.Event()
         self.enter("start")
+        self.excepthook, sys.excepthook = sys.excepthook, self._explain
         threading.Thread(target=self._watch, daemon=True).start()
 
     def enter(self, stage: str, step: int | None = None) -> None:
@@ -54,6 +55,14 @@ class Heartbeat:
                           f"waited for trainer.timeout_minutes={self.limit / 60:g}", file=sys.stderr, flush=True)
                 os._exit(1)
 
+    def _explain(self, kind, error, traceback) -> None:
+        """In the place of sys.excepthook: a collective that timed out names the ranks that it waited for."""
+        if issubclass(kind, RuntimeError) and "timed out" in str(error).lower():
+            print(f"error: {self.timed_out()}; they waited for trainer.timeout_minutes={self.limit / 60:g}: {error}",
+                  file=sys.stderr, flush=True)
+        else:
+            self.excepthook(kind, error, traceback)
+
     def timed_out(self) -> str:
         """Called by a rank whose collective has timed out: names the ranks of the same stage that did not come."""
         self._write({**self.record, "waited": True})
@@ -64,6 +73,7 @@ class Heartbeat:
 
     def close(self) -> None:
         self.ended.set()
+        sys.excepthook = self.excepthook
 
 
 def describe(records: list[dict], now: float) -> str:
