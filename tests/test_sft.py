@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.arithmetic import make_rows, make_tokenizer
-from tests.launch import LIMIT, checkpoints, kill_all, metrics, run, start, wait_for
+from tests.launch import LIMIT, ROOT, checkpoints, environment, kill_all, metrics, run, start, wait_for
 from tests.models import make_model
 
 PYTHON = [sys.executable, "train_sft.py"]
@@ -91,6 +92,37 @@ def test_kill_and_resume_repeats_every_step_to_the_last_bit(assets, uninterrupte
     assert (tmp_path / "metrics.superseded.jsonl").exists(), "lines of steps that ran twice are kept aside"
     for file in ("model.safetensors", "config.json"):
         assert (tmp_path / "hf" / file).read_bytes() == (uninterrupted / "hf" / file).read_bytes()
+
+
+def test_checkpoints_by_time_a_second_run_and_ctrl_c(assets, tmp_path):
+    command = [*PYTHON, *arguments(assets, tmp_path, "trainer.total_epochs=10000", "trainer.save_minutes=0.02")]
+    process = start(command, tmp_path / "log")
+    wait_for((tmp_path / "checkpoints" / "latest").exists, process)
+    refused = run(command, returncode=2)
+    assert f"is in use by process {process.pid} on" in refused.stderr and refused.stderr.count("error:") == 1
+    process.send_signal(signal.SIGINT)
+    assert process.wait(LIMIT) == 0
+    said, last = (tmp_path / "log").read_text(), curve(tmp_path)[-1][0]
+    assert "checkpoints: every 0.02 minutes, when asked to stop, and after the last step" in said
+    assert said.count("SIGINT: a checkpoint will be saved") == 1 and "Traceback" not in said
+    assert f"stopped by a signal after step {last}" in said and checkpoints(tmp_path)[-1] == f"step_{last:08d}"
+
+
+def test_a_second_ctrl_c_and_one_before_the_first_step_stop_at_once(tmp_path):
+    code = "import sys, time, job; a = job.Agreement(-1, 30); {}; print('up', flush=True); time.sleep(60); time.sleep(60)"
+    for begun, number in ((False, signal.SIGINT), (False, signal.SIGHUP), (True, signal.SIGINT), (True, signal.SIGHUP)):
+        process = subprocess.Popen([sys.executable, "-c", code.format("a.begin(1)" if begun else "0")], cwd=ROOT, text=True,
+                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment())
+        assert process.stdout.readline() == "up\n"
+        process.send_signal(number)
+        if begun:
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(2.5)
+            process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=LIMIT)[1].split("\n")
+        last = signal.SIGINT if begun else number
+        assert process.returncode == 128 + last and said[-2] == f"{last.name}: stopped at once"
+        assert sum("a checkpoint will be saved after this step" in line for line in said) == begun
 
 
 def test_slurm_ranks_stop_on_a_signal_to_one_of_them_and_one_process_goes_on(assets, uninterrupted, tmp_path):
