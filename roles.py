@@ -38,8 +38,10 @@ class Roles:
         self.waiting = [part for part in ("parameters", "optimizer") if config.offload[part]]
         engines = {}
         for role, settings in ppo.roles(config).items():
+            # The schedule of the actor begins where the critic's head start ends.
+            steps = total_steps - config.critic.warmup_steps if role == "actor" else total_steps
             engines[role] = engine_class(config.model_engine)(
-                settings, this_device, total_steps, optimize=role != "reference", critic=role == "critic",
+                settings, this_device, steps, optimize=role != "reference", critic=role == "critic",
                 temperature=config.rollout.temperature)
             waits = config.offload.reference if role == "reference" else config.offload.parameters
             engines[role].offload(*["parameters"] * waits)
@@ -129,7 +131,8 @@ class Roles:
         return metrics
 
     def update_actor(self, batch: Batch, minis: list[list[int]], step: int) -> dict[str, float]:
-        if self.critic and step < self.config.critic.warmup_steps:
+        step -= self.config.critic.warmup_steps
+        if step < 0:
             return {}
         with self.profiler.stage("actor_update", self.actor):
             return ppo.update(self.actor, batch, minis, ppo.actor_loss(self.config, len(batch)), step,

@@ -53,10 +53,12 @@ def main(config):
     tokenizer = job.load_tokenizer(config)
     train, val = (load_prompts(config, files, tokenizer) for files in (config.data.train_files, config.data.val_files))
     steps_per_epoch, total_steps = job.count_steps(config, train)
+    if config.critic.warmup_steps >= total_steps > 0:
+        raise InputError(f"critic.warmup_steps={config.critic.warmup_steps} leaves the actor none of the {total_steps} steps")
     vllm.check_model(config)
     profiler = job.start_profiler(config, this_device, total_steps, ppo.model_stages(config, this_device.type))
     checkpointer = Checkpointer(out / "checkpoints", trainer.max_checkpoints, trainer.async_save)
-    progress = {"step": 0, "batch": 0, "skipped": 0, "failures": 0, "kl_coef": algorithm.kl_ctrl.kl_coef,
+    progress = {"step": 0, "batch": 0, "updates": 0, "skipped": 0, "failures": 0, "kl_coef": algorithm.kl_ctrl.kl_coef,
                 "run": identity(config, hf_config, train), "export_dtype": config.engine.compute_dtype}
     resume_from = device.on_rank0(job.find_resume, config, checkpointer.latest(), progress)
     if config.dry_run:
@@ -96,15 +98,14 @@ def main(config):
         metrics |= roles.update_actor(batch, minis, step)
         metrics |= roles.memory()
         step += 1
-        skipped = metrics.get("actor/skipped", 0) + metrics.get("critic/skipped", 0)
-        progress |= {"step": step, "skipped": progress["skipped"] + int(skipped),
+        skipped = [metrics[name] for name in ("actor/skipped", "critic/skipped") if name in metrics]
+        progress |= {"step": step, "skipped": progress["skipped"] + int(sum(skipped)),
+                     "updates": progress["updates"] + len(skipped) * len(minis) * algorithm.ppo_epochs,
                      "failures": progress["failures"] + len(samples.failures),
                      "kl_coef": ppo.next_kl_coef(config, progress["kl_coef"], metrics, len(samples))}
         agreed.after(step, this_device)
         last = step == total_steps
-        if progress["skipped"] > trainer.max_skipped_steps:
-            raise InputError(f"the gradient was not finite in {progress['skipped']} updates, more than "
-                             f"trainer.max_skipped_steps={trainer.max_skipped_steps}: lower optim.lr or look at the rewards")
+        job.check_skipped(trainer, progress["skipped"], progress["updates"], last)
         if rank == 0:
             samples.append_failures(out / "failures.jsonl", step)
             if trainer.rollout_freq > 0 and step % trainer.rollout_freq == 0:

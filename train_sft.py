@@ -90,9 +90,7 @@ def main(config):
             metrics["perf/mfu"] = flops / seconds / dist.get_world_size() / peak
         agreed.after(step, this_device)
         last = step == total_steps
-        if progress["skipped"] > trainer.max_skipped_steps:
-            raise InputError(f"the gradient was not finite in {progress['skipped']} steps, more than "
-                             f"trainer.max_skipped_steps={trainer.max_skipped_steps}: lower optim.lr or look at the data")
+        job.check_skipped(trainer, progress["skipped"], step, last)
         # Not when asked to stop: the time that is left is for the checkpoint.
         if val and not agreed.stop and (last or trainer.test_freq > 0 and step % trainer.test_freq == 0):
             with profiler.stage("validate", engine):

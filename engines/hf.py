@@ -1,10 +1,11 @@
 """What a Hugging Face model is: its configuration, its modules without memory, its multiplications."""
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from config import InputError
@@ -34,6 +35,17 @@ def build_on_meta(hf_config, dtype: torch.dtype, critic: bool = False, attention
         width = hf.get_output_embeddings().in_features
         hf.set_output_embeddings(nn.Linear(width, 1, bias=False, dtype=dtype, device="meta"))
     return hf
+
+
+def keep_zero_rows(embedding: nn.Module, zero: Tensor, layout: Callable[[Tensor], Tensor] = lambda mask: mask) -> None:
+    """Send no gradient through an embedding to rows that were zero at start, as transformers has it for a padding token. The
+    norm of a zero vector multiplies a gradient by 1 / sqrt(eps), 1,000 in RMSNorm: one such token would be a step's gradient.
+
+    zero [V] bool; layout: [batch, length] as the module is asked -> as it answers, without the last dimension
+    """
+    if zero.any():
+        embedding.register_forward_hook(
+            lambda _, inputs, output: torch.where(layout(zero[inputs[0]])[..., None], output.detach(), output))
 
 
 def count_flops(hf: nn.Module, hf_config) -> tuple[int, int, int]:

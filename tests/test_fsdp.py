@@ -264,7 +264,7 @@ def test_same_layout_same_bits(results, world, again, once):
 
 
 def test_a_token_called_padding_is_learned_like_others(folder, tmp_path):
-    """transformers would leave its row of the embedding alone; packed sequences hold it as a word."""
+    """Unless its row is zero: transformers would leave it alone anyway; packed sequences hold it as a word."""
     make_model(tmp_path, "qwen3", pad_token_id=5)
     hf_config = read_hf_config(tmp_path)
     assert AutoModelForCausalLM.from_config(hf_config).get_input_embeddings().padding_idx == 5

@@ -503,7 +503,7 @@ def test_a_run_that_ends_with_an_error_writes_its_trace_on_the_first_rank_alone(
         assets, tmp_path, "optim.lr=1e30", "optim.clip_grad=0", "trainer.max_skipped_steps=2", "profiler.tool=torch",
         "optim.lr_scheduler_type=constant", "optim.lr_warmup_steps_ratio=0", "trainer.profile_interval=[2,9]",
         "profiler.torch.trace=interval"), returncode=1)
-    assert "the gradient was not finite in 3 steps" in done.stderr
+    assert "the gradient was not finite in 3 of 4 updates" in done.stderr
     last = metrics(tmp_path)[-1]["step"] + 1
     [(name, events)] = recorded(tmp_path).items()
     assert name == f"step_2/interval/torch_step2-{last}_rank0.json" and {"data", "train_batch"} <= events

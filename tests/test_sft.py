@@ -1,7 +1,9 @@
 """train_sft.py as its users run it: real processes, real signals."""
 
 import json
+import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.arithmetic import make_rows, make_tokenizer
@@ -251,6 +254,15 @@ def test_a_checkpoint_is_not_continued_with_other_data_nor_overwritten(assets, u
 def test_gradients_that_stay_infinite_stop_the_run(assets, tmp_path):
     done = run([*PYTHON, *arguments(assets, tmp_path, "optim.lr=1e30", "optim.clip_grad=0", "trainer.max_skipped_steps=2",
                                     "optim.lr_scheduler_type=constant", "optim.lr_warmup_steps_ratio=0")], returncode=2)
-    assert "the gradient was not finite in 3 steps" in done.stderr
+    assert "the gradient was not finite in 3 of 4 updates" in done.stderr
     assert [m["train/skipped"] for m in metrics(tmp_path)][-1] == 2, "the step that is one too many is not recorded"
     assert not (tmp_path / "checkpoints").exists() and not (tmp_path / "hf").exists()
+
+
+def test_a_run_that_skips_every_step_is_an_error_however_short_it_is(assets, tmp_path):
+    shutil.copytree(assets / "model", tmp_path / "model")
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    weights["model.norm.weight"][0] = math.nan
+    save_file(weights, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    done = run([*PYTHON, *arguments(assets, tmp_path / "out", f"model.path={tmp_path}/model", "trainer.total_steps=2")], returncode=2)
+    assert "the gradient was not finite in 2 of 2 updates" in done.stderr and not (tmp_path / "out" / "hf").exists()

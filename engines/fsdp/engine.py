@@ -30,7 +30,7 @@ from engines.collectives import AllGather
 from engines.device import to_device
 from engines.fsdp.attention import Packing
 from engines.fsdp.heads import PackedCausalLM, PackedValueModel
-from engines.hf import build_on_meta, count_flops, read_hf_config
+from engines.hf import build_on_meta, count_flops, keep_zero_rows, read_hf_config
 from engines.offload import HostMemory
 from engines.weights import check_files, load_weights
 
@@ -70,6 +70,8 @@ class FSDPEngine(Engine):
             layer.forward = torch.compile(layer.forward, dynamic=True)
         shard(self.model, layers, engine, device.type, self.world_size)
         load_weights(self.hf, Path(config.model.path), torch.device("cpu") if engine.cpu_offload else device, device, critic)
+        words = self.hf.get_input_embeddings()
+        keep_zero_rows(words, full(words.weight.detach().abs().sum(1)).to(device) == 0)
         self.model.train()
         self.optimizer = build_optimizer(self.model, self.optim) if optimize else None
         self._flops = count_flops(self.hf, self.hf_config)

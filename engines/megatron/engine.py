@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from data.packing import Batch, pack, spread
 from engines import schedule
 from engines.base import Engine, LossFn
-from engines.hf import build_on_meta, count_flops, read_hf_config
+from engines.hf import build_on_meta, count_flops, keep_zero_rows, read_hf_config
 from engines.logprobs import linear_log_probs
 from engines.megatron import bridge, checkpoint, layout
 from engines.megatron.cpu import cuda_is_cpu
@@ -64,6 +64,8 @@ class MegatronEngine(Engine):
             calculate_per_token_loss=True, gradient_accumulation_fusion=False,
             bias_activation_fusion=device.type != "cpu", **RECOMPUTE[engine.recompute])
         self.models = bridge.build(self.bridge, Path(config.model.path), critic)
+        if mpu.is_pipeline_first_stage(ignore_virtual=True):
+            self._keep_zero_rows(self.models[0].embedding.word_embeddings)
         self.routers = [module for model in self.models for module in model.modules() if isinstance(module, Router)]
         self.stages, self.optimizer = self.models, None                   # stages: as the schedule calls them, in DDP
         if optimize:
@@ -78,6 +80,13 @@ class MegatronEngine(Engine):
         layout.check_layout(config, hf_config, world_size)
         bridge.check_files(build_on_meta(hf_config, torch.float32, critic), Path(config.model.path), critic)
         return hf_config
+
+    def _keep_zero_rows(self, words: nn.Module) -> None:
+        zero = [torch.empty(len(words.weight), dtype=torch.bool, device=self.device) for _ in range(self.tp_group.size())]
+        dist.all_gather(zero, (words.weight.detach() == 0).all(1), group=self.tp_group)
+        share = self.tp_group.rank(), self.tp_group.size()
+        keep_zero_rows(words, torch.cat(zero), lambda mask:
+                       mask.t().chunk(share[1])[share[0]] if words.reduce_scatter_embeddings else mask)
 
     def _build_optimizer(self) -> None:
         engine, optim, config = self.config.engine, self.optim, self.bridge.config
