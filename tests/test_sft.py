@@ -264,5 +264,6 @@ def test_a_run_that_skips_every_step_is_an_error_however_short_it_is(assets, tmp
     weights = load_file(tmp_path / "model" / "model.safetensors")
     weights["model.norm.weight"][0] = math.nan
     save_file(weights, tmp_path / "model" / "model.safetensors", {"format": "pt"})
-    done = run([*PYTHON, *arguments(assets, tmp_path / "out", f"model.path={tmp_path}/model", "trainer.total_steps=2")], returncode=2)
+    done = run([*PYTHON, *arguments(assets, tmp_path / "out", f"model.path={tmp_path}/model", "trainer.total_steps=2")],
+               returncode=2)
     assert "the gradient was not finite in 2 of 2 updates" in done.stderr and not (tmp_path / "out" / "hf").exists()
