@@ -15,6 +15,8 @@ from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 
+from omegaconf import DictConfig, OmegaConf
+
 from config import InputError
 
 
@@ -30,6 +32,7 @@ def find(key: str, name: str, known: Mapping[str, Callable], given: Iterable[str
     function = known[name] if name in known else import_function(said, name, known)
     if not given:
         return function
+    kwargs = OmegaConf.to_container(kwargs) if isinstance(kwargs, DictConfig) else kwargs
     own = parameters(function) - set(given)
     for kwarg in kwargs:
         if kwarg not in own:
