@@ -6,6 +6,8 @@ divided: forward and backward. Mini-batches are lists of response indices, so th
 """
 
 import math
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -36,7 +38,7 @@ NAMED = {
                                   "rollout_log_probs gamma lam", "adv_kwargs"),
     "loss_mode": (POLICY_LOSSES, "log_probs entropy old_log_probs advantages mask sequence num_sequences clip_low clip_high "
                                  "dual_clip returns values ref_log_probs rollout_log_probs group scores", "loss_kwargs"),
-    "loss_agg_mode": (AGGREGATIONS, "mask sequence num_sequences", None),
+    "loss_agg_mode": (AGGREGATIONS, "mask sequence num_sequences max_tokens", None),
     "kl_penalty": (KL_ESTIMATORS, "log_probs ref_log_probs", None),
     "kl_loss_type": (KL_ESTIMATORS, "log_probs ref_log_probs", None),
 }
@@ -77,6 +79,14 @@ def check(config: DictConfig) -> None:
                          "itself")
     if reward.overlong_buffer > rollout.max_tokens:
         raise InputError(f"reward.overlong_buffer={reward.overlong_buffer} is more than rollout.max_tokens={rollout.max_tokens}")
+    cut_off = [f"rollout.{key}={rollout[key]}" for key, all_words in (("top_p", 1.0), ("top_k", -1), ("min_p", 0.0))
+               if rollout[key] != all_words]
+    if cut_off and (algorithm.rollout_is != "none" or algorithm.rollout_rs != "none"):
+        raise InputError(f"{', '.join(cut_off)} with algorithm.rollout_is or rollout_rs: vLLM's probabilities are of the words "
+                         "that were kept, the trainer's of all words, and their ratio says nothing; leave one of them out")
+    if cut_off and int(os.environ.get("RANK", 0)) == 0:
+        print(f"warning: {', '.join(cut_off)}: responses are drawn from fewer words than the trainer's log-probabilities speak "
+              "of, so the policy that is trained is not quite the one that sampled", file=sys.stderr, flush=True)
     longest = config.data.max_prompt_length + rollout.max_tokens
     if longest > config.data.max_tokens_per_micro_batch:
         raise InputError(f"data.max_prompt_length + rollout.max_tokens = {longest} is more than "
@@ -155,27 +165,31 @@ def collect(config: DictConfig, draw: Callable[..., Samples], dataset, batch_ind
     """
     size, filtered = config.data.train_batch_size, config.algorithm.filter_groups
     parts: list[Samples] = []
-    fallback = None
+    everything: list[Samples] = []
     for attempt in range(filtered.max_num_gen_batches if filtered.enable else 1):
         rows = global_batch(len(dataset), size, config.trainer.seed, batch_index)
         drawn = draw(dataset, rows, config.rollout, batch_index, first_group=attempt * size)
         if "baseline" in reads(config, "adv_estimator"):
             greedy = OmegaConf.merge(config.rollout, {"temperature": 0.0, "n": 1})
             baseline = draw(dataset, rows, greedy, batch_index, first_group=attempt * size)
-            drawn = drawn.with_baseline(baseline)
+            drawn = drawn.with_baseline(replace(baseline, scores=shaped_rewards(config, baseline)))
         batch_index += 1
-        fallback = drawn if len(drawn) or fallback is None else fallback
+        everything.append(drawn)
         parts.append(drawn.select(informative(drawn.scores, drawn.group)) if filtered.enable else drawn)
         if sum(p.num_prompts for p in parts) >= size:
             break
     samples = concat(parts)
     if not len(samples):                        # nothing to learn from: advantages of 0
-        samples = replace(fallback, failures=samples.failures, num_asked=samples.num_asked)
+        last = next((drawn for drawn in reversed(everything) if len(drawn)), samples)
+        samples = replace(last, failures=samples.failures, num_asked=samples.num_asked)
     if not len(samples):
         first = samples.failures[0]
         raise InputError(f"every response to {len(parts)} batches of prompts failed to be graded; the first: {first.kind}: "
                          f"{first.trace.strip()}")
-    return samples.select(samples.group <= samples.group.unique()[:size][-1]), batch_index
+    scores, groups = (torch.cat([getattr(drawn, name) for drawn in everything]) for name in ("scores", "group"))
+    metrics = {"rollout/num_gen_batches": len(parts), **spread("critic/score", scores),
+               "reward/informative_groups": informative(scores, groups).float().mean().item()}
+    return replace(samples.select(samples.group <= samples.group.unique()[:size][-1]), metrics=metrics), batch_index
 
 
 def shaped_rewards(config: DictConfig, samples: Samples) -> Tensor:
@@ -275,7 +289,8 @@ def set_advantages(config: DictConfig, samples: Samples, minis: list[list[int]],
           if name in reads(config, "loss_mode")}
     for mini in minis:
         inside = kept * torch.zeros(n).index_fill(0, torch.tensor(mini), 1.0)[sequence]
-        f["loss_weight"] += named(config, "loss_agg_mode")(mask=inside, sequence=sequence, num_sequences=n)
+        f["loss_weight"] += named(config, "loss_agg_mode")(
+            mask=inside, sequence=sequence, num_sequences=n, max_tokens=config.rollout.max_tokens)
         f["token_weight"] += token_mean(inside, sequence, n)
     if "values" in f:
         metrics |= {"critic/vf_explained_var": explained_variance(f["values"], f["returns"], mask),
@@ -286,7 +301,7 @@ def set_advantages(config: DictConfig, samples: Samples, minis: list[list[int]],
         | spread("response_length", lengths) | spread("prompt_length", prompts.float()) \
         | {"response_length/clip_ratio": samples.truncated.float().mean().item(),
            "reward/informative_groups": informative(samples.scores, samples.group).float().mean().item(),
-           "reward/failure_rate": len(samples.failures) / samples.num_asked}
+           "reward/failure_rate": len(samples.failures) / samples.num_asked} | samples.metrics
 
 
 def next_kl_coef(config: DictConfig, kl_coef: float, metrics: dict[str, float], num_responses: int) -> float:
@@ -320,15 +335,15 @@ def actor_loss(config: DictConfig, num_sequences: int) -> LossFn:
     def loss_fn(log_probs: Tensor, entropy: Tensor, f: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         old, mean, weight = f.get("old_log_probs", log_probs.detach()), f["token_weight"], f["loss_weight"]
         kept = (mean > 0).float()               # rejected tokens are in no sequence's ratio either
-        where = (kept, f["sequence"], num_sequences)
         losses, metrics = policy_loss(**{
             **f, "log_probs": log_probs, "entropy": entropy, "old_log_probs": old, "mask": kept,
             "num_sequences": num_sequences, "clip_low": algorithm.clip_ratio_low, "clip_high": algorithm.clip_ratio_high,
             "dual_clip": algorithm.clip_ratio_c})
         check_shapes(config, "loss_mode", log_probs, losses, *metrics.values())
         if algorithm.rollout_is != "none":
-            losses = losses * correction_weights(old, f["rollout_log_probs"], *where, level=algorithm.rollout_is,
-                                                 threshold=algorithm.rollout_is_threshold)
+            # The product over a sequence is of all its tokens: rejection leaves tokens out of the loss, not out of what was drawn.
+            losses = losses * correction_weights(old, f["rollout_log_probs"], f["loss_mask"], f["sequence"], num_sequences,
+                                                 level=algorithm.rollout_is, threshold=algorithm.rollout_is_threshold)
         loss = (losses * weight).sum()
         amounts = {name: (x * mean).sum() for name, x in metrics.items()} | {
             "pg_loss": loss, "entropy": (entropy.detach() * mean).sum(), "ppo_kl": ((old - log_probs) * mean).sum()}

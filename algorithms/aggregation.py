@@ -1,6 +1,7 @@
 """From per-token losses to one number: weights that make any aggregate a plain sum.
 
-Every function takes mask [T] fp32, sequence [T] int64 and num_sequences, and returns weights [T] fp32 such that
+Every function takes mask [T] fp32, sequence [T] int64, num_sequences and by name max_tokens, the longest response that
+rollout.max_tokens allows, and returns weights [T] fp32 such that
 sum(loss * weights) is the aggregate; an empty mask has weights of 0. Call it with the whole global mini-batch, of all
 data-parallel ranks, and select each micro-batch's part of the weights: the sums of the parts add up to the aggregate,
 however the mini-batch is divided. Weights computed from a micro-batch would not.
@@ -28,5 +29,11 @@ def seq_mean_token_mean(mask: Tensor, sequence: Tensor, num_sequences: int, **_)
     return mask / (counts > 0).sum().clamp(min=1) / counts.clamp(min=1)[sequence]
 
 
+def seq_mean_token_sum_norm(mask: Tensor, sequence: Tensor, num_sequences: int, *, max_tokens: int, **_) -> Tensor:
+    """mask / max_tokens / number of sequences with a masked token: a constant divisor, so that the weight of a token depends
+    on no response's length (Dr. GRPO, Liu 2025)"""
+    return seq_mean_token_sum(mask, sequence, num_sequences) / max_tokens
+
+
 AGGREGATIONS = {"token-mean": token_mean, "seq-mean-token-sum": seq_mean_token_sum,
-                "seq-mean-token-mean": seq_mean_token_mean}
+                "seq-mean-token-sum-norm": seq_mean_token_sum_norm, "seq-mean-token-mean": seq_mean_token_mean}

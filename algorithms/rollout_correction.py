@@ -6,10 +6,8 @@ token's importance ratio is exp(old_log_probs - rollout_log_probs); log-ratios o
 +-20. Nothing here has a gradient or waits for the accelerator.
 """
 
-import torch
 from torch import Tensor
 
-from algorithms.kl import k3
 from algorithms.packed import bounded_exp, log_ratio, mean_by_sequence, sum_by_sequence
 
 
@@ -45,7 +43,7 @@ def off_policy(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -
     """
     of_token = log_ratio(old_log_probs, rollout_log_probs, mask).detach()
     ratio = bounded_exp(of_token) * mask
-    return {"log_prob_gap": of_token.abs(), "kl": k3(-of_token, torch.zeros_like(of_token)),
+    return {"log_prob_gap": of_token.abs(), "kl": bounded_exp(of_token) - 1 - of_token,
             "ratio": ratio, "ratio_squared": ratio.square()}
 
 
