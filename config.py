@@ -103,7 +103,6 @@ RULES = {key: rule for rule, keys in (
     (one_of("fixed", "adaptive"), "algorithm.kl_ctrl.type"),
     (one_of("none", "token", "sequence"), "algorithm.rollout_is"),
     (one_of("none", "token", "sequence", "geometric"), "algorithm.rollout_rs"),
-    (one_of("constant", "linear", "cosine", "wsd"), "optim.lr_scheduler_type"),
     (one_of("float32", "bfloat16"), "engine.param_dtype engine.compute_dtype engine.reduce_dtype"),
     (one_of("auto", "always", "never"), "engine.torch_compile"),
     (one_of("none", "selective", "full"), "engine.recompute"),

@@ -84,6 +84,7 @@ def find_resume(config, latest: Path | None, fresh: dict) -> Path | None:
     saved, run = progress["run"], fresh["run"]
     if config.model_engine == "megatron":                   # whose weights it is the type of, with fp32 masters or without
         saved, run = ({**x["run"], "engine.compute_dtype": x["export_dtype"]} for x in (progress, fresh))
+    saved.setdefault("optim.name", "adamw")                 # older checkpoints do not name it
     for key, value in run.items():
         if saved.get(key) != value:
             raise InputError(f"{path} was written with {key}={saved.get(key)}, now it is {value}: set it back, or start anew in "

@@ -180,7 +180,7 @@ def print_plan(config, this_device, train, val, total_steps: int, resume_from) -
 def identity(config, hf_config, train) -> dict:
     """What must not change between a checkpoint and its resume: step k's rows follow from it, and the weights' shapes."""
     return {"model_engine": config.model_engine, "data.train_batch_size": config.data.train_batch_size,
-            "trainer.seed": config.trainer.seed,
+            "trainer.seed": config.trainer.seed, "optim.name": config.optim.name,
             "the hash of data, tokenizer and their options": train.name,
             "the model": f"{hf_config.model_type} of {hf_config.num_hidden_layers} layers of {hf_config.hidden_size}"}
 

@@ -58,11 +58,15 @@ class LinearLogProbs(torch.autograd.Function):
 
 
 def _statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """[c, V] -> log p(target), entropy, log Z, target is the argmax, each [c]. H = log Z - sum_v p_v z_v."""
+    """[c, V] -> log p(target), entropy, log Z, target is the argmax, each [c].
+
+    H = -sum_v p_v log p_v; log Z - sum_v p_v z_v would lose the digits of an offset that all logits have in common.
+    """
     z = logits.float() if temperature == 1 else logits.float() / temperature
     log_z = z.logsumexp(-1)
     chosen = z.gather(-1, targets[:, None])[:, 0]
-    entropy = log_z - (z - log_z[:, None]).exp_().mul_(z).sum(-1)
+    log_p = z - log_z[:, None]
+    entropy = -log_p.exp().mul_(log_p).sum(-1)
     return chosen - log_z, entropy, log_z, z.argmax(-1) == targets
 
 

@@ -5,6 +5,7 @@ from omegaconf import DictConfig
 
 from engines.fsdp.engine import is_sharded, uses_compile
 from engines.hf import build_on_meta, read_hf_config
+from engines.optimizer import OPTIMIZERS
 
 GIB = 2**30
 
@@ -29,6 +30,7 @@ def estimate(config: DictConfig, world_size: int, device_type: str, role: str = 
     num_outputs = 0 if role == "critic" else shape.vocab_size
     layers = [m for m in hf.modules() if type(m).__name__ in hf._no_split_modules]
     in_layer = sum(p.numel() for p in layers[0].parameters())
+    in_matrices = sum(p.numel() for layer in layers for p in layer.parameters() if p.ndim == 2)
     num_parameters = sum(p.numel() for p in hf.parameters())
     root = num_parameters - in_layer * len(layers)
     ranks = engine.fsdp_size if engine.fsdp_size > 0 else world_size
@@ -55,7 +57,10 @@ def estimate(config: DictConfig, world_size: int, device_type: str, role: str = 
         kept = in_one_layer
     logits = min(tokens, engine.log_prob_chunk_size) * num_outputs * (2 * compute + (0 if compiled else 8))
     where = ", host" if engine.cpu_offload else ""
-    sizes = {f"parameters{where}": resident, f"gradients{where}": resident, f"optimizer{where}": 2 * resident,
+    # Adam keeps two moments, Muon one; what a user's optimizer keeps cannot be known.
+    moments = 2 - in_matrices / num_parameters if config.optim.name == "muon" else 2
+    optimizer = "optimizer" if config.optim.name in OPTIMIZERS else "optimizer, if like Adam"
+    sizes = {f"parameters{where}": resident, f"gradients{where}": resident, f"{optimizer}{where}": moments * resident,
              "gathered weights": gathered, "unreduced gradients": unreduced, "activations": tokens * kept,
              "logits of a chunk": logits, "gradient of the output matrix": num_outputs * hidden * 4}
     if role == "reference":

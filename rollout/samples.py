@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -29,6 +29,7 @@ class Samples:
     failures   responses that could not be graded, of all that were drawn; they are not among the n
     num_asked  responses that were drawn to get these: those left out and greedy ones too
     baseline   [n] fp32: the score of a greedy response to the same prompt, for remax
+    metrics    of all that was drawn, left out or not
     """
 
     batch: Batch
@@ -40,6 +41,7 @@ class Samples:
     failures: list[Failure]
     num_asked: int
     baseline: Tensor | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -71,9 +73,12 @@ class Samples:
                        num_asked=self.num_asked + greedy.num_asked).select(known)
 
     def mini_batches(self, num_prompts: int) -> list[list[int]]:
-        """Indices of responses, those of num_prompts neighbouring prompts together."""
-        place = self.group.unique(return_inverse=True)[1] // num_prompts
-        return [(place == i).nonzero()[:, 0].tolist() for i in range(int(place.max()) + 1)]
+        """Indices of responses, those of neighbouring prompts together: num_prompts of them, or where that does not divide the
+        number of prompts, as nearly equal parts of at most that many. A last part of a few prompts would get a whole step."""
+        prompts, place = self.group.unique(return_inverse=True)
+        count = -(-len(prompts) // num_prompts)
+        part = place * count // len(prompts)
+        return [(part == i).nonzero()[:, 0].tolist() for i in range(count)]
 
     def write(self, path: Path) -> None:
         """One JSON object a response."""

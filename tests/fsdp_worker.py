@@ -38,13 +38,14 @@ SETTINGS = ["data.train_files=unused", "engine.compute_dtype=float32", "optim.lr
 
 @dataclass
 class Case:
-    """Train `steps` steps of a model with these engine settings; uneven: see divide()."""
+    """Train `steps` steps of a model with these engine settings and optimizer; uneven: see divide()."""
 
     family: str
     engine: str = ""
     steps: int = FEW
     cap: int = 60
     uneven: bool = False
+    optimizer: str = "adamw"
 
 
 CP2, CP4, PADDED = "context_parallel_size=2", "context_parallel_size=4", "use_remove_padding=false"
@@ -56,20 +57,23 @@ CASES = {
         "padded": Case("qwen2_tied", PADDED), "recompute": Case("llama", RECOMPUTE), "offload": Case("qwen3", OFFLOAD),
         "sliding window": Case("sliding"), "padded sliding window": Case("sliding", PADDED),
         "compiled": Case("llama", "torch_compile=always", steps=4),
-        "fp32 master": Case("qwen3", MASTER), "pure bf16": Case("qwen3", BF16)},
+        "fp32 master": Case("qwen3", MASTER), "pure bf16": Case("qwen3", BF16),
+        "muon": Case("llama", optimizer="muon"), "muon offload": Case("qwen2_tied", OFFLOAD, optimizer="muon")},
     2: {**{f"plain {family}": Case(family, steps=TOTAL_STEPS) for family in ("qwen2_tied", "qwen3", "llama")},
         "again qwen3": Case("qwen3", steps=8), "one micro-batch": Case("qwen3", cap=1000),
         "padded": Case("llama", PADDED), "recompute": Case("qwen2_tied", RECOMPUTE),
         "offload": Case("qwen2_tied", OFFLOAD), "zero2": Case("qwen3", ZERO2), "cp2": Case("qwen3", CP2),
         "uneven": Case("llama", uneven=True), "uneven padded": Case("qwen3", PADDED, uneven=True),
-        "fp32 master": Case("llama", MASTER), "pure bf16": Case("llama", BF16)},
+        "fp32 master": Case("llama", MASTER), "pure bf16": Case("llama", BF16),
+        "muon": Case("llama", optimizer="muon"), "muon offload": Case("qwen2_tied", OFFLOAD, optimizer="muon")},
     4: {**{f"plain {family}": Case(family, steps=TOTAL_STEPS) for family in ("qwen2_tied", "llama")},
         "uneven": Case("qwen2_tied", uneven=True), "hybrid": Case("qwen3", "fsdp_size=2"),
         "hybrid cp2": Case("llama", f"fsdp_size=2 {CP2}"),
         "cp4": Case("llama", CP4, steps=TOTAL_STEPS, cap=90), "cp2 dp2": Case("qwen2_tied", CP2),
         "again cp2 dp2": Case("qwen2_tied", CP2, steps=8), "sliding window cp2": Case("sliding", CP2),
         "uneven cp2 dp2": Case("qwen3", f"{CP2} {RECOMPUTE}", cap=90, uneven=True),
-        "fp32 master cp2": Case("qwen2_tied", f"{MASTER} {CP2}", steps=8)},
+        "fp32 master cp2": Case("qwen2_tied", f"{MASTER} {CP2}", steps=8),
+        "muon": Case("llama", CP2, optimizer="muon"), "muon hybrid": Case("qwen2_tied", "fsdp_size=2", optimizer="muon")},
 }
 BROKEN = ("no_files", "missing_weight", "wrong_shape")
 # Families whose attention, embedding or memory of earlier tokens is not that of llama.
@@ -132,7 +136,7 @@ def main(folder: Path) -> None:
 
 
 def run(folder: Path, this_device: torch.device, title: str, case: Case) -> dict:
-    engine = build(folder / case.family, this_device, case.engine, case.cap)
+    engine = build(folder / case.family, this_device, case.engine, case.cap, case.optimizer)
     calls = count_calls(engine)
     result = {"steps": train(engine, range(case.steps), case.uneven), "attention_calls": len(calls),
               "stored_dtypes": sorted({str(p.dtype) for p in engine.hf.parameters()})}
@@ -142,9 +146,10 @@ def run(folder: Path, this_device: torch.device, title: str, case: Case) -> dict
     return result | {"digests": gather(digest(weights))}
 
 
-def build(model: Path, this_device: torch.device, settings: str = "", cap: int = 60) -> FSDPEngine:
+def build(model: Path, this_device: torch.device, settings: str = "", cap: int = 60, optimizer: str = "adamw") -> FSDPEngine:
     return FSDPEngine(load("sft.yaml", [f"model.path={model}", f"data.max_tokens_per_micro_batch={cap}", *SETTINGS,
-                                        *(f"engine.{s}" for s in settings.split())]), this_device, TOTAL_STEPS)
+                                        f"optim.name={optimizer}", *(f"engine.{s}" for s in settings.split())]),
+                      this_device, TOTAL_STEPS)
 
 
 def train(engine: FSDPEngine, steps, uneven: bool = False) -> list[dict[str, float]]:

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from config import InputError
 from data.packing import Batch, pack, spread
-from engines import schedule
+from engines import optimizer, schedule
 from engines.base import Engine, LossFn, check_batch_size
 from engines.collectives import AllGather
 from engines.device import to_device
@@ -73,7 +73,9 @@ class FSDPEngine(Engine):
         words = self.hf.get_input_embeddings()
         keep_zero_rows(words, full(words.weight.detach().abs().sum(1)).to(device) == 0)
         self.model.train()
-        self.optimizer = build_optimizer(self.model, self.optim) if optimize else None
+        self.optimizers = optimizer.build(self.model, layers, self.optim) if optimize else []
+        # What a group's learning rate is of the schedule's: 1, unless a user's optimizer made it otherwise.
+        self._lr_ratios = [group["lr"] / self.optim.lr if self.optim.lr else 1.0 for group in self._groups()]
         self._flops = count_flops(self.hf, self.hf_config)
         self._host_memory, self._offloaded = HostMemory(), set()
 
@@ -104,10 +106,11 @@ class FSDPEngine(Engine):
         lr = schedule.learning_rate(self.optim, step, self.total_steps)
         skipped = not math.isfinite(grad_norm)
         if not skipped:
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+            for group, ratio in zip(self._groups(), self._lr_ratios):
+                group["lr"] = lr * ratio
+            for each in self.optimizers:
+                each.step()
+        self.model.zero_grad(set_to_none=True)
         totals = self.sum_over_dp(torch.stack(list(amounts.values())))
         return {**dict(zip(amounts, totals.tolist())), "grad_norm": grad_norm, "lr": lr, "skipped": float(skipped)}
 
@@ -189,6 +192,9 @@ class FSDPEngine(Engine):
             nn.utils.clip_grads_with_norm_(self.model.parameters(), self.optim.clip_grad, norm.to(gradients[0].device))
         return norm.item()
 
+    def _groups(self) -> list[dict]:
+        return [group for each in self.optimizers for group in each.param_groups]
+
     def modules(self) -> list[nn.Module]:
         return [self.model]
 
@@ -209,8 +215,9 @@ class FSDPEngine(Engine):
     def _tensors(self, parts: tuple[str, ...]) -> Iterator[Tensor]:
         if "parameters" in parts:
             yield from self.model.parameters()
-        if "optimizer" in parts and self.optimizer is not None:
-            yield from (x for state in self.optimizer.state.values() for x in state.values())
+        if "optimizer" in parts:
+            states = (state for each in self.optimizers for state in each.state.values())
+            yield from (x for state in states for x in state.values() if isinstance(x, Tensor))
 
     # -- weights and state -----------------------------------------------------------------------------------------------
 
@@ -222,16 +229,16 @@ class FSDPEngine(Engine):
     def state(self, loading: bool = False) -> dict:
         self._onload("parameters", "optimizer")
         state = {"model": get_model_state_dict(self.hf)}
-        if self.optimizer is not None:
-            state["optimizer"] = get_optimizer_state_dict(self.hf, self.optimizer,
+        if self.optimizers:
+            state["optimizer"] = get_optimizer_state_dict(self.hf, self.optimizers,
                                                           options=StateDictOptions(flatten_optimizer_state_dict=True))
         return state
 
     def load_state(self, state: dict) -> None:
         self._onload("parameters", "optimizer")
         set_model_state_dict(self.hf, state["model"])
-        if self.optimizer is not None:
-            set_optimizer_state_dict(self.hf, self.optimizer, state["optimizer"],
+        if self.optimizers:
+            set_optimizer_state_dict(self.hf, self.optimizers, state["optimizer"],
                                      options=StateDictOptions(flatten_optimizer_state_dict=True))
 
     def write(self, states: dict[str, dict], directory: Path, group: dist.ProcessGroup | None) -> Future | None:
@@ -256,6 +263,7 @@ def check_layout(config: DictConfig, hf_config, world_size: int) -> None:
     heads = getattr(hf_config, "num_attention_heads", None)
     kv_heads = getattr(hf_config, "num_key_value_heads", None) or heads
     schedule.check(config.optim)
+    optimizer.check(config)
     if heads is None:
         raise InputError(f"model.path={config.model.path} is not a causal language model of text alone")
     if getattr(hf_config, "quantization_config", None):
@@ -318,15 +326,6 @@ def shard(model: nn.Module, layers: list[nn.Module], engine: DictConfig, device_
     for layer in layers:
         fully_shard(layer, reshard_after_forward=engine.reshard_after_forward, **options)
     fully_shard(model, reshard_after_forward=False, **options)
-
-
-def build_optimizer(model: nn.Module, optim: DictConfig) -> torch.optim.AdamW:
-    """AdamW (Loshchilov and Hutter 2019); weight decay on matrices and embeddings alone."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [{"params": [p for p in parameters if p.ndim > 1], "weight_decay": optim.weight_decay},
-              {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0}]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=optim.lr, betas=tuple(optim.betas), eps=optim.eps,
-                             fused=True)
 
 
 def full(tensor: Tensor) -> Tensor:

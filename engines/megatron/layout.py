@@ -9,7 +9,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from omegaconf import DictConfig, OmegaConf
 
 from config import InputError
-from engines import schedule
+from engines import optimizer, schedule
 from engines.base import check_batch_size
 
 # mbridge's own, which hold where the configuration says nothing.
@@ -33,6 +33,7 @@ def check_layout(config: DictConfig, hf_config, world_size: int) -> None:
     heads, layers = hf_config.num_attention_heads, hf_config.num_hidden_layers
     kv_heads = hf_config.num_key_value_heads or heads
     schedule.check(config.optim)
+    optimizer.check(config)
     if world_size % model_parallel:
         raise InputError(f"tensor ({tp}) x pipeline ({pp}) x context ({cp}) parallel ranks do not divide the "
                          f"{world_size} ranks: change engine.*_parallel_size or the number of ranks")
