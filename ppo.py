@@ -35,8 +35,8 @@ from rollout.samples import Samples, concat
 # critic, `ref_log_probs` for a reference, `baseline` in an advantage for greedy responses, `old_log_probs` in one for the
 # pass that computes them. A configuration key that no function names has no effect, and is an error.
 NAMED = {
-    "adv_estimator": (ADVANTAGES, "rewards mask sequence group scores values baseline old_log_probs ref_log_probs "
-                                  "rollout_log_probs gamma lam", "adv_kwargs"),
+    "adv_estimator": (ADVANTAGES, "rewards mask sequence group values baseline old_log_probs ref_log_probs rollout_log_probs "
+                                  "gamma lam", "adv_kwargs"),
     "loss_mode": (POLICY_LOSSES, "log_probs entropy old_log_probs advantages mask sequence num_sequences clip_low clip_high "
                                  "dual_clip returns values ref_log_probs rollout_log_probs group scores", "loss_kwargs"),
     "loss_agg_mode": (AGGREGATIONS, "mask sequence num_sequences max_tokens", None),
@@ -101,6 +101,7 @@ def check_effect(config: DictConfig) -> None:
     for keys, holds, needs in (
             ("critic.path critic.lr critic.cliprange_value critic.warmup_steps", uses_critic(config),
              readers("adv_estimator", "values")),
+            ("reward.overlong_buffer algorithm.use_kl_in_reward", "rewards" in in_advantage, "an advantage that names rewards"),
             *((f"algorithm.{name}", name in in_advantage, readers("adv_estimator", name)) for name in ("gamma", "lam")),
             *((f"algorithm.{key}", name in in_loss, readers("loss_mode", name)) for key, name in (
                 ("clip_ratio_low", "clip_low"), ("clip_ratio_high", "clip_high"), ("clip_ratio_c", "dual_clip"))),
@@ -286,8 +287,8 @@ def set_advantages(config: DictConfig, samples: Samples, minis: list[list[int]],
         rewards = rewards - kl_coef * kl
         metrics |= {"actor/reward_kl": (kl.sum() / mask.sum()).item(), "actor/kl_coef": kl_coef}
     f["advantages"], f["returns"] = check_shapes(config, "adv_estimator", mask, *named(config, "adv_estimator")(**{
-        **f, "rewards": rewards, "mask": mask, "group": samples.group, "scores": samples.scores,
-        "baseline": samples.baseline, "gamma": algorithm.gamma, "lam": algorithm.lam}))
+        **f, "rewards": rewards, "mask": mask, "group": samples.group, "baseline": samples.baseline,
+        "gamma": algorithm.gamma, "lam": algorithm.lam}))
     if "old_log_probs" in f:
         gap = off_policy(f["old_log_probs"], f["rollout_log_probs"], mask)
         metrics |= off_policy_metrics({name: ((x * mask).sum() / mask.sum()).item() for name, x in gap.items()})

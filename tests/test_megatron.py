@@ -440,6 +440,7 @@ def config(folder, *pairs):
      "mixture of experts with engine.tensor_model_parallel_size > 1 needs engine.sequence_parallel=true"),
     (4, ["data.train_batch_size=3"], "train_batch_size=3 is less than the 4 data-parallel ranks"),
     (1, ["optim.lr_scheduler_type=constant", "optim.min_lr_ratio=0.1"], "no effect with a constant schedule"),
+    (1, ["optim.name=muon"], "optim.name=muon needs model_engine=fsdp"),
     (1, ["model.path=/nowhere"], "holds no config.json"),
     (1, ["engine.override_ddp_config.use_distributed_optimizer=false"],
      "contradicts engine.use_distributed_optimizer=True"),
