@@ -21,16 +21,14 @@ def num_lines(path: Path) -> int:
 
 
 def main() -> None:
-    sizes = {path: num_lines(path) for path in PRODUCT}
-    limits = {path: MAX_SCRIPT if path in SCRIPTS else MAX_FILE for path in PRODUCT}
-    over = [f"{path.relative_to(ROOT)}: {size} lines, more than {limits[path]}" for path, size in sizes.items() if size > limits[path]]
-    total = sum(sizes.values())
-    if total > MAX_PRODUCT:
-        over.append(f"the product: {total} lines, more than {MAX_PRODUCT}")
-    print(*over, sep="\n", end="\n" if over else "")
-    print(f"{len(sizes)} files, {total} lines of {MAX_PRODUCT}; the largest: "
-          + ", ".join(f"{path.relative_to(ROOT)} {sizes[path]}" for path in sorted(sizes, key=sizes.get)[:-4:-1]))
-    sys.exit(bool(over))
+    sizes = {str(path.relative_to(ROOT)): num_lines(path) for path in PRODUCT}
+    limits = {name: MAX_SCRIPT if ROOT / name in SCRIPTS else MAX_FILE for name in sizes}
+    sizes["the product"], limits["the product"] = sum(sizes.values()), MAX_PRODUCT
+    for name, size in sorted(sizes.items(), key=lambda item: -item[1])[:4]:
+        print(f"{name}: {size} lines of {limits[name]}")
+    over = [f"{name} has {size} lines, more than {limits[name]}" for name, size in sizes.items() if size > limits[name]]
+    if over:
+        sys.exit("\n".join(over))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import ast
 import re
-from pathlib import Path
+import subprocess
 
 import pytest
 from omegaconf import OmegaConf
@@ -48,6 +48,13 @@ def test_shipped_configurations_load():
     for path in CONFIGS:
         if "demo" in path.parts:
             load(f"{path.stem.split('_')[0]}.yaml", [str(path)])
+
+
+def test_slurm_scripts_wait_for_what_the_trainers_say():
+    for script in SCRIPTS:
+        batch = ROOT / f"examples/slurm/{script.stem.removeprefix('train_')}.sbatch"
+        subprocess.run(["bash", "-n", batch], check=True)
+        assert re.search('grep "(.*)"', batch.read_text())[1] in script.read_text() and script.name in batch.read_text()
 
 
 # A module imports from its own room and from those behind it: scripts, rollout, engines, data, and what stands alone.
