@@ -180,9 +180,9 @@ def load(defaults: str, arguments: list[str]) -> DictConfig:
 
 
 def run(main: Callable[[DictConfig], None], defaults: str, doc: str) -> None:
-    """Entry of a script: load the configuration from sys.argv, call main(config); an InputError is one line a node, exit 2."""
+    """Entry of a script: load the configuration from sys.argv, call main(config); an InputError is one line per node, exit 2."""
     if {"-h", "--help"} & set(sys.argv[1:]):
-        print(doc, (CONFIGS / defaults).read_text(), sep="\n")
+        print(doc, *(path.read_text() for path in (CONFIGS / defaults, *_engines())), sep="\n")
         return
     try:
         main(load(defaults, sys.argv[1:]))
@@ -230,7 +230,7 @@ def _flat(tree: DictConfig | dict, prefix: str = "") -> dict:
 
 
 def _is_free(key: str, known: dict) -> bool:
-    """Below a group whose default is {}: its keys belong to another package, which checks them."""
+    """Whether the key is in a group whose default is {}: another package defines such keys and checks them."""
     return any(value == {} and key.startswith(f"{name}.") for name, value in known.items())
 
 
@@ -276,9 +276,9 @@ def _where(key: str, known: dict) -> str:
 
 
 def _suggest(key: str, known: dict) -> str:
-    """What to write for a key that is not known here: one of our keys, or advice in words, or '' if nothing is near."""
+    """What to write for a key that is not known here: one of our keys, advice in words, or '' if nothing is near."""
     names, key = OmegaConf.load(CONFIGS / "names.yaml"), key.replace("-", "_")
-    parts, places = key.split("."), _places()
+    parts = key.split(".")
     # Parts of actor_rollout_ref.rollout.val_kwargs.n: the longest first, and of those the last.
     for part in (".".join(parts[i:i + n]) for n in range(len(parts), 0, -1) for i in range(len(parts) - n, -1, -1)):
         if part in names:
@@ -286,7 +286,7 @@ def _suggest(key: str, known: dict) -> str:
     for start in range(1, len(parts)):
         if ".".join(parts[start:]) in known:
             return ".".join(parts[start:])
-    by_name = {k.rpartition(".")[2]: k for k in reversed([*known, *(k for k in places if k not in known)])}    # the first wins
+    by_name = {k.rpartition(".")[2]: k for k in reversed([*known, *_places()])}         # the first group wins
     if close := difflib.get_close_matches(key, known, n=1, cutoff=0.85):
         return close[0]
     if parts[-1] in by_name:

@@ -214,3 +214,12 @@ def test_an_error_is_one_line_a_node_and_exit_code_2(monkeypatch, capsys, rank, 
     with pytest.raises(SystemExit) as left:
         run(main, "sft.yaml", "")
     assert left.value.code == 2 and capsys.readouterr().err == said
+
+
+def test_help_lists_every_key(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["train_sft.py", "--help"])
+    run(None, "sft.yaml", "the script's docstring")
+    said = capsys.readouterr().out
+    assert said.startswith("the script's docstring\n")
+    for key, place in _places().items():
+        assert place == "train_ppo.py" or f"{key.rpartition('.')[2]}:" in said, key
