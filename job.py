@@ -98,15 +98,14 @@ def find_resume(config, latest: Path | None, fresh: dict, total_steps: int) -> P
     saved, run = progress["run"], fresh["run"]
     if config.model_engine == "megatron":                   # whose weights have that dtype, with fp32 masters or without
         saved, run = ({**x["run"], "engine.compute_dtype": x["export_dtype"]} for x in (progress, fresh))
-    saved.setdefault("optim.name", "adamw")                 # older checkpoints do not name it
+    saved.setdefault("optim.name", "adamw")                 # older checkpoints do not name these two
+    saved.setdefault("critic", saved.get("algorithm.adv_estimator") == "gae")
     changed = [key for key, value in run.items() if saved.get(key) != value]
     for key in changed:
         said = f"{path} was written with {key}={saved.get(key)}, now it is {run[key]}"
         if key not in override:
             raise InputError(f"{said}: set it back, {'name it in trainer.resume_override, ' * (key in allowed)}"
                              "or start anew in another output_dir")
-        if run[key] == "gae":
-            raise InputError(f"{said}: the checkpoint has no critic")
         print(f"{said}, as trainer.resume_override allows", flush=True)
     if changed and progress["step"] >= total_steps:
         raise InputError(f"{path} is of step {progress['step']}, and this run has {total_steps} steps: raise "

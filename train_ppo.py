@@ -163,9 +163,10 @@ def load_prompts(config, files, tokenizer):
 
 def identity(config, hf_config, train) -> dict:
     """What must not change between a checkpoint and its resume."""
+    import ppo
     return {"model_engine": config.model_engine, "data.train_batch_size": config.data.train_batch_size,
             "trainer.seed": config.trainer.seed, "rollout.n": config.rollout.n, "optim.name": config.optim.name,
-            "algorithm.adv_estimator": config.algorithm.adv_estimator,
+            "algorithm.adv_estimator": config.algorithm.adv_estimator, "critic": ppo.uses_critic(config),
             "data.train_files": f"{train.name[:16]} (a hash of data, tokenizer and their options)",
             "the model": f"{hf_config.model_type} of {hf_config.num_hidden_layers} layers of {hf_config.hidden_size}"}
 

@@ -288,7 +288,8 @@ def test_a_run_goes_on_with_another_batch_size_seed_and_data_when_told_to(assets
     (["trainer.resume_override=[trainer.seed]"], {"trainer.seed": 1, "the model": "qwen3 of 4 layers"},
      "with the model=qwen3 of 2 layers, now it is qwen3 of 4 layers: set it back, or start anew"),
     (["trainer.resume_override=[trainer.seed]"], {"trainer.seed": 1}, "is of step 20, and this run has 20 steps: raise"),
-    (["trainer.resume_override=[algorithm.adv_estimator]"], {"algorithm.adv_estimator": "gae"}, "the checkpoint has no critic"),
+    (["trainer.resume_override=[algorithm.adv_estimator]"], {"algorithm.adv_estimator": "gae", "critic": True},
+     "with critic=False, now it is True: set it back, or start anew"),
 ])
 def test_what_a_resume_may_not_change(tmp_path, pairs, run, message):
     saved = {"trainer.seed": 0, "data.train_batch_size": 8, "the model": "qwen3 of 2 layers"}
