@@ -1,4 +1,4 @@
-"""What every training script does around its loop: find the model, take up a run, stop when asked to."""
+"""What every training script does around its loop: find the model, resume a run, stop when asked."""
 
 import math
 import os
@@ -10,7 +10,7 @@ from config import InputError
 
 
 def with_local_model(config):
-    """The configuration with the paths of models as directories: a name on the hub is downloaded, or found in its cache."""
+    """The configuration with a directory for every model: a name on the hub is downloaded, or found in the cache."""
     from huggingface_hub import snapshot_download
     from omegaconf import OmegaConf
     paths = {}
@@ -44,7 +44,7 @@ def load_tokenizer(config):
 
 
 def count_steps(config, train) -> tuple[int, int]:
-    """(optimizer steps an epoch, optimizer steps in all)"""
+    """(steps per epoch, steps in all)"""
     steps_per_epoch = len(train) // config.data.train_batch_size
     if steps_per_epoch == 0:
         raise InputError(f"data.train_batch_size={config.data.train_batch_size} is more than the {len(train)} rows of "
@@ -68,32 +68,53 @@ def check_directories(config) -> None:
         output.claim(Path(config.output_dir))
 
 
-def find_resume(config, latest: Path | None, fresh: dict) -> Path | None:
-    """The checkpoint to go on from. Raises InputError when it does not fit this run."""
+# Of what identifies a run, trainer.resume_override may name these: the rest is what the weights are.
+OVERRIDABLE = ("data.train_batch_size", "data.train_files", "trainer.seed", "rollout.n", "algorithm.adv_estimator")
+
+
+def find_resume(config, latest: Path | None, fresh: dict, total_steps: int) -> Path | None:
+    """The checkpoint to go on from, or None. latest: the newest one in output_dir; fresh: the progress of a new run.
+
+    Raises InputError when the checkpoint does not fit this run: fresh["run"] must be what it was, except for the keys in
+    trainer.resume_override.
+    """
     from engines.checkpoint import read_progress
-    resume = config.trainer.resume
+    resume, override = config.trainer.resume, list(config.trainer.resume_override)
+    allowed = [key for key in OVERRIDABLE if key in fresh["run"]]
+    for key in override:
+        if key not in allowed:
+            raise InputError(f"trainer.resume_override names {key}: only {', '.join(allowed)} can change in a run")
     if latest is not None and resume == "never":
         raise InputError(f"trainer.resume=never, but {latest} is there: set trainer.resume=auto to go on from it, or "
                          "another output_dir to keep it")
     path = latest or (Path(resume) if resume not in ("auto", "never") else None)
     if path is None:
+        if override:
+            raise InputError("trainer.resume_override has no checkpoint to go on from: set trainer.resume to its path")
         return None
     if not (path / "trainer.json").is_file():
         raise InputError(f"trainer.resume={resume} is neither auto, never, nor a checkpoint directory")
     progress = read_progress(path)
     saved, run = progress["run"], fresh["run"]
-    if config.model_engine == "megatron":                   # whose weights it is the type of, with fp32 masters or without
+    if config.model_engine == "megatron":                   # whose weights have that dtype, with fp32 masters or without
         saved, run = ({**x["run"], "engine.compute_dtype": x["export_dtype"]} for x in (progress, fresh))
-    saved.setdefault("optim.name", "adamw")                 # older checkpoints do not name it
-    for key, value in run.items():
-        if saved.get(key) != value:
-            raise InputError(f"{path} was written with {key}={saved.get(key)}, now it is {value}: set it back, or start anew in "
-                             "another output_dir")
+    saved.setdefault("optim.name", "adamw")                 # older checkpoints do not name these two
+    saved.setdefault("critic", saved.get("algorithm.adv_estimator") == "gae")
+    changed = [key for key, value in run.items() if saved.get(key) != value]
+    for key in changed:
+        said = f"{path} was written with {key}={saved.get(key)}, now it is {run[key]}"
+        if key not in override:
+            raise InputError(f"{said}: set it back, {'name it in trainer.resume_override, ' * (key in allowed)}"
+                             "or start anew in another output_dir")
+        print(f"{said}, as trainer.resume_override allows", flush=True)
+    if changed and progress["step"] >= total_steps:
+        raise InputError(f"{path} is of step {progress['step']}, and this run has {total_steps} steps: raise "
+                         "trainer.total_epochs or set trainer.total_steps")
     return path
 
 
 def bind_cpus(config, device) -> None:
-    """Keep this rank on the CPUs near its accelerator, if trainer.numa_affinity says so, and tell what was done."""
+    """Keep this rank on the CPUs near its accelerator if trainer.numa_affinity says so, and print what was done."""
     import torch.distributed as dist
 
     from engines import affinity
@@ -102,8 +123,8 @@ def bind_cpus(config, device) -> None:
 
 
 def start_profiler(config, device, total_steps: int, model_stages: list[str]):
-    """The Profiler that `profiler` and trainer.profile_interval ask for. model_stages: those of this run in which a model
-    runs, which msprobe can dump."""
+    """The Profiler that `profiler` and trainer.profile_interval ask for. model_stages: the stages of this run in which a
+    model computes, which msprobe can dump."""
     from profiling import OFF, Profiler, get_rank
     try:
         profiler = Profiler(config.profiler, config.trainer.profile_interval, Path(config.output_dir) / "profile",
@@ -148,7 +169,7 @@ def start_heartbeat(config, profiler):
 
 
 def layout(config, world_size: int) -> str:
-    """How the ranks are divided to train, for dry_run."""
+    """How the ranks are divided for training, in words, for dry_run."""
     sizes = {"tensor": "tensor_model", "context": "context", "pipeline": "pipeline_model"}
     sizes = {name: config.engine.get(f"{key}_parallel_size", 1) for name, key in sizes.items()}
     data_parallel, experts = world_size // math.prod(sizes.values()), config.engine.get("expert_model_parallel_size", 1)
@@ -157,7 +178,7 @@ def layout(config, world_size: int) -> str:
 
 
 def print_memory(config, world_size: int, device_type: str, role: str | None = None) -> None:
-    """The memory of one rank, estimated, for dry_run. role: None where there is one model."""
+    """Print the estimated memory of one rank, for dry_run. role: None if there is only one model."""
     from engines.memory import estimates
     stages = estimates(config, world_size, device_type, role or "actor")
     print("memory of one rank" + f" for the {role}" * bool(role) + " [GiB], estimated"

@@ -60,7 +60,7 @@ def main(config):
     checkpointer = Checkpointer(out / "checkpoints", trainer.max_checkpoints, trainer.async_save)
     progress = {"step": 0, "batch": 0, "updates": 0, "skipped": 0, "failures": 0, "kl_coef": algorithm.kl_ctrl.kl_coef,
                 "run": identity(config, hf_config, train), "export_dtype": config.engine.compute_dtype}
-    resume_from = device.on_rank0(job.find_resume, config, checkpointer.latest(), progress)
+    resume_from = device.on_rank0(job.find_resume, config, checkpointer.latest(), progress, total_steps)
     if config.dry_run:
         device.on_rank0(print_plan, config, this_device, train, val, total_steps, resume_from)
         return device.shutdown()
@@ -68,7 +68,7 @@ def main(config):
     grader = Grader(config.reward.function, config.reward.num_workers, config.reward.timeout)
     roles = Roles(config, this_device, tokenizer, grader, profiler, total_steps)
     if resume_from:
-        progress = roles.load(checkpointer, resume_from) | {"export_dtype": config.engine.compute_dtype}
+        progress = roles.load(checkpointer, resume_from) | {key: progress[key] for key in ("run", "export_dtype")}
         if algorithm.kl_ctrl.type == "fixed":
             progress["kl_coef"] = algorithm.kl_ctrl.kl_coef
     roles.start_rollout()
@@ -163,10 +163,11 @@ def load_prompts(config, files, tokenizer):
 
 def identity(config, hf_config, train) -> dict:
     """What must not change between a checkpoint and its resume."""
+    import ppo
     return {"model_engine": config.model_engine, "data.train_batch_size": config.data.train_batch_size,
             "trainer.seed": config.trainer.seed, "rollout.n": config.rollout.n, "optim.name": config.optim.name,
-            "algorithm.adv_estimator": config.algorithm.adv_estimator,
-            "the hash of data, tokenizer and their options": train.name,
+            "algorithm.adv_estimator": config.algorithm.adv_estimator, "critic": ppo.uses_critic(config),
+            "data.train_files": f"{train.name[:16]} (a hash of data, tokenizer and their options)",
             "the model": f"{hf_config.model_type} of {hf_config.num_hidden_layers} layers of {hf_config.hidden_size}"}
 
 

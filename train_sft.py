@@ -46,14 +46,14 @@ def main(config):
     checkpointer = Checkpointer(out / "checkpoints", trainer.max_checkpoints, trainer.async_save)
     progress = {"step": 0, "skipped": 0, "run": identity(config, hf_config, train),
                 "export_dtype": config.engine.compute_dtype}
-    resume_from = device.on_rank0(job.find_resume, config, checkpointer.latest(), progress)
+    resume_from = device.on_rank0(job.find_resume, config, checkpointer.latest(), progress, total_steps)
     if config.dry_run:
         device.on_rank0(print_plan, config, this_device, train, val, total_steps, resume_from)
         return device.shutdown()
 
     engine = engine_class(config.model_engine)(config, this_device, total_steps)
     if resume_from:
-        progress = checkpointer.load(resume_from, engine) | {"export_dtype": config.engine.compute_dtype}
+        progress = checkpointer.load(resume_from, engine) | {key: progress[key] for key in ("run", "export_dtype")}
     step = progress["step"]
     if rank == 0:
         OmegaConf.save(config, out / "config.yaml")
@@ -181,7 +181,7 @@ def identity(config, hf_config, train) -> dict:
     """What must not change between a checkpoint and its resume: step k's rows follow from it, and the weights' shapes."""
     return {"model_engine": config.model_engine, "data.train_batch_size": config.data.train_batch_size,
             "trainer.seed": config.trainer.seed, "optim.name": config.optim.name,
-            "the hash of data, tokenizer and their options": train.name,
+            "data.train_files": f"{train.name[:16]} (a hash of data, tokenizer and their options)",
             "the model": f"{hf_config.model_type} of {hf_config.num_hidden_layers} layers of {hf_config.hidden_size}"}
 
 

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parent.parent
 STEPS, FIRST = 8, 5
 TOOLS = {
     "timers alone": [], "torch": ["profiler.tool=torch"],
@@ -31,10 +31,10 @@ def measure(model: str, train_file: str, tool: list[str], more: list[str]) -> tu
     """(seconds of a step before, seconds of a recorded one, bytes a step); None if the tool is not to be had here."""
     with tempfile.TemporaryDirectory() as out:
         interval = [f"trainer.profile_interval=[{FIRST},{STEPS}]"] if tool else []
-        done = subprocess.run([sys.executable, "train_sft.py", f"model.path={model}", f"data.train_files={train_file}",
+        done = subprocess.run([sys.executable, ROOT / "train_sft.py", f"model.path={model}", f"data.train_files={train_file}",
                                f"output_dir={out}", "data.train_batch_size=32", "data.max_tokens_per_micro_batch=2048",
                                f"trainer.total_steps={STEPS}", "engine.torch_compile=never", *tool, *interval, *more],
-                              cwd=ROOT, capture_output=True, text=True)
+                              capture_output=True, text=True)
         if done.returncode == 2:
             print(f"    left out: {done.stderr.splitlines()[-1]}")
             return None

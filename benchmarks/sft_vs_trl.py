@@ -23,11 +23,12 @@ SETTINGS = {"--lr": "1e-4", "--weight-decay": "0.1", "--clip-grad": "1.0"}
 
 
 def launch(python: str, ranks: int, script: str, *arguments: str) -> None:
+    script = str(ROOT / script)
     command = [python, script] if ranks == 1 else [python, "-m", "torch.distributed.run", "--standalone",
                                                     "--nproc-per-node", str(ranks), script]
     # The same cores for both: two threads in one process, or one in each of two.
     env = {**os.environ, "OMP_NUM_THREADS": str(max(1, 2 // ranks)), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([*command, *arguments], cwd=ROOT, env=env, capture_output=True, text=True)
+    done = subprocess.run([*command, *arguments], env=env, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{done.stdout[-2000:]}{done.stderr[-4000:]}\n{script}: exit code {done.returncode}")
 
@@ -70,7 +71,7 @@ def main():
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         work = Path(directory)
-        subprocess.run([sys.executable, "benchmarks/make_sft_data.py", work / "data"], cwd=ROOT, check=True)
+        subprocess.run([sys.executable, ROOT / "benchmarks/make_sft_data.py", work / "data"], check=True)
         ours(work, 1, WARM_UP + 1, arguments.batch_size)        # fills the token cache
         print("| ranks | TRL | this [tokens/s] | TRL [tokens/s] | ratio: median (smallest, largest) of pairs |\n"
               "|---|---|---|---|---|")

@@ -39,9 +39,9 @@ def launch(num_ranks: int, script: str, *arguments, returncode: int = 0,
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
-def run(command, returncode=0, **env):
+def run(command, returncode=0, cwd=ROOT, **env):
     """One process, to its end."""
-    done = subprocess.run(command, cwd=ROOT, env=environment(**env), capture_output=True, text=True, timeout=LIMIT)
+    done = subprocess.run(command, cwd=cwd, env=environment(**env), capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == returncode, (done.stdout + done.stderr)[-9000:]
     return done
 

@@ -462,9 +462,9 @@ def test_layouts_that_cannot_work(folder, world, pairs, message):
 def test_resume_in_another_dtype_is_refused(folder, tmp_path):
     written = {"run": {"model_engine": "megatron"}, "export_dtype": "float32"}
     (tmp_path / "trainer.json").write_text(json.dumps(written))
-    assert find_resume(config(folder), tmp_path, written) == tmp_path
+    assert find_resume(config(folder), tmp_path, written, 1) == tmp_path
     with pytest.raises(InputError, match="with engine.compute_dtype=float32, now it is bfloat16: set it back"):
-        find_resume(config(folder), tmp_path, written | {"export_dtype": "bfloat16"})
+        find_resume(config(folder), tmp_path, written | {"export_dtype": "bfloat16"}, 1)
 
 
 @pytest.mark.parametrize("changes, message", [

@@ -15,7 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from config import InputError, load
+from data.packing import global_batch
 from examples.arithmetic import make_rows, make_tokenizer
+from job import find_resume
 from tests.launch import LIMIT, ROOT, checkpoints, environment, kill_all, metrics, run, start, wait_for
 from tests.models import make_model
 
@@ -193,7 +196,7 @@ def broken_file(tmp_path, text):
 
 GOOD = '{"messages": [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]}\n'
 MISTAKES = {
-    "an unknown key": (["optim.learning_rate=1"], "unknown key optim.learning_rate; the nearest is"),
+    "an unknown key": (["optim.learning_rate=1"], "unknown key optim.learning_rate; the nearest is optim.lr"),
     "no model": (["model.path=/nowhere"], "model.path=/nowhere"),
     "no data file": (["data.train_files=/nowhere.jsonl"], "/nowhere.jsonl: no such file"),
     "a malformed row": (lambda tmp: [broken_file(tmp, GOOD + GOOD + '{"messages": 1}\n')], "broken.jsonl:3: "),
@@ -244,11 +247,58 @@ def test_a_checkpoint_is_not_continued_with_other_data_nor_overwritten(assets, u
     done = run([*PYTHON, *arguments(assets, uninterrupted, "data.train_batch_size=4")], returncode=2)
     assert "was written with data.train_batch_size=8, now it is 4" in done.stderr
     done = run([*PYTHON, *arguments(assets, uninterrupted, "data.train_on=last", "data.max_length=64")], returncode=2)
-    assert "was written with the hash of data" in done.stderr
+    assert "was written with data.train_files=" in done.stderr and "(a hash of data, tokenizer and their options)" in done.stderr
     run([*PYTHON, *arguments(assets, uninterrupted, "dry_run=true")])
     done = run([*PYTHON, *arguments(assets, uninterrupted, "trainer.resume=never")], returncode=2)
     assert "trainer.resume=never, but" in done.stderr
     assert (checkpoints(uninterrupted), [(uninterrupted / name).read_bytes() for name in kept]) == before
+
+
+def test_a_run_goes_on_with_another_batch_size_seed_and_data_when_told_to(assets, uninterrupted, tmp_path):
+    """In another directory than the repository's, with paths relative to it."""
+    changed = ["model.path=model", "data.train_files=val.jsonl", "data.train_batch_size=4", "trainer.seed=1",
+               "trainer.total_epochs=4"]
+    command = [sys.executable, ROOT / "train_sft.py", *arguments(assets, tmp_path, *changed)]
+    done = run([*command, f"trainer.resume={uninterrupted}/checkpoints/step_00000020",
+                "trainer.resume_override=[data.train_batch_size,trainer.seed,data.train_files]"], cwd=assets)
+    assert done.stdout.count("as trainer.resume_override allows") == 3
+    # 30 rows are 7 batches of 4: the steps go on from 20 with batch 21 of the new order, the last of its third epoch.
+    assert [(m["step"], m["train/epoch"]) for m in metrics(tmp_path)] == [(k, k / 7) for k in range(21, 29)]
+    rows = [json.loads(line) for line in (assets / "val.jsonl").read_text().splitlines()]
+    model = AutoModelForCausalLM.from_pretrained(uninterrupted / "hf", dtype=torch.float32)
+    tokenizer, loss, tokens = AutoTokenizer.from_pretrained(uninterrupted / "hf"), 0.0, 0
+    for row in global_batch(30, 4, seed=1, step=20):
+        question, answer = rows[row]["messages"]
+        prompt = tokenizer.apply_chat_template([question], add_generation_prompt=True, return_dict=False)
+        reply = tokenizer(answer["content"] + "<|im_end|>")["input_ids"]
+        logits = model(torch.tensor([prompt + reply])).logits[0, len(prompt) - 1:-1]
+        loss += torch.nn.functional.cross_entropy(logits, torch.tensor(reply), reduction="sum").item()
+        tokens += len(reply)
+    assert metrics(tmp_path)[0]["train/loss"] == pytest.approx(loss / tokens, rel=1e-5)
+    # What it saves is its own: nothing is left to override.
+    assert "step 28 of 28" in run(command, cwd=assets).stdout
+
+
+@pytest.mark.parametrize("pairs, run, message", [
+    (["trainer.resume_override=[model.path]"], {}, "names model.path: only data.train_batch_size, trainer.seed can change"),
+    (["trainer.resume_override=[rollout.n]"], {}, "names rollout.n: only"),
+    (["trainer.resume=auto", "trainer.resume_override=[trainer.seed]"], {}, "no checkpoint to go on from: set trainer.resume to"),
+    (["trainer.resume_override=[trainer.seed]"], {"trainer.seed": 1, "data.train_batch_size": 4},
+     "with data.train_batch_size=8, now it is 4: set it back, name it in trainer.resume_override, or start anew"),
+    (["trainer.resume_override=[trainer.seed]"], {"trainer.seed": 1, "the model": "qwen3 of 4 layers"},
+     "with the model=qwen3 of 2 layers, now it is qwen3 of 4 layers: set it back, or start anew"),
+    (["trainer.resume_override=[trainer.seed]"], {"trainer.seed": 1}, "is of step 20, and this run has 20 steps: raise"),
+    (["trainer.resume_override=[algorithm.adv_estimator]"], {"algorithm.adv_estimator": "gae", "critic": True},
+     "with critic=False, now it is True: set it back, or start anew"),
+])
+def test_what_a_resume_may_not_change(tmp_path, pairs, run, message):
+    saved = {"trainer.seed": 0, "data.train_batch_size": 8, "the model": "qwen3 of 2 layers"}
+    saved |= {key: "grpo" for key in run if key == "algorithm.adv_estimator"}
+    (tmp_path / "trainer.json").write_text(json.dumps({"step": 20, "run": saved}))
+    config = load("sft.yaml", ["model.path=m", "data.train_files=t", f"trainer.resume={tmp_path}", *pairs])
+    with pytest.raises(InputError) as caught:
+        find_resume(config, None, {"run": saved | run}, 20)
+    assert message in str(caught.value)
 
 
 def test_gradients_that_stay_infinite_stop_the_run(assets, tmp_path):
