@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import random
-import sys
+import time
 import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import contextmanager
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
 from torch import Tensor
+from tqdm import tqdm
 from transformers import AutoConfig
 
 from config import InputError
@@ -92,8 +93,7 @@ class Rollout:
                                f"{'valid' if self.weights_valid else 'not valid'}: wake, update_weights, wake first")
         params = [self._params(sampling, seed) for seed in seeds]
         with untouched_random_state():
-            outputs = self.llm.generate([{"prompt_token_ids": p} for p in prompts], params,
-                                        use_tqdm=dist.get_rank() == 0 and sys.stderr.isatty())
+            outputs = self._run([{"prompt_token_ids": p} for p in prompts], params)
         ids, log_probs, mask, truncated = [], [], [], []
         for prompt, output in zip(prompts, outputs, strict=True):
             response = output.outputs[0]
@@ -106,6 +106,23 @@ class Rollout:
         fields = {"loss_mask": flat(mask, torch.float32), "rollout_log_probs": flat(log_probs, torch.float32)}
         cu_seqlens = torch.tensor([0, *map(len, ids)]).cumsum(0)
         return Batch(flat(ids, torch.int64), cu_seqlens, fields), torch.tensor(truncated, dtype=torch.bool)
+
+    def _run(self, prompts: list[dict], params: list) -> list:
+        """vLLM's outputs, in the order of the prompts. On a terminal, rank 0 shows how far its replica is in one line,
+        which disappears at the end; the tokens in it are those of finished responses."""
+        replicas = f" (vLLM 1 of {self.num_replicas})" if self.num_replicas > 1 else ""
+        self.llm.enqueue(prompts, params, use_tqdm=False)
+        outputs, num_tokens, engine = [], 0, self.llm.llm_engine
+        with tqdm(total=len(prompts), leave=False, dynamic_ncols=True, disable=dist.get_rank() != 0 or None,     # None: no terminal
+                  bar_format=f"generate{replicas} |{{bar:20}}| {{n_fmt}}/{{total_fmt}} responses{{postfix}}") as bar:
+            start = time.perf_counter()
+            while engine.has_unfinished_requests():
+                finished = [output for output in engine.step() if output.finished]
+                outputs += finished
+                num_tokens += sum(len(output.outputs[0].token_ids) for output in finished)
+                bar.set_postfix_str(f"{tqdm.format_sizeof(num_tokens / (time.perf_counter() - start))} tokens/s", refresh=False)
+                bar.update(len(finished))
+        return sorted(outputs, key=lambda output: int(output.request_id))
 
     def modules(self) -> list[torch.nn.Module]:
         """vLLM's model on this rank."""
