@@ -1,4 +1,4 @@
-"""A run's metrics: metrics.jsonl always, and console, tensorboard, wandb as trainer.logger says. Rank 0 alone writes."""
+"""What a run tells: metrics.jsonl always; console, tensorboard and wandb as trainer.logger says. Rank 0 alone writes."""
 
 import importlib.util
 import json
@@ -43,7 +43,7 @@ class Tracker:
         self.equal_rewards = None, 0        # the only one of the last step, and for how many steps it has been
         self.file = open_metrics(out, step)
         self.log_freq = config.trainer.log_freq
-        # In a log file every refresh stays for good.
+        # In a log file every refresh stays.
         self.bar = tqdm(total=total_steps, initial=step, unit="step", dynamic_ncols=True,
                         mininterval=0.5 if sys.stderr.isatty() else 30)
         if "tensorboard" in self.loggers:
@@ -77,7 +77,7 @@ class Tracker:
         self.bar.update(step - self.bar.n)
 
     def log_rest(self, step: int, metrics: dict[str, float]) -> None:
-        """A line of its own for what came behind the last step's: the time of its checkpoint."""
+        """A line of its own for what came after the last step's line: the time of its checkpoint."""
         if self.enabled and metrics:
             self.file.write(json.dumps({"step": step, **metrics}) + "\n")
 
@@ -97,7 +97,7 @@ class Tracker:
             self.wandb.log({"val/samples": self.wandb.Table(columns=columns, data=cells)}, step=step)
 
     def say(self, text: str) -> None:
-        """One line for people, above the progress bar."""
+        """Lines for people, above the progress bar."""
         if self.enabled:
             encoding = sys.stdout.encoding or "utf-8"       # a terminal that cannot show a character must not end a run
             self.bar.write(text.encode(encoding, "replace").decode(encoding), file=sys.stdout)
@@ -105,9 +105,7 @@ class Tracker:
 
     def _name_equal_rewards(self, step: int, metrics: dict[str, float]) -> None:
         """Say so when the rewards of the last steps are all the same number, once until they differ again."""
-        low, high = (metrics.get(f"critic/rewards/{end}") for end in ("min", "max"))
-        if low is None:
-            return
+        low, high = metrics.get("critic/rewards/min", 0.0), metrics.get("critic/rewards/max", 1.0)      # SFT has none
         reward, count = self.equal_rewards
         self.equal_rewards = (low, count + 1 if low == reward else 1) if low == high else (None, 0)
         if self.equal_rewards[1] == EQUAL_STEPS:
@@ -171,7 +169,7 @@ def markdown(text: str) -> str:
 
 
 def open_metrics(out: Path, step: int):
-    """metrics.jsonl, open for appending behind `step`."""
+    """metrics.jsonl, open for appending after the line of `step`."""
     path = out / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     kept, superseded = [], []
@@ -186,7 +184,7 @@ def open_metrics(out: Path, step: int):
 
 
 def run_id(out: Path) -> str:
-    """One wandb run for an output directory, whatever the number of restarts."""
+    """One wandb run per output directory, however often it is restarted."""
     path = out / "wandb_id"
     if not path.exists():
         path.write_text(os.urandom(8).hex())

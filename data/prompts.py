@@ -110,9 +110,8 @@ def without_reply(messages: list[dict], row: dict, options) -> list[dict]:
 
 def text_of(content: str | list) -> str:
     """The text of a message, whose content may be a list of parts: images too."""
-    if isinstance(content, str):
-        return content
-    return "\n".join(str(part["text"]) for part in content if isinstance(part, dict) and "text" in part)
+    parts = [{"text": content}] if isinstance(content, str) else content
+    return "\n".join(str(part["text"]) for part in parts if isinstance(part, dict) and "text" in part)
 
 
 def write_arrays(folder: Path, tables: list, options) -> None:

@@ -29,7 +29,7 @@ class Samples:
     truncated  [n] bool: ended by max_tokens
     texts      n responses as text;  prompts: n prompts
     failures   responses that could not be graded, of all that were drawn; they are not among the n
-    num_asked  responses that were drawn to get these: those left out and greedy ones too
+    num_asked  how many responses were drawn to get these, counting those left out and greedy ones
     baseline   [n] fp32: the score of a greedy response to the same prompt, for remax
     metrics    of all that was drawn, left out or not
     """
@@ -67,7 +67,7 @@ class Samples:
                        baseline=None if self.baseline is None else self.baseline[keep])
 
     def with_baseline(self, greedy: Samples) -> Samples:
-        """Scores of one greedy response a prompt as the baseline; groups whose greedy response failed are left out."""
+        """With the score of one greedy response per prompt as the baseline, and without groups whose greedy response failed."""
         matches = self.group[:, None] == greedy.group
         known = matches.any(1)
         return replace(self, baseline=greedy.scores[matches.int().argmax(1)] if len(greedy) else self.scores,

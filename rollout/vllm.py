@@ -1,6 +1,6 @@
 """vLLM in this process: generates on the trainer's own weights and gives its memory back while training.
 
-The order of one round, each step an error at another time:
+The order of one round; each step is an error at any other time:
     wake("weights") -> update_weights(...) -> wake("kv_cache") -> generate(...) -> sleep()
 """
 
@@ -30,9 +30,9 @@ CPU_KV_CACHE_GIB, MAX_GROWTH_GIB = 1.0, 1.0
 
 
 class Rollout:
-    """One replica of vLLM for every rollout.tensor_parallel_size neighbouring ranks, which all get its results.
+    """One replica of vLLM for every rollout.tensor_parallel_size neighbouring ranks, all of which get its results.
 
-    replica, num_replicas  which of how many this rank belongs to;  tp_rank  its place in it
+    replica, num_replicas  the replica of this rank, and how many there are;  tp_rank  this rank's place in its replica
     """
 
     def __init__(self, config: DictConfig, device: torch.device):
@@ -168,8 +168,8 @@ class Rollout:
     def sleep(self) -> dict[str, float]:
         """Give up the memory of KV cache and weights. On a CPU nothing moves, but generate() is refused all the same.
 
-        Returns perf/memory_awake_gib and perf/memory_asleep_gib, what is in use on the device before and after, by
-        whomever, but nothing on a CPU. Warns when memory asleep grows.
+        Returns perf/memory_awake_gib and perf/memory_asleep_gib, the memory in use on the device before and after, by any
+        process; on a CPU, nothing. Warns when the memory in use while asleep grows.
         """
         awake = used_gib(self.device)
         if self.awake and self.device.type != "cpu":
