@@ -43,6 +43,7 @@ class Tracker:
         self.equal_rewards = None, 0        # the only one of the last step, and for how many steps it has been
         self.file = open_metrics(out, step)
         self.log_freq = config.trainer.log_freq
+        self.silent = "reward/informative_groups" if OmegaConf.select(config, "rollout.n") == 1 else None      # groups of one
         # In a log file every refresh stays.
         self.bar = tqdm(total=total_steps, initial=step, unit="step", dynamic_ncols=True,
                         mininterval=0.5 if sys.stderr.isatty() else 30)
@@ -62,7 +63,7 @@ class Tracker:
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}     # JSON has no NaN
         self.file.write(json.dumps({"step": step, **finite}) + "\n")
         self.file.flush()
-        shown = [text.format(metrics[name]) for name, text in CONSOLE.items() if name in metrics]
+        shown = [text.format(metrics[name]) for name, text in CONSOLE.items() if name in metrics and name != self.silent]
         shown += [f"{name} {value:.3f}" for name, value in metrics.items() if name.startswith("val/") and name not in CONSOLE]
         validated = any(name.startswith("val/") for name in metrics)
         if "console" in self.loggers and (step % self.log_freq == 0 or validated):

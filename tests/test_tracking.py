@@ -47,6 +47,8 @@ def test_the_console_names_steps_whose_rewards_are_all_equal(tmp_path, capsys):
                         f"{tmp_path}/rollouts/step_4.jsonl")
     track(tmp_path / "unwritten", [[1, 1]] * 5, "trainer.rollout_freq=-1")
     assert "steps are 1: nothing is learned from them; set trainer.rollout_freq=1 to see them" in capsys.readouterr().out
+    track(tmp_path / "single", [[0, 1]], "rollout.n=1")
+    assert "score 0.500  2.00 s" in capsys.readouterr().out, "one response has no other to differ from"
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])
