@@ -35,7 +35,6 @@ def main(config):
     import tracking
     from engines import device
     from engines.checkpoint import Checkpointer
-    from profiling.report import write_report
     from roles import Roles
     from rollout import vllm
     from rollout.grading import Grader
@@ -133,20 +132,20 @@ def main(config):
         roles.export(out / "hf")
         tracker.say(f"model: {out / 'hf'}")
     tracker.close()
-    if rank == 0:
-        print(f"curves: {write_report(out)}", flush=True)
     dist.barrier()
     roles.close()
     device.shutdown()
 
 
 def validate(config, roles, val, tracker, step: int) -> dict[str, float]:
-    """Metrics of responses to all of val; some are shown."""
+    """Metrics of responses to all of val, which are written to a file; some are shown."""
     import ppo
-    samples = roles.validate(val)
-    tracker.say(samples.table(4))
+    out, samples = Path(config.output_dir), roles.validate(val)
+    tracker.log_samples(step, samples.examples(16))
     if tracker.enabled:
-        samples.append_failures(Path(config.output_dir) / "failures.jsonl", step)
+        samples.append_failures(out / "failures.jsonl", step)
+        if config.trainer.rollout_freq > 0:
+            samples.write(out / "validation" / f"step_{step}.jsonl")
     return ppo.validation_metrics(samples, config.reward.function, config.validation.n)
 
 

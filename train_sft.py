@@ -28,7 +28,6 @@ def main(config):
     from engines import device
     from engines.build import engine_class
     from engines.checkpoint import Checkpointer, export_hf
-    from profiling.report import write_report
 
     agreed = job.Agreement(config.trainer.save_freq, config.trainer.save_minutes)
     this_device = device.init(config.trainer.timeout_minutes)
@@ -111,8 +110,6 @@ def main(config):
         export_hf(engine, tokenizer, out / "hf")
         tracker.say(f"model: {out / 'hf'}")
     tracker.close()
-    if rank == 0:
-        print(f"curves: {write_report(out)}", flush=True)
     device.shutdown()
 
 

@@ -16,7 +16,7 @@ from config import InputError
 from data.chat import Conversation, is_paired, messages_of, template_arguments, tokens_of
 from data.dataset import cache_key, cached, check_files, check_lengths, count_rows, kept_tokens, tokenize_files, write_array
 
-FORMAT = "prompts 1"        # of the cache; raise it when encode_prompt() or the files of a cache change
+FORMAT = "prompts 2"        # of the cache; raise it when encode_prompt() or the files of a cache change
 OPTIONS = ("messages_key", "prompt_key", "tools_key", "template_kwargs_key", "max_prompt_length", "truncation")
 UNUSED = {"input_ids": [], "length": 0, "record": ""}       # an empty line, or a prompt that is too long
 
@@ -24,16 +24,18 @@ UNUSED = {"input_ids": [], "length": 0, "record": ""}       # an empty line, or 
 @dataclass(frozen=True)
 class Prompt:
     """input_ids: the tokens to go on from. text: the prompt as its template renders it, or the text of these tokens
-    where it was truncated. row: the row of the data file, whole."""
+    where it was truncated. row: the row of the data file, whole. question: the text of the last message of the user; ""
+    where the prompt is plain text."""
     input_ids: list[int]
     text: str
     row: dict
+    question: str = ""
 
 
 def tokenize_prompts(files: str | Sequence[str], tokenizer, options, cache_dir: Path,
                      tokenizer_dir: Path | str) -> Path:
     """The cache folder for these files, written if there is none: input_ids.npy int32 [T], cu_seqlens.npy int64 [n+1],
-    records.jsonl (text and row of each prompt), record_ends.npy int64 [n] (bytes), stats.json. For rank 0 alone.
+    records.jsonl (text, row and question of each prompt), record_ends.npy int64 [n] (bytes), stats.json. For rank 0 alone.
 
     A row has `messages`, of which the assistant's turns at the end are not part of the prompt, or `prompt`, a string
     or messages; tools and template arguments as for data.dataset.tokenize. options is the `data` section of the
@@ -52,21 +54,21 @@ def tokenize_prompts(files: str | Sequence[str], tokenizer, options, cache_dir: 
 
 
 def tokenize_row(row: dict, tokenizer, options) -> dict:
-    ids, text = encode_prompt(row, tokenizer, options)
+    ids, text, question = encode_prompt(row, tokenizer, options)
     kept = kept_tokens(len(ids), options.max_prompt_length, options.truncation)
     if not ids[kept]:
         return {"length": len(ids)}
     if len(ids[kept]) < len(ids):
         text = tokenizer.decode(ids[kept], clean_up_tokenization_spaces=False)
     try:
-        record = json.dumps({"text": text, "row": row})
+        record = json.dumps({"text": text, "row": row, "question": question})
     except TypeError as error:
         raise InputError(f"the row cannot be handed to a reward function as JSON: {error}") from error
     return {"length": len(ids), "input_ids": ids[kept], "record": record}
 
 
-def encode_prompt(row: dict, tokenizer, options) -> tuple[list[int], str]:
-    """(input_ids [T], text) of a row's prompt, which ends with the template's generation prompt.
+def encode_prompt(row: dict, tokenizer, options) -> tuple[list[int], str, str]:
+    """(input_ids [T], text, question) of a row's prompt, which ends with the template's generation prompt.
 
     A plain string without a chat template begins with the tokenizer's own special tokens, which text leaves out.
     Raises InputError, without the row's place, when the row is malformed.
@@ -75,7 +77,7 @@ def encode_prompt(row: dict, tokenizer, options) -> tuple[list[int], str]:
         raise InputError(f"{type(tokenizer).__name__} gives no character offsets: a fast tokenizer is needed")
     if row.get(options.messages_key) is None and row.get(options.prompt_key) is None:
         raise InputError(f'both "{options.prompt_key}" and "{options.messages_key}" are missing')
-    messages = messages_of(row, tokenizer, options)
+    messages, question = messages_of(row, tokenizer, options), ""
     if messages is None:
         text = row[options.prompt_key]
         encoding = tokens_of(text, tokenizer)
@@ -85,15 +87,16 @@ def encode_prompt(row: dict, tokenizer, options) -> tuple[list[int], str]:
     elif not tokenizer.chat_template:
         raise InputError("the tokenizer has no chat template: give data.chat_template, or rows of a plain string")
     else:
-        question, arguments = question_of(messages, row, options), template_arguments(row, tokenizer, options)
-        chat = Conversation(question, tokenizer, *arguments, add_generation_prompt=True)
+        turns, arguments = without_reply(messages, row, options), template_arguments(row, tokenizer, options)
+        chat = Conversation(turns, tokenizer, *arguments, add_generation_prompt=True)
         ids, text = chat.encoding()["input_ids"], chat.text
+        question = next((text_of(turn["content"]) for turn in reversed(turns) if turn["role"] == "user"), "")
     if not ids:
         raise InputError("the prompt is empty")
-    return ids, text
+    return ids, text, question
 
 
-def question_of(messages: list[dict], row: dict, options) -> list[dict]:
+def without_reply(messages: list[dict], row: dict, options) -> list[dict]:
     """The messages up to the last one that is not the assistant's."""
     messages = [{k: v for k, v in message.items() if k != "loss_mask"} for message in messages]
     end = max((i + 1 for i, message in enumerate(messages) if message["role"] != "assistant"), default=0)
@@ -103,6 +106,12 @@ def question_of(messages: list[dict], row: dict, options) -> list[dict]:
     if not end:
         raise InputError(f'"{options.messages_key}" has turns of the assistant alone')
     return messages[:end]
+
+
+def text_of(content: str | list) -> str:
+    """The text of a message, whose content may be a list of parts: images too."""
+    parts = [{"text": content}] if isinstance(content, str) else content
+    return "\n".join(str(part["text"]) for part in parts if isinstance(part, dict) and "text" in part)
 
 
 def write_arrays(folder: Path, tables: list, options) -> None:

@@ -16,6 +16,8 @@ from data.prompts import Prompt
 from rollout.grading import Failure, Grader, check_failures
 from rollout.vllm import Rollout, request_seed
 
+MAX_WRITTEN = 2000      # characters of a value of a row in a file of samples, and of a text in a table
+
 
 @dataclass
 class Samples:
@@ -27,7 +29,7 @@ class Samples:
     truncated  [n] bool: ended by max_tokens
     texts      n responses as text;  prompts: n prompts
     failures   responses that could not be graded, of all that were drawn; they are not among the n
-    num_asked  responses that were drawn to get these: those left out and greedy ones too
+    num_asked  how many responses were drawn to get these, counting those left out and greedy ones
     baseline   [n] fp32: the score of a greedy response to the same prompt, for remax
     metrics    of all that was drawn, left out or not
     """
@@ -65,7 +67,7 @@ class Samples:
                        baseline=None if self.baseline is None else self.baseline[keep])
 
     def with_baseline(self, greedy: Samples) -> Samples:
-        """Scores of one greedy response a prompt as the baseline; groups whose greedy response failed are left out."""
+        """With the score of one greedy response per prompt as the baseline, and without groups whose greedy response failed."""
         matches = self.group[:, None] == greedy.group
         known = matches.any(1)
         return replace(self, baseline=greedy.scores[matches.int().argmax(1)] if len(greedy) else self.scores,
@@ -81,16 +83,17 @@ class Samples:
         return [(part == i).nonzero()[:, 0].tolist() for i in range(count)]
 
     def write(self, path: Path) -> None:
-        """One JSON object a response."""
+        """One JSON object per response, with the row of the data file, whose long values (MAX_WRITTEN) are cut."""
         path.parent.mkdir(exist_ok=True)
         lengths = self.response_lengths.tolist()
-        lines = ({"group": int(self.group[i]), "prompt": self.prompts[i].text, "response": self.texts[i],
-                  "score": float(self.scores[i]), "length": lengths[i], "truncated": bool(self.truncated[i])}
-                 for i in range(len(self)))
+        rows = {group: short_row(self.prompts[i].row) for group, i in self._first_of_groups().items()}
+        lines = ({"group": group, "prompt": self.prompts[i].text, "response": self.texts[i], "score": float(self.scores[i]),
+                  "length": lengths[i], "truncated": bool(self.truncated[i]), "row": rows[group]}
+                 for i, group in enumerate(self.group.tolist()))
         path.write_text("".join(json.dumps(line) + "\n" for line in (*lines, *self._failed())))
 
     def append_failures(self, path: Path, step: int) -> None:
-        """One JSON object a response that could not be graded."""
+        """One JSON object per response that could not be graded."""
         if self.failures:
             with open(path, "a") as file:
                 file.writelines(json.dumps({"step": step, **line}) + "\n" for line in self._failed())
@@ -98,12 +101,29 @@ class Samples:
     def _failed(self) -> list[dict]:
         return [{"response": f.response, "row": f.row, "failure": f.kind, "trace": f.trace} for f in self.failures]
 
-    def table(self, num_rows: int) -> str:
-        """The first response to each of some prompts, a line each, for people."""
-        first = {int(g): i for i, g in reversed(list(enumerate(self.group)))}
-        rows = [(ascii(self.prompts[i].text)[-45:-1], ascii(self.texts[i])[1:-1][:60], float(self.scores[i]))
-                for i in list(first.values())[::-1][:num_rows]]
-        return "\n".join(f"    {prompt:>44} -> {text:<60} {score:6.2f}" for prompt, text, score in rows)
+    def _first_of_groups(self) -> dict[int, int]:
+        """The first response to each prompt: group -> index"""
+        return {group: i for i, group in reversed(list(enumerate(self.group.tolist())))}
+
+    def examples(self, num_rows: int) -> list[dict]:
+        """The first response to each of the first num_rows prompts, for people: question, response, answer (the row's,
+        where it has one) and score. Long texts (MAX_WRITTEN) are cut."""
+        first = sorted(self._first_of_groups().values())[:num_rows]
+        return [{"question": cut(prompt.question or prompt.text), "response": cut(self.texts[i])}
+                | ({"answer": cut(str(prompt.row["answer"]))} if prompt.row.get("answer") is not None else {})
+                | {"score": float(self.scores[i])} for i, prompt in ((i, self.prompts[i]) for i in first)]
+
+
+def cut(text: str) -> str:
+    """A text of at most MAX_WRITTEN characters, without its middle where it was longer."""
+    half = MAX_WRITTEN // 2
+    return text if len(text) <= MAX_WRITTEN else f"{text[:half]} ... {text[-half:]}"
+
+
+def short_row(row: dict) -> dict:
+    """A row whose large values, such as megabytes of test cases, are text that was cut."""
+    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in row.items()}
+    return {key: row[key] if len(text) <= MAX_WRITTEN else cut(text) for key, text in texts.items()}
 
 
 def concat(parts: Sequence[Samples]) -> Samples:

@@ -1,6 +1,6 @@
 """vLLM in this process: generates on the trainer's own weights and gives its memory back while training.
 
-The order of one round, each step an error at another time:
+The order of one round; each step is an error at any other time:
     wake("weights") -> update_weights(...) -> wake("kv_cache") -> generate(...) -> sleep()
 """
 
@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import random
-import sys
+import time
 import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import contextmanager
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
 from torch import Tensor
+from tqdm import tqdm
 from transformers import AutoConfig
 
 from config import InputError
@@ -29,9 +30,9 @@ CPU_KV_CACHE_GIB, MAX_GROWTH_GIB = 1.0, 1.0
 
 
 class Rollout:
-    """One replica of vLLM for every rollout.tensor_parallel_size neighbouring ranks, which all get its results.
+    """One replica of vLLM for every rollout.tensor_parallel_size neighbouring ranks, all of which get its results.
 
-    replica, num_replicas  which of how many this rank belongs to;  tp_rank  its place in it
+    replica, num_replicas  the replica of this rank, and how many there are;  tp_rank  this rank's place in its replica
     """
 
     def __init__(self, config: DictConfig, device: torch.device):
@@ -92,8 +93,7 @@ class Rollout:
                                f"{'valid' if self.weights_valid else 'not valid'}: wake, update_weights, wake first")
         params = [self._params(sampling, seed) for seed in seeds]
         with untouched_random_state():
-            outputs = self.llm.generate([{"prompt_token_ids": p} for p in prompts], params,
-                                        use_tqdm=dist.get_rank() == 0 and sys.stderr.isatty())
+            outputs = self._run([{"prompt_token_ids": p} for p in prompts], params)
         ids, log_probs, mask, truncated = [], [], [], []
         for prompt, output in zip(prompts, outputs, strict=True):
             response = output.outputs[0]
@@ -106,6 +106,23 @@ class Rollout:
         fields = {"loss_mask": flat(mask, torch.float32), "rollout_log_probs": flat(log_probs, torch.float32)}
         cu_seqlens = torch.tensor([0, *map(len, ids)]).cumsum(0)
         return Batch(flat(ids, torch.int64), cu_seqlens, fields), torch.tensor(truncated, dtype=torch.bool)
+
+    def _run(self, prompts: list[dict], params: list) -> list:
+        """vLLM's outputs, in the order of the prompts. On a terminal, rank 0 shows how far its replica is in one line,
+        which disappears at the end; the tokens in it are those of finished responses."""
+        replicas = f" (vLLM 1 of {self.num_replicas})" if self.num_replicas > 1 else ""
+        self.llm.enqueue(prompts, params, use_tqdm=False)
+        outputs, num_tokens, engine = [], 0, self.llm.llm_engine
+        with tqdm(total=len(prompts), leave=False, dynamic_ncols=True, disable=dist.get_rank() != 0 or None,     # None: no terminal
+                  bar_format=f"generate{replicas} |{{bar:20}}| {{n_fmt}}/{{total_fmt}} responses{{postfix}}") as bar:
+            start = time.perf_counter()
+            while engine.has_unfinished_requests():
+                finished = [output for output in engine.step() if output.finished]
+                outputs += finished
+                num_tokens += sum(len(output.outputs[0].token_ids) for output in finished)
+                bar.set_postfix_str(f"{tqdm.format_sizeof(num_tokens / (time.perf_counter() - start))} tokens/s", refresh=False)
+                bar.update(len(finished))
+        return sorted(outputs, key=lambda output: int(output.request_id))
 
     def modules(self) -> list[torch.nn.Module]:
         """vLLM's model on this rank."""
@@ -151,8 +168,8 @@ class Rollout:
     def sleep(self) -> dict[str, float]:
         """Give up the memory of KV cache and weights. On a CPU nothing moves, but generate() is refused all the same.
 
-        Returns perf/memory_awake_gib and perf/memory_asleep_gib, what is in use on the device before and after, by
-        whomever, but nothing on a CPU. Warns when memory asleep grows.
+        Returns perf/memory_awake_gib and perf/memory_asleep_gib, the memory in use on the device before and after, by any
+        process; on a CPU, nothing. Warns when the memory in use while asleep grows.
         """
         awake = used_gib(self.device)
         if self.awake and self.device.type != "cpu":

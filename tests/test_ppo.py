@@ -97,8 +97,8 @@ def test_samples_are_written_with_their_failures(tmp_path):
     make_samples([4, 2], [0.5, 1], [0, 6], failures=[failure(3)]).write(tmp_path / "new" / "step_1.jsonl")
     lines = [json.loads(line) for line in (tmp_path / "new" / "step_1.jsonl").read_text().splitlines()]
     assert lines == [
-        {"group": 0, "prompt": "prompt 0", "response": "response 0", "score": 0.5, "length": 4, "truncated": True},
-        {"group": 6, "prompt": "prompt 6", "response": "response 1", "score": 1.0, "length": 2, "truncated": False},
+        {"group": 0, "prompt": "prompt 0", "response": "response 0", "score": 0.5, "length": 4, "truncated": True, "row": {}},
+        {"group": 6, "prompt": "prompt 6", "response": "response 1", "score": 1.0, "length": 2, "truncated": False, "row": {}},
         {"response": "text", "row": {"number": 3}, "failure": "raised", "trace": "trace 3"}]
 
 

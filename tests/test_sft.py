@@ -209,7 +209,6 @@ MISTAKES = {
     "a batch larger than the data": (["data.train_batch_size=85"], "more than the 84 rows"),
     "a chat template that is not there": (["data.chat_template=/nowhere"], "data.chat_template=/nowhere: No such file"),
     "a cache that cannot be written": (["data.cache_dir=/dev/null/x"], "data.cache_dir=/dev/null/x cannot be written"),
-    "a logger that is not installed": (["trainer.logger=[wandb]"], "wandb, which is not installed"),
     "no such checkpoint": (["trainer.resume=/nowhere"], "trainer.resume=/nowhere is neither auto, never, nor a"),
     "a schedule with a key that has no effect": (["optim.lr_scheduler_type=constant", "optim.min_lr_ratio=0.1"],
                                                  "no effect"),

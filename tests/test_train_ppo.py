@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -41,6 +42,12 @@ def moody(prompt, response, row):
 MOODS = {1: "raise", 5: "hang", 8: "die", 14: "nan"}
 KINDS = {"raise": "raised", "hang": "timed out", "die": "died", "nan": "not a number"}
 COMMAND = [sys.executable, "train_ppo.py"]
+# Runs the command that follows in a terminal and writes what is sent there to the file that comes first.
+IN_TERMINAL = """
+import os, pty, sys
+os.dup2(os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT), 1)
+sys.exit(os.waitstatus_to_exitcode(pty.spawn(["sh", "-c", 'stty cols 200 rows 50; exec "$@"', "sh", *sys.argv[2:]])))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +133,7 @@ def alone(assets, tmp_path_factory):
     new = {name: tmp_path_factory.mktemp(name) for name in names}
     runs = {
         "interrupted": lambda out: interrupted(assets, out),
-        "straight": lambda out: run([*COMMAND, *resumable(assets, out)]),
+        "straight": lambda out: run([sys.executable, "-c", IN_TERMINAL, out / "terminal", *COMMAND, *resumable(assets, out)]),
         "failures": lambda out: stopped_in_its_last_step(assets, out),
         "too_many": lambda out: run([*COMMAND, *moody(assets, out, 0.2)], returncode=2),
         "layout1": lambda out: run([*COMMAND, *layout(assets, out)]),
@@ -159,12 +166,27 @@ def steps(out):
     return [{k: v for k, v in m.items() if not k.startswith(("timing/", "perf/"))} for m in metrics(out)]
 
 
-def rollouts(out):
-    return {p.name: p.read_bytes() for p in (out / "rollouts").iterdir()}
+def rollouts(out, folder="rollouts"):
+    return {p.name: p.read_bytes() for p in (out / folder).iterdir()}
 
 
-def rollout_lines(out, step):
-    return [json.loads(line) for line in (out / "rollouts" / f"step_{step}.jsonl").read_text().splitlines()]
+def rollout_lines(out, step, folder="rollouts"):
+    return [json.loads(line) for line in (out / folder / f"step_{step}.jsonl").read_text().splitlines()]
+
+
+def screen(sent):
+    """The lines that are left of what was sent to a terminal, by programs that go to the line's start, up and down."""
+    lines, row, column = [""], 0, 0
+    for part in re.findall(r"\x1b\[A|[\r\n]|[^\x1b\r\n]+", sent):
+        if part in ("\x1b[A", "\n"):
+            row += 1 if part == "\n" else -1
+            lines += [""] * (row == len(lines))
+        elif part == "\r":
+            column = 0
+        else:
+            lines[row] = lines[row].ljust(column)[:column] + part + lines[row][column + len(part):]
+            column += len(part)
+    return lines
 
 
 # -- layouts -----------------------------------------------------------------------------------------------------------
@@ -197,6 +219,33 @@ def test_a_run_leaves_what_it_promises(layouts, assets):
     assert all(f"user\n{prompt}<" in line["prompt"] for prompt, line in zip(wanted, first, strict=True))
     assert lines[1]["critic/score/mean"] == pytest.approx(sum(line["score"] for line in first) / 32)
     assert len({line["response"] for line in first}) == 32 and {line["truncated"] for line in first} == {True, False}
+
+
+def test_responses_are_shown_and_written_beside_the_true_answers(layouts, alone, assets):
+    out, done = alone("layout1")
+    train, val = ([json.loads(line) for line in (assets / f"{name}.jsonl").read_text().splitlines()] for name in ("train", "val"))
+    assert [line["row"] for line in rollout_lines(out, 1)] == [train[row] for row in global_batch(84, 8, 0, 0) for _ in range(4)]
+    assert sorted(rollouts(out, "validation")) == ["step_0.jsonl", "step_3.jsonl"]
+    assert rollouts(out, "validation")["step_0.jsonl"] == rollouts(layouts["4 ranks"], "validation")["step_0.jsonl"]
+    for step, line in ((0, metrics(out)[0]), (3, metrics(out)[-1])):
+        written = rollout_lines(out, step, "validation")
+        assert [w["row"] for w in written] == val
+        assert sum(w["score"] for w in written) / 8 == pytest.approx(line["val/letters"])
+        header, *shown = done.stdout.split("  question ")[1 + step // 3].splitlines()[:5]
+        assert header.split() == ["response", "answer", "score"]
+        for row, w, text in zip(val, written, shown):
+            question, *_, answer, score = text.split("  ")[1:2] + text.split()
+            assert (question, answer, score) == (row["messages"][0]["content"], row["answer"], f"{w['score']:.2f}")
+
+
+def test_one_bar_per_generation_which_disappears(alone):
+    sent = (alone("straight")[0] / "terminal").read_bytes().decode()
+    left = screen(sent)
+    assert re.search(r"generate \| {20}\| 0/16 responses", sent), "of 8 prompts; there is less to see of so short a generation"
+    assert re.search(r"\d/8 responses, [\d.]+k? tokens/s", sent), "the first one takes longer"
+    assert sum("step/s" in line or "s/step" in line for line in left) == 1 and sum("step      8" in line for line in left) == 1
+    assert not any(bar in line for line in left for bar in ("generate", "Rendering prompts", "Processed prompts"))
+    assert "Processed prompts" not in sent and "informative 100%" in sent
 
 
 def test_the_export_is_the_policy_that_was_trained(layouts, assets):
