@@ -1,4 +1,9 @@
-"""Precision dumps with msprobe (package mindstudio-probe): {directory}/step_{N}/{stage}/step{N}/rank{R}/dump.json."""
+"""Precision dumps with msprobe (package mindstudio-probe): {directory}/step_{N}/{stage}/step{N}/rank{R}/dump.json.
+
+A dump changes no bit of a forward pass. It may change the last bits of gradients: hooks on a module's backward pass insert
+nodes into autograd's graph, so the gradients of a tensor that several operations read are summed in another order. Weights
+and losses after a dumped training step therefore equal those without a dump only up to rounding.
+"""
 
 import json
 import os

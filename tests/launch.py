@@ -46,6 +46,11 @@ def run(command, returncode=0, cwd=ROOT, **env):
     return done
 
 
+def imported(stderr):
+    """The modules that a process started with PYTHONPROFILEIMPORTTIME=1 imported."""
+    return {line.rsplit("|", 1)[1].strip() for line in stderr.splitlines() if line.startswith("import time:")}
+
+
 def start(command, log, **env):
     """A process to be waited for, or ended; log: the file that what it says goes to."""
     with open(log, "w") as file:

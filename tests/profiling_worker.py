@@ -8,6 +8,7 @@ Writes FOLDER/profile as a run does; train_ppo.py does the same with vLLM around
 import sys
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 import job
@@ -34,8 +35,10 @@ def main(kind: str, model: str, folder: Path, task: str, *more: str) -> None:
         profiler.begin_step(step)
         batch = make_batch(step)
         share = batch.select(divide(batch.lengths, actor.dp_size, False)[actor.dp_rank])
+        plain = actor.log_probs(share)
         with profiler.stage("actor_compute_log_prob", actor):
-            actor.log_probs(share)
+            dumped = actor.log_probs(share)
+        assert all(torch.equal(a, b) for a, b in zip(plain, dumped, strict=True)), "a dump changes what is answered"
         # As an adapter's base is asked: the actor's own modules under another name.
         with profiler.stage("ref_compute_log_prob", actor):
             actor.log_probs(share)

@@ -29,7 +29,7 @@ from engines.base import Engine, LossFn, check_batch_size
 from engines.collectives import AllGather
 from engines.device import to_device
 from engines.fsdp.attention import Packing
-from engines.fsdp.heads import PackedCausalLM, PackedValueModel
+from engines.heads import LogProbHead, ValueHead
 from engines.hf import build_on_meta, count_flops, keep_zero_rows, read_hf_config
 from engines.offload import HostMemory
 from engines.weights import check_files, load_weights
@@ -61,8 +61,8 @@ class FSDPEngine(Engine):
         self.hf = build_on_meta(self.hf_config, getattr(torch, engine.param_dtype), critic, "packed")
         if not engine.use_remove_padding:
             self.hf.set_attn_implementation("sdpa")
-        self.model = PackedValueModel(self.hf) if critic else \
-            PackedCausalLM(self.hf, engine.log_prob_chunk_size, compiled, temperature)
+        self.model = PackedModel(self.hf, ValueHead() if critic else LogProbHead(
+            temperature, engine.log_prob_chunk_size, compiled, self.hf_config.vocab_size))
         layers = [m for m in self.hf.modules() if type(m).__name__ in self.hf._no_split_modules]
         if engine.activation_checkpointing:
             self.hf.gradient_checkpointing_enable({"use_reentrant": False})
@@ -96,7 +96,7 @@ class FSDPEngine(Engine):
         amounts = defaultdict(lambda: torch.zeros((), device=self.device))
         for indices in self._plan(batch):
             micro_batch = batch.select(indices)
-            outputs = self._forward(micro_batch)[:self.model.num_differentiable]
+            outputs = self._forward(micro_batch)[:self.model.head.num_differentiable]
             loss, extra = loss_fn(*outputs, {k: to_device(v, self.device) for k, v in micro_batch.fields.items()})
             # FSDP takes the mean of gradients over ranks; ours are parts of one sum.
             (loss * self.world_size).backward()
@@ -123,7 +123,7 @@ class FSDPEngine(Engine):
     @torch.no_grad()
     def _ask(self, batch: Batch) -> tuple[Tensor, ...]:
         self._onload("parameters")
-        outputs = [torch.zeros(len(batch.input_ids), dtype=dtype, device=self.device) for dtype in self.model.dtypes]
+        outputs = [torch.zeros(len(batch.input_ids), dtype=dtype, device=self.device) for dtype in self.model.head.dtypes]
         where = Batch(torch.arange(len(batch.input_ids)), batch.cu_seqlens)
         self.model.eval()
         for indices in self._plan(batch):
@@ -256,6 +256,20 @@ class FSDPEngine(Engine):
 
 
 # -- construction ------------------------------------------------------------------------------------------------------
+
+
+class PackedModel(nn.Module):
+    """A Hugging Face model with a head in place of its last matrix product; the root that FSDP shards."""
+
+    def __init__(self, hf: nn.Module, head: nn.Module):
+        super().__init__()
+        self.hf, self.head = hf, head
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, place: Tensor, targets: Tensor, **attention):
+        """input_ids, position_ids [rows, length]; what the head says of the next tokens `targets` [k] of the k flat
+        positions `place` [k]."""
+        hidden = self.hf.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **attention)[0]
+        return self.head(hidden.flatten(0, 1).index_select(0, place), self.hf.get_output_embeddings().weight, targets)
 
 
 def check_layout(config: DictConfig, hf_config, world_size: int) -> None:

@@ -46,14 +46,13 @@ class HiddenStates(GPTModel):
         return hidden_states
 
 
-class ValueHead(nn.Linear):
+class ValueMatrix(nn.Linear):
     """An output matrix of one row, whole on every tensor-parallel rank; it begins at zero."""
 
     def __init__(self, config):
         device = torch.cuda.current_device()
         super().__init__(config.hidden_size, 1, bias=False, dtype=config.params_dtype, device=device)
         nn.init.zeros_(self.weight)
-        self.weight.sequence_parallel = config.sequence_parallel
 
 
 def check(hf_config, path: str) -> None:
@@ -168,14 +167,14 @@ def build(bridge: Bridge, path: Path, critic: bool) -> list[HiddenStates]:
     bridge.load_weights(models, str(path))
     for model in models:
         if critic and model.post_process:
-            model.output_layer = ValueHead(config)
+            model.output_layer = ValueMatrix(config)
             load_value_head(model.output_layer, path)
         for parameter in model.parameters():
             set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     return models
 
 
-def load_value_head(head: ValueHead, path: Path) -> None:
+def load_value_head(head: ValueMatrix, path: Path) -> None:
     name, shape = "lm_head.weight", list(head.weight.shape)
     for file in weights.weight_files(path):
         with safe_open(file, framework="pt") as tensors:
