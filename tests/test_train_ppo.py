@@ -244,7 +244,7 @@ def test_one_bar_per_generation_which_disappears(alone):
     assert re.search(r"\d/8 responses, [\d.]+k? tokens/s", sent), "the first one takes longer"
     assert sum("step/s" in line or "s/step" in line for line in left) == 1 and sum("step      8" in line for line in left) == 1
     assert not any(bar in line for line in left for bar in ("generate", "Rendering prompts", "Processed prompts"))
-    assert "Processed prompts" not in sent and "informative 100%" in sent
+    assert "Processed prompts" not in sent and re.search(r"informative \d+%", sent)
 
 
 def test_the_export_is_the_policy_that_was_trained(layouts, assets):
