@@ -278,10 +278,10 @@ def test_failures_below_the_limit_are_counted_and_written_down(alone):
     assert line["reward/failures"] == 12 and line["reward/failure_rate"] == 0.25 and line["actor/grad_norm"] > 0
     written = [json.loads(line) for line in (out / "failures.jsonl").read_text().splitlines()]
     assert [line for line in written if line["step"] == 1] == [{"step": 1, **line} for line in failed]
-    for line in graded:
-        assert line["score"] == line["parts"]["letters"] and line["parts"]["length"] == len(line["response"])
+    for one in graded:
+        assert one["score"] == one["parts"]["letters"] and one["parts"]["length"] == len(one["response"])
     assert sum(line["step"] == 0 for line in written) == metrics(out)[0]["val/failures"]
-    assert line["reward/length/mean"] == pytest.approx(sum(line["parts"]["length"] for line in graded) / 24)
+    assert line["reward/length/mean"] == pytest.approx(sum(one["parts"]["length"] for one in graded) / 24)
     before = metrics(out)[0]
     assert before["val/moody/letters"] == before["val/moody"] and before["val/moody/length"] > 1
     assert "in a mood: good" in (out / "reward_output" / "rank_0.txt").read_text()
