@@ -102,15 +102,17 @@ RULES = {key: rule for rule, keys in (
     (at_least(0.0), "trainer.save_minutes"),
     (above(0.0), "trainer.timeout_minutes"),
     (at_least(1), """data.train_batch_size data.max_prompt_length rollout.n validation.n rollout.max_tokens validation.max_tokens
-        rollout.tensor_parallel_size rollout.max_num_seqs reward.num_workers algorithm.ppo_epochs algorithm.kl_ctrl.horizon
-        algorithm.filter_groups.max_num_gen_batches trainer.total_epochs trainer.log_freq profiler.memory.max_entries
-        engine.context_parallel_size engine.tensor_model_parallel_size engine.pipeline_model_parallel_size
-        engine.virtual_pipeline_model_parallel_size engine.expert_model_parallel_size engine.log_prob_chunk_size"""),
+        rollout.tensor_parallel_size rollout.max_num_seqs reward.num_workers reward.concurrency algorithm.ppo_epochs
+        algorithm.kl_ctrl.horizon algorithm.filter_groups.max_num_gen_batches trainer.total_epochs trainer.log_freq
+        profiler.memory.max_entries engine.context_parallel_size engine.tensor_model_parallel_size
+        engine.pipeline_model_parallel_size engine.virtual_pipeline_model_parallel_size engine.expert_model_parallel_size
+        engine.log_prob_chunk_size"""),
     (at_least(2), "data.max_length data.max_tokens_per_micro_batch"),
     (at_least(0.0), """validation.temperature reward.overlong_penalty algorithm.clip_ratio_high algorithm.kl_ctrl.kl_coef
         algorithm.kl_loss_coef critic.lr critic.cliprange_value optim.lr optim.weight_decay optim.clip_grad"""),
     (at_least(1.0), "algorithm.rollout_rs_threshold"),
-    (above(0.0), "rollout.temperature reward.timeout algorithm.kl_ctrl.target_kl algorithm.rollout_is_threshold optim.eps"),
+    (above(0.0), """rollout.temperature reward.timeout reward.memory_gib algorithm.kl_ctrl.target_kl
+        algorithm.rollout_is_threshold optim.eps"""),
     (between(0.0, 1.0), """rollout.min_p validation.min_p reward.max_failure_rate algorithm.gamma algorithm.lam
         algorithm.clip_ratio_low algorithm.rollout_rs_threshold_lower optim.lr_warmup_steps_ratio optim.lr_decay_steps_ratio
         optim.min_lr_ratio"""),
@@ -137,7 +139,7 @@ RULES = {key: rule for rule, keys in (
     (one_of("stage", "interval"), "profiler.torch.trace"),
     (above_or(1, 0, "none"), "algorithm.clip_ratio_c"),
     (BETAS, "optim.betas"),
-    (STRINGS, "rollout.stop validation.stop trainer.resume_override"),
+    (STRINGS, "rollout.stop validation.stop reward.env trainer.resume_override"),
     (LOGGERS, "trainer.logger"),
     (INTERVAL, "trainer.profile_interval"),
     (TOOL, "profiler.tool"),

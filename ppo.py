@@ -197,10 +197,10 @@ def collect(config: DictConfig, draw: Callable[..., Samples], dataset, batch_ind
         samples = replace(last, failures=samples.failures, num_asked=samples.num_asked)
     if not len(samples):
         first = samples.failures[0]
-        raise InputError(f"every response to {len(parts)} batches of prompts failed to be graded; the first: {first.kind}: "
-                         f"{first.trace.strip()}")
+        raise InputError(f"no response to {len(parts)} batches could be graded; the first: {first.kind}: {first.trace.strip()}")
     scores, groups = (torch.cat([getattr(drawn, name) for drawn in everything]) for name in ("scores", "group"))
     metrics = {"rollout/num_gen_batches": len(parts), **spread("critic/score", scores),
+               **{f"reward/{k}/mean": torch.cat([d.parts[k] for d in everything if len(d)]).mean().item() for k in samples.parts},
                "reward/informative_groups": informative(scores, groups).float().mean().item()}
     return replace(samples.select(samples.group <= samples.group.unique()[:size][-1]), metrics=metrics), batch_index
 
@@ -214,11 +214,12 @@ def shaped_rewards(config: DictConfig, samples: Samples) -> Tensor:
 
 
 def validation_metrics(samples: Samples, name: str, n: int) -> dict[str, float]:
-    """val/{reward function}, the mean score; with n responses per prompt also pass@k for k = 2, 4, ... n (a response
-    passes with a score of 1 or more) and, under its usual name, mean@n."""
+    """val/{reward function}, the mean score, and val/{reward function}/{part}; with n responses per prompt also pass@k
+    for k = 2, 4, ... n (a response passes with a score of 1 or more) and, under its usual name, mean@n."""
     name = f"val/{name.rpartition(':')[2]}"
     metrics = {name: samples.scores.mean().item(), "val/response_length": samples.response_lengths.float().mean().item(),
-               "val/truncated": samples.truncated.float().mean().item(), "val/failures": len(samples.failures)}
+               "val/truncated": samples.truncated.float().mean().item(), "val/failures": len(samples.failures),
+               **{f"{name}/{part}": values.mean().item() for part, values in samples.parts.items()}}
     if n > 1:
         place, counts = samples.group.unique(return_inverse=True, return_counts=True)[1:]
         whole = counts == n                     # pass@k needs groups of which every response could be graded

@@ -1,12 +1,19 @@
 """Reward functions: the file to edit first.
 
-Each takes the prompt as text, the response as text and the row of the data file, and gives a number. Add yours to
-REWARDS, or keep it in a file of its own: reward.function=path/to/file.py:name. They run in processes that may be killed
-(rollout/grading.py): a function that raises or hangs costs its sample, and the run stops when too many do.
+    def f(prompt, response, row)        texts, and the row of the data file; any of the three, bound by name
+    def f(prompts, responses, rows)     lists over all responses to one prompt; it returns a list
+    async def f(...)                    either; up to reward.concurrency calls are in flight in one worker
+
+reward.kwargs adds parameters that are columns of the row, or places in one. For each response a function returns a number,
+or a dictionary of named parts, which are logged and weighted by reward.weights. Functions written for verl and TRL are
+called as these do (rollout/signature.py). Add yours to REWARDS, or keep it in a file of its own:
+reward.function=path/to/file.py:name.
+
+They run in workers, processes that may be killed (rollout/grading.py): a function that raises or hangs costs its sample,
+and the run stops when too many do. What a module remembers is its worker's alone, and lost when that is killed.
 """
 
 import importlib
-import inspect
 import logging
 import re
 from collections.abc import Callable
@@ -62,20 +69,14 @@ def value_of(row: dict, key: str):
     return row[key]
 
 
-def find(function: str) -> Callable[[str, str, dict], float]:
-    """The reward function of this name: one of REWARDS, or path/to/file.py:name.
+def find(function: str) -> Callable:
+    """The reward function of this name: one of REWARDS, or path/to/file.py:name. For workers: it imports the file.
 
-    What it imports at the top of its file is imported here, before its time limit runs. Raises InputError when there is
-    no such name or file, when the file cannot be imported, and when the name is not a function of three arguments.
+    Raises InputError when there is no such name or file, and when the file cannot be imported.
     """
     if function == "math":
         try:
             importlib.import_module("math_verify")
         except ImportError as error:
             raise InputError(f"reward.function=math: {error}; pip install math-verify") from error
-    reward = plugins.find("reward.function", function, REWARDS)
-    try:
-        inspect.signature(reward).bind("prompt", "response", {})
-    except TypeError as error:
-        raise InputError(f"reward.function={function} must take (prompt, response, row): {error}") from error
-    return reward
+    return plugins.find("reward.function", function, REWARDS)

@@ -5,6 +5,8 @@ or override it in a subclass.
 """
 
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 
 import torch.distributed as dist
 from omegaconf import DictConfig
@@ -15,7 +17,7 @@ from engines import device
 from engines.build import engine_class
 from engines.checkpoint import Checkpointer, export_hf
 from profiling import Profiler
-from rollout.grading import Grader
+from rollout.grading import Grader, check_failures
 from rollout.samples import Samples, draw_samples
 from rollout.vllm import Rollout, used_gib
 
@@ -75,21 +77,27 @@ class Roles:
         with self.profiler.stage("wake"):
             self.rollout.wake("kv_cache")
 
-    def draw(self, dataset, rows: Sequence[int], sampling: DictConfig, *seed: int, first_group: int = 0,
+    def draw(self, step: int, dataset, rows: Sequence[int], sampling: DictConfig, *seed: int, first_group: int = 0,
              profiler: Profiler | None = None) -> Samples:
-        """Graded responses to rows of a PromptDataset, the same on every rank; seed: what sets this draw apart."""
-        return draw_samples(self.rollout, self.grader, dataset, rows, sampling, (self.config.trainer.seed, *seed), self.tokenizer,
-                            profiler or self.profiler, self.host_group, self.config.reward.max_failure_rate, first_group)
+        """Graded responses to rows of a PromptDataset, the same on every rank; seed: what sets this draw apart. Those that
+        could not be graded are written down first; then too many of them are an InputError."""
+        samples = draw_samples(self.rollout, self.grader, dataset, rows, sampling, (self.config.trainer.seed, *seed),
+                               self.tokenizer, profiler or self.profiler, self.host_group, self.config.reward.max_failure_rate,
+                               first_group)
+        if dist.get_rank() == 0:
+            samples.append_failures(Path(self.config.output_dir) / "failures.jsonl", step)
+        check_failures(samples.failures, samples.num_asked, self.config.reward.max_failure_rate)
+        return samples
 
-    def collect(self, dataset, batch_index: int) -> tuple[Samples, int]:
+    def collect(self, dataset, batch_index: int, step: int) -> tuple[Samples, int]:
         """The samples of a step, and the number of the prompt batch that the next step begins with."""
-        return ppo.collect(self.config, self.draw, dataset, batch_index)
+        return ppo.collect(self.config, partial(self.draw, step), dataset, batch_index)
 
-    def validate(self, dataset) -> Samples:
+    def validate(self, dataset, step: int) -> Samples:
         """Responses to every row, drawn as `validation` says."""
         self.wake()
         with self.profiler.stage("validate"):
-            return self.draw(dataset, range(len(dataset)), self.config.validation, -1, profiler=Profiler())
+            return self.draw(step, dataset, range(len(dataset)), self.config.validation, -1, profiler=Profiler())
 
     def sleep(self) -> dict[str, float]:
         """Take the device back from vLLM; metrics of its memory."""

@@ -170,18 +170,22 @@ def markdown(text: str) -> str:
 
 
 def open_metrics(out: Path, step: int):
-    """metrics.jsonl, open for appending after the line of `step`."""
-    path = out / "metrics.jsonl"
+    """metrics.jsonl, open for appending behind `step`."""
+    supersede(out / "metrics.jsonl", step)
+    return open(out / "metrics.jsonl", "a")
+
+
+def supersede(path: Path, step: int) -> None:
+    """Move the lines of steps behind this one, which will be done again, to {name}.superseded.jsonl."""
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     kept, superseded = [], []
     for line in lines:
         (kept if line.endswith("\n") and json.loads(line)["step"] <= step else superseded).append(line)
     if superseded:
-        with open(out / "metrics.superseded.jsonl", "a") as file:
+        with open(path.with_suffix(".superseded.jsonl"), "a") as file:
             file.writelines(superseded)
         path.with_suffix(".tmp").write_text("".join(kept))
         os.replace(path.with_suffix(".tmp"), path)
-    return open(path, "a")
 
 
 def run_id(out: Path) -> str:

@@ -24,9 +24,12 @@ from config import InputError, run
 def main(config):
     # Imported here, so that --help and a mistake in the configuration answer at once; transformers takes its time.
     import ppo
-    from rewards import find
+    from rollout.grading import Grader
     ppo.check(config)
-    find(config.reward.function)
+    grader = Grader(config)
+    if grader.takes_groups and "baseline" in ppo.reads(config, "adv_estimator"):
+        raise InputError(f"reward.function={config.reward.function} grades the responses of a group together, but "
+                         f"algorithm.adv_estimator={config.algorithm.adv_estimator} has a greedy response graded alone")
 
     import torch.distributed as dist
     from omegaconf import OmegaConf
@@ -37,7 +40,6 @@ def main(config):
     from engines.checkpoint import Checkpointer
     from roles import Roles
     from rollout import vllm
-    from rollout.grading import Grader
 
     agreed = job.Agreement(config.trainer.save_freq, config.trainer.save_minutes)
     this_device = device.init(config.trainer.timeout_minutes)
@@ -51,6 +53,9 @@ def main(config):
     tracking.check(config)
     tokenizer = job.load_tokenizer(config)
     train, val = (load_prompts(config, files, tokenizer) for files in (config.data.train_files, config.data.val_files))
+    for said in {grader.check(prompts[0].row) for prompts in (train, val) if prompts}:
+        if said and rank == 0:
+            print(said, flush=True)
     steps_per_epoch, total_steps = job.count_steps(config, train)
     if config.critic.warmup_steps >= total_steps > 0:
         raise InputError(f"critic.warmup_steps={config.critic.warmup_steps} leaves the actor none of the {total_steps} steps")
@@ -64,7 +69,6 @@ def main(config):
         device.on_rank0(print_plan, config, this_device, train, val, total_steps, resume_from)
         return device.shutdown()
 
-    grader = Grader(config.reward.function, config.reward.num_workers, config.reward.timeout)
     roles = Roles(config, this_device, tokenizer, grader, profiler, total_steps)
     if resume_from:
         progress = roles.load(checkpointer, resume_from) | {key: progress[key] for key in ("run", "export_dtype")}
@@ -74,6 +78,7 @@ def main(config):
     step = progress["step"]
     if rank == 0:
         OmegaConf.save(config, out / "config.yaml")
+        tracking.supersede(out / "failures.jsonl", step if resume_from else -1)
     tracker = tracking.Tracker(config, rank, step, total_steps)
     tracker.say(f"{'resuming from ' + str(resume_from) if resume_from else 'starting'}: step {step} of {total_steps}, "
                 f"{steps_per_epoch} an epoch, {len(train)} prompts, {roles.actor.dp_size} data-parallel ranks and "
@@ -87,7 +92,7 @@ def main(config):
         start = time.perf_counter()
         profiler.begin_step(step + 1)
         roles.wake()
-        samples, progress["batch"] = roles.collect(train, progress["batch"])
+        samples, progress["batch"] = roles.collect(train, progress["batch"], step + 1)
         metrics = roles.sleep()
         batch, minis = samples.batch, ppo.mini_batches(config, samples)
         roles.compute_log_probs(batch, minis, step)
@@ -105,10 +110,8 @@ def main(config):
         agreed.after(step, this_device)
         last = step == total_steps
         job.check_skipped(trainer, progress["skipped"], progress["updates"], last)
-        if rank == 0:
-            samples.append_failures(out / "failures.jsonl", step)
-            if trainer.rollout_freq > 0 and step % trainer.rollout_freq == 0:
-                samples.write(out / "rollouts" / f"step_{step}.jsonl")
+        if rank == 0 and trainer.rollout_freq > 0 and step % trainer.rollout_freq == 0:
+            samples.write(out / "rollouts" / f"step_{step}.jsonl")
         seconds = time.perf_counter() - start
         # Not when asked to stop: the time that is left is for the checkpoint.
         if val and not agreed.stop and (last or trainer.test_freq > 0 and step % trainer.test_freq == 0):
@@ -140,12 +143,10 @@ def main(config):
 def validate(config, roles, val, tracker, step: int) -> dict[str, float]:
     """Metrics of responses to all of val, which are written to a file; some are shown."""
     import ppo
-    out, samples = Path(config.output_dir), roles.validate(val)
+    samples = roles.validate(val, step)
     tracker.log_samples(step, samples.examples(16))
-    if tracker.enabled:
-        samples.append_failures(out / "failures.jsonl", step)
-        if config.trainer.rollout_freq > 0:
-            samples.write(out / "validation" / f"step_{step}.jsonl")
+    if tracker.enabled and config.trainer.rollout_freq > 0:
+        samples.write(Path(config.output_dir) / "validation" / f"step_{step}.jsonl")
     return ppo.validation_metrics(samples, config.reward.function, config.validation.n)
 
 

@@ -27,7 +27,7 @@ from engines.checkpoint import Checkpointer, export_hf
 from engines.fsdp.engine import FSDPEngine
 from examples.arithmetic import make_tokenizer
 from profiling import Profiler
-from rollout.grading import Grader
+from rollout.grading import Grader, check_failures
 from rollout.samples import draw_samples
 from rollout.vllm import Rollout, request_seed
 from tests.fsdp_worker import digest, gather
@@ -209,20 +209,27 @@ def greedy(folder: Path, rollout: Rollout, engine: FSDPEngine) -> dict:
 
 
 def samples(folder: Path, rollout: Rollout, engine: FSDPEngine) -> dict:
-    """What draw_samples makes of 5 prompts, the reward of one of which often raises."""
+    """What draw_samples makes of 5 prompts, the reward of one of which often raises; and of 3 with a reward of groups."""
     dataset = [Prompt(ids, f"prompt {i}", {"bad": i == 3}) for i, ids in enumerate(make_prompts(5))]
     tokenizer, host_group = make_tokenizer(), dist.new_group(backend="gloo")
 
-    def draw(rows, n, max_failure_rate=0.5):
+    def grader(function):
+        reward = {"function": f"{folder}/reward.py:{function}", "num_workers": 1, "timeout": 60.0}
+        return closing(Grader(OmegaConf.merge(engine.config, {"reward": reward, "output_dir": str(folder)})))
+
+    def draw(grader, rows, n, max_failure_rate=0.5):
         sampling = OmegaConf.merge(engine.config.rollout, {"n": n, "stop": []})
         drawn = draw_samples(rollout, grader, dataset, rows, sampling, (7, 1), tokenizer, Profiler(), host_group,
                              max_failure_rate, first_group=10)
+        check_failures(drawn.failures, drawn.num_asked, max_failure_rate)
         return {**written(drawn.batch, drawn.truncated), "group": drawn.group.tolist(), "scores": drawn.scores.tolist(),
                 "texts": drawn.texts, "prompts": [p.text for p in drawn.prompts],
+                "parts": {name: values.tolist() for name, values in drawn.parts.items()},
                 "failures": [[f.kind, f.row, f.response] for f in drawn.failures]}
-    with closing(Grader(f"{folder}/reward.py:score", 1, 60.0)) as grader:
-        return {"all": gather(draw(range(5), 4)), "two": draw([4, 2], 4), "one": draw([1], 1),
-                "too many failures": gather(told(lambda: draw(range(5), 4, max_failure_rate=0.01)))}
+    with grader("score") as one, grader("rank") as group:
+        return {"all": gather(draw(one, range(5), 4)), "two": draw(one, [4, 2], 4), "one": draw(one, [1], 1),
+                "groups": gather(draw(group, [0, 4, 2], 4)),
+                "too many failures": gather(told(lambda: draw(one, range(5), 4, max_failure_rate=0.01)))}
 
 
 def stop_strings(rollout: Rollout, config) -> list[dict]:
