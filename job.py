@@ -6,6 +6,7 @@ import signal
 import time
 from pathlib import Path
 
+import disk
 from config import InputError
 
 
@@ -66,6 +67,13 @@ def check_directories(config) -> None:
     output.check_shared(cache_directory(config), "data.cache_dir")
     if not config.dry_run:
         output.claim(Path(config.output_dir))
+
+
+def write_config(config) -> None:
+    from omegaconf import OmegaConf
+    path = Path(config.output_dir) / "config.yaml"
+    with disk.writing(path):
+        OmegaConf.save(config, path)
 
 
 def find_resume(config, latest: Path | None, fresh: dict) -> Path | None:
@@ -157,13 +165,16 @@ def layout(config, world_size: int) -> str:
 
 
 def print_memory(config, world_size: int, device_type: str, role: str | None = None) -> None:
-    """The memory of one rank, estimated, for dry_run. role: None where there is one model."""
-    from engines.memory import estimates
+    """The memory of one rank, estimated, and a checkpoint's size, for dry_run. role: None where there is one model."""
+    from engines.memory import checkpoint_bytes, estimates
     stages = estimates(config, world_size, device_type, role or "actor")
     print("memory of one rank" + f" for the {role}" * bool(role) + " [GiB], estimated"
           + " for each pipeline stage" * (len(stages) > 1) + ":")
     for name in stages[0]:
         print(f"  {name:<30}" + "".join(f"{stage[name]:9.2f}" for stage in stages))
+    if role != "reference":
+        print("checkpoint" + f" of the {role}" * bool(role) + f": {disk.amount(checkpoint_bytes(config, role or 'actor'))}; "
+              f"{disk.amount(disk.free(Path(config.output_dir)))} are free in {config.output_dir}")
 
 
 class Agreement:

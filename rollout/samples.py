@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import disk
 from data.packing import Batch
 from data.prompts import Prompt
 from rollout.grading import Failure, Grader, check_failures
@@ -81,18 +82,19 @@ class Samples:
         return [(part == i).nonzero()[:, 0].tolist() for i in range(count)]
 
     def write(self, path: Path) -> None:
-        """One JSON object a response."""
+        """One JSON object per response."""
         path.parent.mkdir(exist_ok=True)
         lengths = self.response_lengths.tolist()
         lines = ({"group": int(self.group[i]), "prompt": self.prompts[i].text, "response": self.texts[i],
                   "score": float(self.scores[i]), "length": lengths[i], "truncated": bool(self.truncated[i])}
                  for i in range(len(self)))
-        path.write_text("".join(json.dumps(line) + "\n" for line in (*lines, *self._failed())))
+        with disk.writing(path.parent):
+            path.write_text("".join(json.dumps(line) + "\n" for line in (*lines, *self._failed())))
 
     def append_failures(self, path: Path, step: int) -> None:
-        """One JSON object a response that could not be graded."""
+        """One JSON object per response that could not be graded."""
         if self.failures:
-            with open(path, "a") as file:
+            with disk.writing(path), open(path, "a") as file:
                 file.writelines(json.dumps({"step": step, **line}) + "\n" for line in self._failed())
 
     def _failed(self) -> list[dict]:
