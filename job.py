@@ -150,7 +150,9 @@ def start_heartbeat(config, profiler):
     from heartbeat import Heartbeat
     minutes = config.trainer.timeout_minutes
     device.set_timeouts(minutes + 1)            # after the heartbeat's, which has more to say
-    heartbeat = Heartbeat(Path(config.output_dir) / "heartbeat", dist.get_rank(), int(os.environ.get("LOCAL_RANK", 0)), minutes)
+    directory = Path(config.output_dir) / "heartbeat"
+    with disk.writing(directory):
+        heartbeat = Heartbeat(directory, dist.get_rank(), int(os.environ.get("LOCAL_RANK", 0)), minutes)
     profiler.on_stage = heartbeat.enter
     return heartbeat
 
