@@ -308,7 +308,7 @@ FULL = {
     "the first checkpoint": (400_000, ["trainer.save_freq=2"], None, "step_00000002.tmp/weights needs"),
     "metrics": (4 * PAGE, ["trainer.save_freq=100", "trainer.save_minutes=0"], None, "DISK/out/metrics.jsonl needs more than"),
     "the export": (40 * PAGE, [], "uninterrupted", "DISK/out/hf.tmp needs"),
-    "the cache": (20 * PAGE, ["data.cache_dir=DISK/cache"], None, "DISK/cache/"),
+    "the cache": (6 * PAGE, ["data.cache_dir=DISK/cache"], None, "DISK/cache/"),
 }
 
 
