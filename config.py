@@ -191,7 +191,8 @@ def run(main: Callable[[DictConfig], None], defaults: str, doc: str) -> None:
     except InputError as error:
         rank = int(os.environ.get("RANK", 0))
         if int(os.environ.get("LOCAL_RANK", rank)) == 0:            # a file may be missing on one node alone
-            print(f"error{f' on rank {rank}' if rank else ''}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+            from tqdm import tqdm  # which ends the line of a progress bar
+            tqdm.write(f"error{f' on rank {rank}' if rank else ''}: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
 
 

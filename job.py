@@ -6,6 +6,7 @@ import signal
 import time
 from pathlib import Path
 
+import disk
 from config import InputError
 
 
@@ -66,6 +67,13 @@ def check_directories(config) -> None:
     output.check_shared(cache_directory(config), "data.cache_dir")
     if not config.dry_run:
         output.claim(Path(config.output_dir))
+
+
+def write_config(config) -> None:
+    from omegaconf import OmegaConf
+    path = Path(config.output_dir) / "config.yaml"
+    with disk.writing(path):
+        OmegaConf.save(config, path)
 
 
 # Of what identifies a run, trainer.resume_override may name these: the rest is what the weights are.
@@ -163,7 +171,9 @@ def start_heartbeat(config, profiler):
     from heartbeat import Heartbeat
     minutes = config.trainer.timeout_minutes
     device.set_timeouts(minutes + 1)            # after the heartbeat's, which has more to say
-    heartbeat = Heartbeat(Path(config.output_dir) / "heartbeat", dist.get_rank(), int(os.environ.get("LOCAL_RANK", 0)), minutes)
+    directory = Path(config.output_dir) / "heartbeat"
+    with disk.writing(directory):
+        heartbeat = Heartbeat(directory, dist.get_rank(), int(os.environ.get("LOCAL_RANK", 0)), minutes)
     profiler.on_stage = heartbeat.enter
     return heartbeat
 
@@ -178,13 +188,16 @@ def layout(config, world_size: int) -> str:
 
 
 def print_memory(config, world_size: int, device_type: str, role: str | None = None) -> None:
-    """Print the estimated memory of one rank, for dry_run. role: None if there is only one model."""
-    from engines.memory import estimates
+    """Print the estimated memory of one rank, and the size of a checkpoint, for dry_run. role: None if there is only one model."""
+    from engines.memory import checkpoint_bytes, estimates
     stages = estimates(config, world_size, device_type, role or "actor")
     print("memory of one rank" + f" for the {role}" * bool(role) + " [GiB], estimated"
           + " for each pipeline stage" * (len(stages) > 1) + ":")
     for name in stages[0]:
         print(f"  {name:<30}" + "".join(f"{stage[name]:9.2f}" for stage in stages))
+    if role != "reference":
+        print("checkpoint" + f" of the {role}" * bool(role) + f": {disk.amount(checkpoint_bytes(config, role or 'actor'))}; "
+              f"{disk.amount(disk.free(Path(config.output_dir)))} are free in {config.output_dir}")
 
 
 class Agreement:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+import disk
 from config import InputError
 from engines.device import on_rank0
 
@@ -86,7 +87,11 @@ def claim(directory: Path) -> Lock | None:
     Raises InputError where another run is writing there.
     """
     locks = []
-    on_rank0(lambda: locks.append(Lock(directory)))
+
+    def lock() -> None:
+        with disk.writing(directory):
+            locks.append(Lock(directory))
+    on_rank0(lock)
     return locks[0] if locks else None
 
 

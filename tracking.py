@@ -9,10 +9,13 @@ import sys
 import unicodedata
 from pathlib import Path
 
+import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
+import disk
 from config import InputError
+from engines.device import on_rank0
 from profiling.report import write_report
 
 CONSOLE = {"train/loss": "loss {:.4f}", "critic/score/mean": "score {:.3f}", "reward/informative_groups": "informative {:.0%}",
@@ -35,13 +38,13 @@ class Tracker:
     def __init__(self, config: DictConfig, rank: int, step: int, total_steps: int):
         """step: the last step that counts; lines of later ones, from before a resume, are moved to
         metrics.superseded.jsonl."""
-        self.enabled = rank == 0
+        self.enabled, out = rank == 0, Path(config.output_dir)
+        self.path = out / "metrics.jsonl"
+        on_rank0(supersede, self.path, step, group=dist.group.WORLD)
         if not self.enabled:
             return
-        self.out = out = Path(config.output_dir)
+        self.out, self.equal_rewards = out, (None, 0)       # the only reward of the last step, and for how many steps it has been
         self.loggers, self.rollout_freq = list(config.trainer.logger), config.trainer.get("rollout_freq", -1)
-        self.equal_rewards = None, 0        # the only one of the last step, and for how many steps it has been
-        self.file = open_metrics(out, step)
         self.log_freq = config.trainer.log_freq
         self.silent = "reward/informative_groups" if OmegaConf.select(config, "rollout.n") == 1 else None      # groups of one
         # In a log file every refresh stays.
@@ -57,12 +60,13 @@ class Tracker:
                        dir=out, id=run_id(out), resume="allow", config=OmegaConf.to_container(config))
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Record the metrics of `step` (from 1; 0 is before training)."""
-        if not self.enabled:
-            return
+        """Record the metrics of `step` (from 1; 0 is before training). Called by all ranks; raises InputError on all of them
+        if the disk is full."""
+        on_rank0(self._log, step, metrics, group=dist.group.WORLD)
+
+    def _log(self, step: int, metrics: dict[str, float]) -> None:
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}     # JSON has no NaN
-        self.file.write(json.dumps({"step": step, **finite}) + "\n")
-        self.file.flush()
+        self._append({"step": step, **finite})
         shown = [text.format(metrics[name]) for name, text in CONSOLE.items() if name in metrics and name != self.silent]
         shown += [f"{name} {value:.3f}" for name, value in metrics.items() if name.startswith("val/") and name not in CONSOLE]
         validated = any(name.startswith("val/") for name in metrics)
@@ -78,9 +82,13 @@ class Tracker:
         self.bar.update(step - self.bar.n)
 
     def log_rest(self, step: int, metrics: dict[str, float]) -> None:
-        """A line of its own for what came after the last step's line: the time of its checkpoint."""
-        if self.enabled and metrics:
-            self.file.write(json.dumps({"step": step, **metrics}) + "\n")
+        """A line of its own for what came after the last step's line: the time of its checkpoint. Called by all ranks."""
+        if metrics:
+            on_rank0(self._append, {"step": step, **metrics}, group=dist.group.WORLD)
+
+    def _append(self, line: dict) -> None:
+        with disk.writing(self.path), open(self.path, "a") as file:
+            file.write(json.dumps(line) + "\n")
 
     def log_samples(self, step: int, examples: list[dict]) -> None:
         """Show what a validation's responses look like: a few on the console, all as a table in tensorboard and wandb.
@@ -119,7 +127,6 @@ class Tracker:
         if not self.enabled:
             return
         self.bar.close()
-        self.file.close()
         picture = write_report(self.out)
         print(f"curves: {picture}", flush=True)
         if "tensorboard" in self.loggers:
@@ -169,23 +176,26 @@ def markdown(text: str) -> str:
     return "".join(c if c.isalnum() or c == " " else "<br>" if c == "\n" else f"&#{ord(c)};" for c in text)
 
 
-def open_metrics(out: Path, step: int):
-    """metrics.jsonl, open for appending behind `step`."""
-    supersede(out / "metrics.jsonl", step)
-    return open(out / "metrics.jsonl", "a")
-
-
 def supersede(path: Path, step: int) -> None:
-    """Move the lines of steps behind this one, which will be done again, to {name}.superseded.jsonl."""
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    kept, superseded = [], []
-    for line in lines:
-        (kept if line.endswith("\n") and json.loads(line)["step"] <= step else superseded).append(line)
-    if superseded:
-        with open(path.with_suffix(".superseded.jsonl"), "a") as file:
-            file.writelines(superseded)
-        path.with_suffix(".tmp").write_text("".join(kept))
+    """Move the lines behind `step`, which will be written again, to *.superseded.jsonl, and what is no such line to
+    *.broken.jsonl."""
+    lines = {"kept": [], "superseded": [], "broken": []}
+    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
+        try:
+            kept = line.endswith(b"\n") and json.loads(line)["step"] <= step
+            lines["kept" if kept else "superseded"].append(line)
+        except (ValueError, TypeError, KeyError):
+            lines["broken"].append(line)
+    moved = [name for name in ("superseded", "broken") if lines[name]]
+    for name in moved:
+        with disk.writing(path), open(path.with_suffix(f".{name}.jsonl"), "ab") as file:
+            file.writelines(lines[name])
+    if moved:
+        with disk.writing(path):
+            path.with_suffix(".tmp").write_bytes(b"".join(lines["kept"]))
         os.replace(path.with_suffix(".tmp"), path)
+    if lines["broken"]:
+        print(f"{path}: lines that could not be read ({len(lines['broken'])}) are in {path.stem}.broken.jsonl now", flush=True)
 
 
 def run_id(out: Path) -> str:

@@ -32,7 +32,6 @@ def main(config):
                          f"algorithm.adv_estimator={config.algorithm.adv_estimator} has a greedy response graded alone")
 
     import torch.distributed as dist
-    from omegaconf import OmegaConf
 
     import job
     import tracking
@@ -64,7 +63,8 @@ def main(config):
     checkpointer = Checkpointer(out / "checkpoints", trainer.max_checkpoints, trainer.async_save)
     progress = {"step": 0, "batch": 0, "updates": 0, "skipped": 0, "failures": 0, "kl_coef": algorithm.kl_ctrl.kl_coef,
                 "run": identity(config, hf_config, train), "export_dtype": config.engine.compute_dtype}
-    resume_from = device.on_rank0(job.find_resume, config, checkpointer.latest(), progress, total_steps)
+    resume_from = device.on_rank0(job.find_resume, config, checkpointer.find(trainer.resume, config.dry_run), progress,
+                                  total_steps)
     if config.dry_run:
         device.on_rank0(print_plan, config, this_device, train, val, total_steps, resume_from)
         return device.shutdown()
@@ -76,9 +76,8 @@ def main(config):
             progress["kl_coef"] = algorithm.kl_ctrl.kl_coef
     roles.start_rollout()
     step = progress["step"]
-    if rank == 0:
-        OmegaConf.save(config, out / "config.yaml")
-        tracking.supersede(out / "failures.jsonl", step if resume_from else -1)
+    device.on_rank0(job.write_config, config)
+    device.on_rank0(tracking.supersede, out / "failures.jsonl", step if resume_from else -1)
     tracker = tracking.Tracker(config, rank, step, total_steps)
     tracker.say(f"{'resuming from ' + str(resume_from) if resume_from else 'starting'}: step {step} of {total_steps}, "
                 f"{steps_per_epoch} an epoch, {len(train)} prompts, {roles.actor.dp_size} data-parallel ranks and "
@@ -110,8 +109,8 @@ def main(config):
         agreed.after(step, this_device)
         last = step == total_steps
         job.check_skipped(trainer, progress["skipped"], progress["updates"], last)
-        if rank == 0 and trainer.rollout_freq > 0 and step % trainer.rollout_freq == 0:
-            samples.write(out / "rollouts" / f"step_{step}.jsonl")
+        if trainer.rollout_freq > 0 and step % trainer.rollout_freq == 0:
+            device.on_rank0(samples.write, out / "rollouts" / f"step_{step}.jsonl", group=dist.group.WORLD)
         seconds = time.perf_counter() - start
         # Not when asked to stop: the time that is left is for the checkpoint.
         if val and not agreed.stop and (last or trainer.test_freq > 0 and step % trainer.test_freq == 0):
@@ -143,10 +142,11 @@ def main(config):
 def validate(config, roles, val, tracker, step: int) -> dict[str, float]:
     """Metrics of responses to all of val, which are written to a file; some are shown."""
     import ppo
+    from engines.device import on_rank0
     samples = roles.validate(val, step)
     tracker.log_samples(step, samples.examples(16))
-    if tracker.enabled and config.trainer.rollout_freq > 0:
-        samples.write(Path(config.output_dir) / "validation" / f"step_{step}.jsonl")
+    if config.trainer.rollout_freq > 0:
+        on_rank0(samples.write, Path(config.output_dir) / "validation" / f"step_{step}.jsonl")
     return ppo.validation_metrics(samples, config.reward.function, config.validation.n)
 
 

@@ -20,7 +20,6 @@ from config import InputError, run
 def main(config):
     # Imported here, so that --help and a mistake in the configuration answer at once.
     import torch.distributed as dist
-    from omegaconf import OmegaConf
 
     import job
     import tracking
@@ -45,7 +44,8 @@ def main(config):
     checkpointer = Checkpointer(out / "checkpoints", trainer.max_checkpoints, trainer.async_save)
     progress = {"step": 0, "skipped": 0, "run": identity(config, hf_config, train),
                 "export_dtype": config.engine.compute_dtype}
-    resume_from = device.on_rank0(job.find_resume, config, checkpointer.latest(), progress, total_steps)
+    resume_from = device.on_rank0(job.find_resume, config, checkpointer.find(trainer.resume, config.dry_run), progress,
+                                  total_steps)
     if config.dry_run:
         device.on_rank0(print_plan, config, this_device, train, val, total_steps, resume_from)
         return device.shutdown()
@@ -54,8 +54,7 @@ def main(config):
     if resume_from:
         progress = checkpointer.load(resume_from, engine) | {key: progress[key] for key in ("run", "export_dtype")}
     step = progress["step"]
-    if rank == 0:
-        OmegaConf.save(config, out / "config.yaml")
+    device.on_rank0(job.write_config, config)
     tracker = tracking.Tracker(config, rank, step, total_steps)
     tracker.say(f"{'resuming from ' + str(resume_from) if resume_from else 'starting'}: step {step} of {total_steps}, "
                 f"{steps_per_epoch} an epoch, {len(train)} rows, {engine.dp_size} data-parallel ranks on {this_device.type}")

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+import disk
 from config import InputError
 from data.chat import encode
 from data.packing import Batch
@@ -59,7 +60,8 @@ def cached(folder: Path, write: Callable[[Path], None]) -> Path:
     except OSError as error:
         raise InputError(f"data.cache_dir={folder.parent} cannot be written: {error.strerror}") from error
     try:
-        write(work)
+        with disk.writing(work):
+            write(work)
         shutil.rmtree(work / "datasets")
         if not folder.exists():     # another run may have been faster
             work.rename(folder)
@@ -230,7 +232,10 @@ def count_rows(tables: list, truncation: str, limit: int | None) -> tuple[np.nda
 
 def write_array(folder: Path, name: str, dtype, tables: list, num_tokens: int) -> np.ndarray:
     """Copy a column of lists, end to end, into an .npy file [num_tokens], a chunk of some thousand rows at a time."""
-    array = np.lib.format.open_memmap(folder / f"{name}.npy", mode="w+", dtype=dtype, shape=(num_tokens,))
+    path = folder / f"{name}.npy"
+    array = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=(num_tokens,))
+    with open(path, "r+b") as file:         # a disk that fills up behind a memory map kills the process without a word
+        os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
     at = 0
     for chunk in (chunk for table in tables for chunk in table[name].chunks):
         values = chunk.flatten().to_numpy()

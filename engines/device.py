@@ -55,21 +55,22 @@ def set_timeouts(minutes: float) -> None:
         _set_pg_timeout(datetime.timedelta(minutes=minutes), group)
 
 
-def on_rank0(work: Callable, *args):
-    """Run work(*args) on rank 0 alone and return its (pickled) result on every rank.
+def on_rank0(work: Callable, *args, group: dist.ProcessGroup | None = None):
+    """Run work(*args) on rank 0 alone and return its (pickled) result on every rank. group: of all ranks, of gloo.
 
     An InputError there is raised on every rank, so that all of them leave with one line and exit code 2.
     """
     # The others wait as long as it takes (tokenizing a large file does), which an accelerator's group would not let them.
-    group = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=7))
+    own_group = None if group else dist.new_group(backend="gloo", timeout=datetime.timedelta(days=7))
     box = [None, None]
     if dist.get_rank() == 0:
         try:
             box[0] = work(*args)
         except InputError as error:
             box[1] = str(error)
-    dist.broadcast_object_list(box, src=0, group=group)
-    dist.destroy_process_group(group)
+    dist.broadcast_object_list(box, src=0, group=group or own_group)
+    if own_group:
+        dist.destroy_process_group(own_group)
     if box[1] is not None:
         raise InputError(box[1])
     return box[0]

@@ -17,6 +17,16 @@ def estimates(config: DictConfig, world_size: int, device_type: str, role: str =
     return [estimate(config, world_size, device_type, role)]
 
 
+def checkpoint_bytes(config: DictConfig, role: str = "actor") -> int:
+    """What a checkpoint holds of one engine: its weights and Adam's state, without what formats add."""
+    engine, shape, critic = config.engine, read_hf_config(config.model.path), role == "critic"
+    if config.model_engine == "megatron":
+        compute = getattr(torch, engine.compute_dtype).itemsize          # weights, moments, and masters of such as are not fp32
+        return sum(p.numel() for p in build_on_meta(shape, torch.float32, critic).parameters()) * (12 if compute == 4 else 14)
+    hf = build_on_meta(shape, getattr(torch, engine.param_dtype), critic)
+    return sum(x.nbytes for x in hf.state_dict().values()) + 2 * sum(p.nbytes for p in hf.parameters())
+
+
 def estimate(config: DictConfig, world_size: int, device_type: str, role: str = "actor") -> dict[str, float]:
     """GiB of one rank of the FSDP engine by what holds it, when the last of several full micro-batches begins its backward
     pass; of a reference, which is only asked, in its forward pass.

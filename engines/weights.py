@@ -64,9 +64,13 @@ def check_files(hf: nn.Module, path: Path, critic: bool, parameters: Iterable[tu
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The files of the index, else model.safetensors: others beside them may be variants of the same weights."""
+    """The files that the index names, else model.safetensors: others beside them may be variants of the same weights.
+    Raises InputError for a name that leads out of the directory; a link in it may, as in the hub's cache."""
     index = path / "model.safetensors.index.json"
     names = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else ["model.safetensors"]
+    for name in names:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise InputError(f"{index} names {name}, which is not in the model's directory")
     files = sorted(path / name for name in names)
     for file in files:
         if not file.exists():

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import disk
 from data.packing import Batch
 from data.prompts import Prompt
 from rollout.grading import Failure, Grader, Reward
@@ -93,12 +94,13 @@ class Samples:
         lines = ({"group": group, "prompt": self.prompts[i].text, "response": self.texts[i], "score": float(self.scores[i]),
                   **self._parts(i), "length": lengths[i], "truncated": bool(self.truncated[i]), "row": rows[group]}
                  for i, group in enumerate(self.group.tolist()))
-        path.write_text("".join(json.dumps(line) + "\n" for line in (*lines, *self._failed())))
+        with disk.writing(path.parent):
+            path.write_text("".join(json.dumps(line) + "\n" for line in (*lines, *self._failed())))
 
     def append_failures(self, path: Path, step: int) -> None:
         """One JSON object per response that could not be graded."""
         if self.failures:
-            with open(path, "a") as file:
+            with disk.writing(path), open(path, "a") as file:
                 file.writelines(json.dumps({"step": step, **line}) + "\n" for line in self._failed())
 
     def _parts(self, i: int) -> dict:

@@ -8,6 +8,9 @@ what log_probs answered. 4 ranks write checkpoints that all launches read.
 
 import hashlib
 import json
+import os
+import resource
+import shutil
 import sys
 import threading
 import time
@@ -29,6 +32,7 @@ from engines import device
 from engines.checkpoint import Checkpointer, export_hf
 from engines.fsdp.engine import FSDPEngine
 from engines.optimizer import ShardedMuon
+from tests.traps import without_checksums
 
 TOTAL_STEPS, FEW, WARMUP_STEPS, PEAK_LR, MIN_LR_RATIO, WEIGHT_DECAY, CLIP, BETAS = 30, 10, 3, 2e-3, 0.1, 0.1, 0.5, (0.9, 0.95)
 ENTROPY_BONUS, LONGEST = 0.1, 40
@@ -128,7 +132,8 @@ def main(folder: Path) -> None:
             if world > 1:                        # the other ranks would wait for this one
                 raise
             results[name] = {"error": traceback.format_exc()}
-    for work in (refused, muon_steps, muon_resume, *((non_finite, rotate, publish) if world < 4 else ())):
+    for work in (refused, muon_steps, muon_resume, *((non_finite, rotate, publish) if world < 4 else ()),
+                 *((harmed, full) if world == 2 else ())):
         results[work.__name__] = work(folder, this_device)
     for family in ("qwen2_tied", "llama"):
         results[f"checkpoint {family}"] = checkpoint(folder, this_device, family, asynchronous=family == "llama")
@@ -305,17 +310,106 @@ def rotate(folder: Path, this_device: torch.device) -> dict:
     engine, checkpointer = build(folder / "qwen3", this_device), Checkpointer(directory, 2, asynchronous=False)
     if steps == [3]:
         (directory / "step_00000009.tmp").mkdir()
-    found = str(checkpointer.latest())
+        for name in ("step_00000009.bak", "step_00000009.damaged", "step_9"):
+            (directory / name).mkdir()
+    found, deleted, synced, fsync = str(checkpointer.latest()), [], set(), os.fsync
+
+    def note(descriptor):
+        synced.add(os.path.relpath(os.readlink(f"/proc/self/fd/{descriptor}"), directory))
+        fsync(descriptor)
+    sys.addaudithook(lambda event, arguments: deleted.append(Path(arguments[0]).name) if event == "shutil.rmtree" else None)
+    os.fsync = note
     for step in steps:
         checkpointer.save(step, engine, {"step": step}, make_tokenizer())
-    return {"found": found, "left": sorted(p.name for p in directory.iterdir()),
+    os.fsync = fsync
+    return {"found": found, "left": sorted(p.name for p in directory.iterdir()), "deleted": list(deleted), "synced": sorted(synced),
             "latest": [checkpointer.latest().name, (directory / "latest").read_text().strip()]}
 
 
+def flip(path: Path) -> None:
+    """One bit in the middle of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def rewrite(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+
+
+HARMS = {
+    "a bit of rank 0's part": lambda path: flip(path / "weights" / "__0_0.distcp"),
+    "a bit of rank 3's part": lambda path: flip(path / "weights" / "__3_0.distcp"),
+    "a bit of .metadata": lambda path: flip(path / "weights" / ".metadata"),
+    "a bit of the tokenizer": lambda path: flip(path / "hf" / "tokenizer.json"),
+    "the step": lambda path: rewrite(path / "trainer.json", '"step": 10', '"step": 11'),
+    "a checksum": lambda path: rewrite(path / "trainer.json", '"weights/__1_0.distcp": "', '"weights/__1_0.distcp": "0'),
+    "a part that is missing": lambda path: (path / "weights" / "__2_0.distcp").unlink(),
+    "a part that is cut off": lambda path: os.truncate(path / "weights" / "__1_0.distcp", 10_000),
+    "a zero more": lambda path: (path / "weights" / "__1_0.distcp").open("ab").write(b"\0"),
+    "an empty part more": lambda path: (path / "weights" / "__4_0.distcp").touch(),
+    "an empty trainer.json": lambda path: os.truncate(path / "trainer.json", 0),
+    "no trainer.json": lambda path: (path / "trainer.json").unlink(),
+    "a file in its place": lambda path: (shutil.rmtree(path), path.touch()),
+}
+
+
+def harmed(folder: Path, this_device: torch.device) -> dict:
+    """Which checkpoint two ranks find where the newest one, of four ranks and saved in the background, is damaged."""
+    results = {}
+    for name, harm in {"nothing": lambda path: None, "no checksums": without_checksums, **HARMS}.items():
+        directory = folder / "harmed" / name
+        if dist.get_rank() == 0:
+            shutil.copytree(folder / "checkpoints_llama", directory)
+            harm(directory / "step_00000010")
+        dist.barrier()
+        here, elsewhere = Checkpointer(directory, 2, False), Checkpointer(folder / "empty", 2, False)
+        result = {"dry": here.find("auto", dry_run=True).name, "untouched": sorted(p.name for p in directory.iterdir())}
+        dist.barrier()
+        try:
+            result["named"] = elsewhere.find(str(directory / "step_00000010")) and "found"
+        except InputError as error:
+            result["named"] = str(error)
+        result |= {"found": here.find("auto").name, "left": sorted(p.name for p in directory.iterdir())}
+        results[name] = result | {"latest": (directory / "latest").read_text(), "agreed": len(set(gather(str(result)))) == 1}
+    if dist.get_rank() == 0:
+        flip(directory / "step_00000005" / "hf" / "config.json")
+    dist.barrier()
+    try:
+        here.find("auto")
+    except InputError as error:
+        results["both"] = gather(str(error))
+    return results
+
+
+def full(folder: Path, this_device: torch.device) -> dict:
+    """A save for which rank 1 has no room: no file of it may grow beyond a limit that the tensors alone exceed."""
+    engine, results = build(folder / "qwen3", this_device), {}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for asynchronous in (False, True):
+        checkpointer = Checkpointer(folder / f"full_{asynchronous}", 2, asynchronous)
+        checkpointer.save(1, engine, {"step": 1}, make_tokenizer())
+        checkpointer.wait()
+        if dist.get_rank() == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+        try:
+            checkpointer.save(2, engine, {"step": 2}, make_tokenizer())
+            checkpointer.wait()
+        except InputError as error:
+            results[str(asynchronous)] = {"told": gather(str(error))}
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        results[str(asynchronous)]["left"] = sorted(p.name for p in checkpointer.directory.iterdir())
+        checkpointer.save(3, engine, {"step": 3}, make_tokenizer())
+        results[str(asynchronous)]["found"] = (checkpointer.wait(), checkpointer.find("auto").name)[1]
+    return results
+
+
 class SlowDisk(Checkpointer):
-    def _publish(self, temporary: Path, target: Path) -> None:
+    def _publish(self, *arguments) -> None:
         time.sleep(0.5)
-        super()._publish(temporary, target)
+        super()._publish(*arguments)
 
 
 def publish(folder: Path, this_device: torch.device) -> dict:

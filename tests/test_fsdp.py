@@ -6,6 +6,7 @@ One launch of fsdp_worker.py for each number of ranks runs all its cases; every 
 import functools
 import json
 import math
+import shutil
 import subprocess
 import sys
 
@@ -13,6 +14,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from config import InputError, load
@@ -20,7 +23,8 @@ from engines import optimizer, schedule
 from engines.checkpoint import write_safetensors
 from engines.fsdp.engine import FSDPEngine
 from engines.hf import build_on_meta, read_hf_config
-from engines.memory import GIB, estimate
+from engines.memory import GIB, checkpoint_bytes, estimate
+from engines.weights import weight_files
 from tests.fsdp_worker import (
     BETAS,
     BROKEN,
@@ -29,6 +33,7 @@ from tests.fsdp_worker import (
     ENTROPY_BONUS,
     FEW,
     FOREIGN,
+    HARMS,
     MIN_LR_RATIO,
     PEAK_LR,
     TOTAL_STEPS,
@@ -184,6 +189,12 @@ def worst(got, want):
     """Largest relative error of a list of numbers."""
     assert len(got) == len(want)
     return max(abs(a - b) / abs(b) for a, b in zip(got, want))
+
+
+def tensor_bytes(metadata):
+    """Of all tensors in a checkpoint but those of the random generators."""
+    return sum(entry.size.numel() * entry.properties.dtype.itemsize for name, entry in metadata.state_dict_metadata.items()
+               if not name.startswith("rng") and isinstance(entry, TensorStorageMetadata))
 
 
 def column(steps, name):
@@ -382,12 +393,14 @@ def test_resume_on_any_number_of_ranks(results, folder, family, world):
 
 
 @pytest.mark.parametrize("family", ["qwen2_tied", "llama"])
-def test_checkpoint_appears_complete(ranks4, family):
-    """Every listing of step_00000005 since it appeared is the same, and whole."""
+def test_checkpoint_appears_complete(ranks4, folder, family):
+    """Every listing of step_00000005 since it appeared is the same, and whole, and of the size that a dry run tells."""
     listings = ranks4[f"checkpoint {family}"]["published"]
     assert len(listings) == 1, "it changed after it had appeared"
     names = {name for name, size in listings[0] if size > 0}
     assert {f"weights/__{rank}_0.distcp" for rank in range(4)} <= names
+    metadata = FileSystemReader(folder / f"checkpoints_{family}" / "step_00000005" / "weights").read_metadata()
+    assert checkpoint_bytes(config(folder, f"model.path={folder / family}")) == pytest.approx(tensor_bytes(metadata), rel=0.01)
     assert {"weights/.metadata", "trainer.json", "hf/config.json", "hf/tokenizer.json"} <= names
 
 
@@ -395,8 +408,49 @@ def test_rotation_is_found_on_disk(ranks1, ranks2):
     assert ranks2["rotate"]["found"] == "None"
     assert ranks2["rotate"]["left"] == ["latest", "step_00000001", "step_00000002"]
     assert ranks1["rotate"]["found"].endswith("step_00000002"), "an unfinished checkpoint was taken for a whole one"
-    assert ranks1["rotate"]["left"] == ["latest", "step_00000002", "step_00000003"]
+    assert ranks1["rotate"]["left"] == ["latest", "step_00000002", "step_00000003", "step_00000009.bak",
+                                        "step_00000009.damaged", "step_9"], "copies are no checkpoints"
     assert ranks2["rotate"]["latest"] == ["step_00000002"] * 2 and ranks1["rotate"]["latest"] == ["step_00000003"] * 2
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(ranks1):
+    """And one that is deleted has lost its name before."""
+    new = {f"step_00000003.tmp{name}" for name in ("", "/hf", "/weights", "/trainer.json", "/weights/.metadata",
+                                                   "/weights/__0_0.distcp", "/hf/config.json", "/hf/tokenizer.json")}
+    assert new | {"."} <= set(ranks1["rotate"]["synced"])
+    assert ranks1["rotate"]["deleted"] == ["step_00000009.tmp", "step_00000001.deleted.tmp"]
+
+
+@pytest.mark.parametrize("name", ["nothing", "no checksums", *HARMS])
+def test_a_damaged_checkpoint_is_passed_over_and_kept(ranks2, name):
+    """Written by 4 ranks in the background, verified by 2."""
+    result, before = ranks2["harmed"][name], ["latest", "step_00000005", "step_00000010"]
+    whole = name not in HARMS
+    assert result["agreed"] and result["untouched"] == before
+    assert result["dry"] == result["found"] == ("step_00000010" if whole else "step_00000005")
+    assert result["left"] == (before if whole else [*before[:2], "step_00000010.damaged"])
+    assert result["latest"] == result["found"] + "\n"
+    if whole:
+        assert result["named"] == "found"
+    elif name in ("no trainer.json", "a file in its place"):
+        assert result["named"] is None, "no checkpoint at all"
+    else:
+        assert "step_00000010" in result["named"] and "step_00000005 is intact" in result["named"]
+        assert "damaged" in result["named"]
+
+
+def test_without_an_intact_checkpoint_nothing_begins_anew(ranks2):
+    first, second = ranks2["harmed"]["both"]
+    assert first == second and "step_00000005 is damaged: hf/config.json is not as it was written; no other checkpoint" in first
+
+
+@pytest.mark.parametrize("asynchronous", ["False", "True"])
+def test_a_save_without_room_on_one_rank_is_told_by_all_and_leaves_the_others(ranks2, asynchronous):
+    result = ranks2["full"][asynchronous]
+    first, second = result["told"]
+    assert first == second and f"full_{asynchronous}/step_00000002.tmp/weights needs" in first
+    assert "a file reached the limit of its size" in first and "are free" in first
+    assert result["left"] == ["latest", "step_00000001"] and result["found"] == "step_00000003"
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -444,6 +498,18 @@ def test_weights_in_several_files(folder, tmp_path):
     assert {p.name for p in tmp_path.iterdir()} == {*files, "config.json", "model.safetensors.index.json"}
     loaded = dict(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).named_parameters())
     assert loaded.keys() == weights.keys() and all(torch.equal(loaded[n], weights[n]) for n in weights)
+
+    # The hub's cache has links to files elsewhere; an index that names them leads out of the directory.
+    hub, index_file = tmp_path / "snapshot", tmp_path / "snapshot" / "model.safetensors.index.json"
+    hub.mkdir()
+    shutil.copy(tmp_path / index_file.name, hub)
+    for file in files:
+        (hub / file).symlink_to(f"../{file}")
+    assert [f.name for f in weight_files(hub)] == files
+    for name in (f"../{files[0]}", str(tmp_path / files[0]), f"x/../../{files[0]}"):
+        index_file.write_text(json.dumps({"weight_map": index["weight_map"] | {"model.norm.weight": name}}))
+        with pytest.raises(InputError, match="which is not in the model's directory"):
+            weight_files(hub)
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------

@@ -11,15 +11,19 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from config import InputError, load
 from data.packing import global_batch
 from examples.arithmetic import make_rows, make_tokenizer
 from job import find_resume
+from tests.fsdp_worker import flip
 from tests.launch import LIMIT, ROOT, checkpoints, environment, imported, kill_all, metrics, run, start, wait_for
 from tests.models import make_model
+from tests.traps import set_trap
 
 PYTHON = [sys.executable, "train_sft.py"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train_sft.py"]
@@ -297,6 +301,91 @@ def test_what_a_resume_may_not_change(tmp_path, pairs, run, message):
     with pytest.raises(InputError) as caught:
         find_resume(config, None, {"run": saved | run}, 20)
     assert message in str(caught.value)
+
+
+def test_a_run_goes_on_from_the_older_checkpoint_when_the_newest_is_damaged(assets, uninterrupted, tmp_path):
+    """To the last bit, past a copy that is no checkpoint and a broken line of metrics, and says so."""
+    out = tmp_path / "out"
+    shutil.copytree(uninterrupted, out)
+    flip(out / "checkpoints" / "step_00000020" / "weights" / "__1_0.distcp")
+    shutil.copytree(out / "checkpoints" / "step_00000015", out / "checkpoints" / "step_00000030.bak")
+    lines = (out / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (out / "metrics.jsonl").write_bytes(b"".join([*lines[:3], b'{"step": 3, "train\xff\n', *lines[3:]]))
+    command = [*TORCHRUN, *arguments(assets, out, "trainer.save_freq=5", f"data.val_files={assets}/val.jsonl",
+                                     "trainer.test_freq=10")]
+    said = f"{out}/checkpoints/step_00000020 is damaged: weights/__1_0.distcp is not as it was written; "
+    planned = run([*command, "dry_run=true"])
+    assert planned.stdout.count(f"{said}the run would go on from {out}/checkpoints/step_00000015\n") == 1
+    assert f"going on from {out}/checkpoints/step_00000015" in planned.stdout and planned.stdout.count("checkpoint: ") == 1
+    assert "step_00000020" in checkpoints(out)
+    done = run(command)
+    assert done.stdout.count(f"{said}it is step_00000020.damaged now, and the run goes on from {out}/checkpoints/") == 1
+    assert "step 15 of 20" in done.stdout and curve(out) == curve(uninterrupted)
+    assert f"{out}/metrics.jsonl: lines that could not be read (1) are in metrics.broken.jsonl now" in done.stdout
+    assert (out / "metrics.broken.jsonl").read_bytes() == b'{"step": 3, "train\xff\n'
+    assert checkpoints(out) == ["latest", "step_00000015", "step_00000020", "step_00000020.damaged", "step_00000030.bak"]
+    assert (out / "hf" / "model.safetensors").read_bytes() == (uninterrupted / "hf" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("trap", [".metadata", "part"])
+def test_a_checkpoint_cannot_run_commands(assets, uninterrupted, tmp_path, trap):
+    checkpoint, mark = tmp_path / "step_00000020", tmp_path / "mark"
+    shutil.copytree(uninterrupted / "checkpoints" / "step_00000020", checkpoint)
+    set_trap(trap, checkpoint, mark)
+    attempts = [[*PYTHON, *arguments(assets, tmp_path / "out", f"trainer.resume={checkpoint}")]]
+    if trap == ".metadata":                 # an export reads tensors alone of the rest
+        attempts.append([sys.executable, "-m", "engines.checkpoint", "export", checkpoint, tmp_path / "hf"])
+    for attempt in attempts:
+        done = run(attempt, returncode=2)
+        assert done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr
+        assert "it is not data alone, a pickle in it calls posix.system" in done.stderr and not mark.exists()
+        assert "has no checksums, an earlier version wrote it: it is not verified" in done.stdout
+    metadata = dcp.FileSystemReader(checkpoint / "weights").read_metadata().state_dict_metadata
+    careless = {k: 0 for k, v in metadata.items() if isinstance(v, BytesStorageMetadata)}
+    dcp.load(careless, checkpoint_id=checkpoint / "weights", no_dist=True)
+    assert mark.exists(), "a trap that does not work shows nothing"
+
+
+# What does not fit: free space before it starts [bytes], more arguments, files of a run to begin with, what is told.
+PAGE = 4096
+FULL = {
+    "the third checkpoint": (4_500_000, ["trainer.save_freq=2", "trainer.max_checkpoints=-1"], None,
+                             "step_00000006.tmp/weights needs"),
+    "the third checkpoint in the background": (4_500_000, ["trainer.save_freq=2", "trainer.max_checkpoints=-1",
+                                                           "trainer.async_save=true"], None, "step_00000006.tmp/weights needs"),
+    "the first checkpoint": (400_000, ["trainer.save_freq=2"], None, "step_00000002.tmp/weights needs"),
+    "metrics": (4 * PAGE, ["trainer.save_freq=100", "trainer.save_minutes=0"], None, "DISK/out/metrics.jsonl needs more than"),
+    "the export": (40 * PAGE, [], "uninterrupted", "DISK/out/hf.tmp needs"),
+    "the cache": (6 * PAGE, ["data.cache_dir=DISK/cache"], None, "DISK/cache/"),
+}
+
+
+@pytest.mark.parametrize("what", FULL)
+def test_a_full_disk_is_one_line(assets, uninterrupted, tmp_path, what):
+    """On a small disk of its own, which root mounts, and others in a name space of their own. Nothing that was complete is
+    lost: what is on the disk, copied to a larger one, goes on."""
+    free, more, begun, message = FULL[what]
+    disk, kept = tmp_path / "disk", tmp_path / "kept"
+    disk.mkdir()
+    if begun:
+        shutil.copytree(uninterrupted, tmp_path / "begun", ignore=shutil.ignore_patterns("hf", "tensorboard", "report*"))
+    script = """set -e; mount -t tmpfs -o size=32m tmpfs $DISK
+        if [ -d $BEGUN ]; then cp -r $BEGUN $DISK/out; fi
+        head -c $(($(df --output=avail -B1 $DISK | tail -1) - FREE)) /dev/zero > $DISK/filler
+        set +e; "$@"; code=$?
+        rm $DISK/filler; cp -r $DISK $KEPT; exit $code""".replace("FREE", str(free))
+    command = [*(TORCHRUN if what != "the export" else PYTHON), *arguments(assets, disk / "out", *more)]
+    done = run(["unshare", "--mount", *["--map-root-user"] * (os.geteuid() != 0), "bash", "-c", script, "bash",
+                *(part.replace("DISK", str(disk)) for part in command)], returncode=2 if what == "the export" else 1,
+               DISK=str(disk), KEPT=str(kept), BEGUN=str(tmp_path / "begun"))
+    [told] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert "the disk is full: " in told and message.replace("DISK", str(disk)) in told and " are free" in told
+    assert done.stderr.count("Traceback") == (what != "the export"), "torchrun's own"
+    assert not list(kept.rglob("*.tmp")), "what was not finished takes no room"
+    if "third" in what:
+        assert checkpoints(kept / "out") == ["latest", "step_00000002", "step_00000004"]
+        again = run([*PYTHON, *arguments(assets, kept / "out", "dry_run=true")])
+        assert f"going on from {kept}/out/checkpoints/step_00000004" in again.stdout and "damaged" not in again.stdout
 
 
 def test_gradients_that_stay_infinite_stop_the_run(assets, tmp_path):

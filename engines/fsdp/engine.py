@@ -32,6 +32,7 @@ from engines.fsdp.attention import Packing
 from engines.heads import LogProbHead, ValueHead
 from engines.hf import build_on_meta, count_flops, keep_zero_rows, read_hf_config
 from engines.offload import HostMemory
+from engines.storage import Writer
 from engines.weights import check_files, load_weights
 
 # Between the hidden states and the logits these would change what linear_log_probs computes.
@@ -243,9 +244,9 @@ class FSDPEngine(Engine):
 
     def write(self, states: dict[str, dict], directory: Path, group: dist.ProcessGroup | None) -> Future | None:
         if group is None:
-            dcp.save(states, checkpoint_id=directory)
+            dcp.save(states, storage_writer=Writer(directory))
             return None
-        return dcp.async_save(states, checkpoint_id=directory, process_group=group)
+        return dcp.async_save(states, storage_writer=Writer(directory), process_group=group)
 
     def read(self, states: dict[str, dict], directory: Path) -> dict[str, dict]:
         written = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
