@@ -60,6 +60,8 @@ def on_rank0(work: Callable, *args, group: dist.ProcessGroup | None = None):
 
     An InputError there is raised on every rank, so that all of them leave with one line and exit code 2.
     """
+    if not dist.is_initialized():
+        return work(*args)
     # The others wait as long as it takes (tokenizing a large file does), which an accelerator's group would not let them.
     own_group = None if group else dist.new_group(backend="gloo", timeout=datetime.timedelta(days=7))
     box = [None, None]

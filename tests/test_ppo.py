@@ -189,7 +189,7 @@ def test_filter_groups_with_nothing_left_takes_what_was_drawn_last():
 
 def test_nothing_graded_is_an_error():
     message, calls = collect((), FILTER, "algorithm.filter_groups.max_num_gen_batches=2", failing=range(PROMPTS))
-    assert len(calls) == 2 and "every response to 2 batches of prompts failed" in message and "raised: trace" in message
+    assert len(calls) == 2 and "no response to 2 batches could be graded" in message and "raised: trace" in message
 
 
 def test_remax_draws_a_greedy_response_more():
