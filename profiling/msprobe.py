@@ -88,6 +88,7 @@ class Msprobe(Tool):
                 self.debugger.step()            # forgets what is written and counts calls from 0 again
                 if not json.loads((target / "dump.json").read_text())["data"]:
                     raise RuntimeError("dump.json has no record, so no module ran")
+                (target / "coordinates.json").write_text(json.dumps({"of": type(engine).__name__, **engine.coordinates()}))
                 self.dumped.append((name, target))
 
     @contextmanager
