@@ -155,18 +155,18 @@ def test_ranks_are_selected_by_local_rank(monkeypatch):
 ON, PROBE = "trainer.profile_interval=[1,2]", "profiler.tool=msprobe"
 MISTAKES = {
     "an interval without a tool": ([ON], "profiler.tool is null: name a tool"),
-    "an interval behind the end": (["trainer.profile_interval=[11,12]", "profiler.tool=torch"], "behind the last step, 10"),
+    "an interval after the end": (["trainer.profile_interval=[11,12]", "profiler.tool=torch"], "after the last step, 10"),
     "an unknown tool": (["profiler.tool=nsys"], "profiler.tool=nsys must be one of nvtx, mstx, torch, memory, msprobe"),
     "a rank that is not there": ([ON, "profiler.tool=torch", "profiler.ranks=[0,1]"], "profiler.ranks=[0, 1] names a rank"),
     "a stage that is not there": ([PROBE, "profiler.msprobe.stages=[critic_update]"],
-                                  "critic_update is no stage of this run with a model in it; those are train_batch"),
+                                  "critic_update is not a stage of this run that runs a model; those are train_batch"),
     "compiled layers": ([PROBE, "engine.torch_compile=always"], "set engine.torch_compile=never"),
     "no config file": ([PROBE, "profiler.msprobe.config_path=/nowhere.json"], "/nowhere.json: No such file"),
     "a config file of another task": ([PROBE, "profiler.msprobe.config_path={tmp}/task.json"], "task=nan_check must be one of"),
     "a config file that selects steps": ([PROBE, "profiler.msprobe.config_path={tmp}/step.json"],
-                                         "leave that list empty, trainer.profile_interval selects"),
+                                         "leave that list empty and set trainer.profile_interval"),
     "a config file that is none": ([PROBE, "profiler.msprobe.config_path={tmp}/none.json"], "is not JSON"),
-    "two that want CUPTI": (["profiler.tool=[torch,nvtx]"], "torch and nvtx both want CUPTI"),
+    "two that want CUPTI": (["profiler.tool=[torch,nvtx]"], "torch and nvtx cannot share CUPTI"),
     "mode of msprobe": ([PROBE, "profiler.msprobe.config_path={tmp}/mode.json"], "mode.json is refused by msprobe: "),
     "hashes beside tensors": ([PROBE, "profiler.msprobe.task=tensor", "profiler.msprobe.config_path={tmp}/tensor.json"],
                               "summary_mode md5: only statistics"),
@@ -260,7 +260,7 @@ def test_a_stage_that_was_named_and_never_ran_is_told(tmp_path, capsys):
     with profiler.stage("train_batch", engine):
         model(torch.ones(1, 4))
     profiler.close()
-    assert "msprobe dumped nothing of validate: not run in these steps" in capsys.readouterr().out
+    assert "msprobe dumped nothing of validate: not run in the interval" in capsys.readouterr().out
 
 
 def test_dumps_do_not_nest(tmp_path):
@@ -563,7 +563,7 @@ def test_engines_dump_all_they_run(assets, tmp_path, kind, task, more):
     """And what they answer is the same to the last bit with a dump and without, which the worker asserts."""
     done = launch(2, "tests/profiling_worker.py", kind, assets / "model", tmp_path, task, *more)
     assert "'profiler/failed_dumps': 0" in done.stdout and f"with {task} L0:" in done.stdout
-    assert " MB a step and rank" in done.stdout
+    assert " MB per step and rank" in done.stdout
     for stage in MODEL_STAGES:
         for rank in (0, 1):
             dump = read_dump(tmp_path, 2, stage, rank)
