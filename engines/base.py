@@ -64,6 +64,11 @@ class Engine(ABC):
     def modules(self) -> list[nn.Module]:
         """What this rank runs of the model: one module, or the chunks of a virtual pipeline in their order."""
 
+    @abstractmethod
+    def coordinates(self) -> dict[str, list[int]]:
+        """What modules() are of the whole model: {dp, cp, tp, pp: [this rank, how many], first_layers: the number of the
+        first layer of each module}. Recorded with a dump, so that dumps of other layouts can be compared with it."""
+
     def sum_over_dp(self, amounts: Tensor) -> Tensor:
         """The sum of every data-parallel rank's tensor, on all of them."""
         amounts = amounts.to(self.device)

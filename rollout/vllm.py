@@ -44,7 +44,8 @@ class Rollout:
         check(config, dist.get_world_size())
         self.device, self.stop_ids = device, stop_token_ids(Path(config.model.path))
         tp = rollout.tensor_parallel_size
-        self.replica, self.tp_rank, self.num_replicas = dist.get_rank() // tp, dist.get_rank() % tp, dist.get_world_size() // tp
+        self.replica, self.num_replicas = dist.get_rank() // tp, dist.get_world_size() // tp
+        self.tp_rank, self.tp_size = dist.get_rank() % tp, tp
         hf_config = AutoConfig.from_pretrained(config.model.path)       # a key that config.json lacks has its class's default
         self.tied = hf_config.tie_word_embeddings
         # Weights are pushed whole before every use, so level 2 may drop them; Ascend has level 1 only.
@@ -127,6 +128,11 @@ class Rollout:
     def modules(self) -> list[torch.nn.Module]:
         """vLLM's model on this rank."""
         return self.llm.apply_model(lambda model: model)
+
+    def coordinates(self) -> dict[str, list[int]]:
+        """As Engine.coordinates()."""
+        return {"dp": [self.replica, self.num_replicas], "cp": [0, 1], "tp": [self.tp_rank, self.tp_size], "pp": [0, 1],
+                "first_layers": [0]}
 
     def _params(self, sampling: DictConfig, seed: int):
         greedy = sampling.temperature == 0

@@ -1,6 +1,7 @@
 """Stages, what records them, and what is made of the records; the runs are those of users."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -154,18 +155,18 @@ def test_ranks_are_selected_by_local_rank(monkeypatch):
 ON, PROBE = "trainer.profile_interval=[1,2]", "profiler.tool=msprobe"
 MISTAKES = {
     "an interval without a tool": ([ON], "profiler.tool is null: name a tool"),
-    "an interval behind the end": (["trainer.profile_interval=[11,12]", "profiler.tool=torch"], "behind the last step, 10"),
+    "an interval after the end": (["trainer.profile_interval=[11,12]", "profiler.tool=torch"], "after the last step, 10"),
     "an unknown tool": (["profiler.tool=nsys"], "profiler.tool=nsys must be one of nvtx, mstx, torch, memory, msprobe"),
     "a rank that is not there": ([ON, "profiler.tool=torch", "profiler.ranks=[0,1]"], "profiler.ranks=[0, 1] names a rank"),
     "a stage that is not there": ([PROBE, "profiler.msprobe.stages=[critic_update]"],
-                                  "critic_update is no stage of this run with a model in it; those are train_batch"),
+                                  "critic_update is not a stage of this run that runs a model; those are train_batch"),
     "compiled layers": ([PROBE, "engine.torch_compile=always"], "set engine.torch_compile=never"),
     "no config file": ([PROBE, "profiler.msprobe.config_path=/nowhere.json"], "/nowhere.json: No such file"),
     "a config file of another task": ([PROBE, "profiler.msprobe.config_path={tmp}/task.json"], "task=nan_check must be one of"),
     "a config file that selects steps": ([PROBE, "profiler.msprobe.config_path={tmp}/step.json"],
-                                         "leave that list empty, trainer.profile_interval selects"),
+                                         "leave that list empty and set trainer.profile_interval"),
     "a config file that is none": ([PROBE, "profiler.msprobe.config_path={tmp}/none.json"], "is not JSON"),
-    "two that want CUPTI": (["profiler.tool=[torch,nvtx]"], "torch and nvtx both want CUPTI"),
+    "two that want CUPTI": (["profiler.tool=[torch,nvtx]"], "torch and nvtx cannot share CUPTI"),
     "mode of msprobe": ([PROBE, "profiler.msprobe.config_path={tmp}/mode.json"], "mode.json is refused by msprobe: "),
     "hashes beside tensors": ([PROBE, "profiler.msprobe.task=tensor", "profiler.msprobe.config_path={tmp}/tensor.json"],
                               "summary_mode md5: only statistics"),
@@ -225,7 +226,7 @@ def dumping(directory, *more):
 
 def linear():
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
-    return model, SimpleNamespace(modules=lambda: [model])
+    return model, SimpleNamespace(modules=lambda: [model], coordinates=dict)
 
 
 def test_dumps_hold_their_own_calls_and_a_repeated_step_replaces_what_was_left(tmp_path):
@@ -259,7 +260,7 @@ def test_a_stage_that_was_named_and_never_ran_is_told(tmp_path, capsys):
     with profiler.stage("train_batch", engine):
         model(torch.ones(1, 4))
     profiler.close()
-    assert "msprobe dumped nothing of validate: not run in these steps" in capsys.readouterr().out
+    assert "msprobe dumped nothing of validate: not run in the interval" in capsys.readouterr().out
 
 
 def test_dumps_do_not_nest(tmp_path):
@@ -303,11 +304,11 @@ def test_a_dump_that_fails_stops_the_run_or_is_told_once_and_counted(tmp_path, c
 
 @pytest.fixture(scope="module")
 def assets(tmp_path_factory):
-    """A model of four layers, the same with 1 % more in one matrix, early or late, 84 rows, a reward."""
+    """A model of four layers, the same with more in one matrix, early, late or last, 84 rows, a reward."""
     directory, tokenizer = tmp_path_factory.mktemp("assets"), make_tokenizer()
-    matrices = {"model": None, "defect": "model.layers.2.self_attn.k_proj.weight",
-                "late": "model.layers.3.mlp.down_proj.weight"}
-    for name, matrix in matrices.items():
+    matrices = {"model": (None, 1), "defect": ("model.layers.2.self_attn.k_proj.weight", 1.01),
+                "late": ("model.layers.3.mlp.down_proj.weight", 1.01), "head": ("lm_head.weight", 1.05)}
+    for name, (matrix, factor) in matrices.items():
         # vLLM has no attention on CPUs for heads of less than 32 numbers.
         make_model(directory / name, "qwen3", head_dim=32, num_hidden_layers=4, vocab_size=len(tokenizer),
                    eos_token_id=tokenizer.eos_token_id)
@@ -315,7 +316,7 @@ def assets(tmp_path_factory):
         if matrix:
             path = directory / name / "model.safetensors"
             weights = load_file(path)
-            weights[matrix] *= 1.01
+            weights[matrix] *= factor
             save_file(weights, path, metadata={"format": "pt"})
     (directory / "train.jsonl").write_text("".join(json.dumps(r) + "\n" for r in make_rows()[0][:84]))
     (directory / "reward.py").write_text("def letters(prompt, response, row):\n    return len(set(response)) / 10\n")
@@ -359,27 +360,33 @@ def compared(runs, a, b, step, returncode, *more):
                returncode=returncode).stdout
 
 
-def test_engines_agree_and_part_at_the_planted_defect(assets, tmp_path):
-    """By the outputs of q_norm, k_norm, o_proj, attention, down_proj, mlp and layer, four times, of the embedding and of the
-    last norm, in each micro-batch. (k_norm takes away what defect multiplies.) Calls of functions, which level mix dumps
-    beside those of modules, have the same names in both and are not the same; of one engine they agree."""
-    for name, model, engine in (("fsdp", "model", "fsdp"), ("again", "model", "fsdp"), ("megatron", "model", "megatron"),
-                                ("late", "late", "megatron")):
+PER_MICRO_BATCH = 4 * 7 + 2 + 2
+"""Outputs of q_norm, k_norm, o_proj, attention, down_proj, mlp and layer, four times, of the embedding, of the last norm, and
+two of the head."""
+
+
+def test_engines_agree(assets, tmp_path):
+    """Calls of functions, which level mix dumps beside those of modules, have the same names in both and are not the same; of
+    one engine they agree."""
+    for name, engine in (("fsdp", "fsdp"), ("again", "fsdp"), ("megatron", "megatron")):
         run([sys.executable, "train_sft.py", *arguments(
-            assets, tmp_path / name, f"model.path={assets}/{model}", PROBE, "profiler.msprobe.level=mix",
-            "trainer.total_steps=1", "trainer.profile_interval=[1,1]", f"model_engine={engine}")])
-    assert "tensors agree" in compared(tmp_path, "fsdp", "again", 1, 0)
-    agree = re.search(r"rank0: (\d+) tensors agree", compared(tmp_path, "fsdp", "megatron", 1, 0))
-    assert agree and int(agree[1]) > 0 and int(agree[1]) % (4 * 7 + 2) == 0
-    first = compared(tmp_path, "fsdp", "late", 1, 1).splitlines()[0]
-    assert "parts at Module.0.hf.model.layers.3.mlp.down_proj.Linear.forward.0.output.0 / " \
-        "Module.0.decoder.layers.3.mlp.linear_fc2.RowParallelLinear.forward.0.output.0" in first
+            assets, tmp_path / name, PROBE, "profiler.msprobe.level=mix", "trainer.total_steps=1",
+            "trainer.profile_interval=[1,1]", f"model_engine={engine}")])
+    assert re.search(r"rank0: \d+ tensors agree; ", compared(tmp_path, "fsdp", "again", 1, 0))
+    told = compared(tmp_path, "fsdp", "megatron", 1, 0)
+    agree = re.search(r"\ntrain_batch: (\d+) tensors agree, outputs of forward passes alone; largest", told)
+    assert agree and int(agree[1]) > 0 and int(agree[1]) % PER_MICRO_BATCH == 0
+    assert told.startswith("metrics of step 1 agree\n    train/loss ") and "    train/grad_norm " in told
 
 
-def test_the_planted_defect_is_found(sft):
-    first = compared(sft, "dumped", "defect", 2, 1).splitlines()[0]
-    assert first.startswith("train_batch rank0: parts at Module.0.hf.model.layers.2.self_attn.k_proj.Linear.forward.0.")
+def test_the_planted_defect_is_found(sft, tmp_path):
+    told = compared(sft, "dumped", "defect", 2, 1, "--output", str(tmp_path))
+    assert told.startswith("metrics of step 2 diverge\n    train/loss ")
+    first = next(line for line in told.splitlines() if line.startswith("train_batch"))
+    assert first.startswith("train_batch rank0: diverges at Module.0.hf.model.layers.2.self_attn.k_proj.Linear.forward.0.")
     assert "relative difference 0.00" in first or "relative difference 0.01" in first
+    table = (tmp_path / "train_batch_rank0.csv").read_text().splitlines()
+    assert len(table) == 1 + int(re.search(r"tensor \d+ of (\d+)", first)[1]) and "A name,A shape,A max" in table[0]
     assert "tensors agree" in compared(sft, "dumped", "defect", 2, 0, "--tolerance", "10")
     assert compare.compare(sft / "dumped", sft / "defect", 3, None, 1e-4, sft / "scratch") == 2, "no such step"
 
@@ -396,18 +403,104 @@ def test_what_one_run_alone_ran_is_told(sft):
     shutil.copytree(sft / "dumped", sft / "more")
     shutil.copytree(sft / "more/profile/step_2/train_batch", sft / "more/profile/step_2/validate")
     told = compared(sft, "dumped", "more", 2, 1)
-    assert "in one run only, left out: validate" in told and "tensors agree;" in told
+    assert "metrics of step 2 agree" in told and "in one run only, left out: validate" in told and "tensors agree;" in told
     compared(sft, "dumped", "more", 2, 0, "--stage", "train_batch")
     assert [compare.worst(codes) for codes in ([0, 2], [2, 1], [0, 1, 2], [0])] == [2, 1, 1, 0]
 
 
 @pytest.mark.parametrize("a, b, expected", [
-    (("1", "0"), ("1", "0"), 0.0), (("1", "0"), ("1.1", "0"), 0.1 / 1.1), (("nan", "0"), ("1", "0"), float("inf")),
-    (("nan", "0"), ("nan", "0"), 0.0), (("", ""), ("", ""), 0.0)])
+    ((1.0, 0.0), (1.0, 0.0), 0.0), ((1.0, 0.0), (1.1, 0.0), 0.1 / 1.1), ((math.nan, 0.0), (1.0, 0.0), math.inf),
+    ((math.nan, 0.0), (math.nan, 0.0), 0.0), ((None, None), (None, None), 0.0)])
 def test_differences_are_relative_to_the_largest_number_there(a, b, expected):
-    row = {f"{side} {name}": value for side, values in (("NPU", a), ("Bench", b))
-           for name, value in zip(compare.STATISTICS, (*values, "N/A", "N/A"), strict=True)}
-    assert compare.gap(row) == pytest.approx(expected)
+    a, b = (dict(zip(compare.STATISTICS, (*values, None, None), strict=True)) for values in (a, b))
+    assert compare.gap(a, b) == pytest.approx(expected)
+
+
+def test_a_loss_that_is_0_but_for_rounding_agrees():
+    gaps = [compare.metric_gap(*x) for x in ((1.0, 1.1), (1e-9, -3e-9), (math.nan, math.nan), (math.nan, 1.0))]
+    assert gaps == pytest.approx([0.1 / 1.1, 4e-7, 0.0, math.inf])
+
+
+@pytest.fixture(scope="module")
+def layouts(assets, tmp_path_factory):
+    """One update of the same batch on one rank by FSDP2, and on two by both engines."""
+    out = tmp_path_factory.mktemp("layouts")
+    for num_ranks in (1, 2):
+        launch(num_ranks, "tests/profiling_worker.py", "layouts", assets, out)
+    return out
+
+
+def copy(run, name):
+    return shutil.copytree(run, run.parent / name, dirs_exist_ok=True)
+
+
+def without_tensors(run, name):
+    """The same dumps with statistics alone."""
+    for path in copy(run, name).glob("profile/step_2/*/step2/*/dump.json"):
+        path.write_text(path.read_text().replace('"data_name"', '"left_out"'))
+    return run.parent / name
+
+
+def compare_layouts(capsys, a, b):
+    code = compare.compare(a, b, 2, None, 1e-4, None)
+    return code, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("a, b", [("fsdp", "tp"), ("fsdp", "vpp"), ("fsdp whole", "sp whole"), ("tp", "vpp")])
+def test_layouts_agree(layouts, capsys, a, b):
+    """All outputs in both micro-batches, whole (on each of two tensor-parallel ranks) or of joined shards."""
+    code, told = compare_layouts(capsys, layouts / a, layouts / b)
+    agree = re.search(r"\nactor_update: (\d+) tensors agree, outputs of forward passes alone; largest", told)
+    assert code == 0 and agree and told.startswith("metrics of step 2 agree") and "compute_values: " in told
+    num_outputs = (1 if "whole" in a else 2) * PER_MICRO_BATCH
+    assert int(agree[1]) == num_outputs if b == "vpp" and a == "fsdp" else num_outputs <= int(agree[1]) <= 2 * num_outputs
+
+
+def test_shards_are_joined_by_their_statistics(layouts, capsys):
+    """Where sequences are padded, only the head has the same tokens."""
+    a, tp = without_tensors(layouts / "fsdp", "statistics a"), without_tensors(layouts / "tp", "statistics tp")
+    assert compare_layouts(capsys, a, tp) == compare_layouts(capsys, layouts / "fsdp", tp)
+    code, told = compare_layouts(capsys, a, tp)
+    assert code == 0 and "not compared" not in told
+    code, told = compare_layouts(capsys, layouts / "fsdp whole", without_tensors(layouts / "sp whole", "statistics sp"))
+    assert code == 0 and f"{PER_MICRO_BATCH - 2} not compared: one run alone pads them" in told
+
+
+def test_the_planted_defect_is_found_on_shards(layouts, capsys):
+    code, told = compare_layouts(capsys, layouts / "fsdp whole", layouts / "defect")
+    assert code == 1 and "actor_update: diverges at Module.0.hf.model.layers.3.mlp.down_proj.Linear.forward.0.output.0 / " \
+        "Module.0.decoder.layers.3.mlp.linear_fc2.RowParallelLinear.forward.0.output.0, relative difference 0.0" in told
+
+
+def test_another_output_matrix_is_found_at_the_head(layouts, capsys):
+    """On the second pipeline rank, behind layers that agree. The critic's head is its own."""
+    code, told = compare_layouts(capsys, layouts / "fsdp", layouts / "head")
+    assert code == 1 and told.startswith("metrics of step 2 diverge\n    actor/loss ")
+    assert "\nactor_update: diverges at Module.0.head.LogProbHead.forward.0.output.0, relative" in told
+    assert f"; tensor {PER_MICRO_BATCH - 1} of {2 * PER_MICRO_BATCH}, " in told and "\ncompute_values: 62 tensors agree" in told
+
+
+def test_what_cannot_be_compared_is_told(layouts, capsys):
+    code, told = compare_layouts(capsys, layouts / "fsdp", layouts / "dp")
+    assert code == 2 and "1 and 2 data parallel ranks see other tokens" in told and "metrics of step 2 agree" in told
+    code, told = compare_layouts(capsys, layouts / "fsdp", layouts / "sp")
+    assert code == 2 and "not compared: their micro-batches differ" in told
+    code, told = compare_layouts(capsys, layouts / "fsdp", layouts / "recompute")
+    assert code == 0 and f"{2 * 4 * 7} not compared: one run alone calls them again (recomputation)" in told
+    for path in copy(layouts / "tp", "one rank").glob("profile/step_2/*/step2/rank1"):
+        shutil.rmtree(path)
+    code, told = compare_layouts(capsys, layouts / "fsdp", layouts / "one rank")
+    assert code == 2 and "B has the dumps of 1 of 2 tensor x 1 pipeline parallel ranks: set profiler.ranks=all" in told
+
+
+def test_losses_that_differ_are_found_where_dumps_agree(layouts, capsys):
+    path = copy(layouts / "fsdp", "another loss") / "metrics.jsonl"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "actor/loss": 1.87}))
+    code, told = compare_layouts(capsys, layouts / "fsdp", layouts / "another loss")
+    assert code == 1 and "diverge" in told.splitlines()[0] and "B 1.87" in told and "actor_update rank0: " in told
+    path.unlink()
+    code, told = compare_layouts(capsys, layouts / "fsdp", layouts / "another loss")
+    assert code == 0 and told.startswith("metrics of step 2 are not in both runs")
 
 
 @pytest.fixture(scope="module")
@@ -493,7 +586,7 @@ def test_engines_dump_all_they_run(assets, tmp_path, kind, task, more):
     """And what they answer is the same to the last bit with a dump and without, which the worker asserts."""
     done = launch(2, "tests/profiling_worker.py", kind, assets / "model", tmp_path, task, *more)
     assert "'profiler/failed_dumps': 0" in done.stdout and f"with {task} L0:" in done.stdout
-    assert " MB a step and rank" in done.stdout
+    assert " MB per step and rank" in done.stdout
     for stage in MODEL_STAGES:
         for rank in (0, 1):
             dump = read_dump(tmp_path, 2, stage, rank)
