@@ -301,7 +301,8 @@ def test_what_the_straight_run_has_to_remember(alone):
     assert coefficients[2] < coefficients[1] < coefficients[0] == 0.1 < progress["kl_coef"], "there is no divergence at first"
     failed = [sum("failure" in line for line in rollout_lines(out, step)) for step in range(1, 9)]
     assert [m["reward/failures"] for m in lines] == [sum(failed[:i + 1]) for i in range(8)] and sum(failed) > 1
-    assert {m["reward/informative_groups"] for m in lines} == {1} and {m["critic/score/mean"] for m in lines} == {0.5}
+    assert {m["rollout/num_gen_batches"] > 1 for m in lines} == {True, False}, "some steps draw again"
+    assert all(0 < m["reward/informative_groups"] <= 1 for m in lines) and len({m["critic/score/mean"] for m in lines}) > 1
     assert lines[-1]["critic/vf_loss"] < lines[0]["critic/vf_loss"] and lines[0]["critic/values/mean"] == 0
 
 
