@@ -86,7 +86,7 @@ def build(model: nn.Module, layers: list[nn.Module], optim: DictConfig) -> list[
     groups = [{"params": [p for p in parameters if id(p) in hidden], "weight_decay": optim.weight_decay},
               {"params": [p for p in parameters if p.ndim > 1 and id(p) not in hidden], "weight_decay": optim.weight_decay},
               {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0}]
-    found = named(optim)([g for g in groups if g["params"]], optim.lr, betas=tuple(optim.betas), eps=optim.eps)
+    found = named(optim)(params=[g for g in groups if g["params"]], lr=optim.lr, betas=tuple(optim.betas), eps=optim.eps)
     found = found if isinstance(found, list) else [found]
     for optimizer in found:
         if not isinstance(optimizer, Optimizer):

@@ -144,7 +144,7 @@ def test_another_optimizer(fork, this_device, tmp_path):
     assert [g["lr"] for o in engine.optimizers for g in o.param_groups] == [rate, rate, rate / 4] and len(engine.optimizers) == 3
     (tmp_path / "wrong.py").write_text("def wrong(**_): pass\n")
     with pytest.raises(InputError, match="optim.name=wrong.py:wrong must return a torch.optim.Optimizer"):
-        optimizer.build(engine.model, [], load("sft.yaml", ["model.path=", "data.train_files=", "optim.name=wrong.py:wrong"]).optim)
+        optimizer.build(engine.model, [], fork("A schedule", "optim.name=wrong.py:wrong").optim)
 
 
 def test_a_schedule(fork):
