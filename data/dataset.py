@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -20,14 +21,16 @@ import disk
 from config import InputError
 from data.chat import encode
 from data.packing import Batch
+from data.rows import SHAPES, read_shape
 
-FORMAT = 1                  # of the cache; raise it when encode() or the files of a cache change
+FORMAT = 2                  # of the cache; raise it when encode() or the files of a cache change
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 OPTIONS = ("messages_key", "prompt_key", "response_key", "tools_key", "template_kwargs_key", "train_on", "max_length",
            "truncation")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
                    "chat_template.jinja", "chat_template.json")
-UNUSED = {"input_ids": [], "loss_mask": [], "length": 0}     # a row without a trained token; length: before truncation
+# A row without a trained token. length: before truncation; shape: the name of the one it was read as.
+UNUSED = {"input_ids": [], "loss_mask": [], "length": 0, "shape": ""}
 SERIAL_ROWS = 2000          # fewer rows are tokenized before worker processes have started
 
 
@@ -45,7 +48,15 @@ def tokenize(files: str | Sequence[str], tokenizer, options, cache_dir: Path, to
         check_lengths(paths, tables, options.truncation, "max_length", options.max_length)
         write_arrays(folder, tables, options)
     values = [getattr(options, name) for name in OPTIONS]
-    return cached(Path(cache_dir) / cache_key(paths, tokenizer, Path(tokenizer_dir), FORMAT, values), write)
+    return say_shapes(cached(Path(cache_dir) / cache_key(paths, tokenizer, Path(tokenizer_dir), FORMAT, values), write))
+
+
+def say_shapes(folder: Path) -> Path:
+    """The folder, after a line for each shape that its rows were read as."""
+    stats = json.loads((folder / "stats.json").read_text())
+    for name in SHAPES.keys() & stats.keys():
+        print(f"data: {stats[name]:,} rows have the shape of {name}: {SHAPES[name].__doc__.split(chr(10))[0]}", flush=True)
+    return folder
 
 
 def cached(folder: Path, write: Callable[[Path], None]) -> Path:
@@ -146,7 +157,7 @@ def tokenize_files(paths: list[Path], tokenize_row: Callable, unused: dict, toke
 def tokenize_file(path: Path, tokenize_row: Callable, unused: dict, tokenizer, options, cache_dir: Path):
     from datasets import Features, List, Value
     types = {"input_ids": List(Value("int32")), "loss_mask": List(Value("uint8")), "length": Value("int64"),
-             "record": Value("string"), "error": Value("string")}
+             "record": Value("string"), "shape": Value("string"), "error": Value("string")}
     rows = read_rows(path, cache_dir)
     if not len(rows):
         raise InputError(f"{path}: the file has no rows")
@@ -179,9 +190,11 @@ def tokenize_line(row: dict, index: int, name: str, is_json: bool, tokenize_row:
 
 
 def tokenize_row(row: dict, tokenizer, options) -> dict:
+    row, shape = read_shape(row, options, with_response=True)
     ids, mask = encode(row, tokenizer, options)
     kept = kept_tokens(len(ids), options.max_length, options.truncation)
-    result, ids, mask = {"length": len(ids)}, ids[kept], [0, *mask[kept][1:]]      # nothing predicts the first token
+    result = {"length": len(ids), "shape": shape}
+    ids, mask = ids[kept], [0, *mask[kept][1:]]         # nothing predicts the first token
     return result | {"input_ids": ids, "loss_mask": mask} if any(mask) else result
 
 
@@ -221,13 +234,17 @@ def write_arrays(folder: Path, tables: list, options) -> None:
 
 
 def count_rows(tables: list, truncation: str, limit: int | None) -> tuple[np.ndarray, dict[str, int]]:
-    """(tokens kept of each row, 0: not used; counts of rows kept, dropped_long, truncated and kept, tokens, max_length)
-    """
+    """(tokens kept of each row, 0: not used; counts of rows kept, dropped_long, truncated and kept, tokens, max_length,
+    and of the rows of each shape)"""
     lengths = np.concatenate([table["length"].to_numpy() for table in tables])
     kept = np.concatenate([chunk.value_lengths().to_numpy() for table in tables for chunk in table["input_ids"].chunks])
     long = lengths > (limit or np.inf)
+    shapes = Counter()
+    for found in (found for table in tables for found in table["shape"].value_counts().to_pylist()):
+        shapes[found["values"]] += found["counts"]
     return kept, {"rows": int((kept > 0).sum()), "dropped_long": int(long.sum()) if truncation == "drop" else 0,
-                  "truncated": int((long & (kept > 0)).sum()), "tokens": int(kept.sum()), "max_length": int(kept.max())}
+                  "truncated": int((long & (kept > 0)).sum()), "tokens": int(kept.sum()), "max_length": int(kept.max())} | {
+                      name: count for name, count in shapes.items() if name}
 
 
 def write_array(folder: Path, name: str, dtype, tables: list, num_tokens: int) -> np.ndarray:
@@ -249,7 +266,8 @@ class TokenDataset:
     """n tokenized rows, mapped from a cache folder: nothing is read before it is asked for.
 
     name: the hash of all that the tokens depend on. lengths: np.int64 [n], tokens of each row.
-    stats: rows (kept), dropped_no_loss, dropped_long, truncated (and kept), tokens, loss_tokens, max_length (longest).
+    stats: rows (kept), dropped_no_loss, dropped_long, truncated (and kept), tokens, loss_tokens, max_length (longest), and
+    the rows of each shape, e.g. Alpaca.
     """
 
     def __init__(self, name: str, input_ids: np.ndarray, loss_mask: np.ndarray, cu_seqlens: np.ndarray, stats: dict):

@@ -13,12 +13,23 @@ from pathlib import Path
 import numpy as np
 
 from config import InputError
-from data.chat import Conversation, is_paired, messages_of, template_arguments, tokens_of
-from data.dataset import cache_key, cached, check_files, check_lengths, count_rows, kept_tokens, tokenize_files, write_array
+from data.chat import Conversation, tokens_of
+from data.dataset import (
+    cache_key,
+    cached,
+    check_files,
+    check_lengths,
+    count_rows,
+    kept_tokens,
+    say_shapes,
+    tokenize_files,
+    write_array,
+)
+from data.rows import is_paired, messages_of, read_shape, template_arguments
 
 FORMAT = "prompts 2"        # of the cache; raise it when encode_prompt() or the files of a cache change
 OPTIONS = ("messages_key", "prompt_key", "tools_key", "template_kwargs_key", "max_prompt_length", "truncation")
-UNUSED = {"input_ids": [], "length": 0, "record": ""}       # an empty line, or a prompt that is too long
+UNUSED = {"input_ids": [], "length": 0, "record": "", "shape": ""}       # an empty line, or a prompt that is too long
 
 
 @dataclass(frozen=True)
@@ -50,21 +61,22 @@ def tokenize_prompts(files: str | Sequence[str], tokenizer, options, cache_dir: 
         check_lengths(paths, tables, options.truncation, "max_prompt_length", options.max_prompt_length)
         write_arrays(folder, tables, options)
     values = [getattr(options, name) for name in OPTIONS]
-    return cached(Path(cache_dir) / cache_key(paths, tokenizer, Path(tokenizer_dir), FORMAT, values), write)
+    return say_shapes(cached(Path(cache_dir) / cache_key(paths, tokenizer, Path(tokenizer_dir), FORMAT, values), write))
 
 
 def tokenize_row(row: dict, tokenizer, options) -> dict:
-    ids, text, question = encode_prompt(row, tokenizer, options)
+    standard, shape = read_shape(row, options, with_response=False)
+    ids, text, question = encode_prompt(standard, tokenizer, options)
     kept = kept_tokens(len(ids), options.max_prompt_length, options.truncation)
     if not ids[kept]:
-        return {"length": len(ids)}
+        return {"length": len(ids), "shape": shape}
     if len(ids[kept]) < len(ids):
         text = tokenizer.decode(ids[kept], clean_up_tokenization_spaces=False)
     try:
         record = json.dumps({"text": text, "row": row, "question": question})
     except TypeError as error:
         raise InputError(f"the row cannot be handed to a reward function as JSON: {error}") from error
-    return {"length": len(ids), "input_ids": ids[kept], "record": record}
+    return {"length": len(ids), "input_ids": ids[kept], "record": record, "shape": shape}
 
 
 def encode_prompt(row: dict, tokenizer, options) -> tuple[list[int], str, str]:
@@ -75,9 +87,7 @@ def encode_prompt(row: dict, tokenizer, options) -> tuple[list[int], str, str]:
     """
     if not tokenizer.is_fast:
         raise InputError(f"{type(tokenizer).__name__} gives no character offsets: a fast tokenizer is needed")
-    if row.get(options.messages_key) is None and row.get(options.prompt_key) is None:
-        raise InputError(f'both "{options.prompt_key}" and "{options.messages_key}" are missing')
-    messages, question = messages_of(row, tokenizer, options), ""
+    messages, question = messages_of(row, bool(tokenizer.chat_template), options), ""
     if messages is None:
         text = row[options.prompt_key]
         encoding = tokens_of(text, tokenizer)

@@ -178,6 +178,73 @@ def test_files_that_cannot_be_read(make, tmp_path):
         assert "\n" not in str(raised.value), name
 
 
+SHAPES = {
+    "Alpaca": [
+        ({"instruction": "add", "input": "1+2", "output": "3"}, "user\nadd\n\n1+2<|im_end|>", ["3"]),
+        ({"instruction": "hi", "input": "", "output": "ho", "system": "s", "history": [["q", "a"]]},
+         "system\ns<|im_end|>\n<|im_start|>user\nq<|im_end|>", ["a", "ho"])],
+    "ShareGPT": [
+        ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}], "system": "s"},
+         "system\ns<|im_end|>\n<|im_start|>user\nq<|im_end|>", ["a"]),
+        ({"conversations": [{"from": "system", "value": "s"}, {"from": "human", "value": "q"},
+                            {"from": "function_call", "value": '{"name": "f", "arguments": {"a": 1}}'},
+                            {"from": "observation", "value": "2"}, {"from": "gpt", "value": "b"}], "tools": '[{"name": "f"}]'},
+         "tool\n2<|im_end|>", ['f{"a": 1}', "b"]),
+        ({"conversations": chat("q", "a")["messages"]}, "user\nq<|im_end|>", ["a"])],
+    "prompt/completion": [
+        ({"prompt": "q", "completion": "a"}, "user\nq<|im_end|>", ["a"]),
+        ({"prompt": chat("q", "x", "r")["messages"], "completion": [{"role": "assistant", "content": "a"}]},
+         "assistant\nx<|im_end|>", ["a"])]}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_data_sets_in_common_shapes_are_read_as_they_are(make, tokenizer_dir, tmp_path, capsys, name):
+    rows, asked, answers = zip(*SHAPES[name], strict=True)
+    write(tmp_path / "a.jsonl", [*rows, chat("q", "plain")])
+    table = [dict.fromkeys([*rows[0], "messages"]) | row for row in (rows[0], chat("q", "plain"))]
+    datasets.Dataset.from_list(table).to_parquet(tmp_path / "a.parquet")
+    folder = make(tmp_path / "a.jsonl")
+    expected = ["".join(f"{answer}<|im_end|>" for answer in row) for row in [*answers, ["plain"]]]
+    assert texts(folder, tokenizer_dir) == expected
+    assert texts(make(tmp_path / "a.parquet"), tokenizer_dir) == [expected[0], expected[-1]]
+    tokenizer, data = PreTrainedTokenizerFast.from_pretrained(tokenizer_dir), TokenDataset.load(folder)
+    for i, text in enumerate(asked):
+        assert f"<|im_start|>{text}" in tokenizer.decode(data.batch([i]).input_ids)
+    assert data.stats[name] == len(rows) and data.stats["rows"] == len(rows) + 1
+    capsys.readouterr()
+    make(tmp_path / "a.jsonl")          # said of a cache, too
+    assert capsys.readouterr().out.startswith(f"data: {len(rows)} rows have the shape of {name}: ")
+
+
+@pytest.mark.parametrize("row, message", [
+    ({"question": "q", "answer": "a", "level": 3}, '"messages" is missing; the row has question, answer, level: set '
+                                                   "data.prompt_key=question data.response_key=answer"),
+    ({"prompt": "q", "text": "a", "source": "s"}, '"response" is missing or not a string; the row has prompt, text, source: '
+                                                  "set data.response_key=text"),
+    ({"id": 3, "dialog": chat("q", "a")["messages"]}, '"messages" is missing; the row has id, dialog: set '
+                                                      "data.messages_key=dialog"),
+    ({"prompt": None, "n": 1}, '"messages" is missing; the row has n: name the column of messages in data.messages_key'),
+    ({"conversations": [{"from": "robot", "value": "q"}]}, "\"messages[0].from\" is 'robot': must be one of human, gpt,"),
+    ({"conversations": [{"from": "function_call", "value": "f(1)"}]}, "function_call 'f(1)', which is not JSON"),
+])
+def test_a_row_in_no_known_shape_is_told_which_key_reads_it(make, tmp_path, row, message):
+    path = write(tmp_path / "a.jsonl", [ROWS[0], row])
+    with pytest.raises(InputError) as raised:
+        make(path)
+    assert str(raised.value).startswith(f"{path}:2: ") and message in str(raised.value) and "\n" not in str(raised.value)
+    if "set data." in message:          # and the keys that it names do
+        keys = dict(pair.removeprefix("data.").split("=") for pair in message.partition(": set ")[2].split())
+        make(write(tmp_path / "b.jsonl", [row]), **keys)
+
+
+def test_keys_that_are_set_are_meant(make, tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"instruction": "q", "output": "a", "prompt": None}])
+    make(path)
+    for keys in ({"response_key": "reply"}, {"prompt_key": "ask"}, {"messages_key": "talk"}):
+        with pytest.raises(InputError, match="is missing; the row has instruction, output: set data"):
+            make(path, **keys)
+
+
 LONG = [chat("q", "a"), chat("q", "b" * 20), chat("q" * 30, "c"), chat("q", "d" * 30)]   # 23, 42, 52 and 52 tokens
 
 

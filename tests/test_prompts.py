@@ -109,6 +109,9 @@ def test_prompts_are_read_in_any_order(make, tmp_path):
      "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\na<|im_end|>\n" + rendered("r")),
     ({"messages": None, "prompt": "q"}, rendered("q")),
     ({"messages": [user("m")], "prompt": "p"}, rendered("m")),
+    ({"instruction": "do", "input": "it", "output": "done"}, rendered("do\n\nit")),
+    ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}, rendered("q")),
+    ({"prompt": "q", "completion": "c"}, rendered("q")),
 ])
 def test_what_belongs_to_the_prompt(make, tmp_path, row, text):
     prompt, = PromptDataset.load(make(write(tmp_path / "a.jsonl", [row])))
@@ -197,7 +200,8 @@ def test_plain_text_without_a_chat_template(make, tmp_path):
 @pytest.mark.parametrize("row, message", [
     ('{"prompt": ', "not JSON: Expecting value at column 12"),
     ('"q"', "the row must be an object, not str"),
-    ({"text": "q"}, 'both "prompt" and "messages" are missing'),
+    ({"text": "q"}, 'both "prompt" and "messages" are missing; the row has text: set data.prompt_key=text'),
+    ({"n": 1}, 'both "prompt" and "messages" are missing; the row has n'),
     ({"prompt": 7}, '"prompt" must be a list of messages, not \'7\''),
     ({"prompt": []}, '"prompt" must be a list of messages'),
     ({"messages": "q"}, '"messages" must be a list of messages'),
