@@ -55,7 +55,7 @@ def ours(work: Path, ranks: int, steps: int, prompts: int, micro_batch_tokens: i
            f"data.train_batch_size={prompts}", f"rollout.n={SAMPLES}", f"rollout.max_tokens={MAX_TOKENS}",
            "data.max_prompt_length=80", f"data.max_tokens_per_micro_batch={micro_batch_tokens}",
            "engine.compute_dtype=float32", "engine.reshard_after_forward=false",
-           "reward.function=benchmarks/even_words.py:even_words",
+           f"reward.function={ROOT}/benchmarks/even_words.py:even_words",
            "algorithm.adv_estimator=grpo", "algorithm.loss_agg_mode=token-mean", "algorithm.clip_ratio_c=0",
            f"trainer.total_steps={steps + WARM_UP}", "trainer.rollout_freq=-1",
            *(f"optim.{key}={value}" for key, value in OPTIMIZER.items()))
@@ -95,7 +95,7 @@ def main():
     by_stage = []
     with tempfile.TemporaryDirectory() as directory:
         work = Path(directory)
-        subprocess.run([sys.executable, "benchmarks/make_grpo_data.py", work / "data"], cwd=ROOT, check=True)
+        subprocess.run([sys.executable, ROOT / "benchmarks/make_grpo_data.py", work / "data"], check=True)
 
         def run_ours(ranks: int) -> dict[str, float]:
             return ours(work, ranks, steps, prompts, arguments.micro_batch_tokens)

@@ -78,7 +78,7 @@ def main() -> None:
     (arguments.directory / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     lengths = [len(tokenizer.apply_chat_template(row["messages"], return_dict=False)) for row in rows]
-    print(f"{model.num_parameters() / 1e6:.1f} M parameters; {len(rows)} rows, tokens a row: mean "
+    print(f"{model.num_parameters() / 1e6:.1f} M parameters; {len(rows)} rows, tokens per row: mean "
           f"{sum(lengths) / len(lengths):.0f}, median {sorted(lengths)[len(lengths) // 2]}, longest {max(lengths)}")
 
 

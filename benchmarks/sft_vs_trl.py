@@ -24,11 +24,10 @@ SETTINGS = {"--lr": "1e-4", "--weight-decay": "0.1", "--clip-grad": "1.0"}
 
 
 def launch(python: str, ranks: int, script: str, *arguments: str) -> None:
-    command = [python, script] if ranks == 1 else [python, "-m", "torch.distributed.run", "--standalone",
-                                                    "--nproc-per-node", str(ranks), script]
+    launcher = [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     # The same cores for both: two threads in one process, or one in each of two.
     env = {**os.environ, "OMP_NUM_THREADS": str(max(1, 2 // ranks)), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([*command, *arguments], cwd=ROOT, env=env, capture_output=True, text=True)
+    done = subprocess.run([python, *launcher, ROOT / script, *arguments], env=env, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{done.stdout[-2000:]}{done.stderr[-4000:]}\n{script}: exit code {done.returncode}")
 
@@ -78,7 +77,7 @@ def main():
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         work = Path(directory)
-        subprocess.run([sys.executable, "benchmarks/make_sft_data.py", work / "data", "--rows", str(arguments.rows)], cwd=ROOT,
+        subprocess.run([sys.executable, ROOT / "benchmarks/make_sft_data.py", work / "data", "--rows", str(arguments.rows)],
                        check=True)
         ours(work, 1, WARM_UP + 1, arguments.batch_size)        # fills the token cache
         if not arguments.trl_python:
