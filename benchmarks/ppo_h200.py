@@ -55,7 +55,8 @@ def run_trl(arguments, seconds: float) -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.ranks}"]
     subprocess.run([
         sys.executable, *(launcher if arguments.ranks > 1 else ()), ROOT / "benchmarks/trl_grpo.py", "--vllm",
-        "--dtype", "bfloat16", "--model", arguments.models / arguments.shape, "--data", arguments.assets / f"prompts_{arguments.prompts}.jsonl",
+        "--dtype", "bfloat16", "--model", arguments.models / arguments.shape,
+        "--data", arguments.assets / f"prompts_{arguments.prompts}.jsonl",
         "--reward", f"{__file__}:share_of_digits", "--steps", str(arguments.steps + 1), "--prompts", str(arguments.prompts),
         "--samples", str(arguments.n), "--max-tokens", str(arguments.tokens), "--max-length", str(64 + arguments.tokens),
         "--micro-batch-size", str(arguments.trl), "--out", out], check=True, stdout=subprocess.DEVNULL)
