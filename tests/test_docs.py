@@ -23,19 +23,25 @@ from tests.launch import ROOT, run
 from tests.test_benchmarks import NOT_RUN, SMOKES
 from tests.test_house import PRODUCT
 
-PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))}
 LANGUAGES = ("bash", "console", "python", "json", "yaml", "text")
 PROGRAMS = ("python", "torchrun", "bash", "make", "sbatch", "nsys", "pip", "source")
-# What does not run here, by how it begins. Of a launch that one of them wraps, the settings are checked all the same.
-REASONS = {"nsys profile": "needs nsys and a GPU", "sbatch": "needs slurm", "pip install": "installs", "source": "a shell's own",
-           "make test": "would run this test", "make .venv": "installs", "python -m pytest": "needs a GPU",
-           "python benchmarks/": "tests/test_benchmarks.py runs it", "bash benchmarks/": "tests/test_benchmarks.py checks it"}
+# What cannot run here, by how it begins. The settings of what nsys and sbatch launch are checked all the same; make is asked
+# what it would do; what is in benchmarks/ has tests/test_benchmarks.py.
+REASONS = {"nsys profile": "needs nsys and a GPU", "sbatch": "needs slurm", "pip install": "installs", "source": "the shell's own",
+           "python -m pytest": "needs a GPU"}
 # The launches that run for real, with these sizes and in place of these words.
 SMALL = ["data.train_batch_size=8", "data.max_tokens_per_micro_batch=512", "engine.compute_dtype=float32", "trainer.total_steps=2"]
 SMALL_PPO = [*SMALL, "data.max_prompt_length=40", "rollout.max_tokens=12", "validation.max_tokens=12", "rollout.kv_cache_gib=0.05",
              "reward.num_workers=1"]
-RUNS = {"README.md": ("train_sft.py", "train_ppo.py"), "docs/profiling.md": ("python train_sft.py my.yaml output_dir=runs/a",
-                                                                         "python train_sft.py my.yaml output_dir=runs/b")}
+RUNS = [("README.md", "torchrun --nproc-per-node 8 train_sft.py model.path"),
+        ("README.md", "torchrun --nproc-per-node 8 train_ppo.py model.path"),
+        ("docs/profiling.md", "python train_sft.py my.yaml output_dir=runs/a"),
+        ("docs/profiling.md", "python train_sft.py my.yaml output_dir=runs/b")]
+# What is run on them then.
+FOLLOW_UPS = ["python -m profiling.report runs/first",
+              "python -m engines.checkpoint export runs/first/checkpoints/step_00000500 exported",
+              "python -m profiling.compare runs/a runs/b --step 1 --stage train_batch"]
 INSTEAD = {"--nproc-per-node 8": "--nproc-per-node 2", "Qwen/Qwen2.5-7B-Instruct": "model", "Qwen/Qwen2.5-7B": "model",
            "step_00000500": "step_00000002"}
 
@@ -70,21 +76,20 @@ def folder(tmp_path_factory):
         rows = (folder / "train.jsonl").read_text().splitlines(keepends=True)[:84]
         (folder / f"{name}.jsonl").write_text("".join(rows))
     (folder / "val.jsonl").write_text("".join((folder / "val.jsonl").read_text().splitlines(keepends=True)[:8]))
-    (folder / "my.yaml").write_text(f"model: {{path: {folder}/model}}\ndata: {{train_files: {folder}/train.jsonl, train_batch_size: 16, "
-                                    "max_tokens_per_micro_batch: 2048}\n")
+    (folder / "my.yaml").write_text("model: {path: model}\n"
+                                    "data: {train_files: train.jsonl, train_batch_size: 16, max_tokens_per_micro_batch: 2048}\n")
     (folder / "my_rewards.py").write_text("\n\n".join(block for text in PAGES.values() for block in blocks(text, "python")))
     return folder
 
 
-def split(command: str) -> tuple[list[str], int]:
-    """(script or module and its arguments, number of ranks) of a launch; torchrun's own options are parsed by torchrun."""
-    words = shlex.split(command)
+def launched(words: list[str]) -> tuple[list[str], int]:
+    """(script and its arguments, number of ranks); torchrun's own options are parsed by torchrun."""
     while "=" in words[0]:
         words = words[1:]
     if words[0] == "torchrun":
         given = torch.distributed.run.get_args_parser().parse_args(words[1:])
         return [given.training_script, *given.training_script_args], int(given.nnodes.partition(":")[0]) * int(given.nproc_per_node)
-    return words[words[0] in ("python", "bash"):], 1
+    return words[1:], 1
 
 
 # -- commands ----------------------------------------------------------------------------------------------------------
@@ -93,91 +98,63 @@ def split(command: str) -> tuple[list[str], int]:
 @pytest.mark.parametrize("page, command", COMMANDS, ids=[f"{page} {command[:60]}" for page, command in COMMANDS])
 def test_a_command_runs_or_is_checked_or_has_a_reason(page, command, folder, monkeypatch):
     monkeypatch.chdir(folder)
-    wrapped = command[command.index("torchrun"):] if command.startswith("nsys") else command
-    words, reason = shlex.split(wrapped), [why for start, why in REASONS.items() if command.startswith(start)]
-    if any(Path(word).suffix in (".py", ".sbatch") and "train_" in word or "slurm" in word for word in words):
-        check_launch(wrapped)
+    has_reason = command.startswith(tuple(REASONS))
+    command = re.sub(r"^nsys .*?(?=torchrun)|^sbatch examples/slurm/(?=sft|ppo)", "", command)      # what these launch
+    words = shlex.split(re.sub(r"^(sft|ppo).sbatch", r"python train_\1.py", command))
+    if any(re.fullmatch(r"train_\w+\.py", word) for word in words):
+        check_launch(words)
     elif words[0] == "torchrun":                            # its options alone
         known = torch.distributed.run.get_args_parser()._option_string_actions
         assert all(word in known for word in words[1:]), command
     elif words[0] == "make":
         run(["make", "-n", *words[1:]])
     elif "benchmarks/" in command:
-        check_benchmark(*split(command)[0])
+        script, *arguments = launched(words)[0]
+        assert Path(script).name in SMOKES.keys() | NOT_RUN.keys() or script.endswith(".sh")
+        assert all(f'"{word}"' in (ROOT / script).read_text() for word in arguments if word.startswith("--")), arguments
     else:
-        assert reason or any(known.startswith(command) for known in FOLLOW_UPS), f"{page}: nothing is known of {command}"
+        assert has_reason or any(known.startswith(command) for known in FOLLOW_UPS), f"{page}: nothing is known of {command}"
 
 
-def check_launch(command: str) -> None:
-    """The settings load and do not contradict each other, and this many ranks can be laid out as they say."""
-    if command.startswith("sbatch"):
-        words = shlex.split(command)[1:]
-        assert (ROOT / words[0]).is_file()
-        command = shlex.join(["python", f"train_{Path(words[0]).stem}.py", *words[1:]])
-    (script, *arguments), num_ranks = split(command)
-    assert (ROOT / script).is_file()
+def check_launch(words: list[str]) -> None:
+    """The settings load and do not contradict each other, and this many ranks can be laid out as they say; or the mistake is
+    one that a page quotes."""
+    (script, *arguments), num_ranks = launched(words)
     defaults = f"{Path(script).stem.removeprefix('train_')}.yaml"
     arguments = [re.sub(r"^model.path=.*", "model.path=model", argument) for argument in arguments]
     try:
         config = load(defaults, ["model.path=model", "data.train_files=train.jsonl", *arguments])
+        engine_class(config.model_engine).check(config, num_ranks)
+        if defaults == "ppo.yaml":
+            ppo.check(config)
+            vllm.check(config, num_ranks)
     except InputError as error:
-        assert f"error: {error}" in "\n".join(PAGES.values()), "a mistake that no page quotes"
-        return
-    engine_class(config.model_engine).check(config, num_ranks)
-    if defaults == "ppo.yaml":
-        check_ppo(config)
-        vllm.check(config, num_ranks)
-
-
-def check_ppo(config) -> None:
-    try:
-        ppo.check(config)
-    except InputError as error:
-        assert f"error: {error}" in "\n".join(PAGES.values()), error
-
-
-def check_benchmark(script: str, *arguments: str) -> None:
-    source = (ROOT / script).read_text()
-    assert Path(script).name in SMOKES.keys() | NOT_RUN.keys() or script.endswith(".sh")
-    assert all(f'"{word}"' in source for word in arguments if word.startswith("--")), arguments
+        assert f"error: {error}" in "\n".join(PAGES.values())
 
 
 # -- launches that run -------------------------------------------------------------------------------------------------
 
 
-def launches() -> list[str]:
-    """The commands of RUNS, in the order of their pages."""
-    return [command for page, command in COMMANDS for part in RUNS.get(page, ())
-            if part in command and "$" not in command and "optm" not in command and "=" in command]
-
-
-FOLLOW_UPS = ["python -m profiling.report runs/first",
-              "python -m engines.checkpoint export runs/first/checkpoints/step_00000500 exported",
-              "python -m profiling.compare runs/a runs/b --step 1 --stage train_batch"]
-
-
 @pytest.fixture(scope="module")
 def ran(folder):
-    """Every launch of RUNS, from a directory that is not the repository's, then what follows them; command -> its end."""
-    done = {}
-    for command in launches():
-        words = command
+    """Every launch of RUNS, from a directory that is not the repository's, then FOLLOW_UPS; command -> how it ended."""
+    programs = {"torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone"], "python": [sys.executable]}
+    ended = {}
+    for page, start in RUNS:
+        command = next(command for where, command in COMMANDS if where == page and command.startswith(start))
         for old, new in INSTEAD.items():
-            words = words.replace(old, new)
-        words = shlex.split(words)
-        script = next(i for i, word in enumerate(words) if word.startswith("train_"))
-        small = SMALL_PPO if words[script] == "train_ppo.py" else SMALL
-        program = {"torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone"], "python": [sys.executable]}[words[0]]
-        done[command] = run([*program, *words[1:script], ROOT / words[script], *words[script + 1:], *small,
-                             f"data.cache_dir={folder}/cache"], cwd=folder)
+            command = command.replace(old, new)
+        program, *words = shlex.split(command)
+        small = SMALL_PPO if "train_ppo.py" in words else SMALL
+        words = [str(ROOT / word) if word.startswith("train_") else word for word in words]
+        ended[start] = run([*programs[program], *words, *small, "data.cache_dir=cache"], cwd=folder)
     for command in FOLLOW_UPS:
         words = shlex.split(command.replace("step_00000500", "step_00000002"))
-        done[command] = run([sys.executable, *words[1:]], cwd=folder, PYTHONPATH=str(ROOT))
-    return done
+        ended[command] = run([sys.executable, *words[1:]], cwd=folder, PYTHONPATH=str(ROOT))
+    return ended
 
 
-def test_the_launches_of_the_readme_train_and_export(ran, folder):
-    assert len(launches()) == 4
+def test_the_launches_of_the_pages_train_and_export(ran, folder):
     for out in ("runs/first", "runs/ppo"):
         assert (folder / out / "hf/model.safetensors").is_file() and (folder / out / "report.png").is_file()
     assert (folder / "exported/model.safetensors").is_file()
@@ -203,7 +180,7 @@ def test_metrics_are_called_what_the_pages_call_them(ran, folder):
             for row in table.splitlines()[2:] for name in row.split("|")[1].split(",")]
     assert len(told) > 30
     for name in (name.strip() for name in told):
-        assert name in logged or re.search(r"[A-Z]{2}", name) or f'"{name.rpartition("/")[2]}' in source or f'"{name}"' in source, name
+        assert name in logged or re.search("[A-Z]{2}", name) or re.search(f'"({name}"|{name.rpartition("/")[2]})', source), name
 
 
 def test_stages_are_called_what_the_page_calls_them():
@@ -291,7 +268,7 @@ KINDS = [(script, engine) for script in ("sft.yaml", "ppo.yaml") for engine in (
 def loads(defaults: str, engine: str, settings: list[str]) -> bool:
     try:
         config = load(defaults, ["model.path=m", "data.train_files=t.jsonl", f"model_engine={engine}", *settings])
-        if defaults == "ppo.yaml":
+        if defaults == "ppo.yaml" and "my.py:name" not in " ".join(settings):           # a file that stands for any
             ppo.check(config)
         return True
     except InputError:
@@ -324,6 +301,12 @@ def test_links_lead_somewhere(page):
         assert path.exists(), target
         headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE) if anchor else []
         assert not anchor or anchor in [re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings], anchor
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_paths_exist(page):
+    paths = re.findall(r"(?<![\w/.])(?:benchmarks|configs|examples|tests|algorithms)/[\w/.]*\w", PAGES[page])
+    assert not [path for path in paths if not (ROOT / path).exists()]
 
 
 def test_the_tree_has_every_file_of_the_product():
