@@ -62,7 +62,7 @@ class Checkpointer:
             self.pending = self.background.submit(lambda: (writing.result(), self._publish(temporary, target)))
 
     def wait(self) -> None:
-        """Let a background write end and be published; raise what it raised."""
+        """Wait until a background write has ended and is published; raise what it raised."""
         if self.pending is not None:
             self.pending.result()
             self.pending = None
