@@ -24,7 +24,7 @@ from tests.test_benchmarks import NOT_RUN, SMOKES
 from tests.test_house import PRODUCT
 
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))}
-LANGUAGES = ("bash", "console", "python", "json", "yaml", "text")
+LANGUAGES = ("bash", "sh", "console", "python", "json", "text")
 PROGRAMS = ("python", "torchrun", "bash", "make", "sbatch", "nsys", "pip", "source")
 # What cannot run here, by how it begins. The settings of what nsys and sbatch launch are checked all the same; make is asked
 # what it would do; what is in benchmarks/ has tests/test_benchmarks.py.
@@ -53,7 +53,7 @@ def blocks(text: str, *languages: str) -> list[str]:
 
 def commands_of(text: str) -> list[str]:
     """Of bash blocks, of console blocks behind "$ ", and inline, there without "..."; comments left out."""
-    lines = "\n".join(blocks(text, "bash")).replace("\\\n", " ").splitlines()
+    lines = "\n".join(blocks(text, "bash", "sh")).replace("\\\n", " ").splitlines()
     lines += [line[2:] for block in blocks(text, "console") for line in block.splitlines() if line.startswith("$ ")]
     lines += [span.replace("...", "") for span in inline(text) if span.split()[0] in PROGRAMS and " " in span]
     return [shlex.join(words) for line in lines if (words := shlex.split(line, comments=True))]
@@ -64,12 +64,13 @@ def inline(text: str) -> list[str]:
     return re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE))
 
 
+SNIPPETS = [(block.split()[1], block) for text in PAGES.values() for block in blocks(text, "python")]
 COMMANDS = [(page, command) for page, text in PAGES.items() for command in dict.fromkeys(commands_of(text))]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The files that the commands name: the demo's model and data, my.yaml, and the pages' rewards as my_rewards.py."""
+    """The files that the commands name: the demo's model and data, my.yaml, and the snippets, whose first line is their name."""
     folder = tmp_path_factory.mktemp("docs")
     build(folder)
     for name in ("problems", "train"):
@@ -78,7 +79,8 @@ def folder(tmp_path_factory):
     (folder / "val.jsonl").write_text("".join((folder / "val.jsonl").read_text().splitlines(keepends=True)[:8]))
     (folder / "my.yaml").write_text("model: {path: model}\n"
                                     "data: {train_files: train.jsonl, train_batch_size: 16, max_tokens_per_micro_batch: 2048}\n")
-    (folder / "my_rewards.py").write_text("\n\n".join(block for text in PAGES.values() for block in blocks(text, "python")))
+    for name, code in SNIPPETS:
+        (folder / name).write_text(code)
     return folder
 
 
@@ -206,24 +208,18 @@ def test_quoted_output_is_what_is_printed(page, quote):
 
 # -- snippets ----------------------------------------------------------------------------------------------------------
 
-# Reward of a page -> ((prompt, response, row), score).
-REWARDS = {"ends_with_answer": (("2+3", "so 5", {"answer": 5}), 1.0)}
+REWARDS = ["my_rewards.py:ends_with_answer", "verl_rewards.py:reward", "trl_rewards.py:reward"]
 
 
 @pytest.mark.parametrize("name", REWARDS)
 def test_rewards_of_the_pages(folder, name):
     from rewards import find
-    arguments, score = REWARDS[name]
-    assert find(f"{folder}/my_rewards.py:{name}")(*arguments) == score
+    row = {"answer": 5, "data_source": "d", "ground_truth": "5", "reward_model": {"ground_truth": "5"}}
+    assert [find(f"{folder}/{name}")("2+3", text, row) for text in ("5", "6")] == [1.0, 0.0]
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs/from_")])
-def test_rewards_of_other_projects(page):
-    scope = {}
-    for block in blocks(PAGES[page], "python"):
-        exec(block, scope)
-    row = {"data_source": "d", "ground_truth": "5", "reward_model": {"ground_truth": "5"}}
-    assert [scope["reward"]("2+3", text, row) for text in ("5", "6")] == [1.0, 0.0]
+def test_every_snippet_has_the_name_of_a_file():
+    assert len(SNIPPETS) >= len(REWARDS) and all(re.fullmatch(r"# \w+\.py", code.splitlines()[0]) for _, code in SNIPPETS)
 
 
 def test_rows_of_the_pages_are_read(folder):
