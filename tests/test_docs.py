@@ -29,7 +29,7 @@ PROGRAMS = ("python", "torchrun", "bash", "make", "sbatch", "nsys", "pip", "sour
 # What cannot run here, by how it begins. The settings of what nsys and sbatch launch are checked all the same; make is asked
 # what it would do; what is in benchmarks/ has tests/test_benchmarks.py.
 REASONS = {"nsys profile": "needs nsys and a GPU", "sbatch": "needs slurm", "pip install": "installs", "source": "the shell's own",
-           "python -m pytest": "needs a GPU"}
+           "python -m pytest": "needs a GPU", "python -m config schema": "writes into the repository"}
 # The launches that run for real, with these sizes and in place of these words.
 SMALL = ["data.train_batch_size=8", "data.max_tokens_per_micro_batch=512", "engine.compute_dtype=float32", "trainer.total_steps=2"]
 SMALL_PPO = [*SMALL, "data.max_prompt_length=40", "rollout.max_tokens=12", "validation.max_tokens=12", "rollout.kv_cache_gib=0.05",
@@ -264,7 +264,7 @@ KINDS = [(script, engine) for script in ("sft.yaml", "ppo.yaml") for engine in (
 def loads(defaults: str, engine: str, settings: list[str]) -> bool:
     try:
         config = load(defaults, ["model.path=m", "data.train_files=t.jsonl", f"model_engine={engine}", *settings])
-        if defaults == "ppo.yaml" and "my.py:name" not in " ".join(settings):           # a file that stands for any
+        if defaults == "ppo.yaml" and not re.search(r"my\.py:name|_kwargs\.", " ".join(settings)):    # of any file of yours
             ppo.check(config)
         return True
     except InputError:
@@ -315,4 +315,4 @@ def test_the_tree_has_every_file_of_the_product():
 
 
 def test_the_readme_stays_short():
-    assert len(PAGES["README.md"].splitlines()) <= 165
+    assert len(PAGES["README.md"].splitlines()) <= 160
