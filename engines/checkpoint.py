@@ -104,7 +104,7 @@ class Checkpointer:
             self.pending = self.background.submit(self._complete, *arguments)
 
     def wait(self) -> None:
-        """Let a background write end and be published; raise what it raised."""
+        """Wait until a background write has ended and is published; raise what it raised."""
         pending, self.pending = self.pending, None
         if pending is not None:
             pending.result()

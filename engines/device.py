@@ -39,7 +39,7 @@ def init(timeout_minutes: float = 30) -> torch.device:
     if accelerator:
         count = torch.accelerator.device_count()
         if max(local_rank + 1, int(os.environ.get("LOCAL_WORLD_SIZE", 1))) > count:
-            raise InputError(f"there are {count} devices for more processes: start {count} a node, one a device")
+            raise InputError(f"there are {count} devices for more processes: start {count} per node, one per device")
         torch.accelerator.set_device_index(local_rank)
     # gloo beside the accelerator's backend serves tensors that stay on the host (checkpoints, offloaded parameters).
     backend = {"cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}.get(device.type, "gloo")
@@ -62,7 +62,7 @@ def on_rank0(work: Callable, *args, group: dist.ProcessGroup | None = None):
     """
     if not dist.is_initialized():
         return work(*args)
-    # The others wait as long as it takes (tokenizing a large file does), which an accelerator's group would not let them.
+    # The others wait as long as it takes to tokenize a large file, which an accelerator's group would not allow.
     own_group = None if group else dist.new_group(backend="gloo", timeout=datetime.timedelta(days=7))
     box = [None, None]
     if dist.get_rank() == 0:
@@ -79,7 +79,7 @@ def on_rank0(work: Callable, *args, group: dist.ProcessGroup | None = None):
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """From pinned memory, so that the copy waits for nothing that the device still has to do."""
+    """Copied from pinned memory, so that nobody waits for what the device still has to do."""
     return tensor.contiguous().pin_memory().to(device, non_blocking=True) if device.type == "cuda" else \
         tensor.contiguous().to(device)
 

@@ -28,8 +28,8 @@ def checkpoint_bytes(config: DictConfig, role: str = "actor") -> int:
 
 
 def estimate(config: DictConfig, world_size: int, device_type: str, role: str = "actor") -> dict[str, float]:
-    """GiB of one rank of the FSDP engine by what holds it, when the last of several full micro-batches begins its backward
-    pass; of a reference, which is only asked, in its forward pass.
+    """GiB of one rank of the FSDP engine, by purpose, when the last of several full micro-batches begins its backward pass;
+    for a reference, which has none, in its forward pass.
 
     A micro-batch is data.max_tokens_per_micro_batch tokens. Activations are counted for a Llama-like layer: residual and
     normalised inputs, q, k, v and the attention's output, gate, up and their product; without torch.compile also the fp32
@@ -80,7 +80,7 @@ def estimate(config: DictConfig, world_size: int, device_type: str, role: str = 
 
 
 def estimate_megatron(config: DictConfig, world_size: int, device_type: str, role: str = "actor") -> list[dict[str, float]]:
-    """GiB of one rank of the Megatron engine by what holds it, for every pipeline stage, at its fullest moment.
+    """GiB of one rank of the Megatron engine, by purpose, for every pipeline stage at its fullest moment.
 
     Parameters, gradients and optimizer are exact, but for the padding of buffers and for pieces of unequal size (these are
     means over the ranks that share them). Activations as in estimate(), of as many micro-batches as wait for their backward

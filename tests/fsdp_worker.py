@@ -1,4 +1,4 @@
-"""The cases of test_fsdp.py for one number of ranks: writes down numbers and judges none.
+"""The cases of test_fsdp.py for one number of ranks: it writes down numbers, which test_fsdp.py judges.
 
     torchrun --nproc-per-node N tests/fsdp_worker.py FOLDER
 
@@ -94,8 +94,8 @@ FOREIGN = {
 
 
 def make_batch(step: int) -> Batch:
-    """Four batches of 8 sequences in turn, so that there is something to learn. Traps: a sequence of one token, one of
-    which only the end counts, one of which nothing does, and first tokens that are said to count."""
+    """Four batches of 8 sequences in turn, so that there is something to learn. Traps: a sequence of one token, one with a loss
+    on its end only, one without any loss, and first tokens whose loss_mask is 1."""
     g = torch.Generator().manual_seed(step % 4)
     lengths = [1, LONGEST, 2, *torch.randint(3, LONGEST, (5,), generator=g).tolist()]
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
@@ -192,7 +192,7 @@ def count_calls(engine: FSDPEngine) -> list:
 
 
 def digest(values: dict) -> str:
-    """Of this rank's part of all tensors and numbers in a dictionary of dictionaries, to the last bit."""
+    """A hash of this rank's part of all tensors and numbers in a dictionary of dictionaries, to the last bit."""
     def plain(value):
         if isinstance(value, dict):
             return {k: plain(v) for k, v in sorted(value.items())}
@@ -254,7 +254,7 @@ def muon_resume(folder: Path, this_device: torch.device) -> dict:
 
 
 def refused(folder: Path, this_device: torch.device) -> dict[str, list[str] | None]:
-    """What each rank is told about models that cannot be loaded; None where this one was loaded, and asked."""
+    """What each rank is told about models that cannot be loaded; None where a model was loaded after all."""
     told = {}
     for name in (*BROKEN, *(FOREIGN if dist.get_world_size() == 1 else ())):
         try:

@@ -19,8 +19,8 @@ def environment(**more):
 
 def launch(num_ranks: int, script: str, *arguments, returncode: int = 0,
            timeout: float = LIMIT) -> subprocess.CompletedProcess:
-    """Run a script (a path from the repository root) under torchrun; fail with what it said first and last unless it
-    exits with returncode within timeout [s]."""
+    """Run a script (a path from the repository root) under torchrun; unless it exits with returncode within timeout [s], fail
+    with the beginning and the end of what it printed."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", script,
                *map(str, arguments)]
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -52,7 +52,7 @@ def imported(stderr):
 
 
 def start(command, log, **env):
-    """A process to be waited for, or ended; log: the file that what it says goes to."""
+    """A process to wait for, or to end; log: the file for what it prints."""
     with open(log, "w") as file:
         return subprocess.Popen(command, cwd=ROOT, env=environment(**env), stdout=file, stderr=subprocess.STDOUT)
 
@@ -74,7 +74,7 @@ def kill_all(process):
 
 
 def metrics(out):
-    """Of every step, and of validation before the first; not the line that has the last checkpoint's time alone."""
+    """Of every step, and of validation before the first; without the line that has only the last checkpoint's time."""
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if line.keys() != {"step", "timing/save"}]
 

@@ -1,4 +1,4 @@
-"""The cases of test_megatron.py for one number of ranks: writes down numbers and judges none.
+"""The cases of test_megatron.py for one number of ranks: it writes down numbers, which test_megatron.py judges.
 
     torchrun --nproc-per-node N tests/megatron_worker.py FOLDER [NAME ...]       NAME: of a case or a function; default: all
 
@@ -234,13 +234,13 @@ def train(engine: Engine, steps, case: Case) -> list[dict[str, float]]:
 
 
 def share_of(engine: Engine, step: int, case: Case) -> tuple[Batch, int]:
-    """This data-parallel rank's part of a step's batch, and the tokens of all."""
+    """This data-parallel rank's part of a step's batch, and the number of tokens of all ranks."""
     batch = make_batch(step)
     return batch.select(divide(batch.lengths, engine.dp_size, case.uneven)[engine.dp_rank]), len(batch.input_ids)
 
 
 def count_bytes(engine: MegatronEngine) -> list[int]:
-    """Pipeline stage; bytes of parameters, of gradients, of the optimizer, that this rank has."""
+    """This rank's pipeline stage, and its bytes of parameters, of gradients and of the optimizer."""
     def size(tensors):
         return sum(x.numel() * x.element_size() for x in tensors)
     parameters = [p for model in engine.models for p in model.parameters()]
@@ -283,7 +283,7 @@ def ask(engine: Engine, case: Case) -> torch.Tensor:
 
 
 def save(folder: Path, this_device: torch.device, name: str, family: str, settings: str) -> dict:
-    """A checkpoint after SAVED_AT steps, and the steps behind it without interruption."""
+    """A checkpoint after SAVED_AT steps, and the steps after it without interruption."""
     engine, case = build(MegatronEngine, folder / family, this_device, settings), Case(family)
     train(engine, range(SAVED_AT), case)
     checkpointer = Checkpointer(folder / "checkpoints" / name, 2, asynchronous=False)
@@ -306,8 +306,8 @@ def resume(folder: Path, this_device: torch.device, name: str, family: str, sett
 
 
 def roles(folder: Path, this_device: torch.device) -> dict:
-    """An actor that has made no step yet (the critic warms up), a critic and a reference in one process; the first two in
-    one checkpoint, read on the same layout."""
+    """An actor before its first step (the critic warms up), a critic and a reference in one process; actor and critic are saved
+    in one checkpoint, which is read on the same layout."""
     def engines():
         actor = build(MegatronEngine, folder / "qwen2_tied", this_device, TP2)
         critic = MegatronEngine(actor.config, this_device, TOTAL_STEPS, critic=True)
@@ -335,7 +335,7 @@ def roles(folder: Path, this_device: torch.device) -> dict:
 
 
 def background(folder: Path, this_device: torch.device) -> dict:
-    """A save whose disk waits until training has gone on, and one in the foreground; both read again."""
+    """A save to a disk that waits until training has gone on, and one in the foreground; both are read again."""
     engine, case, checkpointers = build(MegatronEngine, folder / "qwen3_moe", this_device, EP2), Case("qwen3_moe"), {}
     disk = threading.Event()
 

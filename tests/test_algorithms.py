@@ -37,7 +37,7 @@ def close(got, want, tolerance=2e-5):
 
 
 class Packed:
-    """A random batch: prompts, responses with holes in them or none at all, sequences in no order of their numbers."""
+    """A random batch: prompts, responses with or without holes in their mask, sequences not in the order of their numbers."""
 
     def __init__(self, seed, n=13):
         self.g, self.n = torch.Generator().manual_seed(seed), n

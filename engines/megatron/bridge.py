@@ -1,6 +1,6 @@
 """Hugging Face models as Megatron models, through mbridge: build, load, export. No other file knows mbridge.
 
-mbridge 0.15.1 was written for transformers 4; what it gets wrong with transformers 5 is put right here. (Its successor
+mbridge 0.15.1 was written for transformers 4; what goes wrong with transformers 5 is corrected here. (Its successor
 Megatron-Bridge needs transformers < 5 and TransformerEngine.)
 """
 
@@ -35,7 +35,7 @@ class HiddenStates(GPTModel):
     this rank's share with sequence or context parallelism."""
 
     def _preprocess(self, *, padding_mask: Tensor, **others) -> tuple:
-        """Megatron's divides the padding mask over tensor-parallel ranks on the first pipeline stage alone."""
+        """Megatron's own divides the padding mask over tensor-parallel ranks on the first pipeline stage only."""
         results = super()._preprocess(**others)
         if self.config.sequence_parallel:
             group = mpu.get_tensor_model_parallel_group()
@@ -56,7 +56,7 @@ class ValueMatrix(nn.Linear):
 
 
 def check(hf_config, path: str) -> None:
-    """Raise InputError for a model that has no faithful translation."""
+    """Raise InputError for a model that Megatron would compute differently."""
     if hf_config.model_type not in FAMILIES:
         raise InputError(f"model.path={path}: model_engine=megatron has no {hf_config.model_type} models, only "
                          f"{', '.join(FAMILIES)}")
@@ -88,12 +88,12 @@ def make_bridge(hf_config, dtype: torch.dtype, **settings) -> Bridge:
     hf_config = copy.deepcopy(hf_config)
     hf_config.rope_theta = hf_config.rope_parameters["rope_theta"]
     family = _MODEL_REGISTRY[hf_config.model_type]
-    # A dictionary of its own: for a tied model mbridge writes into its class's, which all later models would share.
+    # A copy: for a tied model mbridge writes into the dictionary of its class, which all later models share.
     direct = dict(family._DIRECT_MAPPING)
     if hf_config.tie_word_embeddings:
         direct["output_layer.weight"] = direct["embedding.word_embeddings.weight"]
 
-    # LLaMABridge would take Llama 3.1's rope for a linear interpolation.
+    # LLaMABridge would treat Llama 3.1's rope as a linear interpolation.
     def gpt_arguments(self) -> dict:
         return dict(vocab_size=hf_config.vocab_size, max_sequence_length=hf_config.max_position_embeddings,
                     position_embedding_type="rope", rotary_base=hf_config.rope_theta)
@@ -105,7 +105,7 @@ def make_bridge(hf_config, dtype: torch.dtype, **settings) -> Bridge:
             return tuple(zip(*single_experts(name, weight)))
         return family._weight_to_hf_format(self, name, weight)
 
-    # mbridge has a parameter for each expert, engines.experts one for all of a rank.
+    # mbridge has one parameter per expert, experts.py one for all experts of a rank.
     def global_names(self, model: nn.Module, consider_ep: bool = True) -> dict[str, str]:
         return family._weight_name_mapping_mcore_local_to_global(self, model, consider_ep=False)
 
@@ -129,7 +129,7 @@ def make_bridge(hf_config, dtype: torch.dtype, **settings) -> Bridge:
     if hf_config.model_type == "qwen3_moe":
         settings |= dict(moe_grouped_gemm=False, moe_router_pre_softmax=not hf_config.norm_topk_prob)
     bridge = cls(hf_config, dtype=dtype, make_vocab_size_divisible_by=mpu.get_tensor_model_parallel_world_size())
-    # Weights come from files. Not to initialize at all would also leave out the marks of what is divided over ranks.
+    # Weights come from files. Without initialization, parameters would also lack the marks of how they are divided over ranks.
     keep = {f"{name}init_method": lambda weight: weight for name in ("", "output_layer_", "embedding_")}
     bridge.set_extra_args(**keep, **settings)
     return bridge
@@ -233,7 +233,7 @@ def gather(tensor: Tensor, group) -> list[Tensor]:
 
 
 def single_experts(name: str, stacked: Tensor, first: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, tensor) of each expert of a layer, from Megatron's or transformers' tensor of several."""
+    """(Hugging Face name, tensor) of each expert of a layer, from Megatron's or transformers' tensor of several experts."""
     layer = name.split(".layers.")[1].split(".", 1)[0]
     for i, expert in enumerate(stacked, first):
         prefix = f"model.layers.{layer}.mlp.experts.{i}."
