@@ -321,9 +321,8 @@ def set_advantages(config: DictConfig, samples: Samples, minis: list[list[int]],
 def next_kl_coef(config: DictConfig, kl_coef: float, metrics: dict[str, float], num_responses: int) -> float:
     """The coefficient of the divergence in the next step's rewards, given this step's metrics of set_advantages()."""
     control = config.algorithm.kl_ctrl
-    if control.type == "fixed":
-        return kl_coef
-    return adapt(kl_coef, metrics["actor/reward_kl"], control.target_kl, control.horizon, num_responses)
+    return kl_coef if control.type == "fixed" else adapt(
+        kl_coef, metrics["actor/reward_kl"], control.target_kl, control.horizon, num_responses)
 
 
 def check_shapes(config: DictConfig, key: str, like: Tensor, *results: Tensor) -> tuple[Tensor, ...]:
@@ -396,6 +395,5 @@ def update(engine: Engine, batch: Batch, minis: list[list[int]], loss_fn: LossFn
 
 def off_policy_metrics(means: dict[str, float]) -> dict[str, float]:
     """rollout_corr/... from the means over tokens of what off_policy() returns."""
-    metrics = {name: x for name, x in means.items() if name != "ratio_squared"}
-    metrics["effective_sample_size"] = effective_sample_size(means["ratio"], means["ratio_squared"])
-    return {f"rollout_corr/{name}": x for name, x in metrics.items()}
+    metrics = means | {"effective_sample_size": effective_sample_size(means["ratio"], means["ratio_squared"])}
+    return {f"rollout_corr/{name}": x for name, x in metrics.items() if name != "ratio_squared"}

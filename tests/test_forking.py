@@ -163,6 +163,17 @@ def test_the_arguments_are_those_that_the_text_names():
     assert len(set(keys)) > 10 and all(key.partition(".")[2] in config[key.partition(".")[0]] for key in keys)
 
 
+def test_the_table_counts_the_snippets():
+    rows = dict(re.findall(r"^\| ([^|]*?) \| 1 of yours \| (\d+) \|$", SECTIONS["What a change costs"], re.MULTILINE))
+    titles = {"an advantage": "Add an advantage", "a policy loss with a parameter": "Add a policy loss",
+              "distillation": "Distil a teacher", "a metric of tokens": "Add a metric", "an optimizer": "Another optimizer",
+              "a schedule": "A schedule"}
+    assert rows.keys() == titles.keys()
+    for name, title in titles.items():
+        code, = re.findall(r"```python\n# \w+\.py\n(.*?)```", SECTIONS[title], re.DOTALL)
+        assert int(rows[name]) == sum(bool(line.strip()) for line in code.splitlines()), name
+
+
 # -- what a function names ---------------------------------------------------------------------------------------------
 
 NAMES = '''
