@@ -210,7 +210,8 @@ def test_quoted_output_is_what_is_printed(page, quote):
 # -- snippets ----------------------------------------------------------------------------------------------------------
 
 # Settings -> the scores of a right and a wrong response, which are a group.
-REWARDS = {"my_rewards.py:ends_with_answer": [1.0, 0.0], "verl_rewards.py:compute_score": [1.0, 0.0], "trl_rewards.py:reward": [1.0, 0.0],
+REWARDS = {"my_rewards.py:ends_with_answer": [1.0, 0.0], "verl_rewards.py:compute_score": [1.0, 0.0],
+           "trl_rewards.py:reward": [1.0, 0.0],
            "my_parts.py:parts reward.weights.correct=1.0 reward.weights.short=0.2": [1.2, 0.2], "my_rank.py:rank": [1.0, 0.5],
            "my_kwargs.py:solved reward.kwargs.ground_truth=reward_model.ground_truth": [1.0, 0.0],
            "my_judge.py:judge reward.concurrency=32 reward.timeout=60.0 reward.env=[API_KEY]": [1.0, 0.0]}
@@ -218,8 +219,9 @@ REWARDS = {"my_rewards.py:ends_with_answer": [1.0, 0.0], "verl_rewards.py:comput
 
 @pytest.mark.parametrize("settings", REWARDS)
 def test_rewards_of_the_pages(folder, settings, monkeypatch):
-    """In their workers; what a page shows with settings has these."""
+    """In their workers; settings are those of a page."""
     monkeypatch.chdir(folder)
+    monkeypatch.setenv("API_KEY", "secret")
     function, *more = settings.split()
     assert any(settings in text for text in PAGES.values()) or not more
     grader = Grader(load("ppo.yaml", ["model.path=model", "data.train_files=train.jsonl", f"reward.function={function}", *more]))
