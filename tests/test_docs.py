@@ -19,6 +19,7 @@ from data import dataset, prompts
 from engines.build import engine_class
 from examples.arithmetic import build
 from rollout import vllm
+from rollout.grading import Grader
 from tests.launch import ROOT, run
 from tests.test_benchmarks import NOT_RUN, SMOKES
 from tests.test_house import PRODUCT
@@ -169,7 +170,7 @@ def test_a_runs_directory_holds_what_is_listed(ran, folder):
     names = {line.split()[0].rstrip("/") for line in listed.splitlines()}
     written = {path.relative_to(folder / out).as_posix() for out in ("runs/first", "runs/ppo", "runs/a")
                for path in (folder / out).rglob("*")}
-    for name in names - {"failures.jsonl"}:                 # none failed
+    for name in names - {"failures.jsonl", "reward_output"}:            # none failed, and none prints
         assert any(Path(path).match(name) for path in written), name
 
 
@@ -208,14 +209,26 @@ def test_quoted_output_is_what_is_printed(page, quote):
 
 # -- snippets ----------------------------------------------------------------------------------------------------------
 
-REWARDS = ["my_rewards.py:ends_with_answer", "verl_rewards.py:reward", "trl_rewards.py:reward"]
+# Settings -> the scores of a right and a wrong response, which are a group.
+REWARDS = {"my_rewards.py:ends_with_answer": [1.0, 0.0], "verl_rewards.py:compute_score": [1.0, 0.0],
+           "trl_rewards.py:reward": [1.0, 0.0],
+           "my_parts.py:parts reward.weights.correct=1.0 reward.weights.short=0.2": [1.2, 0.2], "my_rank.py:rank": [1.0, 0.5],
+           "my_kwargs.py:solved reward.kwargs.ground_truth=reward_model.ground_truth": [1.0, 0.0],
+           "my_judge.py:judge reward.concurrency=32 reward.timeout=60.0 reward.env=[API_KEY]": [1.0, 0.0]}
 
 
-@pytest.mark.parametrize("name", REWARDS)
-def test_rewards_of_the_pages(folder, name):
-    from rewards import find
+@pytest.mark.parametrize("settings", REWARDS)
+def test_rewards_of_the_pages(folder, settings, monkeypatch):
+    """In their workers; settings are those of a page."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("API_KEY", "secret")
+    function, *more = settings.split()
+    assert any(settings in text for text in PAGES.values()) or not more
+    grader = Grader(load("ppo.yaml", ["model.path=model", "data.train_files=train.jsonl", f"reward.function={function}", *more]))
     row = {"answer": 5, "data_source": "d", "ground_truth": "5", "reward_model": {"ground_truth": "5"}}
-    assert [find(f"{folder}/{name}")("2+3", text, row) for text in ("5", "6")] == [1.0, 0.0]
+    results = grader.grade([("2+3", text, row) for text in ("5", "6")], [0, 0])
+    grader.close()
+    assert [round(result.score, 6) for result in results] == REWARDS[settings]
 
 
 def test_every_snippet_has_the_name_of_a_file():
@@ -229,7 +242,8 @@ def test_rows_of_the_pages_are_read(folder):
     for row in lines:
         sft = load("sft.yaml", ["model.path=m", "data.train_files=t"]).data
         rl = load("ppo.yaml", ["model.path=m", "data.train_files=t"]).data
-        if "response" in row or row.get("messages", [{}])[-1].get("role") == "assistant":
+        if {"response", "completion", "output", "conversations"} & row.keys() or \
+                row.get("messages", [{}])[-1].get("role") == "assistant":
             assert sum(dataset.tokenize_row(row, tokenizer, sft)["loss_mask"]) == len("5") + 1, row      # and its end token
         assert json.loads(prompts.tokenize_row(row, tokenizer, rl)["record"])["row"] == row
 
