@@ -67,6 +67,7 @@ def main(config):
                                   total_steps)
     if config.dry_run:
         device.on_rank0(print_plan, config, this_device, train, val, total_steps, resume_from)
+        device.on_rank0(grade_one, config, grader, train)
         return device.shutdown()
 
     roles = Roles(config, this_device, tokenizer, grader, profiler, total_steps)
@@ -189,6 +190,20 @@ def print_plan(config, this_device, train, val, total_steps: int, resume_from) -
         job.print_memory(settings, world, this_device.type, role)
     print(f"vLLM while awake: {config.rollout.gpu_memory_utilization:.0%} of the device" if this_device.type != "cpu" else
           f"vLLM's KV cache: {config.rollout.kv_cache_gib or 1.0} GiB")
+
+
+def grade_one(config, grader, train) -> None:
+    """Show what the reward makes of the first prompt with its true answer, where the row has one, as the response. Raises
+    InputError when it cannot be graded."""
+    from rollout.grading import Failure
+    prompt, num_calls = train[0], config.rollout.n if grader.takes_groups else 1
+    response = str(prompt.row.get("answer", ""))
+    result = grader.grade([(prompt.text, response, prompt.row)] * num_calls, [0] * num_calls)[0]
+    if isinstance(result, Failure):
+        raise InputError(f"reward.function={config.reward.function} cannot grade the response {response[:60]!r} to the first "
+                         f"prompt: {result.kind}: {result.trace.strip()}")
+    parts = "".join(f", {name} {value:g}" for name, value in result.parts.items())
+    print(f"reward: {config.reward.function} gives {result.score:g}{parts} for the response {response[:60]!r} to the first prompt")
 
 
 if __name__ == "__main__":

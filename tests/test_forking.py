@@ -15,6 +15,7 @@ from config import InputError, load
 from engines import device, optimizer, schedule
 from engines.checkpoint import Checkpointer
 from engines.fsdp.engine import FSDPEngine
+from rollout.grading import Grader
 from tests.fsdp_worker import make_batch, make_loss, make_tokenizer
 from tests.launch import ROOT
 from tests.models import make_model
@@ -52,6 +53,17 @@ def loss_of(config, **fields):
         "rollout_log_probs": log_probs.detach(), **fields})
     loss.backward()
     return loss.item(), {name: amount.item() for name, amount in amounts.items()}, log_probs.grad.tolist()
+
+
+def test_a_reward_of_a_group(fork, tmp_path):
+    config = fork("A reward of a group", f"output_dir={tmp_path}")
+    grader = Grader(config)
+    responses, row = ["the answer is 7", "7", "8", "  7"], {"answer": 7}
+    results = grader.grade([("3+4", response, row) for response in responses], [0] * 4)
+    grader.close()
+    assert [result.parts for result in results] == [{"correct": c, "short": pytest.approx(s)} for c, s in (
+        (1, 1 / 3), (1, 1), (0, 0), (1, 2 / 3))]
+    assert [result.score for result in results] == pytest.approx([1 + 1 / 6, 1.5, 0, 1 + 1 / 3])
 
 
 def test_add_an_advantage(fork):
@@ -167,6 +179,7 @@ def test_the_table_counts_the_snippets():
     rows = dict(re.findall(r"^\| ([^|]*?) \| 1 of yours \| (\d+) \|$", SECTIONS["What a change costs"], re.MULTILINE))
     titles = {"an advantage": "Add an advantage", "a policy loss with a parameter": "Add a policy loss",
               "distillation": "Distil a teacher", "a metric of tokens": "Add a metric", "an optimizer": "Another optimizer",
+              "a reward of a group": "A reward of a group",
               "a schedule": "A schedule"}
     assert rows.keys() == titles.keys()
     for name, title in titles.items():

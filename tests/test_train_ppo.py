@@ -366,7 +366,8 @@ def test_failures_above_the_limit_stop_the_run_with_the_first_trace(alone):
 def test_dry_run_prints_the_plan_and_starts_nothing(alone):
     out, done = alone("dry")
     for part in ("kl_coef: 0.1", "1 ranks on cpu = 1 data-parallel to train, 1 vLLM x 1 tensor",
-                 "rows 84,", "rows 8,", "\nsteps: 8\n", "for the actor", "for the critic", "vLLM's KV cache: 0.05 GiB"):
+                 "rows 84,", "rows 8,", "\nsteps: 8\n", ":coin gives ",
+                 "for the actor", "for the critic", "vLLM's KV cache: 0.05 GiB"):
         assert done.stdout.count(part) == 1, part
     assert sorted(p.name for p in out.iterdir()) == []
 
