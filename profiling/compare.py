@@ -91,7 +91,9 @@ def compare_stage(stage: str, a: Path, b: Path, tolerance: float, output: Path |
         left, right = ({x: tensor for x, tensor in read(side / name).items() if not re.search(r"\.forward(\.\d+)?\.input\.", x)}
                        for side in (a, b))
         alone = [x for x in (*left, *right) if x not in left or x not in right]
-        codes.append(report(f"{stage} {name}", [(left[x], right[x]) for x in left if x in right], tolerance, output, alone))
+        rows = [(x, right[key], gap(x.statistics, right[key].statistics, largest_difference(x, right[key])))
+                for key, x in left.items() if key in right]
+        codes.append(report(f"{stage} {name}", rows, tolerance, output, alone))
     return worst(codes)
 
 
@@ -144,7 +146,7 @@ def compare_share(title: str, a: dict[Path, dict], b: dict[Path, dict], one_engi
         elif calls[0][key[1:]] != calls[1][key[1:]]:
             left_out["one run alone calls them again (recomputation)"] += 1
         elif found := pairs(a, b, key):
-            rows += found
+            rows += [(x, y, gap(x.statistics, y.statistics)) for x, y in found]
         else:
             left_out["one run alone pads them (engine.sequence_parallel=false or profiler.msprobe.task=tensor)"] += 1
     note = ", outputs of forward passes alone" + "".join(f"; {n} not compared: {why}" for why, n in left_out.items() if n)
@@ -152,22 +154,22 @@ def compare_share(title: str, a: dict[Path, dict], b: dict[Path, dict], one_engi
     return report(title, rows, tolerance, output, alone if one_engine else [], note)
 
 
-def report(title: str, rows: list[tuple[Dumped, Dumped]], tolerance: float, output: Path | None, alone: list[str],
+def report(title: str, rows: list[tuple[Dumped, Dumped, float]], tolerance: float, output: Path | None, alone: list[str],
            note: str = "") -> int:
-    """Print what pairs of tensors in execution order say. alone: names in one run only."""
+    """Print where pairs of tensors with their gaps, in execution order, diverge. alone: names in one run only."""
     if not rows:
         print(f"{title}: no module in common{note}")
         return 2
-    gaps = [gap(a.statistics, b.statistics, largest_difference(a, b)) for a, b in rows]
+    gaps = [row[2] for row in rows]
     if output:
-        write_table(output / f"{title.replace(' ', '_')}.csv", rows, gaps)
+        write_table(output / f"{title.replace(' ', '_')}.csv", rows)
     note += f", {len(alone)} in one run only" * bool(alone)
     largest = max(range(len(gaps)), key=gaps.__getitem__)
     first = next((i for i, x in enumerate(gaps) if x > tolerance), None)
     if first is None:
         print(f"{title}: {len(rows)} tensors agree{note}; largest difference {gaps[largest]:.2g}")
     else:
-        a, b = rows[first]
+        a, b, _ = rows[first]
         print(f"{title}: diverges at {a.name}{'' if a.name == b.name else f' / {b.name}'}, relative difference "
               f"{gaps[first]:.3g}; tensor {first + 1} of {len(rows)}{note}")
         for run, x in (("A", a), ("B", b)):
@@ -192,13 +194,13 @@ def gap(a: dict[str, float | None], b: dict[str, float | None], element: float |
     return max(gaps, default=0.0)
 
 
-def write_table(path: Path, rows: list[tuple[Dumped, Dumped]], gaps: list[float]) -> None:
+def write_table(path: Path, rows: list[tuple[Dumped, Dumped, float]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w", newline="") as file:
         table = csv.writer(file)
         table.writerow([f"{run} {what}" for run in "AB" for what in ("name", "shape", *STATISTICS)] + ["relative difference"])
-        for pair, x in zip(rows, gaps):
-            table.writerow([cell for y in pair for cell in (y.name, y.shape, *y.statistics.values())] + [x])
+        for *both, relative in rows:
+            table.writerow([cell for x in both for cell in (x.name, x.shape, *x.statistics.values())] + [relative])
 
 
 def main() -> int:

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -58,6 +58,13 @@ def read(rank: Path) -> dict[str, Dumped]:
         for part, value in call.items():
             add(f"{name}.{PARTS.get(part, part)}", value)
     return found
+
+
+def largest_difference(a: Dumped, b: Dumped) -> float | None:
+    """Of any two elements; None where a dump has statistics alone, or the shapes differ."""
+    if a.load is None or b.load is None or a.shape != b.shape or not a.size:
+        return None
+    return (a.load().double() - b.load().double()).abs().max().item()
 
 
 def number(value) -> float | None:
@@ -115,8 +122,9 @@ def canonical(name: str, first_layers: list[int]) -> tuple[int, str, int] | None
 
 
 def pairs(a: Share, b: Share, key: tuple[int, str, int]) -> list[tuple[Dumped, Dumped]]:
-    """The tensors of this output that must hold the same numbers. Empty: their sizes fit neither as they are nor joined nor
-    without padding, which sequence parallelism adds to every sequence."""
+    """The tensors of this output that must hold the same numbers, perhaps in another order: sequences of a micro-batch change
+    places with their padding. Empty: their sizes fit neither as they are, nor joined, nor without the padding that sequence
+    parallelism adds to every sequence."""
     left, right = a.outputs[key], b.outputs[key]
     return whole(left, right) or whole(unpadded(left, a.padding.get(key[0], [])), unpadded(right, b.padding.get(key[0], [])))
 
@@ -128,16 +136,15 @@ def whole(a: list[Dumped], b: list[Dumped]) -> list[tuple[Dumped, Dumped]]:
         return [(a[i % len(a)], b[i % len(b)]) for i in range(max(len(a), len(b)))]
     totals = [sum(x.size for x in side) for side in (a, b)]
     if a[0].size == totals[1]:
-        return [(x, join(b, x.shape)) for x in a]
+        return [(x, join(b)) for x in a]
     if totals[0] == b[0].size:
-        return [(join(a, y.shape), y) for y in b]
-    return [(join(a, [totals[0]]), join(b, [totals[1]]))] if totals[0] == totals[1] else []
+        return [(join(a), y) for y in b]
+    return [(join(a), join(b))] if totals[0] == totals[1] else []
 
 
-def join(parts: list[Dumped], shape: list[int]) -> Dumped:
-    """The tensor that disjoint parts make up, of this shape or one that differs from it in dimensions of 1."""
-    own, size = parts[0].shape, sum(x.size for x in parts)
-    divided = [d for d in range(len(own)) if squeezed([*own[:d], own[d] * len(parts), *own[d + 1:]]) == squeezed(shape)]
+def join(parts: list[Dumped]) -> Dumped:
+    """What disjoint parts of a tensor say of the whole, whichever dimension divides them."""
+    size = sum(x.size for x in parts)
 
     def combine(name: str, of: Callable[[list[float]], float]) -> float | None:
         values = [x.statistics[name] for x in parts]
@@ -146,8 +153,7 @@ def join(parts: list[Dumped], shape: list[int]) -> Dumped:
     statistics = {"max": combine("max", max), "min": combine("min", min),
                   "mean": combine("mean", lambda means: sum(mean * x.size for mean, x in zip(means, parts)) / size),
                   "l2norm": combine("l2norm", lambda norms: math.hypot(*norms))}
-    load = None if parts[0].load is None or not divided else lambda: torch.cat([x.load() for x in parts], divided[0])
-    return Dumped(parts[0].name, shape, parts[0].dtype, statistics, load)
+    return Dumped(parts[0].name, [size], parts[0].dtype, statistics, None)
 
 
 def unpadded(parts: list[Dumped], padding: list[Dumped]) -> list[Dumped]:
@@ -157,23 +163,8 @@ def unpadded(parts: list[Dumped], padding: list[Dumped]) -> list[Dumped]:
     if not rows or parts[0].load is None:
         return parts
 
-    def load(some: list[Dumped]) -> Tensor:
-        return torch.cat([x.load() for x in some])[~torch.cat([mask.load() for mask in padding], 1).T]
-
     def describe(some: list[Dumped]) -> Dumped:
-        x = load(some)
-        statistics = dict(zip(STATISTICS, (x.max().item(), x.min().item(), x.float().mean().item(), x.float().norm().item())))
-        return Dumped(some[0].name, list(x.shape), some[0].dtype, statistics, partial(load, some))
+        x = torch.cat([x.load() for x in some])[~torch.cat([mask.load() for mask in padding], 1).T].float()
+        values = (x.max().item(), x.min().item(), x.mean().item(), x.norm().item()) if x.numel() else [None] * len(STATISTICS)
+        return Dumped(some[0].name, list(x.shape), some[0].dtype, dict(zip(STATISTICS, values)), None)
     return [describe(some) for some in rows]
-
-
-def squeezed(shape: Iterable[int]) -> list[int]:
-    return [n for n in shape if n != 1]
-
-
-def largest_difference(a: Dumped, b: Dumped) -> float | None:
-    """Of any two elements; None where a dump has statistics alone, or other shapes keep their elements apart."""
-    if a.load is None or b.load is None or not a.size:
-        return None
-    x, y = a.load().squeeze(), b.load().squeeze()
-    return (x.double() - y.double()).abs().max().item() if x.shape == y.shape else None

@@ -25,9 +25,9 @@ TP2, PP2 = "engine.tensor_model_parallel_size=2", "engine.pipeline_model_paralle
 NO_SP, WHOLE = "engine.sequence_parallel=false", "data.max_tokens_per_micro_batch=1000"
 # By number of ranks: name -> engine, model, settings. Sequence parallelism pads sequences, which may make other micro-batches.
 LAYOUTS = {
-    1: {"fsdp": ("fsdp", "model", []), "fsdp whole": ("fsdp", "model", [WHOLE])},
+    1: {"fsdp": ("fsdp", "model", []), "fsdp_whole": ("fsdp", "model", [WHOLE])},
     2: {"tp": ("megatron", "model", [TP2, NO_SP]), "sp": ("megatron", "model", [TP2]),
-        "sp whole": ("megatron", "model", [TP2, WHOLE]),
+        "sp_whole": ("megatron", "model", [TP2, WHOLE]),
         "vpp": ("megatron", "model", [PP2, "engine.virtual_pipeline_model_parallel_size=2"]),
         "recompute": ("megatron", "model", [TP2, NO_SP, "engine.recompute=full"]), "dp": ("fsdp", "model", []),
         "defect": ("megatron", "late", [TP2, WHOLE]), "head": ("megatron", "head", [PP2])},

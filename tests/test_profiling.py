@@ -446,7 +446,7 @@ def compare_layouts(capsys, a, b):
     return code, capsys.readouterr().out
 
 
-@pytest.mark.parametrize("a, b", [("fsdp", "tp"), ("fsdp", "vpp"), ("fsdp whole", "sp whole"), ("tp", "vpp")])
+@pytest.mark.parametrize("a, b", [("fsdp", "tp"), ("fsdp", "vpp"), ("fsdp_whole", "sp_whole"), ("tp", "vpp")])
 def test_layouts_agree(layouts, capsys, a, b):
     """All outputs in both micro-batches, whole (on each of two tensor-parallel ranks) or of joined shards."""
     code, told = compare_layouts(capsys, layouts / a, layouts / b)
@@ -458,16 +458,16 @@ def test_layouts_agree(layouts, capsys, a, b):
 
 def test_shards_are_joined_by_their_statistics(layouts, capsys):
     """Where sequences are padded, only the head has the same tokens."""
-    a, tp = without_tensors(layouts / "fsdp", "statistics a"), without_tensors(layouts / "tp", "statistics tp")
+    a, tp = without_tensors(layouts / "fsdp", "statistics_a"), without_tensors(layouts / "tp", "statistics_tp")
     assert compare_layouts(capsys, a, tp) == compare_layouts(capsys, layouts / "fsdp", tp)
     code, told = compare_layouts(capsys, a, tp)
     assert code == 0 and "not compared" not in told
-    code, told = compare_layouts(capsys, layouts / "fsdp whole", without_tensors(layouts / "sp whole", "statistics sp"))
+    code, told = compare_layouts(capsys, layouts / "fsdp_whole", without_tensors(layouts / "sp_whole", "statistics_sp"))
     assert code == 0 and f"{PER_MICRO_BATCH - 2} not compared: one run alone pads them" in told
 
 
 def test_the_planted_defect_is_found_on_shards(layouts, capsys):
-    code, told = compare_layouts(capsys, layouts / "fsdp whole", layouts / "defect")
+    code, told = compare_layouts(capsys, layouts / "fsdp_whole", layouts / "defect")
     assert code == 1 and "actor_update: diverges at Module.0.hf.model.layers.3.mlp.down_proj.Linear.forward.0.output.0 / " \
         "Module.0.decoder.layers.3.mlp.linear_fc2.RowParallelLinear.forward.0.output.0, relative difference 0.0" in told
 
@@ -487,19 +487,19 @@ def test_what_cannot_be_compared_is_told(layouts, capsys):
     assert code == 2 and "not compared: their micro-batches differ" in told
     code, told = compare_layouts(capsys, layouts / "fsdp", layouts / "recompute")
     assert code == 0 and f"{2 * 4 * 7} not compared: one run alone calls them again (recomputation)" in told
-    for path in copy(layouts / "tp", "one rank").glob("profile/step_2/*/step2/rank1"):
+    for path in copy(layouts / "tp", "one_rank").glob("profile/step_2/*/step2/rank1"):
         shutil.rmtree(path)
-    code, told = compare_layouts(capsys, layouts / "fsdp", layouts / "one rank")
+    code, told = compare_layouts(capsys, layouts / "fsdp", layouts / "one_rank")
     assert code == 2 and "B has the dumps of 1 of 2 tensor x 1 pipeline parallel ranks: set profiler.ranks=all" in told
 
 
 def test_losses_that_differ_are_found_where_dumps_agree(layouts, capsys):
-    path = copy(layouts / "fsdp", "another loss") / "metrics.jsonl"
+    path = copy(layouts / "fsdp", "another_loss") / "metrics.jsonl"
     path.write_text(json.dumps({**json.loads(path.read_text()), "actor/loss": 1.87}))
-    code, told = compare_layouts(capsys, layouts / "fsdp", layouts / "another loss")
+    code, told = compare_layouts(capsys, layouts / "fsdp", layouts / "another_loss")
     assert code == 1 and "diverge" in told.splitlines()[0] and "B 1.87" in told and "actor_update rank0: " in told
     path.unlink()
-    code, told = compare_layouts(capsys, layouts / "fsdp", layouts / "another loss")
+    code, told = compare_layouts(capsys, layouts / "fsdp", layouts / "another_loss")
     assert code == 0 and told.startswith("metrics of step 2 are not in both runs")
 
 
