@@ -65,9 +65,9 @@ class Engine(ABC):
         """What this rank runs of the model: one module, or the chunks of a virtual pipeline in their order."""
 
     @abstractmethod
-    def coordinates(self) -> dict[str, list[int]]:
+    def coordinates(self) -> dict:
         """What modules() are of the whole model: {dp, cp, tp, pp: [this rank, how many], first_layers: the number of the
-        first layer of each module}. Recorded with a dump, so that dumps of other layouts can be compared with it."""
+        first layer of each module, and what else divides tensors}. Recorded with a dump, for comparison with other layouts."""
 
     def sum_over_dp(self, amounts: Tensor) -> Tensor:
         """The sum of every data-parallel rank's tensor, on all of them."""

@@ -4,12 +4,12 @@
 
 Prints the step's losses, entropies and gradient norms and, for each stage and rank, the first tensor in execution order that
 differs by more than the tolerance, relative to the largest number there. Dumps of one engine and layout are compared rank by
-rank, in all but the inputs of forward passes. Others (FSDP2 and Megatron; tensor or pipeline parallel ranks and one rank) are
-compared in what modules that compute the same output in forward passes (level L1 dumps none): shards are joined, and layers
-have their numbers in the whole model. All of these ranks have to be dumped (profiler.ranks=all). Ranks that see other tokens
-cannot be compared: other numbers of data or context parallel ranks.
-Exit code 0: all agree; 1: they diverge, or one ran what the other did not; 2: there is nothing to compare. --output keeps tables
-of every number.
+rank, element by element where tensors were dumped, in all but the inputs of forward passes. Others (FSDP2 and Megatron; tensor
+or pipeline parallel ranks and one rank) are compared by statistics of what equivalent modules output in forward passes (level
+L1 dumps none): shards are joined, and layers are numbered as in the whole model. All of these ranks have to be dumped
+(profiler.ranks=all). Ranks that see other tokens cannot be compared: different numbers of data or context parallel ranks.
+Exit code 0: all that was compared agrees, and what was not is listed; 1: the runs diverge, or one ran what the other did not; 2:
+there is nothing to compare. --output keeps tables of every number.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
+from profiling.report import read_metrics
 from profiling.shards import STATISTICS, Dumped, gather, largest_difference, pairs, read
 
 METRICS = ("loss", "entropy", "grad_norm")
@@ -62,8 +63,7 @@ def compare_metrics(run_a: Path, run_b: Path, step: int, tolerance: float) -> in
 
 
 def metrics_of(run: Path, step: int) -> dict[str, float]:
-    path = run / "metrics.jsonl"
-    lines = map(json.loads, path.read_text().splitlines()) if path.exists() else []
+    lines = read_metrics(run) if (run / "metrics.jsonl").exists() else []
     return {name: math.nan if x is None else x for line in lines if line["step"] == step for name, x in line.items()}
 
 

@@ -129,7 +129,7 @@ class Rollout:
         """vLLM's model on this rank."""
         return self.llm.apply_model(lambda model: model)
 
-    def coordinates(self) -> dict[str, list[int]]:
+    def coordinates(self) -> dict:
         """As Engine.coordinates()."""
         return {"dp": [self.replica, self.num_replicas], "cp": [0, 1], "tp": [self.tp_rank, self.tp_size], "pp": [0, 1],
                 "first_layers": [0]}

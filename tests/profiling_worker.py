@@ -27,7 +27,7 @@ NO_SP, WHOLE = "engine.sequence_parallel=false", "data.max_tokens_per_micro_batc
 LAYOUTS = {
     1: {"fsdp": ("fsdp", "model", []), "fsdp_whole": ("fsdp", "model", [WHOLE])},
     2: {"tp": ("megatron", "model", [TP2, NO_SP]), "sp": ("megatron", "model", [TP2]),
-        "sp_whole": ("megatron", "model", [TP2, WHOLE]),
+        "sp_whole": ("megatron", "model", [TP2, WHOLE]), "tp_whole": ("megatron", "model", [TP2, NO_SP, WHOLE]),
         "vpp": ("megatron", "model", [PP2, "engine.virtual_pipeline_model_parallel_size=2"]),
         "recompute": ("megatron", "model", [TP2, NO_SP, "engine.recompute=full"]), "dp": ("fsdp", "model", []),
         "defect": ("megatron", "late", [TP2, WHOLE]), "head": ("megatron", "head", [PP2])},
@@ -93,7 +93,8 @@ def layouts(models: Path, folder: Path) -> None:
             results = actor.train_batch(share, make_loss(len(batch.input_ids)), 1)
         profiler.close()
         if dist.get_rank() == 0:
-            (folder / name / "metrics.jsonl").write_text(json.dumps({"step": 2, **{f"actor/{k}": v for k, v in results.items()}}))
+            (folder / name / "metrics.jsonl").write_text(json.dumps(
+                {"step": 2, **{f"actor/{k}": v for k, v in results.items()}}) + "\n")
         del actor, critic
     device.shutdown()
 

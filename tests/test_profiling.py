@@ -446,7 +446,8 @@ def compare_layouts(capsys, a, b):
     return code, capsys.readouterr().out
 
 
-@pytest.mark.parametrize("a, b", [("fsdp", "tp"), ("fsdp", "vpp"), ("fsdp_whole", "sp_whole"), ("tp", "vpp")])
+@pytest.mark.parametrize("a, b", [("fsdp", "tp"), ("fsdp", "vpp"), ("fsdp_whole", "sp_whole"), ("tp", "vpp"),
+                                  ("tp_whole", "sp_whole")])
 def test_layouts_agree(layouts, capsys, a, b):
     """All outputs in both micro-batches, whole (on each of two tensor-parallel ranks) or of joined shards."""
     code, told = compare_layouts(capsys, layouts / a, layouts / b)
@@ -495,7 +496,7 @@ def test_what_cannot_be_compared_is_told(layouts, capsys):
 
 def test_losses_that_differ_are_found_where_dumps_agree(layouts, capsys):
     path = copy(layouts / "fsdp", "another_loss") / "metrics.jsonl"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "actor/loss": 1.87}))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "actor/loss": 1.87}) + "\n")
     code, told = compare_layouts(capsys, layouts / "fsdp", layouts / "another_loss")
     assert code == 1 and "diverge" in told.splitlines()[0] and "B 1.87" in told and "actor_update rank0: " in told
     path.unlink()

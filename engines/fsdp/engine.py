@@ -199,7 +199,7 @@ class FSDPEngine(Engine):
     def modules(self) -> list[nn.Module]:
         return [self.model]
 
-    def coordinates(self) -> dict[str, list[int]]:
+    def coordinates(self) -> dict:
         return {"dp": [self.dp_rank, self.dp_size], "cp": [self.cp_rank, self.cp_size], "tp": [0, 1], "pp": [0, 1],
                 "first_layers": [0]}
 

@@ -243,10 +243,11 @@ class MegatronEngine(Engine):
     def modules(self) -> list[nn.Module]:
         return self.models
 
-    def coordinates(self) -> dict[str, list[int]]:
+    def coordinates(self) -> dict:
         groups = {"dp": self.dp_group, "cp": self.cp_group, "tp": self.tp_group, "pp": self.pp_group}
         return {**{name: [group.rank(), group.size()] for name, group in groups.items()},
-                "first_layers": [model.decoder.layers[0].layer_number - 1 for model in self.models]}
+                "first_layers": [model.decoder.layers[0].layer_number - 1 for model in self.models],
+                "sequence_parallel": self.sequence_parallel}
 
     # -- memory --------------------------------------------------------------------------------------------------------
 
