@@ -380,8 +380,9 @@ def test_engines_agree(assets, tmp_path):
 
 
 def test_the_planted_defect_is_found(sft, tmp_path):
+    """The loss hardly shows it: k_norm takes away what the defect multiplies."""
     told = compared(sft, "dumped", "defect", 2, 1, "--output", str(tmp_path))
-    assert told.startswith("metrics of step 2 diverge\n    train/loss ")
+    assert told.startswith("metrics of step 2 agree\n    train/loss ")
     first = next(line for line in told.splitlines() if line.startswith("train_batch"))
     assert first.startswith("train_batch rank0: diverges at Module.0.hf.model.layers.2.self_attn.k_proj.Linear.forward.0.")
     assert "relative difference 0.00" in first or "relative difference 0.01" in first
@@ -460,9 +461,8 @@ def test_layouts_agree(layouts, capsys, a, b):
 def test_shards_are_joined_by_their_statistics(layouts, capsys):
     """Where sequences are padded, only the head has the same tokens."""
     a, tp = without_tensors(layouts / "fsdp", "statistics_a"), without_tensors(layouts / "tp", "statistics_tp")
-    assert compare_layouts(capsys, a, tp) == compare_layouts(capsys, layouts / "fsdp", tp)
     code, told = compare_layouts(capsys, a, tp)
-    assert code == 0 and "not compared" not in told
+    assert code == 0 and re.search(r"actor_update: \d+ tensors agree", told) and "not compared" not in told
     code, told = compare_layouts(capsys, layouts / "fsdp_whole", without_tensors(layouts / "sp_whole", "statistics_sp"))
     assert code == 0 and f"{PER_MICRO_BATCH - 2} not compared: one run alone pads them" in told
 
