@@ -160,7 +160,7 @@ def unpadded(parts: list[Dumped], padding: list[Dumped]) -> list[Dumped]:
     """Tensors [s, b, ...] without the places of padding; as they are where the dump has statistics alone."""
     length = sum(mask.shape[1] for mask in padding)
     rows = [parts] if parts[0].shape[0] * len(parts) == length else [[x] for x in parts] if parts[0].shape[0] == length else []
-    if not rows or parts[0].load is None:
+    if not rows or parts[0].load is None or not any(mask.statistics["max"] for mask in padding):
         return parts
 
     def describe(some: list[Dumped]) -> Dumped:
