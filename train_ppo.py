@@ -6,12 +6,12 @@
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 train_ppo.py configs/demo/ppo.yaml       a laptop's CPU
 
 Arguments are YAML files and key=value pairs, later ones win; configs/ppo.yaml lists every key. Rewards: rewards.py, or
-reward.function=my_file.py:name. SIGTERM or SIGUSR1 saves a checkpoint and exits 0; the same command goes on from there.
-(torchrun does not hand on SIGUSR1 and kills after 30 s: give it --signals-to-handle SIGTERM,SIGUSR1
---shutdown-timeout 600.) Mistakes are one line a node and exit code 2.
+reward.function=my_file.py:name. SIGTERM, SIGUSR1 or Ctrl-C saves a checkpoint and exits 0; the same command goes on from there.
+(torchrun does not forward SIGUSR1, and kills after 30 s: give it --signals-to-handle SIGTERM,SIGUSR1
+--shutdown-timeout 600.) A mistake is one line per node and exit code 2.
 
 A step: vLLM wakes with the new weights -> prompts -> responses -> sleep -> rewards -> log-probabilities and values ->
-advantages -> critic, actor. Every rank holds the whole step's tokens in host memory and works out the same advantages from them;
+advantages -> critic, actor. Every rank holds all tokens of the step in host memory and computes the same advantages from them;
 only forward and backward are divided. So nothing that is learned depends on the number of ranks.
 """
 
@@ -81,7 +81,7 @@ def main(config):
     device.on_rank0(tracking.supersede, out / "failures.jsonl", step if resume_from else -1)
     tracker = tracking.Tracker(config, rank, step, total_steps)
     tracker.say(f"{'resuming from ' + str(resume_from) if resume_from else 'starting'}: step {step} of {total_steps}, "
-                f"{steps_per_epoch} an epoch, {len(train)} prompts, {roles.actor.dp_size} data-parallel ranks and "
+                f"{steps_per_epoch} per epoch, {len(train)} prompts, {roles.actor.dp_size} data-parallel ranks and "
                 f"{roles.rollout.num_replicas} of vLLM on {this_device.type}")
     tracker.say(agreed.begin(total_steps))
     heartbeat = job.start_heartbeat(config, profiler)

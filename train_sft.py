@@ -6,9 +6,9 @@
     sbatch examples/slurm/sft.sbatch my.yaml                                               slurm, srun starts the ranks
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 train_sft.py configs/demo/sft.yaml       a laptop's CPU
 
-Arguments are YAML files and key=value pairs, later ones win; configs/sft.yaml lists every key. SIGTERM or SIGUSR1 saves
-a checkpoint and exits 0; the same command goes on from there. (torchrun does not hand on SIGUSR1 and kills after
-30 s: give it --signals-to-handle SIGTERM,SIGUSR1 --shutdown-timeout 600.) Mistakes are one line a node and exit code 2.
+Arguments are YAML files and key=value pairs, later ones win; configs/sft.yaml lists every key. SIGTERM, SIGUSR1 or Ctrl-C saves
+a checkpoint and exits 0; the same command goes on from there. (torchrun does not forward SIGUSR1, and kills after
+30 s: give it --signals-to-handle SIGTERM,SIGUSR1 --shutdown-timeout 600.) A mistake is one line per node and exit code 2.
 """
 
 import time
@@ -57,7 +57,7 @@ def main(config):
     device.on_rank0(job.write_config, config)
     tracker = tracking.Tracker(config, rank, step, total_steps)
     tracker.say(f"{'resuming from ' + str(resume_from) if resume_from else 'starting'}: step {step} of {total_steps}, "
-                f"{steps_per_epoch} an epoch, {len(train)} rows, {engine.dp_size} data-parallel ranks on {this_device.type}")
+                f"{steps_per_epoch} per epoch, {len(train)} rows, {engine.dp_size} data-parallel ranks on {this_device.type}")
     tracker.say(agreed.begin(total_steps))
     heartbeat = job.start_heartbeat(config, profiler)
     if step == 0 and val and trainer.val_before_train:
