@@ -637,7 +637,8 @@ def test_a_run_that_ends_with_an_error_writes_its_trace_on_the_first_rank_alone(
 
 def test_a_mistake_is_one_line_before_the_model_is_loaded(assets, tmp_path):
     done = run([sys.executable, "train_ppo.py", *arguments(
-        assets, tmp_path, PROBE, "profiler.msprobe.stages=[compute_values]", "data.max_tokens_per_micro_batch=4096")], returncode=2)
+        assets, tmp_path, PROBE, "profiler.msprobe.stages=[compute_values]", "data.max_prompt_length=60",
+        "rollout.max_tokens=60", "validation.max_tokens=60")], returncode=2)
     lines = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert len(lines) == 1 and lines[0].endswith("those are rollout_generate, actor_update")
     assert not (tmp_path / "config.yaml").exists()
