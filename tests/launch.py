@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -51,10 +52,17 @@ def imported(stderr):
     return {line.rsplit("|", 1)[1].strip() for line in stderr.splitlines() if line.startswith("import time:")}
 
 
+def heed_signals():
+    """In a child: the signals that nohup, and a shell that starts something in the background, let their children ignore."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def start(command, log, **env):
     """A process to wait for, or to end; log: the file for what it prints."""
     with open(log, "w") as file:
-        return subprocess.Popen(command, cwd=ROOT, env=environment(**env), stdout=file, stderr=subprocess.STDOUT)
+        return subprocess.Popen(command, cwd=ROOT, env=environment(**env), stdout=file, stderr=subprocess.STDOUT,
+                                preexec_fn=heed_signals)
 
 
 def wait_for(condition, process, seconds=LIMIT):

@@ -21,7 +21,7 @@ from data.packing import global_batch
 from examples.arithmetic import make_rows, make_tokenizer
 from job import find_resume
 from tests.fsdp_worker import flip
-from tests.launch import LIMIT, ROOT, checkpoints, environment, imported, kill_all, metrics, run, start, wait_for
+from tests.launch import LIMIT, ROOT, checkpoints, environment, heed_signals, imported, kill_all, metrics, run, start, wait_for
 from tests.models import make_model
 from tests.traps import set_trap
 
@@ -121,7 +121,7 @@ def test_a_second_ctrl_c_and_one_before_the_first_step_stop_at_once(tmp_path):
     code = "import sys, time, job; a = job.Agreement(-1, 30); {}; print('up', flush=True); time.sleep(60); time.sleep(60)"
     for begun, number in ((False, signal.SIGINT), (False, signal.SIGHUP), (True, signal.SIGINT), (True, signal.SIGHUP)):
         process = subprocess.Popen([sys.executable, "-c", code.format("a.begin(1)" if begun else "0")], cwd=ROOT, text=True,
-                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment())
+                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(), preexec_fn=heed_signals)
         assert process.stdout.readline() == "up\n"
         process.send_signal(number)
         if begun:
