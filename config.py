@@ -1,99 +1,131 @@
 """Configuration: layered YAML, then key=value pairs, checked before anything heavy is imported.
 
-The YAML files in configs/ are the only list of keys. A key's default fixes its type; RULES adds what a default
-cannot say (choices, bounds, what may stand where the default is null).
+    python -m config schema         writes configs/schema/*.json: editors complete and check YAML files with them
+
+The YAML files in configs/ are the only list of keys. A key's default fixes its type. RULES adds what a default cannot
+say: choices, bounds, and what may replace a default of null. configs/names.yaml lists what other projects call our keys.
 """
 
 import difflib
+import json
 import os
+import re
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-CONFIGS = Path(__file__).parent / "configs"
+CONFIGS = Path(__file__).resolve().parent / "configs"
+SCRIPTS = ("sft", "ppo")            # train_{script}.py reads configs/{script}.yaml
+TYPES = {bool: ("true or false", "boolean"), int: ("a whole number", "integer"), float: ("a number", "number"),
+         str: ("a string", "string"), list: ("a list", "array"), dict: ("a group of keys", "object"),
+         (int, float): ("a number", "number"), (str, list): ("a path or a list of paths", ["string", "array"])}
 
 
 class InputError(ValueError):
     """The user's mistake. Entry scripts print it as one line on rank 0 and exit with code 2."""
 
 
+class Rule(NamedTuple):
+    """problem: value -> what is wrong with it, or None. schema: the same as JSON schema, as far as that can say it."""
+    problem: Callable[[Any], str | None]
+    schema: dict
+
+
+def rule(text: str, holds: Callable[[Any], bool], **schema) -> Rule:
+    return Rule(lambda v: None if holds(v) else text, schema)
+
+
 def one_of(*choices):
-    return lambda v: None if v in choices else f"must be one of {', '.join(map(str, choices))}"
+    return rule(f"must be one of {', '.join(map(str, choices))}", lambda v: v in choices, enum=[*choices])
 
 
 def at_least(low):
-    return lambda v: None if v >= low else f"must be at least {low}"
+    return rule(f"must be at least {low}", lambda v: v >= low, minimum=low)
 
 
 def above(low):
-    return lambda v: None if v > low else f"must be above {low}"
+    return rule(f"must be above {low}", lambda v: v > low, exclusiveMinimum=low)
+
+
+def above_or(low, other, meaning):
+    return rule(f"must be above {low}, or {other} for {meaning}", lambda v: v > low or v == other,
+                anyOf=[{"exclusiveMinimum": low}, {"const": other}])
 
 
 def between(low, high):
-    return lambda v: None if low <= v <= high else f"must lie between {low} and {high}"
+    return rule(f"must lie between {low} and {high}", lambda v: low <= v <= high, minimum=low, maximum=high)
 
 
-def positive_or_never(v):
-    return None if v > 0 or v == -1 else "must be above 0, or -1 for never"
+ANYTHING = Rule(lambda v: None, {})
 
 
-def paths(v):
-    texts = v if isinstance(v, list) else [v]
-    return None if texts and all(isinstance(t, str) and t for t in texts) else "must be a path or a list of paths"
+def optional(kind: type | tuple[type, ...], then: Rule = ANYTHING):
+    """null, or a value of this type that follows the rule `then`."""
+    name, json_type = TYPES[kind]
+    fits = lambda v: isinstance(v, kind) and not isinstance(v, bool)
+    return Rule(lambda v: None if v is None else then.problem(v) if fits(v) else f"must be {name} or null",
+                {"anyOf": [{"type": json_type} | then.schema, {"type": "null"}]})
 
 
-def names(v):
-    return None if isinstance(v, list) and v and all(isinstance(name, str) for name in v) else "must be a list of names"
+def is_names(v) -> bool:
+    return isinstance(v, list) and len(v) > 0 and all(isinstance(name, str) and name for name in v)
 
 
-def interval(v):
-    fits = len(v) == 2 and all(type(step) is int for step in v) and (v == [-1, -1] or 1 <= v[0] <= v[1])
-    return None if fits else "must be the first and the last step, from 1, or [-1, -1] for none"
-
-
-def optional(kind: type | tuple[type, ...], rule: Callable = lambda v: None):
-    def check(v):
-        if v is None:
-            return None
-        if not isinstance(v, kind) or isinstance(v, bool):
-            return f"must be {TYPE_NAMES[kind]} or null"
-        return rule(v)
-    return check
-
-
-TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", list: "a list",
-              dict: "a group of keys", (int, float): "a number"}
+STRING = {"type": "string", "minLength": 1}
+PATHS = rule("must be a path or a list of paths", lambda v: all(isinstance(t, str) and t for t in v) if isinstance(v, list) and v
+             else isinstance(v, str) and v, type=["string", "array"], items=STRING, minLength=1, minItems=1)
+STRINGS = rule("must be a list of strings", lambda v: all(isinstance(s, str) and s for s in v), items=STRING)
+NAMES = rule("must be a list of names", is_names, items=STRING, minItems=1)
+BETAS = rule("must be two numbers in [0, 1)", lambda v: len(v) == 2 and all(isinstance(b, (int, float)) and 0 <= b < 1 for b in v),
+             items={"type": "number", "minimum": 0, "exclusiveMaximum": 1}, minItems=2, maxItems=2)
+INTERVAL = rule("must be the first and the last step, from 1, or [-1, -1] for none",
+                lambda v: len(v) == 2 and all(type(x) is int for x in v) and (v == [-1, -1] or 1 <= v[0] <= v[1]),
+                items={"type": "integer"}, minItems=2, maxItems=2)
+LOGGERS = Rule(lambda v: next((f"knows console, tensorboard and wandb, not {x!r}" for x in v
+                               if x not in ("console", "tensorboard", "wandb")), None),
+               {"items": {"enum": ["console", "tensorboard", "wandb"]}})
+TOOL = rule("must be a name or a list of names", lambda v: v is None or isinstance(v, str) or is_names(v),
+            type=["string", "array", "null"], items=STRING, minItems=1)
+RANKS = rule("must be null, all, or a list of ranks",
+             lambda v: v in (None, "all") or isinstance(v, list) and v and all(type(r) is int and r >= 0 for r in v),
+             anyOf=[{"enum": [None, "all"]}, {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}])
 RULES = {key: rule for rule, keys in (
-    (paths, "data.train_files"),
-    (lambda v: None if v is None else paths(v), "data.val_files"),
+    (PATHS, "data.train_files"),
+    (optional((str, list), PATHS), "data.val_files"),
     (at_least(0), "reward.overlong_buffer critic.warmup_steps trainer.max_skipped_steps"),
+    (at_least(0.0), "trainer.save_minutes"),
+    (above(0.0), "trainer.timeout_minutes"),
     (at_least(1), """data.train_batch_size data.max_prompt_length rollout.n validation.n rollout.max_tokens validation.max_tokens
-        rollout.tensor_parallel_size rollout.max_num_seqs reward.num_workers algorithm.ppo_epochs algorithm.kl_ctrl.horizon
-        algorithm.filter_groups.max_num_gen_batches trainer.total_epochs trainer.log_freq profiler.memory.max_entries
-        engine.context_parallel_size engine.tensor_model_parallel_size engine.pipeline_model_parallel_size
-        engine.virtual_pipeline_model_parallel_size engine.expert_model_parallel_size engine.log_prob_chunk_size"""),
+        rollout.tensor_parallel_size rollout.max_num_seqs reward.num_workers reward.concurrency algorithm.ppo_epochs
+        algorithm.kl_ctrl.horizon algorithm.filter_groups.max_num_gen_batches trainer.total_epochs trainer.log_freq
+        profiler.memory.max_entries engine.context_parallel_size engine.tensor_model_parallel_size
+        engine.pipeline_model_parallel_size engine.virtual_pipeline_model_parallel_size engine.expert_model_parallel_size
+        engine.log_prob_chunk_size"""),
     (at_least(2), "data.max_length data.max_tokens_per_micro_batch"),
     (at_least(0.0), """validation.temperature reward.overlong_penalty algorithm.clip_ratio_high algorithm.kl_ctrl.kl_coef
         algorithm.kl_loss_coef critic.lr critic.cliprange_value optim.lr optim.weight_decay optim.clip_grad"""),
     (at_least(1.0), "algorithm.rollout_rs_threshold"),
-    (above(0.0), "rollout.temperature reward.timeout algorithm.kl_ctrl.target_kl algorithm.rollout_is_threshold optim.eps"),
+    (above(0.0), """rollout.temperature reward.timeout reward.memory_gib algorithm.kl_ctrl.target_kl
+        algorithm.rollout_is_threshold optim.eps"""),
     (between(0.0, 1.0), """rollout.min_p validation.min_p reward.max_failure_rate algorithm.gamma algorithm.lam
         algorithm.clip_ratio_low algorithm.rollout_rs_threshold_lower optim.lr_warmup_steps_ratio optim.lr_decay_steps_ratio
         optim.min_lr_ratio"""),
     (between(1e-9, 1.0), "rollout.top_p validation.top_p"),
     (between(0.01, 1.0), "rollout.gpu_memory_utilization"),
     (between(0, 2**40), "trainer.seed"),
-    (positive_or_never, """rollout.top_k validation.top_k trainer.total_steps trainer.save_freq trainer.test_freq
+    (above_or(0, -1, "never"), """rollout.top_k validation.top_k trainer.total_steps trainer.save_freq trainer.test_freq
         trainer.rollout_freq trainer.max_checkpoints engine.fsdp_size"""),
     (optional(int, at_least(1)), "data.num_proc algorithm.ppo_mini_batch_size"),
     (optional((int, float), above(0.0)), "rollout.kv_cache_gib"),
     (optional((int, float), at_least(0.0)), "engine.router_aux_loss_coef"),
     (optional(str), "data.cache_dir data.chat_template critic.path reference.path profiler.msprobe.config_path"),
-    (optional(list, names), "profiler.torch.activities profiler.msprobe.stages"),
+    (optional(list, NAMES), "profiler.torch.activities profiler.msprobe.stages"),
     (optional(str, one_of("statistics", "tensor")), "profiler.msprobe.task"),
     (optional(str, one_of("L0", "L1", "mix")), "profiler.msprobe.level"),
     (one_of("error", "left", "right", "drop"), "data.truncation"),
@@ -102,47 +134,44 @@ RULES = {key: rule for rule, keys in (
     (one_of("fixed", "adaptive"), "algorithm.kl_ctrl.type"),
     (one_of("none", "token", "sequence"), "algorithm.rollout_is"),
     (one_of("none", "token", "sequence", "geometric"), "algorithm.rollout_rs"),
-    (one_of("constant", "linear", "cosine", "wsd"), "optim.lr_scheduler_type"),
     (one_of("float32", "bfloat16"), "engine.param_dtype engine.compute_dtype engine.reduce_dtype"),
     (one_of("auto", "always", "never"), "engine.torch_compile"),
     (one_of("none", "selective", "full"), "engine.recompute"),
     (one_of("stage", "interval"), "profiler.torch.trace"),
-    (lambda v: None if v == 0 or v > 1 else "must be above 1, or 0 for none", "algorithm.clip_ratio_c"),
-    (lambda v: None if len(v) == 2 and all(isinstance(b, (int, float)) and 0 <= b < 1 for b in v)
-     else "must be two numbers in [0, 1)", "optim.betas"),
-    (lambda v: None if all(isinstance(s, str) and s for s in v) else "must be a list of strings", "rollout.stop validation.stop"),
-    (lambda v: next((f"knows console, tensorboard and wandb, not {x!r}" for x in v
-                     if x not in ("console", "tensorboard", "wandb")), None), "trainer.logger"),
-    (interval, "trainer.profile_interval"),
-    (lambda v: None if v is None or isinstance(v, str) else names(v), "profiler.tool"),
-    (lambda v: None if v in (None, "all") or isinstance(v, list) and v and all(type(r) is int and r >= 0 for r in v)
-     else "must be null, all, or a list of ranks", "profiler.ranks"),
+    (above_or(1, 0, "none"), "algorithm.clip_ratio_c"),
+    (BETAS, "optim.betas"),
+    (STRINGS, "rollout.stop validation.stop reward.env trainer.resume_override"),
+    (LOGGERS, "trainer.logger"),
+    (INTERVAL, "trainer.profile_interval"),
+    (TOOL, "profiler.tool"),
+    (RANKS, "profiler.ranks"),
 ) for key in keys.split()}
 
 
 def load(defaults: str, arguments: list[str]) -> DictConfig:
-    """Resolve configs/{defaults}, configs/model_engine/{model_engine}.yaml, the files, then the key=value pairs.
+    """Merge configs/{defaults}, configs/model_engine/{model_engine}.yaml, the YAML files and the key=value pairs of
+    `arguments`; later ones win.
 
-    Returns a read-only, fully resolved DictConfig. Raises InputError for the first thing wrong: an unknown key (with
-    the nearest one), a wrong type, a value outside its rule, a missing value, an unreadable file.
+    Returns a read-only, fully resolved DictConfig. Raises InputError for the first mistake: an unknown key (with the
+    name it has here, if there is one), a wrong type, a value that breaks its rule, a missing value, an unreadable file.
     """
     try:
-        base = _read(CONFIGS / defaults)
+        base, engines = _read(CONFIGS / defaults), {path.stem: path for path in _engines()}
+        _check_forms(arguments, _flat(base) | _flat(_read(engines[base.model_engine])))
         files = [_read(Path(a)) for a in arguments if "=" not in a]
         pairs = [_pair(a) for a in arguments if "=" in a]
-        engines = sorted(p.stem for p in (CONFIGS / "model_engine").glob("*.yaml"))
         model_engine = next(layer.model_engine for layer in (*pairs[::-1], *files[::-1], base) if "model_engine" in layer)
         if model_engine not in engines:
             raise InputError(f"model_engine={model_engine} must be one of {', '.join(engines)}")
-        known = OmegaConf.merge(base, _read(CONFIGS / "model_engine" / f"{model_engine}.yaml"))
-        types = _flat(OmegaConf.to_container(known, resolve=False))
+        known = OmegaConf.merge(base, _read(engines[model_engine]))
+        types = _flat(known)
         for layer in (*files, *pairs):
-            _check_keys(_flat(OmegaConf.to_container(layer, resolve=False)), types, model_engine)
+            _check_keys(_flat(layer), types)
         config = OmegaConf.merge(known, *files, *pairs)
         OmegaConf.resolve(config)
     except OmegaConfBaseException as error:
         raise InputError(str(error)) from None
-    values = _flat(OmegaConf.to_container(config))
+    values = _flat(config)
     for key, value in values.items():
         if value != "???" and not _is_free(key, types):
             _check_value(key, value, types[key])
@@ -154,17 +183,22 @@ def load(defaults: str, arguments: list[str]) -> DictConfig:
 
 
 def run(main: Callable[[DictConfig], None], defaults: str, doc: str) -> None:
-    """Entry of a script: load the configuration from sys.argv, call main(config); an InputError is one line a node, exit 2."""
+    """Entry of a script: load the configuration from sys.argv, call main(config); an InputError is one line per node, exit 2."""
     if {"-h", "--help"} & set(sys.argv[1:]):
-        print(doc, (CONFIGS / defaults).read_text(), sep="\n")
+        print(doc, *(path.read_text() for path in (CONFIGS / defaults, *_engines())), sep="\n")
         return
     try:
         main(load(defaults, sys.argv[1:]))
     except InputError as error:
         rank = int(os.environ.get("RANK", 0))
         if int(os.environ.get("LOCAL_RANK", rank)) == 0:            # a file may be missing on one node alone
-            print(f"error{f' on rank {rank}' if rank else ''}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+            from tqdm import tqdm  # which ends the line of a progress bar
+            tqdm.write(f"error{f' on rank {rank}' if rank else ''}: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
+
+
+def _engines() -> list[Path]:
+    return sorted((CONFIGS / "model_engine").glob("*.yaml"))
 
 
 def _read(path: Path) -> DictConfig:
@@ -186,20 +220,38 @@ def _pair(argument: str) -> DictConfig:
         raise InputError(f"{argument}: the value is not YAML; quote it") from None
 
 
-def _flat(tree: dict, prefix: str = "") -> dict:
-    """{'a': {'b': 1}} -> {'a.b': 1}; an empty group stays as a leaf."""
+def _flat(tree: DictConfig | dict, prefix: str = "") -> dict:
+    """{'a': {'b': 1}} -> {'a.b': 1}; an empty group stays as a leaf. Interpolations stay as they are written."""
+    if isinstance(tree, DictConfig):
+        tree = OmegaConf.to_container(tree, resolve=False)
     leaves = {}
     for key, value in tree.items():
+        if "." in str(key):         # OmegaConf would keep it beside the group, and nobody would read it
+            raise InputError(f"{prefix}{key}: a YAML file has no dots in its keys; write a group, "
+                             f"{str(key).replace('.', ': {')}: ...{'}' * str(key).count('.')}")
         leaves |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
     return leaves
 
 
 def _is_free(key: str, known: dict) -> bool:
-    """Below a group whose default is {}: its keys belong to somebody else, who checks them."""
+    """Whether the key is in a group whose default is {}: another package defines such keys and checks them."""
     return any(value == {} and key.startswith(f"{name}.") for name, value in known.items())
 
 
-def _check_keys(given: dict, known: dict, model_engine: str) -> None:
+def _check_forms(arguments: list[str], known: dict) -> None:
+    """Raise InputError for what argparse and Hydra take: --key value, --key=value, +key=value, ++key=value, ~key."""
+    for argument, following in zip(arguments, [*arguments[1:], ""]):
+        if not argument.startswith(("-", "+", "~")):
+            continue
+        key, equals, value = argument.lstrip("-+~").partition("=")
+        if argument.startswith("-") and not equals and not re.search(r"^-|=|\.ya?ml$", following):
+            value = following
+        target = key if key in known else _suggest(key, known)
+        advice = f"write {target}={value or '...'}{_where(target, known)}" if target in _places() else target
+        raise InputError(f"{argument}: {advice or '--help lists the keys'}; arguments are YAML files and key=value pairs")
+
+
+def _check_keys(given: dict, known: dict) -> None:
     for key, value in given.items():
         if isinstance(value, dict) and key in known and known[key] != {}:
             raise InputError(f"{key} is a value, not a group of keys")
@@ -208,11 +260,44 @@ def _check_keys(given: dict, known: dict, model_engine: str) -> None:
         if any(k.startswith(f"{key}.") for k in known):
             raise InputError(f"{key} is a group of keys, not a value; did you mean "
                              f"{next(k for k in known if k.startswith(f'{key}.'))}?")
-        last = {k.rpartition(".")[2]: k for k in known}
-        close = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
-        close = [last[key.rpartition(".")[2]]] if key.rpartition(".")[2] in last else close
-        where = f" (model_engine={model_engine})" if key.startswith("engine.") else ""
-        raise InputError(f"unknown key {key}{where}; the nearest is {close[0]}")
+        target, places = _suggest(key, known), _places()
+        if key in places:
+            raise InputError(f"unknown key {key}; it is a key of {places[key]} alone")
+        advice = f"the nearest is {target}{_where(target, known)}" if target in places else target
+        raise InputError(f"unknown key {key}; {advice or '--help lists the keys'}")
+
+
+@cache
+def _places() -> dict[str, str]:
+    """{'rollout.n': 'train_ppo.py', 'engine.fsdp_size': 'model_engine=fsdp', ...}: where each of our keys is read."""
+    files = {CONFIGS / f"{script}.yaml": f"train_{script}.py" for script in SCRIPTS}
+    files |= {path: f"model_engine={path.stem}" for path in _engines()}
+    return {key: place for path, place in files.items() for key in _flat(_read(path))}
+
+
+def _where(key: str, known: dict) -> str:
+    return "" if key in known else f" (a key of {_places()[key]})"
+
+
+def _suggest(key: str, known: dict) -> str:
+    """What to write for a key that is not known here: one of our keys, advice in words, or '' if nothing is near."""
+    names, key = OmegaConf.load(CONFIGS / "names.yaml"), key.replace("-", "_")
+    parts = key.split(".")
+    # Parts of actor_rollout_ref.rollout.val_kwargs.n: the longest first, and of those the last.
+    for part in (".".join(parts[i:i + n]) for n in range(len(parts), 0, -1) for i in range(len(parts) - n, -1, -1)):
+        if part in names:
+            return names[part]
+    for start in range(1, len(parts)):
+        if ".".join(parts[start:]) in known:
+            return ".".join(parts[start:])
+    by_name = {k.rpartition(".")[2]: k for k in reversed([*known, *_places()])}         # the first group wins
+    if close := difflib.get_close_matches(key, known, n=1, cutoff=0.85):
+        return close[0]
+    if parts[-1] in by_name:
+        return by_name[parts[-1]]
+    by_name = dict(names) | by_name
+    close = difflib.get_close_matches(parts[-1], by_name, n=1, cutoff=0.9)
+    return by_name[close[0]] if close else ""
 
 
 def _check_value(key: str, value, default) -> None:
@@ -221,9 +306,65 @@ def _check_value(key: str, value, default) -> None:
         kind = type(default)
         fits = isinstance(value, (int, float) if kind is float else kind) and isinstance(value, bool) == (kind is bool)
         if not fits:
-            raise InputError(f"{key}={value!r} must be {TYPE_NAMES[kind]}, as its default {default!r} is")
+            raise InputError(f"{key}={value!r} must be {TYPES[kind][0]}, as its default {default!r} is")
     elif rule is None and not isinstance(value, str):
         raise InputError(f"{key}={value!r} must be a string")
-    problem = rule and rule(value)
+    problem = rule and rule.problem(value)
     if problem:
         raise InputError(f"{key}={value!r} {problem}")
+
+
+def schema(script: str) -> dict:
+    """JSON schema of the YAML files that train_{script}.py reads. A file may hold any part of the keys."""
+    root, *engines = (_group(OmegaConf.to_container(_read(path), resolve=False), _comments(path))
+                      for path in (CONFIGS / f"{script}.yaml", *_engines()))
+    engines = {path.stem: engine["properties"]["engine"] for path, engine in zip(_engines(), engines)}
+    root["properties"]["model_engine"]["enum"] = [*engines]
+    root["properties"]["engine"] = {"anyOf": [{"$ref": f"#/$defs/{name}"} for name in engines]}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": f"configuration of train_{script}.py"} | root | {
+        "allOf": [{"if": {"properties": {"model_engine": {"const": name}}, "required": ["model_engine"]},
+                   "then": {"properties": {"engine": {"$ref": f"#/$defs/{name}"}}}} for name in engines],
+        "$defs": engines | {"interpolation": {"type": "string", "pattern": r"\$\{"}}}
+
+
+def _group(tree: dict, comments: dict[str, str], prefix: str = "") -> dict:
+    properties = {}
+    for name, default in tree.items():
+        key = f"{prefix}{name}"
+        if isinstance(default, dict) and default:
+            value = _group(default, comments, f"{key}.")
+        else:
+            value = ({} if default is None else {"type": TYPES[type(default)][1]}) | RULES.get(key, ANYTHING).schema
+            value = value if value == {"type": "string"} else {"anyOf": [value, {"$ref": "#/$defs/interpolation"}]}
+            value = value if default == "???" else {"default": default} | value
+        properties[name] = ({"description": comments[key]} if comments[key] else {}) | value
+    return {"type": "object", "additionalProperties": False, "properties": properties}
+
+
+def _comments(path: Path) -> dict[str, str]:
+    """{'optim.lr': 'peak learning rate of AdamW', ...}: what stands beside each key, and on lines of its own below it."""
+    found, parts, key = {}, [], None
+    for line in path.read_text().splitlines():
+        code, _, comment = line.partition("# ")
+        if match := re.match(r"( *)(\w+):", code):
+            parts[len(match[1]) // 2:] = [match[2]]
+            key = ".".join(parts)
+            found[key] = comment
+        elif key and code and not code.strip():
+            found[key] += f" {comment}"
+        else:
+            key = None
+    return found
+
+
+def write_schemas() -> None:
+    for script in SCRIPTS:
+        path = CONFIGS / "schema" / f"{script}.json"
+        path.write_text(json.dumps(schema(script), indent=1) + "\n")
+        print(path)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["schema"]:
+        sys.exit(__doc__)
+    write_schemas()

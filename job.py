@@ -1,14 +1,17 @@
-"""What every training script does around its loop: find the model, take up a run, stop when asked to."""
+"""What every training script does around its loop: find the model, resume a run, stop when asked."""
 
 import math
+import os
 import signal
+import time
 from pathlib import Path
 
+import disk
 from config import InputError
 
 
 def with_local_model(config):
-    """The configuration with the paths of models as directories: a name on the hub is downloaded, or found in its cache."""
+    """The configuration with a directory for every model: a name on the hub is downloaded, or found in the cache."""
     from huggingface_hub import snapshot_download
     from omegaconf import OmegaConf
     paths = {}
@@ -42,7 +45,7 @@ def load_tokenizer(config):
 
 
 def count_steps(config, train) -> tuple[int, int]:
-    """(optimizer steps an epoch, optimizer steps in all)"""
+    """(steps per epoch, steps in all)"""
     steps_per_epoch = len(train) // config.data.train_batch_size
     if steps_per_epoch == 0:
         raise InputError(f"data.train_batch_size={config.data.train_batch_size} is more than the {len(train)} rows of "
@@ -51,40 +54,75 @@ def count_steps(config, train) -> tuple[int, int]:
     return steps_per_epoch, steps if steps > 0 else config.trainer.total_epochs * steps_per_epoch
 
 
-def check_output(out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / ".writable").touch()
-        (out / ".writable").unlink()
-    except OSError as error:
-        raise InputError(f"output_dir={out} cannot be written: {error.strerror}") from None
+def cache_directory(config) -> Path:
+    """Where tokenized data is kept."""
+    return Path(config.data.cache_dir or Path.home() / ".cache" / "rankwise")
 
 
-def find_resume(config, latest: Path | None, fresh: dict) -> Path | None:
-    """The checkpoint to go on from. Raises InputError when it does not fit this run."""
+def check_directories(config) -> None:
+    """Raise InputError for directories that ranks cannot share, or that another run writes to. Called by all ranks, before
+    anything is loaded."""
+    import output
+    output.check_shared(Path(config.output_dir), "output_dir")
+    output.check_shared(cache_directory(config), "data.cache_dir")
+    if not config.dry_run:
+        output.claim(Path(config.output_dir))
+
+
+def write_config(config) -> None:
+    from omegaconf import OmegaConf
+    path = Path(config.output_dir) / "config.yaml"
+    with disk.writing(path):
+        OmegaConf.save(config, path)
+
+
+# Of what identifies a run, trainer.resume_override may name these: the rest is what the weights are.
+OVERRIDABLE = ("data.train_batch_size", "data.train_files", "trainer.seed", "rollout.n", "algorithm.adv_estimator")
+
+
+def find_resume(config, latest: Path | None, fresh: dict, total_steps: int) -> Path | None:
+    """The checkpoint to go on from, or None. latest: the newest one in output_dir; fresh: the progress of a new run.
+
+    Raises InputError when the checkpoint does not fit this run: fresh["run"] must be what it was, except for the keys in
+    trainer.resume_override.
+    """
     from engines.checkpoint import read_progress
-    resume = config.trainer.resume
+    resume, override = config.trainer.resume, list(config.trainer.resume_override)
+    allowed = [key for key in OVERRIDABLE if key in fresh["run"]]
+    for key in override:
+        if key not in allowed:
+            raise InputError(f"trainer.resume_override names {key}: only {', '.join(allowed)} can change in a run")
     if latest is not None and resume == "never":
         raise InputError(f"trainer.resume=never, but {latest} is there: set trainer.resume=auto to go on from it, or "
                          "another output_dir to keep it")
     path = latest or (Path(resume) if resume not in ("auto", "never") else None)
     if path is None:
+        if override:
+            raise InputError("trainer.resume_override has no checkpoint to go on from: set trainer.resume to its path")
         return None
     if not (path / "trainer.json").is_file():
         raise InputError(f"trainer.resume={resume} is neither auto, never, nor a checkpoint directory")
     progress = read_progress(path)
     saved, run = progress["run"], fresh["run"]
-    if config.model_engine == "megatron":                   # whose weights it is the type of, with fp32 masters or without
+    if config.model_engine == "megatron":                   # whose weights have that dtype, with fp32 masters or without
         saved, run = ({**x["run"], "engine.compute_dtype": x["export_dtype"]} for x in (progress, fresh))
-    for key, value in run.items():
-        if saved.get(key) != value:
-            raise InputError(f"{path} was written with {key}={saved.get(key)}, now it is {value}: set it back, or start anew in "
-                             "another output_dir")
+    saved.setdefault("optim.name", "adamw")                 # older checkpoints do not name these two
+    saved.setdefault("critic", saved.get("algorithm.adv_estimator") == "gae")
+    changed = [key for key, value in run.items() if saved.get(key) != value]
+    for key in changed:
+        said = f"{path} was written with {key}={saved.get(key)}, now it is {run[key]}"
+        if key not in override:
+            raise InputError(f"{said}: set it back, {'name it in trainer.resume_override, ' * (key in allowed)}"
+                             "or start anew in another output_dir")
+        print(f"{said}, as trainer.resume_override allows", flush=True)
+    if changed and progress["step"] >= total_steps:
+        raise InputError(f"{path} is of step {progress['step']}, and this run has {total_steps} steps: raise "
+                         "trainer.total_epochs or set trainer.total_steps")
     return path
 
 
 def bind_cpus(config, device) -> None:
-    """Keep this rank on the CPUs near its accelerator, if trainer.numa_affinity says so, and tell what was done."""
+    """Keep this rank on the CPUs near its accelerator if trainer.numa_affinity says so, and print what was done."""
     import torch.distributed as dist
 
     from engines import affinity
@@ -93,8 +131,8 @@ def bind_cpus(config, device) -> None:
 
 
 def start_profiler(config, device, total_steps: int, model_stages: list[str]):
-    """The Profiler that `profiler` and trainer.profile_interval ask for. model_stages: those of this run in which a model
-    runs, which msprobe can dump."""
+    """The Profiler that `profiler` and trainer.profile_interval ask for. model_stages: the stages of this run in which a
+    model computes, which msprobe can dump."""
     from profiling import OFF, Profiler, get_rank
     try:
         profiler = Profiler(config.profiler, config.trainer.profile_interval, Path(config.output_dir) / "profile",
@@ -109,8 +147,39 @@ def start_profiler(config, device, total_steps: int, model_stages: list[str]):
     return profiler
 
 
+def check_skipped(trainer, skipped: int, updates: int, last: bool) -> None:
+    """Raise InputError for a run that learns nothing: of so many updates these were skipped. last: there is no other step."""
+    if skipped > trainer.max_skipped_steps or last and 0 < skipped == updates:
+        raise InputError(f"the gradient was not finite in {skipped} of {updates} updates (trainer.max_skipped_steps="
+                         f"{trainer.max_skipped_steps}): lower optim.lr, or look at the data and the rewards")
+
+
+def warn_of_length(hf_config, longest: int) -> None:
+    """Say on rank 0 that rows have positions for which the model was not made."""
+    import torch.distributed as dist
+    limit = getattr(hf_config, "max_position_embeddings", None)
+    if limit is not None and longest > limit and dist.get_rank() == 0:
+        print(f"warning: a row has {longest:,} tokens, more than the model's max_position_embeddings={limit:,}: lower "
+              "data.max_length unless the model is meant to learn longer positions", flush=True)
+
+
+def start_heartbeat(config, profiler):
+    """Every process group with trainer.timeout_minutes, and a watch over which ranks keep the others waiting."""
+    import torch.distributed as dist
+
+    from engines import device
+    from heartbeat import Heartbeat
+    minutes = config.trainer.timeout_minutes
+    device.set_timeouts(minutes + 1)            # after the heartbeat's, which has more to say
+    directory = Path(config.output_dir) / "heartbeat"
+    with disk.writing(directory):
+        heartbeat = Heartbeat(directory, dist.get_rank(), int(os.environ.get("LOCAL_RANK", 0)), minutes)
+    profiler.on_stage = heartbeat.enter
+    return heartbeat
+
+
 def layout(config, world_size: int) -> str:
-    """How the ranks are divided to train, for dry_run."""
+    """How the ranks are divided for training, in words, for dry_run."""
     sizes = {"tensor": "tensor_model", "context": "context", "pipeline": "pipeline_model"}
     sizes = {name: config.engine.get(f"{key}_parallel_size", 1) for name, key in sizes.items()}
     data_parallel, experts = world_size // math.prod(sizes.values()), config.engine.get("expert_model_parallel_size", 1)
@@ -119,29 +188,60 @@ def layout(config, world_size: int) -> str:
 
 
 def print_memory(config, world_size: int, device_type: str, role: str | None = None) -> None:
-    """The memory of one rank, estimated, for dry_run. role: None where there is one model."""
-    from engines.memory import estimates
+    """Print the estimated memory of one rank, and the size of a checkpoint, for dry_run. role: None if there is only one model."""
+    from engines.memory import checkpoint_bytes, estimates
     stages = estimates(config, world_size, device_type, role or "actor")
     print("memory of one rank" + f" for the {role}" * bool(role) + " [GiB], estimated"
           + " for each pipeline stage" * (len(stages) > 1) + ":")
     for name in stages[0]:
         print(f"  {name:<30}" + "".join(f"{stage[name]:9.2f}" for stage in stages))
+    if role != "reference":
+        print("checkpoint" + f" of the {role}" * bool(role) + f": {disk.amount(checkpoint_bytes(config, role or 'actor'))}; "
+              f"{disk.amount(disk.free(Path(config.output_dir)))} are free in {config.output_dir}")
 
 
-class StopSignal:
-    """SIGTERM or SIGUSR1 on any rank (slurm sends them before it takes the node) stops all of them after their step."""
+class Agreement:
+    """What the ranks agree on after each step: whether to stop, and whether to save.
 
-    def __init__(self):
-        self.received = self.requested = False
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, self._receive)
+    SIGTERM, SIGUSR1, SIGINT (Ctrl-C) or SIGHUP on any rank stops all of them after their step, with a checkpoint; before the
+    first step, at once. A second Ctrl-C stops at once.
+    """
 
-    def _receive(self, *_):
-        self.received = True
+    def __init__(self, save_freq: int, save_minutes: float, total_steps: int = 0):
+        self.save_freq, self.save_seconds, self.total_steps = save_freq, 60 * save_minutes, total_steps
+        self.received, self.stop, self.save, self.training, self.saved_at = None, False, False, False, time.monotonic()
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:          # as nohup has it
+                signal.signal(number, self._receive)
 
-    def agree(self, device) -> None:
+    def begin(self, total_steps: int) -> str:
+        """From here on a signal waits for the step's end. Returns when checkpoints are saved, for people."""
+        self.training, self.total_steps, self.saved_at = True, total_steps, time.monotonic()
+        when = [f"every {self.save_freq} steps"] * (self.save_freq > 0) \
+            + [f"every {self.save_seconds / 60:g} minutes"] * (self.save_seconds > 0)
+        return f"checkpoints: {', '.join([*when, 'when asked to stop'])}, and after the last step"
+
+    def _receive(self, number: int, _) -> None:
+        name, now = signal.Signals(number).name, time.monotonic()
+        # torchrun hands its own Ctrl-C on to ranks that had it from the terminal already.
+        again = self.received is not None and number == signal.SIGINT and now - self.received > 2
+        said = f"{name}: stopped at once" if again or not self.training else \
+            f"{name}: a checkpoint will be saved after this step; a second Ctrl-C stops at once, without it"
+        if int(os.environ.get("RANK", 0)) == 0 and (again or self.received is None):
+            os.write(2, f"\n{said}\n".encode())
+        if again or not self.training:
+            os._exit(128 + number)
+        self.received = self.received or now
+
+    def after(self, step: int, device) -> None:
+        """Set stop and save, the same on all ranks. Called by all of them."""
         import torch
         import torch.distributed as dist
-        flag = torch.tensor(float(self.received), device=device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        self.requested = bool(flag)
+        # The time is rank 0's, since clocks of ranks differ.
+        due = dist.get_rank() == 0 and 0 < self.save_seconds <= time.monotonic() - self.saved_at
+        flags = torch.tensor([float(self.received is not None), float(due)], device=device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        self.stop, due = (bool(flag) for flag in flags.tolist())
+        self.save = due or self.stop or step == self.total_steps or self.save_freq > 0 and step % self.save_freq == 0
+        if self.save:
+            self.saved_at = time.monotonic()

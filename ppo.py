@@ -1,10 +1,13 @@
-"""What PPO does with a step's samples: mini-batches, advantages, losses. The formulas are in algorithms/.
+"""What PPO does with a step's samples: mini-batches, advantages, losses. The formulas are in algorithms/, or in a file
+of yours (docs/forking.md).
 
-Every rank holds the tokens of the whole step in host memory, [T] over all n responses, and divides only what costs:
-forward and backward. Mini-batches are lists of response indices, and so do not depend on the number of ranks.
+Every rank holds the tokens of the whole step in host memory, [T] over all n responses, and only the expensive part is
+divided: forward and backward. Mini-batches are lists of response indices, so they do not depend on the number of ranks.
 """
 
 import math
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -12,8 +15,9 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
+import plugins
 from algorithms.advantages import ADVANTAGES
-from algorithms.aggregation import AGGREGATIONS, loss_weights
+from algorithms.aggregation import AGGREGATIONS, token_mean
 from algorithms.dapo import informative, overlong_penalty
 from algorithms.kl import KL_ESTIMATORS, adapt
 from algorithms.pass_at_k import pass_at_k
@@ -23,20 +27,50 @@ from algorithms.value_loss import explained_variance, value_loss
 from config import CONFIGS, InputError
 from data.packing import Batch, global_batch, partition
 from engines.base import Engine, LossFn
+from engines.build import engine_class
 from rollout.samples import Samples, concat
+
+# Keys of `algorithm` that name a function: ours, the arguments that any of them is called with, and the key of the free
+# group with its own parameters. What a function names is there: `values` in an advantage or a policy loss asks for a
+# critic, `ref_log_probs` for a reference, `baseline` in an advantage for greedy responses, `old_log_probs` in one for the
+# pass that computes them. A configuration key that no function names has no effect, and is an error.
+NAMED = {
+    "adv_estimator": (ADVANTAGES, "rewards mask sequence group values baseline old_log_probs ref_log_probs rollout_log_probs "
+                                  "gamma lam", "adv_kwargs"),
+    "loss_mode": (POLICY_LOSSES, "log_probs entropy old_log_probs advantages mask sequence num_sequences clip_low clip_high "
+                                 "dual_clip returns values ref_log_probs rollout_log_probs group scores", "loss_kwargs"),
+    "loss_agg_mode": (AGGREGATIONS, "mask sequence num_sequences max_tokens", None),
+    "kl_penalty": (KL_ESTIMATORS, "log_probs ref_log_probs", None),
+    "kl_loss_type": (KL_ESTIMATORS, "log_probs ref_log_probs", None),
+}
+
+
+def named(config: DictConfig, key: str) -> Callable:
+    """The function that algorithm.{key} names, with its own parameters bound. Raises InputError if there is none."""
+    known, given, kwargs = NAMED[key]
+    return plugins.find(f"algorithm.{key}", config.algorithm[key], known, given.split(),
+                        kwargs and f"algorithm.{kwargs}", config.algorithm[kwargs] if kwargs else {})
+
+
+def reads(config: DictConfig, *keys: str) -> set[str]:
+    """The arguments that the functions of these keys name."""
+    return {name for key in keys for name in plugins.parameters(named(config, key))}
+
+
+def readers(key: str, argument: str) -> str:
+    """Those of our functions that name an argument, as settings: algorithm.loss_mode=ppo or gspo."""
+    return f"algorithm.{key}=" + " or ".join(name for name, f in NAMED[key][0].items() if argument in plugins.parameters(f))
 
 
 def check(config: DictConfig) -> None:
-    """Raise InputError for settings that contradict each other."""
+    """Raise InputError for functions that cannot be found and settings that contradict each other."""
     algorithm, reward, rollout = config.algorithm, config.reward, config.rollout
     size = algorithm.ppo_mini_batch_size or config.data.train_batch_size
     if config.data.train_batch_size % size:
         raise InputError(f"algorithm.ppo_mini_batch_size={size} does not divide data.train_batch_size="
                          f"{config.data.train_batch_size}")
-    for key, known in (("adv_estimator", ADVANTAGES), ("loss_mode", POLICY_LOSSES), ("loss_agg_mode", AGGREGATIONS),
-                       ("kl_penalty", KL_ESTIMATORS), ("kl_loss_type", KL_ESTIMATORS)):
-        if algorithm[key] not in known:
-            raise InputError(f"algorithm.{key}={algorithm[key]} must be one of {', '.join(known)}")
+    for key in NAMED:
+        named(config, key)
     check_effect(config)
     if config.validation.n > 1 and config.validation.temperature == 0:
         raise InputError(f"validation.n={config.validation.n} gives that many equal responses with validation.temperature=0: "
@@ -46,6 +80,14 @@ def check(config: DictConfig) -> None:
                          "itself")
     if reward.overlong_buffer > rollout.max_tokens:
         raise InputError(f"reward.overlong_buffer={reward.overlong_buffer} is more than rollout.max_tokens={rollout.max_tokens}")
+    cut_off = [f"rollout.{key}={rollout[key]}" for key, all_words in (("top_p", 1.0), ("top_k", -1), ("min_p", 0.0))
+               if rollout[key] != all_words]
+    if cut_off and (algorithm.rollout_is != "none" or algorithm.rollout_rs != "none"):
+        raise InputError(f"{', '.join(cut_off)} with algorithm.rollout_is or rollout_rs: vLLM's probabilities are of the words "
+                         "that were kept, the trainer's of all words, and their ratio says nothing; leave one of them out")
+    if cut_off and int(os.environ.get("RANK", 0)) == 0:
+        print(f"warning: {', '.join(cut_off)}: responses are drawn from fewer words than the trainer's log-probabilities speak "
+              "of, so the policy that is trained is not quite the one that sampled", file=sys.stderr, flush=True)
     longest = config.data.max_prompt_length + rollout.max_tokens
     if longest > config.data.max_tokens_per_micro_batch:
         raise InputError(f"data.max_prompt_length + rollout.max_tokens = {longest} is more than "
@@ -53,14 +95,16 @@ def check(config: DictConfig) -> None:
 
 
 def check_effect(config: DictConfig) -> None:
-    """Raise InputError for a key that is not at its default and that nothing reads."""
+    """Raise InputError for a key that is not at its default although nothing reads it."""
     algorithm, defaults = config.algorithm, OmegaConf.load(CONFIGS / "ppo.yaml")
+    in_advantage, in_loss = reads(config, "adv_estimator"), reads(config, "loss_mode")
     for keys, holds, needs in (
-            ("critic.path critic.lr critic.cliprange_value critic.warmup_steps algorithm.lam",
-             algorithm.adv_estimator == "gae", "algorithm.adv_estimator=gae"),
-            ("algorithm.gamma", algorithm.adv_estimator in ("gae", "reinforce_plus_plus"),
-             "algorithm.adv_estimator=gae or reinforce_plus_plus"),
-            ("algorithm.clip_ratio_c", algorithm.loss_mode != "cispo", "algorithm.loss_mode=ppo or gspo"),
+            ("critic.path critic.lr critic.cliprange_value critic.warmup_steps", uses_critic(config),
+             readers("adv_estimator", "values")),
+            ("reward.overlong_buffer algorithm.use_kl_in_reward", "rewards" in in_advantage, "an advantage that names rewards"),
+            *((f"algorithm.{name}", name in in_advantage, readers("adv_estimator", name)) for name in ("gamma", "lam")),
+            *((f"algorithm.{key}", name in in_loss, readers("loss_mode", name)) for key, name in (
+                ("clip_ratio_low", "clip_low"), ("clip_ratio_high", "clip_high"), ("clip_ratio_c", "dual_clip"))),
             ("algorithm.kl_penalty algorithm.kl_ctrl.type algorithm.kl_ctrl.kl_coef", algorithm.use_kl_in_reward,
              "algorithm.use_kl_in_reward=true"),
             ("algorithm.kl_ctrl.target_kl algorithm.kl_ctrl.horizon", algorithm.kl_ctrl.type == "adaptive",
@@ -82,14 +126,19 @@ def check_effect(config: DictConfig) -> None:
                 raise InputError(f"{key}={value} does nothing without {needs}: leave it out")
 
 
+def uses_critic(config: DictConfig) -> bool:
+    return "values" in reads(config, "adv_estimator", "loss_mode")
+
+
 def uses_reference(config: DictConfig) -> bool:
-    return config.algorithm.use_kl_loss or config.algorithm.use_kl_in_reward
+    algorithm = config.algorithm
+    return algorithm.use_kl_loss or algorithm.use_kl_in_reward or "ref_log_probs" in reads(config, "adv_estimator", "loss_mode")
 
 
 def roles(config: DictConfig) -> dict[str, DictConfig]:
-    """The configuration of each engine that this run has: actor, and critic and reference where they are used."""
+    """The configuration of each engine of this run: the actor, and the critic and the reference if they are used."""
     roles = {"actor": config}
-    if config.algorithm.adv_estimator == "gae":
+    if uses_critic(config):
         roles["critic"] = OmegaConf.merge(config, {"model": {"path": config.critic.path or config.model.path},
                                                    "optim": {"lr": config.critic.lr}})
     if uses_reference(config):
@@ -97,8 +146,19 @@ def roles(config: DictConfig) -> dict[str, DictConfig]:
     return roles
 
 
+def check_models(config: DictConfig, world_size: int):
+    """The actor's Hugging Face configuration. Raises InputError for a model that its engine cannot run, or a critic or
+    reference with another vocabulary."""
+    check = engine_class(config.model_engine).check
+    shapes = {role: check(settings, world_size, role == "critic") for role, settings in roles(config).items()}
+    for role, shape in shapes.items():
+        if shape.vocab_size != shapes["actor"].vocab_size:
+            raise InputError(f"{role}.path={config[role].path} has another vocabulary than model.path={config.model.path}")
+    return shapes["actor"]
+
+
 def model_stages(config: DictConfig, device_type: str) -> list[str]:
-    """The stages of a step in which a model runs that hooks can see."""
+    """The stages of a step in which a model runs whose modules call hooks."""
     size = config.algorithm.ppo_mini_batch_size or config.data.train_batch_size
     asked = needs_old_log_probs(config, config.data.train_batch_size // size, 0)
     occurs = {"rollout_generate": device_type == "cpu" or config.rollout.enforce_eager,      # CUDA graphs call no hooks
@@ -113,36 +173,40 @@ def model_stages(config: DictConfig, device_type: str) -> list[str]:
 def collect(config: DictConfig, draw: Callable[..., Samples], dataset, batch_index: int) -> tuple[Samples, int]:
     """One step's samples, and the number of the prompt batch that the next step begins with.
 
-    draw(dataset, rows, sampling, *seed, first_group=...). With filter_groups, groups whose responses all got one score
-    are left out and more prompts drawn, until there are data.train_batch_size groups or max_num_gen_batches are used up.
+    draw(dataset, rows, sampling, *seed, first_group=...). With filter_groups, groups whose responses all got the same score
+    are left out and more prompts are drawn, until there are data.train_batch_size groups or max_num_gen_batches are used up.
     """
     size, filtered = config.data.train_batch_size, config.algorithm.filter_groups
     parts: list[Samples] = []
-    fallback = None
+    everything: list[Samples] = []
     for attempt in range(filtered.max_num_gen_batches if filtered.enable else 1):
         rows = global_batch(len(dataset), size, config.trainer.seed, batch_index)
         drawn = draw(dataset, rows, config.rollout, batch_index, first_group=attempt * size)
-        if config.algorithm.adv_estimator == "remax":
+        if "baseline" in reads(config, "adv_estimator"):
             greedy = OmegaConf.merge(config.rollout, {"temperature": 0.0, "n": 1})
             baseline = draw(dataset, rows, greedy, batch_index, first_group=attempt * size)
-            drawn = drawn.with_baseline(baseline)
+            drawn = drawn.with_baseline(replace(baseline, scores=shaped_rewards(config, baseline)))
         batch_index += 1
-        fallback = drawn if len(drawn) or fallback is None else fallback
+        everything.append(drawn)
         parts.append(drawn.select(informative(drawn.scores, drawn.group)) if filtered.enable else drawn)
         if sum(p.num_prompts for p in parts) >= size:
             break
     samples = concat(parts)
-    if not len(samples):                        # nothing to learn from: a step without an advantage
-        samples = replace(fallback, failures=samples.failures, num_asked=samples.num_asked)
+    if not len(samples):                        # nothing to learn from: advantages of 0
+        last = next((drawn for drawn in reversed(everything) if len(drawn)), samples)
+        samples = replace(last, failures=samples.failures, num_asked=samples.num_asked)
     if not len(samples):
         first = samples.failures[0]
-        raise InputError(f"every response to {len(parts)} batches of prompts failed to be graded; the first: {first.kind}: "
-                         f"{first.trace.strip()}")
-    return samples.select(samples.group <= samples.group.unique()[:size][-1]), batch_index
+        raise InputError(f"no response to {len(parts)} batches could be graded; the first: {first.kind}: {first.trace.strip()}")
+    scores, groups = (torch.cat([getattr(drawn, name) for drawn in everything]) for name in ("scores", "group"))
+    metrics = {"rollout/num_gen_batches": len(parts), **spread("critic/score", scores),
+               **{f"reward/{k}/mean": torch.cat([d.parts[k] for d in everything if len(d)]).mean().item() for k in samples.parts},
+               "reward/informative_groups": informative(scores, groups).float().mean().item()}
+    return replace(samples.select(samples.group <= samples.group.unique()[:size][-1]), metrics=metrics), batch_index
 
 
 def shaped_rewards(config: DictConfig, samples: Samples) -> Tensor:
-    """[n] fp32: the scores, less DAPO's penalty for responses close to the limit of length."""
+    """[n] fp32: the scores, minus DAPO's penalty for responses close to the length limit."""
     if not config.reward.overlong_buffer:
         return samples.scores
     return samples.scores + overlong_penalty(samples.response_lengths, config.rollout.max_tokens,
@@ -150,14 +214,15 @@ def shaped_rewards(config: DictConfig, samples: Samples) -> Tensor:
 
 
 def validation_metrics(samples: Samples, name: str, n: int) -> dict[str, float]:
-    """val/{reward function}, the mean score; with n responses a prompt also pass@k for k = 2, 4, ... n (a response
-    passes with a score of 1 or more) and, under its usual name, mean@n."""
+    """val/{reward function}, the mean score, and val/{reward function}/{part}; with n responses per prompt also pass@k
+    for k = 2, 4, ... n (a response passes with a score of 1 or more) and, under its usual name, mean@n."""
     name = f"val/{name.rpartition(':')[2]}"
     metrics = {name: samples.scores.mean().item(), "val/response_length": samples.response_lengths.float().mean().item(),
-               "val/truncated": samples.truncated.float().mean().item(), "val/failures": len(samples.failures)}
+               "val/truncated": samples.truncated.float().mean().item(), "val/failures": len(samples.failures),
+               **{f"{name}/{part}": values.mean().item() for part, values in samples.parts.items()}}
     if n > 1:
         place, counts = samples.group.unique(return_inverse=True, return_counts=True)[1:]
-        whole = counts == n                     # a group with a response that could not be graded says nothing of pass@k
+        whole = counts == n                     # pass@k needs groups of which every response could be graded
         right = torch.zeros_like(counts).index_add_(0, place, (samples.scores >= 1).long())[whole]
         metrics[f"{name}/mean@{n}"] = metrics[name]
         for k in sorted({2**i for i in range(1, n.bit_length())} | {n}):
@@ -174,21 +239,21 @@ def mini_batches(config: DictConfig, samples: Samples) -> list[list[int]]:
 
 
 def needs_old_log_probs(config: DictConfig, num_minis: int, step: int) -> bool:
-    """With one update a rollout the policy that is updated is the one that sampled: its log-probabilities are those of
-    the update's own forward pass, unless something before the update wants them, or the critic alone is updated."""
+    """With one update per rollout the policy that is updated is the one that sampled, and its log-probabilities are those of
+    the update's own forward pass; unless something before the update needs them, or only the critic is updated."""
     algorithm = config.algorithm
     return num_minis * algorithm.ppo_epochs > 1 or algorithm.use_kl_in_reward or algorithm.rollout_rs != "none" \
-        or step < config.critic.warmup_steps
+        or "old_log_probs" in reads(config, "adv_estimator") or step < config.critic.warmup_steps
 
 
 def share(engine: Engine, batch: Batch, mini: list[int]) -> list[int]:
-    """This data-parallel rank's part of a mini-batch: always the same, so that each pass has the same micro-batches."""
+    """This data-parallel rank's part of a mini-batch: the same in every pass, so that each pass has the same micro-batches."""
     lengths = batch.lengths
     return [mini[i] for i in partition([engine.flops([lengths[j]]) for j in mini], engine.dp_size)[engine.dp_rank]]
 
 
 def ask(engine: Engine, question: Callable[[Batch], Tensor], batch: Batch, minis: list[list[int]]) -> Tensor:
-    """[T] fp32, on every rank: what question(batch), e.g. engine.values, answers on each rank's share."""
+    """[T] fp32, on every rank: the answers of question(batch), e.g. engine.values, put together from each rank's share."""
     answers, where = torch.zeros(len(batch.input_ids)), Batch(torch.arange(len(batch.input_ids)), batch.cu_seqlens)
     for mini in minis:
         mine = share(engine, batch, mini)
@@ -204,12 +269,13 @@ def log_probs(engine: Engine, batch: Batch, minis: list[list[int]]) -> Tensor:
 
 
 def set_advantages(config: DictConfig, samples: Samples, minis: list[list[int]], kl_coef: float) -> dict[str, float]:
-    """Fill the fields that the losses read, all [T] fp32 but for sequence; return what there is to say of them.
+    """Fill the fields that the losses read, all [T] fp32 except sequence; return metrics.
 
     sequence (int64)           the response that a token belongs to
     advantages, returns        0 outside responses
     loss_weight, token_weight  what a token counts for in its mini-batch: in the loss, as loss_agg_mode says, and in
-                               means over tokens. Rejected tokens count for nothing, in no denominator either
+                               means over tokens. Rejected tokens count for nothing, and are in no denominator
+    group (int64), scores      of the token's response, if the policy loss names them
     """
     algorithm, batch, f, n = config.algorithm, samples.batch, samples.batch.fields, len(samples)
     mask = f["loss_mask"]
@@ -218,12 +284,12 @@ def set_advantages(config: DictConfig, samples: Samples, minis: list[list[int]],
     rewards = torch.zeros(len(mask)).index_copy(0, batch.cu_seqlens[1:] - 1, outcome)
     metrics = {}
     if algorithm.use_kl_in_reward:
-        kl = KL_ESTIMATORS[algorithm.kl_penalty](f["old_log_probs"], f["ref_log_probs"]) * mask
+        kl = named(config, "kl_penalty")(log_probs=f["old_log_probs"], ref_log_probs=f["ref_log_probs"]) * mask
         rewards = rewards - kl_coef * kl
         metrics |= {"actor/reward_kl": (kl.sum() / mask.sum()).item(), "actor/kl_coef": kl_coef}
-    f["advantages"], f["returns"] = ADVANTAGES[algorithm.adv_estimator](
-        rewards, mask, sequence, samples.group, values=f.get("values"), baseline=samples.baseline,
-        gamma=algorithm.gamma, lam=algorithm.lam)
+    f["advantages"], f["returns"] = check_shapes(config, "adv_estimator", mask, *named(config, "adv_estimator")(**{
+        **f, "rewards": rewards, "mask": mask, "group": samples.group, "baseline": samples.baseline,
+        "gamma": algorithm.gamma, "lam": algorithm.lam}))
     if "old_log_probs" in f:
         gap = off_policy(f["old_log_probs"], f["rollout_log_probs"], mask)
         metrics |= off_policy_metrics({name: ((x * mask).sum() / mask.sum()).item() for name, x in gap.items()})
@@ -233,10 +299,13 @@ def set_advantages(config: DictConfig, samples: Samples, minis: list[list[int]],
                          low=algorithm.rollout_rs_threshold_lower, high=algorithm.rollout_rs_threshold)
         metrics["rollout_corr/rejected"] = 1 - (kept.sum() / mask.sum()).item()
     f["loss_weight"], f["token_weight"] = torch.zeros(len(mask)), torch.zeros(len(mask))
+    f |= {name: x[sequence] for name, x in (("group", samples.group), ("scores", samples.scores))
+          if name in reads(config, "loss_mode")}
     for mini in minis:
         inside = kept * torch.zeros(n).index_fill(0, torch.tensor(mini), 1.0)[sequence]
-        f["loss_weight"] += loss_weights(inside, sequence, n, algorithm.loss_agg_mode)
-        f["token_weight"] += loss_weights(inside, sequence, n, "token-mean")
+        f["loss_weight"] += named(config, "loss_agg_mode")(
+            mask=inside, sequence=sequence, num_sequences=n, max_tokens=config.rollout.max_tokens)
+        f["token_weight"] += token_mean(inside, sequence, n)
     if "values" in f:
         metrics |= {"critic/vf_explained_var": explained_variance(f["values"], f["returns"], mask),
                     "critic/values/mean": f["values"][mask > 0].mean().item()}
@@ -246,15 +315,23 @@ def set_advantages(config: DictConfig, samples: Samples, minis: list[list[int]],
         | spread("response_length", lengths) | spread("prompt_length", prompts.float()) \
         | {"response_length/clip_ratio": samples.truncated.float().mean().item(),
            "reward/informative_groups": informative(samples.scores, samples.group).float().mean().item(),
-           "reward/failure_rate": len(samples.failures) / samples.num_asked}
+           "reward/failure_rate": len(samples.failures) / samples.num_asked} | samples.metrics
 
 
 def next_kl_coef(config: DictConfig, kl_coef: float, metrics: dict[str, float], num_responses: int) -> float:
-    """The coefficient of the divergence in the next step's rewards, after one with these metrics of set_advantages()."""
+    """The coefficient of the divergence in the next step's rewards, given this step's metrics of set_advantages()."""
     control = config.algorithm.kl_ctrl
-    if control.type == "fixed":
-        return kl_coef
-    return adapt(kl_coef, metrics["actor/reward_kl"], control.target_kl, control.horizon, num_responses)
+    return kl_coef if control.type == "fixed" else adapt(
+        kl_coef, metrics["actor/reward_kl"], control.target_kl, control.horizon, num_responses)
+
+
+def check_shapes(config: DictConfig, key: str, like: Tensor, *results: Tensor) -> tuple[Tensor, ...]:
+    """What the function of algorithm.{key} returned, if it is one number per token; a broadcast would hide a mistake."""
+    for x in results:
+        if x.shape != like.shape:
+            raise InputError(f"algorithm.{key}={config.algorithm[key]} must return one number per token, shape "
+                             f"{list(like.shape)}, not {list(x.shape)}")
+    return results
 
 
 def spread(name: str, x: Tensor) -> dict[str, float]:
@@ -265,28 +342,30 @@ def spread(name: str, x: Tensor) -> dict[str, float]:
 
 
 def actor_loss(config: DictConfig, num_sequences: int) -> LossFn:
-    """The policy's loss, entropy bonus and divergence from the reference, on the fields of set_advantages."""
-    algorithm = config.algorithm
+    """The policy loss, the entropy bonus and the divergence from the reference, on the fields of set_advantages."""
+    algorithm, policy_loss, divergence = config.algorithm, named(config, "loss_mode"), named(config, "kl_loss_type")
 
     def loss_fn(log_probs: Tensor, entropy: Tensor, f: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         old, mean, weight = f.get("old_log_probs", log_probs.detach()), f["token_weight"], f["loss_weight"]
         kept = (mean > 0).float()               # rejected tokens are in no sequence's ratio either
-        where = (kept, f["sequence"], num_sequences)
-        losses, clipped = POLICY_LOSSES[algorithm.loss_mode](
-            log_probs, old, f["advantages"], *where, clip_low=algorithm.clip_ratio_low,
-            clip_high=algorithm.clip_ratio_high, dual_clip=algorithm.clip_ratio_c)
+        losses, metrics = policy_loss(**{
+            **f, "log_probs": log_probs, "entropy": entropy, "old_log_probs": old, "mask": kept,
+            "num_sequences": num_sequences, "clip_low": algorithm.clip_ratio_low, "clip_high": algorithm.clip_ratio_high,
+            "dual_clip": algorithm.clip_ratio_c})
+        check_shapes(config, "loss_mode", log_probs, losses, *metrics.values())
         if algorithm.rollout_is != "none":
-            losses = losses * correction_weights(old, f["rollout_log_probs"], *where, level=algorithm.rollout_is,
-                                                 threshold=algorithm.rollout_is_threshold)
+            # The product over a sequence is of all its tokens: rejection leaves tokens out of the loss, not out of what was drawn.
+            losses = losses * correction_weights(old, f["rollout_log_probs"], f["loss_mask"], f["sequence"], num_sequences,
+                                                 level=algorithm.rollout_is, threshold=algorithm.rollout_is_threshold)
         loss = (losses * weight).sum()
-        amounts = {"pg_loss": loss, "pg_clipfrac": (clipped * mean).sum(), "entropy": (entropy.detach() * mean).sum(),
-                   "ppo_kl": ((old - log_probs) * mean).sum()}
+        amounts = {name: (x * mean).sum() for name, x in metrics.items()} | {
+            "pg_loss": loss, "entropy": (entropy.detach() * mean).sum(), "ppo_kl": ((old - log_probs) * mean).sum()}
         if algorithm.entropy_coeff:
             loss = loss - algorithm.entropy_coeff * (entropy * weight).sum()
         if algorithm.use_kl_loss:
-            amounts["kl_loss"] = (KL_ESTIMATORS[algorithm.kl_loss_type](log_probs, f["ref_log_probs"]) * weight).sum()
+            amounts["kl_loss"] = (divergence(log_probs=log_probs, ref_log_probs=f["ref_log_probs"]) * weight).sum()
             loss = loss + algorithm.kl_loss_coef * amounts["kl_loss"]
-        if "old_log_probs" not in f:            # else set_advantages has said it, of rejected tokens too
+        if "old_log_probs" not in f:            # else set_advantages has reported it, for rejected tokens too
             gap = off_policy(old, f["rollout_log_probs"], kept)
             amounts |= {f"rollout_corr/{name}": (x * mean).sum() for name, x in gap.items()}
         return loss, amounts
@@ -303,18 +382,18 @@ def critic_loss(config: DictConfig) -> LossFn:
 
 def update(engine: Engine, batch: Batch, minis: list[list[int]], loss_fn: LossFn, step: int, num_epochs: int,
            name: str) -> dict[str, float]:
-    """One optimizer step for each mini-batch and epoch. Returns {name}/... means over them, skipped as a count; a loss speaks
-    of the rollout (rollout_corr/...) where it is the only one."""
+    """One optimizer step for each mini-batch and epoch. Returns {name}/...: means over them, but the number that was skipped;
+    and rollout_corr/... if the loss, in the only step there is, reports it."""
     parts = [batch.select(share(engine, batch, mini)) for mini in minis]
     results = [engine.train_batch(part, loss_fn, step) for _ in range(num_epochs) for part in parts]
-    metrics = {f"{name}/{key}": sum(r[key] for r in results) / len(results) for key in results[0] if "/" not in key}
+    prefix = "rollout_corr/"
+    metrics = {f"{name}/{key}": sum(r[key] for r in results) / len(results) for key in results[0] if not key.startswith(prefix)}
     metrics[f"{name}/skipped"] = sum(r["skipped"] for r in results)
-    of_rollout = {key.removeprefix("rollout_corr/"): value for key, value in results[0].items() if "/" in key}
+    of_rollout = {key.removeprefix(prefix): value for key, value in results[0].items() if key.startswith(prefix)}
     return metrics | (off_policy_metrics(of_rollout) if of_rollout else {})
 
 
 def off_policy_metrics(means: dict[str, float]) -> dict[str, float]:
-    """rollout_corr/... from the means over tokens of what off_policy() says of each."""
-    said = {name: x for name, x in means.items() if name != "ratio_squared"}
-    said["effective_sample_size"] = effective_sample_size(means["ratio"], means["ratio_squared"])
-    return {f"rollout_corr/{name}": x for name, x in said.items()}
+    """rollout_corr/... from the means over tokens of what off_policy() returns."""
+    metrics = means | {"effective_sample_size": effective_sample_size(means["ratio"], means["ratio_squared"])}
+    return {f"rollout_corr/{name}": x for name, x in metrics.items() if name != "ratio_squared"}

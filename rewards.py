@@ -1,21 +1,24 @@
 """Reward functions: the file to edit first.
 
-Each takes the prompt as text, the response as text and the row of the data file, and gives a number. Add yours to
-REWARDS, or keep it in a file of its own: reward.function=path/to/file.py:name. They run in processes that may be killed
-(rollout/grading.py): a function that raises or hangs costs its sample, and the run stops when too many do.
+    def f(prompt, response, row)        texts, and the row of the data file; any of the three, bound by name
+    def f(prompts, responses, rows)     lists over all responses to one prompt; it returns a list
+    async def f(...)                    either; up to reward.concurrency calls are in flight in one worker
+
+reward.kwargs adds parameters that are columns of the row, or places in one. For each response a function returns a number,
+or a dictionary of named parts, which are logged and weighted by reward.weights. Functions written for verl and TRL are
+called as these do (rollout/signature.py). Add yours to REWARDS, or keep it in a file of its own:
+reward.function=path/to/file.py:name.
+
+They run in workers, processes that may be killed (rollout/grading.py): a function that raises or hangs costs its sample,
+and the run stops when too many do. What a module remembers is its worker's alone, and lost when that is killed.
 """
 
-import difflib
 import importlib
-import importlib.util
-import inspect
 import logging
 import re
-import sys
-import traceback
 from collections.abc import Callable
-from pathlib import Path
 
+import plugins
 from config import InputError
 
 # DeepSeek-R1's shape: both parts, once each, and nothing around them.
@@ -66,53 +69,14 @@ def value_of(row: dict, key: str):
     return row[key]
 
 
-def find(function: str) -> Callable[[str, str, dict], float]:
-    """The reward function of this name: one of REWARDS, or path/to/file.py:name.
+def find(function: str) -> Callable:
+    """The reward function of this name: one of REWARDS, or path/to/file.py:name. For workers: it imports the file.
 
-    What it imports at the top of its file is imported here, before its time limit runs. Raises InputError when there is
-    no such name or file, when the file cannot be imported, and when the name is not a function of three arguments.
+    Raises InputError when there is no such name or file, and when the file cannot be imported.
     """
-    said = f"reward.function={function}"
-    if function in REWARDS:
-        if function == "math":
-            try:
-                importlib.import_module("math_verify")
-            except ImportError as error:
-                raise InputError(f"{said}: {error}; pip install math-verify") from error
-        return REWARDS[function]
-    if ":" not in function and not function.endswith(".py"):
-        raise InputError(f"{said} is neither a reward of rewards.py nor path/to/file.py:name; the nearest is "
-                         f"{nearest(function, REWARDS)}")
-    file, _, name = function.partition(".py:")
-    path = Path(file if file.endswith(".py") else f"{file}.py").expanduser().resolve()
-    if not path.is_file():
-        raise InputError(f"{said}: {path}: no such file")
-    module = import_file(path, said)
-    functions = [k for k, v in vars(module).items() if callable(v) and not k.startswith("_")]
-    if not callable(getattr(module, name, None)):
-        example = f"; the nearest is {path.name}:{nearest(name, functions)}" if functions else ""
-        raise InputError(f"{said}: {path} has no function {name!r}{example}")
-    try:
-        inspect.signature(getattr(module, name)).bind("prompt", "response", {})
-    except TypeError as error:
-        raise InputError(f"{said} must take (prompt, response, row): {error}") from error
-    return getattr(module, name)
-
-
-def import_file(path: Path, said: str):
-    """The module of a file, which may import its neighbours. Its name is not that of a file of ours."""
-    spec = importlib.util.spec_from_file_location(f"reward_file_{path.stem}", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    sys.path.append(str(path.parent))
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-        place = f"{path}:{lines[-1]}" if lines else str(path)
-        raise InputError(f"{said}: {place} cannot be imported: {type(error).__name__}: {error}") from error
-    return module
-
-
-def nearest(name: str, names) -> str:
-    return difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
+    if function == "math":
+        try:
+            importlib.import_module("math_verify")
+        except ImportError as error:
+            raise InputError(f"reward.function=math: {error}; pip install math-verify") from error
+    return plugins.find("reward.function", function, REWARDS)

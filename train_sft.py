@@ -6,9 +6,9 @@
     sbatch examples/slurm/sft.sbatch my.yaml                                               slurm, srun starts the ranks
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 train_sft.py configs/demo/sft.yaml       a laptop's CPU
 
-Arguments are YAML files and key=value pairs, later ones win; configs/sft.yaml lists every key. SIGTERM or SIGUSR1 saves
-a checkpoint and exits 0; the same command goes on from there. (torchrun does not hand on SIGUSR1 and kills after
-30 s: give it --signals-to-handle SIGTERM,SIGUSR1 --shutdown-timeout 600.) Mistakes are one line a node and exit code 2.
+Arguments are YAML files and key=value pairs, later ones win; configs/sft.yaml lists every key. SIGTERM, SIGUSR1 or Ctrl-C saves
+a checkpoint and exits 0; the same command goes on from there. (torchrun does not forward SIGUSR1, and kills after
+30 s: give it --signals-to-handle SIGTERM,SIGUSR1 --shutdown-timeout 600.) A mistake is one line per node and exit code 2.
 """
 
 import time
@@ -20,7 +20,6 @@ from config import InputError, run
 def main(config):
     # Imported here, so that --help and a mistake in the configuration answer at once.
     import torch.distributed as dist
-    from omegaconf import OmegaConf
 
     import job
     import tracking
@@ -28,43 +27,46 @@ def main(config):
     from engines import device
     from engines.build import engine_class
     from engines.checkpoint import Checkpointer, export_hf
-    from profiling.report import write_report
 
-    stop, this_device = job.StopSignal(), device.init()
+    agreed = job.Agreement(config.trainer.save_freq, config.trainer.save_minutes)
+    this_device = device.init(config.trainer.timeout_minutes)
     rank, out, trainer = dist.get_rank(), Path(config.output_dir), config.trainer
+    job.check_directories(config)
     job.bind_cpus(config, this_device)
     config = job.with_local_model(config)
     hf_config = engine_class(config.model_engine).check(config, dist.get_world_size())
     tracking.check(config)
     tokenizer = job.load_tokenizer(config)
     train, val = (load_data(config, files, tokenizer) for files in (config.data.train_files, config.data.val_files))
+    job.warn_of_length(hf_config, max(int(dataset.lengths.max()) for dataset in (train, val) if dataset))
     steps_per_epoch, total_steps = job.count_steps(config, train)
-    device.on_rank0(job.check_output, out)
     profiler = job.start_profiler(config, this_device, total_steps, ["train_batch", *["validate"] * bool(val)])
-    if config.dry_run:
-        device.on_rank0(print_plan, config, this_device, train, val, total_steps)
-        return device.shutdown()
-
     checkpointer = Checkpointer(out / "checkpoints", trainer.max_checkpoints, trainer.async_save)
     progress = {"step": 0, "skipped": 0, "run": identity(config, hf_config, train),
                 "export_dtype": config.engine.compute_dtype}
-    resume_from = device.on_rank0(job.find_resume, config, checkpointer.latest(), progress)
+    resume_from = device.on_rank0(job.find_resume, config, checkpointer.find(trainer.resume, config.dry_run), progress,
+                                  total_steps)
+    if config.dry_run:
+        device.on_rank0(print_plan, config, this_device, train, val, total_steps, resume_from)
+        return device.shutdown()
+
     engine = engine_class(config.model_engine)(config, this_device, total_steps)
     if resume_from:
-        progress = checkpointer.load(resume_from, engine) | {"export_dtype": config.engine.compute_dtype}
+        progress = checkpointer.load(resume_from, engine) | {key: progress[key] for key in ("run", "export_dtype")}
     step = progress["step"]
-    if rank == 0:
-        OmegaConf.save(config, out / "config.yaml")
+    device.on_rank0(job.write_config, config)
     tracker = tracking.Tracker(config, rank, step, total_steps)
     tracker.say(f"{'resuming from ' + str(resume_from) if resume_from else 'starting'}: step {step} of {total_steps}, "
-                f"{steps_per_epoch} an epoch, {len(train)} rows, {engine.dp_size} data-parallel ranks on {this_device.type}")
+                f"{steps_per_epoch} per epoch, {len(train)} rows, {engine.dp_size} data-parallel ranks on {this_device.type}")
+    tracker.say(agreed.begin(total_steps))
+    heartbeat = job.start_heartbeat(config, profiler)
     if step == 0 and val and trainer.val_before_train:
         with profiler.stage("validate", engine):
             metrics = validate(engine, val, config.data.train_batch_size)
         tracker.log(0, metrics | profiler.end_step())
 
     peak = device.peak_flops(this_device)
-    while step < total_steps and not stop.requested:
+    while step < total_steps and not agreed.stop:
         start = time.perf_counter()
         profiler.begin_step(step + 1)
         with profiler.stage("data"):
@@ -84,21 +86,20 @@ def main(config):
         if peak:
             flops = engine.flops(batch.lengths, num_trained)
             metrics["perf/mfu"] = flops / seconds / dist.get_world_size() / peak
-        stop.agree(this_device)
+        agreed.after(step, this_device)
         last = step == total_steps
-        if progress["skipped"] > trainer.max_skipped_steps:
-            raise InputError(f"the gradient was not finite in {progress['skipped']} steps, more than "
-                             f"trainer.max_skipped_steps={trainer.max_skipped_steps}: lower optim.lr or look at the data")
+        job.check_skipped(trainer, progress["skipped"], step, last)
         # Not when asked to stop: the time that is left is for the checkpoint.
-        if val and not stop.requested and (last or trainer.test_freq > 0 and step % trainer.test_freq == 0):
+        if val and not agreed.stop and (last or trainer.test_freq > 0 and step % trainer.test_freq == 0):
             with profiler.stage("validate", engine):
                 metrics |= validate(engine, val, config.data.train_batch_size)
         tracker.log(step, metrics | profiler.end_step() | {"timing/step": time.perf_counter() - start})
         # Behind the step's line: a run that is killed in between would go on without it.
-        if last or stop.requested or trainer.save_freq > 0 and step % trainer.save_freq == 0:
+        if agreed.save:
             with profiler.stage("save"):
                 checkpointer.save(step, engine, progress, tokenizer)
 
+    heartbeat.close()
     profiler.close()
     checkpointer.wait()
     tracker.log_rest(step, profiler.end_step())
@@ -108,8 +109,6 @@ def main(config):
         export_hf(engine, tokenizer, out / "hf")
         tracker.say(f"model: {out / 'hf'}")
     tracker.close()
-    if rank == 0:
-        print(f"curves: {write_report(out)}", flush=True)
     device.shutdown()
 
 
@@ -146,12 +145,12 @@ def validate(engine, val, batch_size: int) -> dict[str, float]:
 
 def load_data(config, files, tokenizer):
     """The tokenized rows of files (None: None). Rank 0 tokenizes what is not in the cache, the others read it."""
+    import job
     from data.dataset import TokenDataset, tokenize
     from engines.device import on_rank0
     if files is None:
         return None
-    cache = Path(config.data.cache_dir or Path.home() / ".cache" / "rankwise")
-    dataset = TokenDataset.load(on_rank0(tokenize, files, tokenizer, config.data, cache, config.model.path))
+    dataset = TokenDataset.load(on_rank0(tokenize, files, tokenizer, config.data, job.cache_directory(config), config.model.path))
     longest, cap = int(dataset.lengths.max()), config.data.max_tokens_per_micro_batch
     if longest > cap:
         raise InputError(f"a row of {files} has {longest} tokens, more than data.max_tokens_per_micro_batch={cap}: raise "
@@ -159,7 +158,7 @@ def load_data(config, files, tokenizer):
     return dataset
 
 
-def print_plan(config, this_device, train, val, total_steps: int) -> None:
+def print_plan(config, this_device, train, val, total_steps: int, resume_from) -> None:
     import torch.distributed as dist
     from omegaconf import OmegaConf
 
@@ -170,15 +169,15 @@ def print_plan(config, this_device, train, val, total_steps: int) -> None:
     for name, dataset in (("train", train), ("val", val)):
         if dataset:
             print(f"{name}: {', '.join(f'{k} {v:,}' for k, v in dataset.stats.items())}")
-    print(f"steps: {total_steps}")
+    print(f"steps: {total_steps}" + f", going on from {resume_from}" * bool(resume_from))
     job.print_memory(config, world, this_device.type)
 
 
 def identity(config, hf_config, train) -> dict:
     """What must not change between a checkpoint and its resume: step k's rows follow from it, and the weights' shapes."""
     return {"model_engine": config.model_engine, "data.train_batch_size": config.data.train_batch_size,
-            "trainer.seed": config.trainer.seed,
-            "the hash of data, tokenizer and their options": train.name,
+            "trainer.seed": config.trainer.seed, "optim.name": config.optim.name,
+            "data.train_files": f"{train.name[:16]} (a hash of data, tokenizer and their options)",
             "the model": f"{hf_config.model_type} of {hf_config.num_hidden_layers} layers of {hf_config.hidden_size}"}
 
 

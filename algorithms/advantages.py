@@ -1,15 +1,16 @@
-"""Advantages: what a token was worth, from the rewards of the whole global batch. Computed on the host, in float64.
+"""Advantages: what each token was worth, from the rewards of the whole global batch. Computed on the host, in float64.
 
 Every function takes
-    rewards  [T] fp32: the score on the last response token, less the KL penalties when these are configured
-    mask     [T] fp32: 1 on response tokens; those in between that were not sampled (tool results) are stepped over
+    rewards  [T] fp32: the score on the last response token, minus the KL penalties if they are configured
+    mask     [T] fp32: 1 on response tokens; tokens in between that were not sampled (tool results) are stepped over
     sequence [T] int64, in 0..n-1
     group    [n] int64: the prompt of each sequence, any numbers, groups of any sizes
 and by name, where its formula has them,
     values   [T] fp32: V(x_<t); baseline [n] fp32: the score of the greedy response to the sequence's prompt
-    gamma, lam  the discount, and that of Schulman's lambda-return; 1 unless given
-It returns advantages and returns, [T] each in the rewards' dtype and 0 outside the mask. The score of a sequence is the
-sum of its token rewards: 0 without a response token, and such a sequence counts as one of its group.
+    gamma, lam  the discount, and the lambda of Schulman's lambda-return; 1 by default
+or any other argument that ppo.set_advantages has. It returns advantages and returns, each [T] in the rewards' dtype and
+0 outside the mask. The score of a sequence is the sum of its token rewards: 0 if it has no response token; such a
+sequence still counts in its group.
 """
 
 import torch
@@ -34,7 +35,7 @@ def gae(rewards: Tensor, mask: Tensor, sequence: Tensor, group: Tensor, *, value
 
 
 def grpo(rewards: Tensor, mask: Tensor, sequence: Tensor, group: Tensor, **_) -> Pair:
-    """Group relative (Shao 2024): (score - mean) / (std + 1e-6) over the group, the std unbiased; alone: the score.
+    """Group relative (Shao 2024): (score - mean) / (unbiased std + 1e-6) over the group; a group of one: the score.
 
     returns: the score, on every response token
     """
@@ -46,7 +47,7 @@ def grpo(rewards: Tensor, mask: Tensor, sequence: Tensor, group: Tensor, **_) ->
 
 
 def dr_grpo(rewards: Tensor, mask: Tensor, sequence: Tensor, group: Tensor, **_) -> Pair:
-    """GRPO without its division (Liu 2025): score - mean over the group; alone: the score.
+    """GRPO without its division (Liu 2025): score - mean over the group; a group of one: the score.
 
     returns: the score, on every response token
     """
@@ -55,7 +56,8 @@ def dr_grpo(rewards: Tensor, mask: Tensor, sequence: Tensor, group: Tensor, **_)
 
 
 def rloo(rewards: Tensor, mask: Tensor, sequence: Tensor, group: Tensor, **_) -> Pair:
-    """Leave one out (Ahmadian 2024): score - mean of its group's k-1 others = k/(k-1) (score - mean); alone: the score.
+    """Leave one out (Ahmadian 2024): score - mean of the k-1 others in its group = k/(k-1) (score - mean); a group of one:
+    the score.
 
     returns: the score, on every response token
     """
@@ -68,14 +70,15 @@ def reinforce_plus_plus(rewards: Tensor, mask: Tensor, sequence: Tensor, group: 
                         **_) -> Pair:
     """REINFORCE++ (Hu 2025): the discounted reward-to-go G_t = r_t + gamma G_{t+1}, whitened over the batch.
 
-    returns: G, not whitened
+    returns: G before whitening
     """
     to_go = sum_to_go(_inside(rewards, mask), mask, sequence, len(group), gamma)
     return whiten(to_go, mask).to(rewards.dtype), to_go.to(rewards.dtype)
 
 
 def reinforce_plus_plus_baseline(rewards: Tensor, mask: Tensor, sequence: Tensor, group: Tensor, **_) -> Pair:
-    """REINFORCE++-baseline (Hu 2025): score - mean over the group (alone: the score), whitened over the batch's tokens.
+    """REINFORCE++-baseline (Hu 2025): score - mean over the group (a group of one: the score), whitened over
+    the tokens of the batch.
 
     returns: the score, on every response token
     """
@@ -84,7 +87,7 @@ def reinforce_plus_plus_baseline(rewards: Tensor, mask: Tensor, sequence: Tensor
 
 
 def remax(rewards: Tensor, mask: Tensor, sequence: Tensor, group: Tensor, *, baseline: Tensor, **_) -> Pair:
-    """ReMax (Li 2023): the reward-to-go, not discounted, less the score of the greedy response, baseline[i].
+    """ReMax (Li 2023): the undiscounted reward-to-go minus the score of the greedy response, baseline[i].
 
     returns: the reward-to-go
     """
@@ -107,10 +110,10 @@ def _scores(rewards: Tensor, mask: Tensor, sequence: Tensor, num_sequences: int)
 
 
 def _deviation(scores: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """score - mean of its group (a group of one has mean 0), the group's size, and its number in 0..n-1, each [n]."""
+    """score - mean of the group (a group of one has mean 0), the size of the group, and its index in 0..n-1; each [n]."""
     n, index = len(group), group.unique(return_inverse=True)[1]
     size = sum_by_sequence(torch.ones_like(scores), index, n)[index]
-    # In float64 the mean of equal fp32 scores is exact: grpo would divide what rounding left of them by 1e-6.
+    # In float64 the mean of equal fp32 scores is exact; grpo would divide what rounding leaves over by 1e-6.
     mean = sum_by_sequence(scores, index, n)[index] / size
     return torch.where(size > 1, scores - mean, scores), size, index
 

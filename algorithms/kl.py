@@ -1,31 +1,35 @@
-"""KL(policy || reference) a token at a time, from the policy's samples ("Approximating KL divergence", Schulman 2020).
+"""KL(policy || reference) per token, from the policy's samples ("Approximating KL divergence", Schulman 2020).
 
-Every function takes log_probs, ref_log_probs [T] fp32 and returns [T] fp32; d = log_probs - ref_log_probs. In a loss,
-on the policy's own samples, the expected gradient of k1 is 0, that of k2 the gradient of KL(policy || reference), and
-that of k3 the gradient of KL(reference || policy).
+Every function takes log_probs and ref_log_probs [T] fp32 and returns [T] fp32; d = log_probs - ref_log_probs. In a loss
+on the policy's own samples, the expected gradient of k1 is 0, that of k2 is the gradient of KL(policy || reference), and
+that of k3 is the gradient of KL(reference || policy).
 """
 
 from torch import Tensor
 
 
-def k1(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+def k1(log_probs: Tensor, ref_log_probs: Tensor, **_) -> Tensor:
     """d: unbiased, of either sign."""
     return log_probs - ref_log_probs
 
 
-def k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+def k2(log_probs: Tensor, ref_log_probs: Tensor, **_) -> Tensor:
     """d^2 / 2: biased, of low variance."""
     return (log_probs - ref_log_probs).square() / 2
 
 
-def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """exp(-d) - 1 + d: unbiased, never below 0, of low variance. -d is clamped to 20, without gradient beyond."""
+def k3(log_probs: Tensor, ref_log_probs: Tensor, **_) -> Tensor:
+    """exp(-d) - 1 + d, at most 10: never below 0, of low variance, and unbiased where the bound is not reached.
+
+    The bound is reached at d = -2.6 and d = 11; beyond, the gradient is 0. Without it a single token that the reference finds
+    much likelier would outweigh all others.
+    """
     log_ratio = (ref_log_probs - log_probs).clamp(max=20)
-    return log_ratio.expm1() - log_ratio
+    return (log_ratio.expm1() - log_ratio).clamp(max=10)
 
 
-def absolute(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """|d|: no estimate of the KL, but a penalty in the same units."""
+def absolute(log_probs: Tensor, ref_log_probs: Tensor, **_) -> Tensor:
+    """|d|: not an estimate of the KL, but a penalty in the same units."""
     return (log_probs - ref_log_probs).abs()
 
 
@@ -33,9 +37,10 @@ KL_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3, "abs": absolute}
 
 
 def adapt(coefficient: float, kl: float, target: float, horizon: float, num_sequences: int) -> float:
-    """coefficient * (1 + clip(kl / target - 1, -0.2, 0.2) * num_sequences / horizon), the next one (Ziegler 2019).
+    """The next step's coefficient (Ziegler 2019): coefficient * (1 + clip(kl / target - 1, -0.2, 0.2) * num_sequences /
+    horizon).
 
-    kl: the mean of the step just made, of num_sequences sequences; horizon in sequences
+    kl: the mean over this step's num_sequences sequences; horizon: in sequences
     """
     error = min(max(kl / target - 1, -0.2), 0.2)
     return coefficient * (1 + error * num_sequences / horizon)

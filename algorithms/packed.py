@@ -1,8 +1,8 @@
 """Sums and recursions over packed sequences: [T] tokens, token t of sequence[t] in 0..n-1.
 
-Wherever a mask is taken, what stands outside it is never looked at, NaN included: the first token of a sequence has no
-log-probability. The number of sequences is an argument: sequence.max() would wait for the accelerator, and would be
-wrong on a micro-batch, which holds only some of them.
+Functions that take a mask never use what is outside it, not even NaN: the first token of a sequence has no
+log-probability. The number of sequences is an argument because sequence.max() would wait for the accelerator, and would
+be wrong for a micro-batch, which holds only some of them.
 """
 
 import torch
@@ -29,15 +29,15 @@ def log_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:
 
 
 def bounded_exp(x: Tensor) -> Tensor:
-    """exp(x), x clamped to +-20: beyond, a ratio says only that it is extreme, and fp32 would soon overflow."""
+    """exp(x), with x clamped to +-20: beyond that a ratio only says that it is extreme, and fp32 would soon overflow."""
     return x.clamp(-20, 20).exp()
 
 
 def whiten(x: Tensor, mask: Tensor) -> Tensor:
     """(x - mean) / sqrt(variance + 1e-8) over the masked tokens, the variance unbiased; 0 outside the mask.
 
-    x [T], returned in its dtype; mask [T] fp32. A single token, and tokens that are all equal, become 0. Computed in
-    float64, hence for the host: in fp32 the rounding of the mean would be blown up where the variance is 0.
+    x [T], returned in its dtype; mask [T] fp32. A single token becomes 0, and so do tokens that are all equal. Computed in
+    float64, hence for the host: in fp32 the rounding error of the mean would be blown up where the variance is 0.
     """
     count = mask.double().sum()
     mean = torch.where(mask > 0, x, 0).double().sum() / count.clamp(min=1)
@@ -47,13 +47,13 @@ def whiten(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def tokens_in_order(mask: Tensor, sequence: Tensor) -> Tensor:
-    """[number of masked tokens] int64: the places of the masked tokens, one sequence after the other, each in order."""
+    """[number of masked tokens] int64: the positions of the masked tokens, sequence by sequence, each in order."""
     tokens = mask.nonzero()[:, 0]
     return tokens[sequence[tokens].argsort(stable=True)]
 
 
 def next_in_sequence(x: Tensor, mask: Tensor, sequence: Tensor) -> Tensor:
-    """[T]: x of the masked token that follows in the same sequence; 0 at the last one and outside the mask."""
+    """[T]: x of the next masked token in the same sequence; 0 at the last one and outside the mask."""
     tokens = tokens_in_order(mask, sequence)
     here, following = tokens[:-1], tokens[1:]
     same = sequence[here] == sequence[following]
@@ -61,14 +61,14 @@ def next_in_sequence(x: Tensor, mask: Tensor, sequence: Tensor) -> Tensor:
 
 
 def sum_to_go(x: Tensor, mask: Tensor, sequence: Tensor, num_sequences: int, decay: float) -> Tensor:
-    """[T] in x's dtype: y_t = x_t + decay * y_s, s the masked token after t in its sequence (y = 0 after the last).
+    """[T] in x's dtype: y_t = x_t + decay * y_s, where s is the next masked token in the sequence (y = 0 after the last).
 
     x [T], mask [T] fp32, sequence [T] int64; 0 outside the mask. All sequences advance together, from their last token.
     """
     tokens = tokens_in_order(mask, sequence)
     lengths = torch.bincount(sequence[tokens], minlength=num_sequences)
     starts = lengths.cumsum(0) - lengths
-    # Longest first, the sequences that have a token at some place are the first few, and nothing needs to be padded.
+    # With the longest first, the sequences that have a token at a given place come first: no padding is needed.
     lengths, longest_first = lengths.sort(descending=True)
     starts, lengths = starts[longest_first], lengths.tolist()
     x, y, carry, active = x[tokens], x.new_zeros(len(x)), x.new_zeros(num_sequences), 0

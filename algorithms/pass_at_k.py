@@ -1,4 +1,4 @@
-"""pass@k: how often at least one of k samples is right."""
+"""pass@k: the probability that at least one of k samples is right."""
 
 from math import comb
 
@@ -6,9 +6,9 @@ from torch import Tensor
 
 
 def pass_at_k(num_right: Tensor, n: int, k: int) -> float:
-    """The unbiased estimate from n >= k samples a prompt (Chen 2021): mean over prompts of 1 - C(n - c, k) / C(n, k).
+    """The unbiased estimate from n >= k samples per prompt (Chen 2021): mean over prompts of 1 - C(n - c, k) / C(n, k).
 
-    num_right [m] int64: c, the right samples among the n of each prompt; 0 without a prompt
+    num_right [m] int64: c, the number of right samples among the n of each prompt. Without a prompt: 0
     """
     if not 1 <= k <= n:
         raise ValueError(f"pass@{k} cannot be estimated from {n} samples")

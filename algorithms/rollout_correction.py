@@ -1,15 +1,13 @@
-"""The rollout engine samples from slightly other probabilities than the trainer's: by how much, and its repair.
+"""The rollout engine's probabilities differ slightly from the trainer's: how much, and the correction.
 
-Every function takes old_log_probs, rollout_log_probs [T] fp32 (the trainer's and the engine's, of the same tokens and
-weights), mask [T] fp32, and where it goes by sequence, sequence [T] int64 and num_sequences, of whole sequences. A
-token's importance ratio is exp(old_log_probs - rollout_log_probs); log-ratios, a token's or a sequence's, are clamped
-to +-20. Nothing here has a gradient or waits for the accelerator.
+Every function takes old_log_probs and rollout_log_probs [T] fp32 (the trainer's and the engine's, for the same tokens
+and weights), mask [T] fp32, and, if it works by sequence, sequence [T] int64 and num_sequences, with whole sequences. A
+token's importance ratio is exp(old_log_probs - rollout_log_probs); log-ratios of tokens and of sequences are clamped to
++-20. Nothing here has a gradient or waits for the accelerator.
 """
 
-import torch
 from torch import Tensor
 
-from algorithms.kl import k3
 from algorithms.packed import bounded_exp, log_ratio, mean_by_sequence, sum_by_sequence
 
 
@@ -28,7 +26,7 @@ def keep_mask(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, se
     """[T] fp32: the mask, with 0 where the ratio is outside [low, high].
 
     level "token": each token's ratio; whole sequences by "sequence": the product, "geometric": the geometric mean
-    What is rejected leaves the denominator as well: compute loss_weights after this, from the mask that this returns.
+    Rejected tokens leave the denominator too: compute the loss weights afterwards, from the mask that this returns.
     """
     levels = ("token", "sequence", "geometric")
     ratio = _ratio(old_log_probs, rollout_log_probs, mask, sequence, num_sequences, level, levels)
@@ -36,21 +34,21 @@ def keep_mask(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, se
 
 
 def off_policy(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """How far the engine is from the trainer, [T] fp32 each, 0 outside the mask, for the caller to take means of.
+    """How far the engine is from the trainer: each [T] fp32, 0 outside the mask, for the caller to average.
 
     log_prob_gap         |old_log_probs - rollout_log_probs|
-    kl                   r - 1 - log r, r the ratio p/q of the trainer's p to the rollout's q, and the tokens are q's:
+    kl                   r - 1 - log r, where r = p/q (p: trainer, q: rollout) and the tokens are sampled from q:
                          E_q[r] = 1 (q > 0 wherever p is), so its mean is E_q[log q/p] = KL(rollout || trainer)
     ratio, ratio_squared r and r^2, for effective_sample_size
     """
     of_token = log_ratio(old_log_probs, rollout_log_probs, mask).detach()
     ratio = bounded_exp(of_token) * mask
-    return {"log_prob_gap": of_token.abs(), "kl": k3(-of_token, torch.zeros_like(of_token)),
+    return {"log_prob_gap": of_token.abs(), "kl": bounded_exp(of_token) - 1 - of_token,
             "ratio": ratio, "ratio_squared": ratio.square()}
 
 
 def effective_sample_size(ratio: float, ratio_squared: float) -> float:
-    """mean(r)^2 / mean(r^2), from the two means (Kong 1992): the share of samples that would do without weights."""
+    """mean(r)^2 / mean(r^2), from the two means (Kong 1992): the share of samples that would be as good without weights."""
     return ratio * ratio / ratio_squared if ratio_squared else 0.0
 
 

@@ -5,10 +5,10 @@ from torch import Tensor
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_range: float) -> tuple[Tensor, Tensor]:
-    """max((v - R)^2, (clip(v, old - c, old + c) - R)^2) / 2 a token, as in the code of PPO (Schulman 2017).
+    """max((v - R)^2, (clip(v, old - c, old + c) - R)^2) / 2 per token, as in the code of PPO (Schulman 2017).
 
     values [T] fp32, with gradient; old_values, returns [T] fp32; clip_range c, inf for none
-    returns loss [T] and clipped [T], 1 where the clipped value decides (and the gradient is 0), fp32
+    returns loss [T] fp32 and clipped [T] fp32, 1 where the clipped value decides (and the gradient is 0)
     """
     free = (values - returns).square()
     bounded = (values.clamp(old_values - clip_range, old_values + clip_range) - returns).square()
@@ -16,7 +16,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_range: 
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
-    """1 - var(returns - values) / var(returns) over the masked tokens; 0 where the returns do not vary. For the host.
+    """1 - var(returns - values) / var(returns) over the masked tokens; 0 if the returns do not vary. For the host.
 
     values, returns, mask [T] fp32
     """

@@ -1,4 +1,4 @@
-"""The reward of the GRPO benchmark, as cheap as one can be: the share of a response's words with an even number.
+"""The reward of the GRPO benchmark, as cheap as possible: the share of a response's words that have an even number.
 
     python train_ppo.py reward.function=benchmarks/even_words.py:even_words ...
 """

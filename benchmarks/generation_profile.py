@@ -2,9 +2,9 @@
 
     python benchmarks/generation_profile.py 0.5B [--responses 1024] [--tokens 256]
 
-A shape of benchmarks/sft_h200.py with random weights, whose responses all have --tokens tokens. Prints microseconds a
-response and token without the profiler; then, under it, the functions that take most and the share of vLLM's scheduler
-and of its handling of outputs. (The profiler slows Python alone, so that share is at most this.)
+A shape of benchmarks/sft_h200.py with random weights, whose responses all have --tokens tokens. Prints microseconds per
+response token without the profiler; then, under it, the slowest functions and the share of vLLM's scheduler and handling
+of outputs. (The profiler slows down Python only, so the true share is smaller.)
 """
 
 import argparse
@@ -50,11 +50,11 @@ def main():
         batch, _ = vllm.generate(prompts, range(len(prompts)), OmegaConf.merge(config.rollout, {"stop": []}))
         return int(batch.fields["loss_mask"].sum())
 
-    generate()                                                  # what is compiled at first use
+    generate()                                                  # compiles what is compiled at first use
     start = time.perf_counter()
     num_tokens = generate()
     seconds = time.perf_counter() - start
-    print(f"{seconds / num_tokens * 1e6:.1f} microseconds a response and token, {num_tokens} tokens", flush=True)
+    print(f"{seconds / num_tokens * 1e6:.1f} microseconds per response token, {num_tokens} tokens", flush=True)
     profiler = cProfile.Profile()
     profiler.runcall(generate)
     stats = pstats.Stats(profiler).sort_stats("tottime").print_stats(20)

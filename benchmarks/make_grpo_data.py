@@ -2,12 +2,12 @@
 
     python benchmarks/make_grpo_data.py DIR [--rows 512] [--min-length 64] [--end-probability 0.015625]
 
-DIR/model: the Qwen3 of make_sft_data.py, 10.5 million random parameters, whose responses vary in length as real ones
-do. The model alone decides: no program is told more than the longest. The vocabulary is cut into --min-length classes.
-Every word's embedding points to the class that follows its own, and the output matrix finds it there, so that a
-response goes through all classes once; from the last one it ends with about --end-probability a token, or goes on.
-Which word of a class comes is as random as the weights. Cut off at 256 tokens, lengths are 64 to 256, about 120 on
-average. DIR/train.jsonl: prompts, one turn of 16 to 64 random words each.
+DIR/model: the Qwen3 of make_sft_data.py, 10.5 million random parameters, whose responses vary in length as real ones do.
+The model alone decides when a response ends; programs are told only the largest length. The vocabulary is divided into
+--min-length classes. The embedding of each word points to the class after its own, and the output matrix finds it there, so
+that a response goes through all classes once. In the last class every token ends the response with a probability of about
+--end-probability. Which word of a class is sampled is as random as the weights. Cut off at 256 tokens, lengths are 64 to
+256, about 120 on average. DIR/train.jsonl: prompts, one turn of 16 to 64 random words each.
 """
 
 import argparse
@@ -20,20 +20,20 @@ import torch
 from make_sft_data import NAMES, SPECIAL, VOCABULARY, make_model, make_tokenizer
 
 MAX_LENGTH = 512            # positions of the model
-STRENGTH = 16.0             # of the class in an embedding: much more than what the layers add
-MARGIN = 20.0               # logits between the words of the class that is next and all others
+STRENGTH = 16.0             # of the class in an embedding: much more than the layers add
+MARGIN = 20.0               # difference of logits between the words of the next class and all others
 
 
 def choose_lengths(model, tokenizer, min_length: int, end_probability: float) -> None:
-    """Write the classes into embeddings and output matrix. A response's first token follows the name of its turn."""
+    """Write the classes into embeddings and output matrix. The first token of a response follows the word "assistant"."""
     embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight      # [V, H]
     hidden_size = embeddings.shape[1]
     directions = torch.linalg.qr(torch.randn(hidden_size, hidden_size))[0][:min_length]     # [classes, H], orthonormal
     words = torch.arange(len(SPECIAL) + len(NAMES), VOCABULARY)
     classes = torch.arange(len(words)) * min_length // len(words)
     last = min_length - 1
-    gain = MARGIN / math.sqrt(hidden_size)          # after the last norm, what rules alone is sqrt(H) long
-    # How much likelier an end is than any one word of the last class.
+    gain = MARGIN / math.sqrt(hidden_size)          # after the last norm, a vector that dominates has length sqrt(H)
+    # How much likelier the end is than a single word of the last class.
     ends = (classes == last).sum().item() * end_probability / (1 - end_probability)
     with torch.no_grad():
         embeddings[words] += STRENGTH * directions[(classes + 1).clamp(max=last)]
@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--rows", type=int, default=512)
     parser.add_argument("--min-length", type=int, default=64, help="tokens of the shortest response, its end included")
-    parser.add_argument("--end-probability", type=float, default=1 / 64, help="of each token from there on")
+    parser.add_argument("--end-probability", type=float, default=1 / 64, help="of each token after that")
     arguments = parser.parse_args()
 
     arguments.directory.mkdir(parents=True, exist_ok=True)

@@ -2,9 +2,9 @@
 
     python benchmarks/make_sft_data.py DIR [--rows 2000] [--mean-length 200] [--max-length 1024]
 
-DIR/model: a Qwen3 of 10.5 million parameters (8,192 tokens, 8 layers of 256), random fp32 weights, a tokenizer of one token
-a word. DIR/train.jsonl: chats of one question and one answer; their lengths in tokens are log-normal, as real data's are,
-so that padding costs what it costs in practice. A third of a chat is the question.
+DIR/model: a Qwen3 of 10.5 million parameters (8,192 words, 8 layers of width 256), random fp32 weights, a tokenizer with one
+token per word. DIR/train.jsonl: chats of one question and one answer; their lengths in tokens are log-normal, as those of
+real data are, so that padding costs what it costs in practice. A third of a chat is the question.
 """
 
 import argparse
@@ -65,8 +65,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--rows", type=int, default=2000)
-    parser.add_argument("--mean-length", type=float, default=200, help="tokens, before clipping")
-    parser.add_argument("--max-length", type=int, default=1024, help="tokens; longer lengths are clipped to this")
+    parser.add_argument("--mean-length", type=float, default=200, help="tokens, before long rows are shortened")
+    parser.add_argument("--max-length", type=int, default=1024, help="tokens; longer rows are shortened to this")
     arguments = parser.parse_args()
 
     arguments.directory.mkdir(parents=True, exist_ok=True)
@@ -78,7 +78,7 @@ def main() -> None:
     (arguments.directory / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     lengths = [len(tokenizer.apply_chat_template(row["messages"], return_dict=False)) for row in rows]
-    print(f"{model.num_parameters() / 1e6:.1f} M parameters; {len(rows)} rows, tokens a row: mean "
+    print(f"{model.num_parameters() / 1e6:.1f} M parameters; {len(rows)} rows, tokens per row: mean "
           f"{sum(lengths) / len(lengths):.0f}, median {sorted(lengths)[len(lengths) // 2]}, longest {max(lengths)}")
 
 

@@ -1,12 +1,12 @@
-"""A GRPO step on GPUs, by stage: Qwen2.5 shapes with random weights, train_ppo.py's own loop and vLLM.
+"""The seconds of a GRPO step by stage: Qwen2.5 shapes with random weights, train_ppo.py's own loop and vLLM.
 
     python benchmarks/ppo_h200.py 7B engine.param_dtype=bfloat16 [--prompts 256] [--n 4] [--tokens 512] [--steps 3]
     python benchmarks/ppo_h200.py 0.5B --ranks 2 rollout.tensor_parallel_size=2
     python benchmarks/ppo_h200.py 0.5B --prompts 8 --n 2 --tokens 32 --steps 20 --cycles     memory asleep, step by step
-    python benchmarks/ppo_h200.py 0.5B engine.param_dtype=bfloat16 --trl 32      then TRL on the same work, 32 rows a micro-batch
+    python benchmarks/ppo_h200.py 0.5B engine.param_dtype=bfloat16 --trl 32      then TRL: same work, micro-batches of 32 rows
 
-Arguments: a shape, then key=value pairs of configs/ppo.yaml. Random words of a vocabulary of 152k never end a response, so
-all have --tokens tokens. Prints lines of a Markdown table on rank 0; the first step, which warms up, is left out.
+Arguments: a shape, then key=value pairs of configs/ppo.yaml. Random words from a vocabulary of 152k hardly ever end a
+response, so all have --tokens tokens. Prints lines of a Markdown table on rank 0; the first step warms up and is left out.
 """
 
 import argparse
@@ -28,7 +28,7 @@ STAGES = ("rollout_generate", "reward", "sleep", "actor_compute_log_prob", "adva
 
 
 def share_of_digits(prompt: str, response: str, row: dict) -> float:
-    """A reward that varies from response to response."""
+    """A reward that differs between responses."""
     return sum(c.isdigit() for c in response) / max(1, len(response))
 
 
@@ -50,25 +50,26 @@ def make_policy(shape: str, models: Path, tokenizer: Path) -> Path:
 
 
 def run_trl(arguments, seconds: float) -> None:
-    """The same steps by TRL with vLLM in its process, all in bf16, against our seconds a step."""
+    """The same steps by TRL with vLLM in its process, all in bf16, against our `seconds` per step."""
     out = arguments.assets / "trl.json"
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.ranks}"]
     subprocess.run([
-        sys.executable, *(launcher if arguments.ranks > 1 else ()), "benchmarks/trl_grpo.py", "--vllm", "--dtype", "bfloat16",
-        "--model", arguments.models / arguments.shape, "--data", arguments.assets / f"prompts_{arguments.prompts}.jsonl",
+        sys.executable, *(launcher if arguments.ranks > 1 else ()), ROOT / "benchmarks/trl_grpo.py", "--vllm",
+        "--dtype", "bfloat16", "--model", arguments.models / arguments.shape,
+        "--data", arguments.assets / f"prompts_{arguments.prompts}.jsonl",
         "--reward", f"{__file__}:share_of_digits", "--steps", str(arguments.steps + 1), "--prompts", str(arguments.prompts),
         "--samples", str(arguments.n), "--max-tokens", str(arguments.tokens), "--max-length", str(64 + arguments.tokens),
-        "--micro-batch-size", str(arguments.trl), "--out", out], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        "--micro-batch-size", str(arguments.trl), "--out", out], check=True, stdout=subprocess.DEVNULL)
     steps = json.loads(out.read_text())["steps"][1:]
     middle = {name: median(s[name] for s in steps) for name in steps[0]}
-    print(f"| TRL {arguments.shape} | {arguments.ranks} | {arguments.trl} rows a micro-batch | {middle['step']:.2f} | generate "
+    print(f"| TRL {arguments.shape} | {arguments.ranks} | micro-batches of {arguments.trl} rows | {middle['step']:.2f} | generate "
           f"{middle['generate']:.2f} | update {middle['update']:.2f} | length {middle['length']:.0f} | "
           f"{middle['step'] / seconds:.2f} times our step |", flush=True)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shape")
+    parser.add_argument("shape", help="of benchmarks/sft_h200.py")
     parser.add_argument("settings", nargs="*", help="key=value")
     parser.add_argument("--assets", type=Path, default=Path("/tmp/rankwise-ppo"))
     parser.add_argument("--models", type=Path, default=Path("/dev/shm/rankwise-models"))
@@ -78,7 +79,7 @@ def main():
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--assets-only", action="store_true", help="tokenizer, prompts and their cache, for another machine")
-    parser.add_argument("--trl", type=int, metavar="ROWS", help="a micro-batch of TRL's GRPOTrainer, which has to be installed")
+    parser.add_argument("--trl", type=int, metavar="ROWS", help="in a micro-batch of TRL's GRPOTrainer, which has to be installed")
     parser.add_argument("--cycles", action="store_true", help="print the memory asleep after every step")
     arguments = parser.parse_intermixed_args()
 
@@ -97,7 +98,7 @@ def main():
     if arguments.assets_only:
         settings.append("dry_run=true")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.ranks}"]
-    run = subprocess.Popen([*launcher, "train_ppo.py", *settings], cwd=ROOT)
+    run = subprocess.Popen([*launcher, ROOT / "train_ppo.py", *settings])
     lines = []
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     try:
@@ -105,8 +106,10 @@ def main():
             time.sleep(0.5)
             lines = (out / "metrics.jsonl").read_text().splitlines() if (out / "metrics.jsonl").exists() else []
     finally:    # ended here, not by the script: writing a checkpoint of such a model would take longer than all steps
-        for process in psutil.Process(run.pid).children(recursive=True) if run.poll() is None else ():
-            process.kill()
+        if run.poll() is None:
+            ranks = psutil.Process(run.pid).children(recursive=True)
+            for process in (run, *ranks):           # torchrun first: it would report the others' end at length
+                process.kill()
         run.wait()
     if len(lines) <= arguments.steps:
         sys.exit(run.returncode)

@@ -1,11 +1,12 @@
-"""Speed of SFT steps on GPUs: Qwen2.5 shapes with random weights, packed batches, the product's own engine.
+"""Speed of SFT steps: Qwen2.5 shapes with random weights, packed batches, the product's own engine.
 
     python benchmarks/sft_h200.py 7B engine.param_dtype=bfloat16 data.max_tokens_per_micro_batch=16384
     torchrun --nproc-per-node 2 benchmarks/sft_h200.py 7B ... [--profile]
     torchrun --nproc-per-node 2 benchmarks/sft_h200.py 7B model_engine=megatron engine.tensor_model_parallel_size=2 ...
 
-Arguments: a shape, then key=value pairs of configs/sft.yaml. Sequences are log-normal, about 1,000 tokens on average, at
-most 4,096. A step is --micro-batches micro-batches a data-parallel rank, 97 % full. Prints one line of a Markdown table on rank 0.
+Arguments: a shape, then key=value pairs of configs/sft.yaml. Sequence lengths are log-normal, about 1,000 tokens on average,
+at most 4,096. In a step each data-parallel rank takes --micro-batches micro-batches, which are 97 % full. Prints one line of a
+Markdown table on rank 0.
 """
 
 import argparse
@@ -29,21 +30,20 @@ from engines.build import engine_class
 from engines.checkpoint import write_safetensors
 from engines.memory import estimates
 
-SHAPES = {      # hidden, intermediate, layers, heads, key-value heads, tied
-    "tiny": (256, 512, 2, 4, 2, True),
-    "0.5B": (896, 4864, 24, 14, 2, True),
-    "1.5B": (1536, 8960, 28, 12, 2, True),
-    "7B": (3584, 18944, 28, 28, 4, False),
+SHAPES = {      # vocabulary, hidden, intermediate, layers, heads, key-value heads, tied
+    "tiny": (1024, 256, 512, 2, 4, 2, True),                # not Qwen's: to try the scripts on a CPU
+    "0.5B": (151936, 896, 4864, 24, 14, 2, True),
+    "1.5B": (151936, 1536, 8960, 28, 12, 2, True),
+    "7B": (152064, 3584, 18944, 28, 28, 4, False),
 }
 
 
 def make_model(shape: str, directory: Path) -> Path:
-    """config.json and random bf16 weights; made once. The end token is the last word, which hardly ever comes."""
+    """config.json and random bf16 weights; made once. The end token is the last word, which is hardly ever sampled."""
     path = directory / shape
     if path.exists():
         return path
-    hidden, intermediate, layers, heads, kv_heads, tied = SHAPES[shape]
-    vocab_size = 151936 if shape == "0.5B" or shape == "1.5B" else 152064
+    vocab_size, hidden, intermediate, layers, heads, kv_heads, tied = SHAPES[shape]
     config = AutoConfig.for_model(
         "qwen2", vocab_size=vocab_size, eos_token_id=vocab_size - 1, hidden_size=hidden, intermediate_size=intermediate,
         num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
@@ -66,7 +66,7 @@ def make_model(shape: str, directory: Path) -> Path:
 
 
 def make_batch(seed: int, tokens: int, micro_batches: int, vocabulary: int) -> Batch:
-    """Sequences that fill micro_batches micro-batches to 97 %."""
+    """Sequences that fill this many micro-batches to 97 %."""
     rng = np.random.default_rng(seed)
     lengths, room = [], int(0.97 * tokens * micro_batches)
     while room:

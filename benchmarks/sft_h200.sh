@@ -1,15 +1,17 @@
 #!/usr/bin/env bash
-# Speed and memory of SFT on one host's GPUs, the README's table:  bash benchmarks/sft_h200.sh [NUM_GPUS]
+# Speed and memory of SFT on one host's GPUs, for docs/benchmarks.md:  bash benchmarks/sft_h200.sh [NUM_GPUS]
 # Qwen2.5 shapes, random weights, packed batches. engine.param_dtype=bfloat16: parameters, gradients and Adam's state in bf16;
-# without it they are fp32, and forward and backward compute in bf16.
+# without it they are fp32, and forward and backward compute in bf16. PYTHON="echo python3" prints the commands.
 set -uo pipefail
-gpus=${1:-1}
+cd "$(dirname "$0")/.."
+gpus=${1:-1} python=${PYTHON:-python3}
+export OMP_NUM_THREADS=4
 cap="data.max_tokens_per_micro_batch" bf16="engine.param_dtype=bfloat16" zero2="engine.reshard_after_forward=false"
 bench() {
-    if [ "$gpus" = 1 ]; then python3 benchmarks/sft_h200.py "$@"
-    else OMP_NUM_THREADS=4 python3 -m torch.distributed.run --standalone --nproc-per-node "$gpus" benchmarks/sft_h200.py "$@"; fi
+    if [ "$gpus" = 1 ]; then $python benchmarks/sft_h200.py "$@"
+    else $python -m torch.distributed.run --standalone --nproc-per-node "$gpus" benchmarks/sft_h200.py "$@"; fi
 }
-echo "| shape | GPUs | tokens a micro-batch | settings | tokens/s a GPU | MFU | peak GiB (estimated) | step s |"
+echo "| shape | GPUs | tokens per micro-batch | settings | tokens/s per GPU | MFU | peak GiB (estimated) | step s |"
 echo "|---|---|---|---|---|---|---|---|"
 if [ "$gpus" = 1 ]; then
     bench 7B $cap=16384 $bf16 engine.log_prob_chunk_size=8192 --profile

@@ -5,14 +5,14 @@ benchmarks/trl_sft.py.
         --micro-batch-size 8
     torchrun --nproc-per-node 2 benchmarks/trl_grpo.py ...                       data parallel: DDP, gloo on a CPU
 
-fp32 (or --dtype), AdamW, constant learning rate, no gradient checkpointing, no divergence from a reference (beta=0), one
-optimizer step a rollout, loss_type="dapo" (TRL's default: the mean over all tokens of the step). All responses of a step
-are generated at once by transformers, as TRL does without vLLM; --continuous-batching takes its other generator,
-generate_batch; --vllm takes vLLM in the same process, asleep while training (vllm_mode="colocate"), which needs a GPU,
-without the importance weights of its sampling, for which TRL would compute log-probabilities once more.
+fp32 (or --dtype), AdamW, constant learning rate, no gradient checkpointing, no KL to a reference (beta=0), one optimizer
+step per rollout, loss_type="dapo" (TRL's default: the mean over all tokens of the step). All responses of a step are
+generated at once by transformers, as TRL does without vLLM. --continuous-batching takes its other generator, generate_batch.
+--vllm takes vLLM in the same process, asleep while training (vllm_mode="colocate"), which needs a GPU; importance weights for
+its sampling are off, because TRL would compute log-probabilities once more for them.
 
 Seconds of a step by stage, on rank 0: generate (templates and decoding included), reward, update (forward, backward,
-clipping, optimizer). Without vLLM old log-probabilities are not computed and weights not copied: TRL needs neither.
+clipping, optimizer). Without vLLM, TRL neither computes old log-probabilities nor copies weights.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 class Clock(TrainerCallback):
-    """Seconds from the end of one optimizer step to the end of the next, and of what happens within."""
+    """Seconds from the end of one optimizer step to the end of the next, and of the stages in between."""
 
     def __init__(self):
         self.steps, self.logs, self.seconds = [], [], {}
@@ -64,7 +64,7 @@ class Clock(TrainerCallback):
 
 
 class TimedTrainer(GRPOTrainer):
-    """TRL's methods, each as a stage of the clock. training_step holds prepare, which holds generate and reward."""
+    """TRL's methods, each as a stage of the clock. training_step contains prepare, which contains generate and reward."""
 
     clock: Clock
 
@@ -102,15 +102,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="directory in Hugging Face format")
     parser.add_argument("--data", required=True, help="jsonl with prompts, lists of messages")
-    parser.add_argument("--steps", type=int, default=5, help="optimizer steps; the reader drops the first as warm-up")
-    parser.add_argument("--prompts", type=int, default=8, help="a step, over all ranks")
-    parser.add_argument("--samples", type=int, default=8, help="to each prompt")
-    parser.add_argument("--micro-batch-size", type=int, default=8, help="sequences a forward pass, on one rank")
+    parser.add_argument("--steps", type=int, default=5, help="optimizer steps; whoever reads the result leaves out the first")
+    parser.add_argument("--prompts", type=int, default=8, help="per step, over all ranks")
+    parser.add_argument("--samples", type=int, default=8, help="responses to each prompt")
+    parser.add_argument("--micro-batch-size", type=int, default=8, help="sequences per forward pass, on one rank")
     parser.add_argument("--max-tokens", type=int, default=256, help="longest response")
     parser.add_argument("--continuous-batching", action="store_true")
     parser.add_argument("--vllm", action="store_true")
-    parser.add_argument("--max-length", type=int, default=640, help="of prompt and response together, for --vllm")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and optimizer too")
+    parser.add_argument("--max-length", type=int, default=640, help="tokens of prompt and response together, for --vllm")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="also of weights and optimizer")
     parser.add_argument("--reward", default=f"{Path(__file__).parent}/even_words.py:even_words", help="FILE.py:FUNCTION")
     parser.add_argument("--lr", type=float, default=1e-6)
     parser.add_argument("--betas", type=float, nargs=2, default=(0.9, 0.95))

@@ -5,18 +5,20 @@
     python benchmarks/trl_sft.py --model DIR/model --data DIR/train.jsonl --steps 12 --batch-size 32 --micro-batch-size 8
     torchrun --nproc-per-node 2 benchmarks/trl_sft.py ...                        data parallel: DDP, gloo on a CPU
 
-fp32, AdamW, constant learning rate, no gradient checkpointing. Rows come in the order of the file, where a variant can.
+fp32, AdamW, constant learning rate, no gradient checkpointing. Rows are taken in the order of the file where the variant
+allows it.
 
 --variant default   padded micro-batches, TRL's own choice
-          grouped   the same, with rows of similar length put together: less padding, random order
+          grouped   the same, with rows of similar length in one micro-batch: less padding, random order
           packing   rows of --max-length tokens filled with whole sequences (best fit decreasing); attention stays within
                     a sequence. TRL warns that this needs FlashAttention: with sdpa, transformers builds the same mask from
-                    position_ids, at the cost of the masked part. Shuffled, because TRL packs the longest rows first. A step
-                    has the packed rows that hold about --batch-size sequences, in whole micro-batches
+                    position_ids, and computes the masked part too. Shuffled, because TRL packs the longest rows first. A
+                    step has as many packed rows as hold about --batch-size sequences, in whole micro-batches
                     (--micro-batch-size counts packed rows then).
 
-Loss on the answers by default (prompt/completion rows). Loss on everything (--loss all) costs TRL the same on a CPU, where
-it scores all positions, padding too; on a GPU it scores the labelled ones alone. Both use TRL's fused head, its only path.
+The loss is on the answers by default (prompt/completion rows). With a loss on everything (--loss all) TRL takes as long on a
+CPU, where it scores all positions, padding too; on a GPU it scores only the labelled ones. Both use TRL's fused head, its
+only path.
 """
 
 import argparse
@@ -52,11 +54,11 @@ class Clock(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **more):
         if "loss" in logs:
             self.loss.append(logs["loss"])
-            self.tokens.append(logs["num_tokens"])      # of all ranks, padding aside, since the start
+            self.tokens.append(logs["num_tokens"])      # of all ranks since the start, without padding
 
 
 def read(path: str, loss: str):
-    """Rows of messages, or of prompt and response (strings), in the form that makes TRL train on what --loss says."""
+    """Rows of messages, or of prompt and response (strings), in the form that makes TRL train what --loss says."""
     def split(row):
         messages = row.get("messages") or [{"role": "user", "content": row["prompt"]},
                                            {"role": "assistant", "content": row["response"]}]
@@ -74,10 +76,10 @@ def main() -> None:
     parser.add_argument("--data", required=True, help="jsonl with messages, or prompt and response")
     parser.add_argument("--variant", choices=("default", "grouped", "packing"), default="default")
     parser.add_argument("--loss", choices=("assistant", "all"), default="assistant")
-    parser.add_argument("--steps", type=int, default=12, help="optimizer steps; the reader drops the first as warm-up")
-    parser.add_argument("--batch-size", type=int, default=32, help="sequences a step, over all ranks")
-    parser.add_argument("--micro-batch-size", type=int, default=8, help="sequences a forward pass, on one rank")
-    parser.add_argument("--max-length", type=int, default=1024, help="tokens of a packed row; longer rows are cut")
+    parser.add_argument("--steps", type=int, default=12, help="optimizer steps; whoever reads the result leaves out the first")
+    parser.add_argument("--batch-size", type=int, default=32, help="sequences per step, over all ranks")
+    parser.add_argument("--micro-batch-size", type=int, default=8, help="sequences per forward pass, on one rank")
+    parser.add_argument("--max-length", type=int, default=1024, help="tokens of a packed row; longer rows are truncated")
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--betas", type=float, nargs=2, default=(0.9, 0.95))
     parser.add_argument("--eps", type=float, default=1e-8)
@@ -94,7 +96,7 @@ def main() -> None:
     if arguments.variant == "packing":
         num_tokens = sum(len(tokenizer.apply_chat_template(
             row.get("messages") or row["prompt"] + row["completion"], return_dict=False)) for row in rows)
-        batch_size = batch_size * num_tokens / len(rows) / arguments.max_length       # packed rows a step
+        batch_size = batch_size * num_tokens / len(rows) / arguments.max_length       # packed rows per step
     micro_steps = max(1, round(batch_size / arguments.micro_batch_size / world_size))
     if arguments.variant != "packing" and micro_steps * arguments.micro_batch_size * world_size != batch_size:
         parser.error(f"--batch-size {batch_size} is no multiple of --micro-batch-size times {world_size} ranks")

@@ -1,11 +1,11 @@
-"""Seconds that the weights of a Megatron engine take into vLLM, by the layout of both.
+"""Seconds that it takes to move a Megatron engine's weights into vLLM, for several layouts of both.
 
     torchrun --nproc-per-node 2 benchmarks/weight_sync_h200.py 7B --rollout-tp 2 tensor_model_parallel_size=2 \\
         pipeline_model_parallel_size=2 ""
 
-Arguments: a shape of benchmarks/sft_h200.py, then layouts, each the engine's settings in one argument. Random weights, in
-bf16. Prints lines of a Markdown table on rank 0: medians of --repeats, and how far the log-probabilities of what vLLM then
-generates are from the engine's (in bf16 both round; the fp32 bound is tested on CPU).
+Arguments: a shape of benchmarks/sft_h200.py, then layouts, each the engine's settings in one argument ("" is data parallel).
+Random weights, in bf16. Prints lines of a Markdown table on rank 0: medians of --repeats, and the largest difference between
+vLLM's log-probabilities of what it then generates and the engine's. (In bf16 both round; the bound in fp32 is tested on a CPU.)
 """
 
 import argparse
@@ -63,7 +63,7 @@ def main():
             exports.append(middle - start)
             updates.append(device.synchronize() - middle)
         vllm.wake("kv_cache")
-        # The same prompts in every replica: tensor- and pipeline-parallel ranks must be asked the same.
+        # The same prompts in every replica: tensor- and pipeline-parallel ranks must get the same batch.
         batch, _ = vllm.generate([list(range(10, 20 + i)) for i in range(8)], list(range(8)),
                                  OmegaConf.merge(config.rollout, {"stop": []}))
         gap = (engine.log_probs(batch)[0].cpu() - batch.fields["rollout_log_probs"]).abs().max().item()

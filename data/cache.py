@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import disk
 from config import InputError
 from data.tokens import ChatTokenizer
 
@@ -54,10 +55,11 @@ def cached(folder: Path, write: Callable[[Path], None]) -> Path:
     except OSError as error:
         raise InputError(f"data.cache_dir={folder.parent} cannot be written: {error.strerror}") from error
     try:
-        write(work)
-        shutil.rmtree(work / "datasets")
-        sums = {path.name: sha256(path).hexdigest() for path in sorted(work.iterdir())}
-        (work / SUMS).write_text(json.dumps(sums, indent=1))
+        with disk.writing(work):
+            write(work)
+            shutil.rmtree(work / "datasets")
+            sums = {path.name: sha256(path).hexdigest() for path in sorted(work.iterdir())}
+            (work / SUMS).write_text(json.dumps(sums, indent=1))
         if not is_intact(folder):           # another run may have been faster
             shutil.rmtree(folder, ignore_errors=True)
             work.chmod(0o755)               # mkdtemp keeps others out

@@ -24,7 +24,7 @@ from data.packing import Batch
 from data.rows import SHAPES, read_shape
 from data.tokens import ChatTokenizer
 
-FORMAT = 2                  # of the cache; raise it when encode() or the files of a cache change
+FORMAT = 3                  # of the cache; raise it when encode() or the files of a cache change
 OPTIONS = ("messages_key", "prompt_key", "response_key", "tools_key", "template_kwargs_key", "train_on", "max_length",
            "truncation", "special_tokens_in_text")
 # A row without a trained token. length: before truncation; shape: the name of the one it was read as.
@@ -170,7 +170,10 @@ def count_rows(tables: list, truncation: str, limit: int | None) -> tuple[np.nda
 
 def write_array(folder: Path, name: str, dtype, tables: list, num_tokens: int) -> np.ndarray:
     """Copy a column of lists, end to end, into an .npy file [num_tokens], a chunk of some thousand rows at a time."""
-    array = np.lib.format.open_memmap(folder / f"{name}.npy", mode="w+", dtype=dtype, shape=(num_tokens,))
+    path = folder / f"{name}.npy"
+    array = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=(num_tokens,))
+    with open(path, "r+b") as file:         # a disk that fills up behind a memory map kills the process without a word
+        os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
     at = 0
     for chunk in (chunk for table in tables for chunk in table[name].chunks):
         values = chunk.flatten().to_numpy()

@@ -20,7 +20,7 @@ from data.files import find_files
 from data.rows import is_paired, messages_of, read_shape, template_arguments
 from data.tokens import ChatTokenizer
 
-FORMAT = "prompts 2"        # of the cache; raise it when encode_prompt() or the files of a cache change
+FORMAT = "prompts 3"        # of the cache; raise it when encode_prompt() or the files of a cache change
 OPTIONS = ("messages_key", "prompt_key", "tools_key", "template_kwargs_key", "max_prompt_length", "truncation",
            "special_tokens_in_text")
 UNUSED = {"input_ids": [], "length": 0, "record": "", "shape": ""}       # an empty line, or a prompt that is too long
@@ -29,16 +29,18 @@ UNUSED = {"input_ids": [], "length": 0, "record": "", "shape": ""}       # an em
 @dataclass(frozen=True)
 class Prompt:
     """input_ids: the tokens to go on from. text: the prompt as its template renders it, or the text of these tokens
-    where it was truncated. row: the row of the data file, whole."""
+    where it was truncated. row: the row of the data file, whole. question: the text of the last message of the user; ""
+    where the prompt is plain text."""
     input_ids: list[int]
     text: str
     row: dict
+    question: str = ""
 
 
 def tokenize_prompts(files: str | Sequence[str], tokenizer, options, cache_dir: Path,
                      tokenizer_dir: Path | str) -> Path:
     """The cache folder for these files, written if there is none: input_ids.npy int32 [T], cu_seqlens.npy int64 [n+1],
-    records.jsonl (text and row of each prompt), record_ends.npy int64 [n] (bytes), stats.json. For rank 0 alone.
+    records.jsonl (text, row and question of each prompt), record_ends.npy int64 [n] (bytes), stats.json. For rank 0 alone.
 
     A row has `messages`, of which the assistant's turns at the end are not part of the prompt, or `prompt`, a string
     or messages; tools and template arguments as for data.dataset.tokenize. options is the `data` section of the
@@ -58,26 +60,26 @@ def tokenize_prompts(files: str | Sequence[str], tokenizer, options, cache_dir: 
 
 def tokenize_row(row: dict, chat: ChatTokenizer, options) -> Steps[dict]:
     standard, shape = read_shape(row, options, with_response=False)
-    ids, text = yield from encode_prompt(standard, chat, options)
+    ids, text, question = yield from encode_prompt(standard, chat, options)
     kept = kept_tokens(len(ids), options.max_prompt_length, options.truncation)
     if not ids[kept]:
         return {"length": len(ids), "shape": shape}
     if len(ids[kept]) < len(ids):
         text = chat.tokenizer.decode(ids[kept], clean_up_tokenization_spaces=False)
     try:
-        record = json.dumps({"text": text, "row": row})
+        record = json.dumps({"text": text, "row": row, "question": question})
     except TypeError as error:
         raise InputError(f"the row cannot be handed to a reward function as JSON: {error}") from error
     return {"length": len(ids), "input_ids": ids[kept], "record": record, "shape": shape}
 
 
-def encode_prompt(row: dict, chat: ChatTokenizer, options) -> Steps[tuple[list[int], str]]:
-    """(input_ids [T], text) of a row's prompt, which ends with the template's generation prompt.
+def encode_prompt(row: dict, chat: ChatTokenizer, options) -> Steps[tuple[list[int], str, str]]:
+    """(input_ids [T], text, question) of a row's prompt, which ends with the template's generation prompt.
 
     A plain string without a chat template begins with the tokenizer's own special tokens, which text leaves out.
     Raises InputError, without the row's place, when the row is malformed.
     """
-    messages, tokenizer = messages_of(row, bool(chat.tokenizer.chat_template), options), chat.tokenizer
+    messages, tokenizer, question = messages_of(row, bool(chat.tokenizer.chat_template), options), chat.tokenizer, ""
     if messages is None:
         text = row[options.prompt_key]
         tokens = chat.plain(text, options.special_tokens_in_text)
@@ -87,16 +89,17 @@ def encode_prompt(row: dict, chat: ChatTokenizer, options) -> Steps[tuple[list[i
     elif not tokenizer.chat_template:
         raise InputError("the tokenizer has no chat template: give data.chat_template, or rows of a plain string")
     else:
-        arguments = template_arguments(row, chat.parameters, options)
-        conversation = Conversation(question_of(messages, row, options), chat, *arguments, add_generation_prompt=True)
+        turns, arguments = without_reply(messages, row, options), template_arguments(row, chat.parameters, options)
+        conversation = Conversation(turns, chat, *arguments, add_generation_prompt=True)
         yield conversation
         ids, text = conversation.escaped(options).ids, conversation.text
+        question = next((text_of(turn["content"]) for turn in reversed(turns) if turn["role"] == "user"), "")
     if not ids:
         raise InputError("the prompt is empty")
-    return ids, text
+    return ids, text, question
 
 
-def question_of(messages: list[dict], row: dict, options) -> list[dict]:
+def without_reply(messages: list[dict], row: dict, options) -> list[dict]:
     """The messages up to the last one that is not the assistant's."""
     end = max((i + 1 for i, message in enumerate(messages) if message["role"] != "assistant"), default=0)
     if is_paired(row, options) and end < len(messages):
@@ -105,6 +108,12 @@ def question_of(messages: list[dict], row: dict, options) -> list[dict]:
     if not end:
         raise InputError(f'"{options.messages_key}" has turns of the assistant alone')
     return messages[:end]
+
+
+def text_of(content: str | list) -> str:
+    """The text of a message, whose content may be a list of parts: images too."""
+    parts = [{"text": content}] if isinstance(content, str) else content
+    return "\n".join(str(part["text"]) for part in parts if isinstance(part, dict) and "text" in part)
 
 
 def write_arrays(folder: Path, tables: list, options) -> None:

@@ -8,12 +8,12 @@ import torch
 
 
 def bind(device: torch.device, sysfs: Path = Path("/sys")) -> str:
-    """Bind all threads of this process to the CPUs of the device's NUMA node, as far as it may use them: what slurm,
-    taskset or a container has taken away stays away. Returns what was done, in a line; never raises."""
+    """Bind all threads of this process to the CPUs of the device's NUMA node, leaving out those that slurm, taskset or a
+    container does not allow. Returns what was done, in one line; never raises."""
     try:
         address = pci_address(device)
         if address is None:
-            return f"NUMA affinity: {device} has no PCI address to be found, CPUs stay as they are"
+            return f"NUMA affinity: the PCI address of {device} is not known, CPUs stay as they are"
         return f"NUMA affinity: {device} ({address}) {bind_near(address, sysfs)}"
     except (OSError, ValueError, RuntimeError, AttributeError) as error:
         return f"NUMA affinity: CPUs stay as they are, {type(error).__name__}: {error}"
@@ -37,7 +37,7 @@ def bind_near(address: str, sysfs: Path) -> str:
 
 
 def pci_address(device: torch.device) -> str | None:
-    """Of the device itself, not of its number: CUDA_VISIBLE_DEVICES renumbers. None where it cannot be known."""
+    """Asked of the device itself, since CUDA_VISIBLE_DEVICES changes its number. None if it is not known."""
     if device.type == "cpu":
         return None
     found = torch.get_device_module(device).get_device_properties(device)

@@ -37,12 +37,12 @@ class Engine(ABC):
 
     @abstractmethod
     def train_batch(self, batch: Batch, loss_fn: LossFn, step: int) -> dict[str, float]:
-        """One optimizer step on this rank's share of a global batch, in as many micro-batches as the token cap asks.
+        """One optimizer step on this rank's share of a global batch, in as many micro-batches as the token cap requires.
 
         Log-probabilities are computed for the tokens whose fields["loss_mask"] is not 0 (without that field: for all but
         first tokens) and are 0 elsewhere: the output matrix costs as much as several layers.
         Returns loss and loss_fn's amounts (summed over micro-batches and data-parallel ranks), grad_norm (before
-        clipping), lr (of this step, counted from 0), skipped (1.0 when a non-finite gradient left the weights alone).
+        clipping), lr (of this step, counted from 0), skipped (1.0 if the weights were left alone, for a non-finite gradient).
         """
 
     @abstractmethod
@@ -52,17 +52,22 @@ class Engine(ABC):
 
     @abstractmethod
     def values(self, batch: Batch) -> Tensor:
-        """Without gradient, of an engine built as a critic: V(x_<t) [T] fp32, the value of what precedes token t; 0 where
+        """Without gradient, of an engine built as a critic: V(x_<t) [T] fp32, the value of the tokens before t; 0 where
         fields["loss_mask"] is 0. Its train_batch calls loss_fn(values, fields)."""
 
     @abstractmethod
     def offload(self, *parts: str) -> None:
-        """Move "parameters", "optimizer" or both to host memory, so that somebody else can use the device's. They come
+        """Move "parameters", "optimizer" or both to host memory, so that others can use the device's. They come
         back by themselves when a method needs them. On a CPU, and for what is there already, nothing moves."""
 
     @abstractmethod
     def modules(self) -> list[nn.Module]:
         """What this rank runs of the model: one module, or the chunks of a virtual pipeline in their order."""
+
+    @abstractmethod
+    def coordinates(self) -> dict:
+        """What modules() are of the whole model: {dp, cp, tp, pp: [this rank, how many], first_layers: the number of the
+        first layer of each module, and what else divides tensors}. Recorded with a dump, for comparison with other layouts."""
 
     def sum_over_dp(self, amounts: Tensor) -> Tensor:
         """The sum of every data-parallel rank's tensor, on all of them."""
@@ -71,7 +76,7 @@ class Engine(ABC):
         return amounts
 
     def flops(self, lengths: list[int], num_asked: int | None = None) -> float:
-        """FLOPs of forward and backward on sequences of these lengths: 6 a weight of a matrix product and token (of the
+        """FLOPs of forward and backward on sequences of these lengths: 6 per token and weight of a matrix product (in the
         output matrix only for num_asked tokens; None: all), and causal attention by the sum of squared lengths.
         Recomputation is not counted."""
         in_layers, in_head, in_attention = self._flops
@@ -86,7 +91,7 @@ class Engine(ABC):
 
     @abstractmethod
     def state(self, loading: bool = False) -> dict:
-        """What a checkpoint holds of this engine, in the form that write() takes; loading: that read() takes."""
+        """This engine's part of a checkpoint, in the form that write() takes, or when loading, in the form that read() takes."""
 
     @abstractmethod
     def load_state(self, state: dict) -> None:
@@ -99,7 +104,7 @@ class Engine(ABC):
 
     @abstractmethod
     def read(self, states: dict[str, dict], directory: Path) -> dict[str, dict]:
-        """The same states as write() left them; without "rng" where this rank had no counterpart."""
+        """The states as write() left them; without "rng" on a rank whose number did not exist then."""
 
     def save_config(self, directory: Path) -> None:
         """Write config.json (and generation_config.json) in Hugging Face format; called on rank 0 alone."""

@@ -3,11 +3,15 @@
     python -m engines.checkpoint export CHECKPOINT OUT     a checkpoint's weights as a model directory, in one process
 """
 
+import itertools
 import json
+import re
 import shutil
 import sys
+from collections import ChainMap
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -17,89 +21,172 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 
+import disk
 from config import InputError
+from engines import storage
 from engines.base import Engine
+from engines.device import on_rank0
 
 MAX_FILE_BYTES = 4 * 2**30
 
 
 class Checkpointer:
-    """{directory}/step_00000010/: the engine's sharded state, trainer.json, and hf/ (config and tokenizer).
+    """{directory}/step_00000010/: the engine's sharded state, hf/ (config and tokenizer), and trainer.json.
 
-    A checkpoint is written as step_*.tmp and renamed once all ranks' files are on disk, so that every step_* directory
-    is complete whenever the process dies. `latest` names the newest one for people and scripts.
+    A checkpoint is written as step_*.tmp and renamed once all ranks' files are on the disk, so every step_* directory is
+    complete whenever the process dies. `latest` names the newest one for people and scripts. All ranks call find, save, wait
+    and load together. A full disk is an InputError on all of them, and earlier checkpoints stay.
     """
 
     def __init__(self, directory: Path, max_checkpoints: int, asynchronous: bool):
-        self.directory, self.max_checkpoints = directory, max_checkpoints
+        self.directory, self.max_checkpoints, self.asynchronous = directory, max_checkpoints, asynchronous
         # Background writes talk to other ranks while training does: they need a group of their own.
-        self.group = dist.new_group(backend="gloo") if asynchronous else None
+        self.group = dist.new_group(backend="gloo")
         self.background, self.pending = ThreadPoolExecutor(max_workers=1), None
 
     def latest(self) -> Path | None:
-        found = sorted(p for p in self.directory.glob("step_*") if p.suffix != ".tmp")
-        return found[-1] if found else None
+        return next(reversed(checkpoints(self.directory)), None)
+
+    def find(self, resume: str, dry_run: bool = False) -> Path | None:
+        """The newest intact checkpoint in the directory or, if it has none at all, the one whose path `resume` is. All ranks
+        share the reading. Damaged ones are reported and, except in a dry run, renamed to *.damaged. Raises InputError if the one
+        that `resume` names is damaged, or all of them are."""
+        if resume == "never":
+            return self.latest()
+        paths, damage = on_rank0(self._candidates, resume, group=self.group), {}
+        for path in paths:
+            try:
+                checksums = on_rank0(storage.read_trainer, path, group=self.group)[1]
+                found = self._gather(storage.find_damage(path, checksums, dist.get_rank(), dist.get_world_size()))
+                if not any(found):
+                    break
+                damage[path] = f"{path} is damaged: {next(itertools.chain(*found))}"
+            except InputError as error:
+                damage[path] = str(error)
+        else:
+            path = None
+        if damage and (path is None or path.parent != self.directory):
+            raise InputError(f"{damage[paths[0]]}; {path or 'no other checkpoint beside it'} is intact")
+        on_rank0(self._set_aside, damage, path, dry_run, group=self.group)
+        return path
+
+    def _candidates(self, resume: str) -> list[Path]:
+        """Checkpoints in the order in which to try them."""
+        named = Path(resume)
+        others = [path for path in checkpoints(named.parent)[::-1] if path != named]
+        return checkpoints(self.directory)[::-1] or ([named, *others] if (named / "trainer.json").is_file() else [])
+
+    def _set_aside(self, damage: dict[Path, str], intact: Path, dry_run: bool) -> None:
+        for path, text in damage.items():
+            if dry_run:
+                print(f"{text}; the run would go on from {intact}", flush=True)
+                continue
+            names = (path.with_name(f"{path.name}.damaged{i or ''}") for i in itertools.count())
+            aside = path.rename(next(name for name in names if not name.exists()))
+            self._point_to(intact)
+            print(f"{text}; it is {aside.name} now, and the run goes on from {intact}", flush=True)
 
     def save(self, step: int, engine: Engine, progress: dict, tokenizer, **others: Engine) -> None:
         """Write step_{step}; progress is what the script needs to go on, others are engines besides the one that is
-        exported, e.g. critic=... Called by all ranks."""
+        exported, e.g. critic=..."""
         self.wait()
         target = self.directory / f"step_{step:08d}"
         temporary = target.with_suffix(".tmp")
-        if dist.get_rank() == 0:
-            for stale in self.directory.glob("step_*.tmp"):
-                shutil.rmtree(stale)
-            save_model_files(engine, tokenizer, temporary / "hf")
-            (temporary / "trainer.json").write_text(json.dumps(progress, indent=1))
-        dist.barrier()
-        state = {name: e.state() for name, e in {"engine": engine, **others}.items()}
-        state["rng"] = {f"rank_{dist.get_rank()}": rng_state()}
-        writing = engine.write(state, temporary / "weights", self.group)
+        with removed_if_it_fails(temporary):
+            on_rank0(self._begin, temporary, engine, tokenizer, group=self.group)
+            state = {name: e.state() for name, e in {"engine": engine, **others}.items()}
+            state["rng"] = {f"rank_{dist.get_rank()}": rng_state()}
+            writing = engine.write(state, temporary / "weights", self.group if self.asynchronous else None)
+        arguments = temporary, target, dict(progress), writing
         if writing is None:
-            self._publish(temporary, target)
+            self._complete(*arguments)
         else:
-            # Rank 0 coordinates: its future is done when the files of all ranks and their index are on disk.
-            self.pending = self.background.submit(lambda: (writing.result(), self._publish(temporary, target)))
+            self.pending = self.background.submit(self._complete, *arguments)
 
     def wait(self) -> None:
-        """Let a background write end and be published; raise what it raised."""
-        if self.pending is not None:
-            self.pending.result()
-            self.pending = None
-        dist.barrier()
+        """Wait until a background write has ended and is published; raise what it raised."""
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            pending.result()
 
     def load(self, path: Path, engine: Engine, **others: Engine) -> dict:
-        """Read a checkpoint, of whatever world size, into the engines; return its progress."""
+        """Read a checkpoint of any world size into the engines; return its progress. Raises InputError if it holds more than
+        data."""
         engines = {"engine": engine, **others}
         state = {name: e.state(loading=True) for name, e in engines.items()}
         state["rng"] = {f"rank_{dist.get_rank()}": rng_state()}
-        state = engine.read(state, path / "weights")
+        with storage.data_alone(path):
+            state = engine.read(state, path / "weights")
         for name, e in engines.items():
             e.load_state(state[name])
         for generators in state.get("rng", {}).values():
             set_rng_state(generators)
         return read_progress(path)
 
-    def _publish(self, temporary: Path, target: Path) -> None:
-        if dist.get_rank() != 0:
-            return
+    def _begin(self, temporary: Path, engine: Engine, tokenizer) -> None:
+        for stale in self.directory.glob("step_*.tmp"):
+            shutil.rmtree(stale)
+        with disk.writing(temporary):
+            save_model_files(engine, tokenizer, temporary / "hf")
+
+    def _complete(self, temporary: Path, target: Path, progress: dict, writing: Future | None) -> None:
+        """After the engines' files: their checksums, each from the rank that wrote the file, and the final name."""
+        with removed_if_it_fails(temporary):
+            if writing is not None:
+                writing.result()
+            mine = (temporary / "weights").glob(f"__{dist.get_rank()}_*")
+            parts = self._gather({f"weights/{path.name}": storage.checksum(path) for path in mine})
+            on_rank0(self._publish, temporary, target, progress, dict(ChainMap(*parts)), group=self.group)
+
+    def _publish(self, temporary: Path, target: Path, progress: dict, checksums: dict[str, str]) -> None:
+        with disk.writing(temporary):
+            storage.write_trainer(temporary, progress, checksums)
         if target.exists():
-            shutil.rmtree(target)
+            delete(target)
         temporary.rename(target)
+        self._point_to(target)
+        if self.max_checkpoints > 0:
+            for old in checkpoints(self.directory)[:-self.max_checkpoints]:
+                delete(old)
+
+    def _point_to(self, target: Path) -> None:
         latest = self.directory / "latest.tmp"
         latest.write_text(target.name + "\n")
         latest.rename(self.directory / "latest")
-        if self.max_checkpoints > 0:
-            complete = sorted(p for p in self.directory.glob("step_*") if p.suffix != ".tmp")
-            for old in complete[:-self.max_checkpoints]:
-                shutil.rmtree(old)
+        storage.sync_directory(self.directory)
+
+    def _gather(self, value) -> list:
+        """The value of every rank, on all of them."""
+        values = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+
+def checkpoints(directory: Path) -> list[Path]:
+    """The checkpoints in a directory, oldest first, without *.tmp, *.damaged, or any other name."""
+    named = [path for path in directory.glob("step_*") if re.fullmatch(r"step_\d{8,}", path.name)]
+    return sorted(named, key=lambda path: int(path.name.removeprefix("step_")))
+
+
+def delete(checkpoint: Path) -> None:
+    """Renamed first: a process that dies meanwhile must not leave half a checkpoint."""
+    shutil.rmtree(checkpoint.rename(checkpoint.with_suffix(".deleted.tmp")))
+
+
+@contextmanager
+def removed_if_it_fails(directory: Path) -> Iterator[None]:
+    """Around code in which all ranks write a directory: raises InputError if the disk is full."""
+    try:
+        with disk.writing(directory), storage.unwrapped():
+            yield
+    except Exception:
+        if dist.get_rank() == 0:
+            shutil.rmtree(directory, ignore_errors=True)
+        raise
 
 
 def read_progress(path: Path) -> dict:
-    try:
-        return json.loads((path / "trainer.json").read_text())
-    except FileNotFoundError:
-        raise InputError(f"{path} is not a checkpoint: it has no trainer.json") from None
+    return storage.read_trainer(path)[0]
 
 
 def rng_state() -> Tensor:
@@ -125,17 +212,29 @@ def save_model_files(engine: Engine, tokenizer, directory: Path) -> None:
 
 def export_hf(engine: Engine, tokenizer, directory: Path) -> None:
     """Write a model that transformers and vLLM load; replaces `directory` when complete. Called by all ranks."""
-    temporary = directory.with_name(directory.name + ".tmp")
-    if dist.get_rank() == 0:
+    temporary, weights, problem = directory.with_name(directory.name + ".tmp"), engine.export_weights(), None
+
+    def write() -> None:
         shutil.rmtree(temporary, ignore_errors=True)
-        save_model_files(engine, tokenizer, temporary)
-        write_safetensors(engine.export_weights(), temporary)
+        with disk.writing(temporary):
+            save_model_files(engine, tokenizer, temporary)
+        write_safetensors(weights, temporary)
+
+    def publish() -> None:
+        if problem is not None:
+            raise problem
         shutil.rmtree(directory, ignore_errors=True)
         temporary.rename(directory)
-    else:
-        for _ in engine.export_weights():
+
+    with removed_if_it_fails(temporary):
+        try:
+            if dist.get_rank() == 0:
+                write()
+        except InputError as error:
+            problem = error
+        for _ in weights:               # the other ranks gather all of them, even if rank 0 could not write the first
             pass
-    dist.barrier()
+        on_rank0(publish)
 
 
 def write_safetensors(weights: Iterable[tuple[str, Tensor]], directory: Path, max_bytes: int = MAX_FILE_BYTES) -> None:
@@ -143,7 +242,8 @@ def write_safetensors(weights: Iterable[tuple[str, Tensor]], directory: Path, ma
     part, size, parts, total = {}, 0, [], 0
 
     def close():
-        save_file(part, directory / f"part-{len(parts)}", metadata={"format": "pt"})
+        with disk.writing(directory, size):
+            save_file(part, directory / f"part-{len(parts)}", metadata={"format": "pt"})
         parts.append(list(part))
         part.clear()
 
@@ -168,9 +268,11 @@ def write_safetensors(weights: Iterable[tuple[str, Tensor]], directory: Path, ma
 
 def export_checkpoint(checkpoint: Path, out: Path) -> None:
     """A checkpoint's weights in Hugging Face format, read tensor by tensor, without a process group."""
-    progress = read_progress(checkpoint)
+    progress, checksums = storage.read_trainer(checkpoint)
     if out.exists():
         raise InputError(f"{out} exists already: remove it or give another name")
+    if damage := storage.find_damage(checkpoint, checksums):
+        raise InputError(f"{checkpoint} is damaged: {damage[0]}")
     dtype = getattr(torch, progress["export_dtype"])
     if (checkpoint / "weights" / "metadata.json").exists():         # which megatron.core.dist_checkpointing writes
         from engines.megatron.checkpoint import hf_weights
@@ -179,9 +281,13 @@ def export_checkpoint(checkpoint: Path, out: Path) -> None:
         weights = stored_weights(checkpoint)
     temporary = out.with_name(out.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
-    shutil.copytree(checkpoint / "hf", temporary)
-    write_safetensors(((name, tensor.to(dtype)) for name, tensor in weights), temporary)
-    temporary.rename(out)
+    try:
+        with disk.writing(temporary), storage.data_alone(checkpoint):
+            shutil.copytree(checkpoint / "hf", temporary)
+            write_safetensors(((name, tensor.to(dtype)) for name, tensor in weights), temporary)
+        temporary.rename(out)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def stored_weights(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:

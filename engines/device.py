@@ -1,7 +1,9 @@
 """The device of this rank (cuda, npu or cpu, through torch.accelerator) and the process group."""
 
+import ctypes
 import datetime
 import os
+import signal
 import socket
 import time
 from collections.abc import Callable
@@ -16,7 +18,10 @@ PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 
               "A100": 312e12, "A800": 312e12, "L40S": 362e12, "L4": 121e12, "A10G": 70e12, "RTX 4090": 165e12}
 
 
-def init(timeout_minutes: int = 30) -> torch.device:
+PR_SET_PDEATHSIG = 1            # linux/prctl.h
+
+
+def init(timeout_minutes: float = 30) -> torch.device:
     """Join the process group that torchrun or srun's environment describes (none: a group of one); return the device.
 
     Raises InputError when the environment is incomplete or this rank has no device of its own.
@@ -29,10 +34,12 @@ def init(timeout_minutes: int = 30) -> torch.device:
     local_rank = int(os.environ["LOCAL_RANK"])
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     device = torch.device(accelerator.type, local_rank) if accelerator else torch.device("cpu")
+    if "TORCHELASTIC_RUN_ID" in os.environ:     # torchrun may be killed, and nobody would end its ranks
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if accelerator:
         count = torch.accelerator.device_count()
         if max(local_rank + 1, int(os.environ.get("LOCAL_WORLD_SIZE", 1))) > count:
-            raise InputError(f"there are {count} devices for more processes: start {count} a node, one a device")
+            raise InputError(f"there are {count} devices for more processes: start {count} per node, one per device")
         torch.accelerator.set_device_index(local_rank)
     # gloo beside the accelerator's backend serves tensors that stay on the host (checkpoints, offloaded parameters).
     backend = {"cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}.get(device.type, "gloo")
@@ -41,28 +48,38 @@ def init(timeout_minutes: int = 30) -> torch.device:
     return device
 
 
-def on_rank0(work: Callable, *args):
-    """Run work(*args) on rank 0 alone and return its (pickled) result on every rank.
+def set_timeouts(minutes: float) -> None:
+    """Let no collective of any group that exists wait longer. (A group that a library makes has a limit of its own.)"""
+    from torch.distributed.distributed_c10d import _set_pg_timeout, _world
+    for group in list(_world.pg_map):
+        _set_pg_timeout(datetime.timedelta(minutes=minutes), group)
+
+
+def on_rank0(work: Callable, *args, group: dist.ProcessGroup | None = None):
+    """Run work(*args) on rank 0 alone and return its (pickled) result on every rank. group: of all ranks, of gloo.
 
     An InputError there is raised on every rank, so that all of them leave with one line and exit code 2.
     """
-    # The others wait as long as it takes (tokenizing a large file does), which an accelerator's group would not let them.
-    group = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=7))
+    if not dist.is_initialized():
+        return work(*args)
+    # The others wait as long as it takes to tokenize a large file, which an accelerator's group would not allow.
+    own_group = None if group else dist.new_group(backend="gloo", timeout=datetime.timedelta(days=7))
     box = [None, None]
     if dist.get_rank() == 0:
         try:
             box[0] = work(*args)
         except InputError as error:
             box[1] = str(error)
-    dist.broadcast_object_list(box, src=0, group=group)
-    dist.destroy_process_group(group)
+    dist.broadcast_object_list(box, src=0, group=group or own_group)
+    if own_group:
+        dist.destroy_process_group(own_group)
     if box[1] is not None:
         raise InputError(box[1])
     return box[0]
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """From pinned memory, so that the copy waits for nothing that the device still has to do."""
+    """Copied from pinned memory, so that nobody waits for what the device still has to do."""
     return tensor.contiguous().pin_memory().to(device, non_blocking=True) if device.type == "cuda" else \
         tensor.contiguous().to(device)
 

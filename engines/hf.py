@@ -1,10 +1,11 @@
-"""What a Hugging Face model is: its configuration, its modules without memory, its multiplications."""
+"""What a Hugging Face model is: its configuration, its modules without memory, its number of multiplications."""
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from config import InputError
@@ -26,7 +27,7 @@ def build_on_meta(hf_config, dtype: torch.dtype, critic: bool = False, attention
         hf_config.tie_word_embeddings = False
     with torch.device("meta"):
         hf = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation=attention)
-    # No batch has padding in it: a token that is called so is one like the others, and is learned.
+    # Batches have no padding: the padding token is a word like the others, and is learned.
     hf.get_input_embeddings().padding_idx = None
     if hf.get_output_embeddings().bias is not None:
         raise InputError("a bias on the output matrix is not supported")
@@ -36,9 +37,20 @@ def build_on_meta(hf_config, dtype: torch.dtype, critic: bool = False, attention
     return hf
 
 
+def keep_zero_rows(embedding: nn.Module, zero: Tensor, layout: Callable[[Tensor], Tensor] = lambda mask: mask) -> None:
+    """Send no gradient through an embedding to rows that were zero at start, as transformers has it for a padding token. The
+    norm of a zero vector multiplies a gradient by 1 / sqrt(eps), 1,000 in RMSNorm: one such token would be a step's gradient.
+
+    zero [V] bool; layout: [batch, length] as the module is asked -> as it answers, without the last dimension
+    """
+    if zero.any():
+        embedding.register_forward_hook(
+            lambda _, inputs, output: torch.where(layout(zero[inputs[0]])[..., None], output.detach(), output))
+
+
 def count_flops(hf: nn.Module, hf_config) -> tuple[int, int, int]:
-    """Multiplications of a forward pass: (in the layers a token, of experts only those it goes to; in the output matrix a
-    token that is asked for; in causal attention a squared length: heads * dim * layers)."""
+    """Multiplications of a forward pass: (in the layers per token, of experts only those that it goes to; in the output matrix
+    per token whose log-probability is asked for; in causal attention per squared length: heads * dim * layers)."""
     head = hf.get_output_embeddings().weight.numel()
     outside = {hf.get_input_embeddings().weight, hf.get_output_embeddings().weight}      # one, if they are tied
     matrices = sum(p.numel() for p in hf.parameters() if p.ndim > 1) - sum(p.numel() for p in outside)

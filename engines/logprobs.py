@@ -16,7 +16,7 @@ def linear_log_probs(hidden: Tensor, weight: Tensor, targets: Tensor, temperatur
 
     hidden  [T, h], weight [V, h] of one floating dtype; targets [T] int64
     group   ranks that divide the vocabulary: weight holds the rows first_word, first_word + 1, ...; hidden and targets
-            are the same on all of them. The gradient of hidden is then this rank's part: the caller adds the ranks' up
+            are the same on all of them. The gradient of hidden is then this rank's part: the caller adds up all ranks' parts
     returns log_probs [T] fp32, entropy [T] fp32 (nats), both differentiable, and greedy [T] bool
     """
     return LinearLogProbs.apply(hidden, weight, targets, temperature, chunk_size, compiled, group, first_word)
@@ -36,7 +36,7 @@ class LinearLogProbs(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, targets, log_z, entropy)
         ctx.temperature, ctx.chunk_size, ctx.compiled = temperature, chunk_size, compiled
         ctx.mark_non_differentiable(greedy)
-        ctx.set_materialize_grads(False)        # None tells that the loss has no entropy in it
+        ctx.set_materialize_grads(False)        # None means that the loss does not use the entropy
         return log_probs, entropy, greedy
 
     @staticmethod
@@ -58,11 +58,15 @@ class LinearLogProbs(torch.autograd.Function):
 
 
 def _statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """[c, V] -> log p(target), entropy, log Z, target is the argmax, each [c]. H = log Z - sum_v p_v z_v."""
+    """[c, V] -> log p(target), entropy, log Z, target is the argmax, each [c].
+
+    H = -sum_v p_v log p_v; log Z - sum_v p_v z_v would lose the digits of an offset that all logits have in common.
+    """
     z = logits.float() if temperature == 1 else logits.float() / temperature
     log_z = z.logsumexp(-1)
     chosen = z.gather(-1, targets[:, None])[:, 0]
-    entropy = log_z - (z - log_z[:, None]).exp_().mul_(z).sum(-1)
+    log_p = z - log_z[:, None]
+    entropy = -log_p.exp().mul_(log_p).sum(-1)
     return chosen - log_z, entropy, log_z, z.argmax(-1) == targets
 
 
@@ -87,7 +91,7 @@ def _combine(largest: Tensor, word: Tensor, total: Tensor, total_below: Tensor, 
     scale = below.exp()
     sums = torch.stack([total * scale, (total_below + total * below) * scale, chosen])
     dist.all_reduce(sums, group=group)
-    # Of equal logits the first counts, as argmax has it.
+    # Of equal logits the first counts, as in argmax.
     likeliest = torch.where(largest == highest, word + first_word, torch.iinfo(word.dtype).max)
     dist.all_reduce(likeliest, op=dist.ReduceOp.MIN, group=group)
     log_total = sums[0].log()

@@ -5,6 +5,7 @@ from omegaconf import DictConfig
 
 from engines.fsdp.engine import is_sharded, uses_compile
 from engines.hf import build_on_meta, read_hf_config
+from engines.optimizer import OPTIMIZERS
 
 GIB = 2**30
 
@@ -16,9 +17,19 @@ def estimates(config: DictConfig, world_size: int, device_type: str, role: str =
     return [estimate(config, world_size, device_type, role)]
 
 
+def checkpoint_bytes(config: DictConfig, role: str = "actor") -> int:
+    """What a checkpoint holds of one engine: its weights and Adam's state, without what formats add."""
+    engine, shape, critic = config.engine, read_hf_config(config.model.path), role == "critic"
+    if config.model_engine == "megatron":
+        compute = getattr(torch, engine.compute_dtype).itemsize          # weights, moments, and masters of such as are not fp32
+        return sum(p.numel() for p in build_on_meta(shape, torch.float32, critic).parameters()) * (12 if compute == 4 else 14)
+    hf = build_on_meta(shape, getattr(torch, engine.param_dtype), critic)
+    return sum(x.nbytes for x in hf.state_dict().values()) + 2 * sum(p.nbytes for p in hf.parameters())
+
+
 def estimate(config: DictConfig, world_size: int, device_type: str, role: str = "actor") -> dict[str, float]:
-    """GiB of one rank of the FSDP engine by what holds it, when the last of several full micro-batches begins its backward
-    pass; of a reference, which is only asked, in its forward pass.
+    """GiB of one rank of the FSDP engine, by purpose, when the last of several full micro-batches begins its backward pass;
+    for a reference, which has none, in its forward pass.
 
     A micro-batch is data.max_tokens_per_micro_batch tokens. Activations are counted for a Llama-like layer: residual and
     normalised inputs, q, k, v and the attention's output, gate, up and their product; without torch.compile also the fp32
@@ -29,6 +40,7 @@ def estimate(config: DictConfig, world_size: int, device_type: str, role: str = 
     num_outputs = 0 if role == "critic" else shape.vocab_size
     layers = [m for m in hf.modules() if type(m).__name__ in hf._no_split_modules]
     in_layer = sum(p.numel() for p in layers[0].parameters())
+    in_matrices = sum(p.numel() for layer in layers for p in layer.parameters() if p.ndim == 2)
     num_parameters = sum(p.numel() for p in hf.parameters())
     root = num_parameters - in_layer * len(layers)
     ranks = engine.fsdp_size if engine.fsdp_size > 0 else world_size
@@ -55,7 +67,10 @@ def estimate(config: DictConfig, world_size: int, device_type: str, role: str = 
         kept = in_one_layer
     logits = min(tokens, engine.log_prob_chunk_size) * num_outputs * (2 * compute + (0 if compiled else 8))
     where = ", host" if engine.cpu_offload else ""
-    sizes = {f"parameters{where}": resident, f"gradients{where}": resident, f"optimizer{where}": 2 * resident,
+    # Adam keeps two moments, Muon one; what a user's optimizer keeps cannot be known.
+    moments = 2 - in_matrices / num_parameters if config.optim.name == "muon" else 2
+    optimizer = "optimizer" if config.optim.name in OPTIMIZERS else "optimizer, if like Adam"
+    sizes = {f"parameters{where}": resident, f"gradients{where}": resident, f"{optimizer}{where}": moments * resident,
              "gathered weights": gathered, "unreduced gradients": unreduced, "activations": tokens * kept,
              "logits of a chunk": logits, "gradient of the output matrix": num_outputs * hidden * 4}
     if role == "reference":
@@ -65,7 +80,7 @@ def estimate(config: DictConfig, world_size: int, device_type: str, role: str = 
 
 
 def estimate_megatron(config: DictConfig, world_size: int, device_type: str, role: str = "actor") -> list[dict[str, float]]:
-    """GiB of one rank of the Megatron engine by what holds it, for every pipeline stage, at its fullest moment.
+    """GiB of one rank of the Megatron engine, by purpose, for every pipeline stage at its fullest moment.
 
     Parameters, gradients and optimizer are exact, but for the padding of buffers and for pieces of unequal size (these are
     means over the ranks that share them). Activations as in estimate(), of as many micro-batches as wait for their backward

@@ -1,4 +1,4 @@
-"""Tensors that wait in host memory while somebody else needs the device's."""
+"""Tensors that wait in host memory while others need the device's."""
 
 from collections.abc import Iterable
 
@@ -14,8 +14,7 @@ PART_BYTES = 16 * 2**20
 
 class HostMemory:
     """Empties the storage of tensors on a device and fills it again. Only the memory moves: tensors, their views, and
-    what FSDP or an optimizer keeps of them stay the same objects. Host buffers are pinned, which takes a while once, and
-    kept."""
+    what FSDP or an optimizer keeps of them stay the same objects. Host buffers are kept: to pin them takes a while."""
 
     def __init__(self):
         self.buffers: dict[int, tuple[torch.UntypedStorage, list[Tensor]]] = {}

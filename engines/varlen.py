@@ -5,7 +5,7 @@ import inspect
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-# torch 2.13 wants grouped heads announced; 2.11 has no such argument and takes them as they are.
+# torch 2.13 has to be told that heads are grouped; 2.11 has no such argument and sees it.
 GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 

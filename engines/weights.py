@@ -1,11 +1,12 @@
 """Weights from safetensors files into a sharded model, each rank reading its own rows."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from config import InputError
@@ -17,23 +18,15 @@ def load_weights(hf: nn.Module, path: Path, device: torch.device, buffer_device:
     hf.to_empty(device=device)
     hf.tie_weights()
     parameters = dict(hf.named_parameters())
-    files, missing, unknown = weight_files(path), set(parameters), set()
-    value_head = next(n for n, p in parameters.items() if p is hf.get_output_embeddings().weight) if critic else None
     with torch.no_grad():
         if critic:
-            full_shape = list(parameters[value_head].shape)
-            parameters[value_head].zero_()
-            missing.discard(value_head)
-        for file in files:
+            hf.get_output_embeddings().weight.zero_()
+        for file in weight_files(path):
             with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():
-                    if name == value_head and tensors.get_slice(name).get_shape() != full_shape:
-                        continue
-                    if name in parameters:
-                        copy_rows(parameters[name], tensors.get_slice(name), name)
-                        missing.discard(name)
-                    else:
-                        unknown.add(name)
+                for name in parameters.keys() & tensors.keys():
+                    source = tensors.get_slice(name)
+                    if source.get_shape() == list(parameters[name].shape):      # else a policy's matrix, for a critic
+                        copy_rows(parameters[name], source)
         for module in hf.modules():
             if module._non_persistent_buffers_set:                        # rotary frequencies: in no file
                 for name in module._non_persistent_buffers_set:
@@ -41,19 +34,43 @@ def load_weights(hf: nn.Module, path: Path, device: torch.device, buffer_device:
                 for parameter in module.parameters(recurse=False):
                     parameter._is_hf_initialized = True                   # an embedding with a scale keeps its weights
                 hf._init_weights(module)
+
+
+def check_files(hf: nn.Module, path: Path, critic: bool, parameters: Iterable[tuple[str, Tensor]] | None = None) -> None:
+    """Raise InputError unless the files hold exactly the weights of hf, the model on the meta device; only headers are read.
+
+    A critic's output matrix may be absent, or a policy's. parameters: names and shapes in the files, where they are not those
+    of hf's own parameters.
+    """
+    expected = {name: list(p.shape) for name, p in parameters or hf.named_parameters()}
+    found = {}
+    for file in weight_files(path):
+        with safe_open(file, framework="pt") as tensors:
+            found |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}
+    # Besides parameters a file may hold buffers, and the output matrix of a tied model once more.
+    known = expected.keys() | hf.state_dict().keys()
+    if critic:
+        expected.pop(next(name for name, p in hf.named_parameters() if p is hf.get_output_embeddings().weight))
+    missing = expected.keys() - found
     if missing:
         raise InputError(f"model.path={path} lacks {len(missing)} weights of {type(hf).__name__}, {min(missing)} among them")
-    # Besides parameters a file may hold buffers, and the output matrix of a tied model once more.
-    unknown = {name for name in unknown if name not in hf.state_dict() and not name.endswith("rotary_emb.inv_freq")}
+    for name, shape in expected.items():
+        if found[name] != shape:
+            raise InputError(f"{name} has shape {found[name]} in the file, {shape} by config.json")
+    unknown = {name for name in found if name not in known and not name.endswith("rotary_emb.inv_freq")}
     if unknown:
         raise InputError(f"model.path={path} holds {len(unknown)} weights that {type(hf).__name__} does not have, "
                          f"{min(unknown)} among them")
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The files of the index, else model.safetensors: others beside them may be variants of the same weights."""
+    """The files that the index names, else model.safetensors: others beside them may be variants of the same weights.
+    Raises InputError for a name that leads out of the directory; a link in it may, as in the hub's cache."""
     index = path / "model.safetensors.index.json"
     names = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else ["model.safetensors"]
+    for name in names:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise InputError(f"{index} names {name}, which is not in the model's directory")
     files = sorted(path / name for name in names)
     for file in files:
         if not file.exists():
@@ -61,9 +78,7 @@ def weight_files(path: Path) -> list[Path]:
     return files
 
 
-def copy_rows(parameter: nn.Parameter, source, name: str) -> None:
-    if list(source.get_shape()) != list(parameter.shape):
-        raise InputError(f"{name} has shape {source.get_shape()} in the file, {list(parameter.shape)} by config.json")
+def copy_rows(parameter: nn.Parameter, source) -> None:
     start, stop = 0, parameter.shape[0]
     if isinstance(parameter, DTensor):                                    # FSDP2 shards dimension 0 as torch.chunk does
         mesh = parameter.device_mesh

@@ -1,13 +1,13 @@
 """A model and a task small enough to train while you watch, made from nothing: no download.
 
     python examples/arithmetic.py build DIR              # DIR/model (random weights), DIR/train.jsonl, DIR/val.jsonl
-    python examples/arithmetic.py ask MODEL_DIR [--n 8]  # held-out problems, the model's answers, the share right of 200
+    python examples/arithmetic.py ask MODEL_DIR [--n 8]  # held-out problems, the model's answers, how many of 200 are right
 
 The model is a Qwen3 of 1.4 million parameters that reads and writes single characters. The task is arithmetic as a chat.
-Half of the questions ask for the number alone, half for the columns in between ("7+8=15, 4+3+1=8, 85"), so answers have 2
-to 30 characters. The columns are learned in minutes; numbers out of the blue take far longer. One in five replies to the
-first kind shows the columns all the same: reinforcement learning finds out that this pays. The same arguments give the
-same files, to the last byte.
+Half of the questions ask for the number alone, half for the columns too ("7+8=15, 4+3+1=8, 85"), so answers have 2 to 30
+characters. Columns are learned in minutes; a number without its columns takes far longer. One in five replies to the first
+kind of question shows the columns all the same: reinforcement learning finds out that this pays. The same arguments give
+the same files, to the last byte.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from pathlib import Path
 
 SEED = 0
 NUM_TRAIN, NUM_VAL = 12_000, 500
-UNASKED = 0.2               # of the replies to questions for the number alone show the columns all the same
+UNASKED = 0.2               # share of the replies to questions for the number alone that show the columns all the same
 
 # ChatML, as Qwen models have it: <|im_start|>role NEWLINE content <|im_end|> NEWLINE.
 CHAT_TEMPLATE = (
@@ -34,7 +34,7 @@ def draw(rng: random.Random) -> int:
 
 
 def columns(a: int, sign: str, b: int) -> list[str]:
-    """The sums of school, units first: 47+38 -> 7+8=15, 4+3+1=8 and 43-8 -> 13-8=5, 4-0-1=3."""
+    """As done on paper, units first: 47+38 -> 7+8=15, 4+3+1=8 and 43-8 -> 13-8=5, 4-0-1=3."""
     steps, carry = [], 0
     while a or b:
         x, y = a % 10, b % 10
@@ -61,7 +61,7 @@ def make_problem(rng: random.Random) -> tuple[str, list[str], int]:
 
 
 def make_rows() -> tuple[list[dict], list[dict]]:
-    """(train, val): conversations. No problem of val is in train, in any wording, or twice in val.
+    """(train, val): conversations. No problem of val is in train in any wording, nor twice in val.
 
     `answer` is the number that the reply has to end with.
     """
@@ -72,7 +72,7 @@ def make_rows() -> tuple[list[dict], list[dict]]:
             continue
         bare, worked = str(result), ", ".join([*steps, str(result)])
         question, reply = rng.choice((
-            # The problem comes last, so that its digits are always equally far from the answer: learned much faster.
+            # The problem comes last, so that its digits are always at the same distance from the answer: learned much faster.
             (f"What is {problem}", worked if rng.random() < UNASKED else bare),
             (f"Compute {problem}", worked if rng.random() < UNASKED else bare),
             (f"Work out {problem}", worked),
@@ -95,7 +95,7 @@ def write_rows(path: Path, rows: list[dict]) -> None:
 # ---- the model ----
 
 def make_tokenizer():
-    """One token a byte, so no text is unknown; the markers and names of turns are one token each."""
+    """One token per byte, so no text is unknown; the markers and names of turns are one token each."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -136,7 +136,7 @@ def build(directory: Path) -> None:
     tokenizer.save_pretrained(directory / "model")
     train, val = make_rows()
     write_rows(directory / "val.jsonl", val)
-    write_rows(directory / "train.jsonl", train)      # last: the Makefile takes it for the sign that all is there
+    write_rows(directory / "train.jsonl", train)      # last: for the Makefile it is the sign that everything is there
     print(f"{directory}/model: Qwen3, {model.num_parameters() / 1e6:.1f} M random parameters, {len(tokenizer)} tokens")
     print(f"{directory}/train.jsonl, val.jsonl: {NUM_TRAIN} and {NUM_VAL} conversations; the first three:")
     for row in val[:3]:
@@ -146,7 +146,7 @@ def build(directory: Path) -> None:
 # ---- the questions ----
 
 def generate(model, tokenizer, questions: list[str]) -> list[str]:
-    """Greedy replies, as text without the end of turn."""
+    """Greedy replies, as text without the end token."""
     tokenizer.padding_side = "left"
     chats = [[{"role": "user", "content": question}] for question in questions]
     inputs = tokenizer.apply_chat_template(chats, add_generation_prompt=True, padding=True, return_tensors="pt",
@@ -165,7 +165,7 @@ def ask(directory: Path, num_shown: int) -> None:
     rows = make_rows()[1][:200]
     questions, truths = zip(*([message["content"] for message in row["messages"]] for row in rows))
     replies = generate(model, AutoTokenizer.from_pretrained(directory), list(questions))
-    # Only the number at the end counts, as for the reward: whether the columns were asked for or not.
+    # As for the reward, only the number at the end counts, whether the columns were asked for or not.
     right = [reply.rpartition(", ")[2] == row["answer"] for reply, row in zip(replies, rows)]
     print(f"{'question':28}  {'reply':32}  {'truth':32}")
     for question, reply, truth, is_right in list(zip(questions, replies, truths, right))[:num_shown]:
@@ -179,7 +179,7 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("build", help="write a model with random weights, and its data")
     command.add_argument("directory", type=Path)
-    command = commands.add_parser("ask", help="put held-out problems to a model")
+    command = commands.add_parser("ask", help="give held-out problems to a model")
     command.add_argument("directory", type=Path)
     command.add_argument("--n", type=int, default=8, help="problems to show")
     arguments = parser.parse_args()

@@ -1,12 +1,15 @@
-"""Where two runs part: compares their msprobe dumps of one step, stage by stage.
+"""Where two runs diverge: compares the losses and the msprobe dumps of one step.
 
     python -m profiling.compare RUN_A RUN_B --step N [--stage S] [--tolerance 1e-4] [--output DIR]
 
-Prints, for each stage and rank, the first module in execution order whose numbers differ by more than the tolerance,
-relative to the largest number there. Of FSDP2 and Megatron the outputs of forward passes are compared, of modules that
-compute the same (not of level L1, which dumps none); both runs must have the same ranks, so there leave Megatron without
-tensor and pipeline parallelism. Exit code 0: all agree; 1: they part, or one ran what the other did not; 2: there is
-nothing to compare. --output keeps msprobe's tables, which have every number.
+Prints the step's losses, entropies and gradient norms and, for each stage and rank, the first tensor in execution order that
+differs by more than the tolerance, relative to the largest number there. Dumps of one engine and layout are compared rank by
+rank, element by element where tensors were dumped, in all but the inputs of forward passes. Others (FSDP2 and Megatron; tensor
+or pipeline parallel ranks and one rank) are compared by statistics of what equivalent modules output in forward passes (level
+L1 dumps none): shards are joined, and layers are numbered as in the whole model. All of these ranks have to be dumped
+(profiler.ranks=all). Ranks that see other tokens cannot be compared: different numbers of data or context parallel ranks.
+Exit code 0: all that was compared agrees, and what was not is listed; 1: the runs diverge, or one ran what the other did not; 2:
+there is nothing to compare. --output keeps tables of every number.
 """
 
 import argparse
@@ -14,46 +17,60 @@ import csv
 import json
 import math
 import re
-import subprocess
 import sys
-import tempfile
 import traceback
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-STATISTICS = ("max", "min", "mean", "l2norm")
-# Megatron's module -> Hugging Face's that computes the same. Its qkv and gate-up projections, fused with the norm before
-# them, have no partner.
-SAME = {"embedding.word_embeddings": "model.embed_tokens", "decoder.final_layernorm": "model.norm",
-        "input_layernorm": "input_layernorm", "self_attention": "self_attn", "self_attention.q_layernorm": "self_attn.q_norm",
-        "self_attention.k_layernorm": "self_attn.k_norm", "self_attention.linear_proj": "self_attn.o_proj",
-        "pre_mlp_layernorm": "post_attention_layernorm", "mlp": "mlp", "mlp.linear_fc2": "mlp.down_proj", "": ""}
+from profiling.report import read_metrics
+from profiling.shards import STATISTICS, Dumped, gather, largest_difference, pairs, read
+
+METRICS = ("loss", "entropy", "grad_norm")
+SMALL = 0.01                # below, a metric's difference is relative to this: a policy's first loss is 0 but for rounding
 
 
-def compare(run_a: Path, run_b: Path, step: int, stage: str | None, tolerance: float, output: Path) -> int:
-    """Print where the runs part; return the exit code."""
+def compare(run_a: Path, run_b: Path, step: int, stage: str | None, tolerance: float, output: Path | None) -> int:
+    """Print where the runs diverge; return the exit code."""
+    metrics = compare_metrics(run_a, run_b, step, tolerance)
     stages = [stages_of(run, step) for run in (run_a, run_b)]
     both = [name for name in stages[0] if name in stages[1] and stage in (None, name)]
     if not both:
         print(f"no stage {stage or ''} of step {step} was dumped by both: {run_a} has {list(stages[0])}, {run_b} has "
               f"{list(stages[1])}")
-        return 2
+        return worst([metrics, 2])
     left_out = sorted(set(stages[0]) ^ set(stages[1])) if stage is None else []
     if left_out:
         print(f"in one run only, left out: {', '.join(left_out)}")
-    two_engines = engine_of(run_a) != engine_of(run_b)
-    codes = [compare_stage(name, stages[0][name], stages[1][name], tolerance, output / name, two_engines) for name in both]
-    return worst([*codes, int(bool(left_out))])
-
-
-def engine_of(run: Path) -> str | None:
-    from omegaconf import OmegaConf
-    return OmegaConf.load(run / "config.yaml").model_engine if (run / "config.yaml").exists() else None
+    codes = [compare_stage(name, stages[0][name], stages[1][name], tolerance, output) for name in both]
+    return worst([metrics, *codes, int(bool(left_out))])
 
 
 def worst(codes: Iterable[int]) -> int:
-    """Of several exit codes: that two runs part is more than that there is nothing to compare."""
+    """Of several exit codes: that two runs diverge is more than that there is nothing to compare."""
     return max(codes, key=(0, 2, 1).index)
+
+
+def compare_metrics(run_a: Path, run_b: Path, step: int, tolerance: float) -> int:
+    a, b = (metrics_of(run, step) for run in (run_a, run_b))
+    names = [name for name in a if name in b and name.endswith(METRICS)]
+    gaps = {name: metric_gap(a[name], b[name]) for name in names}
+    verdict = "diverge" if any(x > tolerance for x in gaps.values()) else "agree" if names else "are not in both runs"
+    print(f"metrics of step {step} {verdict}")
+    for name in names:
+        print(f"    {name:<24} A {a[name]:<22} B {b[name]:<22} relative difference {gaps[name]:.2g}")
+    return int(verdict == "diverge")
+
+
+def metrics_of(run: Path, step: int) -> dict[str, float]:
+    lines = read_metrics(run) if (run / "metrics.jsonl").exists() else []
+    return {name: math.nan if x is None else x for line in lines if line["step"] == step for name, x in line.items()}
+
+
+def metric_gap(a: float, b: float) -> float:
+    if math.isfinite(a) and math.isfinite(b):
+        return abs(a - b) / max(abs(a), abs(b), SMALL)
+    return 0.0 if math.isfinite(a) == math.isfinite(b) else math.inf
 
 
 def stages_of(run: Path, step: int) -> dict[str, Path]:
@@ -63,119 +80,127 @@ def stages_of(run: Path, step: int) -> dict[str, Path]:
     return dict(reversed(found.items()))
 
 
-def compare_stage(stage: str, a: Path, b: Path, tolerance: float, output: Path, two_engines: bool) -> int:
-    ranks = [sorted(path.name for path in side.iterdir()) for side in (a, b)]
-    if ranks[0] != ranks[1]:
-        print(f"{stage}: other ranks in the two dumps, {ranks[0]} and {ranks[1]}")
-        return 2
-    output.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "msprobe.msprobe", "compare", "-tp", str(a), "-gp", str(b), "-o", str(output)]
-    pairs = None
-    if two_engines:
-        pairs = {k: v for rank in ranks[0] for k, v in paired(*(names(side / rank) for side in (a, b))).items()}
-        if not pairs:
-            print(f"{stage}: no module in common; level L1 dumps none")
+def compare_stage(stage: str, a: Path, b: Path, tolerance: float, output: Path | None) -> int:
+    sides = [{rank: json.loads((rank / "coordinates.json").read_text()) for rank in sorted(side.iterdir())} for side in (a, b)]
+    layouts = [{rank.name: place for rank, place in side.items()} for side in sides]
+    if layouts[0] != layouts[1]:
+        return compare_layouts(stage, *sides, tolerance, output)
+    codes = []
+    for name in layouts[0]:
+        # What a module is handed is what another one output, or an argument that it may not even read.
+        left, right = ({x: tensor for x, tensor in read(side / name).items() if not re.search(r"\.forward(\.\d+)?\.input\.", x)}
+                       for side in (a, b))
+        alone = [x for x in (*left, *right) if x not in left or x not in right]
+        rows = [(x, right[key], gap(x.statistics, right[key].statistics, largest_difference(x, right[key])))
+                for key, x in left.items() if key in right]
+        codes.append(report(f"{stage} {name}", rows, tolerance, output, alone))
+    return worst(codes)
+
+
+def compare_layouts(stage: str, a: dict[Path, dict], b: dict[Path, dict], tolerance: float, output: Path | None) -> int:
+    """Of each share of the batch what modules output that compute the same; a, b: {folder of a rank: its coordinates}."""
+    places = [next(iter(side.values())) for side in (a, b)]
+    one_engine = places[0]["of"] == places[1]["of"]
+    for axis, what in (("dp", "data"), ("cp", "context")):
+        sizes = [place[axis][1] for place in places]
+        if sizes[0] != sizes[1] or axis == "cp" and sizes[0] > 1 and not one_engine:
+            print(f"{stage}: modules are not compared, since {sizes[0]} and {sizes[1]} {what} parallel ranks see other tokens")
             return 2
-        (output / "pairs.yaml").write_text("".join(f"{json.dumps(k)}: {json.dumps(v)}\n" for k, v in pairs.items()))
-        command += ["-dm", str(output / "pairs.yaml")]
-    done = subprocess.run(command, capture_output=True, text=True)
-    tables = {rank: sorted(output.glob(f"compare_result_{rank}_*.csv")) for rank in ranks[0]}
-    if done.returncode or not all(tables.values()):
-        print(f"{stage}: msprobe compare failed\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    shares = [by_share(side) for side in (a, b)]
+    codes = []
+    for share in sorted(shares[0].keys() & shares[1].keys()):
+        title = stage + "".join(f" {axis}{rank}" for axis, rank in zip(("dp", "cp"), share) if places[0][axis][1] > 1)
+        codes.append(compare_share(title, shares[0][share], shares[1][share], one_engine, tolerance, output))
+    if not codes:
+        print(f"{stage}: no rank was dumped in both")
+    return worst(codes or [2])
+
+
+def by_share(ranks: dict[Path, dict]) -> dict[tuple[int, int], dict[Path, dict]]:
+    """{(data, context parallel rank): {folder: coordinates}}"""
+    shares = {}
+    for rank, place in ranks.items():
+        shares.setdefault((place["dp"][0], place["cp"][0]), {})[rank] = place
+    return shares
+
+
+def compare_share(title: str, a: dict[Path, dict], b: dict[Path, dict], one_engine: bool, tolerance: float,
+                  output: Path | None) -> int:
+    for name, ranks in (("A", a), ("B", b)):
+        place = next(iter(ranks.values()))
+        if len(ranks) != place["tp"][1] * place["pp"][1]:
+            print(f"{title}: {name} has the dumps of {len(ranks)} of {place['tp'][1]} tensor x {place['pp'][1]} pipeline parallel "
+                  "ranks: set profiler.ranks=all")
+            return 2
+    a, b = gather(a), gather(b)
+    calls = [Counter(key[1:] for key in side.outputs) for side in (a, b)]
+    # The head is asked about the same tokens, whatever padding is around them.
+    heads = [[key for key in side.outputs if key[1] == "head"] for side in (a, b)]
+    other_tokens = {key[0] for key in heads[0] + heads[1] if heads[0] != heads[1] or not pairs(a, b, key)}
+    rows, left_out = [], Counter()
+    for key in a.outputs:
+        if key[1:] not in calls[1]:
+            continue
+        if key[0] in other_tokens:
+            left_out["their micro-batches differ (raise data.max_tokens_per_micro_batch)"] += 1
+        elif calls[0][key[1:]] != calls[1][key[1:]]:
+            left_out["one run alone calls them again (recomputation)"] += 1
+        elif found := pairs(a, b, key):
+            rows += [(x, y, gap(x.statistics, y.statistics)) for x, y in found]
+        else:
+            left_out["one run alone pads them (engine.sequence_parallel=false or profiler.msprobe.task=tensor)"] += 1
+    note = ", outputs of forward passes alone" + "".join(f"; {n} not compared: {why}" for why, n in left_out.items() if n)
+    alone = [".".join(map(str, key[1:])) for key in (*a.outputs, *b.outputs) if not all(key[1:] in side for side in calls)]
+    return report(title, rows, tolerance, output, alone if one_engine else [], note)
+
+
+def report(title: str, rows: list[tuple[Dumped, Dumped, float]], tolerance: float, output: Path | None, alone: list[str],
+           note: str = "") -> int:
+    """Print where pairs of tensors with their gaps, in execution order, diverge. alone: names in one run only."""
+    if not rows:
+        print(f"{title}: no module in common{note}")
         return 2
-    return worst(report(f"{stage} {rank}", read_rows(tables[rank][-1]), tolerance, pairs) for rank in tables)
-
-
-def read_rows(path: Path) -> list[dict[str, str]]:
-    csv.field_size_limit(2**30)                 # a column holds call stacks
-    with open(path, newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def report(title: str, rows: list[dict[str, str]], tolerance: float, pairs: dict[str, str] | None) -> int:
-    """Print what the rows of one rank say. pairs: of two engines, {name in A: name in B} of what both compute."""
-    # What is handed to a module or function is what another one put out, or an argument that it may not even read.
-    rows = [row for row in rows if not re.search(r"\.forward(\.\d+)?\.input\.", row["NPU Name"] + row["Bench Name"])]
-    if pairs is not None:
-        rows = [row for row in rows if pairs.get(row["NPU Name"]) == row["Bench Name"]]
-    matched = [row for row in rows if "N/A" not in (row["NPU Name"], row["Bench Name"])]
-    if not matched:
-        print(f"{title}: no module in common")
-        return 2
-    gaps = [gap(row) for row in matched]
+    gaps = [row[2] for row in rows]
+    if output:
+        write_table(output / f"{title.replace(' ', '_')}.csv", rows)
+    note += f", {len(alone)} in one run only" * bool(alone)
     largest = max(range(len(gaps)), key=gaps.__getitem__)
-    alone = [row for row in rows if "N/A" in (row["NPU Name"], row["Bench Name"])]
-    unmatched = ", outputs of forward passes alone" if pairs else f", {len(alone)} in one run only" if alone else ""
     first = next((i for i, x in enumerate(gaps) if x > tolerance), None)
     if first is None:
-        print(f"{title}: {len(matched)} tensors agree{unmatched}; largest difference {gaps[largest]:.2g}")
-        if alone:
-            names = alone[0]["NPU Name"], alone[0]["Bench Name"]
-            print(f"    the first in one run only: {next(x for x in names if x != 'N/A')}")
-        return int(bool(alone))
-    row = matched[first]
-    partner = "" if row["NPU Name"] == row["Bench Name"] else f" / {row['Bench Name']}"
-    print(f"{title}: parts at {row['NPU Name']}{partner}, "
-          f"relative difference {gaps[first]:.3g}; tensor {first + 1} of {len(matched)}{unmatched}")
-    for side, run in (("NPU", "A"), ("Bench", "B")):
-        print(f"    {run}: shape {row[f'{side} Tensor Shape']}  " +
-              "  ".join(f"{name} {row[f'{side} {name}']}" for name in STATISTICS))
-    print(f"    largest difference {gaps[largest]:.3g}, at {matched[largest]['NPU Name']}")
-    return 1
+        print(f"{title}: {len(rows)} tensors agree{note}; largest difference {gaps[largest]:.2g}")
+    else:
+        a, b, _ = rows[first]
+        print(f"{title}: diverges at {a.name}{'' if a.name == b.name else f' / {b.name}'}, relative difference "
+              f"{gaps[first]:.3g}; tensor {first + 1} of {len(rows)}{note}")
+        for run, x in (("A", a), ("B", b)):
+            print(f"    {run}: shape {x.shape}  " + "  ".join(f"{name} {value}" for name, value in x.statistics.items()))
+        print(f"    largest difference {gaps[largest]:.3g}, at {rows[largest][0].name}")
+    if alone:
+        print(f"    the first in one run only: {alone[0]}")
+    return int(first is not None or bool(alone))
 
 
-def gap(row: dict[str, str]) -> float:
+def gap(a: dict[str, float | None], b: dict[str, float | None], element: float | None = None) -> float:
     """The largest difference of a statistic (and, of tensors dumped whole, of an element) relative to the largest number
     there; inf where only one of the two is a finite number."""
-    pairs = [(number(row[f"NPU {name}"]), number(row[f"Bench {name}"])) for name in STATISTICS]
-    pairs = [(a, b) for a, b in pairs if a is not None and b is not None]
-    if any(math.isfinite(a) != math.isfinite(b) for a, b in pairs):
+    both = [(a[name], b[name]) for name in STATISTICS if a[name] is not None and b[name] is not None]
+    if any(math.isfinite(x) != math.isfinite(y) for x, y in both):
         return math.inf
-    pairs = [(a, b) for a, b in pairs if math.isfinite(a)]
-    scale = max((abs(x) for pair in pairs[:2] for x in pair), default=0.0)
-    gaps = [abs(a - b) / max(abs(a), abs(b), scale) for a, b in pairs if a != b]
-    element = number(row.get("MaxAbsErr"))
+    both = [(x, y) for x, y in both if math.isfinite(x)]
+    scale = max((abs(x) for pair in both[:2] for x in pair), default=0.0)           # of the largest and smallest element
+    gaps = [abs(x - y) / max(abs(x), abs(y), scale) for x, y in both if x != y]
     if element and math.isfinite(element) and scale:
         gaps.append(element / scale)
     return max(gaps, default=0.0)
 
 
-def number(text: str | None) -> float | None:
-    try:
-        return float(text)
-    except (TypeError, ValueError):
-        return None
-
-
-# -- names -------------------------------------------------------------------------------------------------------------
-
-
-def names(rank: Path) -> list[str]:
-    """Names of all tensors of a dump, as msprobe compare calls them."""
-    found = []
-    for name, call in json.loads((rank / "dump.json").read_text())["data"].items():
-        for part, label in (("input_args", "input"), ("input", "input"), ("output", "output")):
-            found += [f"{name}.{label}.{i}" for i, value in enumerate(call.get(part) or []) if value]
-    return found
-
-
-def paired(a: list[str], b: list[str]) -> dict[str, str]:
-    """{name in a: name in b} where a Megatron and a Hugging Face module compute the same."""
-    ours, theirs = ({canonical(name): name for name in side if canonical(name)} for side in (a, b))
-    return {ours[key]: theirs[key] for key in ours if key in theirs}
-
-
-def canonical(name: str) -> str | None:
-    """The name of a module's output in Hugging Face's terms, without classes and wrappers. None for one that has no
-    partner."""
-    match = re.fullmatch(r"Module\.\d+\.(.*)\.(?!Identity)\w+\.forward\.(\d+)\.output\.0", name)
-    if not match:
-        return None
-    path, call = match[1].removeprefix("hf."), match[2]
-    layer = re.fullmatch(r"(?:decoder|model)\.(layers\.\d+)\.?(.*)", path)
-    prefix, last = (f"model.{layer[1]}.", layer[2]) if layer else ("", path)
-    last = SAME.get(last, last if last in SAME.values() else None)
-    return None if last is None else f"{prefix}{last} {call}"
+def write_table(path: Path, rows: list[tuple[Dumped, Dumped, float]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w", newline="") as file:
+        table = csv.writer(file)
+        table.writerow([f"{run} {what}" for run in "AB" for what in ("name", "shape", *STATISTICS)] + ["relative difference"])
+        for *both, relative in rows:
+            table.writerow([cell for x in both for cell in (x.name, x.shape, *x.statistics.values())] + [relative])
 
 
 def main() -> int:
@@ -187,14 +212,13 @@ def main() -> int:
     parser.add_argument("--tolerance", type=float, default=1e-4)
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
-        return compare(given.run_a, given.run_b, given.step, given.stage, given.tolerance, given.output or Path(scratch))
+    return compare(given.run_a, given.run_b, given.step, given.stage, given.tolerance, given.output)
 
 
 if __name__ == "__main__":
     try:
         code = main()
-    except Exception:                           # not Python's 1, which says that the runs part
+    except Exception:                           # not Python's 1, which says that the runs diverge
         traceback.print_exc()
         code = 2
     sys.exit(code)

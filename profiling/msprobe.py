@@ -1,4 +1,9 @@
-"""Precision dumps with msprobe (package mindstudio-probe): {directory}/step_{N}/{stage}/step{N}/rank{R}/dump.json."""
+"""Precision dumps with msprobe (package mindstudio-probe): {directory}/step_{N}/{stage}/step{N}/rank{R}/dump.json.
+
+A dump changes no bit of a forward pass. It may change the last bits of gradients: hooks on a module's backward pass insert
+nodes into autograd's graph, so the gradients of a tensor that several operations read are summed in another order. Weights
+and losses after a dumped training step therefore equal those without a dump only up to rounding.
+"""
 
 import json
 import os
@@ -11,23 +16,23 @@ import torch
 from profiling.tool import Tool
 
 TASKS, LEVELS = ("statistics", "tensor"), ("L0", "L1", "mix")
-# A record for each token that vLLM decodes, or for each batch of a whole validation: large, so these have to be named.
+# Large: one record per token that vLLM decodes, or per batch of a whole validation. So these have to be named.
 ONLY_WHEN_NAMED = ("rollout_generate", "validate")
 
 
 class Msprobe(Tool):
-    """One msprobe session for each selected stage. msprobe has one debugger a process, so they never nest."""
+    """One msprobe session per selected stage. msprobe has one debugger per process, so sessions never nest."""
 
     def __init__(self, settings, directory: Path, rank: int, model_stages):
         self.options, self.directory, self.rank = settings.msprobe, directory, rank
         self.stages = select_stages(self.options.stages, model_stages)
         self.config_path = self.options.config_path and Path(self.options.config_path)
-        os.environ.setdefault("MSPROBE_LOG_LEVEL", "2")         # warnings; it has two lines to say of every session
+        os.environ.setdefault("MSPROBE_LOG_LEVEL", "2")         # warnings; otherwise it prints two lines per session
         try:
             from msprobe.pytorch import PrecisionDebugger
         except ImportError as error:
-            raise ValueError("profiler.tool=msprobe needs the package mindstudio-probe and what it imports: pip install "
-                             f"mindstudio-probe ({error})") from None
+            raise ValueError("profiler.tool=msprobe needs the package mindstudio-probe: pip install mindstudio-probe "
+                             f"({error})") from None
         self.make_debugger = PrecisionDebugger
         given = read_config(self.config_path) if self.config_path else {}
         self.task = self.options.task or given.get("task") or "statistics"
@@ -39,10 +44,10 @@ class Msprobe(Tool):
             check_config(self.config_path, self.task, self.level)
         self.debugger = self.inside = None
         self.failed, self.told, self.dumped, self.before = 0, False, [], {}
-        self.never = list(self.options.stages or [])            # named, and not run yet
+        self.never = list(self.options.stages or [])            # named, but not run yet
 
     def open(self, step: int) -> None:
-        # Only now: from its construction on, levels L1 and mix slow every call of torch in this process.
+        # Only now: once constructed, levels L1 and mix slow down every torch call of this process.
         if self.config_path is None:
             self.config_path = write_config(self.directory / f"msprobe_rank{self.rank}.json", self.task, self.level)
         self.debugger = self.make_debugger(config_path=str(self.config_path), task=self.task, level=self.level,
@@ -54,24 +59,24 @@ class Msprobe(Tool):
     @contextmanager
     def _session(self, name: str, step: int, where: Path, engine):
         if self.inside:
-            raise RuntimeError(f"msprobe cannot dump stage {name} inside stage {self.inside}: name one of them in "
+            raise RuntimeError(f"msprobe cannot dump stage {name} inside stage {self.inside}: name only one of them in "
                                "profiler.msprobe.stages")
         if engine is None:
-            raise RuntimeError(f"stage {name} was not given the engine whose modules msprobe is to dump")
+            raise RuntimeError(f"stage {name} was not given an engine, whose modules msprobe would dump")
         self.inside, target, started = name, where / f"step{step}" / f"rank{self.rank}", False
         self.never = [stage for stage in self.never if stage != name]
         try:
             with self._may_fail(name, step):
-                if target.exists():             # of a run that was killed; this one repeats the step
+                if target.exists():             # left by a killed run whose step is repeated
                     shutil.rmtree(target)
                 self.debugger.service.config.dump_path = str(where)
                 self.debugger.set_init_step(step)
                 self.debugger.start(engine.modules(), rank_id=self.rank)
                 started = True
-            with torch.compiler.set_stance("force_eager"):      # nothing is seen inside compiled functions
+            with torch.compiler.set_stance("force_eager"):      # hooks do not run inside compiled functions
                 yield
         except BaseException:
-            with suppress(Exception):           # the stage's own error is the one to be seen
+            with suppress(Exception):           # the stage's own error is the one to report
                 self.debugger.stop()
                 self.debugger.step()
             raise
@@ -80,9 +85,10 @@ class Msprobe(Tool):
         if started:
             with self._may_fail(name, step):
                 self.debugger.stop()
-                self.debugger.step()            # forgets what is written and counts calls from 0 again
+                self.debugger.step()            # forgets what it wrote and counts calls from 0 again
                 if not json.loads((target / "dump.json").read_text())["data"]:
-                    raise RuntimeError("dump.json has no record, so no module ran")
+                    raise RuntimeError("dump.json is empty: no module ran")
+                (target / "coordinates.json").write_text(json.dumps({"of": type(engine).__name__, **engine.coordinates()}))
                 self.dumped.append((name, target))
 
     @contextmanager
@@ -93,8 +99,8 @@ class Msprobe(Tool):
             if self.options.strict:
                 raise RuntimeError(f"msprobe could not dump {name} of step {step}: {error}") from error
             if not self.failed:
-                print(f"rank {self.rank}: msprobe could not dump {name} of step {step}, which is counted in "
-                      f"profiler/failed_dumps from now on: {error!r}", flush=True)
+                print(f"rank {self.rank}: msprobe could not dump {name} of step {step}; from now on failures "
+                      f"are only counted, in profiler/failed_dumps: {error!r}", flush=True)
             self.failed += 1
 
     def end_step(self, seconds: dict[str, float]) -> dict[str, float]:
@@ -107,31 +113,31 @@ class Msprobe(Tool):
             size = sum(file.stat().st_size for _, target in self.dumped for file in target.rglob("*") if file.is_file())
             took, usual = (sum(s.get(name, 0.0) for name in names) for s in (seconds, self.before))
             print(f"rank {self.rank}: msprobe dumped {', '.join(names)} with {self.task} {self.level}: {took:.3g} s in these "
-                  f"stages{f' ({usual:.3g} s in the step before)' if usual else ''}, {size / 1e6:.3g} MB a step and rank",
+                  f"stages{f' ({usual:.3g} s in the step before)' if usual else ''}, {size / 1e6:.3g} MB per step and rank",
                   flush=True)
         self.dumped.clear()
         return {"profiler/failed_dumps": self.failed}
 
     def close(self) -> None:
         if self.never:
-            print(f"rank {self.rank}: msprobe dumped nothing of {', '.join(self.never)}: not run in these steps", flush=True)
+            print(f"rank {self.rank}: msprobe dumped nothing of {', '.join(self.never)}: not run in the interval", flush=True)
         self.debugger, self.before = None, {}
 
 
 def select_stages(wanted, model_stages) -> list[str]:
-    """The stages to dump (null: all with a model of the trainer). Raises ValueError for one that is not there."""
+    """The stages to dump (null: all that run a model of the trainer). Raises ValueError for an unknown one."""
     if wanted is None:
         return [name for name in model_stages if name not in ONLY_WHEN_NAMED]
     for name in wanted:
         if name not in model_stages:
-            why = "; CUDA graphs call no hooks: for it set rollout.enforce_eager=true" * (name == "rollout_generate")
-            raise ValueError(f"profiler.msprobe.stages: {name} is no stage of this run with a model in it; those are "
+            why = "; it needs rollout.enforce_eager=true, because CUDA graphs call no hooks" * (name == "rollout_generate")
+            raise ValueError(f"profiler.msprobe.stages: {name} is not a stage of this run that runs a model; those are "
                              f"{', '.join(model_stages)}{why}")
     return list(wanted)
 
 
 def read_config(path: Path) -> dict:
-    """msprobe's config.json. Raises ValueError when it cannot be read, or holds what this configuration says."""
+    """msprobe's config.json. Raises ValueError if it cannot be read, or selects what this configuration selects."""
     try:
         config = json.loads(path.read_text())
     except OSError as error:
@@ -139,17 +145,17 @@ def read_config(path: Path) -> dict:
     except ValueError as error:
         raise ValueError(f"profiler.msprobe.config_path={path} is not JSON: {error}") from None
     if not isinstance(config, dict) or path.suffix != ".json":
-        raise ValueError(f"profiler.msprobe.config_path={path} must be a .json file with an object in it")
+        raise ValueError(f"profiler.msprobe.config_path={path} must be a .json file that holds an object")
     for key, instead in (("step", "trainer.profile_interval"), ("rank", "profiler.ranks")):
         if config.get(key):
-            raise ValueError(f"profiler.msprobe.config_path={path} selects a {key}: leave that list empty, {instead} "
-                             "selects")
+            raise ValueError(f"profiler.msprobe.config_path={path} selects a {key}: leave that list empty and set "
+                             f"{instead}")
     return config
 
 
 def check_config(path: Path, task: str, level: str) -> None:
-    """Raises ValueError for what msprobe would refuse when the debugger is made, at the first step that is recorded, and
-    for what profiling.compare cannot read."""
+    """Raises ValueError for what msprobe would refuse at the first recorded step, when the debugger is constructed, and for
+    what profiling.compare cannot read."""
     from msprobe.pytorch.dump.debugger.debugger_config import DebuggerConfig
     from msprobe.pytorch.dump.pt_config import parse_json_config
     try:
@@ -161,7 +167,7 @@ def check_config(path: Path, task: str, level: str) -> None:
 
 
 def write_config(path: Path, task: str, level: str) -> Path:
-    """A config.json that dumps everything; the next run can be given it, with a scope or a list of modules added."""
+    """Write a config.json that dumps everything. A copy with a scope or a list of modules can be given to the next run."""
     path.parent.mkdir(parents=True, exist_ok=True)
     both = {"scope": [], "list": [], "data_mode": ["all"]}
     path.write_text(json.dumps({"task": task, "dump_path": str(path.parent), "rank": [], "step": [], "level": level,

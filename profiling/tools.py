@@ -1,6 +1,6 @@
-"""What records a stage: torch (traces), nvtx and mstx (ranges), memory (snapshots); msprobe has its own file.
+"""The tools that record a stage: torch (traces), nvtx and mstx (ranges), memory (snapshots). msprobe has its own file.
 
-A new one is a class of five methods here, and its name in build().
+To add one, write a class with the five methods of Tool and enter it in build().
 """
 
 import importlib.util
@@ -11,22 +11,22 @@ from pathlib import Path
 from profiling.msprobe import Msprobe
 from profiling.tool import Tool
 
-# What a range is drawn in, so that one finds one's way in a timeline; other stages are grey.
+# Of ranges in a timeline; other stages are grey.
 COLOURS = {"data": "orange", "rollout_generate": "green", "reward": "yellow", "actor_compute_log_prob": "cyan",
            "ref_compute_log_prob": "blue", "compute_values": "purple", "advantages": "orange", "train_batch": "red",
            "critic_update": "pink", "actor_update": "red", "update_weights": "brown", "validate": "lime", "save": "black"}
 
 
 def build(names: list[str], settings, directory: Path, rank: int, model_stages) -> list:
-    """The tools called `names`. Raises ValueError for one that cannot work here, or not beside another."""
+    """The tools called `names`. Raises ValueError for one that cannot work here, or not together with another."""
     kinds = {"nvtx": Nvtx, "mstx": Mstx, "torch": Torch, "memory": Memory, "msprobe": Msprobe}
     for name in names:
         if name not in kinds:
             raise ValueError(f"profiler.tool={name} must be one of {', '.join(kinds)}")
     if {"torch", "nvtx"} <= set(names) and list(settings.torch.activities or []) != ["cpu"]:
-        raise ValueError("profiler.tool: torch and nvtx both want CUPTI for themselves: name one of them, or set "
+        raise ValueError("profiler.tool: torch and nvtx cannot share CUPTI: name one of them, or set "
                          "profiler.torch.activities=[cpu]")
-    # The order of kinds: ranges around traces around dumps.
+    # In this order: ranges enclose traces, traces enclose dumps.
     return [kind(settings, directory, rank, model_stages) for name, kind in kinds.items() if name in names]
 
 
@@ -45,7 +45,7 @@ class Torch(Tool):
         self.activities = list(settings.torch.activities or present)
         for name in self.activities:
             if name not in present:
-                raise ValueError(f"profiler.torch.activities: {name} is not on this machine; there is {', '.join(present)}")
+                raise ValueError(f"profiler.torch.activities: {name} is not on this machine, which has {', '.join(present)}")
 
     def open(self, step: int) -> None:
         self.first = self.last = step
@@ -107,7 +107,7 @@ class Nvtx(Tool):
 
     def close(self) -> None:
         import torch
-        torch.cuda.synchronize()            # kernels still to run belong to the capture
+        torch.cuda.synchronize()            # queued kernels belong to the capture
         torch.cuda.profiler.stop()
 
 
@@ -129,8 +129,8 @@ class Mstx(Tool):
 
 
 class Memory(Tool):
-    """A snapshot of the accelerator's memory and its last allocations after each stage (pytorch.org/memory_viz); after
-    one that ran out of memory, too, with that in its name."""
+    """A snapshot of the accelerator's memory and its last allocations after each stage (pytorch.org/memory_viz), also after
+    a stage that ran out of memory, which the file name then says."""
 
     def __init__(self, settings, directory: Path, rank: int, model_stages: Sequence[str]):
         self.rank, self.max_entries = rank, settings.memory.max_entries

@@ -1,6 +1,6 @@
 """vLLM in this process: generates on the trainer's own weights and gives its memory back while training.
 
-The order of one round, each step an error at another time:
+The order of one round; each step is an error at any other time:
     wake("weights") -> update_weights(...) -> wake("kv_cache") -> generate(...) -> sleep()
 """
 
@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import random
-import sys
+import time
 import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import contextmanager
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
 from torch import Tensor
+from tqdm import tqdm
 from transformers import AutoConfig
 
 from config import InputError
@@ -29,9 +30,9 @@ CPU_KV_CACHE_GIB, MAX_GROWTH_GIB = 1.0, 1.0
 
 
 class Rollout:
-    """One replica of vLLM for every rollout.tensor_parallel_size neighbouring ranks, which all get its results.
+    """One replica of vLLM for every rollout.tensor_parallel_size neighbouring ranks, all of which get its results.
 
-    replica, num_replicas  which of how many this rank belongs to;  tp_rank  its place in it
+    replica, num_replicas  the replica of this rank, and how many there are;  tp_rank  this rank's place in its replica
     """
 
     def __init__(self, config: DictConfig, device: torch.device):
@@ -43,7 +44,8 @@ class Rollout:
         check(config, dist.get_world_size())
         self.device, self.stop_ids = device, stop_token_ids(Path(config.model.path))
         tp = rollout.tensor_parallel_size
-        self.replica, self.tp_rank, self.num_replicas = dist.get_rank() // tp, dist.get_rank() % tp, dist.get_world_size() // tp
+        self.replica, self.num_replicas = dist.get_rank() // tp, dist.get_world_size() // tp
+        self.tp_rank, self.tp_size = dist.get_rank() % tp, tp
         hf_config = AutoConfig.from_pretrained(config.model.path)       # a key that config.json lacks has its class's default
         self.tied = hf_config.tie_word_embeddings
         # Weights are pushed whole before every use, so level 2 may drop them; Ascend has level 1 only.
@@ -53,7 +55,7 @@ class Rollout:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         from vllm import LLM, SamplingParams
         self.SamplingParams = SamplingParams
-        max_model_len = config.data.max_prompt_length + max(rollout.max_tokens, config.validation.max_tokens)
+        arguments = model_arguments(config)
         options = {"gpu_memory_utilization": rollout.gpu_memory_utilization, "enable_sleep_mode": True}
         if device.type == "cpu":
             options = {}
@@ -66,16 +68,11 @@ class Rollout:
         try:
             with untouched_random_state():
                 self.llm = LLM(
-                    config.model.path, distributed_executor_backend="external_launcher", tensor_parallel_size=tp,
-                    dtype=config.engine.compute_dtype, load_format="dummy", max_model_len=max_model_len,
-                    max_num_seqs=rollout.max_num_seqs,
+                    **arguments, distributed_executor_backend="external_launcher", tensor_parallel_size=tp,
+                    load_format="dummy", max_num_seqs=rollout.max_num_seqs,
                     # A prompt cut into chunks draws from its request's generator too early; on a CPU that is a crash.
-                    enable_chunked_prefill=False, max_num_batched_tokens=max(PREFILL_TOKENS, max_model_len),
-                    enforce_eager=rollout.enforce_eager or device.type == "cpu",
-                    # Only a stop string needs text. Ids that end a response come from the model's files, see below.
-                    skip_tokenizer_init=not (rollout.stop or config.validation.stop), logprobs_mode="processed_logprobs",
-                    # A tied output matrix keeps a packed copy of the old weights on a CPU: untie it, and send both.
-                    hf_overrides={"tie_word_embeddings": False}, seed=config.trainer.seed % 2**32, **options)
+                    enable_chunked_prefill=False, max_num_batched_tokens=max(PREFILL_TOKENS, arguments["max_model_len"]),
+                    enforce_eager=rollout.enforce_eager or device.type == "cpu", **options)
         except ValueError as error:
             raise InputError(f"vLLM cannot start: {error}") from error
         self.sleep()
@@ -97,8 +94,7 @@ class Rollout:
                                f"{'valid' if self.weights_valid else 'not valid'}: wake, update_weights, wake first")
         params = [self._params(sampling, seed) for seed in seeds]
         with untouched_random_state():
-            outputs = self.llm.generate([{"prompt_token_ids": p} for p in prompts], params,
-                                        use_tqdm=dist.get_rank() == 0 and sys.stderr.isatty())
+            outputs = self._run([{"prompt_token_ids": p} for p in prompts], params)
         ids, log_probs, mask, truncated = [], [], [], []
         for prompt, output in zip(prompts, outputs, strict=True):
             response = output.outputs[0]
@@ -112,9 +108,31 @@ class Rollout:
         cu_seqlens = torch.tensor([0, *map(len, ids)]).cumsum(0)
         return Batch(flat(ids, torch.int64), cu_seqlens, fields), torch.tensor(truncated, dtype=torch.bool)
 
+    def _run(self, prompts: list[dict], params: list) -> list:
+        """vLLM's outputs, in the order of the prompts. On a terminal, rank 0 shows how far its replica is in one line,
+        which disappears at the end; the tokens in it are those of finished responses."""
+        replicas = f" (vLLM 1 of {self.num_replicas})" if self.num_replicas > 1 else ""
+        self.llm.enqueue(prompts, params, use_tqdm=False)
+        outputs, num_tokens, engine = [], 0, self.llm.llm_engine
+        with tqdm(total=len(prompts), leave=False, dynamic_ncols=True, disable=dist.get_rank() != 0 or None,     # None: no terminal
+                  bar_format=f"generate{replicas} |{{bar:20}}| {{n_fmt}}/{{total_fmt}} responses{{postfix}}") as bar:
+            start = time.perf_counter()
+            while engine.has_unfinished_requests():
+                finished = [output for output in engine.step() if output.finished]
+                outputs += finished
+                num_tokens += sum(len(output.outputs[0].token_ids) for output in finished)
+                bar.set_postfix_str(f"{tqdm.format_sizeof(num_tokens / (time.perf_counter() - start))} tokens/s", refresh=False)
+                bar.update(len(finished))
+        return sorted(outputs, key=lambda output: int(output.request_id))
+
     def modules(self) -> list[torch.nn.Module]:
         """vLLM's model on this rank."""
         return self.llm.apply_model(lambda model: model)
+
+    def coordinates(self) -> dict:
+        """As Engine.coordinates()."""
+        return {"dp": [self.replica, self.num_replicas], "cp": [0, 1], "tp": [self.tp_rank, self.tp_size], "pp": [0, 1],
+                "first_layers": [0]}
 
     def _params(self, sampling: DictConfig, seed: int):
         greedy = sampling.temperature == 0
@@ -156,8 +174,8 @@ class Rollout:
     def sleep(self) -> dict[str, float]:
         """Give up the memory of KV cache and weights. On a CPU nothing moves, but generate() is refused all the same.
 
-        Returns perf/memory_awake_gib and perf/memory_asleep_gib, what is in use on the device before and after, by
-        whomever, but nothing on a CPU. Warns when memory asleep grows.
+        Returns perf/memory_awake_gib and perf/memory_asleep_gib, the memory in use on the device before and after, by any
+        process; on a CPU, nothing. Warns when the memory in use while asleep grows.
         """
         awake = used_gib(self.device)
         if self.awake and self.device.type != "cpu":
@@ -201,6 +219,30 @@ def check(config: DictConfig, world_size: int) -> None:
     heads = getattr(AutoConfig.from_pretrained(config.model.path), "num_attention_heads", tp)
     if heads % tp:
         raise InputError(f"rollout.tensor_parallel_size={tp} does not divide the model's {heads} attention heads")
+
+
+def model_arguments(config: DictConfig) -> dict:
+    """What vLLM is told of the model."""
+    longest = config.data.max_prompt_length + max(config.rollout.max_tokens, config.validation.max_tokens)
+    return {"model": config.model.path, "max_model_len": longest, "dtype": config.engine.compute_dtype,
+            # Only a stop string needs text. Ids that end a response come from the model's files.
+            "skip_tokenizer_init": not (config.rollout.stop or config.validation.stop),
+            "logprobs_mode": "processed_logprobs", "seed": config.trainer.seed % 2**32,
+            # A tied output matrix keeps a packed copy of the old weights on a CPU: untie it, and send both.
+            "hf_overrides": {"tie_word_embeddings": False}}
+
+
+def check_model(config: DictConfig) -> None:
+    """Raise InputError for a model, or a length, that vLLM refuses. Importing vLLM takes seconds."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from vllm.config import ModelConfig
+    arguments = model_arguments(config)
+    try:
+        ModelConfig(**arguments)
+    except ValueError as error:
+        said = " ".join(str(error).split("Value error, ")[-1].split()).split(" [type=")[0]
+        raise InputError(f"vLLM refuses model.path={config.model.path} with data.max_prompt_length + max_tokens = "
+                         f"{arguments['max_model_len']}: {said}") from error
 
 
 def stop_token_ids(path: Path) -> list[int]:

@@ -1,4 +1,4 @@
-"""The cases of test_fsdp.py for one number of ranks: writes down numbers and judges none.
+"""The cases of test_fsdp.py for one number of ranks: it writes down numbers, which test_fsdp.py judges.
 
     torchrun --nproc-per-node N tests/fsdp_worker.py FOLDER
 
@@ -8,6 +8,9 @@ what log_probs answered. 4 ranks write checkpoints that all launches read.
 
 import hashlib
 import json
+import os
+import resource
+import shutil
 import sys
 import threading
 import time
@@ -19,7 +22,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from transformers import PreTrainedTokenizerFast
 
 from config import InputError, load
@@ -27,6 +31,8 @@ from data.packing import Batch, partition
 from engines import device
 from engines.checkpoint import Checkpointer, export_hf
 from engines.fsdp.engine import FSDPEngine
+from engines.optimizer import ShardedMuon
+from tests.traps import without_checksums
 
 TOTAL_STEPS, FEW, WARMUP_STEPS, PEAK_LR, MIN_LR_RATIO, WEIGHT_DECAY, CLIP, BETAS = 30, 10, 3, 2e-3, 0.1, 0.1, 0.5, (0.9, 0.95)
 ENTROPY_BONUS, LONGEST = 0.1, 40
@@ -38,13 +44,14 @@ SETTINGS = ["data.train_files=unused", "engine.compute_dtype=float32", "optim.lr
 
 @dataclass
 class Case:
-    """Train `steps` steps of a model with these engine settings; uneven: see divide()."""
+    """Train `steps` steps of a model with these engine settings and optimizer; uneven: see divide()."""
 
     family: str
     engine: str = ""
     steps: int = FEW
     cap: int = 60
     uneven: bool = False
+    optimizer: str = "adamw"
 
 
 CP2, CP4, PADDED = "context_parallel_size=2", "context_parallel_size=4", "use_remove_padding=false"
@@ -56,20 +63,23 @@ CASES = {
         "padded": Case("qwen2_tied", PADDED), "recompute": Case("llama", RECOMPUTE), "offload": Case("qwen3", OFFLOAD),
         "sliding window": Case("sliding"), "padded sliding window": Case("sliding", PADDED),
         "compiled": Case("llama", "torch_compile=always", steps=4),
-        "fp32 master": Case("qwen3", MASTER), "pure bf16": Case("qwen3", BF16)},
+        "fp32 master": Case("qwen3", MASTER), "pure bf16": Case("qwen3", BF16),
+        "muon": Case("llama", optimizer="muon")},
     2: {**{f"plain {family}": Case(family, steps=TOTAL_STEPS) for family in ("qwen2_tied", "qwen3", "llama")},
         "again qwen3": Case("qwen3", steps=8), "one micro-batch": Case("qwen3", cap=1000),
         "padded": Case("llama", PADDED), "recompute": Case("qwen2_tied", RECOMPUTE),
         "offload": Case("qwen2_tied", OFFLOAD), "zero2": Case("qwen3", ZERO2), "cp2": Case("qwen3", CP2),
         "uneven": Case("llama", uneven=True), "uneven padded": Case("qwen3", PADDED, uneven=True),
-        "fp32 master": Case("llama", MASTER), "pure bf16": Case("llama", BF16)},
+        "fp32 master": Case("llama", MASTER), "pure bf16": Case("llama", BF16),
+        "muon offload": Case("qwen2_tied", OFFLOAD, optimizer="muon")},
     4: {**{f"plain {family}": Case(family, steps=TOTAL_STEPS) for family in ("qwen2_tied", "llama")},
         "uneven": Case("qwen2_tied", uneven=True), "hybrid": Case("qwen3", "fsdp_size=2"),
         "hybrid cp2": Case("llama", f"fsdp_size=2 {CP2}"),
         "cp4": Case("llama", CP4, steps=TOTAL_STEPS, cap=90), "cp2 dp2": Case("qwen2_tied", CP2),
         "again cp2 dp2": Case("qwen2_tied", CP2, steps=8), "sliding window cp2": Case("sliding", CP2),
         "uneven cp2 dp2": Case("qwen3", f"{CP2} {RECOMPUTE}", cap=90, uneven=True),
-        "fp32 master cp2": Case("qwen2_tied", f"{MASTER} {CP2}", steps=8)},
+        "fp32 master cp2": Case("qwen2_tied", f"{MASTER} {CP2}", steps=8),
+        "muon hybrid": Case("llama", "fsdp_size=2", optimizer="muon")},
 }
 BROKEN = ("no_files", "missing_weight", "wrong_shape")
 # Families whose attention, embedding or memory of earlier tokens is not that of llama.
@@ -84,8 +94,8 @@ FOREIGN = {
 
 
 def make_batch(step: int) -> Batch:
-    """Four batches of 8 sequences in turn, so that there is something to learn. Traps: a sequence of one token, one of
-    which only the end counts, one of which nothing does, and first tokens that are said to count."""
+    """Four batches of 8 sequences in turn, so that there is something to learn. Traps: a sequence of one token, one with a loss
+    on its end only, one without any loss, and first tokens whose loss_mask is 1."""
     g = torch.Generator().manual_seed(step % 4)
     lengths = [1, LONGEST, 2, *torch.randint(3, LONGEST, (5,), generator=g).tolist()]
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
@@ -122,7 +132,8 @@ def main(folder: Path) -> None:
             if world > 1:                        # the other ranks would wait for this one
                 raise
             results[name] = {"error": traceback.format_exc()}
-    for work in (refused, *((non_finite, rotate, publish) if world < 4 else ())):
+    for work in (refused, muon_steps, muon_resume, *((non_finite, rotate, publish) if world < 4 else ()),
+                 *((harmed, full) if world == 2 else ())):
         results[work.__name__] = work(folder, this_device)
     for family in ("qwen2_tied", "llama"):
         results[f"checkpoint {family}"] = checkpoint(folder, this_device, family, asynchronous=family == "llama")
@@ -132,7 +143,7 @@ def main(folder: Path) -> None:
 
 
 def run(folder: Path, this_device: torch.device, title: str, case: Case) -> dict:
-    engine = build(folder / case.family, this_device, case.engine, case.cap)
+    engine = build(folder / case.family, this_device, case.engine, case.cap, case.optimizer)
     calls = count_calls(engine)
     result = {"steps": train(engine, range(case.steps), case.uneven), "attention_calls": len(calls),
               "stored_dtypes": sorted({str(p.dtype) for p in engine.hf.parameters()})}
@@ -142,9 +153,10 @@ def run(folder: Path, this_device: torch.device, title: str, case: Case) -> dict
     return result | {"digests": gather(digest(weights))}
 
 
-def build(model: Path, this_device: torch.device, settings: str = "", cap: int = 60) -> FSDPEngine:
+def build(model: Path, this_device: torch.device, settings: str = "", cap: int = 60, optimizer: str = "adamw") -> FSDPEngine:
     return FSDPEngine(load("sft.yaml", [f"model.path={model}", f"data.max_tokens_per_micro_batch={cap}", *SETTINGS,
-                                        *(f"engine.{s}" for s in settings.split())]), this_device, TOTAL_STEPS)
+                                        f"optim.name={optimizer}", *(f"engine.{s}" for s in settings.split())]),
+                      this_device, TOTAL_STEPS)
 
 
 def train(engine: FSDPEngine, steps, uneven: bool = False) -> list[dict[str, float]]:
@@ -180,7 +192,7 @@ def count_calls(engine: FSDPEngine) -> list:
 
 
 def digest(values: dict) -> str:
-    """Of this rank's part of all tensors and numbers in a dictionary of dictionaries, to the last bit."""
+    """A hash of this rank's part of all tensors and numbers in a dictionary of dictionaries, to the last bit."""
     def plain(value):
         if isinstance(value, dict):
             return {k: plain(v) for k, v in sorted(value.items())}
@@ -202,8 +214,47 @@ def non_finite(folder: Path, this_device: torch.device) -> dict:
             "without": train(build(folder / "qwen3", this_device), [0, 1, 3])}
 
 
+def muon_steps(folder: Path, this_device: torch.device) -> dict[str, float]:
+    """The largest difference between matrices divided over ranks and whole ones, after three steps with equal gradients."""
+    world, worst, sizes = dist.get_world_size(), {}, [(32, 32), (7, 96), (48, 5), (1, 8), (33, 16)]   # some rows left over
+    for name, shape in {"shard": (world,), **({"replicate and shard": (2, 2)} if world == 4 else {})}.items():
+        mesh = init_device_mesh(this_device.type, shape)
+        placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+        g = torch.Generator().manual_seed(0)
+        whole = [torch.nn.Parameter(torch.randn(size, generator=g)) for size in sizes]
+        parts = [torch.nn.Parameter(distribute_tensor(p.detach(), mesh, placements)) for p in whole]
+        settings = dict(lr=0.1, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+        optimizers = torch.optim.Muon(whole, **settings), ShardedMuon(parts, **settings)
+        for _ in range(3):
+            for p, part in zip(whole, parts):
+                p.grad = torch.randn(p.shape, generator=g)
+                part.grad = distribute_tensor(p.grad, mesh, placements)
+            for optimizer in optimizers:
+                optimizer.step()
+        worst[name] = max((p - part.full_tensor()).abs().max().item() for p, part in zip(whole, parts))
+    return worst
+
+
+def muon_resume(folder: Path, this_device: torch.device) -> dict:
+    """Two steps and two more on 4 ranks without interruption; two more from the checkpoint on any number of ranks."""
+    checkpointer, result = Checkpointer(folder / "checkpoints_muon", 2, asynchronous=False), {}
+    if dist.get_world_size() == 4:
+        engine = build(folder / "qwen3", this_device, optimizer="muon")
+        train(engine, range(2))
+        checkpointer.save(2, engine, {"step": 2}, make_tokenizer())
+        engine.offload("parameters", "optimizer")
+        result["uninterrupted"] = train(engine, range(2, 4))
+        result["weights"] = digest(dict(engine.export_weights()))
+    engine = build(folder / "qwen3", this_device, optimizer="muon")
+    checkpointer.load(folder / "checkpoints_muon" / "step_00000002", engine)
+    result["resumed"] = train(engine, range(2, 4))
+    states = [x.to_local() if isinstance(x, DTensor) else x for x in engine._tensors(("optimizer",))]
+    return result | {"resumed_weights": digest(dict(engine.export_weights())),
+                     "state_bytes": gather(sum(x.nbytes for x in states if x.ndim))}
+
+
 def refused(folder: Path, this_device: torch.device) -> dict[str, list[str] | None]:
-    """What each rank is told about models that cannot be loaded; None where this one was loaded, and asked."""
+    """What each rank is told about models that cannot be loaded; None where a model was loaded after all."""
     told = {}
     for name in (*BROKEN, *(FOREIGN if dist.get_world_size() == 1 else ())):
         try:
@@ -259,17 +310,106 @@ def rotate(folder: Path, this_device: torch.device) -> dict:
     engine, checkpointer = build(folder / "qwen3", this_device), Checkpointer(directory, 2, asynchronous=False)
     if steps == [3]:
         (directory / "step_00000009.tmp").mkdir()
-    found = str(checkpointer.latest())
+        for name in ("step_00000009.bak", "step_00000009.damaged", "step_9"):
+            (directory / name).mkdir()
+    found, deleted, synced, fsync = str(checkpointer.latest()), [], set(), os.fsync
+
+    def note(descriptor):
+        synced.add(os.path.relpath(os.readlink(f"/proc/self/fd/{descriptor}"), directory))
+        fsync(descriptor)
+    sys.addaudithook(lambda event, arguments: deleted.append(Path(arguments[0]).name) if event == "shutil.rmtree" else None)
+    os.fsync = note
     for step in steps:
         checkpointer.save(step, engine, {"step": step}, make_tokenizer())
-    return {"found": found, "left": sorted(p.name for p in directory.iterdir()),
+    os.fsync = fsync
+    return {"found": found, "left": sorted(p.name for p in directory.iterdir()), "deleted": list(deleted), "synced": sorted(synced),
             "latest": [checkpointer.latest().name, (directory / "latest").read_text().strip()]}
 
 
+def flip(path: Path) -> None:
+    """One bit in the middle of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def rewrite(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+
+
+HARMS = {
+    "a bit of rank 0's part": lambda path: flip(path / "weights" / "__0_0.distcp"),
+    "a bit of rank 3's part": lambda path: flip(path / "weights" / "__3_0.distcp"),
+    "a bit of .metadata": lambda path: flip(path / "weights" / ".metadata"),
+    "a bit of the tokenizer": lambda path: flip(path / "hf" / "tokenizer.json"),
+    "the step": lambda path: rewrite(path / "trainer.json", '"step": 10', '"step": 11'),
+    "a checksum": lambda path: rewrite(path / "trainer.json", '"weights/__1_0.distcp": "', '"weights/__1_0.distcp": "0'),
+    "a part that is missing": lambda path: (path / "weights" / "__2_0.distcp").unlink(),
+    "a part that is cut off": lambda path: os.truncate(path / "weights" / "__1_0.distcp", 10_000),
+    "a zero more": lambda path: (path / "weights" / "__1_0.distcp").open("ab").write(b"\0"),
+    "an empty part more": lambda path: (path / "weights" / "__4_0.distcp").touch(),
+    "an empty trainer.json": lambda path: os.truncate(path / "trainer.json", 0),
+    "no trainer.json": lambda path: (path / "trainer.json").unlink(),
+    "a file in its place": lambda path: (shutil.rmtree(path), path.touch()),
+}
+
+
+def harmed(folder: Path, this_device: torch.device) -> dict:
+    """Which checkpoint two ranks find where the newest one, of four ranks and saved in the background, is damaged."""
+    results = {}
+    for name, harm in {"nothing": lambda path: None, "no checksums": without_checksums, **HARMS}.items():
+        directory = folder / "harmed" / name
+        if dist.get_rank() == 0:
+            shutil.copytree(folder / "checkpoints_llama", directory)
+            harm(directory / "step_00000010")
+        dist.barrier()
+        here, elsewhere = Checkpointer(directory, 2, False), Checkpointer(folder / "empty", 2, False)
+        result = {"dry": here.find("auto", dry_run=True).name, "untouched": sorted(p.name for p in directory.iterdir())}
+        dist.barrier()
+        try:
+            result["named"] = elsewhere.find(str(directory / "step_00000010")) and "found"
+        except InputError as error:
+            result["named"] = str(error)
+        result |= {"found": here.find("auto").name, "left": sorted(p.name for p in directory.iterdir())}
+        results[name] = result | {"latest": (directory / "latest").read_text(), "agreed": len(set(gather(str(result)))) == 1}
+    if dist.get_rank() == 0:
+        flip(directory / "step_00000005" / "hf" / "config.json")
+    dist.barrier()
+    try:
+        here.find("auto")
+    except InputError as error:
+        results["both"] = gather(str(error))
+    return results
+
+
+def full(folder: Path, this_device: torch.device) -> dict:
+    """A save for which rank 1 has no room: no file of it may grow beyond a limit that the tensors alone exceed."""
+    engine, results = build(folder / "qwen3", this_device), {}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for asynchronous in (False, True):
+        checkpointer = Checkpointer(folder / f"full_{asynchronous}", 2, asynchronous)
+        checkpointer.save(1, engine, {"step": 1}, make_tokenizer())
+        checkpointer.wait()
+        if dist.get_rank() == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+        try:
+            checkpointer.save(2, engine, {"step": 2}, make_tokenizer())
+            checkpointer.wait()
+        except InputError as error:
+            results[str(asynchronous)] = {"told": gather(str(error))}
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        results[str(asynchronous)]["left"] = sorted(p.name for p in checkpointer.directory.iterdir())
+        checkpointer.save(3, engine, {"step": 3}, make_tokenizer())
+        results[str(asynchronous)]["found"] = (checkpointer.wait(), checkpointer.find("auto").name)[1]
+    return results
+
+
 class SlowDisk(Checkpointer):
-    def _publish(self, temporary: Path, target: Path) -> None:
+    def _publish(self, *arguments) -> None:
         time.sleep(0.5)
-        super()._publish(temporary, target)
+        super()._publish(*arguments)
 
 
 def publish(folder: Path, this_device: torch.device) -> dict:

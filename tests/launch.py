@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -19,8 +20,8 @@ def environment(**more):
 
 def launch(num_ranks: int, script: str, *arguments, returncode: int = 0,
            timeout: float = LIMIT) -> subprocess.CompletedProcess:
-    """Run a script (a path from the repository root) under torchrun; fail with what it said first and last unless it
-    exits with returncode within timeout [s]."""
+    """Run a script (a path from the repository root) under torchrun; unless it exits with returncode within timeout [s], fail
+    with the beginning and the end of what it printed."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", script,
                *map(str, arguments)]
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -39,17 +40,29 @@ def launch(num_ranks: int, script: str, *arguments, returncode: int = 0,
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
-def run(command, returncode=0, **env):
+def run(command, returncode=0, cwd=ROOT, **env):
     """One process, to its end."""
-    done = subprocess.run(command, cwd=ROOT, env=environment(**env), capture_output=True, text=True, timeout=LIMIT)
+    done = subprocess.run(command, cwd=cwd, env=environment(**env), capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == returncode, (done.stdout + done.stderr)[-9000:]
     return done
 
 
+def imported(stderr):
+    """The modules that a process started with PYTHONPROFILEIMPORTTIME=1 imported."""
+    return {line.rsplit("|", 1)[1].strip() for line in stderr.splitlines() if line.startswith("import time:")}
+
+
+def heed_signals():
+    """In a child: the signals that nohup, and a shell that starts something in the background, let their children ignore."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def start(command, log, **env):
-    """A process to be waited for, or ended; log: the file that what it says goes to."""
+    """A process to wait for, or to end; log: the file for what it prints."""
     with open(log, "w") as file:
-        return subprocess.Popen(command, cwd=ROOT, env=environment(**env), stdout=file, stderr=subprocess.STDOUT)
+        return subprocess.Popen(command, cwd=ROOT, env=environment(**env), stdout=file, stderr=subprocess.STDOUT,
+                                preexec_fn=heed_signals)
 
 
 def wait_for(condition, process, seconds=LIMIT):
@@ -69,7 +82,7 @@ def kill_all(process):
 
 
 def metrics(out):
-    """Of every step, and of validation before the first; not the line that has the last checkpoint's time alone."""
+    """Of every step, and of validation before the first; without the line that has only the last checkpoint's time."""
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if line.keys() != {"step", "timing/save"}]
 

@@ -1,4 +1,4 @@
-"""The cases of test_megatron.py for one number of ranks: writes down numbers and judges none.
+"""The cases of test_megatron.py for one number of ranks: it writes down numbers, which test_megatron.py judges.
 
     torchrun --nproc-per-node N tests/megatron_worker.py FOLDER [NAME ...]       NAME: of a case or a function; default: all
 
@@ -10,6 +10,9 @@ launch in the order 2, 4, 1.
 import gc
 import json
 import logging
+import os
+import resource
+import shutil
 import sys
 import threading
 from dataclasses import dataclass
@@ -23,7 +26,6 @@ from megatron.core import parallel_state as mpu
 from megatron.core.transformer.enums import AttnMaskType
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
-from torch.distributed.checkpoint import FileSystemWriter
 
 from config import InputError, load
 from data.packing import Batch
@@ -35,8 +37,10 @@ from engines.megatron import checkpoint, layout
 from engines.megatron.cpu import cuda_is_cpu
 from engines.megatron.engine import MegatronEngine
 from engines.megatron.layers import Packing, TorchAttention
+from engines.storage import Writer
 from rollout.vllm import Rollout
-from tests.fsdp_worker import SETTINGS, digest, divide, gather, make_batch, make_loss, make_tokenizer
+from tests.fsdp_worker import SETTINGS, digest, divide, flip, gather, make_batch, make_loss, make_tokenizer
+from tests.traps import TRAPS, set_trap
 
 TOTAL_STEPS, FEW, SAVED_AT, CAP = 20, 5, 3, 96          # batches repeat every four steps
 
@@ -146,7 +150,7 @@ def main(folder: Path, *names: str) -> None:
         if resumes[0] == world:
             results[f"resume {name}"] = resume(folder, this_device, name, family, resumes[1])
     results["attention"] = attention(this_device)
-    for work in (roles, background, collectives, non_finite, offload, refused, rollout):
+    for work in (roles, background, trapped, collectives, non_finite, offload, refused, rollout):
         if world == 2 and chosen(work.__name__):
             results[work.__name__] = work(folder, this_device)
     if rank == 0:
@@ -230,13 +234,13 @@ def train(engine: Engine, steps, case: Case) -> list[dict[str, float]]:
 
 
 def share_of(engine: Engine, step: int, case: Case) -> tuple[Batch, int]:
-    """This data-parallel rank's part of a step's batch, and the tokens of all."""
+    """This data-parallel rank's part of a step's batch, and the number of tokens of all ranks."""
     batch = make_batch(step)
     return batch.select(divide(batch.lengths, engine.dp_size, case.uneven)[engine.dp_rank]), len(batch.input_ids)
 
 
 def count_bytes(engine: MegatronEngine) -> list[int]:
-    """Pipeline stage; bytes of parameters, of gradients, of the optimizer, that this rank has."""
+    """This rank's pipeline stage, and its bytes of parameters, of gradients and of the optimizer."""
     def size(tensors):
         return sum(x.numel() * x.element_size() for x in tensors)
     parameters = [p for model in engine.models for p in model.parameters()]
@@ -279,7 +283,7 @@ def ask(engine: Engine, case: Case) -> torch.Tensor:
 
 
 def save(folder: Path, this_device: torch.device, name: str, family: str, settings: str) -> dict:
-    """A checkpoint after SAVED_AT steps, and the steps behind it without interruption."""
+    """A checkpoint after SAVED_AT steps, and the steps after it without interruption."""
     engine, case = build(MegatronEngine, folder / family, this_device, settings), Case(family)
     train(engine, range(SAVED_AT), case)
     checkpointer = Checkpointer(folder / "checkpoints" / name, 2, asynchronous=False)
@@ -293,7 +297,7 @@ def save(folder: Path, this_device: torch.device, name: str, family: str, settin
 def resume(folder: Path, this_device: torch.device, name: str, family: str, settings: str) -> dict:
     engine, case = build(MegatronEngine, folder / family, this_device, settings), Case(family)
     checkpointer = Checkpointer(folder / "checkpoints" / name, 2, asynchronous=False)
-    progress = checkpointer.load(checkpointer.latest(), engine)
+    progress = checkpointer.load(checkpointer.find("auto"), engine)
     weights = dict(engine.export_weights())
     if dist.get_rank() == 0:
         save_file({n: w.contiguous() for n, w in weights.items()}, folder / f"resumed {name}.safetensors")
@@ -302,8 +306,8 @@ def resume(folder: Path, this_device: torch.device, name: str, family: str, sett
 
 
 def roles(folder: Path, this_device: torch.device) -> dict:
-    """An actor that has made no step yet (the critic warms up), a critic and a reference in one process; the first two in
-    one checkpoint, read on the same layout."""
+    """An actor before its first step (the critic warms up), a critic and a reference in one process; actor and critic are saved
+    in one checkpoint, which is read on the same layout."""
     def engines():
         actor = build(MegatronEngine, folder / "qwen2_tied", this_device, TP2)
         critic = MegatronEngine(actor.config, this_device, TOTAL_STEPS, critic=True)
@@ -331,11 +335,11 @@ def roles(folder: Path, this_device: torch.device) -> dict:
 
 
 def background(folder: Path, this_device: torch.device) -> dict:
-    """A save whose disk waits until training has gone on, and one in the foreground; both read again."""
+    """A save to a disk that waits until training has gone on, and one in the foreground; both are read again."""
     engine, case, checkpointers = build(MegatronEngine, folder / "qwen3_moe", this_device, EP2), Case("qwen3_moe"), {}
     disk = threading.Event()
 
-    class SlowDisk(FileSystemWriter):
+    class SlowDisk(Writer):
         def write_data(self, *arguments):
             disk.wait(60)
             return super().write_data(*arguments)
@@ -344,20 +348,53 @@ def background(folder: Path, this_device: torch.device) -> dict:
     for kind in ("foreground", "background"):
         checkpointers[kind] = Checkpointer(folder / "checkpoints" / kind, 2, asynchronous=kind == "background")
     checkpointers["foreground"].save(2, engine, {"step": 2}, make_tokenizer())
-    saved, checkpoint.FileSystemWriter = digest(dict(engine.export_weights())), SlowDisk
+    saved, checkpoint.Writer = digest(dict(engine.export_weights())), SlowDisk
     checkpointers["background"].save(2, engine, {"step": 2}, make_tokenizer())
     steps = train(engine, range(2, 5), case)
     result = {"steps": steps, "meanwhile": [str(checkpointers["background"].latest()),
                                             sorted(p.name for p in (folder / "checkpoints/background").iterdir())]}
     disk.set()
     checkpointers["background"].wait()
-    checkpoint.FileSystemWriter = FileSystemWriter
+    checkpoint.Writer = Writer
     for kind, checkpointer in checkpointers.items():
         engine = build(MegatronEngine, folder / "qwen3_moe", this_device, EP2)
         checkpointer.load(checkpointer.latest(), engine)
         result[kind] = {"restored": gather(digest(dict(engine.export_weights())) == saved)}
         result[kind]["steps"] = train(engine, range(2, 5), case)
     return result
+
+
+def trapped(folder: Path, this_device: torch.device) -> dict:
+    """What is told of checkpoints that run a command, and whether it ran; of one with a flipped bit, and of one for which
+    the disk of rank 1 has no room."""
+    results, original = {}, folder / "checkpoints" / "tp2 to one"
+    engine = build(MegatronEngine, folder / "qwen2_tied", this_device, TP2)
+    for name in (*TRAPS, "a bit"):
+        directory, mark = folder / "traps" / name, folder / "traps" / f"{name} ran"
+        checkpoint = directory / f"step_{SAVED_AT:08d}"
+        if dist.get_rank() == 0:
+            shutil.copytree(original, directory)
+            set_trap(name, checkpoint, mark) if name in TRAPS else flip(checkpoint / "weights" / "__1_0.distcp")
+        dist.barrier()
+        checkpointer = Checkpointer(directory, 2, asynchronous=False)
+        try:
+            checkpointer.load(checkpointer.find("auto"), engine)
+        except InputError as error:
+            results[name] = gather(str(error))
+        results[f"{name} ran"] = mark.exists()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for asynchronous in (False, True):
+        checkpointer = Checkpointer(folder / "traps" / f"full_{asynchronous}", 2, asynchronous)
+        if dist.get_rank() == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+        try:
+            checkpointer.save(2, engine, {"step": 2}, make_tokenizer())
+            checkpointer.wait()
+        except InputError as error:
+            results[f"full_{asynchronous}"] = gather(str(error))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        results[f"full_{asynchronous} left"] = os.listdir(checkpointer.directory)
+    return results
 
 
 def collectives(folder: Path, this_device: torch.device) -> dict[str, list[str]]:

@@ -10,7 +10,8 @@ SHAPE = dict(vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_lay
 FAMILIES = {
     "qwen2_tied": dict(model_type="qwen2", tie_word_embeddings=True),
     "qwen3": dict(model_type="qwen3", tie_word_embeddings=False, head_dim=16),
-    "llama": dict(model_type="llama", tie_word_embeddings=False,
+    # Its padding token occurs among the words, and has a row of zeros in the embedding, as transformers begins it.
+    "llama": dict(model_type="llama", tie_word_embeddings=False, pad_token_id=5,
                   rope_parameters=dict(rope_type="llama3", rope_theta=10000.0, factor=8.0, low_freq_factor=1.0,
                                        high_freq_factor=4.0, original_max_position_embeddings=64)),
     "gemma3": dict(model_type="gemma3_text", head_dim=32, query_pre_attn_scalar=32, sliding_window=64),
@@ -27,5 +28,7 @@ def make_model(directory: Path, family: str, **changes) -> Path:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
+        if config.pad_token_id:
+            model.get_input_embeddings().weight[config.pad_token_id] = 0
     model.save_pretrained(directory)
     return directory

@@ -1,4 +1,4 @@
-"""The cases of test_rollout.py for one launch, which holds one vLLM: writes down numbers and judges none.
+"""The cases of test_rollout.py for one launch with one vLLM: it writes down numbers, which test_rollout.py judges.
 
     torchrun --nproc-per-node N tests/rollout_worker.py FOLDER NAME
 
@@ -27,7 +27,7 @@ from engines.checkpoint import Checkpointer, export_hf
 from engines.fsdp.engine import FSDPEngine
 from examples.arithmetic import make_tokenizer
 from profiling import Profiler
-from rollout.grading import Grader
+from rollout.grading import Grader, check_failures
 from rollout.samples import draw_samples
 from rollout.vllm import Rollout, request_seed
 from tests.fsdp_worker import digest, gather
@@ -144,7 +144,7 @@ def gap(engine: FSDPEngine, batch: Batch) -> float:
 
 
 def protocol(rollout: Rollout, engine: FSDPEngine) -> list:
-    """What each call is answered on each rank, from the moment that vLLM is there."""
+    """How each call ends on each rank, from the moment when vLLM has started."""
     def generate():
         ask(rollout, engine.config, count=1)
 
@@ -175,7 +175,7 @@ def cut_short(engine: FSDPEngine):
 
 
 def seeds(folder: Path, rollout: Rollout, engine: FSDPEngine) -> dict:
-    """The responses to 12 prompts in several orders and companies, each time in the order of the prompts."""
+    """The responses to 12 prompts, asked for in several orders and batches, sorted by prompt."""
     prompts, wanted = make_prompts(12), [request_seed(0, i) for i in range(12)]
     others = make_prompts(20, length=7)
 
@@ -209,20 +209,27 @@ def greedy(folder: Path, rollout: Rollout, engine: FSDPEngine) -> dict:
 
 
 def samples(folder: Path, rollout: Rollout, engine: FSDPEngine) -> dict:
-    """What draw_samples makes of 5 prompts, the reward of one of which often raises."""
+    """What draw_samples makes of 5 prompts; for one of them the reward often raises. And of 3 with a reward of groups."""
     dataset = [Prompt(ids, f"prompt {i}", {"bad": i == 3}) for i, ids in enumerate(make_prompts(5))]
     tokenizer, host_group = make_tokenizer(), dist.new_group(backend="gloo")
 
-    def draw(rows, n, max_failure_rate=0.5):
+    def grader(function):
+        reward = {"function": f"{folder}/reward.py:{function}", "num_workers": 1, "timeout": 60.0}
+        return closing(Grader(OmegaConf.merge(engine.config, {"reward": reward, "output_dir": str(folder)})))
+
+    def draw(grader, rows, n, max_failure_rate=0.5):
         sampling = OmegaConf.merge(engine.config.rollout, {"n": n, "stop": []})
         drawn = draw_samples(rollout, grader, dataset, rows, sampling, (7, 1), tokenizer, Profiler(), host_group,
                              max_failure_rate, first_group=10)
+        check_failures(drawn.failures, drawn.num_asked, max_failure_rate)
         return {**written(drawn.batch, drawn.truncated), "group": drawn.group.tolist(), "scores": drawn.scores.tolist(),
                 "texts": drawn.texts, "prompts": [p.text for p in drawn.prompts],
+                "parts": {name: values.tolist() for name, values in drawn.parts.items()},
                 "failures": [[f.kind, f.row, f.response] for f in drawn.failures]}
-    with closing(Grader(f"{folder}/reward.py:score", 1, 60.0)) as grader:
-        return {"all": gather(draw(range(5), 4)), "two": draw([4, 2], 4), "one": draw([1], 1),
-                "too many failures": gather(told(lambda: draw(range(5), 4, max_failure_rate=0.01)))}
+    with grader("score") as one, grader("rank") as group:
+        return {"all": gather(draw(one, range(5), 4)), "two": draw(one, [4, 2], 4), "one": draw(one, [1], 1),
+                "groups": gather(draw(group, [0, 4, 2], 4)),
+                "too many failures": gather(told(lambda: draw(one, range(5), 4, max_failure_rate=0.01)))}
 
 
 def stop_strings(rollout: Rollout, config) -> list[dict]:
@@ -274,13 +281,13 @@ def ratio(engine: FSDPEngine, batch: Batch, step: int) -> dict:
 
 
 def rounded(folder: Path, launch: Launch, rollout: Rollout) -> dict:
-    """ratio() of an engine that computes in bf16, and everything in a layer twice."""
+    """ratio() of an engine that computes in bf16 and recomputes its layers in backward."""
     config = settings(folder, launch, SMALL, "engine.compute_dtype=bfloat16", "engine.activation_checkpointing=true")
     return ratio(FSDPEngine(config, rollout.device, NUM_UPDATES), ask(rollout, config)[0], 0)
 
 
 def critic(folder: Path, name: str) -> dict:
-    """A critic that begins with the policy's files and learns 40 steps to tell returns that lie between -2 and 2."""
+    """A critic that begins with the policy's files and learns returns between -2 and 2 for 40 steps."""
     launch, this_device = LAUNCHES[name], torch.device("cpu")
     config = settings(folder, launch, SMALL, "optim.lr=3e-3")
     batch, everything = make_returns(), [list(range(10))]

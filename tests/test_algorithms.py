@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from algorithms.advantages import ADVANTAGES
-from algorithms.aggregation import AGGREGATIONS, loss_weights
+from algorithms.aggregation import AGGREGATIONS
 from algorithms.dapo import informative, overlong_penalty
 from algorithms.kl import KL_ESTIMATORS, adapt
 from algorithms.packed import mean_by_sequence, sum_by_sequence, whiten
@@ -37,7 +37,7 @@ def close(got, want, tolerance=2e-5):
 
 
 class Packed:
-    """A random batch: prompts, responses with holes in them or none at all, sequences in no order of their numbers."""
+    """A random batch: prompts, responses with or without holes in their mask, sequences not in the order of their numbers."""
 
     def __init__(self, seed, n=13):
         self.g, self.n = torch.Generator().manual_seed(seed), n
@@ -196,7 +196,8 @@ def test_policy_losses_and_their_gradients_are_those_of_the_formula(name, dual_c
     log_probs, advantages = batch.random().requires_grad_(), batch.random(outside=0.0)
     upstream = torch.randn(len(log_probs), generator=batch.g)
     old, settings = log_probs.detach() + batch.random(0.7), CLIPS | {"dual_clip": dual_clip}
-    loss, clipped = POLICY_LOSSES[name](log_probs, old, advantages, batch.mask, batch.sequence, batch.n, **settings)
+    loss, metrics = POLICY_LOSSES[name](log_probs, old, advantages, batch.mask, batch.sequence, batch.n, **settings)
+    clipped = metrics["pg_clipfrac"]
     loss.backward(upstream)
     for x in (loss, clipped, log_probs.grad):
         assert x.dtype == torch.float32 and not x[batch.mask == 0].any()
@@ -216,10 +217,10 @@ def test_policy_losses_worked_out_by_hand():
             ("ppo", 3, [-0.5, 0.8, -1.3, 2, -1.3, 6, -3.75, 3.75], [0, 1, 1, 0, 1, 1, 0, 0], [1, 0, 0, 1, 0, 0, 1, 1]),
             ("ppo", 0, [-0.5, 0.8, -1.3, 2, -1.3, 8, -3.75, 3.75], [0, 1, 1, 0, 1, 0, 0, 0], [1, 0, 0, 1, 0, 1, 1, 1]),
             ("cispo", 3, [0.8, -1.6, 1.3, -1.3, 1.3, -2.6, 3.75, -3.75], [1, 1, 1, 1, 1, 1, 0, 0], [1] * 8)):
-        loss, clipped = POLICY_LOSSES[name](log_probs, log_probs.detach() - ratios.log(), advantages, torch.ones(8),
+        loss, metrics = POLICY_LOSSES[name](log_probs, log_probs.detach() - ratios.log(), advantages, torch.ones(8),
                                             torch.arange(8), 8, **CLIPS | {"dual_clip": dual_clip})
         close(loss, want)
-        assert clipped.tolist() == want_clipped
+        assert metrics["pg_clipfrac"].tolist() == want_clipped
         assert torch.autograd.grad(loss.sum(), log_probs)[0].ne(0).tolist() == want_moving
     # Two sequences, of geometric means (0.5 * 2)^(1/2) = 1 and (2 * 4 * 4 * 2)^(1/4) = 2^1.5
     logs, ones, sequence = floats(0.5, 2, 2, 4, 4, 2).log(), torch.ones(6), ints(1, 1, 0, 0, 0, 0)
@@ -233,17 +234,17 @@ def test_on_policy_the_ratio_is_exactly_one_and_extremes_are_finite(name):
     """Clipped to [1, 1], the ratio is on both bounds, which are inside."""
     batch = Packed(5)
     log_probs, advantages = batch.random().requires_grad_(), batch.random(outside=0.0)
-    loss, clipped = POLICY_LOSSES[name](log_probs, log_probs.detach().clone(), advantages, batch.mask, batch.sequence,
+    loss, metrics = POLICY_LOSSES[name](log_probs, log_probs.detach().clone(), advantages, batch.mask, batch.sequence,
                                         batch.n, clip_low=0, clip_high=0, dual_clip=3)
     want = -advantages * log_probs.detach() if name == "cispo" else -advantages
-    assert torch.equal(loss[batch.mask > 0], want[batch.mask > 0]) and not clipped.any()
+    assert torch.equal(loss[batch.mask > 0], want[batch.mask > 0]) and not metrics["pg_clipfrac"].any()
     loss.sum().backward()
     assert torch.equal(log_probs.grad, -advantages)
     loss, _ = POLICY_LOSSES[name](floats(300, -300), floats(0, 0), floats(-1, -1), floats(1, 1), ints(0, 1), 2,
                                   clip_low=0.2, clip_high=0.3, dual_clip=0)
     close(loss, [1.3 * 300, -0.8 * 300] if name == "cispo" else [math.exp(20), 0.8])
-    for x in POLICY_LOSSES[name](*[floats()] * 4, ints(), 3, **CLIPS):
-        assert x.shape == (0,)
+    loss, metrics = POLICY_LOSSES[name](*[floats()] * 4, ints(), 3, **CLIPS)
+    assert all(x.shape == (0,) for x in (loss, metrics["pg_clipfrac"]))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -252,12 +253,13 @@ def test_aggregates_are_those_of_the_formula_however_the_batch_is_split(mode, se
     batch = Packed(seed)
     log_probs, advantages = batch.random(), batch.random(outside=0.0)
     fields = (log_probs, log_probs + batch.random(0.5), advantages, batch.mask, batch.sequence)
-    weights = loss_weights(batch.mask, batch.sequence, batch.n, mode)
+    weights = AGGREGATIONS[mode](batch.mask, batch.sequence, batch.n, max_tokens=40)
     for policy_loss in POLICY_LOSSES.values():
         rows = [policy_loss(*fields, batch.n, **CLIPS)[0][t].tolist() for t in batch.tokens if t]
         assert 1 < len(rows) < batch.n
         want = {"token-mean": sum(map(sum, rows)) / sum(map(len, rows)),
                 "seq-mean-token-sum": sum(map(sum, rows)) / len(rows),
+                "seq-mean-token-sum-norm": sum(map(sum, rows)) / 40 / len(rows),
                 "seq-mean-token-mean": sum(map(statistics.mean, rows)) / len(rows)}[mode]
         for num_micro in (1, 2, 5, batch.n):
             micro_of = torch.randint(num_micro, (batch.n,), generator=batch.g)[batch.sequence]
@@ -268,14 +270,12 @@ def test_aggregates_are_those_of_the_formula_however_the_batch_is_split(mode, se
 
 def test_aggregation_worked_out_by_hand():
     mask, sequence = floats(0, 1, 1, 1, 0, 1, 0), ints(3, 3, 3, 3, 0, 0, 1)   # three tokens, one, none; 2 is not there
-    close(loss_weights(mask, sequence, 4, "token-mean"), [0, .25, .25, .25, 0, .25, 0])
-    close(loss_weights(mask, sequence, 4, "seq-mean-token-sum"), [0, .5, .5, .5, 0, .5, 0])
-    close(loss_weights(mask, sequence, 4, "seq-mean-token-mean"), [0, 1 / 6, 1 / 6, 1 / 6, 0, .5, 0])
-    for mode in AGGREGATIONS:
-        assert loss_weights(floats(0, 0), ints(0, 1), 2, mode).tolist() == [0, 0]
-        assert loss_weights(floats(), ints(), 0, mode).shape == (0,)
-    with pytest.raises(ValueError, match="'mean' is none of token-mean"):
-        loss_weights(mask, sequence, 4, "mean")
+    close(AGGREGATIONS["token-mean"](mask, sequence, 4), [0, .25, .25, .25, 0, .25, 0])
+    close(AGGREGATIONS["seq-mean-token-sum"](mask, sequence, 4), [0, .5, .5, .5, 0, .5, 0])
+    close(AGGREGATIONS["seq-mean-token-mean"](mask, sequence, 4), [0, 1 / 6, 1 / 6, 1 / 6, 0, .5, 0])
+    for weights in AGGREGATIONS.values():
+        assert weights(floats(0, 0), ints(0, 1), 2, max_tokens=9).tolist() == [0, 0]
+        assert weights(floats(), ints(), 0, max_tokens=9).shape == (0,)
 
 
 def test_kl_estimators():
@@ -284,7 +284,7 @@ def test_kl_estimators():
     close(torch.stack([(p * got[name]).sum() for name in ("k1", "k3")]), [(p * (p / q).log()).sum().item()] * 2)
     close(torch.stack([got[name][0] for name in ("k1", "k2", "k3", "abs")]), [d, d * d / 2, 0.4 - 1 + d, d])
     close(got["abs"][2], math.log(3))
-    close(KL_ESTIMATORS["k3"](floats(-50, 0), floats(0, -50)), [math.exp(20) - 21, 49.])
+    close(KL_ESTIMATORS["k3"](floats(-50, 0, -2.5, 10), floats(0, -50, 0, 0)), [10, 10, math.expm1(2.5) - 2.5, math.exp(-10) + 9])
     close(KL_ESTIMATORS["k3"](floats(1e-3), floats(0)) * 1e6, [math.expm1(-1e-3) * 1e6 + 1e3], 1e-3)
     for kl, factor in (6.6, 1 + 0.1 * 0.2), (60, 1.04), (-3, 0.96):
         assert adapt(0.1, kl=kl, target=6.0, horizon=1000, num_sequences=200) == pytest.approx(0.1 * factor)
@@ -380,8 +380,8 @@ def test_losses_never_wait_for_the_device():
     x = y.clone().requires_grad_()
     losses = [policy_loss(x, y, y, y, sequence, 3, **CLIPS)[0] for policy_loss in POLICY_LOSSES.values()]
     losses += [estimate(x, y) for estimate in KL_ESTIMATORS.values()] + [value_loss(x, y, y, 0.5)[0]]
-    for mode in AGGREGATIONS:
-        losses += [losses[-1] * loss_weights(y, sequence, 3, mode)]
+    for weights in AGGREGATIONS.values():
+        losses += [losses[-1] * weights(y, sequence, 3, max_tokens=9)]
     sum(losses).sum().backward()
     keep_mask(x, y, y, sequence, 3, level="sequence", low=0.5, high=2.0)
     keep_mask(x, y, y, sequence, 3, level="geometric", low=0.5, high=2.0)

@@ -6,6 +6,7 @@ One launch of fsdp_worker.py for each number of ranks runs all its cases; every 
 import functools
 import json
 import math
+import shutil
 import subprocess
 import sys
 
@@ -13,13 +14,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from config import InputError, load
-from engines import schedule
+from engines import optimizer, schedule
 from engines.checkpoint import write_safetensors
-from engines.fsdp.engine import FSDPEngine, build_optimizer
+from engines.fsdp.engine import FSDPEngine
 from engines.hf import build_on_meta, read_hf_config
+from engines.memory import GIB, checkpoint_bytes, estimate
+from engines.weights import weight_files
 from tests.fsdp_worker import (
     BETAS,
     BROKEN,
@@ -28,6 +33,7 @@ from tests.fsdp_worker import (
     ENTROPY_BONUS,
     FEW,
     FOREIGN,
+    HARMS,
     MIN_LR_RATIO,
     PEAK_LR,
     TOTAL_STEPS,
@@ -42,6 +48,8 @@ from tests.models import make_model
 # Adam divides a gradient by its own size, so a rounding error in a small one is a whole step of that weight.
 LOSS_BOUND, NORM_BOUND = 2e-6, 5e-5              # relative
 WEIGHT_BOUND, LOG_PROB_BOUND = 0.01 * PEAK_LR, 1e-5                      # absolute: a hundredth of one step; nats
+# torch's Muon orthogonalizes in bfloat16, in which a rounding error of a gradient now and then flips a bit.
+MUON_BOUND = 50
 EXACT = [(world, name) for world in CASES for name, case in CASES[world].items() if "bfloat16" not in case.engine]
 ROUNDED = [(world, name) for world in CASES for name, case in CASES[world].items() if "bfloat16" in case.engine]
 
@@ -123,14 +131,17 @@ def sequences(batch):
 
 
 @functools.cache
-def plain_training(directory):
+def plain_training(directory, with_muon=False):
     """(losses, gradient norms before clipping, weights after FEW and TOTAL_STEPS steps), one sequence at a time."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
     named = dict(model.named_parameters())
     spared = [p for n, p in named.items() if "norm" in n or n.endswith("bias")]
-    decayed = [p for p in named.values() if all(p is not s for s in spared)]
-    optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": WEIGHT_DECAY},
-                                   {"params": spared, "weight_decay": 0.0}], betas=BETAS, foreach=False)
+    hidden = [p for n, p in named.items() if with_muon and "_proj.weight" in n]
+    decayed = [p for p in named.values() if all(p is not s for s in [*spared, *hidden])]
+    optimizers = [torch.optim.AdamW([{"params": decayed, "weight_decay": WEIGHT_DECAY},
+                                     {"params": spared, "weight_decay": 0.0}], betas=BETAS, foreach=False)]
+    if with_muon:
+        optimizers.append(torch.optim.Muon(hidden, weight_decay=WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw"))
     losses, norms, weights = [], [], {}
     for step in range(TOTAL_STEPS):
         batch = make_batch(step)
@@ -144,10 +155,11 @@ def plain_training(directory):
             total += loss.item()
         losses.append(total)
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step)
-        optimizer.step()
-        optimizer.zero_grad()
+        for each in optimizers:
+            for group in each.param_groups:
+                group["lr"] = learning_rate(step)
+            each.step()
+            each.zero_grad()
         if step + 1 in (FEW, TOTAL_STEPS):
             weights[step + 1] = {n: p.detach().clone() for n, p in named.items()}
     return losses, norms, weights
@@ -179,6 +191,12 @@ def worst(got, want):
     return max(abs(a - b) / abs(b) for a, b in zip(got, want))
 
 
+def tensor_bytes(metadata):
+    """Of all tensors in a checkpoint but those of the random generators."""
+    return sum(entry.size.numel() * entry.properties.dtype.itemsize for name, entry in metadata.state_dict_metadata.items()
+               if not name.startswith("rng") and isinstance(entry, TensorStorageMetadata))
+
+
 def column(steps, name):
     return [s[name] for s in steps]
 
@@ -190,18 +208,18 @@ def column(steps, name):
 def test_training_equals_a_plain_loop(results, folder, world, name):
     case, result = CASES[world][name], results(world)[name]
     assert "error" not in result, result["error"]
-    losses, norms, weights = plain_training(folder / case.family)
-    steps = result["steps"]
+    losses, norms, weights = plain_training(folder / case.family, case.optimizer == "muon")
+    steps, factor = result["steps"], MUON_BOUND if case.optimizer == "muon" else 1
     assert len(steps) == case.steps
-    assert worst(column(steps, "loss"), losses[:case.steps]) < LOSS_BOUND
-    assert worst(column(steps, "grad_norm"), norms[:case.steps]) < NORM_BOUND
+    assert worst(column(steps, "loss"), losses[:case.steps]) < LOSS_BOUND * factor
+    assert worst(column(steps, "grad_norm"), norms[:case.steps]) < NORM_BOUND * factor
     assert column(steps, "lr") == pytest.approx([learning_rate(s) for s in range(case.steps)], rel=1e-12)
     assert set(column(steps, "skipped")) == {0.0}
     assert len(set(result["digests"])) == 1, "ranks export different weights"
     if case.steps in weights:
         exported, weights = load_file(folder / f"{world} {name}.safetensors"), weights[case.steps]
         assert set(exported) - {"asked"} == set(weights)
-        assert max((exported[n] - w).abs().max().item() for n, w in weights.items()) < WEIGHT_BOUND
+        assert max((exported[n] - w).abs().max().item() for n, w in weights.items()) < WEIGHT_BOUND * factor
 
 
 @pytest.mark.parametrize("family", ["qwen2_tied", "qwen3", "llama", "sliding"])
@@ -264,7 +282,7 @@ def test_same_layout_same_bits(results, world, again, once):
 
 
 def test_a_token_called_padding_is_learned_like_others(folder, tmp_path):
-    """transformers would leave its row of the embedding alone; packed sequences hold it as a word."""
+    """Unless its row is zero: transformers would leave it alone anyway; packed sequences hold it as a word."""
     make_model(tmp_path, "qwen3", pad_token_id=5)
     hf_config = read_hf_config(tmp_path)
     assert AutoModelForCausalLM.from_config(hf_config).get_input_embeddings().padding_idx == 5
@@ -297,12 +315,65 @@ def test_norms_and_biases_are_not_decayed(folder):
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    build_optimizer(model, config(folder, "optim.lr=0.1", "optim.weight_decay=0.5").optim).step()
+    adamw, = optimizer.build(model, model.model.layers, config(folder, "optim.lr=0.1", "optim.weight_decay=0.5").optim)
+    adamw.step()
     kept = {n for n, p in model.named_parameters() if torch.equal(p, before[n])}
     assert kept == {n for n in before if "norm" in n or n.endswith("bias")} and len(kept) == 3 * 5 + 1
     for name, parameter in model.named_parameters():
         if name not in kept:
             torch.testing.assert_close(parameter.detach(), before[name] * (1 - 0.1 * 0.5))
+
+
+# -- optimizers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_muon_orthogonalizes_whole_matrices(results, world):
+    """The same numbers as without ranks, but for the rounding of an addition."""
+    assert all(difference < 1e-6 for difference in results(world)["muon_steps"].values())
+    assert len(results(world)["muon_steps"]) == (2 if world == 4 else 1)
+
+
+def test_muon_has_the_hidden_matrices_and_adamw_the_rest(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder / "llama", dtype=torch.float32)
+    found = optimizer.build(model, model.model.layers, config(folder, "optim.name=muon", "optim.kwargs.momentum=0.5").optim)
+    names = {id(p): name for name, p in model.named_parameters()}
+    of_muon, of_adamw = ({names[id(p)] for group in o.param_groups for p in group["params"]} for o in found)
+    assert isinstance(found[0], torch.optim.Muon) and found[0].param_groups[0]["momentum"] == 0.5
+    assert of_muon == {name for name in names.values() if "_proj.weight" in name} and len(of_muon) == 3 * 7
+    assert of_adamw == set(names.values()) - of_muon and {"lm_head.weight", "model.embed_tokens.weight"} < of_adamw
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_muon_resumes_and_has_one_moment(results, folder, world):
+    whole, result = results(4)["muon_resume"], results(world)["muon_resume"]
+    assert worst(column(result["resumed"], "loss"), column(whole["uninterrupted"], "loss")) < LOSS_BOUND
+    if world == 4:
+        assert result["resumed"] == whole["uninterrupted"] and whole["resumed_weights"] == whole["weights"]
+    settings = config(folder, f"model.path={folder / 'qwen3'}", "engine.compute_dtype=float32", "optim.name=muon")
+    told = estimate(settings, world, "cpu")["optimizer"] * GIB
+    assert sum(result["state_bytes"]) / world == pytest.approx(told)
+    adam = estimate(config(folder, f"model.path={folder / 'qwen3'}"), world, "cpu")["optimizer"] * GIB
+    assert adam / 2 < told < 0.9 * adam
+
+
+@pytest.mark.parametrize("pairs, message", [
+    (["optim.name=adam"], "optim.name=adam must be one of adamw, muon, or path/to/file.py:name; the nearest is adamw"),
+    (["optim.kwargs.momentum=0.9"], "optim.kwargs.momentum: adamw has no such parameter of its own, nor any other"),
+    (["optim.name=muon", "optim.kwargs.eps=1e-7"], "eps: muon has no such parameter of its own, only momentum, nesterov, ns_steps"),
+    (["optim.name={file}:bare"], "unexpected keyword argument 'betas'; it is called with params, lr, betas, eps by name"),
+    (["optim.name={file}:sgd", "optim.eps=1e-6"], "optim.eps=1e-06 does nothing with optim.name={file}:sgd"),
+    (["optim.lr_scheduler_type=cosin"], "must be one of constant, linear, cosine, wsd, or path/to/file.py:name"),
+    (["optim.lr_scheduler_type={file}:nothing"], "{file}:nothing must return a number, not None"),
+    (["optim.lr_scheduler_type={file}:sgd"], "missing a required argument: 'params'"),
+    (["optim.lr_scheduler_kwargs.power=2"], "optim.lr_scheduler_kwargs.power: cosine has no such parameter of its own"),
+])
+def test_optimizers_and_schedules_that_cannot_work(folder, tmp_path, pairs, message):
+    (tmp_path / "my.py").write_text("def bare(params, lr): pass\ndef sgd(params, lr, **_): pass\n"
+                                    "def nothing(step, **_): pass\n")
+    with pytest.raises(InputError) as error:
+        FSDPEngine.check(config(folder, *(pair.replace("{file}", f"{tmp_path}/my.py") for pair in pairs)), 1)
+    assert message.replace("{file}", f"{tmp_path}/my.py") in str(error.value)
 
 
 # -- checkpoints and export --------------------------------------------------------------------------------------------
@@ -322,12 +393,14 @@ def test_resume_on_any_number_of_ranks(results, folder, family, world):
 
 
 @pytest.mark.parametrize("family", ["qwen2_tied", "llama"])
-def test_checkpoint_appears_complete(ranks4, family):
-    """Every listing of step_00000005 since it appeared is the same, and whole."""
+def test_checkpoint_appears_complete(ranks4, folder, family):
+    """Every listing of step_00000005 since it appeared is the same, and whole, and of the size that a dry run tells."""
     listings = ranks4[f"checkpoint {family}"]["published"]
     assert len(listings) == 1, "it changed after it had appeared"
     names = {name for name, size in listings[0] if size > 0}
     assert {f"weights/__{rank}_0.distcp" for rank in range(4)} <= names
+    metadata = FileSystemReader(folder / f"checkpoints_{family}" / "step_00000005" / "weights").read_metadata()
+    assert checkpoint_bytes(config(folder, f"model.path={folder / family}")) == pytest.approx(tensor_bytes(metadata), rel=0.01)
     assert {"weights/.metadata", "trainer.json", "hf/config.json", "hf/tokenizer.json"} <= names
 
 
@@ -335,8 +408,49 @@ def test_rotation_is_found_on_disk(ranks1, ranks2):
     assert ranks2["rotate"]["found"] == "None"
     assert ranks2["rotate"]["left"] == ["latest", "step_00000001", "step_00000002"]
     assert ranks1["rotate"]["found"].endswith("step_00000002"), "an unfinished checkpoint was taken for a whole one"
-    assert ranks1["rotate"]["left"] == ["latest", "step_00000002", "step_00000003"]
+    assert ranks1["rotate"]["left"] == ["latest", "step_00000002", "step_00000003", "step_00000009.bak",
+                                        "step_00000009.damaged", "step_9"], "copies are no checkpoints"
     assert ranks2["rotate"]["latest"] == ["step_00000002"] * 2 and ranks1["rotate"]["latest"] == ["step_00000003"] * 2
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(ranks1):
+    """And one that is deleted has lost its name before."""
+    new = {f"step_00000003.tmp{name}" for name in ("", "/hf", "/weights", "/trainer.json", "/weights/.metadata",
+                                                   "/weights/__0_0.distcp", "/hf/config.json", "/hf/tokenizer.json")}
+    assert new | {"."} <= set(ranks1["rotate"]["synced"])
+    assert ranks1["rotate"]["deleted"] == ["step_00000009.tmp", "step_00000001.deleted.tmp"]
+
+
+@pytest.mark.parametrize("name", ["nothing", "no checksums", *HARMS])
+def test_a_damaged_checkpoint_is_passed_over_and_kept(ranks2, name):
+    """Written by 4 ranks in the background, verified by 2."""
+    result, before = ranks2["harmed"][name], ["latest", "step_00000005", "step_00000010"]
+    whole = name not in HARMS
+    assert result["agreed"] and result["untouched"] == before
+    assert result["dry"] == result["found"] == ("step_00000010" if whole else "step_00000005")
+    assert result["left"] == (before if whole else [*before[:2], "step_00000010.damaged"])
+    assert result["latest"] == result["found"] + "\n"
+    if whole:
+        assert result["named"] == "found"
+    elif name in ("no trainer.json", "a file in its place"):
+        assert result["named"] is None, "no checkpoint at all"
+    else:
+        assert "step_00000010" in result["named"] and "step_00000005 is intact" in result["named"]
+        assert "damaged" in result["named"]
+
+
+def test_without_an_intact_checkpoint_nothing_begins_anew(ranks2):
+    first, second = ranks2["harmed"]["both"]
+    assert first == second and "step_00000005 is damaged: hf/config.json is not as it was written; no other checkpoint" in first
+
+
+@pytest.mark.parametrize("asynchronous", ["False", "True"])
+def test_a_save_without_room_on_one_rank_is_told_by_all_and_leaves_the_others(ranks2, asynchronous):
+    result = ranks2["full"][asynchronous]
+    first, second = result["told"]
+    assert first == second and f"full_{asynchronous}/step_00000002.tmp/weights needs" in first
+    assert "a file reached the limit of its size" in first and "are free" in first
+    assert result["left"] == ["latest", "step_00000001"] and result["found"] == "step_00000003"
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -384,6 +498,18 @@ def test_weights_in_several_files(folder, tmp_path):
     assert {p.name for p in tmp_path.iterdir()} == {*files, "config.json", "model.safetensors.index.json"}
     loaded = dict(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).named_parameters())
     assert loaded.keys() == weights.keys() and all(torch.equal(loaded[n], weights[n]) for n in weights)
+
+    # The hub's cache has links to files elsewhere; an index that names them leads out of the directory.
+    hub, index_file = tmp_path / "snapshot", tmp_path / "snapshot" / "model.safetensors.index.json"
+    hub.mkdir()
+    shutil.copy(tmp_path / index_file.name, hub)
+    for file in files:
+        (hub / file).symlink_to(f"../{file}")
+    assert [f.name for f in weight_files(hub)] == files
+    for name in (f"../{files[0]}", str(tmp_path / files[0]), f"x/../../{files[0]}"):
+        index_file.write_text(json.dumps({"weight_map": index["weight_map"] | {"model.norm.weight": name}}))
+        with pytest.raises(InputError, match="which is not in the model's directory"):
+            weight_files(hub)
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------

@@ -115,3 +115,13 @@ def test_compiled_equals_eager():
         results.append((log_probs, entropy, greedy, hidden.grad, weight.grad))
     for eager, compiled in zip(*results):
         torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1000.0])
+def test_an_offset_that_all_logits_share_costs_no_digits(offset):
+    hidden, weight, targets, _, _ = make(50)
+    hidden, weight = (torch.cat([x.detach(), torch.full((len(x), 1), value)], 1) for x, value in ((hidden, 1.0), (weight, offset)))
+    p = (hidden @ weight.T).double().softmax(-1)                          # of the logits as fp32 has them
+    log_probs, entropy, _ = linear_log_probs(hidden, weight, targets)
+    torch.testing.assert_close(entropy.double(), -(p * p.log()).sum(-1), rtol=0, atol=3e-4)
+    torch.testing.assert_close(log_probs.double(), p[torch.arange(50), targets].log(), rtol=0, atol=3e-4)

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
@@ -21,7 +22,7 @@ from engines import schedule
 from engines.megatron.bridge import single_experts
 from engines.megatron.engine import MegatronEngine
 from engines.megatron.layout import ddp_config
-from engines.memory import GIB, estimate_megatron
+from engines.memory import GIB, checkpoint_bytes, estimate_megatron
 from job import find_resume
 from tests.fsdp_worker import BETAS, CLIP, SETTINGS, WEIGHT_DECAY, make_batch, make_loss
 from tests.launch import ROOT, launch
@@ -46,7 +47,8 @@ from tests.megatron_worker import (
     value_loss,
 )
 from tests.models import make_model
-from tests.test_fsdp import check_answers, column, plain_answers, worst
+from tests.test_fsdp import check_answers, column, plain_answers, tensor_bytes, worst
+from tests.traps import TRAPS
 
 BOUND, ROUNDED_BOUND = 1e-5, 0.02
 # Adam makes a whole step of a rounding error in a gradient that is next to nothing, as some in experts are.
@@ -302,13 +304,17 @@ def test_offload_comes_back_by_itself(launches, settings, same):
 
 
 @pytest.mark.parametrize("name", RESUMES)
-def test_resume_on_another_layout(launches, name):
+def test_resume_on_another_layout(launches, folder, name):
     """With optimizer state: every step is as without interruption."""
     family, (saved_on, settings), (resumed_on, _) = RESUMES[name]
     saved, resumed = launches[saved_on][f"save {name}"], launches[resumed_on][f"resume {name}"]
     assert resumed["progress"] == {"step": SAVED_AT, "export_dtype": "float32"} and len(resumed["steps"]) == SAVED_AT
     shared = min(saved_on, resumed_on)
     assert resumed["random"][:shared] == saved["random"][:shared]
+    metadata = FileSystemReader(folder / "checkpoints" / name / f"step_{SAVED_AT:08d}" / "weights").read_metadata()
+    dtype = "bfloat16" if BF16 in settings else "float32"
+    size = checkpoint_bytes(config(folder, f"model.path={folder / family}", f"engine.compute_dtype={dtype}"))
+    assert size == pytest.approx(tensor_bytes(metadata), rel=0.01), "what a dry run tells"
     bound = ROUNDED_BOUND if BF16 in settings else BOUND
     for key in ("loss", "grad_norm", "lr"):
         assert worst(column(resumed["steps"], key), column(saved["steps"], key)) < bound, key
@@ -323,6 +329,29 @@ def test_background_save_is_of_its_moment_and_appears_complete(launches):
     assert result["meanwhile"] == ["None", ["step_00000002.tmp"]], "all that a kill would leave behind"
     for kind in ("foreground", "background"):
         assert result[kind]["restored"] == [True, True] and result[kind]["steps"] == result["steps"], kind
+
+
+@pytest.mark.parametrize("trap", TRAPS)
+def test_a_checkpoint_that_runs_commands_is_not_loaded(launches, folder, trap):
+    told = launches[2]["trapped"][trap]
+    assert len(told) == 2 and told[0] == told[1] and "it is not data alone, a pickle in it calls posix.system" in told[0]
+    assert launches[2]["trapped"][f"{trap} ran"] is False
+    if trap == ".metadata":
+        checkpoint, mark = folder / "traps" / trap / f"step_{SAVED_AT:08d}", folder / "traps" / f"{trap} ran"
+        export = [sys.executable, "-m", "engines.checkpoint", "export", checkpoint, folder / "traps" / "hf"]
+        done = subprocess.run(export, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 2 and "calls posix.system" in done.stderr and not mark.exists()
+        assert not list((folder / "traps").glob("hf*"))
+        FileSystemReader(checkpoint / "weights").read_metadata()
+        assert mark.exists(), "a trap that does not work shows nothing"
+
+
+def test_damage_and_a_full_disk_are_told(launches):
+    result = launches[2]["trapped"]
+    assert all("weights/__1_0.distcp is not as it was written" in text for text in result["a bit"])
+    for kind in ("full_False", "full_True"):
+        first, second = result[kind]
+        assert first == second and f"{kind}/step_00000002.tmp/weights needs" in first and result[f"{kind} left"] == []
 
 
 @pytest.mark.parametrize("world, name", ALL)
@@ -440,6 +469,7 @@ def config(folder, *pairs):
      "mixture of experts with engine.tensor_model_parallel_size > 1 needs engine.sequence_parallel=true"),
     (4, ["data.train_batch_size=3"], "train_batch_size=3 is less than the 4 data-parallel ranks"),
     (1, ["optim.lr_scheduler_type=constant", "optim.min_lr_ratio=0.1"], "no effect with a constant schedule"),
+    (1, ["optim.name=muon"], "optim.name=muon needs model_engine=fsdp"),
     (1, ["model.path=/nowhere"], "holds no config.json"),
     (1, ["engine.override_ddp_config.use_distributed_optimizer=false"],
      "contradicts engine.use_distributed_optimizer=True"),
@@ -461,9 +491,9 @@ def test_layouts_that_cannot_work(folder, world, pairs, message):
 def test_resume_in_another_dtype_is_refused(folder, tmp_path):
     written = {"run": {"model_engine": "megatron"}, "export_dtype": "float32"}
     (tmp_path / "trainer.json").write_text(json.dumps(written))
-    assert find_resume(config(folder), tmp_path, written) == tmp_path
+    assert find_resume(config(folder), tmp_path, written, 1) == tmp_path
     with pytest.raises(InputError, match="with engine.compute_dtype=float32, now it is bfloat16: set it back"):
-        find_resume(config(folder), tmp_path, written | {"export_dtype": "bfloat16"})
+        find_resume(config(folder), tmp_path, written | {"export_dtype": "bfloat16"}, 1)
 
 
 @pytest.mark.parametrize("changes, message", [

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import statistics
 
 import pytest
 import torch
@@ -78,7 +79,7 @@ def test_a_baseline_belongs_to_its_prompt_and_groups_without_one_go():
 def test_mini_batches_hold_whole_groups_whatever_their_numbers_and_sizes():
     samples = make_samples([1] * 7, range(7), [3, 3, 4, 8, 8, 8, 11])
     assert samples.mini_batches(2) == [[0, 1, 2], [3, 4, 5, 6]]
-    assert samples.mini_batches(3) == [[0, 1, 2, 3, 4, 5], [6]]
+    assert samples.mini_batches(3) == [[0, 1, 2], [3, 4, 5, 6]], "no last one of a single prompt, which would get a whole step"
     config = configure("data.train_batch_size=4")
     assert ppo.mini_batches(config, samples) == [list(range(7))]
     config = configure("data.train_batch_size=4", "algorithm.ppo_mini_batch_size=1")
@@ -96,8 +97,8 @@ def test_samples_are_written_with_their_failures(tmp_path):
     make_samples([4, 2], [0.5, 1], [0, 6], failures=[failure(3)]).write(tmp_path / "new" / "step_1.jsonl")
     lines = [json.loads(line) for line in (tmp_path / "new" / "step_1.jsonl").read_text().splitlines()]
     assert lines == [
-        {"group": 0, "prompt": "prompt 0", "response": "response 0", "score": 0.5, "length": 4, "truncated": True},
-        {"group": 6, "prompt": "prompt 6", "response": "response 1", "score": 1.0, "length": 2, "truncated": False},
+        {"group": 0, "prompt": "prompt 0", "response": "response 0", "score": 0.5, "length": 4, "truncated": True, "row": {}},
+        {"group": 6, "prompt": "prompt 6", "response": "response 1", "score": 1.0, "length": 2, "truncated": False, "row": {}},
         {"response": "text", "row": {"number": 3}, "failure": "raised", "trace": "trace 3"}]
 
 
@@ -161,6 +162,10 @@ def test_filter_groups_draws_until_there_are_enough_and_keeps_the_first():
     assert following == 5 and calls == [(drawn[:3], 2, 1.0, (3,), 0), (drawn[3:], 2, 1.0, (4,), 3)]
     assert samples.group.tolist() == [place for place in places[:SIZE] for _ in range(2)]
     assert samples.scores.abs().tolist() == [drawn[place] + 1 for place in places[:SIZE] for _ in range(2)]
+    scores = [(row + 1) * sign for row in drawn for sign in (1, -1 if row in teaching else 1)]
+    assert samples.metrics == pytest.approx({
+        "rollout/num_gen_batches": 2, "critic/score/mean": statistics.mean(scores), "critic/score/max": max(scores),
+        "critic/score/min": min(scores), "reward/informative_groups": 5 / 6}), "of all that was drawn"
 
 
 def test_filter_groups_goes_on_with_what_it_has_after_the_last_batch():
@@ -184,7 +189,7 @@ def test_filter_groups_with_nothing_left_takes_what_was_drawn_last():
 
 def test_nothing_graded_is_an_error():
     message, calls = collect((), FILTER, "algorithm.filter_groups.max_num_gen_batches=2", failing=range(PROMPTS))
-    assert len(calls) == 2 and "every response to 2 batches of prompts failed" in message and "raised: trace" in message
+    assert len(calls) == 2 and "no response to 2 batches could be graded" in message and "raised: trace" in message
 
 
 def test_remax_draws_a_greedy_response_more():
@@ -194,6 +199,14 @@ def test_remax_draws_a_greedy_response_more():
     assert calls == [(batches(1)[0], 2, 1.0, (1,), 0), (batches(1)[0], 1, 0.0, (1,), 0)]
     assert samples.group.tolist() == [0, 0, 2, 2] and samples.baseline.tolist() == samples.scores.tolist()
     assert samples.failures == [failure(row)] * 2 and samples.num_asked == SIZE * 3, "of both draws"
+
+
+def test_the_baseline_of_remax_has_the_penalty_for_long_responses_too():
+    samples, *_ = collect({*range(PROMPTS)}, "algorithm.adv_estimator=remax", "reward.overlong_buffer=4", "rollout.max_tokens=4",
+                          "reward.overlong_penalty=0.5")
+    penalty = ppo.shaped_rewards(configure("reward.overlong_buffer=4", "rollout.max_tokens=4", "reward.overlong_penalty=0.5"),
+                                 samples) - samples.scores
+    assert (penalty < 0).all() and (samples.baseline - samples.scores).tolist() == pytest.approx(penalty.tolist())
 
 
 def test_remax_draws_a_greedy_response_to_each_prompt_of_each_draw():
@@ -250,10 +263,11 @@ def test_group_advantages_and_weights_of_two_mini_batches():
 
 @pytest.mark.parametrize("mode, weights", [
     ("token-mean", [1 / 3] * 3 + [1 / 5] * 5), ("seq-mean-token-sum", [1 / 2] * 8),
+    ("seq-mean-token-sum-norm", [1 / 2 / 50] * 8),
     ("seq-mean-token-mean", [1 / 2, 1 / 4, 1 / 4, 1 / 6, 1 / 6, 1 / 6, 1 / 4, 1 / 4])])
 def test_loss_weights_are_of_one_mini_batch(mode, weights):
     samples = make_samples([1, 2, 3, 2], [1, 0, 2, 2], [0, 0, 1, 1])
-    f, _ = advantages(samples, f"algorithm.loss_agg_mode={mode}", minis=[[0, 1], [2, 3]])
+    f, _ = advantages(samples, f"algorithm.loss_agg_mode={mode}", "rollout.max_tokens=50", minis=[[0, 1], [2, 3]])
     assert on_responses(samples, f["loss_weight"]) == pytest.approx(weights)
     assert on_responses(samples, f["token_weight"]) == pytest.approx([1 / 3] * 3 + [1 / 5] * 5)
 
@@ -459,9 +473,22 @@ def test_rollouts_are_corrected_and_measured_by_the_policy_before_the_update(lev
         {name: sum(x) / 5 for name, x in measured.items()}, rel=1e-4)
 
 
-@pytest.mark.parametrize("more", ["algorithm.loss_mode=gspo", "algorithm.rollout_is=sequence"])
+def test_importance_weights_of_sequences_are_of_rejected_tokens_too():
+    """The weight is the likelihood ratio of the response that was drawn, whichever of its tokens are learned from."""
+    old, rejection = [-0.7, -0.35, -1.2, -1.5, -0.9, -1.1], ["algorithm.rollout_rs=token", "algorithm.rollout_rs_threshold=1.8",
+                                                            "algorithm.rollout_rs_threshold_lower=0.7"]
+    new = [-0.6, -0.5, -1.25, -1.3, -1.0, -1.15]
+    _, _, plain = learn([3, 3], [1, 3], new, *rejection, old_log_probs=old)
+    _, metrics, weighted = learn([3, 3], [1, 3], new, *rejection, "algorithm.rollout_is=sequence", old_log_probs=old)
+    assert metrics["rollout_corr/rejected"] == pytest.approx(2 / 6) and plain[1] == plain[3] == 0
+    for i in range(6):
+        ratio = math.exp(sum(old[i // 3 * 3:][:3]) + 3)                  # vLLM's are -1
+        assert weighted[i] == pytest.approx(min(ratio, 2.0) * plain[i])
+
+
+@pytest.mark.parametrize("more", ["algorithm.loss_mode=gspo"])
 def test_the_loss_is_that_of_responses_without_their_rejected_tokens(more):
-    """Those are the second and the fourth, of ratios e^0.65 and e^-0.5: they are in no sequence's ratio either."""
+    """Those are the second and the fourth, of ratios e^0.65 and e^-0.5: they are not in the sequence's ratio of the policy."""
     old, new = [-0.7, -0.35, -1.2, -1.5, -0.9, -1.1], [-0.6, -0.5, -1.25, -1.3, -1.0, -1.15]
     loss, metrics, gradient = learn([3, 3], [1, 3], new, more, "algorithm.rollout_rs=token",
                                     "algorithm.rollout_rs_threshold=1.8", "algorithm.rollout_rs_threshold_lower=0.7",

@@ -1,6 +1,7 @@
 """Stages, what records them, and what is made of the records; the runs are those of users."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -73,17 +74,6 @@ def test_stages_are_timed_nested_and_repeated():
     assert profiler.end_step() == {}
 
 
-def test_a_stage_costs_less_than_50_microseconds():
-    profiler, best = Profiler(), 1.0
-    for _ in range(20):
-        start = time.perf_counter()
-        for _ in range(200):
-            with profiler.stage("outer"), profiler.stage("inner"):
-                pass
-        best = min(best, (time.perf_counter() - start) / 400)
-    assert best < 50e-6
-
-
 @pytest.mark.parametrize("interval, steps, expected", [
     ([2, 4], range(1, 7), [2, 3, 4]), ([3, 3], range(1, 7), [3]), ([1, 1], range(1, 3), [1]),
     ([2, 5], range(1, 4), [2, 3]), ([2, 4], range(3, 7), [3, 4]), ([2, 4], range(5, 7), []), ([-1, -1], range(1, 4), [])],
@@ -106,6 +96,20 @@ def test_one_trace_of_the_whole_interval(tmp_path, steps, name):
     assert path == f"step_{name[0]}/interval/torch_step{name}_rank0.json" and {"data", "train_batch", "inside"} <= names
     shapes = [e for e in json.loads((tmp_path / "profile" / path).read_text())["traceEvents"] if e.get("name") == "aten::mm"]
     assert shapes[0]["args"]["Input Dims"] == [[8, 8], [8, 8]]
+
+
+def test_a_trace_changes_no_bit(tmp_path):
+    gradients = []
+
+    def work(step):
+        torch.manual_seed(0)
+        weight = torch.randn(64, 64, requires_grad=True)
+        x = torch.randn(32, 64) @ weight
+        (x @ weight + x @ weight.T).pow(2).sum().backward()
+        gradients.append(weight.grad)
+
+    profile(tmp_path, range(1, 4), "trainer.profile_interval=[2,2]", "profiler.tool=torch", work=work)
+    assert len(gradients) == 3 and all(torch.equal(x, gradients[0]) for x in gradients)
 
 
 def test_an_exception_leaves_its_trace_and_passes_through(tmp_path):
@@ -151,18 +155,18 @@ def test_ranks_are_selected_by_local_rank(monkeypatch):
 ON, PROBE = "trainer.profile_interval=[1,2]", "profiler.tool=msprobe"
 MISTAKES = {
     "an interval without a tool": ([ON], "profiler.tool is null: name a tool"),
-    "an interval behind the end": (["trainer.profile_interval=[11,12]", "profiler.tool=torch"], "behind the last step, 10"),
+    "an interval after the end": (["trainer.profile_interval=[11,12]", "profiler.tool=torch"], "after the last step, 10"),
     "an unknown tool": (["profiler.tool=nsys"], "profiler.tool=nsys must be one of nvtx, mstx, torch, memory, msprobe"),
     "a rank that is not there": ([ON, "profiler.tool=torch", "profiler.ranks=[0,1]"], "profiler.ranks=[0, 1] names a rank"),
     "a stage that is not there": ([PROBE, "profiler.msprobe.stages=[critic_update]"],
-                                  "critic_update is no stage of this run with a model in it; those are train_batch"),
+                                  "critic_update is not a stage of this run that runs a model; those are train_batch"),
     "compiled layers": ([PROBE, "engine.torch_compile=always"], "set engine.torch_compile=never"),
     "no config file": ([PROBE, "profiler.msprobe.config_path=/nowhere.json"], "/nowhere.json: No such file"),
     "a config file of another task": ([PROBE, "profiler.msprobe.config_path={tmp}/task.json"], "task=nan_check must be one of"),
     "a config file that selects steps": ([PROBE, "profiler.msprobe.config_path={tmp}/step.json"],
-                                         "leave that list empty, trainer.profile_interval selects"),
+                                         "leave that list empty and set trainer.profile_interval"),
     "a config file that is none": ([PROBE, "profiler.msprobe.config_path={tmp}/none.json"], "is not JSON"),
-    "two that want CUPTI": (["profiler.tool=[torch,nvtx]"], "torch and nvtx both want CUPTI"),
+    "two that want CUPTI": (["profiler.tool=[torch,nvtx]"], "torch and nvtx cannot share CUPTI"),
     "mode of msprobe": ([PROBE, "profiler.msprobe.config_path={tmp}/mode.json"], "mode.json is refused by msprobe: "),
     "hashes beside tensors": ([PROBE, "profiler.msprobe.task=tensor", "profiler.msprobe.config_path={tmp}/tensor.json"],
                               "summary_mode md5: only statistics"),
@@ -222,7 +226,7 @@ def dumping(directory, *more):
 
 def linear():
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
-    return model, SimpleNamespace(modules=lambda: [model])
+    return model, SimpleNamespace(modules=lambda: [model], coordinates=dict)
 
 
 def test_dumps_hold_their_own_calls_and_a_repeated_step_replaces_what_was_left(tmp_path):
@@ -256,7 +260,7 @@ def test_a_stage_that_was_named_and_never_ran_is_told(tmp_path, capsys):
     with profiler.stage("train_batch", engine):
         model(torch.ones(1, 4))
     profiler.close()
-    assert "msprobe dumped nothing of validate: not run in these steps" in capsys.readouterr().out
+    assert "msprobe dumped nothing of validate: not run in the interval" in capsys.readouterr().out
 
 
 def test_dumps_do_not_nest(tmp_path):
@@ -300,11 +304,11 @@ def test_a_dump_that_fails_stops_the_run_or_is_told_once_and_counted(tmp_path, c
 
 @pytest.fixture(scope="module")
 def assets(tmp_path_factory):
-    """A model of four layers, the same with 1 % more in one matrix, early or late, 84 rows, a reward."""
+    """A model of four layers, the same with more in one matrix, early, late or last, 84 rows, a reward."""
     directory, tokenizer = tmp_path_factory.mktemp("assets"), make_tokenizer()
-    matrices = {"model": None, "defect": "model.layers.2.self_attn.k_proj.weight",
-                "late": "model.layers.3.mlp.down_proj.weight"}
-    for name, matrix in matrices.items():
+    matrices = {"model": (None, 1), "defect": ("model.layers.2.self_attn.k_proj.weight", 1.01),
+                "late": ("model.layers.3.mlp.down_proj.weight", 1.01), "head": ("lm_head.weight", 1.05)}
+    for name, (matrix, factor) in matrices.items():
         # vLLM has no attention on CPUs for heads of less than 32 numbers.
         make_model(directory / name, "qwen3", head_dim=32, num_hidden_layers=4, vocab_size=len(tokenizer),
                    eos_token_id=tokenizer.eos_token_id)
@@ -312,7 +316,7 @@ def assets(tmp_path_factory):
         if matrix:
             path = directory / name / "model.safetensors"
             weights = load_file(path)
-            weights[matrix] *= 1.01
+            weights[matrix] *= factor
             save_file(weights, path, metadata={"format": "pt"})
     (directory / "train.jsonl").write_text("".join(json.dumps(r) + "\n" for r in make_rows()[0][:84]))
     (directory / "reward.py").write_text("def letters(prompt, response, row):\n    return len(set(response)) / 10\n")
@@ -336,9 +340,14 @@ def sft(assets, tmp_path_factory):
     return out
 
 
-def test_a_profile_changes_nothing_that_is_learned(sft):
-    plain, dumped = ([(m["train/loss"], m["train/grad_norm"]) for m in metrics(sft / name)] for name in ("plain", "dumped"))
-    assert plain == dumped and len(plain) == 3
+def test_a_dump_changes_nothing_that_is_learned_but_for_rounding(sft):
+    """The second step is dumped: its forward pass is the same to the last bit, its gradients are so but for the order of
+    their sums, and the third step has the weights that follow."""
+    losses, norms = ([[m[name] for m in metrics(sft / folder)] for folder in ("plain", "dumped")]
+                     for name in ("train/loss", "train/grad_norm"))
+    assert len(losses[0]) == 3 and losses[0][:2] == losses[1][:2] and norms[0][0] == norms[1][0]
+    assert norms[0][1] == pytest.approx(norms[1][1], rel=1e-5)
+    assert losses[0][2] == pytest.approx(losses[1][2], rel=1e-4) and norms[0][2] == pytest.approx(norms[1][2], rel=1e-3)
     assert not (sft / "plain" / "profile").exists()
     assert [p.name for p in (sft / "dumped" / "profile").glob("step_*/*")] == ["train_batch"]
     counted = [m.get("profiler/failed_dumps") for m in metrics(sft / "dumped")]
@@ -351,27 +360,34 @@ def compared(runs, a, b, step, returncode, *more):
                returncode=returncode).stdout
 
 
-def test_engines_agree_and_part_at_the_planted_defect(assets, tmp_path):
-    """By the outputs of q_norm, k_norm, o_proj, attention, down_proj, mlp and layer, four times, of the embedding and of the
-    last norm, in each micro-batch. (k_norm takes away what defect multiplies.) Calls of functions, which level mix dumps
-    beside those of modules, have the same names in both and are not the same; of one engine they agree."""
-    for name, model, engine in (("fsdp", "model", "fsdp"), ("again", "model", "fsdp"), ("megatron", "model", "megatron"),
-                                ("late", "late", "megatron")):
+PER_MICRO_BATCH = 4 * 7 + 2 + 2
+"""Outputs of q_norm, k_norm, o_proj, attention, down_proj, mlp and layer, four times, of the embedding, of the last norm, and
+two of the head."""
+
+
+def test_engines_agree(assets, tmp_path):
+    """Calls of functions, which level mix dumps beside those of modules, have the same names in both and are not the same; of
+    one engine they agree."""
+    for name, engine in (("fsdp", "fsdp"), ("again", "fsdp"), ("megatron", "megatron")):
         run([sys.executable, "train_sft.py", *arguments(
-            assets, tmp_path / name, f"model.path={assets}/{model}", PROBE, "profiler.msprobe.level=mix",
-            "trainer.total_steps=1", "trainer.profile_interval=[1,1]", f"model_engine={engine}")])
-    assert "tensors agree" in compared(tmp_path, "fsdp", "again", 1, 0)
-    agree = re.search(r"rank0: (\d+) tensors agree", compared(tmp_path, "fsdp", "megatron", 1, 0))
-    assert agree and int(agree[1]) > 0 and int(agree[1]) % (4 * 7 + 2) == 0
-    first = compared(tmp_path, "fsdp", "late", 1, 1).splitlines()[0]
-    assert "parts at Module.0.hf.model.layers.3.mlp.down_proj.Linear.forward.0.output.0 / " \
-        "Module.0.decoder.layers.3.mlp.linear_fc2.RowParallelLinear.forward.0.output.0" in first
+            assets, tmp_path / name, PROBE, "profiler.msprobe.level=mix", "trainer.total_steps=1",
+            "trainer.profile_interval=[1,1]", f"model_engine={engine}")])
+    assert re.search(r"rank0: \d+ tensors agree; ", compared(tmp_path, "fsdp", "again", 1, 0))
+    told = compared(tmp_path, "fsdp", "megatron", 1, 0)
+    agree = re.search(r"\ntrain_batch: (\d+) tensors agree, outputs of forward passes alone; largest", told)
+    assert agree and int(agree[1]) > 0 and int(agree[1]) % PER_MICRO_BATCH == 0
+    assert told.startswith("metrics of step 1 agree\n    train/loss ") and "    train/grad_norm " in told
 
 
-def test_the_planted_defect_is_found(sft):
-    first = compared(sft, "dumped", "defect", 2, 1).splitlines()[0]
-    assert first.startswith("train_batch rank0: parts at Module.0.hf.model.layers.2.self_attn.k_proj.Linear.forward.0.")
+def test_the_planted_defect_is_found(sft, tmp_path):
+    """The loss hardly shows it: k_norm takes away what the defect multiplies."""
+    told = compared(sft, "dumped", "defect", 2, 1, "--output", str(tmp_path))
+    assert told.startswith("metrics of step 2 agree\n    train/loss ")
+    first = next(line for line in told.splitlines() if line.startswith("train_batch"))
+    assert first.startswith("train_batch rank0: diverges at Module.0.hf.model.layers.2.self_attn.k_proj.Linear.forward.0.")
     assert "relative difference 0.00" in first or "relative difference 0.01" in first
+    table = (tmp_path / "train_batch_rank0.csv").read_text().splitlines()
+    assert len(table) == 1 + int(re.search(r"tensor \d+ of (\d+)", first)[1]) and "A name,A shape,A max" in table[0]
     assert "tensors agree" in compared(sft, "dumped", "defect", 2, 0, "--tolerance", "10")
     assert compare.compare(sft / "dumped", sft / "defect", 3, None, 1e-4, sft / "scratch") == 2, "no such step"
 
@@ -388,18 +404,104 @@ def test_what_one_run_alone_ran_is_told(sft):
     shutil.copytree(sft / "dumped", sft / "more")
     shutil.copytree(sft / "more/profile/step_2/train_batch", sft / "more/profile/step_2/validate")
     told = compared(sft, "dumped", "more", 2, 1)
-    assert "in one run only, left out: validate" in told and "tensors agree;" in told
+    assert "metrics of step 2 agree" in told and "in one run only, left out: validate" in told and "tensors agree;" in told
     compared(sft, "dumped", "more", 2, 0, "--stage", "train_batch")
     assert [compare.worst(codes) for codes in ([0, 2], [2, 1], [0, 1, 2], [0])] == [2, 1, 1, 0]
 
 
 @pytest.mark.parametrize("a, b, expected", [
-    (("1", "0"), ("1", "0"), 0.0), (("1", "0"), ("1.1", "0"), 0.1 / 1.1), (("nan", "0"), ("1", "0"), float("inf")),
-    (("nan", "0"), ("nan", "0"), 0.0), (("", ""), ("", ""), 0.0)])
+    ((1.0, 0.0), (1.0, 0.0), 0.0), ((1.0, 0.0), (1.1, 0.0), 0.1 / 1.1), ((math.nan, 0.0), (1.0, 0.0), math.inf),
+    ((math.nan, 0.0), (math.nan, 0.0), 0.0), ((None, None), (None, None), 0.0)])
 def test_differences_are_relative_to_the_largest_number_there(a, b, expected):
-    row = {f"{side} {name}": value for side, values in (("NPU", a), ("Bench", b))
-           for name, value in zip(compare.STATISTICS, (*values, "N/A", "N/A"), strict=True)}
-    assert compare.gap(row) == pytest.approx(expected)
+    a, b = (dict(zip(compare.STATISTICS, (*values, None, None), strict=True)) for values in (a, b))
+    assert compare.gap(a, b) == pytest.approx(expected)
+
+
+def test_a_loss_that_is_0_but_for_rounding_agrees():
+    gaps = [compare.metric_gap(*x) for x in ((1.0, 1.1), (1e-9, -3e-9), (math.nan, math.nan), (math.nan, 1.0))]
+    assert gaps == pytest.approx([0.1 / 1.1, 4e-7, 0.0, math.inf])
+
+
+@pytest.fixture(scope="module")
+def layouts(assets, tmp_path_factory):
+    """One update of the same batch on one rank by FSDP2, and on two by both engines."""
+    out = tmp_path_factory.mktemp("layouts")
+    for num_ranks in (1, 2):
+        launch(num_ranks, "tests/profiling_worker.py", "layouts", assets, out)
+    return out
+
+
+def copy(run, name):
+    return shutil.copytree(run, run.parent / name, dirs_exist_ok=True)
+
+
+def without_tensors(run, name):
+    """The same dumps with statistics alone."""
+    for path in copy(run, name).glob("profile/step_2/*/step2/*/dump.json"):
+        path.write_text(path.read_text().replace('"data_name"', '"left_out"'))
+    return run.parent / name
+
+
+def compare_layouts(capsys, a, b):
+    code = compare.compare(a, b, 2, None, 1e-4, None)
+    return code, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("a, b", [("fsdp", "tp"), ("fsdp", "vpp"), ("fsdp_whole", "sp_whole"), ("tp", "vpp"),
+                                  ("tp_whole", "sp_whole")])
+def test_layouts_agree(layouts, capsys, a, b):
+    """All outputs in both micro-batches, whole (on each of two tensor-parallel ranks) or of joined shards."""
+    code, told = compare_layouts(capsys, layouts / a, layouts / b)
+    agree = re.search(r"\nactor_update: (\d+) tensors agree, outputs of forward passes alone; largest", told)
+    assert code == 0 and agree and told.startswith("metrics of step 2 agree") and "compute_values: " in told
+    num_outputs = (1 if "whole" in a else 2) * PER_MICRO_BATCH
+    assert int(agree[1]) == num_outputs if b == "vpp" and a == "fsdp" else num_outputs <= int(agree[1]) <= 2 * num_outputs
+
+
+def test_shards_are_joined_by_their_statistics(layouts, capsys):
+    """Where sequences are padded, only the head has the same tokens."""
+    a, tp = without_tensors(layouts / "fsdp", "statistics_a"), without_tensors(layouts / "tp", "statistics_tp")
+    code, told = compare_layouts(capsys, a, tp)
+    assert code == 0 and re.search(r"actor_update: \d+ tensors agree", told) and "not compared" not in told
+    code, told = compare_layouts(capsys, layouts / "fsdp_whole", without_tensors(layouts / "sp_whole", "statistics_sp"))
+    assert code == 0 and f"{PER_MICRO_BATCH - 2} not compared: one run alone pads them" in told
+
+
+def test_the_planted_defect_is_found_on_shards(layouts, capsys):
+    code, told = compare_layouts(capsys, layouts / "fsdp_whole", layouts / "defect")
+    assert code == 1 and "actor_update: diverges at Module.0.hf.model.layers.3.mlp.down_proj.Linear.forward.0.output.0 / " \
+        "Module.0.decoder.layers.3.mlp.linear_fc2.RowParallelLinear.forward.0.output.0, relative difference 0.0" in told
+
+
+def test_another_output_matrix_is_found_at_the_head(layouts, capsys):
+    """On the second pipeline rank, behind layers that agree. The critic's head is its own."""
+    code, told = compare_layouts(capsys, layouts / "fsdp", layouts / "head")
+    assert code == 1 and told.startswith("metrics of step 2 diverge\n    actor/loss ")
+    assert "\nactor_update: diverges at Module.0.head.LogProbHead.forward.0.output.0, relative" in told
+    assert f"; tensor {PER_MICRO_BATCH - 1} of {2 * PER_MICRO_BATCH}, " in told and "\ncompute_values: 62 tensors agree" in told
+
+
+def test_what_cannot_be_compared_is_told(layouts, capsys):
+    code, told = compare_layouts(capsys, layouts / "fsdp", layouts / "dp")
+    assert code == 2 and "1 and 2 data parallel ranks see other tokens" in told and "metrics of step 2 agree" in told
+    code, told = compare_layouts(capsys, layouts / "fsdp", layouts / "sp")
+    assert code == 2 and "not compared: their micro-batches differ" in told
+    code, told = compare_layouts(capsys, layouts / "fsdp", layouts / "recompute")
+    assert code == 0 and f"{2 * 4 * 7} not compared: one run alone calls them again (recomputation)" in told
+    for path in copy(layouts / "tp", "one_rank").glob("profile/step_2/*/step2/rank1"):
+        shutil.rmtree(path)
+    code, told = compare_layouts(capsys, layouts / "fsdp", layouts / "one_rank")
+    assert code == 2 and "B has the dumps of 1 of 2 tensor x 1 pipeline parallel ranks: set profiler.ranks=all" in told
+
+
+def test_losses_that_differ_are_found_where_dumps_agree(layouts, capsys):
+    path = copy(layouts / "fsdp", "another_loss") / "metrics.jsonl"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "actor/loss": 1.87}) + "\n")
+    code, told = compare_layouts(capsys, layouts / "fsdp", layouts / "another_loss")
+    assert code == 1 and "diverge" in told.splitlines()[0] and "B 1.87" in told and "actor_update rank0: " in told
+    path.unlink()
+    code, told = compare_layouts(capsys, layouts / "fsdp", layouts / "another_loss")
+    assert code == 0 and told.startswith("metrics of step 2 are not in both runs")
 
 
 @pytest.fixture(scope="module")
@@ -444,6 +546,29 @@ def test_the_report_of_a_run_that_has_just_begun(tmp_path):
     assert "validate" in report.table(tmp_path) and report.write_report(tmp_path).exists()
 
 
+def test_the_picture_keeps_what_is_0_and_has_bars_for_stages_of_some_steps(tmp_path):
+    from matplotlib import pyplot
+    never = {"critic/score/mean": 0.0, "response_length/clip_ratio": 0.0, "perf/mfu": None, "val/failures": 0}
+    lines = [{"step": step, "timing/step": 3.0, "timing/actor_update": 1.0, "timing/reward": 2.0} | never for step in range(1, 21)]
+    for line in lines[4::5]:
+        line |= {"timing/validate": 6.0, "val/exact_match": 0.0, "val/mine": 0.0}
+    lines += [{"step": 0, "timing/validate": 7.0, "val/mine": 0.0}, {"step": 20, "timing/save": 4.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    figure = report.draw(tmp_path)
+    panels = {axis.get_title(): axis for axis in figure.axes}
+    assert {*panels} == {"exact match", "score per response", "validation score", "cut off at max_tokens", "time by stage [s]", ""}
+    assert [panels["score per response"].lines[0].get_ydata()[k] for k in range(20)] == [0.0] * 20
+    assert panels["validation score"].lines[0].get_xdata().tolist() == [5, 10, 15, 20, 0]
+    axis = panels["time by stage [s]"]
+    bars = {container.get_label(): [(bar.get_center()[0], bar.get_y(), bar.get_height()) for bar in container]
+            for container in axis.containers}
+    assert bars == {"validate 6": [(5, 3, 6), (10, 3, 6), (15, 3, 6), (20, 3, 6), (0, 0, 7)], "save 4": [(20, 9, 4)]}
+    assert [area.get_label() for area in axis.collections] == ["actor_update 1", "reward 2"]
+    assert {text.get_text() for text in panels[""].get_legend().texts} == {*bars, "actor_update 1", "reward 2"}
+    assert [area.get_datalim(axis.transData).ymax for area in axis.collections] == [1, 3]
+    pyplot.close(figure)
+
+
 def test_the_report_has_every_stage(ppo_run):
     text = (ppo_run / "report.txt").read_text()
     assert text == report.table(ppo_run) + "\n" and (ppo_run / "report.png").stat().st_size > 10_000
@@ -459,9 +584,10 @@ def test_the_report_has_every_stage(ppo_run):
     *(("megatron", task, ["engine.pipeline_model_parallel_size=2", "engine.virtual_pipeline_model_parallel_size=2"])
       for task in ("statistics", "tensor"))], ids=lambda x: x if isinstance(x, str) else "")
 def test_engines_dump_all_they_run(assets, tmp_path, kind, task, more):
+    """And what they answer is the same to the last bit with a dump and without, which the worker asserts."""
     done = launch(2, "tests/profiling_worker.py", kind, assets / "model", tmp_path, task, *more)
     assert "'profiler/failed_dumps': 0" in done.stdout and f"with {task} L0:" in done.stdout
-    assert " MB a step and rank" in done.stdout
+    assert " MB per step and rank" in done.stdout
     for stage in MODEL_STAGES:
         for rank in (0, 1):
             dump = read_dump(tmp_path, 2, stage, rank)
@@ -503,7 +629,7 @@ def test_a_run_that_ends_with_an_error_writes_its_trace_on_the_first_rank_alone(
         assets, tmp_path, "optim.lr=1e30", "optim.clip_grad=0", "trainer.max_skipped_steps=2", "profiler.tool=torch",
         "optim.lr_scheduler_type=constant", "optim.lr_warmup_steps_ratio=0", "trainer.profile_interval=[2,9]",
         "profiler.torch.trace=interval"), returncode=1)
-    assert "the gradient was not finite in 3 steps" in done.stderr
+    assert "the gradient was not finite in 3 of 4 updates" in done.stderr
     last = metrics(tmp_path)[-1]["step"] + 1
     [(name, events)] = recorded(tmp_path).items()
     assert name == f"step_2/interval/torch_step2-{last}_rank0.json" and {"data", "train_batch"} <= events
@@ -511,7 +637,8 @@ def test_a_run_that_ends_with_an_error_writes_its_trace_on_the_first_rank_alone(
 
 def test_a_mistake_is_one_line_before_the_model_is_loaded(assets, tmp_path):
     done = run([sys.executable, "train_ppo.py", *arguments(
-        assets, tmp_path, PROBE, "profiler.msprobe.stages=[compute_values]", "data.max_tokens_per_micro_batch=4096")], returncode=2)
+        assets, tmp_path, PROBE, "profiler.msprobe.stages=[compute_values]", "data.max_prompt_length=60",
+        "rollout.max_tokens=60", "validation.max_tokens=60")], returncode=2)
     lines = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert len(lines) == 1 and lines[0].endswith("those are rollout_generate, actor_update")
     assert not (tmp_path / "config.yaml").exists()

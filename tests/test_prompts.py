@@ -117,15 +117,26 @@ def test_what_belongs_to_the_prompt(make, tmp_path, row, text):
     prompt, = PromptDataset.load(make(write(tmp_path / "a.jsonl", [row])))
     assert prompt.text == text and prompt.row == row
     assert make_tokenizer().decode(prompt.input_ids) == text
+    assert text.endswith(rendered(prompt.question)) and prompt.question
 
 
 def test_other_columns(make, tmp_path):
     row = {"question": "q", "chat": None}
     prompt, = PromptDataset.load(make(write(tmp_path / "a.jsonl", [row]), prompt_key="question", messages_key="chat"))
-    assert prompt.text == rendered("q") and prompt.row == row
+    assert prompt.text == rendered("q") and prompt.row == row and prompt.question == "q"
     row = {"prompt": [user("q"), assistant("a")]}
     prompt, = PromptDataset.load(make(write(tmp_path / "a.jsonl", [row]), messages_key="prompt"))
     assert prompt.text == rendered("q") and prompt.row == row
+
+
+def test_the_question_is_the_text_of_the_last_message_of_the_user(make, tmp_path):
+    parts = [{"type": "text", "text": "q"}, {"type": "image"}, {"type": "text", "text": "r"}]
+    messages = [user("p"), assistant("a"), user(parts), assistant("b"), {"role": "tool", "content": "t"}]
+    path = write(tmp_path / "a.jsonl", [{"messages": messages}])
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = TOOLS_AND_THINKING.replace("m.content", "m.content | string")
+    prompt, = PromptDataset.load(make(path, tokenizer))
+    assert prompt.question == "q\nr"
 
 
 def test_tools_and_template_arguments(make, tmp_path):
@@ -179,7 +190,7 @@ def test_plain_text_without_a_chat_template(make, tmp_path):
     assert [p.input_ids for p in PromptDataset.load(make(path, plain))] == [[ids["a"], ids["b"]], [ids["a"], 1]]
     prompts = PromptDataset.load(make(path, framed))
     assert [p.input_ids for p in prompts] == [[0, ids["a"], ids["b"]], [0, ids["a"], 1]]
-    assert [p.text for p in prompts] == ["ab", "a</s>"]
+    assert [p.text for p in prompts] == ["ab", "a</s>"] and [p.question for p in prompts] == ["", ""]
     with pytest.raises(InputError, match=r"a\.jsonl:1: the prompt is empty"):
         make(write(tmp_path / "a.jsonl", [{"prompt": ""}]), plain)
     with pytest.raises(InputError, match=r"a\.jsonl:1: the tokenizer has no chat template: give data.chat_template"):

@@ -40,6 +40,9 @@ def score(prompt, response, row):
     if row["bad"] and len(response) % 2:
         raise ValueError("an odd length")
     return len(response)
+
+def rank(prompts, responses, rows):
+    return [{"rank": sorted(responses).index(r) / 4, "size": len(responses) * len(set(prompts))} for r in responses]
 """
 
 
@@ -191,6 +194,14 @@ def test_samples_are_scored_in_order_and_failures_are_left_out(result, name):
     told = result["samples"]["too many failures"]
     assert len(told) == LAUNCHES[name].ranks and len(set(map(tuple, told))) == 1
     assert told[0][0] == "InputError" and "of 20 samples" in told[0][1] and "an odd length" in told[0][1]
+
+
+def test_a_group_is_graded_in_one_call_whatever_the_layout(result):
+    groups = result["samples"]["groups"]
+    assert all(g == groups[0] for g in groups) and groups[0]["parts"]["size"] == [4.0] * 12
+    ranks = [sorted(texts).index(text) / 4 for i in (0, 4, 8) for texts in [groups[0]["texts"][i:i + 4]] for text in texts]
+    assert groups[0]["parts"]["rank"] == ranks and groups[0]["scores"] == [r + 4 for r in ranks]
+    assert result["samples"]["all"][0]["parts"] == {}, "of a reward that is a number"
 
 
 def test_a_response_to_a_row_is_the_same_in_another_batch(result):

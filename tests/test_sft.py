@@ -1,19 +1,29 @@
 """train_sft.py as its users run it: real processes, real signals."""
 
 import json
+import math
 import os
+import shutil
 import signal
+import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from config import InputError, load
+from data.packing import global_batch
 from examples.arithmetic import make_rows, make_tokenizer
-from tests.launch import LIMIT, checkpoints, kill_all, metrics, run, start, wait_for
+from job import find_resume
+from tests.fsdp_worker import flip
+from tests.launch import LIMIT, ROOT, checkpoints, environment, heed_signals, imported, kill_all, metrics, run, start, wait_for
 from tests.models import make_model
+from tests.traps import set_trap
 
 PYTHON = [sys.executable, "train_sft.py"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train_sft.py"]
@@ -93,6 +103,37 @@ def test_kill_and_resume_repeats_every_step_to_the_last_bit(assets, uninterrupte
         assert (tmp_path / "hf" / file).read_bytes() == (uninterrupted / "hf" / file).read_bytes()
 
 
+def test_checkpoints_by_time_a_second_run_and_ctrl_c(assets, tmp_path):
+    command = [*PYTHON, *arguments(assets, tmp_path, "trainer.total_epochs=10000", "trainer.save_minutes=0.02")]
+    process = start(command, tmp_path / "log")
+    wait_for((tmp_path / "checkpoints" / "latest").exists, process)
+    refused = run(command, returncode=2)
+    assert f"is in use by process {process.pid} on" in refused.stderr and refused.stderr.count("error:") == 1
+    process.send_signal(signal.SIGINT)
+    assert process.wait(LIMIT) == 0
+    said, last = (tmp_path / "log").read_text(), curve(tmp_path)[-1][0]
+    assert "checkpoints: every 0.02 minutes, when asked to stop, and after the last step" in said
+    assert said.count("SIGINT: a checkpoint will be saved") == 1 and "Traceback" not in said
+    assert f"stopped by a signal after step {last}" in said and checkpoints(tmp_path)[-1] == f"step_{last:08d}"
+
+
+def test_a_second_ctrl_c_and_one_before_the_first_step_stop_at_once(tmp_path):
+    code = "import sys, time, job; a = job.Agreement(-1, 30); {}; print('up', flush=True); time.sleep(60); time.sleep(60)"
+    for begun, number in ((False, signal.SIGINT), (False, signal.SIGHUP), (True, signal.SIGINT), (True, signal.SIGHUP)):
+        process = subprocess.Popen([sys.executable, "-c", code.format("a.begin(1)" if begun else "0")], cwd=ROOT, text=True,
+                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(), preexec_fn=heed_signals)
+        assert process.stdout.readline() == "up\n"
+        process.send_signal(number)
+        if begun:
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(2.5)
+            process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=LIMIT)[1].split("\n")
+        last = signal.SIGINT if begun else number
+        assert process.returncode == 128 + last and said[-2] == f"{last.name}: stopped at once"
+        assert sum("a checkpoint will be saved after this step" in line for line in said) == begun
+
+
 def test_slurm_ranks_stop_on_a_signal_to_one_of_them_and_one_process_goes_on(assets, uninterrupted, tmp_path):
     command = ["examples/slurm/rank.sh", *PYTHON, *arguments(assets, tmp_path, "trainer.async_save=true")]
     slurm = {"SLURM_NTASKS": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20000 + os.getpid() % 20000)}
@@ -158,7 +199,7 @@ def broken_file(tmp_path, text):
 
 GOOD = '{"messages": [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]}\n'
 MISTAKES = {
-    "an unknown key": (["optim.learning_rate=1"], "unknown key optim.learning_rate; the nearest is"),
+    "an unknown key": (["optim.learning_rate=1"], "unknown key optim.learning_rate; the nearest is optim.lr"),
     "no model": (["model.path=/nowhere"], "model.path=/nowhere"),
     "no data file": (["data.train_files=/nowhere.jsonl"], "/nowhere.jsonl: no such file"),
     "a malformed row": (lambda tmp: [broken_file(tmp, GOOD + GOOD + '{"messages": 1}\n')], "broken.jsonl:3: "),
@@ -171,7 +212,6 @@ MISTAKES = {
     "a batch larger than the data": (["data.train_batch_size=85"], "more than the 84 rows"),
     "a chat template that is not there": (["data.chat_template=/nowhere"], "data.chat_template=/nowhere: No such file"),
     "a cache that cannot be written": (["data.cache_dir=/dev/null/x"], "data.cache_dir=/dev/null/x cannot be written"),
-    "a logger that is not installed": (["trainer.logger=[wandb]"], "wandb, which is not installed"),
     "no such checkpoint": (["trainer.resume=/nowhere"], "trainer.resume=/nowhere is neither auto, never, nor a"),
     "a schedule with a key that has no effect": (["optim.lr_scheduler_type=constant", "optim.min_lr_ratio=0.1"],
                                                  "no effect"),
@@ -180,22 +220,22 @@ MISTAKES = {
 
 @pytest.fixture(scope="module")
 def told(assets, tmp_path_factory):
-    """What each mistake is told, and after how many seconds; two at a time, since each spends them importing."""
+    """What each mistake is told, two at a time: each takes seconds to import what it needs."""
     def make(what):
-        folder, begin = tmp_path_factory.mktemp("mistake"), time.monotonic()
-        more = MISTAKES[what][0]
-        done = run([*PYTHON, *arguments(assets, folder / "out", *(more(folder) if callable(more) else more))], returncode=2)
-        return done.stderr, time.monotonic() - begin
+        folder, more = tmp_path_factory.mktemp("mistake"), MISTAKES[what][0]
+        return run([*PYTHON, *arguments(assets, folder / "out", *(more(folder) if callable(more) else more))],
+                   returncode=2, PYTHONPROFILEIMPORTTIME="1").stderr
     with ThreadPoolExecutor(2) as pool:
         return dict(zip(MISTAKES, pool.map(make, MISTAKES)))
 
 
 @pytest.mark.parametrize("what", MISTAKES)
 def test_a_mistake_is_one_line_and_exit_code_2(what, told):
-    error, seconds = told[what]
+    error, modules = told[what], imported(told[what])
     lines = [line for line in error.splitlines() if line.startswith("error:")]
     assert len(lines) == 1 and MISTAKES[what][1] in lines[0] and "Traceback" not in error
-    assert what != "an unknown key" or seconds < 5
+    assert "omegaconf" in modules and not modules & {"vllm", "megatron", "msprobe"}
+    assert what != "an unknown key" or not modules & {"torch", "transformers", "numpy"}
 
 
 def test_with_two_ranks_only_rank_0_speaks(assets, tmp_path):
@@ -209,16 +249,159 @@ def test_a_checkpoint_is_not_continued_with_other_data_nor_overwritten(assets, u
     done = run([*PYTHON, *arguments(assets, uninterrupted, "data.train_batch_size=4")], returncode=2)
     assert "was written with data.train_batch_size=8, now it is 4" in done.stderr
     done = run([*PYTHON, *arguments(assets, uninterrupted, "data.train_on=last", "data.max_length=64")], returncode=2)
-    assert "was written with the hash of data" in done.stderr
+    assert "was written with data.train_files=" in done.stderr and "(a hash of data, tokenizer and their options)" in done.stderr
     run([*PYTHON, *arguments(assets, uninterrupted, "dry_run=true")])
     done = run([*PYTHON, *arguments(assets, uninterrupted, "trainer.resume=never")], returncode=2)
     assert "trainer.resume=never, but" in done.stderr
     assert (checkpoints(uninterrupted), [(uninterrupted / name).read_bytes() for name in kept]) == before
 
 
+def test_a_run_goes_on_with_another_batch_size_seed_and_data_when_told_to(assets, uninterrupted, tmp_path):
+    """In another directory than the repository's, with paths relative to it."""
+    changed = ["model.path=model", "data.train_files=val.jsonl", "data.train_batch_size=4", "trainer.seed=1",
+               "trainer.total_epochs=4"]
+    command = [sys.executable, ROOT / "train_sft.py", *arguments(assets, tmp_path, *changed)]
+    done = run([*command, f"trainer.resume={uninterrupted}/checkpoints/step_00000020",
+                "trainer.resume_override=[data.train_batch_size,trainer.seed,data.train_files]"], cwd=assets)
+    assert done.stdout.count("as trainer.resume_override allows") == 3
+    # 30 rows are 7 batches of 4: the steps go on from 20 with batch 21 of the new order, the last of its third epoch.
+    assert [(m["step"], m["train/epoch"]) for m in metrics(tmp_path)] == [(k, k / 7) for k in range(21, 29)]
+    rows = [json.loads(line) for line in (assets / "val.jsonl").read_text().splitlines()]
+    model = AutoModelForCausalLM.from_pretrained(uninterrupted / "hf", dtype=torch.float32)
+    tokenizer, loss, tokens = AutoTokenizer.from_pretrained(uninterrupted / "hf"), 0.0, 0
+    for row in global_batch(30, 4, seed=1, step=20):
+        question, answer = rows[row]["messages"]
+        prompt = tokenizer.apply_chat_template([question], add_generation_prompt=True, return_dict=False)
+        reply = tokenizer(answer["content"] + "<|im_end|>")["input_ids"]
+        logits = model(torch.tensor([prompt + reply])).logits[0, len(prompt) - 1:-1]
+        loss += torch.nn.functional.cross_entropy(logits, torch.tensor(reply), reduction="sum").item()
+        tokens += len(reply)
+    assert metrics(tmp_path)[0]["train/loss"] == pytest.approx(loss / tokens, rel=1e-5)
+    # What it saves is its own: nothing is left to override.
+    assert "step 28 of 28" in run(command, cwd=assets).stdout
+
+
+@pytest.mark.parametrize("pairs, run, message", [
+    (["trainer.resume_override=[model.path]"], {}, "names model.path: only data.train_batch_size, trainer.seed can change"),
+    (["trainer.resume_override=[rollout.n]"], {}, "names rollout.n: only"),
+    (["trainer.resume=auto", "trainer.resume_override=[trainer.seed]"], {}, "no checkpoint to go on from: set trainer.resume to"),
+    (["trainer.resume_override=[trainer.seed]"], {"trainer.seed": 1, "data.train_batch_size": 4},
+     "with data.train_batch_size=8, now it is 4: set it back, name it in trainer.resume_override, or start anew"),
+    (["trainer.resume_override=[trainer.seed]"], {"trainer.seed": 1, "the model": "qwen3 of 4 layers"},
+     "with the model=qwen3 of 2 layers, now it is qwen3 of 4 layers: set it back, or start anew"),
+    (["trainer.resume_override=[trainer.seed]"], {"trainer.seed": 1}, "is of step 20, and this run has 20 steps: raise"),
+    (["trainer.resume_override=[algorithm.adv_estimator]"], {"algorithm.adv_estimator": "gae", "critic": True},
+     "with critic=False, now it is True: set it back, or start anew"),
+])
+def test_what_a_resume_may_not_change(tmp_path, pairs, run, message):
+    saved = {"trainer.seed": 0, "data.train_batch_size": 8, "the model": "qwen3 of 2 layers"}
+    saved |= {key: "grpo" for key in run if key == "algorithm.adv_estimator"}
+    (tmp_path / "trainer.json").write_text(json.dumps({"step": 20, "run": saved}))
+    config = load("sft.yaml", ["model.path=m", "data.train_files=t", f"trainer.resume={tmp_path}", *pairs])
+    with pytest.raises(InputError) as caught:
+        find_resume(config, None, {"run": saved | run}, 20)
+    assert message in str(caught.value)
+
+
+def test_a_run_goes_on_from_the_older_checkpoint_when_the_newest_is_damaged(assets, uninterrupted, tmp_path):
+    """To the last bit, past a copy that is no checkpoint and a broken line of metrics, and says so."""
+    out = tmp_path / "out"
+    shutil.copytree(uninterrupted, out)
+    flip(out / "checkpoints" / "step_00000020" / "weights" / "__1_0.distcp")
+    shutil.copytree(out / "checkpoints" / "step_00000015", out / "checkpoints" / "step_00000030.bak")
+    lines = (out / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (out / "metrics.jsonl").write_bytes(b"".join([*lines[:3], b'{"step": 3, "train\xff\n', *lines[3:]]))
+    command = [*TORCHRUN, *arguments(assets, out, "trainer.save_freq=5", f"data.val_files={assets}/val.jsonl",
+                                     "trainer.test_freq=10")]
+    said = f"{out}/checkpoints/step_00000020 is damaged: weights/__1_0.distcp is not as it was written; "
+    planned = run([*command, "dry_run=true"])
+    assert planned.stdout.count(f"{said}the run would go on from {out}/checkpoints/step_00000015\n") == 1
+    assert f"going on from {out}/checkpoints/step_00000015" in planned.stdout and planned.stdout.count("checkpoint: ") == 1
+    assert "step_00000020" in checkpoints(out)
+    done = run(command)
+    assert done.stdout.count(f"{said}it is step_00000020.damaged now, and the run goes on from {out}/checkpoints/") == 1
+    assert "step 15 of 20" in done.stdout and curve(out) == curve(uninterrupted)
+    assert f"{out}/metrics.jsonl: lines that could not be read (1) are in metrics.broken.jsonl now" in done.stdout
+    assert (out / "metrics.broken.jsonl").read_bytes() == b'{"step": 3, "train\xff\n'
+    assert checkpoints(out) == ["latest", "step_00000015", "step_00000020", "step_00000020.damaged", "step_00000030.bak"]
+    assert (out / "hf" / "model.safetensors").read_bytes() == (uninterrupted / "hf" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("trap", [".metadata", "part"])
+def test_a_checkpoint_cannot_run_commands(assets, uninterrupted, tmp_path, trap):
+    checkpoint, mark = tmp_path / "step_00000020", tmp_path / "mark"
+    shutil.copytree(uninterrupted / "checkpoints" / "step_00000020", checkpoint)
+    set_trap(trap, checkpoint, mark)
+    attempts = [[*PYTHON, *arguments(assets, tmp_path / "out", f"trainer.resume={checkpoint}")]]
+    if trap == ".metadata":                 # an export reads tensors alone of the rest
+        attempts.append([sys.executable, "-m", "engines.checkpoint", "export", checkpoint, tmp_path / "hf"])
+    for attempt in attempts:
+        done = run(attempt, returncode=2)
+        assert done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr
+        assert "it is not data alone, a pickle in it calls posix.system" in done.stderr and not mark.exists()
+        assert "has no checksums, an earlier version wrote it: it is not verified" in done.stdout
+    metadata = dcp.FileSystemReader(checkpoint / "weights").read_metadata().state_dict_metadata
+    careless = {k: 0 for k, v in metadata.items() if isinstance(v, BytesStorageMetadata)}
+    dcp.load(careless, checkpoint_id=checkpoint / "weights", no_dist=True)
+    assert mark.exists(), "a trap that does not work shows nothing"
+
+
+# What does not fit: free space before it starts [bytes], more arguments, files of a run to begin with, what is told.
+PAGE = 4096
+FULL = {
+    "the third checkpoint": (4_500_000, ["trainer.save_freq=2", "trainer.max_checkpoints=-1"], None,
+                             "step_00000006.tmp/weights needs"),
+    "the third checkpoint in the background": (4_500_000, ["trainer.save_freq=2", "trainer.max_checkpoints=-1",
+                                                           "trainer.async_save=true"], None, "step_00000006.tmp/weights needs"),
+    "the first checkpoint": (400_000, ["trainer.save_freq=2"], None, "step_00000002.tmp/weights needs"),
+    "metrics": (4 * PAGE, ["trainer.save_freq=100", "trainer.save_minutes=0"], None, "DISK/out/metrics.jsonl needs more than"),
+    "the export": (40 * PAGE, [], "uninterrupted", "DISK/out/hf.tmp needs"),
+    "the cache": (6 * PAGE, ["data.cache_dir=DISK/cache"], None, "DISK/cache/"),
+}
+
+
+@pytest.mark.parametrize("what", FULL)
+def test_a_full_disk_is_one_line(assets, uninterrupted, tmp_path, what):
+    """On a small disk of its own, which root mounts, and others in a name space of their own. Nothing that was complete is
+    lost: what is on the disk, copied to a larger one, goes on."""
+    free, more, begun, message = FULL[what]
+    disk, kept = tmp_path / "disk", tmp_path / "kept"
+    disk.mkdir()
+    if begun:
+        shutil.copytree(uninterrupted, tmp_path / "begun", ignore=shutil.ignore_patterns("tensorboard", "report*"))
+        shutil.rmtree(tmp_path / "begun" / "hf")
+    script = """set -e; mount -t tmpfs -o size=32m tmpfs $DISK
+        if [ -d $BEGUN ]; then cp -r $BEGUN $DISK/out; fi
+        head -c $(($(df --output=avail -B1 $DISK | tail -1) - FREE)) /dev/zero > $DISK/filler
+        set +e; "$@"; code=$?
+        rm $DISK/filler; cp -r $DISK $KEPT; exit $code""".replace("FREE", str(free))
+    command = [*(TORCHRUN if what != "the export" else PYTHON), *arguments(assets, disk / "out", *more)]
+    done = run(["unshare", "--mount", *["--map-root-user"] * (os.geteuid() != 0), "bash", "-c", script, "bash",
+                *(part.replace("DISK", str(disk)) for part in command)], returncode=2 if what == "the export" else 1,
+               DISK=str(disk), KEPT=str(kept), BEGUN=str(tmp_path / "begun"))
+    [told] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert "the disk is full: " in told and message.replace("DISK", str(disk)) in told and " are free" in told
+    assert done.stderr.count("Traceback") == (what != "the export"), "torchrun's own"
+    assert not list(kept.rglob("*.tmp")), "what was not finished takes no room"
+    if "third" in what:
+        assert checkpoints(kept / "out") == ["latest", "step_00000002", "step_00000004"]
+        again = run([*PYTHON, *arguments(assets, kept / "out", "dry_run=true")])
+        assert f"going on from {kept}/out/checkpoints/step_00000004" in again.stdout and "damaged" not in again.stdout
+
+
 def test_gradients_that_stay_infinite_stop_the_run(assets, tmp_path):
     done = run([*PYTHON, *arguments(assets, tmp_path, "optim.lr=1e30", "optim.clip_grad=0", "trainer.max_skipped_steps=2",
                                     "optim.lr_scheduler_type=constant", "optim.lr_warmup_steps_ratio=0")], returncode=2)
-    assert "the gradient was not finite in 3 steps" in done.stderr
+    assert "the gradient was not finite in 3 of 4 updates" in done.stderr
     assert [m["train/skipped"] for m in metrics(tmp_path)][-1] == 2, "the step that is one too many is not recorded"
     assert not (tmp_path / "checkpoints").exists() and not (tmp_path / "hf").exists()
+
+
+def test_a_run_that_skips_every_step_is_an_error_however_short_it_is(assets, tmp_path):
+    shutil.copytree(assets / "model", tmp_path / "model")
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    weights["model.norm.weight"][0] = math.nan
+    save_file(weights, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    done = run([*PYTHON, *arguments(assets, tmp_path / "out", f"model.path={tmp_path}/model", "trainer.total_steps=2")],
+               returncode=2)
+    assert "the gradient was not finite in 2 of 2 updates" in done.stderr and not (tmp_path / "out" / "hf").exists()

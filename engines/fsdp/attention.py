@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from config import InputError
 from engines.varlen import causal_attention
 
-# What models hand on to their attention without a meaning for it.
+# Arguments that models pass to their attention and that mean nothing to it.
 HARMLESS = {"position_ids", "use_cache", "cache_position", "output_attentions", "is_causal"}
 
 
@@ -35,8 +35,8 @@ class Packing:
     group: dist.ProcessGroup | None = None
 
     def arguments(self) -> dict:
-        """The model's keyword arguments. A mask of four dimensions, which nobody reads, keeps transformers from building
-        one, for which it would wait for the device."""
+        """The model's keyword arguments. The mask of four dimensions is not read; it keeps transformers from building one, for
+        which it would wait for the device."""
         return {"packing": self, "attention_mask": torch.empty(1, 1, 1, 1, device=self.cu_seqlens.device)}
 
 
@@ -67,7 +67,7 @@ def packed_attention(module, query: Tensor, key: Tensor, value: Tensor, attentio
     return out[None], None
 
 
-# Not compiled: these would be compiled again for every new set of lengths, and for collectives there is no gain.
+# Not compiled: it would be compiled again for every new set of lengths, without any gain for collectives.
 @torch.compiler.disable
 def by_sequence(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float | None, window: int) -> Tensor:
     return torch.cat([_sdpa(q[a:b], k[a:b], v[a:b], scale, window) for a, b in zip(packing.bounds, packing.bounds[1:])])

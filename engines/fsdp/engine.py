@@ -24,15 +24,16 @@ from torch.distributed.tensor import DTensor
 
 from config import InputError
 from data.packing import Batch, pack, spread
-from engines import schedule
+from engines import optimizer, schedule
 from engines.base import Engine, LossFn, check_batch_size
 from engines.collectives import AllGather
 from engines.device import to_device
 from engines.fsdp.attention import Packing
-from engines.fsdp.heads import PackedCausalLM, PackedValueModel
-from engines.hf import build_on_meta, count_flops, read_hf_config
+from engines.heads import LogProbHead, ValueHead
+from engines.hf import build_on_meta, count_flops, keep_zero_rows, read_hf_config
 from engines.offload import HostMemory
-from engines.weights import load_weights
+from engines.storage import Writer
+from engines.weights import check_files, load_weights
 
 # Between the hidden states and the logits these would change what linear_log_probs computes.
 LOGIT_TRANSFORMS = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0, "lm_head_bias": False}
@@ -50,7 +51,7 @@ class FSDPEngine(Engine):
         self.config, self.device, self.total_steps = config, device, total_steps
         engine, self.optim = config.engine, config.optim
         self.world_size, cp = dist.get_world_size(), engine.context_parallel_size
-        self.hf_config = self.check(config, self.world_size)
+        self.hf_config = self.check(config, self.world_size, critic)
         self.dp_rank, self.dp_size = dist.get_rank() // cp, self.world_size // cp
         self.cp_rank, self.cp_size = dist.get_rank() % cp, cp
         mesh = init_device_mesh(device.type, (self.dp_size, cp), mesh_dim_names=("dp", "cp"))
@@ -59,11 +60,10 @@ class FSDPEngine(Engine):
         self.compute_dtype = getattr(torch, engine.compute_dtype)
         compiled = uses_compile(engine, device.type)
         self.hf = build_on_meta(self.hf_config, getattr(torch, engine.param_dtype), critic, "packed")
-        check_attention(self.hf)
         if not engine.use_remove_padding:
             self.hf.set_attn_implementation("sdpa")
-        self.model = PackedValueModel(self.hf) if critic else \
-            PackedCausalLM(self.hf, engine.log_prob_chunk_size, compiled, temperature)
+        self.model = PackedModel(self.hf, ValueHead() if critic else LogProbHead(
+            temperature, engine.log_prob_chunk_size, compiled, self.hf_config.vocab_size))
         layers = [m for m in self.hf.modules() if type(m).__name__ in self.hf._no_split_modules]
         if engine.activation_checkpointing:
             self.hf.gradient_checkpointing_enable({"use_reentrant": False})
@@ -71,16 +71,23 @@ class FSDPEngine(Engine):
             layer.forward = torch.compile(layer.forward, dynamic=True)
         shard(self.model, layers, engine, device.type, self.world_size)
         load_weights(self.hf, Path(config.model.path), torch.device("cpu") if engine.cpu_offload else device, device, critic)
+        words = self.hf.get_input_embeddings()
+        keep_zero_rows(words, full(words.weight.detach().abs().sum(1)).to(device) == 0)
         self.model.train()
-        self.optimizer = build_optimizer(self.model, self.optim) if optimize else None
+        self.optimizers = optimizer.build(self.model, layers, self.optim) if optimize else []
+        # What a group's learning rate is of the schedule's: 1, unless a user's optimizer made it otherwise.
+        self._lr_ratios = [group["lr"] / self.optim.lr if self.optim.lr else 1.0 for group in self._groups()]
         self._flops = count_flops(self.hf, self.hf_config)
         self._host_memory, self._offloaded = HostMemory(), set()
 
     @staticmethod
-    def check(config: DictConfig, world_size: int):
+    def check(config: DictConfig, world_size: int, critic: bool = False):
         """The model's configuration; raises InputError for what this engine cannot do, before anything is built."""
         hf_config = read_hf_config(config.model.path)
         check_layout(config, hf_config, world_size)
+        hf = build_on_meta(hf_config, torch.float32, critic, "packed")
+        check_attention(hf)
+        check_files(hf, Path(config.model.path), critic)
         return hf_config
 
     # -- training and asking -------------------------------------------------------------------------------------------
@@ -90,7 +97,7 @@ class FSDPEngine(Engine):
         amounts = defaultdict(lambda: torch.zeros((), device=self.device))
         for indices in self._plan(batch):
             micro_batch = batch.select(indices)
-            outputs = self._forward(micro_batch)[:self.model.num_differentiable]
+            outputs = self._forward(micro_batch)[:self.model.head.num_differentiable]
             loss, extra = loss_fn(*outputs, {k: to_device(v, self.device) for k, v in micro_batch.fields.items()})
             # FSDP takes the mean of gradients over ranks; ours are parts of one sum.
             (loss * self.world_size).backward()
@@ -100,10 +107,11 @@ class FSDPEngine(Engine):
         lr = schedule.learning_rate(self.optim, step, self.total_steps)
         skipped = not math.isfinite(grad_norm)
         if not skipped:
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+            for group, ratio in zip(self._groups(), self._lr_ratios):
+                group["lr"] = lr * ratio
+            for each in self.optimizers:
+                each.step()
+        self.model.zero_grad(set_to_none=True)
         totals = self.sum_over_dp(torch.stack(list(amounts.values())))
         return {**dict(zip(amounts, totals.tolist())), "grad_norm": grad_norm, "lr": lr, "skipped": float(skipped)}
 
@@ -116,7 +124,7 @@ class FSDPEngine(Engine):
     @torch.no_grad()
     def _ask(self, batch: Batch) -> tuple[Tensor, ...]:
         self._onload("parameters")
-        outputs = [torch.zeros(len(batch.input_ids), dtype=dtype, device=self.device) for dtype in self.model.dtypes]
+        outputs = [torch.zeros(len(batch.input_ids), dtype=dtype, device=self.device) for dtype in self.model.head.dtypes]
         where = Batch(torch.arange(len(batch.input_ids)), batch.cu_seqlens)
         self.model.eval()
         for indices in self._plan(batch):
@@ -185,8 +193,15 @@ class FSDPEngine(Engine):
             nn.utils.clip_grads_with_norm_(self.model.parameters(), self.optim.clip_grad, norm.to(gradients[0].device))
         return norm.item()
 
+    def _groups(self) -> list[dict]:
+        return [group for each in self.optimizers for group in each.param_groups]
+
     def modules(self) -> list[nn.Module]:
         return [self.model]
+
+    def coordinates(self) -> dict:
+        return {"dp": [self.dp_rank, self.dp_size], "cp": [self.cp_rank, self.cp_size], "tp": [0, 1], "pp": [0, 1],
+                "first_layers": [0]}
 
     # -- memory ----------------------------------------------------------------------------------------------------------
 
@@ -205,8 +220,9 @@ class FSDPEngine(Engine):
     def _tensors(self, parts: tuple[str, ...]) -> Iterator[Tensor]:
         if "parameters" in parts:
             yield from self.model.parameters()
-        if "optimizer" in parts and self.optimizer is not None:
-            yield from (x for state in self.optimizer.state.values() for x in state.values())
+        if "optimizer" in parts:
+            states = (state for each in self.optimizers for state in each.state.values())
+            yield from (x for state in states for x in state.values() if isinstance(x, Tensor))
 
     # -- weights and state -----------------------------------------------------------------------------------------------
 
@@ -218,23 +234,23 @@ class FSDPEngine(Engine):
     def state(self, loading: bool = False) -> dict:
         self._onload("parameters", "optimizer")
         state = {"model": get_model_state_dict(self.hf)}
-        if self.optimizer is not None:
-            state["optimizer"] = get_optimizer_state_dict(self.hf, self.optimizer,
+        if self.optimizers:
+            state["optimizer"] = get_optimizer_state_dict(self.hf, self.optimizers,
                                                           options=StateDictOptions(flatten_optimizer_state_dict=True))
         return state
 
     def load_state(self, state: dict) -> None:
         self._onload("parameters", "optimizer")
         set_model_state_dict(self.hf, state["model"])
-        if self.optimizer is not None:
-            set_optimizer_state_dict(self.hf, self.optimizer, state["optimizer"],
+        if self.optimizers:
+            set_optimizer_state_dict(self.hf, self.optimizers, state["optimizer"],
                                      options=StateDictOptions(flatten_optimizer_state_dict=True))
 
     def write(self, states: dict[str, dict], directory: Path, group: dist.ProcessGroup | None) -> Future | None:
         if group is None:
-            dcp.save(states, checkpoint_id=directory)
+            dcp.save(states, storage_writer=Writer(directory))
             return None
-        return dcp.async_save(states, checkpoint_id=directory, process_group=group)
+        return dcp.async_save(states, storage_writer=Writer(directory), process_group=group)
 
     def read(self, states: dict[str, dict], directory: Path) -> dict[str, dict]:
         written = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
@@ -247,11 +263,26 @@ class FSDPEngine(Engine):
 # -- construction ------------------------------------------------------------------------------------------------------
 
 
+class PackedModel(nn.Module):
+    """A Hugging Face model with a head in place of its last matrix product; the root that FSDP shards."""
+
+    def __init__(self, hf: nn.Module, head: nn.Module):
+        super().__init__()
+        self.hf, self.head = hf, head
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, place: Tensor, targets: Tensor, **attention):
+        """input_ids, position_ids [rows, length]; what the head says of the next tokens `targets` [k] of the k flat
+        positions `place` [k]."""
+        hidden = self.hf.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **attention)[0]
+        return self.head(hidden.flatten(0, 1).index_select(0, place), self.hf.get_output_embeddings().weight, targets)
+
+
 def check_layout(config: DictConfig, hf_config, world_size: int) -> None:
     engine, cp = config.engine, config.engine.context_parallel_size
     heads = getattr(hf_config, "num_attention_heads", None)
     kv_heads = getattr(hf_config, "num_key_value_heads", None) or heads
     schedule.check(config.optim)
+    optimizer.check(config)
     if heads is None:
         raise InputError(f"model.path={config.model.path} is not a causal language model of text alone")
     if getattr(hf_config, "quantization_config", None):
@@ -314,15 +345,6 @@ def shard(model: nn.Module, layers: list[nn.Module], engine: DictConfig, device_
     for layer in layers:
         fully_shard(layer, reshard_after_forward=engine.reshard_after_forward, **options)
     fully_shard(model, reshard_after_forward=False, **options)
-
-
-def build_optimizer(model: nn.Module, optim: DictConfig) -> torch.optim.AdamW:
-    """AdamW (Loshchilov and Hutter 2019); weight decay on matrices and embeddings alone."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [{"params": [p for p in parameters if p.ndim > 1], "weight_decay": optim.weight_decay},
-              {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0}]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=optim.lr, betas=tuple(optim.betas), eps=optim.eps,
-                             fused=True)
 
 
 def full(tensor: Tensor) -> Tensor:

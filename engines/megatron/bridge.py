@@ -1,6 +1,6 @@
 """Hugging Face models as Megatron models, through mbridge: build, load, export. No other file knows mbridge.
 
-mbridge 0.15.1 was written for transformers 4; what it gets wrong with transformers 5 is put right here. (Its successor
+mbridge 0.15.1 was written for transformers 4; what goes wrong with transformers 5 is corrected here. (Its successor
 Megatron-Bridge needs transformers < 5 and TransformerEngine.)
 """
 
@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from config import InputError
+from engines import weights
 from engines.megatron.experts import MixtureOfExperts
 from engines.megatron.layers import PackedRotaryEmbedding, install
-from engines.weights import weight_files
 
 install()
 
@@ -35,7 +35,7 @@ class HiddenStates(GPTModel):
     this rank's share with sequence or context parallelism."""
 
     def _preprocess(self, *, padding_mask: Tensor, **others) -> tuple:
-        """Megatron's divides the padding mask over tensor-parallel ranks on the first pipeline stage alone."""
+        """Megatron's own divides the padding mask over tensor-parallel ranks on the first pipeline stage only."""
         results = super()._preprocess(**others)
         if self.config.sequence_parallel:
             group = mpu.get_tensor_model_parallel_group()
@@ -46,18 +46,17 @@ class HiddenStates(GPTModel):
         return hidden_states
 
 
-class ValueHead(nn.Linear):
+class ValueMatrix(nn.Linear):
     """An output matrix of one row, whole on every tensor-parallel rank; it begins at zero."""
 
     def __init__(self, config):
         device = torch.cuda.current_device()
         super().__init__(config.hidden_size, 1, bias=False, dtype=config.params_dtype, device=device)
         nn.init.zeros_(self.weight)
-        self.weight.sequence_parallel = config.sequence_parallel
 
 
 def check(hf_config, path: str) -> None:
-    """Raise InputError for a model that has no faithful translation."""
+    """Raise InputError for a model that Megatron would compute differently."""
     if hf_config.model_type not in FAMILIES:
         raise InputError(f"model.path={path}: model_engine=megatron has no {hf_config.model_type} models, only "
                          f"{', '.join(FAMILIES)}")
@@ -78,30 +77,10 @@ def check(hf_config, path: str) -> None:
 
 
 def check_files(hf: nn.Module, path: Path, critic: bool) -> None:
-    """Raise InputError unless the files hold exactly the weights of hf, the model on the meta device. A critic's output
-    matrix may be absent, or a policy's."""
-    expected, found = {}, {}
-    for name, p in hf.named_parameters():
-        experts = single_experts(name, p) if ".experts." in name else [(name, p)]
-        expected |= {name: list(x.shape) for name, x in experts}
-    for file in weight_files(path):
-        with safe_open(file, framework="pt") as tensors:
-            found |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}
-    if critic:
-        expected.pop("lm_head.weight")
-    missing = expected.keys() - found
-    if missing:
-        raise InputError(f"model.path={path} lacks {len(missing)} weights of {type(hf).__name__}, {min(missing)} "
-                         "among them")
-    for name, shape in expected.items():
-        if found[name] != shape:
-            raise InputError(f"{name} has shape {found[name]} in the file, {shape} by config.json")
-    # Besides parameters a file may hold the output matrix of a tied model once more.
-    known = expected.keys() | hf.state_dict().keys()
-    unknown = {name for name in found if name not in known and not name.endswith("rotary_emb.inv_freq")}
-    if unknown:
-        raise InputError(f"model.path={path} holds {len(unknown)} weights that {type(hf).__name__} does not have, "
-                         f"{min(unknown)} among them")
+    """weights.check_files with each expert's matrices by themselves, as files hold them."""
+    parameters = [x for name, p in hf.named_parameters()
+                  for x in (single_experts(name, p) if ".experts." in name else [(name, p)])]
+    weights.check_files(hf, path, critic, parameters)
 
 
 def make_bridge(hf_config, dtype: torch.dtype, **settings) -> Bridge:
@@ -109,12 +88,12 @@ def make_bridge(hf_config, dtype: torch.dtype, **settings) -> Bridge:
     hf_config = copy.deepcopy(hf_config)
     hf_config.rope_theta = hf_config.rope_parameters["rope_theta"]
     family = _MODEL_REGISTRY[hf_config.model_type]
-    # A dictionary of its own: for a tied model mbridge writes into its class's, which all later models would share.
+    # A copy: for a tied model mbridge writes into the dictionary of its class, which all later models share.
     direct = dict(family._DIRECT_MAPPING)
     if hf_config.tie_word_embeddings:
         direct["output_layer.weight"] = direct["embedding.word_embeddings.weight"]
 
-    # LLaMABridge would take Llama 3.1's rope for a linear interpolation.
+    # LLaMABridge would treat Llama 3.1's rope as a linear interpolation.
     def gpt_arguments(self) -> dict:
         return dict(vocab_size=hf_config.vocab_size, max_sequence_length=hf_config.max_position_embeddings,
                     position_embedding_type="rope", rotary_base=hf_config.rope_theta)
@@ -126,7 +105,7 @@ def make_bridge(hf_config, dtype: torch.dtype, **settings) -> Bridge:
             return tuple(zip(*single_experts(name, weight)))
         return family._weight_to_hf_format(self, name, weight)
 
-    # mbridge has a parameter for each expert, engines.experts one for all of a rank.
+    # mbridge has one parameter per expert, experts.py one for all experts of a rank.
     def global_names(self, model: nn.Module, consider_ep: bool = True) -> dict[str, str]:
         return family._weight_name_mapping_mcore_local_to_global(self, model, consider_ep=False)
 
@@ -150,7 +129,7 @@ def make_bridge(hf_config, dtype: torch.dtype, **settings) -> Bridge:
     if hf_config.model_type == "qwen3_moe":
         settings |= dict(moe_grouped_gemm=False, moe_router_pre_softmax=not hf_config.norm_topk_prob)
     bridge = cls(hf_config, dtype=dtype, make_vocab_size_divisible_by=mpu.get_tensor_model_parallel_world_size())
-    # Weights come from files. Not to initialize at all would also leave out the marks of what is divided over ranks.
+    # Weights come from files. Without initialization, parameters would also lack the marks of how they are divided over ranks.
     keep = {f"{name}init_method": lambda weight: weight for name in ("", "output_layer_", "embedding_")}
     bridge.set_extra_args(**keep, **settings)
     return bridge
@@ -188,16 +167,16 @@ def build(bridge: Bridge, path: Path, critic: bool) -> list[HiddenStates]:
     bridge.load_weights(models, str(path))
     for model in models:
         if critic and model.post_process:
-            model.output_layer = ValueHead(config)
+            model.output_layer = ValueMatrix(config)
             load_value_head(model.output_layer, path)
         for parameter in model.parameters():
             set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     return models
 
 
-def load_value_head(head: ValueHead, path: Path) -> None:
+def load_value_head(head: ValueMatrix, path: Path) -> None:
     name, shape = "lm_head.weight", list(head.weight.shape)
-    for file in weight_files(path):
+    for file in weights.weight_files(path):
         with safe_open(file, framework="pt") as tensors:
             if name in tensors.keys() and tensors.get_slice(name).get_shape() == shape:
                 head.weight.data.copy_(tensors.get_tensor(name))
@@ -254,7 +233,7 @@ def gather(tensor: Tensor, group) -> list[Tensor]:
 
 
 def single_experts(name: str, stacked: Tensor, first: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, tensor) of each expert of a layer, from Megatron's or transformers' tensor of several."""
+    """(Hugging Face name, tensor) of each expert of a layer, from Megatron's or transformers' tensor of several experts."""
     layer = name.split(".layers.")[1].split(".", 1)[0]
     for i, expert in enumerate(stacked, first):
         prefix = f"model.layers.{layer}.mlp.experts.{i}."

@@ -29,11 +29,12 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding, extr
 from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoConfig
 
 from engines.megatron import bridge
 from engines.megatron.cpu import cuda_is_cpu
+from engines.storage import Writer
 
 # The distributed optimizer's state by whole weights, which any layout can read; gathered in the host memory of one rank of
 # those that share it. (Otherwise all of them have all of it, and it passes through the device, 4 bytes a parameter.)
@@ -155,7 +156,7 @@ class TorchWriter(TorchDistSaveShardedStrategy):
         for part in (x for same_key in parts.values() for x in same_key if isinstance(x, ShardedTensor)):
             if self.group is not None:
                 part.data = part.data.detach().to("cpu", copy=True)        # training goes on with the original
-        arguments = dict(state_dict=mcore_to_pyt_state_dict(parts), storage_writer=FileSystemWriter(checkpoint_dir),
+        arguments = dict(state_dict=mcore_to_pyt_state_dict(parts), storage_writer=Writer(checkpoint_dir),
                          planner=MCoreSavePlanner(flatten_state_dict=False))
         if self.group is None:
             dcp.save(**arguments)

@@ -29,7 +29,7 @@ class CudaToCpu(TorchFunctionMode):
 
 @contextmanager
 def cuda_is_cpu() -> Iterator[None]:
-    """Also a decorator of functions (not of generators: what runs between their items would be inside)."""
+    """Also a decorator of functions, but not of generators: code that runs between their items would be inside."""
     if torch.accelerator.is_available():
         yield
         return

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from data.packing import Batch, pack, spread
 from engines import schedule
 from engines.base import Engine, LossFn
-from engines.hf import build_on_meta, count_flops, read_hf_config
-from engines.logprobs import linear_log_probs
+from engines.heads import LogProbHead, ValueHead
+from engines.hf import build_on_meta, count_flops, keep_zero_rows, read_hf_config
 from engines.megatron import bridge, checkpoint, layout
 from engines.megatron.cpu import cuda_is_cpu
 from engines.megatron.experts import Router
@@ -47,8 +47,8 @@ class MegatronEngine(Engine):
         Raises InputError for a model or a layout that cannot work.
         """
         self.config, self.device, self.total_steps = config, device, total_steps
-        self.critic, self.temperature, self.optim, engine = critic, temperature, config.optim, config.engine
-        self.hf_config = self.check(config, dist.get_world_size())
+        self.critic, self.optim, engine = critic, config.optim, config.engine
+        self.hf_config = self.check(config, dist.get_world_size(), critic)
         self.compute_dtype = getattr(torch, engine.compute_dtype)
         layout.initialize(engine)
         self.dp_rank, self.dp_size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
@@ -57,7 +57,6 @@ class MegatronEngine(Engine):
         self.sequence_parallel = engine.sequence_parallel and self.tp_group.size() > 1
 
         hf = build_on_meta(self.hf_config, torch.float32, critic)
-        bridge.check_files(hf, Path(config.model.path), critic)
         self._flops = count_flops(hf, self.hf_config)
         self.bridge = bridge.make_bridge(
             self.hf_config, self.compute_dtype, sequence_parallel=self.sequence_parallel,
@@ -65,6 +64,12 @@ class MegatronEngine(Engine):
             calculate_per_token_loss=True, gradient_accumulation_fusion=False,
             bias_activation_fusion=device.type != "cpu", **RECOMPUTE[engine.recompute])
         self.models = bridge.build(self.bridge, Path(config.model.path), critic)
+        if mpu.is_pipeline_first_stage(ignore_virtual=True):
+            self._keep_zero_rows(self.models[0].embedding.word_embeddings)
+        self.head = ValueHead() if critic else LogProbHead(
+            temperature, engine.log_prob_chunk_size, device.type == "cuda", self.hf_config.vocab_size, self.tp_group)
+        if mpu.is_pipeline_last_stage(ignore_virtual=True):
+            self.models[-1].head = self.head                # called after the schedule's forward pass, and seen by hooks
         self.routers = [module for model in self.models for module in model.modules() if isinstance(module, Router)]
         self.stages, self.optimizer = self.models, None                   # stages: as the schedule calls them, in DDP
         if optimize:
@@ -72,12 +77,20 @@ class MegatronEngine(Engine):
         self._host_memory, self._offloaded = HostMemory(), set()
 
     @staticmethod
-    def check(config: DictConfig, world_size: int):
+    def check(config: DictConfig, world_size: int, critic: bool = False):
         """The model's configuration; raises InputError for what this engine cannot do, before anything is built."""
         hf_config = read_hf_config(config.model.path)
         bridge.check(hf_config, config.model.path)
         layout.check_layout(config, hf_config, world_size)
+        bridge.check_files(build_on_meta(hf_config, torch.float32, critic), Path(config.model.path), critic)
         return hf_config
+
+    def _keep_zero_rows(self, words: nn.Module) -> None:
+        zero = [torch.empty(len(words.weight), dtype=torch.bool, device=self.device) for _ in range(self.tp_group.size())]
+        dist.all_gather(zero, (words.weight.detach() == 0).all(1), group=self.tp_group)
+        share = self.tp_group.rank(), self.tp_group.size()
+        keep_zero_rows(words, torch.cat(zero), lambda mask:
+                       mask.t().chunk(share[1])[share[0]] if words.reduce_scatter_embeddings else mask)
 
     def _build_optimizer(self) -> None:
         engine, optim, config = self.config.engine, self.optim, self.bridge.config
@@ -106,7 +119,7 @@ class MegatronEngine(Engine):
         num_tokens = torch.zeros((), dtype=torch.int, device=self.device)
 
         def loss_of(micro_batch: MicroBatch, hidden: Tensor):
-            outputs = self._answers(micro_batch, hidden)[:1 if self.critic else 2]
+            outputs = self._answers(micro_batch, hidden)[:self.head.num_differentiable]
             loss, extra = loss_fn(*outputs, micro_batch.fields)
             for name, amount in {"loss": loss, **extra}.items():
                 amounts[name] += amount.detach()
@@ -153,9 +166,9 @@ class MegatronEngine(Engine):
     @cuda_is_cpu()
     @torch.no_grad()
     def _ask(self, batch: Batch) -> Tensor:
-        """[1 or 3, T] fp32 on every rank."""
+        """[outputs of the head, T] fp32 on every rank."""
         self._onload("parameters")
-        answers = torch.zeros(1 if self.critic else 3, len(batch.input_ids), device=self.device)
+        answers = torch.zeros(len(self.head.dtypes), len(batch.input_ids), device=self.device)
         where = Batch(torch.arange(len(batch.input_ids)), batch.cu_seqlens)
         plan = self._plan(batch)
         indices = iter([where.select(p).input_ids.to(self.device) for p in plan])
@@ -201,24 +214,16 @@ class MegatronEngine(Engine):
             forward_only=forward_only, collect_non_loss_data=forward_only)
 
     def _answers(self, micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, ...]:
-        """log_probs, entropy, greedy (a critic: values), each [T], from hidden states [s, b, h] of the last stage."""
+        """The head's outputs, each [T], from hidden states [s, b, h] of the last stage."""
         model, group = self.models[-1], self.tp_group
-        if self.critic:
-            values = nn.functional.linear(hidden, model.output_layer.weight)[..., 0].float()
-            if self.sequence_parallel:
-                values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False, group=group)
-            outputs = (values.flatten().index_select(0, micro_batch.place),)
-        else:
-            hidden = gather_from_sequence_parallel_region(hidden, group=group) if self.sequence_parallel else \
-                copy_to_tensor_model_parallel_region(hidden, group=group)
-            weight = model.output_layer.weight
-            weight = model.shared_embedding_or_output_weight() if weight is None else weight
-            first_word = group.rank() * len(weight)
-            weight = weight[:max(0, self.hf_config.vocab_size - first_word)]    # the vocabulary's padding is no word
-            outputs = linear_log_probs(
-                hidden.flatten(0, 1).index_select(0, micro_batch.place), weight, micro_batch.targets, self.temperature,
-                self.config.engine.log_prob_chunk_size, self.device.type == "cuda", group if group.size() > 1 else None,
-                first_word)
+        # The gradient of hidden is a part on each rank of a divided vocabulary, and whole on those with the same values.
+        if self.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=not self.critic, group=group)
+        elif not self.critic:
+            hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
+        weight = model.output_layer.weight
+        weight = model.shared_embedding_or_output_weight() if weight is None else weight
+        outputs = self.head(hidden.flatten(0, 1).index_select(0, micro_batch.place), weight, micro_batch.targets)
         return tuple(micro_batch.to_tokens(x, self.cp_group) for x in outputs)
 
     @torch.no_grad()
@@ -237,6 +242,12 @@ class MegatronEngine(Engine):
 
     def modules(self) -> list[nn.Module]:
         return self.models
+
+    def coordinates(self) -> dict:
+        groups = {"dp": self.dp_group, "cp": self.cp_group, "tp": self.tp_group, "pp": self.pp_group}
+        return {**{name: [group.rank(), group.size()] for name, group in groups.items()},
+                "first_layers": [model.decoder.layers[0].layer_number - 1 for model in self.models],
+                "sequence_parallel": self.sequence_parallel}
 
     # -- memory --------------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""A mixture of experts in the place of Megatron's MoELayer, in plain PyTorch.
+"""A mixture of experts instead of Megatron's MoELayer, in plain PyTorch.
 
 megatron-core 0.16.1 routes with functions of TransformerEngine, and weighs the routers' auxiliary loss by the tokens of
 one tensor- and context-parallel rank instead of the micro-batch's. Experts are divided over ranks whole, never sliced:
@@ -39,7 +39,7 @@ class Router(MegatronModule):
         self.begin(0.0, 1)
 
     def begin(self, coefficient: float, num_tokens: int) -> None:
-        """Set the auxiliary loss's weight and the tokens of all micro-batches and ranks, before a batch."""
+        """Before a batch: set the auxiliary loss's weight and the number of tokens of all micro-batches and ranks."""
         self.coefficient, self.num_tokens = coefficient, num_tokens
         self.aux_loss = torch.zeros((), device=self.weight.device)
 
@@ -54,7 +54,7 @@ class Router(MegatronModule):
             choices = (torch.zeros_like(probs).scatter(1, chosen, 1.0) * real).sum(0)
             dist.all_reduce(choices, group=mpu.get_tensor_and_context_parallel_group())
             share = choices / choices.sum().clamp(min=1)
-            aux_loss = len(share) * (share * (probs * real).sum(0)).sum() / self.num_tokens    # of this rank's tokens
+            aux_loss = len(share) * (share * (probs * real).sum(0)).sum() / self.num_tokens    # this rank's part
             self.aux_loss += aux_loss.detach()
             weights = AlsoMinimize.apply(weights, self.coefficient * aux_loss)
         return weights.to(tokens.dtype), chosen
@@ -70,7 +70,7 @@ class Experts(MegatronModule):
         self.linear_fc1 = new_weight(config, number, 2 * width, config.hidden_size)
         self.linear_fc2 = new_weight(config, number, config.hidden_size, width)
         for weight in self.parameters():
-            weight.allreduce = False                            # over the ranks with the same experts, not over all
+            weight.allreduce = False                            # reduced over the ranks with the same experts, not over all
             weight.tensor_model_parallel = True                 # counts in the gradient norm of every such rank
 
     def forward(self, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ def inverse(order: Tensor) -> Tensor:
 
 
 class Copies(torch.autograd.Function):
-    """k copies of every token, in this order. Unlike indexing's, its gradient is a sum in one order, so deterministic."""
+    """k copies of every token, in this order. Its gradient is a sum in a fixed order, and so deterministic, unlike indexing's."""
 
     @staticmethod
     def forward(ctx, tokens: Tensor, order: Tensor, k: int) -> Tensor:
@@ -137,7 +137,7 @@ class Copies(torch.autograd.Function):
 
 
 class AlsoMinimize(torch.autograd.Function):
-    """x as it is; a loss beside the main one gets its gradient when x does, on whatever pipeline stage it arises."""
+    """Returns x. When x gets its gradient, so does another loss, on whatever pipeline stage it is computed."""
 
     @staticmethod
     def forward(ctx, x: Tensor, loss: Tensor) -> Tensor:

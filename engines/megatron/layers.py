@@ -28,7 +28,7 @@ def install() -> None:
     if not gpt_layer_specs.HAVE_TE:
         gpt_layer_specs.TESpecProvider = TorchSpecProvider
         gpt_layer_specs.TENorm = TorchNorm
-        # One kernel in the place of seven; on a CPU nothing is compiled.
+        # One kernel instead of seven; on a CPU nothing is compiled.
         rope_utils._apply_rotary_pos_emb_bshd = torch.compile(rope_utils._apply_rotary_pos_emb_bshd)
 
 
@@ -56,7 +56,7 @@ def norm_weight(size: int, config) -> nn.Parameter:
 
 
 class TorchNorm(nn.Module):
-    """RMSNorm, in the place of TENorm."""
+    """RMSNorm, instead of TENorm."""
 
     def __init__(self, config, hidden_size: int, eps: float = 1e-5, **_):
         super().__init__()
@@ -67,7 +67,7 @@ class TorchNorm(nn.Module):
 
 
 class TorchLayerNormColumnParallelLinear(ColumnParallelLinear):
-    """RMSNorm and a column-parallel linear layer, in the place of TELayerNormColumnParallelLinear."""
+    """RMSNorm and a column-parallel linear layer, instead of TELayerNormColumnParallelLinear."""
 
     def __init__(self, input_size: int, output_size: int, *, config, **others):
         super().__init__(input_size, output_size, config=config, **others)
@@ -102,7 +102,7 @@ class Packing(PackedSeqParams):
         # Each segment's queries end where its keys do.
         parts = [torch.arange(k1 - k0 - (q1 - q0), k1 - k0) for q0, q1, k0, k1 in
                  segments(bounds.tolist(), cp_size, cp_rank)]
-        # Of "thd" Megatron rotates sequence by sequence, and waits for the device in every layer to know their lengths.
+        # With "thd" Megatron rotates one sequence after another, and in every layer waits for the device to know their lengths.
         return Packing(qkv_format="thd" if gpt_layer_specs.HAVE_TE else "packed", cu_seqlens_q=cu, cu_seqlens_kv=cu,
                        cu_seqlens_q_padded=cu, cu_seqlens_kv_padded=cu, max_seqlen_q=longest, max_seqlen_kv=longest,
                        bounds=bounds.tolist(), cp_size=cp_size, cp_rank=cp_rank, positions=torch.cat(parts).to(device))
@@ -118,13 +118,13 @@ class Packing(PackedSeqParams):
         queries, keys = ([s[i + 1] - s[i] for s in self.segments] for i in (0, 2))
         cu_q, cu_k = (torch.tensor([0, *n]).cumsum(0, dtype=torch.int32).to(device) for n in (queries, keys))
         seen = None
-        if self.cp_size > 1:                                     # what earlier and later queries see overlaps
+        if self.cp_size > 1:                                     # earlier and later queries see some of the same keys
             seen = torch.cat([torch.arange(k0, k1) for _, _, k0, k1 in self.segments]).to(device)
         return cu_q, cu_k, max(queries), max(keys), seen
 
 
 class PackedRotaryEmbedding(RotaryEmbedding):
-    """Megatron's, and of packed micro-batches the angles of every token at its own position."""
+    """Megatron's rotary embedding; for packed micro-batches, the angles of every token at its own position."""
 
     def get_rotary_seq_len(self, inference_context, transformer, transformer_input, transformer_config,
                            packed_seq_params: Packing | None = None, **others):
@@ -142,8 +142,8 @@ class PackedRotaryEmbedding(RotaryEmbedding):
 
 
 class TorchAttention(nn.Module):
-    """Causal attention over bshd or packed thd inputs, in the place of TEDotProductAttention. Context-parallel ranks
-    gather each other's keys and values (Dubey et al. 2024)."""
+    """Causal attention over bshd or packed thd inputs, instead of TEDotProductAttention. Context-parallel ranks gather
+    each other's keys and values (Dubey et al. 2024)."""
 
     def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, cp_comm_type=None,
                  pg_collection=None, **_):
@@ -189,7 +189,7 @@ def segments(bounds: list[int], cp_size: int, cp_rank: int) -> Iterator[tuple[in
 
 
 def in_order(x: Tensor, bounds: list[int], cp_size: int) -> Tensor:
-    """[all tokens, ...] of context-parallel ranks one behind the other -> in the order of the sequences."""
+    """[all tokens, ...] in the order of context-parallel ranks -> in the order of the sequences."""
     local, parts = x.shape[0] // cp_size, []
     for start, end in zip(bounds, bounds[1:]):
         chunk = (end - start) // (2 * cp_size)

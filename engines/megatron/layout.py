@@ -1,4 +1,4 @@
-"""How Megatron divides a model and a batch over ranks: what fits, the process groups, the configuration of DDP."""
+"""How Megatron divides a model and a batch over ranks: which layouts fit, the process groups, the configuration of DDP."""
 
 from dataclasses import fields
 
@@ -9,30 +9,31 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from omegaconf import DictConfig, OmegaConf
 
 from config import InputError
-from engines import schedule
+from engines import optimizer, schedule
 from engines.base import check_batch_size
 
-# mbridge's own, which hold where the configuration says nothing.
+# mbridge's own defaults, where the configuration sets nothing.
 DDP_DEFAULTS = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": True}
-# The other fields are of what the rest of the engine does not keep up with, or that Megatron's DDP never reads.
+# The other fields concern features that the rest of the engine does not support, or are never read by Megatron's DDP.
 IN_DDP = ("grad_reduce_in_fp32", "overlap_grad_reduce", "use_distributed_optimizer", "bucket_size",
           "pad_buckets_for_high_nccl_busbw", "check_for_nan_in_grad", "check_for_large_grads")
 
 
 def multiple_of(engine: DictConfig) -> int:
-    """Tokens that the length of every sequence is padded to a multiple of."""
+    """The length of every sequence is padded to a multiple of this number of tokens."""
     tp, cp = engine.tensor_model_parallel_size, engine.context_parallel_size
     return (tp if engine.sequence_parallel else 1) * (2 * cp if cp > 1 else 1)
 
 
 def check_layout(config: DictConfig, hf_config, world_size: int) -> None:
-    """Raise InputError for what cannot be divided so."""
+    """Raise InputError for a layout that does not fit the model, the batch or the number of ranks."""
     engine, data = config.engine, config.data
     tp, pp, cp = engine.tensor_model_parallel_size, engine.pipeline_model_parallel_size, engine.context_parallel_size
     vpp, model_parallel, multiple = engine.virtual_pipeline_model_parallel_size, tp * pp * cp, multiple_of(engine)
     heads, layers = hf_config.num_attention_heads, hf_config.num_hidden_layers
     kv_heads = hf_config.num_key_value_heads or heads
     schedule.check(config.optim)
+    optimizer.check(config)
     if world_size % model_parallel:
         raise InputError(f"tensor ({tp}) x pipeline ({pp}) x context ({cp}) parallel ranks do not divide the "
                          f"{world_size} ranks: change engine.*_parallel_size or the number of ranks")
@@ -53,7 +54,7 @@ def check_layout(config: DictConfig, hf_config, world_size: int) -> None:
 
 
 def check_experts(engine: DictConfig, hf_config, world_size: int) -> None:
-    """The same of what a layer has behind its attention."""
+    """The same for what follows the attention in a layer: an MLP or experts."""
     tp, ep = engine.tensor_model_parallel_size, engine.expert_model_parallel_size
     num_experts, ranks = getattr(hf_config, "num_experts", None), world_size // engine.pipeline_model_parallel_size
     if num_experts is None:
@@ -118,7 +119,7 @@ def initialize(engine: DictConfig) -> None:
             raise InputError(f"engines of one process must share one layout: there is {now}, asked for {sizes}")
         return
     mpu.initialize_model_parallel(**sizes, expert_tensor_parallel_size=1)
-    # Nothing here draws random numbers, but recomputation expects that generators exist; the user's stay as they are.
+    # Nothing here draws random numbers, but recomputation expects generators to exist; the user's stay as they are.
     accelerators = [torch.accelerator.current_device_index()] if torch.accelerator.is_available() else []
     with torch.random.fork_rng(accelerators):
         model_parallel_cuda_manual_seed(0, force_reset_rng=True)

@@ -69,7 +69,7 @@ def lay_out(batch: Batch, packed: bool, multiple: int, group, device: torch.devi
     ids, padding = (x[None] if packed else x.view(-1, len(padded)).T for x in (ids, padding))
 
     asked = batch.fields["loss_mask"] != 0 if "loss_mask" in batch.fields else torch.ones(num_tokens, dtype=torch.bool)
-    token = (asked & (position > 0)).nonzero()[:, 0]                  # nothing predicts a first token
+    token = (asked & (position > 0)).nonzero()[:, 0]                  # the first token of a sequence is not predicted
     owner, place = locate(row[token], position[token] - 1)
     on_device = {name: to_device(x, device) for name, x in dict(
         input_ids=ids, padding=padding, place=place[owner == rank], targets=batch.input_ids[token][owner == rank],

@@ -1,0 +1,82 @@
+"""Where every rank is, so that a hang names the ranks that did not come.
+
+{directory}/{host} holds one record per rank of a node: the rank, how many stages it has entered, the stage, and since when. All
+ranks enter the same stages in the same order, so a rank with a lower number is behind.
+"""
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+RECORD_BYTES = 160
+POLL_SECONDS = 5.0
+
+
+class Heartbeat:
+    """enter(stage) where a stage begins; a thread watches the other ranks' records."""
+
+    def __init__(self, directory: Path, rank: int, local_rank: int, timeout_minutes: float):
+        """timeout_minutes: a rank that is behind the others, while neither moves for this long, ends the run with one line."""
+        directory.mkdir(exist_ok=True)
+        self.directory, self.rank, self.offset, self.limit = directory, rank, local_rank * RECORD_BYTES, timeout_minutes * 60
+        self.file = os.open(directory / socket.gethostname(), os.O_RDWR | os.O_CREAT, 0o644)
+        self.entered, self.ended = 0, threading.Event()
+        self.enter("start")
+        self.excepthook, sys.excepthook = sys.excepthook, self._explain
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def enter(self, stage: str, step: int | None = None) -> None:
+        self.entered += 1
+        self._write({"rank": self.rank, "entered": self.entered, "stage": stage, "step": step, "since": time.time()})
+
+    def _write(self, record: dict) -> None:
+        self.record = record
+        os.pwrite(self.file, json.dumps(record).ljust(RECORD_BYTES - 1).encode() + b"\n", self.offset)
+
+    def records(self) -> list[dict]:
+        """Of all ranks that have begun."""
+        found = [json.loads(line) for file in self.directory.iterdir()
+                 for line in file.read_bytes().replace(b"\0", b"").decode().splitlines() if line.strip()]
+        return sorted(found, key=lambda record: record["rank"])
+
+    def _watch(self) -> None:
+        while not self.ended.wait(min(POLL_SECONDS, self.limit / 4)):
+            now, records = time.time(), self.records()
+            first = max(record["entered"] for record in records)
+            behind = [record for record in records if record["entered"] < first]
+            if behind and all(now - record["since"] > self.limit for record in records):
+                # One rank tells; all that see it end.
+                if self.rank == min(record["rank"] for record in records if record["entered"] == first):
+                    print(f"error: {describe(behind, now)}, while the other ranks wait in stage {self.record['stage']!r}; they "
+                          f"waited for trainer.timeout_minutes={self.limit / 60:g}", file=sys.stderr, flush=True)
+                os._exit(1)
+
+    def _explain(self, kind, error, traceback) -> None:
+        """In the place of sys.excepthook: a collective that timed out names the ranks that it waited for."""
+        if issubclass(kind, RuntimeError) and "timed out" in str(error).lower():
+            print(f"error: {self.timed_out()}; they waited for trainer.timeout_minutes={self.limit / 60:g}: {error}",
+                  file=sys.stderr, flush=True)
+        else:
+            self.excepthook(kind, error, traceback)
+
+    def timed_out(self) -> str:
+        """Called by a rank whose collective has timed out: names the ranks of the same stage that did not come."""
+        self._write({**self.record, "waited": True})
+        time.sleep(POLL_SECONDS)                # the others' timeouts come at about the same time
+        missing = [record for record in self.records() if not record.get("waited")]
+        return describe(missing, time.time()) if missing else \
+            f"all ranks wait in stage {self.record['stage']!r}: they entered different collectives"
+
+    def close(self) -> None:
+        self.ended.set()
+        sys.excepthook = self.excepthook
+
+
+def describe(records: list[dict], now: float) -> str:
+    ranks = "; ".join(f"rank {r['rank']} was last seen in stage {r['stage']!r}" + f" of step {r['step']}" * (r["step"] is not None)
+                      + f", entered {(now - r['since']) / 60:.1f} minutes ago" for r in records)
+    return f"{len(records)} rank{'s' * (len(records) > 1)} did not come: {ranks}"

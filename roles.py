@@ -1,0 +1,171 @@
+"""Who takes part in a step of PPO, all in this process: actor, critic and reference engines, vLLM, and the grader.
+
+The methods are the stages of a step in the order in which train_ppo.py calls them. To change one stage, change its method,
+or override it in a subclass.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch.distributed as dist
+from omegaconf import DictConfig
+
+import ppo
+from data.packing import Batch
+from engines import device
+from engines.build import engine_class
+from engines.checkpoint import Checkpointer, export_hf
+from profiling import Profiler
+from rollout.grading import Grader, check_failures
+from rollout.samples import Samples, draw_samples
+from rollout.vllm import Rollout, used_gib
+
+
+class Roles:
+    """They share one device. wake() hands it to vLLM and sleep() takes it back; an engine whose tensors wait in host memory
+    brings them back by itself when it is used.
+
+    actor              the engine that is trained, generates through vLLM, and is exported
+    critic, reference  engines, or None where the configuration has none
+    rollout            vLLM, which holds the actor's weights while it is awake
+    grader             processes that call the reward function
+    """
+
+    def __init__(self, config: DictConfig, this_device, tokenizer, grader: Grader, profiler: Profiler, total_steps: int):
+        """Build the engines, one after another; start_rollout() comes once they hold the weights to begin with."""
+        self.config, self.device, self.tokenizer, self.grader, self.profiler = config, this_device, tokenizer, grader, profiler
+        self.host_group = dist.new_group(backend="gloo")
+        # What waits in host memory while somebody else needs the device.
+        self.waiting = [part for part in ("parameters", "optimizer") if config.offload[part]]
+        engines = {}
+        for role, settings in ppo.roles(config).items():
+            # The schedule of the actor begins where the critic's head start ends.
+            steps = total_steps - config.critic.warmup_steps if role == "actor" else total_steps
+            engines[role] = engine_class(config.model_engine)(
+                settings, this_device, steps, optimize=role != "reference", critic=role == "critic",
+                temperature=config.rollout.temperature)
+            waits = config.offload.reference if role == "reference" else config.offload.parameters
+            engines[role].offload(*["parameters"] * waits)
+        self.actor, self.critic, self.reference = (engines.get(role) for role in ("actor", "critic", "reference"))
+
+    def start_rollout(self) -> None:
+        for engine in (self.actor, *self._others().values()):
+            engine.offload(*self.waiting)       # a resume has filled them
+        self.rollout = Rollout(self.config, self.device)
+
+    def _others(self) -> dict:
+        """The engines that are trained besides the actor."""
+        return {"critic": self.critic} if self.critic else {}
+
+    # -- generating ------------------------------------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """Send the actor's weights to vLLM and make it ready to generate."""
+        if self.rollout.weights_valid:          # it has validated since the last update
+            return
+        with self.profiler.stage("offload"):
+            self.actor.offload(*(part for part in self.waiting if part == "optimizer"))
+            for engine in self._others().values():
+                engine.offload(*self.waiting)
+        with self.profiler.stage("wake"):
+            self.rollout.wake("weights")
+        with self.profiler.stage("update_weights"):
+            self.rollout.update_weights(self.actor.export_weights())
+        with self.profiler.stage("offload"):
+            self.actor.offload(*self.waiting)
+        with self.profiler.stage("wake"):
+            self.rollout.wake("kv_cache")
+
+    def draw(self, step: int, dataset, rows: Sequence[int], sampling: DictConfig, *seed: int, first_group: int = 0,
+             profiler: Profiler | None = None) -> Samples:
+        """Graded responses to rows of a PromptDataset, the same on every rank; seed: what sets this draw apart. Those that
+        could not be graded are written down first; then too many of them are an InputError."""
+        samples = draw_samples(self.rollout, self.grader, dataset, rows, sampling, (self.config.trainer.seed, *seed),
+                               self.tokenizer, profiler or self.profiler, self.host_group, self.config.reward.max_failure_rate,
+                               first_group)
+        if dist.get_rank() == 0:
+            samples.append_failures(Path(self.config.output_dir) / "failures.jsonl", step)
+        check_failures(samples.failures, samples.num_asked, self.config.reward.max_failure_rate)
+        return samples
+
+    def collect(self, dataset, batch_index: int, step: int) -> tuple[Samples, int]:
+        """The samples of a step, and the number of the prompt batch that the next step begins with."""
+        return ppo.collect(self.config, partial(self.draw, step), dataset, batch_index)
+
+    def validate(self, dataset, step: int) -> Samples:
+        """Responses to every row, drawn as `validation` says."""
+        self.wake()
+        with self.profiler.stage("validate"):
+            return self.draw(step, dataset, range(len(dataset)), self.config.validation, -1, profiler=Profiler())
+
+    def sleep(self) -> dict[str, float]:
+        """Take the device back from vLLM; metrics of its memory."""
+        with self.profiler.stage("sleep"):
+            return self.rollout.sleep()
+
+    # -- asking the engines ----------------------------------------------------------------------------------------------
+
+    def compute_log_probs(self, batch: Batch, minis: list[list[int]], step: int) -> None:
+        """Fill old_log_probs (where something before the update reads them) and ref_log_probs."""
+        if ppo.needs_old_log_probs(self.config, len(minis), step):
+            with self.profiler.stage("actor_compute_log_prob", self.actor):
+                batch.fields["old_log_probs"] = ppo.log_probs(self.actor, batch, minis)
+        if self.reference:
+            with self.profiler.stage("ref_compute_log_prob", self.reference):
+                batch.fields["ref_log_probs"] = ppo.log_probs(self.reference, batch, minis)
+                self.reference.offload(*["parameters"] * self.config.offload.reference)
+
+    def compute_values(self, batch: Batch, minis: list[list[int]]) -> None:
+        """Fill values, where there is a critic."""
+        if self.critic:
+            with self.profiler.stage("compute_values", self.critic):
+                batch.fields["values"] = ppo.ask(self.critic, self.critic.values, batch, minis)
+
+    def compute_advantages(self, samples: Samples, minis: list[list[int]], kl_coef: float) -> dict[str, float]:
+        """Fill what the losses read; metrics of the samples."""
+        with self.profiler.stage("advantages"):
+            return ppo.set_advantages(self.config, samples, minis, kl_coef)
+
+    # -- learning --------------------------------------------------------------------------------------------------------
+
+    def update_critic(self, batch: Batch, minis: list[list[int]], step: int) -> dict[str, float]:
+        if not self.critic:
+            return {}
+        with self.profiler.stage("critic_update", self.critic):
+            metrics = ppo.update(self.critic, batch, minis, ppo.critic_loss(self.config), step, self.config.algorithm.ppo_epochs,
+                                 "critic")
+            self.critic.offload(*self.waiting)
+        return metrics
+
+    def update_actor(self, batch: Batch, minis: list[list[int]], step: int) -> dict[str, float]:
+        step -= self.config.critic.warmup_steps
+        if step < 0:
+            return {}
+        with self.profiler.stage("actor_update", self.actor):
+            return ppo.update(self.actor, batch, minis, ppo.actor_loss(self.config, len(batch)), step,
+                              self.config.algorithm.ppo_epochs, "actor")
+
+    def memory(self) -> dict[str, float]:
+        """GiB in use on the device, of everybody; on a CPU this process's peak."""
+        used = used_gib(self.device)
+        return device.memory() if used is None else {"perf/memory_training_gib": used}
+
+    # -- keeping ---------------------------------------------------------------------------------------------------------
+
+    def load(self, checkpointer: Checkpointer, path) -> dict:
+        """Take over a checkpoint; returns its progress."""
+        return checkpointer.load(path, self.actor, **self._others())
+
+    def save(self, checkpointer: Checkpointer, step: int, progress: dict) -> None:
+        if self.rollout.awake:                  # a checkpoint takes what waits in host memory back to the device
+            self.rollout.sleep()
+        with self.profiler.stage("save"):
+            checkpointer.save(step, self.actor, progress, self.tokenizer, **self._others())
+
+    def export(self, directory) -> None:
+        export_hf(self.actor, self.tokenizer, directory)
+
+    def close(self) -> None:
+        """End vLLM and, with it, the process group."""
+        self.rollout.shutdown()

@@ -1,0 +1,35 @@
+"""Small is a feature: `make lint` fails when a file, or all of them together, outgrow their budgets.
+
+    python -m tests.sizes
+
+Lines that hold something are counted. Tests, benchmarks and examples have no budget, and `make test` does not count: a
+fork may be as large as it likes.
+"""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+ROOMS = ("algorithms", "data", "engines", "profiling", "rollout")
+SCRIPTS = sorted(ROOT.glob("train_*.py"))
+PRODUCT = sorted([*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))])
+MAX_SCRIPT, MAX_FILE, MAX_PRODUCT = 300, 400, 8500
+
+
+def num_lines(path: Path) -> int:
+    return sum(bool(line.strip()) for line in path.read_text().splitlines())
+
+
+def main() -> None:
+    sizes = {str(path.relative_to(ROOT)): num_lines(path) for path in PRODUCT}
+    limits = {name: MAX_SCRIPT if ROOT / name in SCRIPTS else MAX_FILE for name in sizes}
+    sizes["the product"], limits["the product"] = sum(sizes.values()), MAX_PRODUCT
+    for name, size in sorted(sizes.items(), key=lambda item: -item[1])[:4]:
+        print(f"{name}: {size} lines of {limits[name]}")
+    over = [f"{name} has {size} lines, more than {limits[name]}" for name, size in sizes.items() if size > limits[name]]
+    if over:
+        sys.exit("\n".join(over))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Every script in benchmarks/ at a tiny size, on a CPU and without TRL: what they measure is in docs/benchmarks.md."""
+
+import re
+import shlex
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from config import load
+from tests.launch import ROOT, run
+
+BENCHMARKS = ROOT / "benchmarks"
+# Script -> (arguments, what it must print). MODELS, ASSETS and the demo's MODEL and DATA stand for directories and files.
+SMALL_PPO = ["engine.compute_dtype=float32", "rollout.kv_cache_gib=0.05", "data.max_tokens_per_micro_batch=256"]
+SMOKES = {
+    "sft_vs_trl.py": (["--pairs", "1", "--ranks", "1", "--steps", "3", "--rows", "60", "--batch-size", "2"],
+                      r"TRL is left out\n.*\n.*\n\| 1 \| [\d,]+ \([\d,]+, [\d,]+\) \| \d\.\d+, \d\.\d+ \|"),
+    "grpo_vs_trl.py": (["--pairs", "1", "--ranks", "1", "--steps", "1", "--prompts", "2"],
+                       r"TRL is left out\n\n.*\n.*\n\| 1 \| this \| (\d+\.\d\d \| ){6}[\d,]+ \| \d+ \| 0\.\d+ \| \d\.\d+ \|"),
+    "sft_h200.py": (["tiny", "data.max_tokens_per_micro_batch=128", "--micro-batches", "1", "--steps", "1", "--models", "MODELS"],
+                    r"\| tiny \| 1 \| 128 \|  \| [\d,]+ \| nan% \| \d+\.\d \(\d+\.\d\) \|"),
+    "ppo_h200.py": (["tiny", *SMALL_PPO, "--prompts", "2", "--n", "2", "--tokens", "4", "--steps", "1", "--assets", "ASSETS",
+                     "--models", "MODELS"],
+                    r"\| tiny \| 1 x TP 1 \| .* \| \d+\.\d\d \| (\d+\.\d{3} \| ){9}nan \| nan \| 0\.0\d+ \|"),
+    "generation_profile.py": (["tiny", "--responses", "2", "--tokens", "4", "--models", "MODELS"],
+                              r"microseconds per response token, 8 tokens(.*\n)*\d+% in the scheduler"),
+    "weight_sync_h200.py": (["tiny", "", "--repeats", "1", "--models", "MODELS"],
+                            r"\| tiny \| 1 \| data parallel \| TP 1 \| \d\.\d+ \| \d\.\d+ \| 0\.\d+ \|"),
+    "profiling_cost.py": (["MODEL", "DATA", "data.train_batch_size=8", "--tools", "torch"],
+                          r"only timed: \d+\.\d\d microseconds\ntool .*\ntorch +\d+\.\d+ +\d+\.\d+ +\d+\.\d +\d+\.\d\d\n"),
+}
+NOT_RUN = {"trl_sft.py": "the peer: it needs TRL, in an environment of its own", "trl_grpo.py": "the same",
+           "even_words.py": "the reward of grpo_vs_trl.py, which runs it", "make_sft_data.py": "run by sft_vs_trl.py",
+           "make_grpo_data.py": "run by grpo_vs_trl.py"}
+TORCHRUN = ("--standalone", "--nproc-per-node")
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory):
+    """What each script prints; two run at a time."""
+    folder = tmp_path_factory.mktemp("benchmarks")
+    run([sys.executable, "examples/arithmetic.py", "build", folder / "demo"])
+    places = {"MODELS": folder / "models", "ASSETS": folder / "assets", "MODEL": folder / "demo/model",
+              "DATA": folder / "demo/train.jsonl"}
+
+    def smoke(name):
+        arguments = [str(places.get(argument, argument)) for argument in SMOKES[name][0]]
+        return run([sys.executable, BENCHMARKS / name, *arguments], cwd=folder).stdout
+
+    first = {"sft_h200.py": smoke("sft_h200.py")}           # makes the model that others take
+    with ThreadPoolExecutor(2) as pool:
+        return first | dict(zip(SMOKES.keys() - first.keys(), pool.map(smoke, SMOKES.keys() - first.keys())))
+
+
+@pytest.mark.parametrize("name", SMOKES)
+def test_a_benchmark_runs_from_any_directory_and_prints_its_table(outputs, name):
+    assert re.search(SMOKES[name][1], outputs[name]), outputs[name][-3000:]
+
+
+def test_every_benchmark_is_run_or_has_a_reason():
+    assert {path.name for path in BENCHMARKS.glob("*.py")} == SMOKES.keys() | NOT_RUN.keys()
+
+
+@pytest.mark.parametrize("name, gpus", [("sft_h200.sh", 1), ("sft_h200.sh", 2), ("ppo_h200.sh", 1), ("ppo_h200.sh", 2),
+                                        ("megatron_h200.sh", 2)])
+def test_the_commands_of_a_shell_script_fit_the_configuration(name, gpus):
+    """They need GPUs, so they are printed instead, and their settings are loaded."""
+    printed = run(["bash", BENCHMARKS / name, str(gpus)], PYTHON="echo python3").stdout
+    commands = [shlex.split(line) for line in printed.splitlines() if line.startswith("python3 ")]
+    assert len(commands) >= 3
+    for command in commands:
+        script = next(word for word in command if word.startswith("benchmarks/"))
+        settings = [word for word in command[command.index(script) + 1:] if "=" in word]
+        if script == "benchmarks/weight_sync_h200.py":
+            settings = ["model_engine=megatron", *(f"engine.{setting}" for setting in settings)]
+        kind = "ppo" if script == "benchmarks/ppo_h200.py" else "sft"
+        load(f"{kind}.yaml", ["model.path=m", "data.train_files=t.jsonl", *settings])
+        source = (ROOT / script).read_text()
+        assert all(f'"{word}"' in source for word in command if word.startswith("--") and word not in TORCHRUN), command
