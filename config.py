@@ -27,6 +27,10 @@ TYPES = {bool: ("true or false", "boolean"), int: ("a whole number", "integer"),
          (int, float): ("a number", "number"), (str, list): ("a path or a list of paths", ["string", "array"])}
 
 
+# Words of a key, or of a variable of the environment, that say its value is for nobody's eyes.
+SECRET = re.compile(r"(^|[_.])(api_?keys?|keys?|tokens?|secrets?|password|passwd|credentials?)$", re.IGNORECASE)
+
+
 class InputError(ValueError):
     """The user's mistake. Entry scripts print it as one line on rank 0 and exit with code 2."""
 
@@ -180,6 +184,19 @@ def load(defaults: str, arguments: list[str]) -> DictConfig:
         raise InputError(f"{key} is missing: give {key}=... or set it in a YAML file")
     OmegaConf.set_readonly(config, True)
     return config
+
+
+def without_secrets(config: DictConfig) -> DictConfig:
+    """A copy to show and to keep: a value that the environment holds, too, is ${oc.env:NAME} again where its name or the
+    name of the key looks secret, whether an interpolation or the shell has put it into the configuration."""
+    shown = OmegaConf.create(OmegaConf.to_container(config))
+    values = sorted(((value, name) for name, value in os.environ.items() if len(value) >= 6), key=lambda v: -len(v[0]))
+    for key, text in _flat(shown).items():
+        for value, name in values:
+            if isinstance(text, str) and value in text and (SECRET.search(name) or key not in _places() and SECRET.search(key)):
+                text = text.replace(value, f"${{oc.env:{name}}}")
+                OmegaConf.update(shown, key, text)
+    return shown
 
 
 def run(main: Callable[[DictConfig], None], defaults: str, doc: str) -> None:

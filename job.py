@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import disk
-from config import InputError
+from config import InputError, without_secrets
 
 
 def with_local_model(config):
@@ -73,7 +73,7 @@ def write_config(config) -> None:
     from omegaconf import OmegaConf
     path = Path(config.output_dir) / "config.yaml"
     with disk.writing(path):
-        OmegaConf.save(config, path)
+        OmegaConf.save(without_secrets(config), path)
 
 
 # Of what identifies a run, trainer.resume_override may name these: the rest is what the weights are.

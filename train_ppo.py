@@ -18,7 +18,7 @@ only forward and backward are divided. So nothing that is learned depends on the
 import time
 from pathlib import Path
 
-from config import InputError, run
+from config import InputError, run, without_secrets
 
 
 def main(config):
@@ -178,7 +178,7 @@ def print_plan(config, this_device, train, val, total_steps: int, resume_from) -
 
     import job
     import ppo
-    print(OmegaConf.to_yaml(config))
+    print(OmegaConf.to_yaml(without_secrets(config)))
     world, tp = dist.get_world_size(), config.rollout.tensor_parallel_size
     print(f"layout: {world} ranks on {this_device.type} = {job.layout(config, world)} to train, {world // tp} vLLM x {tp} "
           "tensor-parallel to generate")

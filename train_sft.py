@@ -14,7 +14,7 @@ a checkpoint and exits 0; the same command goes on from there. (torchrun does no
 import time
 from pathlib import Path
 
-from config import InputError, run
+from config import InputError, run, without_secrets
 
 
 def main(config):
@@ -163,7 +163,7 @@ def print_plan(config, this_device, train, val, total_steps: int, resume_from) -
     from omegaconf import OmegaConf
 
     import job
-    print(OmegaConf.to_yaml(config))
+    print(OmegaConf.to_yaml(without_secrets(config)))
     world = dist.get_world_size()
     print(f"layout: {world} ranks on {this_device.type} = {job.layout(config, world)}")
     for name, dataset in (("train", train), ("val", val)):

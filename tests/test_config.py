@@ -5,7 +5,8 @@ import jsonschema
 import pytest
 from omegaconf import OmegaConf
 
-from config import CONFIGS, SCRIPTS, InputError, _check_value, _flat, _places, load, run, schema
+import job
+from config import CONFIGS, SCRIPTS, InputError, _check_value, _flat, _places, load, run, schema, without_secrets
 
 NEEDED = ["model.path=m", "data.train_files=t.jsonl"]
 
@@ -18,6 +19,22 @@ def test_later_layers_win(tmp_path):
     assert list(config.optim.betas) == [0.8, 0.9]
     assert load("sft.yaml", [str(tmp_path / "b.yaml"), *NEEDED, "optim.lr=7"]).optim.lr == 7
     assert config.engine.param_dtype == "float32", "the engine's own file fills the group engine"
+
+
+def test_secrets_are_shown_and_kept_as_the_variables_that_hold_them(monkeypatch, tmp_path):
+    monkeypatch.setenv("JUDGE_API_KEY", "sk-1234567")
+    monkeypatch.setenv("JUDGE", "pass-7654321")
+    monkeypatch.setenv("OTHER", "messages")
+    config = load("ppo.yaml", [*NEEDED, f"output_dir={tmp_path}", "reward.kwargs.header=Bearer ${oc.env:JUDGE_API_KEY}",
+                               "reward.kwargs.api_key=${oc.env:JUDGE}", "reward.kwargs.twice=${reward.kwargs.header}",
+                               "trainer.project_name=sk-1234567"])
+    shown = without_secrets(config)
+    text = OmegaConf.to_yaml(shown)
+    job.write_config(config)
+    assert (tmp_path / "config.yaml").read_text() == text
+    assert "sk-1234567" not in text and "pass-7654321" not in text
+    assert "api_key: ${oc.env:JUDGE}" in text and "header: Bearer ${oc.env:JUDGE_API_KEY}" in text
+    assert "messages_key: messages" in text and OmegaConf.to_container(shown, resolve=True) == OmegaConf.to_container(config)
 
 
 def test_the_configuration_is_read_only():
