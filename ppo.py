@@ -80,14 +80,17 @@ def check(config: DictConfig) -> None:
                          "itself")
     if reward.overlong_buffer > rollout.max_tokens:
         raise InputError(f"reward.overlong_buffer={reward.overlong_buffer} is more than rollout.max_tokens={rollout.max_tokens}")
-    cut_off = [f"rollout.{key}={rollout[key]}" for key, all_words in (("top_p", 1.0), ("top_k", -1), ("min_p", 0.0))
-               if rollout[key] != all_words]
+    # With top_k the words that a token was drawn from are few enough to be kept, and the trainer's probabilities are of them.
+    cut_off = [f"rollout.{key}={rollout[key]}" for key, all_words in (("top_p", 1.0), ("min_p", 0.0))
+               if rollout[key] != all_words and rollout.top_k <= 0]
     if cut_off and (algorithm.rollout_is != "none" or algorithm.rollout_rs != "none"):
         raise InputError(f"{', '.join(cut_off)} with algorithm.rollout_is or rollout_rs: vLLM's probabilities are of the words "
-                         "that were kept, the trainer's of all words, and their ratio says nothing; leave one of them out")
+                         "that were kept, the trainer's of all words, and their ratio says nothing; set rollout.top_k (e.g. 64), "
+                         "then both are of the words that were kept")
     if cut_off and int(os.environ.get("RANK", 0)) == 0:
         print(f"warning: {', '.join(cut_off)}: responses are drawn from fewer words than the trainer's log-probabilities speak "
-              "of, so the policy that is trained is not quite the one that sampled", file=sys.stderr, flush=True)
+              "of, so the policy that is trained is not quite the one that sampled; with rollout.top_k (e.g. 64) it is",
+              file=sys.stderr, flush=True)
     longest = config.data.max_prompt_length + rollout.max_tokens
     if longest > config.data.max_tokens_per_micro_batch:
         raise InputError(f"data.max_prompt_length + rollout.max_tokens = {longest} is more than "

@@ -152,7 +152,7 @@ class FSDPEngine(Engine):
         asked = batch.fields["loss_mask"] != 0 if "loss_mask" in batch.fields else torch.ones(num_tokens, dtype=torch.bool)
         asked = asked.index_fill(0, cu[:-1][cu[:-1] < num_tokens], False)     # nothing predicts a first token
         token = asked.nonzero()[:, 0]
-        targets, attention = batch.input_ids[token], {}
+        targets, kept_words, attention = batch.input_ids[token], batch.kept_words[token], {}
         # Laid out on the host, where asking for a length does not wait for the device.
         if self.config.engine.use_remove_padding:
             padding = max(cp, -(-num_tokens // cp) * cp) - num_tokens
@@ -169,7 +169,7 @@ class FSDPEngine(Engine):
                 start = self.cp_rank * length
                 ids, positions = (x[:, start:start + length] for x in (ids, positions))
                 mine = (place >= start) & (place < start + length)
-                place, targets = place[mine] - start, targets[mine]
+                place, targets, kept_words = place[mine] - start, targets[mine], kept_words[mine]
         else:
             lengths = torch.tensor(batch.lengths or [1])
             positions = torch.arange(int(lengths.max())).expand(len(lengths), -1)
@@ -177,9 +177,9 @@ class FSDPEngine(Engine):
             ids = torch.zeros_like(positions)
             ids[valid] = batch.input_ids if num_tokens else 0
             place = valid.flatten().nonzero()[:, 0][token] - 1
-        ids, positions, place, targets, token = (
-            to_device(x, self.device) for x in (ids, positions, place, targets, token))
-        values = self.model(ids, positions, place, targets, **attention)
+        ids, positions, place, targets, kept_words, token = (
+            to_device(x, self.device) for x in (ids, positions, place, targets, kept_words, token))
+        values = self.model(ids, positions, place, targets, kept_words, **attention)
         if cp == 1:
             return tuple(x.new_zeros(num_tokens).index_copy(0, token, x) for x in values)
         gathered = [AllGather.apply(x.new_zeros(length).index_copy(0, place, x), self.cp_group) for x in values]
@@ -270,11 +270,12 @@ class PackedModel(nn.Module):
         super().__init__()
         self.hf, self.head = hf, head
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, place: Tensor, targets: Tensor, **attention):
+    def forward(self, input_ids: Tensor, position_ids: Tensor, place: Tensor, targets: Tensor, kept_words: Tensor,
+                **attention):
         """input_ids, position_ids [rows, length]; what the head says of the next tokens `targets` [k] of the k flat
-        positions `place` [k]."""
+        positions `place` [k], which were drawn from `kept_words` [k, K]."""
         hidden = self.hf.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **attention)[0]
-        return self.head(hidden.flatten(0, 1).index_select(0, place), self.hf.get_output_embeddings().weight, targets)
+        return self.head(hidden.flatten(0, 1).index_select(0, place), self.hf.get_output_embeddings().weight, targets, kept_words)
 
 
 def check_layout(config: DictConfig, hf_config, world_size: int) -> None:

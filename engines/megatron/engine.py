@@ -223,7 +223,8 @@ class MegatronEngine(Engine):
             hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
         weight = model.output_layer.weight
         weight = model.shared_embedding_or_output_weight() if weight is None else weight
-        outputs = self.head(hidden.flatten(0, 1).index_select(0, micro_batch.place), weight, micro_batch.targets)
+        outputs = self.head(hidden.flatten(0, 1).index_select(0, micro_batch.place), weight, micro_batch.targets,
+                            micro_batch.kept_words)
         return tuple(micro_batch.to_tokens(x, self.cp_group) for x in outputs)
 
     @torch.no_grad()
