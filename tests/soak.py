@@ -386,7 +386,7 @@ def rounds(nodes: Nodes, name: str, assets: Path, directory: Path, rng: random.R
         nodes.plug()
         survivors = [1 - node] if kind != "cable" else [0, 1]
         said = "".join((folder / f"log0.node{i}").read_text(errors="replace") for i in survivors)
-        errors = [line for line in said.splitlines() if line.startswith("error: ")]
+        errors = re.findall("error: .*", said)              # a progress bar may stand before it
         if not any(f"rank {node} was last seen in stage" in line for line in errors) and kind != "cable":
             wrong.append(f"the other node did not name rank {node} and its stage")
         if not errors:
