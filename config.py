@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
+PARENT = os.getppid()               # torchrun, unless it is killed during the imports that follow
 SCRIPTS = ("sft", "ppo")            # train_{script}.py reads configs/{script}.yaml
 TYPES = {bool: ("true or false", "boolean"), int: ("a whole number", "integer"), float: ("a number", "number"),
          str: ("a string", "string"), list: ("a list", "array"), dict: ("a group of keys", "object"),

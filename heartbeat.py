@@ -12,6 +12,8 @@ import threading
 import time
 from pathlib import Path
 
+from tqdm import tqdm
+
 RECORD_BYTES = 160
 POLL_SECONDS = 5.0
 
@@ -51,15 +53,14 @@ class Heartbeat:
             if behind and all(now - record["since"] > self.limit for record in records):
                 # One rank tells; all that see it end.
                 if self.rank == min(record["rank"] for record in records if record["entered"] == first):
-                    print(f"error: {describe(behind, now)}, while the other ranks wait in stage {self.record['stage']!r}; they "
-                          f"waited for trainer.timeout_minutes={self.limit / 60:g}", file=sys.stderr, flush=True)
+                    say(f"{describe(behind, now)}, while the other ranks wait in stage {self.record['stage']!r}; they waited for "
+                        f"trainer.timeout_minutes={self.limit / 60:g}")
                 os._exit(1)
 
     def _explain(self, kind, error, traceback) -> None:
         """In the place of sys.excepthook: a collective that timed out names the ranks that it waited for."""
         if issubclass(kind, RuntimeError) and "timed out" in str(error).lower():
-            print(f"error: {self.timed_out()}; they waited for trainer.timeout_minutes={self.limit / 60:g}: {error}",
-                  file=sys.stderr, flush=True)
+            say(f"{self.timed_out()}; they waited for trainer.timeout_minutes={self.limit / 60:g}: {error}")
         else:
             self.excepthook(kind, error, traceback)
 
@@ -69,11 +70,16 @@ class Heartbeat:
         time.sleep(POLL_SECONDS)                # the others' timeouts come at about the same time
         missing = [record for record in self.records() if not record.get("waited")]
         return describe(missing, time.time()) if missing else \
-            f"all ranks wait in stage {self.record['stage']!r}: they entered different collectives"
+            f"all ranks wait in stage {self.record['stage']!r}: they entered different collectives, or do not reach each other"
 
     def close(self) -> None:
         self.ended.set()
         sys.excepthook = self.excepthook
+
+
+def say(text: str) -> None:
+    tqdm.write(f"error: {text}", file=sys.stderr)           # on a line of its own, not beside the bar
+    sys.stderr.flush()
 
 
 def describe(records: list[dict], now: float) -> str:

@@ -2,6 +2,7 @@
 
 import math
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -172,6 +173,7 @@ def start_heartbeat(config, profiler):
     minutes = config.trainer.timeout_minutes
     device.set_timeouts(minutes + 1)            # after the heartbeat's, which has more to say
     directory = Path(config.output_dir) / "heartbeat"
+    device.on_rank0(shutil.rmtree, directory, True)         # what an earlier run left: its ranks would seem to be waiting
     with disk.writing(directory):
         heartbeat = Heartbeat(directory, dist.get_rank(), int(os.environ.get("LOCAL_RANK", 0)), minutes)
     profiler.on_stage = heartbeat.enter

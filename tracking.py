@@ -36,11 +36,12 @@ def check(config: DictConfig) -> None:
 
 class Tracker:
     def __init__(self, config: DictConfig, rank: int, step: int, total_steps: int):
-        """step: the last step that counts; lines of later ones, from before a resume, are moved to
+        """step: the last step that counts, 0: none; lines of later ones, from before a resume, are moved to
         metrics.superseded.jsonl."""
         self.enabled, out = rank == 0, Path(config.output_dir)
         self.path = out / "metrics.jsonl"
-        on_rank0(supersede, self.path, step, group=dist.group.WORLD)
+        last = step or -1                           # a run that begins anew begins with step 0
+        on_rank0(supersede, self.path, last, group=dist.group.WORLD)
         if not self.enabled:
             return
         self.out, self.equal_rewards = out, (None, 0)       # the only reward of the last step, and for how many steps it has been
@@ -52,7 +53,7 @@ class Tracker:
                         mininterval=0.5 if sys.stderr.isatty() else 30)
         if "tensorboard" in self.loggers:
             from torch.utils.tensorboard import SummaryWriter
-            self.tensorboard = SummaryWriter(out / "tensorboard", purge_step=step + 1)
+            self.tensorboard = SummaryWriter(out / "tensorboard", purge_step=last + 1)
         if "wandb" in self.loggers:
             import wandb
             self.wandb = wandb

@@ -5,13 +5,14 @@ import datetime
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
-from config import InputError
+from config import PARENT, InputError
 
 # Dense bf16 FLOP/s of one device, from the vendors' data sheets; first match wins. No entry: no MFU is reported.
 PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H800": 989e12,
@@ -36,6 +37,8 @@ def init(timeout_minutes: float = 30) -> torch.device:
     device = torch.device(accelerator.type, local_rank) if accelerator else torch.device("cpu")
     if "TORCHELASTIC_RUN_ID" in os.environ:     # torchrun may be killed, and nobody would end its ranks
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != PARENT:              # it was killed before the line above
+            sys.exit("torchrun has been killed")
     if accelerator:
         count = torch.accelerator.device_count()
         if max(local_rank + 1, int(os.environ.get("LOCAL_WORLD_SIZE", 1))) > count:

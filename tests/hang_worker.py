@@ -1,27 +1,30 @@
-"""Two ranks, of which one does not come: it sleeps in an earlier stage than the other, or in the same one.
+"""Two ranks, of which one does not come: it sleeps in an earlier stage than the other, or in the same one. Or a rank alone, in a
+long stage.
 
-    torchrun --nproc-per-node 2 tests/hang_worker.py DIRECTORY earlier|same
+    torchrun --nproc-per-node 2 tests/hang_worker.py OUTPUT_DIR earlier|same|alone
 """
 
-import os
 import sys
 import time
-from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 
+import job
 from engines import device
-from heartbeat import Heartbeat
 
 MINUTES = 0.1
 
 
-def main(directory: Path, where: str) -> None:
+def main(out: str, where: str) -> None:
     device.init()
-    heartbeat = Heartbeat(directory, dist.get_rank(), int(os.environ["LOCAL_RANK"]), MINUTES)
+    trainer = SimpleNamespace(timeout_minutes=MINUTES)
+    heartbeat = job.start_heartbeat(SimpleNamespace(output_dir=out, trainer=trainer), SimpleNamespace())
     device.set_timeouts(MINUTES + 0.1)
     heartbeat.enter("reward", 7)
+    if where == "alone":
+        return time.sleep(2 * 60 * MINUTES)
     if dist.get_rank() == 1 and where == "earlier":
         time.sleep(600)
     heartbeat.enter("actor_update", 7)
@@ -31,4 +34,4 @@ def main(directory: Path, where: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(sys.argv[1], sys.argv[2])

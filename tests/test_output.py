@@ -12,7 +12,7 @@ import pytest
 
 import output
 from config import InputError
-from tests.launch import LIMIT, ROOT, environment, launch, wait_for
+from tests.launch import LIMIT, ROOT, environment, launch, run, wait_for
 
 HOLD = "import sys, time; from pathlib import Path; import output; output.Lock(Path(sys.argv[1])); print('held', flush=True); " \
        "time.sleep(600)"
@@ -78,15 +78,19 @@ def test_a_directory_that_nodes_do_not_share_is_an_error(tmp_path):
     ("earlier", "1 rank did not come: rank 1 was last seen in stage 'reward' of step 7, entered 0."),
     ("same", "1 rank did not come: rank 1 was last seen in stage 'actor_update' of step 7, entered 0.")])
 def test_a_hang_names_the_rank_that_did_not_come(tmp_path, where, said):
-    done = launch(2, "tests/hang_worker.py", tmp_path / "heartbeat", where, returncode=1, timeout=120)
+    done = launch(2, "tests/hang_worker.py", tmp_path, where, returncode=1, timeout=120)
     assert done.stderr.count(said) == 1, done.stderr
     assert "Traceback (most recent call last)" not in done.stderr.split("error: 1 rank did not come")[0]
+    # On one rank, which the records of those two would keep from a long stage.
+    run([sys.executable, "tests/hang_worker.py", tmp_path, "alone"], PYTHONPATH=str(ROOT))
 
 
-def test_ranks_end_when_torchrun_is_killed(tmp_path):
+@pytest.mark.parametrize("when", ["during the imports", "while they train"])
+def test_ranks_end_when_torchrun_is_killed(tmp_path, when):
     code = tmp_path / "sleep.py"
-    code.write_text("import time; from pathlib import Path; from engines import device; device.init(); "
-                    f"Path({str(tmp_path)!r}, 'up').touch(); time.sleep(600)")
+    begin = f"import time; from pathlib import Path; from engines import device; up = Path({str(tmp_path)!r}, 'up')\n"
+    code.write_text(begin + ("up.touch(); time.sleep(5); device.init()" if when == "during the imports" else
+                             "device.init(); up.touch(); time.sleep(600)"))
     process = subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", code],
                                env=environment(PYTHONPATH=str(ROOT)), stderr=subprocess.DEVNULL)
     wait_for((tmp_path / "up").exists, process)

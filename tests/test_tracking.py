@@ -51,6 +51,19 @@ def test_the_console_names_steps_whose_rewards_are_all_equal(tmp_path, capsys):
     assert "score 0.500  2.00 s" in capsys.readouterr().out, "one response has no other to differ from"
 
 
+def test_a_run_that_begins_anew_has_each_step_once(tmp_path):
+    """As after a kill before the first checkpoint."""
+    for loss in (2.0, 1.0):
+        tracker = tracking.Tracker(configure(tmp_path, "trainer.logger=[tensorboard]"), 0, 0, 1)
+        for step in (0, 1):
+            tracker.log(step, {"val/loss": loss})
+        tracker.close()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [{"step": 0, "val/loss": 1.0}, {"step": 1, "val/loss": 1.0}]
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("val/loss")
+    assert [(event.step, event.value) for event in events] == [(0, 1.0), (1, 1.0)]
+
+
 @pytest.mark.parametrize("width", [60, 80, 200])
 def test_the_table_of_samples_fits_the_terminal(width):
     header, *lines = tracking.table(ROWS, width).splitlines()
