@@ -171,6 +171,8 @@ MISTAKES = {
     "hashes beside tensors": ([PROBE, "profiler.msprobe.task=tensor", "profiler.msprobe.config_path={tmp}/tensor.json"],
                               "summary_mode md5: only statistics"),
     "a group that is none": ([PROBE, "profiler.msprobe.config_path={tmp}/list.json"], "list.json is refused by msprobe: "),
+    "a folder with a space": ([PROBE, "output_dir={tmp}/my runs"], "output_dir: msprobe refuses the path {tmp}/my runs/profile"),
+    "a config file with an accent": ([PROBE, "profiler.msprobe.config_path={tmp}/é.json"], "config_path: msprobe refuses the path "),
     "hashes": ([PROBE, "profiler.msprobe.config_path={tmp}/hash.json"], "summary_mode md5: only statistics can be compared"),
 }
 ON_A_CPU = {"nvtx": "needs CUDA", "mstx": "needs an Ascend NPU", "memory": "needs an accelerator"}
@@ -186,7 +188,7 @@ def test_what_cannot_be_recorded_is_an_error_at_start(tmp_path, what):
     more, message = MISTAKES[what]
     with pytest.raises(InputError) as error:
         job.start_profiler(configure(*(m.replace("{tmp}", str(tmp_path)) for m in more)), CPU, 10, ["train_batch"])
-    assert message in str(error.value) and "\n" not in str(error.value)
+    assert message.replace("{tmp}", str(tmp_path)) in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="of a machine without an accelerator")
