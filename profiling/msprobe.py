@@ -37,8 +37,8 @@ class Msprobe(Tool):
                              f"({error})") from None
         for key, path in (("output_dir", directory), ("profiler.msprobe.config_path", self.config_path)):
             if path and not re.match(FileCheckConst.FILE_VALID_PATTERN, str(path.resolve())):
-                raise ValueError(f"{key}: msprobe refuses the path {path.resolve()}, which may have letters from a to z, digits and "
-                                 "_ . : / - alone")
+                raise ValueError(f"{key}: msprobe refuses the path {path.resolve()}: it may only have the letters a to z, digits "
+                                 "and _ . : / -")
         self.make_debugger = PrecisionDebugger
         given = read_config(self.config_path) if self.config_path else {}
         self.task = self.options.task or given.get("task") or "statistics"

@@ -90,6 +90,15 @@ def told(script, *arguments):
     ("sft", "optim.momentum", "--help lists the keys"),
     ("sft", "zzz", "--help lists the keys"),
     ("ppo", "model.x.y.z", "--help lists the keys"),
+    ("ppo", "actor_rollout_ref.profiler.enable", "--help lists the keys"),
+    ("ppo", "data.custom_cls.path", "--help lists the keys"),
+    # Something is near, and it is something else.
+    ("ppo", "data.val_batch_size", "all rows of data.val_files are validated at once"),
+    ("ppo", "reward_model.reward_kwargs.overlong_buffer_cfg.len", "the nearest is reward.overlong_buffer"),
+    ("ppo", "critic.enable", "algorithm.adv_estimator=gae has a critic"),
+    ("sft", "num_workers", "data.num_proc processes tokenize"),
+    ("sft", "stage", "train_sft.py and train_ppo.py are the stages"),
+    ("ppo", "optimizer", "the nearest is optim.name"),
     # A key that another script or engine reads.
     ("sft", "rollout.n", "it is a key of train_ppo.py alone"),
     ("sft", "engine.tensor_model_parallel_size", "it is a key of model_engine=megatron alone"),
@@ -107,6 +116,7 @@ def told(script, *arguments):
     ("ppo", "actor_rollout_ref.actor.kl_loss_coef", "the nearest is algorithm.kl_loss_coef"),
     ("ppo", "actor_rollout_ref.actor.ulysses_sequence_parallel_size", "the nearest is engine.context_parallel_size"),
     ("ppo", "actor_rollout_ref.actor.fsdp_config.param_offload", "offload.parameters"),
+    ("ppo", "actor_rollout_ref.actor.fsdp_config.fsdp_size", "the nearest is engine.fsdp_size"),
     ("ppo", "actor_rollout_ref.actor.megatron.tensor_model_parallel_size", "the nearest is engine.tensor_model_parallel_size"),
     ("ppo", "actor_rollout_ref.rollout.tensor_model_parallel_size", "the nearest is rollout.tensor_parallel_size"),
     ("ppo", "actor_rollout_ref.rollout.val_kwargs.n", "the nearest is validation.n"),

@@ -27,7 +27,7 @@ from tests.test_benchmarks import NOT_RUN, SMOKES
 from tests.test_house import PRODUCT
 
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))}
-LANGUAGES = ("bash", "sh", "console", "python", "json", "text")
+LANGUAGES = ("bash", "sh", "console", "python", "json", "text", "diff")
 PROGRAMS = ("python", "torchrun", "bash", "make", "sbatch", "nsys", "pip", "source")
 # What cannot run here, by how it begins. The settings of what nsys and sbatch launch are checked all the same; make is asked
 # what it would do; what is in benchmarks/ has tests/test_benchmarks.py.

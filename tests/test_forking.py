@@ -1,23 +1,29 @@
 """docs/forking.md: each snippet is written to a file, its command line is read, and the function takes effect."""
 
+import json
 import math
 import os
 import re
 import shlex
+import shutil
+import subprocess
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import plugins
 import ppo
 import rewards
 from config import InputError, load
+from data.dataset import tokenize_row
 from engines import device, optimizer, schedule
 from engines.checkpoint import Checkpointer
 from engines.fsdp.engine import FSDPEngine
+from examples import arithmetic
 from rollout.grading import Grader
 from tests.fsdp_worker import make_batch, make_loss, make_tokenizer
-from tests.launch import ROOT
+from tests.launch import ROOT, launch, metrics
 from tests.models import make_model
 from tests.test_ppo import make_samples, on_responses
 
@@ -166,6 +172,43 @@ def test_a_schedule(fork):
     assert rates == pytest.approx([0.5, 1, 1, 0.1 + 0.9 * 0.25, 0.1])
 
 
+def test_dpo(tmp_path):
+    """The copies with the edits train as autograd does on DPO's loss itself; pairs are divided over ranks and micro-batches."""
+    root, tokenizer, beta, rate = tmp_path / "fork", arithmetic.make_tokenizer(), 0.5, 3e-3
+    shutil.copytree(ROOT, root, ignore=shutil.ignore_patterns(".*", "runs", "tests", "docs"))
+    for source, name, edits in re.findall(r"```diff\n--- (\S+)\n\+\+\+ (\S+)\n(.*?)```", SECTIONS["DPO"], re.DOTALL):
+        shutil.copy(root / source, root / name)
+        subprocess.run(["patch", "--no-backup-if-mismatch", root / name], input=edits, text=True, check=True)
+    model = make_model(tmp_path / "model", "qwen3", head_dim=32, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+    tokenizer.save_pretrained(model)
+    rows = [{"prompt": f"What is {n}+{n}", "response": answer} for n in range(8) for answer in (str(2 * n), "no idea" + "?" * n)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    launch(2, root / "train_dpo.py", f"model.path={model}", f"data.train_files={tmp_path}/pairs.jsonl",
+           f"output_dir={tmp_path}/out", f"data.cache_dir={tmp_path}", "data.train_batch_size=8", "trainer.total_steps=3",
+           f"algorithm.beta={beta}", "data.max_tokens_per_micro_batch=64", "engine.compute_dtype=float32", "optim.weight_decay=0",
+           f"optim.lr={rate}", "optim.lr_scheduler_type=constant", "optim.lr_warmup_steps_ratio=0", "optim.clip_grad=0")
+    policy, reference = (AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32) for _ in range(2))
+    adamw = torch.optim.AdamW(policy.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0)
+    data = load("sft.yaml", [f"model.path={model}", "data.train_files=unused"]).data
+    told = metrics(tmp_path / "out")
+    assert len(told) == 3 and told[0]["train/loss"] == pytest.approx(math.log(2)) and told[2]["train/accuracy"] > 0.5
+    for step in told:
+        margins = []
+        for pair in zip(rows[::2], rows[1::2]):
+            ratios = []
+            for row in (tokenize_row(row, tokenizer, data) for row in pair):
+                ids, mask = torch.tensor(row["input_ids"]), torch.tensor(row["loss_mask"][1:])
+                now, first = (m(ids[None]).logits[0, :-1].log_softmax(-1)[range(len(mask)), ids[1:]] for m in (policy, reference))
+                ratios.append(((now - first.detach()) * mask).sum())
+            margins.append(beta * (ratios[0] - ratios[1]))
+        loss = -torch.nn.functional.logsigmoid(torch.stack(margins)).mean()
+        adamw.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in policy.parameters()]).item()
+        assert (step["train/loss"], step["train/grad_norm"]) == pytest.approx((loss.item(), norm), rel=1e-3)
+        adamw.step()
+
+
 def test_the_arguments_are_those_that_the_text_names():
     for key, title in (("adv_estimator", "Add an advantage"), ("loss_mode", "Add a policy loss")):
         named = re.findall(r"`(\w+)(?: \[\w\])?`", SECTIONS[title])
@@ -182,6 +225,9 @@ def test_the_table_counts_the_snippets():
               "a reward of a group": "A reward of a group",
               "a schedule": "A schedule"}
     assert rows.keys() == titles.keys()
+    added = [sum(bool(line.strip()) for line in re.findall(r"^\+(?!\+)(.*)", edits, re.MULTILINE))
+             for edits in re.findall(r"```diff\n(.*?)```", SECTIONS["DPO"], re.DOTALL)]
+    assert [int(n) for n in re.search(r"\| DPO \| 2: .* \| (\d+) new ones, and (\d+) \|", TEXT).groups()] == added
     for name, title in titles.items():
         code, = re.findall(r"```python\n# \w+\.py\n(.*?)```", SECTIONS[title], re.DOTALL)
         assert int(rows[name]) == sum(bool(line.strip()) for line in code.splitlines()), name

@@ -172,7 +172,7 @@ MISTAKES = {
                               "summary_mode md5: only statistics"),
     "a group that is none": ([PROBE, "profiler.msprobe.config_path={tmp}/list.json"], "list.json is refused by msprobe: "),
     "a folder with a space": ([PROBE, "output_dir={tmp}/my runs"], "output_dir: msprobe refuses the path {tmp}/my runs/profile"),
-    "a config file with an accent": ([PROBE, "profiler.msprobe.config_path={tmp}/é.json"], "config_path: msprobe refuses the path "),
+    "a config file with an accent": ([PROBE, "profiler.msprobe.config_path={tmp}/é.json"], "config_path: msprobe refuses the path"),
     "hashes": ([PROBE, "profiler.msprobe.config_path={tmp}/hash.json"], "summary_mode md5: only statistics can be compared"),
 }
 ON_A_CPU = {"nvtx": "needs CUDA", "mstx": "needs an Ascend NPU", "memory": "needs an accelerator"}
