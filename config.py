@@ -273,6 +273,8 @@ def _check_keys(given: dict, known: dict) -> None:
     for key, value in given.items():
         if isinstance(value, dict) and key in known and known[key] != {}:
             raise InputError(f"{key} is a value, not a group of keys")
+        if known.get(key) == {} and not isinstance(value, dict):
+            raise InputError(f"{key} is a group of keys, not a value: write {key}.NAME=...")
         if key in known or _is_free(key, known):
             continue
         if any(k.startswith(f"{key}.") for k in known):

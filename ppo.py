@@ -200,7 +200,7 @@ def collect(config: DictConfig, draw: Callable[..., Samples], dataset, batch_ind
         samples = replace(last, failures=samples.failures, num_asked=samples.num_asked)
     if not len(samples):
         first = samples.failures[0]
-        raise InputError(f"no response to {len(parts)} batches could be graded; the first: {first.kind}: {first.trace.strip()}")
+        raise InputError(f"no response to {len(parts)} batches could be graded; the first: {first.said}")
     scores, groups = (torch.cat([getattr(drawn, name) for drawn in everything]) for name in ("scores", "group"))
     metrics = {"rollout/num_gen_batches": len(parts), **spread("critic/score", scores),
                **{f"reward/{k}/mean": torch.cat([d.parts[k] for d in everything if len(d)]).mean().item() for k in samples.parts},

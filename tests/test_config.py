@@ -52,6 +52,8 @@ def test_the_configuration_is_read_only():
     ("optim.betas=[0.9]", "two numbers in [0, 1)"),
     ("optim.betas={}", "optim.betas is a value, not a group of keys"),
     ("optim.betas.0=0.5", "unknown key optim.betas.0"),
+    ("optim.kwargs=[1]", "optim.kwargs is a group of keys, not a value: write optim.kwargs.NAME=..."),
+    ("optim.kwargs=x", "optim.kwargs is a group of keys"), ("optim.kwargs=null", "optim.kwargs is a group of keys"),
     ("optim=[1]", "optim is a group of keys"),
     ("data.train_batch_size=1.5", "data.train_batch_size=1.5 must be a whole number"),
     ("data.train_batch_size=0", "must be at least 1"),
