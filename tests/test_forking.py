@@ -16,7 +16,7 @@ import plugins
 import ppo
 import rewards
 from config import InputError, load
-from data.dataset import tokenize_row
+from data.dataset import TokenDataset
 from engines import device, optimizer, schedule
 from engines.checkpoint import Checkpointer
 from engines.fsdp.engine import FSDPEngine
@@ -184,22 +184,23 @@ def test_dpo(tmp_path):
     rows = [{"prompt": f"What is {n}+{n}", "response": answer} for n in range(8) for answer in (str(2 * n), "no idea" + "?" * n)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     launch(2, root / "train_dpo.py", f"model.path={model}", f"data.train_files={tmp_path}/pairs.jsonl",
-           f"output_dir={tmp_path}/out", f"data.cache_dir={tmp_path}", "data.train_batch_size=8", "trainer.total_steps=3",
+           f"output_dir={tmp_path}/out", f"data.cache_dir={tmp_path}/cache", "data.train_batch_size=8", "trainer.total_steps=3",
            f"algorithm.beta={beta}", "data.max_tokens_per_micro_batch=64", "engine.compute_dtype=float32", "optim.weight_decay=0",
            f"optim.lr={rate}", "optim.lr_scheduler_type=constant", "optim.lr_warmup_steps_ratio=0", "optim.clip_grad=0")
-    policy, reference = (AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32) for _ in range(2))
+    policy, _ = both = [AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32) for _ in range(2)]
     adamw = torch.optim.AdamW(policy.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0)
-    data = load("sft.yaml", [f"model.path={model}", "data.train_files=unused"]).data
+    tokens, = (tmp_path / "cache").rglob("input_ids.npy")
+    batch = TokenDataset.load(tokens.parent).batch(range(16))
+    rows = list(zip(*(x.split(batch.lengths) for x in (batch.input_ids, batch.fields["loss_mask"]))))
     told = metrics(tmp_path / "out")
     assert len(told) == 3 and told[0]["train/loss"] == pytest.approx(math.log(2)) and told[2]["train/accuracy"] > 0.5
     for step in told:
         margins = []
         for pair in zip(rows[::2], rows[1::2]):
             ratios = []
-            for row in (tokenize_row(row, tokenizer, data) for row in pair):
-                ids, mask = torch.tensor(row["input_ids"]), torch.tensor(row["loss_mask"][1:])
-                now, first = (m(ids[None]).logits[0, :-1].log_softmax(-1)[range(len(mask)), ids[1:]] for m in (policy, reference))
-                ratios.append(((now - first.detach()) * mask).sum())
+            for ids, mask in pair:
+                now, first = (m(ids[None]).logits[0, :-1].log_softmax(-1)[range(len(ids) - 1), ids[1:]] for m in both)
+                ratios.append(((now - first.detach()) * mask[1:]).sum())
             margins.append(beta * (ratios[0] - ratios[1]))
         loss = -torch.nn.functional.logsigmoid(torch.stack(margins)).mean()
         adamw.zero_grad()

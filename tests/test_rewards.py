@@ -237,7 +237,7 @@ def test_parameters_are_bound_by_name(what):
 
 
 REFUSED = {
-    "names of nobody": (lambda p, r, row: 0, {}, {}, "its parameter p is not known: it may take prompt,"),
+    "names of nobody": (lambda p, r, row: 0, {}, {}, "its parameter p is not known beside response: it may take prompt,"),
     "no names": (lambda *arguments: 0, {}, {}, "it names no parameter that is known: it may"),
     "any names": (lambda **arguments: 0, {}, {}, "it names no parameter that is known: it may"),
     "positions": (lambda prompt, response, row, /: 0, {}, {}, "its parameter prompt is not known"),
@@ -751,14 +751,14 @@ def test_math_that_never_ends_is_one_failure(make):
 @pytest.mark.parametrize("num_failures, rate, stops", [
     (0, 0.0, False), (1, 0.0, True), (1, 0.25, False), (2, 0.25, True), (4, 1.0, False), (4, 0.99, True)])
 def test_the_share_of_failures_has_a_limit(num_failures, rate, stops):
-    failures = [Failure("raised", f"Traceback {i}\nZeroDivisionError\n", {}, "1/0") for i in range(num_failures)]
+    failures = [Failure("raised", f"Traceback\nZeroDivisionError {i}\n", {}, "1/0") for i in range(num_failures)]
     if not stops:
         return check_failures(failures, 4, rate)
     with pytest.raises(InputError) as raised:
         check_failures(failures, 4, rate)
     assert str(raised.value) == (
         f"{num_failures} of 4 samples ({num_failures / 4:.1%}) could not be graded, more than reward.max_failure_rate="
-        f"{rate}; the first: raised: Traceback 0\nZeroDivisionError, for the response '1/0' (all: failures.jsonl; what the "
+        f"{rate}; the first: raised: ZeroDivisionError 0, for the response '1/0' (all: failures.jsonl; what the "
         "function printed: reward_output/)")
 
 
