@@ -113,7 +113,8 @@ def test_a_command_runs_or_is_checked_or_has_a_reason(page, command, folder, mon
         known = torch.distributed.run.get_args_parser()._option_string_actions
         assert all(word in known for word in words[1:]), command
     elif words[0] == "make":
-        run(["make", "-n", *words[1:]])
+        would = run(["make", "-n", *words[1:]]).stdout
+        assert "VENV=" not in command or "/path/to/env/bin/" in would and ".venv" not in would
     elif "benchmarks/" in command:
         script, *arguments = launched(words)[0]
         assert Path(script).name in SMOKES.keys() | NOT_RUN.keys() or script.endswith(".sh")
