@@ -250,6 +250,11 @@ def narrow(rewards): return rewards, rewards
 def loss(log_probs, advantages, *, beta=1.0, **_): return -log_probs * advantages * beta, {}
 def loss_of_all(log_probs, group, scores, values, **_): return log_probs * group * scores, {"scores": scores}
 def summed(log_probs, **_): return log_probs.sum(), {}
+def alone(log_probs, **_): return log_probs
+def measured(log_probs, **_): return log_probs, {"largest": 0.5}
+def one(rewards, **_): return rewards
+def total(mask, **_): return mask.sum()
+def mean_gap(log_probs, ref_log_probs, **_): return (log_probs - ref_log_probs).mean()
 def square(log_probs, ref_log_probs, **_): return (log_probs - ref_log_probs) ** 2
 def halves(mask, **_): return mask / 2
 '''
@@ -313,8 +318,19 @@ def test_discounts_kwargs_and_weights_reach_them(named):
 def test_shapes_that_a_broadcast_would_hide(named):
     with pytest.raises(InputError, match=r"adv_estimator=my.py:of_sequences must return one number per token, .*9\], not \[2\]"):
         ppo.set_advantages(named("adv_estimator=my.py:of_sequences"), make_samples([2, 3], [1, 5], [0, 0]), [[0, 1]], 0.0)
-    with pytest.raises(InputError, match=r"loss_mode=my.py:summed must return one number per token, shape \[2\], not \[\]"):
-        loss_of(named("loss_mode=my.py:summed"), advantages=[1.0, -2.0])
+    samples = make_samples([2, 3], [1, 5], [0, 0])
+    samples.batch.fields |= {name: torch.zeros(9) for name in ("old_log_probs", "ref_log_probs", "rollout_log_probs")}
+    for pairs, message in ((["adv_estimator=my.py:one"], "one must return two things, advantages and returns"),
+                           (["loss_agg_mode=my.py:total"], "total must return one number per token, shape [9], not []"),
+                           (["use_kl_in_reward=true", "kl_penalty=my.py:mean_gap"], "mean_gap must return one number per token")):
+        with pytest.raises(InputError, match=re.escape(f"algorithm.{pairs[-1].partition(':')[0]}:{message}")):
+            ppo.set_advantages(named(*pairs), samples, [[0, 1]], 0.0)
+    for pairs, message in ((["loss_mode=my.py:summed"], "summed must return one number per token, shape [2], not []"),
+                           (["loss_mode=my.py:alone"], "alone must return two things, losses and a dictionary of metrics"),
+                           (["loss_mode=my.py:measured"], "measured must return one number per token, shape [2], not 0.5"),
+                           (["use_kl_loss=true", "kl_loss_type=my.py:mean_gap"], "mean_gap must return one number per token")):
+        with pytest.raises(InputError, match=re.escape(f"algorithm.{pairs[-1].partition(':')[0]}:{message}")):
+            loss_of(named(*pairs), advantages=[1.0, -2.0], ref_log_probs=[-1.0, -1.0])
 
 
 def test_a_greedy_response_is_drawn_for_who_names_a_baseline(named):
