@@ -63,7 +63,7 @@ def plural(values: dict[str, Value]) -> dict[str, Value]:
 
 
 class Signature:
-    """The parameters of a function, bound. Raises InputError for one that nothing is known of.
+    """The parameters of a function, bound. Raises InputError for an unknown one.
 
     kwargs: parameter -> a column of the row, or a place inside one, "reward_model.ground_truth".
     """
