@@ -26,6 +26,7 @@ SCRIPTS = ("sft", "ppo")            # train_{script}.py reads configs/{script}.y
 TYPES = {bool: ("true or false", "boolean"), int: ("a whole number", "integer"), float: ("a number", "number"),
          str: ("a string", "string"), list: ("a list", "array"), dict: ("a group of keys", "object"),
          (int, float): ("a number", "number"), (str, list): ("a path or a list of paths", ["string", "array"])}
+PLAIN_NAMES = ("enable", "name", "path", "type")        # without their group they say nothing
 
 
 # Words of a key, or of a variable of the environment, that say its value is for nobody's eyes.
@@ -273,6 +274,8 @@ def _check_keys(given: dict, known: dict) -> None:
     for key, value in given.items():
         if isinstance(value, dict) and key in known and known[key] != {}:
             raise InputError(f"{key} is a value, not a group of keys")
+        if known.get(key) == {} and not isinstance(value, dict):
+            raise InputError(f"{key} is a group of keys, not a value: write {key}.NAME=...")
         if key in known or _is_free(key, known):
             continue
         if any(k.startswith(f"{key}.") for k in known):
@@ -308,12 +311,10 @@ def _suggest(key: str, known: dict) -> str:
     for start in range(1, len(parts)):
         if ".".join(parts[start:]) in known:
             return ".".join(parts[start:])
-    by_name = {k.rpartition(".")[2]: k for k in reversed([*known, *_places()])}         # the first group wins
     if close := difflib.get_close_matches(key, known, n=1, cutoff=0.85):
         return close[0]
-    if parts[-1] in by_name:
-        return by_name[parts[-1]]
-    by_name = dict(names) | by_name
+    by_name = {k.rpartition(".")[2]: k for k in reversed([*known, *_places()])}         # the first group wins
+    by_name = dict(names) | {name: k for name, k in by_name.items() if name not in PLAIN_NAMES}
     close = difflib.get_close_matches(parts[-1], by_name, n=1, cutoff=0.9)
     return by_name[close[0]] if close else ""
 

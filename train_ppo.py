@@ -201,7 +201,7 @@ def grade_one(config, grader, train) -> None:
     result = grader.grade([(prompt.text, response, prompt.row)] * num_calls, [0] * num_calls)[0]
     if isinstance(result, Failure):
         raise InputError(f"reward.function={config.reward.function} cannot grade the response {response[:60]!r} to the first "
-                         f"prompt: {result.kind}: {result.trace.strip()}")
+                         f"prompt: {result.said}")
     parts = "".join(f", {name} {value:g}" for name, value in result.parts.items())
     print(f"reward: {config.reward.function} gives {result.score:g}{parts} for the response {response[:60]!r} to the first prompt")
 
