@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from tqdm import tqdm
@@ -21,12 +22,14 @@ POLL_SECONDS = 5.0
 class Heartbeat:
     """enter(stage) where a stage begins; a thread watches the other ranks' records."""
 
-    def __init__(self, directory: Path, rank: int, local_rank: int, timeout_minutes: float):
-        """timeout_minutes: a rank that is behind the others, while neither moves for this long, ends the run with one line."""
+    def __init__(self, directory: Path, rank: int, local_rank: int, timeout_minutes: float,
+                 seconds_in_collective: Callable[[], float]):
+        """timeout_minutes: a rank that is behind the others, while neither moves for this long, ends the run with one line; so
+        does one that the others of its stage have waited for in a collective of the accelerator, which raises no error."""
         directory.mkdir(exist_ok=True)
         self.directory, self.rank, self.offset, self.limit = directory, rank, local_rank * RECORD_BYTES, timeout_minutes * 60
         self.file = os.open(directory / socket.gethostname(), os.O_RDWR | os.O_CREAT, 0o644)
-        self.entered, self.ended = 0, threading.Event()
+        self.seconds_in_collective, self.entered, self.ended = seconds_in_collective, 0, threading.Event()
         self.enter("start")
         self.excepthook, sys.excepthook = sys.excepthook, self._explain
         threading.Thread(target=self._watch, daemon=True).start()
@@ -55,6 +58,11 @@ class Heartbeat:
                 if self.rank == min(record["rank"] for record in records if record["entered"] == first):
                     say(f"{describe(behind, now)}, while the other ranks wait in stage {self.record['stage']!r}; they waited for "
                         f"trainer.timeout_minutes={self.limit / 60:g}")
+                os._exit(1)
+            if not behind and self.seconds_in_collective() > self.limit:
+                told = self.timed_out()
+                if self.rank == min(record["rank"] for record in self.records() if record.get("waited")):
+                    say(f"{told}; the others waited for trainer.timeout_minutes={self.limit / 60:g}")
                 os._exit(1)
 
     def _explain(self, kind, error, traceback) -> None:

@@ -175,7 +175,8 @@ def start_heartbeat(config, profiler):
     directory = Path(config.output_dir) / "heartbeat"
     device.on_rank0(shutil.rmtree, directory, True)         # what an earlier run left: its ranks would seem to be waiting
     with disk.writing(directory):
-        heartbeat = Heartbeat(directory, dist.get_rank(), int(os.environ.get("LOCAL_RANK", 0)), minutes)
+        heartbeat = Heartbeat(directory, dist.get_rank(), int(os.environ.get("LOCAL_RANK", 0)), minutes,
+                              device.seconds_in_collective)
     profiler.on_stage = heartbeat.enter
     return heartbeat
 

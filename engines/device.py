@@ -3,6 +3,7 @@
 import ctypes
 import datetime
 import os
+import pickle
 import signal
 import socket
 import sys
@@ -56,6 +57,15 @@ def set_timeouts(minutes: float) -> None:
     from torch.distributed.distributed_c10d import _set_pg_timeout, _world
     for group in list(_world.pg_map):
         _set_pg_timeout(datetime.timedelta(minutes=minutes), group)
+
+
+def seconds_in_collective() -> float:
+    """How long ago this rank began the oldest collective of an NVIDIA device that has not ended yet; 0 without one."""
+    if "cuda:nccl" not in dist.get_backend_config():
+        return 0.0
+    from torch._C._distributed_c10d import _dump_nccl_trace
+    begun = [entry["time_created_ns"] for entry in pickle.loads(_dump_nccl_trace(True, False, True)).get("entries", ())]
+    return time.time() - min(begun) / 1e9 if begun else 0.0
 
 
 def on_rank0(work: Callable, *args, group: dist.ProcessGroup | None = None):

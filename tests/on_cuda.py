@@ -16,6 +16,7 @@ from tests.launch import launch
 from tests.megatron_worker import BF16, CASES, SAVED_AT
 from tests.test_fsdp import column, worst
 from tests.test_megatron import distance, folder, plain_training, reference  # noqa: F401  folder is a fixture
+from tests.test_output import HANGS
 from tests.test_profiling import profile
 
 BOUND, ROUNDED_BOUND = 1e-5, 0.02
@@ -45,6 +46,13 @@ def test_snapshots_of_memory_also_where_it_ran_out(tmp_path):
 def test_nvtx_ranges_do_no_harm_without_nsys(tmp_path):
     ran, _ = profile(tmp_path, range(1, 4), "trainer.profile_interval=[2,2]", "profiler.tool=nvtx")
     assert ran == {"data": 3, "train_batch": 3}
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("where", HANGS)
+def test_a_hang_in_a_collective_of_nccl_names_the_rank_that_did_not_come(tmp_path, where):
+    done = launch(2, "tests/hang_worker.py", tmp_path, where, returncode=1, timeout=120)
+    assert done.stderr.count(HANGS[where]) == 1, done.stderr
 
 
 # -- Megatron ----------------------------------------------------------------------------------------------------------

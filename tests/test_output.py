@@ -74,9 +74,11 @@ def test_a_directory_that_nodes_do_not_share_is_an_error(tmp_path):
     assert list((tmp_path / "0" / "run").iterdir()) == list((tmp_path / "run").iterdir()) == []
 
 
-@pytest.mark.parametrize("where, said", [
-    ("earlier", "1 rank did not come: rank 1 was last seen in stage 'reward' of step 7, entered 0."),
-    ("same", "1 rank did not come: rank 1 was last seen in stage 'actor_update' of step 7, entered 0.")])
+HANGS = {where: f"1 rank did not come: rank 1 was last seen in stage '{stage}' of step 7, entered 0."
+         for where, stage in (("earlier", "reward"), ("same", "actor_update"))}
+
+
+@pytest.mark.parametrize("where, said", HANGS.items())
 def test_a_hang_names_the_rank_that_did_not_come(tmp_path, where, said):
     done = launch(2, "tests/hang_worker.py", tmp_path, where, returncode=1, timeout=120)
     assert done.stderr.count(said) == 1, done.stderr
