@@ -54,16 +54,19 @@ class Heartbeat:
             first = max(record["entered"] for record in records)
             behind = [record for record in records if record["entered"] < first]
             if behind and all(now - record["since"] > self.limit for record in records):
-                # One rank tells; all that see it end.
-                if self.rank == min(record["rank"] for record in records if record["entered"] == first):
-                    say(f"{describe(behind, now)}, while the other ranks wait in stage {self.record['stage']!r}; they waited for "
-                        f"trainer.timeout_minutes={self.limit / 60:g}")
-                os._exit(1)
+                self._end(f"{describe(behind, now)}, while the other ranks wait in stage {self.record['stage']!r}; they",
+                          min(record["rank"] for record in records if record["entered"] == first))
             if not behind and self.seconds_in_collective() > self.limit:
                 told = self.timed_out()
-                if self.rank == min(record["rank"] for record in self.records() if record.get("waited")):
-                    say(f"{told}; the others waited for trainer.timeout_minutes={self.limit / 60:g}")
-                os._exit(1)
+                self._end(f"{told}; the others", min(r["rank"] for r in self.records() if r.get("waited")))
+
+    def _end(self, told: str, teller: int) -> None:
+        """One rank tells, and then all that see it end: torchrun ends every rank as soon as the first has ended."""
+        if self.rank == teller:
+            say(f"{told} waited for trainer.timeout_minutes={self.limit / 60:g}")
+        else:
+            time.sleep(2 * POLL_SECONDS)
+        os._exit(1)
 
     def _explain(self, kind, error, traceback) -> None:
         """In the place of sys.excepthook: a collective that timed out names the ranks that it waited for."""
