@@ -22,6 +22,8 @@ def main(out: str, where: str) -> None:
     trainer = SimpleNamespace(timeout_minutes=MINUTES)
     heartbeat = job.start_heartbeat(SimpleNamespace(output_dir=out, trainer=trainer), SimpleNamespace())
     device.set_timeouts(MINUTES + (0.1 if this_device.type == "cpu" else 1))        # NCCL's would end all without a word
+    ones = torch.ones(1, device=this_device)
+    dist.all_reduce(ones)                   # NCCL connects ranks in their first collective, as any run has before it trains
     heartbeat.enter("reward", 7)
     if where == "alone":
         return time.sleep(2 * 60 * MINUTES)
@@ -30,7 +32,6 @@ def main(out: str, where: str) -> None:
     heartbeat.enter("actor_update", 7)
     if dist.get_rank() == 1:
         time.sleep(600)
-    ones = torch.ones(1, device=this_device)
     dist.all_reduce(ones)
     ones.item()
 
