@@ -9,7 +9,7 @@ REQUIREMENTS := $(shell if nvidia-smi >/dev/null 2>&1; then echo requirements.tx
 endif
 PIP := .venv/bin/python -m pip install --disable-pip-version-check -qq
 
-.PHONY: help .venv demo-assets demo test lint clean
+.PHONY: help .venv demo-assets demo test soak lint clean
 .DEFAULT_GOAL := help
 
 help:               ## this list
@@ -56,6 +56,9 @@ demo: demo-assets   ## SFT, then GRPO with vLLM, on two CPU processes: minutes, 
 
 test: .venv         ## all tests; none found is a failure too
 	.venv/bin/python -m pytest -q tests
+
+soak: .venv         ## runs that are killed at random moments, compared with runs left alone: 20 minutes
+	.venv/bin/python -m tests.soak
 
 lint: .venv         ## ruff, and the budgets of lines (tests/sizes.py)
 	.venv/bin/ruff check .
