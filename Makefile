@@ -1,7 +1,9 @@
 # Shortcuts for a first look and for the tests. Nothing here is needed to train: see the launch lines in train_sft.py.
-# PYTHON=python3.12 picks another interpreter, REQUIREMENTS=requirements-cpu.txt another set of packages.
+# PYTHON=python3.12 picks another interpreter, REQUIREMENTS=requirements-cpu.txt another set of packages, VENV=/path/to/env an
+# environment of yours that has the packages: then .venv is not made.
 
 PYTHON ?= python3
+VENV ?= .venv
 # The packages for the accelerator whose tool answers; without one, the CPU builds.
 ifndef REQUIREMENTS
 REQUIREMENTS := $(shell if nvidia-smi >/dev/null 2>&1; then echo requirements.txt; \
@@ -37,32 +39,32 @@ endif
 
 demo-assets: runs/demo/train.jsonl  ## a model of 1.4 million parameters and arithmetic problems in runs/demo
 
-runs/demo/train.jsonl: examples/arithmetic.py | .venv
-	.venv/bin/python examples/arithmetic.py build runs/demo
+runs/demo/train.jsonl: examples/arithmetic.py | $(filter .venv,$(VENV))
+	$(VENV)/bin/python examples/arithmetic.py build runs/demo
 
 # Two ranks; one on a machine with a single GPU.
 RANKS := $(shell nvidia-smi -L 2>/dev/null | awk 'END { print NR == 1 ? 1 : 2 }')
 
 demo: demo-assets   ## SFT, then GRPO with vLLM, on two CPU processes: minutes, no download
 	@echo "Before training:"
-	@.venv/bin/python examples/arithmetic.py ask runs/demo/model
-	OMP_NUM_THREADS=1 .venv/bin/torchrun --standalone --nproc-per-node $(RANKS) train_sft.py configs/demo/sft.yaml
+	@$(VENV)/bin/python examples/arithmetic.py ask runs/demo/model
+	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --standalone --nproc-per-node $(RANKS) train_sft.py configs/demo/sft.yaml
 	@echo "After supervised fine-tuning:"
-	@.venv/bin/python examples/arithmetic.py ask runs/demo/sft/hf
-	OMP_NUM_THREADS=1 .venv/bin/torchrun --standalone --nproc-per-node $(RANKS) train_ppo.py configs/demo/ppo.yaml
+	@$(VENV)/bin/python examples/arithmetic.py ask runs/demo/sft/hf
+	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --standalone --nproc-per-node $(RANKS) train_ppo.py configs/demo/ppo.yaml
 	@echo "After reinforcement learning:"
-	@.venv/bin/python examples/arithmetic.py ask runs/demo/ppo/hf
+	@$(VENV)/bin/python examples/arithmetic.py ask runs/demo/ppo/hf
 	@echo "The two runs as pictures: runs/demo/sft/report.png, runs/demo/ppo/report.png"
 
-test: .venv         ## all tests; none found is a failure too
-	.venv/bin/python -m pytest -q tests
+test: $(filter .venv,$(VENV))         ## all tests; none found is a failure too
+	$(VENV)/bin/python -m pytest -q tests
 
-soak: .venv         ## runs that are killed at random moments, compared with runs left alone: 20 minutes
-	.venv/bin/python -m tests.soak
+soak: $(filter .venv,$(VENV))         ## runs that are killed at random moments, compared with runs left alone: 20 minutes
+	$(VENV)/bin/python -m tests.soak
 
-lint: .venv         ## ruff, and the budgets of lines (tests/sizes.py)
-	.venv/bin/ruff check .
-	@.venv/bin/python -m tests.sizes
+lint: $(filter .venv,$(VENV))         ## ruff, and the budgets of lines (tests/sizes.py)
+	$(VENV)/bin/ruff check .
+	@$(VENV)/bin/python -m tests.sizes
 
 clean:              ## remove the demo's run and what Python and pytest left behind; .venv and other runs stay
 	rm -rf runs/demo .pytest_cache .hypothesis

@@ -26,6 +26,11 @@ SCRIPTS = ("sft", "ppo")            # train_{script}.py reads configs/{script}.y
 TYPES = {bool: ("true or false", "boolean"), int: ("a whole number", "integer"), float: ("a number", "number"),
          str: ("a string", "string"), list: ("a list", "array"), dict: ("a group of keys", "object"),
          (int, float): ("a number", "number"), (str, list): ("a path or a list of paths", ["string", "array"])}
+PLAIN_NAMES = ("enable", "name", "path", "type")        # without their group they say nothing
+
+
+# Words of a key, or of a variable of the environment, that say its value is for nobody's eyes.
+SECRET = re.compile(r"(^|[_.])(api_?keys?|keys?|tokens?|secrets?|password|passwd|credentials?)$", re.IGNORECASE)
 
 
 class InputError(ValueError):
@@ -183,6 +188,19 @@ def load(defaults: str, arguments: list[str]) -> DictConfig:
     return config
 
 
+def without_secrets(config: DictConfig) -> DictConfig:
+    """A copy to show and to keep: a value that the environment holds, too, is ${oc.env:NAME} again where its name or the
+    name of the key looks secret, whether an interpolation or the shell has put it into the configuration."""
+    shown = OmegaConf.create(OmegaConf.to_container(config))
+    values = sorted(((value, name) for name, value in os.environ.items() if len(value) >= 6), key=lambda v: -len(v[0]))
+    for key, text in _flat(shown).items():
+        for value, name in values:
+            if isinstance(text, str) and value in text and (SECRET.search(name) or key not in _places() and SECRET.search(key)):
+                text = text.replace(value, f"${{oc.env:{name}}}")
+                OmegaConf.update(shown, key, text)
+    return shown
+
+
 def run(main: Callable[[DictConfig], None], defaults: str, doc: str) -> None:
     """Entry of a script: load the configuration from sys.argv, call main(config); an InputError is one line per node, exit 2."""
     if {"-h", "--help"} & set(sys.argv[1:]):
@@ -256,6 +274,8 @@ def _check_keys(given: dict, known: dict) -> None:
     for key, value in given.items():
         if isinstance(value, dict) and key in known and known[key] != {}:
             raise InputError(f"{key} is a value, not a group of keys")
+        if known.get(key) == {} and not isinstance(value, dict):
+            raise InputError(f"{key} is a group of keys, not a value: write {key}.NAME=...")
         if key in known or _is_free(key, known):
             continue
         if any(k.startswith(f"{key}.") for k in known):
@@ -291,12 +311,10 @@ def _suggest(key: str, known: dict) -> str:
     for start in range(1, len(parts)):
         if ".".join(parts[start:]) in known:
             return ".".join(parts[start:])
-    by_name = {k.rpartition(".")[2]: k for k in reversed([*known, *_places()])}         # the first group wins
     if close := difflib.get_close_matches(key, known, n=1, cutoff=0.85):
         return close[0]
-    if parts[-1] in by_name:
-        return by_name[parts[-1]]
-    by_name = dict(names) | by_name
+    by_name = {k.rpartition(".")[2]: k for k in reversed([*known, *_places()])}         # the first group wins
+    by_name = dict(names) | {name: k for name, k in by_name.items() if name not in PLAIN_NAMES}
     close = difflib.get_close_matches(parts[-1], by_name, n=1, cutoff=0.9)
     return by_name[close[0]] if close else ""
 

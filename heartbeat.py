@@ -1,7 +1,7 @@
 """Where every rank is, so that a hang names the ranks that did not come.
 
-{directory}/{host} holds one record per rank of a node: the rank, how many stages it has entered, the stage, and since when. All
-ranks enter the same stages in the same order, so a rank with a lower number is behind.
+{directory}/{host} holds one record per rank of a node: the rank, how many stages it has entered, the stage, since when, and when it
+was written last: every few seconds. All ranks enter the same stages in the same order, so a rank with a lower number is behind.
 """
 
 import json
@@ -10,11 +10,12 @@ import socket
 import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 from tqdm import tqdm
 
-RECORD_BYTES = 160
+RECORD_BYTES = 256
 POLL_SECONDS = 5.0
 
 
@@ -22,22 +23,23 @@ class Heartbeat:
     """enter(stage) where a stage begins; a thread watches the other ranks' records."""
 
     def __init__(self, directory: Path, rank: int, local_rank: int, timeout_minutes: float):
-        """timeout_minutes: a rank that is behind the others, while neither moves for this long, ends the run with one line."""
+        """timeout_minutes: a rank that is behind the others, while neither moves for this long, ends the run with one line, and so
+        does one whose record nobody writes for this long: the node is lost, or the process stands still."""
         directory.mkdir(exist_ok=True)
         self.directory, self.rank, self.offset, self.limit = directory, rank, local_rank * RECORD_BYTES, timeout_minutes * 60
         self.file = os.open(directory / socket.gethostname(), os.O_RDWR | os.O_CREAT, 0o644)
-        self.entered, self.ended = 0, threading.Event()
+        self.record, self.lock, self.ended = {"rank": rank, "entered": 0}, threading.Lock(), threading.Event()
         self.enter("start")
         self.excepthook, sys.excepthook = sys.excepthook, self._explain
         threading.Thread(target=self._watch, daemon=True).start()
 
     def enter(self, stage: str, step: int | None = None) -> None:
-        self.entered += 1
-        self._write({"rank": self.rank, "entered": self.entered, "stage": stage, "step": step, "since": time.time()})
+        self._write(entered=self.record["entered"] + 1, stage=stage, step=step, since=time.time())
 
-    def _write(self, record: dict) -> None:
-        self.record = record
-        os.pwrite(self.file, json.dumps(record).ljust(RECORD_BYTES - 1).encode() + b"\n", self.offset)
+    def _write(self, **changes) -> None:
+        with self.lock:
+            self.record |= changes | {"alive": time.time()}
+            os.pwrite(self.file, json.dumps(self.record).ljust(RECORD_BYTES - 1).encode() + b"\n", self.offset)
 
     def records(self) -> list[dict]:
         """Of all ranks that have begun."""
@@ -46,14 +48,20 @@ class Heartbeat:
         return sorted(found, key=lambda record: record["rank"])
 
     def _watch(self) -> None:
-        while not self.ended.wait(min(POLL_SECONDS, self.limit / 4)):
+        interval, unchanged, before = min(POLL_SECONDS, self.limit / 4), Counter(), []
+        while not self.ended.wait(interval):
+            self._write()
             now, records = time.time(), self.records()
-            first = max(record["entered"] for record in records)
-            behind = [record for record in records if record["entered"] < first]
-            if behind and all(now - record["since"] > self.limit for record in records):
+            # Looks are counted, not seconds: clocks differ between nodes, and a whole job may have been suspended.
+            unchanged = Counter({record["rank"]: unchanged[record["rank"]] + 1 for record in records if record in before})
+            before, first = records, max(record["entered"] for record in records)
+            late = [record for record in records if unchanged[record["rank"]] * interval > self.limit]
+            if not late and all(now - record["since"] > self.limit for record in records):
+                late = [record for record in records if record["entered"] < first]
+            if late:
                 # One rank tells; all that see it end.
-                if self.rank == min(record["rank"] for record in records if record["entered"] == first):
-                    say(f"{describe(behind, now)}, while the other ranks wait in stage {self.record['stage']!r}; they waited for "
+                if self.rank == min(record["rank"] for record in records if record not in late):
+                    say(f"{describe(late, now)}, while the other ranks wait in stage {self.record['stage']!r}; they waited for "
                         f"trainer.timeout_minutes={self.limit / 60:g}")
                 os._exit(1)
 
@@ -66,7 +74,7 @@ class Heartbeat:
 
     def timed_out(self) -> str:
         """Called by a rank whose collective has timed out: names the ranks of the same stage that did not come."""
-        self._write({**self.record, "waited": True})
+        self._write(waited=True)
         time.sleep(POLL_SECONDS)                # the others' timeouts come at about the same time
         missing = [record for record in self.records() if not record.get("waited")]
         return describe(missing, time.time()) if missing else \

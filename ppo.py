@@ -80,14 +80,17 @@ def check(config: DictConfig) -> None:
                          "itself")
     if reward.overlong_buffer > rollout.max_tokens:
         raise InputError(f"reward.overlong_buffer={reward.overlong_buffer} is more than rollout.max_tokens={rollout.max_tokens}")
-    cut_off = [f"rollout.{key}={rollout[key]}" for key, all_words in (("top_p", 1.0), ("top_k", -1), ("min_p", 0.0))
-               if rollout[key] != all_words]
+    # With top_k the words that a token was drawn from are few enough to be kept, and the trainer's probabilities are of them.
+    cut_off = [f"rollout.{key}={rollout[key]}" for key, all_words in (("top_p", 1.0), ("min_p", 0.0))
+               if rollout[key] != all_words and rollout.top_k <= 0]
     if cut_off and (algorithm.rollout_is != "none" or algorithm.rollout_rs != "none"):
         raise InputError(f"{', '.join(cut_off)} with algorithm.rollout_is or rollout_rs: vLLM's probabilities are of the words "
-                         "that were kept, the trainer's of all words, and their ratio says nothing; leave one of them out")
+                         "that were kept, the trainer's of all words, and their ratio says nothing; set rollout.top_k (e.g. 64), "
+                         "then both are of the words that were kept")
     if cut_off and int(os.environ.get("RANK", 0)) == 0:
         print(f"warning: {', '.join(cut_off)}: responses are drawn from fewer words than the trainer's log-probabilities speak "
-              "of, so the policy that is trained is not quite the one that sampled", file=sys.stderr, flush=True)
+              "of, so the policy that is trained is not quite the one that sampled; with rollout.top_k (e.g. 64) it is",
+              file=sys.stderr, flush=True)
     longest = config.data.max_prompt_length + rollout.max_tokens
     if longest > config.data.max_tokens_per_micro_batch:
         raise InputError(f"data.max_prompt_length + rollout.max_tokens = {longest} is more than "
@@ -197,7 +200,7 @@ def collect(config: DictConfig, draw: Callable[..., Samples], dataset, batch_ind
         samples = replace(last, failures=samples.failures, num_asked=samples.num_asked)
     if not len(samples):
         first = samples.failures[0]
-        raise InputError(f"no response to {len(parts)} batches could be graded; the first: {first.kind}: {first.trace.strip()}")
+        raise InputError(f"no response to {len(parts)} batches could be graded; the first: {first.said}")
     scores, groups = (torch.cat([getattr(drawn, name) for drawn in everything]) for name in ("scores", "group"))
     metrics = {"rollout/num_gen_batches": len(parts), **spread("critic/score", scores),
                **{f"reward/{k}/mean": torch.cat([d.parts[k] for d in everything if len(d)]).mean().item() for k in samples.parts},
@@ -284,12 +287,15 @@ def set_advantages(config: DictConfig, samples: Samples, minis: list[list[int]],
     rewards = torch.zeros(len(mask)).index_copy(0, batch.cu_seqlens[1:] - 1, outcome)
     metrics = {}
     if algorithm.use_kl_in_reward:
-        kl = named(config, "kl_penalty")(log_probs=f["old_log_probs"], ref_log_probs=f["ref_log_probs"]) * mask
+        kl, = check_shapes(config, "kl_penalty", mask, named(config, "kl_penalty")(
+            log_probs=f["old_log_probs"], ref_log_probs=f["ref_log_probs"]))
+        kl = kl * mask
         rewards = rewards - kl_coef * kl
         metrics |= {"actor/reward_kl": (kl.sum() / mask.sum()).item(), "actor/kl_coef": kl_coef}
-    f["advantages"], f["returns"] = check_shapes(config, "adv_estimator", mask, *named(config, "adv_estimator")(**{
+    advantages, returns = check_pair(config, "adv_estimator", Tensor, named(config, "adv_estimator")(**{
         **f, "rewards": rewards, "mask": mask, "group": samples.group, "baseline": samples.baseline,
         "gamma": algorithm.gamma, "lam": algorithm.lam}))
+    f["advantages"], f["returns"] = check_shapes(config, "adv_estimator", mask, advantages, returns)
     if "old_log_probs" in f:
         gap = off_policy(f["old_log_probs"], f["rollout_log_probs"], mask)
         metrics |= off_policy_metrics({name: ((x * mask).sum() / mask.sum()).item() for name, x in gap.items()})
@@ -303,8 +309,8 @@ def set_advantages(config: DictConfig, samples: Samples, minis: list[list[int]],
           if name in reads(config, "loss_mode")}
     for mini in minis:
         inside = kept * torch.zeros(n).index_fill(0, torch.tensor(mini), 1.0)[sequence]
-        f["loss_weight"] += named(config, "loss_agg_mode")(
-            mask=inside, sequence=sequence, num_sequences=n, max_tokens=config.rollout.max_tokens)
+        f["loss_weight"] += check_shapes(config, "loss_agg_mode", mask, named(config, "loss_agg_mode")(
+            mask=inside, sequence=sequence, num_sequences=n, max_tokens=config.rollout.max_tokens))[0]
         f["token_weight"] += token_mean(inside, sequence, n)
     if "values" in f:
         metrics |= {"critic/vf_explained_var": explained_variance(f["values"], f["returns"], mask),
@@ -328,10 +334,18 @@ def next_kl_coef(config: DictConfig, kl_coef: float, metrics: dict[str, float], 
 def check_shapes(config: DictConfig, key: str, like: Tensor, *results: Tensor) -> tuple[Tensor, ...]:
     """What the function of algorithm.{key} returned, if it is one number per token; a broadcast would hide a mistake."""
     for x in results:
-        if x.shape != like.shape:
+        if not isinstance(x, Tensor) or x.shape != like.shape:
             raise InputError(f"algorithm.{key}={config.algorithm[key]} must return one number per token, shape "
-                             f"{list(like.shape)}, not {list(x.shape)}")
+                             f"{list(like.shape)}, not {list(x.shape) if isinstance(x, Tensor) else x}")
     return results
+
+
+def check_pair(config: DictConfig, key: str, second: type, result) -> tuple:
+    """What the function of algorithm.{key} returned, if it is a pair whose second part is of this type."""
+    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], second):
+        raise InputError(f"algorithm.{key}={config.algorithm[key]} must return two things, "
+                         + ("losses and a dictionary of metrics" if second is dict else "advantages and returns"))
+    return result
 
 
 def spread(name: str, x: Tensor) -> dict[str, float]:
@@ -348,10 +362,10 @@ def actor_loss(config: DictConfig, num_sequences: int) -> LossFn:
     def loss_fn(log_probs: Tensor, entropy: Tensor, f: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         old, mean, weight = f.get("old_log_probs", log_probs.detach()), f["token_weight"], f["loss_weight"]
         kept = (mean > 0).float()               # rejected tokens are in no sequence's ratio either
-        losses, metrics = policy_loss(**{
+        losses, metrics = check_pair(config, "loss_mode", dict, policy_loss(**{
             **f, "log_probs": log_probs, "entropy": entropy, "old_log_probs": old, "mask": kept,
             "num_sequences": num_sequences, "clip_low": algorithm.clip_ratio_low, "clip_high": algorithm.clip_ratio_high,
-            "dual_clip": algorithm.clip_ratio_c})
+            "dual_clip": algorithm.clip_ratio_c}))
         check_shapes(config, "loss_mode", log_probs, losses, *metrics.values())
         if algorithm.rollout_is != "none":
             # The product over a sequence is of all its tokens: rejection leaves tokens out of the loss, not out of what was drawn.
@@ -363,7 +377,9 @@ def actor_loss(config: DictConfig, num_sequences: int) -> LossFn:
         if algorithm.entropy_coeff:
             loss = loss - algorithm.entropy_coeff * (entropy * weight).sum()
         if algorithm.use_kl_loss:
-            amounts["kl_loss"] = (divergence(log_probs=log_probs, ref_log_probs=f["ref_log_probs"]) * weight).sum()
+            kl, = check_shapes(config, "kl_loss_type", log_probs, divergence(
+                log_probs=log_probs, ref_log_probs=f["ref_log_probs"]))
+            amounts["kl_loss"] = (kl * weight).sum()
             loss = loss + algorithm.kl_loss_coef * amounts["kl_loss"]
         if "old_log_probs" not in f:            # else set_advantages has reported it, for rejected tokens too
             gap = off_policy(old, f["rollout_log_probs"], kept)

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 import disk
-from config import InputError
+from config import InputError, without_secrets
 from engines.device import on_rank0
 from profiling.report import write_report
 
@@ -58,7 +58,7 @@ class Tracker:
             import wandb
             self.wandb = wandb
             wandb.init(project=config.trainer.project_name, name=config.trainer.experiment_name,
-                       dir=out, id=run_id(out), resume="allow", config=OmegaConf.to_container(config))
+                       dir=out, id=run_id(out), resume="allow", config=OmegaConf.to_container(without_secrets(config)))
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Record the metrics of `step` (from 1; 0 is before training). Called by all ranks; raises InputError on all of them

@@ -18,7 +18,7 @@ only forward and backward are divided. So nothing that is learned depends on the
 import time
 from pathlib import Path
 
-from config import InputError, run
+from config import InputError, run, without_secrets
 
 
 def main(config):
@@ -45,6 +45,7 @@ def main(config):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     out, trainer, algorithm = Path(config.output_dir), config.trainer, config.algorithm
     job.check_directories(config)
+    heartbeat = job.start_heartbeat(config)
     job.bind_cpus(config, this_device)
     config = job.with_local_model(config)
     hf_config = ppo.check_models(config, world_size)
@@ -84,7 +85,8 @@ def main(config):
                 f"{steps_per_epoch} per epoch, {len(train)} prompts, {roles.actor.dp_size} data-parallel ranks and "
                 f"{roles.rollout.num_replicas} of vLLM on {this_device.type}")
     tracker.say(agreed.begin(total_steps))
-    heartbeat = job.start_heartbeat(config, profiler)
+    profiler.on_stage = heartbeat.enter
+    device.set_timeouts(trainer.timeout_minutes + 1)        # after the heartbeat's limit, which has more to say
     if step == 0 < total_steps and val and trainer.val_before_train:
         tracker.log(0, validate(config, roles, val, tracker, step) | profiler.end_step())
 
@@ -178,7 +180,7 @@ def print_plan(config, this_device, train, val, total_steps: int, resume_from) -
 
     import job
     import ppo
-    print(OmegaConf.to_yaml(config))
+    print(OmegaConf.to_yaml(without_secrets(config)))
     world, tp = dist.get_world_size(), config.rollout.tensor_parallel_size
     print(f"layout: {world} ranks on {this_device.type} = {job.layout(config, world)} to train, {world // tp} vLLM x {tp} "
           "tensor-parallel to generate")
@@ -201,7 +203,7 @@ def grade_one(config, grader, train) -> None:
     result = grader.grade([(prompt.text, response, prompt.row)] * num_calls, [0] * num_calls)[0]
     if isinstance(result, Failure):
         raise InputError(f"reward.function={config.reward.function} cannot grade the response {response[:60]!r} to the first "
-                         f"prompt: {result.kind}: {result.trace.strip()}")
+                         f"prompt: {result.said}")
     parts = "".join(f", {name} {value:g}" for name, value in result.parts.items())
     print(f"reward: {config.reward.function} gives {result.score:g}{parts} for the response {response[:60]!r} to the first prompt")
 

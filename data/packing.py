@@ -20,7 +20,7 @@ class Batch:
 
     input_ids  [T] int64
     cu_seqlens [n+1] int64: sequence i is cu_seqlens[i]:cu_seqlens[i+1]
-    fields     name -> [T], e.g. loss_mask, old_log_probs, advantages
+    fields     name -> [T], e.g. loss_mask, old_log_probs, advantages; and kept_words [T, K] int32, see below
     """
 
     input_ids: Tensor
@@ -39,6 +39,11 @@ class Batch:
         """[T] int64: the place of every token in its own sequence, from 0."""
         starts = torch.repeat_interleave(self.cu_seqlens[:-1], self.cu_seqlens.diff())
         return torch.arange(len(self.input_ids)) - starts
+
+    @property
+    def kept_words(self) -> Tensor:
+        """[T, K] int64: the words that each token was drawn from, -1 where there were fewer than K; K = 0: from all."""
+        return self.fields.get("kept_words", torch.empty(len(self.input_ids), 0)).long()
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:

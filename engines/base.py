@@ -40,7 +40,8 @@ class Engine(ABC):
         """One optimizer step on this rank's share of a global batch, in as many micro-batches as the token cap requires.
 
         Log-probabilities are computed for the tokens whose fields["loss_mask"] is not 0 (without that field: for all but
-        first tokens) and are 0 elsewhere: the output matrix costs as much as several layers.
+        first tokens) and are 0 elsewhere: the output matrix costs as much as several layers. With fields["kept_words"]
+        [T, K] they, and the entropy, are of the words that sampling kept.
         Returns loss and loss_fn's amounts (summed over micro-batches and data-parallel ranks), grad_norm (before
         clipping), lr (of this step, counted from 0), skipped (1.0 if the weights were left alone, for a non-finite gradient).
         """

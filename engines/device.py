@@ -42,7 +42,7 @@ def init(timeout_minutes: float = 30) -> torch.device:
     if accelerator:
         count = torch.accelerator.device_count()
         if max(local_rank + 1, int(os.environ.get("LOCAL_WORLD_SIZE", 1))) > count:
-            raise InputError(f"there are {count} devices for more processes: start {count} per node, one per device")
+            raise InputError(f"more processes than devices: start {count} per node, one for each device")
         torch.accelerator.set_device_index(local_rank)
     # gloo beside the accelerator's backend serves tensors that stay on the host (checkpoints, offloaded parameters).
     backend = {"cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}.get(device.type, "gloo")

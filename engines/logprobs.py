@@ -8,32 +8,36 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+LEFT_OUT = -1e30        # a logit; its exponential is 0, its product with 0 is
+
 
 def linear_log_probs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, chunk_size: int = 2048,
-                     compiled: bool = False, group: dist.ProcessGroup | None = None,
-                     first_word: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+                     compiled: bool = False, group: dist.ProcessGroup | None = None, first_word: int = 0,
+                     kept_words: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """log p(target), entropy and whether the target is the likeliest word, under softmax(hidden @ weight.T / temperature).
 
     hidden  [T, h], weight [V, h] of one floating dtype; targets [T] int64
+    kept_words  [T, K] int64, -1 where a token has fewer: the softmax is over these words alone (None or K = 0: over all)
     group   ranks that divide the vocabulary: weight holds the rows first_word, first_word + 1, ...; hidden and targets
             are the same on all of them. The gradient of hidden is then this rank's part: the caller adds up all ranks' parts
     returns log_probs [T] fp32, entropy [T] fp32 (nats), both differentiable, and greedy [T] bool
     """
-    return LinearLogProbs.apply(hidden, weight, targets, temperature, chunk_size, compiled, group, first_word)
+    return LinearLogProbs.apply(hidden, weight, targets, temperature, chunk_size, compiled, group, first_word, kept_words)
 
 
 class LinearLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, chunk_size, compiled, group, first_word):
+    def forward(ctx, hidden, weight, targets, temperature, chunk_size, compiled, group, first_word, kept_words):
         targets = targets - first_word
+        kept_words = None if kept_words is None else kept_words - first_word
         one_rank = _statistics if group is None else _share_of_statistics
         statistics = _compiled(one_rank) if compiled else one_rank
-        outputs = [statistics(h @ weight.T, t, temperature)
-                   for h, t in zip(hidden.split(chunk_size), targets.split(chunk_size))]
+        chunks = [slice(start, start + chunk_size) for start in range(0, max(1, len(hidden)), chunk_size)]
+        outputs = [statistics(logits(hidden, weight, kept_words, chunk), targets[chunk], temperature) for chunk in chunks]
         if group is not None:
             outputs = [_combine(*(torch.cat(parts) for parts in zip(*outputs)), targets, group, first_word)]
         log_probs, entropy, log_z, greedy = (torch.cat(parts) for parts in zip(*outputs))
-        ctx.save_for_backward(hidden, weight, targets, log_z, entropy)
+        ctx.save_for_backward(hidden, weight, targets, log_z, entropy, kept_words)
         ctx.temperature, ctx.chunk_size, ctx.compiled = temperature, chunk_size, compiled
         ctx.mark_non_differentiable(greedy)
         ctx.set_materialize_grads(False)        # None means that the loss does not use the entropy
@@ -41,7 +45,7 @@ class LinearLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_log_probs, grad_entropy, _):
-        hidden, weight, targets, log_z, entropy = ctx.saved_tensors
+        hidden, weight, targets, log_z, entropy, kept_words = ctx.saved_tensors
         logits_grad = _compiled(_logits_grad) if ctx.compiled else _logits_grad
         grad_log_probs = torch.zeros_like(log_z) if grad_log_probs is None else grad_log_probs
         grad_hidden = torch.empty_like(hidden)
@@ -49,12 +53,22 @@ class LinearLogProbs(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for start in range(0, len(hidden), ctx.chunk_size):
             part = slice(start, start + ctx.chunk_size)
-            grad = logits_grad(hidden[part] @ weight.T, targets[part], log_z[part], entropy[part], grad_log_probs[part],
-                               None if grad_entropy is None else grad_entropy[part], ctx.temperature)
+            grad = logits_grad(logits(hidden, weight, kept_words, part), targets[part], log_z[part], entropy[part],
+                               grad_log_probs[part], None if grad_entropy is None else grad_entropy[part], ctx.temperature)
             grad_hidden[part] = grad @ weight
             if grad_weight is not None:
                 grad_weight += grad.T @ hidden[part]
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 6
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 7
+
+
+def logits(hidden: Tensor, weight: Tensor, kept_words: Tensor | None, chunk: slice) -> Tensor:
+    """[c, V] of a chunk; of words that were not kept so low that their probability is 0, and yet no infinity times 0 arises."""
+    z = hidden[chunk] @ weight.T
+    if kept_words is None or not kept_words.shape[1]:
+        return z
+    words = torch.where((kept_words[chunk] >= 0) & (kept_words[chunk] < z.shape[1]), kept_words[chunk], z.shape[1])
+    kept = torch.zeros(len(z), z.shape[1] + 1, dtype=torch.bool, device=z.device).scatter_(1, words, True)
+    return z.masked_fill(~kept[:, :-1], LEFT_OUT)
 
 
 def _statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -7,6 +7,7 @@ and losses after a dumped training step therefore equal those without a dump onl
 
 import json
 import os
+import re
 import shutil
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -29,10 +30,15 @@ class Msprobe(Tool):
         self.config_path = self.options.config_path and Path(self.options.config_path)
         os.environ.setdefault("MSPROBE_LOG_LEVEL", "2")         # warnings; otherwise it prints two lines per session
         try:
+            from msprobe.core.common.const import FileCheckConst
             from msprobe.pytorch import PrecisionDebugger
         except ImportError as error:
             raise ValueError("profiler.tool=msprobe needs the package mindstudio-probe: pip install mindstudio-probe "
                              f"({error})") from None
+        for key, path in (("output_dir", directory), ("profiler.msprobe.config_path", self.config_path)):
+            if path and not re.match(FileCheckConst.FILE_VALID_PATTERN, str(path.resolve())):
+                raise ValueError(f"{key}: msprobe refuses the path {path.resolve()}: it may only have the letters a to z, digits "
+                                 "and _ . : / -")
         self.make_debugger = PrecisionDebugger
         given = read_config(self.config_path) if self.config_path else {}
         self.task = self.options.task or given.get("task") or "statistics"

@@ -12,6 +12,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import secrets
 import signal
 import subprocess
@@ -49,12 +50,17 @@ class Failure:
     """A sample that has no reward, which is not a reward of 0.
 
     kind: raised, timed out, died, forged, not a number, not a list, missing part, or other parts. trace: the traceback,
-    or a sentence.
+    or a sentence. said: both in one line, with the line of the function.
     """
     kind: str
     trace: str
     row: dict
     response: str
+
+    @property
+    def said(self) -> str:
+        place = re.search(r'File "(.*)", line (\d+)', self.trace.rpartition('reward_worker.py", line ')[2])
+        return f"{self.kind}: {self.trace.strip().splitlines()[-1]}" + (f" ({place[1]}:{place[2]})" if place else "")
 
 
 Item = tuple[str, str, dict]        # prompt, response, row
@@ -163,7 +169,7 @@ def check_settings(reward: DictConfig) -> None:
     """Raise InputError for a value that a free group cannot have, and for a variable that is not set."""
     for key, kind, kind_name in (("weights", (int, float), "a number"), ("kwargs", str, "a column of the rows, or a place: a.b")):
         for name, value in reward[key].items():
-            if not isinstance(value, kind):
+            if not isinstance(value, kind) or isinstance(value, bool):
                 raise InputError(f"reward.{key}.{name}={value} must be {kind_name}")
     for name in reward.env:
         if name not in os.environ:
@@ -263,6 +269,6 @@ def check_failures(failures: Sequence[Failure], num_asked: int, max_failure_rate
     if failures and len(failures) > max_failure_rate * num_asked:
         first = failures[0]
         raise InputError(f"{len(failures)} of {num_asked} samples ({len(failures) / num_asked:.1%}) could not be "
-                         f"graded, more than reward.max_failure_rate={max_failure_rate}; the first: {first.kind}: "
-                         f"{first.trace.strip()}, for the response {first.response[:200]!r} (all: failures.jsonl; what the "
+                         f"graded, more than reward.max_failure_rate={max_failure_rate}; the first: {first.said}, "
+                         f"for the response {first.response[:200]!r} (all: failures.jsonl; what the "
                          "function printed: reward_output/)")

@@ -72,6 +72,8 @@ class RewardFunction:
     def __init__(self, settings: dict):
         self.settings, self.name, self.output = settings, f"reward.function={settings['function']}", settings["output"]
         self.function = find(settings["function"])
+        if inspect.isclass(self.function):
+            raise InputError(f"{self.name} is a class: name a function, or an object of the class")
         try:
             self.signature = Signature(self.function, settings["kwargs"], settings["conversation_keys"])
         except ValueError as error:         # of inspect, for what is written in C
@@ -133,7 +135,8 @@ class RewardFunction:
             score = sum(weights.get(name, 0 if weights else 1) * part for name, part in parts.items()) if parts else value
             return {"score": finite(score), "parts": parts}
         except (TypeError, ValueError, OverflowError, RuntimeError):
-            return {"kind": "not a number", "trace": f"the function returned {value!r:.200}, not a number that is finite in fp32"}
+            what = "whose parts and sum are not all numbers that are" if parts else "not a number that is"
+            return {"kind": "not a number", "trace": f"the function returned {value!r:.200}, {what} finite in fp32"}
 
     def print_to_file(self) -> None:
         """From the first call on, prints go to the end of the output file; those of the import come first."""

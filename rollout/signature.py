@@ -63,7 +63,7 @@ def plural(values: dict[str, Value]) -> dict[str, Value]:
 
 
 class Signature:
-    """The parameters of a function, bound. Raises InputError for one that nothing is known of.
+    """The parameters of a function, bound. Raises InputError for an unknown one.
 
     kwargs: parameter -> a column of the row, or a place inside one, "reward_model.ground_truth".
     """
@@ -90,10 +90,11 @@ class Signature:
         positional = [p.name for p in parameters if p.kind == p.POSITIONAL_ONLY]
         unknown = positional or [name for name in self.required if name not in self.values and not self.convention.columns]
         if unknown or not marks:
-            raise InputError(
-                f"nothing is known by the name of its parameter {unknown[0] if unknown else '*'}: it may take prompt, response and "
-                "row; or prompts, responses and rows, the lists of a group; or what verl or TRL call theirs; or the places of "
-                f"a row that reward.kwargs names, as in reward.kwargs.{unknown[0] if unknown else 'NAME'}=COLUMN")
+            problem = f"its parameter {unknown[0]} is not known{f' beside {marks[0]}' if marks else ''}" if unknown else \
+                "it names no parameter that is known"
+            raise InputError(f"{problem}: it may take prompt, response and row; or prompts, responses and rows, the lists of a "
+                             "group; or what verl or TRL call theirs; or the places of a row that reward.kwargs names, as in "
+                             f"reward.kwargs.{unknown[0] if unknown else 'NAME'}=COLUMN")
 
     def arguments(self, prompts: list[str], responses: list[str], rows: list[dict]) -> dict:
         """For the responses of a call: one, or those of a group. Raises InputError for what a row does not have."""

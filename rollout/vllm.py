@@ -26,6 +26,7 @@ from config import InputError
 from data.packing import Batch
 
 PREFILL_TOKENS = 8192           # of prompts, in one forward pass
+TIES = 8                        # words that may be as likely as the last of the top_k, and are kept with it
 CPU_KV_CACHE_GIB, MAX_GROWTH_GIB = 1.0, 1.0
 
 
@@ -47,7 +48,7 @@ class Rollout:
         self.replica, self.num_replicas = dist.get_rank() // tp, dist.get_world_size() // tp
         self.tp_rank, self.tp_size = dist.get_rank() % tp, tp
         hf_config = AutoConfig.from_pretrained(config.model.path)       # a key that config.json lacks has its class's default
-        self.tied = hf_config.tie_word_embeddings
+        self.tied, self.vocab_size = hf_config.tie_word_embeddings, hf_config.get_text_config().vocab_size
         # Weights are pushed whole before every use, so level 2 may drop them; Ascend has level 1 only.
         self.sleep_level = 1 if device.type == "npu" else 2
         self.awake, self.weights_valid, self.asleep_gib = {"weights", "kv_cache"}, False, []
@@ -86,31 +87,33 @@ class Rollout:
         min_p, max_tokens, stop (strings).
         Returns (batch, truncated [n] bool): prompts and responses end to end, with the fields loss_mask (1 on the
         response, its end token included) and rollout_log_probs, of the distribution sampled from (temperature, top_p, ...
-        applied), both fp32; truncated where max_tokens ended the response.
+        applied), both fp32, and where top_k bounds their number the words that each token was drawn from, kept_words int32
+        [T, top_k + TIES] (see Batch); truncated where max_tokens ended the response.
         Raises RuntimeError while asleep, or when vLLM's weights are not the trainer's.
         """
         if self.awake != {"weights", "kv_cache"} or not self.weights_valid:
             raise RuntimeError(f"generate() with {' and '.join(sorted(self.awake)) or 'nothing'} awake and weights "
                                f"{'valid' if self.weights_valid else 'not valid'}: wake, update_weights, wake first")
+        num_kept = self._num_kept(sampling)
         params = [self._params(sampling, seed) for seed in seeds]
         with untouched_random_state():
-            outputs = self._run([{"prompt_token_ids": p} for p in prompts], params)
-        ids, log_probs, mask, truncated = [], [], [], []
-        for prompt, output in zip(prompts, outputs, strict=True):
-            response = output.outputs[0]
-            tokens = list(response.token_ids)
+            responses = self._run([{"prompt_token_ids": p} for p in prompts], params, num_kept)
+        ids, log_probs, mask, truncated, kept_words = [], [], [], [], [np.empty((0, 1 + num_kept), np.int32)]
+        for prompt, (tokens, log_p, words, is_truncated) in zip(prompts, responses, strict=True):
             ids.append([*prompt, *tokens])
             mask.append([0.0] * len(prompt) + [1.0] * len(tokens))
-            assert response.logprobs.token_ids == tokens            # logprobs=0: of the sampled token alone
-            log_probs.append([0.0] * len(prompt) + response.logprobs.logprobs)
-            truncated.append(response.finish_reason == "length")
+            log_probs.append([0.0] * len(prompt) + log_p)
+            kept_words += [np.full((len(prompt), 1 + num_kept), -1, np.int32), words]
+            truncated.append(is_truncated)
         fields = {"loss_mask": flat(mask, torch.float32), "rollout_log_probs": flat(log_probs, torch.float32)}
+        if num_kept:
+            fields["kept_words"] = torch.from_numpy(np.concatenate(kept_words))
         cu_seqlens = torch.tensor([0, *map(len, ids)]).cumsum(0)
         return Batch(flat(ids, torch.int64), cu_seqlens, fields), torch.tensor(truncated, dtype=torch.bool)
 
-    def _run(self, prompts: list[dict], params: list) -> list:
-        """vLLM's outputs, in the order of the prompts. On a terminal, rank 0 shows how far its replica is in one line,
-        which disappears at the end; the tokens in it are those of finished responses."""
+    def _run(self, prompts: list[dict], params: list, num_kept: int) -> list[tuple]:
+        """What read_response() says of vLLM's outputs, in the order of the prompts. On a terminal, rank 0 shows in one
+        line how far its replica is, which disappears at the end; the tokens in it are those of finished responses."""
         replicas = f" (vLLM 1 of {self.num_replicas})" if self.num_replicas > 1 else ""
         self.llm.enqueue(prompts, params, use_tqdm=False)
         outputs, num_tokens, engine = [], 0, self.llm.llm_engine
@@ -119,11 +122,11 @@ class Rollout:
             start = time.perf_counter()
             while engine.has_unfinished_requests():
                 finished = [output for output in engine.step() if output.finished]
-                outputs += finished
+                outputs += [(int(output.request_id), *read_response(output.outputs[0], num_kept)) for output in finished]
                 num_tokens += sum(len(output.outputs[0].token_ids) for output in finished)
                 bar.set_postfix_str(f"{tqdm.format_sizeof(num_tokens / (time.perf_counter() - start))} tokens/s", refresh=False)
                 bar.update(len(finished))
-        return sorted(outputs, key=lambda output: int(output.request_id))
+        return [response for _, *response in sorted(outputs, key=lambda output: output[0])]
 
     def modules(self) -> list[torch.nn.Module]:
         """vLLM's model on this rank."""
@@ -134,12 +137,18 @@ class Rollout:
         return {"dp": [self.replica, self.num_replicas], "cp": [0, 1], "tp": [self.tp_rank, self.tp_size], "pp": [0, 1],
                 "first_layers": [0]}
 
+    def _num_kept(self, sampling: DictConfig) -> int:
+        """How many of the likeliest words to ask for, so that all are among them which sampling keeps; 0 where it keeps
+        any number, or is greedy."""
+        return 0 if sampling.temperature == 0 or sampling.top_k <= 0 else min(sampling.top_k + TIES, self.vocab_size)
+
     def _params(self, sampling: DictConfig, seed: int):
         greedy = sampling.temperature == 0
         return self.SamplingParams(
             temperature=sampling.temperature, top_p=1.0 if greedy else sampling.top_p, top_k=0 if greedy else
             max(sampling.top_k, 0), min_p=0.0 if greedy else sampling.min_p, max_tokens=sampling.max_tokens,
-            stop=list(sampling.stop) or None, stop_token_ids=self.stop_ids, seed=seed, logprobs=0, flat_logprobs=True,
+            stop=list(sampling.stop) or None, stop_token_ids=self.stop_ids, seed=seed,
+            logprobs=self._num_kept(sampling), flat_logprobs=True,
             # A stop string may hold special tokens.
             detokenize=bool(sampling.stop), skip_special_tokens=False, spaces_between_special_tokens=False)
 
@@ -227,7 +236,8 @@ def model_arguments(config: DictConfig) -> dict:
     return {"model": config.model.path, "max_model_len": longest, "dtype": config.engine.compute_dtype,
             # Only a stop string needs text. Ids that end a response come from the model's files.
             "skip_tokenizer_init": not (config.rollout.stop or config.validation.stop),
-            "logprobs_mode": "processed_logprobs", "seed": config.trainer.seed % 2**32,
+            "logprobs_mode": "processed_logprobs", "max_logprobs": max(s.top_k + TIES for s in (config.rollout, config.validation)),
+            "seed": config.trainer.seed % 2**32,
             # A tied output matrix keeps a packed copy of the old weights on a CPU: untie it, and send both.
             "hf_overrides": {"tie_word_embeddings": False}}
 
@@ -291,6 +301,20 @@ def used_gib(device: torch.device) -> float | None:
         return None
     free, total = torch.get_device_module().mem_get_info()
     return (total - free) / 2**30
+
+
+def read_response(response, num_kept: int) -> tuple[list[int], list[float], np.ndarray, bool]:
+    """(tokens, their log-probabilities, the words that each was drawn from [tokens, 1 + num_kept] int32, -1 for none, whether
+    max_tokens ended it) of a response of vLLM, which lists per token the one that was drawn, then the num_kept likeliest."""
+    tokens = list(response.token_ids)
+    words, log_probs = (np.array(values).reshape(len(tokens), 1 + num_kept)
+                        for values in (response.logprobs.token_ids, response.logprobs.logprobs))
+    assert words[:, 0].tolist() == tokens
+    if num_kept and (np.exp(log_probs[:, 1:]).sum(1) < 0.99).any():
+        warnings.warn(f"some tokens were drawn from more than {num_kept} words of equal probability: the trainer knows the first "
+                      "of them alone; lower rollout.top_p, or raise top_k", stacklevel=2)
+    words = np.where(np.isinf(log_probs), -1, words).astype(np.int32)
+    return tokens, log_probs[:, 0].tolist(), words, response.finish_reason == "length"
 
 
 def flat(lists: list[list], dtype: torch.dtype) -> Tensor:

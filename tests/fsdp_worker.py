@@ -95,7 +95,7 @@ FOREIGN = {
 
 def make_batch(step: int) -> Batch:
     """Four batches of 8 sequences in turn, so that there is something to learn. Traps: a sequence of one token, one with a loss
-    on its end only, one without any loss, and first tokens whose loss_mask is 1."""
+    on its end only, one without any loss, and first tokens whose loss_mask is 1. One batch says which words were kept."""
     g = torch.Generator().manual_seed(step % 4)
     lengths = [1, LONGEST, 2, *torch.randint(3, LONGEST, (5,), generator=g).tolist()]
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
@@ -104,7 +104,19 @@ def make_batch(step: int) -> Batch:
     mask[cu_seqlens[1]:cu_seqlens[1] + LONGEST * 3 // 4] = 0
     mask[cu_seqlens[-2]:] = 0
     mask[cu_seqlens[:-2]] = 1
-    return Batch(ids, cu_seqlens, {"weight": weight, "loss_mask": mask})
+    fields = {"weight": weight, "loss_mask": mask}
+    if step % 4 == 1:
+        others = torch.rand(len(ids), 97, generator=g).argsort(1)[:, :20]
+        fields["kept_words"] = torch.cat([ids[:, None], others.where(others != ids[:, None], -1)], 1).int()
+    return Batch(ids, cu_seqlens, fields)
+
+
+def kept_logits(logits: torch.Tensor, batch: Batch, tokens: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """([n, V] or [n, K], [n]): the logits of the words that each token was drawn from, and its place among them."""
+    if "kept_words" not in batch.fields:
+        return logits, batch.input_ids[tokens]
+    words = batch.kept_words[tokens]
+    return logits.gather(-1, words.clamp(0)).masked_fill(words < 0, -1e9), torch.zeros(len(words), dtype=torch.int64)
 
 
 def divide(lengths: list[int], dp_size: int, uneven: bool) -> list[list[int]]:

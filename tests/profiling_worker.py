@@ -30,7 +30,8 @@ LAYOUTS = {
         "sp_whole": ("megatron", "model", [TP2, WHOLE]), "tp_whole": ("megatron", "model", [TP2, NO_SP, WHOLE]),
         "vpp": ("megatron", "model", [PP2, "engine.virtual_pipeline_model_parallel_size=2"]),
         "recompute": ("megatron", "model", [TP2, NO_SP, "engine.recompute=full"]), "dp": ("fsdp", "model", []),
-        "defect": ("megatron", "late", [TP2, WHOLE]), "head": ("megatron", "head", [PP2])},
+        "head": ("megatron", "head", [PP2])},
+    4: {"tp_pp": ("megatron", "model", [TP2, PP2, NO_SP]), "defect": ("megatron", "late", [TP2, PP2, WHOLE])},
 }
 
 

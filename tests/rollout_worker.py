@@ -76,6 +76,7 @@ def main(folder: Path, name: str) -> None:
     if launch.ranks == 1:
         results["cuts"] = {key: written(*ask(rollout, config, **{"temperature": CUT_TEMPERATURE, key: value}))
                            for key, value in CUTS.items()}
+        results["kept words"] = kept_words(rollout, engine, config)
         results["one word"] = {key: written(*ask(rollout, config, **{key: value})) for key, value in ONE_WORD.items()}
         results["stop strings"] = stop_strings(rollout, config)
     results["updates"] = {str(t): updates(folder, launch, rollout, t) for t in (1.0, 0.6)}
@@ -91,12 +92,19 @@ def main(folder: Path, name: str) -> None:
 
 def settings(folder: Path, launch: Launch, *more: str):
     return load("ppo.yaml", [f"model.path={folder / launch.family}", *SETTINGS, *launch.more.split(),
-                             f"rollout.tensor_parallel_size={launch.tp}", *more])
+                             f"rollout.tensor_parallel_size={launch.tp}", "validation.top_k=12", *more])
 
 
 def ask(rollout: Rollout, config, count: int = 12, seed: int = 0, **sampling) -> tuple[Batch, torch.Tensor]:
     return rollout.generate(make_prompts(count), [request_seed(seed, i) for i in range(count)],
                             OmegaConf.merge(config.rollout, {"stop": []}, sampling))
+
+
+def kept_words(rollout: Rollout, engine: FSDPEngine, config) -> dict:
+    """What the engine says of responses that were drawn from a few words each, and what it says without knowing these."""
+    batch, truncated = ask(rollout, config, top_k=12, top_p=0.8, min_p=0.05)
+    blind = Batch(batch.input_ids, batch.cu_seqlens, {"loss_mask": batch.fields["loss_mask"]})
+    return written(batch, truncated) | {name: engine.log_probs(b)[0].tolist() for name, b in (("engine", batch), ("blind", blind))}
 
 
 def make_prompts(count: int, length: int | None = None) -> list[list[int]]:

@@ -5,7 +5,8 @@ import jsonschema
 import pytest
 from omegaconf import OmegaConf
 
-from config import CONFIGS, SCRIPTS, InputError, _check_value, _flat, _places, load, run, schema
+import job
+from config import CONFIGS, SCRIPTS, InputError, _check_value, _flat, _places, load, run, schema, without_secrets
 
 NEEDED = ["model.path=m", "data.train_files=t.jsonl"]
 
@@ -18,6 +19,22 @@ def test_later_layers_win(tmp_path):
     assert list(config.optim.betas) == [0.8, 0.9]
     assert load("sft.yaml", [str(tmp_path / "b.yaml"), *NEEDED, "optim.lr=7"]).optim.lr == 7
     assert config.engine.param_dtype == "float32", "the engine's own file fills the group engine"
+
+
+def test_secrets_are_shown_and_kept_as_the_variables_that_hold_them(monkeypatch, tmp_path):
+    monkeypatch.setenv("JUDGE_API_KEY", "sk-1234567")
+    monkeypatch.setenv("JUDGE", "pass-7654321")
+    monkeypatch.setenv("OTHER", "messages")
+    config = load("ppo.yaml", [*NEEDED, f"output_dir={tmp_path}", "reward.kwargs.header=Bearer ${oc.env:JUDGE_API_KEY}",
+                               "reward.kwargs.api_key=${oc.env:JUDGE}", "reward.kwargs.twice=${reward.kwargs.header}",
+                               "trainer.project_name=sk-1234567"])
+    shown = without_secrets(config)
+    text = OmegaConf.to_yaml(shown)
+    job.write_config(config)
+    assert (tmp_path / "config.yaml").read_text() == text
+    assert "sk-1234567" not in text and "pass-7654321" not in text
+    assert "api_key: ${oc.env:JUDGE}" in text and "header: Bearer ${oc.env:JUDGE_API_KEY}" in text
+    assert "messages_key: messages" in text and OmegaConf.to_container(shown, resolve=True) == OmegaConf.to_container(config)
 
 
 def test_the_configuration_is_read_only():
@@ -35,6 +52,8 @@ def test_the_configuration_is_read_only():
     ("optim.betas=[0.9]", "two numbers in [0, 1)"),
     ("optim.betas={}", "optim.betas is a value, not a group of keys"),
     ("optim.betas.0=0.5", "unknown key optim.betas.0"),
+    ("optim.kwargs=[1]", "optim.kwargs is a group of keys, not a value: write optim.kwargs.NAME=..."),
+    ("optim.kwargs=x", "optim.kwargs is a group of keys"), ("optim.kwargs=null", "optim.kwargs is a group of keys"),
     ("optim=[1]", "optim is a group of keys"),
     ("data.train_batch_size=1.5", "data.train_batch_size=1.5 must be a whole number"),
     ("data.train_batch_size=0", "must be at least 1"),
@@ -73,6 +92,15 @@ def told(script, *arguments):
     ("sft", "optim.momentum", "--help lists the keys"),
     ("sft", "zzz", "--help lists the keys"),
     ("ppo", "model.x.y.z", "--help lists the keys"),
+    ("ppo", "actor_rollout_ref.profiler.enable", "--help lists the keys"),
+    ("ppo", "data.custom_cls.path", "--help lists the keys"),
+    # Something is near, and it is something else.
+    ("ppo", "data.val_batch_size", "all rows of data.val_files are validated at once"),
+    ("ppo", "reward_model.reward_kwargs.overlong_buffer_cfg.len", "the nearest is reward.overlong_buffer"),
+    ("ppo", "critic.enable", "algorithm.adv_estimator=gae has a critic"),
+    ("sft", "num_workers", "data.num_proc processes tokenize"),
+    ("sft", "stage", "train_sft.py and train_ppo.py are the stages"),
+    ("ppo", "optimizer", "the nearest is optim.name"),
     # A key that another script or engine reads.
     ("sft", "rollout.n", "it is a key of train_ppo.py alone"),
     ("sft", "engine.tensor_model_parallel_size", "it is a key of model_engine=megatron alone"),
@@ -90,6 +118,7 @@ def told(script, *arguments):
     ("ppo", "actor_rollout_ref.actor.kl_loss_coef", "the nearest is algorithm.kl_loss_coef"),
     ("ppo", "actor_rollout_ref.actor.ulysses_sequence_parallel_size", "the nearest is engine.context_parallel_size"),
     ("ppo", "actor_rollout_ref.actor.fsdp_config.param_offload", "offload.parameters"),
+    ("ppo", "actor_rollout_ref.actor.fsdp_config.fsdp_size", "the nearest is engine.fsdp_size"),
     ("ppo", "actor_rollout_ref.actor.megatron.tensor_model_parallel_size", "the nearest is engine.tensor_model_parallel_size"),
     ("ppo", "actor_rollout_ref.rollout.tensor_model_parallel_size", "the nearest is rollout.tensor_parallel_size"),
     ("ppo", "actor_rollout_ref.rollout.val_kwargs.n", "the nearest is validation.n"),

@@ -4,6 +4,7 @@ data, settings, links and the tree are what they say."""
 import json
 import re
 import shlex
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed.run
 from omegaconf import OmegaConf
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 import ppo
@@ -25,7 +27,7 @@ from tests.test_benchmarks import NOT_RUN, SMOKES
 from tests.test_house import PRODUCT
 
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))}
-LANGUAGES = ("bash", "sh", "console", "python", "json", "text")
+LANGUAGES = ("bash", "sh", "console", "python", "json", "text", "diff")
 PROGRAMS = ("python", "torchrun", "bash", "make", "sbatch", "nsys", "pip", "source")
 # What cannot run here, by how it begins. The settings of what nsys and sbatch launch are checked all the same; make is asked
 # what it would do; what is in benchmarks/ has tests/test_benchmarks.py.
@@ -45,6 +47,7 @@ FOLLOW_UPS = ["python -m profiling.report runs/first",
               "python -m profiling.compare runs/a runs/b --step 1 --stage train_batch"]
 INSTEAD = {"--nproc-per-node 8": "--nproc-per-node 2", "Qwen/Qwen2.5-7B-Instruct": "model", "Qwen/Qwen2.5-7B": "model",
            "step_00000500": "step_00000002"}
+NUMBER = r"(?<![\w.])-?\d+(?:\.\d+)?(?:e-?\d+)?(?![\w.]*\w)"        # but not the 1 of layers.1
 
 
 def blocks(text: str, *languages: str) -> list[str]:
@@ -110,7 +113,8 @@ def test_a_command_runs_or_is_checked_or_has_a_reason(page, command, folder, mon
         known = torch.distributed.run.get_args_parser()._option_string_actions
         assert all(word in known for word in words[1:]), command
     elif words[0] == "make":
-        run(["make", "-n", *words[1:]])
+        would = run(["make", "-n", *words[1:]]).stdout
+        assert "VENV=" not in command or "/path/to/env/bin/" in would and ".venv" not in would
     elif "benchmarks/" in command:
         script, *arguments = launched(words)[0]
         assert Path(script).name in SMOKES.keys() | NOT_RUN.keys() or script.endswith(".sh")
@@ -154,6 +158,16 @@ def ran(folder):
     for command in FOLLOW_UPS:
         words = shlex.split(command.replace("step_00000500", "step_00000002"))
         ended[command] = run([sys.executable, *words[1:]], cwd=folder, PYTHONPATH=str(ROOT))
+    # docs/profiling.md quotes what is said of a run whose model has one matrix scaled.
+    shutil.copytree(folder / "model", folder / "scaled")
+    weights = load_file(folder / "model/model.safetensors")
+    weights["model.layers.1.self_attn.k_proj.weight"] *= 1.01
+    save_file(weights, folder / "scaled/model.safetensors", metadata={"format": "pt"})
+    first = next(command for _, command in COMMANDS if command.startswith(RUNS[2][1])).replace("runs/a", "runs/c")
+    run([sys.executable, str(ROOT / "train_sft.py"), *shlex.split(first)[2:], *SMALL, "data.cache_dir=cache", "model.path=scaled"],
+        cwd=folder)
+    ended["scaled"] = run([sys.executable, *shlex.split(FOLLOW_UPS[2].replace("runs/b", "runs/c"))[1:]], cwd=folder, returncode=1,
+                          PYTHONPATH=str(ROOT))
     return ended
 
 
@@ -164,6 +178,14 @@ def test_the_launches_of_the_pages_train_and_export(ran, folder):
     assert "train_batch" in ran[FOLLOW_UPS[0]].stdout
     said = ran[FOLLOW_UPS[2]].stdout
     assert said.startswith("metrics of step 1 agree") and "\ntrain_batch: " in said
+
+
+def test_what_compare_says_of_a_scaled_matrix(ran):
+    """Word for word, and its numbers but for rounding, which also decides where the largest of equal differences is."""
+    quoted, = (block for block in blocks(PAGES["docs/profiling.md"], "text") if "diverges at" in block)
+    (told, said), (numbers, others) = zip(*((re.sub(f"{NUMBER}|, at .*", "#", text), [float(x) for x in re.findall(NUMBER, text)])
+                                            for text in (quoted, ran["scaled"].stdout)))
+    assert told.split() == said.split() and numbers == pytest.approx(others, rel=1e-2, abs=1e-4)
 
 
 def test_a_runs_directory_holds_what_is_listed(ran, folder):

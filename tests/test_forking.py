@@ -1,23 +1,29 @@
 """docs/forking.md: each snippet is written to a file, its command line is read, and the function takes effect."""
 
+import json
 import math
 import os
 import re
 import shlex
+import shutil
+import subprocess
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import plugins
 import ppo
 import rewards
 from config import InputError, load
+from data.dataset import TokenDataset
 from engines import device, optimizer, schedule
 from engines.checkpoint import Checkpointer
 from engines.fsdp.engine import FSDPEngine
+from examples import arithmetic
 from rollout.grading import Grader
 from tests.fsdp_worker import make_batch, make_loss, make_tokenizer
-from tests.launch import ROOT
+from tests.launch import ROOT, launch, metrics
 from tests.models import make_model
 from tests.test_ppo import make_samples, on_responses
 
@@ -166,6 +172,44 @@ def test_a_schedule(fork):
     assert rates == pytest.approx([0.5, 1, 1, 0.1 + 0.9 * 0.25, 0.1])
 
 
+def test_dpo(tmp_path):
+    """The copies with the edits train as autograd does on DPO's loss itself; pairs are divided over ranks and micro-batches."""
+    root, tokenizer, beta, rate = tmp_path / "fork", arithmetic.make_tokenizer(), 0.5, 3e-3
+    shutil.copytree(ROOT, root, ignore=shutil.ignore_patterns(".*", "runs", "tests", "docs"))
+    for source, name, edits in re.findall(r"```diff\n--- (\S+)\n\+\+\+ (\S+)\n(.*?)```", SECTIONS["DPO"], re.DOTALL):
+        shutil.copy(root / source, root / name)
+        subprocess.run(["patch", "--no-backup-if-mismatch", root / name], input=edits, text=True, check=True)
+    model = make_model(tmp_path / "model", "qwen3", head_dim=32, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+    tokenizer.save_pretrained(model)
+    rows = [{"prompt": f"What is {n}+{n}", "response": answer} for n in range(8) for answer in (str(2 * n), "no idea" + "?" * n)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    launch(2, root / "train_dpo.py", f"model.path={model}", f"data.train_files={tmp_path}/pairs.jsonl",
+           f"output_dir={tmp_path}/out", f"data.cache_dir={tmp_path}/cache", "data.train_batch_size=8", "trainer.total_steps=3",
+           f"algorithm.beta={beta}", "data.max_tokens_per_micro_batch=64", "engine.compute_dtype=float32", "optim.weight_decay=0",
+           f"optim.lr={rate}", "optim.lr_scheduler_type=constant", "optim.lr_warmup_steps_ratio=0", "optim.clip_grad=0")
+    policy, _ = both = [AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32) for _ in range(2)]
+    adamw = torch.optim.AdamW(policy.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0)
+    tokens, = (tmp_path / "cache").rglob("input_ids.npy")
+    batch = TokenDataset.load(tokens.parent).batch(range(16))
+    rows = list(zip(*(x.split(batch.lengths) for x in (batch.input_ids, batch.fields["loss_mask"]))))
+    told = metrics(tmp_path / "out")
+    assert len(told) == 3 and told[0]["train/loss"] == pytest.approx(math.log(2)) and told[2]["train/accuracy"] > 0.5
+    for step in told:
+        margins = []
+        for pair in zip(rows[::2], rows[1::2]):
+            ratios = []
+            for ids, mask in pair:
+                now, first = (m(ids[None]).logits[0, :-1].log_softmax(-1)[range(len(ids) - 1), ids[1:]] for m in both)
+                ratios.append(((now - first.detach()) * mask[1:]).sum())
+            margins.append(beta * (ratios[0] - ratios[1]))
+        loss = -torch.nn.functional.logsigmoid(torch.stack(margins)).mean()
+        adamw.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in policy.parameters()]).item()
+        assert (step["train/loss"], step["train/grad_norm"]) == pytest.approx((loss.item(), norm), rel=1e-3)
+        adamw.step()
+
+
 def test_the_arguments_are_those_that_the_text_names():
     for key, title in (("adv_estimator", "Add an advantage"), ("loss_mode", "Add a policy loss")):
         named = re.findall(r"`(\w+)(?: \[\w\])?`", SECTIONS[title])
@@ -182,6 +226,9 @@ def test_the_table_counts_the_snippets():
               "a reward of a group": "A reward of a group",
               "a schedule": "A schedule"}
     assert rows.keys() == titles.keys()
+    added = [sum(bool(line.strip()) for line in re.findall(r"^\+(?!\+)(.*)", edits, re.MULTILINE))
+             for edits in re.findall(r"```diff\n(.*?)```", SECTIONS["DPO"], re.DOTALL)]
+    assert [int(n) for n in re.search(r"\| DPO \| 2: .* \| (\d+) new ones, and (\d+) \|", TEXT).groups()] == added
     for name, title in titles.items():
         code, = re.findall(r"```python\n# \w+\.py\n(.*?)```", SECTIONS[title], re.DOTALL)
         assert int(rows[name]) == sum(bool(line.strip()) for line in code.splitlines()), name
@@ -203,6 +250,11 @@ def narrow(rewards): return rewards, rewards
 def loss(log_probs, advantages, *, beta=1.0, **_): return -log_probs * advantages * beta, {}
 def loss_of_all(log_probs, group, scores, values, **_): return log_probs * group * scores, {"scores": scores}
 def summed(log_probs, **_): return log_probs.sum(), {}
+def alone(log_probs, **_): return log_probs
+def measured(log_probs, **_): return log_probs, {"largest": 0.5}
+def one(rewards, **_): return rewards
+def total(mask, **_): return mask.sum()
+def mean_gap(log_probs, ref_log_probs, **_): return (log_probs - ref_log_probs).mean()
 def square(log_probs, ref_log_probs, **_): return (log_probs - ref_log_probs) ** 2
 def halves(mask, **_): return mask / 2
 '''
@@ -266,8 +318,19 @@ def test_discounts_kwargs_and_weights_reach_them(named):
 def test_shapes_that_a_broadcast_would_hide(named):
     with pytest.raises(InputError, match=r"adv_estimator=my.py:of_sequences must return one number per token, .*9\], not \[2\]"):
         ppo.set_advantages(named("adv_estimator=my.py:of_sequences"), make_samples([2, 3], [1, 5], [0, 0]), [[0, 1]], 0.0)
-    with pytest.raises(InputError, match=r"loss_mode=my.py:summed must return one number per token, shape \[2\], not \[\]"):
-        loss_of(named("loss_mode=my.py:summed"), advantages=[1.0, -2.0])
+    samples = make_samples([2, 3], [1, 5], [0, 0])
+    samples.batch.fields |= {name: torch.zeros(9) for name in ("old_log_probs", "ref_log_probs", "rollout_log_probs")}
+    for pairs, message in ((["adv_estimator=my.py:one"], "one must return two things, advantages and returns"),
+                           (["loss_agg_mode=my.py:total"], "total must return one number per token, shape [9], not []"),
+                           (["use_kl_in_reward=true", "kl_penalty=my.py:mean_gap"], "mean_gap must return one number per token")):
+        with pytest.raises(InputError, match=re.escape(f"algorithm.{pairs[-1].partition(':')[0]}:{message}")):
+            ppo.set_advantages(named(*pairs), samples, [[0, 1]], 0.0)
+    for pairs, message in ((["loss_mode=my.py:summed"], "summed must return one number per token, shape [2], not []"),
+                           (["loss_mode=my.py:alone"], "alone must return two things, losses and a dictionary of metrics"),
+                           (["loss_mode=my.py:measured"], "measured must return one number per token, shape [2], not 0.5"),
+                           (["use_kl_loss=true", "kl_loss_type=my.py:mean_gap"], "mean_gap must return one number per token")):
+        with pytest.raises(InputError, match=re.escape(f"algorithm.{pairs[-1].partition(':')[0]}:{message}")):
+            loss_of(named(*pairs), advantages=[1.0, -2.0], ref_log_probs=[-1.0, -1.0])
 
 
 def test_a_greedy_response_is_drawn_for_who_names_a_baseline(named):

@@ -40,6 +40,7 @@ from tests.fsdp_worker import (
     WARMUP_STEPS,
     WEIGHT_DECAY,
     divide,
+    kept_logits,
     make_batch,
 )
 from tests.launch import ROOT, launch
@@ -147,8 +148,9 @@ def plain_training(directory, with_muon=False):
         batch = make_batch(step)
         weight, total = batch.fields["weight"] * batch.fields["loss_mask"] / len(batch.input_ids), 0.0
         for start, ids in sequences(batch):
-            logits = model(ids[None], use_cache=False).logits[0, :-1]
-            nll = F.cross_entropy(logits, ids[1:], reduction="none")
+            logits, targets = kept_logits(model(ids[None], use_cache=False).logits[0, :-1], batch,
+                                          slice(start + 1, start + len(ids)))
+            nll = F.cross_entropy(logits, targets, reduction="none")
             entropy = torch.distributions.Categorical(logits=logits).entropy()
             loss = ((nll - ENTROPY_BONUS * entropy) * weight[start + 1:start + len(ids)]).sum()
             loss.backward()

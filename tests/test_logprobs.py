@@ -42,6 +42,27 @@ def test_values_and_gradients(chunk_size, temperature):
         torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("chunk_size", [5, 1000])
+def test_words_that_sampling_left_out_have_no_probability(chunk_size):
+    """Values and gradients are those of a softmax over the words that were kept; -1 is none. No column: all words."""
+    hidden, weight, targets, grad_log_probs, grad_entropy = make(24)
+    others = torch.rand(24, len(weight)).argsort(1)[:, :6]
+    kept = torch.cat([targets[:, None], others.where(others != targets[:, None], -1)], 1)
+    log_probs, entropy, greedy = linear_log_probs(hidden, weight, targets, 0.7, chunk_size, kept_words=kept)
+    torch.autograd.backward([log_probs, entropy], [grad_log_probs, grad_entropy])
+    want_hidden, want_weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
+    few = (want_hidden @ want_weight.T / 0.7).gather(1, kept.clamp(0)).masked_fill(kept < 0, -1e9)
+    log_p = few.log_softmax(-1)
+    want = log_p[:, 0], -(log_p.exp() * log_p).sum(-1)
+    torch.autograd.backward(want, [grad_log_probs.double(), grad_entropy.double()])
+    for got, exact in zip((log_probs, entropy, hidden.grad, weight.grad), (*want, want_hidden.grad, want_weight.grad)):
+        torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=1e-5)
+    assert torch.equal(greedy, few.argmax(-1) == 0)
+    every = linear_log_probs(hidden, weight, targets, 0.7, chunk_size)
+    none_left_out = linear_log_probs(hidden, weight, targets, 0.7, chunk_size, kept_words=kept[:, :0])
+    assert all(map(torch.equal, every, none_left_out)) and (log_probs > every[0]).all()
+
+
 @pytest.mark.parametrize("output", [0, 1])
 def test_one_output_alone_has_a_gradient(output):
     hidden, weight, targets, upstream, _ = make(9)

@@ -24,7 +24,7 @@ from engines.megatron.engine import MegatronEngine
 from engines.megatron.layout import ddp_config
 from engines.memory import GIB, checkpoint_bytes, estimate_megatron
 from job import find_resume
-from tests.fsdp_worker import BETAS, CLIP, SETTINGS, WEIGHT_DECAY, make_batch, make_loss
+from tests.fsdp_worker import BETAS, CLIP, SETTINGS, WEIGHT_DECAY, kept_logits, make_batch, make_loss
 from tests.launch import ROOT, launch
 from tests.megatron_worker import (
     BF16,
@@ -196,12 +196,12 @@ def plain_training(directory, case, micro_batches):
                "weight_decay": 0.0 if spared else WEIGHT_DECAY} for spared in (False, True)]
     optimizer, steps = torch.optim.AdamW(groups, betas=BETAS, foreach=False), []
 
-    def answer(ids):
+    def answer(sequence):
         """log-probabilities (a critic: values) and entropies behind a first 0, each [n], and the layers' router logits"""
-        out = model(ids[None], use_cache=False, output_router_logits=True)
-        log_p = out.logits[0, :-1].log_softmax(-1)
-        answers = [out.logits[0, :-1, 0]] if case.critic else \
-            [log_p.gather(-1, ids[1:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)]
+        out = model(sequence.input_ids[None], use_cache=False, output_router_logits=True)
+        logits, targets = (out.logits[0, :-1], None) if case.critic else kept_logits(out.logits[0, :-1], sequence, slice(1, None))
+        log_p = logits.log_softmax(-1)
+        answers = [logits[:, 0]] if case.critic else [log_p.gather(-1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)]
         return [F.pad(x, (1, 0)) for x in answers], out.router_logits
 
     for step, parts in enumerate(micro_batches):
@@ -212,7 +212,7 @@ def plain_training(directory, case, micro_batches):
             loss, aux_loss, router_logits = 0.0, 0.0, []
             for i in part:
                 sequence = batch.select([i])
-                answers, logits = answer(sequence.input_ids)
+                answers, logits = answer(sequence)
                 mask = (sequence.fields["loss_mask"] * (sequence.position_ids > 0)).bool()
                 term, extra = loss_fn(*(x * mask for x in answers), sequence.fields)
                 loss, result["entropy"] = loss + term, result["entropy"] + extra["entropy"].item()
@@ -231,7 +231,7 @@ def plain_training(directory, case, micro_batches):
         steps.append(result)
     batch = make_batch(0)
     with torch.no_grad():
-        asked = torch.cat([answer(batch.select([i]).input_ids)[0][0] for i in range(len(batch))])
+        asked = torch.cat([answer(batch.select([i]))[0][0] for i in range(len(batch))])
     return steps, {name: x for n, p in named.items() for name, x in separate(n, p.detach())}, asked
 
 

@@ -542,6 +542,8 @@ CONTRADICTIONS = {
     "a loss that is not there": (["algorithm.loss_mode=grpo"], "algorithm.loss_mode=grpo must be one of ppo, gspo, cispo"),
     "an aggregation that is not there": (["algorithm.loss_agg_mode=mean"], "must be one of token-mean, seq-mean-token-sum"),
     "a divergence that is not there": (["algorithm.kl_penalty=k4"], "algorithm.kl_penalty=k4 must be one of k1, k2, k3, abs"),
+    "corrected sampling from an unknown number of words": (["rollout.top_p=0.9", "algorithm.rollout_is=token"],
+                                                           "set rollout.top_k (e.g. 64)"),
     "equal responses of a validation": (["validation.n=4"], "validation.n=4 gives that many equal responses"),
     **{f"{pair}, which nothing reads": ([pair], f"{pair} does nothing without {needs}") for pair, needs in {
         "critic.path=there": GAE, "critic.lr=1": GAE, "critic.cliprange_value=1": GAE, "critic.warmup_steps=3": GAE,
@@ -576,10 +578,18 @@ def test_contradictions_are_input_errors(what):
     [], ["data.train_batch_size=8", "algorithm.ppo_mini_batch_size=8"],
     [GAE, "critic.path=there", "critic.warmup_steps=3"],
     ["reference.path=there", "algorithm.use_kl_loss=true"], ["reference.path=there", "algorithm.use_kl_in_reward=true"],
-    [FILTER, "rollout.n=2"], ["rollout.max_tokens=10", "reward.overlong_buffer=10"],
+    [FILTER, "rollout.n=2"], ["rollout.top_k=20", "rollout.top_p=0.9", "algorithm.rollout_is=token"],
+    ["rollout.max_tokens=10", "reward.overlong_buffer=10"],
     ["data.max_prompt_length=50", "rollout.max_tokens=50", "data.max_tokens_per_micro_batch=100"]])
 def test_what_contradicts_nothing_is_accepted(more):
     ppo.check(configure(*more))
+
+
+def test_a_policy_that_samples_from_fewer_words_is_warned_of_unless_the_trainer_knows_them(capsys):
+    ppo.check(configure("rollout.min_p=0.1"))
+    assert "warning: rollout.min_p=0.1: responses are drawn from fewer words" in capsys.readouterr().err
+    ppo.check(configure("rollout.min_p=0.1", "rollout.top_k=50"))
+    assert not capsys.readouterr().err
 
 
 def test_critic_and_reference_begin_with_their_own_model_or_the_policys():

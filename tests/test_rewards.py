@@ -237,12 +237,12 @@ def test_parameters_are_bound_by_name(what):
 
 
 REFUSED = {
-    "names of nobody": (lambda p, r, row: 0, {}, {}, "nothing is known by the name of its parameter p: it may take prompt,"),
-    "no names": (lambda *arguments: 0, {}, {}, "nothing is known by the name of its parameter *"),
-    "any names": (lambda **arguments: 0, {}, {}, "nothing is known by the name of its parameter *"),
-    "positions": (lambda prompt, response, row, /: 0, {}, {}, "nothing is known by the name of its parameter prompt"),
+    "names of nobody": (lambda p, r, row: 0, {}, {}, "its parameter p is not known beside response: it may take prompt,"),
+    "no names": (lambda *arguments: 0, {}, {}, "it names no parameter that is known: it may"),
+    "any names": (lambda **arguments: 0, {}, {}, "it names no parameter that is known: it may"),
+    "positions": (lambda prompt, response, row, /: 0, {}, {}, "its parameter prompt is not known"),
     "a name that is no key": (lambda response, truth: 0, {"truth": 1}, {}, "as in reward.kwargs.truth=COLUMN"),
-    "one and many": (lambda prompt, responses: 0, {}, {}, "nothing is known by the name of its parameter prompt"),
+    "one and many": (lambda prompt, responses: 0, {}, {}, "its parameter prompt is not known beside responses"),
     "two names for one thing": (lambda response, completions: 0, {}, {}, "it takes response and completions"),
     "a key that is no name": (lambda response: 0, {}, {"truth": "a"}, "it has no parameter truth, which reward.kwargs names"),
     "a column that is not there": (lambda response, truth: 0, {"a": {"b": 1}, "c": None, "d": 2}, {"truth": "a.x"},
@@ -397,6 +397,8 @@ def test_named_parts(make, behave):
     with closing(make(behave, 1, SLACK)) as grader:
         results = grader.grade([("", "{'correct': True, 'format': 0.2}", {}), ("", "{'a': 1.0, 'b': None}", {})], [0, 0])
         assert results[0] == Reward(1.2, {"correct": 1.0, "format": 0.2}) and results[1].kind == "not a number"
+        assert results[1].said == "not a number: the function returned {'a': 1.0, 'b': None}, whose parts and sum are not all " \
+            "numbers that are finite in fp32"
     with closing(make(behave, 1, SLACK, "reward.weights.correct=2", "reward.weights.format=-0.5")) as grader:
         texts = ["{'correct': 1, 'format': 0.2, 'length': 9}", "{'correct': 1, 'fromat': 0.2}", "1.0",
                  "{'correct': 3e38, 'format': 0}"]
@@ -586,6 +588,7 @@ def test_grading_ends_when_too_many_have_failed(make, behave):
 
 @pytest.mark.parametrize("setting, message", [
     ("reward.weights.a=much", "reward.weights.a=much must be a number"),
+    ("reward.weights.a=yes", "reward.weights.a=True must be a number"),
     ("reward.kwargs.a=5", "reward.kwargs.a=5 must be a column of the rows"),
     ("reward.kwargs.a=b", "exact_match: it has no parameter a"),
 ])
@@ -595,11 +598,20 @@ def test_keys_of_ones_own_are_checked(make, setting, message):
     assert message in str(raised.value)
 
 
+def test_a_class_is_refused_and_its_objects_are_called(make, tmp_path):
+    (tmp_path / "judge.py").write_text("class Judge:\n    def __call__(self, response): return 0.5\njudge = Judge()\n")
+    with pytest.raises(InputError, match="judge.py:Judge is a class: name a function, or an object of the class"):
+        make(f"{tmp_path}/judge.py:Judge", 1, SLACK)
+    with closing(make(f"{tmp_path}/judge.py:judge", 1, SLACK)) as grader:
+        assert grade(grader, "5") == [0.5]
+
+
 def test_a_function_that_raises(shared, behave):
     result, leaving = grade(shared, "raise", "leave", zero=0)
     assert (result.kind, result.row, result.response) == ("raised", {"zero": 0}, "raise")
     line = BEHAVE.split("\n").index('        return 1 / row["zero"]') + 1
     assert f'behave.py", line {line}, in behave' in result.trace and "ZeroDivisionError" in result.trace
+    assert result.said == f"raised: ZeroDivisionError: division by zero ({behave.removesuffix(':behave')}:{line})"
     assert leaving.kind == "raised" and "SystemExit: 3" in leaving.trace
 
 
@@ -739,14 +751,14 @@ def test_math_that_never_ends_is_one_failure(make):
 @pytest.mark.parametrize("num_failures, rate, stops", [
     (0, 0.0, False), (1, 0.0, True), (1, 0.25, False), (2, 0.25, True), (4, 1.0, False), (4, 0.99, True)])
 def test_the_share_of_failures_has_a_limit(num_failures, rate, stops):
-    failures = [Failure("raised", f"Traceback {i}\nZeroDivisionError\n", {}, "1/0") for i in range(num_failures)]
+    failures = [Failure("raised", f"Traceback\nZeroDivisionError {i}\n", {}, "1/0") for i in range(num_failures)]
     if not stops:
         return check_failures(failures, 4, rate)
     with pytest.raises(InputError) as raised:
         check_failures(failures, 4, rate)
     assert str(raised.value) == (
         f"{num_failures} of 4 samples ({num_failures / 4:.1%}) could not be graded, more than reward.max_failure_rate="
-        f"{rate}; the first: raised: Traceback 0\nZeroDivisionError, for the response '1/0' (all: failures.jsonl; what the "
+        f"{rate}; the first: raised: ZeroDivisionError 0, for the response '1/0' (all: failures.jsonl; what the "
         "function printed: reward_output/)")
 
 

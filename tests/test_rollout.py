@@ -286,6 +286,18 @@ def test_cut_distributions(results, folder, name, what):
     assert sum(lost) / len(lost) > 0.2, "nothing was cut"
 
 
+@pytest.mark.parametrize("name", LONE)
+def test_the_trainer_knows_the_words_that_sampling_kept(results, name):
+    drawn = results(name)["kept words"]
+    words, ids, mask, of_vllm, of_engine, blind = (torch.tensor(drawn[key]) for key in (
+        "kept_words", "input_ids", "loss_mask", "rollout_log_probs", "engine", "blind"))
+    mask, counts = mask > 0, (words[:, 1:] >= 0).sum(1)
+    assert torch.equal(words[mask, 0], ids[mask]) and (words[~mask] == -1).all()
+    assert 1 <= counts[mask].min() < counts[mask].max() <= 12, "top_k bounds their number, top_p and min_p vary it"
+    assert ((words[:, 1:] == ids[:, None]).sum(1) == 1)[mask].all(), "the word that was drawn is one of them"
+    assert (of_engine - of_vllm).abs().max() < ROLLOUT_BOUND < 0.1 < (blind - of_vllm)[mask].abs().mean()
+
+
 @pytest.mark.parametrize("what", ONE_WORD)
 @pytest.mark.parametrize("name", LONE)
 def test_cuts_that_leave_one_word_are_greedy(results, name, what):

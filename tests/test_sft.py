@@ -185,9 +185,12 @@ def test_exact_match_is_what_greedy_decoding_of_the_export_gives(assets, tmp_pat
 
 
 def test_dry_run_prints_the_plan_and_trains_nothing(assets, tmp_path):
-    done = run([*TORCHRUN, *arguments(assets, tmp_path, "dry_run=true")])
-    for part in ("lr: 0.003", "2 ranks on cpu = 2 data-parallel", "rows 84", "steps: 20",
-                 "optimizer ", "activations ", "device total"):
+    model = shutil.copytree(assets / "model", tmp_path / "short")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 16}))
+    done = run([*TORCHRUN, *arguments(assets, tmp_path, "dry_run=true", f"model.path={model}")])
+    for part in ("lr: 0.003", "2 ranks on cpu = 2 data-parallel", "rows 84", "steps: 20", "optimizer ", "activations ",
+                 "device total", "tokens, more than the model's max_position_embeddings=16: lower data.max_length"):
         assert done.stdout.count(part) == 1, part
     assert not (tmp_path / "checkpoints").exists() and not (tmp_path / "metrics.jsonl").exists()
 

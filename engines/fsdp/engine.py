@@ -44,8 +44,8 @@ class FSDPEngine(Engine):
                  critic: bool = False, temperature: float = 1.0):
         """Build the model of config.model.path on the meta device, shard it, and stream its weights in.
 
-        optimize: with an optimizer; False for a model that is only asked. critic: a value head (zeros, unless the
-        directory has one) in place of the output matrix. temperature: divides the logits, as sampling did.
+        optimize: with an optimizer; False for a model that is only evaluated. critic: a value head (zeros, unless the
+        directory has one) in place of the output matrix. temperature: the logits are divided by it, as in sampling.
         Raises InputError for a model or a layout that cannot work.
         """
         self.config, self.device, self.total_steps = config, device, total_steps
@@ -75,7 +75,7 @@ class FSDPEngine(Engine):
         keep_zero_rows(words, full(words.weight.detach().abs().sum(1)).to(device) == 0)
         self.model.train()
         self.optimizers = optimizer.build(self.model, layers, self.optim) if optimize else []
-        # What a group's learning rate is of the schedule's: 1, unless a user's optimizer made it otherwise.
+        # Each group's learning rate relative to the schedule's: 1, unless the user's optimizer has set another one.
         self._lr_ratios = [group["lr"] / self.optim.lr if self.optim.lr else 1.0 for group in self._groups()]
         self._flops = count_flops(self.hf, self.hf_config)
         self._host_memory, self._offloaded = HostMemory(), set()
@@ -99,7 +99,7 @@ class FSDPEngine(Engine):
             micro_batch = batch.select(indices)
             outputs = self._forward(micro_batch)[:self.model.head.num_differentiable]
             loss, extra = loss_fn(*outputs, {k: to_device(v, self.device) for k, v in micro_batch.fields.items()})
-            # FSDP takes the mean of gradients over ranks; ours are parts of one sum.
+            # FSDP averages gradients over ranks; ours are parts of one sum.
             (loss * self.world_size).backward()
             for name, amount in {"loss": loss, **extra}.items():
                 amounts[name] += amount.detach()
@@ -135,7 +135,7 @@ class FSDPEngine(Engine):
         return tuple(outputs)
 
     def _plan(self, batch: Batch) -> list[list[int]]:
-        """Micro-batches as lists of sequence indices; as many on every rank, since each is a collective."""
+        """Micro-batches as lists of sequence indices; the same number on every rank, because each pass has collectives."""
         cap, lengths = self.config.data.max_tokens_per_micro_batch, batch.lengths
         bins = pack(lengths, cap, padded=not self.config.engine.use_remove_padding)
         count = torch.tensor(len(bins), device=self.device)
@@ -143,24 +143,24 @@ class FSDPEngine(Engine):
         return spread(bins, int(count), lengths)
 
     def _forward(self, batch: Batch) -> tuple[Tensor, ...]:
-        """log_probs, entropy, greedy (a critic: values) of a micro-batch in host memory, each [T] on the device, entry t
-        speaking of token t.
+        """log_probs, entropy, greedy (a critic: values) of a micro-batch in host memory, each [T] on the device; entry t
+        is about token t.
 
-        T may be 0: the model runs all the same, on a token of padding, because other ranks wait for its collectives.
+        T may be 0: then the model runs on one token of padding, because other ranks wait for its collectives.
         """
         num_tokens, cp, cu = len(batch.input_ids), self.cp_size, batch.cu_seqlens
         asked = batch.fields["loss_mask"] != 0 if "loss_mask" in batch.fields else torch.ones(num_tokens, dtype=torch.bool)
         asked = asked.index_fill(0, cu[:-1][cu[:-1] < num_tokens], False)     # nothing predicts a first token
         token = asked.nonzero()[:, 0]
-        targets, attention = batch.input_ids[token], {}
-        # Laid out on the host, where asking for a length does not wait for the device.
+        targets, kept_words, attention = batch.input_ids[token], batch.kept_words[token], {}
+        # Laid out on the host, where reading a length does not wait for the device.
         if self.config.engine.use_remove_padding:
             padding = max(cp, -(-num_tokens // cp) * cp) - num_tokens
             ids = nn.functional.pad(batch.input_ids, (0, padding))[None]
             positions = torch.cat([batch.position_ids, torch.arange(padding)])[None]
             bounds = cu.tolist() + [num_tokens + padding] * (padding > 0)
             longest = max(b - a for a, b in zip(bounds, bounds[1:]))
-            # A power of two, so that compiled code meets few different values.
+            # A power of two, so that compiled code sees few different values.
             attention = Packing(to_device(torch.tensor(bounds, dtype=torch.int32), self.device), bounds,
                                 1 << (longest - 1).bit_length(), self.cp_group).arguments()
             place = token - 1
@@ -169,7 +169,7 @@ class FSDPEngine(Engine):
                 start = self.cp_rank * length
                 ids, positions = (x[:, start:start + length] for x in (ids, positions))
                 mine = (place >= start) & (place < start + length)
-                place, targets = place[mine] - start, targets[mine]
+                place, targets, kept_words = place[mine] - start, targets[mine], kept_words[mine]
         else:
             lengths = torch.tensor(batch.lengths or [1])
             positions = torch.arange(int(lengths.max())).expand(len(lengths), -1)
@@ -177,13 +177,13 @@ class FSDPEngine(Engine):
             ids = torch.zeros_like(positions)
             ids[valid] = batch.input_ids if num_tokens else 0
             place = valid.flatten().nonzero()[:, 0][token] - 1
-        ids, positions, place, targets, token = (
-            to_device(x, self.device) for x in (ids, positions, place, targets, token))
-        values = self.model(ids, positions, place, targets, **attention)
+        ids, positions, place, targets, kept_words, token = (
+            to_device(x, self.device) for x in (ids, positions, place, targets, kept_words, token))
+        values = self.model(ids, positions, place, targets, kept_words, **attention)
         if cp == 1:
             return tuple(x.new_zeros(num_tokens).index_copy(0, token, x) for x in values)
         gathered = [AllGather.apply(x.new_zeros(length).index_copy(0, place, x), self.cp_group) for x in values]
-        return tuple(nn.functional.pad(x, (1, 0))[:num_tokens] for x in gathered)      # place t-1 speaks of token t
+        return tuple(nn.functional.pad(x, (1, 0))[:num_tokens] for x in gathered)      # position t-1 predicts token t
 
     def _clip(self) -> float:
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
@@ -270,11 +270,12 @@ class PackedModel(nn.Module):
         super().__init__()
         self.hf, self.head = hf, head
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, place: Tensor, targets: Tensor, **attention):
-        """input_ids, position_ids [rows, length]; what the head says of the next tokens `targets` [k] of the k flat
-        positions `place` [k]."""
+    def forward(self, input_ids: Tensor, position_ids: Tensor, place: Tensor, targets: Tensor, kept_words: Tensor,
+                **attention):
+        """input_ids, position_ids [rows, length]. Returns the head's outputs for the tokens `targets` [k] that follow the flat
+        positions `place` [k], and were drawn from `kept_words` [k, K]."""
         hidden = self.hf.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **attention)[0]
-        return self.head(hidden.flatten(0, 1).index_select(0, place), self.hf.get_output_embeddings().weight, targets)
+        return self.head(hidden.flatten(0, 1).index_select(0, place), self.hf.get_output_embeddings().weight, targets, kept_words)
 
 
 def check_layout(config: DictConfig, hf_config, world_size: int) -> None:
@@ -284,7 +285,7 @@ def check_layout(config: DictConfig, hf_config, world_size: int) -> None:
     schedule.check(config.optim)
     optimizer.check(config)
     if heads is None:
-        raise InputError(f"model.path={config.model.path} is not a causal language model of text alone")
+        raise InputError(f"model.path={config.model.path} is not a causal language model for text alone")
     if getattr(hf_config, "quantization_config", None):
         raise InputError(f"model.path={config.model.path} holds quantized weights: give the unquantized model")
     if world_size % cp:
@@ -298,17 +299,17 @@ def check_layout(config: DictConfig, hf_config, world_size: int) -> None:
         raise InputError("engine.context_parallel_size > 1 needs engine.use_remove_padding=true")
     check_batch_size(config, world_size // cp)
     if any(getattr(hf_config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
-        raise InputError(f"model.path={config.model.path}: model_engine=fsdp has no mixture-of-experts models")
+        raise InputError(f"model.path={config.model.path}: model_engine=fsdp does not train mixtures of experts")
     for name, harmless in LOGIT_TRANSFORMS.items():
         if getattr(hf_config, name, harmless) not in (harmless, None):
             raise InputError(f"model.path={config.model.path}: {name} in config.json is not supported")
 
 
 def check_attention(hf: nn.Module) -> None:
-    """Raise InputError for a model on the meta device that packed sequences would run wrong: a pass over shapes alone shows
-    whether its attention takes them and asks for nothing else."""
+    """Raise InputError for a model (on the meta device) that would compute packed sequences wrongly. A pass over shapes alone
+    shows whether its attention takes them."""
     if hf._is_stateful:
-        raise InputError(f"{type(hf).__name__} carries a state from token to token, across borders of packed sequences")
+        raise InputError(f"{type(hf).__name__} carries a state from token to token, and so from one packed sequence to the next")
     with torch.device("meta"), torch.no_grad():
         ids = torch.zeros(1, 4, dtype=torch.int64)
         packing = Packing(torch.zeros(3, dtype=torch.int32), [0, 2, 4], 2)

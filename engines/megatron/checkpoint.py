@@ -36,13 +36,13 @@ from engines.megatron import bridge
 from engines.megatron.cpu import cuda_is_cpu
 from engines.storage import Writer
 
-# The distributed optimizer's state by whole weights, which any layout can read; gathered in the host memory of one rank of
-# those that share it. (Otherwise all of them have all of it, and it passes through the device, 4 bytes a parameter.)
+# The distributed optimizer's state is stored by whole weights, which any layout can read. One of the ranks that share it
+# gathers it in host memory. (Otherwise each of them gathers it, through the device, at 4 bytes per parameter.)
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": True}
 
 
 def sharded_state(models: list[nn.Module], optimizer, loading: bool) -> dict:
-    """What write() and read() take of one engine. loading: to be read into."""
+    """One engine's state, as write() and read() take it. loading: for read(), which fills it."""
     metadata = {**METADATA, "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
     names = [f"model{i}" for i in range(len(models))] if len(models) > 1 else ["model"]
     state = {name: model.sharded_state_dict(metadata=metadata) for name, model in zip(names, models)}
@@ -63,17 +63,17 @@ def load(models: list[nn.Module], optimizer, state: dict) -> None:
         set_step(o, state["optimizer"]["step"])
 
 
-# -- optimizers: the same state of every weight, whichever of Megatron's optimizers has it -----------------------------
+# -- optimizers: the same state per weight, whichever of Megatron's optimizers holds it --------------------------------
 
 
 def optimizer_state(optimizer, model_state: dict, loading: bool) -> dict[int, dict]:
-    """exp_avg, exp_avg_sq and, of weights that are not fp32 themselves, fp32_param of each weight of an optimizer."""
-    optimizer.init_state_fn(optimizer.optimizer, optimizer.config)                # what has made no step yet
-    set_step(optimizer, get_step(optimizer))                                      # which the former leaves out
+    """For each weight of an optimizer: exp_avg, exp_avg_sq and, if the weight is not fp32 itself, fp32_param."""
+    optimizer.init_state_fn(optimizer.optimizer, optimizer.config)                # before the first step there is none
+    set_step(optimizer, get_step(optimizer))                                      # which that call leaves out
     if isinstance(optimizer, DistributedOptimizer):
         count_padding(optimizer)
         state = optimizer.sharded_param_state_fully_reshardable(model_state, loading, METADATA) or {}
-        if loading:                                                           # no more than this rank has a piece of
+        if loading:                                                           # only what this rank has a piece of
             state = {i: state[i] for i, _ in pieces(optimizer)}
         for tensors in state.values():
             main = tensors.pop("param")
@@ -86,14 +86,14 @@ def optimizer_state(optimizer, model_state: dict, loading: bool) -> dict[int, di
 
 
 def pieces(optimizer: DistributedOptimizer) -> Iterator[tuple[int, Tensor]]:
-    """(number in the state, weight) of the weights of which this data-parallel rank has a piece."""
+    """(number in the state, weight) for each weight of which this data-parallel rank has a piece."""
     weights = enumerate(chain(*(buffer.param_index_map for buffer in optimizer.buffers)))
     return ((i, weight) for i, weight in weights if weight in optimizer.model_param_gbuf_map)
 
 
 def count_padding(optimizer: DistributedOptimizer) -> None:
-    """Keep the padding between buckets where the state is gathered: megatron-core 0.16.1 leaves it out there, but looks for
-    every weight where it would be with it, and stores the state of those behind it shifted."""
+    """Keep the padding between buckets when the state is gathered. megatron-core 0.16.1 leaves it out, but still looks for
+    each weight where it would be with padding, and so stores the state of all later weights shifted."""
     for buffer in optimizer.buffers:
         buffer.numel_unpadded = buffer.numel
         for bucket in buffer.buckets:
@@ -125,7 +125,7 @@ def load_optimizer(optimizer, state: dict[int, dict[str, Tensor]]) -> None:
 
 
 def get_step(optimizer) -> float:
-    """torch counts in the state of every weight, TransformerEngine and apex in groups of them."""
+    """torch counts steps per weight, TransformerEngine and apex per group of weights."""
     inner = optimizer.optimizer
     counters = inner.state.values() if USING_PYTORCH_OPTIMIZER else inner.param_groups
     return max((float(counter.get("step", 0)) for counter in counters), default=0.0)
@@ -134,7 +134,7 @@ def get_step(optimizer) -> float:
 def set_step(optimizer, step: float) -> None:
     if USING_PYTORCH_OPTIMIZER:
         for state in optimizer.optimizer.state.values():
-            state["step"] = torch.tensor(step, device=state["exp_avg"].device)     # where the fused step counts
+            state["step"] = torch.tensor(step, device=state["exp_avg"].device)     # the fused step counts there
     else:
         for group in optimizer.optimizer.param_groups:
             group["step"] = int(step)
@@ -144,8 +144,8 @@ def set_step(optimizer, step: float) -> None:
 
 
 class TorchWriter(TorchDistSaveShardedStrategy):
-    """Megatron's format, written by torch. Megatron's own writer forks processes from this one, with all its threads, also
-    in the foreground, and ends its work in the background with collectives of the training's groups."""
+    """Megatron's format, written by torch. Megatron's own writer forks this process, with all its threads, even when it writes
+    in the foreground; in the background it ends with collectives of the groups that train."""
 
     def __init__(self, group: dist.ProcessGroup | None):
         super().__init__("torch_dist", 1)
@@ -174,13 +174,13 @@ def write(states: dict[str, dict], directory: Path, group: dist.ProcessGroup | N
     dist.barrier()
     writer = TorchWriter(group)
     strategy = FullyParallelSaveStrategyWrapper(writer, mpu.get_data_parallel_group(with_context_parallel=True))
-    with warnings.catch_warnings(action="ignore"):                    # of torch, about Megatron's use of it
+    with warnings.catch_warnings(action="ignore"):                    # torch's, about how Megatron uses it
         dist_checkpointing.save(_prefixed(states), str(directory), strategy, content_metadata=METADATA)
     return writer.writing
 
 
 def read(states: dict[str, dict], directory: Path) -> dict[str, dict]:
-    """The states as they were written; "rng" is left out where this rank had no counterpart."""
+    """The states as they were written; without "rng" on a rank whose number did not exist then."""
     names = FileSystemReader(directory).read_metadata().state_dict_metadata
     if not any(name.startswith(f"rng.{rank}/") for rank in states["rng"] for name in names):
         states = {name: state for name, state in states.items() if name != "rng"}
@@ -192,7 +192,7 @@ def read(states: dict[str, dict], directory: Path) -> dict[str, dict]:
 
 
 def hf_weights(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, tensor as it was stored) of a checkpoint's engine, in one process that has no group yet."""
+    """(Hugging Face name, tensor as it was stored) for every weight of a checkpoint. For a process without a group."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with cuda_is_cpu():
         mpu.initialize_model_parallel()

@@ -42,8 +42,8 @@ class MegatronEngine(Engine):
                  critic: bool = False, temperature: float = 1.0):
         """Build this rank's part of the model of config.model.path and load its weights.
 
-        optimize: with DDP and an optimizer; False for a model that is only asked. critic: a value head (zeros, unless
-        the directory has one) in place of the output matrix. temperature: divides the logits, as sampling did.
+        optimize: with DDP and an optimizer; False for a model that is only evaluated. critic: a value head (zeros, unless
+        the directory has one) in place of the output matrix. temperature: the logits are divided by it, as in sampling.
         Raises InputError for a model or a layout that cannot work.
         """
         self.config, self.device, self.total_steps = config, device, total_steps
@@ -60,7 +60,7 @@ class MegatronEngine(Engine):
         self._flops = count_flops(hf, self.hf_config)
         self.bridge = bridge.make_bridge(
             self.hf_config, self.compute_dtype, sequence_parallel=self.sequence_parallel,
-            # The loss is a sum with a denominator of its own: the schedule and DDP are not to divide it once more.
+            # The loss has its own denominator already: the schedule and DDP must not divide it again.
             calculate_per_token_loss=True, gradient_accumulation_fusion=False,
             bias_activation_fusion=device.type != "cpu", **RECOMPUTE[engine.recompute])
         self.models = bridge.build(self.bridge, Path(config.model.path), critic)
@@ -71,7 +71,7 @@ class MegatronEngine(Engine):
         if mpu.is_pipeline_last_stage(ignore_virtual=True):
             self.models[-1].head = self.head                # called after the schedule's forward pass, and seen by hooks
         self.routers = [module for model in self.models for module in model.modules() if isinstance(module, Router)]
-        self.stages, self.optimizer = self.models, None                   # stages: as the schedule calls them, in DDP
+        self.stages, self.optimizer = self.models, None                   # stages: what the schedule calls, in DDP
         if optimize:
             self._build_optimizer()
         self._host_memory, self._offloaded = HostMemory(), set()
@@ -101,10 +101,10 @@ class MegatronEngine(Engine):
             adam_beta2=optim.betas[1], adam_eps=optim.eps, clip_grad=optim.clip_grad,
             bf16=self.compute_dtype is torch.bfloat16, params_dtype=self.compute_dtype,
             use_distributed_optimizer=engine.use_distributed_optimizer), self.stages)
-        if USING_PYTORCH_OPTIMIZER:                                       # else TransformerEngine's, which is one kernel too
+        if USING_PYTORCH_OPTIMIZER:                                       # else TransformerEngine's, which is fused anyway
             for group in self.optimizer.param_groups:
                 group["fused"] = True
-        # Without the number of tokens, which it would divide by.
+        # Without the number of tokens, by which it would divide.
         config.finalize_model_grads_func = lambda stages, _, **groups: finalize_model_grads(stages, None, **groups)
         if self.stages[0].ddp_config.overlap_grad_reduce:
             syncs = [stage.no_sync for stage in self.stages]
@@ -146,7 +146,7 @@ class MegatronEngine(Engine):
         return {**totals, "grad_norm": grad_norm, "lr": lr, "skipped": float(not math.isfinite(grad_norm))}
 
     def _begin_routers(self, num_tokens: int) -> float:
-        """The weight of the routers' auxiliary loss on a batch of which this data-parallel rank has num_tokens."""
+        """The weight of the routers' auxiliary loss. num_tokens: in this data-parallel rank's share of the batch."""
         coefficient = self.config.engine.router_aux_loss_coef
         if coefficient is None and self.routers and self.hf_config.output_router_logits:
             coefficient = self.hf_config.router_aux_loss_coef
@@ -186,18 +186,18 @@ class MegatronEngine(Engine):
         return answers
 
     def _plan(self, batch: Batch) -> list[list[int]]:
-        """Micro-batches as lists of sequence indices; as many on every data-parallel rank, padding counted."""
+        """Micro-batches as lists of sequence indices; the same number on every data-parallel rank. Padding counts."""
         engine, multiple = self.config.engine, layout.multiple_of(self.config.engine)
         lengths = [-(-n // multiple) * multiple for n in batch.lengths]
         bins = pack(lengths, self.config.data.max_tokens_per_micro_batch, padded=not engine.use_remove_padding)
         count = torch.tensor(len(bins), device=self.device)
         dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self.dp_group)
-        # The interleaved schedule goes by groups of as many as there are pipeline ranks.
+        # The interleaved schedule needs a multiple of the number of pipeline ranks.
         group = self.pp_group.size() if len(self.stages) > 1 else 1
         return spread(bins, -(-int(count) // group) * group, lengths)
 
     def _run(self, batches: list[Batch], of_hidden: Callable, forward_only: bool) -> None:
-        """Forward, and backward, of micro-batches; of_hidden(micro-batch, hidden states) on the last pipeline stage."""
+        """Forward and (unless forward_only) backward; the last pipeline stage calls of_hidden(micro-batch, hidden states)."""
         engine = self.config.engine
         micro_batches = [lay_out(b, engine.use_remove_padding, layout.multiple_of(engine), self.cp_group, self.device)
                          for b in batches]
@@ -210,20 +210,21 @@ class MegatronEngine(Engine):
 
         get_forward_backward_func()(
             forward_step_func=forward, data_iterator=[iter(micro_batches) for _ in self.stages], model=self.stages,
-            num_microbatches=len(micro_batches), seq_length=1, micro_batch_size=1,   # stages tell each other shapes
+            num_microbatches=len(micro_batches), seq_length=1, micro_batch_size=1,   # stages send each other the shapes
             forward_only=forward_only, collect_non_loss_data=forward_only)
 
     def _answers(self, micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, ...]:
         """The head's outputs, each [T], from hidden states [s, b, h] of the last stage."""
         model, group = self.models[-1], self.tp_group
-        # The gradient of hidden is a part on each rank of a divided vocabulary, and whole on those with the same values.
+        # Where ranks divide the vocabulary, each has a part of hidden's gradient; where they all have a value head, the whole.
         if self.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=not self.critic, group=group)
         elif not self.critic:
             hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
         weight = model.output_layer.weight
         weight = model.shared_embedding_or_output_weight() if weight is None else weight
-        outputs = self.head(hidden.flatten(0, 1).index_select(0, micro_batch.place), weight, micro_batch.targets)
+        outputs = self.head(hidden.flatten(0, 1).index_select(0, micro_batch.place), weight, micro_batch.targets,
+                            micro_batch.kept_words)
         return tuple(micro_batch.to_tokens(x, self.cp_group) for x in outputs)
 
     @torch.no_grad()
@@ -254,7 +255,7 @@ class MegatronEngine(Engine):
     def offload(self, *parts: str) -> None:
         self._host_memory.offload(self._tensors(parts))
         if "optimizer" in parts and self.optimizer is not None:
-            self.optimizer.zero_grad()                                      # copies in fp32, of gradients in bf16
+            self.optimizer.zero_grad()                                      # the fp32 copies of bf16 gradients
             for storage, _ in storages(self._gradients()):
                 storage.resize_(0)                                          # not kept: every step begins with zeros
         self._offloaded |= set(parts)
@@ -269,7 +270,7 @@ class MegatronEngine(Engine):
         self._offloaded -= set(parts)
 
     def _tensors(self, parts: tuple[str, ...]) -> list[Tensor]:
-        """One tensor of each storage: DDP's parameters are views of few large buffers, and the optimizer's in fp32 are
+        """One tensor per storage: DDP's parameters are views of a few large buffers, and the optimizer's fp32 parameters are
         views of those."""
         parameters = {x.untyped_storage()._cdata: x.detach() for model in self.models for x in model.parameters()}
         tensors = list(parameters.values()) if "parameters" in parts else []
@@ -291,7 +292,7 @@ class MegatronEngine(Engine):
             self._onload("parameters")
             weights = bridge.export(self.bridge, self.models)
         while True:
-            with cuda_is_cpu():                             # not while the caller has the item
+            with cuda_is_cpu():                             # but not while the caller uses the item
                 item = next(weights, None)
             if item is None:
                 return

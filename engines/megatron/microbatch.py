@@ -20,6 +20,7 @@ class MicroBatch:
     packing    where the sequences lie, None when they are padded to one length
     place      [own] int64: into the [s * b] places of the hidden states [s, b, h], what precedes an asked token
     targets    [own] int64: the token that follows each
+    kept_words [own, K] int64: the words that it was drawn from, see Batch
     token      [k] int64: into the T tokens, those asked about
     source     [k] int64: into the [ranks * size] places of all context-parallel ranks, the answer of each
     fields     name -> [T]
@@ -30,6 +31,7 @@ class MicroBatch:
     packing: Packing | None
     place: Tensor
     targets: Tensor
+    kept_words: Tensor
     token: Tensor
     source: Tensor
     fields: dict[str, Tensor]
@@ -73,7 +75,7 @@ def lay_out(batch: Batch, packed: bool, multiple: int, group, device: torch.devi
     owner, place = locate(row[token], position[token] - 1)
     on_device = {name: to_device(x, device) for name, x in dict(
         input_ids=ids, padding=padding, place=place[owner == rank], targets=batch.input_ids[token][owner == rank],
-        token=token, source=owner * size + place).items()}
+        kept_words=batch.kept_words[token][owner == rank], token=token, source=owner * size + place).items()}
     packing = Packing.of(padded.tolist(), cp, rank, device) if packed else None
     fields = {name: to_device(values, device) for name, values in batch.fields.items()}
     return MicroBatch(packing=packing, num_tokens=num_tokens, fields=fields, **on_device)
