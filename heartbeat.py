@@ -6,6 +6,7 @@ was written last: every few seconds. All ranks enter the same stages in the same
 
 import json
 import os
+import signal
 import socket
 import sys
 import threading
@@ -27,6 +28,7 @@ class Heartbeat:
         does one whose record nobody writes for this long: the node is lost, or the process stands still."""
         directory.mkdir(exist_ok=True)
         self.directory, self.rank, self.offset, self.limit = directory, rank, local_rank * RECORD_BYTES, timeout_minutes * 60
+        self.interval = min(POLL_SECONDS, self.limit / 4)
         self.file = os.open(directory / socket.gethostname(), os.O_RDWR | os.O_CREAT, 0o644)
         self.record, self.lock, self.ended = {"rank": rank, "entered": 0}, threading.Lock(), threading.Event()
         self.enter("start")
@@ -48,14 +50,14 @@ class Heartbeat:
         return sorted(found, key=lambda record: record["rank"])
 
     def _watch(self) -> None:
-        interval, unchanged, before = min(POLL_SECONDS, self.limit / 4), Counter(), []
-        while not self.ended.wait(interval):
+        unchanged, before = Counter(), []
+        while not self.ended.wait(self.interval):
             self._write()
             now, records = time.time(), self.records()
             # Looks are counted, not seconds: clocks differ between nodes, and a whole job may have been suspended.
             unchanged = Counter({record["rank"]: unchanged[record["rank"]] + 1 for record in records if record in before})
             before, first = records, max(record["entered"] for record in records)
-            late = [record for record in records if unchanged[record["rank"]] * interval > self.limit]
+            late = [record for record in records if unchanged[record["rank"]] * self.interval > self.limit]
             if not late and all(now - record["since"] > self.limit for record in records):
                 late = [record for record in records if record["entered"] < first]
             if late:
@@ -66,11 +68,22 @@ class Heartbeat:
                 os._exit(1)
 
     def _explain(self, kind, error, traceback) -> None:
-        """In the place of sys.excepthook: a collective that timed out names the ranks that it waited for."""
+        """In the place of sys.excepthook: a collective that timed out, or whose connection broke, names the ranks that it waited
+        for."""
         if issubclass(kind, RuntimeError) and "timed out" in str(error).lower():
             say(f"{self.timed_out()}; they waited for trainer.timeout_minutes={self.limit / 60:g}: {error}")
+        elif issubclass(kind, RuntimeError) and "by peer" in str(error) and (gone := self.gone()):
+            if self.rank == min(record["rank"] for record in self.records() if record["rank"] not in gone):
+                say(f"{describe([*gone.values()], time.time())}: {error}")
         else:
             self.excepthook(kind, error, traceback)
+
+    def gone(self) -> dict[int, dict]:
+        """The records that nobody writes any more, by rank."""
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)       # from torchrun, where a rank of this node has said what is wrong
+        before = self.records()
+        time.sleep(2 * self.interval)
+        return {record["rank"]: record for record in self.records() if record in before}
 
     def timed_out(self) -> str:
         """Called by a rank whose collective has timed out: names the ranks of the same stage that did not come."""

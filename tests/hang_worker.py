@@ -1,7 +1,7 @@
-"""Two ranks, of which one does not come: it sleeps in an earlier stage than the other, or in the same one, or is stopped while the
-other waits for as long as it takes. Or a rank alone, in a long stage.
+"""Two ranks, of which one does not come: it sleeps in an earlier stage than the other, or in the same one, or gets a signal while
+the other waits for as long as it takes. Or a rank alone, in a long stage.
 
-    torchrun --nproc-per-node 2 tests/hang_worker.py OUTPUT_DIR earlier|same|stopped|alone
+    torchrun --nproc-per-node 2 tests/hang_worker.py OUTPUT_DIR earlier|same|SIGSTOP|SIGKILL|alone
 """
 
 import os
@@ -24,8 +24,8 @@ def main(out: str, where: str) -> None:
     trainer = SimpleNamespace(timeout_minutes=MINUTES)
     heartbeat = job.start_heartbeat(SimpleNamespace(output_dir=out, trainer=trainer, dry_run=False))
     device.set_timeouts(MINUTES + 0.1)
-    if where == "stopped":
-        device.on_rank0(os.kill, os.getpid(), signal.SIGSTOP)
+    if where.startswith("SIG"):
+        device.on_rank0(os.kill, os.getpid(), signal.Signals[where])
     heartbeat.enter("reward", 7)
     if where == "alone":
         return time.sleep(2 * 60 * MINUTES)
