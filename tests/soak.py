@@ -225,9 +225,10 @@ def moment(rng: random.Random, out: Path, reference: Reference) -> tuple[str, Ca
     if saves:
         k = rng.choice(saves[:3])
         choices[f"save of step {k}"] = (lambda: (out / "checkpoints" / f"step_{k:08d}.tmp").exists(), 0.2)
-    choices["export"] = (lambda: (out / "hf.tmp").exists() or (out / "hf").exists(), 0.3)
-    # The export comes once, at the end; it is drawn more often when that is near.
-    weights = [3 if name.startswith(("save", "step")) else 1 + 2 * (name == "export" and not saves) for name in choices]
+    choices["export"] = (lambda: (out / "hf.tmp").exists(), 0.1)
+    # An early export leaves nothing else to kill.
+    weights = [3 if name.startswith(("save", "step")) or name == "export" and not saves else 0.5 if name == "export" else 1
+               for name in choices]
     name = rng.choices([*choices], weights)[0]
     condition, longest = choices[name]
     return name, condition, rng.uniform(0, longest)
