@@ -11,7 +11,7 @@ REQUIREMENTS := $(shell if nvidia-smi >/dev/null 2>&1; then echo requirements.tx
 endif
 PIP := .venv/bin/python -m pip install --disable-pip-version-check -qq
 
-.PHONY: help .venv demo-assets demo test lint clean
+.PHONY: help .venv demo-assets demo test soak lint clean
 .DEFAULT_GOAL := help
 
 help:               ## this list
@@ -58,6 +58,9 @@ demo: demo-assets   ## SFT, then GRPO with vLLM, on two CPU processes: minutes, 
 
 test: $(filter .venv,$(VENV))         ## all tests; none found is a failure too
 	$(VENV)/bin/python -m pytest -q tests
+
+soak: $(filter .venv,$(VENV))         ## runs that are killed at random moments, compared with runs left alone: 20 minutes
+	$(VENV)/bin/python -m tests.soak
 
 lint: $(filter .venv,$(VENV))         ## ruff, and the budgets of lines (tests/sizes.py)
 	$(VENV)/bin/ruff check .

@@ -164,21 +164,19 @@ def warn_of_length(hf_config, longest: int) -> None:
               "data.max_length unless the model is meant to learn longer positions", flush=True)
 
 
-def start_heartbeat(config, profiler):
-    """Every process group with trainer.timeout_minutes, and a watch over which ranks keep the others waiting."""
+def start_heartbeat(config):
+    """A watch over which ranks keep the others waiting, or are gone; None in a dry run. Called by all ranks."""
     import torch.distributed as dist
 
     from engines import device
     from heartbeat import Heartbeat
-    minutes = config.trainer.timeout_minutes
-    device.set_timeouts(minutes + 1)            # after the heartbeat's, which has more to say
+    if config.dry_run:
+        return None
     directory = Path(config.output_dir) / "heartbeat"
     device.on_rank0(shutil.rmtree, directory, True)         # what an earlier run left: its ranks would seem to be waiting
     with disk.writing(directory):
-        heartbeat = Heartbeat(directory, dist.get_rank(), int(os.environ.get("LOCAL_RANK", 0)), minutes,
-                              device.seconds_in_collective)
-    profiler.on_stage = heartbeat.enter
-    return heartbeat
+        return Heartbeat(directory, dist.get_rank(), int(os.environ.get("LOCAL_RANK", 0)), config.trainer.timeout_minutes,
+                         device.seconds_in_collective)
 
 
 def layout(config, world_size: int) -> str:

@@ -45,6 +45,7 @@ def main(config):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     out, trainer, algorithm = Path(config.output_dir), config.trainer, config.algorithm
     job.check_directories(config)
+    heartbeat = job.start_heartbeat(config)
     job.bind_cpus(config, this_device)
     config = job.with_local_model(config)
     hf_config = ppo.check_models(config, world_size)
@@ -84,7 +85,8 @@ def main(config):
                 f"{steps_per_epoch} per epoch, {len(train)} prompts, {roles.actor.dp_size} data-parallel ranks and "
                 f"{roles.rollout.num_replicas} of vLLM on {this_device.type}")
     tracker.say(agreed.begin(total_steps))
-    heartbeat = job.start_heartbeat(config, profiler)
+    profiler.on_stage = heartbeat.enter
+    device.set_timeouts(trainer.timeout_minutes + 1)        # after the heartbeat's limit, which has more to say
     if step == 0 < total_steps and val and trainer.val_before_train:
         tracker.log(0, validate(config, roles, val, tracker, step) | profiler.end_step())
 

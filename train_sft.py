@@ -32,6 +32,7 @@ def main(config):
     this_device = device.init(config.trainer.timeout_minutes)
     rank, out, trainer = dist.get_rank(), Path(config.output_dir), config.trainer
     job.check_directories(config)
+    heartbeat = job.start_heartbeat(config)
     job.bind_cpus(config, this_device)
     config = job.with_local_model(config)
     hf_config = engine_class(config.model_engine).check(config, dist.get_world_size())
@@ -59,7 +60,8 @@ def main(config):
     tracker.say(f"{'resuming from ' + str(resume_from) if resume_from else 'starting'}: step {step} of {total_steps}, "
                 f"{steps_per_epoch} per epoch, {len(train)} rows, {engine.dp_size} data-parallel ranks on {this_device.type}")
     tracker.say(agreed.begin(total_steps))
-    heartbeat = job.start_heartbeat(config, profiler)
+    profiler.on_stage = heartbeat.enter
+    device.set_timeouts(trainer.timeout_minutes + 1)        # after the heartbeat's limit, which has more to say
     if step == 0 and val and trainer.val_before_train:
         with profiler.stage("validate", engine):
             metrics = validate(engine, val, config.data.train_batch_size)

@@ -166,9 +166,13 @@ def wait_for_all(processes: list, seconds: float) -> list[str]:
     deadline = time.monotonic() + seconds
     while left := living(processes):
         if time.monotonic() > deadline:
-            named = [f"process {p.pid} ({' '.join(p.cmdline())[:60]}) has not ended after {seconds:.0f} s" for p in left]
+            named = []
             for process in left:
-                process.kill()
+                try:
+                    named.append(f"process {process.pid} ({' '.join(process.cmdline()[1:4])}) has not ended after {seconds:.0f} s")
+                    process.kill()
+                except psutil.NoSuchProcess:
+                    pass
             for process in processes:
                 process.wait()
             return named
@@ -221,9 +225,10 @@ def moment(rng: random.Random, out: Path, reference: Reference) -> tuple[str, Ca
     if saves:
         k = rng.choice(saves[:3])
         choices[f"save of step {k}"] = (lambda: (out / "checkpoints" / f"step_{k:08d}.tmp").exists(), 0.2)
-    choices["export"] = (lambda: (out / "hf.tmp").exists() or (out / "hf").exists(), 0.3)
-    # The export comes once, at the end; it is drawn more often when that is near.
-    weights = [3 if name.startswith(("save", "step")) else 1 + 2 * (name == "export" and not saves) for name in choices]
+    choices["export"] = (lambda: (out / "hf.tmp").exists(), 0.1)
+    # An early export leaves nothing else to kill.
+    weights = [3 if name.startswith(("save", "step")) or name == "export" and not saves else 0.5 if name == "export" else 1
+               for name in choices]
     name = rng.choices([*choices], weights)[0]
     condition, longest = choices[name]
     return name, condition, rng.uniform(0, longest)
@@ -370,9 +375,11 @@ def rounds(nodes: Nodes, name: str, assets: Path, directory: Path, rng: random.R
         folder, wrong, rendezvous = directory / f"round{result.rounds}", [], rng.choice(["c10d", "static"])
         out = folder / "out"
         folder.mkdir()
-        step, delay = rng.randint(0, 25), rng.uniform(0, 0.3)
+        step, delay = rng.choice([0, *range(1, 25, 3)]), rng.uniform(0, 0.3)
         processes = launch(folder, 0, rendezvous)
-        while last_step(out) < step and all(process.poll() is None for process in processes):
+        # Step 0: while the data is tokenized.
+        while (last_step(out) < step if step else not any((folder / "cache").glob("*.tmp"))) and not any(
+                process.poll() is not None for process in processes):
             time.sleep(0.002)
         time.sleep(delay)
         if kind != "killed":
@@ -381,8 +388,13 @@ def rounds(nodes: Nodes, name: str, assets: Path, directory: Path, rng: random.R
             for victim in [*descendants(processes[node]), psutil.Process(processes[node].pid)]:
                 victim.kill()
         begun, at = time.monotonic(), last_step(out)
-        wrong += wait_for_all(processes, 60 * TIMEOUT_MINUTES + 150)
+        while any(descendants(process) for process in processes) and time.monotonic() - begun < 60 * TIMEOUT_MINUTES + 120:
+            time.sleep(0.1)
         seconds = time.monotonic() - begun
+        late = wait_for_all(processes, 20)
+        # Cut off from the node of its rendezvous, torchrun itself waits a quarter of an hour after its ranks have ended.
+        waits = kind == "cable" or kind == "power" and node == 0
+        wrong += [text for text in late if not (waits and "torch.distributed.run" in text)]
         nodes.plug()
         survivors = [1 - node] if kind != "cable" else [0, 1]
         said = "".join((folder / f"log0.node{i}").read_text(errors="replace") for i in survivors)

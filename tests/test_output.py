@@ -87,6 +87,22 @@ def test_a_hang_names_the_rank_that_did_not_come(tmp_path, where, said):
     run([sys.executable, "tests/hang_worker.py", tmp_path, "alone"], PYTHONPATH=str(ROOT))
 
 
+@pytest.mark.parametrize("number", ["SIGSTOP", "SIGKILL"])
+def test_a_rank_that_gives_no_sign_of_life_is_named_whatever_the_others_wait_for(tmp_path, number):
+    """As on a node without power, whose connections stay, and as on one that reboots. Not under torchrun, which ends a stopped
+    rank late."""
+    env = environment(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="29635", PYTHONPATH=str(ROOT))
+    stopped, waiting = (subprocess.Popen([sys.executable, "tests/hang_worker.py", tmp_path, number], cwd=ROOT, text=True,
+                        stderr=subprocess.PIPE, env=env | {"RANK": rank, "LOCAL_RANK": rank}) for rank in "01")
+    try:
+        said = waiting.communicate(timeout=120)[1]
+    finally:
+        stopped.kill()
+        waiting.kill()
+    assert waiting.returncode == 1 and "error: 1 rank did not come: rank 0 was last seen in stage 'start', entered 0." in said
+    assert "Traceback" not in said
+
+
 @pytest.mark.parametrize("when", ["during the imports", "while they train"])
 def test_ranks_end_when_torchrun_is_killed(tmp_path, when):
     code = tmp_path / "sleep.py"
