@@ -60,7 +60,8 @@ class Failure:
     @property
     def said(self) -> str:
         place = re.search(r'File "(.*)", line (\d+)', self.trace.rpartition('reward_worker.py", line ')[2])
-        return f"{self.kind}: {self.trace.strip().splitlines()[-1]}" + (f" ({place[1]}:{place[2]})" if place else "")
+        error = " ".join(re.split(r'(?m)^  File ".*\n(?:  .*\n)*', self.trace)[-1].split())         # behind the last frame
+        return f"{self.kind}: {error}" + (f" ({place[1]}:{place[2]})" if place else "")
 
 
 Item = tuple[str, str, dict]        # prompt, response, row

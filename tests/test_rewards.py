@@ -751,14 +751,15 @@ def test_math_that_never_ends_is_one_failure(make):
 @pytest.mark.parametrize("num_failures, rate, stops", [
     (0, 0.0, False), (1, 0.0, True), (1, 0.25, False), (2, 0.25, True), (4, 1.0, False), (4, 0.99, True)])
 def test_the_share_of_failures_has_a_limit(num_failures, rate, stops):
-    failures = [Failure("raised", f"Traceback\nZeroDivisionError {i}\n", {}, "1/0") for i in range(num_failures)]
+    trace = 'Traceback\n  File "a.py", line 3, in f\n    1/0\nZero\n  division {}\n'
+    failures = [Failure("raised", trace.format(i), {}, "1/0") for i in range(num_failures)]
     if not stops:
         return check_failures(failures, 4, rate)
     with pytest.raises(InputError) as raised:
         check_failures(failures, 4, rate)
     assert str(raised.value) == (
         f"{num_failures} of 4 samples ({num_failures / 4:.1%}) could not be graded, more than reward.max_failure_rate="
-        f"{rate}; the first: raised: ZeroDivisionError 0, for the response '1/0' (all: failures.jsonl; what the "
+        f"{rate}; the first: raised: Zero division 0 (a.py:3), for the response '1/0' (all: failures.jsonl; what the "
         "function printed: reward_output/)")
 
 
