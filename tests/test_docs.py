@@ -339,7 +339,8 @@ def test_links_lead_somewhere(page):
 @pytest.mark.parametrize("page", PAGES)
 def test_paths_exist(page):
     paths = re.findall(r"(?<![\w/.])(?:benchmarks|configs|examples|tests|algorithms)/[\w/.]*\w", PAGES[page])
-    assert not [path for path in paths if not (ROOT / path).exists()]
+    made = re.findall(r"^\+\+\+ (.*)", PAGES[page], re.MULTILINE)         # by the edits that a page shows
+    assert not [path for path in paths if not (ROOT / path).exists() and path not in made]
 
 
 def test_the_tree_has_every_file_of_the_product():
