@@ -547,6 +547,8 @@ def test_functions_of_verl_and_trl_are_called_as_these_do(make, file):
         assert [r.score for r in grader.grade([("q", "5", TRL_ROW), ("q", "6", TRL_ROW)], [0, 0])] == [1.0, 0.0]
     with closing(make("exact_match", 1, SLACK)) as grader:
         assert grader.check({"answer": 5}) == "", "ours need no words"
+        with pytest.raises(InputError, match='reward.function=exact_match: the row has no "answer", only solution; rename'):
+            grader.check({"solution": 5})
 
 
 def test_what_a_module_remembers_is_its_workers_and_lost_with_it(make, file):
