@@ -18,6 +18,8 @@ from transformers import AutoTokenizer
 import ppo
 from config import InputError, load
 from data import dataset, prompts
+from data.chat import in_step
+from data.tokens import ChatTokenizer
 from engines.build import engine_class
 from examples.arithmetic import build
 from rollout import vllm
@@ -259,7 +261,7 @@ def test_every_snippet_has_the_name_of_a_file():
 
 
 def test_rows_of_the_pages_are_read(folder):
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    chat = ChatTokenizer(AutoTokenizer.from_pretrained(folder / "model"))
     lines = [json.loads(line) for text in PAGES.values() for block in blocks(text, "json") for line in block.splitlines()]
     assert len(lines) > 5
     for row in lines:
@@ -267,8 +269,10 @@ def test_rows_of_the_pages_are_read(folder):
         rl = load("ppo.yaml", ["model.path=m", "data.train_files=t"]).data
         if {"response", "completion", "output", "conversations"} & row.keys() or \
                 row.get("messages", [{}])[-1].get("role") == "assistant":
-            assert sum(dataset.tokenize_row(row, tokenizer, sft)["loss_mask"]) == len("5") + 1, row      # and its end token
-        assert json.loads(prompts.tokenize_row(row, tokenizer, rl)["record"])["row"] == row
+            tokens, = in_step([dataset.tokenize_row(row, chat, sft)])
+            assert sum(tokens["loss_mask"]) == len("5") + 1, row                                    # and its end token
+        prompt, = in_step([prompts.tokenize_row(row, chat, rl)])
+        assert json.loads(prompt["record"])["row"] == row
 
 
 # -- settings ----------------------------------------------------------------------------------------------------------
