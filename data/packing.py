@@ -16,7 +16,7 @@ from config import InputError
 
 @dataclass
 class Batch:
-    """n sequences of T tokens in all, end to end, in host memory. Entry t of every field speaks of token t.
+    """n sequences of T tokens in all, end to end, in host memory. Entry t of every field belongs to token t.
 
     input_ids  [T] int64
     cu_seqlens [n+1] int64: sequence i is cu_seqlens[i]:cu_seqlens[i+1]
