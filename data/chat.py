@@ -9,6 +9,7 @@ be found, or that nothing ends, is an error: a wrong mask would train in silence
 from __future__ import annotations
 
 import os.path
+import re
 from bisect import bisect_right
 from collections.abc import Generator
 from functools import cached_property
@@ -16,12 +17,13 @@ from operator import itemgetter
 from typing import TypeVar
 
 from config import InputError
-from data.calls import forms, prints_calls
 from data.ending import ANSWER, QUESTION, shows
+from data.forms import forms, left_out, prints
 from data.marks import Piece, Text, find_pieces, mark, places_of, texts_of, unmark
 from data.rows import conversation_of, template_arguments
 from data.tokens import HALF_CHARACTER, TEMPLATE_ERRORS, ChatTokenizer, Tokens
 
+HALF_TAG = re.compile(r"<[^<>]*$")          # <think> and </think> both begin with it
 Result = TypeVar("Result")
 Steps = Generator["Conversation", None, Result]
 
@@ -98,13 +100,14 @@ class Conversation:
         accepted, refused = [], None
         for form in forms([{k: v for k, v in m.items() if k not in ("loss_mask", "weight")} for m in messages]):
             try:
-                accepted.append((form, self.render(form, **options)))
+                text = self.render(form, **options)
             except TEMPLATE_ERRORS as error:
                 refused = refused or error
-            else:
-                if prints_calls(*accepted[-1]):
-                    accepted = accepted[-1:]
-                    break
+                continue
+            if prints(form, text):
+                accepted = [(form, text)]
+                break
+            accepted.append((form, text))
         if not accepted:
             raise InputError(f"the chat template refuses the conversation: {refused}") from refused
         self.messages, self.text = accepted[0]
@@ -190,7 +193,7 @@ class Conversation:
         common = len(os.path.commonprefix([prompt, self.text[reached:end]]))
         at = (gap.find(header) if start == end else gap.rfind(header)) if header else -1
         if prompt and common == len(prompt):
-            return reached + max(common, at + len(header) if start < end else 0)        # a header that the prompt lacks
+            return reached + max(common, at + len(header) if at >= 0 and start < end else 0)     # a header that the prompt lacks
         if at < 0:
             if len(gap.rstrip()) <= common <= len(gap) and start < end and (role == "assistant" or not header and gap.strip()):
                 return reached + common         # the beginning of the prompt alone, or the assistant's turn goes on
@@ -215,9 +218,11 @@ class Conversation:
         asked, between = asked.partition(QUESTION)[2], text.partition(QUESTION)[2].partition(ANSWER)[0]
         first, second = self.chat.tokens(asked), self.chat.tokens(bare.partition(QUESTION)[2])
         count = len(os.path.commonprefix([first.ids, second.ids]))          # what ends the user's turn, in whole tokens
-        closing = asked[:first.place(count - 1)[1]] if count else ""
-        whole = asked[len(closing):]
-        header = os.path.commonprefix([whole, between.removeprefix(closing)])
+        closing = asked[:first.place(count - 1)[1]] if 0 < count < len(first.ids) else ""
+        whole = asked[len(closing):].lstrip()       # the space before may differ
+        header = os.path.commonprefix([whole, between.removeprefix(closing).lstrip()])
+        if header != whole:
+            header = HALF_TAG.sub("", header)
         return prompt, header if header.strip() else "", whole
 
     def turn_end(self, i: int, said: int, behind: tuple[int | None, int, int] | None, goes_on: bool) -> int:
@@ -230,7 +235,7 @@ class Conversation:
         if ending.text and ending.text in gap:
             return said + gap.index(ending.text) + len(ending.text)
         if behind and behind[0] is not None and self.messages[behind[0]]["role"] == "assistant" and (
-                goes_on or not gap.strip() or (header := self.prompt(0, None)[1]) and header not in gap):
+                not gap.strip() or (header := self.prompt(0, None)[1]) and header not in gap):
             return said                 # the same turn of the assistant goes on
         tail = ending.call_tail if self.messages[i].get("tool_calls") else ending.tail
         if behind or not tail:
@@ -242,13 +247,9 @@ class Conversation:
         return len(self.text)
 
     def check_complete(self, i: int, said: str) -> None:
-        """A template for images, or one without tools, skips what it does not know: the turn would be learned empty."""
-        message = self.messages[i]
-        answer = message["content"] if isinstance(message.get("content"), str) else ""
-        calls = [str(call.get("function", call).get("name", "")) for call in message.get("tool_calls", [])]
-        for part in (answer.rpartition("</think>")[2].strip().split("\n")[-1], *calls):
-            if part not in said:
-                raise InputError(f"the chat template leaves out what the assistant says in message {i}: {part[:40]!r}")
+        """Templates skip what they do not know, tool calls for example: the turn would be learned without it."""
+        if missing := left_out(self.messages[i], said):
+            raise InputError(f"the chat template leaves out what the assistant says in message {i}: {missing[:40]!r}")
 
     def lost(self, i: int, why: str) -> InputError:
         return InputError(f"cannot locate the assistant turn of message {i} in the rendered chat template: {why}. "

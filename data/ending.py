@@ -5,15 +5,13 @@ from __future__ import annotations
 import os.path
 from typing import NamedTuple
 
-from data.calls import forms
+from data.forms import forms
 
 QUESTION, ANSWER, QUESTION_2, ANSWER_2 = TEXTS = "pQuestionOne", "pAnswerOne", "pQuestionTwo", "pAnswerTwo"
 ROLES = ("user", "assistant") * 2
-# A template for images may know contents in parts alone.
-PROBES = ([{"role": role, "content": text} for role, text in zip(ROLES, TEXTS)],
-          [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in zip(ROLES, TEXTS)])
+PROBE = [{"role": role, "content": text} for role, text in zip(ROLES, TEXTS)]
 CALL = {"id": "pCall0001", "type": "function", "function": {"name": "pName", "arguments": {"pKey": "pValue"}}}
-CALL_PROBE = [PROBES[0][0], {"role": "assistant", "content": ANSWER, "tool_calls": [CALL]},
+CALL_PROBE = [PROBE[0], {"role": "assistant", "content": ANSWER, "tool_calls": [CALL]},
               {"role": "tool", "content": QUESTION_2, "name": "pName", "tool_call_id": CALL["id"]}]
 
 

@@ -17,6 +17,7 @@ from data.cache import cache_key, cached
 from data.chat import Conversation, Steps
 from data.dataset import check_lengths, count_rows, kept_tokens, say_shapes, tokenize_files, write_array
 from data.files import find_files
+from data.forms import text_of
 from data.rows import is_paired, messages_of, read_shape, template_arguments
 from data.tokens import ChatTokenizer
 
@@ -108,12 +109,6 @@ def without_reply(messages: list[dict], row: dict, options) -> list[dict]:
     if not end:
         raise InputError(f'"{options.messages_key}" has turns of the assistant alone')
     return messages[:end]
-
-
-def text_of(content: str | list) -> str:
-    """The text of a message, whose content may be a list of parts: images too."""
-    parts = [{"text": content}] if isinstance(content, str) else content
-    return "\n".join(str(part["text"]) for part in parts if isinstance(part, dict) and "text" in part)
 
 
 def write_arrays(folder: Path, tables: list, options) -> None:

@@ -13,7 +13,8 @@ from pathlib import Path
 import jinja2
 
 from config import InputError
-from data.ending import PROBES, Ending, read_ending, shows
+from data.ending import PROBE, Ending, read_ending, shows
+from data.forms import forms
 
 # What Jinja templates raise on a conversation that they refuse, raise_exception(...) included.
 TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError)
@@ -82,7 +83,7 @@ class ChatTokenizer:
     @cached_property
     def probe(self) -> list[dict] | None:
         """A chat of two turns that the template accepts."""
-        return next((messages for messages in PROBES if shows(self.attempt(messages))), None)
+        return next((messages for messages in forms(PROBE) if shows(self.attempt(messages))), None)
 
     @cached_property
     def ending(self) -> Ending:
