@@ -148,8 +148,9 @@ class Conversation:
             before, behind = runs[r - 1] if r else (None, 0, 0), runs[r + 1] if r + 1 < len(runs) else None
             if i in texts and not said[i]:      # else runs() has put an empty turn behind its header
                 start = self.header_end(i, before[0], before[2], start, end)
-            spans.append((start, self.turn_end(i, end, behind, goes_on=bool(said[i]))))
-            said[i] += self.text[start:spans[-1][1]]
+            spans.append((self.whole_token(start), self.turn_end(i, end, behind)))
+            said[i] += self.text[slice(*spans[-1])]
+            self.check_end(i, *spans[-1])
         for i in turns:
             self.check_complete(i, said[i])
         for i, start, end in runs:
@@ -195,7 +196,8 @@ class Conversation:
         if prompt and common == len(prompt):
             return reached + max(common, at + len(header) if at >= 0 and start < end else 0)     # a header that the prompt lacks
         if at < 0:
-            if len(gap.rstrip()) <= common <= len(gap) and start < end and (role == "assistant" or not header and gap.strip()):
+            if len(gap.rstrip()) <= common <= len(gap) and start < end and (
+                    role == "assistant" or gap.strip() and (not header or header not in prompt)):
                 return reached + common         # the beginning of the prompt alone, or the assistant's turn goes on
             raise self.lost(i, f"the prompt for it, {prompt or header!r}, is not in {gap!r}")
         # Some turns of the history have the whole prompt, e.g. with a <think> block, others its header.
@@ -225,9 +227,16 @@ class Conversation:
             header = HALF_TAG.sub("", header)
         return prompt, header if header.strip() else "", whole
 
-    def turn_end(self, i: int, said: int, behind: tuple[int | None, int, int] | None, goes_on: bool) -> int:
-        """Where turn i ends, whose text ends at `said`, before the run `behind`: with the token that ends generation.
-        goes_on: this is the rest of a turn, behind what others say in it."""
+    def whole_token(self, start: int) -> int:
+        """start, or the end of a header's token that goes on behind it: some tokens take white space in."""
+        tokens = self.tokens
+        t = bisect_right(range(len(tokens.ids)), start, key=lambda t: tokens.place(t)[1])
+        if t == len(tokens.ids) or tokens.ids[t] not in self.chat.added or tokens.place(t)[0] >= start:
+            return start
+        return tokens.place(t)[1]
+
+    def turn_end(self, i: int, said: int, behind: tuple[int | None, int, int] | None) -> int:
+        """Where turn i ends, whose text ends at `said`, before the run `behind`: with the token that ends generation."""
         ending, gap = self.chat.ending, self.text[said:behind[1] if behind else len(self.text)]
         tokens = self.tokens.between(said, said + len(gap))
         if (end := tokens.first(ending.ids)) is not None:
@@ -245,6 +254,14 @@ class Conversation:
         self.text += tail
         self.tokens = self.chat.tokens(self.text)
         return len(self.text)
+
+    def check_end(self, i: int, start: int, end: int) -> None:
+        """Generation stops at the first end, so that nothing of the template may follow it in start:end."""
+        tokens, ids = self.tokens.between(start, end), self.chat.ending.ids
+        for t, token in enumerate(tokens.ids[:-1]) if not ids.isdisjoint(tokens.ids[:-1]) else ():
+            at, behind = tokens.place(t)
+            if token in ids and not any(piece.start <= at < piece.end for piece in self.pieces):
+                raise self.lost(i, f"the template ends it before {self.text[behind:end][:40]!r}")
 
     def check_complete(self, i: int, said: str) -> None:
         """Templates skip what they do not know, tool calls for example: the turn would be learned without it."""
