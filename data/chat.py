@@ -24,6 +24,7 @@ from data.rows import conversation_of, template_arguments
 from data.tokens import HALF_CHARACTER, TEMPLATE_ERRORS, ChatTokenizer, Tokens
 
 HALF_TAG = re.compile(r"<[^<>]*$")          # <think> and </think> both begin with it
+WAY_OUT = "give the message loss_mask 0, which trains without it, or name another template in data.chat_template"
 Result = TypeVar("Result")
 Steps = Generator["Conversation", None, Result]
 
@@ -148,7 +149,7 @@ class Conversation:
             before, behind = runs[r - 1] if r else (None, 0, 0), runs[r + 1] if r + 1 < len(runs) else None
             if i in texts and not said[i]:      # else runs() has put an empty turn behind its header
                 start = self.header_end(i, before[0], before[2], start, end)
-            spans.append((self.whole_token(start), self.turn_end(i, end, behind)))
+            spans.append((self.behind_header(start), self.turn_end(i, end, behind)))
             said[i] += self.text[slice(*spans[-1])]
             self.check_end(i, *spans[-1])
         for i in turns:
@@ -227,13 +228,13 @@ class Conversation:
             header = HALF_TAG.sub("", header)
         return prompt, header if header.strip() else "", whole
 
-    def whole_token(self, start: int) -> int:
-        """start, or the end of a header's token that goes on behind it: some tokens take white space in."""
+    def behind_header(self, start: int) -> int:
+        """start, or the end of the header's last token where this takes in white space that follows it."""
         tokens = self.tokens
         t = bisect_right(range(len(tokens.ids)), start, key=lambda t: tokens.place(t)[1])
-        if t == len(tokens.ids) or tokens.ids[t] not in self.chat.added or tokens.place(t)[0] >= start:
-            return start
-        return tokens.place(t)[1]
+        if t < len(tokens.ids) and tokens.ids[t] in self.chat.added and self.text[tokens.place(t)[0]:start].strip():
+            return tokens.place(t)[1]
+        return start
 
     def turn_end(self, i: int, said: int, behind: tuple[int | None, int, int] | None) -> int:
         """Where turn i ends, whose text ends at `said`, before the run `behind`: with the token that ends generation."""
@@ -266,11 +267,12 @@ class Conversation:
     def check_complete(self, i: int, said: str) -> None:
         """Templates skip what they do not know, tool calls for example: the turn would be learned without it."""
         if missing := left_out(self.messages[i], said):
-            raise InputError(f"the chat template leaves out what the assistant says in message {i}: {missing[:40]!r}")
+            raise InputError(f"the chat template leaves out what the assistant says in message {i}: {missing[:40]!r}. Leave it "
+                             f"out of the row, or {WAY_OUT}")
 
     def lost(self, i: int, why: str) -> InputError:
-        return InputError(f"cannot locate the assistant turn of message {i} in the rendered chat template: {why}. "
-                          "data.train_on=last, or loss_mask 0 on the message, trains without it")
+        return InputError(f"cannot locate the assistant turn of message {i} in the rendered chat template: {why}. You may "
+                          + WAY_OUT)
 
     def escaped(self, options) -> Tokens:
         """The tokens, where options.special_tokens_in_text says what becomes of special tokens that are written in texts."""
