@@ -5,9 +5,11 @@ Reading a cache needs numpy and torch alone: only rank 0, and only on a miss, im
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import os
+import signal
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -31,6 +33,11 @@ OPTIONS = ("messages_key", "prompt_key", "response_key", "tools_key", "template_
 UNUSED = {"input_ids": [], "loss_mask": [], "length": 0, "shape": ""}
 BATCH_ROWS = 100            # of a call of tokenize_rows
 SERIAL_ROWS = 2000          # fewer rows are tokenized before worker processes have started
+PR_SET_PDEATHSIG = 1        # linux/prctl.h
+
+FORKS_DIE: list[bool] = []  # not empty while map() forks processes, which nobody would end when this one is killed
+LIBC = ctypes.CDLL(None)
+os.register_at_fork(after_in_child=lambda: FORKS_DIE and LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL))
 
 
 def tokenize(files: str | Sequence[str], tokenizer, options, cache_dir: Path, tokenizer_dir: Path | str) -> Path:
@@ -71,20 +78,24 @@ def tokenize_files(paths: list[Path], tokenize_row: Callable, unused: dict, chat
     options = SimpleNamespace(**options) if isinstance(options, Mapping) else options
     tables = []
     gc.freeze()         # a million objects of imported modules, which the collector would go through again and again
-    for i, path in enumerate(paths):
-        rows = read_rows(path, work / str(i))
-        if not len(rows):
-            raise InputError(f"{path}: the file has no rows")
-        num_proc = options.num_proc or (min(8, len(os.sched_getaffinity(0))) if len(rows) >= SERIAL_ROWS else 1)
-        tokens = rows.map(
-            tokenize_rows, batched=True, batch_size=BATCH_ROWS, with_indices=True, remove_columns=rows.column_names,
-            fn_kwargs={"name": str(path), "is_json": is_json(path), "tokenize_row": tokenize_row,
-                       "unused": unused | {"error": None}, "chat": chat, "options": options},
-            features=Features({name: types[name] for name in (*unused, "error")}), desc=f"tokenizing {path.name}",
-            num_proc=min(num_proc, len(rows)) if num_proc > 1 else None,
-            new_fingerprint="tokens", cache_file_name=str(work / str(i) / "tokens.arrow"), load_from_cache_file=False)
-        tables.append(tokens.with_format("arrow")[:])
-    gc.unfreeze()
+    FORKS_DIE.append(True)
+    try:
+        for i, path in enumerate(paths):
+            rows = read_rows(path, work / str(i))
+            if not len(rows):
+                raise InputError(f"{path}: the file has no rows")
+            num_proc = options.num_proc or (min(8, len(os.sched_getaffinity(0))) if len(rows) >= SERIAL_ROWS else 1)
+            tokens = rows.map(
+                tokenize_rows, batched=True, batch_size=BATCH_ROWS, with_indices=True, remove_columns=rows.column_names,
+                fn_kwargs={"name": str(path), "is_json": is_json(path), "tokenize_row": tokenize_row,
+                           "unused": unused | {"error": None}, "chat": chat, "options": options},
+                features=Features({name: types[name] for name in (*unused, "error")}), desc=f"tokenizing {path.name}",
+                num_proc=min(num_proc, len(rows)) if num_proc > 1 else None,
+                new_fingerprint="tokens", cache_file_name=str(work / str(i) / "tokens.arrow"), load_from_cache_file=False)
+            tables.append(tokens.with_format("arrow")[:])
+    finally:
+        FORKS_DIE.clear()
+        gc.unfreeze()
     for table in tables:
         if table["error"].null_count < len(table):
             raise InputError(table["error"].drop_null()[0].as_py())
