@@ -359,7 +359,7 @@ def test_a_killed_tokenization_leaves_nothing_for_good(make, tokenizer_dir, tmp_
             data.dataset.write_arrays = lambda *_: (print("ready", flush=True), sys.stdin.read())
         if sys.argv[1] == "work":
             options.num_proc = 2
-            data.dataset.tokenize_row = lambda *_: (os.write(1, b"ready\n"), time.sleep(600))
+            data.dataset.tokenize_row = lambda *_: (os.write(1, b"ready\\n"), time.sleep(600))
         print(data.dataset.tokenize({str(path)!r}, tokenizer, options, {str(tmp_path / "cache")!r}, {str(tokenizer_dir)!r}))"""
     command, cache = [sys.executable, "-c", code], tmp_path / "cache"
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
