@@ -9,7 +9,6 @@ be found, or that nothing ends, is an error: a wrong mask would train in silence
 from __future__ import annotations
 
 import os.path
-import re
 from bisect import bisect_right
 from collections.abc import Generator
 from functools import cached_property
@@ -17,13 +16,11 @@ from operator import itemgetter
 from typing import TypeVar
 
 from config import InputError
-from data.ending import ANSWER, QUESTION, shows
 from data.forms import forms, left_out, prints
 from data.marks import Piece, Text, find_pieces, mark, places_of, texts_of, unmark
 from data.rows import conversation_of, template_arguments
 from data.tokens import HALF_CHARACTER, TEMPLATE_ERRORS, ChatTokenizer, Tokens
 
-HALF_TAG = re.compile(r"<[^<>]*$")          # <think> and </think> both begin with it
 WAY_OUT = "give the message loss_mask 0, which trains without it, or name another template in data.chat_template"
 Result = TypeVar("Result")
 Steps = Generator["Conversation", None, Result]
@@ -191,7 +188,7 @@ class Conversation:
             if len(self.chat.prompts) > 1000:       # a template that writes something else into every gap
                 self.chat.prompts.clear()
             self.chat.prompts[key] = self.prompt(i, before)
-        prompt, header, whole = self.chat.prompts[key]
+        prompt, (header, whole) = self.chat.prompts[key], self.chat.header
         common = len(os.path.commonprefix([prompt, self.text[reached:end]]))
         at = (gap.find(header) if start == end else gap.rfind(header)) if header else -1
         if prompt and common == len(prompt):
@@ -204,29 +201,14 @@ class Conversation:
         # Some turns of the history have the whole prompt, e.g. with a <think> block, others its header.
         return reached + at + len(whole if gap.startswith(whole, at) else header)
 
-    def prompt(self, i: int, before: int | None) -> tuple[str, str, str]:
-        """(what the template writes behind message `before` when it prompts for turn i, what opens a turn in the history of a
-        chat of two turns, what prompts for one there), empty strings for what it does not show."""
+    def prompt(self, i: int, before: int | None) -> str:
+        """What the template writes behind message `before` when it prompts for turn i, "" if something else is between."""
         texts = texts_of(self.messages[:i])
         places = [places_of(text.text, self.chat.literals(text.text)) for text in texts]
         marked = self.attempt(mark(self.messages[:i], texts, places), add_generation_prompt=True)
         plain, pieces = unmark(marked or "", texts, places)
-        prompt = plain[pieces[-1].end if pieces else 0:] if before == (pieces[-1].source.message if pieces else None) else ""
-        asked = bare = text = None
-        if self.chat.probe:
-            text, bare = self.attempt(self.chat.probe), self.attempt(self.chat.probe[:1])
-            asked = self.attempt(self.chat.probe[:1], add_generation_prompt=True)
-        if asked is None or bare is None or not shows(text):
-            return prompt, "", ""
-        asked, between = asked.partition(QUESTION)[2], text.partition(QUESTION)[2].partition(ANSWER)[0]
-        first, second = self.chat.tokens(asked), self.chat.tokens(bare.partition(QUESTION)[2])
-        count = len(os.path.commonprefix([first.ids, second.ids]))          # what ends the user's turn, in whole tokens
-        closing = asked[:first.place(count - 1)[1]] if 0 < count < len(first.ids) else ""
-        whole = asked[len(closing):].lstrip()       # the space before may differ
-        header = os.path.commonprefix([whole, between.removeprefix(closing).lstrip()])
-        if header != whole:
-            header = HALF_TAG.sub("", header)
-        return prompt, header if header.strip() else "", whole
+        last = pieces[-1] if pieces else None
+        return plain[last.end if last else 0:] if before == (last.source.message if last else None) else ""
 
     def behind_header(self, start: int) -> int:
         """start, or the end of the header's last token where this takes in white space that follows it."""
@@ -245,7 +227,7 @@ class Conversation:
         if ending.text and ending.text in gap:
             return said + gap.index(ending.text) + len(ending.text)
         if behind and behind[0] is not None and self.messages[behind[0]]["role"] == "assistant" and (
-                not gap.strip() or (header := self.prompt(0, None)[1]) and header not in gap):
+                not gap.strip() or (header := self.chat.header[0]) and header not in gap):
             return said                 # the same turn of the assistant goes on
         tail = ending.call_tail if self.messages[i].get("tool_calls") else ending.tail
         if behind or not tail:

@@ -13,8 +13,8 @@ from pathlib import Path
 import jinja2
 
 from config import InputError
-from data.ending import PROBE, Ending, read_ending, shows
 from data.forms import forms
+from data.turns import PROBE, Ending, read_ending, read_header, shows
 
 # What Jinja templates raise on a conversation that they refuse, raise_exception(...) included.
 TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError)
@@ -68,7 +68,7 @@ class ChatTokenizer:
         self.parameters = inspect.signature(tokenizer.apply_chat_template).parameters.keys()
         # That of transformers renders and then tokenizes, which need not be checked for every row.
         self.is_stock = type(tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template
-        self.prompts: dict[tuple, str | None] = {}      # of Conversation.prompt
+        self.prompts: dict[tuple, str] = {}      # of Conversation.prompt
 
     @classmethod
     def load(cls, tokenizer, directory: Path) -> ChatTokenizer:
@@ -84,6 +84,10 @@ class ChatTokenizer:
     def probe(self) -> list[dict] | None:
         """A chat of two turns that the template accepts."""
         return next((messages for messages in forms(PROBE) if shows(self.attempt(messages))), None)
+
+    @cached_property
+    def header(self) -> tuple[str, str]:
+        return read_header(self)
 
     @cached_property
     def ending(self) -> Ending:
