@@ -47,18 +47,20 @@ def tokenize(files: str | Sequence[str], tokenizer, options, cache_dir: Path, to
     Raises InputError for a missing, unreadable or empty file, for the first malformed row (as file:line), for rows
     longer than options.max_length when options.truncation is error, and when no row is left.
     """
-    paths, chat = find_files(files), ChatTokenizer.load(tokenizer, Path(tokenizer_dir))
+    return tokenized(files, ChatTokenizer.load(tokenizer, Path(tokenizer_dir)), options, Path(cache_dir), Path(tokenizer_dir),
+                     (FORMAT, OPTIONS, UNUSED, "max_length"), tokenize_row, write_arrays)
+
+
+def tokenized(files: str | Sequence[str], chat: ChatTokenizer, options, cache_dir: Path, tokenizer_dir: Path, kind: tuple,
+              tokenize_row: Callable, write_arrays: Callable) -> Path:
+    """The cache folder, for tokenize() and tokenize_prompts(). kind: FORMAT, OPTIONS, UNUSED and the name of the length limit."""
+    paths, (version, names, unused, limit) = find_files(files), kind
 
     def write(folder: Path) -> None:
-        tables = tokenize_files(paths, tokenize_row, UNUSED, chat, options, folder / "datasets")
-        check_lengths(paths, tables, options.truncation, "max_length", options.max_length)
+        tables = tokenize_files(paths, tokenize_row, unused, chat, options, folder / "datasets")
+        check_lengths(paths, tables, options.truncation, limit, getattr(options, limit))
         write_arrays(folder, tables, options)
-    values = [getattr(options, name) for name in OPTIONS]
-    return say_shapes(cached(Path(cache_dir) / cache_key(paths, chat, Path(tokenizer_dir), FORMAT, values), write))
-
-
-def say_shapes(folder: Path) -> Path:
-    """The folder, after a line for each shape that its rows were read as."""
+    folder = cached(cache_dir / cache_key(paths, chat, tokenizer_dir, version, [getattr(options, name) for name in names]), write)
     stats = json.loads((folder / "stats.json").read_text())
     for name in SHAPES.keys() & stats.keys():
         print(f"data: {stats[name]:,} rows have the shape of {name}: {SHAPES[name].__doc__.split(chr(10))[0]}", flush=True)

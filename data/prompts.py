@@ -13,10 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from config import InputError
-from data.cache import cache_key, cached
 from data.chat import Conversation, Steps
-from data.dataset import check_lengths, count_rows, kept_tokens, say_shapes, tokenize_files, write_array
-from data.files import find_files
+from data.dataset import count_rows, kept_tokens, tokenized, write_array
 from data.forms import text_of
 from data.rows import is_paired, messages_of, read_shape, template_arguments
 from data.tokens import ChatTokenizer
@@ -49,14 +47,8 @@ def tokenize_prompts(files: str | Sequence[str], tokenizer, options, cache_dir: 
     Raises InputError for a missing, unreadable or empty file, for the first malformed row (as file:line), for prompts
     longer than options.max_prompt_length when options.truncation is error, and when no row is left.
     """
-    paths, chat = find_files(files), ChatTokenizer.load(tokenizer, Path(tokenizer_dir))
-
-    def write(folder: Path) -> None:
-        tables = tokenize_files(paths, tokenize_row, UNUSED, chat, options, folder / "datasets")
-        check_lengths(paths, tables, options.truncation, "max_prompt_length", options.max_prompt_length)
-        write_arrays(folder, tables, options)
-    values = [getattr(options, name) for name in OPTIONS]
-    return say_shapes(cached(Path(cache_dir) / cache_key(paths, chat, Path(tokenizer_dir), FORMAT, values), write))
+    return tokenized(files, ChatTokenizer.load(tokenizer, Path(tokenizer_dir)), options, Path(cache_dir), Path(tokenizer_dir),
+                     (FORMAT, OPTIONS, UNUSED, "max_prompt_length"), tokenize_row, write_arrays)
 
 
 def tokenize_row(row: dict, chat: ChatTokenizer, options) -> Steps[dict]:

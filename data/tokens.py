@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import inspect
 import json
 import re
@@ -68,6 +69,9 @@ class ChatTokenizer:
         self.parameters = inspect.signature(tokenizer.apply_chat_template).parameters.keys()
         # That of transformers renders and then tokenizes, which need not be checked for every row.
         self.is_stock = type(tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template
+        # A template that writes the time would write another one each time it renders a chat.
+        writes_time = "strftime_now" in str(tokenizer.chat_template)
+        self.clock = {"strftime_now": datetime.datetime.now().strftime} if writes_time else {}
         self.prompts: dict[tuple, str] = {}      # of Conversation.prompt
 
     @classmethod
@@ -94,7 +98,7 @@ class ChatTokenizer:
         return read_ending(self)
 
     def render(self, messages: list[dict], tools: list | None = None, tokenize: bool = False, **options):
-        return self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=tokenize, **options)
+        return self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=tokenize, **self.clock, **options)
 
     def attempt(self, messages: list[dict], tools: list | None = None, **options) -> str | None:
         """The text, or None: a template may refuse a part of a conversation, e.g. one without a user turn."""

@@ -615,6 +615,12 @@ def test_special_tokens_in_plain_texts():
         encode(row, ChatTokenizer(tokenizer), options(special_tokens_in_text="error"))
 
 
+def test_a_template_that_writes_the_time():
+    tokenizer = make_tokenizer("{{ strftime_now('%H:%M:%S.%f') }}" + CHATML)
+    ids, mask = encode({"messages": say("a", "a")}, ChatTokenizer(tokenizer), options())
+    assert tokenizer.decode([t for t, m in zip(ids, mask) if m]) == "a<|im_end|>"
+
+
 def test_texts_that_templates_look_at():
     """Marks in these texts change what the template makes of them, so that each is tried by itself."""
     template = CHATML.replace("m.content", "(m.content if m.content != 'secret' else 'public') + ("
