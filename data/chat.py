@@ -151,10 +151,11 @@ class Conversation:
             self.check_end(i, *spans[-1])
         for i in turns:
             self.check_complete(i, said[i])
-        for i, start, end in runs:
-            k = bisect_right(spans, start, key=itemgetter(1))
-            if i not in said and start < end and k < len(spans) and spans[k][0] < end:
-                raise InputError(f"the chat template puts {self.text[start:end][:40]!r} where the assistant would learn it")
+        for piece in self.pieces:
+            k = bisect_right(spans, piece.start, key=itemgetter(1))
+            if not (piece.source.spoken and piece.source.message in said) and k < len(spans) and spans[k][0] < piece.end:
+                raise InputError(f"the chat template puts {self.text[piece.start:piece.end][:40]!r}, which message "
+                                 f"{piece.source.message} says, where the assistant would learn it")
         return spans
 
     def runs(self, turns: list[int]) -> list[tuple[int | None, int, int]]:

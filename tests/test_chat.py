@@ -517,6 +517,21 @@ def test_a_prompt_that_writes_more_than_the_history():
         '<|tool_call>call:add{"a": "one"}<tool_call|><|tool_response>', "It is 2.<turn|>"]
 
 
+def test_what_others_say_is_never_learned():
+    quoted = "m.content + (' (' + messages[loop.index0 - 1].content + ')' if m.role != 'user' else '')"
+    tokenizer = make_tokenizer(CHATML.replace("m.content", quoted), eos="<|im_end|>")
+    for text in ("q1", "a longer question than that"):
+        with pytest.raises(InputError, match=f"puts '{text}', which message 0 says, where the assistant would learn it"):
+            encode({"messages": say(text, "a1")}, ChatTokenizer(tokenizer), options())
+    # gpt-oss: the name of the function that was called stands before what it returns.
+    naming = CHATML.replace("m.content", "(messages[loop.index0 - 1].tool_calls[0].function.name + ': ' if m.role == 'tool' "
+                            "else '') + m.content + (m.tool_calls[0].function.name if m.tool_calls else '')")
+    messages = [*say("q1"), {"role": "assistant", "content": "", "tool_calls": [call("add")]}, {"role": "tool", "content": "two"},
+                {"role": "assistant", "content": "so"}]
+    ids, mask = encode({"messages": messages}, ChatTokenizer(tokenizer := make_tokenizer(naming)), options())
+    assert tokenizer.decode([t for t, m in zip(ids, mask) if m]) == "add<|im_end|>so<|im_end|>"
+
+
 def test_tokens_that_take_in_white_space():
     """Phi-3: <|assistant|> takes in what follows it, white space of the answer too, and stays the prompt's."""
     template = "{%- for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|a_end|>\n' }}{% endfor %}" \
@@ -554,6 +569,14 @@ def test_content_null_beside_a_call(content):
         tokenizer = make_tokenizer(template)
         ids, mask = encode({"messages": [*say("q"), message]}, ChatTokenizer(tokenizer), options())
         assert tokenizer.decode([t for t, m in zip(ids, mask) if m]) == 'CALL add {"a": 1}<|im_end|>'
+
+
+def test_a_template_that_writes_calls_for_content_null_alone():
+    """DeepSeek R1: it takes a message with a content for an answer."""
+    template = CHATML.replace("m.content", "(m.content if m.content is not none else m.tool_calls[0].function.name)")
+    message = {"role": "assistant", "content": None, "tool_calls": [call("add", a=1)]}
+    ids, mask = encode({"messages": [*say("q"), message]}, ChatTokenizer(tokenizer := make_tokenizer(template)), options())
+    assert tokenizer.decode([t for t, m in zip(ids, mask) if m]) == "add<|im_end|>"
 
 
 @pytest.mark.parametrize("arguments", ["c.function.arguments | tojson",                     # Qwen2.5: an object
@@ -602,6 +625,16 @@ def test_special_tokens_in_texts(template):
     with pytest.raises(InputError, match=r"special token '<\|im_end\|>' is written in a text: data.special_tokens_in_text=esc"):
         controls("error", row["messages"])
     assert controls("error", clean)[0] == own
+
+
+def test_special_tokens_in_texts_that_a_template_shortens():
+    """A mark inside of a token that the template looks for would hide it, so this text is located by its other marks."""
+    tokenizer = make_tokenizer(CHATML.replace("m.content", "m.content | replace('<|user|>', '')"),
+                               control=["<|user|>", '<|"|>'])
+    row = {"messages": say('one two <|"|> <|user|> three', "a1")}
+    ids, _ = encode(row, ChatTokenizer(tokenizer), options(special_tokens_in_text="escape"))
+    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(row["messages"], tokenize=False)
+    assert sum(i in tokenizer.added_tokens_decoder for i in ids) == 4
 
 
 def test_special_tokens_in_plain_texts():
