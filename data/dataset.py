@@ -26,7 +26,7 @@ from data.packing import Batch
 from data.rows import SHAPES, read_shape
 from data.tokens import ChatTokenizer
 
-FORMAT = 3                  # of the cache; raise it when encode() or the files of a cache change
+FORMAT = 4                  # of the cache; raise it when encode() or the files of a cache change
 OPTIONS = ("messages_key", "prompt_key", "response_key", "tools_key", "template_kwargs_key", "train_on", "max_length",
            "truncation", "special_tokens_in_text")
 # A row without a trained token. length: before truncation; shape: the name of the one it was read as.

@@ -19,7 +19,7 @@ from data.forms import text_of
 from data.rows import is_paired, messages_of, read_shape, template_arguments
 from data.tokens import ChatTokenizer
 
-FORMAT = "prompts 3"        # of the cache; raise it when encode_prompt() or the files of a cache change
+FORMAT = "prompts 4"        # of the cache; raise it when encode_prompt() or the files of a cache change
 OPTIONS = ("messages_key", "prompt_key", "tools_key", "template_kwargs_key", "max_prompt_length", "truncation",
            "special_tokens_in_text")
 UNUSED = {"input_ids": [], "length": 0, "record": "", "shape": ""}       # an empty line, or a prompt that is too long
