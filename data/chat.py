@@ -213,6 +213,8 @@ class Conversation:
 
     def behind_header(self, start: int) -> int:
         """start, or the end of the header's last token where this takes in white space that follows it."""
+        if not self.chat.takes_space:
+            return start
         tokens = self.tokens
         t = bisect_right(range(len(tokens.ids)), start, key=lambda t: tokens.place(t)[1])
         if t < len(tokens.ids) and tokens.ids[t] in self.chat.added and self.text[tokens.place(t)[0]:start].strip():
@@ -241,8 +243,11 @@ class Conversation:
 
     def check_end(self, i: int, start: int, end: int) -> None:
         """Generation stops at the first end, so that nothing of the template may follow it in start:end."""
-        tokens, ids = self.tokens.between(start, end), self.chat.ending.ids
-        for t, token in enumerate(tokens.ids[:-1]) if not ids.isdisjoint(tokens.ids[:-1]) else ():
+        ids = self.chat.ending.ids
+        if all(self.text.find(text, start, end) in (-1, end - len(text)) for text in map(self.chat.added.get, ids) if text):
+            return
+        tokens = self.tokens.between(start, end)
+        for t, token in enumerate(tokens.ids[:-1]):
             at, behind = tokens.place(t)
             if token in ids and not any(piece.start <= at < piece.end for piece in self.pieces):
                 raise self.lost(i, f"the template ends it before {self.text[behind:end][:40]!r}")

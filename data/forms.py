@@ -25,8 +25,9 @@ def is_texts(content) -> bool:
 
 def text_of(content: str | list | None) -> str:
     """The text of a message's content, which may be a list of parts, images among them."""
-    parts = content if isinstance(content, list) else [{"text": content or ""}]
-    return "\n".join(str(part["text"]) for part in parts if isinstance(part, dict) and "text" in part)
+    if not isinstance(content, list):
+        return content or ""
+    return "\n".join(str(part["text"]) for part in content if isinstance(part, dict) and "text" in part)
 
 
 def as_json(value) -> str:

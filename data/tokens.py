@@ -65,6 +65,7 @@ class ChatTokenizer:
         self.added = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items()}
         self.special = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items()
                         if token.special and i != tokenizer.unk_token_id}
+        self.takes_space = any(token.lstrip or token.rstrip for token in tokenizer.added_tokens_decoder.values())
         self.beginnings = {text[:2] for text in self.special.values()}
         self.parameters = inspect.signature(tokenizer.apply_chat_template).parameters.keys()
         # That of transformers renders and then tokenizes, which need not be checked for every row.
