@@ -79,10 +79,10 @@ def is_intact(folder: Path) -> bool:
 
 
 def claim(work: Path):
-    """A file with a lock that ends with this process, however it ends."""
+    """A file with a lock that ends with this process, however it ends; processes that it has forked do not share it."""
     (work / "datasets").mkdir()
     file = (work / "datasets" / "lock.new").open("w")
-    fcntl.flock(file, fcntl.LOCK_EX)
+    fcntl.lockf(file, fcntl.LOCK_EX)
     (work / "datasets" / "lock.new").rename(work / "datasets" / "lock")       # there is none without its lock
     return file
 
@@ -92,7 +92,7 @@ def remove_abandoned(cache: Path) -> None:
     for work in cache.glob("*.tmp"):
         try:
             with (work / "datasets" / "lock").open("a") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except FileNotFoundError:
             if work.is_dir() and time.time() - work.stat().st_mtime < CLAIM_SECONDS:
                 continue

@@ -16,12 +16,12 @@ from operator import itemgetter
 from typing import TypeVar
 
 from config import InputError
-from data.calls import forms, prints_calls
-from data.ending import ANSWER, QUESTION, shows
+from data.forms import forms, left_out, prints
 from data.marks import Piece, Text, find_pieces, mark, places_of, texts_of, unmark
 from data.rows import conversation_of, template_arguments
 from data.tokens import HALF_CHARACTER, TEMPLATE_ERRORS, ChatTokenizer, Tokens
 
+WAY_OUT = "give the message loss_mask 0, which trains without it, or name another template in data.chat_template"
 Result = TypeVar("Result")
 Steps = Generator["Conversation", None, Result]
 
@@ -98,13 +98,14 @@ class Conversation:
         accepted, refused = [], None
         for form in forms([{k: v for k, v in m.items() if k not in ("loss_mask", "weight")} for m in messages]):
             try:
-                accepted.append((form, self.render(form, **options)))
+                text = self.render(form, **options)
             except TEMPLATE_ERRORS as error:
                 refused = refused or error
-            else:
-                if prints_calls(*accepted[-1]):
-                    accepted = accepted[-1:]
-                    break
+                continue
+            if prints(form, text):
+                accepted = [(form, text)]
+                break
+            accepted.append((form, text))
         if not accepted:
             raise InputError(f"the chat template refuses the conversation: {refused}") from refused
         self.messages, self.text = accepted[0]
@@ -145,14 +146,16 @@ class Conversation:
             before, behind = runs[r - 1] if r else (None, 0, 0), runs[r + 1] if r + 1 < len(runs) else None
             if i in texts and not said[i]:      # else runs() has put an empty turn behind its header
                 start = self.header_end(i, before[0], before[2], start, end)
-            spans.append((start, self.turn_end(i, end, behind, goes_on=bool(said[i]))))
-            said[i] += self.text[start:spans[-1][1]]
+            spans.append((self.behind_header(start), self.turn_end(i, end, behind)))
+            said[i] += self.text[slice(*spans[-1])]
+            self.check_end(i, *spans[-1])
         for i in turns:
             self.check_complete(i, said[i])
-        for i, start, end in runs:
-            k = bisect_right(spans, start, key=itemgetter(1))
-            if i not in said and start < end and k < len(spans) and spans[k][0] < end:
-                raise InputError(f"the chat template puts {self.text[start:end][:40]!r} where the assistant would learn it")
+        for piece in self.pieces:
+            k = bisect_right(spans, piece.start, key=itemgetter(1))
+            if not (piece.source.spoken and piece.source.message in said) and k < len(spans) and spans[k][0] < piece.end:
+                raise InputError(f"the chat template puts {self.text[piece.start:piece.end][:40]!r}, which message "
+                                 f"{piece.source.message} says, where the assistant would learn it")
         return spans
 
     def runs(self, turns: list[int]) -> list[tuple[int | None, int, int]]:
@@ -186,43 +189,40 @@ class Conversation:
             if len(self.chat.prompts) > 1000:       # a template that writes something else into every gap
                 self.chat.prompts.clear()
             self.chat.prompts[key] = self.prompt(i, before)
-        prompt, header, whole = self.chat.prompts[key]
+        prompt, (header, whole) = self.chat.prompts[key], self.chat.header
         common = len(os.path.commonprefix([prompt, self.text[reached:end]]))
         at = (gap.find(header) if start == end else gap.rfind(header)) if header else -1
         if prompt and common == len(prompt):
-            return reached + max(common, at + len(header) if start < end else 0)        # a header that the prompt lacks
+            return reached + max(common, at + len(header) if at >= 0 and start < end else 0)     # a header that the prompt lacks
         if at < 0:
-            if len(gap.rstrip()) <= common <= len(gap) and start < end and (role == "assistant" or not header and gap.strip()):
+            if len(gap.rstrip()) <= common <= len(gap) and start < end and (
+                    role == "assistant" or gap.strip() and (not header or header not in prompt)):
                 return reached + common         # the beginning of the prompt alone, or the assistant's turn goes on
             raise self.lost(i, f"the prompt for it, {prompt or header!r}, is not in {gap!r}")
         # Some turns of the history have the whole prompt, e.g. with a <think> block, others its header.
         return reached + at + len(whole if gap.startswith(whole, at) else header)
 
-    def prompt(self, i: int, before: int | None) -> tuple[str, str, str]:
-        """(what the template writes behind message `before` when it prompts for turn i, what opens a turn in the history of a
-        chat of two turns, what prompts for one there), empty strings for what it does not show."""
+    def prompt(self, i: int, before: int | None) -> str:
+        """What the template writes behind message `before` when it prompts for turn i, "" if something else is between."""
         texts = texts_of(self.messages[:i])
         places = [places_of(text.text, self.chat.literals(text.text)) for text in texts]
         marked = self.attempt(mark(self.messages[:i], texts, places), add_generation_prompt=True)
         plain, pieces = unmark(marked or "", texts, places)
-        prompt = plain[pieces[-1].end if pieces else 0:] if before == (pieces[-1].source.message if pieces else None) else ""
-        asked = bare = text = None
-        if self.chat.probe:
-            text, bare = self.attempt(self.chat.probe), self.attempt(self.chat.probe[:1])
-            asked = self.attempt(self.chat.probe[:1], add_generation_prompt=True)
-        if asked is None or bare is None or not shows(text):
-            return prompt, "", ""
-        asked, between = asked.partition(QUESTION)[2], text.partition(QUESTION)[2].partition(ANSWER)[0]
-        first, second = self.chat.tokens(asked), self.chat.tokens(bare.partition(QUESTION)[2])
-        count = len(os.path.commonprefix([first.ids, second.ids]))          # what ends the user's turn, in whole tokens
-        closing = asked[:first.place(count - 1)[1]] if count else ""
-        whole = asked[len(closing):]
-        header = os.path.commonprefix([whole, between.removeprefix(closing)])
-        return prompt, header if header.strip() else "", whole
+        last = pieces[-1] if pieces else None
+        return plain[last.end if last else 0:] if before == (last.source.message if last else None) else ""
 
-    def turn_end(self, i: int, said: int, behind: tuple[int | None, int, int] | None, goes_on: bool) -> int:
-        """Where turn i ends, whose text ends at `said`, before the run `behind`: with the token that ends generation.
-        goes_on: this is the rest of a turn, behind what others say in it."""
+    def behind_header(self, start: int) -> int:
+        """start, or the end of the header's last token where this takes in white space that follows it."""
+        if not self.chat.takes_space:
+            return start
+        tokens = self.tokens
+        t = bisect_right(range(len(tokens.ids)), start, key=lambda t: tokens.place(t)[1])
+        if t < len(tokens.ids) and tokens.ids[t] in self.chat.added and self.text[tokens.place(t)[0]:start].strip():
+            return tokens.place(t)[1]
+        return start
+
+    def turn_end(self, i: int, said: int, behind: tuple[int | None, int, int] | None) -> int:
+        """Where turn i ends, whose text ends at `said`, before the run `behind`: with the token that ends generation."""
         ending, gap = self.chat.ending, self.text[said:behind[1] if behind else len(self.text)]
         tokens = self.tokens.between(said, said + len(gap))
         if (end := tokens.first(ending.ids)) is not None:
@@ -230,7 +230,7 @@ class Conversation:
         if ending.text and ending.text in gap:
             return said + gap.index(ending.text) + len(ending.text)
         if behind and behind[0] is not None and self.messages[behind[0]]["role"] == "assistant" and (
-                goes_on or not gap.strip() or (header := self.prompt(0, None)[1]) and header not in gap):
+                not gap.strip() or (header := self.chat.header[0]) and header not in gap):
             return said                 # the same turn of the assistant goes on
         tail = ending.call_tail if self.messages[i].get("tool_calls") else ending.tail
         if behind or not tail:
@@ -241,18 +241,26 @@ class Conversation:
         self.tokens = self.chat.tokens(self.text)
         return len(self.text)
 
+    def check_end(self, i: int, start: int, end: int) -> None:
+        """Generation stops at the first end, so that nothing of the template may follow it in start:end."""
+        ids = self.chat.ending.ids
+        if all(self.text.find(text, start, end) in (-1, end - len(text)) for text in map(self.chat.added.get, ids) if text):
+            return
+        tokens = self.tokens.between(start, end)
+        for t, token in enumerate(tokens.ids[:-1]):
+            at, behind = tokens.place(t)
+            if token in ids and not any(piece.start <= at < piece.end for piece in self.pieces):
+                raise self.lost(i, f"the template ends it before {self.text[behind:end][:40]!r}")
+
     def check_complete(self, i: int, said: str) -> None:
-        """A template for images, or one without tools, skips what it does not know: the turn would be learned empty."""
-        message = self.messages[i]
-        answer = message["content"] if isinstance(message.get("content"), str) else ""
-        calls = [str(call.get("function", call).get("name", "")) for call in message.get("tool_calls", [])]
-        for part in (answer.rpartition("</think>")[2].strip().split("\n")[-1], *calls):
-            if part not in said:
-                raise InputError(f"the chat template leaves out what the assistant says in message {i}: {part[:40]!r}")
+        """Templates skip what they do not know, tool calls for example: the turn would be learned without it."""
+        if missing := left_out(self.messages[i], said):
+            raise InputError(f"the chat template leaves out what the assistant says in message {i}: {missing[:40]!r}. Leave it "
+                             f"out of the row, or {WAY_OUT}")
 
     def lost(self, i: int, why: str) -> InputError:
-        return InputError(f"cannot locate the assistant turn of message {i} in the rendered chat template: {why}. "
-                          "data.train_on=last, or loss_mask 0 on the message, trains without it")
+        return InputError(f"cannot locate the assistant turn of message {i} in the rendered chat template: {why}. You may "
+                          + WAY_OUT)
 
     def escaped(self, options) -> Tokens:
         """The tokens, where options.special_tokens_in_text says what becomes of special tokens that are written in texts."""

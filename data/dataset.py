@@ -5,9 +5,11 @@ Reading a cache needs numpy and torch alone: only rank 0, and only on a miss, im
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import os
+import signal
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -24,13 +26,18 @@ from data.packing import Batch
 from data.rows import SHAPES, read_shape
 from data.tokens import ChatTokenizer
 
-FORMAT = 3                  # of the cache; raise it when encode() or the files of a cache change
+FORMAT = 4                  # of the cache; raise it when encode() or the files of a cache change
 OPTIONS = ("messages_key", "prompt_key", "response_key", "tools_key", "template_kwargs_key", "train_on", "max_length",
            "truncation", "special_tokens_in_text")
 # A row without a trained token. length: before truncation; shape: the name of the one it was read as.
 UNUSED = {"input_ids": [], "loss_mask": [], "length": 0, "shape": ""}
 BATCH_ROWS = 100            # of a call of tokenize_rows
 SERIAL_ROWS = 2000          # fewer rows are tokenized before worker processes have started
+PR_SET_PDEATHSIG = 1        # linux/prctl.h
+
+FORKS_DIE: list[bool] = []  # not empty while map() forks processes, which nobody would end when this one is killed
+LIBC = ctypes.CDLL(None)
+os.register_at_fork(after_in_child=lambda: FORKS_DIE and LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL))
 
 
 def tokenize(files: str | Sequence[str], tokenizer, options, cache_dir: Path, tokenizer_dir: Path | str) -> Path:
@@ -40,18 +47,20 @@ def tokenize(files: str | Sequence[str], tokenizer, options, cache_dir: Path, to
     Raises InputError for a missing, unreadable or empty file, for the first malformed row (as file:line), for rows
     longer than options.max_length when options.truncation is error, and when no row is left.
     """
-    paths, chat = find_files(files), ChatTokenizer.load(tokenizer, Path(tokenizer_dir))
+    return tokenized(files, ChatTokenizer.load(tokenizer, Path(tokenizer_dir)), options, Path(cache_dir), Path(tokenizer_dir),
+                     (FORMAT, OPTIONS, UNUSED, "max_length"), tokenize_row, write_arrays)
+
+
+def tokenized(files: str | Sequence[str], chat: ChatTokenizer, options, cache_dir: Path, tokenizer_dir: Path, kind: tuple,
+              tokenize_row: Callable, write_arrays: Callable) -> Path:
+    """The cache folder, for tokenize() and tokenize_prompts(). kind: FORMAT, OPTIONS, UNUSED and the name of the length limit."""
+    paths, (version, names, unused, limit) = find_files(files), kind
 
     def write(folder: Path) -> None:
-        tables = tokenize_files(paths, tokenize_row, UNUSED, chat, options, folder / "datasets")
-        check_lengths(paths, tables, options.truncation, "max_length", options.max_length)
+        tables = tokenize_files(paths, tokenize_row, unused, chat, options, folder / "datasets")
+        check_lengths(paths, tables, options.truncation, limit, getattr(options, limit))
         write_arrays(folder, tables, options)
-    values = [getattr(options, name) for name in OPTIONS]
-    return say_shapes(cached(Path(cache_dir) / cache_key(paths, chat, Path(tokenizer_dir), FORMAT, values), write))
-
-
-def say_shapes(folder: Path) -> Path:
-    """The folder, after a line for each shape that its rows were read as."""
+    folder = cached(cache_dir / cache_key(paths, chat, tokenizer_dir, version, [getattr(options, name) for name in names]), write)
     stats = json.loads((folder / "stats.json").read_text())
     for name in SHAPES.keys() & stats.keys():
         print(f"data: {stats[name]:,} rows have the shape of {name}: {SHAPES[name].__doc__.split(chr(10))[0]}", flush=True)
@@ -71,20 +80,24 @@ def tokenize_files(paths: list[Path], tokenize_row: Callable, unused: dict, chat
     options = SimpleNamespace(**options) if isinstance(options, Mapping) else options
     tables = []
     gc.freeze()         # a million objects of imported modules, which the collector would go through again and again
-    for i, path in enumerate(paths):
-        rows = read_rows(path, work / str(i))
-        if not len(rows):
-            raise InputError(f"{path}: the file has no rows")
-        num_proc = options.num_proc or (min(8, len(os.sched_getaffinity(0))) if len(rows) >= SERIAL_ROWS else 1)
-        tokens = rows.map(
-            tokenize_rows, batched=True, batch_size=BATCH_ROWS, with_indices=True, remove_columns=rows.column_names,
-            fn_kwargs={"name": str(path), "is_json": is_json(path), "tokenize_row": tokenize_row,
-                       "unused": unused | {"error": None}, "chat": chat, "options": options},
-            features=Features({name: types[name] for name in (*unused, "error")}), desc=f"tokenizing {path.name}",
-            num_proc=min(num_proc, len(rows)) if num_proc > 1 else None,
-            new_fingerprint="tokens", cache_file_name=str(work / str(i) / "tokens.arrow"), load_from_cache_file=False)
-        tables.append(tokens.with_format("arrow")[:])
-    gc.unfreeze()
+    FORKS_DIE.append(True)
+    try:
+        for i, path in enumerate(paths):
+            rows = read_rows(path, work / str(i))
+            if not len(rows):
+                raise InputError(f"{path}: the file has no rows")
+            num_proc = options.num_proc or (min(8, len(os.sched_getaffinity(0))) if len(rows) >= SERIAL_ROWS else 1)
+            tokens = rows.map(
+                tokenize_rows, batched=True, batch_size=BATCH_ROWS, with_indices=True, remove_columns=rows.column_names,
+                fn_kwargs={"name": str(path), "is_json": is_json(path), "tokenize_row": tokenize_row,
+                           "unused": unused | {"error": None}, "chat": chat, "options": options},
+                features=Features({name: types[name] for name in (*unused, "error")}), desc=f"tokenizing {path.name}",
+                num_proc=min(num_proc, len(rows)) if num_proc > 1 else None,
+                new_fingerprint="tokens", cache_file_name=str(work / str(i) / "tokens.arrow"), load_from_cache_file=False)
+            tables.append(tokens.with_format("arrow")[:])
+    finally:
+        FORKS_DIE.clear()
+        gc.unfreeze()
     for table in tables:
         if table["error"].null_count < len(table):
             raise InputError(table["error"].drop_null()[0].as_py())

@@ -132,11 +132,13 @@ def find_pieces(text: str, messages: list[dict], texts: list[Text], render: Call
     if (pieces := attempt(places)) is not None:
         return pieces
     found, unmarked = [], []
-    for k, source in enumerate(texts):          # each text by itself, and each of its marks
-        alone = [[chosen if i == k else [] for i in range(len(texts))] for chosen in (places[k], *([p] for p in places[k]))]
-        attempts = [pieces for pieces in map(attempt, alone) if pieces is not None]
-        found += max(attempts, key=len, default=[])
-        if not attempts:
+    for k, source in enumerate(texts):          # each text by itself, with those of its marks that change nothing else
+        def only(chosen: list[int], k: int = k) -> list[Piece] | None:
+            return attempt([chosen if i == k else [] for i in range(len(texts))])
+        if (pieces := only(places[k])) is None and (kept := [place for place in places[k] if only([place]) is not None]):
+            pieces = only(kept)
+        found += pieces or []
+        if pieces is None:
             unmarked.append(source)
     for source in unmarked:         # a text that is in the chat once is there, or in another text
         said = source.text.strip()

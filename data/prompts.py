@@ -13,14 +13,13 @@ from pathlib import Path
 import numpy as np
 
 from config import InputError
-from data.cache import cache_key, cached
 from data.chat import Conversation, Steps
-from data.dataset import check_lengths, count_rows, kept_tokens, say_shapes, tokenize_files, write_array
-from data.files import find_files
+from data.dataset import count_rows, kept_tokens, tokenized, write_array
+from data.forms import text_of
 from data.rows import is_paired, messages_of, read_shape, template_arguments
 from data.tokens import ChatTokenizer
 
-FORMAT = "prompts 3"        # of the cache; raise it when encode_prompt() or the files of a cache change
+FORMAT = "prompts 4"        # of the cache; raise it when encode_prompt() or the files of a cache change
 OPTIONS = ("messages_key", "prompt_key", "tools_key", "template_kwargs_key", "max_prompt_length", "truncation",
            "special_tokens_in_text")
 UNUSED = {"input_ids": [], "length": 0, "record": "", "shape": ""}       # an empty line, or a prompt that is too long
@@ -48,14 +47,8 @@ def tokenize_prompts(files: str | Sequence[str], tokenizer, options, cache_dir: 
     Raises InputError for a missing, unreadable or empty file, for the first malformed row (as file:line), for prompts
     longer than options.max_prompt_length when options.truncation is error, and when no row is left.
     """
-    paths, chat = find_files(files), ChatTokenizer.load(tokenizer, Path(tokenizer_dir))
-
-    def write(folder: Path) -> None:
-        tables = tokenize_files(paths, tokenize_row, UNUSED, chat, options, folder / "datasets")
-        check_lengths(paths, tables, options.truncation, "max_prompt_length", options.max_prompt_length)
-        write_arrays(folder, tables, options)
-    values = [getattr(options, name) for name in OPTIONS]
-    return say_shapes(cached(Path(cache_dir) / cache_key(paths, chat, Path(tokenizer_dir), FORMAT, values), write))
+    return tokenized(files, ChatTokenizer.load(tokenizer, Path(tokenizer_dir)), options, Path(cache_dir), Path(tokenizer_dir),
+                     (FORMAT, OPTIONS, UNUSED, "max_prompt_length"), tokenize_row, write_arrays)
 
 
 def tokenize_row(row: dict, chat: ChatTokenizer, options) -> Steps[dict]:
@@ -108,12 +101,6 @@ def without_reply(messages: list[dict], row: dict, options) -> list[dict]:
     if not end:
         raise InputError(f'"{options.messages_key}" has turns of the assistant alone')
     return messages[:end]
-
-
-def text_of(content: str | list) -> str:
-    """The text of a message, whose content may be a list of parts: images too."""
-    parts = [{"text": content}] if isinstance(content, str) else content
-    return "\n".join(str(part["text"]) for part in parts if isinstance(part, dict) and "text" in part)
 
 
 def write_arrays(folder: Path, tables: list, options) -> None:

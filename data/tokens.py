@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import inspect
 import json
 import re
@@ -13,7 +14,8 @@ from pathlib import Path
 import jinja2
 
 from config import InputError
-from data.ending import PROBES, Ending, read_ending, shows
+from data.forms import forms
+from data.turns import PROBE, Ending, read_ending, read_header, shows
 
 # What Jinja templates raise on a conversation that they refuse, raise_exception(...) included.
 TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError)
@@ -63,11 +65,15 @@ class ChatTokenizer:
         self.added = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items()}
         self.special = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items()
                         if token.special and i != tokenizer.unk_token_id}
+        self.takes_space = any(token.lstrip or token.rstrip for token in tokenizer.added_tokens_decoder.values())
         self.beginnings = {text[:2] for text in self.special.values()}
         self.parameters = inspect.signature(tokenizer.apply_chat_template).parameters.keys()
         # That of transformers renders and then tokenizes, which need not be checked for every row.
         self.is_stock = type(tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template
-        self.prompts: dict[tuple, str | None] = {}      # of Conversation.prompt
+        # A template that writes the time would write another one each time it renders a chat.
+        writes_time = "strftime_now" in str(tokenizer.chat_template)
+        self.clock = {"strftime_now": datetime.datetime.now().strftime} if writes_time else {}
+        self.prompts: dict[tuple, str] = {}      # of Conversation.prompt
 
     @classmethod
     def load(cls, tokenizer, directory: Path) -> ChatTokenizer:
@@ -82,14 +88,18 @@ class ChatTokenizer:
     @cached_property
     def probe(self) -> list[dict] | None:
         """A chat of two turns that the template accepts."""
-        return next((messages for messages in PROBES if shows(self.attempt(messages))), None)
+        return next((messages for messages in forms(PROBE) if shows(self.attempt(messages))), None)
+
+    @cached_property
+    def header(self) -> tuple[str, str]:
+        return read_header(self)
 
     @cached_property
     def ending(self) -> Ending:
         return read_ending(self)
 
     def render(self, messages: list[dict], tools: list | None = None, tokenize: bool = False, **options):
-        return self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=tokenize, **options)
+        return self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=tokenize, **self.clock, **options)
 
     def attempt(self, messages: list[dict], tools: list | None = None, **options) -> str | None:
         """The text, or None: a template may refuse a part of a conversation, e.g. one without a user turn."""

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings, strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from config import InputError
@@ -456,6 +456,93 @@ def test_a_template_that_always_prompts_for_an_answer(template, eos):
         assert trained(tokenizer, {"messages": messages}) == [f"a{i + 1}{end}" for i in range(len(messages) // 2)]
 
 
+CHAT = "{%- for m in messages %}{{ USER if m.role == 'user' else TURN }}{% endfor %}" \
+       "{% if add_generation_prompt %}{{ PROMPT }}{% endif %}"
+
+
+@pytest.mark.parametrize("user, turn, prompt, answers", [
+    # DeepSeek V3.2, GLM 4.7: the prompt opens the thinking that the history closes. Both tags begin alike.
+    ("'<|user|>' + m.content", "'<|assistant|><shut>' + m.content + eos_token", "'<|assistant|><open>'",
+     ["<shut>a1</s>", "<shut>a2</s>"]),
+    # Alpaca, Llama 4: other white space before a header than before the prompt.
+    ("'### User:\\n' + m.content", "'\\n\\n### Answer:\\n' + m.content + eos_token", "'### Answer:\\n'", ["a1</s>", "a2</s>"]),
+    ("'### User:\\n' + m.content", "'### Answer:\\n' + m.content + eos_token", "'\\n\\n### Answer:\\n'", ["a1</s>", "a2</s>"])])
+def test_headers_that_differ_from_the_prompt(user, turn, prompt, answers):
+    template = CHAT.replace("USER", user).replace("TURN", turn).replace("PROMPT", prompt)
+    tokenizer = make_tokenizer(template, control=CONTROL)
+    assert trained(tokenizer, {"messages": say("q1", "a1", "q2", "a2")}) == answers
+
+
+def test_a_template_that_always_prompts_for_thoughts():
+    """Command R7B: not one turn of its history begins as its prompt does."""
+    template = "{%- for m in messages %}{{ '<|turn>' + m.role + ('<|a_start|>' if m.role == 'assistant' else '') }}" \
+               "{{- m.content + '<turn|>' }}{% endfor %}{{- '<|turn>assistant<|assistant|><|u_end|>' }}"
+    tokenizer = make_tokenizer(template, eos="<turn|>", control=CONTROL)
+    assert trained(tokenizer, {"messages": say("q1", "a1", "q2", "a2")}) == ["<|a_start|>a1<turn|>", "<|a_start|>a2<turn|>"]
+
+
+def test_a_second_message_of_the_assistant_without_a_header():
+    template = CHATML.replace("{{ '<|im_start|>' + m.role + '\n' +", "{{ ('' if m.role == 'assistant' and messages[loop.index0 - 1]"
+                              ".role == 'assistant' else '<|im_start|>' + m.role + '\n') +").replace(
+        "if add_generation_prompt", "if add_generation_prompt and messages[-1].role != 'assistant'")
+    row = {"messages": [*say("q1", "one, and more of it"), {"role": "assistant", "content": "two, and more of it"}]}
+    assert trained(template, row) == ["one, and more of it<|im_end|>", "two, and more of it<|im_end|>"]
+
+
+def test_a_turn_that_goes_on_after_its_end_is_an_error():
+    """Generation would stop before the call (GigaChat 3), or there is a header where it should stop (diffusion Gemma)."""
+    calling = {"role": "assistant", "content": "I add.", "tool_calls": [call("add", a="one")]}
+    for between in ("<|im_end|>\nfunction call<|user|>", "<|im_end|>\n<|im_start|>assistant\n"):
+        calls = "{% for c in m.tool_calls or [] %}{{ BETWEEN + c.function.name + c.function.arguments | tojson }}{% endfor %}"
+        template = CHATML.replace("m.content + '", "m.content }}" + calls.replace("BETWEEN", repr(between)) + "{{ '")
+        tokenizer = make_tokenizer(template, eos="<|im_end|>", control=CONTROL)
+        with pytest.raises(InputError, match="message 1 .* the template ends it before '.*add.*You may give the"):
+            trained(tokenizer, {"messages": [*say("q1"), calling]})
+        assert trained(tokenizer, {"messages": say("q1", "see <|im_end|>\nno")}) == ["see <|im_end|>\nno<|im_end|>"]
+    headed = GEMMA4.replace("not (m.role == 'assistant' and ns.before == 'assistant')", "true")
+    gemma = make_tokenizer(headed, eos="<turn|>", control=CONTROL)
+    messages = [*say("q1"), calling, {"role": "tool", "content": "2"}, {"role": "assistant", "content": "It is 2."}]
+    with pytest.raises(InputError, match="message 1 .*nothing behind it would teach the model to stop"):
+        trained(gemma, {"messages": messages}, ["<|tool_response>"])
+
+
+def test_a_prompt_that_writes_more_than_the_history():
+    """Gemma 4: it prompts for thoughts in the open turn, behind what a tool returns, and none are in its history."""
+    template = GEMMA4.replace(r"and messages[-1].role != 'tool' %}{{ '<|turn>assistant\n' }}",
+                              r"%}{{ '' if messages[-1].role == 'tool' else '<|turn>assistant\n' }}{{ '<|u_start|><|u_end|>' }}")
+    gemma = make_tokenizer(template, eos="<turn|>", control=CONTROL)
+    messages = [*say("q1"), {"role": "assistant", "tool_calls": [call("add", a="one")]}, {"role": "tool", "content": "the result"},
+                {"role": "assistant", "content": "It is 2."}]
+    assert trained(gemma, {"messages": messages}, ["<|tool_response>"]) == [
+        '<|tool_call>call:add{"a": "one"}<tool_call|><|tool_response>', "It is 2.<turn|>"]
+
+
+def test_what_others_say_is_never_learned():
+    quoted = "m.content + (' (' + messages[loop.index0 - 1].content + ')' if m.role != 'user' else '')"
+    tokenizer = make_tokenizer(CHATML.replace("m.content", quoted), eos="<|im_end|>")
+    for text in ("q1", "a longer question than that"):
+        with pytest.raises(InputError, match=f"puts '{text}', which message 0 says, where the assistant would learn it"):
+            encode({"messages": say(text, "a1")}, ChatTokenizer(tokenizer), options())
+    # gpt-oss: the name of the function that was called stands before what it returns.
+    naming = CHATML.replace("m.content", "(messages[loop.index0 - 1].tool_calls[0].function.name + ': ' if m.role == 'tool' "
+                            "else '') + m.content + (m.tool_calls[0].function.name if m.tool_calls else '')")
+    messages = [*say("q1"), {"role": "assistant", "content": "", "tool_calls": [call("add")]}, {"role": "tool", "content": "two"},
+                {"role": "assistant", "content": "so"}]
+    ids, mask = encode({"messages": messages}, ChatTokenizer(tokenizer := make_tokenizer(naming)), options())
+    assert tokenizer.decode([t for t, m in zip(ids, mask) if m]) == "add<|im_end|>so<|im_end|>"
+
+
+def test_tokens_that_take_in_white_space():
+    """Phi-3: <|assistant|> takes in what follows it, white space of the answer too, and stays the prompt's."""
+    template = "{%- for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|a_end|>\n' }}{% endfor %}" \
+               "{{- '<|assistant|>\n' if add_generation_prompt }}"
+    tokenizer = make_tokenizer(template, eos="<|a_end|>")
+    tokenizer.add_tokens([AddedToken(text, rstrip=True, special=True, normalized=False)
+                          for text in ("<|user|>", "<|assistant|>", "<|a_end|>")])
+    ids, mask = encode({"messages": say("q1", "\n a1", "q2", "a2 ")}, ChatTokenizer(tokenizer), options())
+    assert [tokenizer.decode([t]) for t, m in zip(ids, mask) if m] == ["a", "1", "<|a_end|>", "a", "2", " ", "<|a_end|>"]
+
+
 def test_weight_0_takes_a_turn_out():
     messages = say("q1", "a1", "q2", "a2")
     messages[1]["weight"], messages[3]["weight"] = 0, 1
@@ -482,6 +569,14 @@ def test_content_null_beside_a_call(content):
         tokenizer = make_tokenizer(template)
         ids, mask = encode({"messages": [*say("q"), message]}, ChatTokenizer(tokenizer), options())
         assert tokenizer.decode([t for t, m in zip(ids, mask) if m]) == 'CALL add {"a": 1}<|im_end|>'
+
+
+def test_a_template_that_writes_calls_for_content_null_alone():
+    """DeepSeek R1: it takes a message with a content for an answer."""
+    template = CHATML.replace("m.content", "(m.content if m.content is not none else m.tool_calls[0].function.name)")
+    message = {"role": "assistant", "content": None, "tool_calls": [call("add", a=1)]}
+    ids, mask = encode({"messages": [*say("q"), message]}, ChatTokenizer(tokenizer := make_tokenizer(template)), options())
+    assert tokenizer.decode([t for t, m in zip(ids, mask) if m]) == "add<|im_end|>"
 
 
 @pytest.mark.parametrize("arguments", ["c.function.arguments | tojson",                     # Qwen2.5: an object
@@ -532,6 +627,16 @@ def test_special_tokens_in_texts(template):
     assert controls("error", clean)[0] == own
 
 
+def test_special_tokens_in_texts_that_a_template_shortens():
+    """A mark inside of a token that the template looks for would hide it, so this text is located by its other marks."""
+    tokenizer = make_tokenizer(CHATML.replace("m.content", "m.content | replace('<|user|>', '')"),
+                               control=["<|user|>", '<|"|>'])
+    row = {"messages": say('one two <|"|> <|user|> three', "a1")}
+    ids, _ = encode(row, ChatTokenizer(tokenizer), options(special_tokens_in_text="escape"))
+    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(row["messages"], tokenize=False)
+    assert sum(i in tokenizer.added_tokens_decoder for i in ids) == 4
+
+
 def test_special_tokens_in_plain_texts():
     tokenizer = make_tokenizer(None)
     row = {"prompt": "a</s>", "response": "b<|im_end|>"}
@@ -541,6 +646,12 @@ def test_special_tokens_in_plain_texts():
     assert not set(ids[2][:-1]) & set(tokenizer.added_tokens_decoder)
     with pytest.raises(InputError, match="special token '</s>' is written in a text"):
         encode(row, ChatTokenizer(tokenizer), options(special_tokens_in_text="error"))
+
+
+def test_a_template_that_writes_the_time():
+    tokenizer = make_tokenizer("{{ strftime_now('%H:%M:%S.%f') }}" + CHATML)
+    ids, mask = encode({"messages": say("a", "a")}, ChatTokenizer(tokenizer), options())
+    assert tokenizer.decode([t for t, m in zip(ids, mask) if m]) == "a<|im_end|>"
 
 
 def test_texts_that_templates_look_at():
@@ -556,11 +667,25 @@ def test_texts_that_templates_look_at():
 def test_a_template_that_leaves_out_what_is_said_is_an_error():
     with pytest.raises(InputError, match="leaves out what the assistant says in message 1: 'add'"):
         trained(CHATML, {"messages": [{"content": ""} | m for m in AGENT]})
-    images = CHATML.replace("m.content", "(m.content | selectattr('text', 'defined') | map(attribute='text') | join)")
-    with pytest.raises(InputError, match="leaves out what the assistant says in message 1: 'the cat'"):
-        trained(images, {"messages": say("q", "hi\nthe cat")})
-    parts = say([{"type": "text", "text": "q"}], [{"type": "text", "text": "the cat"}])
-    assert trained(images, {"messages": parts}) == ["the cat<|im_end|>"]
+    silent = CHATML.replace("m.content", "('' if 'cat' in m.content | string else m.content)")
+    for text in ("hi\nthe cat", [{"type": "text", "text": "the cat"}]):
+        with pytest.raises(InputError, match="leaves out what the assistant says in message 1: 'the cat'. Leave it out of the row"):
+            encode({"messages": say("q", text)}, ChatTokenizer(make_tokenizer(silent)), options())
+
+
+@pytest.mark.parametrize("content", [
+    "m.content",                                                        # refuses a list
+    "m.content | string",                                               # prints it as Python does
+    "(m.content if m.content is string else m.content | tojson)",       # prints it as JSON
+    "(m.content if m.content is string else '')",                       # leaves it out
+    "(m.content | selectattr('text', 'defined') | map(attribute='text') | join)",           # leaves out strings
+    "m.content[0].text"])                                               # refuses strings
+def test_contents_of_parts_and_of_text_are_read_by_every_template(content):
+    tokenizer = make_tokenizer(CHATML.replace("m.content", content))
+    for turns in (("the dog", "the cat"), [[{"type": "text", "text": text}] for text in ("the dog", "the cat")]):
+        ids, mask = encode({"messages": say(*turns)}, ChatTokenizer(tokenizer), options())
+        assert tokenizer.decode(ids) == "<|im_start|>user\nthe dog<|im_end|>\n<|im_start|>assistant\nthe cat<|im_end|>\n"
+        assert tokenizer.decode([t for t, m in zip(ids, mask) if m]) == "the cat<|im_end|>"
 
 
 def test_prompt_and_response():

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -346,21 +347,25 @@ def test_a_cache_is_found_until_something_changes(make, tokenizer_dir, tmp_path)
 def test_a_killed_tokenization_leaves_nothing_for_good(make, tokenizer_dir, tmp_path):
     path = write(tmp_path / "a.jsonl", [chat("question", "answer " * 20)] * 400)
     code = f"""if True:
-        import os, sys
+        import os, sys, time
         from types import SimpleNamespace
         from transformers import PreTrainedTokenizerFast
         import data.dataset
-        data.dataset.os.getpid = lambda: 7                  # as in containers
+        if sys.argv[1] == "wait":
+            data.dataset.os.getpid = lambda: 7              # as in containers
         tokenizer = PreTrainedTokenizerFast.from_pretrained({str(tokenizer_dir)!r})
         options = SimpleNamespace(**{vars(options())!r})
         if sys.argv[1] == "wait":
             data.dataset.write_arrays = lambda *_: (print("ready", flush=True), sys.stdin.read())
+        if sys.argv[1] == "work":
+            options.num_proc = 2
+            data.dataset.tokenize_row = lambda *_: (os.write(1, b"ready\\n"), time.sleep(600))
         print(data.dataset.tokenize({str(path)!r}, tokenizer, options, {str(tmp_path / "cache")!r}, {str(tokenizer_dir)!r}))"""
     command, cache = [sys.executable, "-c", code], tmp_path / "cache"
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
 
-    def start():
-        process = subprocess.Popen([*command, "wait"], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    def start(how="wait"):
+        process = subprocess.Popen([*command, how], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert "ready\n" in iter(process.stdout.readline, ""), "ended too early"
         return process
     killed, alive = start(), start()
@@ -374,6 +379,26 @@ def test_a_killed_tokenization_leaves_nothing_for_good(make, tokenizer_dir, tmp_
     alive.wait()
     make(write(path, ROWS))
     assert not list(cache.glob("*.tmp"))
+    write(path, [chat("question", "answer " * 20)] * 300)
+    working = start("work")             # with processes of its own, which would keep the folder
+    forked = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if process_state(pid)[1:] == [str(working.pid)]]
+    working.kill()
+    working.wait()
+    assert len(forked) >= 2 and list(cache.glob("*.tmp"))
+    deadline = time.monotonic() + 60
+    while any(process_state(pid)[:1] not in ([], ["Z"]) for pid in forked):
+        assert time.monotonic() < deadline, "they live on"
+        time.sleep(0.05)
+    make(path)
+    assert not list(cache.glob("*.tmp"))
+
+
+def process_state(pid):
+    """[state, parent] of a process, empty if there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+    except (FileNotFoundError, ProcessLookupError):
+        return []
 
 
 def test_a_damaged_cache_is_made_anew(make, tmp_path, capsys):

@@ -1,25 +1,27 @@
-"""How a chat template ends the turns of the assistant, read off a chat of two turns."""
+"""How a chat template begins and ends the turns of the assistant, read off a chat of two turns."""
 
 from __future__ import annotations
 
 import os.path
+import re
 from typing import NamedTuple
 
-from data.calls import forms
+from data.forms import forms
 
 QUESTION, ANSWER, QUESTION_2, ANSWER_2 = TEXTS = "pQuestionOne", "pAnswerOne", "pQuestionTwo", "pAnswerTwo"
 ROLES = ("user", "assistant") * 2
-# A template for images may know contents in parts alone.
-PROBES = ([{"role": role, "content": text} for role, text in zip(ROLES, TEXTS)],
-          [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in zip(ROLES, TEXTS)])
+PROBE = [{"role": role, "content": text} for role, text in zip(ROLES, TEXTS)]
 CALL = {"id": "pCall0001", "type": "function", "function": {"name": "pName", "arguments": {"pKey": "pValue"}}}
-CALL_PROBE = [PROBES[0][0], {"role": "assistant", "content": ANSWER, "tool_calls": [CALL]},
+CALL_PROBE = [PROBE[0], {"role": "assistant", "content": ANSWER, "tool_calls": [CALL]},
               {"role": "tool", "content": QUESTION_2, "name": "pName", "tool_call_id": CALL["id"]}]
 
 
 def shows(text: str | None) -> bool:
     """Whether a template has written each text of a probe once."""
     return text is not None and all(text.count(t) == 1 for t in TEXTS)
+
+
+HALF_TAG = re.compile(r"<[^<>]*$")          # <think> and </think> both begin with it
 
 
 class Ending(NamedTuple):
@@ -32,6 +34,25 @@ class Ending(NamedTuple):
     text: str = ""
     tail: str = ""
     call_tail: str = ""
+
+
+def read_header(chat) -> tuple[str, str]:
+    """(what begins a turn of the assistant, what asks for one: the same and perhaps more), without the end of the user's turn;
+    empty strings where the template does not show it."""
+    asked = chat.probe and chat.attempt(chat.probe[:1], add_generation_prompt=True)
+    bare = chat.probe and chat.attempt(chat.probe[:1])
+    if asked is None or bare is None:
+        return "", ""
+    asked, bare = asked.partition(QUESTION)[2], bare.partition(QUESTION)[2]
+    between = chat.attempt(chat.probe).partition(QUESTION)[2].partition(ANSWER)[0]
+    tokens = chat.tokens(asked)
+    count = len(os.path.commonprefix([tokens.ids, chat.tokens(bare).ids]))
+    closing = asked[:tokens.place(count - 1)[1]] if 0 < count < len(tokens.ids) else ""
+    prompt = asked[len(closing):].lstrip()          # the white space before it may differ
+    header = os.path.commonprefix([prompt, between.removeprefix(closing).lstrip()])
+    if header != prompt:
+        header = HALF_TAG.sub("", header)
+    return header if header.strip() else "", prompt
 
 
 def read_ending(chat) -> Ending:
