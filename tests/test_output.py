@@ -95,6 +95,10 @@ def test_a_rank_that_gives_no_sign_of_life_is_named_whatever_the_others_wait_for
     stopped, waiting = (subprocess.Popen([sys.executable, "tests/hang_worker.py", tmp_path, number], cwd=ROOT, text=True,
                         stderr=subprocess.PIPE, env=env | {"RANK": rank, "LOCAL_RANK": rank}) for rank in "01")
     try:
+        if number == "SIGKILL":
+            stopped.wait(120)
+            time.sleep(2)
+            waiting.terminate()             # as torchrun does
         said = waiting.communicate(timeout=120)[1]
     finally:
         stopped.kill()
