@@ -139,7 +139,8 @@ def differences(out: Path, expected: dict[str, object], stopped: set[int]) -> li
 
 def descendants(process) -> list[psutil.Process]:
     try:
-        return psutil.Process(process.pid).children(recursive=True)
+        children = psutil.Process(process.pid).children(recursive=True)
+        return [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
     except psutil.NoSuchProcess:
         return []
 
