@@ -92,7 +92,7 @@ class Heartbeat:
 
     def gone(self) -> dict[int, dict]:
         """The records that nobody writes any more, by rank."""
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)       # from torchrun, where a rank of this node has said what is wrong
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)       # torchrun sends it at once where the rendezvous is lost, too
         before = self.records()
         time.sleep(2 * self.interval)
         return {record["rank"]: record for record in self.records() if record in before}

@@ -139,7 +139,8 @@ def differences(out: Path, expected: dict[str, object], stopped: set[int]) -> li
 
 def descendants(process) -> list[psutil.Process]:
     try:
-        return psutil.Process(process.pid).children(recursive=True)
+        children = psutil.Process(process.pid).children(recursive=True)
+        return [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
     except psutil.NoSuchProcess:
         return []
 
@@ -448,6 +449,7 @@ def main() -> None:
     if unknown := set(arguments.loops) - MINUTES.keys():
         parser.error(f"no such loop: {', '.join(unknown)}")
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))         # and end what has been started
     directory = Path(tempfile.mkdtemp(prefix="soak", dir=arguments.directory))
     make_assets(directory)
     print(f"seed {arguments.seed}, in {directory}", flush=True)
@@ -464,7 +466,10 @@ def main() -> None:
             return result.rounds == 0 or times[-1] - begun + longest < limit
 
         (directory / name).mkdir()
-        (lost if name == "nodes" else killed)(name, directory, directory / name, rng, result, more)
+        try:
+            (lost if name == "nodes" else killed)(name, directory, directory / name, rng, result, more)
+        finally:
+            wait_for_all([], 0)
         result.seconds = time.monotonic() - begun
     print(f"\n{'loop':10}{'rounds':>8}{'kills':>8}{'resumed':>9}{'anew':>6}{'wrong':>7}{'minutes':>9}")
     for name, r in results.items():

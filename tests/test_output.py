@@ -95,6 +95,10 @@ def test_a_rank_that_gives_no_sign_of_life_is_named_whatever_the_others_wait_for
     stopped, waiting = (subprocess.Popen([sys.executable, "tests/hang_worker.py", tmp_path, number], cwd=ROOT, text=True,
                         stderr=subprocess.PIPE, env=env | {"RANK": rank, "LOCAL_RANK": rank}) for rank in "01")
     try:
+        if number == "SIGKILL":
+            stopped.wait(120)
+            time.sleep(2)
+            waiting.terminate()             # as torchrun does
         said = waiting.communicate(timeout=120)[1]
     finally:
         stopped.kill()
@@ -106,12 +110,13 @@ def test_a_rank_that_gives_no_sign_of_life_is_named_whatever_the_others_wait_for
 @pytest.mark.parametrize("when", ["during the imports", "while they train"])
 def test_ranks_end_when_torchrun_is_killed(tmp_path, when):
     code = tmp_path / "sleep.py"
-    begin = f"import time; from pathlib import Path; from engines import device; up = Path({str(tmp_path)!r}, 'up')\n"
+    begin = "import os, time; from pathlib import Path; from engines import device; " \
+            f"up = Path({str(tmp_path)!r}, 'up' + os.environ['RANK'])\n"
     code.write_text(begin + ("up.touch(); time.sleep(5); device.init()" if when == "during the imports" else
                              "device.init(); up.touch(); time.sleep(600)"))
     process = subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", code],
                                env=environment(PYTHONPATH=str(ROOT)), stderr=subprocess.DEVNULL)
-    wait_for((tmp_path / "up").exists, process)
+    wait_for(lambda: (tmp_path / "up0").exists() and (tmp_path / "up1").exists(), process)
     ranks = psutil.Process(process.pid).children()
     assert len(ranks) == 2
     process.send_signal(signal.SIGKILL)
