@@ -1,9 +1,11 @@
 """What a run shows of itself while it goes on: console, tensorboard, wandb."""
 
 import json
+import os
 import re
 import sys
 from html import unescape
+from pathlib import Path
 
 import pytest
 import torch
@@ -49,6 +51,23 @@ def test_the_console_names_steps_whose_rewards_are_all_equal(tmp_path, capsys):
     assert "steps are 1: nothing is learned from them; set trainer.rollout_freq=1 to see them" in capsys.readouterr().out
     track(tmp_path / "single", [[0, 1]], "rollout.n=1")
     assert "score 0.500  2.00 s" in capsys.readouterr().out, "one response has no other to differ from"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_full_disk_is_named(tmp_path):
+    """The files of tensorboard, whose thread writes them late, and the picture."""
+    (tmp_path / "report.png").symlink_to("/dev/full")
+    tracker = tracking.Tracker(configure(tmp_path, "trainer.logger=[]"), 0, 0, 1)
+    tracker.log(1, {"val/loss": 1.0})
+    with pytest.raises(InputError, match=rf"the disk is full: {tmp_path}/report.png needs"):
+        tracker.close()
+    (tmp_path / "report.png").unlink()
+    tracker = tracking.Tracker(configure(tmp_path, "trainer.logger=[tensorboard]"), 0, 1, 2)
+    number, = (int(link.name) for link in Path("/proc/self/fd").iterdir() if "events.out.tfevents" in os.readlink(link))
+    os.dup2(os.open("/dev/full", os.O_WRONLY), number)
+    with pytest.raises(InputError, match=rf"the disk is full: {tmp_path}/tensorboard needs"):
+        tracker.log(2, {"val/loss": 1.0})
+        tracker.close()
 
 
 def test_a_run_that_begins_anew_has_each_step_once(tmp_path):
