@@ -30,7 +30,8 @@ PLAIN_NAMES = ("enable", "name", "path", "type")        # without their group th
 
 
 # Words of a key, or of a variable of the environment, that say its value is for nobody's eyes.
-SECRET = re.compile(r"(^|[_.])(api_?keys?|keys?|tokens?|secrets?|password|passwd|credentials?)$", re.IGNORECASE)
+SECRET = re.compile(r"(^|[_.])(api_?keys?|keys?|tokens?|secrets?|passwd|credentials?|auth|pat|pass|passphrase)$|_pwd$|password",
+                    re.IGNORECASE)
 
 
 class InputError(ValueError):
@@ -114,10 +115,13 @@ RULES = {key: rule for rule, keys in (
         engine.pipeline_model_parallel_size engine.virtual_pipeline_model_parallel_size engine.expert_model_parallel_size
         engine.log_prob_chunk_size"""),
     (at_least(2), "data.max_length data.max_tokens_per_micro_batch"),
-    (at_least(0.0), """validation.temperature reward.overlong_penalty algorithm.clip_ratio_high algorithm.kl_ctrl.kl_coef
+    (at_least(0.01), "rollout.temperature"),        # vLLM samples with 0.01 where less is asked for, in silence
+    (rule("must be 0 (greedy) or at least 0.01", lambda v: v == 0 or v >= 0.01,
+          anyOf=[{"const": 0}, {"minimum": 0.01}]), "validation.temperature"),
+    (at_least(0.0), """reward.overlong_penalty algorithm.clip_ratio_high algorithm.kl_ctrl.kl_coef
         algorithm.kl_loss_coef critic.lr critic.cliprange_value optim.lr optim.weight_decay optim.clip_grad"""),
     (at_least(1.0), "algorithm.rollout_rs_threshold"),
-    (above(0.0), """rollout.temperature reward.timeout reward.memory_gib algorithm.kl_ctrl.target_kl
+    (above(0.0), """reward.timeout reward.memory_gib algorithm.kl_ctrl.target_kl
         algorithm.rollout_is_threshold optim.eps"""),
     (between(0.0, 1.0), """rollout.min_p validation.min_p reward.max_failure_rate algorithm.gamma algorithm.lam
         algorithm.clip_ratio_low algorithm.rollout_rs_threshold_lower optim.lr_warmup_steps_ratio optim.lr_decay_steps_ratio
@@ -189,16 +193,22 @@ def load(defaults: str, arguments: list[str]) -> DictConfig:
 
 
 def without_secrets(config: DictConfig) -> DictConfig:
-    """A copy to show and to keep: a value that the environment holds, too, is ${oc.env:NAME} again where its name or the
-    name of the key looks secret, whether an interpolation or the shell has put it into the configuration."""
+    """A copy to show and to keep, with the secrets of its values hidden, whether an interpolation or the shell has put them
+    there."""
     shown = OmegaConf.create(OmegaConf.to_container(config))
-    values = sorted(((value, name) for name, value in os.environ.items() if len(value) >= 6), key=lambda v: -len(v[0]))
-    for key, text in _flat(shown).items():
-        for value, name in values:
-            if isinstance(text, str) and value in text and (SECRET.search(name) or key not in _places() and SECRET.search(key)):
-                text = text.replace(value, f"${{oc.env:{name}}}")
-                OmegaConf.update(shown, key, text)
+    for key, value in _flat(shown).items():
+        if isinstance(value, str) and (hidden := hide_secrets(value, key not in _places() and SECRET.search(key))) != value:
+            OmegaConf.update(shown, key, hidden)
     return shown
+
+
+def hide_secrets(text: str, is_secret: bool = False) -> str:
+    """The text with ${oc.env:NAME} in the place of what the environment holds under a NAME that looks secret; if the text itself
+    is a secret, under any name."""
+    for name, value in sorted(os.environ.items(), key=lambda item: -len(item[1])):
+        if len(value) >= 6 and (is_secret or SECRET.search(name)):
+            text = text.replace(value, f"${{oc.env:{name}}}")
+    return text
 
 
 def run(main: Callable[[DictConfig], None], defaults: str, doc: str) -> None:
@@ -212,8 +222,11 @@ def run(main: Callable[[DictConfig], None], defaults: str, doc: str) -> None:
         rank = int(os.environ.get("RANK", 0))
         if int(os.environ.get("LOCAL_RANK", rank)) == 0:            # a file may be missing on one node alone
             from tqdm import tqdm  # which ends the line of a progress bar
-            tqdm.write(f"error{f' on rank {rank}' if rank else ''}: {' '.join(str(error).split())}", file=sys.stderr)
+            said = hide_secrets(" ".join(str(error).split()))
+            tqdm.write(f"error{f' on rank {rank}' if rank else ''}: {said}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:           # before job.Agreement, which knows what to do
+        os._exit(130)
 
 
 def _engines() -> list[Path]:

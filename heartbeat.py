@@ -56,8 +56,11 @@ class Heartbeat:
     def _watch(self) -> None:
         unchanged, before = Counter(), []
         while not self.ended.wait(self.interval):
-            self._write()
-            now, records = time.time(), self.records()
+            try:
+                self._write()
+                now, records = time.time(), self.records()
+            except (OSError, ValueError):       # read while it is written, on a network's file system: the next look is soon
+                continue
             # Looks are counted, not seconds: clocks differ between nodes, and a whole job may have been suspended.
             unchanged = Counter({record["rank"]: unchanged[record["rank"]] + 1 for record in records if record in before})
             before, first = records, max(record["entered"] for record in records)

@@ -149,7 +149,7 @@ def start_profiler(config, device, total_steps: int, model_stages: list[str]):
 
 
 def check_skipped(trainer, skipped: int, updates: int, last: bool) -> None:
-    """Raise InputError for a run that learns nothing: of so many updates these were skipped. last: there is no other step."""
+    """Raise InputError where a model learns nothing: of so many of its updates these were skipped. last: there is no other step."""
     if skipped > trainer.max_skipped_steps or last and 0 < skipped == updates:
         raise InputError(f"the gradient was not finite in {skipped} of {updates} updates (trainer.max_skipped_steps="
                          f"{trainer.max_skipped_steps}): lower optim.lr, or look at the data and the rewards")

@@ -74,8 +74,9 @@ class Tracker:
         if "console" in self.loggers and (step % self.log_freq == 0 or validated):
             self.say(f"step {step:>6}  " + "  ".join(shown))
         if "tensorboard" in self.loggers:
-            for name, value in metrics.items():
-                self.tensorboard.add_scalar(name, value, step)
+            with disk.writing(self.out / "tensorboard"):
+                for name, value in metrics.items():
+                    self.tensorboard.add_scalar(name, value, step)
         if "wandb" in self.loggers:
             self.wandb.log(metrics, step=step)
         self._name_equal_rewards(step, metrics)
@@ -128,12 +129,14 @@ class Tracker:
         if not self.enabled:
             return
         self.bar.close()
-        picture = write_report(self.out)
+        with disk.writing(self.out / "report.png"):
+            picture = write_report(self.out)
         print(f"curves: {picture}", flush=True)
         if "tensorboard" in self.loggers:
             from matplotlib.image import imread
-            self.tensorboard.add_image("report", imread(picture), self.bar.n, dataformats="HWC")
-            self.tensorboard.close()
+            with disk.writing(self.out / "tensorboard"):
+                self.tensorboard.add_image("report", imread(picture), self.bar.n, dataformats="HWC")
+                self.tensorboard.close()
         if "wandb" in self.loggers:
             self.wandb.log({"report": self.wandb.Image(str(picture))})
             self.wandb.finish()

@@ -62,7 +62,8 @@ def main(config):
     vllm.check_model(config)
     profiler = job.start_profiler(config, this_device, total_steps, ppo.model_stages(config, this_device.type))
     checkpointer = Checkpointer(out / "checkpoints", trainer.max_checkpoints, trainer.async_save)
-    progress = {"step": 0, "batch": 0, "updates": 0, "skipped": 0, "failures": 0, "kl_coef": algorithm.kl_ctrl.kl_coef,
+    progress = {"step": 0, "batch": 0, "failures": 0, "kl_coef": algorithm.kl_ctrl.kl_coef,
+                **{f"{role}_{what}": 0 for role in ("actor", "critic") for what in ("updates", "skipped")},
                 "run": identity(config, hf_config, train), "export_dtype": config.engine.compute_dtype}
     resume_from = device.on_rank0(job.find_resume, config, checkpointer.find(trainer.resume, config.dry_run), progress,
                                   total_steps)
@@ -73,7 +74,7 @@ def main(config):
 
     roles = Roles(config, this_device, tokenizer, grader, profiler, total_steps)
     if resume_from:
-        progress = roles.load(checkpointer, resume_from) | {key: progress[key] for key in ("run", "export_dtype")}
+        progress |= roles.load(checkpointer, resume_from) | {key: progress[key] for key in ("run", "export_dtype")}
         if algorithm.kl_ctrl.type == "fixed":
             progress["kl_coef"] = algorithm.kl_ctrl.kl_coef
     roles.start_rollout()
@@ -104,14 +105,15 @@ def main(config):
         metrics |= roles.update_actor(batch, minis, step)
         metrics |= roles.memory()
         step += 1
-        skipped = [metrics[name] for name in ("actor/skipped", "critic/skipped") if name in metrics]
-        progress |= {"step": step, "skipped": progress["skipped"] + int(sum(skipped)),
-                     "updates": progress["updates"] + len(skipped) * len(minis) * algorithm.ppo_epochs,
-                     "failures": progress["failures"] + len(samples.failures),
+        for role in (role for role in ("actor", "critic") if f"{role}/skipped" in metrics):
+            progress[f"{role}_updates"] += len(minis) * algorithm.ppo_epochs
+            progress[f"{role}_skipped"] += int(metrics[f"{role}/skipped"])
+        progress |= {"step": step, "failures": progress["failures"] + len(samples.failures),
                      "kl_coef": ppo.next_kl_coef(config, progress["kl_coef"], metrics, len(samples))}
         agreed.after(step, this_device)
         last = step == total_steps
-        job.check_skipped(trainer, progress["skipped"], progress["updates"], last)
+        for role in ("actor", "critic"):
+            job.check_skipped(trainer, progress[f"{role}_skipped"], progress[f"{role}_updates"], last)
         if trainer.rollout_freq > 0 and step % trainer.rollout_freq == 0:
             device.on_rank0(samples.write, out / "rollouts" / f"step_{step}.jsonl", group=dist.group.WORLD)
         seconds = time.perf_counter() - start
@@ -119,7 +121,8 @@ def main(config):
         if val and not agreed.stop and (last or trainer.test_freq > 0 and step % trainer.test_freq == 0):
             metrics |= validate(config, roles, val, tracker, step)
         tracker.log(step, metrics | profiler.end_step() | {
-            "train/epoch": progress["batch"] / steps_per_epoch, "train/skipped": progress["skipped"],
+            "train/epoch": progress["batch"] / steps_per_epoch,
+            "train/skipped": progress["actor_skipped"] + progress["critic_skipped"],
             "reward/failures": progress["failures"], "timing/step": time.perf_counter() - start,
             "perf/tokens_per_second": len(batch.input_ids) / seconds / world_size})
         # After the step's line: a run that is killed in between would go on without it.

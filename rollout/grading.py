@@ -27,7 +27,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from config import InputError
+from config import SECRET, InputError
 
 ROOT = Path(__file__).parents[1]
 # What programs need to find their files, their language and the network; and all that begins with PYTHON or LC_.
@@ -188,7 +188,7 @@ class Worker:
         # Nothing is ever written to this pipe: the child dies when our end closes, however we end.
         its_end, self.lifeline = os.pipe()
         kept = {name: value for name, value in os.environ.items()
-                if name in (*ENVIRONMENT, *settings["env"]) or name.startswith(("PYTHON", "LC_"))}
+                if name in (*ENVIRONMENT, *settings["env"]) or name.startswith(("PYTHON", "LC_")) and not SECRET.search(name)}
         with tempfile.TemporaryFile() as printed:       # until its first call, which knows a better place
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "rollout.reward_worker", str(its_end)], stdin=subprocess.PIPE,

@@ -92,18 +92,18 @@ class RewardFunction:
         return {"said": f"{self.name}: {said}" if said else ""}
 
     def grade(self, request: dict) -> list[dict]:
-        self.print_to_file()
         try:
+            self.print_to_file()
             value = self.function(**self.arguments(request))
         except BaseException:       # sys.exit() in a function is its failure, not the end of this process
             return failures(request, "raised", traceback.format_exc())
         return self.answers(value, request)
 
     async def grade_async(self, request: dict) -> list[dict]:
-        self.print_to_file()
         seconds = self.settings["timeout"]
         try:
             async with asyncio.timeout(seconds) as limit:
+                self.print_to_file()
                 value = await self.function(**self.arguments(request))
         except BaseException:
             if limit.expired():

@@ -88,14 +88,15 @@ class Samples:
 
     def write(self, path: Path) -> None:
         """One JSON object per response, with the row of the data file, whose long values (MAX_WRITTEN) are cut."""
-        path.parent.mkdir(exist_ok=True)
         lengths = self.response_lengths.tolist()
         rows = {group: short_row(self.prompts[i].row) for group, i in self._first_of_groups().items()}
         lines = ({"group": group, "prompt": self.prompts[i].text, "response": self.texts[i], "score": float(self.scores[i]),
                   **self._parts(i), "length": lengths[i], "truncated": bool(self.truncated[i]), "row": rows[group]}
                  for i, group in enumerate(self.group.tolist()))
-        with disk.writing(path.parent):
-            path.write_text("".join(json.dumps(line) + "\n" for line in (*lines, *self._failed())))
+        text = "".join(json.dumps(line) + "\n" for line in (*lines, *self._failed()))       # ASCII
+        with disk.writing(path, len(text)):
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
 
     def append_failures(self, path: Path, step: int) -> None:
         """One JSON object per response that could not be graded."""

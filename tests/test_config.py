@@ -6,7 +6,7 @@ import pytest
 from omegaconf import OmegaConf
 
 import job
-from config import CONFIGS, SCRIPTS, InputError, _check_value, _flat, _places, load, run, schema, without_secrets
+from config import CONFIGS, SCRIPTS, InputError, _check_value, _flat, _places, hide_secrets, load, run, schema, without_secrets
 
 NEEDED = ["model.path=m", "data.train_files=t.jsonl"]
 
@@ -25,6 +25,10 @@ def test_secrets_are_shown_and_kept_as_the_variables_that_hold_them(monkeypatch,
     monkeypatch.setenv("JUDGE_API_KEY", "sk-1234567")
     monkeypatch.setenv("JUDGE", "pass-7654321")
     monkeypatch.setenv("OTHER", "messages")
+    monkeypatch.setenv("PWD", str(tmp_path))
+    for name in ("PGPASSWORD", "DB_PWD", "GITHUB_PAT"):
+        monkeypatch.setenv(name, f"{name}-value")
+        assert hide_secrets(f"a {name}-value") == f"a ${{oc.env:{name}}}"
     config = load("ppo.yaml", [*NEEDED, f"output_dir={tmp_path}", "reward.kwargs.header=Bearer ${oc.env:JUDGE_API_KEY}",
                                "reward.kwargs.api_key=${oc.env:JUDGE}", "reward.kwargs.twice=${reward.kwargs.header}",
                                "trainer.project_name=sk-1234567"])
@@ -231,18 +235,19 @@ def test_the_schema_of_the_yaml_files(script):
 
 
 @pytest.mark.parametrize("rank, local_rank, said", [
-    (None, None, "error: broken\n"), ("0", "0", "error: broken\n"), ("1", "1", ""), ("1", None, ""),
-    ("8", "0", "error on rank 8: broken\n")])
+    (None, None, "error: {}\n"), ("0", "0", "error: {}\n"), ("1", "1", ""), ("1", None, ""), ("8", "0", "error on rank 8: {}\n")])
 def test_an_error_is_one_line_a_node_and_exit_code_2(monkeypatch, capsys, rank, local_rank, said):
     monkeypatch.setattr("sys.argv", ["train_sft.py", *NEEDED])
     for name, value in (("RANK", rank), ("LOCAL_RANK", local_rank)):
         monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
 
+    monkeypatch.setenv("HUB_TOKEN", "hf_123456")
+
     def main(config):
-        raise InputError("broken")
+        raise InputError("broken hf_123456")
     with pytest.raises(SystemExit) as left:
         run(main, "sft.yaml", "")
-    assert left.value.code == 2 and capsys.readouterr().err == said
+    assert left.value.code == 2 and capsys.readouterr().err == said.format("broken ${oc.env:HUB_TOKEN}")
 
 
 def test_help_lists_every_key(monkeypatch, capsys):

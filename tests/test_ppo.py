@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import statistics
 
 import pytest
@@ -100,6 +101,19 @@ def test_samples_are_written_with_their_failures(tmp_path):
         {"group": 0, "prompt": "prompt 0", "response": "response 0", "score": 0.5, "length": 4, "truncated": True, "row": {}},
         {"group": 6, "prompt": "prompt 6", "response": "response 1", "score": 1.0, "length": 2, "truncated": False, "row": {}},
         {"response": "text", "row": {"number": 3}, "failure": "raised", "trace": "trace 3"}]
+
+
+def test_a_full_disk_is_told_with_the_file_and_its_bytes(tmp_path):
+    samples = make_samples([4, 2], [0.5, 1], [0, 6], failures=[failure(3)])
+    samples.write(tmp_path / "whole.jsonl")
+    num_bytes = (tmp_path / "whole.jsonl").stat().st_size
+    for write, needs in ((samples.write, f"{num_bytes} bytes"),
+                         (lambda path: samples.append_failures(path, 1), "more than 0 bytes")):
+        (tmp_path / "full").mkdir()
+        (tmp_path / "full" / "step_1.jsonl").symlink_to("/dev/full")
+        with pytest.raises(InputError, match=rf"the disk is full: {tmp_path}/full/step_1.jsonl needs {needs}, .* are free"):
+            write(tmp_path / "full" / "step_1.jsonl")
+        shutil.rmtree(tmp_path / "full")
 
 
 @pytest.mark.parametrize("num_minis, more, needed", [

@@ -51,6 +51,24 @@ def test_the_console_names_steps_whose_rewards_are_all_equal(tmp_path, capsys):
     assert "score 0.500  2.00 s" in capsys.readouterr().out, "one response has no other to differ from"
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_full_disk_is_named(tmp_path):
+    """The files of tensorboard, whose thread writes them late, and the picture."""
+    (tmp_path / "report.png").symlink_to("/dev/full")
+    tracker = tracking.Tracker(configure(tmp_path, "trainer.logger=[]"), 0, 0, 1)
+    tracker.log(1, {"val/loss": 1.0})
+    with pytest.raises(InputError, match=rf"the disk is full: {tmp_path}/report.png needs"):
+        tracker.close()
+    (tmp_path / "report.png").unlink()
+    tracker = tracking.Tracker(configure(tmp_path, "trainer.logger=[tensorboard]"), 0, 1, 2)
+    events, = (tmp_path / "tensorboard").iterdir()
+    (tmp_path / "link").symlink_to("/dev/full")
+    (tmp_path / "link").replace(events)
+    with pytest.raises(InputError, match=rf"the disk is full: {tmp_path}/tensorboard needs"):
+        tracker.log(2, {"val/loss": 1.0})
+        tracker.close()
+
+
 def test_a_run_that_begins_anew_has_each_step_once(tmp_path):
     """As after a kill before the first checkpoint."""
     for loss in (2.0, 1.0):

@@ -140,7 +140,8 @@ def alone(assets, tmp_path_factory):
     new = {name: tmp_path_factory.mktemp(name) for name in names}
     runs = {
         "interrupted": lambda out: interrupted(assets, out),
-        "straight": lambda out: run([sys.executable, "-c", IN_TERMINAL, out / "terminal", *COMMAND, *resumable(assets, out)]),
+        "straight": lambda out: run([sys.executable, "-c", IN_TERMINAL, out / "terminal", *COMMAND, *resumable(assets, out)],
+                                    TQDM_MININTERVAL="0"),
         "failures": lambda out: stopped_in_its_last_step(assets, out),
         "too_many": lambda out: run([*COMMAND, *moody(assets, out, 0.2)], returncode=2),
         "layout1": lambda out: run([*COMMAND, *layout(assets, out)]),
@@ -387,11 +388,27 @@ MISTAKES = {
                                    "grades the responses of a group together"),
     "a reward for other rows": (lambda assets: [f"reward.function={assets}/reward.py:compute_score"],
                                 "compute_score: the row has no data_source, only"),
-    "sampling without a temperature": (["rollout.temperature=0"], "rollout.temperature=0 must be above 0"),
+    "sampling without a temperature": (["rollout.temperature=0"], "rollout.temperature=0 must be at least 0.01"),
     "an unknown estimator": (["algorithm.adv_estimator=ppo"], "must be one of gae, grpo"),
     "too much tensor parallelism": (["rollout.tensor_parallel_size=2"], "does not divide the 1 ranks"),
     "a critic that is not there": ([GAE, "critic.path=/nowhere"], "/nowhere"),
 }
+
+
+def test_ctrl_c_before_the_signals_are_heeded_says_nothing(assets, tmp_path):
+    (tmp_path / "slow.py").write_text(f"import time\nopen({str(tmp_path / 'up')!r}, 'w')\ntime.sleep(600)\n")
+    process = start([*COMMAND, *arguments(assets, tmp_path / "out", "letters", f"reward.function={tmp_path}/slow.py:f")],
+                    tmp_path / "log")
+    wait_for((tmp_path / "up").exists, process)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(LIMIT) == 130 and (tmp_path / "log").read_text() == ""
+
+
+def test_an_actor_that_skips_every_update_is_an_error_whatever_the_critic_learns(assets, tmp_path):
+    (tmp_path / "loss.py").write_text("def nan(log_probs, **_):\n    return log_probs * float('nan'), {}\n")
+    done = run([*COMMAND, *arguments(assets, tmp_path / "out", "letters", GAE, f"algorithm.loss_mode={tmp_path}/loss.py:nan",
+                                     "trainer.total_steps=1")], returncode=2)
+    assert "the gradient was not finite in 1 of 1 updates" in done.stderr and not (tmp_path / "out" / "hf").exists()
 
 
 @pytest.mark.parametrize("what", MISTAKES)
