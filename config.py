@@ -129,7 +129,9 @@ RULES = {key: rule for rule, keys in (
     (between(1e-9, 1.0), "rollout.top_p validation.top_p"),
     (between(0.01, 1.0), "rollout.gpu_memory_utilization"),
     (between(0, 2**40), "trainer.seed"),
-    (above_or(0, -1, "never"), """rollout.top_k validation.top_k trainer.total_steps trainer.save_freq trainer.test_freq
+    (rule("must lie between 1 and 1024, or be -1 for all words", lambda v: v == -1 or 1 <= v <= 1024,
+          anyOf=[{"minimum": 1, "maximum": 1024}, {"const": -1}]), "rollout.top_k validation.top_k"),
+    (above_or(0, -1, "never"), """trainer.total_steps trainer.save_freq trainer.test_freq
         trainer.rollout_freq trainer.max_checkpoints engine.fsdp_size"""),
     (optional(int, at_least(1)), "data.num_proc algorithm.ppo_mini_batch_size"),
     (optional((int, float), above(0.0)), "rollout.kv_cache_gib"),

@@ -86,6 +86,13 @@ def told(script, *arguments):
     return str(caught.value)
 
 
+@pytest.mark.parametrize("argument, message", [
+    ("rollout.top_k=0", "between 1 and 1024, or be -1 for all words"), ("validation.top_k=5000", "between 1 and 1024"),
+    ("rollout.temperature=0.0", "at least 0.01"), ("validation.temperature=0.001", "must be 0 (greedy) or at least 0.01")])
+def test_bounds_of_sampling(argument, message):
+    assert message in told("ppo", argument)
+
+
 @pytest.mark.parametrize("script, key, advice", [
     # The first group wins.
     ("ppo", "lr", "the nearest is optim.lr"),
