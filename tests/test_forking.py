@@ -175,10 +175,7 @@ def test_a_schedule(fork):
 def test_dpo(tmp_path):
     """The copies with the edits train as autograd does on DPO's loss itself; pairs are divided over ranks and micro-batches."""
     root, tokenizer, beta, rate = tmp_path / "fork", arithmetic.make_tokenizer(), 0.5, 3e-3
-    shutil.copytree(ROOT, root, ignore=shutil.ignore_patterns(".*", "runs", "tests", "docs"))
-    for source, name, edits in re.findall(r"```diff\n--- (\S+)\n\+\+\+ (\S+)\n(.*?)```", SECTIONS["DPO"], re.DOTALL):
-        shutil.copy(root / source, root / name)
-        subprocess.run(["patch", "--no-backup-if-mismatch", root / name], input=edits, text=True, check=True)
+    copy_with_edits(root, "DPO")
     model = make_model(tmp_path / "model", "qwen3", head_dim=32, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
     tokenizer.save_pretrained(model)
     rows = [{"prompt": f"What is {n}+{n}", "response": answer} for n in range(8) for answer in (str(2 * n), "no idea" + "?" * n)]
@@ -210,6 +207,38 @@ def test_dpo(tmp_path):
         adamw.step()
 
 
+def test_a_turn_of_a_tool(tmp_path):
+    """A model of random weights calls more often if any two digits are a call. Its log-probabilities are vLLM's in the second
+    turn, too, so the result stands where the trainer has it, and is not learned."""
+    root, tokenizer, (code,) = tmp_path / "fork", arithmetic.make_tokenizer(), re.findall(
+        r"```python\n# tool_rollout.py\n(.*?)```", SECTIONS["A turn of a tool"], re.DOTALL)
+    copy_with_edits(root, "A turn of a tool")
+    pattern = r'r"(\d+)\+(\d+)=$"'
+    assert code.count(pattern) == 1
+    (root / "tool_rollout.py").write_text(code.replace(pattern, r'r"([0-9]).*([0-9])"'))
+    model = make_model(tmp_path / "model", "qwen3", head_dim=32, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+    tokenizer.save_pretrained(model)
+    rows = [{"prompt": f"What is {n}+{n}", "answer": 2 * n} for n in range(8)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    launch(1, root / "train_ppo.py", f"model.path={model}", f"data.train_files={tmp_path}/prompts.jsonl",
+           f"output_dir={tmp_path}/out", f"data.cache_dir={tmp_path}/cache", "data.train_batch_size=8", "data.max_prompt_length=64",
+           "rollout.n=4", "rollout.max_tokens=32", "validation.max_tokens=32", "trainer.total_steps=1", "trainer.rollout_freq=1",
+           "rollout.kv_cache_gib=0.1", "engine.compute_dtype=float32", "data.max_tokens_per_micro_batch=256")
+    step, = metrics(tmp_path / "out")
+    rows = [json.loads(line) for line in (tmp_path / "out" / "rollouts" / "step_1.jsonl").read_text().splitlines()]
+    assert sum(row["length"] > 32 for row in rows) > 3, "no response has a second turn"
+    assert step["rollout_corr/log_prob_gap"] < 1e-4
+
+
+def copy_with_edits(root, title):
+    """A copy of the repository in which the diffs of a section are applied."""
+    shutil.copytree(ROOT, root, ignore=shutil.ignore_patterns(".*", "runs", "tests", "docs"))
+    for source, name, edits in re.findall(r"```diff\n--- (\S+)\n\+\+\+ (\S+)\n(.*?)```", SECTIONS[title], re.DOTALL):
+        if source != name:
+            shutil.copy(root / source, root / name)
+        subprocess.run(["patch", "--no-backup-if-mismatch", root / name], input=edits, text=True, check=True)
+
+
 def test_the_arguments_are_those_that_the_text_names():
     for key, title in (("adv_estimator", "Add an advantage"), ("loss_mode", "Add a policy loss")):
         named = re.findall(r"`(\w+)(?: \[\w\])?`", SECTIONS[title])
@@ -226,9 +255,12 @@ def test_the_table_counts_the_snippets():
               "a reward of a group": "A reward of a group",
               "a schedule": "A schedule"}
     assert rows.keys() == titles.keys()
-    added = [sum(bool(line.strip()) for line in re.findall(r"^\+(?!\+)(.*)", edits, re.MULTILINE))
-             for edits in re.findall(r"```diff\n(.*?)```", SECTIONS["DPO"], re.DOTALL)]
-    assert [int(n) for n in re.search(r"\| DPO \| 2: .* \| (\d+) new ones, and (\d+) \|", TEXT).groups()] == added
+    for row, title in (("DPO", "DPO"), ("a turn of a tool", "A turn of a tool")):
+        counts = [sum(bool(line.strip()) for line in code.splitlines())
+                  for code in re.findall(r"```python\n# \w+\.py\n(.*?)```", SECTIONS[title], re.DOTALL)]
+        counts += [sum(bool(line.strip()) for line in re.findall(r"^\+(?!\+)(.*)", edits, re.MULTILINE))
+                   for edits in re.findall(r"```diff\n(.*?)```", SECTIONS[title], re.DOTALL)]
+        assert [int(n) for n in re.search(rf"\| {row} \| 2: .* \| (\d+) new ones, and (\d+) \|", TEXT).groups()] == counts
     for name, title in titles.items():
         code, = re.findall(r"```python\n# \w+\.py\n(.*?)```", SECTIONS[title], re.DOTALL)
         assert int(rows[name]) == sum(bool(line.strip()) for line in code.splitlines()), name
