@@ -29,7 +29,7 @@ def init(timeout_minutes: float = 30) -> torch.device:
     Raises InputError when the environment is incomplete or this rank has no device of its own.
     """
     if "RANK" not in os.environ:
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port())
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
     for name in ("LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         if name not in os.environ:
             raise InputError(f"RANK is set but {name} is not: start with torchrun, or with examples/slurm/rank.sh")
@@ -126,7 +126,8 @@ def shutdown() -> None:
         dist.destroy_process_group()
 
 
-def _free_port() -> str:
+def free_port() -> str:
+    """A TCP port of this machine that nobody listens on, as the environment wants it."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return str(s.getsockname()[1])

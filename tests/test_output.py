@@ -12,6 +12,7 @@ import pytest
 
 import output
 from config import InputError
+from engines import device
 from tests.launch import LIMIT, ROOT, environment, launch, run, wait_for
 
 HOLD = "import sys, time; from pathlib import Path; import output; output.Lock(Path(sys.argv[1])); print('held', flush=True); " \
@@ -58,15 +59,14 @@ def test_a_directory_that_nodes_do_not_share_is_an_error(tmp_path):
     """Two ranks, each with a working directory of its own, and a relative path."""
     code = "from pathlib import Path; from engines import device; import output; device.init(); " \
            "output.check_shared(Path(%r), 'output_dir', 1.0)"
-    processes = []
+    processes, ports = [], {"mine": device.free_port(), "ours": device.free_port()}
     for rank in range(2):
         (tmp_path / str(rank)).mkdir()
-        env = environment(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="29631",
-                          PYTHONPATH=str(ROOT))
+        env = environment(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", PYTHONPATH=str(ROOT))
         for place in ("mine", "ours"):
             processes.append((place, subprocess.Popen(
                 [sys.executable, "-c", code % ("run" if place == "mine" else str(tmp_path / "run"))], cwd=tmp_path / str(rank),
-                env=env | {"MASTER_PORT": "29631" if place == "mine" else "29633"}, stderr=subprocess.PIPE, text=True)))
+                env=env | {"MASTER_PORT": ports[place]}, stderr=subprocess.PIPE, text=True)))
     for place, process in processes:
         said = process.communicate(timeout=LIMIT)[1]
         assert ("output_dir=run on" in said and "all nodes share" in said) == (place == "mine"), said
@@ -91,7 +91,7 @@ def test_a_hang_names_the_rank_that_did_not_come(tmp_path, where, said):
 def test_a_rank_that_gives_no_sign_of_life_is_named_whatever_the_others_wait_for(tmp_path, number):
     """As on a node without power, whose connections stay, and as on one that reboots. Not under torchrun, which ends a stopped
     rank late."""
-    env = environment(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="29635", PYTHONPATH=str(ROOT))
+    env = environment(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=device.free_port(), PYTHONPATH=str(ROOT))
     stopped, waiting = (subprocess.Popen([sys.executable, "tests/hang_worker.py", tmp_path, number], cwd=ROOT, text=True,
                         stderr=subprocess.PIPE, env=env | {"RANK": rank, "LOCAL_RANK": rank}) for rank in "01")
     try:
