@@ -226,6 +226,8 @@ def run(main: Callable[[DictConfig], None], defaults: str, doc: str) -> None:
             from tqdm import tqdm  # which ends the line of a progress bar
             said = hide_secrets(" ".join(str(error).split()))
             tqdm.write(f"error{f' on rank {rank}' if rank else ''}: {said}", file=sys.stderr)
+        if (dist := sys.modules.get("torch.distributed")) and dist.is_initialized():
+            dist.destroy_process_group()        # or a thread of gloo's may abort the ending process, whose code is then not 2
         sys.exit(2)
     except KeyboardInterrupt:           # before job.Agreement, which knows what to do
         os._exit(130)

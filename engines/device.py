@@ -61,7 +61,7 @@ def set_timeouts(minutes: float) -> None:
 
 def seconds_in_collective() -> float:
     """How long ago this rank began the oldest collective of an NVIDIA device that has not ended yet; 0 without one."""
-    if "cuda:nccl" not in dist.get_backend_config():
+    if not torch.cuda.is_available():
         return 0.0
     from torch._C._distributed_c10d import _dump_nccl_trace
     begun = [entry["time_created_ns"] for entry in pickle.loads(_dump_nccl_trace(True, False, True)).get("entries", ())]
