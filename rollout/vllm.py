@@ -6,6 +6,7 @@ The order of one round; each step is an error at any other time:
 
 import hashlib
 import json
+import logging
 import os
 import random
 import time
@@ -24,9 +25,11 @@ from transformers import AutoConfig
 
 from config import InputError
 from data.packing import Batch
+from rollout.responses import Responses
 
 PREFILL_TOKENS = 8192           # of prompts, in one forward pass
 TIES = 8                        # words that may be as likely as the last of the top_k, and are kept with it
+SCHEDULED = ("0.25.1", "0.32.0")        # versions of vLLM that rollout/scheduler.py was tested with
 CPU_KV_CACHE_GIB, MAX_GROWTH_GIB = 1.0, 1.0
 
 
@@ -54,8 +57,8 @@ class Rollout:
         self.awake, self.weights_valid, self.asleep_gib = {"weights", "kv_cache"}, False, []
 
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        from vllm import LLM, SamplingParams
-        self.SamplingParams = SamplingParams
+        from vllm import LLM, SamplingParams, __version__
+        self.SamplingParams, version = SamplingParams, __version__.partition("+")[0]
         arguments = model_arguments(config)
         options = {"gpu_memory_utilization": rollout.gpu_memory_utilization, "enable_sleep_mode": True}
         if device.type == "cpu":
@@ -63,6 +66,18 @@ class Rollout:
             free_shared_memory(range(self.replica * tp, (self.replica + 1) * tp), self.tp_rank)
         elif hasattr(hf_config, "num_experts_per_tok"):
             options["moe_backend"] = "triton"                   # others lay experts out anew, which update_weights does not
+            if version == "0.25.1":                             # which has a faster model runner, but not for all by default
+                os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
+        eager = rollout.enforce_eager or device.type == "cpu"
+        if not eager:                                           # else vLLM stops at 512, and larger batches take twice as long
+            options["compilation_config"] = {"max_cudagraph_capture_size": rollout.max_num_seqs}
+            show_graphs()
+        if version in SCHEDULED:
+            from rollout.scheduler import ClosedBatchScheduler
+            options["scheduler_cls"] = ClosedBatchScheduler
+        else:
+            warnings.warn(f"rollout/scheduler.py was tested with vLLM {' and '.join(SCHEDULED)}, this is {version}: its own "
+                          "scheduler is used, which takes up to twice as long", stacklevel=2)
         kv_cache_gib = rollout.kv_cache_gib or (CPU_KV_CACHE_GIB if device.type == "cpu" else None)
         if kv_cache_gib:
             options["kv_cache_memory_bytes"] = int(kv_cache_gib * 2**30)
@@ -73,9 +88,10 @@ class Rollout:
                     load_format="dummy", max_num_seqs=rollout.max_num_seqs,
                     # A prompt cut into chunks draws from its request's generator too early; on a CPU that is a crash.
                     enable_chunked_prefill=False, max_num_batched_tokens=max(PREFILL_TOKENS, arguments["max_model_len"]),
-                    enforce_eager=rollout.enforce_eager or device.type == "cpu", **options)
+                    enforce_eager=eager, **options)
         except ValueError as error:
             raise InputError(f"vLLM cannot start: {error}") from error
+        self.scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler if version in SCHEDULED else None
         self.sleep()
 
     # -- generating -------------------------------------------------------------------------------------------------------
@@ -94,39 +110,38 @@ class Rollout:
         if self.awake != {"weights", "kv_cache"} or not self.weights_valid:
             raise RuntimeError(f"generate() with {' and '.join(sorted(self.awake)) or 'nothing'} awake and weights "
                                f"{'valid' if self.weights_valid else 'not valid'}: wake, update_weights, wake first")
-        num_kept = self._num_kept(sampling)
+        responses = Responses(len(prompts), sampling.max_tokens, self._num_kept(sampling))
         params = [self._params(sampling, seed) for seed in seeds]
         with untouched_random_state():
-            responses = self._run([{"prompt_token_ids": p} for p in prompts], params, num_kept)
-        ids, log_probs, mask, truncated, kept_words = [], [], [], [], [np.empty((0, 1 + num_kept), np.int32)]
-        for prompt, (tokens, log_p, words, is_truncated) in zip(prompts, responses, strict=True):
-            ids.append([*prompt, *tokens])
-            mask.append([0.0] * len(prompt) + [1.0] * len(tokens))
-            log_probs.append([0.0] * len(prompt) + log_p)
-            kept_words += [np.full((len(prompt), 1 + num_kept), -1, np.int32), words]
-            truncated.append(is_truncated)
-        fields = {"loss_mask": flat(mask, torch.float32), "rollout_log_probs": flat(log_probs, torch.float32)}
-        if num_kept:
-            fields["kept_words"] = torch.from_numpy(np.concatenate(kept_words))
-        cu_seqlens = torch.tensor([0, *map(len, ids)]).cumsum(0)
-        return Batch(flat(ids, torch.int64), cu_seqlens, fields), torch.tensor(truncated, dtype=torch.bool)
+            truncated = self._run([{"prompt_token_ids": p} for p in prompts], params, responses)
+        return responses.batch(prompts), truncated
 
-    def _run(self, prompts: list[dict], params: list, num_kept: int) -> list[tuple]:
-        """What read_response() says of vLLM's outputs, in the order of the prompts. On a terminal, rank 0 shows in one
-        line how far its replica is, which disappears at the end; the tokens in it are those of finished responses."""
+    def _run(self, prompts: list[dict], params: list, responses: Responses) -> Tensor:
+        """Fill `responses`; [n] bool, whether max_tokens ended each. On a terminal, rank 0 shows in one line how far its
+        replica is, which disappears at the end."""
         replicas = f" (vLLM 1 of {self.num_replicas})" if self.num_replicas > 1 else ""
+        # A stop string has to be looked for in text, token by token.
+        self.in_arrays = self.scheduler is not None and not params[0].stop and self.scheduler.begin(responses)
         self.llm.enqueue(prompts, params, use_tqdm=False)
-        outputs, num_tokens, engine = [], 0, self.llm.llm_engine
+        outputs, engine = {}, self.llm.llm_engine
         with tqdm(total=len(prompts), leave=False, dynamic_ncols=True, disable=dist.get_rank() != 0 or None,     # None: no terminal
                   bar_format=f"generate{replicas} |{{bar:20}}| {{n_fmt}}/{{total_fmt}} responses{{postfix}}") as bar:
             start = time.perf_counter()
             while engine.has_unfinished_requests():
-                finished = [output for output in engine.step() if output.finished]
-                outputs += [(int(output.request_id), *read_response(output.outputs[0], num_kept)) for output in finished]
-                num_tokens += sum(len(output.outputs[0].token_ids) for output in finished)
-                bar.set_postfix_str(f"{tqdm.format_sizeof(num_tokens / (time.perf_counter() - start))} tokens/s", refresh=False)
+                finished = {int(output.request_id): output.outputs[0] for output in engine.step() if output.finished}
+                outputs |= finished
+                if finished and self.in_arrays:
+                    speed = responses.lengths.sum() / (time.perf_counter() - start)
+                    bar.set_postfix_str(f"{tqdm.format_sizeof(speed)} tokens/s", refresh=False)
                 bar.update(len(finished))
-        return [response for _, *response in sorted(outputs, key=lambda output: output[0])]
+        outputs = [outputs[number] for number in sorted(outputs)]
+        if self.in_arrays:
+            self.scheduler.end()
+        else:
+            for row, output in enumerate(outputs):
+                responses.set(row, *(np.array(x).reshape(len(output.token_ids), -1)
+                                     for x in (output.logprobs.token_ids, output.logprobs.logprobs)))
+        return torch.tensor([output.finish_reason == "length" for output in outputs])
 
     def modules(self) -> list[torch.nn.Module]:
         """vLLM's model on this rank."""
@@ -303,19 +318,9 @@ def used_gib(device: torch.device) -> float | None:
     return (total - free) / 2**30
 
 
-def read_response(response, num_kept: int) -> tuple[list[int], list[float], np.ndarray, bool]:
-    """(tokens, their log-probabilities, the words that each was drawn from [tokens, 1 + num_kept] int32, -1 for none, whether
-    max_tokens ended it) of a response of vLLM, which lists per token the one that was drawn, then the num_kept likeliest."""
-    tokens = list(response.token_ids)
-    words, log_probs = (np.array(values).reshape(len(tokens), 1 + num_kept)
-                        for values in (response.logprobs.token_ids, response.logprobs.logprobs))
-    assert words[:, 0].tolist() == tokens
-    if num_kept and (np.exp(log_probs[:, 1:]).sum(1) < 0.99).any():
-        warnings.warn(f"some tokens were drawn from more than {num_kept} words of equal probability: the trainer knows the first "
-                      "of them alone; lower rollout.top_p, or raise top_k", stacklevel=2)
-    words = np.where(np.isinf(log_probs), -1, words).astype(np.int32)
-    return tokens, log_probs[:, 0].tolist(), words, response.finish_reason == "length"
-
-
-def flat(lists: list[list], dtype: torch.dtype) -> Tensor:
-    return torch.tensor([x for part in lists for x in part], dtype=dtype)
+def show_graphs() -> None:
+    """Let rank 0 print what vLLM says of the time and memory of its CUDA graphs."""
+    for name in ("gpu.model_runner", "gpu_model_runner") if dist.get_rank() == 0 else ():
+        logger = logging.getLogger(f"vllm.v1.worker.{name}")
+        logger.setLevel(logging.INFO)
+        logger.addFilter(lambda record: record.levelno > logging.INFO or "Graph capturing finished" in record.msg)
