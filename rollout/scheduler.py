@@ -22,9 +22,9 @@ from vllm.v1.request import Request
 from rollout.responses import Responses
 
 VERSION = __version__.partition("+")[0]
-# The attributes that limit a step's running requests, and those of a request that count its tokens in flight.
+# The attributes that limit the number of running requests.
 MAX_RUNNING = {"0.25.1": ("max_num_running_reqs",), "0.32.0": ("max_num_running_reqs", "max_num_active_reqs")}.get(VERSION)
-IN_FLIGHT = {"0.25.1": ("num_output_placeholders",), "0.32.0": ("num_output_placeholders", "num_in_flight_tokens")}.get(VERSION)
+COUNTS_IN_FLIGHT = VERSION == "0.32.0"          # the tokens that a request's steps in flight compute, its prompt's too
 
 
 class ClosedBatchScheduler(AsyncScheduler):
@@ -33,6 +33,8 @@ class ClosedBatchScheduler(AsyncScheduler):
     Each request is a row, numbered in the order in which they are added. For each row:
     prompt    tokens of its prompt
     computed  tokens in the KV cache, those of the steps in flight included
+    prefill   tokens of its prompt that the step computes with which it began to run, less one, and
+    begun     tokens of its response that were known then
     last      the value of `computed` with which its last token is drawn, if nothing ends it before
     inside    it runs, and only the arrays are kept up to date; else vLLM's own code has it: it waits, was preempted, or ended
     alive     it has not ended
@@ -50,7 +52,7 @@ class ClosedBatchScheduler(AsyncScheduler):
             return False
         n, vocab_size = len(responses.lengths), self.vllm_config.model_config.get_vocab_size()
         self.responses, self.row, self.rows = responses, {}, np.zeros(0, np.int64)       # rows: of self.running
-        self.prompt, self.computed, self.last = (np.zeros(n, np.int64) for _ in range(3))
+        self.prompt, self.computed, self.prefill, self.begun, self.last = (np.zeros(n, np.int64) for _ in range(5))
         self.inside, self.alive, self.ends = np.zeros(n, bool), np.arange(n + 1) < n, np.zeros(vocab_size, bool)
         self.num_steps = self.num_preempting = 0
         return True
@@ -122,7 +124,10 @@ class ClosedBatchScheduler(AsyncScheduler):
 
     def _enter(self, requests: list[Request]) -> None:
         rows = np.array([self.row[request.request_id] for request in requests], np.int64)
-        self.inside[rows], self.computed[rows] = True, [request.num_computed_tokens for request in requests]
+        self.inside[rows], self.begun[rows] = True, self.responses.lengths[rows]
+        self.computed[rows] = [request.num_computed_tokens for request in requests]
+        if COUNTS_IN_FLIGHT:
+            self.prefill[rows] = [request.num_in_flight_tokens - request.num_output_placeholders for request in requests]
         self.rows = np.concatenate([self.rows, rows])
 
     def _catch_up(self, request: Request, row: int, num_tokens: int) -> None:
@@ -130,8 +135,10 @@ class ClosedBatchScheduler(AsyncScheduler):
         request.append_output_token_ids(self.responses.tokens[row, request.num_output_tokens:num_tokens].tolist())
         request.num_computed_tokens = int(self.computed[row])
         known = request.num_tokens - 1          # the newest token's keys and values are yet to be computed
-        for name in IN_FLIGHT:
-            setattr(request, name, request.num_computed_tokens - known)
+        request.num_output_placeholders = request.num_computed_tokens - known
+        if COUNTS_IN_FLIGHT:
+            prefill = int(self.prefill[row]) if num_tokens == self.begun[row] else 0
+            request.num_in_flight_tokens = request.num_output_placeholders + prefill
         self.kv_cache_manager.cache_blocks(request, known)
 
     # -- what a step has drawn -------------------------------------------------------------------------------------------

@@ -98,6 +98,25 @@ def result(results, name):
     return results(name)
 
 
+@pytest.mark.parametrize("family, ranks, more", [("qwen3", 1, "rollout.kv_cache_gib=0.0012"),      # 26 blocks for 24 requests
+                                                 ("tied", 2, "rollout.tensor_parallel_size=2")])
+def test_the_closed_batch_scheduler_generates_what_vllm_does(folder, tmp_path, family, ranks, more):
+    """Bit for bit, however requests end, in rounds of other weights, where requests are preempted, and with TP 2."""
+    num_rounds = 20 if ranks == 1 else 8
+    launch(ranks, "tests/scheduler_worker.py", folder / family, tmp_path / "rounds.json", num_rounds, more)
+    rounds = json.loads((tmp_path / "rounds.json").read_text())
+    assert len(rounds) == num_rounds
+    for name, said in rounds.items():
+        assert said["differ"] == [] and said["in arrays"] and said["requests left"] == 0, (name, said)
+        assert 0 < said["truncated"] <= said["responses"] and said["tokens"] >= said["responses"] == 48, (name, said)
+        assert ("kept_words" in said["fields"]) == ("top_k" in name), (name, said)
+    # Where memory is short, some steps are vLLM's own and most are not; where it is not, none is.
+    shares = [said["preempting"] / said["steps"] for name, said in rounds.items() if "short" not in name]
+    assert all(0 < share < 0.2 for share in shares) if ranks == 1 else set(shares) == {0}
+    own, vllms = rounds["1 greedy"]["calls per token"]
+    assert own < (40 if ranks == 1 else 9) and vllms > 60, (own, vllms)
+
+
 def sequences(written):
     """(input_ids, loss_mask, log-probabilities, truncated) of each sequence that a launch wrote down."""
     lengths = written["lengths"]
