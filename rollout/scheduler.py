@@ -57,8 +57,10 @@ class ClosedBatchScheduler(AsyncScheduler):
         self.num_steps = self.num_preempting = 0
         return True
 
-    def end(self) -> None:
+    def end(self) -> float:
+        """Back to vLLM's own path. The share of the steps that were not left to it, because memory was short."""
         self.responses = None
+        return 1 - self.num_preempting / max(self.num_steps, 1)
 
     def add_request(self, request: Request) -> None:
         super().add_request(request)

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import random
+import sys
 import time
 import warnings
 from collections.abc import Iterable, Sequence
@@ -54,7 +55,7 @@ class Rollout:
         self.tied, self.vocab_size = hf_config.tie_word_embeddings, hf_config.get_text_config().vocab_size
         # Weights are pushed whole before every use, so level 2 may drop them; Ascend has level 1 only.
         self.sleep_level = 1 if device.type == "npu" else 2
-        self.awake, self.weights_valid, self.asleep_gib = {"weights", "kv_cache"}, False, []
+        self.awake, self.weights_valid, self.asleep_gib, self.own_steps = {"weights", "kv_cache"}, False, [], 0.0
 
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         from vllm import LLM, SamplingParams, __version__
@@ -121,7 +122,7 @@ class Rollout:
         replica is, which disappears at the end."""
         replicas = f" (vLLM 1 of {self.num_replicas})" if self.num_replicas > 1 else ""
         # A stop string has to be looked for in text, token by token.
-        self.in_arrays = self.scheduler is not None and not params[0].stop and self.scheduler.begin(responses)
+        in_arrays = self.scheduler is not None and not params[0].stop and self.scheduler.begin(responses)
         self.llm.enqueue(prompts, params, use_tqdm=False)
         outputs, engine = {}, self.llm.llm_engine
         with tqdm(total=len(prompts), leave=False, dynamic_ncols=True, disable=dist.get_rank() != 0 or None,     # None: no terminal
@@ -130,13 +131,13 @@ class Rollout:
             while engine.has_unfinished_requests():
                 finished = {int(output.request_id): output.outputs[0] for output in engine.step() if output.finished}
                 outputs |= finished
-                if finished and self.in_arrays:
+                if finished and in_arrays:
                     speed = responses.lengths.sum() / (time.perf_counter() - start)
                     bar.set_postfix_str(f"{tqdm.format_sizeof(speed)} tokens/s", refresh=False)
                 bar.update(len(finished))
-        outputs = [outputs[number] for number in sorted(outputs)]
-        if self.in_arrays:
-            self.scheduler.end()
+        outputs, self.own_steps = [outputs[number] for number in sorted(outputs)], 0.0
+        if in_arrays:
+            self.own_steps = self.scheduler.end()
         else:
             for row, output in enumerate(outputs):
                 responses.set(row, *(np.array(x).reshape(len(output.token_ids), -1)
@@ -198,21 +199,23 @@ class Rollout:
     def sleep(self) -> dict[str, float]:
         """Give up the memory of KV cache and weights. On a CPU nothing moves, but generate() is refused all the same.
 
-        Returns perf/memory_awake_gib and perf/memory_asleep_gib, the memory in use on the device before and after, by any
-        process; on a CPU, nothing. Warns when the memory in use while asleep grows.
+        Returns rollout/closed_batch, the share of the last generate()'s steps that rollout/scheduler.py made itself; and
+        perf/memory_awake_gib and perf/memory_asleep_gib, the memory in use on the device before and after, by any process, but
+        for a CPU. Warns when the memory in use while asleep grows.
         """
         awake = used_gib(self.device)
         if self.awake and self.device.type != "cpu":
             self.llm.sleep(level=self.sleep_level)
         self.awake, self.weights_valid = set(), False
         asleep = used_gib(self.device)
+        metrics = {"rollout/closed_batch": self.own_steps}
         if asleep is None:
-            return {}
+            return metrics
         self.asleep_gib.append(asleep)
         settled = self.asleep_gib[2:3]              # the first rounds still bring new buffers
         if settled and asleep > settled[0] + MAX_GROWTH_GIB:
             warnings.warn(f"{asleep:.1f} GiB are in use while vLLM sleeps, {settled[0]:.1f} in its third round", stacklevel=2)
-        return {"perf/memory_awake_gib": awake, "perf/memory_asleep_gib": asleep}
+        return metrics | {"perf/memory_awake_gib": awake, "perf/memory_asleep_gib": asleep}
 
     def wake(self, part: str) -> None:
         """Take back the memory of "weights", whose content is to be pushed then, or after that of the "kv_cache"."""
@@ -321,6 +324,8 @@ def used_gib(device: torch.device) -> float | None:
 def show_graphs() -> None:
     """Let rank 0 print what vLLM says of the time and memory of its CUDA graphs."""
     for name in ("gpu.model_runner", "gpu_model_runner") if dist.get_rank() == 0 else ():
-        logger = logging.getLogger(f"vllm.v1.worker.{name}")
+        logger, handler = logging.getLogger(f"vllm.v1.worker.{name}"), logging.StreamHandler(sys.stdout)
         logger.setLevel(logging.INFO)
-        logger.addFilter(lambda record: record.levelno > logging.INFO or "Graph capturing finished" in record.msg)
+        handler.addFilter(lambda record: "Graph capturing finished" in record.msg)
+        handler.setFormatter(logging.Formatter("vLLM: %(message)s"))
+        logger.addHandler(handler)

@@ -99,7 +99,7 @@ def compare(rollout: Rollout, config, sampling: dict, number: int) -> dict:
             differ.append(i)
     scheduler = rollout.scheduler
     return {"differ": differ, "responses": len(expected), "tokens": num_tokens, "truncated": int(truncated.sum()),
-            "steps": scheduler.num_steps, "preempting": scheduler.num_preempting, "in arrays": rollout.in_arrays,
+            "steps": scheduler.num_steps, "preempting": scheduler.num_preempting, "own steps": rollout.own_steps,
             "fields": sorted(batch.fields), "requests left": len(scheduler.requests),
             "calls per token": [own_calls[0] / num_tokens, vllm_calls[0] / num_tokens]}
 

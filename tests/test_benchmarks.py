@@ -24,7 +24,7 @@ SMOKES = {
                      "--models", "MODELS"],
                     r"\| tiny \| 1 x TP 1 \| .* \| \d+\.\d\d \| (\d+\.\d{3} \| ){9}nan \| nan \| 0\.0\d+ \|"),
     "generation_profile.py": ("tiny --responses 2 --tokens 4 --repeat 1 --models MODELS".split(),
-                              r"\| tiny \| 2 x 4 \| rollout/scheduler.py \| \d.*\n(.*\n)*0 of 2 responses differ .*\nmilliseconds of a step"),
+                              r"\| tiny \| 2 x 4 \| rollout/scheduler.py \| \d(.*\n)*0 of 2 responses differ .*\nmilliseconds of"),
     "weight_sync_h200.py": (["tiny", "", "--repeats", "1", "--models", "MODELS"],
                             r"\| tiny \| 1 \| data parallel \| TP 1 \| \d\.\d+ \| \d\.\d+ \| 0\.\d+ \|"),
     "tokenize_speed.py": (["--rows", "20", "--pairs", "1", "--tokenizer", "MODEL"],

@@ -107,7 +107,7 @@ def test_the_closed_batch_scheduler_generates_what_vllm_does(folder, tmp_path, f
     rounds = json.loads((tmp_path / "rounds.json").read_text())
     assert len(rounds) == num_rounds
     for name, said in rounds.items():
-        assert said["differ"] == [] and said["in arrays"] and said["requests left"] == 0, (name, said)
+        assert said["differ"] == [] and said["own steps"] > 0.8 and said["requests left"] == 0, (name, said)
         assert 0 < said["truncated"] <= said["responses"] and said["tokens"] >= said["responses"] == 48, (name, said)
         assert ("kept_words" in said["fields"]) == ("top_k" in name), (name, said)
     # Where memory is short, some steps are vLLM's own and most are not; where it is not, none is.
