@@ -122,7 +122,7 @@ class Rollout:
         replica is, which disappears at the end."""
         replicas = f" (vLLM 1 of {self.num_replicas})" if self.num_replicas > 1 else ""
         # A stop string has to be looked for in text, token by token.
-        in_arrays = self.scheduler is not None and not params[0].stop and self.scheduler.begin(responses)
+        in_arrays = self.scheduler is not None and not any(p.stop for p in params) and self.scheduler.begin(responses)
         self.llm.enqueue(prompts, params, use_tqdm=False)
         outputs, engine = {}, self.llm.llm_engine
         with tqdm(total=len(prompts), leave=False, dynamic_ncols=True, disable=dist.get_rank() != 0 or None,     # None: no terminal
@@ -142,7 +142,7 @@ class Rollout:
             for row, output in enumerate(outputs):
                 responses.set(row, *(np.array(x).reshape(len(output.token_ids), -1)
                                      for x in (output.logprobs.token_ids, output.logprobs.logprobs)))
-        return torch.tensor([output.finish_reason == "length" for output in outputs])
+        return torch.tensor([output.finish_reason == "length" for output in outputs], dtype=torch.bool)
 
     def modules(self) -> list[torch.nn.Module]:
         """vLLM's model on this rank."""
