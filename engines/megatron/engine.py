@@ -30,7 +30,7 @@ from engines.megatron import bridge, checkpoint, layout
 from engines.megatron.cpu import cuda_is_cpu
 from engines.megatron.experts import Router
 from engines.megatron.microbatch import MicroBatch, lay_out
-from engines.offload import HostMemory, storages
+from engines.offload import HostMemory
 
 RECOMPUTE = {"none": {}, "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
              "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}}
@@ -74,7 +74,7 @@ class MegatronEngine(Engine):
         self.stages, self.optimizer = self.models, None                   # stages: what the schedule calls, in DDP
         if optimize:
             self._build_optimizer()
-        self._host_memory, self._offloaded = HostMemory(), set()
+        self._host_memory, self._offloaded = HostMemory(device), set()
 
     @staticmethod
     def check(config: DictConfig, world_size: int, critic: bool = False):
@@ -255,8 +255,10 @@ class MegatronEngine(Engine):
     def offload(self, *parts: str) -> None:
         self._host_memory.offload(self._tensors(parts))
         if "optimizer" in parts and self.optimizer is not None:
+            # Before the first step there is no state yet: two moments.
+            self._host_memory.reserve(2 * [x for o in self.optimizer.chained_optimizers if not o.state for x in o.get_parameters()])
             self.optimizer.zero_grad()                                      # the fp32 copies of bf16 gradients
-            for storage, _ in storages(self._gradients()):
+            for storage in self._host_memory.storages(self._gradients()):
                 storage.resize_(0)                                          # not kept: every step begins with zeros
         self._offloaded |= set(parts)
 
