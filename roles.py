@@ -168,5 +168,7 @@ class Roles:
         export_hf(self.actor, self.tokenizer, directory)
 
     def close(self) -> None:
-        """End vLLM and, with it, the process group."""
+        """End vLLM, which wakes for that, and with it the process group."""
+        for engine in (self.actor, *self._others().values()):
+            engine.offload(*self.waiting)
         self.rollout.shutdown()

@@ -1,4 +1,4 @@
-"""Estimate of the memory that one rank takes, from shapes alone."""
+"""Estimate of the memory that one rank takes, from shapes alone, and what vLLM does with its share."""
 
 import torch
 from omegaconf import DictConfig
@@ -8,13 +8,19 @@ from engines.hf import build_on_meta, read_hf_config
 from engines.optimizer import OPTIMIZERS
 
 GIB = 2**30
+CPU_KV_CACHE_GIB = 1.0
+MAX_NUM_SEQS, LOGIT_COPIES = 1024, 3        # LOGIT_COPIES: what sampling holds at once of a response's logits, in fp32
 
 
 def estimates(config: DictConfig, world_size: int, device_type: str, role: str = "actor") -> list[dict[str, float]]:
     """What an engine of the run takes, for each pipeline stage; FSDP has one. role: actor, critic or reference."""
-    if config.model_engine == "megatron":
-        return estimate_megatron(config, world_size, device_type, role)
-    return [estimate(config, world_size, device_type, role)]
+    stages = estimate_megatron(config, world_size, device_type, role) if config.model_engine == "megatron" else \
+        [estimate(config, world_size, device_type, role)]
+    offload = config.get("offload", {}) if device_type != "cpu" else {}
+    waiting = [part for part in ("parameters", "optimizer") if offload.get("reference" if role == "reference" else part)]
+    waits = [sum(size for name, size in sizes.items() if name.split(",")[0] in waiting and not name.endswith("host"))
+             for sizes in stages]
+    return [sizes | {"waits in pinned host memory": size} for sizes, size in zip(stages, waits)] if waiting else stages
 
 
 def checkpoint_bytes(config: DictConfig, role: str = "actor") -> int:
@@ -134,3 +140,27 @@ def estimate_megatron(config: DictConfig, world_size: int, device_type: str, rol
             sizes = {name: size for name, size in sizes.items() if "gradient" not in name and "optimizer" not in name}
         stages.append({name: size / GIB for name, size in {**sizes, "device total": sum(sizes.values())}.items()})
     return stages
+
+
+def max_num_seqs(config: DictConfig, world_size: int, device: torch.device) -> int:
+    """How many responses one vLLM decodes at once: rollout.max_num_seqs or, where that is null, as many as its memory holds,
+    but no more than it gets in one draw, or MAX_NUM_SEQS.
+
+    A response counts with the longest prompt and half of the tokens that it may have: where more come together, vLLM
+    preempts some. Unless rollout.kv_cache_gib is given its logits count, too.
+    """
+    rollout, shape, tp = config.rollout, read_hf_config(config.model.path), config.rollout.tensor_parallel_size
+    if rollout.max_num_seqs is not None:
+        return rollout.max_num_seqs
+    size = getattr(torch, config.engine.compute_dtype).itemsize
+    head_dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    bytes_per_token = 2 * shape.num_hidden_layers * max(1, shape.num_key_value_heads // tp) * head_dim * size
+    each = bytes_per_token * (config.data.max_prompt_length + rollout.max_tokens / 2)
+    if rollout.kv_cache_gib or device.type == "cpu":
+        room = (rollout.kv_cache_gib or CPU_KV_CACHE_GIB) * GIB
+    else:
+        weights = sum(p.numel() for p in build_on_meta(shape, torch.float32).parameters()) * size / tp
+        room = rollout.gpu_memory_utilization * torch.get_device_module().mem_get_info()[1] - weights
+        each += LOGIT_COPIES * shape.vocab_size * 4
+    drawn = -(-config.data.train_batch_size * tp // world_size) * rollout.n
+    return max(1, min(drawn, int(room / each), MAX_NUM_SEQS))

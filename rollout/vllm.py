@@ -24,10 +24,11 @@ from transformers import AutoConfig
 
 from config import InputError
 from data.packing import Batch
+from engines.memory import CPU_KV_CACHE_GIB, max_num_seqs
 
 PREFILL_TOKENS = 8192           # of prompts, in one forward pass
 TIES = 8                        # words that may be as likely as the last of the top_k, and are kept with it
-CPU_KV_CACHE_GIB, MAX_GROWTH_GIB = 1.0, 1.0
+MAX_GROWTH_GIB = 1.0
 
 
 class Rollout:
@@ -70,7 +71,7 @@ class Rollout:
             with untouched_random_state():
                 self.llm = LLM(
                     **arguments, distributed_executor_backend="external_launcher", tensor_parallel_size=tp,
-                    load_format="dummy", max_num_seqs=rollout.max_num_seqs,
+                    load_format="dummy", max_num_seqs=max_num_seqs(config, dist.get_world_size(), device),
                     # A prompt cut into chunks draws from its request's generator too early; on a CPU that is a crash.
                     enable_chunked_prefill=False, max_num_batched_tokens=max(PREFILL_TOKENS, arguments["max_model_len"]),
                     enforce_eager=rollout.enforce_eager or device.type == "cpu", **options)
@@ -208,7 +209,10 @@ class Rollout:
         self.awake.add(part)
 
     def shutdown(self) -> None:
-        """End vLLM and, with it, the process group."""
+        """End vLLM and, with it, the process group. Needs the device's memory: what vLLM frees while it sleeps is not there,
+        which CUDA calls an invalid argument."""
+        if self.awake != {"weights", "kv_cache"} and self.device.type != "cpu":
+            self.llm.wake_up()
         self.llm.llm_engine.engine_core.shutdown()
 
 
