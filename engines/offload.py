@@ -31,7 +31,7 @@ class HostMemory:
 
     def reserve(self, tensors: Iterable[Tensor]) -> None:
         """Take host memory in the background, until what is free of it could hold as many bytes as these tensors have."""
-        num_bytes = self.num_bytes + sum(tensor.nbytes for tensor in self._here(tensors))
+        num_bytes = self.num_bytes + sum(padded(tensor.nbytes) for tensor in self._here(tensors))
         while len(self.parts) * PART_BYTES < num_bytes:
             self.parts.append(self.background.submit(
                 torch.empty, PART_BYTES, dtype=torch.uint8, pin_memory=self.device.type != "cpu"))
@@ -41,7 +41,7 @@ class HostMemory:
         for storage in full:
             if storage._cdata not in self.places:       # which holds the storage, too: its address stays taken
                 self.places[storage._cdata] = storage, self.num_bytes, storage.nbytes()
-                self.num_bytes += -(-storage.nbytes() // MIN_BYTES) * MIN_BYTES
+                self.num_bytes += padded(storage.nbytes())
         self.reserve([])
         for host, here in self._pieces(full):
             host.copy_(here, non_blocking=True)
@@ -77,3 +77,7 @@ class HostMemory:
                 host = self.parts[part].result()[begin:begin + len(here)]
                 yield host, here[:len(host)]
                 start, here = start + len(host), here[len(host):]
+
+
+def padded(num_bytes: int) -> int:
+    return -(-num_bytes // MIN_BYTES) * MIN_BYTES

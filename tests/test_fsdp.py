@@ -19,11 +19,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from config import InputError, load
-from engines import optimizer, schedule
+from engines import offload, optimizer, schedule
 from engines.checkpoint import write_safetensors
 from engines.fsdp.engine import FSDPEngine
 from engines.hf import build_on_meta, read_hf_config
-from engines.memory import GIB, checkpoint_bytes, estimate
+from engines.memory import GIB, checkpoint_bytes, estimate, estimates
 from engines.weights import weight_files
 from tests.fsdp_worker import (
     BETAS,
@@ -324,6 +324,50 @@ def test_norms_and_biases_are_not_decayed(folder):
     for name, parameter in model.named_parameters():
         if name not in kept:
             torch.testing.assert_close(parameter.detach(), before[name] * (1 - 0.1 * 0.5))
+
+
+# -- host memory -------------------------------------------------------------------------------------------------------
+
+
+def test_tensors_come_back_from_the_same_host_memory(monkeypatch):
+    """Bit for bit, with their views, also where a tensor begins in one part of it and ends in another."""
+    monkeypatch.setattr(offload, "PART_BYTES", 2**14)
+    memory = offload.HostMemory(torch.device("cpu"))
+    tensors = [torch.randn(n) for n in (3000, 9000, 10, 1025)]
+    tensors.append(tensors[1][100:200])                     # of the same storage
+    elsewhere, want = torch.empty(5000, device="meta"), [x.clone() for x in tensors]
+    memory.reserve([*tensors[:4], elsewhere])
+    reserved = [part.result().data_ptr() for part in memory.parts]
+    for _ in range(3):
+        memory.offload([*tensors, elsewhere])
+        assert [x.untyped_storage().nbytes() for x in tensors] == [0, 0, 40, 0, 0], "small ones stay"
+        memory.offload(tensors)
+        memory.onload(tensors)
+        assert all(torch.equal(x, y) for x, y in zip(tensors, want))
+        want[0] = tensors[0].neg_().clone()
+        assert [part.result().data_ptr() for part in memory.parts] == reserved and len(reserved) == 4
+    memory.offload([more := torch.randn(2**14)])
+    assert len(memory.parts) == 8 and more.untyped_storage().nbytes() == 0, "nobody has reserved that"
+
+
+def test_host_memory_is_taken_before_the_optimizer_has_a_state(results):
+    """As much as it is going to need, once: moments of AdamW and Muon."""
+    (before, _), (after, left), (again, left_again) = results(4)["muon_resume"]["host memory"]
+    assert before == after == again and len(before) > 10 and left == left_again < 1000
+
+
+def test_dry_run_counts_what_waits_in_host_memory(folder):
+    def waits(role, *pairs, device_type="cuda", name="waits in pinned host memory"):
+        settings = load("ppo.yaml", [f"model.path={folder / 'qwen3'}", "data.train_files=unused", *pairs])
+        sizes, = estimates(settings, 1, device_type, role)
+        return sizes.get(name, 0.0), sizes.get("parameters", 0.0)
+
+    got, parameters = waits("actor")
+    assert got == pytest.approx(3 * parameters) and waits("actor", "offload.optimizer=false") == (parameters, parameters)
+    assert waits("reference")[0] == parameters and waits("reference", "offload.reference=false")[0] == 0
+    assert waits("actor", "engine.cpu_offload=true")[0] == 0 and waits("actor", device_type="cpu")[0] == 0
+    megatron, parameters = waits("actor", "model_engine=megatron", "engine.compute_dtype=bfloat16")
+    assert megatron == pytest.approx(7 * parameters), "with masters in fp32"
 
 
 # -- optimizers --------------------------------------------------------------------------------------------------------
