@@ -183,7 +183,7 @@ def print_plan(config, this_device, train, val, total_steps: int, resume_from) -
 
     import job
     import ppo
-    from engines.memory import CPU_KV_CACHE_GIB, max_num_seqs
+    from engines import device, memory
     print(OmegaConf.to_yaml(without_secrets(config)))
     world, tp = dist.get_world_size(), config.rollout.tensor_parallel_size
     print(f"layout: {world} ranks on {this_device.type} = {job.layout(config, world)} to train, {world // tp} vLLM x {tp} "
@@ -195,8 +195,8 @@ def print_plan(config, this_device, train, val, total_steps: int, resume_from) -
     for role, settings in ppo.roles(config).items():
         job.print_memory(settings, world, this_device.type, role)
     print((f"vLLM while awake: {config.rollout.gpu_memory_utilization:.0%} of the device" if this_device.type != "cpu" else
-           f"vLLM's KV cache: {config.rollout.kv_cache_gib or CPU_KV_CACHE_GIB} GiB")
-          + f"; it decodes {max_num_seqs(config, world, this_device)} responses at once")
+           f"vLLM's KV cache: {config.rollout.kv_cache_gib or memory.CPU_KV_CACHE_GIB} GiB")
+          + f"; it decodes {memory.max_num_seqs(config, world, device.capacity(this_device))} responses at once")
 
 
 def grade_one(config, grader, train) -> None:

@@ -58,9 +58,9 @@ class Engine(ABC):
 
     @abstractmethod
     def offload(self, *parts: str) -> None:
-        """Move "parameters", "optimizer" or both to host memory, so that others can use the device's. They come
-        back by themselves when a method needs them. What is there already stays. Before the first step the memory that the
-        optimizer's state is going to need is taken in the background."""
+        """Move "parameters", "optimizer" or both to host memory, so that others can use the device's. They come back by
+        themselves when a method needs them. Before the first step, memory for the optimizer's state is taken in the background,
+        until the next call."""
 
     @abstractmethod
     def modules(self) -> list[nn.Module]:

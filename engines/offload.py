@@ -1,7 +1,7 @@
 """Tensors that wait in host memory while others need the device's."""
 
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
 from torch import Tensor
@@ -17,11 +17,8 @@ PART_BYTES = 256 * 2**20
 
 class HostMemory:
     """Empties the storage of tensors on a device and fills it again. Only the memory moves: tensors, their views, and what
-    FSDP or an optimizer keeps of them stay the same objects.
-
-    Each storage has its place in the parts of host memory, which lie end to end. To pin them takes seconds: they are kept,
-    and a thread pins them before they are needed.
-    """
+    FSDP or an optimizer keeps of them stay the same objects. Each storage has a place in parts of host memory that lie end
+    to end. To pin them takes seconds: they are kept, and a thread does it before they are needed."""
 
     def __init__(self, device: torch.device):
         self.device, self.background = device, ThreadPoolExecutor(max_workers=1)
@@ -31,17 +28,18 @@ class HostMemory:
 
     def reserve(self, tensors: Iterable[Tensor]) -> None:
         """Take host memory in the background, until what is free of it could hold as many bytes as these tensors have."""
-        num_bytes = self.num_bytes + sum(padded(tensor.nbytes) for tensor in self._here(tensors))
+        num_bytes = self.num_bytes + sum(tensor.nbytes + MIN_BYTES for tensor in self._here(tensors))
         while len(self.parts) * PART_BYTES < num_bytes:
             self.parts.append(self.background.submit(
                 torch.empty, PART_BYTES, dtype=torch.uint8, pin_memory=self.device.type != "cpu"))
 
     def offload(self, tensors: Iterable[Tensor]) -> None:
+        wait(self.parts)        # vLLM starts next, and while it captures CUDA graphs no thread may pin memory
         full = [storage for storage in self.storages(tensors) if storage.nbytes() >= MIN_BYTES]
         for storage in full:
             if storage._cdata not in self.places:       # which holds the storage, too: its address stays taken
                 self.places[storage._cdata] = storage, self.num_bytes, storage.nbytes()
-                self.num_bytes += padded(storage.nbytes())
+                self.num_bytes += -(-storage.nbytes() // MIN_BYTES) * MIN_BYTES
         self.reserve([])
         for host, here in self._pieces(full):
             host.copy_(here, non_blocking=True)
@@ -52,6 +50,8 @@ class HostMemory:
             torch.accelerator.empty_cache()
 
     def onload(self, tensors: Iterable[Tensor]) -> None:
+        if not self.places:
+            return
         empty = [storage for storage in self.storages(tensors) if not storage.nbytes() and storage._cdata in self.places]
         for storage in empty:
             storage.resize_(self.places[storage._cdata][2])
@@ -77,7 +77,3 @@ class HostMemory:
                 host = self.parts[part].result()[begin:begin + len(here)]
                 yield host, here[:len(host)]
                 start, here = start + len(host), here[len(host):]
-
-
-def padded(num_bytes: int) -> int:
-    return -(-num_bytes // MIN_BYTES) * MIN_BYTES

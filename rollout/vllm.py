@@ -24,6 +24,7 @@ from transformers import AutoConfig
 
 from config import InputError
 from data.packing import Batch
+from engines.device import capacity
 from engines.memory import CPU_KV_CACHE_GIB, max_num_seqs
 
 PREFILL_TOKENS = 8192           # of prompts, in one forward pass
@@ -71,7 +72,7 @@ class Rollout:
             with untouched_random_state():
                 self.llm = LLM(
                     **arguments, distributed_executor_backend="external_launcher", tensor_parallel_size=tp,
-                    load_format="dummy", max_num_seqs=max_num_seqs(config, dist.get_world_size(), device),
+                    load_format="dummy", max_num_seqs=max_num_seqs(config, dist.get_world_size(), capacity(device)),
                     # A prompt cut into chunks draws from its request's generator too early; on a CPU that is a crash.
                     enable_chunked_prefill=False, max_num_batched_tokens=max(PREFILL_TOKENS, arguments["max_model_len"]),
                     enforce_eager=rollout.enforce_eager or device.type == "cpu", **options)
@@ -209,8 +210,7 @@ class Rollout:
         self.awake.add(part)
 
     def shutdown(self) -> None:
-        """End vLLM and, with it, the process group. Needs the device's memory: what vLLM frees while it sleeps is not there,
-        which CUDA calls an invalid argument."""
+        """End vLLM and, with it, the process group. It wakes for that: CUDA cannot free memory that is asleep."""
         if self.awake != {"weights", "kv_cache"} and self.device.type != "cpu":
             self.llm.wake_up()
         self.llm.llm_engine.engine_core.shutdown()

@@ -185,7 +185,7 @@ def test_replicas_get_prompts_whose_responses_are_as_long_together(results):
     assert drawn["lengths"] == 2 * alone["lengths"] and drawn["lengths"][0][4] == sum(of_last) / 4 > 6
     assert sorted(drawn["num_local"]) == [[8, 16], [12, 4]] and alone["num_local"] == [[20, 20]]
     idle, most = (drawn["all"][0]["metrics"][f"perf/rollout_idle{name}"] for name in ("", "_max"))
-    assert 0 < idle == pytest.approx(most / 2) < 0.5
+    assert 0 < most < 1 and idle == pytest.approx(most / 2)
     assert set(alone["all"][0]["metrics"].values()) == {0.0}
 
 
