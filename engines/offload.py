@@ -50,9 +50,7 @@ class HostMemory:
             torch.accelerator.empty_cache()
 
     def onload(self, tensors: Iterable[Tensor]) -> None:
-        if not self.places:
-            return
-        empty = [storage for storage in self.storages(tensors) if not storage.nbytes() and storage._cdata in self.places]
+        empty = [x for x in self.storages(tensors if self.places else []) if not x.nbytes() and x._cdata in self.places]
         for storage in empty:
             storage.resize_(self.places[storage._cdata][2])
         for host, here in self._pieces(empty):

@@ -211,9 +211,8 @@ class FSDPEngine(Engine):
                 module.reshard()
         self._host_memory.offload(self._tensors(parts))
         # Before the first step there is no state yet. Adam's has two moments, Muon's one, and a user's perhaps two.
-        self._host_memory.reserve(p for each in self.optimizers if "optimizer" in parts and not each.state
-                                  for group in each.param_groups
-                                  for p in group["params"] * (1 if isinstance(each, torch.optim.Muon) else 2))
+        self._host_memory.reserve(p for o in self.optimizers if "optimizer" in parts and not o.state
+                                  for group in o.param_groups for p in group["params"] * (2 - isinstance(o, torch.optim.Muon)))
 
     def _onload(self, *parts: str) -> None:
         self._host_memory.onload(self._tensors(parts))
