@@ -109,7 +109,7 @@ RULES = {key: rule for rule, keys in (
     (at_least(0.0), "trainer.save_minutes"),
     (above(0.0), "trainer.timeout_minutes"),
     (at_least(1), """data.train_batch_size data.max_prompt_length rollout.n validation.n rollout.max_tokens validation.max_tokens
-        rollout.tensor_parallel_size rollout.max_num_seqs reward.num_workers reward.concurrency algorithm.ppo_epochs
+        rollout.tensor_parallel_size reward.num_workers reward.concurrency algorithm.ppo_epochs
         algorithm.kl_ctrl.horizon algorithm.filter_groups.max_num_gen_batches trainer.total_epochs trainer.log_freq
         profiler.memory.max_entries engine.context_parallel_size engine.tensor_model_parallel_size
         engine.pipeline_model_parallel_size engine.virtual_pipeline_model_parallel_size engine.expert_model_parallel_size
@@ -133,7 +133,7 @@ RULES = {key: rule for rule, keys in (
           anyOf=[{"minimum": 1, "maximum": 1024}, {"const": -1}]), "rollout.top_k validation.top_k"),
     (above_or(0, -1, "never"), """trainer.total_steps trainer.save_freq trainer.test_freq
         trainer.rollout_freq trainer.max_checkpoints engine.fsdp_size"""),
-    (optional(int, at_least(1)), "data.num_proc algorithm.ppo_mini_batch_size"),
+    (optional(int, at_least(1)), "data.num_proc rollout.max_num_seqs algorithm.ppo_mini_batch_size"),
     (optional((int, float), above(0.0)), "rollout.kv_cache_gib"),
     (optional((int, float), at_least(0.0)), "engine.router_aux_loss_coef"),
     (optional(str), "data.cache_dir data.chat_template critic.path reference.path profiler.msprobe.config_path"),

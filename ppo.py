@@ -203,6 +203,7 @@ def collect(config: DictConfig, draw: Callable[..., Samples], dataset, batch_ind
         raise InputError(f"no response to {len(parts)} batches could be graded; the first: {first.said}")
     scores, groups = (torch.cat([getattr(drawn, name) for drawn in everything]) for name in ("scores", "group"))
     metrics = {"rollout/num_gen_batches": len(parts), **spread("critic/score", scores),
+               **{name: sum(drawn.metrics[name] for drawn in everything) / len(everything) for name in everything[0].metrics},
                **{f"reward/{k}/mean": torch.cat([d.parts[k] for d in everything if len(d)]).mean().item() for k in samples.parts},
                "reward/informative_groups": informative(scores, groups).float().mean().item()}
     return replace(samples.select(samples.group <= samples.group.unique()[:size][-1]), metrics=metrics), batch_index

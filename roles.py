@@ -36,8 +36,10 @@ class Roles:
         """Build the engines, one after another; start_rollout() comes once they hold the weights to begin with."""
         self.config, self.device, self.tokenizer, self.grader, self.profiler = config, this_device, tokenizer, grader, profiler
         self.host_group = dist.new_group(backend="gloo")
-        # What waits in host memory while somebody else needs the device.
-        self.waiting = [part for part in ("parameters", "optimizer") if config.offload[part]]
+        # What waits in host memory while somebody else needs the device; a CPU has no other memory.
+        waits = config.offload if this_device.type != "cpu" else dict.fromkeys(config.offload, False)
+        self.waiting = [part for part in ("parameters", "optimizer") if waits[part]]
+        self.reference_waiting = ["parameters"] * waits["reference"]
         engines = {}
         for role, settings in ppo.roles(config).items():
             # The schedule of the actor begins where the critic's head start ends.
@@ -45,8 +47,7 @@ class Roles:
             engines[role] = engine_class(config.model_engine)(
                 settings, this_device, steps, optimize=role != "reference", critic=role == "critic",
                 temperature=config.rollout.temperature)
-            waits = config.offload.reference if role == "reference" else config.offload.parameters
-            engines[role].offload(*["parameters"] * waits)
+            engines[role].offload(*(self.reference_waiting if role == "reference" else self.waiting))
         self.actor, self.critic, self.reference = (engines.get(role) for role in ("actor", "critic", "reference"))
 
     def start_rollout(self) -> None:
@@ -114,7 +115,7 @@ class Roles:
         if self.reference:
             with self.profiler.stage("ref_compute_log_prob", self.reference):
                 batch.fields["ref_log_probs"] = ppo.log_probs(self.reference, batch, minis)
-                self.reference.offload(*["parameters"] * self.config.offload.reference)
+                self.reference.offload(*self.reference_waiting)
 
     def compute_values(self, batch: Batch, minis: list[list[int]]) -> None:
         """Fill values, where there is a critic."""
@@ -167,5 +168,7 @@ class Roles:
         export_hf(self.actor, self.tokenizer, directory)
 
     def close(self) -> None:
-        """End vLLM and, with it, the process group."""
+        """End vLLM, which wakes for that, and with it the process group."""
+        for engine in (self.actor, *self._others().values()):
+            engine.offload(*self.waiting)
         self.rollout.shutdown()

@@ -183,6 +183,7 @@ def print_plan(config, this_device, train, val, total_steps: int, resume_from) -
 
     import job
     import ppo
+    from engines import device, memory
     print(OmegaConf.to_yaml(without_secrets(config)))
     world, tp = dist.get_world_size(), config.rollout.tensor_parallel_size
     print(f"layout: {world} ranks on {this_device.type} = {job.layout(config, world)} to train, {world // tp} vLLM x {tp} "
@@ -193,8 +194,9 @@ def print_plan(config, this_device, train, val, total_steps: int, resume_from) -
     print(f"steps: {total_steps}" + f", going on from {resume_from}" * bool(resume_from))
     for role, settings in ppo.roles(config).items():
         job.print_memory(settings, world, this_device.type, role)
-    print(f"vLLM while awake: {config.rollout.gpu_memory_utilization:.0%} of the device" if this_device.type != "cpu" else
-          f"vLLM's KV cache: {config.rollout.kv_cache_gib or 1.0} GiB")
+    print((f"vLLM while awake: {config.rollout.gpu_memory_utilization:.0%} of the device" if this_device.type != "cpu" else
+           f"vLLM's KV cache: {config.rollout.kv_cache_gib or memory.CPU_KV_CACHE_GIB} GiB")
+          + f"; it decodes {memory.max_num_seqs(config, world, device.capacity(this_device))} responses at once")
 
 
 def grade_one(config, grader, train) -> None:

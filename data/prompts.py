@@ -124,6 +124,7 @@ class PromptDataset(Sequence):
 
     name: the hash of all that the prompts depend on. lengths: np.int64 [n], tokens of each prompt.
     stats: rows (kept), dropped_long, truncated (and kept), tokens, max_length (longest).
+    drawn_lengths: np.float32 [n], tokens of the responses that each prompt got last, their mean; nan: none yet.
     """
 
     def __init__(self, path: Path):
@@ -133,6 +134,7 @@ class PromptDataset(Sequence):
             np.load(path / f"{name}.npy", mmap_mode="r") for name in ("input_ids", "cu_seqlens", "record_ends"))
         self.records = np.memmap(path / "records.jsonl", dtype=np.uint8, mode="r")
         self.lengths = np.diff(np.asarray(self.cu_seqlens))
+        self.drawn_lengths = np.full(len(self.lengths), np.nan, np.float32)
 
     @classmethod
     def load(cls, path: Path) -> PromptDataset:
@@ -146,3 +148,8 @@ class PromptDataset(Sequence):
         start = self.record_ends[i - 1] if i else 0
         record = json.loads(self.records[start:self.record_ends[i]].tobytes())
         return Prompt(self.input_ids[self.cu_seqlens[i]:self.cu_seqlens[i + 1]].tolist(), **record)
+
+    def expected_lengths(self, rows: Sequence[int]) -> list[float]:
+        """drawn_lengths of these rows; where there is none, the mean of the others, or 1."""
+        known = ~np.isnan(lengths := self.drawn_lengths[rows])
+        return np.where(known, lengths, lengths[known].mean() if known.any() else 1.0).tolist()

@@ -58,8 +58,8 @@ class Engine(ABC):
 
     @abstractmethod
     def offload(self, *parts: str) -> None:
-        """Move "parameters", "optimizer" or both to host memory, so that others can use the device's. They come
-        back by themselves when a method needs them. On a CPU, and for what is there already, nothing moves."""
+        """Move "parameters", "optimizer" or both to host memory, so that others can use the device's. They come back by themselves
+        when a method needs them. Before the first step a thread takes memory for the optimizer's state, and the next call waits."""
 
     @abstractmethod
     def modules(self) -> list[nn.Module]:

@@ -105,6 +105,11 @@ def peak_flops(device: torch.device) -> float | None:
     return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
 
 
+def capacity(device: torch.device) -> int:
+    """Bytes of memory that an accelerator has; 0 for a CPU."""
+    return 0 if device.type == "cpu" else torch.get_device_module().mem_get_info()[1]
+
+
 def memory() -> dict[str, float]:
     """GiB on this rank since the last reset: the allocator's peak on an accelerator, the process's peak on a CPU."""
     if torch.accelerator.is_available():

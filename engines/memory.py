@@ -1,4 +1,4 @@
-"""Estimate of the memory that one rank takes, from shapes alone."""
+"""Estimate of the memory that one rank takes, from shapes alone, and what vLLM does with its share."""
 
 import torch
 from omegaconf import DictConfig
@@ -8,13 +8,25 @@ from engines.hf import build_on_meta, read_hf_config
 from engines.optimizer import OPTIMIZERS
 
 GIB = 2**30
+CPU_KV_CACHE_GIB = 1.0
+MAX_NUM_SEQS, LOGIT_COPIES = 1024, 3        # LOGIT_COPIES: what sampling holds at once of a response's logits, in fp32
 
 
 def estimates(config: DictConfig, world_size: int, device_type: str, role: str = "actor") -> list[dict[str, float]]:
-    """What an engine of the run takes, for each pipeline stage; FSDP has one. role: actor, critic or reference."""
-    if config.model_engine == "megatron":
-        return estimate_megatron(config, world_size, device_type, role)
-    return [estimate(config, world_size, device_type, role)]
+    """GiB of an engine of the run, by purpose, for each pipeline stage; FSDP has one. role: actor, critic or reference."""
+    stages = estimate_megatron(config, world_size, device_type, role) if config.model_engine == "megatron" else \
+        [estimate(config, world_size, device_type, role)]
+    offload = config.get("offload", {}) if device_type != "cpu" else {}
+    waiting = [part for part in ("parameters", "optimizer") if offload.get("reference" if role == "reference" else part)]
+    for i, sizes in enumerate(stages):
+        if role == "reference":
+            sizes = {name: size for name, size in sizes.items() if "gradient" not in name and "optimizer" not in name}
+        here = {name.split(",")[0]: size for name, size in sizes.items() if not name.endswith("host")}
+        sizes |= {"device total": sum(here.values())}
+        if waiting:
+            sizes |= {"waits in pinned host memory": sum(here.get(part, 0) for part in waiting)}
+        stages[i] = {name: size / GIB for name, size in sizes.items()}
+    return stages
 
 
 def checkpoint_bytes(config: DictConfig, role: str = "actor") -> int:
@@ -28,7 +40,7 @@ def checkpoint_bytes(config: DictConfig, role: str = "actor") -> int:
 
 
 def estimate(config: DictConfig, world_size: int, device_type: str, role: str = "actor") -> dict[str, float]:
-    """GiB of one rank of the FSDP engine, by purpose, when the last of several full micro-batches begins its backward pass;
+    """Bytes of one rank of the FSDP engine, by purpose, when the last of several full micro-batches begins its backward pass;
     for a reference, which has none, in its forward pass.
 
     A micro-batch is data.max_tokens_per_micro_batch tokens. Activations are counted for a Llama-like layer: residual and
@@ -70,17 +82,13 @@ def estimate(config: DictConfig, world_size: int, device_type: str, role: str = 
     # Adam keeps two moments, Muon one; what a user's optimizer keeps cannot be known.
     moments = 2 - in_matrices / num_parameters if config.optim.name == "muon" else 2
     optimizer = "optimizer" if config.optim.name in OPTIMIZERS else "optimizer, if like Adam"
-    sizes = {f"parameters{where}": resident, f"gradients{where}": resident, f"{optimizer}{where}": moments * resident,
-             "gathered weights": gathered, "unreduced gradients": unreduced, "activations": tokens * kept,
-             "logits of a chunk": logits, "gradient of the output matrix": num_outputs * hidden * 4}
-    if role == "reference":
-        sizes = {name: size for name, size in sizes.items() if "gradient" not in name and "optimizer" not in name}
-    sizes["device total"] = sum(size for name, size in sizes.items() if not name.endswith("host"))
-    return {name: size / GIB for name, size in sizes.items()}
+    return {f"parameters{where}": resident, f"gradients{where}": resident, f"{optimizer}{where}": moments * resident,
+            "gathered weights": gathered, "unreduced gradients": unreduced, "activations": tokens * kept,
+            "logits of a chunk": logits, "gradient of the output matrix": num_outputs * hidden * 4}
 
 
 def estimate_megatron(config: DictConfig, world_size: int, device_type: str, role: str = "actor") -> list[dict[str, float]]:
-    """GiB of one rank of the Megatron engine, by purpose, for every pipeline stage at its fullest moment.
+    """Bytes of one rank of the Megatron engine, by purpose, for every pipeline stage at its fullest moment.
 
     Parameters, gradients and optimizer are exact, but for the padding of buffers and for pieces of unequal size (these are
     means over the ranks that share them). Activations as in estimate(), of as many micro-batches as wait for their backward
@@ -126,11 +134,33 @@ def estimate_megatron(config: DictConfig, world_size: int, device_type: str, rol
             kept = in_layer
         shares = (world_size // (pp * tp), world_size // (pp * ep)) if engine.use_distributed_optimizer else (1, 1)
         logits = min(tokens, engine.log_prob_chunk_size) * num_outputs * (2 * compute + (0 if device_type == "cuda" else 8))
-        sizes = {"parameters": (dense + experts) * compute, "gradients": (dense + experts) * gradient,
-                 "optimizer": state * (dense / shares[0] + experts / shares[1]),
-                 "activations": kept + last * tokens * hidden * compute, "logits of a chunk": last * logits,
-                 "gradient of the output matrix": last * num_outputs * hidden * 4}
-        if role == "reference":
-            sizes = {name: size for name, size in sizes.items() if "gradient" not in name and "optimizer" not in name}
-        stages.append({name: size / GIB for name, size in {**sizes, "device total": sum(sizes.values())}.items()})
+        stages.append({
+            "parameters": (dense + experts) * compute, "gradients": (dense + experts) * gradient,
+            "optimizer": state * (dense / shares[0] + experts / shares[1]),
+            "activations": kept + last * tokens * hidden * compute, "logits of a chunk": last * logits,
+            "gradient of the output matrix": last * num_outputs * hidden * 4})
     return stages
+
+
+def max_num_seqs(config: DictConfig, world_size: int, device_bytes: int) -> int:
+    """How many responses one vLLM decodes at once: rollout.max_num_seqs or, where that is null, as many as its memory holds,
+    but no more than it gets in one draw, or MAX_NUM_SEQS. device_bytes: 0 for a CPU.
+
+    A response counts with the longest prompt and half of rollout.max_tokens (where that is too little, vLLM preempts some),
+    and unless rollout.kv_cache_gib is given, with its logits.
+    """
+    rollout, shape, tp = config.rollout, read_hf_config(config.model.path), config.rollout.tensor_parallel_size
+    if rollout.max_num_seqs is not None:
+        return rollout.max_num_seqs
+    size = getattr(torch, config.engine.compute_dtype).itemsize
+    head_dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    bytes_per_token = 2 * shape.num_hidden_layers * max(1, shape.num_key_value_heads // tp) * head_dim * size
+    each = bytes_per_token * (config.data.max_prompt_length + rollout.max_tokens / 2)
+    if rollout.kv_cache_gib or not device_bytes:
+        room = (rollout.kv_cache_gib or CPU_KV_CACHE_GIB) * GIB
+    else:
+        weights = sum(p.numel() for p in build_on_meta(shape, torch.float32).parameters()) * size / tp
+        room = rollout.gpu_memory_utilization * device_bytes - weights
+        each += LOGIT_COPIES * shape.vocab_size * 4
+    drawn = -(-config.data.train_batch_size * tp // world_size) * rollout.n
+    return max(1, min(drawn, int(room / each), MAX_NUM_SEQS))

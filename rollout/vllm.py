@@ -26,12 +26,14 @@ from transformers import AutoConfig
 
 from config import InputError
 from data.packing import Batch
+from engines.device import capacity
+from engines.memory import CPU_KV_CACHE_GIB, max_num_seqs
 from rollout.responses import Responses
 
 PREFILL_TOKENS = 8192           # of prompts, in one forward pass
 TIES = 8                        # words that may be as likely as the last of the top_k, and are kept with it
 SCHEDULED = ("0.25.1", "0.32.0")        # versions of vLLM that rollout/scheduler.py was tested with
-CPU_KV_CACHE_GIB, MAX_GROWTH_GIB = 1.0, 1.0
+MAX_GROWTH_GIB = 1.0
 
 
 class Rollout:
@@ -69,9 +71,9 @@ class Rollout:
             options["moe_backend"] = "triton"                   # others lay experts out anew, which update_weights does not
             if version == "0.25.1":                             # which has a faster model runner, but not for all by default
                 os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
-        eager = rollout.enforce_eager or device.type == "cpu"
+        num_seqs, eager = max_num_seqs(config, dist.get_world_size(), capacity(device)), rollout.enforce_eager or device.type == "cpu"
         if not eager:                                           # else vLLM stops at 512, and larger batches take twice as long
-            options["compilation_config"] = {"max_cudagraph_capture_size": rollout.max_num_seqs}
+            options["compilation_config"] = {"max_cudagraph_capture_size": num_seqs}
             show_graphs()
         if version in SCHEDULED:
             from rollout.scheduler import ClosedBatchScheduler
@@ -86,7 +88,7 @@ class Rollout:
             with untouched_random_state():
                 self.llm = LLM(
                     **arguments, distributed_executor_backend="external_launcher", tensor_parallel_size=tp,
-                    load_format="dummy", max_num_seqs=rollout.max_num_seqs,
+                    load_format="dummy", max_num_seqs=num_seqs,
                     # A prompt cut into chunks draws from its request's generator too early; on a CPU that is a crash.
                     enable_chunked_prefill=False, max_num_batched_tokens=max(PREFILL_TOKENS, arguments["max_model_len"]),
                     enforce_eager=eager, **options)
@@ -226,7 +228,9 @@ class Rollout:
         self.awake.add(part)
 
     def shutdown(self) -> None:
-        """End vLLM and, with it, the process group."""
+        """End vLLM and, with it, the process group. It wakes for that: CUDA cannot free memory that is asleep."""
+        if self.awake != {"weights", "kv_cache"} and self.device.type != "cpu":
+            self.llm.wake_up()
         self.llm.llm_engine.engine_core.shutdown()
 
 

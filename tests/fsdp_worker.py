@@ -28,7 +28,7 @@ from transformers import PreTrainedTokenizerFast
 
 from config import InputError, load
 from data.packing import Batch, partition
-from engines import device
+from engines import device, offload
 from engines.checkpoint import Checkpointer, export_hf
 from engines.fsdp.engine import FSDPEngine
 from engines.optimizer import ShardedMuon
@@ -247,15 +247,25 @@ def muon_steps(folder: Path, this_device: torch.device) -> dict[str, float]:
     return worst
 
 
+def host_memory(engine: FSDPEngine) -> tuple[list[int], int]:
+    """Where an engine's host memory lies once everything is there, and the bytes that are left in the tensors."""
+    engine.offload("parameters", "optimizer")
+    tensors = engine._host_memory.storages(engine._tensors(("parameters", "optimizer")))
+    return [part.result().data_ptr() for part in engine._host_memory.parts], sum(x.nbytes() for x in tensors)
+
+
 def muon_resume(folder: Path, this_device: torch.device) -> dict:
     """Two steps and two more on 4 ranks without interruption; two more from the checkpoint on any number of ranks."""
     checkpointer, result = Checkpointer(folder / "checkpoints_muon", 2, asynchronous=False), {}
     if dist.get_world_size() == 4:
+        offload.PART_BYTES, offload.MIN_BYTES = 2**14, 64
         engine = build(folder / "qwen3", this_device, optimizer="muon")
+        result["host memory"] = [host_memory(engine)]
         train(engine, range(2))
         checkpointer.save(2, engine, {"step": 2}, make_tokenizer())
-        engine.offload("parameters", "optimizer")
+        result["host memory"].append(host_memory(engine))
         result["uninterrupted"] = train(engine, range(2, 4))
+        result["host memory"].append(host_memory(engine))
         result["weights"] = digest(dict(engine.export_weights()))
     engine = build(folder / "qwen3", this_device, optimizer="muon")
     checkpointer.load(folder / "checkpoints_muon" / "step_00000002", engine)

@@ -29,7 +29,7 @@ from safetensors.torch import save_file
 
 from config import InputError, load
 from data.packing import Batch
-from engines import device
+from engines import device, offload as host
 from engines.base import Engine
 from engines.checkpoint import Checkpointer, export_hf
 from engines.fsdp.engine import FSDPEngine
@@ -427,19 +427,27 @@ def non_finite(folder: Path, this_device: torch.device) -> dict:
 
 
 def offload(folder: Path, this_device: torch.device) -> dict:
-    """Export and train with everything offloaded in between."""
+    """Export and train with everything offloaded in between; and how much host memory was taken before the first step and
+    in the end, and the bytes that are left where tensors were."""
     results = {}
+    host.PART_BYTES, host.MIN_BYTES = 2**14, 64
     for settings in ("", REPLICATED, f"{BF16} {BF16_GRADIENTS}"):
         engine, case = build(MegatronEngine, folder / "qwen3", this_device, settings), Case("qwen3")
+        engine.offload("optimizer")
+        engine.offload("parameters", "optimizer")
+        parts = [len(engine._host_memory.parts)]
         steps = train(engine, range(2), case)
         engine.offload("parameters", "optimizer")
+        everything = [*engine._tensors(("parameters", "optimizer")), *engine._gradients()]
+        bytes_left = sum(storage.nbytes() for storage in engine._host_memory.storages(everything))
         left = sum(x.grad is not None for o in engine.optimizer.chained_optimizers for x in o.get_parameters())
         names = list(dict(engine.export_weights()))
         engine.offload("parameters", "optimizer")
         ask(engine, case)
         engine.offload("optimizer")
         results[settings] = {"steps": steps + train(engine, range(2, 4), case), "num_names": len(names),
-                             "gradients left": left}
+                             "gradients left": left, "bytes left": gather(bytes_left),
+                             "host memory": gather(parts + [len(engine._host_memory.parts)])}
     return results
 
 

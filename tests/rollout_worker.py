@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 import ppo
 from config import InputError, load
 from data.packing import Batch
-from data.prompts import Prompt
+from data.prompts import Prompt, PromptDataset
 from engines import device
 from engines.checkpoint import Checkpointer, export_hf
 from engines.fsdp.engine import FSDPEngine
@@ -216,9 +216,21 @@ def greedy(folder: Path, rollout: Rollout, engine: FSDPEngine) -> dict:
     return {"responses": [responses(b) for b in batches], "likeliest": gather(likeliest.float().mean().item())}
 
 
+class Prompts(PromptDataset):
+    """Five that are in no file."""
+
+    def __init__(self):
+        self.prompts = [Prompt(ids, f"prompt {i}", {"bad": i == 3}) for i, ids in enumerate(make_prompts(5))]
+        self.drawn_lengths = np.full(5, np.nan, np.float32)
+
+    def __getitem__(self, index: int) -> Prompt:
+        return self.prompts[index]
+
+
 def samples(folder: Path, rollout: Rollout, engine: FSDPEngine) -> dict:
     """What draw_samples makes of 5 prompts; for one of them the reward often raises. And of 3 with a reward of groups."""
-    dataset = [Prompt(ids, f"prompt {i}", {"bad": i == 3}) for i, ids in enumerate(make_prompts(5))]
+    dataset, generate, num_local = Prompts(), rollout.generate, []
+    rollout.generate = lambda prompts, *others: num_local.append(len(prompts)) or generate(prompts, *others)
     tokenizer, host_group = make_tokenizer(), dist.new_group(backend="gloo")
 
     def grader(function):
@@ -231,11 +243,14 @@ def samples(folder: Path, rollout: Rollout, engine: FSDPEngine) -> dict:
                              max_failure_rate, first_group=10)
         check_failures(drawn.failures, drawn.num_asked, max_failure_rate)
         return {**written(drawn.batch, drawn.truncated), "group": drawn.group.tolist(), "scores": drawn.scores.tolist(),
-                "texts": drawn.texts, "prompts": [p.text for p in drawn.prompts],
+                "texts": drawn.texts, "prompts": [p.text for p in drawn.prompts], "metrics": drawn.metrics,
                 "parts": {name: values.tolist() for name, values in drawn.parts.items()},
                 "failures": [[f.kind, f.row, f.response] for f in drawn.failures]}
     with grader("score") as one, grader("rank") as group:
-        return {"all": gather(draw(one, range(5), 4)), "two": draw(one, [4, 2], 4), "one": draw(one, [1], 1),
+        drawn = {"all": gather(draw(one, range(5), 4)), "lengths": gather(dataset.drawn_lengths.tolist())}
+        dataset.drawn_lengths[:4] = [1, 1, 3, 1]                # and those of the last one, many more, as they were
+        drawn |= {"by length": draw(one, range(5), 4), "num_local": gather(num_local)}
+        return {**drawn, "two": draw(one, [4, 2], 4), "one": draw(one, [1], 1),
                 "groups": gather(draw(group, [0, 4, 2], 4)),
                 "too many failures": gather(told(lambda: draw(one, range(5), 4, max_failure_rate=0.01)))}
 

@@ -27,6 +27,8 @@ SMOKES = {
                               r"\| tiny \| 2 x 4 \| rollout/scheduler.py \| \d(.*\n)*0 of 2 responses differ .*\nmilliseconds of"),
     "weight_sync_h200.py": (["tiny", "", "--repeats", "1", "--models", "MODELS"],
                             r"\| tiny \| 1 \| data parallel \| TP 1 \| \d\.\d+ \| \d\.\d+ \| 0\.\d+ \|"),
+    "offload_h200.py": (["tiny", "--rounds", "1", "--models", "MODELS"],
+                        r"\| tiny \| \d+\.\d\d \| \d+\.\d\d \| \d+\.\d\d \| \d\.\d{3} \| \d\.\d{3} \| 0\.25 \|"),
     "tokenize_speed.py": (["--rows", "20", "--pairs", "1", "--tokenizer", "MODEL"],
                           r"\| single-turn \| [\d,]+ \| [\d,]+ \| \d\.\d+ .*\n\| five-turn \| [\d,]+ \| [\d,]+ \| \d\.\d+ "),
     "profiling_cost.py": (["MODEL", "DATA", "data.train_batch_size=8", "--tools", "torch"],

@@ -19,11 +19,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from config import InputError, load
-from engines import optimizer, schedule
+from engines import offload, optimizer, schedule
 from engines.checkpoint import write_safetensors
 from engines.fsdp.engine import FSDPEngine
 from engines.hf import build_on_meta, read_hf_config
-from engines.memory import GIB, checkpoint_bytes, estimate
+from engines.memory import GIB, checkpoint_bytes, estimates, max_num_seqs
 from engines.weights import weight_files
 from tests.fsdp_worker import (
     BETAS,
@@ -326,6 +326,72 @@ def test_norms_and_biases_are_not_decayed(folder):
             torch.testing.assert_close(parameter.detach(), before[name] * (1 - 0.1 * 0.5))
 
 
+# -- host memory -------------------------------------------------------------------------------------------------------
+
+
+def test_tensors_come_back_from_the_same_host_memory(monkeypatch):
+    """Bit for bit, with their views, also where a tensor begins in one part of it and ends in another."""
+    monkeypatch.setattr(offload, "PART_BYTES", 2**14)
+    memory = offload.HostMemory(torch.device("cpu"))
+    tensors = [torch.randn(n) for n in (3000, 9000, 10, 1025)]
+    tensors.append(tensors[1][100:200])                     # of the same storage
+    elsewhere, want = torch.empty(5000, device="meta"), [x.clone() for x in tensors]
+    memory.reserve([*tensors[:4], elsewhere])
+    reserved = [part.result().data_ptr() for part in memory.parts]
+    for _ in range(3):
+        memory.offload([*tensors, elsewhere])
+        assert [x.untyped_storage().nbytes() for x in tensors] == [0, 0, 40, 0, 0], "small ones stay"
+        memory.offload(tensors)
+        memory.onload(tensors)
+        assert all(torch.equal(x, y) for x, y in zip(tensors, want))
+        want[0] = tensors[0].neg_().clone()
+        assert [part.result().data_ptr() for part in memory.parts] == reserved and len(reserved) == 5
+    memory.offload([more := torch.randn(2**14)])
+    assert len(memory.parts) == 8 and more.untyped_storage().nbytes() == 0, "nobody has reserved that"
+
+
+def test_host_memory_is_taken_before_the_optimizer_has_a_state(results):
+    """As much as it is going to need, once: moments of AdamW and Muon."""
+    (before, _), (after, left), (again, left_again) = results(4)["muon_resume"]["host memory"]
+    assert before == after == again and len(before) > 4 and left == left_again < 1000
+
+
+def test_dry_run_counts_what_waits_in_host_memory(folder):
+    def waits(role, *pairs, device_type="cuda", name="waits in pinned host memory"):
+        settings = load("ppo.yaml", [f"model.path={folder / 'qwen3'}", "data.train_files=unused", *pairs])
+        sizes, = estimates(settings, 1, device_type, role)
+        return sizes.get(name, 0.0), sizes.get("parameters", 0.0)
+
+    got, parameters = waits("actor")
+    assert got == pytest.approx(3 * parameters) and waits("actor", "offload.optimizer=false") == (parameters, parameters)
+    assert waits("reference")[0] == parameters and waits("reference", "offload.reference=false")[0] == 0
+    assert waits("actor", "engine.cpu_offload=true")[0] == 0 and waits("actor", device_type="cpu")[0] == 0
+    megatron, parameters = waits("actor", "model_engine=megatron", "engine.compute_dtype=bfloat16")
+    assert megatron == pytest.approx(7 * parameters), "with masters in fp32"
+
+
+def test_vllm_decodes_as_many_responses_at_once_as_fit(folder):
+    def decoded(*pairs, world=1, gib=139.0):
+        settings = load("ppo.yaml", [
+            f"model.path={folder / 'qwen3'}", "data.train_files=unused", "data.train_batch_size=8", "data.max_prompt_length=100",
+            "rollout.max_tokens=200", "engine.compute_dtype=float32", *pairs])
+        return max_num_seqs(settings, world, int(gib * GIB))
+
+    assert decoded() == decoded(gib=0) == 64 and decoded(world=2) == 32, "as many as it gets"
+    two, tp2 = "data.train_batch_size=5", "rollout.tensor_parallel_size=2"
+    assert decoded(two, world=2) == 24 and decoded(two, tp2, world=2) == 40, "two prompts on the other, or all on one"
+    assert decoded("data.train_batch_size=1000") == 1024 and decoded("rollout.max_tokens=1000000000") == 1
+    assert decoded("data.train_batch_size=1000", "rollout.max_num_seqs=7") == 7
+    # 200 tokens x 3 layers x keys and values x 2 heads of 16 numbers in fp32, divided by tensor-parallel ranks.
+    each = 200 * 3 * 2 * 2 * 16 * 4
+    for pairs, world, bytes_of_one in ([], 1, each), ([tp2], 2, each / 2):
+        assert decoded("rollout.kv_cache_gib=0.002", *pairs, world=world) == int(0.002 * GIB / bytes_of_one) < 40
+    weights = checkpoint_bytes(config(folder, f"model.path={folder / 'qwen3'}")) / 3         # Adam's moments are as large
+    room, short = 0.5 * 0.0018 * GIB - weights, ("data.max_prompt_length=10", "rollout.max_tokens=20")
+    got = decoded("rollout.gpu_memory_utilization=0.5", *short, gib=0.0018)
+    assert got == int(room / (each / 10 + 3 * 97 * 4)) < int(room / (each / 10)) < 64, "the vocabulary has 97 words"
+
+
 # -- optimizers --------------------------------------------------------------------------------------------------------
 
 
@@ -353,9 +419,9 @@ def test_muon_resumes_and_has_one_moment(results, folder, world):
     if world == 4:
         assert result["resumed"] == whole["uninterrupted"] and whole["resumed_weights"] == whole["weights"]
     settings = config(folder, f"model.path={folder / 'qwen3'}", "engine.compute_dtype=float32", "optim.name=muon")
-    told = estimate(settings, world, "cpu")["optimizer"] * GIB
+    told = estimates(settings, world, "cpu")[0]["optimizer"] * GIB
     assert sum(result["state_bytes"]) / world == pytest.approx(told)
-    adam = estimate(config(folder, f"model.path={folder / 'qwen3'}"), world, "cpu")["optimizer"] * GIB
+    adam = estimates(config(folder, f"model.path={folder / 'qwen3'}"), world, "cpu")[0]["optimizer"] * GIB
     assert adam / 2 < told < 0.9 * adam
 
 

@@ -296,8 +296,10 @@ def test_non_finite_gradient_is_skipped(launches, settings):
 
 @pytest.mark.parametrize("settings, same", [("", "dp2"), (REPLICATED, "dp2 replicated")])
 def test_offload_comes_back_by_itself(launches, settings, same):
-    """On a CPU nothing moves: the calls alone, and that a weight sync works without DDP's parameter buffer."""
+    """With DDP's buffers, which hold parameters and gradients, and the optimizer's views of them; a weight sync works without
+    DDP's parameter buffer. As much host memory was taken before the first step as is needed later."""
     result = launches[2]["offload"][settings]
+    assert max(result["bytes left"]) < 1000 and all(before == after > 2 for before, after in result["host memory"])
     assert result["steps"] == launches[2][same]["steps"][:4]
     assert result["num_names"] == len(launches[2][same]["names"][0])
     assert {result["gradients left"] for result in launches[2]["offload"].values()} == {0}, "also where they are copies in fp32"

@@ -86,6 +86,9 @@ def test_rows_of_the_example(make, tmp_path):
     assert prompts.lengths.dtype == np.int64 and prompts.lengths.tolist() == [len(ids) for ids in expected]
     assert prompts.stats == {"rows": 50, "dropped_long": 0, "truncated": 0, "tokens": sum(map(len, expected)),
                              "max_length": max(map(len, expected))}
+    assert prompts.expected_lengths([7, 3]) == [1, 1]
+    prompts.drawn_lengths[[3, 9]] = 20, 40
+    assert prompts.expected_lengths(range(2, 5)) == [20, 20, 20] and prompts.expected_lengths([9, 4, 3]) == [40, 30, 20]
 
 
 def test_prompts_are_read_in_any_order(make, tmp_path):

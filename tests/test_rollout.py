@@ -192,9 +192,20 @@ def test_samples_do_not_depend_on_the_number_of_ranks(results, many, one):
     for key in ("texts", "input_ids", "group", "scores", "truncated", "prompts", "failures", "loss_mask"):
         for case in ("two", "one"):              # the latter for fewer prompts than there are replicas
             assert many[case][key] == one[case][key]
-        assert many["all"][0][key] == one["all"][0][key]
+        assert many["all"][0][key] == one["all"][0][key] == many["by length"][key] == one["by length"][key]
     assert many["all"][0]["rollout_log_probs"] == pytest.approx(one["all"][0]["rollout_log_probs"], abs=LOG_PROB_BOUND)
     assert len({tuple(r) for r in responses(one["all"][0])}) > 15, "the same text over and over"
+
+
+def test_replicas_get_prompts_whose_responses_are_as_long_together(results):
+    """As many prompts where no length is known; then by what the lengths were. Both ranks know the same ones."""
+    drawn, alone = results("qwen3_dp2")["samples"], results("qwen3")["samples"]
+    of_last = [len(r) for r, group in zip(responses(drawn["by length"]), drawn["by length"]["group"]) if group == 14]
+    assert drawn["lengths"] == 2 * alone["lengths"] and drawn["lengths"][0][4] == sum(of_last) / 4 > 6
+    assert sorted(drawn["num_local"]) == [[8, 16], [12, 4]] and alone["num_local"] == [[20, 20]]
+    idle, most = (drawn["all"][0]["metrics"][f"perf/rollout_idle{name}"] for name in ("", "_max"))
+    assert 0 < most < 1 and idle == pytest.approx(most / 2)
+    assert set(alone["all"][0]["metrics"].values()) == {0.0}
 
 
 def test_samples_are_scored_in_order_and_failures_are_left_out(result, name):

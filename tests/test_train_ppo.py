@@ -218,7 +218,8 @@ def test_a_run_leaves_what_it_promises(layouts, assets):
     assert checkpoints(out) == ["latest", "step_00000003"] and (out / "report.png").stat().st_size > 10_000
     assert "kl_loss_coef: 0.1" in (out / "config.yaml").read_text()
     stages = ("rollout_generate", "reward", "actor_compute_log_prob", "ref_compute_log_prob", "actor_update", "step")
-    needed = {f"timing/{stage}" for stage in stages} | {"perf/tokens_per_second", "perf/memory_peak_gib"}
+    needed = {f"timing/{stage}" for stage in stages} | {
+        "perf/tokens_per_second", "perf/memory_peak_gib", "perf/rollout_idle", "perf/rollout_idle_max"}
     assert all(needed <= m.keys() for m in lines[1:])
     first = rollout_lines(out, 1)
     prompts = [json.loads(line)["messages"][0]["content"] for line in (assets / "train.jsonl").read_text().splitlines()]
@@ -372,7 +373,7 @@ def test_dry_run_prints_the_plan_and_starts_nothing(alone):
     out, done = alone("dry")
     for part in ("kl_coef: 0.1", "1 ranks on cpu = 1 data-parallel to train, 1 vLLM x 1 tensor",
                  "rows 84,", "rows 8,", "\nsteps: 8\n", ":coin gives ",
-                 "for the actor", "for the critic", "vLLM's KV cache: 0.05 GiB"):
+                 "for the actor", "for the critic", "vLLM's KV cache: 0.05 GiB; it decodes 16 responses at once\n"):
         assert done.stdout.count(part) == 1, part
     assert sorted(p.name for p in out.iterdir()) == ["reward_output"], "where the reward would have printed"
 

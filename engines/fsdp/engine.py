@@ -78,7 +78,7 @@ class FSDPEngine(Engine):
         # Each group's learning rate relative to the schedule's: 1, unless the user's optimizer has set another one.
         self._lr_ratios = [group["lr"] / self.optim.lr if self.optim.lr else 1.0 for group in self._groups()]
         self._flops = count_flops(self.hf, self.hf_config)
-        self._host_memory, self._offloaded = HostMemory(), set()
+        self._host_memory = HostMemory(device)
 
     @staticmethod
     def check(config: DictConfig, world_size: int, critic: bool = False):
@@ -210,12 +210,12 @@ class FSDPEngine(Engine):
             if isinstance(module, FSDPModule):
                 module.reshard()
         self._host_memory.offload(self._tensors(parts))
-        self._offloaded |= set(parts)
+        # Before the first step there is no state yet. Adam's has two moments, Muon's one, and a user's perhaps two.
+        self._host_memory.reserve(p for o in self.optimizers if "optimizer" in parts and not o.state
+                                  for group in o.param_groups for p in group["params"] * (2 - isinstance(o, torch.optim.Muon)))
 
     def _onload(self, *parts: str) -> None:
-        if self._offloaded & set(parts):
-            self._host_memory.onload(self._tensors(parts))
-            self._offloaded -= set(parts)
+        self._host_memory.onload(self._tensors(parts))
 
     def _tensors(self, parts: tuple[str, ...]) -> Iterator[Tensor]:
         if "parameters" in parts:

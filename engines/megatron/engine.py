@@ -30,7 +30,7 @@ from engines.megatron import bridge, checkpoint, layout
 from engines.megatron.cpu import cuda_is_cpu
 from engines.megatron.experts import Router
 from engines.megatron.microbatch import MicroBatch, lay_out
-from engines.offload import HostMemory, storages
+from engines.offload import HostMemory
 
 RECOMPUTE = {"none": {}, "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
              "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}}
@@ -74,7 +74,7 @@ class MegatronEngine(Engine):
         self.stages, self.optimizer = self.models, None                   # stages: what the schedule calls, in DDP
         if optimize:
             self._build_optimizer()
-        self._host_memory, self._offloaded = HostMemory(), set()
+        self._host_memory = HostMemory(device)
 
     @staticmethod
     def check(config: DictConfig, world_size: int, critic: bool = False):
@@ -255,30 +255,27 @@ class MegatronEngine(Engine):
     def offload(self, *parts: str) -> None:
         self._host_memory.offload(self._tensors(parts))
         if "optimizer" in parts and self.optimizer is not None:
+            # Before the first step there is no state yet: two moments.
+            self._host_memory.reserve(2 * [x for o in self.optimizer.chained_optimizers if not o.state for x in o.get_parameters()])
             self.optimizer.zero_grad()                                      # the fp32 copies of bf16 gradients
-            for storage, _ in storages(self._gradients()):
+            for storage in self._host_memory.storages(self._gradients()):
                 storage.resize_(0)                                          # not kept: every step begins with zeros
-        self._offloaded |= set(parts)
 
     def _onload(self, *parts: str) -> None:
-        if not self._offloaded & set(parts):
-            return
         self._host_memory.onload(self._tensors(parts))
         if "optimizer" in parts:
             for gradients in self._gradients():
                 gradients.untyped_storage().resize_(gradients.numel() * gradients.element_size())
-        self._offloaded -= set(parts)
 
     def _tensors(self, parts: tuple[str, ...]) -> list[Tensor]:
-        """One tensor per storage: DDP's parameters are views of a few large buffers, and the optimizer's fp32 parameters are
-        views of those."""
-        parameters = {x.untyped_storage()._cdata: x.detach() for model in self.models for x in model.parameters()}
-        tensors = list(parameters.values()) if "parameters" in parts else []
+        """Parameters are views of DDP's few large buffers, and where they are fp32 the optimizer's are views of those."""
+        parameters = [x for model in self.models for x in model.parameters()]
+        tensors = parameters if "parameters" in parts else []
         if "optimizer" in parts and self.optimizer is not None:
+            of_parameters = {x.untyped_storage()._cdata for x in parameters}
             of_optimizer = [x for optimizer in self.optimizer.chained_optimizers for x in (
                 *optimizer.get_parameters(), *(v for state in optimizer.state.values() for v in state.values()))]
-            tensors += {x.untyped_storage()._cdata: x.detach() for x in of_optimizer
-                        if x.untyped_storage()._cdata not in parameters}.values()
+            tensors = tensors + [x for x in of_optimizer if x.untyped_storage()._cdata not in of_parameters]
         return tensors
 
     def _gradients(self) -> list[Tensor]:
