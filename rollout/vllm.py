@@ -71,7 +71,8 @@ class Rollout:
             options["moe_backend"] = "triton"                   # others lay experts out anew, which update_weights does not
             if version == "0.25.1":                             # which has a faster model runner, but not for all by default
                 os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
-        num_seqs, eager = max_num_seqs(config, dist.get_world_size(), capacity(device)), rollout.enforce_eager or device.type == "cpu"
+        num_seqs = max_num_seqs(config, dist.get_world_size(), capacity(device))
+        eager = rollout.enforce_eager or device.type == "cpu"
         if not eager:                                           # else vLLM stops at 512, and larger batches take twice as long
             options["compilation_config"] = {"max_cudagraph_capture_size": num_seqs}
             show_graphs()
