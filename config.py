@@ -6,6 +6,7 @@ The YAML files in configs/ are the only list of keys. A key's default fixes its 
 say: choices, bounds, and what may replace a default of null. configs/names.yaml lists what other projects call our keys.
 """
 
+import atexit
 import difflib
 import json
 import os
@@ -21,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
+REFUSED: list[Exception] = []       # what run() has printed
 PARENT = os.getppid()               # torchrun, unless it is killed during the imports that follow
 SCRIPTS = ("sft", "ppo")            # train_{script}.py reads configs/{script}.yaml
 TYPES = {bool: ("true or false", "boolean"), int: ("a whole number", "integer"), float: ("a number", "number"),
@@ -213,6 +215,13 @@ def hide_secrets(text: str, is_secret: bool = False) -> str:
     return text
 
 
+@atexit.register                        # the first to be registered, so the last to be called: vLLM ends before it
+def _leave_process_group() -> None:
+    """After an InputError, which all ranks raise: a thread of gloo's could abort the ending process, whose code were not 2."""
+    if REFUSED and (dist := sys.modules.get("torch.distributed")) and dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def run(main: Callable[[DictConfig], None], defaults: str, doc: str) -> None:
     """Entry of a script: load the configuration from sys.argv, call main(config); an InputError is one line per node, exit 2."""
     if {"-h", "--help"} & set(sys.argv[1:]):
@@ -226,8 +235,7 @@ def run(main: Callable[[DictConfig], None], defaults: str, doc: str) -> None:
             from tqdm import tqdm  # which ends the line of a progress bar
             said = hide_secrets(" ".join(str(error).split()))
             tqdm.write(f"error{f' on rank {rank}' if rank else ''}: {said}", file=sys.stderr)
-        if (dist := sys.modules.get("torch.distributed")) and dist.is_initialized():
-            dist.destroy_process_group()        # or a thread of gloo's may abort the ending process, whose code is then not 2
+        REFUSED.append(error)
         sys.exit(2)
     except KeyboardInterrupt:           # before job.Agreement, which knows what to do
         os._exit(130)
