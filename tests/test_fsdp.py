@@ -353,7 +353,7 @@ def test_tensors_come_back_from_the_same_host_memory(monkeypatch):
 def test_host_memory_is_taken_before_the_optimizer_has_a_state(results):
     """As much as it is going to need, once: moments of AdamW and Muon."""
     (before, _), (after, left), (again, left_again) = results(4)["muon_resume"]["host memory"]
-    assert before == after == again and len(before) > 4 and left == left_again < 1000
+    assert before == after == again and len(before) > 4 and left == left_again < 2000
 
 
 def test_dry_run_counts_what_waits_in_host_memory(folder):
