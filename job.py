@@ -134,13 +134,13 @@ def bind_cpus(config, device) -> None:
 def start_profiler(config, device, total_steps: int, model_stages: list[str]):
     """The Profiler that `profiler` and trainer.profile_interval ask for. model_stages: the stages of this run in which a
     model computes, which msprobe can dump."""
-    from profiling import OFF, Profiler, get_rank
+    from profiling import OFF, Profiler
     try:
         profiler = Profiler(config.profiler, config.trainer.profile_interval, Path(config.output_dir) / "profile",
                             total_steps, model_stages)
     except ValueError as error:
         raise InputError(str(error)) from None
-    if profiler.interval == OFF and config.profiler.tool and get_rank() == 0:
+    if profiler.interval == OFF and config.profiler.tool and int(os.environ.get("RANK", 0)) == 0:
         print("profiler.tool records nothing: trainer.profile_interval=[-1, -1] is off", flush=True)
     compiled = ("always", "auto") if device.type == "cuda" else ("always",)
     if "msprobe" in (config.profiler.tool or ()) and config.engine.get("torch_compile") in compiled:

@@ -16,6 +16,11 @@ from collections.abc import Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
+
+from profiling.tools import build
+
 OFF = (-1, -1)
 
 
@@ -30,7 +35,7 @@ class Profiler:
         """
         self.seconds: dict[str, float] = {}
         self.interval, self.directory, self.step = tuple(interval), directory, None
-        self.synchronize = bool(settings and settings.synchronize and has_accelerator())
+        self.synchronize = bool(settings and settings.synchronize and torch.accelerator.is_available())
         self.tools, self.recording, self.depth, self.turns = [], False, 0, Counter()
         self.counting = False                       # failed dumps, on all ranks
         self.on_stage = lambda name, step: None     # called where a stage begins
@@ -42,10 +47,9 @@ class Profiler:
             raise ValueError(f"trainer.profile_interval={list(self.interval)} begins after the last step, "
                              f"{total_steps}")
         if names:
-            from profiling.tools import build
-            rank = get_rank()
+            rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
             tools = build(names, settings, directory, rank, model_stages)       # every rank checks its settings
-            self.tools = tools if self.interval != OFF and is_selected(settings.ranks, rank) else []
+            self.tools = tools if self.interval != OFF and is_selected(settings.ranks, rank, num_ranks) else []
         self.dumps = "msprobe" in names
 
     def begin_step(self, step: int) -> None:
@@ -68,14 +72,14 @@ class Profiler:
         """Add the wall time [s] of the block to the stage `name`, and record the block if this step is recorded. Stages may
         nest; exceptions pass through. engine: its modules() run in the block."""
         if self.synchronize:
-            synchronize()
+            torch.accelerator.synchronize()
         self.on_stage(name, self.step)
         start = time.perf_counter()
         try:
             with self._record(name, engine) if self.recording else ExitStack():
                 yield
                 if self.synchronize:
-                    synchronize()
+                    torch.accelerator.synchronize()
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
@@ -113,42 +117,21 @@ class Profiler:
                 tool.close()
 
 
-def is_selected(ranks, rank: int) -> bool:
+def is_selected(ranks, rank: int, num_ranks: int) -> bool:
     """Whether profiler.ranks (null: local rank 0 of every node) names this rank. Raises ValueError for a rank that does not
     exist."""
     if ranks is None:
         return int(os.environ.get("LOCAL_RANK", 0)) == 0
     if ranks == "all":
         return True
-    world_size = get_world_size()
-    if max(ranks) >= world_size:
-        raise ValueError(f"profiler.ranks={list(ranks)} names a rank that does not exist: ranks are 0 to {world_size - 1}")
+    if max(ranks) >= num_ranks:
+        raise ValueError(f"profiler.ranks={list(ranks)} names a rank that does not exist: ranks are 0 to {num_ranks - 1}")
     return rank in ranks
 
 
-def get_rank() -> int:
-    import torch.distributed as dist
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def get_world_size() -> int:
-    import torch.distributed as dist
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
 def sum_over_ranks(count: int) -> int:
-    import torch.distributed as dist
-    counts = [count] * get_world_size()
-    if dist.is_initialized():
-        dist.all_gather_object(counts, count)
+    if not dist.is_initialized():
+        return count
+    counts = [count] * dist.get_world_size()
+    dist.all_gather_object(counts, count)
     return sum(counts)
-
-
-def has_accelerator() -> bool:
-    import torch
-    return torch.accelerator.is_available()
-
-
-def synchronize() -> None:
-    import torch
-    torch.accelerator.synchronize()

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
+import torch
+
 from profiling.msprobe import Msprobe
 from profiling.tool import Tool
 
@@ -31,7 +33,6 @@ def build(names: list[str], settings, directory: Path, rank: int, model_stages) 
 
 
 def device_type() -> str:
-    import torch
     return torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
 
 
@@ -53,7 +54,6 @@ class Torch(Tool):
             self._start()
 
     def _start(self) -> None:
-        import torch
         api, names = torch.profiler, {"cpu": "CPU", "cuda": "CUDA", "npu": "NPU"}
         if "npu" in self.activities:
             import torch_npu
@@ -71,12 +71,11 @@ class Torch(Tool):
 
     @contextmanager
     def stage(self, name: str, step: int, where: Path, engine, nested: bool):
-        from torch.profiler import record_function
         self.last, outermost = step, self.each_stage and not nested
         if outermost:
             self._start()
         try:
-            with record_function(name):
+            with torch.profiler.record_function(name):
                 yield
         finally:
             if outermost:
@@ -98,7 +97,6 @@ class Nvtx(Tool):
             raise ValueError("profiler.tool=nvtx needs the package nvtx: pip install nvtx")
 
     def open(self, step: int) -> None:
-        import torch
         torch.cuda.profiler.start()
 
     def stage(self, name: str, step: int, where: Path, engine, nested: bool):
@@ -106,7 +104,6 @@ class Nvtx(Tool):
         return nvtx.annotate(name, color=COLOURS.get(name, "grey"))
 
     def close(self) -> None:
-        import torch
         torch.cuda.synchronize()            # queued kernels belong to the capture
         torch.cuda.profiler.stop()
 
@@ -139,7 +136,6 @@ class Memory(Tool):
                              "profiler.torch.profile_memory=true")
 
     def open(self, step: int) -> None:
-        import torch
         self.memory = torch.get_device_module().memory
         self.memory._record_memory_history(max_entries=self.max_entries)
 
@@ -148,7 +144,6 @@ class Memory(Tool):
 
     @contextmanager
     def _snapshot(self, step: int, where: Path):
-        import torch
         name = f"memory_step{step}_rank{self.rank}.pickle"
         try:
             yield

@@ -142,11 +142,11 @@ def test_a_stages_second_turn_has_a_folder_of_its_own(tmp_path):
 
 def test_ranks_are_selected_by_local_rank(monkeypatch):
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    assert is_selected(None, 0)
+    assert is_selected(None, 0, 2)
     monkeypatch.setenv("LOCAL_RANK", "0")
-    assert is_selected(None, 8), "local rank 0 of the second node"
+    assert is_selected(None, 8, 16), "local rank 0 of the second node"
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert not is_selected(None, 1) and is_selected("all", 1) and not is_selected([0], 1)
+    assert not is_selected(None, 1, 2) and is_selected("all", 1, 2) and not is_selected([0], 1, 2)
 
 
 # -- mistakes ----------------------------------------------------------------------------------------------------------
