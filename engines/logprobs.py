@@ -30,13 +30,10 @@ class LinearLogProbs(torch.autograd.Function):
     def forward(ctx, hidden, weight, targets, temperature, chunk_size, compiled, group, first_word, kept_words):
         targets = targets - first_word
         kept_words = None if kept_words is None else kept_words - first_word
-        one_rank = _statistics if group is None else _share_of_statistics
-        statistics = _compiled(one_rank) if compiled else one_rank
+        statistics = _compiled(_statistics) if compiled else _statistics
         chunks = [slice(start, start + chunk_size) for start in range(0, max(1, len(hidden)), chunk_size)]
         outputs = [statistics(logits(hidden, weight, kept_words, chunk), targets[chunk], temperature) for chunk in chunks]
-        if group is not None:
-            outputs = [_combine(*(torch.cat(parts) for parts in zip(*outputs)), targets, group, first_word)]
-        log_probs, entropy, log_z, greedy = (torch.cat(parts) for parts in zip(*outputs))
+        log_probs, entropy, log_z, greedy = _combine(*map(torch.cat, zip(*outputs)), targets, group, first_word)
         ctx.save_for_backward(hidden, weight, targets, log_z, entropy, kept_words)
         ctx.temperature, ctx.chunk_size, ctx.compiled = temperature, chunk_size, compiled
         ctx.mark_non_differentiable(greedy)
@@ -71,22 +68,12 @@ def logits(hidden: Tensor, weight: Tensor, kept_words: Tensor | None, chunk: sli
     return z.masked_fill(~kept[:, :-1], LEFT_OUT)
 
 
-def _statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """[c, V] -> log p(target), entropy, log Z, target is the argmax, each [c].
+def _statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, ...]:
+    """[c, V] -> what _combine needs of this rank's words, each [c]: the largest logit m and its word, sum_v e^(z_v - m),
+    sum_v e^(z_v - m) (z_v - m), and z_target (0 where the target is another rank's word).
 
-    H = -sum_v p_v log p_v; log Z - sum_v p_v z_v would lose the digits of an offset that all logits have in common.
+    Relative to m, because sums of z_v would lose the digits of an offset that all logits have in common.
     """
-    z = logits.float() if temperature == 1 else logits.float() / temperature
-    log_z = z.logsumexp(-1)
-    chosen = z.gather(-1, targets[:, None])[:, 0]
-    log_p = z - log_z[:, None]
-    entropy = -log_p.exp().mul_(log_p).sum(-1)
-    return chosen - log_z, entropy, log_z, z.argmax(-1) == targets
-
-
-def _share_of_statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, ...]:
-    """[c, V/R] -> what _combine needs of this rank's words, each [c]: the largest logit m and its word,
-    sum_v e^(z_v - m), sum_v e^(z_v - m) (z_v - m), and z_target (0 where the target is another rank's word)."""
     z = logits.float() if temperature == 1 else logits.float() / temperature
     largest, word = z.max(-1)
     below = z - largest[:, None]
@@ -97,20 +84,22 @@ def _share_of_statistics(logits: Tensor, targets: Tensor, temperature: float) ->
 
 
 def _combine(largest: Tensor, word: Tensor, total: Tensor, total_below: Tensor, chosen: Tensor, targets: Tensor,
-             group: dist.ProcessGroup, first_word: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """All ranks' shares -> what _statistics returns, each [T]; targets count from first_word."""
-    highest = largest.clone()
-    dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+             group: dist.ProcessGroup | None, first_word: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What all ranks (group None: this one) have of the statistics -> log p(target), H = -sum_v p_v log p_v, log Z, target is
+    the argmax, each [T]; targets count from first_word."""
+    def over_ranks(x: Tensor, operation) -> Tensor:
+        if group is not None:
+            dist.all_reduce(x, op=operation, group=group)
+        return x
+    highest = over_ranks(largest.clone(), dist.ReduceOp.MAX)
     below = largest - highest
     scale = below.exp()
-    sums = torch.stack([total * scale, (total_below + total * below) * scale, chosen])
-    dist.all_reduce(sums, group=group)
+    total, total_below, chosen = over_ranks(torch.stack([total * scale, (total_below + total * below) * scale, chosen]),
+                                            dist.ReduceOp.SUM)
     # Of equal logits the first counts, as in argmax.
-    likeliest = torch.where(largest == highest, word + first_word, torch.iinfo(word.dtype).max)
-    dist.all_reduce(likeliest, op=dist.ReduceOp.MIN, group=group)
-    log_total = sums[0].log()
-    log_z = highest + log_total
-    return sums[2] - log_z, log_total - sums[1] / sums[0], log_z, likeliest == targets + first_word
+    likeliest = over_ranks(torch.where(largest == highest, word + first_word, torch.iinfo(word.dtype).max), dist.ReduceOp.MIN)
+    log_z = highest + total.log()
+    return chosen - log_z, total.log() - total_below / total, log_z, likeliest == targets + first_word
 
 
 def _logits_grad(logits: Tensor, targets: Tensor, log_z: Tensor, entropy: Tensor, grad_log_probs: Tensor,
