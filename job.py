@@ -77,6 +77,14 @@ def write_config(config) -> None:
         OmegaConf.save(without_secrets(config), path)
 
 
+def identity(config, hf_config, train) -> dict:
+    """What must not change between a checkpoint and its resume: step k's rows follow from it, and the weights' shapes."""
+    return {"model_engine": config.model_engine, "data.train_batch_size": config.data.train_batch_size,
+            "trainer.seed": config.trainer.seed, "optim.name": config.optim.name,
+            "data.train_files": f"{train.name[:16]} (a hash of data, tokenizer and their options)",
+            "the model": f"{hf_config.model_type} of {hf_config.num_hidden_layers} layers of {hf_config.hidden_size}"}
+
+
 # Of what identifies a run, trainer.resume_override may name these: the rest is what the weights are.
 OVERRIDABLE = ("data.train_batch_size", "data.train_files", "trainer.seed", "rollout.n", "algorithm.adv_estimator")
 
@@ -179,17 +187,42 @@ def start_heartbeat(config):
                          device.seconds_in_collective)
 
 
+def print_plan(roles: dict, device, datasets: dict, total_steps: int, resume_from: Path | None) -> None:
+    """What dry_run shows. roles: the configuration of each engine by its name, which is None where there is only one."""
+    import torch.distributed as dist
+    from omegaconf import OmegaConf
+    config, world = next(iter(roles.values())), dist.get_world_size()
+    print(OmegaConf.to_yaml(without_secrets(config)))
+    print(f"layout: {world} ranks on {device.type} = {layout(config, world)}")
+    for name, dataset in datasets.items():
+        if dataset:
+            print(f"{name}: {', '.join(f'{k} {v:,}' for k, v in dataset.stats.items())}")
+    print(f"steps: {total_steps}" + f", going on from {resume_from}" * bool(resume_from))
+    for role, settings in roles.items():
+        print_memory(settings, world, device.type, role)
+    if "rollout" in config:
+        from engines import memory
+        from engines.device import capacity
+        print((f"vLLM while awake: {config.rollout.gpu_memory_utilization:.0%} of the device" if device.type != "cpu" else
+               f"vLLM's KV cache: {config.rollout.kv_cache_gib or memory.CPU_KV_CACHE_GIB} GiB")
+              + f"; it decodes {memory.max_num_seqs(config, world, capacity(device))} responses at once")
+
+
 def layout(config, world_size: int) -> str:
-    """How the ranks are divided for training, in words, for dry_run."""
+    """How the ranks are divided, in words."""
     sizes = {"tensor": "tensor_model", "context": "context", "pipeline": "pipeline_model"}
     sizes = {name: config.engine.get(f"{key}_parallel_size", 1) for name, key in sizes.items()}
     data_parallel, experts = world_size // math.prod(sizes.values()), config.engine.get("expert_model_parallel_size", 1)
     text = " x ".join([f"{data_parallel} data-parallel", *(f"{size} {name}-parallel" for name, size in sizes.items() if size > 1)])
-    return text + (f"; experts divided by {experts} within a pipeline stage" if experts > 1 else "")
+    text += f"; experts divided by {experts} within a pipeline stage" * (experts > 1)
+    if "rollout" not in config:
+        return text
+    tp = config.rollout.tensor_parallel_size
+    return f"{text} to train, {world_size // tp} vLLM x {tp} tensor-parallel to generate"
 
 
-def print_memory(config, world_size: int, device_type: str, role: str | None = None) -> None:
-    """Print the estimated memory of one rank, and the size of a checkpoint, for dry_run. role: None if there is only one model."""
+def print_memory(config, world_size: int, device_type: str, role: str | None) -> None:
+    """Print the estimated memory of one rank, and the size of a checkpoint. role: None if there is only one model."""
     from engines.memory import checkpoint_bytes, estimates
     stages = estimates(config, world_size, device_type, role or "actor")
     print("memory of one rank" + f" for the {role}" * bool(role) + " [GiB], estimated"

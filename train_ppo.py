@@ -18,7 +18,7 @@ only forward and backward are divided. So nothing that is learned depends on the
 import time
 from pathlib import Path
 
-from config import InputError, run, without_secrets
+from config import InputError, run
 
 
 def main(config):
@@ -64,11 +64,14 @@ def main(config):
     checkpointer = Checkpointer(out / "checkpoints", trainer.max_checkpoints, trainer.async_save)
     progress = {"step": 0, "batch": 0, "failures": 0, "kl_coef": algorithm.kl_ctrl.kl_coef,
                 **{f"{role}_{what}": 0 for role in ("actor", "critic") for what in ("updates", "skipped")},
-                "run": identity(config, hf_config, train), "export_dtype": config.engine.compute_dtype}
+                "run": job.identity(config, hf_config, train) | {
+                    "rollout.n": config.rollout.n, "algorithm.adv_estimator": algorithm.adv_estimator,
+                    "critic": ppo.uses_critic(config)},
+                "export_dtype": config.engine.compute_dtype}
     resume_from = device.on_rank0(job.find_resume, config, checkpointer.find(trainer.resume, config.dry_run), progress,
                                   total_steps)
     if config.dry_run:
-        device.on_rank0(print_plan, config, this_device, train, val, total_steps, resume_from)
+        device.on_rank0(job.print_plan, ppo.roles(config), this_device, {"train": train, "val": val}, total_steps, resume_from)
         device.on_rank0(grade_one, config, grader, train)
         return device.shutdown()
 
@@ -165,38 +168,6 @@ def load_prompts(config, files, tokenizer):
         return None
     return PromptDataset.load(on_rank0(tokenize_prompts, files, tokenizer, config.data, job.cache_directory(config),
                                        config.model.path))
-
-
-def identity(config, hf_config, train) -> dict:
-    """What must not change between a checkpoint and its resume."""
-    import ppo
-    return {"model_engine": config.model_engine, "data.train_batch_size": config.data.train_batch_size,
-            "trainer.seed": config.trainer.seed, "rollout.n": config.rollout.n, "optim.name": config.optim.name,
-            "algorithm.adv_estimator": config.algorithm.adv_estimator, "critic": ppo.uses_critic(config),
-            "data.train_files": f"{train.name[:16]} (a hash of data, tokenizer and their options)",
-            "the model": f"{hf_config.model_type} of {hf_config.num_hidden_layers} layers of {hf_config.hidden_size}"}
-
-
-def print_plan(config, this_device, train, val, total_steps: int, resume_from) -> None:
-    import torch.distributed as dist
-    from omegaconf import OmegaConf
-
-    import job
-    import ppo
-    from engines import device, memory
-    print(OmegaConf.to_yaml(without_secrets(config)))
-    world, tp = dist.get_world_size(), config.rollout.tensor_parallel_size
-    print(f"layout: {world} ranks on {this_device.type} = {job.layout(config, world)} to train, {world // tp} vLLM x {tp} "
-          "tensor-parallel to generate")
-    for name, dataset in (("train", train), ("val", val)):
-        if dataset:
-            print(f"{name}: {', '.join(f'{k} {v:,}' for k, v in dataset.stats.items())}")
-    print(f"steps: {total_steps}" + f", going on from {resume_from}" * bool(resume_from))
-    for role, settings in ppo.roles(config).items():
-        job.print_memory(settings, world, this_device.type, role)
-    print((f"vLLM while awake: {config.rollout.gpu_memory_utilization:.0%} of the device" if this_device.type != "cpu" else
-           f"vLLM's KV cache: {config.rollout.kv_cache_gib or memory.CPU_KV_CACHE_GIB} GiB")
-          + f"; it decodes {memory.max_num_seqs(config, world, device.capacity(this_device))} responses at once")
 
 
 def grade_one(config, grader, train) -> None:

@@ -14,7 +14,7 @@ a checkpoint and exits 0; the same command goes on from there. (torchrun does no
 import time
 from pathlib import Path
 
-from config import InputError, run, without_secrets
+from config import InputError, run
 
 
 def main(config):
@@ -43,12 +43,12 @@ def main(config):
     steps_per_epoch, total_steps = job.count_steps(config, train)
     profiler = job.start_profiler(config, this_device, total_steps, ["train_batch", *["validate"] * bool(val)])
     checkpointer = Checkpointer(out / "checkpoints", trainer.max_checkpoints, trainer.async_save)
-    progress = {"step": 0, "skipped": 0, "run": identity(config, hf_config, train),
+    progress = {"step": 0, "skipped": 0, "run": job.identity(config, hf_config, train),
                 "export_dtype": config.engine.compute_dtype}
     resume_from = device.on_rank0(job.find_resume, config, checkpointer.find(trainer.resume, config.dry_run), progress,
                                   total_steps)
     if config.dry_run:
-        device.on_rank0(print_plan, config, this_device, train, val, total_steps, resume_from)
+        device.on_rank0(job.print_plan, {None: config}, this_device, {"train": train, "val": val}, total_steps, resume_from)
         return device.shutdown()
 
     engine = engine_class(config.model_engine)(config, this_device, total_steps)
@@ -158,29 +158,6 @@ def load_data(config, files, tokenizer):
         raise InputError(f"a row of {files} has {longest} tokens, more than data.max_tokens_per_micro_batch={cap}: raise "
                          "it, or lower data.max_length with data.truncation=left, right or drop")
     return dataset
-
-
-def print_plan(config, this_device, train, val, total_steps: int, resume_from) -> None:
-    import torch.distributed as dist
-    from omegaconf import OmegaConf
-
-    import job
-    print(OmegaConf.to_yaml(without_secrets(config)))
-    world = dist.get_world_size()
-    print(f"layout: {world} ranks on {this_device.type} = {job.layout(config, world)}")
-    for name, dataset in (("train", train), ("val", val)):
-        if dataset:
-            print(f"{name}: {', '.join(f'{k} {v:,}' for k, v in dataset.stats.items())}")
-    print(f"steps: {total_steps}" + f", going on from {resume_from}" * bool(resume_from))
-    job.print_memory(config, world, this_device.type)
-
-
-def identity(config, hf_config, train) -> dict:
-    """What must not change between a checkpoint and its resume: step k's rows follow from it, and the weights' shapes."""
-    return {"model_engine": config.model_engine, "data.train_batch_size": config.data.train_batch_size,
-            "trainer.seed": config.trainer.seed, "optim.name": config.optim.name,
-            "data.train_files": f"{train.name[:16]} (a hash of data, tokenizer and their options)",
-            "the model": f"{hf_config.model_type} of {hf_config.num_hidden_layers} layers of {hf_config.hidden_size}"}
 
 
 if __name__ == "__main__":
