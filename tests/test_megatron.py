@@ -477,7 +477,7 @@ def config(folder, *pairs):
      "contradicts engine.use_distributed_optimizer=True"),
     (1, ["engine.use_distributed_optimizer=false", "engine.override_ddp_config={use_distributed_optimizer: true}"],
      "contradicts engine.use_distributed_optimizer=False"),
-    (1, ["engine.override_ddp_config.bucket=1"], "bucket is not a field"),
+    (1, ["engine.override_ddp_config.bucket=1"], "bucket is not supported"),
     (1, ["engine.override_ddp_config.bucket_size=many"], "must be of type int"),
     (1, ["engine.override_ddp_config.bucket_size=7"], "has no effect without engine.overlap_grad_reduce=true"),
     (1, ["engine.override_ddp_config.pad_buckets_for_high_nccl_busbw=true", "engine.use_distributed_optimizer=false"],

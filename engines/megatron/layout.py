@@ -1,7 +1,5 @@
 """How Megatron divides a model and a batch over ranks: which layouts fit, the process groups, the configuration of DDP."""
 
-from dataclasses import fields
-
 import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallelConfig
@@ -77,11 +75,7 @@ def check_experts(engine: DictConfig, hf_config, world_size: int) -> None:
 def ddp_config(engine: DictConfig) -> DistributedDataParallelConfig:
     """mbridge's defaults, then engine.use_distributed_optimizer and overlap_grad_reduce, then override_ddp_config."""
     override = OmegaConf.to_container(engine.override_ddp_config)
-    known = {field.name for field in fields(DistributedDataParallelConfig)}
     for name, value in override.items():
-        if name not in known:
-            raise InputError(f"engine.override_ddp_config.{name} is not a field of megatron-core's "
-                             "DistributedDataParallelConfig")
         if name not in IN_DDP:
             raise InputError(f"engine.override_ddp_config.{name} is not supported, only {', '.join(IN_DDP)}")
         default = getattr(DistributedDataParallelConfig, name)
@@ -105,27 +99,15 @@ def ddp_config(engine: DictConfig) -> DistributedDataParallelConfig:
 
 def initialize(engine: DictConfig) -> None:
     """Make Megatron's process groups, once: all engines of a process share one layout."""
-    sizes = dict(tensor_model_parallel_size=engine.tensor_model_parallel_size,
-                 pipeline_model_parallel_size=engine.pipeline_model_parallel_size,
-                 virtual_pipeline_model_parallel_size=virtual_stages(engine),
-                 context_parallel_size=engine.context_parallel_size,
-                 expert_model_parallel_size=engine.expert_model_parallel_size)
     if mpu.model_parallel_is_initialized():
-        now = dict(zip(sizes, (
-            mpu.get_tensor_model_parallel_world_size(), mpu.get_pipeline_model_parallel_world_size(),
-            mpu.get_virtual_pipeline_model_parallel_world_size(), mpu.get_context_parallel_world_size(),
-            mpu.get_expert_model_parallel_world_size())))
-        if now != sizes:
-            raise InputError(f"engines of one process must share one layout: there is {now}, asked for {sizes}")
         return
-    mpu.initialize_model_parallel(**sizes, expert_tensor_parallel_size=1)
+    vpp = engine.virtual_pipeline_model_parallel_size
+    mpu.initialize_model_parallel(
+        tensor_model_parallel_size=engine.tensor_model_parallel_size,
+        pipeline_model_parallel_size=engine.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None, context_parallel_size=engine.context_parallel_size,
+        expert_model_parallel_size=engine.expert_model_parallel_size, expert_tensor_parallel_size=1)
     # Nothing here draws random numbers, but recomputation expects generators to exist; the user's stay as they are.
     accelerators = [torch.accelerator.current_device_index()] if torch.accelerator.is_available() else []
     with torch.random.fork_rng(accelerators):
         model_parallel_cuda_manual_seed(0, force_reset_rng=True)
-
-
-def virtual_stages(engine: DictConfig) -> int | None:
-    """Groups of layers on each pipeline rank; None: one, and the plain schedule."""
-    stages = engine.virtual_pipeline_model_parallel_size
-    return stages if stages > 1 else None
