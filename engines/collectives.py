@@ -20,3 +20,18 @@ class AllGather(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         start = dist.get_rank(ctx.group) * ctx.length
         return grad[start:start + ctx.length], None
+
+
+class AllToAll(torch.autograd.Function):
+    """[R, ...] -> [R, ...]: rank r gets what each of the R ranks has in its place r."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group, x = group, x.contiguous()
+        out = torch.empty_like(x)
+        dist.all_to_all_single(out, x, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return AllToAll.apply(grad, ctx.group), None

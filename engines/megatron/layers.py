@@ -18,9 +18,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor, nn
-from torch.nn.attention.bias import causal_lower_right
 
-from engines.varlen import causal_attention
+from engines.varlen import by_segment, causal_attention
 
 
 def install() -> None:
@@ -168,9 +167,7 @@ class TorchAttention(nn.Module):
             k, v = (x[:, 0] if seen is None else x[:, 0].index_select(0, seen) for x in (key, value))
             out = causal_attention(query[:, 0], k, v, cu_q, cu_k, longest_q, longest_k, self.scale)
             return out.flatten(1)[:, None]
-        out = [_sdpa(query[q0:q1], key[k0:k1], value[k0:k1], self.scale)
-               for q0, q1, k0, k1 in segments(bounds, cp, self.cp_group.rank())]
-        return torch.cat(out).flatten(2)
+        return by_segment(query, key, value, segments(bounds, cp, self.cp_group.rank()), self.scale).flatten(2)
 
 
 def segments(bounds: list[int], cp_size: int, cp_rank: int) -> Iterator[tuple[int, int, int, int]]:
@@ -198,12 +195,3 @@ def in_order(x: Tensor, bounds: list[int], cp_size: int) -> Tensor:
             first = rank * local + start // cp_size + second
             parts.append(x[first:first + chunk])
     return torch.cat(parts)
-
-
-def _sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-    """[s, b, heads, dim], the last query aligned with the last key."""
-    mask = {"is_causal": True} if len(query) == len(key) else {"attn_mask": causal_lower_right(len(query), len(key))}
-    query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-    grouped = query.shape[1] != key.shape[1]
-    out = F.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=grouped, **mask)
-    return out.permute(2, 0, 1, 3)
