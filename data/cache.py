@@ -7,8 +7,8 @@ import hashlib
 import json
 import shutil
 import tempfile
-import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import disk
@@ -18,7 +18,6 @@ from data.tokens import ChatTokenizer
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
                    "chat_template.jinja", "chat_template.json")
 SUMS = "sums.json"          # the sha256 of every other file of a folder
-CLAIM_SECONDS = 3600        # a folder without a lock is left alone for so long: its lock may not be there yet
 
 
 def cache_key(paths: list[Path], chat: ChatTokenizer, tokenizer_dir: Path, version: int | str, options: list) -> str:
@@ -50,8 +49,11 @@ def cached(folder: Path, write: Callable[[Path], None]) -> Path:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         remove_abandoned(folder.parent)
-        work = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".tmp", dir=folder.parent))
-        lock = claim(work)
+        # Beside every *.tmp whose process lives there is a *.lock that it holds. Forked processes do not share it.
+        lock = tempfile.NamedTemporaryFile(prefix=f"{folder.name}.", suffix=".lock", dir=folder.parent)
+        fcntl.lockf(lock, fcntl.LOCK_EX)
+        work = Path(lock.name).with_suffix(".tmp")
+        work.mkdir()
     except OSError as error:
         raise InputError(f"data.cache_dir={folder.parent} cannot be written: {error.strerror}") from error
     try:
@@ -62,7 +64,6 @@ def cached(folder: Path, write: Callable[[Path], None]) -> Path:
             (work / SUMS).write_text(json.dumps(sums, indent=1))
         if not is_intact(folder):           # another run may have been faster
             shutil.rmtree(folder, ignore_errors=True)
-            work.chmod(0o755)               # mkdtemp keeps others out
             work.rename(folder)
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -78,24 +79,11 @@ def is_intact(folder: Path) -> bool:
         return False
 
 
-def claim(work: Path):
-    """A file with a lock that ends with this process, however it ends; processes that it has forked do not share it."""
-    (work / "datasets").mkdir()
-    file = (work / "datasets" / "lock.new").open("w")
-    fcntl.lockf(file, fcntl.LOCK_EX)
-    (work / "datasets" / "lock.new").rename(work / "datasets" / "lock")       # there is none without its lock
-    return file
-
-
 def remove_abandoned(cache: Path) -> None:
     """Remove the unfinished folders of processes that were killed."""
     for work in cache.glob("*.tmp"):
-        try:
-            with (work / "datasets" / "lock").open("a") as file:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except FileNotFoundError:
-            if work.is_dir() and time.time() - work.stat().st_mtime < CLAIM_SECONDS:
-                continue
-        except OSError:         # its process lives, or this file system has no locks
-            continue
-        shutil.rmtree(work, ignore_errors=True)
+        lock = work.with_suffix(".lock")
+        with suppress(OSError), lock.open("a") as file:         # its process lives, or this file system has no locks
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(work, ignore_errors=True)
+            lock.unlink()

@@ -1,26 +1,20 @@
 """The device of this rank (cuda, npu or cpu, through torch.accelerator) and the process group."""
 
-import ctypes
 import datetime
 import os
 import pickle
-import signal
 import socket
-import sys
 import time
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
-from config import PARENT, InputError
+from config import PARENT, InputError, die_with
 
 # Dense bf16 FLOP/s of one device, from the vendors' data sheets; first match wins. No entry: no MFU is reported.
 PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H800": 989e12,
               "A100": 312e12, "A800": 312e12, "L40S": 362e12, "L4": 121e12, "A10G": 70e12, "RTX 4090": 165e12}
-
-
-PR_SET_PDEATHSIG = 1            # linux/prctl.h
 
 
 def init(timeout_minutes: float = 30) -> torch.device:
@@ -37,9 +31,7 @@ def init(timeout_minutes: float = 30) -> torch.device:
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     device = torch.device(accelerator.type, local_rank) if accelerator else torch.device("cpu")
     if "TORCHELASTIC_RUN_ID" in os.environ:     # torchrun may be killed, and nobody would end its ranks
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != PARENT:              # it was killed before the line above
-            sys.exit("torchrun has been killed")
+        die_with(PARENT)
     if accelerator:
         count = torch.accelerator.device_count()
         if max(local_rank + 1, int(os.environ.get("LOCAL_WORLD_SIZE", 1))) > count:
