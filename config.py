@@ -7,10 +7,12 @@ say: choices, bounds, and what may replace a default of null. configs/names.yaml
 """
 
 import atexit
+import ctypes
 import difflib
 import json
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -24,6 +26,7 @@ from yaml import YAMLError
 CONFIGS = Path(__file__).resolve().parent / "configs"
 REFUSED: list[Exception] = []       # what run() has printed
 PARENT = os.getppid()               # torchrun, unless it is killed during the imports that follow
+PR_SET_PDEATHSIG = 1                # linux/prctl.h
 SCRIPTS = ("sft", "ppo")            # train_{script}.py reads configs/{script}.yaml
 TYPES = {bool: ("true or false", "boolean"), int: ("a whole number", "integer"), float: ("a number", "number"),
          str: ("a string", "string"), list: ("a list", "array"), dict: ("a group of keys", "object"),
@@ -220,6 +223,13 @@ def _leave_process_group() -> None:
     """After an InputError, which all ranks raise: a thread of gloo's could abort the ending process, whose code were not 2."""
     if REFUSED and (dist := sys.modules.get("torch.distributed")) and dist.is_initialized():
         dist.destroy_process_group()
+
+
+def die_with(parent: int) -> None:
+    """Let this process be killed when the one that started it ends, however it does."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:          # it ended before the line above
+        sys.exit(f"process {parent}, which started this one, has ended")
 
 
 def run(main: Callable[[DictConfig], None], defaults: str, doc: str) -> None:

@@ -5,20 +5,19 @@ Reading a cache needs numpy and torch alone: only rank 0, and only on a miss, im
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import os
-import signal
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from config import InputError
+from config import InputError, die_with
 from data.cache import cache_key, cached
 from data.chat import Steps, encode, in_step
 from data.files import find_files, is_json, read_rows
@@ -33,11 +32,21 @@ OPTIONS = ("messages_key", "prompt_key", "response_key", "tools_key", "template_
 UNUSED = {"input_ids": [], "loss_mask": [], "length": 0, "shape": ""}
 BATCH_ROWS = 100            # of a call of tokenize_rows
 SERIAL_ROWS = 2000          # fewer rows are tokenized before worker processes have started
-PR_SET_PDEATHSIG = 1        # linux/prctl.h
+FORKS_DIE: list[int] = []   # this process while map() forks others, which nobody would end when this one is killed
+os.register_at_fork(after_in_child=lambda: [die_with(parent) for parent in FORKS_DIE])
 
-FORKS_DIE: list[bool] = []  # not empty while map() forks processes, which nobody would end when this one is killed
-LIBC = ctypes.CDLL(None)
-os.register_at_fork(after_in_child=lambda: FORKS_DIE and LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL))
+
+class Kind(NamedTuple):
+    """What a cache holds of each row.
+
+    format: a part of the cache's name. options: the keys of `data` that the tokens depend on; limit: that of the greatest length.
+    tokenize_row: row, chat, options -> what it replaces in unused, the columns of a row that is not used.
+    """
+    format: int | str
+    options: tuple[str, ...]
+    limit: str
+    unused: dict
+    tokenize_row: Callable
 
 
 def tokenize(files: str | Sequence[str], tokenizer, options, cache_dir: Path, tokenizer_dir: Path | str) -> Path:
@@ -47,40 +56,39 @@ def tokenize(files: str | Sequence[str], tokenizer, options, cache_dir: Path, to
     Raises InputError for a missing, unreadable or empty file, for the first malformed row (as file:line), for rows
     longer than options.max_length when options.truncation is error, and when no row is left.
     """
-    return tokenized(files, ChatTokenizer.load(tokenizer, Path(tokenizer_dir)), options, Path(cache_dir), Path(tokenizer_dir),
-                     (FORMAT, OPTIONS, UNUSED, "max_length"), tokenize_row, write_arrays)
+    return tokenized(Kind(FORMAT, OPTIONS, "max_length", UNUSED, tokenize_row), files, tokenizer, options, cache_dir, tokenizer_dir)
 
 
-def tokenized(files: str | Sequence[str], chat: ChatTokenizer, options, cache_dir: Path, tokenizer_dir: Path, kind: tuple,
-              tokenize_row: Callable, write_arrays: Callable) -> Path:
-    """The cache folder, for tokenize() and tokenize_prompts(). kind: FORMAT, OPTIONS, UNUSED and the name of the length limit."""
-    paths, (version, names, unused, limit) = find_files(files), kind
+def tokenized(kind: Kind, files: str | Sequence[str], tokenizer, options, cache_dir: Path, tokenizer_dir: Path | str) -> Path:
+    """The cache folder, for tokenize() and tokenize_prompts()."""
+    paths, tokenizer_dir = find_files(files), Path(tokenizer_dir)
+    chat, limit = ChatTokenizer.load(tokenizer, tokenizer_dir), getattr(options, kind.limit)
 
     def write(folder: Path) -> None:
-        tables = tokenize_files(paths, tokenize_row, unused, chat, options, folder / "datasets")
-        check_lengths(paths, tables, options.truncation, limit, getattr(options, limit))
-        write_arrays(folder, tables, options)
-    folder = cached(cache_dir / cache_key(paths, chat, tokenizer_dir, version, [getattr(options, name) for name in names]), write)
+        tables = tokenize_files(paths, kind, chat, options, folder / "datasets")
+        check_lengths(paths, tables, options.truncation, kind.limit, limit)
+        write_arrays(folder, tables, options.truncation, kind.limit, limit)
+    key = cache_key(paths, chat, tokenizer_dir, kind.format, [getattr(options, name) for name in kind.options])
+    folder = cached(Path(cache_dir) / key, write)
     stats = json.loads((folder / "stats.json").read_text())
     for name in SHAPES.keys() & stats.keys():
         print(f"data: {stats[name]:,} rows have the shape of {name}: {SHAPES[name].__doc__.split(chr(10))[0]}", flush=True)
     return folder
 
 
-def tokenize_files(paths: list[Path], tokenize_row: Callable, unused: dict, chat: ChatTokenizer, options, work: Path) -> list:
-    """A pyarrow.Table for each file, mapped from files in `work`, with a row for each row or line: unused, in which
-    tokenize_row(row, chat, options) has replaced what it returns. An empty line stays as it is.
+def tokenize_files(paths: list[Path], kind: Kind, chat: ChatTokenizer, options, work: Path) -> list:
+    """A pyarrow.Table for each file, mapped from files in `work`, with a row for each row or line. An empty line is not used.
 
-    Raises InputError for a file without rows, and for the first row for which tokenize_row does, as file:line.
+    Raises InputError for a file without rows, and for the first row for which kind.tokenize_row does, as file:line.
     """
     from datasets import Features, List, Value
     types = {"input_ids": List(Value("int32")), "loss_mask": List(Value("uint8")), "length": Value("int64"),
              "record": Value("string"), "shape": Value("string"), "error": Value("string")}
     # OmegaConf takes microseconds to look up a key.
     options = SimpleNamespace(**options) if isinstance(options, Mapping) else options
-    tables = []
+    unused, tables = kind.unused | {"error": None}, []
     gc.freeze()         # a million objects of imported modules, which the collector would go through again and again
-    FORKS_DIE.append(True)
+    FORKS_DIE.append(os.getpid())
     try:
         for i, path in enumerate(paths):
             rows = read_rows(path, work / str(i))
@@ -89,9 +97,9 @@ def tokenize_files(paths: list[Path], tokenize_row: Callable, unused: dict, chat
             num_proc = options.num_proc or (min(8, len(os.sched_getaffinity(0))) if len(rows) >= SERIAL_ROWS else 1)
             tokens = rows.map(
                 tokenize_rows, batched=True, batch_size=BATCH_ROWS, with_indices=True, remove_columns=rows.column_names,
-                fn_kwargs={"name": str(path), "is_json": is_json(path), "tokenize_row": tokenize_row,
-                           "unused": unused | {"error": None}, "chat": chat, "options": options},
-                features=Features({name: types[name] for name in (*unused, "error")}), desc=f"tokenizing {path.name}",
+                fn_kwargs={"name": str(path), "is_json": is_json(path), "tokenize_row": kind.tokenize_row, "unused": unused,
+                           "chat": chat, "options": options},
+                features=Features({name: types[name] for name in unused}), desc=f"tokenizing {path.name}",
                 num_proc=min(num_proc, len(rows)) if num_proc > 1 else None,
                 new_fingerprint="tokens", cache_file_name=str(work / str(i) / "tokens.arrow"), load_from_cache_file=False)
             tables.append(tokens.with_format("arrow")[:])
@@ -152,33 +160,41 @@ def check_lengths(paths: list[Path], tables: list, truncation: str, key: str, li
                          "or drop")
 
 
-def write_arrays(folder: Path, tables: list, options) -> None:
-    """Copy the tokens into .npy files and count them in stats.json."""
-    kept, stats = count_rows(tables, options.truncation, options.max_length)
-    num_unused = sum(int((table["length"].to_numpy() > 0).sum()) for table in tables) - stats["rows"]
-    stats = {"rows": stats.pop("rows"), "dropped_no_loss": num_unused - stats["dropped_long"], **stats}
-    if not stats["rows"]:
-        raise InputError(f"no row is left to train on: {stats['dropped_no_loss']} rows have no trained token, "
-                         f"{stats['dropped_long']} are longer than data.max_length={options.max_length}")
-    np.save(folder / "cu_seqlens.npy", np.concatenate([[0], np.cumsum(kept[kept > 0], dtype=np.int64)]))
-    write_array(folder, "input_ids", np.int32, tables, stats["tokens"])
-    mask = write_array(folder, "loss_mask", np.uint8, tables, stats["tokens"])
-    stats["loss_tokens"] = int(mask.sum(dtype=np.int64))
-    (folder / "stats.json").write_text(json.dumps(stats, indent=1))
-
-
-def count_rows(tables: list, truncation: str, limit: int | None) -> tuple[np.ndarray, dict[str, int]]:
-    """(tokens kept of each row, 0: not used; counts of rows kept, dropped_long, truncated and kept, tokens, max_length,
-    and of the rows of each shape)"""
+def write_arrays(folder: Path, tables: list, truncation: str, key: str, limit: int | None) -> None:
+    """Copy the tokens, and what else the tables have, into files, and count in stats.json: rows (kept), dropped_no_loss,
+    dropped_long, truncated (and kept), tokens, loss_tokens, max_length (longest), and the rows of each shape, e.g. Alpaca.
+    Raises InputError when no row is left."""
     lengths = np.concatenate([table["length"].to_numpy() for table in tables])
     kept = np.concatenate([chunk.value_lengths().to_numpy() for table in tables for chunk in table["input_ids"].chunks])
-    long = lengths > (limit or np.inf)
+    long, used = lengths > (limit or np.inf), kept > 0
+    num_dropped = int(long.sum()) if truncation == "drop" else 0
+    num_untrained = int((lengths > 0).sum() - used.sum()) - num_dropped
+    if not used.any():
+        raise InputError(f"no row is left: {num_dropped} rows are longer than data.{key}={limit}"
+                         + f", {num_untrained} have no trained token" * (num_untrained > 0))
+    stats = {"rows": int(used.sum()), "dropped_long": num_dropped, "truncated": int((long & used).sum()),
+             "tokens": int(kept.sum()), "max_length": int(kept.max())}
+    np.save(folder / "cu_seqlens.npy", np.concatenate([[0], np.cumsum(kept[used], dtype=np.int64)]))
+    write_array(folder, "input_ids", np.int32, tables, stats["tokens"])
+    if "loss_mask" in tables[0].column_names:
+        mask = write_array(folder, "loss_mask", np.uint8, tables, stats["tokens"])
+        stats |= {"dropped_no_loss": num_untrained, "loss_tokens": int(mask.sum(dtype=np.int64))}
+    else:
+        write_records(folder, tables)
     shapes = Counter()
     for found in (found for table in tables for found in table["shape"].value_counts().to_pylist()):
         shapes[found["values"]] += found["counts"]
-    return kept, {"rows": int((kept > 0).sum()), "dropped_long": int(long.sum()) if truncation == "drop" else 0,
-                  "truncated": int((long & (kept > 0)).sum()), "tokens": int(kept.sum()), "max_length": int(kept.max())} | {
-                      name: count for name, count in shapes.items() if name}
+    stats |= {name: count for name, count in shapes.items() if name}
+    (folder / "stats.json").write_text(json.dumps(stats, indent=1))
+
+
+def write_records(folder: Path, tables: list) -> None:
+    """The lines of records.jsonl, and in record_ends.npy int64 [n] where each ends [bytes]."""
+    lengths = []
+    with open(folder / "records.jsonl", "wb") as file:
+        for chunk in (chunk for table in tables for chunk in table["record"].chunks):
+            lengths += [file.write(record.encode() + b"\n") for record in chunk.to_pylist() if record]
+    np.save(folder / "record_ends.npy", np.cumsum(lengths, dtype=np.int64))
 
 
 def write_array(folder: Path, name: str, dtype, tables: list, num_tokens: int) -> np.ndarray:
@@ -199,21 +215,18 @@ def write_array(folder: Path, name: str, dtype, tables: list, num_tokens: int) -
 class TokenDataset:
     """n tokenized rows, mapped from a cache folder: nothing is read before it is asked for.
 
-    name: the hash of all that the tokens depend on. lengths: np.int64 [n], tokens of each row.
-    stats: rows (kept), dropped_no_loss, dropped_long, truncated (and kept), tokens, loss_tokens, max_length (longest), and
-    the rows of each shape, e.g. Alpaca.
+    name: the hash of all that the tokens depend on. lengths: np.int64 [n], tokens of each row. stats: see write_arrays().
     """
 
-    def __init__(self, name: str, input_ids: np.ndarray, loss_mask: np.ndarray, cu_seqlens: np.ndarray, stats: dict):
-        self.name = name
-        self.input_ids, self.loss_mask, self.cu_seqlens, self.stats = input_ids, loss_mask, cu_seqlens, stats
-        self.lengths = np.diff(np.asarray(cu_seqlens))
+    def __init__(self, path: Path):
+        self.name, self.stats = path.name, json.loads((path / "stats.json").read_text())
+        self.input_ids, self.loss_mask, self.cu_seqlens = (
+            np.load(path / f"{name}.npy", mmap_mode="r") for name in ("input_ids", "loss_mask", "cu_seqlens"))
+        self.lengths = np.diff(np.asarray(self.cu_seqlens))
 
     @classmethod
     def load(cls, path: Path) -> TokenDataset:
-        names = ("input_ids", "loss_mask", "cu_seqlens")
-        arrays = [np.load(Path(path) / f"{name}.npy", mmap_mode="r") for name in names]
-        return cls(Path(path).name, *arrays, json.loads((Path(path) / "stats.json").read_text()))
+        return cls(Path(path))
 
     def __len__(self) -> int:
         return len(self.lengths)

@@ -14,7 +14,7 @@ import numpy as np
 
 from config import InputError
 from data.chat import Conversation, Steps
-from data.dataset import count_rows, kept_tokens, tokenized, write_array
+from data.dataset import Kind, kept_tokens, tokenized
 from data.forms import text_of
 from data.rows import is_paired, messages_of, read_shape, template_arguments
 from data.tokens import ChatTokenizer
@@ -47,8 +47,8 @@ def tokenize_prompts(files: str | Sequence[str], tokenizer, options, cache_dir: 
     Raises InputError for a missing, unreadable or empty file, for the first malformed row (as file:line), for prompts
     longer than options.max_prompt_length when options.truncation is error, and when no row is left.
     """
-    return tokenized(files, ChatTokenizer.load(tokenizer, Path(tokenizer_dir)), options, Path(cache_dir), Path(tokenizer_dir),
-                     (FORMAT, OPTIONS, UNUSED, "max_prompt_length"), tokenize_row, write_arrays)
+    return tokenized(Kind(FORMAT, OPTIONS, "max_prompt_length", UNUSED, tokenize_row), files, tokenizer, options, cache_dir,
+                     tokenizer_dir)
 
 
 def tokenize_row(row: dict, chat: ChatTokenizer, options) -> Steps[dict]:
@@ -103,27 +103,11 @@ def without_reply(messages: list[dict], row: dict, options) -> list[dict]:
     return messages[:end]
 
 
-def write_arrays(folder: Path, tables: list, options) -> None:
-    """Copy tokens and records into their files, a chunk of some thousand rows at a time, and count in stats.json."""
-    kept, stats = count_rows(tables, options.truncation, options.max_prompt_length)
-    if not stats["rows"]:
-        raise InputError(f"no prompt is left: {stats['dropped_long']} rows are longer than "
-                         f"data.max_prompt_length={options.max_prompt_length}")
-    np.save(folder / "cu_seqlens.npy", np.concatenate([[0], np.cumsum(kept[kept > 0], dtype=np.int64)]))
-    write_array(folder, "input_ids", np.int32, tables, stats["tokens"])
-    lengths = []
-    with open(folder / "records.jsonl", "wb") as file:
-        for chunk in (chunk for table in tables for chunk in table["record"].chunks):
-            lengths += [file.write(record.encode() + b"\n") for record in chunk.to_pylist() if record]
-    np.save(folder / "record_ends.npy", np.cumsum(lengths, dtype=np.int64))
-    (folder / "stats.json").write_text(json.dumps(stats, indent=1))
-
-
 class PromptDataset(Sequence):
     """n prompts, mapped from a cache folder: nothing is read before it is asked for.
 
-    name: the hash of all that the prompts depend on. lengths: np.int64 [n], tokens of each prompt.
-    stats: rows (kept), dropped_long, truncated (and kept), tokens, max_length (longest).
+    name: the hash of all that the prompts depend on. lengths: np.int64 [n], tokens of each prompt. stats: see
+    data.dataset.write_arrays().
     drawn_lengths: np.float32 [n], tokens of the responses that each prompt got last, their mean; nan: none yet.
     """
 

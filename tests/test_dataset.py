@@ -314,7 +314,7 @@ def test_rows_without_a_trained_token_are_dropped(make, tokenizer_dir, tmp_path)
     folder = make(write(tmp_path / "a.jsonl", [chat("q"), ROWS[0], masked]))
     assert texts(folder, tokenizer_dir) == ANSWERS[:1]
     assert TokenDataset.load(folder).stats["dropped_no_loss"] == 2
-    with pytest.raises(InputError, match="no row is left to train on: 2 rows have no trained token"):
+    with pytest.raises(InputError, match="no row is left: 0 rows are longer than data.max_length=200, 2 have no trained token"):
         make(write(tmp_path / "a.jsonl", [chat("q"), masked]))
 
 
@@ -374,11 +374,12 @@ def test_a_killed_tokenization_leaves_nothing_for_good(make, tokenizer_dir, tmp_
     killed.wait()
     folder = make(path)
     left, = cache.glob("*.tmp")         # of the run that still lives
-    assert {p.name for p in cache.iterdir()} == {folder.name, left.name} and len(TokenDataset.load(folder)) == 400
+    assert {p.name for p in cache.iterdir()} == {folder.name, left.name, left.with_suffix(".lock").name}
+    assert len(TokenDataset.load(folder)) == 400
     alive.kill()
     alive.wait()
     make(write(path, ROWS))
-    assert not list(cache.glob("*.tmp"))
+    assert not list(cache.glob("*.tmp")) and not list(cache.glob("*.lock"))
     write(path, [chat("question", "answer " * 20)] * 300)
     working = start("work")             # with processes of its own, which would keep the folder
     forked = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if process_state(pid)[1:] == [str(working.pid)]]

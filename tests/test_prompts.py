@@ -257,7 +257,7 @@ def test_files_that_cannot_be_read(make, tmp_path):
     (tmp_path / "blank.jsonl").write_text("\n\n")
     (tmp_path / "bad.parquet").write_text("not parquet")
     for name, message in {"absent.jsonl": "no such file", "a.txt": "unknown suffix '.txt'", "empty.jsonl": "is empty",
-                          "blank.jsonl": "no prompt is left", "bad.parquet": "cannot be read"}.items():
+                          "blank.jsonl": "no row is left", "bad.parquet": "cannot be read"}.items():
         with pytest.raises(InputError, match=message) as raised:
             make(tmp_path / name)
         assert "\n" not in str(raised.value), name
@@ -294,7 +294,7 @@ def test_truncation(make, tmp_path, truncation, texts, counts):
     for row, prompt in zip(LONG, prompts):
         whole = tokenizer.apply_chat_template([user(row["prompt"])], add_generation_prompt=True, return_dict=False)
         assert prompt.input_ids == (whole[-12:] if truncation == "left" else whole[:12])
-    with pytest.raises(InputError, match="no prompt is left: 3 rows are longer than data.max_prompt_length=6"):
+    with pytest.raises(InputError, match="no row is left: 3 rows are longer than data.max_prompt_length=6"):
         make(write(tmp_path / "a.jsonl", LONG), max_prompt_length=6, truncation="drop")
 
 
