@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from config import InputError
-from data.packing import Batch
+from data.packing import Batch, pack, spread
 
 # (log_probs [T], entropy [T], fields {name: [T]}) -> (loss to add up, {name: amount to add up}).
 # Sums, not means: the caller divides by a denominator of the whole batch, so that micro-batches do not matter.
@@ -33,6 +33,8 @@ class Engine(ABC):
     dp_rank: int
     dp_size: int
     dp_group: ProcessGroup
+    tokens_multiple: int = 1                # each sequence is padded to a multiple of this number of tokens
+    micro_batches_multiple: int = 1         # a batch is divided into a multiple of this number of micro-batches
     _flops: tuple[int, int, int]            # see count_flops in engines/hf.py
 
     @abstractmethod
@@ -46,15 +48,29 @@ class Engine(ABC):
         clipping), lr (of this step, counted from 0), skipped (1.0 if the weights were left alone, for a non-finite gradient).
         """
 
-    @abstractmethod
     def log_probs(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Without gradient: log p(x_t | x_<t) [T] fp32, the entropy there [T] fp32 (nats), and whether x_t was the
         likeliest token [T] bool. Where fields["loss_mask"] is 0, and on the first token of a sequence: 0, 0, False."""
+        log_probs, entropy, greedy = self._ask(batch)
+        return log_probs, entropy, greedy > 0
 
-    @abstractmethod
     def values(self, batch: Batch) -> Tensor:
         """Without gradient, of an engine built as a critic: V(x_<t) [T] fp32, the value of the tokens before t; 0 where
         fields["loss_mask"] is 0. Its train_batch calls loss_fn(values, fields)."""
+        return self._ask(batch)[0]
+
+    @abstractmethod
+    def _ask(self, batch: Batch) -> Tensor:
+        """Without gradient: what the head says, [outputs, T] fp32 on every rank."""
+
+    def _plan(self, batch: Batch) -> list[list[int]]:
+        """Micro-batches as lists of sequence indices; the same number on every data-parallel rank, because passes have
+        collectives. Padding counts."""
+        lengths = [-(-n // self.tokens_multiple) * self.tokens_multiple for n in batch.lengths]
+        bins = pack(lengths, self.config.data.max_tokens_per_micro_batch, padded=not self.config.engine.use_remove_padding)
+        count = torch.tensor(len(bins), device=self.device)
+        dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self.dp_group)
+        return spread(bins, -(-int(count) // self.micro_batches_multiple) * self.micro_batches_multiple, lengths)
 
     @abstractmethod
     def offload(self, *parts: str) -> None:

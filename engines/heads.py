@@ -4,7 +4,6 @@ A head has no parameters, so it changes no name in a checkpoint: it is called wi
 (tied to the embedding, gathered, divided over ranks). It is a module so that hooks see its inputs and outputs.
 """
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -12,7 +11,7 @@ from engines.logprobs import linear_log_probs
 
 
 class LogProbHead(nn.Module):
-    dtypes, num_differentiable = (torch.float32, torch.float32, torch.bool), 2      # of the outputs
+    num_outputs, num_differentiable = 3, 2
 
     def __init__(self, temperature: float, chunk_size: int, compiled: bool, vocab_size: int,
                  group: dist.ProcessGroup | None = None):
@@ -36,7 +35,7 @@ class LogProbHead(nn.Module):
 
 
 class ValueHead(nn.Module):
-    dtypes, num_differentiable = (torch.float32,), 1
+    num_outputs, num_differentiable = 1, 1
 
     def forward(self, hidden: Tensor, weight: Tensor, targets: Tensor, kept_words: Tensor) -> tuple[Tensor]:
         """hidden [k, h], weight [1, h] -> ([k] fp32,): the value of the state before each target. The same on all

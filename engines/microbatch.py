@@ -1,6 +1,8 @@
-"""A micro-batch as a Megatron rank sees it: padded, its share of every sequence, and the way back to tokens."""
+"""A micro-batch as a rank sees it: padded, its share of the tokens, and the way back from places to tokens."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,7 +10,6 @@ from torch import Tensor
 from data.packing import Batch
 from engines.collectives import AllGather
 from engines.device import to_device
-from engines.megatron.layers import Packing
 
 
 @dataclass
@@ -17,7 +18,8 @@ class MicroBatch:
 
     input_ids  [b, s] int64: this rank's share; packed: b = 1, all sequences in one row
     padding    [b, s] bool: where there is no token
-    packing    where the sequences lie, None when they are padded to one length
+    lengths    of the sequences, padding included; the last one may be padding alone
+    packing    where the sequences lie, as the engine's attention reads it; None when they are padded to one length
     place      [own] int64: into the [s * b] places of the hidden states [s, b, h], what precedes an asked token
     targets    [own] int64: the token that follows each
     kept_words [own, K] int64: the words that it was drawn from, see Batch
@@ -28,7 +30,8 @@ class MicroBatch:
 
     input_ids: Tensor
     padding: Tensor
-    packing: Packing | None
+    lengths: list[int]
+    packing: Any
     place: Tensor
     targets: Tensor
     kept_words: Tensor
@@ -45,23 +48,32 @@ class MicroBatch:
         return answers.new_zeros(self.num_tokens).index_copy(0, self.token, answers)
 
 
-def lay_out(batch: Batch, packed: bool, multiple: int, group, device: torch.device) -> MicroBatch:
+def lay_out(batch: Batch, packing_of: Callable[[list[int]], Any] | None, group, device: torch.device, multiple: int = 1,
+            zigzag: bool = False) -> MicroBatch:
     """A batch in host memory, divided over the context-parallel group. T may be 0: a sequence of padding takes part in
-    the collectives that other ranks wait for."""
-    cp, rank, num_tokens = group.size(), group.rank(), len(batch.input_ids)
-    padded = torch.tensor([-(-n // multiple) * multiple for n in batch.lengths or [1]])
+    the collectives that other ranks wait for.
+
+    packing_of: MicroBatch.lengths -> its packing; None: pad to one length. multiple: that of every sequence's length. Of the
+    tokens of all sequences rank r has the r-th part; zigzag: of each sequence's 2 * ranks chunks the r-th from both ends.
+    """
+    cp, rank, num_tokens, packed = group.size(), group.rank(), len(batch.input_ids), packing_of is not None
+    padded = [-(-n // multiple) * multiple for n in batch.lengths]
+    missing = -sum(padded) % cp if padded else max(multiple, cp)
+    padded = torch.tensor(padded + [missing] * (missing > 0))
     if not packed:
         padded = padded.max().expand(len(padded))
     chunk, starts, size = padded // (2 * cp), padded.cumsum(0) - padded, int(padded.sum()) // cp
 
     def locate(row: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
         """(rank, place there) of the tokens at these positions of these sequences"""
-        owner, local = torch.zeros_like(row), position
-        if cp > 1:
+        owner, local, start = torch.zeros_like(row), position, starts[row]
+        if cp > 1 and zigzag:
             part = position // chunk[row]
             owner = torch.where(part < cp, part, 2 * cp - 1 - part)
-            local = position % chunk[row] + (part >= cp) * chunk[row]
-        return owner, starts[row] // cp + local if packed else local * len(padded) + row
+            local, start = position % chunk[row] + (part >= cp) * chunk[row], start // cp
+        elif cp > 1:
+            owner, local, start = (start + position) // size, (start + position) % size, 0
+        return owner, start + local if packed else local * len(padded) + row
 
     row = torch.repeat_interleave(torch.arange(len(batch)), batch.cu_seqlens.diff())
     position = batch.position_ids
@@ -76,6 +88,6 @@ def lay_out(batch: Batch, packed: bool, multiple: int, group, device: torch.devi
     on_device = {name: to_device(x, device) for name, x in dict(
         input_ids=ids, padding=padding, place=place[owner == rank], targets=batch.input_ids[token][owner == rank],
         kept_words=batch.kept_words[token][owner == rank], token=token, source=owner * size + place).items()}
-    packing = Packing.of(padded.tolist(), cp, rank, device) if packed else None
-    fields = {name: to_device(values, device) for name, values in batch.fields.items()}
-    return MicroBatch(packing=packing, num_tokens=num_tokens, fields=fields, **on_device)
+    lengths = padded.tolist()
+    return MicroBatch(lengths=lengths, packing=packing_of(lengths) if packed else None, num_tokens=num_tokens,
+                      fields={name: to_device(values, device) for name, values in batch.fields.items()}, **on_device)

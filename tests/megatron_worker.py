@@ -178,7 +178,7 @@ def attention(this_device: torch.device) -> list[float]:
                                               f"engine.context_parallel_size={world}"]).engine)
         torch.manual_seed(0)
         *inputs, gradient = (torch.randn(sum(lengths), 1, n, 64).to(this_device, dtype) for n in (*heads, heads[0]))
-        packing = Packing.of(lengths, world, rank, this_device)
+        packing = Packing.of(lengths, mpu.get_context_parallel_group(), this_device)
         first = torch.tensor([0, *lengths]).cumsum(0)[:-1].repeat_interleave(torch.tensor(lengths) // world)
         mine = packing.positions + first.to(this_device)
         here, alone = [x[mine].requires_grad_() for x in inputs], [x.float().requires_grad_() for x in inputs]

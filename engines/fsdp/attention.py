@@ -4,7 +4,10 @@ Importing this file registers the attention implementation "packed" with transfo
 begin, which ranks share them) reaches it as the model's keyword argument `packing`.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -13,6 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from config import InputError
 from engines.collectives import AllToAll
+from engines.device import to_device
 from engines.varlen import by_segment, causal_attention
 
 # Arguments that models pass to their attention and that mean nothing to it.
@@ -25,7 +29,7 @@ class Packing:
 
     cu_seqlens  [n+1] int32 on the model's device, over all T tokens (padding at the end is a sequence of its own)
     bounds      the same numbers as a list
-    max_length  longest sequence, tokens
+    max_length  longest sequence, tokens, or more
     group       ranks among which the T tokens are divided (Ulysses); None: this rank has them all
     """
 
@@ -33,6 +37,14 @@ class Packing:
     bounds: list[int]
     max_length: int
     group: dist.ProcessGroup | None = None
+
+    @staticmethod
+    def of(lengths: list[int], group: dist.ProcessGroup, device: torch.device) -> Packing:
+        bounds = [0, *accumulate(lengths)]
+        # A power of two, so that compiled code sees few different values.
+        longest = 1 << (max(lengths) - 1).bit_length()
+        return Packing(to_device(torch.tensor(bounds, dtype=torch.int32), device), bounds, longest,
+                       group if group.size() > 1 else None)
 
     def arguments(self) -> dict:
         """The model's keyword arguments. The mask of four dimensions is not read; it keeps transformers from building one, for

@@ -4,6 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,14 +24,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from config import InputError
-from data.packing import Batch, pack, spread
+from data.packing import Batch
 from engines import optimizer, schedule
 from engines.base import Engine, LossFn, check_batch_size
-from engines.collectives import AllGather
 from engines.device import to_device
 from engines.fsdp.attention import Packing
 from engines.heads import LogProbHead, ValueHead
 from engines.hf import build_on_meta, count_flops, keep_zero_rows, read_hf_config
+from engines.microbatch import MicroBatch, lay_out
 from engines.offload import HostMemory
 from engines.storage import Writer
 from engines.weights import check_files, load_weights
@@ -53,9 +54,8 @@ class FSDPEngine(Engine):
         self.world_size, cp = dist.get_world_size(), engine.context_parallel_size
         self.hf_config = self.check(config, self.world_size, critic)
         self.dp_rank, self.dp_size = dist.get_rank() // cp, self.world_size // cp
-        self.cp_rank, self.cp_size = dist.get_rank() % cp, cp
         mesh = init_device_mesh(device.type, (self.dp_size, cp), mesh_dim_names=("dp", "cp"))
-        self.dp_group, self.cp_group = mesh["dp"].get_group(), mesh["cp"].get_group() if cp > 1 else None
+        self.dp_group, self.cp_group = mesh["dp"].get_group(), mesh["cp"].get_group()
 
         self.compute_dtype = getattr(torch, engine.compute_dtype)
         compiled = uses_compile(engine, device.type)
@@ -96,9 +96,9 @@ class FSDPEngine(Engine):
         self._onload("parameters", "optimizer")
         amounts = defaultdict(lambda: torch.zeros((), device=self.device))
         for indices in self._plan(batch):
-            micro_batch = batch.select(indices)
+            micro_batch = self._lay_out(batch.select(indices))
             outputs = self._forward(micro_batch)[:self.model.head.num_differentiable]
-            loss, extra = loss_fn(*outputs, {k: to_device(v, self.device) for k, v in micro_batch.fields.items()})
+            loss, extra = loss_fn(*outputs, micro_batch.fields)
             # FSDP averages gradients over ranks; ours are parts of one sum.
             (loss * self.world_size).backward()
             for name, amount in {"loss": loss, **extra}.items():
@@ -115,75 +115,32 @@ class FSDPEngine(Engine):
         totals = self.sum_over_dp(torch.stack(list(amounts.values())))
         return {**dict(zip(amounts, totals.tolist())), "grad_norm": grad_norm, "lr": lr, "skipped": float(skipped)}
 
-    def log_probs(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        return self._ask(batch)
-
-    def values(self, batch: Batch) -> Tensor:
-        return self._ask(batch)[0]
-
     @torch.no_grad()
-    def _ask(self, batch: Batch) -> tuple[Tensor, ...]:
+    def _ask(self, batch: Batch) -> Tensor:
         self._onload("parameters")
-        outputs = [torch.zeros(len(batch.input_ids), dtype=dtype, device=self.device) for dtype in self.model.head.dtypes]
+        answers = torch.zeros(self.model.head.num_outputs, len(batch.input_ids), device=self.device)
         where = Batch(torch.arange(len(batch.input_ids)), batch.cu_seqlens)
         self.model.eval()
         for indices in self._plan(batch):
-            index = where.select(indices).input_ids.to(self.device)
-            for output, values in zip(outputs, self._forward(batch.select(indices))):
-                output[index] = values
+            outputs = self._forward(self._lay_out(batch.select(indices)))
+            answers[:, where.select(indices).input_ids.to(self.device)] = torch.stack([x.float() for x in outputs])
         self.model.train()
-        return tuple(outputs)
+        return answers
 
-    def _plan(self, batch: Batch) -> list[list[int]]:
-        """Micro-batches as lists of sequence indices; the same number on every rank, because each pass has collectives."""
-        cap, lengths = self.config.data.max_tokens_per_micro_batch, batch.lengths
-        bins = pack(lengths, cap, padded=not self.config.engine.use_remove_padding)
-        count = torch.tensor(len(bins), device=self.device)
-        dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self.dp_group)
-        return spread(bins, int(count), lengths)
+    def _lay_out(self, batch: Batch) -> MicroBatch:
+        """T may be 0: then the model runs on padding alone, because other ranks wait for its collectives."""
+        packing_of = partial(Packing.of, group=self.cp_group, device=self.device)
+        return lay_out(batch, packing_of if self.config.engine.use_remove_padding else None, self.cp_group, self.device)
 
-    def _forward(self, batch: Batch) -> tuple[Tensor, ...]:
-        """log_probs, entropy, greedy (a critic: values) of a micro-batch in host memory, each [T] on the device; entry t
-        is about token t.
-
-        T may be 0: then the model runs on one token of padding, because other ranks wait for its collectives.
-        """
-        num_tokens, cp, cu = len(batch.input_ids), self.cp_size, batch.cu_seqlens
-        asked = batch.fields["loss_mask"] != 0 if "loss_mask" in batch.fields else torch.ones(num_tokens, dtype=torch.bool)
-        asked = asked.index_fill(0, cu[:-1][cu[:-1] < num_tokens], False)     # nothing predicts a first token
-        token = asked.nonzero()[:, 0]
-        targets, kept_words, attention = batch.input_ids[token], batch.kept_words[token], {}
-        # Laid out on the host, where reading a length does not wait for the device.
-        if self.config.engine.use_remove_padding:
-            padding = max(cp, -(-num_tokens // cp) * cp) - num_tokens
-            ids = nn.functional.pad(batch.input_ids, (0, padding))[None]
-            positions = torch.cat([batch.position_ids, torch.arange(padding)])[None]
-            bounds = cu.tolist() + [num_tokens + padding] * (padding > 0)
-            longest = max(b - a for a, b in zip(bounds, bounds[1:]))
-            # A power of two, so that compiled code sees few different values.
-            attention = Packing(to_device(torch.tensor(bounds, dtype=torch.int32), self.device), bounds,
-                                1 << (longest - 1).bit_length(), self.cp_group).arguments()
-            place = token - 1
-            if cp > 1:
-                length = ids.shape[1] // cp
-                start = self.cp_rank * length
-                ids, positions = (x[:, start:start + length] for x in (ids, positions))
-                mine = (place >= start) & (place < start + length)
-                place, targets, kept_words = place[mine] - start, targets[mine], kept_words[mine]
-        else:
-            lengths = torch.tensor(batch.lengths or [1])
-            positions = torch.arange(int(lengths.max())).expand(len(lengths), -1)
-            valid = positions < lengths[:, None]
-            ids = torch.zeros_like(positions)
-            ids[valid] = batch.input_ids if num_tokens else 0
-            place = valid.flatten().nonzero()[:, 0][token] - 1
-        ids, positions, place, targets, kept_words, token = (
-            to_device(x, self.device) for x in (ids, positions, place, targets, kept_words, token))
-        values = self.model(ids, positions, place, targets, kept_words, **attention)
-        if cp == 1:
-            return tuple(x.new_zeros(num_tokens).index_copy(0, token, x) for x in values)
-        gathered = [AllGather.apply(x.new_zeros(length).index_copy(0, place, x), self.cp_group) for x in values]
-        return tuple(nn.functional.pad(x, (1, 0))[:num_tokens] for x in gathered)      # position t-1 predicts token t
+    def _forward(self, batch: MicroBatch) -> tuple[Tensor, ...]:
+        """log_probs, entropy, greedy (a critic: values), each [T] on the device; entry t is about token t."""
+        positions, attention = [torch.arange(n) for n in batch.lengths], {}
+        if batch.packing:
+            positions = [torch.cat(positions).chunk(self.cp_group.size())[self.cp_group.rank()]]
+            attention = batch.packing.arguments()
+        values = self.model(batch.input_ids, to_device(torch.stack(positions), self.device), batch.place, batch.targets,
+                            batch.kept_words, **attention)
+        return tuple(batch.to_tokens(x, self.cp_group) for x in values)
 
     def _clip(self) -> float:
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
@@ -200,7 +157,7 @@ class FSDPEngine(Engine):
         return [self.model]
 
     def coordinates(self) -> dict:
-        return {"dp": [self.dp_rank, self.dp_size], "cp": [self.cp_rank, self.cp_size], "tp": [0, 1], "pp": [0, 1],
+        return {"dp": [self.dp_rank, self.dp_size], "cp": [self.cp_group.rank(), self.cp_group.size()], "tp": [0, 1], "pp": [0, 1],
                 "first_layers": [0]}
 
     # -- memory ----------------------------------------------------------------------------------------------------------
@@ -272,10 +229,11 @@ class PackedModel(nn.Module):
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, place: Tensor, targets: Tensor, kept_words: Tensor,
                 **attention):
-        """input_ids, position_ids [rows, length]. Returns the head's outputs for the tokens `targets` [k] that follow the flat
-        positions `place` [k], and were drawn from `kept_words` [k, K]."""
+        """input_ids, position_ids [rows, length]. Returns the head's outputs for the tokens `targets` [k] that follow the
+        places `place` [k] in [length * rows], and were drawn from `kept_words` [k, K]."""
         hidden = self.hf.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **attention)[0]
-        return self.head(hidden.flatten(0, 1).index_select(0, place), self.hf.get_output_embeddings().weight, targets, kept_words)
+        hidden = hidden.transpose(0, 1).flatten(0, 1).index_select(0, place)
+        return self.head(hidden, self.hf.get_output_embeddings().weight, targets, kept_words)
 
 
 def check_layout(config: DictConfig, hf_config, world_size: int) -> None:

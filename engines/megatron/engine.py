@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, 
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from data.packing import Batch, pack, spread
+from data.packing import Batch
 from engines import schedule
 from engines.base import Engine, LossFn
 from engines.heads import LogProbHead, ValueHead
@@ -29,7 +29,8 @@ from engines.hf import build_on_meta, count_flops, keep_zero_rows, read_hf_confi
 from engines.megatron import bridge, checkpoint, layout
 from engines.megatron.cpu import cuda_is_cpu
 from engines.megatron.experts import Router
-from engines.megatron.microbatch import MicroBatch, lay_out
+from engines.megatron.layers import Packing
+from engines.microbatch import MicroBatch, lay_out
 from engines.offload import HostMemory
 
 RECOMPUTE = {"none": {}, "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
@@ -55,6 +56,9 @@ class MegatronEngine(Engine):
         self.dp_group, self.cp_group = mpu.get_data_parallel_group(), mpu.get_context_parallel_group()
         self.tp_group, self.pp_group = mpu.get_tensor_model_parallel_group(), mpu.get_pipeline_model_parallel_group()
         self.sequence_parallel = engine.sequence_parallel and self.tp_group.size() > 1
+        self.tokens_multiple = layout.multiple_of(engine)
+        if engine.virtual_pipeline_model_parallel_size > 1:         # as the interleaved schedule needs it
+            self.micro_batches_multiple = self.pp_group.size()
 
         hf = build_on_meta(self.hf_config, torch.float32, critic)
         self._flops = count_flops(hf, self.hf_config)
@@ -156,19 +160,11 @@ class MegatronEngine(Engine):
                 router.begin(coefficient, num_tokens)
         return coefficient
 
-    def log_probs(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        log_probs, entropy, greedy = self._ask(batch)
-        return log_probs, entropy, greedy > 0
-
-    def values(self, batch: Batch) -> Tensor:
-        return self._ask(batch)[0]
-
     @cuda_is_cpu()
     @torch.no_grad()
     def _ask(self, batch: Batch) -> Tensor:
-        """[outputs of the head, T] fp32 on every rank."""
         self._onload("parameters")
-        answers = torch.zeros(len(self.head.dtypes), len(batch.input_ids), device=self.device)
+        answers = torch.zeros(self.head.num_outputs, len(batch.input_ids), device=self.device)
         where = Batch(torch.arange(len(batch.input_ids)), batch.cu_seqlens)
         plan = self._plan(batch)
         indices = iter([where.select(p).input_ids.to(self.device) for p in plan])
@@ -185,22 +181,11 @@ class MegatronEngine(Engine):
             dist.broadcast(answers, mpu.get_pipeline_model_parallel_last_rank(), self.pp_group)
         return answers
 
-    def _plan(self, batch: Batch) -> list[list[int]]:
-        """Micro-batches as lists of sequence indices; the same number on every data-parallel rank. Padding counts."""
-        engine, multiple = self.config.engine, layout.multiple_of(self.config.engine)
-        lengths = [-(-n // multiple) * multiple for n in batch.lengths]
-        bins = pack(lengths, self.config.data.max_tokens_per_micro_batch, padded=not engine.use_remove_padding)
-        count = torch.tensor(len(bins), device=self.device)
-        dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self.dp_group)
-        # The interleaved schedule needs a multiple of the number of pipeline ranks.
-        group = self.pp_group.size() if len(self.stages) > 1 else 1
-        return spread(bins, -(-int(count) // group) * group, lengths)
-
     def _run(self, batches: list[Batch], of_hidden: Callable, forward_only: bool) -> None:
         """Forward and (unless forward_only) backward; the last pipeline stage calls of_hidden(micro-batch, hidden states)."""
         engine = self.config.engine
-        micro_batches = [lay_out(b, engine.use_remove_padding, layout.multiple_of(engine), self.cp_group, self.device)
-                         for b in batches]
+        packing_of = partial(Packing.of, group=self.cp_group, device=self.device) if engine.use_remove_padding else None
+        micro_batches = [lay_out(b, packing_of, self.cp_group, self.device, self.tokens_multiple, zigzag=True) for b in batches]
 
         def forward(remaining: Iterator[MicroBatch], stage: nn.Module):
             micro_batch = next(remaining)

@@ -95,7 +95,8 @@ class Packing(PackedSeqParams):
     positions: Tensor | None = None
 
     @staticmethod
-    def of(lengths: list[int], cp_size: int, cp_rank: int, device: torch.device) -> "Packing":
+    def of(lengths: list[int], group, device: torch.device) -> "Packing":
+        cp_size, cp_rank = group.size(), group.rank()
         bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         cu, longest = bounds.to(device), max(lengths)
         # Each segment's queries end where its keys do.
