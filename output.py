@@ -23,8 +23,8 @@ WATCH_SECONDS = 20.0            # how long a lock of another host is watched for
 class Lock:
     """{directory}/.lock names the process that writes there, and is touched while it lives.
 
-    flock holds it where the file system has such locks for all hosts. Where it has them for one host alone, or none, the
-    record says who wrote it: a process of this host that is gone, or a file that nobody touches, is a lock left behind.
+    flock holds it where the file system has such locks for all hosts. Where it has them for one host alone, or none, a file
+    that nobody touches is a lock left behind.
     """
 
     def __init__(self, directory: Path):
@@ -54,8 +54,8 @@ class Lock:
         record = self._record()
         if record is None:
             return None
-        if record.get("host") == socket.gethostname():
-            return None if locked or not is_alive(record.get("pid")) else record
+        if locked and record.get("host") == socket.gethostname():
+            return None
         before, end = self.path.stat().st_mtime_ns, time.monotonic() + WATCH_SECONDS
         while time.monotonic() < end:
             time.sleep(1)
@@ -119,7 +119,3 @@ def check_shared(directory: Path, key: str, seconds: float = 10.0) -> None:
     if missing:
         raise InputError(f"{key}={directory} on {', '.join(missing)} is not the directory that rank 0 writes to: give one on a "
                          "file system that all nodes share")
-
-
-def is_alive(pid: int | None) -> bool:
-    return pid is not None and Path(f"/proc/{pid}").exists()
