@@ -4,6 +4,9 @@ The logits of all tokens never exist together, nor in fp32 beyond one chunk: at 
 10 GB. Backward computes each chunk's logits again, which costs one more product with the output matrix.
 """
 
+from collections.abc import Callable
+from functools import cache
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -117,11 +120,7 @@ def _logits_grad(logits: Tensor, targets: Tensor, log_z: Tensor, entropy: Tensor
     return (grad if temperature == 1 else grad / temperature).to(logits.dtype)
 
 
-_COMPILED = {}
-
-
-def _compiled(function):
+@cache
+def _compiled(function: Callable) -> Callable:
     """One fused kernel over the chunk's logits instead of half a dozen passes through memory."""
-    if function not in _COMPILED:
-        _COMPILED[function] = torch.compile(function)
-    return _COMPILED[function]
+    return torch.compile(function)
