@@ -8,7 +8,7 @@ import json
 import re
 import shutil
 import sys
-from collections import ChainMap
+from collections import ChainMap, deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -212,29 +212,23 @@ def save_model_files(engine: Engine, tokenizer, directory: Path) -> None:
 
 def export_hf(engine: Engine, tokenizer, directory: Path) -> None:
     """Write a model that transformers and vLLM load; replaces `directory` when complete. Called by all ranks."""
-    temporary, weights, problem = directory.with_name(directory.name + ".tmp"), engine.export_weights(), None
+    temporary, weights = directory.with_name(directory.name + ".tmp"), engine.export_weights()
 
     def write() -> None:
         shutil.rmtree(temporary, ignore_errors=True)
-        with disk.writing(temporary):
-            save_model_files(engine, tokenizer, temporary)
-        write_safetensors(weights, temporary)
-
-    def publish() -> None:
-        if problem is not None:
-            raise problem
+        try:
+            with disk.writing(temporary):
+                save_model_files(engine, tokenizer, temporary)
+            write_safetensors(weights, temporary)
+        finally:
+            deque(weights, 0)           # the other ranks gather all of them, even if this one could not write the first
         shutil.rmtree(directory, ignore_errors=True)
         temporary.rename(directory)
 
     with removed_if_it_fails(temporary):
-        try:
-            if dist.get_rank() == 0:
-                write()
-        except InputError as error:
-            problem = error
-        for _ in weights:               # the other ranks gather all of them, even if rank 0 could not write the first
-            pass
-        on_rank0(publish)
+        if dist.get_rank() > 0:
+            deque(weights, 0)
+        on_rank0(write, group=dist.group.WORLD)
 
 
 def write_safetensors(weights: Iterable[tuple[str, Tensor]], directory: Path, max_bytes: int = MAX_FILE_BYTES) -> None:
