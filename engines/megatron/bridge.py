@@ -28,6 +28,9 @@ install()
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 # What transformers computes from the configuration alone; other types change with the length of a sequence.
 ROPES = ("default", "llama3", "linear")
+# Of config.json; mbridge gives every layer experts.
+SUPPORTED = {"hidden_act": "silu", "use_sliding_window": False, "attention_dropout": 0.0, "mlp_only_layers": [],
+             "decoder_sparse_step": 1}
 
 
 class HiddenStates(GPTModel):
@@ -63,17 +66,11 @@ def check(hf_config, path: str) -> None:
     rope = hf_config.rope_parameters.get("rope_type", "default")
     if rope not in ROPES:
         raise InputError(f"model.path={path}: model_engine=megatron has no rope type {rope!r}, only {', '.join(ROPES)}")
-    biases = ("mlp_bias", "attention_bias") if hf_config.model_type != "qwen2" else ()
-    # mlp_only_layers: mbridge gives every layer experts.
-    for name in ("use_sliding_window", "attention_dropout", "mlp_only_layers", *biases):
-        if getattr(hf_config, name, None):
-            raise InputError(f"model.path={path}: {name} in config.json is not supported by model_engine=megatron")
-    if getattr(hf_config, "decoder_sparse_step", 1) != 1:
-        raise InputError(f"model.path={path}: decoder_sparse_step={hf_config.decoder_sparse_step} is not supported by "
-                         "model_engine=megatron")
-    if hf_config.hidden_act != "silu":
-        raise InputError(f"model.path={path}: hidden_act={hf_config.hidden_act} is not supported by "
-                         "model_engine=megatron")
+    biases = {"mlp_bias": False, "attention_bias": False} if hf_config.model_type != "qwen2" else {}
+    for name, supported in {**SUPPORTED, **biases}.items():
+        value = getattr(hf_config, name, None)
+        if value not in (supported, None):
+            raise InputError(f"model.path={path}: {name}={value} in config.json is not supported by model_engine=megatron")
 
 
 def check_files(hf: nn.Module, path: Path, critic: bool) -> None:
@@ -194,7 +191,7 @@ def export_tensors(bridge: Bridge, tensors: Iterator[tuple[str, Tensor]]) -> Ite
             yield from zip(*bridge._weight_to_hf_format(name, tensor))
 
 
-def export(bridge: Bridge, models: list[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+def export(bridge: Bridge, models: list[nn.Module], device: torch.device) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, full tensor), in the same order on all ranks. A tied output matrix, which the last pipeline
     stage has a copy of, is left out."""
     stages, tp, ep = (group() for group in (mpu.get_pipeline_model_parallel_group, mpu.get_tensor_model_parallel_group,
@@ -206,8 +203,7 @@ def export(bridge: Bridge, models: list[nn.Module]) -> Iterator[tuple[str, Tenso
     dist.all_gather_object(listed, [(name, p.shape, p.tensor_model_parallel, p.partition_dim)
                                     for name, p in parameters.items()], stages)
     for stage, name, shape, *division in ((stage, *entry) for stage, entries in enumerate(listed) for entry in entries):
-        weight = parameters[name].detach() if stage == stages.rank() else \
-            torch.empty(shape, dtype=bridge.dtype, device=torch.cuda.current_device())
+        weight = parameters[name].detach() if stage == stages.rank() else torch.empty(shape, dtype=bridge.dtype, device=device)
         if stages.size() > 1:
             dist.broadcast(weight, group=stages, group_src=stage)
         if ".experts." in name:

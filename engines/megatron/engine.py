@@ -270,15 +270,8 @@ class MegatronEngine(Engine):
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        with cuda_is_cpu():
-            self._onload("parameters")
-            weights = bridge.export(self.bridge, self.models)
-        while True:
-            with cuda_is_cpu():                             # but not while the caller uses the item
-                item = next(weights, None)
-            if item is None:
-                return
-            yield item
+        self._onload("parameters")
+        yield from bridge.export(self.bridge, self.models, self.device)
 
     @cuda_is_cpu()
     def state(self, loading: bool = False) -> dict:
