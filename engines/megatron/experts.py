@@ -12,6 +12,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.tensor_parallel import all_to_all
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor, nn
 
 
@@ -56,7 +57,8 @@ class Router(MegatronModule):
             share = choices / choices.sum().clamp(min=1)
             aux_loss = len(share) * (share * (probs * real).sum(0)).sum() / self.num_tokens    # this rank's part
             self.aux_loss += aux_loss.detach()
-            weights = AlsoMinimize.apply(weights, self.coefficient * aux_loss)
+            # When weights get their gradient, so does this loss, on whatever pipeline stage that is.
+            weights = MoEAuxLossAutoScaler.apply(weights, self.coefficient * aux_loss)
         return weights.to(tokens.dtype), chosen
 
 
@@ -134,15 +136,3 @@ class Copies(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         return grad.index_select(0, inverse(*ctx.saved_tensors)).unflatten(0, (-1, ctx.k)).sum(1), None, None
-
-
-class AlsoMinimize(torch.autograd.Function):
-    """Returns x. When x gets its gradient, so does another loss, on whatever pipeline stage it is computed."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, loss: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return grad, grad.new_ones(())
