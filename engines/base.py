@@ -121,7 +121,7 @@ class Engine(ABC):
 
     @abstractmethod
     def read(self, states: dict[str, dict], directory: Path) -> dict[str, dict]:
-        """The states as write() left them; without "rng" on a rank whose number did not exist then."""
+        """The states as write() left them."""
 
     def save_config(self, directory: Path) -> None:
         """Write config.json (and generation_config.json) in Hugging Face format; called on rank 0 alone."""

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
@@ -114,8 +113,10 @@ class Checkpointer:
         data."""
         engines = {"engine": engine, **others}
         state = {name: e.state(loading=True) for name, e in engines.items()}
-        state["rng"] = {f"rank_{dist.get_rank()}": rng_state()}
         with storage.data_alone(path):
+            rng, stored = f"rank_{dist.get_rank()}", FileSystemReader(path / "weights").read_metadata().state_dict_metadata
+            if any(name.partition("/")[0] == f"rng.{rng}" for name in stored):          # or there was no such rank
+                state["rng"] = {rng: rng_state()}
             state = engine.read(state, path / "weights")
         for name, e in engines.items():
             e.load_state(state[name])
@@ -286,19 +287,9 @@ def export_checkpoint(checkpoint: Path, out: Path) -> None:
 
 def stored_weights(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, tensor as it was stored), a tied output matrix left out."""
-    reader = FileSystemReader(checkpoint / "weights")
-    prefix = "engine.model."
-    entries = {k.removeprefix(prefix): v for k, v in reader.read_metadata().state_dict_metadata.items()
-               if k.startswith(prefix)}
     from transformers import AutoConfig
     tied = AutoConfig.from_pretrained(checkpoint / "hf").tie_word_embeddings
-
-    for name, entry in entries.items():
-        if tied and name == "lm_head.weight":
-            continue
-        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
-        dcp.load({"engine": {"model": {name: tensor}}}, storage_reader=reader, no_dist=True)
-        yield name, tensor
+    return storage.stored_tensors(checkpoint, "engine.model.", lambda name: tied and name == "lm_head.weight")
 
 
 if __name__ == "__main__":

@@ -5,12 +5,14 @@ import os
 import pickle
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint import FileSystemWriter, metadata
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, metadata
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
@@ -113,6 +115,17 @@ def find_damage(checkpoint: Path, checksums: dict[str, str], rank: int = 0, worl
         except OSError as error:
             damage.append(f"{name}: {error.strerror}")
     return damage
+
+
+def stored_tensors(checkpoint: Path, prefix: str, left_out: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
+    """(name without the prefix, tensor as it was stored), one at a time, without a process group."""
+    reader = FileSystemReader(checkpoint / "weights")
+    for key, entry in reader.read_metadata().state_dict_metadata.items():
+        name = key.removeprefix(prefix)
+        if name != key and not left_out(name):
+            tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+            dcp.load({key: tensor}, storage_reader=reader, no_dist=True)
+            yield name, tensor
 
 
 # -- pickles -----------------------------------------------------------------------------------------------------------

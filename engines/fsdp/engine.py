@@ -210,9 +210,6 @@ class FSDPEngine(Engine):
         return dcp.async_save(states, storage_writer=Writer(directory), process_group=group)
 
     def read(self, states: dict[str, dict], directory: Path) -> dict[str, dict]:
-        written = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
-        if not all(f"rng.{rank}" in written for rank in states["rng"]):
-            states = {name: state for name, state in states.items() if name != "rng"}
         dcp.load(states, checkpoint_id=directory)
         return states
 

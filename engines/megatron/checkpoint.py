@@ -29,12 +29,11 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding, extr
 from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoConfig
 
 from engines.megatron import bridge
 from engines.megatron.cpu import cuda_is_cpu
-from engines.storage import Writer
+from engines.storage import Writer, stored_tensors
 
 # The distributed optimizer's state is stored by whole weights, which any layout can read. One of the ranks that share it
 # gathers it in host memory. (Otherwise each of them gathers it, through the device, at 4 bytes per parameter.)
@@ -180,10 +179,7 @@ def write(states: dict[str, dict], directory: Path, group: dist.ProcessGroup | N
 
 
 def read(states: dict[str, dict], directory: Path) -> dict[str, dict]:
-    """The states as they were written; without "rng" on a rank whose number did not exist then."""
-    names = FileSystemReader(directory).read_metadata().state_dict_metadata
-    if not any(name.startswith(f"rng.{rank}/") for rank in states["rng"] for name in names):
-        states = {name: state for name, state in states.items() if name != "rng"}
+    """The states as they were written."""
     strategy = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(),
                                                 mpu.get_data_parallel_group(with_context_parallel=True))
     with warnings.catch_warnings(action="ignore"):
@@ -196,18 +192,9 @@ def hf_weights(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with cuda_is_cpu():
         mpu.initialize_model_parallel()
-    reader, prefix = FileSystemReader(checkpoint / "weights"), "engine."
-    entries = {key.removeprefix(prefix): entry for key, entry in reader.read_metadata().state_dict_metadata.items()
-               if key.startswith(prefix) and not key.startswith(f"{prefix}optimizer.") and "_extra_state" not in key}
-
-    def tensors() -> Iterator[tuple[str, Tensor]]:
-        for name, entry in entries.items():
-            tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
-            dcp.load({f"{prefix}{name}": tensor}, storage_reader=reader, no_dist=True)
-            yield name, tensor
-
+    tensors = stored_tensors(checkpoint, "engine.", lambda name: name.startswith("optimizer.") or "_extra_state" in name)
     hf_config = AutoConfig.from_pretrained(checkpoint / "hf")
-    yield from bridge.export_tensors(bridge.make_bridge(hf_config, torch.float32), tensors())
+    yield from bridge.export_tensors(bridge.make_bridge(hf_config, torch.float32), tensors)
     dist.destroy_process_group()
 
 
