@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -65,9 +64,10 @@ def tokenized(kind: Kind, files: str | Sequence[str], tokenizer, options, cache_
     chat, limit = ChatTokenizer.load(tokenizer, tokenizer_dir), getattr(options, kind.limit)
 
     def write(folder: Path) -> None:
+        import pyarrow
         tables = tokenize_files(paths, kind, chat, options, folder / "datasets")
         check_lengths(paths, tables, options.truncation, kind.limit, limit)
-        write_arrays(folder, tables, options.truncation, kind.limit, limit)
+        write_arrays(folder, pyarrow.concat_tables(tables), options.truncation, kind.limit, limit)
     key = cache_key(paths, chat, tokenizer_dir, kind.format, [getattr(options, name) for name in kind.options])
     folder = cached(Path(cache_dir) / key, write)
     stats = json.loads((folder / "stats.json").read_text())
@@ -163,12 +163,12 @@ def check_lengths(paths: list[Path], tables: list, truncation: str, key: str, li
                          "or drop")
 
 
-def write_arrays(folder: Path, tables: list, truncation: str, key: str, limit: int | None) -> None:
-    """Copy the tokens, and what else the tables have, into files, and count in stats.json: rows (kept), dropped_no_loss,
+def write_arrays(folder: Path, table, truncation: str, key: str, limit: int | None) -> None:
+    """Copy the tokens, and what else the table has, into files, and count in stats.json: rows (kept), dropped_no_loss,
     dropped_long, truncated (and kept), tokens, loss_tokens, max_length (longest), and the rows of each shape, e.g. Alpaca.
     Raises InputError when no row is left."""
-    lengths = np.concatenate([table["length"].to_numpy() for table in tables])
-    kept = np.concatenate([chunk.value_lengths().to_numpy() for table in tables for chunk in table["input_ids"].chunks])
+    lengths = table["length"].to_numpy()
+    kept = np.concatenate([chunk.value_lengths().to_numpy() for chunk in table["input_ids"].chunks])
     long, used = lengths > (limit or np.inf), kept > 0
     num_dropped = int(long.sum()) if truncation == "drop" else 0
     num_untrained = int((lengths > 0).sum() - used.sum()) - num_dropped
@@ -178,36 +178,33 @@ def write_arrays(folder: Path, tables: list, truncation: str, key: str, limit: i
     stats = {"rows": int(used.sum()), "dropped_long": num_dropped, "truncated": int((long & used).sum()),
              "tokens": int(kept.sum()), "max_length": int(kept.max())}
     np.save(folder / "cu_seqlens.npy", np.concatenate([[0], np.cumsum(kept[used], dtype=np.int64)]))
-    write_array(folder, "input_ids", np.int32, tables, stats["tokens"])
-    if "loss_mask" in tables[0].column_names:
-        mask = write_array(folder, "loss_mask", np.uint8, tables, stats["tokens"])
+    write_array(folder, "input_ids", np.int32, table, stats["tokens"])
+    if "loss_mask" in table.column_names:
+        mask = write_array(folder, "loss_mask", np.uint8, table, stats["tokens"])
         stats |= {"dropped_no_loss": num_untrained, "loss_tokens": int(mask.sum(dtype=np.int64))}
     else:
-        write_records(folder, tables)
-    shapes = Counter()
-    for found in (found for table in tables for found in table["shape"].value_counts().to_pylist()):
-        shapes[found["values"]] += found["counts"]
-    stats |= {name: count for name, count in shapes.items() if name}
+        write_records(folder, table)
+    stats |= {shape["values"]: shape["counts"] for shape in table["shape"].value_counts().to_pylist() if shape["values"]}
     (folder / "stats.json").write_text(json.dumps(stats, indent=1))
 
 
-def write_records(folder: Path, tables: list) -> None:
+def write_records(folder: Path, table) -> None:
     """The lines of records.jsonl, and in record_ends.npy int64 [n] where each ends [bytes]."""
     lengths = []
     with open(folder / "records.jsonl", "wb") as file:
-        for chunk in (chunk for table in tables for chunk in table["record"].chunks):
+        for chunk in table["record"].chunks:
             lengths += [file.write(record.encode() + b"\n") for record in chunk.to_pylist() if record]
     np.save(folder / "record_ends.npy", np.cumsum(lengths, dtype=np.int64))
 
 
-def write_array(folder: Path, name: str, dtype, tables: list, num_tokens: int) -> np.ndarray:
+def write_array(folder: Path, name: str, dtype, table, num_tokens: int) -> np.ndarray:
     """Copy a column of lists, end to end, into an .npy file [num_tokens], a chunk of some thousand rows at a time."""
     path = folder / f"{name}.npy"
     array = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=(num_tokens,))
     with open(path, "r+b") as file:         # a disk that fills up behind a memory map kills the process without a word
         os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
     at = 0
-    for chunk in (chunk for table in tables for chunk in table[name].chunks):
+    for chunk in table[name].chunks:
         values = chunk.flatten().to_numpy()
         array[at:at + len(values)] = values
         at += len(values)
