@@ -170,7 +170,7 @@ def build(kind: type[Engine], model: Path, this_device: torch.device, settings: 
 def attention(this_device: torch.device) -> list[float]:
     """Relative errors of packed attention and of its gradients by query, key and value, context-parallel over all ranks, in
     the dtype that the device has a packed kernel for; against fp32, each sequence alone."""
-    world, rank, lengths, heads = dist.get_world_size(), dist.get_rank(), [296, 8, 1040, 512], (14, 2, 2)
+    world, lengths, heads = dist.get_world_size(), [296, 8, 1040, 512], (14, 2, 2)
     dtype = torch.bfloat16 if this_device.type == "cuda" else torch.float32
     new_layout()
     with cuda_is_cpu(), torch.random.fork_rng():
