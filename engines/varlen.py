@@ -24,8 +24,6 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu
                        window_size=(window - 1, 0), **GROUPED)
 
 
-# Not compiled: it would be compiled again for every new set of lengths.
-@torch.compiler.disable
 def by_segment(query: Tensor, key: Tensor, value: Tensor, segments: Iterable[tuple[int, int, int, int]], scale: float | None,
                window: int = 0) -> Tensor:
     """query [T, b, heads, dim], key and value [T', b, kv_heads, dim] of any dtype -> [T, b, heads, dim]. segments: (first and

@@ -66,18 +66,24 @@ def packed_attention(module, query: Tensor, key: Tensor, value: Tensor, attentio
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))          # [T', heads, dim]
     group, window = packing.group, (sliding_window or 0)
     if group is not None:
-        repeats = max(1, group.size() // k.shape[1])         # every rank needs a KV head of its own
+        repeats = max(1, dist.get_world_size(group) // k.shape[1])         # every rank needs a KV head of its own
         k, v = (x.repeat_interleave(repeats, dim=1) if repeats > 1 else x for x in (k, v))
         q, k, v = (exchange(x, group, True) for x in (q, k, v))            # [T, heads / ranks, dim]
     if q.is_cuda and q.dtype != torch.float32:
         out = causal_attention(q, k, v, packing.cu_seqlens, packing.cu_seqlens, packing.max_length, packing.max_length,
                                scaling, window)
     else:                                                                  # no such kernel on CPU or in fp32
-        segments = [(a, b, a, b) for a, b in zip(packing.bounds, packing.bounds[1:])]
-        out = by_segment(q[:, None], k[:, None], v[:, None], segments, scaling, window)[:, 0]
+        out = by_sequence(q, k, v, packing, scaling, window)
     if group is not None:
         out = exchange(out, group, False)
     return out[None], None
+
+
+# Not compiled: it would be compiled again for every new set of lengths, without any gain for collectives.
+@torch.compiler.disable
+def by_sequence(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float | None, window: int) -> Tensor:
+    segments = [(a, b, a, b) for a, b in zip(packing.bounds, packing.bounds[1:])]
+    return by_segment(q[:, None], k[:, None], v[:, None], segments, scale, window)[:, 0]
 
 
 @torch.compiler.disable
