@@ -5,7 +5,7 @@ To add one, write a class with the five methods of Tool and enter it in build().
 
 import importlib.util
 from collections.abc import Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -139,20 +139,18 @@ class Memory(Tool):
         self.memory = torch.get_device_module().memory
         self.memory._record_memory_history(max_entries=self.max_entries)
 
-    def stage(self, name: str, step: int, where: Path, engine, nested: bool):
-        return nullcontext() if nested else self._snapshot(step, where)
-
     @contextmanager
-    def _snapshot(self, step: int, where: Path):
-        name = f"memory_step{step}_rank{self.rank}.pickle"
+    def stage(self, name: str, step: int, where: Path, engine, nested: bool):
+        file = f"memory_step{step}_rank{self.rank}.pickle"
         try:
             yield
         except torch.OutOfMemoryError:
-            name = f"out_of_{name}"
+            file = f"out_of_{file}"
             raise
         finally:
-            where.mkdir(parents=True, exist_ok=True)
-            self.memory._dump_snapshot(str(where / name))
+            if not nested:
+                where.mkdir(parents=True, exist_ok=True)
+                self.memory._dump_snapshot(str(where / file))
 
     def close(self) -> None:
         self.memory._record_memory_history(enabled=None)

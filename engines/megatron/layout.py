@@ -10,8 +10,6 @@ from config import InputError
 from engines import optimizer, schedule
 from engines.base import check_batch_size
 
-# mbridge's own defaults, where the configuration sets nothing.
-DDP_DEFAULTS = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": True}
 # The other fields concern features that the rest of the engine does not support, or are never read by Megatron's DDP.
 IN_DDP = ("grad_reduce_in_fp32", "overlap_grad_reduce", "use_distributed_optimizer", "bucket_size",
           "pad_buckets_for_high_nccl_busbw", "check_for_nan_in_grad", "check_for_large_grads")
@@ -73,7 +71,7 @@ def check_experts(engine: DictConfig, hf_config, world_size: int) -> None:
 
 
 def ddp_config(engine: DictConfig) -> DistributedDataParallelConfig:
-    """mbridge's defaults, then engine.use_distributed_optimizer and overlap_grad_reduce, then override_ddp_config."""
+    """mbridge's default, then engine.use_distributed_optimizer and overlap_grad_reduce, then override_ddp_config."""
     override = OmegaConf.to_container(engine.override_ddp_config)
     for name, value in override.items():
         if name not in IN_DDP:
@@ -87,7 +85,7 @@ def ddp_config(engine: DictConfig) -> DistributedDataParallelConfig:
         raise InputError(f"engine.override_ddp_config.use_distributed_optimizer={sharded} contradicts "
                          f"engine.use_distributed_optimizer={engine.use_distributed_optimizer}, which the optimizer "
                          "follows: set the latter alone")
-    settings = {**DDP_DEFAULTS, "use_distributed_optimizer": engine.use_distributed_optimizer,
+    settings = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": engine.use_distributed_optimizer,
                 "overlap_grad_reduce": engine.overlap_grad_reduce, **override}
     if settings.get("bucket_size") is not None and not settings["overlap_grad_reduce"]:
         raise InputError("engine.override_ddp_config.bucket_size has no effect without engine.overlap_grad_reduce=true")
