@@ -10,20 +10,25 @@ from __future__ import annotations
 
 import os.path
 from bisect import bisect_right
+from collections.abc import Generator
 from functools import cached_property
 from operator import itemgetter
+from typing import TypeVar
 
 from config import InputError
 from data.forms import forms, left_out, prints
 from data.marks import Piece, Text, find_pieces, mark, places_of, texts_of, unmark
 from data.rows import conversation_of, template_arguments
-from data.tokens import TEMPLATE_ERRORS, ChatTokenizer, Tokens
+from data.tokens import HALF_CHARACTER, TEMPLATE_ERRORS, ChatTokenizer, Tokens
 
 WAY_OUT = "give the message loss_mask 0, which trains without it, or name another template in data.chat_template"
+Result = TypeVar("Result")
+Steps = Generator["Conversation", None, Result]
 
 
-def encode(row: dict, chat: ChatTokenizer, options) -> tuple[list[int], list[int]]:
-    """(input_ids, loss_mask), two lists of T int; loss_mask is 1 on the tokens to learn, and 0 on the first token.
+def encode(row: dict, chat: ChatTokenizer, options) -> Steps[tuple[list[int], list[int]]]:
+    """(input_ids, loss_mask), two lists of T int; loss_mask is 1 on the tokens to learn, and 0 on the first token. In steps: see
+    in_step().
 
     row has `messages` (and `tools`, template arguments), or `prompt` and `response`; of these only the response is
     learned. options is the `data` section of the configuration: its train_on picks all assistant turns or the last one,
@@ -40,10 +45,34 @@ def encode(row: dict, chat: ChatTokenizer, options) -> tuple[list[int], list[int
         trained = [i for i in trained[-1 if options.train_on == "last" else 0:]
                    if messages[i].get("loss_mask", 1) and messages[i].get("weight", 1)]
         conversation = Conversation(messages, chat, *template_arguments(row, chat.parameters, options))
+        yield conversation
         spans = conversation.spans(trained)
         tokens = conversation.escaped(options)
         mask = tokens.mask(spans)
     return tokens.ids, [0, *mask[1:]][:len(mask)]      # nothing predicts the first token
+
+
+def in_step(rows: list[Steps[Result]]) -> list[Result | InputError]:
+    """What each of them returns, or the InputError that it raises. Each yields its conversation once, if it has one, and then
+    waits, so that those of all rows are tokenized in one call."""
+    results: list = [None] * len(rows)
+
+    def advance(i: int) -> Conversation | None:
+        try:
+            return next(rows[i])
+        except StopIteration as end:
+            results[i] = end.value
+        except InputError as error:
+            results[i] = error
+
+    waiting = {i: conversation for i in range(len(rows)) if (conversation := advance(i)) is not None}
+    together = [c for c in waiting.values() if c.chat.is_stock and not HALF_CHARACTER.search(c.text)]
+    if together:
+        for conversation, tokens in zip(together, together[0].chat.tokens_of([c.text for c in together]), strict=True):
+            conversation.tokens = tokens
+    for i in waiting:
+        advance(i)
+    return results
 
 
 def encode_plain(prompt: str, response: str, chat: ChatTokenizer, options) -> tuple[Tokens, list[int]]:

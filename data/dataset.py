@@ -18,7 +18,7 @@ import torch
 
 from config import InputError, die_with
 from data.cache import cache_key, cached
-from data.chat import encode
+from data.chat import Steps, encode, in_step
 from data.files import find_files, is_json, read_rows
 from data.packing import Batch
 from data.rows import SHAPES, read_shape
@@ -114,7 +114,7 @@ def tokenize_files(paths: list[Path], kind: Kind, chat: ChatTokenizer, options, 
 
 def tokenize_rows(columns: dict[str, list], indices: list[int], name: str, is_json: bool, tokenize_row: Callable, unused: dict,
                   chat: ChatTokenizer, options) -> dict[str, list]:
-    def result(values: tuple) -> dict:
+    def steps(values: tuple) -> Steps[dict]:
         row = dict(zip(columns, values, strict=True))
         if is_json and not row["text"].strip():
             return {}
@@ -124,19 +124,16 @@ def tokenize_rows(columns: dict[str, list], indices: list[int], name: str, is_js
             raise InputError(f"not JSON: {error.msg} at column {error.colno}") from None
         if not isinstance(row, dict):
             raise InputError(f"the row must be an object, not {type(row).__name__}")
-        return tokenize_row(row, chat, options)
-    results = []
-    for index, values in zip(indices, zip(*columns.values(), strict=True), strict=True):
-        try:
-            results.append(unused | result(values))
-        except InputError as error:
-            results.append(unused | {"error": f"{name}:{index + 1}: {error}"})
-    return {key: [row[key] for row in results] for key in unused}
+        return (yield from tokenize_row(row, chat, options))
+    results = in_step([steps(values) for values in zip(*columns.values(), strict=True)])
+    results = [unused | ({"error": f"{name}:{index + 1}: {result}"} if isinstance(result, InputError) else result)
+               for index, result in zip(indices, results, strict=True)]
+    return {key: [result[key] for result in results] for key in unused}
 
 
-def tokenize_row(row: dict, chat: ChatTokenizer, options) -> dict:
+def tokenize_row(row: dict, chat: ChatTokenizer, options) -> Steps[dict]:
     row, shape = read_shape(row, options, with_response=True)
-    ids, mask = encode(row, chat, options)
+    ids, mask = yield from encode(row, chat, options)
     kept = kept_tokens(len(ids), options.max_length, options.truncation)
     result = {"length": len(ids), "shape": shape}
     ids, mask = ids[kept], [0, *mask[kept][1:]]         # nothing predicts the first token

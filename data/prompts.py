@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from config import InputError
-from data.chat import Conversation
+from data.chat import Conversation, Steps
 from data.dataset import Kind, kept_tokens, tokenized
 from data.forms import text_of
 from data.rows import is_paired, messages_of, read_shape, template_arguments
@@ -51,9 +51,9 @@ def tokenize_prompts(files: str | Sequence[str], tokenizer, options, cache_dir: 
                      tokenizer_dir)
 
 
-def tokenize_row(row: dict, chat: ChatTokenizer, options) -> dict:
+def tokenize_row(row: dict, chat: ChatTokenizer, options) -> Steps[dict]:
     standard, shape = read_shape(row, options, with_response=False)
-    ids, text, question = encode_prompt(standard, chat, options)
+    ids, text, question = yield from encode_prompt(standard, chat, options)
     kept = kept_tokens(len(ids), options.max_prompt_length, options.truncation)
     if not ids[kept]:
         return {"length": len(ids), "shape": shape}
@@ -66,7 +66,7 @@ def tokenize_row(row: dict, chat: ChatTokenizer, options) -> dict:
     return {"length": len(ids), "input_ids": ids[kept], "record": record, "shape": shape}
 
 
-def encode_prompt(row: dict, chat: ChatTokenizer, options) -> tuple[list[int], str, str]:
+def encode_prompt(row: dict, chat: ChatTokenizer, options) -> Steps[tuple[list[int], str, str]]:
     """(input_ids [T], text, question) of a row's prompt, which ends with the template's generation prompt.
 
     A plain string without a chat template begins with the tokenizer's own special tokens, which text leaves out.
@@ -84,6 +84,7 @@ def encode_prompt(row: dict, chat: ChatTokenizer, options) -> tuple[list[int], s
     else:
         turns, arguments = without_reply(messages, row, options), template_arguments(row, chat.parameters, options)
         conversation = Conversation(turns, chat, *arguments, add_generation_prompt=True)
+        yield conversation
         ids, text = conversation.escaped(options).ids, conversation.text
         question = next((text_of(turn["content"]) for turn in reversed(turns) if turn["role"] == "user"), "")
     if not ids:

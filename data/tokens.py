@@ -108,12 +108,16 @@ class ChatTokenizer:
         except TEMPLATE_ERRORS:
             return None
 
-    def tokens(self, text: str, add_special_tokens: bool = False, **options) -> Tokens:
+    def tokens(self, text: str, **options) -> Tokens:
         if half := HALF_CHARACTER.search(text):
             raise InputError(f"the text has half a character, {half[0]!r}, at {half.start()}")
-        encoding = self.tokenizer(text, add_special_tokens=add_special_tokens, return_attention_mask=False,
+        return self.tokens_of([text], **options)[0]
+
+    def tokens_of(self, texts: list[str], add_special_tokens: bool = False, **options) -> list[Tokens]:
+        """The tokens of each text; several are tokenized in parallel."""
+        encoding = self.tokenizer(texts, add_special_tokens=add_special_tokens, return_attention_mask=False,
                                   return_token_type_ids=False, verbose=False, **options)
-        return Tokens(encoding["input_ids"], encoding.encodings[0].token_to_chars)
+        return [Tokens(ids, each.token_to_chars) for ids, each in zip(encoding["input_ids"], encoding.encodings, strict=True)]
 
     def plain(self, text: str, policy: str | None) -> Tokens:
         """The tokens of a text without a chat template, between those that the tokenizer puts around every text."""

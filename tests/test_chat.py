@@ -8,7 +8,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from config import InputError
-from data.chat import encode
+from data import chat as data_chat
 from data.tokens import ChatTokenizer
 
 CHATML = """
@@ -202,6 +202,13 @@ def options(**changes):
     return SimpleNamespace(**dict(
         messages_key="messages", prompt_key="prompt", response_key="response", tools_key="tools",
         template_kwargs_key="chat_template_kwargs", train_on="all", special_tokens_in_text=None) | changes)
+
+
+def encode(row, chat, options):
+    result, = data_chat.in_step([data_chat.encode(row, chat, options)])
+    if isinstance(result, InputError):
+        raise result
+    return result
 
 
 def trained(template, row, ends=(), tail=(), **changes):

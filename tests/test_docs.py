@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 import ppo
 from config import InputError, load
 from data import dataset, prompts
+from data.chat import in_step
 from data.tokens import ChatTokenizer
 from engines.build import engine_class
 from examples.arithmetic import build
@@ -268,9 +269,9 @@ def test_rows_of_the_pages_are_read(folder):
         rl = load("ppo.yaml", ["model.path=m", "data.train_files=t"]).data
         if {"response", "completion", "output", "conversations"} & row.keys() or \
                 row.get("messages", [{}])[-1].get("role") == "assistant":
-            tokens = dataset.tokenize_row(row, chat, sft)
+            tokens, = in_step([dataset.tokenize_row(row, chat, sft)])
             assert sum(tokens["loss_mask"]) == len("5") + 1, row                                    # and its end token
-        prompt = prompts.tokenize_row(row, chat, rl)
+        prompt, = in_step([prompts.tokenize_row(row, chat, rl)])
         assert json.loads(prompt["record"])["row"] == row
 
 
