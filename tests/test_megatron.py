@@ -22,7 +22,7 @@ from engines import schedule
 from engines.megatron.bridge import single_experts
 from engines.megatron.engine import MegatronEngine
 from engines.megatron.layout import ddp_config
-from engines.memory import GIB, checkpoint_bytes, estimate_megatron
+from engines.memory import checkpoint_bytes, estimate_megatron
 from job import find_resume
 from tests.fsdp_worker import BETAS, CLIP, SETTINGS, WEIGHT_DECAY, kept_logits, make_batch, make_loss
 from tests.launch import ROOT, launch
@@ -367,8 +367,8 @@ def test_estimate_of_memory_is_what_there_is(launches, folder, world, name):
     for stage, estimated in enumerate(stages):
         ranks = [sizes for at, *sizes in found if at == stage]
         for parameters, gradients, _ in ranks:
-            assert (parameters, gradients) == (estimated["parameters"] * GIB, estimated["gradients"] * GIB)
-        assert sum(optimizer for *_, optimizer in ranks) / len(ranks) == pytest.approx(estimated["optimizer"] * GIB, rel=1e-12)
+            assert (parameters, gradients) == (estimated["parameters"], estimated["gradients"])
+        assert sum(optimizer for *_, optimizer in ranks) / len(ranks) == pytest.approx(estimated["optimizer"], rel=1e-12)
 
 
 def test_estimate_of_activations(folder):
@@ -376,12 +376,12 @@ def test_estimate_of_activations(folder):
     def of(world, *settings, family="llama", key="activations"):
         pairs = [f"model.path={folder / family}", "data.max_tokens_per_micro_batch=8192", *(f"engine.{s}" for s in settings)]
         return [stage[key] for stage in estimate_megatron(config(folder, *pairs), world, "cuda")]
-    hidden, one = 8192 * 32 * 2 / GIB, of(1)[0]                               # bf16; 4 layers of 32, 48 inside
-    in_layer = 8192 * 2 * (4 * 32 + 3 * (32 + 16) + 3 * 48) / GIB
+    hidden, one = 8192 * 32 * 2, of(1)[0]                               # bf16; 4 layers of 32, 48 inside
+    in_layer = 8192 * 2 * (4 * 32 + 3 * (32 + 16) + 3 * 48)
     assert one == pytest.approx(4 * in_layer + hidden)
     assert of(1, "recompute=selective") == [one] and of(1, "recompute=full")[0] == pytest.approx(in_layer + 5 * hidden)
     assert of(2) == [one] and of(2, CP2)[0] == pytest.approx(one / 2) and of(2, TP2)[0] == pytest.approx(2 * in_layer + hidden)
-    assert of(2, TP2, NO_SP)[0] == pytest.approx(2 * in_layer + 8192 * 2 * 8 * 32 / GIB + hidden)
+    assert of(2, TP2, NO_SP)[0] == pytest.approx(2 * in_layer + 8192 * 2 * 8 * 32 + hidden)
     assert of(2, PP2) == pytest.approx([4 * in_layer, 2 * in_layer + hidden])
     assert of(2, PP2, VPP2) == pytest.approx([5 * in_layer, 3 * in_layer + hidden])
     experts = [of(n, *s, family="qwen3_moe")[0] for n, s in ((1, ()), (2, (EP2,)), (2, (TP2, EP2)))]
