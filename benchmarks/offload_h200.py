@@ -1,15 +1,14 @@
-"""Seconds that an engine's parameters and optimizer state take to host memory and back, and how fast such memory is pinned.
+"""Seconds that an engine's parameters and optimizer state take to host memory and back.
 
-    python benchmarks/offload_h200.py 7B engine.param_dtype=bfloat16 [--rounds 3] [--pin 4]
+    python benchmarks/offload_h200.py 7B engine.param_dtype=bfloat16 [--rounds 3]
 
 Arguments: a shape of benchmarks/sft_h200.py, then key=value pairs of configs/ppo.yaml. Random weights. Prints lines of Markdown
 tables. In the background: until the memory for the optimizer is pinned, while nothing else happens; in a run vLLM starts then.
---pin: GiB that are pinned in each of five ways, and stay so; on an NVIDIA device.
 """
 
 import argparse
 import sys
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -38,27 +37,12 @@ def step(engine) -> None:
     engine.train_batch(batch, lambda log_probs, *_: (-log_probs.sum() / 64, {}), 1)
 
 
-def pin(_) -> None:
-    kept.append(torch.empty(PART_BYTES, dtype=torch.uint8, pin_memory=True))
-
-
-def touch_and_register(_) -> None:
-    part, cuda = torch.empty(PART_BYTES, dtype=torch.uint8), torch.cuda.cudart()
-    part[::4096].zero_()
-    torch.cuda.check_error(int(cuda.cudaHostRegister(part.data_ptr(), PART_BYTES, 0)))
-    kept.append(part)
-
-
-kept: list[torch.Tensor] = []           # or torch would hand out the same part again
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("settings", nargs="*", help="key=value")
     parser.add_argument("--models", type=Path, default=Path("/dev/shm/rankwise-models"))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--pin", type=int, default=0, metavar="GIB")
     arguments = parser.parse_intermixed_args()
     this_device = device.init()
     make_model(arguments.shape, arguments.models)
@@ -76,13 +60,6 @@ def main():
         there, back = seconds(engine.offload, *BOTH), seconds(engine._onload, *BOTH)
         print(f"| {arguments.shape} | {built:.2f} | {first:.2f} | {background:.2f} | {there:.3f} | {back:.3f} | "
               f"{len(memory.parts) * PART_BYTES / 2**30:.2f} |", flush=True)
-    for name, work, num_threads in (("pin_memory", pin, 1), ("pin_memory", pin, 4), ("touched, registered", touch_and_register, 1),
-                                    ("touched, registered", touch_and_register, 4), ("touched, registered", touch_and_register, 8)):
-        parts = range(arguments.pin * 2**30 // PART_BYTES)
-        with ThreadPoolExecutor(num_threads) as pool:
-            took = seconds(lambda: list(pool.map(work, parts)))
-        if parts:
-            print(f"| {name} | {num_threads} threads | {arguments.pin / took:.1f} GiB/s |", flush=True)
     device.shutdown()
 
 

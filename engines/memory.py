@@ -149,17 +149,20 @@ def max_num_seqs(config: DictConfig, world_size: int, device_bytes: int) -> int:
     A response counts with the longest prompt and half of rollout.max_tokens (where that is too little, vLLM preempts some),
     and unless rollout.kv_cache_gib is given, with its logits.
     """
-    rollout, shape, tp = config.rollout, read_hf_config(config.model.path), config.rollout.tensor_parallel_size
+    rollout, tp = config.rollout, config.rollout.tensor_parallel_size
     if rollout.max_num_seqs is not None:
         return rollout.max_num_seqs
+    model = read_hf_config(config.model.path)
+    shape = model.get_text_config()
     size = getattr(torch, config.engine.compute_dtype).itemsize
     head_dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
-    bytes_per_token = 2 * shape.num_hidden_layers * max(1, shape.num_key_value_heads // tp) * head_dim * size
+    kv_heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
+    bytes_per_token = 2 * shape.num_hidden_layers * max(1, kv_heads // tp) * head_dim * size
     each = bytes_per_token * (config.data.max_prompt_length + rollout.max_tokens / 2)
     if rollout.kv_cache_gib or not device_bytes:
         room = (rollout.kv_cache_gib or CPU_KV_CACHE_GIB) * GIB
     else:
-        weights = sum(p.numel() for p in build_on_meta(shape, torch.float32).parameters()) * size / tp
+        weights = sum(p.numel() for p in build_on_meta(model, torch.float32).parameters()) * size / tp
         room = rollout.gpu_memory_utilization * device_bytes - weights
         each += LOGIT_COPIES * shape.vocab_size * 4
     drawn = -(-config.data.train_batch_size * tp // world_size) * rollout.n

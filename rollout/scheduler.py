@@ -23,7 +23,7 @@ from rollout.responses import Responses
 
 VERSION = __version__.partition("+")[0]
 # The attributes that limit the number of running requests.
-MAX_RUNNING = {"0.25.1": ("max_num_running_reqs",), "0.32.0": ("max_num_running_reqs", "max_num_active_reqs")}.get(VERSION)
+MAX_RUNNING = {"0.25.1": ("max_num_running_reqs",), "0.32.0": ("max_num_running_reqs", "max_num_active_reqs")}[VERSION]
 COUNTS_IN_FLIGHT = VERSION == "0.32.0"          # the tokens that a request's steps in flight compute, its prompt's too
 
 
@@ -44,9 +44,9 @@ class ClosedBatchScheduler(AsyncScheduler):
 
     def begin(self, responses: Responses) -> bool:
         """The next requests are a closed batch, one for each row of `responses`. False where vLLM's own path has to be taken:
-        another version of vLLM, or a model or feature whose steps differ from each other in more than their tokens."""
+        for a model or a feature whose steps differ from each other in more than their tokens."""
         groups = self.kv_cache_config.kv_cache_groups
-        if MAX_RUNNING is None or self.use_pp or self.num_spec_tokens or self.connector or self.lora_config or len(groups) != 1 \
+        if self.use_pp or self.num_spec_tokens or self.connector or self.lora_config or len(groups) != 1 \
                 or not isinstance(groups[0].kv_cache_spec, FullAttentionSpec) or self.requests \
                 or self.vllm_config.model_config.is_multimodal_model:
             return False

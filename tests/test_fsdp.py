@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPTNeoXConfig
 
 from config import InputError, load
 from engines import offload, optimizer, schedule
@@ -386,6 +386,9 @@ def test_vllm_decodes_as_many_responses_at_once_as_fit(folder):
     each = 200 * 3 * 2 * 2 * 16 * 4
     for pairs, world, bytes_of_one in ([], 1, each), ([tp2], 2, each / 2):
         assert decoded("rollout.kv_cache_gib=0.002", *pairs, world=world) == int(0.002 * GIB / bytes_of_one) < 40
+    # A model whose configuration has no number of key and value heads: one for each of its 8 heads.
+    GPTNeoXConfig(hidden_size=128, num_hidden_layers=3, num_attention_heads=8).save_pretrained(folder / "no_kv_heads")
+    assert decoded("rollout.kv_cache_gib=0.002", f"model.path={folder / 'no_kv_heads'}") == int(0.002 * GIB / (4 * each))
     weights = checkpoint_bytes(config(folder, f"model.path={folder / 'qwen3'}")) / 3         # Adam's moments are as large
     room, short = 0.5 * 0.0018 * GIB - weights, ("data.max_prompt_length=10", "rollout.max_tokens=20")
     got = decoded("rollout.gpu_memory_utilization=0.5", *short, gib=0.0018)
