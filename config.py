@@ -92,6 +92,8 @@ def is_names(v) -> bool:
 STRING = {"type": "string", "minLength": 1}
 PATHS = rule("must be a path or a list of paths", lambda v: all(isinstance(t, str) and t for t in v) if isinstance(v, list) and v
              else isinstance(v, str) and v, type=["string", "array"], items=STRING, minLength=1, minItems=1)
+TARGETS = rule("must be all-linear, a regular expression or a list of names", lambda v: is_names(v) or isinstance(v, str) and v,
+               type=["string", "array"], items=STRING, minLength=1, minItems=1)
 STRINGS = rule("must be a list of strings", lambda v: all(isinstance(s, str) and s for s in v), items=STRING)
 NAMES = rule("must be a list of names", is_names, items=STRING, minItems=1)
 BETAS = rule("must be two numbers in [0, 1)", lambda v: len(v) == 2 and all(isinstance(b, (int, float)) and 0 <= b < 1 for b in v),
@@ -110,10 +112,10 @@ RANKS = rule("must be null, all, or a list of ranks",
 RULES = {key: rule for rule, keys in (
     (PATHS, "data.train_files"),
     (optional((str, list), PATHS), "data.val_files"),
-    (at_least(0), "reward.overlong_buffer critic.warmup_steps trainer.max_skipped_steps"),
+    (at_least(0), "model.lora.rank reward.overlong_buffer critic.warmup_steps trainer.max_skipped_steps"),
     (at_least(0.0), "trainer.save_minutes"),
     (above(0.0), "trainer.timeout_minutes"),
-    (at_least(1), """data.train_batch_size data.max_prompt_length rollout.n validation.n rollout.max_tokens validation.max_tokens
+    (at_least(1), """model.lora.alpha data.train_batch_size data.max_prompt_length rollout.n validation.n rollout.max_tokens validation.max_tokens
         rollout.tensor_parallel_size reward.num_workers reward.concurrency algorithm.ppo_epochs
         algorithm.kl_ctrl.horizon algorithm.filter_groups.max_num_gen_batches trainer.total_epochs trainer.log_freq
         profiler.memory.max_entries engine.context_parallel_size engine.tensor_model_parallel_size
@@ -131,6 +133,7 @@ RULES = {key: rule for rule, keys in (
     (between(0.0, 1.0), """rollout.min_p validation.min_p reward.max_failure_rate algorithm.gamma algorithm.lam
         algorithm.clip_ratio_low algorithm.rollout_rs_threshold_lower optim.lr_warmup_steps_ratio optim.lr_decay_steps_ratio
         optim.min_lr_ratio"""),
+    (rule("must be at least 0 and less than 1", lambda v: 0 <= v < 1, minimum=0, exclusiveMaximum=1), "model.lora.dropout"),
     (between(1e-9, 1.0), "rollout.top_p validation.top_p"),
     (between(0.01, 1.0), "rollout.gpu_memory_utilization"),
     (between(0, 2**40), "trainer.seed"),
@@ -141,7 +144,7 @@ RULES = {key: rule for rule, keys in (
     (optional(int, at_least(1)), "data.num_proc rollout.max_num_seqs algorithm.ppo_mini_batch_size"),
     (optional((int, float), above(0.0)), "rollout.kv_cache_gib"),
     (optional((int, float), at_least(0.0)), "engine.router_aux_loss_coef"),
-    (optional(str), "data.cache_dir data.chat_template critic.path reference.path profiler.msprobe.config_path"),
+    (optional(str), "model.lora.adapter_path data.cache_dir data.chat_template critic.path reference.path profiler.msprobe.config_path"),
     (optional(list, NAMES), "profiler.torch.activities profiler.msprobe.stages"),
     (optional(str, one_of("statistics", "tensor")), "profiler.msprobe.task"),
     (optional(str, one_of("L0", "L1", "mix")), "profiler.msprobe.level"),
@@ -151,13 +154,14 @@ RULES = {key: rule for rule, keys in (
     (one_of("fixed", "adaptive"), "algorithm.kl_ctrl.type"),
     (one_of("none", "token", "sequence"), "algorithm.rollout_is"),
     (one_of("none", "token", "sequence", "geometric"), "algorithm.rollout_rs"),
-    (one_of("float32", "bfloat16"), "engine.param_dtype engine.compute_dtype engine.reduce_dtype"),
+    (one_of("float32", "bfloat16"), "model.lora.dtype engine.param_dtype engine.compute_dtype engine.reduce_dtype"),
     (one_of("auto", "always", "never"), "engine.torch_compile"),
     (one_of("none", "selective", "full"), "engine.recompute"),
     (one_of("stage", "interval"), "profiler.torch.trace"),
     (above_or(1, 0, "none"), "algorithm.clip_ratio_c"),
     (BETAS, "optim.betas"),
-    (STRINGS, "rollout.stop validation.stop reward.env trainer.resume_override"),
+    (TARGETS, "model.lora.target_modules"),
+    (STRINGS, "model.lora.exclude_modules rollout.stop validation.stop reward.env trainer.resume_override"),
     (LOGGERS, "trainer.logger"),
     (INTERVAL, "trainer.profile_interval"),
     (TOOL, "profiler.tool"),

@@ -4,6 +4,7 @@ import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -35,7 +36,8 @@ class Engine(ABC):
     dp_group: ProcessGroup
     tokens_multiple: int = 1                # each sequence is padded to a multiple of this number of tokens
     micro_batches_multiple: int = 1         # a batch is divided into a multiple of this number of micro-batches
-    _flops: tuple[int, int, int]            # see count_flops in engines/hf.py
+    _unproven: bool = False                 # whether there are adapters, and no gradient has been seen to reach them
+    _flops: tuple[int, int, int, int]            # see count_flops in engines/hf.py
 
     @abstractmethod
     def train_batch(self, batch: Batch, loss_fn: LossFn, step: int) -> dict[str, float]:
@@ -63,6 +65,27 @@ class Engine(ABC):
     def _ask(self, batch: Batch) -> Tensor:
         """Without gradient: what the head says, [outputs, T] fp32 on every rank."""
 
+    def _watched(self, loss_fn: LossFn) -> LossFn:
+        """A loss that notes, until adapters are known to learn, whether it has a gradient at all."""
+        if not self._unproven:
+            return loss_fn
+
+        def watched(outputs: Tensor, *others):
+            outputs.register_hook(lambda gradient: self._asked.add_(gradient.abs().sum()))
+            return loss_fn(outputs, *others)
+
+        self._asked = torch.zeros((), device=self.device)
+        return watched
+
+    def _prove(self, grad_norm: float) -> None:
+        """Raise RuntimeError if a loss with a gradient gave adapters none: recomputation, for one, can lose it in silence."""
+        if self._unproven:
+            dist.all_reduce(self._asked)
+            if grad_norm == 0 and self._asked > 0:
+                raise RuntimeError("the gradient of every adapter is exactly 0, but the loss has one: model.lora learns nothing "
+                                   "with this configuration")
+            self._unproven = grad_norm == 0
+
     def _plan(self, batch: Batch) -> list[list[int]]:
         """Micro-batches as lists of sequence indices; the same number on every data-parallel rank, because passes have
         collectives. Padding counts."""
@@ -86,6 +109,23 @@ class Engine(ABC):
         """What modules() are of the whole model: {dp, cp, tp, pp: [this rank, how many], first_layers: the number of the
         first layer of each module, and what else divides tensors}. Recorded with a dump, for comparison with other layouts."""
 
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """Meanwhile the model is the frozen one alone: what it computes without gradient, and what export_weights() gives."""
+        self._use_adapters(False)
+        try:
+            yield
+        finally:
+            self._use_adapters(True)
+
+    @abstractmethod
+    def _use_adapters(self, use: bool) -> None: ...
+
+    @abstractmethod
+    def export_adapter(self) -> Iterator[tuple[str, Tensor]]:
+        """(name as engines/lora.py has it, full tensor in model.lora.dtype) of each adapter matrix, in the same order on all
+        ranks; nothing without adapters."""
+
     def sum_over_dp(self, amounts: Tensor) -> Tensor:
         """The sum of every data-parallel rank's tensor, on all of them."""
         amounts = amounts.to(self.device)
@@ -93,18 +133,18 @@ class Engine(ABC):
         return amounts
 
     def flops(self, lengths: list[int], num_asked: int | None = None) -> float:
-        """FLOPs of forward and backward on sequences of these lengths: 6 per token and weight of a matrix product (in the
-        output matrix only for num_asked tokens; None: all), and causal attention by the sum of squared lengths.
-        Recomputation is not counted."""
-        in_layers, in_head, in_attention = self._flops
-        num_tokens = sum(lengths)
-        return 6.0 * (in_layers * num_tokens + in_head * (num_tokens if num_asked is None else num_asked)
-                      + in_attention * sum(n * n for n in lengths))
+        """FLOPs of forward and backward on sequences of these lengths: per token and weight of a matrix product 6, or 4 where
+        the weight is frozen and has no gradient (in the output matrix only for num_asked tokens; None: all), and causal
+        attention by the sum of squared lengths. Recomputation is not counted."""
+        in_layers, in_head, in_attention, in_adapters = self._flops
+        num_tokens, per_weight = sum(lengths), 4.0 if in_adapters else 6.0
+        return (per_weight * (in_layers * num_tokens + in_head * (num_tokens if num_asked is None else num_asked))
+                + 6.0 * (in_adapters * num_tokens + in_attention * sum(n * n for n in lengths)))
 
     @abstractmethod
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor in the compute dtype), in the same order on all ranks; a tied output matrix
-        is left out."""
+        is left out. With adapters: merged weights."""
 
     @abstractmethod
     def state(self, loading: bool = False) -> dict:

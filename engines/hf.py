@@ -48,14 +48,16 @@ def keep_zero_rows(embedding: nn.Module, zero: Tensor, layout: Callable[[Tensor]
             lambda _, inputs, output: torch.where(layout(zero[inputs[0]])[..., None], output.detach(), output))
 
 
-def count_flops(hf: nn.Module, hf_config) -> tuple[int, int, int]:
+def count_flops(hf: nn.Module, hf_config) -> tuple[int, int, int, int]:
     """Multiplications of a forward pass: (in the layers per token, of experts only those that it goes to; in the output matrix
-    per token whose log-probability is asked for; in causal attention per squared length: heads * dim * layers)."""
+    per token whose log-probability is asked for; in causal attention per squared length: heads * dim * layers; in adapters per
+    token)."""
     head = hf.get_output_embeddings().weight.numel()
     outside = {hf.get_input_embeddings().weight, hf.get_output_embeddings().weight}      # one, if they are tied
-    matrices = sum(p.numel() for p in hf.parameters() if p.ndim > 1) - sum(p.numel() for p in outside)
+    adapters = sum(p.numel() for name, p in hf.named_parameters() if ".lora_" in name)
+    matrices = sum(p.numel() for p in hf.parameters() if p.ndim > 1) - sum(p.numel() for p in outside) - adapters
     experts = sum(p.numel() for name, p in hf.named_parameters() if ".experts." in name)
     if experts:
         matrices -= experts * (hf_config.num_experts - hf_config.num_experts_per_tok) // hf_config.num_experts
     head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
-    return matrices, head, hf_config.num_attention_heads * head_dim * hf_config.num_hidden_layers
+    return matrices, head, hf_config.num_attention_heads * head_dim * hf_config.num_hidden_layers, adapters

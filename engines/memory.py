@@ -60,7 +60,7 @@ def estimate(config: DictConfig, world_size: int, device_type: str, role: str = 
     resident = num_parameters / ranks * stored
 
     gathered = unreduced = 0
-    if is_sharded(engine, world_size):
+    if is_sharded(config, world_size):
         # The root's matrices and two layers (one computes while the next is gathered), or every layer under ZeRO-2;
         # gradients of the root and of one layer before they are reduced, and the copy that is reduced.
         gathered = (root + (2 if engine.reshard_after_forward else len(layers)) * in_layer) * compute

@@ -5,19 +5,21 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from omegaconf import DictConfig
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from config import InputError
+from engines import lora
 
 
 def load_weights(hf: nn.Module, path: Path, device: torch.device, buffer_device: torch.device, critic: bool = False) -> None:
     """Allocate the sharded parameters and read this rank's rows of each from the safetensors files. A critic's output
-    matrix is zero where the files have none, or a policy's: every value begins at 0."""
+    matrix is zero where the files have none, or a policy's: every value begins at 0. Adapters are left empty."""
     hf.to_empty(device=device)
     hf.tie_weights()
-    parameters = dict(hf.named_parameters())
+    parameters = {lora.plain_name(name): p for name, p in hf.named_parameters()}
     with torch.no_grad():
         if critic:
             hf.get_output_embeddings().weight.zero_()
@@ -76,6 +78,16 @@ def weight_files(path: Path) -> list[Path]:
         if not file.exists():
             raise InputError(f"model.path={path} lacks {file.name}")
     return files
+
+
+def load_adapter(hf: nn.Module, settings: DictConfig, seed: int) -> None:
+    """Fill the adapters of a model: from model.lora.adapter_path, or as new ones begin."""
+    shapes = lora.shapes(hf)
+    tensors = lora.read(settings, shapes) if settings.adapter_path else {}
+    with torch.no_grad():
+        for name, parameter in hf.named_parameters():
+            if (name := lora.plain_name(name)) in shapes:
+                copy_rows(parameter, tensors[name] if tensors else lora.initial(name, shapes[name], seed))
 
 
 def copy_rows(parameter: nn.Parameter, source) -> None:

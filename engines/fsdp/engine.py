@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from config import InputError
 from data.packing import Batch
-from engines import optimizer, schedule
+from engines import lora, optimizer, schedule
 from engines.base import Engine, LossFn, check_batch_size
 from engines.device import to_device
 from engines.fsdp.attention import Packing
@@ -34,7 +34,7 @@ from engines.hf import build_on_meta, count_flops, keep_zero_rows, read_hf_confi
 from engines.microbatch import MicroBatch, lay_out
 from engines.offload import HostMemory
 from engines.storage import Writer
-from engines.weights import check_files, load_weights
+from engines.weights import check_files, load_adapter, load_weights
 
 # Between the hidden states and the logits these would change what linear_log_probs computes.
 LOGIT_TRANSFORMS = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0, "lm_head_bias": False}
@@ -57,11 +57,17 @@ class FSDPEngine(Engine):
         mesh = init_device_mesh(device.type, (self.dp_size, cp), mesh_dim_names=("dp", "cp"))
         self.dp_group, self.cp_group = mesh["dp"].get_group(), mesh["cp"].get_group()
 
-        self.compute_dtype = getattr(torch, engine.compute_dtype)
+        self.compute_dtype, self.lora = getattr(torch, engine.compute_dtype), config.model.lora
         compiled = uses_compile(engine, device.type)
-        self.hf = build_on_meta(self.hf_config, getattr(torch, engine.param_dtype), critic, "packed")
+        # Frozen weights need no more precision than the pass that reads them.
+        self.hf = build_on_meta(self.hf_config, self.compute_dtype if self.lora.rank else getattr(torch, engine.param_dtype),
+                                critic, "packed")
         if not engine.use_remove_padding:
             self.hf.set_attn_implementation("sdpa")
+        self._adapted = lora.inject(self.hf, self.lora) if self.lora.rank else []
+        if self._adapted and critic:
+            self.hf.get_output_embeddings().to(getattr(torch, self.lora.dtype)).requires_grad_(True)
+        self._unproven = bool(self._adapted) and not critic         # a critic's gradient comes through its head, which is zero
         self.model = PackedModel(self.hf, ValueHead() if critic else LogProbHead(
             temperature, engine.log_prob_chunk_size, compiled, self.hf_config.vocab_size))
         layers = [m for m in self.hf.modules() if type(m).__name__ in self.hf._no_split_modules]
@@ -69,8 +75,9 @@ class FSDPEngine(Engine):
             self.hf.gradient_checkpointing_enable({"use_reentrant": False})
         for layer in layers if compiled else ():
             layer.forward = torch.compile(layer.forward, dynamic=True)
-        shard(self.model, layers, engine, device.type, self.world_size)
+        shard(self.model, layers, config, device.type, self.world_size)
         load_weights(self.hf, Path(config.model.path), torch.device("cpu") if engine.cpu_offload else device, device, critic)
+        load_adapter(self.hf, self.lora, config.trainer.seed)
         words = self.hf.get_input_embeddings()
         keep_zero_rows(words, full(words.weight.detach().abs().sum(1)).to(device) == 0)
         self.model.train()
@@ -88,13 +95,14 @@ class FSDPEngine(Engine):
         hf = build_on_meta(hf_config, torch.float32, critic, "packed")
         check_attention(hf)
         check_files(hf, Path(config.model.path), critic)
+        lora.check(config, hf)
         return hf_config
 
     # -- training and asking -------------------------------------------------------------------------------------------
 
     def train_batch(self, batch: Batch, loss_fn: LossFn, step: int) -> dict[str, float]:
         self._onload("parameters", "optimizer")
-        amounts = defaultdict(lambda: torch.zeros((), device=self.device))
+        amounts, loss_fn = defaultdict(lambda: torch.zeros((), device=self.device)), self._watched(loss_fn)
         for indices in self._plan(batch):
             micro_batch = self._lay_out(batch.select(indices))
             outputs = self._forward(micro_batch)[:self.model.head.num_differentiable]
@@ -104,6 +112,7 @@ class FSDPEngine(Engine):
             for name, amount in {"loss": loss, **extra}.items():
                 amounts[name] += amount.detach()
         grad_norm = self._clip()
+        self._prove(grad_norm)
         lr = schedule.learning_rate(self.optim, step, self.total_steps)
         skipped = not math.isfinite(grad_norm)
         if not skipped:
@@ -183,14 +192,34 @@ class FSDPEngine(Engine):
 
     # -- weights and state -----------------------------------------------------------------------------------------------
 
+    def _use_adapters(self, use: bool) -> None:
+        for layer in self._adapted:
+            layer._disable_adapters = not use           # enable_adapters() would also freeze them
+
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         self._onload("parameters")
+        adapted = {layer.base_layer.weight: layer for layer in self._adapted if not layer.disable_adapters}
         for name, parameter in self.hf.named_parameters():
-            yield name, full(parameter.detach().to(self.device)).to(self.compute_dtype)
+            if ".lora_" in name:
+                continue
+            weight = self._whole(parameter).to(self.compute_dtype)
+            if parameter in adapted:
+                a, b = (self._whole(pair["default"].weight) for pair in (adapted[parameter].lora_A, adapted[parameter].lora_B))
+                weight = lora.merge(weight, a, b, self.lora)
+            yield lora.plain_name(name), weight
+
+    def export_adapter(self) -> Iterator[tuple[str, Tensor]]:
+        self._onload("parameters")
+        for name, parameter in self.hf.named_parameters():
+            if ".lora_" in name:
+                yield lora.plain_name(name), self._whole(parameter)
+
+    def _whole(self, parameter: nn.Parameter) -> Tensor:
+        return full(parameter.detach().to(self.device))
 
     def state(self, loading: bool = False) -> dict:
         self._onload("parameters", "optimizer")
-        state = {"model": get_model_state_dict(self.hf)}
+        state = {"model": get_model_state_dict(self.hf, options=StateDictOptions(ignore_frozen_params=bool(self._adapted)))}
         if self.optimizers:
             state["optimizer"] = get_optimizer_state_dict(self.hf, self.optimizers,
                                                           options=StateDictOptions(flatten_optimizer_state_dict=True))
@@ -198,7 +227,7 @@ class FSDPEngine(Engine):
 
     def load_state(self, state: dict) -> None:
         self._onload("parameters", "optimizer")
-        set_model_state_dict(self.hf, state["model"])
+        set_model_state_dict(self.hf, state["model"], options=StateDictOptions(strict=not self._adapted))
         if self.optimizers:
             set_optimizer_state_dict(self.hf, self.optimizers, state["optimizer"],
                                      options=StateDictOptions(flatten_optimizer_state_dict=True))
@@ -274,10 +303,17 @@ def check_attention(hf: nn.Module) -> None:
             raise InputError(f"{type(hf).__name__} does not take packed sequences: {error}") from None
 
 
-def is_sharded(engine: DictConfig, world_size: int) -> bool:
+def is_sharded(config: DictConfig, world_size: int) -> bool:
     """One rank that computes in the dtype it stores has nothing to divide or cast; FSDP would still copy every weight
     through its buffers."""
-    return world_size > 1 or engine.param_dtype != engine.compute_dtype or engine.cpu_offload
+    engine, lora = config.engine, config.model.lora
+    return world_size > 1 or (lora.dtype if lora.rank else engine.param_dtype) != engine.compute_dtype or engine.cpu_offload
+
+
+def is_replicated(config: DictConfig, world_size: int) -> bool:
+    """Whether each rank holds all frozen weights: then they are left alone by FSDP, which has the adapters."""
+    engine = config.engine
+    return config.model.lora.rank > 0 and not engine.cpu_offload and (world_size == 1 or engine.fsdp_size == 1)
 
 
 def uses_compile(engine: DictConfig, device_type: str) -> bool:
@@ -291,13 +327,16 @@ def fsdp_mesh(engine: DictConfig, device_type: str, world_size: int) -> DeviceMe
     return init_device_mesh(device_type, (world_size // size, size), mesh_dim_names=("replicate", "shard"))
 
 
-def shard(model: nn.Module, layers: list[nn.Module], engine: DictConfig, device_type: str, world_size: int) -> None:
-    if not is_sharded(engine, world_size):
+def shard(model: nn.Module, layers: list[nn.Module], config: DictConfig, device_type: str, world_size: int) -> None:
+    engine = config.engine
+    if not is_sharded(config, world_size):
         return
     precision = MixedPrecisionPolicy(param_dtype=getattr(torch, engine.compute_dtype),
                                      reduce_dtype=getattr(torch, engine.reduce_dtype))
     offload = CPUOffloadPolicy(pin_memory=device_type != "cpu") if engine.cpu_offload else OffloadPolicy()
     options = {"mesh": fsdp_mesh(engine, device_type, world_size), "mp_policy": precision, "offload_policy": offload}
+    if is_replicated(config, world_size):
+        options["ignored_params"] = {p for p in model.parameters() if not p.requires_grad}
     for layer in layers:
         fully_shard(layer, reshard_after_forward=engine.reshard_after_forward, **options)
     fully_shard(model, reshard_after_forward=False, **options)

@@ -1,0 +1,121 @@
+"""LoRA (Hu et al. 2021): a frozen matrix W and its adapter, y = W x + alpha / rank * B A x. What both engines share: which
+matrices get adapters, what adapters begin with, and PEFT's files.
+
+Adapters are named as in PEFT's files, without its prefix: model.layers.0.self_attn.q_proj.lora_A.weight [rank, in features],
+and lora_B [out features, rank].
+"""
+
+import json
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from config import InputError
+
+PREFIX = "base_model.model."
+# Of adapter_config.json: what would make another adapter of the same two matrices.
+PLAIN = {"peft_type": "LORA", "bias": "none", "use_dora": False, "use_rslora": False, "fan_in_fan_out": False,
+         "rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": None, "lora_bias": False}
+
+
+def inject(hf: nn.Module, lora: DictConfig) -> list[nn.Module]:
+    """Let PEFT put adapters, without memory, beside a model's linear layers; returns the layers that have one. All of the model
+    is frozen but for them. Raises InputError for names that mean no linear layer of a decoder layer."""
+    from peft import LoraConfig, inject_adapter_in_model  # slow: only for those who use it
+    from peft.tuners.lora import Linear
+    keys = OmegaConf.to_container(lora)
+    try:
+        inject_adapter_in_model(LoraConfig(
+            r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=keys["target_modules"],
+            exclude_modules=keys["exclude_modules"] or None), hf, low_cpu_mem_usage=True)
+    except ValueError as error:
+        raise InputError(f"model.lora.target_modules={lora.target_modules}: {error}") from None
+    layers = {name: module for name, module in hf.named_modules() if isinstance(module, Linear)}
+    inside = [m for layer in hf.modules() if type(layer).__name__ in hf._no_split_modules for m in layer.modules()]
+    strange = [name for name, p in hf.named_parameters() if ".lora_" in name and name.split(".lora_")[0] not in layers]
+    strange += [name for name, module in layers.items() if module not in inside]
+    if strange:
+        raise InputError(f"model.lora.target_modules={lora.target_modules} names {strange[0].split('.lora_')[0]}: adapters "
+                         "belong to the linear layers of decoder layers")
+    for name, parameter in hf.named_parameters():
+        parameter.requires_grad_(".lora_" in name)
+    for layer in layers.values():
+        layer.lora_A.to(getattr(torch, lora.dtype))
+        layer.lora_B.to(getattr(torch, lora.dtype))
+    return list(layers.values())
+
+
+def shapes(hf: nn.Module) -> dict[str, tuple[int, ...]]:
+    """name -> shape of each adapter matrix of a model after inject()."""
+    return {plain_name(name): tuple(p.shape) for name, p in hf.named_parameters() if ".lora_" in name}
+
+
+def plain_name(name: str) -> str:
+    """Of a parameter after inject(): its name in the files of the model, or of an adapter."""
+    return name.replace(".base_layer.", ".").replace(".default.", ".")
+
+
+def check(config: DictConfig, hf: nn.Module) -> None:
+    """Raise InputError for adapters that cannot work; hf: the model on the meta device, into which they are put."""
+    lora = config.model.lora
+    if not lora.rank:
+        changed = "adapter_path" if lora.adapter_path else "merge" if lora.get("merge") else None
+        if changed:
+            raise InputError(f"model.lora.{changed}={lora[changed]} does nothing with model.lora.rank=0: give model.lora.rank")
+        return
+    inject(hf, lora)
+    if lora.adapter_path:
+        read(lora, shapes(hf))
+
+
+def initial(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+    """What an adapter matrix begins with, [shape] fp32: B zeros, A uniform in +-1 / sqrt(in features), as in PEFT. The same for
+    every engine and layout of ranks."""
+    if "lora_B" in name:
+        return torch.zeros(shape)
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+    return nn.init.kaiming_uniform_(torch.empty(shape), a=5**0.5, generator=generator)
+
+
+def read(lora: DictConfig, expected: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """The adapter in model.lora.adapter_path, by name. Raises InputError unless it is what the other keys describe."""
+    path = Path(lora.adapter_path)
+    try:
+        settings = json.loads((path / "adapter_config.json").read_text())
+        tensors = {name.removeprefix(PREFIX): x for name, x in load_file(path / "adapter_model.safetensors").items()}
+    except OSError as error:
+        raise InputError(f"model.lora.adapter_path={path} is not a directory with a PEFT adapter: {error}") from None
+    strange = [f"{key}={settings[key]}" for key, value in PLAIN.items() if (settings.get(key) or value) != value]
+    if strange:
+        raise InputError(f"model.lora.adapter_path={path}: {strange[0]} in adapter_config.json is not supported")
+    if (settings["r"], settings["lora_alpha"]) != (lora.rank, lora.alpha):
+        raise InputError(f"model.lora.adapter_path={path} has r={settings['r']} and lora_alpha={settings['lora_alpha']}: give "
+                         f"model.lora.rank={settings['r']} model.lora.alpha={settings['lora_alpha']}")
+    found = {name: tuple(x.shape) for name, x in tensors.items()}
+    different = [name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)]
+    if different:
+        raise InputError(f"model.lora.adapter_path={path} and model.lora.target_modules={lora.target_modules} differ in "
+                         f"{len(different)} matrices, {min(different)} among them")
+    return tensors
+
+
+def write(adapter: Iterable[tuple[str, Tensor]], lora: DictConfig, base: str, directory: Path) -> None:
+    """adapter_model.safetensors and adapter_config.json, as peft and vLLM load them. base: the path of the frozen model."""
+    adapter = {PREFIX + name: x.cpu().contiguous() for name, x in adapter}
+    modules = {name.removeprefix(PREFIX).split(".lora_")[0] for name in adapter}
+    if not lora.exclude_modules and (lora.target_modules == "all-linear" or not isinstance(lora.target_modules, str)):
+        modules = {name.rpartition(".")[2] for name in modules}
+    save_file(adapter, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+    (directory / "adapter_config.json").write_text(json.dumps({
+        **PLAIN, "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": lora.rank, "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout, "target_modules": sorted(modules), "inference_mode": True}, indent=2) + "\n")
+
+
+def merge(weight: Tensor, a: Tensor, b: Tensor, lora: DictConfig) -> Tensor:
+    """W + alpha / rank * B A, in fp32, in the dtype of W."""
+    return torch.addmm(weight.float(), b.float(), a.float(), alpha=lora.alpha / lora.rank).to(weight.dtype)
