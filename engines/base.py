@@ -70,8 +70,11 @@ class Engine(ABC):
         if not self._unproven:
             return loss_fn
 
+        def note(gradient: Tensor) -> None:
+            self._asked += gradient.abs().sum()
+
         def watched(outputs: Tensor, *others):
-            outputs.register_hook(lambda gradient: self._asked.add_(gradient.abs().sum()))
+            outputs.register_hook(note)
             return loss_fn(outputs, *others)
 
         self._asked = torch.zeros((), device=self.device)
