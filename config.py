@@ -92,8 +92,8 @@ def is_names(v) -> bool:
 STRING = {"type": "string", "minLength": 1}
 PATHS = rule("must be a path or a list of paths", lambda v: all(isinstance(t, str) and t for t in v) if isinstance(v, list) and v
              else isinstance(v, str) and v, type=["string", "array"], items=STRING, minLength=1, minItems=1)
-TARGETS = rule("must be all-linear, a regular expression or a list of names", lambda v: is_names(v) or isinstance(v, str) and v,
-               type=["string", "array"], items=STRING, minLength=1, minItems=1)
+TARGETS = rule("must be all-linear, a regular expression or a list of names",
+               lambda v: is_names(v) or isinstance(v, str) and v, type=["string", "array"], items=STRING, minLength=1, minItems=1)
 STRINGS = rule("must be a list of strings", lambda v: all(isinstance(s, str) and s for s in v), items=STRING)
 NAMES = rule("must be a list of names", is_names, items=STRING, minItems=1)
 BETAS = rule("must be two numbers in [0, 1)", lambda v: len(v) == 2 and all(isinstance(b, (int, float)) and 0 <= b < 1 for b in v),
@@ -115,7 +115,8 @@ RULES = {key: rule for rule, keys in (
     (at_least(0), "model.lora.rank reward.overlong_buffer critic.warmup_steps trainer.max_skipped_steps"),
     (at_least(0.0), "trainer.save_minutes"),
     (above(0.0), "trainer.timeout_minutes"),
-    (at_least(1), """model.lora.alpha data.train_batch_size data.max_prompt_length rollout.n validation.n rollout.max_tokens validation.max_tokens
+    (at_least(1), """model.lora.alpha data.train_batch_size data.max_prompt_length rollout.n validation.n
+        rollout.max_tokens validation.max_tokens
         rollout.tensor_parallel_size reward.num_workers reward.concurrency algorithm.ppo_epochs
         algorithm.kl_ctrl.horizon algorithm.filter_groups.max_num_gen_batches trainer.total_epochs trainer.log_freq
         profiler.memory.max_entries engine.context_parallel_size engine.tensor_model_parallel_size
@@ -133,7 +134,8 @@ RULES = {key: rule for rule, keys in (
     (between(0.0, 1.0), """rollout.min_p validation.min_p reward.max_failure_rate algorithm.gamma algorithm.lam
         algorithm.clip_ratio_low algorithm.rollout_rs_threshold_lower optim.lr_warmup_steps_ratio optim.lr_decay_steps_ratio
         optim.min_lr_ratio"""),
-    (rule("must be at least 0 and less than 1", lambda v: 0 <= v < 1, minimum=0, exclusiveMaximum=1), "model.lora.dropout"),
+    (rule("must be at least 0 and less than 1", lambda v: 0 <= v < 1, minimum=0, exclusiveMaximum=1),
+     "model.lora.dropout"),
     (between(1e-9, 1.0), "rollout.top_p validation.top_p"),
     (between(0.01, 1.0), "rollout.gpu_memory_utilization"),
     (between(0, 2**40), "trainer.seed"),
@@ -144,7 +146,8 @@ RULES = {key: rule for rule, keys in (
     (optional(int, at_least(1)), "data.num_proc rollout.max_num_seqs algorithm.ppo_mini_batch_size"),
     (optional((int, float), above(0.0)), "rollout.kv_cache_gib"),
     (optional((int, float), at_least(0.0)), "engine.router_aux_loss_coef"),
-    (optional(str), "model.lora.adapter_path data.cache_dir data.chat_template critic.path reference.path profiler.msprobe.config_path"),
+    (optional(str), """model.lora.adapter_path data.cache_dir data.chat_template critic.path reference.path
+        profiler.msprobe.config_path"""),
     (optional(list, NAMES), "profiler.torch.activities profiler.msprobe.stages"),
     (optional(str, one_of("statistics", "tensor")), "profiler.msprobe.task"),
     (optional(str, one_of("L0", "L1", "mix")), "profiler.msprobe.level"),

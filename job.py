@@ -78,11 +78,27 @@ def write_config(config) -> None:
 
 
 def identity(config, hf_config, train) -> dict:
-    """What must not change between a checkpoint and its resume: step k's rows follow from it, and the weights' shapes."""
-    return {"model_engine": config.model_engine, "data.train_batch_size": config.data.train_batch_size,
+    """What must not change between a checkpoint and its resume: step k's rows follow from it, and the weights' shapes. Of
+    adapters, the frozen weights too, which a checkpoint does not hold; rank 0 reads them."""
+    from engines.device import on_rank0
+    from engines.weights import fingerprint
+    lora, adapted = config.model.lora, {"model.lora": None}
+    if lora.rank:
+        adapted = {"model.lora": f"rank {lora.rank}, alpha {lora.alpha}, on {lora.target_modules} without {lora.exclude_modules}",
+                   "frozen weights": on_rank0(fingerprint, Path(config.model.path))}
+        if "critic" in config and config.critic.path:
+            adapted["frozen weights of the critic"] = on_rank0(fingerprint, Path(config.critic.path))
+    return adapted | {"model_engine": config.model_engine, "data.train_batch_size": config.data.train_batch_size,
             "trainer.seed": config.trainer.seed, "optim.name": config.optim.name,
             "data.train_files": f"{train.name[:16]} (a hash of data, tokenizer and their options)",
             "the model": f"{hf_config.model_type} of {hf_config.num_hidden_layers} layers of {hf_config.hidden_size}"}
+
+
+def adapter(config) -> dict | None:
+    """What an export needs to know of adapters, besides them."""
+    from omegaconf import OmegaConf
+    if config.model.lora.rank:
+        return OmegaConf.to_container(config.model.lora) | {"base": str(Path(config.model.path).absolute())}
 
 
 # Of what identifies a run, trainer.resume_override may name these: the rest is what the weights are.
@@ -115,7 +131,7 @@ def find_resume(config, latest: Path | None, fresh: dict, total_steps: int) -> P
     saved, run = progress["run"], fresh["run"]
     if config.model_engine == "megatron":                   # whose weights have that dtype, with fp32 masters or without
         saved, run = ({**x["run"], "engine.compute_dtype": x["export_dtype"]} for x in (progress, fresh))
-    saved.setdefault("optim.name", "adamw")                 # older checkpoints do not name these two
+    saved.setdefault("optim.name", "adamw")                 # older checkpoints do not name these
     saved.setdefault("critic", saved.get("algorithm.adv_estimator") == "gae")
     changed = [key for key, value in run.items() if saved.get(key) != value]
     for key in changed:

@@ -142,10 +142,14 @@ def roles(config: DictConfig) -> dict[str, DictConfig]:
     """The configuration of each engine of this run: the actor, and the critic and the reference if they are used."""
     roles = {"actor": config}
     if uses_critic(config):
-        roles["critic"] = OmegaConf.merge(config, {"model": {"path": config.critic.path or config.model.path},
-                                                   "optim": {"lr": config.critic.lr}})
-    if uses_reference(config):
-        roles["reference"] = OmegaConf.merge(config, {"model": {"path": config.reference.path or config.model.path}})
+        roles["critic"] = OmegaConf.merge(config, {
+            "model": {"path": config.critic.path or config.model.path, "lora": {"adapter_path": None}},
+            "optim": {"lr": config.critic.lr}})
+    # With adapters it is the actor without them, unless it is another model.
+    if uses_reference(config) and (config.reference.path or not config.model.lora.rank):
+        roles["reference"] = OmegaConf.merge(config, {
+            "model": {"path": config.reference.path or config.model.path,
+                      "lora": {"rank": 0, "adapter_path": None, "merge": False}}})
     return roles
 
 

@@ -27,7 +27,8 @@ class Roles:
     brings them back by itself when it is used.
 
     actor              the engine that is trained, generates through vLLM, and is exported
-    critic, reference  engines, or None where the configuration has none
+    critic, reference  engines, or None where the configuration has none; with adapters the reference is the actor
+                       without them
     rollout            vLLM, which holds the actor's weights while it is awake
     grader             processes that call the reward function
     """
@@ -116,6 +117,9 @@ class Roles:
             with self.profiler.stage("ref_compute_log_prob", self.reference):
                 batch.fields["ref_log_probs"] = ppo.log_probs(self.reference, batch, minis)
                 self.reference.offload(*self.reference_waiting)
+        elif ppo.uses_reference(self.config):
+            with self.profiler.stage("ref_compute_log_prob", self.actor), self.actor.without_adapters():
+                batch.fields["ref_log_probs"] = ppo.log_probs(self.actor, batch, minis)
 
     def compute_values(self, batch: Batch, minis: list[list[int]]) -> None:
         """Fill values, where there is a critic."""

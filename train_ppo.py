@@ -67,7 +67,7 @@ def main(config):
                 "run": job.identity(config, hf_config, train) | {
                     "rollout.n": config.rollout.n, "algorithm.adv_estimator": algorithm.adv_estimator,
                     "critic": ppo.uses_critic(config)},
-                "export_dtype": config.engine.compute_dtype}
+                "export_dtype": config.engine.compute_dtype, "lora": job.adapter(config)}
     resume_from = device.on_rank0(job.find_resume, config, checkpointer.find(trainer.resume, config.dry_run), progress,
                                   total_steps)
     if config.dry_run:
@@ -77,7 +77,7 @@ def main(config):
 
     roles = Roles(config, this_device, tokenizer, grader, profiler, total_steps)
     if resume_from:
-        progress |= roles.load(checkpointer, resume_from) | {key: progress[key] for key in ("run", "export_dtype")}
+        progress |= roles.load(checkpointer, resume_from) | {key: progress[key] for key in ("run", "export_dtype", "lora")}
         if algorithm.kl_ctrl.type == "fixed":
             progress["kl_coef"] = algorithm.kl_ctrl.kl_coef
     roles.start_rollout()

@@ -44,7 +44,7 @@ def main(config):
     profiler = job.start_profiler(config, this_device, total_steps, ["train_batch", *["validate"] * bool(val)])
     checkpointer = Checkpointer(out / "checkpoints", trainer.max_checkpoints, trainer.async_save)
     progress = {"step": 0, "skipped": 0, "run": job.identity(config, hf_config, train),
-                "export_dtype": config.engine.compute_dtype}
+                "export_dtype": config.engine.compute_dtype, "lora": job.adapter(config)}
     resume_from = device.on_rank0(job.find_resume, config, checkpointer.find(trainer.resume, config.dry_run), progress,
                                   total_steps)
     if config.dry_run:
@@ -53,7 +53,7 @@ def main(config):
 
     engine = engine_class(config.model_engine)(config, this_device, total_steps)
     if resume_from:
-        progress = checkpointer.load(resume_from, engine) | {key: progress[key] for key in ("run", "export_dtype")}
+        progress = checkpointer.load(resume_from, engine) | {key: progress[key] for key in ("run", "export_dtype", "lora")}
     step = progress["step"]
     device.on_rank0(job.write_config, config)
     tracker = tracking.Tracker(config, rank, step, total_steps)

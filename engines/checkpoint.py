@@ -1,6 +1,7 @@
 """Checkpoints (torch.distributed.checkpoint) and export to Hugging Face format.
 
-    python -m engines.checkpoint export CHECKPOINT OUT     a checkpoint's weights as a model directory, in one process
+    python -m engines.checkpoint export CHECKPOINT OUT             its weights as a model directory; adapters as PEFT has them
+    python -m engines.checkpoint export CHECKPOINT OUT --merge     the frozen model with its adapters added
 """
 
 import itertools
@@ -16,15 +17,18 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from omegaconf import DictConfig, OmegaConf
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 
 import disk
 from config import InputError
-from engines import storage
+from engines import lora, storage
 from engines.base import Engine
 from engines.device import on_rank0
+from engines.weights import fingerprint, weight_files
 
 MAX_FILE_BYTES = 4 * 2**30
 
@@ -128,7 +132,9 @@ class Checkpointer:
         for stale in self.directory.glob("step_*.tmp"):
             shutil.rmtree(stale)
         with disk.writing(temporary):
-            save_model_files(engine, tokenizer, temporary / "hf")
+            (temporary / "hf").mkdir(parents=True)
+            engine.save_config(temporary / "hf")
+            tokenizer.save_pretrained(temporary / "hf")
 
     def _complete(self, temporary: Path, target: Path, progress: dict, writing: Future | None) -> None:
         """After the engines' files: their checksums, each from the rank that wrote the file, and the final name."""
@@ -205,22 +211,24 @@ def set_rng_state(state: Tensor) -> None:
         torch.get_device_module().set_rng_state(state[size:])
 
 
-def save_model_files(engine: Engine, tokenizer, directory: Path) -> None:
-    directory.mkdir(parents=True)
-    engine.save_config(directory)
-    tokenizer.save_pretrained(directory)
-
-
 def export_hf(engine: Engine, tokenizer, directory: Path) -> None:
-    """Write a model that transformers and vLLM load; replaces `directory` when complete. Called by all ranks."""
-    temporary, weights = directory.with_name(directory.name + ".tmp"), engine.export_weights()
+    """Write a model that transformers and vLLM load, or where there are adapters what PEFT does; replaces `directory` when
+    complete. Called by all ranks."""
+    model, temporary = engine.config.model, directory.with_name(directory.name + ".tmp")
+    weights = engine.export_adapter() if model.lora.rank else engine.export_weights()
 
     def write() -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         try:
             with disk.writing(temporary):
-                save_model_files(engine, tokenizer, temporary)
-            write_safetensors(weights, temporary)
+                temporary.mkdir(parents=True)
+                tokenizer.save_pretrained(temporary)
+                if model.lora.rank:
+                    lora.write(weights, model.lora, model.path, temporary)
+                else:
+                    engine.save_config(temporary)
+            if not model.lora.rank:
+                write_safetensors(weights, temporary)
         finally:
             deque(weights, 0)           # the other ranks gather all of them, even if this one could not write the first
         shutil.rmtree(directory, ignore_errors=True)
@@ -261,14 +269,19 @@ def write_safetensors(weights: Iterable[tuple[str, Tensor]], directory: Path, ma
     (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
 
 
-def export_checkpoint(checkpoint: Path, out: Path) -> None:
-    """A checkpoint's weights in Hugging Face format, read tensor by tensor, without a process group."""
+def export_checkpoint(checkpoint: Path, out: Path, merge: bool = False) -> None:
+    """A checkpoint's weights in Hugging Face format, read tensor by tensor, without a process group. Of a run with adapters:
+    these in PEFT's, or merged with the frozen weights."""
     progress, checksums = storage.read_trainer(checkpoint)
     if out.exists():
         raise InputError(f"{out} exists already: remove it or give another name")
     if damage := storage.find_damage(checkpoint, checksums):
         raise InputError(f"{checkpoint} is damaged: {damage[0]}")
-    dtype = getattr(torch, progress["export_dtype"])
+    adapted, dtype = progress.get("lora"), getattr(torch, progress["export_dtype"])
+    if merge and not adapted:
+        raise InputError(f"--merge: {checkpoint} has no adapters")
+    if merge and fingerprint(Path(adapted["base"])) != progress["run"]["frozen weights"]:
+        raise InputError(f"--merge: {adapted['base']} is not the model whose adapters {checkpoint} holds")
     if (checkpoint / "weights" / "metadata.json").exists():         # which megatron.core.dist_checkpointing writes
         from engines.megatron.checkpoint import hf_weights
         weights = hf_weights(checkpoint)
@@ -278,8 +291,13 @@ def export_checkpoint(checkpoint: Path, out: Path) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         with disk.writing(temporary), storage.data_alone(checkpoint):
-            shutil.copytree(checkpoint / "hf", temporary)
-            write_safetensors(((name, tensor.to(dtype)) for name, tensor in weights), temporary)
+            left_out = ["config.json", "generation_config.json"] if adapted and not merge else []
+            shutil.copytree(checkpoint / "hf", temporary, ignore=shutil.ignore_patterns(*left_out))
+            if left_out:
+                lora.write(weights, OmegaConf.create(adapted), adapted["base"], temporary)
+            else:
+                weights = merged(Path(adapted["base"]), dict(weights), OmegaConf.create(adapted)) if merge else weights
+                write_safetensors(((name, tensor.to(dtype)) for name, tensor in weights), temporary)
         temporary.rename(out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -289,14 +307,24 @@ def stored_weights(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, tensor as it was stored), a tied output matrix left out."""
     from transformers import AutoConfig
     tied = AutoConfig.from_pretrained(checkpoint / "hf").tie_word_embeddings
-    return storage.stored_tensors(checkpoint, "engine.model.", lambda name: tied and name == "lm_head.weight")
+    tensors = storage.stored_tensors(checkpoint, "engine.model.", lambda name: tied and name == "lm_head.weight")
+    return ((lora.plain_name(name), tensor) for name, tensor in tensors)
+
+
+def merged(base: Path, adapter: dict[str, Tensor], settings: DictConfig) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor in the model's dtype) of the model in `base` with an adapter added."""
+    for file in weight_files(base):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():
+                weight, pair = tensors.get_tensor(name), [adapter.get(name.replace(".weight", f".lora_{x}.weight")) for x in "AB"]
+                yield name, weight if None in pair else lora.merge(weight, *pair, settings)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 4 or sys.argv[1] != "export":
+    if len(sys.argv) not in (4, 5) or sys.argv[1] != "export" or sys.argv[4:] not in ([], ["--merge"]):
         sys.exit(__doc__)
     try:
-        export_checkpoint(Path(sys.argv[2]), Path(sys.argv[3]))
+        export_checkpoint(Path(sys.argv[2]), Path(sys.argv[3]), merge=len(sys.argv) == 5)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -105,15 +105,16 @@ def read(lora: DictConfig, expected: dict[str, tuple[int, ...]]) -> dict[str, Te
 
 
 def write(adapter: Iterable[tuple[str, Tensor]], lora: DictConfig, base: str, directory: Path) -> None:
-    """adapter_model.safetensors and adapter_config.json, as peft and vLLM load them. base: the path of the frozen model."""
+    """adapter_model.safetensors and adapter_config.json, as peft and vLLM load them. base: the frozen model's directory."""
     adapter = {PREFIX + name: x.cpu().contiguous() for name, x in adapter}
     modules = {name.removeprefix(PREFIX).split(".lora_")[0] for name in adapter}
     if not lora.exclude_modules and (lora.target_modules == "all-linear" or not isinstance(lora.target_modules, str)):
         modules = {name.rpartition(".")[2] for name in modules}
     save_file(adapter, directory / "adapter_model.safetensors", metadata={"format": "pt"})
     (directory / "adapter_config.json").write_text(json.dumps({
-        **PLAIN, "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": lora.rank, "lora_alpha": lora.alpha,
-        "lora_dropout": lora.dropout, "target_modules": sorted(modules), "inference_mode": True}, indent=2) + "\n")
+        **PLAIN, "task_type": "CAUSAL_LM", "base_model_name_or_path": str(Path(base).absolute()), "r": lora.rank,
+        "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "target_modules": sorted(modules),
+        "inference_mode": True}, indent=2) + "\n")
 
 
 def merge(weight: Tensor, a: Tensor, b: Tensor, lora: DictConfig) -> Tensor:

@@ -1,7 +1,9 @@
 """Weights from safetensors files into a sharded model, each rank reading its own rows."""
 
 import json
+import zlib
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -12,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from config import InputError
 from engines import lora
+from engines.storage import checksum
 
 
 def load_weights(hf: nn.Module, path: Path, device: torch.device, buffer_device: torch.device, critic: bool = False) -> None:
@@ -63,6 +66,13 @@ def check_files(hf: nn.Module, path: Path, critic: bool, parameters: Iterable[tu
     if unknown:
         raise InputError(f"model.path={path} holds {len(unknown)} weights that {type(hf).__name__} does not have, "
                          f"{min(unknown)} among them")
+
+
+def fingerprint(path: Path) -> str:
+    """crc32 of a model's configuration and weights."""
+    files = [path / "config.json", *weight_files(path)]
+    with ThreadPoolExecutor() as pool:
+        return f"{zlib.crc32(' '.join(pool.map(checksum, files)).encode()):08x}"
 
 
 def weight_files(path: Path) -> list[Path]:
