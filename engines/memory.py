@@ -2,8 +2,9 @@
 
 import torch
 from omegaconf import DictConfig
+from torch import nn
 
-from engines.fsdp.engine import is_sharded, uses_compile
+from engines.fsdp.engine import build, is_replicated, is_sharded, uses_compile
 from engines.hf import build_on_meta, read_hf_config
 from engines.optimizer import OPTIMIZERS
 
@@ -35,8 +36,9 @@ def checkpoint_bytes(config: DictConfig, role: str = "actor") -> int:
     if config.model_engine == "megatron":
         compute = getattr(torch, engine.compute_dtype).itemsize          # weights, moments, and masters of such as are not fp32
         return sum(p.numel() for p in build_on_meta(shape, torch.float32, critic).parameters()) * (12 if compute == 4 else 14)
-    hf = build_on_meta(shape, getattr(torch, engine.param_dtype), critic)
-    return sum(x.nbytes for x in hf.state_dict().values()) + 2 * sum(p.nbytes for p in hf.parameters())
+    hf, adapted = build(config, shape, critic)
+    trained = [p for p in hf.parameters() if p.requires_grad]
+    return sum(x.nbytes for x in (trained if adapted else hf.state_dict().values())) + 2 * sum(p.nbytes for p in trained)
 
 
 def estimate(config: DictConfig, world_size: int, device_type: str, role: str = "actor") -> dict[str, float]:
@@ -48,23 +50,24 @@ def estimate(config: DictConfig, world_size: int, device_type: str, role: str = 
     copies inside both norms and the activation of the gate.
     """
     engine, shape = config.engine, read_hf_config(config.model.path)
-    hf = build_on_meta(shape, torch.float32, role == "critic")
+    hf, adapted = build(config, shape, role == "critic")
     num_outputs = 0 if role == "critic" else shape.vocab_size
     layers = [m for m in hf.modules() if type(m).__name__ in hf._no_split_modules]
-    in_layer = sum(p.numel() for p in layers[0].parameters())
-    in_matrices = sum(p.numel() for layer in layers for p in layer.parameters() if p.ndim == 2)
-    num_parameters = sum(p.numel() for p in hf.parameters())
-    root = num_parameters - in_layer * len(layers)
+    whole, replicated = list(hf.parameters()), is_replicated(config, world_size)
+    trained = [p for p in whole if p.requires_grad]
+    in_matrices = sum(p.numel() for layer in layers for p in layer.parameters() if p.ndim == 2 and p.requires_grad)
     ranks = engine.fsdp_size if engine.fsdp_size > 0 else world_size
-    stored, compute, reduce = (getattr(torch, engine[f"{k}_dtype"]).itemsize for k in ("param", "compute", "reduce"))
-    resident = num_parameters / ranks * stored
+    compute, reduce = (getattr(torch, engine[f"{k}_dtype"]).itemsize for k in ("compute", "reduce"))
+    gradients = sum(p.nbytes for p in trained) / ranks
+    frozen = sum(p.nbytes for p in whole if not p.requires_grad) / (1 if replicated else ranks)
 
     gathered = unreduced = 0
     if is_sharded(config, world_size):
         # The root's matrices and two layers (one computes while the next is gathered), or every layer under ZeRO-2;
         # gradients of the root and of one layer before they are reduced, and the copy that is reduced.
+        root, in_layer = root_and_layer(trained if replicated else whole, layers)
         gathered = (root + (2 if engine.reshard_after_forward else len(layers)) * in_layer) * compute
-        unreduced = (root + in_layer) * (compute + reduce)
+        unreduced = sum(root_and_layer(trained, layers)) * (compute + reduce)
 
     tokens = config.data.max_tokens_per_micro_batch / engine.context_parallel_size
     hidden, intermediate = shape.hidden_size, shape.intermediate_size
@@ -80,11 +83,19 @@ def estimate(config: DictConfig, world_size: int, device_type: str, role: str = 
     logits = min(tokens, engine.log_prob_chunk_size) * num_outputs * (2 * compute + (0 if compiled else 8))
     where = ", host" if engine.cpu_offload else ""
     # Adam keeps two moments, Muon one; what a user's optimizer keeps cannot be known.
-    moments = 2 - in_matrices / num_parameters if config.optim.name == "muon" else 2
+    moments = 2 - in_matrices / sum(p.numel() for p in trained) if config.optim.name == "muon" else 2
     optimizer = "optimizer" if config.optim.name in OPTIMIZERS else "optimizer, if like Adam"
-    return {f"parameters{where}": resident, f"gradients{where}": resident, f"{optimizer}{where}": moments * resident,
-            "gathered weights": gathered, "unreduced gradients": unreduced, "activations": tokens * kept,
-            "logits of a chunk": logits, "gradient of the output matrix": num_outputs * hidden * 4}
+    return {f"parameters{where}": frozen + gradients, f"gradients{where}": gradients,
+            f"{optimizer}{where}": moments * gradients, "gathered weights": gathered, "unreduced gradients": unreduced,
+            "activations": tokens * kept, "logits of a chunk": logits,
+            "gradient of the output matrix": 0 if adapted else num_outputs * hidden * 4}
+
+
+def root_and_layer(parameters: list[nn.Parameter], layers: list[nn.Module]) -> tuple[int, int]:
+    """How many numbers of these parameters are in no decoder layer, and how many in one."""
+    mine = {id(p) for p in parameters}
+    in_layers = sum(p.numel() for layer in layers for p in layer.parameters() if id(p) in mine)
+    return sum(p.numel() for p in parameters) - in_layers, in_layers // len(layers)
 
 
 def estimate_megatron(config: DictConfig, world_size: int, device_type: str, role: str = "actor") -> list[dict[str, float]]:

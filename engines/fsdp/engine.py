@@ -59,14 +59,9 @@ class FSDPEngine(Engine):
 
         self.compute_dtype, self.lora = getattr(torch, engine.compute_dtype), config.model.lora
         compiled = uses_compile(engine, device.type)
-        # Frozen weights need no more precision than the pass that reads them.
-        self.hf = build_on_meta(self.hf_config, self.compute_dtype if self.lora.rank else getattr(torch, engine.param_dtype),
-                                critic, "packed")
+        self.hf, self._adapted = build(config, self.hf_config, critic)
         if not engine.use_remove_padding:
             self.hf.set_attn_implementation("sdpa")
-        self._adapted = lora.inject(self.hf, self.lora) if self.lora.rank else []
-        if self._adapted and critic:
-            self.hf.get_output_embeddings().to(getattr(torch, self.lora.dtype)).requires_grad_(True)
         self._unproven = bool(self._adapted) and not critic         # a critic's gradient comes through its head, which is zero
         self.model = PackedModel(self.hf, ValueHead() if critic else LogProbHead(
             temperature, engine.log_prob_chunk_size, compiled, self.hf_config.vocab_size))
@@ -260,6 +255,19 @@ class PackedModel(nn.Module):
         hidden = self.hf.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **attention)[0]
         hidden = hidden.transpose(0, 1).flatten(0, 1).index_select(0, place)
         return self.head(hidden, self.hf.get_output_embeddings().weight, targets, kept_words)
+
+
+def build(config: DictConfig, hf_config, critic: bool) -> tuple[nn.Module, list[nn.Module]]:
+    """The model on the meta device, and its layers with adapters. A critic's value head is trained beside these."""
+    engine, settings = config.engine, config.model.lora
+    if not settings.rank:
+        return build_on_meta(hf_config, getattr(torch, engine.param_dtype), critic, "packed"), []
+    # Frozen weights need no more precision than the pass that reads them.
+    hf = build_on_meta(hf_config, getattr(torch, engine.compute_dtype), critic, "packed")
+    adapted = lora.inject(hf, settings)
+    if critic:
+        hf.get_output_embeddings().to(getattr(torch, settings.dtype)).requires_grad_(True)
+    return hf, adapted
 
 
 def check_layout(config: DictConfig, hf_config, world_size: int) -> None:
