@@ -17,10 +17,16 @@ from engines import lora
 from engines.storage import checksum
 
 
-def load_weights(hf: nn.Module, path: Path, device: torch.device, buffer_device: torch.device, critic: bool = False) -> None:
+def load_weights(hf: nn.Module, path: Path, device: torch.device, buffer_device: torch.device, critic: bool = False,
+                 base: dict[str, Tensor] | None = None) -> None:
     """Allocate the sharded parameters and read this rank's rows of each from the safetensors files. A critic's output
-    matrix is zero where the files have none, or a policy's: every value begins at 0. Adapters are left empty."""
-    hf.to_empty(device=device)
+    matrix is zero where the files have none, or a policy's: every value begins at 0. Adapters are left empty.
+    base: tensors by name that are to be filled, and used, instead of memory of the model's own."""
+    for prefix, module in hf.named_modules():
+        for name in module._parameters:
+            if (tensor := (base or {}).get(lora.plain_name(f"{prefix}.{name}"))) is not None:
+                setattr(module, name, nn.Parameter(tensor, requires_grad=False))
+    hf._apply(lambda x: torch.empty_like(x, device=device) if x.is_meta else x)
     hf.tie_weights()
     parameters = {lora.plain_name(name): p for name, p in hf.named_parameters()}
     with torch.no_grad():

@@ -42,11 +42,12 @@ LOGIT_TRANSFORMS = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits
 
 class FSDPEngine(Engine):
     def __init__(self, config: DictConfig, device: torch.device, total_steps: int, optimize: bool = True,
-                 critic: bool = False, temperature: float = 1.0):
+                 critic: bool = False, temperature: float = 1.0, base: dict[str, Tensor] | None = None):
         """Build the model of config.model.path on the meta device, shard it, and stream its weights in.
 
         optimize: with an optimizer; False for a model that is only evaluated. critic: a value head (zeros, unless the
         directory has one) in place of the output matrix. temperature: the logits are divided by it, as in sampling.
+        base: with adapters, tensors that shall hold the frozen weights; others have them, too, and they stay where they are.
         Raises InputError for a model or a layout that cannot work.
         """
         self.config, self.device, self.total_steps = config, device, total_steps
@@ -71,7 +72,8 @@ class FSDPEngine(Engine):
         for layer in layers if compiled else ():
             layer.forward = torch.compile(layer.forward, dynamic=True)
         shard(self.model, layers, config, device.type, self.world_size)
-        load_weights(self.hf, Path(config.model.path), torch.device("cpu") if engine.cpu_offload else device, device, critic)
+        load_weights(self.hf, Path(config.model.path), torch.device("cpu") if engine.cpu_offload else device, device, critic,
+                     base)
         load_adapter(self.hf, self.lora, config.trainer.seed)
         words = self.hf.get_input_embeddings()
         keep_zero_rows(words, full(words.weight.detach().abs().sum(1)).to(device) == 0)
@@ -80,7 +82,7 @@ class FSDPEngine(Engine):
         # Each group's learning rate relative to the schedule's: 1, unless the user's optimizer has set another one.
         self._lr_ratios = [group["lr"] / self.optim.lr if self.optim.lr else 1.0 for group in self._groups()]
         self._flops = count_flops(self.hf, self.hf_config)
-        self._host_memory = HostMemory(device)
+        self._host_memory, self._shares_base = HostMemory(device), base is not None
 
     @staticmethod
     def check(config: DictConfig, world_size: int, critic: bool = False):
@@ -180,7 +182,7 @@ class FSDPEngine(Engine):
 
     def _tensors(self, parts: tuple[str, ...]) -> Iterator[Tensor]:
         if "parameters" in parts:
-            yield from self.model.parameters()
+            yield from (p for p in self.model.parameters() if p.requires_grad or not self._shares_base)
         if "optimizer" in parts:
             states = (state for each in self.optimizers for state in each.state.values())
             yield from (x for state in states for x in state.values() if isinstance(x, Tensor))
