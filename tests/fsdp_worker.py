@@ -26,12 +26,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from transformers import PreTrainedTokenizerFast
 
+import job
 from config import InputError, load
 from data.packing import Batch, partition
 from engines import device, offload
 from engines.checkpoint import Checkpointer, export_hf
 from engines.fsdp.engine import FSDPEngine
 from engines.optimizer import ShardedMuon
+from engines.weights import fingerprint
 from tests.traps import without_checksums
 
 TOTAL_STEPS, FEW, WARMUP_STEPS, PEAK_LR, MIN_LR_RATIO, WEIGHT_DECAY, CLIP, BETAS = 30, 10, 3, 2e-3, 0.1, 0.1, 0.5, (0.9, 0.95)
@@ -44,7 +46,8 @@ SETTINGS = ["data.train_files=unused", "engine.compute_dtype=float32", "optim.lr
 
 @dataclass
 class Case:
-    """Train `steps` steps of a model with these engine settings and optimizer; uneven: see divide()."""
+    """Train `steps` steps of a model with these engine settings and optimizer; uneven: see divide(). lora: with adapters, which
+    begin as those of FOLDER/{family}_adapter."""
 
     family: str
     engine: str = ""
@@ -52,8 +55,10 @@ class Case:
     cap: int = 60
     uneven: bool = False
     optimizer: str = "adamw"
+    lora: bool = False
 
 
+LORA = "rank=4", "alpha=6"
 CP2, CP4, PADDED = "context_parallel_size=2", "context_parallel_size=4", "use_remove_padding=false"
 RECOMPUTE, OFFLOAD, ZERO2 = "activation_checkpointing=true", "cpu_offload=true", "reshard_after_forward=false"
 MASTER, BF16 = "compute_dtype=bfloat16", "compute_dtype=bfloat16 param_dtype=bfloat16"
@@ -64,14 +69,18 @@ CASES = {
         "sliding window": Case("sliding"), "padded sliding window": Case("sliding", PADDED),
         "compiled": Case("llama", "torch_compile=always", steps=4),
         "fp32 master": Case("qwen3", MASTER), "pure bf16": Case("qwen3", BF16),
-        "muon": Case("llama", optimizer="muon")},
+        "muon": Case("llama", optimizer="muon"),
+        "lora": Case("qwen2_tied", lora=True), "lora recompute": Case("llama", RECOMPUTE, lora=True),
+        "lora compiled": Case("llama", "torch_compile=always", steps=4, lora=True), "lora bf16": Case("qwen3", MASTER, lora=True)},
     2: {**{f"plain {family}": Case(family, steps=TOTAL_STEPS) for family in ("qwen2_tied", "qwen3", "llama")},
         "again qwen3": Case("qwen3", steps=8), "one micro-batch": Case("qwen3", cap=1000),
         "padded": Case("llama", PADDED), "recompute": Case("qwen2_tied", RECOMPUTE),
         "offload": Case("qwen2_tied", OFFLOAD), "zero2": Case("qwen3", ZERO2), "cp2": Case("qwen3", CP2),
         "uneven": Case("llama", uneven=True), "uneven padded": Case("qwen3", PADDED, uneven=True),
         "fp32 master": Case("llama", MASTER), "pure bf16": Case("llama", BF16),
-        "muon offload": Case("qwen2_tied", OFFLOAD, optimizer="muon")},
+        "muon offload": Case("qwen2_tied", OFFLOAD, optimizer="muon"),
+        "lora padded": Case("qwen2_tied", PADDED, lora=True), "lora offload": Case("qwen3", OFFLOAD, lora=True),
+        "lora replicated": Case("qwen3", "fsdp_size=1", lora=True), "lora cp2": Case("llama", CP2, uneven=False, lora=True)},
     4: {**{f"plain {family}": Case(family, steps=TOTAL_STEPS) for family in ("qwen2_tied", "llama")},
         "uneven": Case("qwen2_tied", uneven=True), "hybrid": Case("qwen3", "fsdp_size=2"),
         "hybrid cp2": Case("llama", f"fsdp_size=2 {CP2}"),
@@ -79,7 +88,8 @@ CASES = {
         "again cp2 dp2": Case("qwen2_tied", CP2, steps=8), "sliding window cp2": Case("sliding", CP2),
         "uneven cp2 dp2": Case("qwen3", f"{CP2} {RECOMPUTE}", cap=90, uneven=True),
         "fp32 master cp2": Case("qwen2_tied", f"{MASTER} {CP2}", steps=8),
-        "muon hybrid": Case("llama", "fsdp_size=2", optimizer="muon")},
+        "muon hybrid": Case("llama", "fsdp_size=2", optimizer="muon"),
+        "lora hybrid cp2": Case("qwen3", f"fsdp_size=2 {CP2} {RECOMPUTE}", lora=True)},
 }
 BROKEN = ("no_files", "missing_weight", "wrong_shape")
 # Families whose attention, embedding or memory of earlier tokens is not that of llama.
@@ -147,15 +157,16 @@ def main(folder: Path) -> None:
     for work in (refused, muon_steps, muon_resume, *((non_finite, rotate, publish) if world < 4 else ()),
                  *((harmed, full) if world == 2 else ())):
         results[work.__name__] = work(folder, this_device)
-    for family in ("qwen2_tied", "llama"):
+    for family in ("qwen2_tied", "llama", "lora"):
         results[f"checkpoint {family}"] = checkpoint(folder, this_device, family, asynchronous=family == "llama")
+    results["adapters"] = adapters(folder, this_device)
     if dist.get_rank() == 0:
         (folder / f"{world}.json").write_text(json.dumps(results))
     device.shutdown()
 
 
 def run(folder: Path, this_device: torch.device, title: str, case: Case) -> dict:
-    engine = build(folder / case.family, this_device, case.engine, case.cap, case.optimizer)
+    engine = build(folder / case.family, this_device, case.engine, case.cap, case.optimizer, case.lora)
     calls = count_calls(engine)
     result = {"steps": train(engine, range(case.steps), case.uneven), "attention_calls": len(calls),
               "stored_dtypes": sorted({str(p.dtype) for p in engine.hf.parameters()})}
@@ -165,8 +176,10 @@ def run(folder: Path, this_device: torch.device, title: str, case: Case) -> dict
     return result | {"digests": gather(digest(weights))}
 
 
-def build(model: Path, this_device: torch.device, settings: str = "", cap: int = 60, optimizer: str = "adamw") -> FSDPEngine:
-    return FSDPEngine(load("sft.yaml", [f"model.path={model}", f"data.max_tokens_per_micro_batch={cap}", *SETTINGS,
+def build(model: Path, this_device: torch.device, settings: str = "", cap: int = 60, optimizer: str = "adamw",
+          lora: bool = False) -> FSDPEngine:
+    adapter = [f"model.lora.{key}" for key in (f"adapter_path={model}_adapter", *LORA)] if lora else []
+    return FSDPEngine(load("sft.yaml", [f"model.path={model}", f"data.max_tokens_per_micro_batch={cap}", *SETTINGS, *adapter,
                                         f"optim.name={optimizer}", *(f"engine.{s}" for s in settings.split())]),
                       this_device, TOTAL_STEPS)
 
@@ -289,10 +302,12 @@ def refused(folder: Path, this_device: torch.device) -> dict[str, list[str] | No
 
 def checkpoint(folder: Path, this_device: torch.device, family: str, asynchronous: bool) -> dict:
     """5 steps and 5 more on 4 ranks without interruption; 5 more from the checkpoint on any number of ranks."""
-    directory, result = folder / f"checkpoints_{family}", {}
+    directory, result, lora = folder / f"checkpoints_{family}", {}, family == "lora"
+    model = folder / ("qwen3" if lora else family)
     checkpointer = Checkpointer(directory, 2, asynchronous)
     if dist.get_world_size() == 4:
-        engine, tokenizer = build(folder / family, this_device, CP2), make_tokenizer()
+        engine, tokenizer = build(model, this_device, CP2, lora=lora), make_tokenizer()
+        more = {"lora": job.adapter(engine.config), "run": {"frozen weights": fingerprint(model)}} if lora else {}
         train(engine, range(5))
         listings, stop, whole = set(), threading.Event(), directory / "step_00000005"
         (watcher := threading.Thread(target=watch, args=(whole, listings, stop), daemon=True)).start()
@@ -303,16 +318,39 @@ def checkpoint(folder: Path, this_device: torch.device, family: str, asynchronou
         stop.set()
         watcher.join()
         result["published"] = [sorted(listing) for listing in listings]
-        checkpointer.save(10, engine, {"step": 10, "export_dtype": "float32"}, tokenizer)
+        checkpointer.save(10, engine, {"step": 10, "export_dtype": "float32", **more}, tokenizer)
         checkpointer.wait()
         export_hf(engine, tokenizer, folder / f"hf_{family}")
         asked = ask(engine)
         if dist.get_rank() == 0:
             save_file({"asked": asked}, folder / f"4 checkpoint {family}.safetensors")
-    engine = build(folder / family, this_device, CP2 if dist.get_world_size() == 4 else "")
+    engine = build(model, this_device, CP2 if dist.get_world_size() == 4 else "", lora=lora)
     result["progress"] = checkpointer.load(directory / "step_00000005", engine)
     result["random_again"] = gather(torch.rand(1).item())
     result["resumed"] = train(engine, range(5, 10))
+    return result
+
+
+def adapters(folder: Path, this_device: torch.device) -> dict:
+    """What the frozen model says and exports before and after training; what an adapter that can learn nothing does."""
+    engine, result = build(folder / "llama", this_device, RECOMPUTE, lora=True), {}
+    with engine.without_adapters():
+        before, frozen = ask(engine), digest(dict(engine.export_weights()))
+    train(engine, range(3))
+    with engine.without_adapters():
+        result["same"] = [torch.equal(before.nan_to_num(), ask(engine).nan_to_num()),
+                          frozen == digest(dict(engine.export_weights()))]
+    if dist.get_rank() == 0:
+        save_file({"asked": before}, folder / f"{dist.get_world_size()} adapters.safetensors")
+    result["states"] = sum(len(o.state) for o in engine.optimizers)
+    for name, p in engine.hf.named_parameters():
+        if ".lora_" in name:
+            p.detach().zero_()                      # neither A nor B has a gradient then
+    engine._unproven = True
+    try:
+        train(engine, [3])
+    except RuntimeError as error:
+        result["told"] = str(error)
     return result
 
 

@@ -3,16 +3,19 @@
 One launch of fsdp_worker.py for each number of ranks runs all its cases; every case is a test here.
 """
 
+import copy
 import functools
 import json
 import math
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -21,8 +24,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPTNeoXConfig
 from config import InputError, load
 from engines import offload, optimizer, schedule
 from engines.checkpoint import write_safetensors
-from engines.fsdp.engine import FSDPEngine
-from engines.hf import build_on_meta, read_hf_config
+from engines.fsdp.engine import FSDPEngine, build
+from engines.hf import build_on_meta, count_flops, read_hf_config
 from engines.memory import GIB, checkpoint_bytes, estimates, max_num_seqs
 from engines.weights import weight_files
 from tests.fsdp_worker import (
@@ -34,6 +37,7 @@ from tests.fsdp_worker import (
     FEW,
     FOREIGN,
     HARMS,
+    LORA,
     MIN_LR_RATIO,
     PEAK_LR,
     TOTAL_STEPS,
@@ -69,6 +73,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fsdp")
     for family in ("qwen2_tied", "qwen3", "llama"):
         make_model(folder / family, family)
+        make_adapter(folder / family)
     make_model(folder / "sliding", "qwen2_tied", use_sliding_window=True, sliding_window=7,
                layer_types=["sliding_attention", "full_attention", "sliding_attention"])
     for name, changes in FOREIGN.items():
@@ -87,6 +92,17 @@ def folder(tmp_path_factory):
             weights["lm_head.weight"] = weights["lm_head.weight"][:-1].clone()
         save_file(weights, file, metadata={"format": "pt"})
     return folder
+
+
+def make_adapter(directory):
+    """An adapter of peft's whose two matrices are both random, beside a model."""
+    torch.manual_seed(1)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(directory), LoraConfig(
+        r=4, lora_alpha=6, target_modules="all-linear", task_type="CAUSAL_LM"))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.detach().normal_(std=0.1)
+    model.save_pretrained(f"{directory}_adapter")
 
 
 def run(num_ranks, folder):
@@ -132,10 +148,13 @@ def sequences(batch):
 
 
 @functools.cache
-def plain_training(directory, with_muon=False):
-    """(losses, gradient norms before clipping, weights after FEW and TOTAL_STEPS steps), one sequence at a time."""
+def plain_training(directory, with_muon=False, lora=False):
+    """(losses, gradient norms before clipping, weights after FEW and TOTAL_STEPS steps), one sequence at a time. lora: peft
+    trains the adapter beside the model, and the weights are merged."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
-    named = dict(model.named_parameters())
+    if lora:
+        model = PeftModel.from_pretrained(model, f"{directory}_adapter", is_trainable=True)
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     spared = [p for n, p in named.items() if "norm" in n or n.endswith("bias")]
     hidden = [p for n, p in named.items() if with_muon and "_proj.weight" in n]
     decayed = [p for p in named.values() if all(p is not s for s in [*spared, *hidden])]
@@ -163,7 +182,8 @@ def plain_training(directory, with_muon=False):
             each.step()
             each.zero_grad()
         if step + 1 in (FEW, TOTAL_STEPS):
-            weights[step + 1] = {n: p.detach().clone() for n, p in named.items()}
+            whole = copy.deepcopy(model).merge_and_unload() if lora else model
+            weights[step + 1] = {n: p.detach().clone() for n, p in whole.named_parameters()}
     return losses, norms, weights
 
 
@@ -210,7 +230,7 @@ def column(steps, name):
 def test_training_equals_a_plain_loop(results, folder, world, name):
     case, result = CASES[world][name], results(world)[name]
     assert "error" not in result, result["error"]
-    losses, norms, weights = plain_training(folder / case.family, case.optimizer == "muon")
+    losses, norms, weights = plain_training(folder / case.family, case.optimizer == "muon", case.lora)
     steps, factor = result["steps"], MUON_BOUND if case.optimizer == "muon" else 1
     assert len(steps) == case.steps
     assert worst(column(steps, "loss"), losses[:case.steps]) < LOSS_BOUND * factor
@@ -267,11 +287,11 @@ def check_answers(asked, want, cp=1, uneven=False):
 @pytest.mark.parametrize("world, name", ROUNDED)
 def test_bfloat16_is_near(results, folder, world, name):
     case, result = CASES[world][name], results(world)[name]
-    losses, _, _ = plain_training(folder / case.family)
+    losses, _, _ = plain_training(folder / case.family, lora=case.lora)
     got = column(result["steps"], "loss")
     master = "param_dtype" not in case.engine
     assert 10 * LOSS_BOUND < worst(got, losses[:case.steps]) < (0.01 if master else 0.05)
-    assert result["stored_dtypes"] == ["torch.float32" if master else "torch.bfloat16"]
+    assert result["stored_dtypes"] == ["torch.bfloat16"] * (not master or case.lora) + ["torch.float32"] * master
     exported = load_file(folder / f"{world} {name}.safetensors")
     assert {x.dtype for n, x in exported.items() if n != "asked"} == {torch.bfloat16}
 
@@ -451,19 +471,20 @@ def test_optimizers_and_schedules_that_cannot_work(folder, tmp_path, pairs, mess
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("family", ["qwen2_tied", "llama"])
+@pytest.mark.parametrize("family", ["qwen2_tied", "llama", "lora"])
 def test_resume_on_any_number_of_ranks(results, folder, family, world):
     """Written by 4 ranks (llama in the background), 5 steps on; the uninterrupted run itself is the plain loop."""
     whole, result = results(4)[f"checkpoint {family}"], results(world)[f"checkpoint {family}"]
     assert result["progress"] == {"step": 5, "export_dtype": "float32"}
     assert result["random_again"] == whole["random"][:world]
-    assert worst(column(whole["uninterrupted"], "loss"), plain_training(folder / family)[0][5:10]) < LOSS_BOUND
+    plain = plain_training(folder / "qwen3", lora=True) if family == "lora" else plain_training(folder / family)
+    assert worst(column(whole["uninterrupted"], "loss"), plain[0][5:10]) < LOSS_BOUND
     assert worst(column(result["resumed"], "loss"), column(whole["uninterrupted"], "loss")) < LOSS_BOUND
     if world == 4:
         assert result["resumed"] == whole["uninterrupted"]
 
 
-@pytest.mark.parametrize("family", ["qwen2_tied", "llama"])
+@pytest.mark.parametrize("family", ["qwen2_tied", "llama", "lora"])
 def test_checkpoint_appears_complete(ranks4, folder, family):
     """Every listing of step_00000005 since it appeared is the same, and whole, and of the size that a dry run tells."""
     listings = ranks4[f"checkpoint {family}"]["published"]
@@ -471,7 +492,9 @@ def test_checkpoint_appears_complete(ranks4, folder, family):
     names = {name for name, size in listings[0] if size > 0}
     assert {f"weights/__{rank}_0.distcp" for rank in range(4)} <= names
     metadata = FileSystemReader(folder / f"checkpoints_{family}" / "step_00000005" / "weights").read_metadata()
-    assert checkpoint_bytes(config(folder, f"model.path={folder / family}")) == pytest.approx(tensor_bytes(metadata), rel=0.01)
+    model = ["qwen3", *(f"model.lora.{key}" for key in LORA)] if family == "lora" else [family]
+    told = checkpoint_bytes(config(folder, f"model.path={folder / model[0]}", *model[1:]))
+    assert told == pytest.approx(tensor_bytes(metadata), rel=0.01)
     assert {"weights/.metadata", "trainer.json", "hf/config.json", "hf/tokenizer.json"} <= names
 
 
@@ -552,6 +575,72 @@ def test_export(ranks4, folder, tmp_path, family):
 
     again = subprocess.run([*command, tmp_path / "offline"], cwd=ROOT, capture_output=True, text=True)
     assert again.returncode == 2 and "exists already" in again.stderr
+
+
+def test_export_of_an_adapter(ranks4, folder, tmp_path):
+    """peft loads it and answers as the engine did; the offline export has the same bits, and merged is a whole model."""
+    exported, checkpoint = folder / "hf_lora", folder / "checkpoints_lora" / "step_00000010"
+    asked = load_file(folder / "4 checkpoint lora.safetensors")["asked"]
+    base = AutoModelForCausalLM.from_pretrained(folder / "qwen3", dtype=torch.float32)
+    PeftModel.from_pretrained(base, exported).merge_and_unload().save_pretrained(tmp_path / "by peft")
+    check_answers(asked, plain_answers(tmp_path / "by peft"), cp=2)
+    assert (plain_answers(tmp_path / "by peft") - plain_answers(folder / "qwen3"))[0].abs().max() > 0.1
+    assert not (exported / "config.json").exists() and AutoTokenizer.from_pretrained(exported)("a b a").input_ids == [1, 2, 1]
+    for name, more in (("adapter", []), ("merged", ["--merge"])):
+        subprocess.run([sys.executable, "-m", "engines.checkpoint", "export", checkpoint, tmp_path / name, *more], cwd=ROOT,
+                       check=True, capture_output=True)
+    online, offline = (load_file(d / "adapter_model.safetensors") for d in (exported, tmp_path / "adapter"))
+    assert online.keys() == offline.keys() and all(torch.equal(online[n], offline[n]) for n in online)
+    assert (exported / "adapter_config.json").read_text() == (tmp_path / "adapter" / "adapter_config.json").read_text()
+    check_answers(asked, plain_answers(tmp_path / "merged"), cp=2)
+
+    weights = load_file(folder / "qwen3" / "model.safetensors")
+    save_file({n: w + 1 for n, w in weights.items()}, folder / "qwen3" / "model.safetensors", metadata={"format": "pt"})
+    changed = subprocess.run([sys.executable, "-m", "engines.checkpoint", "export", checkpoint, tmp_path / "other", "--merge"],
+                             cwd=ROOT, capture_output=True, text=True)
+    save_file(weights, folder / "qwen3" / "model.safetensors", metadata={"format": "pt"})
+    assert changed.returncode == 2 and "is not the model whose adapters" in changed.stderr
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_without_adapters_the_model_is_the_frozen_one(results, folder, world):
+    result = results(world)["adapters"]
+    assert result["same"] == [True, True], "also after training"
+    asked = load_file(folder / f"{world} adapters.safetensors")["asked"]
+    check_answers(asked, plain_answers(folder / "llama"))
+    assert result["states"] == 2 * 7 * 3, "the optimizer knows adapters alone"
+    assert "the gradient of every adapter is exactly 0" in result["told"]
+
+
+@pytest.mark.parametrize("pairs, message", [
+    (["rank=0", "adapter_path={adapter}"], "model.lora.adapter_path={adapter} does nothing with model.lora.rank=0"),
+    (["rank=8", "adapter_path={adapter}"], "has r=4 and lora_alpha=6: give model.lora.rank=4 model.lora.alpha=6"),
+    ([*LORA, "adapter_path=nowhere"], "model.lora.adapter_path=nowhere is not a directory with a PEFT adapter"),
+    ([*LORA, "adapter_path={adapter}", "target_modules=[q_proj]"], "differ in 36 matrices"),
+    ([*LORA, "target_modules=[query]"], "model.lora.target_modules=['query']: "),
+    ([*LORA, "target_modules=[lm_head]"], "names lm_head: adapters belong to the linear layers of decoder layers"),
+    ([*LORA, "target_modules=[embed_tokens]"], "names model.embed_tokens: adapters belong"),
+])
+def test_adapters_that_cannot_work(folder, pairs, message):
+    adapter = str(folder / "llama_adapter")
+    with pytest.raises(InputError) as error:
+        FSDPEngine.check(config(folder, f"model.path={folder / 'llama'}", *(
+            f"model.lora.{pair.replace('{adapter}', adapter)}" for pair in pairs)), 1)
+    assert message.replace("{adapter}", adapter) in str(error.value)
+
+
+def test_flops_of_frozen_weights_are_four_each(folder):
+    """A step that computes no gradient of a matrix does two products with it and not three."""
+    def flops(*pairs):
+        engine, hf_config = config(folder, f"model.path={folder / 'llama'}", *pairs), read_hf_config(folder / "llama")
+        hf, _ = build(engine, hf_config, False)
+        numbers = SimpleNamespace(_flops=count_flops(hf, hf_config))
+        return numbers._flops, FSDPEngine.flops(numbers, [10, 20])
+
+    whole, of_whole = flops()
+    adapted, of_adapted = flops(*(f"model.lora.{key}" for key in LORA))
+    assert adapted[:3] == whole[:3] and adapted[3] == 3 * 4 * (4 * 32 + 2 * (32 + 16) + 3 * (32 + 48) + 2 * 32 - 2 * 32)
+    assert of_whole - of_adapted == 2 * 30 * (whole[0] + whole[1]) - 6 * 30 * adapted[3]
 
 
 def test_weights_in_several_files(folder, tmp_path):
