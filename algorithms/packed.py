@@ -5,13 +5,15 @@ log-probability. The number of sequences is an argument because sequence.max() w
 be wrong for a micro-batch, which holds only some of them.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 
 def sum_by_sequence(x: Tensor, sequence: Tensor, num_sequences: int) -> Tensor:
-    """[n] in x's dtype: the sum of x [T] over the tokens of each sequence (sequence [T] int64); 0 where it has none."""
-    return x.new_zeros(num_sequences).index_add(0, sequence, x)
+    """[n, ...] in x's dtype: the sum of x [T, ...] over the tokens of each sequence (sequence [T] int64); 0 where it has none."""
+    return x.new_zeros(num_sequences, *x.shape[1:]).index_add(0, sequence, x)
 
 
 def mean_by_sequence(x: Tensor, mask: Tensor, sequence: Tensor, num_sequences: int) -> Tensor:
@@ -33,23 +35,27 @@ def bounded_exp(x: Tensor) -> Tensor:
     return x.clamp(-20, 20).exp()
 
 
-def whiten(x: Tensor, mask: Tensor) -> Tensor:
-    """(x - mean) / sqrt(variance + 1e-8) over the masked tokens, the variance unbiased; 0 outside the mask.
+def whiten(x: Tensor, weight: Tensor, total: Callable[[Tensor], Tensor] = Tensor.sum) -> Tensor:
+    """(x - mean) / sqrt(variance + 1e-8), where each x counts as often as its weight says and the variance is unbiased; 0
+    where the weight is 0.
 
-    x [T], returned in its dtype; mask [T] fp32. A single token becomes 0, and so do tokens that are all equal. Computed in
-    float64, hence for the host: in fp32 the rounding error of the mean would be blown up where the variance is 0.
+    x [T], returned in its dtype; weight [T]: a mask, or numbers of tokens; total: a sum over x, and over other ranks if they
+    have a part of it. A single token becomes 0, and so do tokens that are all equal. Computed in float64, hence for the host:
+    in fp32 the rounding error of the mean would be blown up where the variance is 0.
     """
-    count = mask.double().sum()
-    mean = torch.where(mask > 0, x, 0).double().sum() / count.clamp(min=1)
-    deviation = torch.where(mask > 0, x.double() - mean, 0)
-    variance = deviation.square().sum() / (count - 1).clamp(min=1)
+    times, inside = weight.double(), torch.where(weight > 0, x, 0).double()
+    count = total(times)
+    mean = total(inside * times) / count.clamp(min=1)
+    deviation = torch.where(weight > 0, inside - mean, 0)
+    variance = total(deviation.square() * times) / (count - 1).clamp(min=1)
     return (deviation * (variance + 1e-8).rsqrt()).to(x.dtype)
 
 
 def tokens_in_order(mask: Tensor, sequence: Tensor) -> Tensor:
     """[number of masked tokens] int64: the positions of the masked tokens, sequence by sequence, each in order."""
     tokens = mask.nonzero()[:, 0]
-    return tokens[sequence[tokens].argsort(stable=True)]
+    of_token = sequence[tokens]
+    return tokens if (of_token.diff() >= 0).all() else tokens[of_token.argsort(stable=True)]
 
 
 def next_in_sequence(x: Tensor, mask: Tensor, sequence: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """The critic's loss, and how much of the returns it explains."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -15,12 +17,16 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_range: 
     return torch.maximum(free, bounded) / 2, (bounded > free).float()
 
 
-def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, total: Callable[[Tensor], Tensor] = Tensor.sum) -> float:
     """1 - var(returns - values) / var(returns) over the masked tokens; 0 if the returns do not vary. For the host.
 
-    values, returns, mask [T] fp32
+    values, returns, mask [T] fp32; total: a sum over [T], and over the other ranks' tokens
     """
-    values, returns = (x[mask > 0].double() for x in (values, returns))
-    if len(returns) == 0 or returns.min() == returns.max():
-        return 0.0
-    return 1 - ((returns - values).var(correction=0) / returns.var(correction=0)).item()
+    count = total(mask.double()).clamp(min=1)
+
+    def variance(x: Tensor) -> float:
+        inside = torch.where(mask > 0, x, 0).double()
+        deviation = torch.where(mask > 0, inside - total(inside) / count, 0)
+        return (total(deviation.square()) / count).item()
+    of_returns = variance(returns)
+    return 1 - variance(returns.double() - values.double()) / of_returns if of_returns else 0.0

@@ -48,16 +48,35 @@ class Batch:
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
         """The sequences of batches with the same fields, one batch behind the other."""
-        lengths = torch.cat([torch.zeros(1, dtype=torch.int64), *(b.cu_seqlens.diff() for b in batches)])
-        return Batch(torch.cat([b.input_ids for b in batches]), lengths.cumsum(0),
+        return Batch(torch.cat([b.input_ids for b in batches]), bounds(torch.cat([b.cu_seqlens.diff() for b in batches])),
                      {k: torch.cat([b.fields[k] for b in batches]) for k in batches[0].fields})
 
-    def select(self, indices: Sequence[int]) -> Batch:
+    def select(self, indices: Sequence[int] | Tensor) -> Batch:
         """The sequences at these indices, in this order."""
-        cu = self.cu_seqlens.tolist()
-        take = torch.cat([torch.arange(cu[i], cu[i + 1]) for i in indices] or [torch.arange(0)])
-        lengths = torch.tensor([0, *(cu[i + 1] - cu[i] for i in indices)])
-        return Batch(self.input_ids[take], lengths.cumsum(0), {k: v[take] for k, v in self.fields.items()})
+        indices = torch.as_tensor(indices, dtype=torch.int64)
+        lengths = self.cu_seqlens.diff()[indices]
+        take = spans(self.cu_seqlens[indices], lengths)
+        return Batch(self.input_ids[take], bounds(lengths), {k: v[take] for k, v in self.fields.items()})
+
+    def split(self, counts: list[int]) -> list[Batch]:
+        """The first counts[0] sequences, the next counts[1], ...: views, which share their memory with this batch."""
+        lengths = self.cu_seqlens.diff().split(counts)
+        sizes = [int(part.sum()) for part in lengths]
+        columns = zip(*(column.split(sizes) for column in (self.input_ids, *self.fields.values())))
+        return [Batch(ids, bounds(part), dict(zip(self.fields, values))) for part, (ids, *values) in zip(lengths, columns)]
+
+
+def bounds(lengths: Tensor) -> Tensor:
+    """[n+1] int64: where each of n sequences begins, and the end."""
+    return torch.cat([lengths.new_zeros(1), lengths]).cumsum(0)
+
+
+def spans(starts: Tensor, lengths: Tensor) -> Tensor:
+    """[sum of lengths] int64: start, start + 1, ... of each span, one behind the other; starts, lengths [n] int64."""
+    return torch.repeat_interleave(starts - bounds(lengths)[:-1], lengths) + torch.arange(int(lengths.sum()))
+
+
+MANY = 32               # items per part
 
 
 @lru_cache(maxsize=2)
@@ -80,20 +99,31 @@ def global_batch(num_rows: int, batch_size: int, seed: int, step: int) -> np.nda
 def partition(costs: Sequence[float], num_parts: int) -> list[list[int]]:
     """Divide items into num_parts lists of indices with nearly equal sums (largest differencing, Karmarkar-Karp 1982).
 
-    Parts may hold different numbers of items, none among them when there are fewer items than parts.
+    Parts may hold different numbers of items, none among them when there are fewer items than parts. Very many go, the largest
+    first, to the part that has least: that takes less time, and differences are those of the smallest.
     """
+    if len(costs) > MANY * num_parts:
+        sums, parts = [(0.0, part) for part in range(num_parts)], [[] for _ in range(num_parts)]
+        for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
+            least, part = sums[0]
+            heapq.heapreplace(sums, (least + costs[i], part))
+            parts[part].append(i)
+        return [sorted(part) for part in parts]
     heap = []
     for i in sorted(range(len(costs)), key=lambda i: (costs[i], i)):
-        parts = [(costs[i], [i])] + [(0.0, [])] * (num_parts - 1)      # sorted by sum, largest first
-        heap.append((-costs[i], i, parts))
+        heap.append((-costs[i], i, [(costs[i], [i])]))        # parts that hold something, largest sum first
     heapq.heapify(heap)
     tie = len(costs)
     while len(heap) > 1:
         (_, _, a), (_, _, b) = heapq.heappop(heap), heapq.heappop(heap)
-        merged = sorted(((sa + sb, ia + ib) for (sa, ia), (sb, ib) in zip(a, reversed(b))), key=lambda p: -p[0])
-        heapq.heappush(heap, (merged[-1][0] - merged[0][0], tie, merged))
+        free, b = num_parts - len(b), b[::-1]           # the largest of one meets the smallest of the other
+        merged = a[:free] + [(sa + sb, ia + ib) for (sa, ia), (sb, ib) in zip(a[free:], b)] + b[len(a[free:]):]
+        merged.sort(key=lambda part: -part[0])
+        smallest = merged[-1][0] if len(merged) == num_parts else 0.0
+        heapq.heappush(heap, (smallest - merged[0][0], tie, merged))
         tie += 1
-    return [sorted(items) for _, items in heap[0][2]] if heap else [[] for _ in range(num_parts)]
+    parts = [sorted(items) for _, items in heap[0][2]] if heap else []
+    return parts + [[] for _ in range(num_parts - len(parts))]
 
 
 def pack(lengths: Sequence[int], max_tokens: int, padded: bool = False) -> list[list[int]]:

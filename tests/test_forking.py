@@ -25,7 +25,7 @@ from rollout.grading import Grader
 from tests.fsdp_worker import make_batch, make_loss, make_tokenizer
 from tests.launch import ROOT, launch, metrics
 from tests.models import make_model
-from tests.test_ppo import make_samples, on_responses
+from tests.test_ppo import make_samples, on_responses, whole
 
 TEXT = (ROOT / "docs" / "forking.md").read_text()
 SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", TEXT, re.MULTILINE | re.DOTALL))
@@ -76,7 +76,7 @@ def test_add_an_advantage(fork):
     config = fork("Add an advantage")
     ppo.check(config)
     samples = make_samples([1, 2, 3, 2], [1, 5, 2, 7], [0, 0, 0, 1])
-    metrics = ppo.set_advantages(config, samples, [[0, 1, 2, 3]], 0.0)
+    metrics = ppo.set_advantages(config, samples, whole(samples), 0.0)
     fields = samples.batch.fields
     assert on_responses(samples, fields["advantages"]) == [-0.5, 1.5, 1.5, 0, 0, 0, 0, 0]
     assert on_responses(samples, fields["returns"]) == [1, 5, 5, 2, 2, 2, 7, 7]
@@ -277,6 +277,7 @@ def greedy(rewards, baseline, **_): return rewards, rewards
 def discounted(rewards, gamma, **_): return rewards, rewards
 def unrewarded(mask, **_): return mask, mask
 def of_sequences(rewards, group, **_): return rewards, torch.zeros(len(group))
+def of_none(outcome, **_): return outcome.mean(), outcome
 def needy(rewards, alpha, **_): return rewards, rewards
 def narrow(rewards): return rewards, rewards
 def loss(log_probs, advantages, *, beta=1.0, **_): return -log_probs * advantages * beta, {}
@@ -340,7 +341,7 @@ def test_discounts_kwargs_and_weights_reach_them(named):
     loss, metrics, _ = loss_of(config, advantages=[1.0, -2.0], ref_log_probs=[-1.0, -1.0])
     assert loss == pytest.approx(3 * (1.5 - 2 * 0.5) / 2 + 0.5 * 0.25) and metrics["kl_loss"] == 0.25
     samples = make_samples([1, 2, 3], [1, 5, 2], [4, 4, 6])
-    ppo.set_advantages(named("loss_mode=my.py:loss_of_all", "loss_agg_mode=my.py:halves"), samples, [[0, 1, 2]], 0.0)
+    ppo.set_advantages(named("loss_mode=my.py:loss_of_all", "loss_agg_mode=my.py:halves"), samples, whole(samples), 0.0)
     fields = samples.batch.fields
     assert on_responses(samples, fields["group"]) == [4, 4, 4, 6, 6, 6]
     assert on_responses(samples, fields["scores"]) == [1, 5, 5, 2, 2, 2]
@@ -348,15 +349,16 @@ def test_discounts_kwargs_and_weights_reach_them(named):
 
 
 def test_shapes_that_a_broadcast_would_hide(named):
-    with pytest.raises(InputError, match=r"adv_estimator=my.py:of_sequences must return one number per token, .*9\], not \[2\]"):
-        ppo.set_advantages(named("adv_estimator=my.py:of_sequences"), make_samples([2, 3], [1, 5], [0, 0]), [[0, 1]], 0.0)
     samples = make_samples([2, 3], [1, 5], [0, 0])
+    for function, said in (("of_sequences", r"token, .*9\], not \[2\]"), ("of_none", r"response, .*2\], not \[\]")):
+        with pytest.raises(InputError, match=f"adv_estimator=my.py:{function} must return one number per {said}"):
+            ppo.set_advantages(named(f"adv_estimator=my.py:{function}"), samples, whole(samples), 0.0)
     samples.batch.fields |= {name: torch.zeros(9) for name in ("old_log_probs", "ref_log_probs", "rollout_log_probs")}
     for pairs, message in ((["adv_estimator=my.py:one"], "one must return two things, advantages and returns"),
                            (["loss_agg_mode=my.py:total"], "total must return one number per token, shape [9], not []"),
                            (["use_kl_in_reward=true", "kl_penalty=my.py:mean_gap"], "mean_gap must return one number per token")):
         with pytest.raises(InputError, match=re.escape(f"algorithm.{pairs[-1].partition(':')[0]}:{message}")):
-            ppo.set_advantages(named(*pairs), samples, [[0, 1]], 0.0)
+            ppo.set_advantages(named(*pairs), samples, whole(samples), 0.0)
     for pairs, message in ((["loss_mode=my.py:summed"], "summed must return one number per token, shape [2], not []"),
                            (["loss_mode=my.py:alone"], "alone must return two things, losses and a dictionary of metrics"),
                            (["loss_mode=my.py:measured"], "measured must return one number per token, shape [2], not 0.5"),
