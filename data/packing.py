@@ -104,7 +104,7 @@ def partition(costs: Sequence[float], num_parts: int) -> list[list[int]]:
     """
     if len(costs) > MANY * num_parts:
         sums, parts = [(0.0, part) for part in range(num_parts)], [[] for _ in range(num_parts)]
-        for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        for i in np.argsort(-np.asarray(costs), kind="stable").tolist():
             least, part = sums[0]
             heapq.heapreplace(sums, (least + costs[i], part))
             parts[part].append(i)
