@@ -74,6 +74,7 @@ def measure(num_ranks: int, estimator: str, num_tokens: int, group_size: int, re
                                f"rollout.n={group_size}", f"data.train_batch_size={len(dataset)}"])
 
     def step() -> list[float]:
+        dataset.drawn_lengths[:] = np.nan
         clock = [time.process_time()]
         samples = draw_samples(rollout, grader, dataset, range(len(dataset)), config.rollout, (0,), tokenizer, Profiler(), None, 1)
         clock.append(time.process_time())
