@@ -299,8 +299,8 @@ def set_advantages(config: DictConfig, samples: Samples, share: Share, kl_coef: 
 
     names, fields = reads(config, "adv_estimator"), {**f, "rewards": rewards, "mask": mask}
     given = {"outcome": outcome, "lengths": lengths, "group": samples.group, "baseline": samples.baseline,
-             "gamma": algorithm.gamma, "lam": algorithm.lam}
-    if "num_sequences" in names:
+             "num_sequences": n, "total": Tensor.sum, "gamma": algorithm.gamma, "lam": algorithm.lam}
+    if of_this := "num_sequences" in names and names & TOKENS:
         given |= {name: x[share.places] for name, x in given.items() if isinstance(x, Tensor)}
         given |= {**fields, "num_sequences": m, "total": total}
     elif names & TOKENS:
@@ -313,7 +313,7 @@ def set_advantages(config: DictConfig, samples: Samples, share: Share, kl_coef: 
         if unit == "response":
             f[name], reduced = share.on_tokens(x) * mask, torch.stack([x * lengths, x, x], 1)
         else:
-            f[name] = x if "num_sequences" in names else share.tokens_of_this(x)
+            f[name] = x if of_this else share.tokens_of_this(x)
             reduced = by_response((f[name], "sum"), (f[name], "amax"), (f[name], "amin"))
         sums, high, low = reduced[lengths > 0].unbind(1)
         metrics |= {f"critic/{name}/mean": sums.double().sum().item() / num_tokens, f"critic/{name}/max": high.max().item(),

@@ -278,6 +278,7 @@ def discounted(rewards, gamma, **_): return rewards, rewards
 def unrewarded(mask, **_): return mask, mask
 def of_sequences(rewards, group, **_): return rewards, torch.zeros(len(group))
 def of_none(outcome, **_): return outcome.mean(), outcome
+def counted(outcome, num_sequences, total, **_): return outcome / total(outcome) * num_sequences, outcome
 def needy(rewards, alpha, **_): return rewards, rewards
 def narrow(rewards): return rewards, rewards
 def loss(log_probs, advantages, *, beta=1.0, **_): return -log_probs * advantages * beta, {}
@@ -346,6 +347,8 @@ def test_discounts_kwargs_and_weights_reach_them(named):
     assert on_responses(samples, fields["group"]) == [4, 4, 4, 6, 6, 6]
     assert on_responses(samples, fields["scores"]) == [1, 5, 5, 2, 2, 2]
     assert on_responses(samples, fields["loss_weight"]) == [0.5] * 6
+    ppo.set_advantages(named("adv_estimator=my.py:counted"), samples, whole(samples), 0.0)
+    assert on_responses(samples, fields["advantages"]) == pytest.approx([3 / 8, 15 / 8, 15 / 8, 3 / 4, 3 / 4, 3 / 4])
 
 
 def test_shapes_that_a_broadcast_would_hide(named):
