@@ -300,7 +300,7 @@ def learned(drawn: Samples, engine: FSDPEngine, folder: Path, *more: str) -> dic
     """What two mini-batches of samples are to teach, where the models say of each token what its id says."""
     algorithm = OmegaConf.from_dotlist([pair.replace("FOLDER", str(folder)) for pair in more])
     config = OmegaConf.merge(engine.config, {"algorithm": algorithm})
-    drawn = replace(drawn, baseline=drawn.scores.flip(0))
+    drawn = replace(drawn, baseline=drawn.scores.flip(0), metrics={})         # those are times
     with counted_bytes() as moved:
         share = divide(drawn, drawn.mini_batches(3), engine)
     f, ids = share.batch.fields, share.batch.input_ids
