@@ -34,14 +34,14 @@ from rollout.share import Share
 # Keys of `algorithm` that name a function: ours, the arguments that any of them is called with, and the key of the free
 # group with its own parameters. What a function names is there: `values` in an advantage or a policy loss asks for a
 # critic, `ref_log_probs` for a reference, `baseline` in an advantage for greedy responses, `old_log_probs` in one for the
-# pass that computes them. A configuration key that no function names has no effect, and is an error. TOKENS are the arguments
-# per token: an advantage that names one of them is of tokens, and so is an aggregation.
+# pass that computes them. A configuration key that no function names has no effect, and is an error. An advantage that names
+# one of TOKENS is of tokens, others are of responses.
 NAMED = {
     "adv_estimator": (ADVANTAGES, "rewards mask sequence group values baseline old_log_probs ref_log_probs rollout_log_probs "
                                   "outcome lengths num_sequences total gamma lam", "adv_kwargs"),
     "loss_mode": (POLICY_LOSSES, "log_probs entropy old_log_probs advantages mask sequence num_sequences clip_low clip_high "
                                  "dual_clip returns values ref_log_probs rollout_log_probs group scores", "loss_kwargs"),
-    "loss_agg_mode": (AGGREGATIONS, "lengths mask sequence num_sequences max_tokens", None),
+    "loss_agg_mode": (AGGREGATIONS, "lengths max_tokens", None),
     "kl_penalty": (KL_ESTIMATORS, "log_probs ref_log_probs", None),
     "kl_loss_type": (KL_ESTIMATORS, "log_probs ref_log_probs", None),
 }
@@ -74,6 +74,11 @@ def check(config: DictConfig) -> None:
                          f"{config.data.train_batch_size}")
     for key in NAMED:
         named(config, key)
+    names = reads(config, "adv_estimator")
+    if names & TOKENS and "num_sequences" not in names:
+        raise InputError(f"algorithm.adv_estimator={algorithm.adv_estimator} names {min(names & TOKENS)}, which a rank has of its "
+                         "own tokens alone: name outcome, which it has of all responses, or else num_sequences too, and let "
+                         "total add up over all ranks (docs/forking.md)")
     check_effect(config)
     if config.validation.n > 1 and config.validation.temperature == 0:
         raise InputError(f"validation.n={config.validation.n} gives that many equal responses with validation.temperature=0: "
@@ -279,11 +284,12 @@ def set_advantages(config: DictConfig, samples: Samples, share: Share, kl_coef: 
     mask, lengths, num_tokens = f["loss_mask"], samples.response_lengths, samples.response_lengths.sum().item()
     sequence = f["sequence"] = torch.repeat_interleave(torch.arange(m), share.batch.cu_seqlens.diff())
     tokens = mask.nonzero()[:, 0]
+    own_lengths = torch.searchsorted(tokens, share.batch.cu_seqlens).diff()
 
     def by_response(*reductions: tuple[Tensor, str]) -> Tensor:
-        """[n, len(reductions)] float64: of each x [T], "sum", "amax" or "amin" over the response tokens of each response"""
-        return share.of_all(torch.stack([torch.zeros(m, dtype=torch.float64).scatter_reduce(
-            0, sequence[tokens], x[tokens].double(), how, include_self=False) for x, how in reductions], 1))
+        """[n, len(reductions)] float64: of each x [T], "sum", "max" or "min" over the response tokens of each response"""
+        return share.of_all(torch.stack([torch.segment_reduce(x[tokens].double(), how, lengths=own_lengths, unsafe=True)
+                                         for x, how in reductions], 1))
 
     def total(x: Tensor) -> Tensor:
         return by_response((x, "sum")).sum()
@@ -297,26 +303,18 @@ def set_advantages(config: DictConfig, samples: Samples, share: Share, kl_coef: 
         rewards, outcome = rewards - kl_coef * (kl * mask), (outcome - kl_coef * of_response).float()
         metrics |= {"actor/reward_kl": of_response.sum().item() / num_tokens, "actor/kl_coef": kl_coef}
 
-    names, fields = reads(config, "adv_estimator"), {**f, "rewards": rewards, "mask": mask}
-    given = {"outcome": outcome, "lengths": lengths, "group": samples.group, "baseline": samples.baseline,
-             "num_sequences": n, "total": Tensor.sum, "gamma": algorithm.gamma, "lam": algorithm.lam}
-    if of_this := "num_sequences" in names and names & TOKENS:
-        given |= {name: x[share.places] for name, x in given.items() if isinstance(x, Tensor)}
-        given |= {**fields, "num_sequences": m, "total": total}
-    elif names & TOKENS:
-        fields["sequence"] = share.on_tokens(torch.arange(n))
-        given |= {name: share.tokens_of_all(fields[name]) for name in sorted(names & TOKENS)}
-    unit, like = ("token", given[min(names & TOKENS)]) if names & TOKENS else ("response", outcome)
-    pair = check_pair(config, "adv_estimator", Tensor, named(config, "adv_estimator")(**given))
-    pair = check_shapes(config, "adv_estimator", like, *pair, unit=unit)
-    for name, x in zip(("advantages", "returns"), pair):
-        if unit == "response":
-            f[name], reduced = share.on_tokens(x) * mask, torch.stack([x * lengths, x, x], 1)
+    unit, like = ("token", mask) if reads(config, "adv_estimator") & TOKENS else ("response", outcome)
+    pair = check_pair(config, "adv_estimator", Tensor, named(config, "adv_estimator")(**{
+        **f, "rewards": rewards, "mask": mask, "sequence": share.on_tokens(torch.arange(n)), "num_sequences": n,
+        "outcome": outcome, "lengths": lengths, "group": samples.group, "baseline": samples.baseline, "total": total,
+        "gamma": algorithm.gamma, "lam": algorithm.lam}))
+    for name, x in zip(("advantages", "returns"), check_shapes(config, "adv_estimator", like, *pair, unit=unit)):
+        if unit == "token":
+            f[name], of_each = x, by_response((x, "sum"), (x, "max"), (x, "min"))
         else:
-            f[name] = x if of_this else share.tokens_of_this(x)
-            reduced = by_response((f[name], "sum"), (f[name], "amax"), (f[name], "amin"))
-        sums, high, low = reduced[lengths > 0].unbind(1)
-        metrics |= {f"critic/{name}/mean": sums.double().sum().item() / num_tokens, f"critic/{name}/max": high.max().item(),
+            f[name], of_each = share.on_tokens(x) * mask, torch.stack([x * lengths, x, x], 1).double()
+        sums, high, low = of_each[lengths > 0].unbind(1)
+        metrics |= {f"critic/{name}/mean": sums.sum().item() / num_tokens, f"critic/{name}/max": high.max().item(),
                     f"critic/{name}/min": low.min().item()}
 
     if "old_log_probs" in f:
@@ -331,7 +329,14 @@ def set_advantages(config: DictConfig, samples: Samples, share: Share, kl_coef: 
         metrics["rollout_corr/rejected"] = 1 - kept_lengths.sum().item() / num_tokens
     f |= {name: share.on_tokens(x) for name, x in (("group", samples.group), ("scores", samples.scores))
           if name in reads(config, "loss_mode")}
-    f["loss_weight"], f["token_weight"] = aggregation_weights(config, share, kept, kept_lengths)
+    loss_weight, token_weight = torch.zeros(2, n)
+    for mini in range(share.num_minis):
+        inside = (share.minis == mini).float()
+        of_loss, = check_shapes(config, "loss_agg_mode", outcome, named(config, "loss_agg_mode")(
+            lengths=kept_lengths * inside, max_tokens=config.rollout.max_tokens), unit="response")
+        loss_weight += of_loss * inside
+        token_weight += token_mean(kept_lengths * inside) * inside
+    f["loss_weight"], f["token_weight"] = (share.on_tokens(weight) * kept for weight in (loss_weight, token_weight))
     if "values" in f:
         metrics |= {"critic/vf_explained_var": explained_variance(f["values"], f["returns"], mask, total),
                     "critic/values/mean": total(f["values"]).item() / num_tokens}
@@ -339,22 +344,6 @@ def set_advantages(config: DictConfig, samples: Samples, share: Share, kl_coef: 
         | {"response_length/clip_ratio": samples.truncated.float().mean().item(),
            "reward/informative_groups": informative(samples.scores, samples.group).float().mean().item(),
            "reward/failure_rate": len(samples.failures) / samples.num_asked} | samples.metrics
-
-
-def aggregation_weights(config: DictConfig, share: Share, kept: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """[T] fp32 each: what a token counts for in the loss, and in means. kept [T] fp32: 1 on tokens that count; lengths [n]
-    fp32: how many of these each response has, of all n."""
-    given, on_tokens, place = {"num_sequences": len(lengths), "max_tokens": config.rollout.max_tokens}, share.on_tokens, slice(None)
-    if reads(config, "loss_agg_mode") & TOKENS:
-        place, on_tokens = torch.repeat_interleave(torch.arange(len(lengths)), share.lengths), share.tokens_of_this
-        given |= {"sequence": place, "mask": share.tokens_of_all(kept)}
-    loss, mean = torch.zeros_like(given.get("mask", lengths)), torch.zeros_like(lengths)
-    for mini in range(share.num_minis):
-        inside = (share.minis == mini).float()
-        of_mini = given | {"lengths": inside * lengths} | ({"mask": given["mask"] * inside[place]} if "mask" in given else {})
-        loss += inside[place] * check_shapes(config, "loss_agg_mode", loss, named(config, "loss_agg_mode")(**of_mini))[0]
-        mean += inside * token_mean(of_mini["lengths"])
-    return on_tokens(loss) * kept, share.on_tokens(mean) * kept
 
 
 def next_kl_coef(config: DictConfig, kl_coef: float, metrics: dict[str, float], num_responses: int) -> float:

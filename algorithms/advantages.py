@@ -1,24 +1,20 @@
 """Advantages: what each token was worth, from the rewards of the whole global batch. Computed on the host, in float64.
 
-An advantage is of responses or of tokens, as the arguments say that it names.
-
-Of responses, if it names none per token: it gets the numbers of all n responses of the step, wherever their tokens are,
+Every rank knows the numbers of all n responses of the step:
     outcome  [n] fp32: the score, minus penalties for length and the KL penalties of its tokens if they are configured
     lengths  [n] int64, response tokens;  baseline [n] fp32: the score of the greedy response to the same prompt
     group    [n] int64: the prompt of each response, any numbers, groups of any sizes
-and returns advantages and returns, each [n] fp32, which hold for every token of the response.
+An advantage that names no more returns advantages and returns, each [n] fp32, which hold for every token of the response.
 
-Of tokens otherwise, whose numbers must then be sent to every rank:
+Of tokens a rank has those that it trains on:
     rewards  [T] fp32: the score on the last response token, minus the KL penalties if they are configured
     mask     [T] fp32: 1 on response tokens; tokens in between that were not sampled (tool results) are stepped over
-    sequence [T] int64: the response of each token, in 0..n-1
+    sequence [T] int64: the response of each token, in 0..n-1; and num_sequences, which is n
     values   [T] fp32: V(x_<t); and old_log_probs, ref_log_probs, rollout_log_probs, each [T] fp32
-It returns advantages and returns, each [T] in the rewards' dtype and 0 outside the mask.
+An advantage that names these returns advantages and returns, each [T] in the rewards' dtype and 0 outside the mask. What it must
+know of other ranks' tokens is a sum, total(x [T]): scalar float64, over all response tokens of the step.
 
-Of one rank's tokens if it also names num_sequences: nothing is sent, and T, sequence, group and baseline are of this rank's
-num_sequences responses. What it must know of all ranks is a sum, total(x [T]): scalar float64, over response tokens.
-
-All have gamma and lam, the discount and the lambda of Schulman's lambda-return; 1 by default.
+gamma and lam are the discount and the lambda of Schulman's lambda-return; 1 by default.
 """
 
 from collections.abc import Callable

@@ -5,9 +5,6 @@ response is in another mini-batch, or rejected), and by name max_tokens, the lon
 It returns weights [n] fp32 of a token of each response, such that the sum of loss * weight over these tokens is the
 aggregate. So a rank needs the lengths of all responses of the mini-batch and the tokens of its own, and the sums of
 micro-batches and ranks add up to the aggregate, however the mini-batch is divided.
-
-A function of yours may instead name mask [T] fp32, sequence [T] int64 and num_sequences, of the tokens of all ranks, and return
-weights [T] fp32. That costs sending the mask to every rank.
 """
 
 import torch

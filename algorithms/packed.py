@@ -69,19 +69,20 @@ def next_in_sequence(x: Tensor, mask: Tensor, sequence: Tensor) -> Tensor:
 def sum_to_go(x: Tensor, mask: Tensor, sequence: Tensor, num_sequences: int, decay: float) -> Tensor:
     """[T] in x's dtype: y_t = x_t + decay * y_s, where s is the next masked token in the sequence (y = 0 after the last).
 
-    x [T], mask [T] fp32, sequence [T] int64; 0 outside the mask. All sequences advance together, from their last token.
+    x [T], mask [T] fp32, sequence [T] int64; 0 outside the mask. All sequences advance together, from their last token. For
+    the host.
     """
     tokens = tokens_in_order(mask, sequence)
-    lengths = torch.bincount(sequence[tokens], minlength=num_sequences)
-    starts = lengths.cumsum(0) - lengths
-    # With the longest first, the sequences that have a token at a given place come first: no padding is needed.
-    lengths, longest_first = lengths.sort(descending=True)
-    starts, lengths = starts[longest_first], lengths.tolist()
-    x, y, carry, active = x[tokens], x.new_zeros(len(x)), x.new_zeros(num_sequences), 0
-    for place in reversed(range(max(lengths, default=0))):
-        while active < num_sequences and lengths[active] > place:
-            active += 1
-        at = starts[:active] + place
-        carry[:active] = x[at] + decay * carry[:active]
-        y[tokens[at]] = carry[:active]
-    return y
+    of_token = sequence[tokens]
+    lengths = torch.bincount(of_token, minlength=num_sequences)
+    place = torch.arange(len(tokens)) - (lengths.cumsum(0) - lengths)[of_token]
+    # First tokens, then second ones, ..., those of the longest sequence first: the tokens that follow one another are the
+    # first of neighbouring slices, and no padding is needed.
+    row = lengths.argsort(descending=True).argsort()
+    counts = torch.bincount(place)
+    at = (counts.cumsum(0) - counts)[place] + row[of_token]
+    y = x.new_empty(len(tokens)).index_copy(0, at, x[tokens])
+    slices = [part.numpy() for part in y.split(counts.tolist())]       # faster than torch where there is little to add
+    for here, following in zip(slices[-2::-1], slices[:0:-1]):
+        here[:len(following)] += decay * following
+    return x.new_zeros(len(x)).index_copy(0, tokens, y[at])

@@ -55,8 +55,9 @@ class Batch:
         """The sequences at these indices, in this order."""
         indices = torch.as_tensor(indices, dtype=torch.int64)
         lengths = self.cu_seqlens.diff()[indices]
-        take = spans(self.cu_seqlens[indices], lengths)
-        return Batch(self.input_ids[take], bounds(lengths), {k: v[take] for k, v in self.fields.items()})
+        cu_seqlens = bounds(lengths)
+        take = torch.repeat_interleave(self.cu_seqlens[indices] - cu_seqlens[:-1], lengths) + torch.arange(int(cu_seqlens[-1]))
+        return Batch(self.input_ids[take], cu_seqlens, {k: v[take] for k, v in self.fields.items()})
 
     def split(self, counts: list[int]) -> list[Batch]:
         """The first counts[0] sequences, the next counts[1], ...: views, which share their memory with this batch."""
@@ -71,12 +72,7 @@ def bounds(lengths: Tensor) -> Tensor:
     return torch.cat([lengths.new_zeros(1), lengths]).cumsum(0)
 
 
-def spans(starts: Tensor, lengths: Tensor) -> Tensor:
-    """[sum of lengths] int64: start, start + 1, ... of each span, one behind the other; starts, lengths [n] int64."""
-    return torch.repeat_interleave(starts - bounds(lengths)[:-1], lengths) + torch.arange(int(lengths.sum()))
-
-
-MANY = 32               # items per part
+MANY = 32       # items per part
 
 
 @lru_cache(maxsize=2)
@@ -99,31 +95,31 @@ def global_batch(num_rows: int, batch_size: int, seed: int, step: int) -> np.nda
 def partition(costs: Sequence[float], num_parts: int) -> list[list[int]]:
     """Divide items into num_parts lists of indices with nearly equal sums (largest differencing, Karmarkar-Karp 1982).
 
-    Parts may hold different numbers of items, none among them when there are fewer items than parts. Very many go, the largest
-    first, to the part that has least: that takes less time, and differences are those of the smallest.
+    Parts may hold different numbers of items, none among them when there are fewer items than parts. Very many items go, the
+    largest first, to the parts that have least: that takes less time, and leaves differences as small as the smallest items.
     """
     if len(costs) > MANY * num_parts:
-        sums, parts = [(0.0, part) for part in range(num_parts)], [[] for _ in range(num_parts)]
-        for i in np.argsort(-np.asarray(costs), kind="stable").tolist():
-            least, part = sums[0]
-            heapq.heapreplace(sums, (least + costs[i], part))
-            parts[part].append(i)
-        return [sorted(part) for part in parts]
+        costs, sums, part_of = np.asarray(costs), np.zeros(num_parts), np.empty(len(costs), np.int64)
+        # A part that got an item larger than others' sums is left out until they have caught up.
+        at_once, largest_first = max(1, num_parts // 2), np.argsort(-costs, kind="stable")
+        for start in range(0, len(costs), at_once):
+            items = largest_first[start:start + at_once]
+            least = sums.argsort(kind="stable")[:len(items)]
+            part_of[items] = least
+            sums[least] += costs[items]
+        return [np.flatnonzero(part_of == part).tolist() for part in range(num_parts)]
     heap = []
     for i in sorted(range(len(costs)), key=lambda i: (costs[i], i)):
-        heap.append((-costs[i], i, [(costs[i], [i])]))        # parts that hold something, largest sum first
+        parts = [(costs[i], [i])] + [(0.0, [])] * (num_parts - 1)      # sorted by sum, largest first
+        heap.append((-costs[i], i, parts))
     heapq.heapify(heap)
     tie = len(costs)
     while len(heap) > 1:
         (_, _, a), (_, _, b) = heapq.heappop(heap), heapq.heappop(heap)
-        free, b = num_parts - len(b), b[::-1]           # the largest of one meets the smallest of the other
-        merged = a[:free] + [(sa + sb, ia + ib) for (sa, ia), (sb, ib) in zip(a[free:], b)] + b[len(a[free:]):]
-        merged.sort(key=lambda part: -part[0])
-        smallest = merged[-1][0] if len(merged) == num_parts else 0.0
-        heapq.heappush(heap, (smallest - merged[0][0], tie, merged))
+        merged = sorted(((sa + sb, ia + ib) for (sa, ia), (sb, ib) in zip(a, reversed(b))), key=lambda p: -p[0])
+        heapq.heappush(heap, (merged[-1][0] - merged[0][0], tie, merged))
         tie += 1
-    parts = [sorted(items) for _, items in heap[0][2]] if heap else []
-    return parts + [[] for _ in range(num_parts - len(parts))]
+    return [sorted(items) for _, items in heap[0][2]] if heap else [[] for _ in range(num_parts)]
 
 
 def pack(lengths: Sequence[int], max_tokens: int, padded: bool = False) -> list[list[int]]:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from data.packing import Batch, bounds, partition, spans
+from data.packing import Batch, bounds, partition
 from engines.base import Engine
 from rollout.samples import Samples, summed
 
@@ -51,23 +51,9 @@ class Share:
 
     def of_all(self, x: Tensor) -> Tensor:
         """Numbers per response of this share [m, ...] -> of all [n, ...], on every rank."""
-        return self._gather(x, self.places, len(self.lengths))
-
-    def tokens_of_all(self, x: Tensor) -> Tensor:
-        """Numbers per token of this share [T, ...] -> of all n responses, one behind the other, on every rank."""
-        return self._gather(x, self._tokens(), int(self.lengths.sum()))
-
-    def tokens_of_this(self, x: Tensor) -> Tensor:
-        """The reverse of tokens_of_all."""
-        return x[self._tokens()]
-
-    def _tokens(self) -> Tensor:
-        return spans(bounds(self.lengths)[self.places], self.lengths[self.places])
-
-    def _gather(self, x: Tensor, where: Tensor, size: int) -> Tensor:
-        gathered = x.new_zeros(size, *x.shape[1:])
+        gathered = x.new_zeros(len(self.lengths), *x.shape[1:])
         if self.speaks:
-            gathered[where] = x
+            gathered[self.places] = x
         return summed(gathered, self.group)
 
 
