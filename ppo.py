@@ -45,7 +45,7 @@ NAMED = {
     "kl_penalty": (KL_ESTIMATORS, "log_probs ref_log_probs", None),
     "kl_loss_type": (KL_ESTIMATORS, "log_probs ref_log_probs", None),
 }
-TOKENS = {"rewards", "mask", "sequence", "values", "old_log_probs", "ref_log_probs", "rollout_log_probs"}
+TOKENS = {"rewards", "mask", "sequence", "values", "old_log_probs", "ref_log_probs", "rollout_log_probs", "total"}
 
 
 def named(config: DictConfig, key: str) -> Callable:
@@ -76,9 +76,9 @@ def check(config: DictConfig) -> None:
         named(config, key)
     names = reads(config, "adv_estimator")
     if names & TOKENS and "num_sequences" not in names:
-        raise InputError(f"algorithm.adv_estimator={algorithm.adv_estimator} names {min(names & TOKENS)}, which a rank has of its "
-                         "own tokens alone: name outcome, which it has of all responses, or else num_sequences too, and let "
-                         "total add up over all ranks (docs/forking.md)")
+        raise InputError(f"algorithm.adv_estimator={algorithm.adv_estimator} names {min(names & TOKENS)}, which is of one rank's "
+                         "tokens: name outcome instead, which is of all responses, or name num_sequences too, and let total "
+                         "add up over all ranks (docs/forking.md)")
     check_effect(config)
     if config.validation.n > 1 and config.validation.temperature == 0:
         raise InputError(f"validation.n={config.validation.n} gives that many equal responses with validation.temperature=0: "

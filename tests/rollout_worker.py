@@ -58,12 +58,12 @@ LAUNCHES = {"qwen3": Launch(1, "qwen3", more="rollout.stop=[unused]"),
 CUT_TEMPERATURE, CUTS = 0.7, {"top_k": 4, "top_p": 0.5, "min_p": 0.3}
 ONE_WORD = {"temperature": 0.0, "top_k": 1, "top_p": 1e-6, "min_p": 1.0}
 
-# Name -> settings of `algorithm`; the last one has functions of all tokens.
+# Name -> settings of `algorithm`; the last one has functions of a user's.
 KL_IN_REWARD, REJECTION = "use_kl_in_reward=true", "rollout_rs=geometric"
 LEARNED = {"plain": [], **{name: [f"adv_estimator={name}", KL_IN_REWARD] for name in ADVANTAGES},
            "discounted": ["adv_estimator=reinforce_plus_plus", "gamma=0.9", "loss_agg_mode=seq-mean-token-mean"],
            "rejecting": [REJECTION, "rollout_rs_threshold=1.01", "rollout_rs_threshold_lower=0.99"],
-           "of all tokens": ["adv_estimator=FOLDER/functions.py:late", "loss_agg_mode=FOLDER/functions.py:later", KL_IN_REWARD]}
+           "of a user": ["adv_estimator=FOLDER/functions.py:surprising", "loss_agg_mode=FOLDER/functions.py:later", KL_IN_REWARD]}
 
 
 def main(folder: Path, name: str) -> None:
@@ -309,9 +309,16 @@ def learned(drawn: Samples, engine: FSDPEngine, folder: Path, *more: str) -> dic
     f["rollout_log_probs"] = f["old_log_probs"] + (ids % 5 - 2) / 20 * f["loss_mask"]
     with counted_bytes() as told:
         metrics = ppo.set_advantages(config, drawn, share, 0.1)
-    fields = {name: share.tokens_of_all(f[name]).tolist() for name in ("advantages", "returns", "loss_weight", "token_weight")}
+    fields = {name: of_all(share, f[name]) for name in ("advantages", "returns", "loss_weight", "token_weight")}
     return {"fields": fields, "metrics": metrics, "counts": [len(part) for part in share.parts],
             "bytes": gather((moved, told, len(ids)))}
+
+
+def of_all(share: Share, x: torch.Tensor) -> list[float]:
+    """Numbers per token of this share -> of all responses, one behind the other."""
+    shares = gather((share.places.tolist(), [part.tolist() for part in x.split(share.batch.lengths)]))
+    of_response = {place: numbers for places, parts in shares for place, numbers in zip(places, parts)}
+    return [number for place in sorted(of_response) for number in of_response[place]]
 
 
 def shared(engine: FSDPEngine, batch: Batch) -> Share:
@@ -390,7 +397,7 @@ def critic(folder: Path, name: str) -> dict:
 
     def values(engine, batch=batch):
         share = shared(engine, batch)
-        return share.tokens_of_all(ppo.ask(engine.values, share)).tolist()
+        return of_all(share, ppo.ask(engine.values, share))
     engine = build(config.model.path)
     result = {"first": values(engine), "losses": [m["loss"] for m in train(engine, value_error, range(CRITIC_STEPS))],
               "last": values(engine), "another end": values(engine, with_other_ends(batch))}

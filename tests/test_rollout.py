@@ -47,12 +47,14 @@ def rank(prompts, responses, rows):
 """
 
 FUNCTIONS = """
-def late(rewards, mask, values, **_):
-    place = mask.cumsum(0) / mask.sum()
-    return (rewards + place - values[mask > 0].mean()) * mask, place * mask
+import torch
 
-def later(mask, sequence, num_sequences, **_):
-    return mask.cumsum(0) * mask * (1 + sequence / num_sequences) / mask.sum()
+def surprising(mask, sequence, num_sequences, values, outcome, group, total, **_):
+    best = torch.stack([outcome[group == g].max() for g in group])
+    return (outcome - best)[sequence] * mask - (values - total(values) / total(mask)).float() * mask, values * num_sequences
+
+def later(lengths, max_tokens):
+    return torch.arange(len(lengths)) / max_tokens / lengths.sum()
 """
 
 
@@ -243,10 +245,7 @@ def test_each_token_is_on_one_rank_and_what_all_ranks_know_is_numbers_per_respon
         assert sum(tokens) == num_tokens and sum(x["all_to_all_single"] for x in moved) == num_tokens * (8 + 4 + 4)
         assert all(x["all_reduce"] == 8 * ranks for x in moved)
         assert all(x.keys() == {"all_reduce"} for x in told)
-        if what == "of all tokens":
-            assert told[0]["all_reduce"] > 4 * 4 * num_tokens
-        else:
-            assert told[0]["all_reduce"] <= 8 * n * 30, what
+        assert told[0]["all_reduce"] <= 8 * n * 30, what
 
 
 def test_samples_are_scored_in_order_and_failures_are_left_out(result, name):
