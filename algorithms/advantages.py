@@ -17,15 +17,12 @@ know of other ranks' tokens is a sum, total(x [T]): scalar float64, over all res
 gamma and lam are the discount and the lambda of Schulman's lambda-return; 1 by default.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from algorithms.packed import next_in_sequence, sum_by_sequence, sum_to_go, whiten
+from algorithms.packed import Total, next_in_sequence, sum_by_sequence, sum_to_go, whiten
 
 Pair = tuple[Tensor, Tensor]
-Total = Callable[[Tensor], Tensor]
 
 
 def gae(rewards: Tensor, mask: Tensor, sequence: Tensor, num_sequences: int, *, values: Tensor, gamma: float = 1.0,

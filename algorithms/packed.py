@@ -10,6 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+Total = Callable[[Tensor], Tensor]          # [T] -> a scalar
+
 
 def sum_by_sequence(x: Tensor, sequence: Tensor, num_sequences: int) -> Tensor:
     """[n, ...] in x's dtype: the sum of x [T, ...] over the tokens of each sequence (sequence [T] int64); 0 where it has none."""
@@ -35,19 +37,21 @@ def bounded_exp(x: Tensor) -> Tensor:
     return x.clamp(-20, 20).exp()
 
 
-def whiten(x: Tensor, weight: Tensor, total: Callable[[Tensor], Tensor] = Tensor.sum) -> Tensor:
-    """(x - mean) / sqrt(variance + 1e-8), where each x counts as often as its weight says and the variance is unbiased; 0
-    where the weight is 0.
+def from_mean(x: Tensor, weight: Tensor, total: Total = Tensor.sum) -> Tensor:
+    """[T] float64: x - mean, where each x counts as often as its weight says; 0 where the weight is 0.
 
-    x [T], returned in its dtype; weight [T]: a mask, or numbers of tokens; total: a sum over x, and over other ranks if they
-    have a part of it. A single token becomes 0, and so do tokens that are all equal. Computed in float64, hence for the host:
-    in fp32 the rounding error of the mean would be blown up where the variance is 0.
+    x [T]; weight [T]: a mask, or numbers of tokens; total: a sum over x, and over other ranks if they have a part of it.
+    Float64 is for the host: in fp32 the mean of equal numbers is not quite that number.
     """
     times, inside = weight.double(), torch.where(weight > 0, x, 0).double()
-    count = total(times)
-    mean = total(inside * times) / count.clamp(min=1)
-    deviation = torch.where(weight > 0, inside - mean, 0)
-    variance = total(deviation.square() * times) / (count - 1).clamp(min=1)
+    return torch.where(weight > 0, inside - total(inside * times) / total(times).clamp(min=1), 0)
+
+
+def whiten(x: Tensor, weight: Tensor, total: Total = Tensor.sum) -> Tensor:
+    """[T] in x's dtype: from_mean(x) / sqrt(variance + 1e-8), with the unbiased variance. A single token becomes 0, and so do
+    tokens that are all equal."""
+    times, deviation = weight.double(), from_mean(x, weight, total)
+    variance = total(deviation.square() * times) / (total(times) - 1).clamp(min=1)
     return (deviation * (variance + 1e-8).rsqrt()).to(x.dtype)
 
 

@@ -1,9 +1,9 @@
 """The critic's loss, and how much of the returns it explains."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
+
+from algorithms.packed import Total, from_mean
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_range: float) -> tuple[Tensor, Tensor]:
@@ -17,16 +17,11 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_range: 
     return torch.maximum(free, bounded) / 2, (bounded > free).float()
 
 
-def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, total: Callable[[Tensor], Tensor] = Tensor.sum) -> float:
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, total: Total = Tensor.sum) -> float:
     """1 - var(returns - values) / var(returns) over the masked tokens; 0 if the returns do not vary. For the host.
 
     values, returns, mask [T] fp32; total: a sum over [T], and over the other ranks' tokens
     """
-    count = total(mask.double()).clamp(min=1)
-
-    def variance(x: Tensor) -> float:
-        inside = torch.where(mask > 0, x, 0).double()
-        deviation = torch.where(mask > 0, inside - total(inside) / count, 0)
-        return (total(deviation.square()) / count).item()
-    of_returns = variance(returns)
-    return 1 - variance(returns.double() - values.double()) / of_returns if of_returns else 0.0
+    errors = returns.double() - values.double()
+    of_errors, of_returns = (total(from_mean(x, mask, total).square()).item() for x in (errors, returns))
+    return 1 - of_errors / of_returns if of_returns else 0.0

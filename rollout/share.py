@@ -24,14 +24,13 @@ class Share:
 
     batch    their tokens, those of one mini-batch behind those of another
     places   [m] int64: which of the n they are
-    lengths  [n] int64: tokens of all n, prompts included;  minis [n] int64: the mini-batch of each
+    minis    [n] int64: the mini-batch of each
     speaks   of ranks with the same share (context, tensor, pipeline parallel) the first, which tells the others
     group    of all ranks, for tensors on the host; None: the default group, or a process alone
     """
 
     batch: Batch
     places: Tensor
-    lengths: Tensor
     minis: Tensor
     speaks: bool = True
     group: dist.ProcessGroup | None = None
@@ -51,7 +50,7 @@ class Share:
 
     def of_all(self, x: Tensor) -> Tensor:
         """Numbers per response of this share [m, ...] -> of all [n, ...], on every rank."""
-        gathered = x.new_zeros(len(self.lengths), *x.shape[1:])
+        gathered = x.new_zeros(len(self.minis), *x.shape[1:])
         if self.speaks:
             gathered[self.places] = x
         return summed(gathered, self.group)
@@ -83,4 +82,4 @@ def divide(samples: Samples, minis: Tensor, engine: Engine, group: dist.ProcessG
     batch = samples.batch.select(torch.cat(going))
     batch = Batch(move(batch.input_ids), bounds(lengths[coming]), {name: move(x) for name, x in batch.fields.items()})
     order = (minis[coming] * len(samples) + coming).argsort()
-    return Share(batch.select(order), coming[order], lengths, minis, dp_ranks.tolist().index(engine.dp_rank) == rank, group)
+    return Share(batch.select(order), coming[order], minis, dp_ranks.tolist().index(engine.dp_rank) == rank, group)

@@ -326,7 +326,7 @@ def test_what_is_named_is_built(named, pairs, roles):
     (["loss_mode=my.py:loss", "clip_ratio_high=0.3"], "clip_ratio_high=0.3 does nothing without algorithm.loss_mode=ppo or gspo"),
     (["adv_estimator=my.py:plain", "gamma=0.5"], "does nothing without algorithm.adv_estimator=gae or reinforce_plus_plus"),
     (["adv_estimator=my.py:unrewarded", "use_kl_in_reward=true"], "does nothing without an advantage that names rewards"),
-    (["adv_estimator=my.py:of_the_step"], "names mask, which is of one rank's tokens: name outcome instead, which is of all responses,"),
+    (["adv_estimator=my.py:of_the_step"], "names mask, which is of one rank's tokens: name outcome instead"),
     (["loss_agg_mode=my.py:of_tokens"], "missing a required argument: 'mask'; it is called with lengths, max_tokens by name"),
     (["kl_loss_type=my.py:plain", "use_kl_loss=true"], "kl_loss_type=my.py:plain: missing a required argument: 'rewards'"),
 ])

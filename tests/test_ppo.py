@@ -48,7 +48,7 @@ def on_one_rank(batch):
 
 def whole(samples, minis=None):
     """The share of a process alone: all mini-batches, given as the one of each response, which must be in order."""
-    return Share(samples.batch, torch.arange(len(samples)), samples.lengths, torch.tensor(minis or [0] * len(samples)))
+    return Share(samples.batch, torch.arange(len(samples)), torch.tensor(minis or [0] * len(samples)))
 
 
 def failure(number):
