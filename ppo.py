@@ -189,8 +189,7 @@ def collect(config: DictConfig, draw: Callable[..., Samples], dataset, batch_ind
     are left out and more prompts are drawn, until there are data.train_batch_size groups or max_num_gen_batches are used up.
     """
     size, filtered = config.data.train_batch_size, config.algorithm.filter_groups
-    parts: list[Samples] = []
-    everything: list[Samples] = []
+    draws: list[Samples] = []
     for attempt in range(filtered.max_num_gen_batches if filtered.enable else 1):
         rows = global_batch(len(dataset), size, config.trainer.seed, batch_index)
         drawn = draw(dataset, rows, config.rollout, batch_index, first_group=attempt * size)
@@ -199,23 +198,23 @@ def collect(config: DictConfig, draw: Callable[..., Samples], dataset, batch_ind
             baseline = draw(dataset, rows, greedy, batch_index, first_group=attempt * size)
             drawn = drawn.with_baseline(replace(baseline, scores=shaped_rewards(config, baseline)))
         batch_index += 1
-        everything.append(drawn)
-        parts.append(drawn.select(informative(drawn.scores, drawn.group)) if filtered.enable else drawn)
-        if sum(p.num_prompts for p in parts) >= size:
+        draws.append(drawn)
+        everything = concat(draws)
+        varied = informative(everything.scores, everything.group)
+        keep = varied if filtered.enable else torch.ones_like(varied)
+        if len(everything.group[keep].unique()) >= size:
             break
-    samples = concat(parts)
-    if not len(samples):                        # nothing to learn from: advantages of 0
-        last = next((drawn for drawn in reversed(everything) if len(drawn)), samples)
-        samples = replace(last, failures=samples.failures, num_asked=samples.num_asked)
-    if not len(samples):
-        first = samples.failures[0]
-        raise InputError(f"no response to {len(parts)} batches could be graded; the first: {first.said}")
-    scores, groups = (torch.cat([getattr(drawn, name) for drawn in everything]) for name in ("scores", "group"))
-    metrics = {"rollout/num_gen_batches": len(parts), **spread("critic/score", scores),
-               **{name: sum(drawn.metrics[name] for drawn in everything) / len(everything) for name in everything[0].metrics},
-               **{f"reward/{k}/mean": torch.cat([d.parts[k] for d in everything if len(d)]).mean().item() for k in samples.parts},
-               "reward/informative_groups": informative(scores, groups).float().mean().item()}
-    return replace(samples.select(samples.group <= samples.group.unique()[:size][-1]), metrics=metrics), batch_index
+    if not len(everything):
+        first = everything.failures[0]
+        raise InputError(f"no response to {len(draws)} batches could be graded; the first: {first.said}")
+    if not keep.any():                          # nothing to learn from: the last draw, with advantages of 0
+        keep = everything.group // size == everything.group[-1] // size
+    metrics = {"rollout/num_gen_batches": len(draws), **spread("critic/score", everything.scores),
+               **{name: sum(drawn.metrics[name] for drawn in draws) / len(draws) for name in draws[0].metrics},
+               **{f"reward/{name}/mean": x.mean().item() for name, x in everything.parts.items()},
+               "reward/informative_groups": varied.float().mean().item()}
+    keep &= everything.group <= everything.group[keep].unique()[:size][-1]
+    return replace(everything.select(keep), metrics=metrics), batch_index
 
 
 def shaped_rewards(config: DictConfig, samples: Samples) -> Tensor:

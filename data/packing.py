@@ -102,8 +102,7 @@ def partition(costs: Sequence[float], num_parts: int) -> list[list[int]]:
         costs, sums, part_of = np.asarray(costs), np.zeros(num_parts), np.empty(len(costs), np.int64)
         # A part that got an item larger than others' sums is left out until they have caught up.
         at_once, largest_first = max(1, num_parts // 2), np.argsort(-costs, kind="stable")
-        for start in range(0, len(costs), at_once):
-            items = largest_first[start:start + at_once]
+        for items in np.split(largest_first, range(at_once, len(costs), at_once)):
             least = sums.argsort(kind="stable")[:len(items)]
             part_of[items] = least
             sums[least] += costs[items]

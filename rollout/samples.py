@@ -65,10 +65,6 @@ class Samples:
         return len(self.group)
 
     @property
-    def num_prompts(self) -> int:
-        return len(self.group.unique())
-
-    @property
     def here(self) -> Tensor:
         """[m] int64: which of the n this rank holds."""
         return (self.owner == self.rank).nonzero()[:, 0]

@@ -60,7 +60,7 @@ def failure(number):
 
 def test_select_takes_everything_along():
     samples = make_samples([1, 4, 2], [1, 2, 3], [5, 5, 9], baseline=[7.0, 8.0, 9.0], failures=[failure(0)])
-    assert (len(samples), samples.num_prompts, samples.response_lengths.tolist()) == (3, 2, [1, 4, 2])
+    assert (len(samples), samples.response_lengths.tolist()) == (3, [1, 4, 2])
     kept = samples.select(torch.tensor([False, True, True]))
     assert kept.batch.input_ids.tolist() == [3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
     assert kept.batch.cu_seqlens.tolist() == [0, 6, 10] and kept.response_lengths.tolist() == [4, 2]
@@ -200,7 +200,7 @@ def test_filter_groups_goes_on_with_what_it_has_after_the_last_batch():
     samples, following, calls = collect({*range(PROMPTS)} - {only}, FILTER,
                                         "algorithm.filter_groups.max_num_gen_batches=2")
     assert following == 3 and len(calls) == 2
-    assert samples.num_prompts == 1 and samples.scores.tolist() == [only + 1, -only - 1]
+    assert len(samples.group.unique()) == 1 and samples.scores.tolist() == [only + 1, -only - 1]
 
 
 def test_filter_groups_with_nothing_left_takes_what_was_drawn_last():
