@@ -67,7 +67,7 @@ def divide(samples: Samples, minis: Tensor, engine: Engine, group: dist.ProcessG
     for mini in range(int(minis.max()) + 1):
         places = (minis == mini).nonzero()[:, 0]
         for dp_rank, part in enumerate(partition(costs[places].tolist(), engine.dp_size)):
-            trained_by[places[part]] = dp_rank
+            trained_by[places[torch.tensor(part, dtype=torch.int64)]] = dp_rank
     held = samples.here
     going = [(trained_by[held] == dp_rank).nonzero()[:, 0] for dp_rank in dp_ranks]
     coming = (trained_by == engine.dp_rank).nonzero()[:, 0]
