@@ -1,8 +1,8 @@
 """What PPO does with a step's samples: mini-batches, advantages, losses. The formulas are in algorithms/, or in a file
 of yours (docs/forking.md).
 
-Every rank holds the tokens of the whole step in host memory, [T] over all n responses, and only the expensive part is
-divided: forward and backward. Mini-batches are lists of response indices, so they do not depend on the number of ranks.
+Every rank knows numbers of all n responses of a step, such as scores and lengths, and holds the tokens of those that it trains
+on. Mini-batches, advantages and denominators follow from the numbers, so they do not depend on how many ranks there are.
 """
 
 import math
@@ -25,24 +25,27 @@ from algorithms.policy_losses import POLICY_LOSSES
 from algorithms.rollout_correction import correction_weights, effective_sample_size, keep_mask, off_policy
 from algorithms.value_loss import explained_variance, value_loss
 from config import CONFIGS, InputError
-from data.packing import Batch, global_batch, partition
+from data.packing import Batch, global_batch
 from engines.base import Engine, LossFn
 from engines.build import engine_class
 from rollout.samples import Samples, concat
+from rollout.share import Share
 
 # Keys of `algorithm` that name a function: ours, the arguments that any of them is called with, and the key of the free
 # group with its own parameters. What a function names is there: `values` in an advantage or a policy loss asks for a
 # critic, `ref_log_probs` for a reference, `baseline` in an advantage for greedy responses, `old_log_probs` in one for the
-# pass that computes them. A configuration key that no function names has no effect, and is an error.
+# pass that computes them. A configuration key that no function names has no effect, and is an error. An advantage that names
+# one of TOKENS is of tokens, others are of responses.
 NAMED = {
     "adv_estimator": (ADVANTAGES, "rewards mask sequence group values baseline old_log_probs ref_log_probs rollout_log_probs "
-                                  "gamma lam", "adv_kwargs"),
+                                  "outcome lengths num_sequences total gamma lam", "adv_kwargs"),
     "loss_mode": (POLICY_LOSSES, "log_probs entropy old_log_probs advantages mask sequence num_sequences clip_low clip_high "
                                  "dual_clip returns values ref_log_probs rollout_log_probs group scores", "loss_kwargs"),
-    "loss_agg_mode": (AGGREGATIONS, "mask sequence num_sequences max_tokens", None),
+    "loss_agg_mode": (AGGREGATIONS, "lengths max_tokens", None),
     "kl_penalty": (KL_ESTIMATORS, "log_probs ref_log_probs", None),
     "kl_loss_type": (KL_ESTIMATORS, "log_probs ref_log_probs", None),
 }
+TOKENS = {"rewards", "mask", "sequence", "values", "old_log_probs", "ref_log_probs", "rollout_log_probs", "total"}
 
 
 def named(config: DictConfig, key: str) -> Callable:
@@ -71,6 +74,11 @@ def check(config: DictConfig) -> None:
                          f"{config.data.train_batch_size}")
     for key in NAMED:
         named(config, key)
+    names = reads(config, "adv_estimator")
+    if names & TOKENS and "num_sequences" not in names:
+        raise InputError(f"algorithm.adv_estimator={algorithm.adv_estimator} names {min(names & TOKENS)}, which is of one rank's "
+                         "tokens: name outcome instead, which is of all responses, or name num_sequences too, and let total "
+                         "add up over all ranks (docs/forking.md)")
     check_effect(config)
     if config.validation.n > 1 and config.validation.temperature == 0:
         raise InputError(f"validation.n={config.validation.n} gives that many equal responses with validation.temperature=0: "
@@ -104,7 +112,8 @@ def check_effect(config: DictConfig) -> None:
     for keys, holds, needs in (
             ("critic.path critic.lr critic.cliprange_value critic.warmup_steps", uses_critic(config),
              readers("adv_estimator", "values")),
-            ("reward.overlong_buffer algorithm.use_kl_in_reward", "rewards" in in_advantage, "an advantage that names rewards"),
+            ("reward.overlong_buffer algorithm.use_kl_in_reward", in_advantage & {"rewards", "outcome"},
+             "an advantage that names rewards or outcome"),
             *((f"algorithm.{name}", name in in_advantage, readers("adv_estimator", name)) for name in ("gamma", "lam")),
             *((f"algorithm.{key}", name in in_loss, readers("loss_mode", name)) for key, name in (
                 ("clip_ratio_low", "clip_low"), ("clip_ratio_high", "clip_high"), ("clip_ratio_c", "dual_clip"))),
@@ -184,8 +193,7 @@ def collect(config: DictConfig, draw: Callable[..., Samples], dataset, batch_ind
     are left out and more prompts are drawn, until there are data.train_batch_size groups or max_num_gen_batches are used up.
     """
     size, filtered = config.data.train_batch_size, config.algorithm.filter_groups
-    parts: list[Samples] = []
-    everything: list[Samples] = []
+    draws: list[Samples] = []
     for attempt in range(filtered.max_num_gen_batches if filtered.enable else 1):
         rows = global_batch(len(dataset), size, config.trainer.seed, batch_index)
         drawn = draw(dataset, rows, config.rollout, batch_index, first_group=attempt * size)
@@ -194,23 +202,23 @@ def collect(config: DictConfig, draw: Callable[..., Samples], dataset, batch_ind
             baseline = draw(dataset, rows, greedy, batch_index, first_group=attempt * size)
             drawn = drawn.with_baseline(replace(baseline, scores=shaped_rewards(config, baseline)))
         batch_index += 1
-        everything.append(drawn)
-        parts.append(drawn.select(informative(drawn.scores, drawn.group)) if filtered.enable else drawn)
-        if sum(p.num_prompts for p in parts) >= size:
+        draws.append(drawn)
+        everything = concat(draws)
+        varied = informative(everything.scores, everything.group)
+        keep = varied if filtered.enable else torch.ones_like(varied)
+        if len(everything.group[keep].unique()) >= size:
             break
-    samples = concat(parts)
-    if not len(samples):                        # nothing to learn from: advantages of 0
-        last = next((drawn for drawn in reversed(everything) if len(drawn)), samples)
-        samples = replace(last, failures=samples.failures, num_asked=samples.num_asked)
-    if not len(samples):
-        first = samples.failures[0]
-        raise InputError(f"no response to {len(parts)} batches could be graded; the first: {first.said}")
-    scores, groups = (torch.cat([getattr(drawn, name) for drawn in everything]) for name in ("scores", "group"))
-    metrics = {"rollout/num_gen_batches": len(parts), **spread("critic/score", scores),
-               **{name: sum(drawn.metrics[name] for drawn in everything) / len(everything) for name in everything[0].metrics},
-               **{f"reward/{k}/mean": torch.cat([d.parts[k] for d in everything if len(d)]).mean().item() for k in samples.parts},
-               "reward/informative_groups": informative(scores, groups).float().mean().item()}
-    return replace(samples.select(samples.group <= samples.group.unique()[:size][-1]), metrics=metrics), batch_index
+    if not len(everything):
+        first = everything.failures[0]
+        raise InputError(f"no response to {len(draws)} batches could be graded; the first: {first.said}")
+    if not keep.any():                          # nothing to learn from: the last draw, with advantages of 0
+        keep = everything.group // size == everything.group[-1] // size
+    metrics = {"rollout/num_gen_batches": len(draws), **spread("critic/score", everything.scores),
+               **{name: sum(drawn.metrics[name] for drawn in draws) / len(draws) for name in draws[0].metrics},
+               **{f"reward/{name}/mean": x.mean().item() for name, x in everything.parts.items()},
+               "reward/informative_groups": varied.float().mean().item()}
+    keep &= everything.group <= everything.group[keep].unique()[:size][-1]
+    return replace(everything.select(keep), metrics=metrics), batch_index
 
 
 def shaped_rewards(config: DictConfig, samples: Samples) -> Tensor:
@@ -242,7 +250,7 @@ def validation_metrics(samples: Samples, name: str, n: int) -> dict[str, float]:
 # -- asking the engines --------------------------------------------------------------------------------------------------
 
 
-def mini_batches(config: DictConfig, samples: Samples) -> list[list[int]]:
+def mini_batches(config: DictConfig, samples: Samples) -> Tensor:
     return samples.mini_batches(config.algorithm.ppo_mini_batch_size or config.data.train_batch_size)
 
 
@@ -254,76 +262,88 @@ def needs_old_log_probs(config: DictConfig, num_minis: int, step: int) -> bool:
         or "old_log_probs" in reads(config, "adv_estimator") or step < config.critic.warmup_steps
 
 
-def share(engine: Engine, batch: Batch, mini: list[int]) -> list[int]:
-    """This data-parallel rank's part of a mini-batch: the same in every pass, so that each pass has the same micro-batches."""
-    lengths = batch.lengths
-    return [mini[i] for i in partition([engine.flops([lengths[j]]) for j in mini], engine.dp_size)[engine.dp_rank]]
+def ask(question: Callable[[Batch], Tensor], share: Share) -> Tensor:
+    """[T] fp32: the answers of question(batch), e.g. engine.values, for the tokens of this share."""
+    return torch.cat([question(part).cpu() for part in share.parts])
 
 
-def ask(engine: Engine, question: Callable[[Batch], Tensor], batch: Batch, minis: list[list[int]]) -> Tensor:
-    """[T] fp32, on every rank: the answers of question(batch), e.g. engine.values, put together from each rank's share."""
-    answers, where = torch.zeros(len(batch.input_ids)), Batch(torch.arange(len(batch.input_ids)), batch.cu_seqlens)
-    for mini in minis:
-        mine = share(engine, batch, mini)
-        answers[where.select(mine).input_ids] = question(batch.select(mine)).cpu()
-    return engine.sum_over_dp(answers).cpu()
-
-
-def log_probs(engine: Engine, batch: Batch, minis: list[list[int]]) -> Tensor:
-    return ask(engine, lambda part: engine.log_probs(part)[0], batch, minis)
+def log_probs(engine: Engine, share: Share) -> Tensor:
+    return ask(lambda part: engine.log_probs(part)[0], share)
 
 
 # -- advantages ----------------------------------------------------------------------------------------------------------
 
 
-def set_advantages(config: DictConfig, samples: Samples, minis: list[list[int]], kl_coef: float) -> dict[str, float]:
-    """Fill the fields that the losses read, all [T] fp32 except sequence; return metrics.
+def set_advantages(config: DictConfig, samples: Samples, share: Share, kl_coef: float) -> dict[str, float]:
+    """Fill the fields of the share that the losses read, all [T] fp32 except sequence; return metrics of all samples.
 
-    sequence (int64)           the response that a token belongs to
+    sequence (int64)           the response of the share that a token belongs to
     advantages, returns        0 outside responses
     loss_weight, token_weight  what a token counts for in its mini-batch: in the loss, as loss_agg_mode says, and in
                                means over tokens. Rejected tokens count for nothing, and are in no denominator
     group (int64), scores      of the token's response, if the policy loss names them
     """
-    algorithm, batch, f, n = config.algorithm, samples.batch, samples.batch.fields, len(samples)
-    mask = f["loss_mask"]
-    sequence = f["sequence"] = torch.repeat_interleave(torch.arange(n), batch.cu_seqlens.diff())
+    algorithm, f, n, m = config.algorithm, share.batch.fields, len(samples), len(share.batch)
+    mask, lengths, num_tokens = f["loss_mask"], samples.response_lengths, samples.response_lengths.sum().item()
+    sequence = f["sequence"] = torch.repeat_interleave(torch.arange(m), share.batch.cu_seqlens.diff())
+    tokens = mask.nonzero()[:, 0]
+    own_lengths = torch.searchsorted(tokens, share.batch.cu_seqlens).diff()
+
+    def by_response(*reductions: tuple[Tensor, str]) -> Tensor:
+        """[n, len(reductions)] float64: of each x [T], "sum", "max" or "min" over the response tokens of each response"""
+        return share.of_all(torch.stack([torch.segment_reduce(x[tokens].double(), how, lengths=own_lengths, unsafe=True)
+                                         for x, how in reductions], 1))
+
+    def total(x: Tensor) -> Tensor:
+        return by_response((x, "sum")).sum()
     outcome = shaped_rewards(config, samples)
-    rewards = torch.zeros(len(mask)).index_copy(0, batch.cu_seqlens[1:] - 1, outcome)
-    metrics = {}
+    metrics = spread("critic/score", samples.scores) | spread("critic/rewards", outcome)
+    rewards = torch.zeros_like(mask).index_copy(0, share.batch.cu_seqlens[1:] - 1, outcome[share.places])
     if algorithm.use_kl_in_reward:
         kl, = check_shapes(config, "kl_penalty", mask, named(config, "kl_penalty")(
             log_probs=f["old_log_probs"], ref_log_probs=f["ref_log_probs"]))
-        kl = kl * mask
-        rewards = rewards - kl_coef * kl
-        metrics |= {"actor/reward_kl": (kl.sum() / mask.sum()).item(), "actor/kl_coef": kl_coef}
-    advantages, returns = check_pair(config, "adv_estimator", Tensor, named(config, "adv_estimator")(**{
-        **f, "rewards": rewards, "mask": mask, "group": samples.group, "baseline": samples.baseline,
+        of_response = by_response((kl, "sum"))[:, 0]
+        rewards, outcome = rewards - kl_coef * (kl * mask), (outcome - kl_coef * of_response).float()
+        metrics |= {"actor/reward_kl": of_response.sum().item() / num_tokens, "actor/kl_coef": kl_coef}
+
+    unit, like = ("token", mask) if reads(config, "adv_estimator") & TOKENS else ("response", outcome)
+    pair = check_pair(config, "adv_estimator", Tensor, named(config, "adv_estimator")(**{
+        **f, "rewards": rewards, "mask": mask, "sequence": share.on_tokens(torch.arange(n)), "num_sequences": n,
+        "outcome": outcome, "lengths": lengths, "group": samples.group, "baseline": samples.baseline, "total": total,
         "gamma": algorithm.gamma, "lam": algorithm.lam}))
-    f["advantages"], f["returns"] = check_shapes(config, "adv_estimator", mask, advantages, returns)
+    for name, x in zip(("advantages", "returns"), check_shapes(config, "adv_estimator", like, *pair, unit=unit)):
+        if unit == "token":
+            f[name], of_each = x, by_response((x, "sum"), (x, "max"), (x, "min"))
+        else:
+            f[name], of_each = share.on_tokens(x) * mask, torch.stack([x * lengths, x, x], 1).double()
+        sums, high, low = of_each[lengths > 0].unbind(1)
+        metrics |= {f"critic/{name}/mean": sums.sum().item() / num_tokens, f"critic/{name}/max": high.max().item(),
+                    f"critic/{name}/min": low.min().item()}
+
     if "old_log_probs" in f:
         gap = off_policy(f["old_log_probs"], f["rollout_log_probs"], mask)
-        metrics |= off_policy_metrics({name: ((x * mask).sum() / mask.sum()).item() for name, x in gap.items()})
-    kept = mask
+        means = by_response(*((x, "sum") for x in gap.values())).sum(0) / num_tokens
+        metrics |= off_policy_metrics(dict(zip(gap, means.tolist())))
+    kept, kept_lengths = mask, lengths.float()
     if algorithm.rollout_rs != "none":
-        kept = keep_mask(f["old_log_probs"], f["rollout_log_probs"], mask, sequence, n, level=algorithm.rollout_rs,
+        kept = keep_mask(f["old_log_probs"], f["rollout_log_probs"], mask, sequence, m, level=algorithm.rollout_rs,
                          low=algorithm.rollout_rs_threshold_lower, high=algorithm.rollout_rs_threshold)
-        metrics["rollout_corr/rejected"] = 1 - (kept.sum() / mask.sum()).item()
-    f["loss_weight"], f["token_weight"] = torch.zeros(len(mask)), torch.zeros(len(mask))
-    f |= {name: x[sequence] for name, x in (("group", samples.group), ("scores", samples.scores))
+        kept_lengths = by_response((kept, "sum"))[:, 0].float()
+        metrics["rollout_corr/rejected"] = 1 - kept_lengths.sum().item() / num_tokens
+    f |= {name: share.on_tokens(x) for name, x in (("group", samples.group), ("scores", samples.scores))
           if name in reads(config, "loss_mode")}
-    for mini in minis:
-        inside = kept * torch.zeros(n).index_fill(0, torch.tensor(mini), 1.0)[sequence]
-        f["loss_weight"] += check_shapes(config, "loss_agg_mode", mask, named(config, "loss_agg_mode")(
-            mask=inside, sequence=sequence, num_sequences=n, max_tokens=config.rollout.max_tokens))[0]
-        f["token_weight"] += token_mean(inside, sequence, n)
+    loss_weight, token_weight = torch.zeros(2, n)
+    for mini in range(share.num_minis):
+        inside = (share.minis == mini).float()
+        of_loss, = check_shapes(config, "loss_agg_mode", outcome, named(config, "loss_agg_mode")(
+            lengths=kept_lengths * inside, max_tokens=config.rollout.max_tokens), unit="response")
+        loss_weight += of_loss * inside
+        token_weight += token_mean(kept_lengths * inside) * inside
+    f["loss_weight"], f["token_weight"] = (share.on_tokens(weight) * kept for weight in (loss_weight, token_weight))
     if "values" in f:
-        metrics |= {"critic/vf_explained_var": explained_variance(f["values"], f["returns"], mask),
-                    "critic/values/mean": f["values"][mask > 0].mean().item()}
-    lengths, prompts = samples.response_lengths.float(), batch.cu_seqlens.diff() - samples.response_lengths
-    return metrics | spread("critic/score", samples.scores) | spread("critic/rewards", outcome) \
-        | spread("critic/advantages", f["advantages"][mask > 0]) | spread("critic/returns", f["returns"][mask > 0]) \
-        | spread("response_length", lengths) | spread("prompt_length", prompts.float()) \
+        metrics |= {"critic/vf_explained_var": explained_variance(f["values"], f["returns"], mask, total),
+                    "critic/values/mean": total(f["values"]).item() / num_tokens}
+    return metrics | spread("response_length", lengths.float()) | spread("prompt_length", (samples.lengths - lengths).float()) \
         | {"response_length/clip_ratio": samples.truncated.float().mean().item(),
            "reward/informative_groups": informative(samples.scores, samples.group).float().mean().item(),
            "reward/failure_rate": len(samples.failures) / samples.num_asked} | samples.metrics
@@ -336,11 +356,12 @@ def next_kl_coef(config: DictConfig, kl_coef: float, metrics: dict[str, float], 
         kl_coef, metrics["actor/reward_kl"], control.target_kl, control.horizon, num_responses)
 
 
-def check_shapes(config: DictConfig, key: str, like: Tensor, *results: Tensor) -> tuple[Tensor, ...]:
-    """What the function of algorithm.{key} returned, if it is one number per token; a broadcast would hide a mistake."""
+def check_shapes(config: DictConfig, key: str, like: Tensor, *results: Tensor, unit: str = "token") -> tuple[Tensor, ...]:
+    """What the function of algorithm.{key} returned, if it is one number per token (or response); a broadcast would hide a
+    mistake."""
     for x in results:
         if not isinstance(x, Tensor) or x.shape != like.shape:
-            raise InputError(f"algorithm.{key}={config.algorithm[key]} must return one number per token, shape "
+            raise InputError(f"algorithm.{key}={config.algorithm[key]} must return one number per {unit}, shape "
                              f"{list(like.shape)}, not {list(x.shape) if isinstance(x, Tensor) else x}")
     return results
 
@@ -401,11 +422,9 @@ def critic_loss(config: DictConfig) -> LossFn:
     return loss_fn
 
 
-def update(engine: Engine, batch: Batch, minis: list[list[int]], loss_fn: LossFn, step: int, num_epochs: int,
-           name: str) -> dict[str, float]:
-    """One optimizer step for each mini-batch and epoch. Returns {name}/...: means over them, but the number that was skipped;
-    and rollout_corr/... if the loss, in the only step there is, reports it."""
-    parts = [batch.select(share(engine, batch, mini)) for mini in minis]
+def update(engine: Engine, parts: list[Batch], loss_fn: LossFn, step: int, num_epochs: int, name: str) -> dict[str, float]:
+    """One optimizer step for each mini-batch and epoch, on what this rank's share has of it. Returns {name}/...: means over
+    them, but the number that was skipped; and rollout_corr/... if the loss, in the only step there is, reports it."""
     results = [engine.train_batch(part, loss_fn, step) for _ in range(num_epochs) for part in parts]
     prefix = "rollout_corr/"
     metrics = {f"{name}/{key}": sum(r[key] for r in results) / len(results) for key in results[0] if not key.startswith(prefix)}

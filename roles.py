@@ -12,13 +12,13 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 
 import ppo
-from data.packing import Batch
 from engines import device
 from engines.build import engine_class
 from engines.checkpoint import Checkpointer, export_hf
 from profiling import Profiler
 from rollout.grading import Grader, check_failures
 from rollout.samples import Samples, draw_samples
+from rollout.share import Share, divide
 from rollout.vllm import Rollout, used_gib
 
 
@@ -81,8 +81,8 @@ class Roles:
 
     def draw(self, step: int, dataset, rows: Sequence[int], sampling: DictConfig, *seed: int, first_group: int = 0,
              profiler: Profiler | None = None) -> Samples:
-        """Graded responses to rows of a PromptDataset, the same on every rank; seed: what sets this draw apart. Those that
-        could not be graded are written down first; then too many of them are an InputError."""
+        """Graded responses to rows of a PromptDataset; seed: what sets this draw apart. Those that could not be graded are
+        written down first; then too many of them are an InputError."""
         samples = draw_samples(self.rollout, self.grader, dataset, rows, sampling, (self.config.trainer.seed, *seed),
                                self.tokenizer, profiler or self.profiler, self.host_group, self.config.reward.max_failure_rate,
                                first_group)
@@ -108,47 +108,52 @@ class Roles:
 
     # -- asking the engines ----------------------------------------------------------------------------------------------
 
-    def compute_log_probs(self, batch: Batch, minis: list[list[int]], step: int) -> None:
+    def divide(self, samples: Samples) -> Share:
+        """What this rank trains on. Its tokens come from the ranks that drew them."""
+        with self.profiler.stage("divide"):
+            return divide(samples, ppo.mini_batches(self.config, samples), self.actor, self.host_group)
+
+    def compute_log_probs(self, share: Share, step: int) -> None:
         """Fill old_log_probs (where something before the update reads them) and ref_log_probs."""
-        if ppo.needs_old_log_probs(self.config, len(minis), step):
+        if ppo.needs_old_log_probs(self.config, share.num_minis, step):
             with self.profiler.stage("actor_compute_log_prob", self.actor):
-                batch.fields["old_log_probs"] = ppo.log_probs(self.actor, batch, minis)
+                share.batch.fields["old_log_probs"] = ppo.log_probs(self.actor, share)
         if self.reference:
             with self.profiler.stage("ref_compute_log_prob", self.reference):
-                batch.fields["ref_log_probs"] = ppo.log_probs(self.reference, batch, minis)
+                share.batch.fields["ref_log_probs"] = ppo.log_probs(self.reference, share)
                 self.reference.offload(*self.reference_waiting)
         elif ppo.uses_reference(self.config):
             with self.profiler.stage("ref_compute_log_prob", self.actor), self.actor.without_adapters():
                 batch.fields["ref_log_probs"] = ppo.log_probs(self.actor, batch, minis)
 
-    def compute_values(self, batch: Batch, minis: list[list[int]]) -> None:
+    def compute_values(self, share: Share) -> None:
         """Fill values, where there is a critic."""
         if self.critic:
             with self.profiler.stage("compute_values", self.critic):
-                batch.fields["values"] = ppo.ask(self.critic, self.critic.values, batch, minis)
+                share.batch.fields["values"] = ppo.ask(self.critic.values, share)
 
-    def compute_advantages(self, samples: Samples, minis: list[list[int]], kl_coef: float) -> dict[str, float]:
+    def compute_advantages(self, samples: Samples, share: Share, kl_coef: float) -> dict[str, float]:
         """Fill what the losses read; metrics of the samples."""
         with self.profiler.stage("advantages"):
-            return ppo.set_advantages(self.config, samples, minis, kl_coef)
+            return ppo.set_advantages(self.config, samples, share, kl_coef)
 
     # -- learning --------------------------------------------------------------------------------------------------------
 
-    def update_critic(self, batch: Batch, minis: list[list[int]], step: int) -> dict[str, float]:
+    def update_critic(self, share: Share, step: int) -> dict[str, float]:
         if not self.critic:
             return {}
         with self.profiler.stage("critic_update", self.critic):
-            metrics = ppo.update(self.critic, batch, minis, ppo.critic_loss(self.config), step, self.config.algorithm.ppo_epochs,
+            metrics = ppo.update(self.critic, share.parts, ppo.critic_loss(self.config), step, self.config.algorithm.ppo_epochs,
                                  "critic")
             self.critic.offload(*self.waiting)
         return metrics
 
-    def update_actor(self, batch: Batch, minis: list[list[int]], step: int) -> dict[str, float]:
+    def update_actor(self, share: Share, step: int) -> dict[str, float]:
         step -= self.config.critic.warmup_steps
         if step < 0:
             return {}
         with self.profiler.stage("actor_update", self.actor):
-            return ppo.update(self.actor, batch, minis, ppo.actor_loss(self.config, len(batch)), step,
+            return ppo.update(self.actor, share.parts, ppo.actor_loss(self.config, len(share.batch)), step,
                               self.config.algorithm.ppo_epochs, "actor")
 
     def memory(self) -> dict[str, float]:

@@ -10,9 +10,9 @@ reward.function=my_file.py:name. SIGTERM, SIGUSR1 or Ctrl-C saves a checkpoint a
 (torchrun does not forward SIGUSR1, and kills after 30 s: give it --signals-to-handle SIGTERM,SIGUSR1
 --shutdown-timeout 600.) A mistake is one line per node and exit code 2.
 
-A step: vLLM wakes with the new weights -> prompts -> responses -> sleep -> rewards -> log-probabilities and values ->
-advantages -> critic, actor. Every rank holds all tokens of the step in host memory and computes the same advantages from them;
-only forward and backward are divided. So nothing that is learned depends on the number of ranks.
+A step: vLLM wakes with the new weights -> prompts -> responses -> rewards -> sleep -> each rank gets the tokens that it trains
+on -> log-probabilities and values -> advantages -> critic, actor. Every rank knows the score and the length of every response,
+from which mini-batches, advantages and denominators follow. So nothing that is learned depends on the number of ranks.
 """
 
 import time
@@ -100,16 +100,16 @@ def main(config):
         roles.wake()
         samples, progress["batch"] = roles.collect(train, progress["batch"], step + 1)
         metrics = roles.sleep()
-        batch, minis = samples.batch, ppo.mini_batches(config, samples)
-        roles.compute_log_probs(batch, minis, step)
-        roles.compute_values(batch, minis)
-        metrics |= roles.compute_advantages(samples, minis, progress["kl_coef"])
-        metrics |= roles.update_critic(batch, minis, step)
-        metrics |= roles.update_actor(batch, minis, step)
+        share = roles.divide(samples)
+        roles.compute_log_probs(share, step)
+        roles.compute_values(share)
+        metrics |= roles.compute_advantages(samples, share, progress["kl_coef"])
+        metrics |= roles.update_critic(share, step)
+        metrics |= roles.update_actor(share, step)
         metrics |= roles.memory()
         step += 1
         for role in (role for role in ("actor", "critic") if f"{role}/skipped" in metrics):
-            progress[f"{role}_updates"] += len(minis) * algorithm.ppo_epochs
+            progress[f"{role}_updates"] += share.num_minis * algorithm.ppo_epochs
             progress[f"{role}_skipped"] += int(metrics[f"{role}/skipped"])
         progress |= {"step": step, "failures": progress["failures"] + len(samples.failures),
                      "kl_coef": ppo.next_kl_coef(config, progress["kl_coef"], metrics, len(samples))}
@@ -118,7 +118,7 @@ def main(config):
         for role in ("actor", "critic"):
             job.check_skipped(trainer, progress[f"{role}_skipped"], progress[f"{role}_updates"], last)
         if trainer.rollout_freq > 0 and step % trainer.rollout_freq == 0:
-            device.on_rank0(samples.write, out / "rollouts" / f"step_{step}.jsonl", group=dist.group.WORLD)
+            samples.write(out / "rollouts" / f"step_{step}.jsonl", roles.host_group)
         seconds = time.perf_counter() - start
         # Not when asked to stop: the time that is left is for the checkpoint.
         if val and not agreed.stop and (last or trainer.test_freq > 0 and step % trainer.test_freq == 0):
@@ -127,7 +127,7 @@ def main(config):
             "train/epoch": progress["batch"] / steps_per_epoch,
             "train/skipped": progress["actor_skipped"] + progress["critic_skipped"],
             "reward/failures": progress["failures"], "timing/step": time.perf_counter() - start,
-            "perf/tokens_per_second": len(batch.input_ids) / seconds / world_size})
+            "perf/tokens_per_second": samples.lengths.sum().item() / seconds / world_size})
         # After the step's line: a run that is killed in between would go on without it.
         if agreed.save:
             roles.save(checkpointer, step, progress)
@@ -151,11 +151,10 @@ def main(config):
 def validate(config, roles, val, tracker, step: int) -> dict[str, float]:
     """Metrics of responses to all of val, which are written to a file; some are shown."""
     import ppo
-    from engines.device import on_rank0
     samples = roles.validate(val, step)
-    tracker.log_samples(step, samples.examples(16))
+    tracker.log_samples(step, samples.examples(16, roles.host_group))
     if config.trainer.rollout_freq > 0:
-        on_rank0(samples.write, Path(config.output_dir) / "validation" / f"step_{step}.jsonl")
+        samples.write(Path(config.output_dir) / "validation" / f"step_{step}.jsonl", roles.host_group)
     return ppo.validation_metrics(samples, config.reward.function, config.validation.n)
 
 

@@ -5,13 +5,17 @@ log-probability. The number of sequences is an argument because sequence.max() w
 be wrong for a micro-batch, which holds only some of them.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+Total = Callable[[Tensor], Tensor]          # [T] -> a scalar
+
 
 def sum_by_sequence(x: Tensor, sequence: Tensor, num_sequences: int) -> Tensor:
-    """[n] in x's dtype: the sum of x [T] over the tokens of each sequence (sequence [T] int64); 0 where it has none."""
-    return x.new_zeros(num_sequences).index_add(0, sequence, x)
+    """[n, ...] in x's dtype: the sum of x [T, ...] over the tokens of each sequence (sequence [T] int64); 0 where it has none."""
+    return x.new_zeros(num_sequences, *x.shape[1:]).index_add(0, sequence, x)
 
 
 def mean_by_sequence(x: Tensor, mask: Tensor, sequence: Tensor, num_sequences: int) -> Tensor:
@@ -33,23 +37,29 @@ def bounded_exp(x: Tensor) -> Tensor:
     return x.clamp(-20, 20).exp()
 
 
-def whiten(x: Tensor, mask: Tensor) -> Tensor:
-    """(x - mean) / sqrt(variance + 1e-8) over the masked tokens, the variance unbiased; 0 outside the mask.
+def from_mean(x: Tensor, weight: Tensor, total: Total = Tensor.sum) -> Tensor:
+    """[T] float64: x - mean, where each x counts as often as its weight says; 0 where the weight is 0.
 
-    x [T], returned in its dtype; mask [T] fp32. A single token becomes 0, and so do tokens that are all equal. Computed in
-    float64, hence for the host: in fp32 the rounding error of the mean would be blown up where the variance is 0.
+    x [T]; weight [T]: a mask, or numbers of tokens; total: a sum over x, and over other ranks if they have a part of it.
+    Float64 is for the host: in fp32 the mean of equal numbers is not quite that number.
     """
-    count = mask.double().sum()
-    mean = torch.where(mask > 0, x, 0).double().sum() / count.clamp(min=1)
-    deviation = torch.where(mask > 0, x.double() - mean, 0)
-    variance = deviation.square().sum() / (count - 1).clamp(min=1)
+    times, inside = weight.double(), torch.where(weight > 0, x, 0).double()
+    return torch.where(weight > 0, inside - total(inside * times) / total(times).clamp(min=1), 0)
+
+
+def whiten(x: Tensor, weight: Tensor, total: Total = Tensor.sum) -> Tensor:
+    """[T] in x's dtype: from_mean(x) / sqrt(variance + 1e-8), with the unbiased variance. A single token becomes 0, and so do
+    tokens that are all equal."""
+    times, deviation = weight.double(), from_mean(x, weight, total)
+    variance = total(deviation.square() * times) / (total(times) - 1).clamp(min=1)
     return (deviation * (variance + 1e-8).rsqrt()).to(x.dtype)
 
 
 def tokens_in_order(mask: Tensor, sequence: Tensor) -> Tensor:
     """[number of masked tokens] int64: the positions of the masked tokens, sequence by sequence, each in order."""
     tokens = mask.nonzero()[:, 0]
-    return tokens[sequence[tokens].argsort(stable=True)]
+    of_token = sequence[tokens]
+    return tokens if (of_token.diff() >= 0).all() else tokens[of_token.argsort(stable=True)]
 
 
 def next_in_sequence(x: Tensor, mask: Tensor, sequence: Tensor) -> Tensor:
@@ -63,19 +73,20 @@ def next_in_sequence(x: Tensor, mask: Tensor, sequence: Tensor) -> Tensor:
 def sum_to_go(x: Tensor, mask: Tensor, sequence: Tensor, num_sequences: int, decay: float) -> Tensor:
     """[T] in x's dtype: y_t = x_t + decay * y_s, where s is the next masked token in the sequence (y = 0 after the last).
 
-    x [T], mask [T] fp32, sequence [T] int64; 0 outside the mask. All sequences advance together, from their last token.
+    x [T], mask [T] fp32, sequence [T] int64; 0 outside the mask. All sequences advance together, from their last token. For
+    the host.
     """
     tokens = tokens_in_order(mask, sequence)
-    lengths = torch.bincount(sequence[tokens], minlength=num_sequences)
-    starts = lengths.cumsum(0) - lengths
-    # With the longest first, the sequences that have a token at a given place come first: no padding is needed.
-    lengths, longest_first = lengths.sort(descending=True)
-    starts, lengths = starts[longest_first], lengths.tolist()
-    x, y, carry, active = x[tokens], x.new_zeros(len(x)), x.new_zeros(num_sequences), 0
-    for place in reversed(range(max(lengths, default=0))):
-        while active < num_sequences and lengths[active] > place:
-            active += 1
-        at = starts[:active] + place
-        carry[:active] = x[at] + decay * carry[:active]
-        y[tokens[at]] = carry[:active]
-    return y
+    of_token = sequence[tokens]
+    lengths = torch.bincount(of_token, minlength=num_sequences)
+    place = torch.arange(len(tokens)) - (lengths.cumsum(0) - lengths)[of_token]
+    # First tokens, then second ones, ..., those of the longest sequence first: the tokens that follow one another are the
+    # first of neighbouring slices, and no padding is needed.
+    row = lengths.argsort(descending=True).argsort()
+    counts = torch.bincount(place)
+    at = (counts.cumsum(0) - counts)[place] + row[of_token]
+    y = x.new_empty(len(tokens)).index_copy(0, at, x[tokens])
+    slices = [part.numpy() for part in y.split(counts.tolist())]       # faster than torch where there is little to add
+    for here, following in zip(slices[-2::-1], slices[:0:-1]):
+        here[:len(following)] += decay * following
+    return x.new_zeros(len(x)).index_copy(0, tokens, y[at])

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from algorithms.packed import Total, from_mean
+
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_range: float) -> tuple[Tensor, Tensor]:
     """max((v - R)^2, (clip(v, old - c, old + c) - R)^2) / 2 per token, as in the code of PPO (Schulman 2017).
@@ -15,12 +17,11 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_range: 
     return torch.maximum(free, bounded) / 2, (bounded > free).float()
 
 
-def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, total: Total = Tensor.sum) -> float:
     """1 - var(returns - values) / var(returns) over the masked tokens; 0 if the returns do not vary. For the host.
 
-    values, returns, mask [T] fp32
+    values, returns, mask [T] fp32; total: a sum over [T], and over the other ranks' tokens
     """
-    values, returns = (x[mask > 0].double() for x in (values, returns))
-    if len(returns) == 0 or returns.min() == returns.max():
-        return 0.0
-    return 1 - ((returns - values).var(correction=0) / returns.var(correction=0)).item()
+    errors = returns.double() - values.double()
+    of_errors, of_returns = (total(from_mean(x, mask, total).square()).item() for x in (errors, returns))
+    return 1 - of_errors / of_returns if of_returns else 0.0

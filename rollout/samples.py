@@ -1,12 +1,17 @@
-"""Prompts -> responses -> scores: what one step of reinforcement learning learns from, the same on every rank."""
+"""Prompts -> responses -> scores: what one step of reinforcement learning learns from.
+
+Every rank knows the numbers of each response: its score, its length, its prompt. Tokens and texts are on one rank alone.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +20,7 @@ from torch import Tensor
 import disk
 from data.packing import Batch, partition
 from data.prompts import Prompt
+from engines.device import on_rank0
 from rollout.grading import Failure, Grader, Reward
 from rollout.vllm import Rollout, request_seed
 
@@ -23,13 +29,15 @@ MAX_WRITTEN = 2000      # characters of a value of a row in a file of samples, a
 
 @dataclass
 class Samples:
-    """n responses in the order of their prompts.
+    """n responses in the order of their prompts, of which this rank holds m.
 
-    batch      prompt and response of each, packed; fields loss_mask (1 on responses), rollout_log_probs
+    batch      prompt and response of the m, packed; fields loss_mask (1 on responses), rollout_log_probs
+    texts      m responses as text;  prompts: m prompts
+    owner      [n] int64: the rank that holds the tokens and the text of each;  rank: this one
+    lengths    [n] int64, tokens of prompt and response;  response_lengths [n] int64: those that the model sampled
     group      [n] int64: the prompt of each response, counted through the step
     scores     [n] fp32: what the reward function said
     truncated  [n] bool: ended by max_tokens
-    texts      n responses as text;  prompts: n prompts
     failures   responses that could not be graded, of all that were drawn; they are not among the n
     num_asked  how many responses were drawn to get these, counting those left out and greedy ones
     baseline   [n] fp32: the score of a greedy response to the same prompt, for remax
@@ -38,11 +46,15 @@ class Samples:
     """
 
     batch: Batch
+    texts: list[str]
+    prompts: list[Prompt]
+    owner: Tensor
+    rank: int
+    lengths: Tensor
+    response_lengths: Tensor
     group: Tensor
     scores: Tensor
     truncated: Tensor
-    texts: list[str]
-    prompts: list[Prompt]
     failures: list[Failure]
     num_asked: int
     baseline: Tensor | None = None
@@ -50,54 +62,44 @@ class Samples:
     parts: dict[str, Tensor] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        return len(self.texts)
+        return len(self.group)
 
     @property
-    def num_prompts(self) -> int:
-        return len(self.group.unique())
-
-    @property
-    def response_lengths(self) -> Tensor:
-        """[n] int64, tokens"""
-        ends = torch.cat([torch.zeros(1), self.batch.fields["loss_mask"].cumsum(0)])[self.batch.cu_seqlens]
-        return ends.diff().long()
+    def here(self) -> Tensor:
+        """[m] int64: which of the n this rank holds."""
+        return (self.owner == self.rank).nonzero()[:, 0]
 
     def select(self, keep: Tensor) -> Samples:
         """Those where keep [n] bool is set."""
-        indices = keep.nonzero()[:, 0].tolist()
-        return replace(self, batch=self.batch.select(indices), group=self.group[keep], scores=self.scores[keep],
-                       truncated=self.truncated[keep], texts=[self.texts[i] for i in indices],
-                       prompts=[self.prompts[i] for i in indices],
-                       baseline=None if self.baseline is None else self.baseline[keep],
-                       parts={name: values[keep] for name, values in self.parts.items()})
+        held = keep[self.here].nonzero()[:, 0].tolist()
+        return replace(self, batch=self.batch.select(held), texts=[self.texts[i] for i in held],
+                       prompts=[self.prompts[i] for i in held], parts={name: x[keep] for name, x in self.parts.items()},
+                       **{name: x[keep] for name, x in vars(self).items() if isinstance(x, Tensor)})
 
     def with_baseline(self, greedy: Samples) -> Samples:
         """With the score of one greedy response per prompt as the baseline, and without groups whose greedy response failed."""
-        matches = self.group[:, None] == greedy.group
-        known = matches.any(1)
-        return replace(self, baseline=greedy.scores[matches.int().argmax(1)] if len(greedy) else self.scores,
-                       failures=self.failures + greedy.failures,
-                       num_asked=self.num_asked + greedy.num_asked).select(known)
+        score_of = dict(zip(greedy.group.tolist(), greedy.scores.tolist()))
+        baseline = torch.tensor([score_of.get(group, math.nan) for group in self.group.tolist()])
+        return replace(self, baseline=baseline, failures=self.failures + greedy.failures,
+                       num_asked=self.num_asked + greedy.num_asked).select(~baseline.isnan())
 
-    def mini_batches(self, num_prompts: int) -> list[list[int]]:
-        """Indices of responses, those of neighbouring prompts together: num_prompts of them, or where that does not divide the
-        number of prompts, as nearly equal parts of at most that many. A last part of a few prompts would get a whole step."""
+    def mini_batches(self, num_prompts: int) -> Tensor:
+        """[n] int64: the mini-batch of each response, with neighbouring prompts together: num_prompts of them, or where that does
+        not divide their number, as nearly equal parts of at most that many. A last part of a few prompts would get a whole step."""
         prompts, place = self.group.unique(return_inverse=True)
-        count = -(-len(prompts) // num_prompts)
-        part = place * count // len(prompts)
-        return [(part == i).nonzero()[:, 0].tolist() for i in range(count)]
+        return place * -(-len(prompts) // num_prompts) // len(prompts)
 
-    def write(self, path: Path) -> None:
-        """One JSON object per response, with the row of the data file, whose long values (MAX_WRITTEN) are cut."""
-        lengths = self.response_lengths.tolist()
-        rows = {group: short_row(self.prompts[i].row) for group, i in self._first_of_groups().items()}
-        lines = ({"group": group, "prompt": self.prompts[i].text, "response": self.texts[i], "score": float(self.scores[i]),
-                  **self._parts(i), "length": lengths[i], "truncated": bool(self.truncated[i]), "row": rows[group]}
-                 for i, group in enumerate(self.group.tolist()))
-        text = "".join(json.dumps(line) + "\n" for line in (*lines, *self._failed()))       # ASCII
-        with disk.writing(path, len(text)):
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(text)
+    def write(self, path: Path, group: dist.ProcessGroup | None = None) -> None:
+        """One JSON object per response, with the row of the data file, whose long values (MAX_WRITTEN) are cut. Called by all
+        ranks (group: gloo); rank 0 writes."""
+        here, groups = self.here.tolist(), self.group.tolist()
+        rows = {g: short_row(prompt.row) for g, prompt in {groups[i]: prompt for i, prompt in zip(here, self.prompts)}.items()}
+        lines = [(i, json.dumps({
+            "group": groups[i], "prompt": prompt.text, "response": text, "score": float(self.scores[i]), **self._parts(i),
+            "length": int(self.response_lengths[i]), "truncated": bool(self.truncated[i]), "row": rows[groups[i]]}))
+            for i, prompt, text in zip(here, self.prompts, self.texts)]
+        lines = on_first_rank(lines, group) + [json.dumps(line) for line in self._failed()]
+        on_rank0(write_lines, path, lines, group=group)
 
     def append_failures(self, path: Path, step: int) -> None:
         """One JSON object per response that could not be graded."""
@@ -111,17 +113,46 @@ class Samples:
     def _failed(self) -> list[dict]:
         return [{"response": f.response, "row": f.row, "failure": f.kind, "trace": f.trace} for f in self.failures]
 
-    def _first_of_groups(self) -> dict[int, int]:
-        """The first response to each prompt: group -> index"""
-        return {group: i for i, group in reversed(list(enumerate(self.group.tolist())))}
-
-    def examples(self, num_rows: int) -> list[dict]:
+    def examples(self, num_rows: int, group: dist.ProcessGroup | None = None) -> list[dict]:
         """The first response to each of the first num_rows prompts, for people: question, response, answer (the row's,
-        where it has one) and score. Long texts (MAX_WRITTEN) are cut."""
-        first = sorted(self._first_of_groups().values())[:num_rows]
-        return [{"question": cut(prompt.question or prompt.text), "response": cut(self.texts[i])}
-                | ({"answer": cut(str(prompt.row["answer"]))} if prompt.row.get("answer") is not None else {})
-                | {"score": float(self.scores[i])} for i, prompt in ((i, self.prompts[i]) for i in first)]
+        where it has one) and score. Long texts (MAX_WRITTEN) are cut. Called by all ranks; rank 0 gets them."""
+        first = {group: i for i, group in reversed(list(enumerate(self.group.tolist())))}
+        shown = set(sorted(first.values())[:num_rows])
+        return on_first_rank([
+            (i, {"question": cut(prompt.question or prompt.text), "response": cut(text)}
+             | ({"answer": cut(str(prompt.row["answer"]))} if prompt.row.get("answer") is not None else {})
+             | {"score": float(self.scores[i])})
+            for i, prompt, text in zip(self.here.tolist(), self.prompts, self.texts) if i in shown], group)
+
+
+def summed(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The sum of every rank's x, in its place."""
+    if dist.is_initialized():
+        dist.all_reduce(x, group=group)
+    return x
+
+
+def of_all_ranks(items: list, group: dist.ProcessGroup) -> list:
+    """The few items of each rank, rank by rank."""
+    everything = [None] * dist.get_world_size()
+    dist.all_gather_object(everything, items, group=group)
+    return sum(everything, [])
+
+
+def on_first_rank(items: list[tuple[int, Any]], group: dist.ProcessGroup | None) -> list:
+    """What all ranks have, in the order of its places, on rank 0; on others nothing."""
+    if dist.is_initialized():
+        everything = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object(items, everything, group=group)
+        items = sum(everything or [], [])
+    return [item for _, item in sorted(items, key=lambda item: item[0])]
+
+
+def write_lines(path: Path, lines: list[str]) -> None:
+    text = "".join(line + "\n" for line in lines)           # ASCII
+    with disk.writing(path, len(text)):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
 
 
 def cut(text: str) -> str:
@@ -139,58 +170,63 @@ def short_row(row: dict) -> dict:
 def concat(parts: Sequence[Samples]) -> Samples:
     """Samples of several draws; their groups must differ."""
     names = max((p.parts for p in parts), key=len)          # where no response could be graded, there are none
-    return Samples(Batch.concat([p.batch for p in parts]), torch.cat([p.group for p in parts]),
-                   torch.cat([p.scores for p in parts]), torch.cat([p.truncated for p in parts]),
-                   *(sum((getattr(p, name) for p in parts), []) for name in ("texts", "prompts", "failures")),
-                   sum(p.num_asked for p in parts), None if parts[0].baseline is None else torch.cat([p.baseline for p in parts]),
-                   parts={name: torch.cat([p.parts.get(name, p.scores) for p in parts]) for name in names})
+    tensors, lists = [name for name, x in vars(parts[0]).items() if isinstance(x, Tensor)], ("texts", "prompts", "failures")
+    return replace(parts[0], batch=Batch.concat([p.batch for p in parts]), num_asked=sum(p.num_asked for p in parts),
+                   parts={name: torch.cat([p.parts.get(name, p.scores) for p in parts]) for name in names},
+                   **{name: torch.cat([getattr(p, name) for p in parts]) for name in tensors},
+                   **{name: sum((getattr(p, name) for p in parts), []) for name in lists})
 
 
 def draw_samples(rollout: Rollout, grader: Grader, dataset, rows: Sequence[int], sampling, seed: tuple[int, ...], tokenizer,
                  profiler, host_group: dist.ProcessGroup, max_failure_rate: float, first_group: int = 0) -> Samples:
-    """sampling.n responses to each of the rows of a PromptDataset, generated by all replicas, graded by all ranks, and
-    gathered: each rank returns the same Samples. Grading ends early when more than max_failure_rate of them have failed.
+    """sampling.n responses to each of the rows of a PromptDataset, generated by all replicas and graded by all ranks. A rank
+    keeps the tokens and texts that it has graded; the numbers of all are the same on every rank. Grading ends early when
+    more than max_failure_rate of them have failed.
 
     A response follows from `seed`, its row and its number alone, however many ranks there are. Prompts are divided so that
     the replicas end at the same time, if responses are as long as the last time.
     """
-    prompts = [dataset[int(row)] for row in rows]
-    wanted = [(place, k) for place in range(len(rows)) for k in range(sampling.n)]
-    groups = partition(dataset.expected_lengths(rows), rollout.num_replicas)[rollout.replica]
-    local = [i for place in groups for i in range(place * sampling.n, (place + 1) * sampling.n)]
+    rank, ranks = dist.get_rank(), dist.get_world_size() // rollout.num_replicas
+    owner, place = torch.empty(len(rows), dtype=torch.int64), torch.arange(len(rows)).repeat_interleave(sampling.n)
+    # Groups stay whole, for functions that take them so.
+    for replica, groups in enumerate(partition(dataset.expected_lengths(rows), rollout.num_replicas)):
+        owner[groups] = replica * ranks + torch.arange(len(groups)) % ranks
+    owner = owner[place]
+    local = (owner // ranks == rollout.replica).nonzero()[:, 0]
+    places = place[local].tolist()
+    prompts = {p: dataset[int(rows[p])] for p in dict.fromkeys(places)}
     with profiler.stage("rollout_generate", rollout):
         start = time.perf_counter()
-        seeds = [request_seed(*seed, int(rows[wanted[i][0]]), wanted[i][1]) for i in local]
-        batch, truncated = rollout.generate([prompts[wanted[i][0]].input_ids for i in local], seeds, sampling)
-        seconds = time.perf_counter() - start
+        seeds = [request_seed(*seed, int(rows[p]), i % sampling.n) for i, p in zip(local.tolist(), places)]
+        batch, truncated = rollout.generate([prompts[p].input_ids for p in places], seeds, sampling)
+        seconds = torch.zeros(dist.get_world_size()).index_fill(0, torch.tensor(rank), time.perf_counter() - start)
     with profiler.stage("reward"):
-        # Groups stay whole, for functions that take them so.
-        ranks = dist.get_world_size() // rollout.num_replicas
-        mine = [j for j in range(len(local)) if j // sampling.n % ranks == rollout.tp_rank]
-        places = [wanted[local[j]][0] for j in mine]
-        share = batch.select(mine)
-        responses = [ids[mask > 0].tolist() for ids, mask in zip(share.input_ids.split(share.lengths),
-                                                                 share.fields["loss_mask"].split(share.lengths))]
-        texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
-        items = [(prompts[p].text, text, prompts[p].row) for p, text in zip(places, texts)]
-        results = grader.grade(items, places, max_failure_rate * len(wanted))
-        shares = [None] * dist.get_world_size()
-        dist.all_gather_object(shares, ([local[j] for j in mine], share, truncated[mine], texts, results, seconds),
-                               group=host_group)
-    order = torch.tensor([i for indices, *_ in shares for i in indices]).argsort()
-    everything = Batch.concat([s[1] for s in shares]).select(order.tolist())
-    truncated = torch.cat([s[2] for s in shares])[order]
-    texts, results = ([x for s in shares for x in s[k]] for k in (3, 4))
-    texts, results = [texts[i] for i in order], [results[i] for i in order]
-    idle = 1 - (seconds := torch.tensor([s[5] for s in shares])) / seconds.max()
-    drawn = [prompts[place] for place, _ in wanted]
-    results = grader.same_parts([(prompt.text, text, prompt.row) for prompt, text in zip(drawn, texts)], results)
-    rewards = [r if isinstance(r, Reward) else None for r in results]
-    graded = torch.tensor([r is not None for r in rewards], dtype=torch.bool)
-    samples = Samples(everything, torch.tensor([first_group + place for place, _ in wanted]),
-                      torch.tensor([r.score if r else 0.0 for r in rewards]), truncated, texts, drawn,
-                      [r for r in results if isinstance(r, Failure)], len(results),
-                      metrics={"perf/rollout_idle": idle.mean().item(), "perf/rollout_idle_max": idle.max().item()}, parts={
-                          name: torch.tensor([r.parts[name] if r else 0.0 for r in rewards]) for name in grader.parts or ()})
-    dataset.drawn_lengths[rows] = samples.response_lengths.view(len(rows), -1).float().mean(1)
-    return samples if graded.all() else samples.select(graded)
+        mine = (owner[local] == rank).nonzero()[:, 0]
+        batch = batch if len(mine) == len(batch) else batch.select(mine)
+        places = [places[i] for i in mine.tolist()]
+        held, prompts = local[mine], [prompts[p] for p in places]
+        tokens = batch.fields["loss_mask"].nonzero()[:, 0]
+        response_lengths = torch.searchsorted(tokens, batch.cu_seqlens).diff()
+        texts = tokenizer.batch_decode([ids.tolist() for ids in batch.input_ids[tokens].split(response_lengths.tolist())],
+                                       skip_special_tokens=True)
+        items = [(prompt.text, text, prompt.row) for prompt, text in zip(prompts, texts)]
+        results = grader.grade(items, places, max_failure_rate * len(owner))
+        if grader.parts is None:
+            first = [(i, sorted(result.parts)) for i, result in zip(held.tolist(), results) if isinstance(result, Reward)][:1]
+            grader.parts = min(of_all_ranks(first, host_group), default=(0, None))[1]
+        results = grader.same_parts(items, results)
+        failures = [(i, result) for i, result in zip(held.tolist(), results) if isinstance(result, Failure)]
+        failures = sorted(of_all_ranks(failures, host_group), key=lambda failure: failure[0])
+        names = grader.parts or []
+        numbers = torch.zeros(len(owner), 5 + len(names), dtype=torch.float64)
+        numbers[held, :3] = torch.stack([batch.cu_seqlens.diff(), response_lengths, truncated[mine]], 1).double()
+        graded = [[1.0, r.score, *map(r.parts.get, names)] if isinstance(r, Reward) else [0.0] * (2 + len(names)) for r in results]
+        numbers[held, 3:] = torch.tensor(graded, dtype=torch.float64).view(len(held), 2 + len(names))
+        lengths, response_lengths, truncated, graded, scores, *parts = summed(numbers, host_group).unbind(1)
+        idle = 1 - summed(seconds, host_group) / seconds.max()
+    dataset.drawn_lengths[rows] = response_lengths.view(len(rows), -1).float().mean(1)
+    samples = Samples(batch, texts, prompts, owner, rank, lengths.long(), response_lengths.long(), first_group + place,
+                      scores.float(), truncated.bool(), [failure for _, failure in failures], len(owner),
+                      metrics={"perf/rollout_idle": idle.mean().item(), "perf/rollout_idle_max": idle.max().item()},
+                      parts={name: x.float() for name, x in zip(names, parts)})
+    return samples if graded.all() else samples.select(graded.bool())

@@ -7,10 +7,11 @@ Reads the model in FOLDER/{family} and the reward in FOLDER/reward.py; writes FO
 
 import hashlib
 import json
+import pickle
 import random
 import sys
-from contextlib import closing
-from dataclasses import dataclass
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from omegaconf import OmegaConf
 
 import ppo
+from algorithms.advantages import ADVANTAGES
 from config import InputError, load
 from data.packing import Batch
 from data.prompts import Prompt, PromptDataset
@@ -28,7 +30,8 @@ from engines.fsdp.engine import FSDPEngine
 from examples.arithmetic import make_tokenizer
 from profiling import Profiler
 from rollout.grading import Grader, check_failures
-from rollout.samples import draw_samples
+from rollout.samples import Samples, draw_samples
+from rollout.share import Share, divide
 from rollout.vllm import Rollout, request_seed
 from tests.fsdp_worker import digest, gather
 
@@ -54,6 +57,13 @@ LAUNCHES = {"qwen3": Launch(1, "qwen3", more="rollout.stop=[unused]"),
             "tied_unsaid": Launch(1, "tied_unsaid"), "qwen3_dp2": Launch(2, "qwen3"), "tied_tp2": Launch(2, "tied", tp=2)}
 CUT_TEMPERATURE, CUTS = 0.7, {"top_k": 4, "top_p": 0.5, "min_p": 0.3}
 ONE_WORD = {"temperature": 0.0, "top_k": 1, "top_p": 1e-6, "min_p": 1.0}
+
+# Name -> settings of `algorithm`; the last one has functions of a user's.
+KL_IN_REWARD, REJECTION = "use_kl_in_reward=true", "rollout_rs=geometric"
+LEARNED = {"plain": [], **{name: [f"adv_estimator={name}", KL_IN_REWARD] for name in ADVANTAGES},
+           "discounted": ["adv_estimator=reinforce_plus_plus", "gamma=0.9", "loss_agg_mode=seq-mean-token-mean"],
+           "rejecting": [REJECTION, "rollout_rs_threshold=1.01", "rollout_rs_threshold_lower=0.99"],
+           "of a user": ["adv_estimator=FOLDER/functions.py:surprising", "loss_agg_mode=FOLDER/functions.py:later", KL_IN_REWARD]}
 
 
 def main(folder: Path, name: str) -> None:
@@ -228,7 +238,8 @@ class Prompts(PromptDataset):
 
 
 def samples(folder: Path, rollout: Rollout, engine: FSDPEngine) -> dict:
-    """What draw_samples makes of 5 prompts; for one of them the reward often raises. And of 3 with a reward of groups."""
+    """What draw_samples makes of 5 prompts; for one of them the reward often raises. And of 3 with a reward of groups. And what
+    the first of these teach."""
     dataset, generate, num_local = Prompts(), rollout.generate, []
     rollout.generate = lambda prompts, *others: num_local.append(len(prompts)) or generate(prompts, *others)
     tokenizer, host_group = make_tokenizer(), dist.new_group(backend="gloo")
@@ -242,17 +253,79 @@ def samples(folder: Path, rollout: Rollout, engine: FSDPEngine) -> dict:
         drawn = draw_samples(rollout, grader, dataset, rows, sampling, (7, 1), tokenizer, Profiler(), host_group,
                              max_failure_rate, first_group=10)
         check_failures(drawn.failures, drawn.num_asked, max_failure_rate)
-        return {**written(drawn.batch, drawn.truncated), "group": drawn.group.tolist(), "scores": drawn.scores.tolist(),
-                "texts": drawn.texts, "prompts": [p.text for p in drawn.prompts], "metrics": drawn.metrics,
-                "parts": {name: values.tolist() for name, values in drawn.parts.items()},
+        return drawn
+
+    def told_of(drawn):
+        batches, texts, prompts, held = zip(*gather((drawn.batch, drawn.texts, [p.text for p in drawn.prompts], drawn.here)))
+        order = torch.cat(held).argsort()
+        return {**written(Batch.concat(batches).select(order), drawn.truncated), "group": drawn.group.tolist(),
+                "scores": drawn.scores.tolist(), "sizes": [drawn.lengths.tolist(), drawn.response_lengths.tolist()],
+                "parts": {name: values.tolist() for name, values in drawn.parts.items()}, "held": [len(here) for here in held],
+                "metrics": drawn.metrics,
+                "texts": [sum(texts, [])[i] for i in order], "prompts": [sum(prompts, [])[i] for i in order],
                 "failures": [[f.kind, f.row, f.response] for f in drawn.failures]}
     with grader("score") as one, grader("rank") as group:
-        drawn = {"all": gather(draw(one, range(5), 4)), "lengths": gather(dataset.drawn_lengths.tolist())}
+        with counted_bytes() as num_bytes:
+            everything = draw(one, range(5), 4)
+        drawn = {"all": gather(told_of(everything)), "lengths": gather(dataset.drawn_lengths.tolist())}
         dataset.drawn_lengths[:4] = [1, 1, 3, 1]                # and those of the last one, many more, as they were
-        drawn |= {"by length": draw(one, range(5), 4), "num_local": gather(num_local)}
-        return {**drawn, "two": draw(one, [4, 2], 4), "one": draw(one, [1], 1),
-                "groups": gather(draw(group, [0, 4, 2], 4)),
-                "too many failures": gather(told(lambda: draw(one, range(5), 4, max_failure_rate=0.01)))}
+        drawn |= {"by length": told_of(draw(one, range(5), 4)), "num_local": gather(num_local), "bytes": gather(num_bytes)}
+        return {**drawn, "two": told_of(draw(one, [4, 2], 4)), "one": told_of(draw(one, [1], 1)),
+                "groups": gather(told_of(draw(group, [0, 4, 2], 4))),
+                "too many failures": gather(told(lambda: draw(one, range(5), 4, max_failure_rate=0.01))),
+                "learned": {name: learned(everything, engine, folder, *more) for name, more in LEARNED.items()}}
+
+
+@contextmanager
+def counted_bytes():
+    """A dictionary of the bytes that this rank gives to each of the collectives of ranks' hosts."""
+    num_bytes, originals = {}, {name: getattr(dist, name) for name in ("all_reduce", "all_to_all_single", "all_gather_object")}
+
+    def counting(name, place):
+        def call(*given, **more):
+            x = given[place]
+            num_bytes[name] = num_bytes.get(name, 0) + (x.nbytes if isinstance(x, torch.Tensor) else len(pickle.dumps(x)))
+            return originals[name](*given, **more)
+        return call
+    for name, place in (("all_reduce", 0), ("all_to_all_single", 1), ("all_gather_object", 1)):
+        setattr(dist, name, counting(name, place))
+    try:
+        yield num_bytes
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+
+
+def learned(drawn: Samples, engine: FSDPEngine, folder: Path, *more: str) -> dict:
+    """What two mini-batches of samples are to teach, where the models say of each token what its id says."""
+    algorithm = OmegaConf.from_dotlist([pair.replace("FOLDER", str(folder)) for pair in more])
+    config = OmegaConf.merge(engine.config, {"algorithm": algorithm})
+    drawn = replace(drawn, baseline=drawn.scores.flip(0), metrics={})         # those are times
+    with counted_bytes() as moved:
+        share = divide(drawn, drawn.mini_batches(3), engine)
+    f, ids = share.batch.fields, share.batch.input_ids
+    for name, factor in (("old_log_probs", 37), ("ref_log_probs", 53), ("values", 29)):
+        f[name] = -(ids * factor % 101 + 1) / 50 * f["loss_mask"]
+    f["rollout_log_probs"] = f["old_log_probs"] + (ids % 5 - 2) / 20 * f["loss_mask"]
+    with counted_bytes() as told:
+        metrics = ppo.set_advantages(config, drawn, share, 0.1)
+    fields = {name: of_all(share, f[name]) for name in ("advantages", "returns", "loss_weight", "token_weight")}
+    return {"fields": fields, "metrics": metrics, "counts": [len(part) for part in share.parts],
+            "bytes": gather((moved, told, len(ids)))}
+
+
+def of_all(share: Share, x: torch.Tensor) -> list[float]:
+    """Numbers per token of this share -> of all responses, one behind the other."""
+    shares = gather((share.places.tolist(), [part.tolist() for part in x.split(share.batch.lengths)]))
+    of_response = {place: numbers for places, parts in shares for place, numbers in zip(places, parts)}
+    return [number for place in sorted(of_response) for number in of_response[place]]
+
+
+def shared(engine: FSDPEngine, batch: Batch) -> Share:
+    """This rank's share of a batch, all of which rank 0 has."""
+    of_each, rank = torch.zeros(len(batch), dtype=torch.int64), dist.get_rank()
+    return divide(Samples(batch.select(range(len(batch)) if rank == 0 else []), [], [], of_each, rank, batch.cu_seqlens.diff(),
+                          of_each, of_each, of_each, of_each, [], len(batch)), of_each, engine)
 
 
 def stop_strings(rollout: Rollout, config) -> list[dict]:
@@ -313,17 +386,18 @@ def critic(folder: Path, name: str) -> dict:
     """A critic that begins with the policy's files and learns returns between -2 and 2 for 40 steps."""
     launch, this_device = LAUNCHES[name], torch.device("cpu")
     config = settings(folder, launch, SMALL, "optim.lr=3e-3")
-    batch, everything = make_returns(), [list(range(10))]
+    batch = make_returns()
 
     def build(path):
         settings = OmegaConf.merge(config, {"model": {"path": str(path)}})
         return FSDPEngine(settings, this_device, CRITIC_STEPS, critic=True)
 
     def train(engine, loss_fn, steps):
-        return [engine.train_batch(batch.select(ppo.share(engine, batch, everything[0])), loss_fn, s) for s in steps]
+        return [engine.train_batch(shared(engine, batch).batch, loss_fn, s) for s in steps]
 
     def values(engine, batch=batch):
-        return ppo.ask(engine, engine.values, batch, everything).tolist()
+        share = shared(engine, batch)
+        return of_all(share, ppo.ask(engine.values, share))
     engine = build(config.model.path)
     result = {"first": values(engine), "losses": [m["loss"] for m in train(engine, value_error, range(CRITIC_STEPS))],
               "last": values(engine), "another end": values(engine, with_other_ends(batch))}

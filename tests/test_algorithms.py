@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import plugins
 from algorithms.advantages import ADVANTAGES
 from algorithms.aggregation import AGGREGATIONS
 from algorithms.dapo import informative, overlong_penalty
@@ -101,12 +102,21 @@ BY_FORMULA = {
 }
 
 
+def advantages(name, rewards, mask, sequence, group, **settings):
+    """Advantages and returns [T] of each estimator, from tokens or from their sums per sequence."""
+    function, n = ADVANTAGES[name], len(group)
+    if "rewards" in plugins.parameters(function):
+        return function(rewards=rewards, mask=mask, sequence=sequence, num_sequences=n, group=group, **settings)
+    outcome, lengths = (sum_by_sequence(torch.where(mask > 0, x, 0), sequence, n) for x in (rewards, mask))
+    return [x[sequence] * mask for x in function(outcome=outcome, lengths=lengths.long(), group=group, **settings)]
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_advantages_are_those_of_the_formula(name, seed):
     batch = Packed(seed)
     rewards, values, baseline = batch.random(), batch.random(), torch.randn(batch.n, generator=batch.g)
-    got = ADVANTAGES[name](rewards, batch.mask, batch.sequence, batch.group, values=values, baseline=baseline,
+    got = advantages(name, rewards, batch.mask, batch.sequence, batch.group, values=values, baseline=baseline,
                            gamma=0.9, lam=0.8)
     want = BY_FORMULA[name]([rewards[t].tolist() for t in batch.tokens], batch.group.tolist(),
                             [values[t].tolist() for t in batch.tokens], baseline.tolist(), 0.9, 0.8)
@@ -122,7 +132,7 @@ def test_advantages_worked_out_by_hand():
     rewards = floats(9, 0.5, 9, 2.5, 9, 0, 1, 9, 4, 9, 5)                     # scores 3, 1, 4, 5, the last one alone
 
     def check(name, *want, **settings):
-        for got, row in zip(ADVANTAGES[name](rewards, mask, sequence, ints(6, 6, 6, 2), **settings), want):
+        for got, row in zip(advantages(name, rewards, mask, sequence, ints(6, 6, 6, 2), **settings), want):
             close(got[mask > 0], row)
 
     scores = [3, 3, 1, 1, 4, 5]
@@ -144,20 +154,20 @@ def test_advantages_worked_out_by_hand():
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_equal_scores_teach_nothing_and_absent_tokens_do_no_harm(name):
     def run(rewards, mask, sequence, group):
-        return ADVANTAGES[name](rewards, mask, sequence, group, values=torch.zeros_like(rewards),
+        return advantages(name, rewards, mask, sequence, group, values=torch.zeros_like(rewards),
                                 baseline=torch.full((len(group),), 0.1))
 
     # 0.1 is no binary fraction: in fp32, the mean of seven is not 0.1.
-    advantages, returns = run(floats(5, *[0.1] * 7), floats(0, *[1] * 7), ints(0, *range(7)), ints(*[8] * 7))
+    gains, returns = run(floats(5, *[0.1] * 7), floats(0, *[1] * 7), ints(0, *range(7)), ints(*[8] * 7))
     close(returns, [0] + [0.1] * 7)
-    assert torch.equal(advantages, torch.zeros(8))
+    assert torch.equal(gains, torch.zeros(8))
     for results in (run(floats(), floats(), ints(), ints()),                  # no sequence
                     run(floats(), floats(), ints(), ints(0, 0)),              # no token of any
                     run(floats(3, 3), floats(0, 0), ints(0, 1), ints(0, 0))):                    # no response
         assert all(torch.equal(x, torch.zeros_like(x)) for x in results)
-    advantages, returns = run(floats(3, 2, 3), floats(0, 1, 0), ints(1, 1, 0), ints(4, 4))       # a single token
+    gains, returns = run(floats(3, 2, 3), floats(0, 1, 0), ints(1, 1, 0), ints(4, 4))       # a single token
     assert returns.tolist() == [0, 2, 0]
-    close(advantages, [0, {"grpo": 1 / math.sqrt(2), "dr_grpo": 1, "rloo": 2, "remax": 1.9}.get(name, 0), 0])
+    close(gains, [0, {"grpo": 1 / math.sqrt(2), "dr_grpo": 1, "rloo": 2, "remax": 1.9}.get(name, 0), 0])
 
 
 def test_packed_sums():
@@ -253,7 +263,8 @@ def test_aggregates_are_those_of_the_formula_however_the_batch_is_split(mode, se
     batch = Packed(seed)
     log_probs, advantages = batch.random(), batch.random(outside=0.0)
     fields = (log_probs, log_probs + batch.random(0.5), advantages, batch.mask, batch.sequence)
-    weights = AGGREGATIONS[mode](batch.mask, batch.sequence, batch.n, max_tokens=40)
+    lengths = sum_by_sequence(batch.mask, batch.sequence, batch.n)
+    weights = AGGREGATIONS[mode](lengths=lengths, max_tokens=40)[batch.sequence] * batch.mask
     for policy_loss in POLICY_LOSSES.values():
         rows = [policy_loss(*fields, batch.n, **CLIPS)[0][t].tolist() for t in batch.tokens if t]
         assert 1 < len(rows) < batch.n
@@ -269,13 +280,13 @@ def test_aggregates_are_those_of_the_formula_however_the_batch_is_split(mode, se
 
 
 def test_aggregation_worked_out_by_hand():
-    mask, sequence = floats(0, 1, 1, 1, 0, 1, 0), ints(3, 3, 3, 3, 0, 0, 1)   # three tokens, one, none; 2 is not there
-    close(AGGREGATIONS["token-mean"](mask, sequence, 4), [0, .25, .25, .25, 0, .25, 0])
-    close(AGGREGATIONS["seq-mean-token-sum"](mask, sequence, 4), [0, .5, .5, .5, 0, .5, 0])
-    close(AGGREGATIONS["seq-mean-token-mean"](mask, sequence, 4), [0, 1 / 6, 1 / 6, 1 / 6, 0, .5, 0])
+    lengths = floats(1, 0, 3)
+    close(AGGREGATIONS["token-mean"](lengths), [.25] * 3)
+    close(AGGREGATIONS["seq-mean-token-sum"](lengths), [.5] * 3)
+    close(AGGREGATIONS["seq-mean-token-mean"](lengths)[lengths > 0], [.5, 1 / 6])
     for weights in AGGREGATIONS.values():
-        assert weights(floats(0, 0), ints(0, 1), 2, max_tokens=9).tolist() == [0, 0]
-        assert weights(floats(), ints(), 0, max_tokens=9).shape == (0,)
+        assert weights(lengths=floats(0, 0), max_tokens=9).isfinite().all()
+        assert weights(lengths=floats(), max_tokens=9).shape == (0,)
 
 
 def test_kl_estimators():
@@ -381,7 +392,7 @@ def test_losses_never_wait_for_the_device():
     losses = [policy_loss(x, y, y, y, sequence, 3, **CLIPS)[0] for policy_loss in POLICY_LOSSES.values()]
     losses += [estimate(x, y) for estimate in KL_ESTIMATORS.values()] + [value_loss(x, y, y, 0.5)[0]]
     for weights in AGGREGATIONS.values():
-        losses += [losses[-1] * weights(y, sequence, 3, max_tokens=9)]
+        losses += [losses[-1] * weights(lengths=y, max_tokens=9)]
     sum(losses).sum().backward()
     keep_mask(x, y, y, sequence, 3, level="sequence", low=0.5, high=2.0)
     keep_mask(x, y, y, sequence, 3, level="geometric", low=0.5, high=2.0)

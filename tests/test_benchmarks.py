@@ -31,6 +31,8 @@ SMOKES = {
                         r"\| tiny \| \d+\.\d\d \| \d+\.\d\d \| \d+\.\d\d \| \d\.\d{3} \| \d\.\d{3} \| 0\.25 \|"),
     "tokenize_speed.py": (["--rows", "20", "--pairs", "1", "--tokenizer", "MODEL"],
                           r"\| single-turn \| [\d,]+ \| [\d,]+ \| \d\.\d+ .*\n\| five-turn \| [\d,]+ \| [\d,]+ \| \d\.\d+ "),
+    "host_path.py": (["--tokens", "3000", "--ranks", "1", "64", "--repeats", "1"],
+                     r"\| 1 \| grpo \|.*\n\| 64 \| grpo \| (\d+\.\d{3} \| ){4}\d+ \| \d+ \|\n\| 1 \| gae .*\n\| 64 \| gae "),
     "profiling_cost.py": (["MODEL", "DATA", "data.train_batch_size=8", "--tools", "torch"],
                           r"only timed: \d+\.\d\d microseconds\ntool .*\ntorch +\d+\.\d+ +\d+\.\d+ +\d+\.\d +\d+\.\d\d\n"),
 }

@@ -25,7 +25,7 @@ from rollout.grading import Grader
 from tests.fsdp_worker import make_batch, make_loss, make_tokenizer
 from tests.launch import ROOT, launch, metrics
 from tests.models import make_model
-from tests.test_ppo import make_samples, on_responses
+from tests.test_ppo import make_samples, on_responses, whole
 
 TEXT = (ROOT / "docs" / "forking.md").read_text()
 SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", TEXT, re.MULTILINE | re.DOTALL))
@@ -76,7 +76,7 @@ def test_add_an_advantage(fork):
     config = fork("Add an advantage")
     ppo.check(config)
     samples = make_samples([1, 2, 3, 2], [1, 5, 2, 7], [0, 0, 0, 1])
-    metrics = ppo.set_advantages(config, samples, [[0, 1, 2, 3]], 0.0)
+    metrics = ppo.set_advantages(config, samples, whole(samples), 0.0)
     fields = samples.batch.fields
     assert on_responses(samples, fields["advantages"]) == [-0.5, 1.5, 1.5, 0, 0, 0, 0, 0]
     assert on_responses(samples, fields["returns"]) == [1, 5, 5, 2, 2, 2, 7, 7]
@@ -270,14 +270,17 @@ def test_the_table_counts_the_snippets():
 
 NAMES = '''
 import torch
-def plain(rewards, mask, **_): return rewards, rewards
-def valued(rewards, values, **_): return rewards, rewards
-def referred(rewards, ref_log_probs, old_log_probs, **_): return rewards, rewards
-def greedy(rewards, baseline, **_): return rewards, rewards
-def discounted(rewards, gamma, **_): return rewards, rewards
-def unrewarded(mask, **_): return mask, mask
-def of_sequences(rewards, group, **_): return rewards, torch.zeros(len(group))
-def needy(rewards, alpha, **_): return rewards, rewards
+def plain(rewards, mask, num_sequences, **_): return rewards, rewards
+def valued(rewards, num_sequences, values, **_): return rewards, rewards
+def referred(num_sequences, rewards, ref_log_probs, old_log_probs, **_): return rewards, rewards
+def greedy(outcome, baseline, **_): return outcome, outcome
+def discounted(rewards, num_sequences, gamma, **_): return rewards, rewards
+def unrewarded(mask, num_sequences, **_): return mask, mask
+def of_sequences(rewards, num_sequences, **_): return rewards, torch.zeros(num_sequences)
+def of_the_step(rewards, mask, sequence, group, **_): return rewards - (rewards * mask).mean(), rewards
+def of_none(outcome, **_): return outcome.mean(), outcome
+def counted(rewards, num_sequences, total, **_): return rewards / total(rewards) * num_sequences, rewards
+def needy(rewards, num_sequences, alpha, **_): return rewards, rewards
 def narrow(rewards): return rewards, rewards
 def loss(log_probs, advantages, *, beta=1.0, **_): return -log_probs * advantages * beta, {}
 def loss_of_all(log_probs, group, scores, values, **_): return log_probs * group * scores, {"scores": scores}
@@ -285,10 +288,11 @@ def summed(log_probs, **_): return log_probs.sum(), {}
 def alone(log_probs, **_): return log_probs
 def measured(log_probs, **_): return log_probs, {"largest": 0.5}
 def one(rewards, **_): return rewards
-def total(mask, **_): return mask.sum()
+def total(lengths, **_): return lengths.sum()
 def mean_gap(log_probs, ref_log_probs, **_): return (log_probs - ref_log_probs).mean()
 def square(log_probs, ref_log_probs, **_): return (log_probs - ref_log_probs) ** 2
-def halves(mask, **_): return mask / 2
+def halves(lengths, **_): return torch.full_like(lengths, 0.5)
+def of_tokens(mask, **_): return mask / mask.sum()
 '''
 
 
@@ -322,6 +326,8 @@ def test_what_is_named_is_built(named, pairs, roles):
     (["loss_mode=my.py:loss", "clip_ratio_high=0.3"], "clip_ratio_high=0.3 does nothing without algorithm.loss_mode=ppo or gspo"),
     (["adv_estimator=my.py:plain", "gamma=0.5"], "does nothing without algorithm.adv_estimator=gae or reinforce_plus_plus"),
     (["adv_estimator=my.py:unrewarded", "use_kl_in_reward=true"], "does nothing without an advantage that names rewards"),
+    (["adv_estimator=my.py:of_the_step"], "names mask, which is of one rank's tokens: name outcome instead"),
+    (["loss_agg_mode=my.py:of_tokens"], "missing a required argument: 'mask'; it is called with lengths, max_tokens by name"),
     (["kl_loss_type=my.py:plain", "use_kl_loss=true"], "kl_loss_type=my.py:plain: missing a required argument: 'rewards'"),
 ])
 def test_functions_that_cannot_be_called_so(named, tmp_path, pairs, message):
@@ -340,23 +346,26 @@ def test_discounts_kwargs_and_weights_reach_them(named):
     loss, metrics, _ = loss_of(config, advantages=[1.0, -2.0], ref_log_probs=[-1.0, -1.0])
     assert loss == pytest.approx(3 * (1.5 - 2 * 0.5) / 2 + 0.5 * 0.25) and metrics["kl_loss"] == 0.25
     samples = make_samples([1, 2, 3], [1, 5, 2], [4, 4, 6])
-    ppo.set_advantages(named("loss_mode=my.py:loss_of_all", "loss_agg_mode=my.py:halves"), samples, [[0, 1, 2]], 0.0)
+    ppo.set_advantages(named("loss_mode=my.py:loss_of_all", "loss_agg_mode=my.py:halves"), samples, whole(samples), 0.0)
     fields = samples.batch.fields
     assert on_responses(samples, fields["group"]) == [4, 4, 4, 6, 6, 6]
     assert on_responses(samples, fields["scores"]) == [1, 5, 5, 2, 2, 2]
     assert on_responses(samples, fields["loss_weight"]) == [0.5] * 6
+    ppo.set_advantages(named("adv_estimator=my.py:counted"), samples, whole(samples), 0.0)
+    assert on_responses(samples, fields["advantages"]) == pytest.approx([3 / 8, 0, 15 / 8, 0, 0, 3 / 4])
 
 
 def test_shapes_that_a_broadcast_would_hide(named):
-    with pytest.raises(InputError, match=r"adv_estimator=my.py:of_sequences must return one number per token, .*9\], not \[2\]"):
-        ppo.set_advantages(named("adv_estimator=my.py:of_sequences"), make_samples([2, 3], [1, 5], [0, 0]), [[0, 1]], 0.0)
     samples = make_samples([2, 3], [1, 5], [0, 0])
+    for function, said in (("of_sequences", r"token, .*9\], not \[2\]"), ("of_none", r"response, .*2\], not \[\]")):
+        with pytest.raises(InputError, match=f"adv_estimator=my.py:{function} must return one number per {said}"):
+            ppo.set_advantages(named(f"adv_estimator=my.py:{function}"), samples, whole(samples), 0.0)
     samples.batch.fields |= {name: torch.zeros(9) for name in ("old_log_probs", "ref_log_probs", "rollout_log_probs")}
     for pairs, message in ((["adv_estimator=my.py:one"], "one must return two things, advantages and returns"),
-                           (["loss_agg_mode=my.py:total"], "total must return one number per token, shape [9], not []"),
+                           (["loss_agg_mode=my.py:total"], "total must return one number per response, shape [2], not []"),
                            (["use_kl_in_reward=true", "kl_penalty=my.py:mean_gap"], "mean_gap must return one number per token")):
         with pytest.raises(InputError, match=re.escape(f"algorithm.{pairs[-1].partition(':')[0]}:{message}")):
-            ppo.set_advantages(named(*pairs), samples, [[0, 1]], 0.0)
+            ppo.set_advantages(named(*pairs), samples, whole(samples), 0.0)
     for pairs, message in ((["loss_mode=my.py:summed"], "summed must return one number per token, shape [2], not []"),
                            (["loss_mode=my.py:alone"], "alone must return two things, losses and a dictionary of metrics"),
                            (["loss_mode=my.py:measured"], "measured must return one number per token, shape [2], not 0.5"),

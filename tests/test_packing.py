@@ -1,3 +1,5 @@
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -62,6 +64,17 @@ def test_partition_beats_round_robin_on_skewed_work():
     assert max(sum(costs[i::8]) for i in range(8)) > 1.05 * share
 
 
+def test_very_many_items_are_divided_as_evenly_and_in_no_time():
+    """As 64 ranks have them. One that is larger than a whole share is alone."""
+    costs = [24576 * n + n * n for n in np.random.default_rng(0).lognormal(6, 1.2, 30_000).astype(int).tolist()]
+    costs[7] = sum(costs) / 32
+    start = time.process_time()
+    parts = partition(costs, 64)
+    assert time.process_time() - start < 0.5 and sorted(sum(parts, [])) == list(range(30_000)) and [7] in parts
+    sums = sorted(sum(costs[i] for i in part) for part in parts)
+    assert sums[-2] < 1.0001 * sums[0]
+
+
 def test_the_order_is_stateless_and_an_epoch_sees_each_row_once():
     batches = [global_batch(103, 10, seed=3, step=k) for k in range(20)]
     for epoch in range(2):
@@ -80,5 +93,10 @@ def test_select_and_position_ids():
     assert part.input_ids.tolist() == [4, 5, 6, 7, 8, 9, 0, 1, 2]
     assert part.cu_seqlens.tolist() == [0, 6, 9] and part.lengths == [6, 3]
     assert torch.equal(part.fields["loss_mask"], part.input_ids / 10)
+    first, none, rest = batch.split([1, 0, 2])
+    assert first.input_ids.tolist() == [0, 1, 2] and rest.input_ids.tolist() == [3, 4, 5, 6, 7, 8, 9] and len(none) == 0
+    assert rest.cu_seqlens.tolist() == [0, 1, 7] and torch.equal(rest.fields["loss_mask"], rest.input_ids / 10)
+    rest.input_ids[0] = 20
+    assert batch.input_ids[3] == 20, "a view"
     empty = batch.select([])
     assert len(empty) == 0 and empty.input_ids.tolist() == [] and empty.cu_seqlens.tolist() == [0]

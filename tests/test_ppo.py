@@ -18,6 +18,7 @@ from engines.base import check_batch_size
 from engines.fsdp.engine import FSDPEngine
 from rollout.grading import Failure
 from rollout.samples import Samples, concat
+from rollout.share import Share, divide
 from tests.models import make_model
 from tests.test_algorithms import BY_FORMULA, policy_loss_by_formula
 
@@ -32,10 +33,22 @@ def make_samples(lengths, scores, group, baseline=None, failures=()):
     mask = torch.cat([torch.empty(0), *masks])
     cu_seqlens = torch.tensor([0, *map(len, masks)]).cumsum(0)
     batch = Batch(torch.arange(len(mask)), cu_seqlens, {"loss_mask": mask, "rollout_log_probs": -mask})
-    return Samples(batch, torch.tensor(group), torch.tensor(scores, dtype=torch.float32),
-                   torch.tensor([length > 3 for length in lengths], dtype=torch.bool),
-                   [f"response {i}" for i in range(len(lengths))], [Prompt([1, 2], f"prompt {g}", {}) for g in group],
-                   list(failures), len(lengths) + len(failures), None if baseline is None else torch.tensor(baseline))
+    return Samples(batch, [f"response {i}" for i in range(len(lengths))], [Prompt([1, 2], f"prompt {g}", {}) for g in group],
+                   **on_one_rank(batch), group=torch.tensor(group), scores=torch.tensor(scores, dtype=torch.float32),
+                   truncated=torch.tensor([length > 3 for length in lengths], dtype=torch.bool), failures=list(failures),
+                   num_asked=len(lengths) + len(failures), baseline=None if baseline is None else torch.tensor(baseline))
+
+
+def on_one_rank(batch):
+    """What Samples are told of a batch that this process alone has."""
+    sums = torch.cat([torch.zeros(1), batch.fields["loss_mask"].cumsum(0)])[batch.cu_seqlens]
+    return {"owner": torch.zeros(len(batch), dtype=torch.int64), "rank": 0, "lengths": batch.cu_seqlens.diff(),
+            "response_lengths": sums.diff().long()}
+
+
+def whole(samples, minis=None):
+    """The share of a process alone: all mini-batches, given as the one of each response, which must be in order."""
+    return Share(samples.batch, torch.arange(len(samples)), torch.tensor(minis or [0] * len(samples)))
 
 
 def failure(number):
@@ -47,7 +60,7 @@ def failure(number):
 
 def test_select_takes_everything_along():
     samples = make_samples([1, 4, 2], [1, 2, 3], [5, 5, 9], baseline=[7.0, 8.0, 9.0], failures=[failure(0)])
-    assert (len(samples), samples.num_prompts, samples.response_lengths.tolist()) == (3, 2, [1, 4, 2])
+    assert (len(samples), samples.response_lengths.tolist()) == (3, [1, 4, 2])
     kept = samples.select(torch.tensor([False, True, True]))
     assert kept.batch.input_ids.tolist() == [3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
     assert kept.batch.cu_seqlens.tolist() == [0, 6, 10] and kept.response_lengths.tolist() == [4, 2]
@@ -79,12 +92,12 @@ def test_a_baseline_belongs_to_its_prompt_and_groups_without_one_go():
 
 def test_mini_batches_hold_whole_groups_whatever_their_numbers_and_sizes():
     samples = make_samples([1] * 7, range(7), [3, 3, 4, 8, 8, 8, 11])
-    assert samples.mini_batches(2) == [[0, 1, 2], [3, 4, 5, 6]]
-    assert samples.mini_batches(3) == [[0, 1, 2], [3, 4, 5, 6]], "no last one of a single prompt, which would get a whole step"
+    assert samples.mini_batches(2).tolist() == [0, 0, 0, 1, 1, 1, 1]
+    assert samples.mini_batches(3).tolist() == [0, 0, 0, 1, 1, 1, 1], "no last one of a single prompt, which would get a whole step"
     config = configure("data.train_batch_size=4")
-    assert ppo.mini_batches(config, samples) == [list(range(7))]
+    assert ppo.mini_batches(config, samples).tolist() == [0] * 7
     config = configure("data.train_batch_size=4", "algorithm.ppo_mini_batch_size=1")
-    assert ppo.mini_batches(config, samples) == [[0, 1], [2], [3, 4, 5], [6]]
+    assert ppo.mini_batches(config, samples).tolist() == [0, 0, 1, 2, 2, 2, 3]
 
 
 def test_ranks_divide_responses():
@@ -187,7 +200,7 @@ def test_filter_groups_goes_on_with_what_it_has_after_the_last_batch():
     samples, following, calls = collect({*range(PROMPTS)} - {only}, FILTER,
                                         "algorithm.filter_groups.max_num_gen_batches=2")
     assert following == 3 and len(calls) == 2
-    assert samples.num_prompts == 1 and samples.scores.tolist() == [only + 1, -only - 1]
+    assert len(samples.group.unique()) == 1 and samples.scores.tolist() == [only + 1, -only - 1]
 
 
 def test_filter_groups_with_nothing_left_takes_what_was_drawn_last():
@@ -249,7 +262,7 @@ def advantages(samples, *more, minis=None, kl_coef=0.001, **fields):
         mask = samples.batch.fields["loss_mask"]
         samples.batch.fields[name] = torch.zeros_like(mask).masked_scatter(mask > 0, torch.tensor(values))
     config = configure(*more)
-    metrics = ppo.set_advantages(config, samples, minis or [list(range(len(samples)))], kl_coef)
+    metrics = ppo.set_advantages(config, samples, whole(samples, minis), kl_coef)
     return samples.batch.fields, metrics
 
 
@@ -259,7 +272,7 @@ def on_responses(samples, values):
 
 def test_group_advantages_and_weights_of_two_mini_batches():
     samples = make_samples([1, 2, 3, 2], [1, 0, 2, 2], [0, 0, 1, 1], failures=[failure(0)])
-    f, metrics = advantages(samples, minis=[[0, 1], [2, 3]])
+    f, metrics = advantages(samples, minis=[0, 0, 1, 1])
     root = math.sqrt(0.5)
     assert f["sequence"].tolist() == [0] * 3 + [1] * 4 + [2] * 5 + [3] * 4 and f["sequence"].dtype == torch.int64
     assert on_responses(samples, f["advantages"]) == pytest.approx([root, -root, -root, 0, 0, 0, 0, 0], abs=1e-5)
@@ -281,7 +294,7 @@ def test_group_advantages_and_weights_of_two_mini_batches():
     ("seq-mean-token-mean", [1 / 2, 1 / 4, 1 / 4, 1 / 6, 1 / 6, 1 / 6, 1 / 4, 1 / 4])])
 def test_loss_weights_are_of_one_mini_batch(mode, weights):
     samples = make_samples([1, 2, 3, 2], [1, 0, 2, 2], [0, 0, 1, 1])
-    f, _ = advantages(samples, f"algorithm.loss_agg_mode={mode}", "rollout.max_tokens=50", minis=[[0, 1], [2, 3]])
+    f, _ = advantages(samples, f"algorithm.loss_agg_mode={mode}", "rollout.max_tokens=50", minis=[0, 0, 1, 1])
     assert on_responses(samples, f["loss_weight"]) == pytest.approx(weights)
     assert on_responses(samples, f["token_weight"]) == pytest.approx([1 / 3] * 3 + [1 / 5] * 5)
 
@@ -339,7 +352,7 @@ def test_the_coefficient_adapts(reference, factor):
     samples = make_samples([2, 1, 1, 2, 3], [1, 3, 1, 2, 0], [0, 0, 0, 1, 1])
     settings = (*KL, "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.target_kl=0.01", "algorithm.kl_ctrl.horizon=40")
     _, metrics = advantages(samples, *settings, kl_coef=0.5, old_log_probs=[-1.0] * 9, ref_log_probs=[reference] * 9,
-                            minis=[[0, 1, 2], [3, 4]])
+                            minis=[0, 0, 0, 1, 1])
     assert metrics["actor/kl_coef"] == 0.5, "the one that this step's rewards have"
     assert ppo.next_kl_coef(configure(*settings), 0.5, metrics, 5) == pytest.approx(0.5 * factor, rel=1e-4)
     assert ppo.next_kl_coef(configure(*KL), 0.5, metrics, 5) == 0.5
@@ -648,16 +661,17 @@ def bandit_samples(indices=None):
     batch = Batch(torch.cat(ids), torch.tensor([0, *map(len, ids)]).cumsum(0), {"loss_mask": torch.cat(masks)})
     indices = list(range(10)) if indices is None else indices
     group = torch.tensor([i // 5 for i in indices])
-    return Samples(batch.select(indices), group, ARM_SCORES.flatten()[indices],
-                   torch.zeros(len(indices), dtype=torch.bool), ["" for _ in indices],
-                   [Prompt([], "", {}) for _ in indices], [], len(indices))
+    batch = batch.select(indices)
+    return Samples(batch, ["" for _ in indices], [Prompt([], "", {}) for _ in indices], **on_one_rank(batch), group=group,
+                   scores=ARM_SCORES.flatten()[indices], truncated=torch.zeros(len(indices), dtype=torch.bool), failures=[],
+                   num_asked=len(indices))
 
 
 def choices(engine):
     """[2, 5]: how likely the policy is to choose each arm, of these."""
-    batch = bandit_samples().batch
-    log_probs = ppo.log_probs(engine, batch, [list(range(10))])
-    of_arm = torch.stack([x.sum() for x in log_probs.split(batch.lengths)]).view(2, 5)
+    samples = bandit_samples()
+    log_probs = ppo.log_probs(engine, whole(samples))
+    of_arm = torch.stack([x.sum() for x in log_probs.split(samples.lengths.tolist())]).view(2, 5)
     return of_arm.softmax(1)
 
 
@@ -673,18 +687,18 @@ def play(config, this_device, steps):
         drawn = torch.multinomial(likely, 16, replacement=True, generator=generator)
         samples = bandit_samples((drawn + torch.tensor([[0], [5]])).flatten().tolist())
         samples.baseline = ARM_SCORES.gather(1, likely.argmax(1)[:, None])[samples.group, 0]
-        batch, minis = samples.batch, ppo.mini_batches(config, samples)
-        fields = batch.fields
-        fields["old_log_probs"] = fields["rollout_log_probs"] = ppo.log_probs(actor, batch, minis)
+        share = divide(samples, ppo.mini_batches(config, samples), actor)
+        fields = share.batch.fields
+        fields["old_log_probs"] = fields["rollout_log_probs"] = ppo.log_probs(actor, share)
         if reference:
-            fields["ref_log_probs"] = ppo.log_probs(reference, batch, minis)
+            fields["ref_log_probs"] = ppo.log_probs(reference, share)
         if critic:
-            fields["values"] = ppo.ask(critic, critic.values, batch, minis)
-        kl_coef = ppo.next_kl_coef(config, kl_coef, ppo.set_advantages(config, samples, minis, kl_coef), len(samples))
+            fields["values"] = ppo.ask(critic.values, share)
+        kl_coef = ppo.next_kl_coef(config, kl_coef, ppo.set_advantages(config, samples, share, kl_coef), len(samples))
         if critic:
-            ppo.update(critic, batch, minis, ppo.critic_loss(config), step, config.algorithm.ppo_epochs, "critic")
+            ppo.update(critic, share.parts, ppo.critic_loss(config), step, config.algorithm.ppo_epochs, "critic")
         loss_fn = ppo.actor_loss(config, len(samples))
-        metrics = ppo.update(actor, batch, minis, loss_fn, step, config.algorithm.ppo_epochs, "actor")
+        metrics = ppo.update(actor, share.parts, loss_fn, step, config.algorithm.ppo_epochs, "actor")
         assert metrics["actor/skipped"] == 0
     return [*scores, (choices(actor) * ARM_SCORES).sum(1).tolist()]
 
@@ -714,40 +728,41 @@ def test_divergence_from_the_reference_holds_the_policy_back(this_device, model,
 
 
 def first_update(config, this_device):
-    """An actor, and samples of two groups of unequal scores with all that its first update needs."""
+    """An actor, and the mini-batches of two groups of unequal scores with all that its first update needs."""
     actor, samples = FSDPEngine(config, this_device, 10), bandit_samples()
-    batch, minis = samples.batch, ppo.mini_batches(config, samples)
-    batch.fields["old_log_probs"] = ppo.log_probs(actor, batch, minis)
-    batch.fields["rollout_log_probs"] = batch.fields["old_log_probs"] - 0.1 * batch.fields["loss_mask"]
-    ppo.set_advantages(config, samples, minis, 0.0)
-    return actor, batch, minis
+    share = divide(samples, ppo.mini_batches(config, samples), actor)
+    fields = share.batch.fields
+    fields["old_log_probs"] = ppo.log_probs(actor, share)
+    fields["rollout_log_probs"] = fields["old_log_probs"] - 0.1 * fields["loss_mask"]
+    ppo.set_advantages(config, samples, share, 0.0)
+    return actor, share.parts
 
 
 def test_the_first_mini_batch_of_an_update_has_a_ratio_of_exactly_1(this_device, model):
     """In several micro-batches; the second has another policy already."""
     config = configure(*BANDIT, "data.max_tokens_per_micro_batch=12", path=model)
-    actor, batch, minis = first_update(config, this_device)
+    actor, parts = first_update(config, this_device)
     loss_fn = ppo.actor_loss(config, 10)
-    assert [len(mini) for mini in minis] == [5, 5] and sum(batch.lengths[:5]) > 12
-    first = ppo.update(actor, batch, minis[:1], loss_fn, 0, 1, "actor")
+    assert [len(part) for part in parts] == [5, 5] and sum(parts[0].lengths) > 12
+    first = ppo.update(actor, parts[:1], loss_fn, 0, 1, "actor")
     assert first["actor/ppo_kl"] == 0 and first["actor/pg_clipfrac"] == 0 and first["actor/grad_norm"] > 0
-    second = ppo.update(actor, batch, minis[1:], loss_fn, 0, 1, "actor")
+    second = ppo.update(actor, parts[1:], loss_fn, 0, 1, "actor")
     assert second["actor/ppo_kl"] != 0
 
 
 def test_an_update_is_a_step_for_each_mini_batch_and_epoch(this_device, model):
     """Its metrics are means over the steps."""
     config = configure(*BANDIT, "algorithm.ppo_epochs=3", path=model)
-    actor, batch, minis = first_update(config, this_device)
+    actor, parts = first_update(config, this_device)
     twin, loss_fn = FSDPEngine(config, this_device, 10), ppo.actor_loss(config, 10)
-    updated = ppo.update(actor, batch, minis, loss_fn, 4, 3, "actor")
-    results = [twin.train_batch(batch.select(mini), loss_fn, 4) for _ in range(3) for mini in minis]
+    updated = ppo.update(actor, parts, loss_fn, 4, 3, "actor")
+    results = [twin.train_batch(part, loss_fn, 4) for _ in range(3) for part in parts]
     for key in ("loss", "pg_loss", "pg_clipfrac", "entropy", "ppo_kl", "grad_norm", "lr"):
         assert updated[f"actor/{key}"] == pytest.approx(sum(r[key] for r in results) / 6, rel=1e-6), key
     assert updated["actor/skipped"] == 0 and not any("rollout" in key for key in updated)
     weights = [dict(engine.export_weights()) for engine in (actor, twin)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-    poisoned = ppo.update(actor, batch, minis, lambda log_probs, *_: (log_probs.sum() * math.nan, {}), 4, 3, "critic")
+    poisoned = ppo.update(actor, parts, lambda log_probs, *_: (log_probs.sum() * math.nan, {}), 4, 3, "critic")
     assert poisoned["critic/skipped"] == 6, "a count, not a mean"
 
 
@@ -756,13 +771,14 @@ def test_what_is_said_of_the_rollout_is_of_all_tokens_wherever_it_is_said(this_d
     def measure(*more):
         config = configure(*BANDIT, "algorithm.ppo_mini_batch_size=null", *more, path=model)
         actor, samples = FSDPEngine(config, this_device, 10), bandit_samples()
-        fields, minis = samples.batch.fields, ppo.mini_batches(config, samples)
-        old, mask = ppo.log_probs(actor, samples.batch, minis), fields["loss_mask"]
+        share = divide(samples, ppo.mini_batches(config, samples), actor)
+        fields = share.batch.fields
+        old, mask = ppo.log_probs(actor, share), fields["loss_mask"]
         fields["rollout_log_probs"] = old - mask * torch.where(torch.arange(len(mask)) % 3 == 0, 0.1, 0.3)
         if more:
             fields["old_log_probs"] = old
-        said = ppo.set_advantages(config, samples, minis, 0.0)
-        updated = ppo.update(actor, samples.batch, minis, ppo.actor_loss(config, len(samples)), 0, 1, "actor")
+        said = ppo.set_advantages(config, samples, share, 0.0)
+        updated = ppo.update(actor, share.parts, ppo.actor_loss(config, len(samples)), 0, 1, "actor")
         assert any("gap" in key for key in updated) != any("gap" in key for key in said)
         return {key: x for key, x in (said | updated).items() if key.startswith("rollout_corr/")}, mask
     by_update, mask = measure()

@@ -23,6 +23,7 @@ from tests.rollout_worker import (
     CUT_TEMPERATURE,
     CUTS,
     LAUNCHES,
+    LEARNED,
     MAX_TOKENS,
     NUM_UPDATES,
     ONE_WORD,
@@ -43,6 +44,17 @@ def score(prompt, response, row):
 
 def rank(prompts, responses, rows):
     return [{"rank": sorted(responses).index(r) / 4, "size": len(responses) * len(set(prompts))} for r in responses]
+"""
+
+FUNCTIONS = """
+import torch
+
+def surprising(mask, sequence, num_sequences, values, outcome, group, total, **_):
+    best = torch.stack([outcome[group == g].max() for g in group])
+    return (outcome - best)[sequence] * mask - (values - total(values) / total(mask)).float() * mask, values * num_sequences
+
+def later(lengths, max_tokens):
+    return torch.arange(len(lengths)) / max_tokens / lengths.sum()
 """
 
 
@@ -69,6 +81,7 @@ def folder(tmp_path_factory):
         tokenizer.save_pretrained(folder / family)
         (folder / family / "generation_config.json").write_text(json.dumps({"eos_token_id": END_TOKENS[:-1]}))
     (folder / "reward.py").write_text(REWARD)
+    (folder / "functions.py").write_text(FUNCTIONS)
     return folder
 
 
@@ -189,7 +202,7 @@ def test_a_response_follows_from_its_seed_alone(result):
 def test_samples_do_not_depend_on_the_number_of_ranks(results, many, one):
     many, one = results(many)["samples"], results(one)["samples"]
     assert len(many["all"]) == 2 and many["all"][0] == many["all"][1], "ranks disagree"
-    for key in ("texts", "input_ids", "group", "scores", "truncated", "prompts", "failures", "loss_mask"):
+    for key in ("texts", "input_ids", "group", "scores", "truncated", "prompts", "failures", "loss_mask", "sizes"):
         for case in ("two", "one"):              # the latter for fewer prompts than there are replicas
             assert many[case][key] == one[case][key]
         assert many["all"][0][key] == one["all"][0][key] == many["by length"][key] == one["by length"][key]
@@ -206,6 +219,33 @@ def test_replicas_get_prompts_whose_responses_are_as_long_together(results):
     idle, most = (drawn["all"][0]["metrics"][f"perf/rollout_idle{name}"] for name in ("", "_max"))
     assert 0 < most < 1 and idle == pytest.approx(most / 2)
     assert set(alone["all"][0]["metrics"].values()) == {0.0}
+
+
+@pytest.mark.parametrize("what", LEARNED)
+@pytest.mark.parametrize("many, one", [("qwen3_dp2", "qwen3"), ("tied_tp2", "tied")])
+def test_what_is_learned_does_not_depend_on_the_number_of_ranks(results, many, one, what):
+    """To the last bit: all that ranks add up are numbers per response, in the order of the responses."""
+    many, one = (results(name)["samples"]["learned"][what] for name in (many, one))
+    assert many["fields"] == one["fields"] and many["metrics"] == one["metrics"] and sum(many["counts"]) < sum(one["counts"])
+    assert len(set(one["fields"]["advantages"])) > 5 and sum(one["fields"]["token_weight"]) == pytest.approx(2)
+    assert what != "rejecting" or 0 < one["metrics"]["rollout_corr/rejected"] < 1
+
+
+def test_each_token_is_on_one_rank_and_what_all_ranks_know_is_numbers_per_response(result, results, name):
+    """Counted in bytes: id, mask and log-probability of each token move once, and whatever the algorithm needs of the tokens of
+    others is a few float64 per response."""
+    ranks, samples = LAUNCHES[name].ranks, result["samples"]
+    n, num_tokens = len(samples["all"][0]["group"]), len(samples["all"][0]["input_ids"])
+    assert sum(samples["all"][0]["held"]) == n and all(0 < held <= 12 * (3 - ranks) for held in samples["all"][0]["held"])
+    for given in samples["bytes"]:
+        assert given.keys() == {"all_reduce", "all_gather_object"} and given["all_reduce"] == 20 * 5 * 8 + 4 * ranks
+        assert given["all_gather_object"] < 4000, "failures, with their traces"
+    for what, learned in samples["learned"].items():
+        moved, told, tokens = zip(*learned["bytes"])
+        assert sum(tokens) == num_tokens and sum(x["all_to_all_single"] for x in moved) == num_tokens * (8 + 4 + 4)
+        assert all(x["all_reduce"] == 8 * ranks for x in moved)
+        assert all(x.keys() == {"all_reduce"} for x in told)
+        assert told[0]["all_reduce"] <= 8 * n * 30, what
 
 
 def test_samples_are_scored_in_order_and_failures_are_left_out(result, name):

@@ -141,10 +141,11 @@ def test_a_logger_that_is_not_installed_is_a_mistake(tmp_path, monkeypatch):
 
 
 def make_samples(rows, groups, questions):
-    n = len(groups)
-    return Samples(Batch(torch.zeros(n), torch.arange(n + 1), {"loss_mask": torch.ones(n)}), torch.tensor(groups),
-                   torch.arange(n) / 2, torch.zeros(n, dtype=torch.bool), [f"response {i}" for i in range(n)],
-                   [Prompt([1], f"prompt {g}", rows[g], questions[g]) for g in groups], [], n)
+    n, one = len(groups), torch.ones(len(groups), dtype=torch.int64)
+    return Samples(Batch(torch.zeros(n), torch.arange(n + 1), {"loss_mask": torch.ones(n)}), [f"response {i}" for i in range(n)],
+                   [Prompt([1], f"prompt {g}", rows[g], questions[g]) for g in groups], owner=0 * one, rank=0, lengths=one,
+                   response_lengths=one, group=torch.tensor(groups), scores=torch.arange(n) / 2, truncated=one == 0, failures=[],
+                   num_asked=n)
 
 
 def test_examples_have_the_question_and_the_true_answer(tmp_path):

@@ -1,0 +1,85 @@
+"""The part of a step that a rank trains on, and how it learns what must be known of the rest.
+
+Tokens move once, from the rank that drew a response to the ranks that train on it. All else that ranks tell each other are
+numbers per response, so that the work and the memory of a rank's host do not grow with the number of ranks. Sums over the step
+are sums of such numbers in the order of the responses, and therefore the same, to the last bit, however these are divided.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from data.packing import Batch, bounds, partition
+from engines.base import Engine
+from rollout.samples import Samples, summed
+
+
+@dataclass
+class Share:
+    """m of the n responses of a step.
+
+    batch    their tokens, those of one mini-batch behind those of another
+    places   [m] int64: which of the n they are
+    minis    [n] int64: the mini-batch of each
+    speaks   of ranks with the same share (context, tensor, pipeline parallel) the first, which tells the others
+    group    of all ranks, for tensors on the host; None: the default group, or a process alone
+    """
+
+    batch: Batch
+    places: Tensor
+    minis: Tensor
+    speaks: bool = True
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def num_minis(self) -> int:
+        return int(self.minis.max()) + 1
+
+    @property
+    def parts(self) -> list[Batch]:
+        """What the batch holds of each mini-batch: views."""
+        return self.batch.split(torch.bincount(self.minis[self.places], minlength=self.num_minis).tolist())
+
+    def on_tokens(self, x: Tensor) -> Tensor:
+        """Numbers per response of all [n] -> on each token of this share [T]."""
+        return torch.repeat_interleave(x[self.places], self.batch.cu_seqlens.diff())
+
+    def of_all(self, x: Tensor) -> Tensor:
+        """Numbers per response of this share [m, ...] -> of all [n, ...], on every rank."""
+        gathered = x.new_zeros(len(self.minis), *x.shape[1:])
+        if self.speaks:
+            gathered[self.places] = x
+        return summed(gathered, self.group)
+
+
+def divide(samples: Samples, minis: Tensor, engine: Engine, group: dist.ProcessGroup | None = None) -> Share:
+    """Move the tokens to where they are trained on. Each mini-batch is divided over data-parallel ranks by its FLOPs, once, so
+    that each pass over it has the same micro-batches."""
+    rank, world_size, lengths, owner = dist.get_rank(), dist.get_world_size(), samples.lengths, samples.owner
+    dp_ranks = summed(torch.zeros(world_size, dtype=torch.int64).index_fill(0, torch.tensor(rank), engine.dp_rank), group)
+    different, of_length = lengths.unique(return_inverse=True)
+    costs = torch.tensor([engine.flops([n]) for n in different.tolist()], dtype=torch.float64)[of_length]
+    trained_by = torch.empty_like(owner)
+    for mini in range(int(minis.max()) + 1):
+        places = (minis == mini).nonzero()[:, 0]
+        for dp_rank, part in enumerate(partition(costs[places].tolist(), engine.dp_size)):
+            trained_by[places[torch.tensor(part, dtype=torch.int64)]] = dp_rank
+    held = samples.here
+    going = [(trained_by[held] == dp_rank).nonzero()[:, 0] for dp_rank in dp_ranks]
+    coming = (trained_by == engine.dp_rank).nonzero()[:, 0]
+    coming = coming[owner[coming].argsort(stable=True)]
+    sent = [int(lengths[held[part]].sum()) for part in going]
+    received = torch.zeros(world_size, dtype=torch.int64).index_add(0, owner[coming], lengths[coming]).tolist()
+
+    def move(x: Tensor) -> Tensor:
+        moved = x.new_empty(sum(received), *x.shape[1:])
+        dist.all_to_all_single(moved, x, received, sent, group=group)
+        return moved
+    batch = samples.batch.select(torch.cat(going))
+    batch = Batch(move(batch.input_ids), bounds(lengths[coming]), {name: move(x) for name, x in batch.fields.items()})
+    order = (minis[coming] * len(samples) + coming).argsort()
+    return Share(batch.select(order), coming[order], minis, dp_ranks.tolist().index(engine.dp_rank) == rank, group)
