@@ -42,7 +42,7 @@ from rollout.vllm import Rollout
 from tests.fsdp_worker import SETTINGS, digest, divide, flip, gather, make_batch, make_loss, make_tokenizer
 from tests.traps import TRAPS, set_trap
 
-TOTAL_STEPS, FEW, SAVED_AT, CAP = 20, 5, 3, 96          # batches repeat every four steps
+TOTAL_STEPS, TEN, FEW, SAVED_AT, CAP = 20, 10, 5, 3, 96          # batches repeat every four steps
 
 
 @dataclass
@@ -60,6 +60,10 @@ class Case:
         return self.family.startswith("qwen3_moe")
 
     @property
+    def lora(self) -> bool:
+        return LORA in self.engine
+
+    @property
     def aux(self) -> bool:
         """With the routers' auxiliary loss: as the setting or, of qwen3_moe_raw, as config.json says."""
         return AUX in self.engine or self.family == "qwen3_moe_raw"
@@ -72,9 +76,13 @@ OVERLAP, BUCKETS = "overlap_grad_reduce=true", "override_ddp_config.bucket_size=
 EP2, AUX = "expert_model_parallel_size=2", "router_aux_loss_coef=0.3"
 BF16_GRADIENTS = "override_ddp_config.grad_reduce_in_fp32=false"
 FULL, SELECTIVE, BF16 = "recompute=full", "recompute=selective", "compute_dtype=bfloat16"
+LORA = "lora.rank=4 lora.alpha=8"
+SOME, ATTENTION = "lora.target_modules=[q_proj,v_proj,up_proj,down_proj]", "lora.target_modules=[q_proj,k_proj,v_proj,o_proj]"
 CASES = {
     1: {"one": Case("qwen3"), "one padded": Case("llama", PADDED),
         "one replicated": Case("qwen2_tied", REPLICATED), "bf16": Case("qwen3", BF16),
+        "lora one": Case("qwen3", LORA, TEN), "lora bf16": Case("qwen3", f"{LORA} {BF16}"),
+        "lora tied full": Case("qwen2_tied", f"{LORA} {FULL}", TEN),
         "moe": Case("qwen3_moe", AUX), "moe padded": Case("qwen3_moe_raw", f"{AUX} {PADDED}")},
     2: {"tp2": Case("qwen2_tied", TP2, TOTAL_STEPS), "tp2 no sp": Case("qwen3", f"{TP2} {NO_SP}", TOTAL_STEPS),
         "tp2 padded": Case("llama", f"{TP2} {PADDED}", TOTAL_STEPS), "tp2 selective": Case("llama", f"{TP2} {SELECTIVE}"),
@@ -91,6 +99,17 @@ CASES = {
         "critic tp2": Case("qwen2_tied", TP2, critic=True),
         "critic pp2": Case("qwen2_tied", PP2, critic=True),
         "critic cp2": Case("qwen3", CP2, critic=True),
+        "lora tp2": Case("qwen2_tied", f"{LORA} {TP2}", TEN), "lora tp2 no sp": Case("qwen3", f"{LORA} {TP2} {NO_SP}", TEN),
+        "lora tp2 some": Case("llama", f"{LORA} {SOME} {TP2} {PADDED}", TEN),
+        "lora pp2 tied full": Case("qwen2_tied", f"{LORA} {PP2} {FULL}", TEN),
+        "lora pp2 vpp2": Case("qwen3", f"{LORA} {PP2} {VPP2}", TEN), "lora cp2": Case("qwen3", f"{LORA} {CP2}", TEN),
+        "lora dp2": Case("llama", f"{LORA} {SOME} {OVERLAP} {BUCKETS}", TEN),
+        "lora dp2 replicated": Case("qwen3", f"{LORA} {REPLICATED}", TEN),
+        "lora bf16 tp2": Case("qwen3", f"{LORA} {BF16} {TP2}"),
+        "lora bf16 dtype dp2": Case("qwen3", f"{LORA} lora.dtype=bfloat16 {BF16}"),
+        "lora critic tp2": Case("qwen2_tied", f"{LORA} {TP2}", TEN, critic=True),
+        "lora critic bf16 pp2": Case("qwen2_tied", f"{LORA} {PP2} {BF16}", critic=True),
+        "lora moe tp2": Case("qwen3_moe", f"{LORA} {ATTENTION} {TP2} {AUX}", TEN),
         "moe dp2": Case("qwen3_moe"), "moe tp2": Case("qwen3_moe", f"{TP2} {AUX}"),
         "moe ep2": Case("qwen3_moe", f"{EP2} {AUX}"),
         "moe ep2 uneven": Case("qwen3_moe_raw", f"{EP2} {AUX} {REPLICATED}", uneven=True),
@@ -99,7 +118,7 @@ CASES = {
         "moe pp2 full": Case("qwen3_moe", f"{PP2} {FULL} {AUX}"),
         "moe bf16 ep2": Case("qwen3_moe", f"{EP2} {AUX} {BF16}"),
         "critic moe ep2": Case("qwen3_moe", EP2, critic=True)},
-    4: {"tp2 pp2": Case("qwen3", f"{TP2} {PP2}", TOTAL_STEPS), "tp4": Case("llama", "tensor_model_parallel_size=4"),
+    4: {"lora tp2 pp2 full": Case("qwen3", f"{LORA} {TP2} {PP2} {FULL}", TEN), "tp2 pp2": Case("qwen3", f"{TP2} {PP2}", TOTAL_STEPS), "tp4": Case("llama", "tensor_model_parallel_size=4"),
         "tp2 cp2": Case("qwen2_tied", f"{TP2} {CP2}", TOTAL_STEPS),
         "pp2 cp2": Case("llama", f"{PP2} {CP2}"),
         "pp2 vpp2 dp2": Case("qwen2_tied", f"{PP2} {VPP2}", uneven=True),
@@ -135,7 +154,7 @@ def main(folder: Path, *names: str) -> None:
     logging.getLogger("megatron").setLevel(logging.ERROR)
     torch.compiler.set_stance("eager_on_recompile")     # on CUDA: else every length of a micro-batch would take seconds
     if world == 1:
-        for family, critic in {(c.family, c.critic) for cases in CASES.values() for c in cases.values() if not c.moe}:
+        for family, critic in {(c.family, c.critic) for cases in CASES.values() for c in cases.values() if not (c.moe or c.lora)}:
             name = f"reference {family}" + " critic" * critic
             case = Case(family, "torch_compile=never", FEW if critic else TOTAL_STEPS, critic)
             results[name] = run(folder, this_device, f"1 {name}", case, FSDPEngine)
@@ -163,8 +182,12 @@ def build(kind: type[Engine], model: Path, this_device: torch.device, settings: 
     new_layout()
     name = "fsdp" if kind is FSDPEngine else "megatron"
     config = load("sft.yaml", [f"model_engine={name}", f"model.path={model}", f"data.max_tokens_per_micro_batch={CAP}",
-                               *SETTINGS, *(f"engine.{s}" for s in settings.split())])
+                               *SETTINGS, *keys(settings)])
     return kind(config, this_device, TOTAL_STEPS, **arguments)
+
+
+def keys(settings: str) -> list[str]:
+    return [f"model.{s}" if s.startswith("lora.") else f"engine.{s}" for s in settings.split()]
 
 
 def attention(this_device: torch.device) -> list[float]:
@@ -219,6 +242,14 @@ def run(folder: Path, this_device: torch.device, title: str, case: Case, kind: t
         result["micro_batches"] = [micro_batches(engine, step, case) for step in range(case.steps)]
     weights = dict(engine.export_weights())
     asked = ask(engine, case)
+    if case.lora:
+        adapter = dict(engine.export_adapter())
+        with engine.without_adapters():
+            base = {"asked": ask(engine, case), **dict(engine.export_weights())}
+        result["adapter digests"] = gather([digest(adapter), list(adapter)])
+        if dist.get_rank() == 0:
+            for name, tensors in {"adapter": adapter, "base": base}.items():
+                save_file({n: x.contiguous() for n, x in tensors.items()}, folder / f"{title} {name}.safetensors")
     if dist.get_rank() == 0:
         save_file({"asked": asked, **{n: w.contiguous() for n, w in weights.items()}}, folder / f"{title}.safetensors")
     return result | {"digests": gather(digest(weights)), "names": gather(list(weights))}
@@ -246,9 +277,9 @@ def count_bytes(engine: MegatronEngine) -> list[int]:
     parameters = [p for model in engine.models for p in model.parameters()]
     optimizers = engine.optimizer.chained_optimizers
     state = [x for o in optimizers for s in o.state.values() for name, x in s.items() if name != "step"]
-    if engine.compute_dtype is not torch.float32:                          # else these are the parameters themselves
+    if optimizers[0].config.bf16:                                          # else these are the parameters themselves
         state += [x for o in optimizers for x in o.get_parameters()]
-    return [engine.pp_group.rank(), size(parameters), size(p.main_grad for p in parameters), size(state)]
+    return [engine.pp_group.rank(), size(parameters), size(p.main_grad for p in parameters if p.requires_grad), size(state)]
 
 
 def micro_batches(engine: MegatronEngine, step: int, case: Case) -> list[list[int]]:

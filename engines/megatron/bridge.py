@@ -5,7 +5,7 @@ Megatron-Bridge needs transformers < 5 and TransformerEngine.)
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -21,7 +21,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from config import InputError
 from engines import weights
 from engines.megatron.experts import MixtureOfExperts
-from engines.megatron.layers import PackedRotaryEmbedding, install
+from engines.megatron.layers import Adaptable, PackedRotaryEmbedding, install
 
 install()
 
@@ -183,7 +183,9 @@ def export_tensors(bridge: Bridge, tensors: Iterator[tuple[str, Tensor]]) -> Ite
     """(Hugging Face name, tensor) from a checkpoint's names and full tensors, in which all layers are stacked."""
     layers, bridge.vocab_size = "decoder.layers.", bridge.hf_config.vocab_size
     for name, tensor in tensors:
-        if name.startswith(layers):
+        if ".lora_" in name:                                # an adapter, which has its own name already
+            yield name, tensor
+        elif name.startswith(layers):
             for i, layer in enumerate(tensor):
                 yield from zip(*bridge._weight_to_hf_format(name.replace(layers, f"{layers}{i}."), layer))
         else:
@@ -191,21 +193,25 @@ def export_tensors(bridge: Bridge, tensors: Iterator[tuple[str, Tensor]]) -> Ite
             yield from zip(*bridge._weight_to_hf_format(name, tensor))
 
 
-def export(bridge: Bridge, models: list[nn.Module], device: torch.device) -> Iterator[tuple[str, Tensor]]:
+def projections(bridge: Bridge, model: nn.Module) -> Iterator[tuple[Adaptable, list[str]]]:
+    """Each linear layer, with the Hugging Face names of the modules that it is of, in the order of its rows."""
+    names = bridge._weight_name_mapping_mcore_local_to_global(model)
+    for name, module in model.named_modules():
+        if isinstance(module, Adaptable):
+            found = bridge._weight_name_mapping_mcore_to_hf(names[f"{name}.weight"])
+            yield module, [hf_name.removesuffix(".weight") for hf_name in found]
+
+
+def export(bridge: Bridge, models: list[nn.Module], device: torch.device,
+           value_of: Callable[[nn.Parameter], Tensor]) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, full tensor), in the same order on all ranks. A tied output matrix, which the last pipeline
-    stage has a copy of, is left out."""
-    stages, tp, ep = (group() for group in (mpu.get_pipeline_model_parallel_group, mpu.get_tensor_model_parallel_group,
-                                            mpu.get_expert_model_parallel_group))
-    parameters, listed, seen = {}, [None] * stages.size(), set()
+    stage has a copy of, is left out, and so are adapters. value_of: what stands for a parameter."""
+    tp, ep = mpu.get_tensor_model_parallel_group(), mpu.get_expert_model_parallel_group()
+    parameters, seen = {}, set()
     for model in models:
         names = bridge._weight_name_mapping_mcore_local_to_global(model)
-        parameters |= {names[name]: parameter for name, parameter in model.named_parameters()}
-    dist.all_gather_object(listed, [(name, p.shape, p.tensor_model_parallel, p.partition_dim)
-                                    for name, p in parameters.items()], stages)
-    for stage, name, shape, *division in ((stage, *entry) for stage, entries in enumerate(listed) for entry in entries):
-        weight = parameters[name].detach() if stage == stages.rank() else torch.empty(shape, dtype=bridge.dtype, device=device)
-        if stages.size() > 1:
-            dist.broadcast(weight, group=stages, group_src=stage)
+        parameters |= {names[name]: p for name, p in model.named_parameters() if ".adapter." not in name}
+    for name, weight, *division in on_all_stages(parameters, bridge.dtype, device, value_of):
         if ".experts." in name:
             parts = gather(weight, ep)
             found = [x for i, part in enumerate(parts) for x in single_experts(name, part, i * len(part))]
@@ -218,6 +224,22 @@ def export(bridge: Bridge, models: list[nn.Module], device: torch.device) -> Ite
             if hf_name not in seen:
                 seen.add(hf_name)
                 yield hf_name, tensor
+
+
+def on_all_stages(parameters: dict[str, nn.Parameter], dtype: torch.dtype, device: torch.device,
+                  value_of: Callable[[nn.Parameter], Tensor] = nn.Parameter.detach) -> Iterator[tuple[str, Tensor, bool, int]]:
+    """(name, value, whether tensor-parallel ranks divide it, by which dimension) of every pipeline stage's parameters, in the
+    same order on all ranks."""
+    stages = mpu.get_pipeline_model_parallel_group()
+    listed = [None] * stages.size()
+    dist.all_gather_object(listed, [(name, p.shape, p.tensor_model_parallel, p.partition_dim)
+                                    for name, p in parameters.items()], stages)
+    for stage, name, shape, *division in ((stage, *entry) for stage, entries in enumerate(listed) for entry in entries):
+        mine = stage == stages.rank()
+        value = value_of(parameters[name]).to(dtype) if mine else torch.empty(shape, dtype=dtype, device=device)
+        if stages.size() > 1:
+            dist.broadcast(value, group=stages, group_src=stage)
+        yield name, value, *division
 
 
 def gather(tensor: Tensor, group) -> list[Tensor]:

@@ -31,7 +31,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from engines.megatron import bridge
+from engines.megatron import bridge, lora
 from engines.megatron.cpu import cuda_is_cpu
 from engines.storage import Writer, stored_tensors
 
@@ -44,7 +44,8 @@ def sharded_state(models: list[nn.Module], optimizer, loading: bool) -> dict:
     """One engine's state, as write() and read() take it. loading: for read(), which fills it."""
     metadata = {**METADATA, "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
     names = [f"model{i}" for i in range(len(models))] if len(models) > 1 else ["model"]
-    state = {name: model.sharded_state_dict(metadata=metadata) for name, model in zip(names, models)}
+    state = {name: lora.sharded_state(model) if lora.names_in(model) else model.sharded_state_dict(metadata=metadata)
+             for name, model in zip(names, models)}
     if optimizer is not None:
         optimizers = optimizer.chained_optimizers                                 # experts have one of their own
         state["optimizer"] = {i: optimizer_state(o, dict(state), loading) for i, o in enumerate(optimizers)}
@@ -55,7 +56,8 @@ def sharded_state(models: list[nn.Module], optimizer, loading: bool) -> dict:
 def load(models: list[nn.Module], optimizer, state: dict) -> None:
     for i, model in enumerate(models):
         missing, unexpected = model.load_state_dict(state[f"model{i}" if len(models) > 1 else "model"], strict=False)
-        missing = [name for name in missing if not name.endswith("_extra_state")]        # TransformerEngine's, for fp8
+        frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+        missing = [n for n in missing if n not in frozen and not n.endswith("_extra_state")]  # TransformerEngine's, for fp8
         assert not missing and not unexpected, (missing, unexpected)
     for i, o in enumerate(optimizer.chained_optimizers if optimizer is not None else []):
         load_optimizer(o, state["optimizer"][i])
@@ -188,7 +190,8 @@ def read(states: dict[str, dict], directory: Path) -> dict[str, dict]:
 
 
 def hf_weights(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, tensor as it was stored) for every weight of a checkpoint. For a process without a group."""
+    """(Hugging Face name, tensor as it was stored) for every weight of a checkpoint, or of one with adapters, for every matrix
+    of those. For a process without a group."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with cuda_is_cpu():
         mpu.initialize_model_parallel()

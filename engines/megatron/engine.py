@@ -22,11 +22,11 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from data.packing import Batch
-from engines import schedule
+from engines import lora, schedule
 from engines.base import Engine, LossFn
 from engines.heads import LogProbHead, ValueHead
 from engines.hf import build_on_meta, count_flops, keep_zero_rows, read_hf_config
-from engines.megatron import bridge, checkpoint, layout
+from engines.megatron import bridge, checkpoint, layout, lora as adapters
 from engines.megatron.cpu import cuda_is_cpu
 from engines.megatron.experts import Router
 from engines.megatron.layers import Packing
@@ -60,7 +60,9 @@ class MegatronEngine(Engine):
         if engine.virtual_pipeline_model_parallel_size > 1:         # as the interleaved schedule needs it
             self.micro_batches_multiple = self.pp_group.size()
 
-        hf = build_on_meta(self.hf_config, torch.float32, critic)
+        hf, self.lora = build_on_meta(self.hf_config, torch.float32, critic), config.model.lora
+        if self.lora.rank:
+            lora.inject(hf, self.lora)
         self._flops = count_flops(hf, self.hf_config)
         self.bridge = bridge.make_bridge(
             self.hf_config, self.compute_dtype, sequence_parallel=self.sequence_parallel,
@@ -68,6 +70,10 @@ class MegatronEngine(Engine):
             calculate_per_token_loss=True, gradient_accumulation_fusion=False,
             bias_activation_fusion=device.type != "cpu", **RECOMPUTE[engine.recompute])
         self.models = bridge.build(self.bridge, Path(config.model.path), critic)
+        self._adapters = adapters.attach(self.bridge, self.models, config, lora.shapes(hf)) if self.lora.rank else {}
+        if self._adapters and critic and mpu.is_pipeline_last_stage(ignore_virtual=True):
+            self.models[-1].output_layer.to(getattr(torch, self.lora.dtype)).requires_grad_()
+        self._unproven = self.lora.rank > 0 and not critic      # a critic's gradient comes through its head, which is zero
         if mpu.is_pipeline_first_stage(ignore_virtual=True):
             self._keep_zero_rows(self.models[0].embedding.word_embeddings)
         self.head = ValueHead() if critic else LogProbHead(
@@ -86,7 +92,9 @@ class MegatronEngine(Engine):
         hf_config = read_hf_config(config.model.path)
         bridge.check(hf_config, config.model.path)
         layout.check_layout(config, hf_config, world_size)
-        bridge.check_files(build_on_meta(hf_config, torch.float32, critic), Path(config.model.path), critic)
+        hf = build_on_meta(hf_config, torch.float32, critic)
+        bridge.check_files(hf, Path(config.model.path), critic)
+        adapters.check(config, hf_config, hf)
         return hf_config
 
     def _keep_zero_rows(self, words: nn.Module) -> None:
@@ -98,12 +106,13 @@ class MegatronEngine(Engine):
 
     def _build_optimizer(self) -> None:
         engine, optim, config = self.config.engine, self.optim, self.bridge.config
+        trained = getattr(torch, self.lora.dtype) if self.lora.rank else self.compute_dtype
         self.stages = [DistributedDataParallel(config, layout.ddp_config(engine), model, disable_bucketing=i > 0)
                        for i, model in enumerate(self.models)]
         self.optimizer = get_megatron_optimizer(OptimizerConfig(
             optimizer="adam", lr=optim.lr, weight_decay=optim.weight_decay, adam_beta1=optim.betas[0],
             adam_beta2=optim.betas[1], adam_eps=optim.eps, clip_grad=optim.clip_grad,
-            bf16=self.compute_dtype is torch.bfloat16, params_dtype=self.compute_dtype,
+            bf16=trained is torch.bfloat16, params_dtype=trained,
             use_distributed_optimizer=engine.use_distributed_optimizer), self.stages)
         if USING_PYTORCH_OPTIMIZER:                                       # else TransformerEngine's, which is fused anyway
             for group in self.optimizer.param_groups:
@@ -120,7 +129,7 @@ class MegatronEngine(Engine):
     def train_batch(self, batch: Batch, loss_fn: LossFn, step: int) -> dict[str, float]:
         self._onload("parameters", "optimizer")
         amounts = defaultdict(lambda: torch.zeros((), device=self.device))
-        num_tokens = torch.zeros((), dtype=torch.int, device=self.device)
+        num_tokens, loss_fn = torch.zeros((), dtype=torch.int, device=self.device), self._watched(loss_fn)
 
         def loss_of(micro_batch: MicroBatch, hidden: Tensor):
             outputs = self._answers(micro_batch, hidden)[:self.head.num_differentiable]
@@ -133,7 +142,8 @@ class MegatronEngine(Engine):
         for stage in self.stages:
             stage.zero_grad_buffer()
         self.optimizer.zero_grad()
-        self._run([batch.select(p) for p in self._plan(batch)], loss_of, forward_only=False)
+        with adapters.seeded(self.config.trainer.seed, step, self.dp_rank, self.cp_group.rank(), self.pp_group.rank()):
+            self._run([batch.select(p) for p in self._plan(batch)], loss_of, forward_only=False)
         lr = schedule.learning_rate(self.optim, step, self.total_steps)
         grad_norm = self._update(lr)
         totals = {}
@@ -208,8 +218,8 @@ class MegatronEngine(Engine):
             hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
         weight = model.output_layer.weight
         weight = model.shared_embedding_or_output_weight() if weight is None else weight
-        outputs = self.head(hidden.flatten(0, 1).index_select(0, micro_batch.place), weight, micro_batch.targets,
-                            micro_batch.kept_words)
+        outputs = self.head(hidden.flatten(0, 1).index_select(0, micro_batch.place), weight.to(hidden.dtype),
+                            micro_batch.targets, micro_batch.kept_words)
         return tuple(micro_batch.to_tokens(x, self.cp_group) for x in outputs)
 
     @torch.no_grad()
@@ -217,6 +227,8 @@ class MegatronEngine(Engine):
         """Clip and step; the gradient norm before clipping. A gradient that is not finite leaves the weights alone."""
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
+        if self._unproven:
+            self._prove(min(grad_norm, self._least_gradient()))
         if math.isfinite(grad_norm):
             for group in self.optimizer.param_groups:                           # wd_mult is 0 for norms and biases
                 group["lr"], group["weight_decay"] = lr, self.optim.weight_decay * group["wd_mult"]
@@ -225,6 +237,14 @@ class MegatronEngine(Engine):
                     clip_grads.clip_grad_by_total_norm_fp32(optimizer.get_parameters(), self.optim.clip_grad, grad_norm)
             self.optimizer.step_with_ready_grads()
         return grad_norm
+
+    def _least_gradient(self) -> float:
+        """The largest gradient of the pipeline stage, virtual or not, whose largest is the least."""
+        largest = torch.zeros(len(self.stages), self.pp_group.size(), device=self.device)
+        for i, stage in enumerate(self.stages):
+            largest[i, self.pp_group.rank()] = torch.stack([buffer.grad_data.abs().max() for buffer in stage.buffers]).max()
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return largest.min().item()
 
     def modules(self) -> list[nn.Module]:
         return self.models
@@ -269,9 +289,19 @@ class MegatronEngine(Engine):
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
+    def _use_adapters(self, use: bool) -> None:
+        for adapter in self._adapters.values():
+            adapter.enabled = use
+
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         self._onload("parameters")
-        yield from bridge.export(self.bridge, self.models, self.device)
+        merged = {weight: adapter for weight, adapter in self._adapters.items() if adapter.enabled}
+        yield from bridge.export(self.bridge, self.models, self.device, lambda weight: (
+            merged[weight].merged(weight) if weight in merged else weight).detach())
+
+    def export_adapter(self) -> Iterator[tuple[str, Tensor]]:
+        self._onload("parameters")
+        yield from adapters.export(self.models, getattr(torch, self.lora.dtype), self.device)
 
     @cuda_is_cpu()
     def state(self, loading: bool = False) -> dict:

@@ -15,7 +15,7 @@ from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor, nn
 
@@ -38,6 +38,9 @@ class TorchSpecProvider(LocalSpecProvider):
     def column_parallel_layer_norm_linear(self) -> type:
         return TorchLayerNormColumnParallelLinear
 
+    def row_parallel_linear(self) -> type:
+        return TorchRowParallelLinear
+
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
         return TorchNorm
 
@@ -45,7 +48,7 @@ class TorchSpecProvider(LocalSpecProvider):
         return TorchAttention
 
 
-# -- norms -------------------------------------------------------------------------------------------------------------
+# -- linear layers and norms -------------------------------------------------------------------------------------------
 
 
 def norm_weight(size: int, config) -> nn.Parameter:
@@ -65,7 +68,23 @@ class TorchNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
-class TorchLayerNormColumnParallelLinear(ColumnParallelLinear):
+class Adaptable:
+    """A parallel linear layer that may have an adapter (engines/megatron/lora.py), which sees what the layer's matrix sees."""
+
+    def __init__(self, *args, **others):
+        super().__init__(*args, **others)
+        self.adapter = None
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, *args, **others) -> Tensor:
+        output = super()._forward_impl(input, weight, *args, **others)
+        return output if self.adapter is None else self.adapter(input, output)
+
+
+class TorchRowParallelLinear(Adaptable, RowParallelLinear):
+    pass
+
+
+class TorchLayerNormColumnParallelLinear(Adaptable, ColumnParallelLinear):
     """RMSNorm and a column-parallel linear layer, instead of TELayerNormColumnParallelLinear."""
 
     def __init__(self, input_size: int, output_size: int, *, config, **others):
