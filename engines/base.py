@@ -74,7 +74,7 @@ class Engine(ABC):
             self._asked += gradient.abs().sum()
 
         def watched(outputs: Tensor, *others):
-            outputs.register_hook(note)
+            outputs.requires_grad_().register_hook(note)        # also where recomputation has lost its way back
             return loss_fn(outputs, *others)
 
         self._asked = torch.zeros((), device=self.device)
