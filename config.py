@@ -363,7 +363,7 @@ def _suggest(key: str, known: dict) -> str:
 
 def _check_value(key: str, value, default) -> None:
     rule = RULES.get(key)
-    if default is not None and default != "???":
+    if default is not None and default != "???" and (rule is None or "type" not in rule.schema):
         kind = type(default)
         fits = isinstance(value, (int, float) if kind is float else kind) and isinstance(value, bool) == (kind is bool)
         if not fits:

@@ -6,6 +6,7 @@ from torch import nn
 
 from engines.fsdp.engine import build, is_replicated, is_sharded, uses_compile
 from engines.hf import build_on_meta, read_hf_config
+from engines.lora import inject
 from engines.optimizer import OPTIMIZERS
 
 GIB = 2**30
@@ -34,8 +35,13 @@ def checkpoint_bytes(config: DictConfig, role: str = "actor") -> int:
     """What a checkpoint holds of one engine: its weights and Adam's state, without what formats add."""
     engine, shape, critic = config.engine, read_hf_config(config.model.path), role == "critic"
     if config.model_engine == "megatron":
-        compute = getattr(torch, engine.compute_dtype).itemsize          # weights, moments, and masters of such as are not fp32
-        return sum(p.numel() for p in build_on_meta(shape, torch.float32, critic).parameters()) * (12 if compute == 4 else 14)
+        hf, lora = build_on_meta(shape, torch.float32, critic), config.model.lora
+        if lora.rank:
+            inject(hf, lora)
+            hf.get_output_embeddings().requires_grad_(critic)
+        dtype = getattr(torch, lora.dtype if lora.rank else engine.compute_dtype)
+        # Weights, moments, and masters of such as are not fp32.
+        return sum(p.numel() for p in hf.parameters() if p.requires_grad) * (12 if dtype is torch.float32 else 14)
     hf, adapted = build(config, shape, critic)
     trained = [p for p in hf.parameters() if p.requires_grad]
     return sum(x.nbytes for x in (trained if adapted else hf.state_dict().values())) + 2 * sum(p.nbytes for p in trained)
@@ -109,11 +115,18 @@ def estimate_megatron(config: DictConfig, world_size: int, device_type: str, rol
     tp, pp, cp, vpp = (engine[f"{name}_parallel_size"] for name in (
         "tensor_model", "pipeline_model", "context", "virtual_pipeline_model"))
     hf, num_layers, ep = build_on_meta(shape, torch.float32), shape.num_hidden_layers, engine.expert_model_parallel_size
-    compute = getattr(torch, engine.compute_dtype).itemsize
-    gradient = 4 if engine.override_ddp_config.get("grad_reduce_in_fp32", True) else compute
-    state = 8 if compute == 4 else 12                       # Adam's moments, and fp32 masters of weights that are not
-    in_layers = in_experts = 0
+    rank, compute = config.model.lora.rank, getattr(torch, engine.compute_dtype).itemsize
+    trained = getattr(torch, config.model.lora.dtype).itemsize if rank else compute        # bytes of each weight that is trained
+    gradient = 4 if engine.override_ddp_config.get("grad_reduce_in_fp32", True) else trained
+    state = 8 if trained == 4 else 12                       # Adam's moments, and fp32 masters of weights that are not
+    if rank:
+        inject(hf, config.model.lora)
+    in_layers = in_experts = in_adapters = 0
     for name, p in hf.named_parameters():
+        if ".lora_" in name:                                # of a row-parallel layer A is divided, of the others B
+            is_row = ".o_proj." in name or ".down_proj." in name
+            in_adapters += p.numel() // (tp if is_row is (".lora_A." in name) else 1)
+            continue
         whole = p.ndim == 1 and not name.endswith(".bias") or name.endswith(".mlp.gate.weight")     # norms, routers
         if ".experts." in name:
             in_experts += p.numel() // ep
@@ -133,11 +146,11 @@ def estimate_megatron(config: DictConfig, world_size: int, device_type: str, rol
     for stage in range(pp):
         last = stage == pp - 1
         dense = in_layers // pp + (stage == 0) * head + last * hidden            # the last norm
-        if last and role == "critic":
-            dense += shape.hidden_size
-        elif last and not (shape.tie_word_embeddings and pp == 1):
+        if last and role != "critic" and not (shape.tie_word_embeddings and pp == 1):
             dense += head
-        experts = in_experts // pp
+        experts, value_head = in_experts // pp, hidden if last and role == "critic" else 0
+        frozen, learned, learned_experts = (dense + experts, in_adapters // pp, 0) if rank else (0, dense, experts)
+        learned += value_head
         waiting = pp - stage if vpp == 1 else 2 * (pp - stage - 1) + (vpp - 1) * pp + 1
         layers = waiting * num_layers // (pp * vpp)
         kept = layers * tokens * compute * hidden / sp + in_layer if engine.recompute == "full" else layers * in_layer
@@ -146,10 +159,11 @@ def estimate_megatron(config: DictConfig, world_size: int, device_type: str, rol
         shares = (world_size // (pp * tp), world_size // (pp * ep)) if engine.use_distributed_optimizer else (1, 1)
         logits = min(tokens, engine.log_prob_chunk_size) * num_outputs * (2 * compute + (0 if device_type == "cuda" else 8))
         stages.append({
-            "parameters": (dense + experts) * compute, "gradients": (dense + experts) * gradient,
-            "optimizer": state * (dense / shares[0] + experts / shares[1]),
+            "parameters": frozen * compute + (learned + learned_experts) * trained,
+            "gradients": (learned + learned_experts) * gradient,
+            "optimizer": state * (learned / shares[0] + learned_experts / shares[1]),
             "activations": kept + last * tokens * hidden * compute, "logits of a chunk": last * logits,
-            "gradient of the output matrix": last * num_outputs * hidden * 4})
+            "gradient of the output matrix": 0 if rank else last * num_outputs * hidden * 4})
     return stages
 
 

@@ -29,7 +29,7 @@ from safetensors.torch import save_file
 
 from config import InputError, load
 from data.packing import Batch
-from engines import device, offload as host
+from engines import device, lora, offload as host
 from engines.base import Engine
 from engines.checkpoint import Checkpointer, export_hf
 from engines.fsdp.engine import FSDPEngine
@@ -76,8 +76,9 @@ OVERLAP, BUCKETS = "overlap_grad_reduce=true", "override_ddp_config.bucket_size=
 EP2, AUX = "expert_model_parallel_size=2", "router_aux_loss_coef=0.3"
 BF16_GRADIENTS = "override_ddp_config.grad_reduce_in_fp32=false"
 FULL, SELECTIVE, BF16 = "recompute=full", "recompute=selective", "compute_dtype=bfloat16"
-LORA = "lora.rank=4 lora.alpha=8"
-SOME, ATTENTION = "lora.target_modules=[q_proj,v_proj,up_proj,down_proj]", "lora.target_modules=[q_proj,k_proj,v_proj,o_proj]"
+# With an epsilon that Adam notices: it makes no whole step of a rounding error in a gradient that is next to nothing.
+LORA = "model.lora.rank=4 model.lora.alpha=8 optim.eps=1e-6"
+SOME, ATTENTION = "model.lora.target_modules=[q_proj,v_proj,up_proj,down_proj]", "model.lora.target_modules=[q_proj,k_proj,v_proj,o_proj]"
 CASES = {
     1: {"one": Case("qwen3"), "one padded": Case("llama", PADDED),
         "one replicated": Case("qwen2_tied", REPLICATED), "bf16": Case("qwen3", BF16),
@@ -106,7 +107,7 @@ CASES = {
         "lora dp2": Case("llama", f"{LORA} {SOME} {OVERLAP} {BUCKETS}", TEN),
         "lora dp2 replicated": Case("qwen3", f"{LORA} {REPLICATED}", TEN),
         "lora bf16 tp2": Case("qwen3", f"{LORA} {BF16} {TP2}"),
-        "lora bf16 dtype dp2": Case("qwen3", f"{LORA} lora.dtype=bfloat16 {BF16}"),
+        "lora bf16 dtype dp2": Case("qwen3", f"{LORA} model.lora.dtype=bfloat16 {BF16}"),
         "lora critic tp2": Case("qwen2_tied", f"{LORA} {TP2}", TEN, critic=True),
         "lora critic bf16 pp2": Case("qwen2_tied", f"{LORA} {PP2} {BF16}", critic=True),
         "lora moe tp2": Case("qwen3_moe", f"{LORA} {ATTENTION} {TP2} {AUX}", TEN),
@@ -133,6 +134,9 @@ RESUMES = {
     "tp2 to one": ("qwen2_tied", (2, TP2), (1, "")), "pp2 to tp2 pp2": ("qwen3", (2, PP2), (4, f"{TP2} {PP2}")),
     "tp2 to pp2 vpp2": ("qwen2_tied", (2, TP2), (2, f"{PP2} {VPP2}")),
     "tp2 pp2 to one": ("qwen3", (4, f"{TP2} {PP2}"), (1, "")),
+    "lora tp2 to pp2 vpp2": ("qwen2_tied", (2, f"{LORA} {TP2}"), (2, f"{LORA} {PP2} {VPP2}")),
+    "lora pp2 dp2 to one": ("qwen3", (4, f"{LORA} {PP2}"), (1, LORA)),
+    "lora bf16 tp2 to dp2": ("qwen3", (2, f"{LORA} {BF16} {TP2}"), (2, f"{LORA} {BF16} {REPLICATED}")),
     "moe ep2 to tp2": ("qwen3_moe", (2, EP2), (2, TP2)), "moe tp2 ep2 to one": ("qwen3_moe", (2, f"{TP2} {EP2}"), (1, "")),
     "moe pp2 to ep2 replicated": ("qwen3_moe", (2, f"{PP2} {REPLICATED}"), (2, f"{EP2} {REPLICATED}")),
     # Buckets that are padded: the tied matrix has one of its own, and so have layers where reduction overlaps.
@@ -170,7 +174,7 @@ def main(folder: Path, *names: str) -> None:
         if resumes[0] == world:
             results[f"resume {name}"] = resume(folder, this_device, name, family, resumes[1])
     results["attention"] = attention(this_device)
-    for work in (roles, background, trapped, collectives, non_finite, offload, refused, rollout):
+    for work in (adapters, roles, background, trapped, collectives, non_finite, offload, refused, rollout):
         if world == 2 and chosen(work.__name__):
             results[work.__name__] = work(folder, this_device)
     if rank == 0:
@@ -188,7 +192,7 @@ def build(kind: type[Engine], model: Path, this_device: torch.device, settings: 
 
 
 def keys(settings: str) -> list[str]:
-    return [f"model.{s}" if s.startswith("lora.") else f"engine.{s}" for s in settings.split()]
+    return [s if s.startswith(("model.", "optim.")) else f"engine.{s}" for s in settings.split()]
 
 
 def attention(this_device: torch.device) -> list[float]:
@@ -331,8 +335,9 @@ def resume(folder: Path, this_device: torch.device, name: str, family: str, sett
     checkpointer = Checkpointer(folder / "checkpoints" / name, 2, asynchronous=False)
     progress = checkpointer.load(checkpointer.find("auto"), engine)
     weights = dict(engine.export_weights())
+    adapter = dict(engine.export_adapter())
     if dist.get_rank() == 0:
-        save_file({n: w.contiguous() for n, w in weights.items()}, folder / f"resumed {name}.safetensors")
+        save_file({n: w.contiguous() for n, w in (adapter or weights).items()}, folder / f"resumed {name}.safetensors")
     return {"progress": progress, "random": gather(torch.rand(1).item()),
             "steps": train(engine, range(SAVED_AT, 2 * SAVED_AT), case)}
 
@@ -364,6 +369,44 @@ def roles(folder: Path, this_device: torch.device) -> dict:
 
 
 # -- what else two ranks show ------------------------------------------------------------------------------------------
+
+
+def adapters(folder: Path, this_device: torch.device) -> dict:
+    """What is told of gradients that recomputation has lost; a run that goes on from an adapter's files; dropout."""
+    def engine(settings: str, family: str = "qwen2_tied") -> MegatronEngine:
+        return build(MegatronEngine, folder / family, this_device, f"{LORA} {settings}")
+
+    def learn(settings: str, steps: int = 3) -> dict:
+        learner = engine(settings)
+        taught = train(learner, range(steps), Case("qwen2_tied"))
+        whole = {n: p for n, p in learner.models[0].named_parameters() if p.requires_grad and not p.tensor_model_parallel}
+        return {"steps": taught, "whole": gather(digest(whole)), "asked": ask(learner, Case("qwen2_tied"))[0].nan_to_num().tolist()}
+
+    lost, result = {}, {}
+    for settings in ("", PP2, f"{PP2} {VPP2}"):
+        broken = engine(f"{settings} {FULL}")
+        for model in broken.models:
+            if model.pre_process:
+                model.embedding._forward_hooks.clear()
+        try:
+            train(broken, [0], Case("qwen2_tied"))
+        except RuntimeError as error:
+            lost[settings] = gather(str(error))
+
+    first = engine(TP2)
+    train(first, range(2), Case("qwen2_tied"))
+    exported, files = dict(first.export_adapter()), folder / "adapter"
+    if dist.get_rank() == 0:
+        files.mkdir()
+        lora.write(exported.items(), first.config.model.lora, "a base", files)
+    dist.barrier()
+    second = engine(f"{PP2} model.lora.adapter_path={files}")
+    result["taken over"] = gather([digest(dict(second.export_adapter())), digest(exported)])
+
+    for settings in (TP2, f"{TP2} {NO_SP}", f"{TP2} {NO_SP} {FULL}", f"{TP2} {FULL}"):
+        result[settings] = learn(f"{settings} model.lora.dropout=0.5")
+    result["again"] = learn(f"{TP2} model.lora.dropout=0.5")
+    return result | {"lost": lost}
 
 
 def background(folder: Path, this_device: torch.device) -> dict:
@@ -463,7 +506,7 @@ def offload(folder: Path, this_device: torch.device) -> dict:
     in the end, and the bytes that are left where tensors were."""
     results = {}
     host.PART_BYTES, host.MIN_BYTES = 2**14, 64
-    for settings in ("", REPLICATED, f"{BF16} {BF16_GRADIENTS}"):
+    for settings in ("", REPLICATED, f"{BF16} {BF16_GRADIENTS}", f"{LORA} {REPLICATED}"):
         engine, case = build(MegatronEngine, folder / "qwen3", this_device, settings), Case("qwen3")
         engine.offload("optimizer")
         engine.offload("parameters", "optimizer")

@@ -8,18 +8,22 @@ import json
 import math
 import subprocess
 import sys
+from functools import cache
 
+import peft
 import pytest
 import torch
 import torch.nn.functional as F
+from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from config import InputError, load
-from engines import schedule
+from engines import lora, schedule
 from engines.megatron.bridge import single_experts
+from engines.megatron.checkpoint import hf_weights
 from engines.megatron.engine import MegatronEngine
 from engines.megatron.layout import ddp_config
 from engines.memory import checkpoint_bytes, estimate_megatron
@@ -27,6 +31,7 @@ from job import find_resume
 from tests.fsdp_worker import BETAS, CLIP, SETTINGS, WEIGHT_DECAY, kept_logits, make_batch, make_loss
 from tests.launch import ROOT, launch
 from tests.megatron_worker import (
+    AUX,
     BF16,
     BUCKETS,
     CASES,
@@ -34,6 +39,7 @@ from tests.megatron_worker import (
     EP2,
     FEW,
     FULL,
+    LORA,
     NO_SP,
     OVERLAP,
     PP2,
@@ -41,9 +47,12 @@ from tests.megatron_worker import (
     RESUMES,
     SAVED_AT,
     SELECTIVE,
+    TEN,
     TOTAL_STEPS,
     TP2,
     VPP2,
+    Case,
+    keys,
     value_loss,
 )
 from tests.models import make_model
@@ -55,7 +64,8 @@ BOUND, ROUNDED_BOUND = 1e-5, 0.02
 EXPERTS_BOUND = 1e-4
 FAMILIES = ("qwen2_tied", "qwen3", "llama")
 ALL = [(world, name) for world in CASES for name in CASES[world]]
-EXACT = [(world, name) for world, name in ALL if BF16 not in CASES[world][name].engine]
+EXACT = [(world, name) for world, name in ALL if BF16 not in CASES[world][name].engine and not CASES[world][name].lora]
+LORA_EXACT = [(world, name) for world, name in ALL if BF16 not in CASES[world][name].engine and CASES[world][name].lora]
 DENSE, EXPERTS = ([(world, name) for world, name in EXACT if CASES[world][name].moe is moe] for moe in (False, True))
 POLICIES = [(world, name) for world, name in DENSE if not CASES[world][name].critic]
 
@@ -184,25 +194,27 @@ def plain_training(directory, case, micro_batches):
     """(loss, gradient norm and auxiliary loss of each step; final weights; answers to batch 0 (asked), [T]) of a loop around
     transformers. The auxiliary loss: of each layer's choices in each micro-batch, transformers' divided by the number of
     choices of a token, weighted by the micro-batch's tokens."""
-    optim = load("sft.yaml", ["model.path=unused", *SETTINGS]).optim
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager",
-                                                 experts_implementation="eager")
-    shape, coefficient = model.config, 0.3 if case.aux else 0.0
+    config = load("sft.yaml", ["model.path=unused", *SETTINGS, *keys(case.engine)])
+    model, optim = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager",
+                                                        experts_implementation="eager"), config.optim
+    shape, coefficient, experts = model.config, 0.3 if case.aux else 0.0, {"output_router_logits": True} if case.moe else {}
+    if case.lora:
+        put_adapters(model, config)
     if case.critic:
         model.lm_head = torch.nn.Linear(shape.hidden_size, 1, bias=False)
         torch.nn.init.zeros_(model.lm_head.weight)
-    named = dict(model.named_parameters())
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     groups = [{"params": [p for n, p in named.items() if ("norm" in n) is spared],
                "weight_decay": 0.0 if spared else WEIGHT_DECAY} for spared in (False, True)]
-    optimizer, steps = torch.optim.AdamW(groups, betas=BETAS, foreach=False), []
+    optimizer, steps = torch.optim.AdamW(groups, betas=BETAS, eps=optim.eps, foreach=False), []
 
     def answer(sequence):
         """log-probabilities (a critic: values) and entropies behind a first 0, each [n], and the layers' router logits"""
-        out = model(sequence.input_ids[None], use_cache=False, output_router_logits=True)
+        out = model(sequence.input_ids[None], use_cache=False, **experts)
         logits, targets = (out.logits[0, :-1], None) if case.critic else kept_logits(out.logits[0, :-1], sequence, slice(1, None))
         log_p = logits.log_softmax(-1)
         answers = [logits[:, 0]] if case.critic else [log_p.gather(-1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)]
-        return [F.pad(x, (1, 0)) for x in answers], out.router_logits
+        return [F.pad(x, (1, 0)) for x in answers], out.router_logits if case.moe else ()
 
     for step, parts in enumerate(micro_batches):
         batch, result = make_batch(step), dict.fromkeys(("loss", "entropy", "router_aux_loss"), 0.0)
@@ -217,12 +229,12 @@ def plain_training(directory, case, micro_batches):
                 term, extra = loss_fn(*(x * mask for x in answers), sequence.fields)
                 loss, result["entropy"] = loss + term, result["entropy"] + extra["entropy"].item()
                 router_logits.append(logits)
-            for layer in map(torch.cat, zip(*router_logits)):
+            for layer in map(torch.cat, zip(*router_logits)):                        # none without experts
                 aux_loss += load_balancing_loss_func((layer,), shape.num_experts, shape.num_experts_per_tok) \
                     / shape.num_experts_per_tok * len(layer) / num_tokens
             (loss + coefficient * aux_loss).backward()
             result["loss"] += loss.item()
-            result["router_aux_loss"] += aux_loss.item() / shape.num_hidden_layers
+            result["router_aux_loss"] += float(aux_loss) / shape.num_hidden_layers
         result["grad_norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item()
         for group in optimizer.param_groups:
             group["lr"] = schedule.learning_rate(optim, step, TOTAL_STEPS)
@@ -232,7 +244,18 @@ def plain_training(directory, case, micro_batches):
     batch = make_batch(0)
     with torch.no_grad():
         asked = torch.cat([answer(batch.select([i]))[0][0] for i in range(len(batch))])
-    return steps, {name: x for n, p in named.items() for name, x in separate(n, p.detach())}, asked
+    return steps, {name: x for n, p in named.items() for name, x in separate(n.replace(".default", ""), p.detach())}, asked
+
+
+def put_adapters(model, config):
+    """PEFT's, which begin as the engine's do."""
+    settings = OmegaConf.to_container(config.model.lora)
+    peft.inject_adapter_in_model(peft.LoraConfig(r=settings["rank"], lora_alpha=settings["alpha"],
+                                                 target_modules=settings["target_modules"]), model)
+    for name, p in model.named_parameters():
+        p.requires_grad_(".lora_" in name)
+        if p.requires_grad:
+            p.data.copy_(lora.initial(name.replace(".default", ""), p.shape, config.trainer.seed))
 
 
 def separate(name, tensor):
@@ -251,6 +274,68 @@ def test_training_of_experts_equals_a_plain_loop(launches, folder, world, name):
     assert got.keys() == weights.keys() and max(distance(got[n], weights[n]) for n in weights) < EXPERTS_BOUND
     assert all((a - asked)[~a.isnan()].abs().max() < 1e-4 for a in answers if not a.isnan().all())
     assert sum((~a.isnan()).sum() for a in answers) >= len(asked) and asked.std() > 0.03
+
+
+# -- adapters ----------------------------------------------------------------------------------------------------------
+
+
+@cache
+def plain_lora(directory, engine, critic, micro_batches):
+    case = Case(directory.name, engine, critic=critic)
+    return plain_training(directory, case, json.loads(micro_batches) or [[list(range(len(make_batch(0))))]] * TEN)
+
+
+@pytest.mark.parametrize("world, name", LORA_EXACT)
+def test_training_of_adapters_equals_peft(launches, folder, world, name):
+    """What is learned, and that nothing else is: without its adapters the model is the frozen one, to the bit."""
+    case, result, title = CASES[world][name], launches[world][name], f"{world} {name}"
+    settings = " ".join(s for s in case.engine.split() if s.startswith(("model.", "optim.")) or s == AUX)
+    steps, weights, asked = plain_lora(folder / case.family, settings, case.critic, json.dumps(result.get("micro_batches", [])))
+    for key in ("loss", "entropy", "grad_norm"):
+        print(key, worst(column(result["steps"], key), column(steps, key)))
+        assert worst(column(result["steps"], key), column(steps, key)) < BOUND, key
+    adapter, merged, base = (load_file(folder / f"{title}{kind}.safetensors") for kind in (" adapter", "", " base"))
+    head = {"lm_head.weight": merged["lm_head.weight"]} if case.critic else {}
+    got = adapter | head
+    print(max((got[n]-weights[n]).abs().max().item() for n in weights), max(distance(got[n], weights[n]) for n in weights))
+    assert got.keys() == weights.keys() and max((got[n] - weights[n]).abs().max() for n in weights) < BOUND
+    assert len(set(map(str, result["adapter digests"]))) == 1 and set(result["adapter digests"][0][1]) == adapter.keys()
+
+    files = load_file(folder / case.family / "model.safetensors") | head
+    assert all(torch.equal(base[n], files[n]) for n in files) and base.keys() == files.keys() | {"asked"} == merged.keys()
+    for n in files:
+        a, b = (adapter.get(n.replace(".weight", f".lora_{kind}.weight"), torch.zeros(1, 1)) for kind in "AB")
+        assert (merged[n] - files[n] - 2 * b @ a).abs().max() < 1e-6, n
+    for answers in merged["asked"][:, 0]:
+        assert (answers - asked)[~answers.isnan()].nan_to_num().abs().max() < 1e-4
+    if not (case.moe or case.critic):
+        check_answers_by_dp_rank(base["asked"], plain_answers(folder / case.family, files), case, world)
+
+
+def test_adapters_that_get_no_gradient_are_told(launches):
+    """Where the embedding's output needs no gradient, recomputation of the first stage loses its adapters'."""
+    lost = launches[2]["adapters"]["lost"]
+    assert lost.keys() == {"", PP2, f"{PP2} {VPP2}"}
+    assert all("the gradient of every adapter is exactly 0" in text for texts in lost.values() for text in texts)
+
+
+def test_an_adapter_goes_on_from_files(launches):
+    (first, second), others = launches[2]["adapters"]["taken over"][0], launches[2]["adapters"]["taken over"][1:]
+    assert first == second and others == [[first, second]]
+
+
+def test_dropout_of_adapters(launches):
+    """It changes training, but is the same when a layer is recomputed, and when a run is repeated; with tensor parallelism what is
+    whole on every rank stays so; without gradient there is none."""
+    result = launches[2]["adapters"]
+    one, without = result[TP2]["steps"], launches[2]["lora tp2"]["steps"][:3]
+    assert one[0]["loss"] == without[0]["loss"], "B is 0"
+    assert all(abs(a["grad_norm"] / b["grad_norm"] - 1) > 0.01 for a, b in zip(one, without))
+    assert result["again"] == result[TP2]
+    for settings in (TP2, f"{TP2} {NO_SP}"):
+        assert column(result[f"{settings} {FULL}"]["steps"], "grad_norm") == pytest.approx(
+            column(result[settings]["steps"], "grad_norm"), rel=BOUND)
+        assert len(set(result[settings]["whole"])) == 1
 
 
 def test_auxiliary_loss_makes_a_difference(launches):
@@ -294,7 +379,8 @@ def test_non_finite_gradient_is_skipped(launches, settings):
     assert result["with_nan"] == result["without"] and result["without"][2]["skipped"] == 0.0
 
 
-@pytest.mark.parametrize("settings, same", [("", "dp2"), (REPLICATED, "dp2 replicated")])
+@pytest.mark.parametrize("settings, same", [("", "dp2"), (REPLICATED, "dp2 replicated"),
+                                            (f"{LORA} {REPLICATED}", "lora dp2 replicated")])
 def test_offload_comes_back_by_itself(launches, settings, same):
     """With DDP's buffers, which hold parameters and gradients, and the optimizer's views of them; a weight sync works without
     DDP's parameter buffer. As much host memory was taken before the first step as is needed later."""
@@ -315,12 +401,12 @@ def test_resume_on_another_layout(launches, folder, name):
     assert resumed["random"][:shared] == saved["random"][:shared]
     metadata = FileSystemReader(folder / "checkpoints" / name / f"step_{SAVED_AT:08d}" / "weights").read_metadata()
     dtype = "bfloat16" if BF16 in settings else "float32"
-    size = checkpoint_bytes(config(folder, f"model.path={folder / family}", f"engine.compute_dtype={dtype}"))
+    size = checkpoint_bytes(config(folder, f"model.path={folder / family}", f"engine.compute_dtype={dtype}", *keys(settings)))
     assert size == pytest.approx(tensor_bytes(metadata), rel=0.01), "what a dry run tells"
     bound = ROUNDED_BOUND if BF16 in settings else BOUND
     for key in ("loss", "grad_norm", "lr"):
         assert worst(column(resumed["steps"], key), column(saved["steps"], key)) < bound, key
-        if BF16 not in settings and "moe" not in family:
+        if BF16 not in settings and "moe" not in family and LORA not in settings:
             whole = launches[1][f"reference {family}"]["steps"][SAVED_AT:2 * SAVED_AT]
             assert worst(column(saved["steps"], key), column(whole, key)) < bound, key
 
@@ -361,7 +447,7 @@ def test_estimate_of_memory_is_what_there_is(launches, folder, world, name):
     """Parameters, gradients and optimizer of every rank of every pipeline stage (the last: of their mean)."""
     case, found = CASES[world][name], launches[world][name]["bytes"]
     settings = config(folder, f"model.path={folder / case.family}", "engine.compute_dtype=float32",
-                      *(f"engine.{s}" for s in case.engine.split()))
+                      *keys(case.engine))
     stages = estimate_megatron(settings, world, "cpu", "critic" if case.critic else "actor")
     assert len(stages) == len({stage for stage, *_ in found})
     for stage, estimated in enumerate(stages):
@@ -408,6 +494,15 @@ def test_roles_share_a_process_and_a_checkpoint(launches, folder):
         want = (model(batch.input_ids[None, start:end]).logits[0, :-1] / 2).log_softmax(-1)
     want = want.gather(-1, batch.input_ids[start + 1:end, None])[:, 0]
     assert (log_probs[start + 1:end] - want).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name", [name for name in RESUMES if LORA in RESUMES[name][1][1]])
+def test_adapters_of_a_checkpoint(launches, folder, name):
+    """It holds them alone, under their names in files: to the bit what a resumed engine exports."""
+    want = load_file(folder / f"resumed {name}.safetensors")
+    got = dict(hf_weights(folder / "checkpoints" / name / f"step_{SAVED_AT:08d}"))
+    assert want.keys() == got.keys() and all(torch.equal(want[n], got[n]) for n in want)
+    assert all(".lora_" in n for n in got) and all(want[n].any() for n in want)
 
 
 @pytest.mark.parametrize("name", RESUMES)
@@ -470,6 +565,12 @@ def config(folder, *pairs):
     (2, [MOE, "engine.tensor_model_parallel_size=2", "engine.sequence_parallel=false"],
      "mixture of experts with engine.tensor_model_parallel_size > 1 needs engine.sequence_parallel=true"),
     (4, ["data.train_batch_size=3"], "train_batch_size=3 is less than the 4 data-parallel ranks"),
+    (4, ["model.lora.rank=4", "engine.tensor_model_parallel_size=4"], "parallel_size=4 needs as many key-value heads"),
+    (1, ["model.lora.rank=4", MOE], "would adapt experts and routers too, which is not supported: give"),
+    (1, ["model.lora.rank=4", MOE, "model.lora.target_modules=[q_proj,gate]"], "names model.layers.0.mlp.gate: adapters belong"),
+    (1, ["model.lora.rank=4", MOE, "model.lora.target_modules=[gate_proj,up_proj]"], "model.layers.0.mlp.experts"),
+    (2, ["model.lora.rank=4", "engine.pipeline_model_parallel_size=2", r"model.lora.target_modules='.*\.[01]\..*_proj'"],
+     "leaves the pipeline stage of layers 2 to 3 without adapters"),
     (1, ["optim.lr_scheduler_type=constant", "optim.min_lr_ratio=0.1"], "no effect with a constant schedule"),
     (1, ["optim.name=muon"], "optim.name=muon needs model_engine=fsdp"),
     (1, ["model.path=/nowhere"], "holds no config.json"),

@@ -183,9 +183,7 @@ def export_tensors(bridge: Bridge, tensors: Iterator[tuple[str, Tensor]]) -> Ite
     """(Hugging Face name, tensor) from a checkpoint's names and full tensors, in which all layers are stacked."""
     layers, bridge.vocab_size = "decoder.layers.", bridge.hf_config.vocab_size
     for name, tensor in tensors:
-        if ".lora_" in name:                                # an adapter, which has its own name already
-            yield name, tensor
-        elif name.startswith(layers):
+        if name.startswith(layers):
             for i, layer in enumerate(tensor):
                 yield from zip(*bridge._weight_to_hf_format(name.replace(layers, f"{layers}{i}."), layer))
         else:

@@ -192,10 +192,15 @@ def read(states: dict[str, dict], directory: Path) -> dict[str, dict]:
 def hf_weights(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, tensor as it was stored) for every weight of a checkpoint, or of one with adapters, for every matrix
     of those. For a process without a group."""
+    tensors = stored_tensors(checkpoint, "engine.", lambda name: name.startswith("optimizer.") or "_extra_state" in name)
+    first = next(tensors)
+    tensors = chain([first], tensors)
+    if ".lora_" in first[0]:                                    # adapters are stored under their own names
+        yield from tensors
+        return
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with cuda_is_cpu():
         mpu.initialize_model_parallel()
-    tensors = stored_tensors(checkpoint, "engine.", lambda name: name.startswith("optimizer.") or "_extra_state" in name)
     hf_config = AutoConfig.from_pretrained(checkpoint / "hf")
     yield from bridge.export_tensors(bridge.make_bridge(hf_config, torch.float32), tensors)
     dist.destroy_process_group()
