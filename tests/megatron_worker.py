@@ -77,8 +77,9 @@ EP2, AUX = "expert_model_parallel_size=2", "router_aux_loss_coef=0.3"
 BF16_GRADIENTS = "override_ddp_config.grad_reduce_in_fp32=false"
 FULL, SELECTIVE, BF16 = "recompute=full", "recompute=selective", "compute_dtype=bfloat16"
 # With an epsilon that Adam notices: it makes no whole step of a rounding error in a gradient that is next to nothing.
-LORA = "model.lora.rank=4 model.lora.alpha=8 optim.eps=1e-6"
-SOME, ATTENTION = "model.lora.target_modules=[q_proj,v_proj,up_proj,down_proj]", "model.lora.target_modules=[q_proj,k_proj,v_proj,o_proj]"
+LORA = "model.lora.rank=4 model.lora.alpha=8 optim.eps=1e-5"
+SOME, ATTENTION = (f"model.lora.target_modules=[{names}]" for names in ("q_proj,v_proj,up_proj,down_proj",
+                                                                        "q_proj,k_proj,v_proj,o_proj"))
 CASES = {
     1: {"one": Case("qwen3"), "one padded": Case("llama", PADDED),
         "one replicated": Case("qwen2_tied", REPLICATED), "bf16": Case("qwen3", BF16),

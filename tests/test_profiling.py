@@ -473,7 +473,7 @@ def test_the_planted_defect_is_found_on_shards(layouts, capsys):
     """On the second pipeline rank, whose layer 1 is the fourth of the model."""
     code, told = compare_layouts(capsys, layouts / "fsdp_whole", layouts / "defect")
     assert code == 1 and "actor_update: diverges at Module.0.hf.model.layers.3.mlp.down_proj.Linear.forward.0.output.0 / " \
-        "Module.0.decoder.layers.1.mlp.linear_fc2.RowParallelLinear.forward.0.output.0, relative difference 0.0" in told
+        "Module.0.decoder.layers.1.mlp.linear_fc2.TorchRowParallelLinear.forward.0.output.0, relative difference 0.0" in told
 
 
 def test_another_output_matrix_is_found_at_the_head(layouts, capsys):
