@@ -22,6 +22,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from config import InputError, load
 from engines import lora, schedule
+from engines.hf import build_on_meta, count_flops, read_hf_config
 from engines.megatron.bridge import single_experts
 from engines.megatron.checkpoint import hf_weights
 from engines.megatron.engine import MegatronEngine
@@ -304,6 +305,10 @@ def test_training_of_adapters_equals_peft(launches, folder, world, name):
     got = adapter | head
     assert got.keys() == weights.keys() and max((got[n] - weights[n]).abs().max() for n in weights) < BOUND
     assert min(x.abs().max() for n, x in adapter.items() if "lora_B" in n) > 100 * BOUND, "what the comparison rests on"
+    layers, head_size, attention, _ = count_flops(build_on_meta(read_hf_config(folder / case.family), torch.float32, case.critic),
+                                                  read_hf_config(folder / case.family))
+    learned = sum(x.numel() for x in adapter.values())
+    assert result["flops"] == 4 * (8 * layers + 4 * head_size) + 6 * (8 * learned + 34 * attention)
     assert len(set(map(str, result["adapter digests"]))) == 1 and set(result["adapter digests"][0][1]) == adapter.keys()
 
     files = load_file(folder / case.family / "model.safetensors") | head

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from config import InputError
 from engines import lora
-from engines.megatron import bridge, layers
+from engines.megatron.bridge import Bridge, gather, on_all_stages, projections
+from engines.megatron.layers import Adaptable, TorchRowParallelLinear
 
 
 class Adapter(nn.Module):
@@ -33,12 +34,13 @@ class Adapter(nn.Module):
     so that recomputation repeats it.
     """
 
-    def __init__(self, layer: layers.Adaptable, names: list[str], tensor_of: Callable[[str], Tensor | None], settings: DictConfig):
+    def __init__(self, layer: Adaptable, names: list[str], tensor_of: Callable[[str], Tensor | None],
+                 settings: DictConfig):
         """names: of the layer's projections in the Hugging Face model, in the order of its rows. tensor_of: name of an adapter
         matrix -> what it begins with, whole; None: it has none."""
         super().__init__()
         self.settings, self.enabled, self.generator = settings, True, torch.Generator(layer.weight.device)
-        self.is_row, self.sequence_parallel = isinstance(layer, layers.TorchRowParallelLinear), layer.sequence_parallel
+        self.is_row, self.sequence_parallel = isinstance(layer, TorchRowParallelLinear), layer.sequence_parallel
         self.group, config = layer.tp_group, layer.config
         # The fused matrix has this many rows of each part in turn, again and again.
         self.in_turn = {name.rpartition(".")[2]: len(layer.weight) // len(names) for name in names}
@@ -107,9 +109,7 @@ class Adapter(nn.Module):
 
 def check(config: DictConfig, hf_config, hf: nn.Module) -> None:
     """Raise InputError for adapters that this engine has none of. hf: the model on the meta device, which gets them."""
-    settings, engine = config.model.lora, config.engine
-    tp, num_chunks = engine.tensor_model_parallel_size, (
-        engine.pipeline_model_parallel_size * engine.virtual_pipeline_model_parallel_size)
+    settings, engine, tp = config.model.lora, config.engine, config.engine.tensor_model_parallel_size
     if settings.rank and settings.target_modules == "all-linear" and getattr(hf_config, "num_experts", None):
         raise InputError("model.lora.target_modules=all-linear would adapt experts and routers too, which is not supported: give "
                          "model.lora.target_modules=[q_proj, k_proj, v_proj, o_proj]")
@@ -125,13 +125,15 @@ def check(config: DictConfig, hf_config, hf: nn.Module) -> None:
                          f"{hf_config.num_key_value_heads}: lower it, or leave q_proj, k_proj and v_proj out of "
                          "model.lora.target_modules")
     adapted = {int(name.split(".layers.")[1].split(".")[0]) for name in names}
-    for chunk in torch.arange(hf_config.num_hidden_layers).chunk(num_chunks):
-        if not adapted & set(chunk.tolist()):
+    num_stages = engine.pipeline_model_parallel_size * engine.virtual_pipeline_model_parallel_size
+    for stage in torch.arange(hf_config.num_hidden_layers).chunk(num_stages):
+        if not adapted & set(stage.tolist()):
             raise InputError(f"model.lora.target_modules={settings.target_modules} leaves the pipeline stage of layers "
-                             f"{chunk[0]} to {chunk[-1]} without adapters")
+                             f"{stage[0]} to {stage[-1]} without adapters")
 
 
-def attach(of: bridge.Bridge, models: list[nn.Module], config: DictConfig, shapes: dict[str, tuple[int, ...]]) -> dict:
+def attach(bridge: Bridge, models: list[nn.Module], config: DictConfig,
+           shapes: dict[str, tuple[int, ...]]) -> dict[nn.Parameter, Adapter]:
     """Freeze the models and put adapters of these shapes (whole, by name) beside their layers. Returns them by the weight that
     they adapt."""
     settings, adapters = config.model.lora, {}
@@ -144,17 +146,20 @@ def attach(of: bridge.Bridge, models: list[nn.Module], config: DictConfig, shape
 
     for model in models:
         model.requires_grad_(False)
-        for layer, names in bridge.projections(of, model):
+        for layer, names in projections(bridge, model):
             if any(f"{name}.lora_A.weight" in shapes for name in names):
                 layer.adapter = adapters[layer.weight] = Adapter(layer, names, tensor_of, settings)
-        if model.pre_process:                               # without it, recomputation takes the first layers to need no gradient
+        if model.pre_process:                           # else recomputation takes the first layers to need no gradient
             model.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
     return adapters
 
 
 @contextmanager
-def seeded(*numbers: int) -> Iterator[None]:
-    """Dropout of these numbers alone; the user's generators stay as they are."""
+def seeded(settings: DictConfig, *numbers: int) -> Iterator[None]:
+    """Around a pass: dropout depends on these numbers alone, and the user's generators stay as they are."""
+    if not (settings.rank and settings.dropout):
+        yield
+        return
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(zlib.crc32(repr(numbers).encode()))
         yield
@@ -167,8 +172,8 @@ def names_in(model: nn.Module) -> dict[nn.Parameter, str]:
 def export(models: list[nn.Module], dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Tensor]]:
     """(name as engines/lora.py has it, full tensor) of each adapter matrix, in the same order on all ranks."""
     found = {name: p for model in models for p, name in names_in(model).items()}
-    for name, matrix, is_divided, dim in bridge.on_all_stages(found, dtype, device):
-        parts = bridge.gather(matrix, mpu.get_tensor_model_parallel_group()) if is_divided else [matrix]
+    for name, matrix, is_divided, dim in on_all_stages(found, dtype, device):
+        parts = gather(matrix, mpu.get_tensor_model_parallel_group()) if is_divided else [matrix]
         yield name, torch.cat(parts, dim) if len(parts) > 1 else matrix
 
 
