@@ -38,6 +38,8 @@ from engines.megatron.cpu import cuda_is_cpu
 from engines.megatron.engine import MegatronEngine
 from engines.megatron.layers import Packing, TorchAttention
 from engines.storage import Writer
+from engines.weights import fingerprint
+from job import adapter
 from rollout.vllm import Rollout
 from tests.fsdp_worker import SETTINGS, digest, divide, flip, gather, make_batch, make_loss, make_tokenizer
 from tests.traps import TRAPS, set_trap
@@ -249,12 +251,12 @@ def run(folder: Path, this_device: torch.device, title: str, case: Case, kind: t
     weights = dict(engine.export_weights())
     asked = ask(engine, case)
     if case.lora:
-        adapter = dict(engine.export_adapter())
+        learned = dict(engine.export_adapter())
         with engine.without_adapters():
             base = {"asked": ask(engine, case), **dict(engine.export_weights())}
-        result["adapter digests"] = gather([digest(adapter), list(adapter)])
+        result["adapter digests"] = gather([digest(learned), list(learned)])
         if dist.get_rank() == 0:
-            for name, tensors in {"adapter": adapter, "base": base}.items():
+            for name, tensors in {"adapter": learned, "base": base}.items():
                 save_file({n: x.contiguous() for n, x in tensors.items()}, folder / f"{title} {name}.safetensors")
     if dist.get_rank() == 0:
         save_file({"asked": asked, **{n: w.contiguous() for n, w in weights.items()}}, folder / f"{title}.safetensors")
@@ -321,10 +323,13 @@ def ask(engine: Engine, case: Case) -> torch.Tensor:
 
 def save(folder: Path, this_device: torch.device, name: str, family: str, settings: str) -> dict:
     """A checkpoint after SAVED_AT steps, and the steps after it without interruption."""
-    engine, case = build(MegatronEngine, folder / family, this_device, settings), Case(family)
+    engine, case = build(MegatronEngine, folder / family, this_device, settings), Case(family, settings)
     train(engine, range(SAVED_AT), case)
     checkpointer = Checkpointer(folder / "checkpoints" / name, 2, asynchronous=False)
-    checkpointer.save(SAVED_AT, engine, {"step": SAVED_AT, "export_dtype": "float32"}, make_tokenizer())
+    progress = {"step": SAVED_AT, "export_dtype": "float32"}
+    if case.lora:
+        progress |= {"lora": adapter(engine.config), "run": {"frozen weights": fingerprint(folder / family)}}
+    checkpointer.save(SAVED_AT, engine, progress, make_tokenizer())
     random = gather(torch.rand(1).item())
     result = {"random": random, "steps": train(engine, range(SAVED_AT, 2 * SAVED_AT), case)}
     export_hf(engine, make_tokenizer(), folder / "hf" / name)
@@ -336,9 +341,9 @@ def resume(folder: Path, this_device: torch.device, name: str, family: str, sett
     checkpointer = Checkpointer(folder / "checkpoints" / name, 2, asynchronous=False)
     progress = checkpointer.load(checkpointer.find("auto"), engine)
     weights = dict(engine.export_weights())
-    adapter = dict(engine.export_adapter())
+    weights |= dict(engine.export_adapter())
     if dist.get_rank() == 0:
-        save_file({n: w.contiguous() for n, w in (adapter or weights).items()}, folder / f"resumed {name}.safetensors")
+        save_file({n: w.contiguous() for n, w in weights.items()}, folder / f"resumed {name}.safetensors")
     return {"progress": progress, "random": gather(torch.rand(1).item()),
             "steps": train(engine, range(SAVED_AT, 2 * SAVED_AT), case)}
 
