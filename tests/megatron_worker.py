@@ -137,9 +137,8 @@ RESUMES = {
     "tp2 to one": ("qwen2_tied", (2, TP2), (1, "")), "pp2 to tp2 pp2": ("qwen3", (2, PP2), (4, f"{TP2} {PP2}")),
     "tp2 to pp2 vpp2": ("qwen2_tied", (2, TP2), (2, f"{PP2} {VPP2}")),
     "tp2 pp2 to one": ("qwen3", (4, f"{TP2} {PP2}"), (1, "")),
-    "lora tp2 to pp2 vpp2": ("qwen2_tied", (2, f"{LORA} {TP2}"), (2, f"{LORA} {PP2} {VPP2}")),
+    "lora bf16 tp2 to pp2 vpp2": ("qwen2_tied", (2, f"{LORA} {BF16} {TP2}"), (2, f"{LORA} {BF16} {PP2} {VPP2}")),
     "lora pp2 dp2 to one": ("qwen3", (4, f"{LORA} {PP2}"), (1, LORA)),
-    "lora bf16 tp2 to dp2": ("qwen3", (2, f"{LORA} {BF16} {TP2}"), (2, f"{LORA} {BF16} {REPLICATED}")),
     "moe ep2 to tp2": ("qwen3_moe", (2, EP2), (2, TP2)), "moe tp2 ep2 to one": ("qwen3_moe", (2, f"{TP2} {EP2}"), (1, "")),
     "moe pp2 to ep2 replicated": ("qwen3_moe", (2, f"{PP2} {REPLICATED}"), (2, f"{EP2} {REPLICATED}")),
     # Buckets that are padded: the tied matrix has one of its own, and so have layers where reduction overlaps.

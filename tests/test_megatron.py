@@ -289,7 +289,7 @@ def plain_lora(directory, engine, critic, micro_batches):
 
 
 def lora_reference(folder, case, result):
-    settings = " ".join(s for s in case.engine.split() if s.startswith(("model.", "optim.")) or s == AUX)
+    settings = " ".join(s for s in case.engine.split() if s.startswith(("model.", "optim.")) and "dtype" not in s or s == AUX)
     return plain_lora(folder / case.family, settings, case.critic, json.dumps(result.get("micro_batches", [])))
 
 
