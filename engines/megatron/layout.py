@@ -105,7 +105,7 @@ def initialize(engine: DictConfig) -> None:
         pipeline_model_parallel_size=engine.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None, context_parallel_size=engine.context_parallel_size,
         expert_model_parallel_size=engine.expert_model_parallel_size, expert_tensor_parallel_size=1)
-    # Nothing here draws random numbers, but recomputation expects generators to exist; the user's stay as they are.
+    # Nothing draws from these generators, but recomputation expects them to exist; the user's stay as they are.
     accelerators = [torch.accelerator.current_device_index()] if torch.accelerator.is_available() else []
     with torch.random.fork_rng(accelerators):
         model_parallel_cuda_manual_seed(0, force_reset_rng=True)
