@@ -30,10 +30,10 @@ def why_not_shared(config: DictConfig, world_size: int) -> str | None:
     """Why the trainer's frozen weights cannot be vLLM's own tensors; None: they can, as far as the configuration says."""
     if config.model_engine != "fsdp":
         return f"model_engine={config.model_engine} keeps weights in another layout than vLLM"
-    if not is_replicated(config, world_size):
-        return f"engine.fsdp_size={config.engine.fsdp_size} or engine.cpu_offload divides or moves the trainer's weights"
     if config.rollout.tensor_parallel_size > 1:
         return f"rollout.tensor_parallel_size={config.rollout.tensor_parallel_size} divides vLLM's weights"
+    if not is_replicated(config, world_size):
+        return "not every rank holds all of the trainer's weights (on several they need engine.fsdp_size=1; no engine.cpu_offload)"
     if torch.accelerator.is_available() and torch.accelerator.current_accelerator().type == "npu":
         return "vLLM lays weights out anew on an NPU"
     return None
@@ -99,7 +99,7 @@ class Adapter:
         """Make an adapter of zeros the active one. A reload of the base has removed it, or it was never there."""
         from vllm.lora.lora_model import LoRAModel
         self.manager.remove_all_adapters()
-        self.manager.add_adapter(LoRAModel(ADAPTER_ID, self.rank, {}))
+        self.manager._registered_adapters[ADAPTER_ID] = LoRAModel(ADAPTER_ID, self.rank, {})     # add_adapter() refuses none
         self.manager.activate_adapter(ADAPTER_ID)
         self.forget()
 

@@ -231,8 +231,11 @@ class Rollout:
         """Take over all weights, (Hugging Face name, full tensor) one after another; called by all ranks together. With an
         adapter they are those of the base alone, and it has to be updated after them.
 
-        Raises RuntimeError while the weights' memory is asleep: vLLM would write past it in silence.
+        Raises RuntimeError while the weights' memory is asleep, as vLLM would write past it in silence, and where it is the
+        trainer's own.
         """
+        if self.base is not None:
+            raise RuntimeError("update_weights() of weights that are the trainer's own: there is nothing to send")
         if "weights" not in self.awake:
             raise RuntimeError("update_weights() while the weights sleep: wake('weights') first")
         self.valid, self.host_copies = set(), {}
@@ -367,6 +370,8 @@ def check_model(config: DictConfig) -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm.config import ModelConfig
     arguments = model_arguments(config)
+    if adapters.are_swapped(config):
+        adapters.arguments(config)
     try:
         ModelConfig(**arguments)
     except ValueError as error:

@@ -7,6 +7,7 @@ Reads the model in FOLDER/{family}; writes FOLDER/{NAME}.json.
 
 import json
 import sys
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,9 +39,9 @@ class Launch:
 
 HOLES = "model.lora.exclude_modules=[k_proj,up_proj]"           # parts of vLLM's fused layers without adapter
 LAUNCHES = {"merged": Launch(1, "tied", "model.lora.merge=true"),
-            "swapped": Launch(1, "tied", f"rollout.share_base=never {HOLES}"),
+            "swapped": Launch(1, "gemma3", f"rollout.share_base=never {HOLES}"),
             "shared": Launch(1, "tied", "rollout.share_base=always"),
-            "shared_untied": Launch(1, "qwen3", ""),
+            "shared_replicated": Launch(2, "qwen3", "engine.fsdp_size=1"),
             "merged_tp2": Launch(2, "qwen3", "model.lora.merge=true rollout.tensor_parallel_size=2"),
             "swapped_tp2": Launch(2, "qwen3", f"rollout.tensor_parallel_size=2 {HOLES}")}
 
@@ -51,13 +52,12 @@ def main(folder: Path, name: str) -> None:
     torch.manual_seed(dist.get_rank())
     roles = Roles(config, this_device, None, None, Profiler(), NUM_UPDATES)
     roles.start_rollout()
-    rollout, actor = roles.rollout, roles.actor
+    rollout = roles.rollout
     results["base updates"] = count_calls(rollout, "update_weights")
     results["updates"] = [update(roles, config, step) for step in range(NUM_UPDATES + 1)]
     results["base updates"] = results["base updates"]()
     results["protocol"] = protocol(roles)
-    results["traps"] = {trap.__name__: gather(told(lambda: trap(roles))) for trap in (applied_twice, not_applied, other_base)}
-    results["closed batch"] = rollout.own_steps
+    results["traps"] = {trap.__name__: gather(told(lambda: trap(roles))) for trap in TRAPS[name.partition("_")[0]]}
     if dist.get_rank() == 0:
         (folder / f"{name}.json").write_text(json.dumps(results))
     dist.barrier()
@@ -94,12 +94,12 @@ def update(roles: Roles, config, step: int) -> dict:
             "effect": (own - base).cpu()[asked].abs().max().item()}
 
 
-def scatter(roles: Roles, seed: int = 0) -> None:
+def scatter(roles: Roles, seed: int = 0, factor: float = 1.0) -> None:
     """Random numbers in every adapter, the same on all ranks."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in roles.actor.hf.named_parameters():
         if ".lora_" in name:
-            full = torch.randn(parameter.shape, generator=generator) * 0.1
+            full = torch.randn(parameter.shape, generator=generator) * 0.1 * (factor if "lora_B" in name else 1)
             local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
             rows = full.chunk(dist.get_world_size())
             with torch.no_grad():
@@ -119,35 +119,75 @@ def protocol(roles: Roles) -> list:
     return [(what, gather(told(action))) for what, action in steps]
 
 
-# -- negative controls: each has to stop at the probe ------------------------------------------------------------------
+# -- negative controls: all but tiny() have to stop at the probe ----------------------------------------------------
 
 
-def applied_twice(roles: Roles) -> None:
+def fresh_base(roles: Roles, weights) -> None:
+    """Send a base of one's own choice, and all else as ever."""
     roles.rollout.sleep()
     roles.rollout.wake("weights")
-    roles.rollout.update_weights(roles.actor.export_weights())           # merged, though an adapter follows
+    roles.rollout.update_weights(weights)
     roles.wake()
 
 
-def not_applied(roles: Roles) -> None:
-    rollout = roles.rollout
-    rollout.sleep()
-    rollout.wake("weights")
-    with roles.actor.without_adapters():
-        rollout.update_weights(roles.actor.export_weights())
-    request, rollout.request = rollout.request, None
-    try:
-        roles.wake()
-    finally:
-        rollout.request = request
+def merged_base(roles: Roles) -> None:
+    fresh_base(roles, roles.actor.export_weights())
 
 
 def other_base(roles: Roles) -> None:
-    rollout = roles.rollout
-    rollout.sleep()
-    rollout.wake("weights")
-    rollout.update_weights((name, x + 0.05 * (x.ndim == 1)) for name, x in roles.actor.export_weights())
+    fresh_base(roles, ((name, x + 0.05 * (x.ndim == 1)) for name, x in plain_weights(roles)))
+
+
+def applied_twice(roles: Roles) -> None:
+    with replaced(roles.rollout.adapter, scale=2 * roles.rollout.adapter.scale):
+        fresh_adapter(roles)
+
+
+def not_applied(roles: Roles) -> None:
+    with replaced(roles.rollout, request=None):
+        fresh_adapter(roles)
+
+
+def tiny_not_applied(roles: Roles) -> None:
+    """Of adapters that change log-probabilities by a few ten-thousandths."""
+    scatter(roles, factor=1e-4)
+    not_applied(roles)
+
+
+def tiny(roles: Roles) -> None:
+    fresh_adapter(roles)
+
+
+def not_merged(roles: Roles) -> None:
+    with replaced(roles.actor, export_weights=lambda: plain_weights(roles)):
+        fresh_adapter(roles)
+
+
+def plain_weights(roles: Roles):
+    with roles.actor.without_adapters():
+        yield from type(roles.actor).export_weights(roles.actor)
+
+
+def fresh_adapter(roles: Roles) -> None:
+    roles.rollout.sleep()
     roles.wake()
+
+
+@contextmanager
+def replaced(whose, **attributes):
+    before = {name: getattr(whose, name) for name in attributes}
+    for name, value in attributes.items():
+        setattr(whose, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(whose, name, value)
+
+
+SWAPPED_TRAPS = (applied_twice, not_applied, tiny_not_applied, tiny)
+TRAPS = {"merged": (not_merged, tiny), "shared": (*SWAPPED_TRAPS, merged_base),
+         "swapped": (*SWAPPED_TRAPS, merged_base, other_base)}
 
 
 if __name__ == "__main__":
