@@ -50,5 +50,6 @@ class Probe:
         along = off @ change / size if size > 0 else torch.zeros(())
         rounding = ((off.square().sum() - along.square()).clamp(min=0) / (len(off) - 1)).sqrt()
         if not gap <= self.bound or along.abs() > size / 2 + NUM_SIGMAS * rounding:
-            raise RuntimeError(f"vLLM does not compute what the trainer does: log-probabilities are {gap:.3g} apart, and of the change "
-                               f"by adapters {1 + along / size:.2f} is seen in them (1: right, 0: none, 2: they are applied twice)")
+            share = 1 + along / size
+            raise RuntimeError(f"vLLM does not compute what the trainer does: log-probabilities are {gap:.3g} apart, and of what "
+                               f"adapters change, {share:.2f} is seen in them (1: right, 0: nothing, 2: they are applied twice)")
