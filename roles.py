@@ -141,7 +141,7 @@ class Roles:
                 self.reference.offload(*self.reference_waiting)
         elif ppo.uses_reference(self.config):
             with self.profiler.stage("ref_compute_log_prob", self.actor), self.actor.without_adapters():
-                batch.fields["ref_log_probs"] = ppo.log_probs(self.actor, batch, minis)
+                share.batch.fields["ref_log_probs"] = ppo.log_probs(self.actor, share)
 
     def compute_values(self, share: Share) -> None:
         """Fill values, where there is a critic."""

@@ -77,9 +77,12 @@ def update(roles: Roles, config, step: int) -> dict:
     if step > 0 and step % 2 == 0:
         scatter(roles)
     roles.wake()
-    batch, _ = rollout.generate(make_prompts(COUNT), [request_seed(step, i) for i in range(COUNT)],
-                                OmegaConf.merge(config.rollout, {"stop": []}))
+    question = make_prompts(COUNT), [request_seed(step, i) for i in range(COUNT)], OmegaConf.merge(config.rollout, {"stop": []})
+    batch, _ = rollout.generate(*question)
     closed = rollout.own_steps
+    rollout.llm.reset_prefix_cache()
+    with replaced(rollout, scheduler=None):
+        vllms = rollout.generate(*question)[0]
     own = actor.log_probs(batch)[0]
     with actor.without_adapters():
         base = actor.log_probs(batch)[0]
@@ -91,6 +94,8 @@ def update(roles: Roles, config, step: int) -> dict:
     if step % 2 == 0:
         actor.train_batch(batch.select(range(actor.dp_rank, COUNT, actor.dp_size)), loss_fn, step)
     return {"gap": gather((own.cpu() - batch.fields["rollout_log_probs"])[asked].abs().max().item()), "closed": closed,
+            "as vLLM's": all(torch.equal(x, y) for x, y in ((batch.input_ids, vllms.input_ids), *(
+                (batch.fields[k], vllms.fields[k]) for k in batch.fields))),
             "effect": (own - base).cpu()[asked].abs().max().item()}
 
 

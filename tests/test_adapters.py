@@ -54,6 +54,7 @@ def test_log_probs_agree_after_every_update(results, name):
     assert updates[0]["effect"] == 0 and all(update["effect"] > 1000 * ROLLOUT_BOUND for update in updates[1:])
     # Of Gemma, whose layers differ in their attention, every batch is vLLM's own.
     assert {update["closed"] for update in updates} == {0.0 if LAUNCHES[name].family == "gemma3" else 1.0}
+    assert all(update["as vLLM's"] for update in updates)
 
 
 def test_the_base_is_sent_once_or_never(results, name):
