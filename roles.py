@@ -5,6 +5,7 @@ or override it in a subclass.
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from engines import device
 from engines.build import engine_class
 from engines.checkpoint import Checkpointer, export_hf
 from profiling import Profiler
+from rollout import adapters, probe
 from rollout.grading import Grader, check_failures
 from rollout.samples import Samples, draw_samples
 from rollout.share import Share, divide
@@ -34,27 +36,31 @@ class Roles:
     """
 
     def __init__(self, config: DictConfig, this_device, tokenizer, grader: Grader, profiler: Profiler, total_steps: int):
-        """Build the engines, one after another; start_rollout() comes once they hold the weights to begin with."""
+        """Build the engines, one after another; start_rollout() comes once they hold the weights to begin with. Where vLLM's frozen
+        weights are the actor's, too, vLLM is built first."""
         self.config, self.device, self.tokenizer, self.grader, self.profiler = config, this_device, tokenizer, grader, profiler
         self.host_group = dist.new_group(backend="gloo")
         # What waits in host memory while somebody else needs the device; a CPU has no other memory.
         waits = config.offload if this_device.type != "cpu" else dict.fromkeys(config.offload, False)
         self.waiting = [part for part in ("parameters", "optimizer") if waits[part]]
         self.reference_waiting = ["parameters"] * waits["reference"]
+        self.rollout = Rollout(config, this_device) if adapters.is_shared(config, dist.get_world_size()) else None
+        self.probe = probe.Probe(config) if config.model.lora.rank else None
         engines = {}
         for role, settings in ppo.roles(config).items():
             # The schedule of the actor begins where the critic's head start ends.
             steps = total_steps - config.critic.warmup_steps if role == "actor" else total_steps
             engines[role] = engine_class(config.model_engine)(
                 settings, this_device, steps, optimize=role != "reference", critic=role == "critic",
-                temperature=config.rollout.temperature)
+                temperature=config.rollout.temperature,
+                **({"base": self.rollout.base} if role == "actor" and self.rollout else {}))
             engines[role].offload(*(self.reference_waiting if role == "reference" else self.waiting))
         self.actor, self.critic, self.reference = (engines.get(role) for role in ("actor", "critic", "reference"))
 
     def start_rollout(self) -> None:
         for engine in (self.actor, *self._others().values()):
             engine.offload(*self.waiting)       # a resume has filled them
-        self.rollout = Rollout(self.config, self.device)
+        self.rollout = self.rollout or Rollout(self.config, self.device)
 
     def _others(self) -> dict:
         """The engines that are trained besides the actor."""
@@ -63,8 +69,9 @@ class Roles:
     # -- generating ------------------------------------------------------------------------------------------------------
 
     def wake(self) -> None:
-        """Send the actor's weights to vLLM and make it ready to generate."""
-        if self.rollout.weights_valid:          # it has validated since the last update
+        """Send the actor's weights, or its adapter, to vLLM and make it ready to generate. With an adapter RuntimeError is raised
+        when vLLM then does not compute what the actor does."""
+        if self.rollout.is_current:             # it has validated since the last update
             return
         with self.profiler.stage("offload"):
             self.actor.offload(*(part for part in self.waiting if part == "optimizer"))
@@ -73,11 +80,21 @@ class Roles:
         with self.profiler.stage("wake"):
             self.rollout.wake("weights")
         with self.profiler.stage("update_weights"):
-            self.rollout.update_weights(self.actor.export_weights())
+            if "base" not in self.rollout.valid:
+                with self.actor.without_adapters() if self.rollout.adapter else nullcontext():
+                    self.rollout.update_weights(self.actor.export_weights())
+            if self.rollout.adapter:
+                self.rollout.update_adapter(self.actor.export_adapter())
+        if self.probe:
+            with self.profiler.stage("probe"):
+                self.probe.ask(self.actor)
         with self.profiler.stage("offload"):
             self.actor.offload(*self.waiting)
         with self.profiler.stage("wake"):
             self.rollout.wake("kv_cache")
+        if self.probe:
+            with self.profiler.stage("probe"):
+                self.probe.judge(self.rollout)
 
     def draw(self, step: int, dataset, rows: Sequence[int], sampling: DictConfig, *seed: int, first_group: int = 0,
              profiler: Profiler | None = None) -> Samples:
@@ -124,7 +141,7 @@ class Roles:
                 self.reference.offload(*self.reference_waiting)
         elif ppo.uses_reference(self.config):
             with self.profiler.stage("ref_compute_log_prob", self.actor), self.actor.without_adapters():
-                batch.fields["ref_log_probs"] = ppo.log_probs(self.actor, batch, minis)
+                share.batch.fields["ref_log_probs"] = ppo.log_probs(self.actor, share)
 
     def compute_values(self, share: Share) -> None:
         """Fill values, where there is a critic."""

@@ -46,7 +46,8 @@ class ClosedBatchScheduler(AsyncScheduler):
         """The next requests are a closed batch, one for each row of `responses`. False where vLLM's own path has to be taken:
         for a model or a feature whose steps differ from each other in more than their tokens."""
         groups = self.kv_cache_config.kv_cache_groups
-        if self.use_pp or self.num_spec_tokens or self.connector or self.lora_config or len(groups) != 1 \
+        if self.use_pp or self.num_spec_tokens or self.connector or len(groups) != 1 \
+                or self.lora_config and self.lora_config.max_loras > 1 \
                 or not isinstance(groups[0].kv_cache_spec, FullAttentionSpec) or self.requests \
                 or self.vllm_config.model_config.is_multimodal_model:
             return False

@@ -2,6 +2,7 @@
 
 The order of one round; each step is an error at any other time:
     wake("weights") -> update_weights(...) -> wake("kv_cache") -> generate(...) -> sleep()
+With model.lora and merge=false, update_adapter(...) comes after update_weights(...), which is needed once: the base stays.
 """
 
 import hashlib
@@ -13,7 +14,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,7 @@ from config import InputError
 from data.packing import Batch
 from engines.device import capacity
 from engines.memory import CPU_KV_CACHE_GIB, max_num_seqs
+from rollout import adapters
 from rollout.responses import Responses
 
 PREFILL_TOKENS = 8192           # of prompts, in one forward pass
@@ -40,6 +42,8 @@ class Rollout:
     """One replica of vLLM for every rollout.tensor_parallel_size neighbouring ranks, all of which get its results.
 
     replica, num_replicas  the replica of this rank, and how many there are;  tp_rank  this rank's place in its replica
+    base                   the weights of model.path as views of vLLM's tensors, where the trainer is to use them as its own frozen
+                           ones (and to read the files into them): {name in the files: tensor}; else None
     """
 
     def __init__(self, config: DictConfig, device: torch.device):
@@ -55,14 +59,22 @@ class Rollout:
         self.tp_rank, self.tp_size = dist.get_rank() % tp, tp
         hf_config = AutoConfig.from_pretrained(config.model.path)       # a key that config.json lacks has its class's default
         self.tied, self.vocab_size = hf_config.tie_word_embeddings, hf_config.get_text_config().vocab_size
-        # Weights are pushed whole before every use, so level 2 may drop them; Ascend has level 1 only.
+        # What is pushed before every use may be dropped, with level 2; Ascend has level 1 only.
         self.sleep_level = 1 if device.type == "npu" else 2
-        self.awake, self.weights_valid, self.asleep_gib, self.own_steps = {"weights", "kv_cache"}, False, [], 0.0
+        self.awake, self.asleep_gib, self.own_steps = {"weights", "kv_cache"}, [], 0.0
+        swapped, shared = adapters.are_swapped(config), adapters.is_shared(config, dist.get_world_size())
+        # Of these, what is valid now is the trainer's.
+        self.needed, self.valid = {"base", "adapter"} if swapped else {"base"}, set()
+        self.host_copies: dict[int, Tensor] = {}
 
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         from vllm import LLM, SamplingParams, __version__
         self.SamplingParams, version = SamplingParams, __version__.partition("+")[0]
-        arguments = model_arguments(config)
+        arguments = model_arguments(config) | (adapters.arguments(config) if swapped else {})
+        if shared:                                              # tied as the trainer's are
+            del arguments["hf_overrides"]
+            if device.type == "cpu":
+                adapters.keep_plain_weights()
         options = {"gpu_memory_utilization": rollout.gpu_memory_utilization, "enable_sleep_mode": True}
         if device.type == "cpu":
             options = {}
@@ -96,7 +108,26 @@ class Rollout:
         except ValueError as error:
             raise InputError(f"vLLM cannot start: {error}") from error
         self.scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler if version in SCHEDULED else None
+        self.adapter = adapters.Adapter(self.modules()[0], config) if swapped else None
+        self.base = self._share_base(config) if shared else None
+        if swapped and not shared and rollout.share_base == "auto":
+            reason = adapters.why_not_shared(config, dist.get_world_size())
+            self._say(f"rollout.share_base: {reason}, so vLLM has a copy of the frozen weights")
+        self.request = adapters.request() if swapped else None
         self.sleep()
+
+    def _share_base(self, config: DictConfig) -> dict[str, Tensor] | None:
+        base = self.adapter.base(config)
+        if isinstance(base, str):
+            if config.rollout.share_base == "always":
+                raise InputError(f"rollout.share_base=always: {base}")
+            self._say(f"rollout.share_base: {base}, so the trainer has a copy of the frozen weights")
+            return None
+        saved = sum(x.nbytes for x in base.values()) / 2**30
+        self._say(f"vLLM and the trainer share the frozen weights, which saves {saved:.3g} GiB on each rank")
+        self.adapter.register()
+        self.valid = {"base"}           # once the trainer has read the files into them
+        return base
 
     # -- generating -------------------------------------------------------------------------------------------------------
 
@@ -111,14 +142,32 @@ class Rollout:
         [T, top_k + TIES] (see Batch); truncated where max_tokens ended the response.
         Raises RuntimeError while asleep, or when vLLM's weights are not the trainer's.
         """
-        if self.awake != {"weights", "kv_cache"} or not self.weights_valid:
-            raise RuntimeError(f"generate() with {' and '.join(sorted(self.awake)) or 'nothing'} awake and weights "
-                               f"{'valid' if self.weights_valid else 'not valid'}: wake, update_weights, wake first")
+        self._check_ready("generate()")
         responses = Responses(len(prompts), sampling.max_tokens, self._num_kept(sampling))
         params = [self._params(sampling, seed) for seed in seeds]
         with untouched_random_state():
             truncated = self._run([{"prompt_token_ids": p} for p in prompts], params, responses)
         return responses.batch(prompts), truncated
+
+    def log_probs(self, batch: Batch, temperature: float) -> Tensor:
+        """[asked tokens] fp32: the log-probabilities of the tokens of short sequences whose fields["loss_mask"] is not 0. Raises
+        RuntimeError as generate() does."""
+        self._check_ready("log_probs()")
+        prompts, params, asked = [], [], []
+        for ids, mask in zip(*(x.split(batch.lengths) for x in (batch.input_ids, batch.fields["loss_mask"]))):
+            for place in mask.nonzero().flatten().tolist():
+                prompts.append({"prompt_token_ids": ids[:place].tolist()})
+                asked.append(int(ids[place]))
+                params.append(self.SamplingParams(temperature=temperature, max_tokens=1, seed=0, detokenize=False,
+                                                  logprob_token_ids=asked[-1:]))
+        with untouched_random_state():
+            outputs = self.llm.generate(prompts, params, lora_request=self.request, use_tqdm=False)
+        return torch.tensor([output.outputs[0].logprobs[0][token].logprob for output, token in zip(outputs, asked)])
+
+    def _check_ready(self, what: str) -> None:
+        if self.awake != {"weights", "kv_cache"} or not self.is_current:
+            awake, missing = (" and ".join(sorted(x)) or "nothing" for x in (self.awake, self.needed - self.valid))
+            raise RuntimeError(f"{what} with {awake} awake and {missing} to be updated: wake, update, wake first")
 
     def _run(self, prompts: list[dict], params: list, responses: Responses) -> Tensor:
         """Fill `responses`; [n] bool, whether max_tokens ended each. On a terminal, rank 0 shows in one line how far its
@@ -126,7 +175,7 @@ class Rollout:
         replicas = f" (vLLM 1 of {self.num_replicas})" if self.num_replicas > 1 else ""
         # A stop string has to be looked for in text, token by token.
         in_arrays = self.scheduler is not None and not any(p.stop for p in params) and self.scheduler.begin(responses)
-        self.llm.enqueue(prompts, params, use_tqdm=False)
+        self.llm.enqueue(prompts, params, lora_request=self.request, use_tqdm=False)
         outputs, num_tokens, engine = {}, 0, self.llm.llm_engine
         with tqdm(total=len(prompts), leave=False, dynamic_ncols=True, disable=dist.get_rank() != 0 or None,     # None: no terminal
                   bar_format=f"generate{replicas} |{{bar:20}}| {{n_fmt}}/{{total_fmt}} responses{{postfix}}") as bar:
@@ -173,25 +222,49 @@ class Rollout:
 
     # -- weights and memory -------------------------------------------------------------------------------------------------
 
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take over all weights, (Hugging Face name, full tensor) one after another; called by all ranks together.
+    @property
+    def is_current(self) -> bool:
+        """Whether vLLM's weights are the trainer's, as of the last update and since it last slept."""
+        return self.valid == self.needed
 
-        Raises RuntimeError while the weights' memory is asleep: vLLM would write past it in silence.
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Take over all weights, (Hugging Face name, full tensor) one after another; called by all ranks together. With an
+        adapter they are those of the base alone, and it has to be updated after them.
+
+        Raises RuntimeError while the weights' memory is asleep, as vLLM would write past it in silence, and where it is the
+        trainer's own.
         """
+        if self.base is not None:
+            raise RuntimeError("update_weights() of weights that are the trainer's own: there is nothing to send")
         if "weights" not in self.awake:
             raise RuntimeError("update_weights() while the weights sleep: wake('weights') first")
-        self.weights_valid = False
+        self.valid, self.host_copies = set(), {}
         weights = self._untied(weights)
-        if self.device.type == "cuda":          # in place, 10 times as fast as reload_weights
-            self.llm.apply_model(lambda model: model.load_weights(weights) and None)
-        else:                                   # CPU linears are packed once loaded; this unpacks and packs them again
-            if self.device.type == "cpu":
-                self.llm.apply_model(forget_packed_experts)
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        with self.adapter.unwrapped() if self.adapter else nullcontext():
+            if self.device.type == "cuda":      # in place, 10 times as fast as reload_weights
+                self.llm.apply_model(lambda model: model.load_weights(weights) and None)
+            else:                               # CPU linears are packed once loaded; this unpacks and packs them again
+                if self.device.type == "cpu":
+                    self.llm.apply_model(forget_packed_experts)
+                self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         for _ in weights:                       # collectives that other ranks wait for, should vLLM have stopped early
             pass
+        if self.adapter:
+            self.adapter.register()
         self.llm.reset_prefix_cache()
-        self.weights_valid = True
+        self.valid = {"base"}
+
+    def update_adapter(self, adapter: Iterable[tuple[str, Tensor]]) -> None:
+        """Take over the adapter as Engine.export_adapter() gives it; called by all ranks together.
+
+        Raises RuntimeError while the weights' memory is asleep, or holds no base.
+        """
+        if "weights" not in self.awake or "base" not in self.valid:
+            raise RuntimeError("update_adapter() before the base is there: wake('weights'), update_weights first")
+        self.valid = {"base"}
+        self.adapter.update(dict(adapter))
+        self.llm.reset_prefix_cache()
+        self.valid = {"base", "adapter"}
 
     def _untied(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
         for name, tensor in weights:
@@ -200,7 +273,8 @@ class Rollout:
                 yield "lm_head.weight", tensor
 
     def sleep(self) -> dict[str, float]:
-        """Give up the memory of KV cache and weights. On a CPU nothing moves, but generate() is refused all the same.
+        """Give up the memory of KV cache and weights; of the KV cache alone, where the weights are the trainer's, too. On a CPU
+        nothing moves, but generate() is refused all the same. A base beside an adapter stays valid.
 
         Returns rollout/closed_batch, the share of the last generate()'s steps that rollout/scheduler.py made itself; and
         perf/memory_awake_gib and perf/memory_asleep_gib, the memory in use on the device before and after, by any process, but
@@ -208,8 +282,8 @@ class Rollout:
         """
         awake = used_gib(self.device)
         if self.awake and self.device.type != "cpu":
-            self.llm.sleep(level=self.sleep_level)
-        self.awake, self.weights_valid = set(), False
+            self._give_up()
+        self.awake, self.valid = set(), self.valid & {"base"} if self.adapter else set()
         asleep = used_gib(self.device)
         metrics = {"rollout/closed_batch": self.own_steps}
         if asleep is None:
@@ -220,19 +294,44 @@ class Rollout:
             warnings.warn(f"{asleep:.1f} GiB are in use while vLLM sleeps, {settled[0]:.1f} in its third round", stacklevel=2)
         return metrics | {"perf/memory_awake_gib": awake, "perf/memory_asleep_gib": asleep}
 
+    def _give_up(self) -> None:
+        if self.base is not None:
+            adapters.drop_kv_cache()
+        elif self.host_copies:
+            self.llm.sleep(level=2)
+            adapters.wake_from(self.host_copies)
+        else:                                   # level 1 copies the weights to host memory
+            self.llm.sleep(level=1 if self.adapter and self.valid else self.sleep_level)
+
     def wake(self, part: str) -> None:
-        """Take back the memory of "weights", whose content is to be pushed then, or after that of the "kv_cache"."""
-        if part not in ("weights", "kv_cache") or part == "kv_cache" and not self.weights_valid:
+        """Take back the memory of "weights", whose content is to be pushed then (but for a base that stayed valid), or after that
+        of the "kv_cache"."""
+        if part not in ("weights", "kv_cache") or part == "kv_cache" and not self.is_current:
             raise RuntimeError(f"wake({part!r}) before the weights were updated: wake('weights'), update_weights, then this")
         if part not in self.awake and self.device.type != "cpu":
-            self.llm.wake_up(tags=[part])
+            self._take_back(part)
         self.awake.add(part)
+
+    def _take_back(self, part: str) -> None:
+        if self.base is None:
+            if part == "weights" and self.valid and self.device.type == "cuda":
+                self.host_copies = adapters.host_copies()
+            self.llm.wake_up(tags=[part])
+            if self.adapter:
+                self.adapter.forget()
+        elif part == "kv_cache":
+            self.llm.collective_rpc("wake_up", kwargs={"tags": [part]})
 
     def shutdown(self) -> None:
         """End vLLM and, with it, the process group. It wakes for that: CUDA cannot free memory that is asleep."""
-        if self.awake != {"weights", "kv_cache"} and self.device.type != "cpu":
-            self.llm.wake_up()
+        for part in {"weights", "kv_cache"} - self.awake if self.device.type != "cpu" else ():
+            self._take_back(part)
         self.llm.llm_engine.engine_core.shutdown()
+
+
+    def _say(self, what: str) -> None:
+        if dist.get_rank() == 0:
+            print(what, flush=True)
 
 
 def forget_packed_experts(model: torch.nn.Module) -> None:
@@ -251,6 +350,7 @@ def check(config: DictConfig, world_size: int) -> None:
     heads = getattr(AutoConfig.from_pretrained(config.model.path), "num_attention_heads", tp)
     if heads % tp:
         raise InputError(f"rollout.tensor_parallel_size={tp} does not divide the model's {heads} attention heads")
+    adapters.check(config, world_size)
 
 
 def model_arguments(config: DictConfig) -> dict:
@@ -270,6 +370,8 @@ def check_model(config: DictConfig) -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm.config import ModelConfig
     arguments = model_arguments(config)
+    if adapters.are_swapped(config):
+        adapters.arguments(config)
     try:
         ModelConfig(**arguments)
     except ValueError as error:

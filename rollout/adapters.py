@@ -1,0 +1,198 @@
+"""One LoRA adapter in vLLM, which every request uses, beside a frozen base that may be the trainer's own memory.
+
+vLLM puts a wrapper with room for adapters around its layers: q, k and v, or gate and up, are one matrix of the base and two or
+three adapters. What it is told is in arguments(); the wrappers are found through the model's lora_manager.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from config import InputError
+from engines import lora
+from engines.fsdp.engine import is_replicated
+from engines.hf import build_on_meta, read_hf_config
+
+ADAPTER_ID = 1                  # vLLM's ids begin here; 0 is the base
+
+
+def are_swapped(config: DictConfig) -> bool:
+    """Whether vLLM holds the base and the adapter apart from each other."""
+    return config.model.lora.rank > 0 and not config.model.lora.merge
+
+
+def why_not_shared(config: DictConfig, world_size: int) -> str | None:
+    """Why the trainer's frozen weights cannot be vLLM's own tensors; None: they can, as far as the configuration says."""
+    if config.model_engine != "fsdp":
+        return f"model_engine={config.model_engine} keeps weights in another layout than vLLM"
+    if config.rollout.tensor_parallel_size > 1:
+        return f"rollout.tensor_parallel_size={config.rollout.tensor_parallel_size} divides vLLM's weights"
+    if not is_replicated(config, world_size):
+        return "not every rank holds all of the trainer's weights (on several they need engine.fsdp_size=1; no engine.cpu_offload)"
+    if torch.accelerator.is_available() and torch.accelerator.current_accelerator().type == "npu":
+        return "vLLM lays weights out anew on an NPU"
+    return None
+
+
+def is_shared(config: DictConfig, world_size: int) -> bool:
+    """Whether vLLM starts before the trainer, which then uses its weights."""
+    return (are_swapped(config) and config.rollout.share_base != "never"
+            and why_not_shared(config, world_size) is None)
+
+
+def check(config: DictConfig, world_size: int) -> None:
+    """Raise InputError for a rollout.share_base that has no effect, or cannot have it."""
+    share = config.rollout.share_base
+    if share != "auto" and not are_swapped(config):
+        raise InputError(f"rollout.share_base={share} does nothing without model.lora.rank above 0 and model.lora.merge=false")
+    reason = why_not_shared(config, world_size) if share == "always" else None
+    if reason:
+        raise InputError(f"rollout.share_base=always: {reason}")
+
+
+def arguments(config: DictConfig) -> dict:
+    """What vLLM is told of the adapter."""
+    from typing import get_args
+
+    from vllm.config.lora import MaxLoRARanks
+    ranks = [rank for rank in get_args(MaxLoRARanks) if rank >= config.model.lora.rank]
+    if not ranks:
+        raise InputError(f"model.lora.rank={config.model.lora.rank} is more than vLLM takes, {max(get_args(MaxLoRARanks))}: "
+                         "lower it, or set model.lora.merge=true")
+    adapted = {name.split(".lora_")[0].rpartition(".")[2] for name in names(config)}
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": ranks[0], "lora_target_modules": sorted(adapted)}
+
+
+def names(config: DictConfig) -> list[str]:
+    """Of the matrices of the trainer's adapter, as Engine.export_adapter() gives them."""
+    hf = build_on_meta(read_hf_config(config.model.path), torch.float32)
+    lora.inject(hf, config.model.lora)
+    return list(lora.shapes(hf))
+
+
+def request():
+    """What a request that uses the adapter says."""
+    from vllm.lora.request import LoRARequest
+    return LoRARequest(lora_name="policy", lora_int_id=ADAPTER_ID, lora_path="in memory")
+
+
+class Adapter:
+    """The adapter of vLLM's model on this rank. Its place in memory never changes: CUDA graphs read it there."""
+
+    def __init__(self, model: nn.Module, config: DictConfig):
+        """Raises InputError for a layer that has an adapter and that vLLM has no room beside."""
+        self.model, self.manager = model, model.lora_manager
+        self.rank, self.scale = config.model.lora.rank, config.model.lora.alpha / config.model.lora.rank
+        self.names = set(names(config))
+        parts = {part for name in self.manager.modules for part in self.manager.packed_modules.get(name, [name])}
+        missing = {name.split(".lora_")[0] for name in self.names} - parts
+        if missing:
+            raise InputError(f"vLLM has no room for an adapter of {min(missing)}: leave it out (model.lora.exclude_modules), or "
+                             "set model.lora.merge=true")
+
+    def register(self) -> None:
+        """Make an adapter of zeros the active one. A reload of the base has removed it, or it was never there."""
+        from vllm.lora.lora_model import LoRAModel
+        self.manager.remove_all_adapters()
+        self.manager._registered_adapters[ADAPTER_ID] = LoRAModel(ADAPTER_ID, self.rank, {})     # add_adapter() refuses none
+        self.manager.activate_adapter(ADAPTER_ID)
+        self.forget()
+
+    def forget(self) -> None:
+        """Memory that has slept may say otherwise which token uses the adapter: let the next step write it anew."""
+        self.manager._last_mapping = None
+
+    def update(self, tensors: dict[str, Tensor]) -> None:
+        """Copy what Engine.export_adapter() gives to where vLLM reads it; alpha / rank is a part of B there."""
+        if tensors.keys() != self.names:
+            raise RuntimeError(f"vLLM expects {len(self.names)} adapter matrices and got {len(tensors)}, "
+                               f"{min(tensors.keys() ^ self.names)} being the first that differs")
+        for name, layer in self.manager.modules.items():
+            parts = self.manager.packed_modules.get(name, [name])
+            a = [tensors.get(f"{part}.lora_A.weight") for part in parts]
+            b = [tensors.get(f"{part}.lora_B.weight") for part in parts]
+            b = [x if x is None else x.float() * self.scale for x in b]
+            if name in self.manager.packed_modules:
+                layer.set_lora(0, a, b)
+            elif a[0] is not None:
+                layer.set_lora(0, a[0], b[0])
+
+    @contextmanager
+    def unwrapped(self) -> Iterator[None]:
+        """Meanwhile the model has its layers without wrappers, under the names that its files have for them."""
+        from vllm.lora.utils import replace_submodule
+        for name, layer in self.manager.modules.items():
+            replace_submodule(self.model, name, layer.base_layer)
+        try:
+            yield
+        finally:
+            for name, layer in self.manager.modules.items():
+                replace_submodule(self.model, name, layer)
+
+    def base(self, config: DictConfig) -> dict[str, Tensor] | str:
+        """Where this model keeps the weights of its files: name -> a view of its tensor; or why some have no such place."""
+        hf, dtype = build_on_meta(read_hf_config(config.model.path), torch.float32), getattr(torch, config.engine.compute_dtype)
+        places = Places({name: torch.empty(p.shape, dtype=dtype, device="meta") for name, p in hf.named_parameters()})
+        with self.unwrapped(), places:
+            self.model.load_weights(iter(places.weights.items()))
+        for name, weight in places.weights.items():
+            found = places.found[name]
+            if len(found) != 1 or found[0].shape != weight.shape or found[0].dtype != dtype or not found[0].is_contiguous():
+                return f"vLLM keeps {name} in another layout than its file"
+        return {name: found[0] for name, found in places.found.items()}
+
+
+class Places(TorchDispatchMode):
+    """Notes into which tensors a loader copies `weights` (without memory) instead of copying them."""
+
+    def __init__(self, weights: dict[str, Tensor]):
+        super().__init__()
+        self.weights, self.found = weights, defaultdict(list)
+        self.name_of = {weight.untyped_storage()._cdata: name for name, weight in weights.items()}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.copy_.default and args[1].is_meta:
+            self.found[self.name_of[args[1].untyped_storage()._cdata]].append(args[0].detach())
+            return args[0]
+        return function(*args, **(kwargs or {}))
+
+
+def keep_plain_weights() -> None:
+    """Before vLLM starts on a CPU: let it multiply with weights as they are. It would pack them, and drop those given."""
+    from vllm.model_executor.layers import utils
+    utils.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: setattr(layer, "cpu_linear", nn.functional.linear)
+
+
+# -- sleep, of a base that stays valid ---------------------------------------------------------------------------------
+
+
+def allocations(tag: str) -> Iterable:
+    """What vLLM's sleep allocator has allocated under this tag, "weights" or "kv_cache"."""
+    from vllm.device_allocator.cumem import CuMemAllocator
+    return [data for data in CuMemAllocator.get_instance().pointer_to_data.values() if data.tag == tag]
+
+
+def drop_kv_cache() -> None:
+    """Give its memory back, and nothing else."""
+    from vllm.device_allocator.cumem import unmap_and_release
+    torch.cuda.synchronize()
+    for data in allocations("kv_cache"):
+        if not data.is_asleep:
+            unmap_and_release(data.handle)
+            data.is_asleep = True
+
+
+def host_copies() -> dict[int, Tensor]:
+    """address -> the copy in host memory from which waking fills it."""
+    return {data.handle[2]: data.cpu_backup_tensor for data in allocations("weights")}
+
+
+def wake_from(copies: dict[int, Tensor]) -> None:
+    """Let memory that sleeps be filled from copies that were made before: the base is frozen."""
+    for data in allocations("weights"):
+        data.cpu_backup_tensor = copies[data.handle[2]]

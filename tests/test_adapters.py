@@ -1,0 +1,102 @@
+"""vLLM with the trainer's adapters: merged, swapped in memory, and on weights that are the trainer's own.
+
+One launch of adapters_worker.py, with one vLLM, for each way and layout runs all its cases; they are judged here.
+"""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from config import InputError, load
+from examples.arithmetic import make_tokenizer
+from rollout import vllm
+from tests.adapters_worker import LAUNCHES, NUM_UPDATES
+from tests.launch import launch
+from tests.models import make_model
+from tests.test_rollout import ROLLOUT_BOUND
+
+LONE = [name for name, launch in LAUNCHES.items() if launch.ranks == 1]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder, shape = tmp_path_factory.mktemp("adapters"), dict(vocab_size=len(make_tokenizer()), eos_token_id=257)
+    make_model(folder / "qwen3", "qwen3", head_dim=32, **shape)
+    make_model(folder / "tied", "qwen2_tied", hidden_size=64, num_attention_heads=2, num_key_value_heads=1, **shape)
+    make_model(folder / "gemma3", "gemma3", **shape)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(folder):
+    """name of a launch -> what it wrote down, and what it said"""
+    def run(name):
+        said = launch(LAUNCHES[name].ranks, "tests/adapters_worker.py", folder, name).stdout
+        return json.loads((folder / f"{name}.json").read_text()), said
+    with ThreadPoolExecutor(2) as together:      # those of one rank; two ranks fill two cores by themselves
+        runs = {name: together.submit(run, name) for name in LONE}
+    with ThreadPoolExecutor(1) as alone:
+        runs |= {name: alone.submit(run, name) for name in LAUNCHES if name not in LONE}
+    return lambda name: runs[name].result()
+
+
+@pytest.fixture(params=LAUNCHES)
+def name(request):
+    return request.param
+
+
+def test_log_probs_agree_after_every_update(results, name):
+    updates = results(name)[0]["updates"]
+    assert len(updates) == NUM_UPDATES + 1
+    assert all(gap < ROLLOUT_BOUND for update in updates for gap in update["gap"]), updates
+    # New adapters change nothing; after that, vLLM with stale ones would be seen.
+    assert updates[0]["effect"] == 0 and all(update["effect"] > 1000 * ROLLOUT_BOUND for update in updates[1:])
+    # Of Gemma, whose layers differ in their attention, every batch is vLLM's own.
+    assert {update["closed"] for update in updates} == {0.0 if LAUNCHES[name].family == "gemma3" else 1.0}
+    assert all(update["as vLLM's"] for update in updates)
+
+
+def test_the_base_is_sent_once_or_never(results, name):
+    way = name.partition("_")[0]
+    assert results(name)[0]["base updates"] == {"merged": NUM_UPDATES + 1, "swapped": 1, "shared": 0}[way]
+    said = results(name)[1]
+    assert ("share the frozen weights, which saves 0.000" in said) == (way == "shared")
+    assert ("rollout.share_base: rollout.tensor_parallel_size=2 divides vLLM's weights" in said) == (name == "swapped_tp2")
+
+
+def test_calls_that_come_too_early_are_errors(results, name):
+    said = dict(results(name)[0]["protocol"])
+    early = {"generate asleep", "generate before the adapter", "cache before the adapter", "adapter asleep"} & said.keys()
+    assert len(early) == 3 + (name.partition("_")[0] != "merged")
+    for what, errors in said.items():
+        assert all((error is not None) == (what in early) for error in errors), (what, errors)
+    assert all("adapter to be updated" in error[1] or "base to be updated" in error[1] for error in said["generate asleep"])
+
+
+def test_the_probe_stops_what_is_not_the_trainers(results, name):
+    """Adapters applied twice, or not at all, however little they change, and another base; and nothing else."""
+    traps = results(name)[0]["traps"]
+    assert len(traps) == {"merged": 2, "swapped": 6, "shared": 5}[name.partition("_")[0]]
+    for trap, errors in traps.items():
+        for error in errors:
+            if trap == "tiny":
+                assert error is None, error
+            elif trap == "merged_base" and name.startswith("shared"):
+                assert "the trainer's own" in error[1], error
+            else:
+                assert error[0] == "RuntimeError" and "vLLM does not compute what the trainer does" in error[1], (trap, error)
+
+
+@pytest.mark.parametrize("more, ranks, said", [
+    ("rollout.share_base=always", 1, "does nothing without model.lora.rank"),
+    ("model.lora.rank=8 model.lora.merge=true rollout.share_base=never", 1, "does nothing without model.lora.rank"),
+    ("model.lora.rank=8 rollout.share_base=always rollout.tensor_parallel_size=2", 2, "tensor_parallel_size=2 divides"),
+    ("model.lora.rank=8 rollout.share_base=always", 2, "engine.fsdp_size=1"),
+    ("model.lora.rank=8 rollout.share_base=always model_engine=megatron", 1, "model_engine=megatron keeps"),
+    ("model.lora.rank=513", 1, "model.lora.rank=513 is more than vLLM takes, 512")])
+def test_mistakes_are_told_before_anything_is_built(folder, more, ranks, said):
+    config = load("ppo.yaml", [f"model.path={folder / 'qwen3'}", "data.train_files=unused", *more.split()])
+    with pytest.raises(InputError, match=said):
+        vllm.check(config, ranks)
+        vllm.check_model(config)
