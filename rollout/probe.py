@@ -10,7 +10,7 @@ from engines.base import Engine
 from engines.hf import read_hf_config
 from rollout.vllm import Rollout
 
-NUM_SEQUENCES, LENGTH = 8, 9    # shorter than a block of the KV cache, so that nothing is kept of them
+NUM_SEQUENCES, LENGTH = 4, 9    # shorter than a block of the KV cache, so that nothing is kept of them
 # Nats, of the root mean square: what rounding may make of it. Random words have flat distributions, whose bf16 logits differ by
 # more than a model's own responses do.
 BOUND = {"float32": 1e-3, "bfloat16": 0.25}

@@ -5,6 +5,7 @@
 Reads the model in FOLDER/{family}; writes FOLDER/{NAME}.json.
 """
 
+import functools
 import json
 import sys
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import vllm
 from omegaconf import OmegaConf
 
 from config import load
@@ -23,9 +25,10 @@ from rollout.vllm import request_seed
 from tests.fsdp_worker import gather
 from tests.rollout_worker import make_prompts, told
 
-NUM_UPDATES, COUNT = 5, 12
+NUM_UPDATES, COUNT, MAX_PROMPT = 5, 12, 64
+BLOCK = 32                          # tokens of a block of the KV cache; prompts have several, which must not outlive their weights
 SETTINGS = ["data.train_files=unused", "engine.compute_dtype=float32", "engine.log_prob_chunk_size=29", "optim.lr=0.02",
-            "optim.weight_decay=0", "data.max_prompt_length=64", "rollout.max_tokens=24", "validation.max_tokens=24",
+            "optim.weight_decay=0", f"data.max_prompt_length={MAX_PROMPT}", "rollout.max_tokens=24", "validation.max_tokens=24",
             "rollout.kv_cache_gib=0.05", "data.max_tokens_per_micro_batch=400", "rollout.temperature=0.7",
             "model.lora.rank=4", "model.lora.alpha=12"]
 
@@ -48,6 +51,7 @@ LAUNCHES = {"merged": Launch(1, "tied", "model.lora.merge=true"),
 
 def main(folder: Path, name: str) -> None:
     this_device, launch, results = device.init(), LAUNCHES[name], {}
+    vllm.LLM = functools.partial(vllm.LLM, block_size=BLOCK)
     config = load("ppo.yaml", [f"model.path={folder / launch.family}", *SETTINGS, *launch.more.split()])
     torch.manual_seed(dist.get_rank())
     roles = Roles(config, this_device, None, None, Profiler(), NUM_UPDATES)
@@ -77,7 +81,8 @@ def update(roles: Roles, config, step: int) -> dict:
     if step > 0 and step % 2 == 0:
         scatter(roles)
     roles.wake()
-    question = make_prompts(COUNT), [request_seed(step, i) for i in range(COUNT)], OmegaConf.merge(config.rollout, {"stop": []})
+    question = (make_prompts(COUNT, MAX_PROMPT), [request_seed(step, i) for i in range(COUNT)],
+                OmegaConf.merge(config.rollout, {"stop": []}))
     batch, _ = rollout.generate(*question)
     closed = rollout.own_steps
     rollout.llm.reset_prefix_cache()
