@@ -46,10 +46,13 @@ def is_shared(config: DictConfig, world_size: int) -> bool:
 
 
 def check(config: DictConfig, world_size: int) -> None:
-    """Raise InputError for a rollout.share_base that has no effect, or cannot have it."""
+    """Raise InputError for adapters that vLLM cannot hold beside a base, and for a rollout.share_base without effect."""
     share = config.rollout.share_base
     if share != "auto" and not are_swapped(config):
         raise InputError(f"rollout.share_base={share} does nothing without model.lora.rank above 0 and model.lora.merge=false")
+    if are_swapped(config) and config.engine.compute_dtype == "float32" and torch.cuda.is_available():
+        raise InputError("vLLM's kernels for adapters take bfloat16 alone: set engine.compute_dtype=bfloat16, or "
+                         "model.lora.merge=true")
     reason = why_not_shared(config, world_size) if share == "always" else None
     if reason:
         raise InputError(f"rollout.share_base=always: {reason}")
