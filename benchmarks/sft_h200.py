@@ -35,6 +35,7 @@ SHAPES = {      # vocabulary, hidden, intermediate, layers, heads, key-value hea
     "0.5B": (151936, 896, 4864, 24, 14, 2, True),
     "1.5B": (151936, 1536, 8960, 28, 12, 2, True),
     "7B": (152064, 3584, 18944, 28, 28, 4, False),
+    "32B": (152064, 5120, 27648, 64, 40, 8, False),
 }
 
 
