@@ -166,8 +166,9 @@ class Rollout:
 
     def _check_ready(self, what: str) -> None:
         if self.awake != {"weights", "kv_cache"} or not self.is_current:
-            awake, missing = (" and ".join(sorted(x)) or "nothing" for x in (self.awake, self.needed - self.valid))
-            raise RuntimeError(f"{what} with {awake} awake and {missing} to be updated: wake, update, wake first")
+            awake = " and ".join(sorted(self.awake)) or "nothing"
+            valid = "weights valid" if self.is_current else f"{' and '.join(sorted(self.needed - self.valid))} not valid"
+            raise RuntimeError(f"{what} with {awake} awake and {valid}: wake, update, wake first")
 
     def _run(self, prompts: list[dict], params: list, responses: Responses) -> Tensor:
         """Fill `responses`; [n] bool, whether max_tokens ended each. On a terminal, rank 0 shows in one line how far its

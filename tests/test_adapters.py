@@ -71,7 +71,7 @@ def test_calls_that_come_too_early_are_errors(results, name):
     assert len(early) == 3 + (name.partition("_")[0] != "merged")
     for what, errors in said.items():
         assert all((error is not None) == (what in early) for error in errors), (what, errors)
-    assert all("adapter to be updated" in error[1] or "base to be updated" in error[1] for error in said["generate asleep"])
+    assert all("adapter not valid" in error[1] or "base not valid" in error[1] for error in said["generate asleep"])
 
 
 def test_the_probe_stops_what_is_not_the_trainers(results, name):

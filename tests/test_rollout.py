@@ -299,7 +299,7 @@ def test_greedy_responses_are_the_likeliest_and_the_same_after_a_sleep(result, n
 
 # -- order of calls ----------------------------------------------------------------------------------------------------
 
-SLEEPS, STALE = "generate() with nothing awake", "generate() with weights awake and weights not valid"
+SLEEPS, STALE = "generate() with nothing awake", "generate() with weights awake and base not valid"
 CACHE, ASLEEP = "before the weights were updated", "update_weights() while the weights sleep"
 PROTOCOL = [
     ("generate at first", SLEEPS), ("cache at first", f"wake('kv_cache') {CACHE}"), ("update at first", ASLEEP),
@@ -308,7 +308,7 @@ PROTOCOL = [
     ("sleep", None), ("generate asleep", SLEEPS), ("update asleep", ASLEEP), ("wake again", None),
     ("generate with old weights", STALE), ("cache with old weights", CACHE), ("a name that is none", "wake('all')"),
     ("update again", None), ("cache again", None), ("generate again", None), ("broken update", "cut short"),
-    ("generate after broken update", "weights not valid"), ("update once more", None), ("generate once more", None)]
+    ("generate after broken update", "base not valid"), ("update once more", None), ("generate once more", None)]
 
 
 def test_calls_out_of_order_are_refused(result, name):
