@@ -57,7 +57,7 @@ def measure(num_ranks: int, estimator: str, num_tokens: int, group_size: int, re
     rollout = SimpleNamespace(num_replicas=num_ranks, replica=0, tp_rank=0, generate=lambda *_: (drawn, truncated))
     grader = SimpleNamespace(parts=[], grade=lambda *_: rewards, same_parts=lambda items, results: results)
     tokenizer = SimpleNamespace(batch_decode=lambda *_, **__: texts)
-    engine = SimpleNamespace(dp_rank=0, dp_size=num_ranks, _flops=(5 * 10**8, 10**8, 10**5))
+    engine = SimpleNamespace(dp_rank=0, dp_size=num_ranks, _flops=(5 * 10**8, 10**8, 10**5, 0))
     engine.flops = lambda lengths: Engine.flops(engine, lengths)
 
     class Prompts(PromptDataset):

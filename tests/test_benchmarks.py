@@ -40,6 +40,7 @@ SMOKES = {
                           r"only timed: \d+\.\d\d microseconds\ntool .*\ntorch +\d+\.\d+ +\d+\.\d+ +\d+\.\d +\d+\.\d\d\n"),
 }
 NOT_RUN = {"trl_sft.py": "the peer: it needs TRL, in an environment of its own", "trl_grpo.py": "the same",
+           "trl_sft_h200.py": "the same",
            "even_words.py": "the reward of grpo_vs_trl.py, which runs it", "make_sft_data.py": "run by sft_vs_trl.py",
            "make_grpo_data.py": "run by grpo_vs_trl.py"}
 TORCHRUN = ("--standalone", "--nproc-per-node")
