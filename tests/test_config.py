@@ -148,7 +148,7 @@ def test_bounds_of_sampling(argument, message):
     ("sft", "warmup_steps", "optim.lr_warmup_steps_ratio is the share"),
     ("sft", "bf16", "engine.param_dtype=bfloat16"),
     ("sft", "max_seq_length", "the nearest is data.max_length"),
-    ("sft", "target_modules", "not here yet"),
+    ("sft", "target_modules", "the nearest is model.lora.target_modules"),
     ("ppo", "max_completion_length", "the nearest is rollout.max_tokens"),
     ("ppo", "epsilon_high", "the nearest is algorithm.clip_ratio_high"),
 ])

@@ -314,10 +314,10 @@ def check_attention(hf: nn.Module) -> None:
 
 
 def is_sharded(config: DictConfig, world_size: int) -> bool:
-    """One rank that computes in the dtype it stores has nothing to divide or cast; FSDP would still copy every weight
-    through its buffers."""
-    engine, lora = config.engine, config.model.lora
-    return world_size > 1 or (lora.dtype if lora.rank else engine.param_dtype) != engine.compute_dtype or engine.cpu_offload
+    """One rank that computes in the dtype it stores (or casts adapters, see engines/lora.py) has nothing to divide or cast;
+    FSDP would still copy every weight through its buffers."""
+    engine, adapted = config.engine, config.model.lora.rank > 0
+    return world_size > 1 or engine.cpu_offload or engine.param_dtype != engine.compute_dtype and not adapted
 
 
 def is_replicated(config: DictConfig, world_size: int) -> bool:
