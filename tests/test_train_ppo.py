@@ -16,6 +16,7 @@ from tests.launch import LIMIT, checkpoints, imported, kill_all, launch, metrics
 from tests.models import make_model
 
 GAE, FILTER = "algorithm.adv_estimator=gae", "algorithm.filter_groups.enable=true"
+LORA = "model.lora.rank=4", "model.lora.alpha=8"
 
 REWARDS = """
 import os, sys, time
@@ -90,8 +91,8 @@ def layout(assets, out, *more):
 
 
 def resumable(assets, out):
-    """A critic, an adaptive coefficient, groups that are drawn again and failures."""
-    return arguments(assets, out, "coin", GAE, "critic.lr=1e-3", "critic.warmup_steps=1", "rollout.n=2",
+    """A critic, an adaptive coefficient, groups that are drawn again, failures, and adapters on frozen weights."""
+    return arguments(assets, out, "coin", GAE, *LORA, "critic.lr=1e-3", "critic.warmup_steps=1", "rollout.n=2",
                      "algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive",
                      "algorithm.kl_ctrl.kl_coef=0.1", "algorithm.kl_ctrl.horizon=50",
                      "algorithm.kl_ctrl.target_kl=0.02", FILTER,
@@ -136,7 +137,7 @@ def stopped_in_its_last_step(assets, out):
 @pytest.fixture(scope="module")
 def alone(assets, tmp_path_factory):
     """Runs of one process, two at a time: name -> (directory, what it returned)."""
-    names = ("dry", "interrupted", "straight", "failures", "too_many", "layout1")
+    names = ("dry", "interrupted", "straight", "failures", "too_many", "layout1", "lora1")
     new = {name: tmp_path_factory.mktemp(name) for name in names}
     runs = {
         "interrupted": lambda out: interrupted(assets, out),
@@ -145,6 +146,7 @@ def alone(assets, tmp_path_factory):
         "failures": lambda out: stopped_in_its_last_step(assets, out),
         "too_many": lambda out: run([*COMMAND, *moody(assets, out, 0.2)], returncode=2),
         "layout1": lambda out: run([*COMMAND, *layout(assets, out)]),
+        "lora1": lambda out: run([*COMMAND, *layout(assets, out, *LORA)]),
     }
     with ThreadPoolExecutor(1) as pool:          # first, since it fills the cache
         futures = {"dry": pool.submit(run, [*COMMAND, *resumable(assets, new["dry"]), "dry_run=true"])}
@@ -156,13 +158,16 @@ def alone(assets, tmp_path_factory):
 VLLM2, MEGATRON = "rollout.tensor_parallel_size=2", "model_engine=megatron"
 LAYOUTS = {"2 ranks": (2, []), "4 ranks": (4, [VLLM2]),
            "Megatron TP2": (2, [MEGATRON, "engine.tensor_model_parallel_size=2"]),
-           "Megatron PP2": (2, [MEGATRON, "engine.pipeline_model_parallel_size=2", VLLM2])}
+           "Megatron PP2": (2, [MEGATRON, "engine.pipeline_model_parallel_size=2", VLLM2]),
+           # Of one rank with adapters, vLLM has the trainer's frozen weights; here it has its own, or merged ones.
+           "2 ranks, LoRA": (2, [*LORA, VLLM2]),
+           "Megatron TP2, LoRA": (2, [*LORA, MEGATRON, "engine.tensor_model_parallel_size=2", "model.lora.merge=true"])}
 
 
 @pytest.fixture(scope="module")
 def layouts(alone, assets, tmp_path_factory):
     """Output directories by layout, beside that of one rank."""
-    directories = {"1 rank": alone("layout1")[0]}
+    directories = {"1 rank": alone("layout1")[0], "1 rank, LoRA": alone("lora1")[0]}
     for name, (ranks, more) in LAYOUTS.items():
         directories[name] = tmp_path_factory.mktemp(name.replace(" ", "_"))
         launch(ranks, "train_ppo.py", *layout(assets, directories[name], *more))
@@ -202,9 +207,10 @@ def screen(sent):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_nothing_that_is_learned_depends_on_the_layout(layouts, name):
-    one, many = steps(layouts["1 rank"]), steps(layouts[name])
+    rank = layouts["1 rank, LoRA" if "LoRA" in name else "1 rank"]
+    one, many = steps(rank), steps(layouts[name])
     assert [m["step"] for m in many] == [0, 1, 2, 3]
-    assert rollouts(layouts[name])["step_1.jsonl"] == rollouts(layouts["1 rank"])["step_1.jsonl"]
+    assert rollouts(layouts[name])["step_1.jsonl"] == rollouts(rank)["step_1.jsonl"]
     for a, b in zip(one, many, strict=True):
         assert a == pytest.approx(b, rel=1e-5, abs=1e-6)
     assert all(m["actor/grad_norm"] > 0.1 and abs(m["actor/pg_loss"]) > 0.01 for m in one[1:])
@@ -289,7 +295,7 @@ def test_a_killed_and_stopped_run_repeats_every_step_to_the_last_bit(alone):
     for each in progress:
         assert each.pop("checksums"), "of files whose order is not that of the run"
     assert progress[0] == progress[1]
-    for file in ("hf/model.safetensors", "hf/config.json"):
+    for file in ("hf/adapter_model.safetensors", "hf/adapter_config.json"):
         assert (out / file).read_bytes() == (straight / file).read_bytes()
 
 
