@@ -256,7 +256,7 @@ class PackedModel(nn.Module):
         places `place` [k] in [length * rows], and were drawn from `kept_words` [k, K]."""
         hidden = self.hf.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **attention)[0]
         hidden = hidden.transpose(0, 1).flatten(0, 1).index_select(0, place)
-        return self.head(hidden, self.hf.get_output_embeddings().weight, targets, kept_words)
+        return self.head(hidden, self.hf.get_output_embeddings().weight.to(hidden.dtype), targets, kept_words)
 
 
 def build(config: DictConfig, hf_config, critic: bool) -> tuple[nn.Module, list[nn.Module]]:
