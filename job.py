@@ -130,7 +130,8 @@ def find_resume(config, latest: Path | None, fresh: dict, total_steps: int) -> P
     progress = read_progress(path)
     saved, run = progress["run"], fresh["run"]
     if config.model_engine == "megatron":                   # whose weights have that dtype, with fp32 masters or without
-        saved, run = ({**x["run"], "engine.compute_dtype": x["export_dtype"]} for x in (progress, fresh))
+        saved, run = ({**x["run"], "engine.compute_dtype": x["export_dtype"],
+                       "model.lora.dtype": (x.get("lora") or {}).get("dtype")} for x in (progress, fresh))
     saved.setdefault("optim.name", "adamw")                 # older checkpoints do not name these
     saved.setdefault("critic", saved.get("algorithm.adv_estimator") == "gae")
     changed = [key for key, value in run.items() if saved.get(key) != value]

@@ -26,6 +26,7 @@ from algorithms.rollout_correction import correction_weights, effective_sample_s
 from algorithms.value_loss import explained_variance, value_loss
 from config import CONFIGS, InputError
 from data.packing import Batch, global_batch
+from engines import lora
 from engines.base import Engine, LossFn
 from engines.build import engine_class
 from rollout.samples import Samples, concat
@@ -158,7 +159,7 @@ def roles(config: DictConfig) -> dict[str, DictConfig]:
     if uses_reference(config) and (config.reference.path or not config.model.lora.rank):
         roles["reference"] = OmegaConf.merge(config, {
             "model": {"path": config.reference.path or config.model.path,
-                      "lora": {"rank": 0, "adapter_path": None, "merge": False}}})
+                      "lora": lora.no_adapters()}})
     return roles
 
 

@@ -1,6 +1,7 @@
 """What an engine is: a model's weights, divided over ranks, that can be trained, asked and written out."""
 
 import shutil
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -36,6 +37,8 @@ class Engine(ABC):
     dp_group: ProcessGroup
     tokens_multiple: int = 1                # each sequence is padded to a multiple of this number of tokens
     micro_batches_multiple: int = 1         # a batch is divided into a multiple of this number of micro-batches
+    _step: int | None = None                # of the last train_batch, and how many of this step came before it
+    _turn: int = 0
     _unproven: bool = False                 # whether there are adapters, and no gradient has been seen to reach them
     _flops: tuple[int, int, int, int]            # see count_flops in engines/hf.py
 
@@ -64,6 +67,20 @@ class Engine(ABC):
     @abstractmethod
     def _ask(self, batch: Batch) -> Tensor:
         """Without gradient: what the head says, [outputs, T] fp32 on every rank."""
+
+    @contextmanager
+    def _seeded(self, step: int, *ranks: int) -> Iterator[None]:
+        """Around the passes of a train_batch: the dropout of adapters depends on trainer.seed, the step, how many batches of it
+        came before, and these ranks alone."""
+        self._turn = self._turn + 1 if step == self._step else 0
+        self._step = step
+        if not (self.config.model.lora.rank and self.config.model.lora.dropout):
+            yield
+            return
+        accelerators = [torch.accelerator.current_device_index()] if torch.accelerator.is_available() else []
+        with torch.random.fork_rng(accelerators):
+            torch.manual_seed(zlib.crc32(repr((self.config.trainer.seed, step, self._turn, *ranks)).encode()))
+            yield
 
     def _watched(self, loss_fn: LossFn) -> LossFn:
         """A loss that notes, until adapters are known to learn, whether it has a gradient at all."""

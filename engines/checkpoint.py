@@ -280,6 +280,8 @@ def export_checkpoint(checkpoint: Path, out: Path, merge: bool = False) -> None:
     adapted, dtype = progress.get("lora"), getattr(torch, progress["export_dtype"])
     if merge and not adapted:
         raise InputError(f"--merge: {checkpoint} has no adapters")
+    if merge and not Path(adapted["base"]).is_dir():
+        raise InputError(f"--merge: the frozen model was in {adapted['base']}, which is not there")
     if merge and fingerprint(Path(adapted["base"])) != progress["run"]["frozen weights"]:
         raise InputError(f"--merge: {adapted['base']} is not the model whose adapters {checkpoint} holds")
     if (checkpoint / "weights" / "metadata.json").exists():         # which megatron.core.dist_checkpointing writes
@@ -291,9 +293,10 @@ def export_checkpoint(checkpoint: Path, out: Path, merge: bool = False) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         with disk.writing(temporary), storage.data_alone(checkpoint):
-            left_out = ["config.json", "generation_config.json"] if adapted and not merge else []
+            as_adapter = adapted and not merge
+            left_out = ("config.json", "generation_config.json") if as_adapter else ()
             shutil.copytree(checkpoint / "hf", temporary, ignore=shutil.ignore_patterns(*left_out))
-            if left_out:
+            if as_adapter:
                 lora.write(weights, OmegaConf.create(adapted), adapted["base"], temporary)
             else:
                 weights = merged(Path(adapted["base"]), dict(weights), OmegaConf.create(adapted)) if merge else weights

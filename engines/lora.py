@@ -6,6 +6,7 @@ and lora_B [out features, rank].
 """
 
 import json
+import re
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,15 +14,17 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from omegaconf import DictConfig, OmegaConf
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from config import InputError
+from config import CONFIGS, InputError
 
 PREFIX = "base_model.model."
 # Of adapter_config.json: what would make another adapter of the same two matrices.
 PLAIN = {"peft_type": "LORA", "bias": "none", "use_dora": False, "use_rslora": False, "fan_in_fan_out": False,
-         "rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": None, "lora_bias": False}
+         "rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": None, "lora_bias": False,
+         "layer_replication": None, "use_qalora": False, "alora_invocation_tokens": None}
 
 
 def inject(hf: nn.Module, lora: DictConfig) -> list[nn.Module]:
@@ -34,8 +37,12 @@ def inject(hf: nn.Module, lora: DictConfig) -> list[nn.Module]:
         inject_adapter_in_model(LoraConfig(
             r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=keys["target_modules"],
             exclude_modules=keys["exclude_modules"] or None), hf, low_cpu_mem_usage=True)
-    except ValueError as error:
+    except (ValueError, re.error) as error:
         raise InputError(f"model.lora.target_modules={lora.target_modules}: {error}") from None
+    for key in ("target_modules", "exclude_modules"):
+        for given in keys[key] if isinstance(keys[key], list) else ():
+            if not any(f".{name}".endswith(f".{given}") for name, _ in hf.named_modules()):
+                raise InputError(f"model.lora.{key}: the model has no module named {given}")
     layers = {name: module for name, module in hf.named_modules() if isinstance(module, Linear)}
     inside = [m for layer in hf.modules() if type(layer).__name__ in hf._no_split_modules for m in layer.modules()]
     strange = [name for name, p in hf.named_parameters() if ".lora_" in name and name.split(".lora_")[0] not in layers]
@@ -69,13 +76,18 @@ def plain_name(name: str) -> str:
     return name.replace(".base_layer.", ".").replace(".default.", ".")
 
 
+def no_adapters() -> DictConfig:
+    """The defaults of model.lora."""
+    return OmegaConf.load(CONFIGS / "ppo.yaml").model.lora
+
+
 def check(config: DictConfig, hf: nn.Module) -> None:
     """Raise InputError for adapters that cannot work; hf: the model on the meta device, into which they are put."""
     lora = config.model.lora
     if not lora.rank:
-        changed = "adapter_path" if lora.adapter_path else "merge" if lora.get("merge") else None
-        if changed:
-            raise InputError(f"model.lora.{changed}={lora[changed]} does nothing with model.lora.rank=0: give model.lora.rank")
+        for key, default in no_adapters().items():
+            if lora.get(key, default) != default:
+                raise InputError(f"model.lora.{key}={lora[key]} does nothing with model.lora.rank=0: give model.lora.rank")
         return
     inject(hf, lora)
     if lora.adapter_path:
@@ -97,14 +109,18 @@ def read(lora: DictConfig, expected: dict[str, tuple[int, ...]]) -> dict[str, Te
     try:
         settings = json.loads((path / "adapter_config.json").read_text())
         tensors = {name.removeprefix(PREFIX): x for name, x in load_file(path / "adapter_model.safetensors").items()}
-    except OSError as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise InputError(f"model.lora.adapter_path={path} is not a directory with a PEFT adapter: {error}") from None
     strange = [f"{key}={settings[key]}" for key, value in PLAIN.items() if (settings.get(key) or value) != value]
+    # Such an adapter is one to other weights than the model's own.
+    start = str(settings.get("init_lora_weights"))
+    strange += [f"init_lora_weights={start}"] * start.startswith(("pissa", "olora", "loftq", "corda"))
     if strange:
         raise InputError(f"model.lora.adapter_path={path}: {strange[0]} in adapter_config.json is not supported")
-    if (settings["r"], settings["lora_alpha"]) != (lora.rank, lora.alpha):
-        raise InputError(f"model.lora.adapter_path={path} has r={settings['r']} and lora_alpha={settings['lora_alpha']}: give "
-                         f"model.lora.rank={settings['r']} model.lora.alpha={settings['lora_alpha']}")
+    rank, alpha = settings.get("r"), settings.get("lora_alpha")
+    if (rank, alpha) != (lora.rank, lora.alpha):
+        raise InputError(f"model.lora.adapter_path={path} has r={rank} and lora_alpha={alpha}: give model.lora.rank={rank} "
+                         f"model.lora.alpha={alpha}")
     found = {name: tuple(x.shape) for name, x in tensors.items()}
     different = [name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)]
     if different:

@@ -31,7 +31,7 @@ def muon(params: list[dict], lr: float, *, betas: tuple[float, float], eps: floa
     hidden, rest = params[0], params[1:]
     kind = ShardedMuon if isinstance(hidden["params"][0], DTensor) else torch.optim.Muon
     return [kind([hidden], lr=lr, momentum=momentum, nesterov=nesterov, ns_steps=ns_steps, adjust_lr_fn="match_rms_adamw"),
-            adamw(rest, lr, betas=betas, eps=eps)]
+            *([adamw(rest, lr, betas=betas, eps=eps)] if rest else [])]         # of adapters nothing is left
 
 
 OPTIMIZERS = {"adamw": adamw, "muon": muon}

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -177,10 +178,10 @@ def run(folder: Path, this_device: torch.device, title: str, case: Case) -> dict
 
 
 def build(model: Path, this_device: torch.device, settings: str = "", cap: int = 60, optimizer: str = "adamw",
-          lora: bool = False) -> FSDPEngine:
+          lora: bool = False, more: Sequence[str] = ()) -> FSDPEngine:
     adapter = [f"model.lora.{key}" for key in (f"adapter_path={model}_adapter", *LORA)] if lora else []
     return FSDPEngine(load("sft.yaml", [f"model.path={model}", f"data.max_tokens_per_micro_batch={cap}", *SETTINGS, *adapter,
-                                        f"optim.name={optimizer}", *(f"engine.{s}" for s in settings.split())]),
+                                        f"optim.name={optimizer}", *(f"engine.{s}" for s in settings.split()), *more]),
                       this_device, TOTAL_STEPS)
 
 
@@ -343,6 +344,11 @@ def adapters(folder: Path, this_device: torch.device) -> dict:
     if dist.get_rank() == 0:
         save_file({"asked": before}, folder / f"{dist.get_world_size()} adapters.safetensors")
     result["states"] = sum(len(o.state) for o in engine.optimizers)
+    result["dropout"] = []
+    for seed in (0, 0, 1):
+        dropping = build(folder / "llama", this_device, RECOMPUTE, lora=True, more=("model.lora.dropout=0.3", "optim.lr=0.0",
+                                                                                   f"trainer.seed={seed}"))
+        result["dropout"].append([train(dropping, [0])[0]["loss"] for _ in range(2)])
     for name, p in engine.hf.named_parameters():
         if ".lora_" in name:
             p.detach().zero_()                      # neither A nor B has a gradient then

@@ -42,11 +42,14 @@ SMALL_PPO = [*SMALL, "data.max_prompt_length=40", "rollout.max_tokens=12", "vali
 RUNS = [("README.md", "torchrun --nproc-per-node 8 train_sft.py model.path"),
         ("README.md", "torchrun --nproc-per-node 8 train_ppo.py model.path"),
         ("docs/profiling.md", "python train_sft.py my.yaml output_dir=runs/a"),
-        ("docs/profiling.md", "python train_sft.py my.yaml output_dir=runs/b")]
+        ("docs/profiling.md", "python train_sft.py my.yaml output_dir=runs/b"),
+        ("docs/lora.md", "torchrun --nproc-per-node 8 train_sft.py my.yaml model.lora.rank")]
 # What is run on them then.
 FOLLOW_UPS = ["python -m profiling.report runs/first",
               "python -m engines.checkpoint export runs/first/checkpoints/step_00000500 exported",
-              "python -m profiling.compare runs/a runs/b --step 1 --stage train_batch"]
+              "python -m profiling.compare runs/a runs/b --step 1 --stage train_batch",
+              "python -m engines.checkpoint export runs/adapters/checkpoints/step_00000500 adapter",
+              "python -m engines.checkpoint export runs/adapters/checkpoints/step_00000500 merged --merge"]
 INSTEAD = {"--nproc-per-node 8": "--nproc-per-node 2", "Qwen/Qwen2.5-7B-Instruct": "model", "Qwen/Qwen2.5-7B": "model",
            "step_00000500": "step_00000002"}
 NUMBER = r"(?<![\w.])-?\d+(?:\.\d+)?(?:e-?\d+)?(?![\w.]*\w)"        # but not the 1 of layers.1
@@ -176,7 +179,9 @@ def ran(folder):
 def test_the_launches_of_the_pages_train_and_export(ran, folder):
     for out in ("runs/first", "runs/ppo"):
         assert (folder / out / "hf/model.safetensors").is_file() and (folder / out / "report.png").is_file()
-    assert (folder / "exported/model.safetensors").is_file()
+    assert (folder / "exported/model.safetensors").is_file() and (folder / "merged/model.safetensors").is_file()
+    for out in ("adapter", "runs/adapters/hf"):
+        assert (folder / out / "adapter_model.safetensors").is_file() and (folder / out / "adapter_config.json").is_file()
     assert "train_batch" in ran[FOLLOW_UPS[0]].stdout
     said = ran[FOLLOW_UPS[2]].stdout
     assert said.startswith("metrics of step 1 agree") and "\ntrain_batch: " in said

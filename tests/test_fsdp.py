@@ -610,6 +610,8 @@ def test_without_adapters_the_model_is_the_frozen_one(results, folder, world):
     check_answers(asked, plain_answers(folder / "llama"))
     assert result["states"] == 2 * 7 * 3, "the optimizer knows adapters alone"
     assert "the gradient of every adapter is exactly 0" in result["told"]
+    first, again, other = result["dropout"]
+    assert first == again != other and first[0] != first[1], "of another seed; the second is the same batch of the same step"
 
 
 @pytest.mark.parametrize("pairs, message", [
@@ -618,6 +620,10 @@ def test_without_adapters_the_model_is_the_frozen_one(results, folder, world):
     ([*LORA, "adapter_path=nowhere"], "model.lora.adapter_path=nowhere is not a directory with a PEFT adapter"),
     ([*LORA, "adapter_path={adapter}", "target_modules=[q_proj]"], "differ in 36 matrices"),
     ([*LORA, "target_modules=[query]"], "model.lora.target_modules=['query']: "),
+    ([*LORA, "target_modules=[q_proj,v_porj]"], "model.lora.target_modules: the model has no module named v_porj"),
+    ([*LORA, "exclude_modules=[porj]"], "model.lora.exclude_modules: the model has no module named porj"),
+    ([*LORA, "target_modules=.*(("], "model.lora.target_modules=.*((: "),
+    (["dropout=0.1"], "model.lora.dropout=0.1 does nothing with model.lora.rank=0"),
     ([*LORA, "target_modules=[lm_head]"], "names lm_head: adapters belong to the linear layers of decoder layers"),
     ([*LORA, "target_modules=[embed_tokens]"], "names model.embed_tokens: adapters belong"),
 ])

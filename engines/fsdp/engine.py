@@ -100,14 +100,15 @@ class FSDPEngine(Engine):
     def train_batch(self, batch: Batch, loss_fn: LossFn, step: int) -> dict[str, float]:
         self._onload("parameters", "optimizer")
         amounts, loss_fn = defaultdict(lambda: torch.zeros((), device=self.device)), self._watched(loss_fn)
-        for indices in self._plan(batch):
-            micro_batch = self._lay_out(batch.select(indices))
-            outputs = self._forward(micro_batch)[:self.model.head.num_differentiable]
-            loss, extra = loss_fn(*outputs, micro_batch.fields)
-            # FSDP averages gradients over ranks; ours are parts of one sum.
-            (loss * self.world_size).backward()
-            for name, amount in {"loss": loss, **extra}.items():
-                amounts[name] += amount.detach()
+        with self._seeded(step, dist.get_rank()):
+            for indices in self._plan(batch):
+                micro_batch = self._lay_out(batch.select(indices))
+                outputs = self._forward(micro_batch)[:self.model.head.num_differentiable]
+                loss, extra = loss_fn(*outputs, micro_batch.fields)
+                # FSDP averages gradients over ranks; ours are parts of one sum.
+                (loss * self.world_size).backward()
+                for name, amount in {"loss": loss, **extra}.items():
+                    amounts[name] += amount.detach()
         grad_norm = self._clip()
         self._prove(grad_norm)
         lr = schedule.learning_rate(self.optim, step, self.total_steps)

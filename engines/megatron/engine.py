@@ -142,8 +142,7 @@ class MegatronEngine(Engine):
         for stage in self.stages:
             stage.zero_grad_buffer()
         self.optimizer.zero_grad()
-        ranks = self.dp_rank, self.cp_group.rank(), self.pp_group.rank()
-        with adapters.seeded(self.lora, self.config.trainer.seed, step, *ranks):
+        with self._seeded(step, self.dp_rank, self.cp_group.rank(), self.pp_group.rank()):
             self._run([batch.select(p) for p in self._plan(batch)], loss_of, forward_only=False)
         lr = schedule.learning_rate(self.optim, step, self.total_steps)
         grad_norm = self._update(lr)

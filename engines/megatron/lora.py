@@ -2,9 +2,7 @@
 projection has an (A, B) pair of its own, so that files and results are PEFT's.
 """
 
-import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -30,8 +28,8 @@ class Adapter(nn.Module):
     q_proj, k_proj, ... A column-parallel layer divides B by rows, a row-parallel one A by columns; the other is whole on
     each tensor-parallel rank.
 
-    All parts see the input through one dropout mask. It depends on the seed that stands when the pass begins (see seeded),
-    so that recomputation repeats it.
+    All parts see the input through one dropout mask. It depends on the seed that stands when the pass begins (see
+    Engine._seeded), so that recomputation repeats it.
     """
 
     def __init__(self, layer: Adaptable, names: list[str], tensor_of: Callable[[str], Tensor | None],
@@ -97,7 +95,7 @@ class Adapter(nn.Module):
         if not self.training or not p:
             return x
         seed = int(torch.randint(2**62, ()))
-        # Whole on every rank, and so is the mask; else each rank has its own tokens or features.
+        # Where the input is the same on all tensor-parallel ranks, so is the mask; else each has its own tokens or features.
         whole = not self.is_row and not self.sequence_parallel
         self.generator.manual_seed(seed if whole else seed + self.group.rank())
         return x * torch.empty_like(x).bernoulli_(1 - p, generator=self.generator).div_(1 - p)
@@ -152,17 +150,6 @@ def attach(bridge: Bridge, models: list[nn.Module], config: DictConfig,
         if model.pre_process:                           # else recomputation takes the first layers to need no gradient
             model.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
     return adapters
-
-
-@contextmanager
-def seeded(settings: DictConfig, *numbers: int) -> Iterator[None]:
-    """Around a pass: dropout depends on these numbers alone, and the user's generators stay as they are."""
-    if not (settings.rank and settings.dropout):
-        yield
-        return
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(zlib.crc32(repr(numbers).encode()))
-        yield
 
 
 def names_in(model: nn.Module) -> dict[nn.Parameter, str]:
