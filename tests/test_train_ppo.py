@@ -159,9 +159,9 @@ VLLM2, MEGATRON = "rollout.tensor_parallel_size=2", "model_engine=megatron"
 LAYOUTS = {"2 ranks": (2, []), "4 ranks": (4, [VLLM2]),
            "Megatron TP2": (2, [MEGATRON, "engine.tensor_model_parallel_size=2"]),
            "Megatron PP2": (2, [MEGATRON, "engine.pipeline_model_parallel_size=2", VLLM2]),
-           # Of one rank with adapters, vLLM has the trainer's frozen weights; here it has its own, or merged ones.
-           "2 ranks, LoRA": (2, [*LORA, VLLM2]),
-           "Megatron TP2, LoRA": (2, [*LORA, MEGATRON, "engine.tensor_model_parallel_size=2", "model.lora.merge=true"])}
+           # Of one rank with adapters, vLLM has the trainer's frozen weights; here it has merged ones, or its own.
+           "2 ranks, LoRA": (2, [*LORA, VLLM2, "model.lora.merge=true"]),
+           "Megatron TP2, LoRA": (2, [*LORA, MEGATRON, "engine.tensor_model_parallel_size=2"])}
 
 
 @pytest.fixture(scope="module")
