@@ -39,10 +39,6 @@ def inject(hf: nn.Module, lora: DictConfig) -> list[nn.Module]:
             exclude_modules=keys["exclude_modules"] or None), hf, low_cpu_mem_usage=True)
     except (ValueError, re.error) as error:
         raise InputError(f"model.lora.target_modules={lora.target_modules}: {error}") from None
-    for key in ("target_modules", "exclude_modules"):
-        for given in keys[key] if isinstance(keys[key], list) else ():
-            if not any(f".{name}".endswith(f".{given}") for name, _ in hf.named_modules()):
-                raise InputError(f"model.lora.{key}: the model has no module named {given}")
     layers = {name: module for name, module in hf.named_modules() if isinstance(module, Linear)}
     inside = [m for layer in hf.modules() if type(layer).__name__ in hf._no_split_modules for m in layer.modules()]
     strange = [name for name, p in hf.named_parameters() if ".lora_" in name and name.split(".lora_")[0] not in layers]
@@ -50,6 +46,10 @@ def inject(hf: nn.Module, lora: DictConfig) -> list[nn.Module]:
     if strange:
         raise InputError(f"model.lora.target_modules={lora.target_modules} names {strange[0].split('.lora_')[0]}: adapters "
                          "belong to the linear layers of decoder layers")
+    for key in ("target_modules", "exclude_modules"):
+        for given in keys[key] if isinstance(keys[key], list) else ():
+            if not any(f".{name}".endswith(f".{given}") for name, _ in hf.named_modules()):
+                raise InputError(f"model.lora.{key}: the model has no module named {given}")
     for name, parameter in hf.named_parameters():
         parameter.requires_grad_(".lora_" in name)
     for layer in layers.values():
