@@ -40,7 +40,7 @@ class Engine(ABC):
     _step: int | None = None                # of the last train_batch, and how many of this step came before it
     _turn: int = 0
     _unproven: bool = False                 # whether there are adapters, and no gradient has been seen to reach them
-    _flops: tuple[int, int, int, int]            # see count_flops in engines/hf.py
+    _flops: tuple[int, int, int, int]       # see count_flops in engines/hf.py
 
     @abstractmethod
     def train_batch(self, batch: Batch, loss_fn: LossFn, step: int) -> dict[str, float]:

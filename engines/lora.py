@@ -27,9 +27,10 @@ PLAIN = {"peft_type": "LORA", "bias": "none", "use_dora": False, "use_rslora": F
          "layer_replication": None, "use_qalora": False, "alora_invocation_tokens": None}
 
 
-def inject(hf: nn.Module, lora: DictConfig) -> list[nn.Module]:
+def inject(hf: nn.Module, lora: DictConfig, critic: bool = False) -> list[nn.Module]:
     """Let PEFT put adapters, without memory, beside a model's linear layers; returns the layers that have one. All of the model
-    is frozen but for them. Raises InputError for names that mean no linear layer of a decoder layer."""
+    is frozen but for them, and for a critic's value head, which gets their dtype. Raises InputError for names that mean no
+    linear layer of a decoder layer."""
     from peft import LoraConfig, inject_adapter_in_model  # slow: only for those who use it
     from peft.tuners.lora import Linear
     keys = OmegaConf.to_container(lora)
@@ -56,6 +57,8 @@ def inject(hf: nn.Module, lora: DictConfig) -> list[nn.Module]:
         layer.cast_input_dtype_enabled = False
         for matrix in (*layer.lora_A.values(), *layer.lora_B.values()):
             matrix.to(getattr(torch, lora.dtype)).__class__ = CastLinear
+    if critic:
+        hf.get_output_embeddings().to(getattr(torch, lora.dtype)).requires_grad_()
     return list(layers.values())
 
 
@@ -94,9 +97,14 @@ def check(config: DictConfig, hf: nn.Module) -> None:
         read(lora, shapes(hf))
 
 
+def start(lora: DictConfig, shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, Tensor]:
+    """What adapters of these shapes begin with, by name, whole: those of model.lora.adapter_path, or new ones."""
+    return read(lora, shapes) if lora.adapter_path else {name: initial(name, shape, seed) for name, shape in shapes.items()}
+
+
 def initial(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """What an adapter matrix begins with, [shape] fp32: B zeros, A uniform in +-1 / sqrt(in features), as in PEFT. The same for
-    every engine and layout of ranks."""
+    """What a new adapter matrix begins with, [shape] fp32: B zeros, A uniform in +-1 / sqrt(in features), as in PEFT. The same
+    for every engine and layout of ranks."""
     if "lora_B" in name:
         return torch.zeros(shape)
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
@@ -113,8 +121,8 @@ def read(lora: DictConfig, expected: dict[str, tuple[int, ...]]) -> dict[str, Te
         raise InputError(f"model.lora.adapter_path={path} is not a directory with a PEFT adapter: {error}") from None
     strange = [f"{key}={settings[key]}" for key, value in PLAIN.items() if (settings.get(key) or value) != value]
     # Such an adapter is one to other weights than the model's own.
-    start = str(settings.get("init_lora_weights"))
-    strange += [f"init_lora_weights={start}"] * start.startswith(("pissa", "olora", "loftq", "corda"))
+    method = str(settings.get("init_lora_weights"))
+    strange += [f"init_lora_weights={method}"] * method.startswith(("pissa", "olora", "loftq", "corda"))
     if strange:
         raise InputError(f"model.lora.adapter_path={path}: {strange[0]} in adapter_config.json is not supported")
     rank, alpha = settings.get("r"), settings.get("lora_alpha")

@@ -37,8 +37,7 @@ def checkpoint_bytes(config: DictConfig, role: str = "actor") -> int:
     if config.model_engine == "megatron":
         hf, lora = build_on_meta(shape, torch.float32, critic), config.model.lora
         if lora.rank:
-            inject(hf, lora)
-            hf.get_output_embeddings().requires_grad_(critic)
+            inject(hf, lora, critic)
         dtype = getattr(torch, lora.dtype if lora.rank else engine.compute_dtype)
         # Weights, moments, and masters of such as are not fp32.
         return sum(p.numel() for p in hf.parameters() if p.requires_grad) * (12 if dtype is torch.float32 else 14)

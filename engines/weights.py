@@ -98,12 +98,11 @@ def weight_files(path: Path) -> list[Path]:
 
 def load_adapter(hf: nn.Module, settings: DictConfig, seed: int) -> None:
     """Fill the adapters of a model: from model.lora.adapter_path, or as new ones begin."""
-    shapes = lora.shapes(hf)
-    tensors = lora.read(settings, shapes) if settings.adapter_path else {}
+    tensors = lora.start(settings, lora.shapes(hf), seed)
     with torch.no_grad():
         for name, parameter in hf.named_parameters():
-            if (name := lora.plain_name(name)) in shapes:
-                copy_rows(parameter, tensors[name] if tensors else lora.initial(name, shapes[name], seed))
+            if (name := lora.plain_name(name)) in tensors:
+                copy_rows(parameter, tensors[name])
 
 
 def copy_rows(parameter: nn.Parameter, source) -> None:

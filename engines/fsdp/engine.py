@@ -267,10 +267,7 @@ def build(config: DictConfig, hf_config, critic: bool) -> tuple[nn.Module, list[
         return build_on_meta(hf_config, getattr(torch, engine.param_dtype), critic, "packed"), []
     # Frozen weights need no more precision than the pass that reads them.
     hf = build_on_meta(hf_config, getattr(torch, engine.compute_dtype), critic, "packed")
-    adapted = lora.inject(hf, settings)
-    if critic:
-        hf.get_output_embeddings().to(getattr(torch, settings.dtype)).requires_grad_(True)
-    return hf, adapted
+    return hf, lora.inject(hf, settings, critic)
 
 
 def check_layout(config: DictConfig, hf_config, world_size: int) -> None:

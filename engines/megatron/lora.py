@@ -2,7 +2,7 @@
 projection has an (A, B) pair of its own, so that files and results are PEFT's.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -32,10 +32,9 @@ class Adapter(nn.Module):
     Engine._seeded), so that recomputation repeats it.
     """
 
-    def __init__(self, layer: Adaptable, names: list[str], tensor_of: Callable[[str], Tensor | None],
-                 settings: DictConfig):
-        """names: of the layer's projections in the Hugging Face model, in the order of its rows. tensor_of: name of an adapter
-        matrix -> what it begins with, whole; None: it has none."""
+    def __init__(self, layer: Adaptable, names: list[str], tensors: dict[str, Tensor], settings: DictConfig):
+        """names: of the layer's projections in the Hugging Face model, in the order of its rows. tensors: what adapter matrices
+        begin with, by name, whole; a projection that is not there gets none."""
         super().__init__()
         self.settings, self.enabled, self.generator = settings, True, torch.Generator(layer.weight.device)
         self.is_row, self.sequence_parallel = isinstance(layer, TorchRowParallelLinear), layer.sequence_parallel
@@ -49,7 +48,7 @@ class Adapter(nn.Module):
         self.lora_A, self.lora_B, self.names = nn.ParameterDict(), nn.ParameterDict(), {}
         for name, part in zip(names, self.in_turn):
             for kind, matrices, is_divided in (("lora_A", self.lora_A, self.is_row), ("lora_B", self.lora_B, not self.is_row)):
-                full = tensor_of(f"{name}.{kind}.weight")
+                full = tensors.get(f"{name}.{kind}.weight")
                 if full is None:
                     continue
                 dim = int(self.is_row)
@@ -135,18 +134,12 @@ def attach(bridge: Bridge, models: list[nn.Module], config: DictConfig,
     """Freeze the models and put adapters of these shapes (whole, by name) beside their layers. Returns them by the weight that
     they adapt."""
     settings, adapters = config.model.lora, {}
-    tensors = lora.read(settings, shapes) if settings.adapter_path else {}
-
-    def tensor_of(name: str) -> Tensor | None:
-        if name not in shapes:
-            return None
-        return tensors[name] if tensors else lora.initial(name, shapes[name], config.trainer.seed)
-
+    tensors = lora.start(settings, shapes, config.trainer.seed)
     for model in models:
         model.requires_grad_(False)
         for layer, names in projections(bridge, model):
             if any(f"{name}.lora_A.weight" in shapes for name in names):
-                layer.adapter = adapters[layer.weight] = Adapter(layer, names, tensor_of, settings)
+                layer.adapter = adapters[layer.weight] = Adapter(layer, names, tensors, settings)
         if model.pre_process:                           # else recomputation takes the first layers to need no gradient
             model.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
     return adapters
