@@ -6,12 +6,24 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 
 ROOT = Path(__file__).parents[1]
 LIMIT = 1200                # seconds, for a run that takes one or two minutes on a machine of its own
+
+
+def launch_each(launches: dict, run: Callable) -> Callable:
+    """name -> run(name) of every launch: those of one rank two at a time, then the others by themselves, since two ranks fill two
+    cores. The values of `launches` have a number of ranks."""
+    runs, lone = {}, [name for name in launches if launches[name].ranks == 1]
+    for at_once, names in ((2, lone), (1, [name for name in launches if name not in lone])):
+        with ThreadPoolExecutor(at_once) as pool:
+            runs |= {name: pool.submit(run, name) for name in names}
+    return lambda name: runs[name].result()
 
 
 def environment(**more):

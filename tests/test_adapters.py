@@ -4,7 +4,6 @@ One launch of adapters_worker.py, with one vLLM, for each way and layout runs al
 """
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -12,11 +11,9 @@ from config import InputError, load
 from examples.arithmetic import make_tokenizer
 from rollout import vllm
 from tests.adapters_worker import LAUNCHES, NUM_UPDATES
-from tests.launch import launch
+from tests.launch import launch, launch_each
 from tests.models import make_model
 from tests.test_rollout import ROLLOUT_BOUND
-
-LONE = [name for name, launch in LAUNCHES.items() if launch.ranks == 1]
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +31,7 @@ def results(folder):
     def run(name):
         said = launch(LAUNCHES[name].ranks, "tests/adapters_worker.py", folder, name).stdout
         return json.loads((folder / f"{name}.json").read_text()), said
-    with ThreadPoolExecutor(2) as together:      # those of one rank; two ranks fill two cores by themselves
-        runs = {name: together.submit(run, name) for name in LONE}
-    with ThreadPoolExecutor(1) as alone:
-        runs |= {name: alone.submit(run, name) for name in LAUNCHES if name not in LONE}
-    return lambda name: runs[name].result()
+    return launch_each(LAUNCHES, run)
 
 
 @pytest.fixture(params=LAUNCHES)

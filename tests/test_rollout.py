@@ -5,7 +5,6 @@ One launch of rollout_worker.py, with one vLLM, for each model and layout runs a
 
 import json
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from config import InputError, load
 from examples.arithmetic import make_tokenizer
 from rollout.vllm import PREFILL_TOKENS, check, request_seed, stop_token_ids
-from tests.launch import launch
+from tests.launch import launch, launch_each
 from tests.models import make_model
 from tests.rollout_worker import (
     CRITIC_STEPS,
@@ -94,11 +93,7 @@ def results(folder):
     def run(name):
         launch(LAUNCHES[name].ranks, "tests/rollout_worker.py", folder, name)
         return json.loads((folder / f"{name}.json").read_text())
-    with ThreadPoolExecutor(2) as together:      # those of one rank; two ranks fill two cores by themselves
-        runs = {name: together.submit(run, name) for name in LONE}
-    with ThreadPoolExecutor(1) as alone:
-        runs |= {name: alone.submit(run, name) for name in LAUNCHES if name not in LONE}
-    return lambda name: runs[name].result()
+    return launch_each(LAUNCHES, run)
 
 
 @pytest.fixture(params=LAUNCHES)
