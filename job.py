@@ -82,7 +82,7 @@ def identity(config, hf_config, train) -> dict:
     adapters, the frozen weights too, which a checkpoint does not hold; rank 0 reads them."""
     from engines.device import on_rank0
     from engines.weights import fingerprint
-    lora, adapted = config.model.lora, {"model.lora": None}
+    lora, adapted = config.model.lora, {"model.lora": "none"}
     if lora.rank:
         adapted = {"model.lora": f"rank {lora.rank}, alpha {lora.alpha}, on {lora.target_modules} without {lora.exclude_modules}",
                    "frozen weights": on_rank0(fingerprint, Path(config.model.path))}
@@ -133,6 +133,7 @@ def find_resume(config, latest: Path | None, fresh: dict, total_steps: int) -> P
         saved, run = ({**x["run"], "engine.compute_dtype": x["export_dtype"],
                        "model.lora.dtype": (x.get("lora") or {}).get("dtype")} for x in (progress, fresh))
     saved.setdefault("optim.name", "adamw")                 # older checkpoints do not name these
+    saved.setdefault("model.lora", "none")
     saved.setdefault("critic", saved.get("algorithm.adv_estimator") == "gae")
     changed = [key for key, value in run.items() if saved.get(key) != value]
     for key in changed:
