@@ -11,7 +11,7 @@ sft() { $python benchmarks/sft_h200.py 7B $cap=16384 $bf16 engine.log_prob_chunk
 sft
 sft model.lora.rank=16
 sft model.lora.rank=16 model.lora.dtype=bfloat16
-$python benchmarks/trl_sft_h200.py 7B --lora 16 --liger
-$python benchmarks/lora_h200.py 7B $bf16 $cap=16384 --steps 2
-$python benchmarks/lora_h200.py 32B $bf16 $cap=8192 engine.activation_checkpointing=true rollout.gpu_memory_utilization=0.7 \
-    --prompts 32 --n 4 --tokens 64 --ways shared
+$python benchmarks/trl_sft_h200.py 7B --lora 16 --liger --steps 3
+$python benchmarks/lora_h200.py 7B $bf16 $cap=16384 --steps 1
+$python benchmarks/lora_h200.py 32B $bf16 $cap=8192 engine.activation_checkpointing=true engine.torch_compile=never \
+    rollout.enforce_eager=true rollout.gpu_memory_utilization=0.7 --prompts 32 --n 4 --tokens 64 --steps 1 --ways shared

@@ -1,8 +1,9 @@
 """The part of a step that a rank trains on, and how it learns what must be known of the rest.
 
 Tokens move once, from the rank that drew a response to the ranks that train on it. All else that ranks tell each other are
-numbers per response, so that the work and the memory of a rank's host do not grow with the number of ranks. Sums over the step
-are sums of such numbers in the order of the responses, and therefore the same, to the last bit, however these are divided.
+numbers per response, so that only the work on these, and hardly the memory of a rank's host, grows with the number of ranks. Sums
+over the step are sums of such numbers in the order of the responses, and therefore the same, to the last bit, however these are
+divided.
 """
 
 from __future__ import annotations
