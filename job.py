@@ -221,9 +221,15 @@ def print_plan(roles: dict, device, datasets: dict, total_steps: int, resume_fro
     if "rollout" in config:
         from engines import memory
         from engines.device import capacity
+        from rollout import adapters
         print((f"vLLM while awake: {config.rollout.gpu_memory_utilization:.0%} of the device" if device.type != "cpu" else
                f"vLLM's KV cache: {config.rollout.kv_cache_gib or memory.CPU_KV_CACHE_GIB} GiB")
               + f"; it decodes {memory.max_num_seqs(config, world, capacity(device))} responses at once")
+        if adapters.are_swapped(config):
+            reason = adapters.why_not_shared(config, world) or "rollout.share_base=never"
+            print("frozen weights: " + ("vLLM uses the trainer's own" if adapters.is_shared(config, world) else
+                                        f"vLLM has a copy, because {reason}"))
+
 
 
 def layout(config, world_size: int) -> str:

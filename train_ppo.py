@@ -141,7 +141,7 @@ def main(config):
         tracker.say(f"stopped by a signal after step {step}; the same command goes on from there")
     else:
         roles.export(out / "hf")
-        tracker.say(f"model: {out / 'hf'}")
+        tracker.say(f"{'adapter' if config.model.lora.rank else 'model'}: {out / 'hf'}")
     tracker.close()
     dist.barrier()
     roles.close()

@@ -109,7 +109,7 @@ def main(config):
         tracker.say(f"stopped by a signal after step {step}; the same command goes on from there")
     else:
         export_hf(engine, tokenizer, out / "hf")
-        tracker.say(f"model: {out / 'hf'}")
+        tracker.say(f"{'adapter' if config.model.lora.rank else 'model'}: {out / 'hf'}")
     tracker.close()
     device.shutdown()
 

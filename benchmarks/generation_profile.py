@@ -1,23 +1,26 @@
 """The time of generation, and where it goes: vLLM as train_ppo.py runs it.
 
-    python benchmarks/generation_profile.py 0.5B [--responses 1024] [--tokens 256 512] [key=value of configs/ppo.yaml]
+    python benchmarks/generation_profile.py 0.5B [--responses 1024] [--tokens 256 512] [--kernels 12] [key=value ...]
 
 A shape of benchmarks/sft_h200.py with random weights, whose responses all have --tokens tokens: random words from a vocabulary
 of 152k hardly ever end one. Prints a Markdown table: seconds and microseconds per token with rollout/scheduler.py, with vLLM's
 own scheduler, without log-probabilities, and for responses whose lengths are log-normal (sigma 1) with the same sum; how many
 responses differ between the two schedulers; and milliseconds of a step in each part of the host's work. `wait` is the time
-for which the host waits for the device: where it is not 0, the device is the limit.
+for which the host waits for the device: where it is not 0, the device is the limit. --kernels: those that take the device
+longest.
 """
 
 import argparse
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
+import torch
 from omegaconf import OmegaConf
 
 from benchmarks.sft_h200 import SHAPES, make_model
@@ -36,6 +39,7 @@ def main():
     parser.add_argument("--responses", type=int, default=1024)
     parser.add_argument("--tokens", type=int, nargs="+", default=[256])
     parser.add_argument("--repeat", type=int, default=2)
+    parser.add_argument("--kernels", type=int, default=0)
     arguments = parser.parse_intermixed_args()
     this_device, longest = device.init(), 6 * max(arguments.tokens)
     config = load("ppo.yaml", [
@@ -47,7 +51,10 @@ def main():
     print(f"vLLM started in {time.perf_counter() - start:.0f} s", flush=True)
     engine = FSDPEngine(config, this_device, total_steps=1, optimize=False)
     rollout.wake("weights")
-    rollout.update_weights(engine.export_weights())
+    with engine.without_adapters() if rollout.adapter else nullcontext():
+        rollout.update_weights(engine.export_weights())
+    if rollout.adapter:
+        rollout.update_adapter(engine.export_adapter())
     engine.offload("parameters")
     rollout.wake("kv_cache")
     prompts = [list(range(10, 30 + i % 20)) for i in range(arguments.responses)]
@@ -96,6 +103,13 @@ def main():
         sums[name] for name in ("schedule", "execute_model", "sample_tokens", "update_from_output"))
     print(f"milliseconds of a step, of {total / steps * 1e3:.2f}: "
           + ", ".join(f"{name} {value / steps * 1e3:.2f}" for name, value in sums.items()))
+    if arguments.kernels:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            generate([64] * len(prompts))
+        kernels = sorted(profile.key_averages(), key=lambda kernel: -kernel.self_device_time_total)
+        print(f"kernels, milliseconds of 64 steps, of {sum(kernel.self_device_time_total for kernel in kernels) / 1e3:.0f}:")
+        for kernel in kernels[:arguments.kernels]:
+            print(f"{kernel.self_device_time_total / 1e3:8.1f} {kernel.count:6d}  {kernel.key[:90]}")
     rollout.shutdown()
 
 

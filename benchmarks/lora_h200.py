@@ -28,7 +28,7 @@ def main():
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--assets", type=Path, default=Path("/tmp/rankwise-lora"))
     arguments, others = parser.parse_known_args()
-    lines = []
+    header = f"| way | step s | {' | '.join(STAGES)} | GiB awake | GiB asleep | GiB training | log p gap |"
     for way in arguments.ways:
         settings = [f"model.lora.rank={arguments.rank}", *WAYS[way]] if way != "full" else []
         subprocess.run([sys.executable, ROOT / "benchmarks/ppo_h200.py", *others, *settings, "--assets", arguments.assets],
@@ -37,9 +37,7 @@ def main():
         middle = {name: median(step.get(name, 0.0) for step in steps) for name in steps[0]}
         numbers = [f"{middle['timing/step']:.2f}", *(f"{middle.get(f'timing/{stage}', 0):.3f}" for stage in STAGES),
                    *(f"{middle.get(name, float('nan')):.1f}" for name in MEMORY), f"{middle['rollout_corr/log_prob_gap']:.4f}"]
-        lines.append(f"| {way} | {' | '.join(numbers)} |")
-    print(f"| way | step s | {' | '.join(STAGES)} | GiB awake | GiB asleep | GiB training | log p gap |")
-    print("\n".join(lines), flush=True)
+        print(f"{header}\n| {way} | {' | '.join(numbers)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ SHAPES = {      # vocabulary, hidden, intermediate, layers, heads, key-value hea
     "1.5B": (151936, 1536, 8960, 28, 12, 2, True),
     "7B": (152064, 3584, 18944, 28, 28, 4, False),
     "32B": (152064, 5120, 27648, 64, 40, 8, False),
+    "48B": (152064, 5120, 27648, 96, 40, 8, False),         # not Qwen's: 32B's layers, half as many again
 }
 
 

@@ -67,15 +67,15 @@ def arguments(config: DictConfig) -> dict:
     if not ranks:
         raise InputError(f"model.lora.rank={config.model.lora.rank} is more than vLLM takes, {max(get_args(MaxLoRARanks))}: "
                          "lower it, or set model.lora.merge=true")
-    adapted = {name.split(".lora_")[0].rpartition(".")[2] for name in names(config)}
+    adapted = {name.split(".lora_")[0].rpartition(".")[2] for name in shapes(config)}
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": ranks[0], "lora_target_modules": sorted(adapted)}
 
 
-def names(config: DictConfig) -> list[str]:
-    """Of the matrices of the trainer's adapter, as Engine.export_adapter() gives them."""
+def shapes(config: DictConfig) -> dict[str, tuple[int, ...]]:
+    """Of the matrices of the trainer's adapter, by name, as Engine.export_adapter() gives them."""
     hf = build_on_meta(read_hf_config(config.model.path), torch.float32)
     lora.inject(hf, config.model.lora)
-    return list(lora.shapes(hf))
+    return lora.shapes(hf)
 
 
 def request():
@@ -91,12 +91,24 @@ class Adapter:
         """Raises InputError for a layer that has an adapter and that vLLM has no room beside."""
         self.model, self.manager = model, model.lora_manager
         self.rank, self.scale = config.model.lora.rank, config.model.lora.alpha / config.model.lora.rank
-        self.names = set(names(config))
-        parts = {part for name in self.manager.modules for part in self.manager.packed_modules.get(name, [name])}
-        missing = {name.split(".lora_")[0] for name in self.names} - parts
+        places = Places(shapes(config), torch.float32)
+        with places:
+            self._load(places.weights)
+        missing = places.weights.keys() - places.found.keys()
         if missing:
-            raise InputError(f"vLLM has no room for an adapter of {min(missing)}: leave it out (model.lora.exclude_modules), or "
-                             "set model.lora.merge=true")
+            raise InputError(f"vLLM has no room for an adapter of {min(missing).split('.lora_')[0]}: leave it out "
+                             "(model.lora.exclude_modules), or set model.lora.merge=true")
+        self.places = places.found
+
+    def _load(self, tensors: dict[str, Tensor]) -> None:
+        """Let vLLM copy an adapter's matrices to where it reads them."""
+        for name, layer in self.manager.modules.items():
+            parts = self.manager.packed_modules.get(name, [name])
+            a, b = ([tensors.get(f"{part}.{kind}.weight") for part in parts] for kind in ("lora_A", "lora_B"))
+            if name in self.manager.packed_modules:
+                layer.set_lora(0, a, b)
+            elif a[0] is not None:
+                layer.set_lora(0, a[0], b[0])
 
     def register(self) -> None:
         """Make an adapter of zeros the active one. A reload of the base has removed it, or it was never there."""
@@ -112,18 +124,14 @@ class Adapter:
 
     def update(self, tensors: dict[str, Tensor]) -> None:
         """Copy what Engine.export_adapter() gives to where vLLM reads it; alpha / rank is a part of B there."""
-        if tensors.keys() != self.names:
-            raise RuntimeError(f"vLLM expects {len(self.names)} adapter matrices and got {len(tensors)}, "
-                               f"{min(tensors.keys() ^ self.names)} being the first that differs")
-        for name, layer in self.manager.modules.items():
-            parts = self.manager.packed_modules.get(name, [name])
-            a = [tensors.get(f"{part}.lora_A.weight") for part in parts]
-            b = [tensors.get(f"{part}.lora_B.weight") for part in parts]
-            b = [x if x is None else x.float() * self.scale for x in b]
-            if name in self.manager.packed_modules:
-                layer.set_lora(0, a, b)
-            elif a[0] is not None:
-                layer.set_lora(0, a[0], b[0])
+        if tensors.keys() != self.places.keys():
+            raise RuntimeError(f"vLLM expects {len(self.places)} adapter matrices and got {len(tensors)}, "
+                               f"{min(tensors.keys() ^ self.places.keys())} being the first that differs")
+        scaled = [name for name in tensors if ".lora_B." in name]
+        tensors |= zip(scaled, torch._foreach_mul([tensors[name].float() for name in scaled], self.scale))
+        copies = [(place, tensors[name].as_strided(part.size(), part.stride(), part.storage_offset()))
+                  for name, places in self.places.items() for place, part in places]
+        torch._foreach_copy_(*map(list, zip(*copies)))          # hundreds of small matrices: one launch, not one for each
 
     @contextmanager
     def unwrapped(self) -> Iterator[None]:
@@ -140,27 +148,29 @@ class Adapter:
     def base(self, config: DictConfig) -> dict[str, Tensor] | str:
         """Where this model keeps the weights of its files: name -> a view of its tensor; or why some have no such place."""
         hf, dtype = build_on_meta(read_hf_config(config.model.path), torch.float32), getattr(torch, config.engine.compute_dtype)
-        places = Places({name: torch.empty(p.shape, dtype=dtype, device="meta") for name, p in hf.named_parameters()})
+        places = Places({name: p.shape for name, p in hf.named_parameters()}, dtype)
         with self.unwrapped(), places:
             self.model.load_weights(iter(places.weights.items()))
         for name, weight in places.weights.items():
-            found = places.found[name]
+            found = [place for place, _ in places.found[name]]
             if len(found) != 1 or found[0].shape != weight.shape or found[0].dtype != dtype or not found[0].is_contiguous():
                 return f"vLLM keeps {name} in another layout than its file"
-        return {name: found[0] for name, found in places.found.items()}
+        return {name: found[0][0] for name, found in places.found.items()}
 
 
 class Places(TorchDispatchMode):
-    """Notes into which tensors a loader copies `weights` (without memory) instead of copying them."""
+    """Notes where a loader copies `weights`, which have no memory, instead of copying them: found[name] lists (a view of the
+    place, the part of the weight that goes there)."""
 
-    def __init__(self, weights: dict[str, Tensor]):
+    def __init__(self, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype):
         super().__init__()
-        self.weights, self.found = weights, defaultdict(list)
-        self.name_of = {weight.untyped_storage()._cdata: name for name, weight in weights.items()}
+        self.weights = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+        self.found: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        self.name_of = {weight.untyped_storage()._cdata: name for name, weight in self.weights.items()}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function is torch.ops.aten.copy_.default and args[1].is_meta:
-            self.found[self.name_of[args[1].untyped_storage()._cdata]].append(args[0].detach())
+            self.found[self.name_of[args[1].untyped_storage()._cdata]].append((args[0].detach(), args[1]))
             return args[0]
         return function(*args, **(kwargs or {}))
 

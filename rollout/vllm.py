@@ -89,8 +89,10 @@ class Rollout:
             options["compilation_config"] = {"max_cudagraph_capture_size": num_seqs}
             show_graphs()
         if version in SCHEDULED:
-            from rollout.scheduler import ClosedBatchScheduler
+            from rollout.scheduler import ClosedBatchScheduler, skip_ranks
             options["scheduler_cls"] = ClosedBatchScheduler
+            if device.type == "cuda":
+                skip_ranks()
         else:
             warnings.warn(f"rollout/scheduler.py was tested with vLLM {' and '.join(SCHEDULED)}, this is {version}: its own "
                           "scheduler is used, which takes up to three times as long with small models", stacklevel=2)
