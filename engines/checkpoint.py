@@ -28,7 +28,7 @@ from config import InputError
 from engines import lora, storage
 from engines.base import Engine
 from engines.device import on_rank0
-from engines.weights import fingerprint, weight_files
+from engines.weights import fingerprint, in_files, stacked, weight_files
 
 MAX_FILE_BYTES = 4 * 2**30
 
@@ -308,10 +308,11 @@ def export_checkpoint(checkpoint: Path, out: Path, merge: bool = False) -> None:
 
 def stored_weights(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, tensor as it was stored), a tied output matrix left out."""
-    from transformers import AutoConfig
-    tied = AutoConfig.from_pretrained(checkpoint / "hf").tie_word_embeddings
+    from engines.hf import build_on_meta, read_hf_config
+    hf_config = read_hf_config(str(checkpoint / "hf"))
+    tied, hf = hf_config.tie_word_embeddings, build_on_meta(hf_config, torch.float32)
     tensors = storage.stored_tensors(checkpoint, "engine.model.", lambda name: tied and name == "lm_head.weight")
-    return ((lora.plain_name(name), tensor) for name, tensor in tensors)
+    return in_files(((lora.plain_name(name), tensor) for name, tensor in tensors), stacked(hf))
 
 
 def merged(base: Path, adapter: dict[str, Tensor], settings: DictConfig) -> Iterator[tuple[str, Tensor]]:

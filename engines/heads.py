@@ -14,11 +14,12 @@ class LogProbHead(nn.Module):
     num_outputs, num_differentiable = 3, 2
 
     def __init__(self, temperature: float, chunk_size: int, compiled: bool, vocab_size: int,
-                 group: dist.ProcessGroup | None = None):
+                 group: dist.ProcessGroup | None = None, scale: float = 1.0, softcap: float | None = None):
         """temperature divides the logits, chunk_size [tokens] bounds those in memory; group: tensor-parallel ranks, each of
-        which has an equal share of the vocabulary, None for one rank."""
+        which has an equal share of the vocabulary, None for one rank; scale, softcap: the model's, see linear_log_probs."""
         super().__init__()
         self.temperature, self.chunk_size, self.compiled, self.vocab_size = temperature, chunk_size, compiled, vocab_size
+        self.scale, self.softcap = scale, softcap
         self.group = group if group is not None and group.size() > 1 else None
 
     def forward(self, hidden: Tensor, weight: Tensor, targets: Tensor,
@@ -31,7 +32,7 @@ class LogProbHead(nn.Module):
             first_word = self.group.rank() * len(weight)
             weight = weight[:max(0, self.vocab_size - first_word)]      # the vocabulary's padding is no word
         return linear_log_probs(hidden, weight, targets, self.temperature, self.chunk_size, self.compiled, self.group,
-                                first_word, kept_words)
+                                first_word, kept_words, self.scale, self.softcap)
 
 
 class ValueHead(nn.Module):

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from config import InputError
+from engines.experts import stacks
 
 
 def read_hf_config(path: str):
@@ -20,7 +22,7 @@ def read_hf_config(path: str):
         raise InputError(f"model.path={path}: {error}") from None
 
 
-def build_on_meta(hf_config, dtype: torch.dtype, critic: bool = False, attention: str = "sdpa") -> nn.Module:
+def build_on_meta(hf_config, dtype: torch.dtype, critic: bool = False, attention: str = "eager") -> nn.Module:
     """The model without memory for its weights; a critic's output matrix has one row."""
     if critic:
         hf_config = copy.deepcopy(hf_config)
@@ -48,6 +50,35 @@ def keep_zero_rows(embedding: nn.Module, zero: Tensor, layout: Callable[[Tensor]
             lambda _, inputs, output: torch.where(layout(zero[inputs[0]])[..., None], output.detach(), output))
 
 
+def logit_constants(hf: nn.Module) -> tuple[float, float | None]:
+    """(scale, soft cap c): the model's logits are scale * hidden @ weight.T or, with a soft cap, c * tanh(of that / c). Found by
+    the model's own forward pass from hidden states to logits, without its output matrix. Raises InputError for others."""
+    base, head = hf.base_model, hf.get_output_embeddings()
+    hidden = torch.tensor([2.0**-10, 2.0**60, *torch.linspace(-100, 100, 41)]).view(1, 1, -1)
+    base.forward, head.forward = lambda *_, **__: HiddenStates([hidden]), lambda x: x
+    try:
+        logits = hf(input_ids=torch.zeros(1, 1, dtype=torch.int64, device="meta")).logits
+    finally:
+        del base.forward, head.forward
+    if logits.is_meta:
+        raise InputError(f"{type(hf).__name__} does not take its hidden states from its base model, which is not supported")
+    scale, largest = logits[0, 0, 0].item() / 2.0**-10, logits[0, 0, 1].item()
+    softcap = None if largest == scale * 2.0**60 else largest
+    expected = scale * hidden if softcap is None else softcap * torch.tanh(scale * hidden / softcap)
+    if not torch.allclose(logits.float(), expected, rtol=1e-5):
+        raise InputError(f"{type(hf).__name__} computes its logits in a way that is not supported")
+    return scale, softcap
+
+
+class HiddenStates(tuple):
+    """What a base model returns that has nothing else to say."""
+
+    last_hidden_state = property(itemgetter(0))
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
 def count_flops(hf: nn.Module, hf_config) -> tuple[int, int, int, int]:
     """Multiplications of a forward pass: (in the layers per token, of experts only those that it goes to; in the output matrix
     per token whose log-probability is asked for; in causal attention per squared length: heads * dim * layers; in adapters per
@@ -55,9 +86,7 @@ def count_flops(hf: nn.Module, hf_config) -> tuple[int, int, int, int]:
     head = hf.get_output_embeddings().weight.numel()
     outside = {hf.get_input_embeddings().weight, hf.get_output_embeddings().weight}      # one, if they are tied
     adapters = sum(p.numel() for name, p in hf.named_parameters() if ".lora_" in name)
-    matrices = sum(p.numel() for p in hf.parameters() if p.ndim > 1) - sum(p.numel() for p in outside) - adapters
-    experts = sum(p.numel() for name, p in hf.named_parameters() if ".experts." in name)
-    if experts:
-        matrices -= experts * (hf_config.num_experts - hf_config.num_experts_per_tok) // hf_config.num_experts
+    matrices = sum(p.numel() for name, p in hf.named_parameters() if p.ndim > 1 and not name.endswith("bias")) - sum(p.numel() for p in outside) - adapters
+    matrices -= sum(p.numel() * (len(p) - hf_config.num_experts_per_tok) // len(p) for _, p in stacks(hf))
     head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
     return matrices, head, hf_config.num_attention_heads * head_dim * hf_config.num_hidden_layers, adapters

@@ -16,8 +16,10 @@ LEFT_OUT = -1e30        # a logit; its exponential is 0, its product with 0 is
 
 def linear_log_probs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, chunk_size: int = 2048,
                      compiled: bool = False, group: dist.ProcessGroup | None = None, first_word: int = 0,
-                     kept_words: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """log p(target), entropy and whether the target is the likeliest word, under softmax(hidden @ weight.T / temperature).
+                     kept_words: Tensor | None = None, scale: float = 1.0,
+                     softcap: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """log p(target), entropy and whether the target is the likeliest word, under softmax(z / temperature) of the logits
+    z = scale * hidden @ weight.T or, with a soft cap c, c * tanh(scale * hidden @ weight.T / c).
 
     hidden  [T, h], weight [V, h] of one floating dtype; targets [T] int64
     kept_words  [T, K] int64, -1 where a token has fewer: the softmax is over these words alone (None or K = 0: over all)
@@ -25,20 +27,22 @@ def linear_log_probs(hidden: Tensor, weight: Tensor, targets: Tensor, temperatur
             are the same on all of them. The gradient of hidden is then this rank's part: the caller adds up all ranks' parts
     returns log_probs [T] fp32, entropy [T] fp32 (nats), both differentiable, and greedy [T] bool
     """
-    return LinearLogProbs.apply(hidden, weight, targets, temperature, chunk_size, compiled, group, first_word, kept_words)
+    return LinearLogProbs.apply(hidden, weight, targets, temperature, chunk_size, compiled, group, first_word, kept_words,
+                                scale, softcap)
 
 
 class LinearLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, chunk_size, compiled, group, first_word, kept_words):
+    def forward(ctx, hidden, weight, targets, temperature, chunk_size, compiled, group, first_word, kept_words, scale, softcap):
         targets = targets - first_word
         kept_words = None if kept_words is None else kept_words - first_word
         statistics = _compiled(_statistics) if compiled else _statistics
         chunks = [slice(start, start + chunk_size) for start in range(0, max(1, len(hidden)), chunk_size)]
-        outputs = [statistics(logits(hidden, weight, kept_words, chunk), targets[chunk], temperature) for chunk in chunks]
+        constants = temperature, scale, softcap
+        outputs = [statistics(logits(hidden, weight, kept_words, chunk), targets[chunk], *constants) for chunk in chunks]
         log_probs, entropy, log_z, greedy = _combine(*map(torch.cat, zip(*outputs)), targets, group, first_word)
         ctx.save_for_backward(hidden, weight, targets, log_z, entropy, kept_words)
-        ctx.temperature, ctx.chunk_size, ctx.compiled = temperature, chunk_size, compiled
+        ctx.constants, ctx.chunk_size, ctx.compiled = constants, chunk_size, compiled
         ctx.mark_non_differentiable(greedy)
         ctx.set_materialize_grads(False)        # None means that the loss does not use the entropy
         return log_probs, entropy, greedy
@@ -54,11 +58,11 @@ class LinearLogProbs(torch.autograd.Function):
         for start in range(0, len(hidden), ctx.chunk_size):
             part = slice(start, start + ctx.chunk_size)
             grad = logits_grad(logits(hidden, weight, kept_words, part), targets[part], log_z[part], entropy[part],
-                               grad_log_probs[part], None if grad_entropy is None else grad_entropy[part], ctx.temperature)
+                               grad_log_probs[part], None if grad_entropy is None else grad_entropy[part], *ctx.constants)
             grad_hidden[part] = grad @ weight
             if grad_weight is not None:
                 grad_weight += grad.T @ hidden[part]
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 7
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 9
 
 
 def logits(hidden: Tensor, weight: Tensor, kept_words: Tensor | None, chunk: slice) -> Tensor:
@@ -71,13 +75,21 @@ def logits(hidden: Tensor, weight: Tensor, kept_words: Tensor | None, chunk: sli
     return z.masked_fill(~kept[:, :-1], LEFT_OUT)
 
 
-def _statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, ...]:
+def _scaled(logits: Tensor, temperature: float, scale: float, softcap: float | None) -> Tensor:
+    """[c, V] -> what the softmax is of, fp32"""
+    z = logits.float() if scale == 1 else logits.float() * scale
+    if softcap:
+        z = torch.where(logits > LEFT_OUT / 2, softcap * torch.tanh(z / softcap), LEFT_OUT)
+    return z if temperature == 1 else z / temperature
+
+
+def _statistics(logits: Tensor, targets: Tensor, temperature: float, scale: float, softcap: float | None) -> tuple[Tensor, ...]:
     """[c, V] -> what _combine needs of this rank's words, each [c]: the largest logit m and its word, sum_v e^(z_v - m),
     sum_v e^(z_v - m) (z_v - m), and z_target (0 where the target is another rank's word).
 
     Relative to m, because sums of z_v would lose the digits of an offset that all logits have in common.
     """
-    z = logits.float() if temperature == 1 else logits.float() / temperature
+    z = _scaled(logits, temperature, scale, softcap)
     largest, word = z.max(-1)
     below = z - largest[:, None]
     weights = below.exp()
@@ -106,18 +118,20 @@ def _combine(largest: Tensor, word: Tensor, total: Tensor, total_below: Tensor, 
 
 
 def _logits_grad(logits: Tensor, targets: Tensor, log_z: Tensor, entropy: Tensor, grad_log_probs: Tensor,
-                 grad_entropy: Tensor | None, temperature: float) -> Tensor:
-    """d/dz [c, V], in the logits' dtype: dlogp/dz_v = 1[v = target] - p_v;  dH/dz_v = -p_v (log p_v + H)."""
-    z = logits.float() if temperature == 1 else logits.float() / temperature
+                 grad_entropy: Tensor | None, temperature: float, scale: float, softcap: float | None) -> Tensor:
+    """d/dlogits [c, V], in their dtype, by dz: dlogp/dz_v = 1[v = target] - p_v;  dH/dz_v = -p_v (log p_v + H)."""
+    z = _scaled(logits, temperature, scale, softcap)
     log_p = z - log_z[:, None]
-    scale = grad_log_probs[:, None]
+    upstream = grad_log_probs[:, None]
     if grad_entropy is not None:
-        scale = scale + grad_entropy[:, None] * (log_p + entropy[:, None])
-    grad = log_p.exp().mul_(-scale)
+        upstream = upstream + grad_entropy[:, None] * (log_p + entropy[:, None])
+    grad = log_p.exp().mul_(-upstream)
     # Not scattered: compiled, this stays one pass from logits to gradient, with no fp32 copy of the chunk in between.
     words = torch.arange(logits.shape[1], device=logits.device)
     grad = torch.where(words == targets[:, None], grad + grad_log_probs[:, None], grad)
-    return (grad if temperature == 1 else grad / temperature).to(logits.dtype)
+    if softcap:
+        grad = grad * (1 - (z * (temperature / softcap)).clamp(-1, 1).square())         # d tanh
+    return (grad if temperature == scale == 1 else grad * (scale / temperature)).to(logits.dtype)
 
 
 @cache

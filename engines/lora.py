@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from config import CONFIGS, InputError
+from engines.experts import stacks
 
 PREFIX = "base_model.model."
 # Of adapter_config.json: what would make another adapter of the same two matrices.
@@ -92,6 +93,9 @@ def check(config: DictConfig, hf: nn.Module) -> None:
             if lora.get(key, default) != default:
                 raise InputError(f"model.lora.{key}={lora[key]} does nothing with model.lora.rank=0: give model.lora.rank")
         return
+    if lora.target_modules == "all-linear" and stacks(hf):
+        raise InputError("model.lora.target_modules=all-linear would adapt experts and routers too, which is not supported: give "
+                         "model.lora.target_modules=[q_proj, k_proj, v_proj, o_proj]")
     inject(hf, lora)
     if lora.adapter_path:
         read(lora, shapes(hf))

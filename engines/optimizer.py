@@ -1,7 +1,7 @@
 """Optimizers of the FSDP engine, and the check of their keys for both.
 
 Every function takes, by name, what it reads of params, parameter groups with their weight_decay, in this order: the
-hidden matrices (those of the decoder layers), embeddings and output matrix, norms and biases (not decayed); lr, the peak
+hidden matrices (those of the decoder layers), embeddings, output matrix and experts, norms and biases (not decayed); lr, the peak
 learning rate; betas and eps. It returns a torch optimizer or a list of them. In every step the engine sets the learning
 rate of all groups to the schedule's; a group that was made with another lr than the peak keeps its ratio to it.
 """
@@ -82,10 +82,12 @@ def build(model: nn.Module, layers: list[nn.Module], optim: DictConfig) -> list[
     """The optimizers of a model's parameters; layers: its decoder layers. Groups without a parameter are left out."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     in_layers = {id(p) for layer in layers for p in layer.parameters()}
-    hidden = {id(p) for p in parameters if p.ndim == 2 and id(p) in in_layers}
+    # Experts' biases are stacked, too.
+    spared = {id(p) for name, p in model.named_parameters() if p.ndim <= 1 or name.endswith("bias")}
+    hidden = {id(p) for p in parameters if p.ndim == 2 and id(p) in in_layers - spared}
     groups = [{"params": [p for p in parameters if id(p) in hidden], "weight_decay": optim.weight_decay},
-              {"params": [p for p in parameters if p.ndim > 1 and id(p) not in hidden], "weight_decay": optim.weight_decay},
-              {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0}]
+              {"params": [p for p in parameters if id(p) not in hidden | spared], "weight_decay": optim.weight_decay},
+              {"params": [p for p in parameters if id(p) in spared], "weight_decay": 0.0}]
     found = named(optim)(params=[g for g in groups if g["params"]], lr=optim.lr, betas=tuple(optim.betas), eps=optim.eps)
     found = found if isinstance(found, list) else [found]
     for optimizer in found:

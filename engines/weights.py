@@ -2,7 +2,7 @@
 
 import json
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -29,6 +29,7 @@ def load_weights(hf: nn.Module, path: Path, device: torch.device, buffer_device:
     hf._apply(lambda x: torch.empty_like(x, device=device) if x.is_meta else x)
     hf.tie_weights()
     parameters = {lora.plain_name(name): p for name, p in hf.named_parameters()}
+    parts = {name: (stack, rows) for stack, found in stacked(hf).items() for name, rows in found}
     with torch.no_grad():
         if critic:
             hf.get_output_embeddings().weight.zero_()
@@ -38,6 +39,9 @@ def load_weights(hf: nn.Module, path: Path, device: torch.device, buffer_device:
                     source = tensors.get_slice(name)
                     if source.get_shape() == list(parameters[name].shape):      # else a policy's matrix, for a critic
                         copy_rows(parameters[name], source)
+                for name in parts.keys() & tensors.keys():
+                    stack, rows = parts[name]
+                    copy_rows(parameters[stack], tensors.get_slice(name), rows)
         for module in hf.modules():
             if module._non_persistent_buffers_set:                        # rotary frequencies: in no file
                 for name in module._non_persistent_buffers_set:
@@ -47,17 +51,51 @@ def load_weights(hf: nn.Module, path: Path, device: torch.device, buffer_device:
                 hf._init_weights(module)
 
 
+def stacked(hf: nn.Module) -> dict[str, list[tuple[str, range]]]:
+    """Of parameters that transformers stacks when it loads, such as a layer's experts [n, 2 * f, h]: the names that the files
+    have for the parts, and which rows each is, of all matrices one below the other. The parameter's name -> its parts.
+
+    This is transformers' own table, applied to the numbers of the rows. Raises InputError for parts that are no rows.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping  # slow: not for those who only read checksums
+    from transformers.core_model_loading import WeightConverter, revert_weight_conversion
+    table = [entry for entry in get_model_conversion_mapping(hf, add_legacy=False) if isinstance(entry, WeightConverter)]
+    patterns, found = [pattern for entry in table for pattern in entry.target_patterns], {}
+    hf._weight_conversions = table
+    for name, parameter in hf.named_parameters():
+        if parameter.ndim < 3 or not any(pattern in name for pattern in patterns):
+            continue
+        numbers = torch.arange(parameter.shape[:-1].numel()).view(*parameter.shape[:-1], 1)
+        parts = {part: rows.flatten().tolist() for part, rows in revert_weight_conversion(hf, {name: numbers}).items()}
+        if parts.keys() == {name}:
+            continue
+        found[name] = [(part, range(rows[0], rows[0] + len(rows))) for part, rows in parts.items()]
+        if any(list(rows) != parts[part] for part, rows in found[name]):
+            raise InputError(f"transformers makes {name} of {min(parts)} and others in a way that is not supported")
+    return found
+
+
+def in_files(weights: Iterable[tuple[str, Tensor]], parts: dict[str, list[tuple[str, range]]]) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) as the files have them, of a model's whole parameters."""
+    for name, weight in weights:
+        if name not in parts:
+            yield name, weight
+        for part, rows in parts.get(name, ()):
+            yield part, weight.flatten(0, -2)[rows.start:rows.stop]
+
+
 def check_files(hf: nn.Module, path: Path, critic: bool, parameters: Iterable[tuple[str, Tensor]] | None = None) -> None:
     """Raise InputError unless the files hold exactly the weights of hf, the model on the meta device; only headers are read.
 
     A critic's output matrix may be absent, or a policy's. parameters: names and shapes in the files, where they are not those
     of hf's own parameters.
     """
-    expected = {name: list(p.shape) for name, p in parameters or hf.named_parameters()}
-    found = {}
+    found, parts = {}, {} if parameters else stacked(hf)
     for file in weight_files(path):
         with safe_open(file, framework="pt") as tensors:
             found |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}
+    split = {name: found_parts for name, found_parts in parts.items() if name not in found}
+    expected = {name: list(p.shape) for name, p in in_files(parameters or hf.named_parameters(), split)}
     # Besides parameters a file may hold buffers, and the output matrix of a tied model once more.
     known = expected.keys() | hf.state_dict().keys()
     if critic:
@@ -105,12 +143,20 @@ def load_adapter(hf: nn.Module, settings: DictConfig, seed: int) -> None:
                 copy_rows(parameter, tensors[name])
 
 
-def copy_rows(parameter: nn.Parameter, source) -> None:
+def copy_rows(parameter: nn.Parameter, source, rows: range | None = None) -> None:
+    """Copy this rank's rows of a tensor, or of a slice of a file. rows: source has only these, of all matrices of a stack."""
     start, stop = 0, parameter.shape[0]
     if isinstance(parameter, DTensor):                                    # FSDP2 shards dimension 0 as torch.chunk does
         mesh = parameter.device_mesh
-        rows = -(-stop // mesh.size(mesh.ndim - 1))
-        start = min(mesh.get_local_rank(mesh.ndim - 1) * rows, stop)
-        stop = min(start + rows, stop)
+        each = -(-stop // mesh.size(mesh.ndim - 1))
+        start = min(mesh.get_local_rank(mesh.ndim - 1) * each, stop)
+        stop = min(start + each, stop)
         parameter = parameter.to_local()
-    parameter.copy_(source[start:stop])
+    if rows is not None:
+        height = parameter.shape[1:-1].numel()
+        start, stop, parameter = start * height, stop * height, parameter.flatten(0, -2)
+    else:
+        rows = range(stop)
+    first, end = max(start, rows.start), min(stop, rows.stop)
+    if first < end:
+        parameter[first - start:end - start].copy_(source[first - rows.start:end - rows.start])

@@ -1,7 +1,7 @@
-"""Packed causal attention for Hugging Face models, with Ulysses sequence parallelism.
+"""Causal attention for Hugging Face models, packed or padded, with Ulysses sequence parallelism.
 
 Importing this file registers the attention implementation "packed" with transformers. Its layout (where sequences
-begin, which ranks share them) reaches it as the model's keyword argument `packing`.
+begin, which ranks share them) reaches it as the model's keyword argument `packing`; without it, a row is a sequence.
 """
 
 from __future__ import annotations
@@ -53,27 +53,34 @@ class Packing:
 
 
 def packed_attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
-                     packing: Packing, scaling: float | None = None, dropout: float = 0.0,
-                     sliding_window: int | None = None, **others) -> tuple[Tensor, None]:
+                     packing: Packing | None = None, scaling: float | None = None, dropout: float = 0.0,
+                     sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None,
+                     **others) -> tuple[Tensor, None]:
     """Causal attention inside each sequence; the signature is transformers' attention interface.
 
-    query [1, heads, T', dim], key and value [1, kv_heads, T', dim] -> [1, T', heads, dim], T' this rank's tokens.
-    Raises InputError for a model that asks its attention for something else: soft caps, sinks, biases, dropout.
+    query [1, heads, T', dim], key and value [1, kv_heads, T', dim] -> [1, T', heads, dim], T' this rank's tokens; without
+    packing the same with a row for each sequence. Soft caps and sinks (s_aux [heads]) take memory for all scores of a sequence.
+    Raises InputError for a model that asks its attention for something else: biases, dropout.
     """
     asked = [name for name, value in others.items() if value is not None and name not in HARMLESS]
     if dropout or asked:
         raise InputError(f"the model wants {'dropout' if dropout else asked[0]} in its attention, which is not supported")
+    window = sliding_window or 0
+    if packing is None:
+        q, k, v = (x.permute(2, 0, 1, 3) for x in (query, key, value))
+        return by_segment(q, k, v, [(0, len(q), 0, len(q))], scaling, window, softcap, s_aux).transpose(0, 1), None
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))          # [T', heads, dim]
-    group, window = packing.group, (sliding_window or 0)
+    group = packing.group
     if group is not None:
         repeats = max(1, dist.get_world_size(group) // k.shape[1])         # every rank needs a KV head of its own
         k, v = (x.repeat_interleave(repeats, dim=1) if repeats > 1 else x for x in (k, v))
         q, k, v = (exchange(x, group, True) for x in (q, k, v))            # [T, heads / ranks, dim]
-    if q.is_cuda and q.dtype != torch.float32:
+        s_aux = None if s_aux is None else s_aux.chunk(group.size())[group.rank()]
+    if q.is_cuda and q.dtype != torch.float32 and not softcap and s_aux is None:
         out = causal_attention(q, k, v, packing.cu_seqlens, packing.cu_seqlens, packing.max_length, packing.max_length,
                                scaling, window)
-    else:                                                                  # no such kernel on CPU or in fp32
-        out = by_sequence(q, k, v, packing, scaling, window)
+    else:                                                                  # there is no such kernel
+        out = by_sequence(q, k, v, packing, scaling, window, softcap, s_aux)
     if group is not None:
         out = exchange(out, group, False)
     return out[None], None
@@ -81,9 +88,9 @@ def packed_attention(module, query: Tensor, key: Tensor, value: Tensor, attentio
 
 # Not compiled: it would be compiled again for every new set of lengths, without any gain for collectives.
 @torch.compiler.disable
-def by_sequence(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float | None, window: int) -> Tensor:
+def by_sequence(q: Tensor, k: Tensor, v: Tensor, packing: Packing, *others) -> Tensor:
     segments = [(a, b, a, b) for a, b in zip(packing.bounds, packing.bounds[1:])]
-    return by_segment(q[:, None], k[:, None], v[:, None], segments, scale, window)[:, 0]
+    return by_segment(q[:, None], k[:, None], v[:, None], segments, *others)[:, 0]
 
 
 @torch.compiler.disable

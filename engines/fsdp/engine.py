@@ -25,19 +25,16 @@ from torch.distributed.tensor import DTensor
 
 from config import InputError
 from data.packing import Batch
-from engines import lora, optimizer, schedule
+from engines import experts, lora, optimizer, schedule
 from engines.base import Engine, LossFn, check_batch_size
 from engines.device import to_device
 from engines.fsdp.attention import Packing
 from engines.heads import LogProbHead, ValueHead
-from engines.hf import build_on_meta, count_flops, keep_zero_rows, read_hf_config
+from engines.hf import build_on_meta, count_flops, keep_zero_rows, logit_constants, read_hf_config
 from engines.microbatch import MicroBatch, lay_out
 from engines.offload import HostMemory
 from engines.storage import Writer
-from engines.weights import check_files, load_adapter, load_weights
-
-# Between the hidden states and the logits these would change what linear_log_probs computes.
-LOGIT_TRANSFORMS = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0, "lm_head_bias": False}
+from engines.weights import check_files, in_files, load_adapter, load_weights, stacked
 
 
 class FSDPEngine(Engine):
@@ -61,11 +58,9 @@ class FSDPEngine(Engine):
         self.compute_dtype, self.lora = getattr(torch, engine.compute_dtype), config.model.lora
         compiled = uses_compile(engine, device.type)
         self.hf, self._adapted = build(config, self.hf_config, critic)
-        if not engine.use_remove_padding:
-            self.hf.set_attn_implementation("sdpa")
         self._unproven = bool(self._adapted) and not critic         # a critic's gradient comes through its head, which is zero
         self.model = PackedModel(self.hf, ValueHead() if critic else LogProbHead(
-            temperature, engine.log_prob_chunk_size, compiled, self.hf_config.vocab_size))
+            temperature, engine.log_prob_chunk_size, compiled, self.hf_config.vocab_size, None, *logit_constants(self.hf)))
         layers = [m for m in self.hf.modules() if type(m).__name__ in self.hf._no_split_modules]
         if engine.activation_checkpointing:
             self.hf.gradient_checkpointing_enable({"use_reentrant": False})
@@ -81,7 +76,8 @@ class FSDPEngine(Engine):
         self.optimizers = optimizer.build(self.model, layers, self.optim) if optimize else []
         # Each group's learning rate relative to the schedule's: 1, unless the user's optimizer has set another one.
         self._lr_ratios = [group["lr"] / self.optim.lr if self.optim.lr else 1.0 for group in self._groups()]
-        self._flops = count_flops(self.hf, self.hf_config)
+        self._flops, self._parts = count_flops(self.hf, self.hf_config), stacked(self.hf)
+        self._aux_loss_coef = experts.aux_loss_coef(engine.router_aux_loss_coef, self.hf_config)
         self._host_memory, self._shares_base = HostMemory(device), base is not None
 
     @staticmethod
@@ -91,6 +87,8 @@ class FSDPEngine(Engine):
         check_layout(config, hf_config, world_size)
         hf = build_on_meta(hf_config, torch.float32, critic, "packed")
         check_attention(hf)
+        if not critic:
+            logit_constants(hf)
         check_files(hf, Path(config.model.path), critic)
         lora.check(config, hf)
         return hf_config
@@ -100,13 +98,21 @@ class FSDPEngine(Engine):
     def train_batch(self, batch: Batch, loss_fn: LossFn, step: int) -> dict[str, float]:
         self._onload("parameters", "optimizer")
         amounts, loss_fn = defaultdict(lambda: torch.zeros((), device=self.device)), self._watched(loss_fn)
+        aux_losses, num_tokens = torch.zeros((), device=self.device), 1.0
+        if self._aux_loss_coef:
+            num_tokens = self.sum_over_dp(torch.tensor(float(len(batch.input_ids)))).item()
         with self._seeded(step, dist.get_rank()):
             for indices in self._plan(batch):
                 micro_batch = self._lay_out(batch.select(indices))
-                outputs = self._forward(micro_batch)[:self.model.head.num_differentiable]
-                loss, extra = loss_fn(*outputs, micro_batch.fields)
+                outputs, router_logits = self._forward(micro_batch, with_routers=self._aux_loss_coef > 0)
+                loss, extra = loss_fn(*outputs[:self.model.head.num_differentiable], micro_batch.fields)
+                aux_loss = 0.0
+                if router_logits:
+                    aux_loss = experts.aux_loss(router_logits, micro_batch.padding.flatten(), self.hf_config.num_experts_per_tok,
+                                                num_tokens, self.cp_group)
+                    aux_losses += aux_loss.detach() / len(router_logits)
                 # FSDP averages gradients over ranks; ours are parts of one sum.
-                (loss * self.world_size).backward()
+                ((loss + self._aux_loss_coef * aux_loss) * self.world_size).backward()
                 for name, amount in {"loss": loss, **extra}.items():
                     amounts[name] += amount.detach()
         grad_norm = self._clip()
@@ -119,8 +125,11 @@ class FSDPEngine(Engine):
             for each in self.optimizers:
                 each.step()
         self.model.zero_grad(set_to_none=True)
-        totals = self.sum_over_dp(torch.stack(list(amounts.values())))
-        return {**dict(zip(amounts, totals.tolist())), "grad_norm": grad_norm, "lr": lr, "skipped": float(skipped)}
+        totals = dict(zip(amounts, self.sum_over_dp(torch.stack(list(amounts.values()))).tolist()))
+        if self._aux_loss_coef:
+            dist.all_reduce(aux_losses)
+            totals["router_aux_loss"] = aux_losses.item()
+        return {**totals, "grad_norm": grad_norm, "lr": lr, "skipped": float(skipped)}
 
     @torch.no_grad()
     def _ask(self, batch: Batch) -> Tensor:
@@ -129,7 +138,7 @@ class FSDPEngine(Engine):
         where = Batch(torch.arange(len(batch.input_ids)), batch.cu_seqlens)
         self.model.eval()
         for indices in self._plan(batch):
-            outputs = self._forward(self._lay_out(batch.select(indices)))
+            outputs, _ = self._forward(self._lay_out(batch.select(indices)))
             answers[:, where.select(indices).input_ids.to(self.device)] = torch.stack([x.float() for x in outputs])
         self.model.train()
         return answers
@@ -139,15 +148,17 @@ class FSDPEngine(Engine):
         packing_of = partial(Packing.of, group=self.cp_group, device=self.device)
         return lay_out(batch, packing_of if self.config.engine.use_remove_padding else None, self.cp_group, self.device)
 
-    def _forward(self, batch: MicroBatch) -> tuple[Tensor, ...]:
-        """log_probs, entropy, greedy (a critic: values), each [T] on the device; entry t is about token t."""
+    def _forward(self, batch: MicroBatch, with_routers: bool = False) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """log_probs, entropy, greedy (a critic: values), each [T] on the device, entry t about token t; and where asked for, the
+        logits of the routers [this rank's places, experts] of each layer that has one."""
         positions, attention = [torch.arange(n) for n in batch.lengths], {}
         if batch.packing:
             positions = [torch.cat(positions).chunk(self.cp_group.size())[self.cp_group.rank()]]
             attention = batch.packing.arguments()
-        values = self.model(batch.input_ids, to_device(torch.stack(positions), self.device), batch.place, batch.targets,
-                            batch.kept_words, **attention)
-        return tuple(batch.to_tokens(x, self.cp_group) for x in values)
+        self.hf.config.output_router_logits = with_routers
+        values, router_logits = self.model(batch.input_ids, to_device(torch.stack(positions), self.device), batch.place, batch.targets,
+                                           batch.kept_words, **attention)
+        return tuple(batch.to_tokens(x, self.cp_group) for x in values), router_logits
 
     def _clip(self) -> float:
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
@@ -195,6 +206,9 @@ class FSDPEngine(Engine):
             layer._disable_adapters = not use           # enable_adapters() would also freeze them
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        yield from in_files(self._whole_weights(), self._parts)
+
+    def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
         self._onload("parameters")
         adapted = {layer.base_layer.weight: layer for layer in self._adapted if not layer.disable_adapters}
         for name, parameter in self.hf.named_parameters():
@@ -254,10 +268,11 @@ class PackedModel(nn.Module):
     def forward(self, input_ids: Tensor, position_ids: Tensor, place: Tensor, targets: Tensor, kept_words: Tensor,
                 **attention):
         """input_ids, position_ids [rows, length]. Returns the head's outputs for the tokens `targets` [k] that follow the
-        places `place` [k] in [length * rows], and were drawn from `kept_words` [k, K]."""
-        hidden = self.hf.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **attention)[0]
-        hidden = hidden.transpose(0, 1).flatten(0, 1).index_select(0, place)
-        return self.head(hidden, self.hf.get_output_embeddings().weight.to(hidden.dtype), targets, kept_words)
+        places `place` [k] in [length * rows], and were drawn from `kept_words` [k, K]; and the routers' logits, if recorded."""
+        outputs = self.hf.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **attention)
+        hidden = outputs[0].transpose(0, 1).flatten(0, 1).index_select(0, place)
+        weight = self.hf.get_output_embeddings().weight.to(hidden.dtype)
+        return self.head(hidden, weight, targets, kept_words), outputs.get("router_logits", ())
 
 
 def build(config: DictConfig, hf_config, critic: bool) -> tuple[nn.Module, list[nn.Module]]:
@@ -290,11 +305,7 @@ def check_layout(config: DictConfig, hf_config, world_size: int) -> None:
     if cp > 1 and not engine.use_remove_padding:
         raise InputError("engine.context_parallel_size > 1 needs engine.use_remove_padding=true")
     check_batch_size(config, world_size // cp)
-    if any(getattr(hf_config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
-        raise InputError(f"model.path={config.model.path}: model_engine=fsdp does not train mixtures of experts")
-    for name, harmless in LOGIT_TRANSFORMS.items():
-        if getattr(hf_config, name, harmless) not in (harmless, None):
-            raise InputError(f"model.path={config.model.path}: {name} in config.json is not supported")
+    experts.aux_loss_coef(engine.router_aux_loss_coef, hf_config)
 
 
 def check_attention(hf: nn.Module) -> None:
@@ -302,6 +313,7 @@ def check_attention(hf: nn.Module) -> None:
     shows whether its attention takes them."""
     if hf._is_stateful:
         raise InputError(f"{type(hf).__name__} carries a state from token to token, and so from one packed sequence to the next")
+    hf.config._experts_implementation = "batched_mm"           # which is defined without memory, too
     with torch.device("meta"), torch.no_grad():
         ids = torch.zeros(1, 4, dtype=torch.int64)
         packing = Packing(torch.zeros(3, dtype=torch.int32), [0, 2, 4], 2)

@@ -107,9 +107,6 @@ class Adapter(nn.Module):
 def check(config: DictConfig, hf_config, hf: nn.Module) -> None:
     """Raise InputError for adapters that this engine has none of. hf: the model on the meta device, which gets them."""
     settings, engine, tp = config.model.lora, config.engine, config.engine.tensor_model_parallel_size
-    if settings.rank and settings.target_modules == "all-linear" and getattr(hf_config, "num_experts", None):
-        raise InputError("model.lora.target_modules=all-linear would adapt experts and routers too, which is not supported: give "
-                         "model.lora.target_modules=[q_proj, k_proj, v_proj, o_proj]")
     lora.check(config, hf)
     if not settings.rank:
         return
