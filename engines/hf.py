@@ -86,7 +86,8 @@ def count_flops(hf: nn.Module, hf_config) -> tuple[int, int, int, int]:
     head = hf.get_output_embeddings().weight.numel()
     outside = {hf.get_input_embeddings().weight, hf.get_output_embeddings().weight}      # one, if they are tied
     adapters = sum(p.numel() for name, p in hf.named_parameters() if ".lora_" in name)
-    matrices = sum(p.numel() for name, p in hf.named_parameters() if p.ndim > 1 and not name.endswith("bias")) - sum(p.numel() for p in outside) - adapters
+    matrices = sum(p.numel() for name, p in hf.named_parameters() if p.ndim > 1 and not name.endswith("bias"))
+    matrices -= sum(p.numel() for p in outside) + adapters
     matrices -= sum(p.numel() * (len(p) - hf_config.num_experts_per_tok) // len(p) for _, p in stacks(hf))
     head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
     return matrices, head, hf_config.num_attention_heads * head_dim * hf_config.num_hidden_layers, adapters

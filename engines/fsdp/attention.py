@@ -1,7 +1,7 @@
 """Causal attention for Hugging Face models, packed or padded, with Ulysses sequence parallelism.
 
-Importing this file registers the attention implementation "packed" with transformers. Its layout (where sequences
-begin, which ranks share them) reaches it as the model's keyword argument `packing`; without it, a row is a sequence.
+Importing this file registers the attention implementations "packed" and "padded" with transformers. The layout of packed
+sequences (where they begin, which ranks share them) reaches the former as the model's keyword argument `packing`.
 """
 
 from __future__ import annotations
@@ -53,24 +53,18 @@ class Packing:
 
 
 def packed_attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
-                     packing: Packing | None = None, scaling: float | None = None, dropout: float = 0.0,
+                     packing: Packing, scaling: float | None = None, dropout: float = 0.0,
                      sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None,
                      **others) -> tuple[Tensor, None]:
     """Causal attention inside each sequence; the signature is transformers' attention interface.
 
-    query [1, heads, T', dim], key and value [1, kv_heads, T', dim] -> [1, T', heads, dim], T' this rank's tokens; without
-    packing the same with a row for each sequence. Soft caps and sinks (s_aux [heads]) take memory for all scores of a sequence.
-    Raises InputError for a model that asks its attention for something else: biases, dropout.
+    query [1, heads, T', dim], key and value [1, kv_heads, T', dim] -> [1, T', heads, dim], T' this rank's tokens.
+    Soft caps and sinks (s_aux [heads]) take memory for all scores of a sequence. Raises InputError for a model that asks its
+    attention for something else: biases, dropout.
     """
-    asked = [name for name, value in others.items() if value is not None and name not in HARMLESS]
-    if dropout or asked:
-        raise InputError(f"the model wants {'dropout' if dropout else asked[0]} in its attention, which is not supported")
-    window = sliding_window or 0
-    if packing is None:
-        q, k, v = (x.permute(2, 0, 1, 3) for x in (query, key, value))
-        return by_segment(q, k, v, [(0, len(q), 0, len(q))], scaling, window, softcap, s_aux).transpose(0, 1), None
+    refuse(dropout, others)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))          # [T', heads, dim]
-    group = packing.group
+    group, window = packing.group, (sliding_window or 0)
     if group is not None:
         repeats = max(1, dist.get_world_size(group) // k.shape[1])         # every rank needs a KV head of its own
         k, v = (x.repeat_interleave(repeats, dim=1) if repeats > 1 else x for x in (k, v))
@@ -84,6 +78,22 @@ def packed_attention(module, query: Tensor, key: Tensor, value: Tensor, attentio
     if group is not None:
         out = exchange(out, group, False)
     return out[None], None
+
+
+def padded_attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
+                     scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None,
+                     softcap: float | None = None, s_aux: Tensor | None = None, **others) -> tuple[Tensor, None]:
+    """The same for a sequence in each row, padded at its end: query [b, heads, n, dim] -> [b, n, heads, dim]."""
+    refuse(dropout, others)
+    q, k, v = (x.permute(2, 0, 1, 3) for x in (query, key, value))
+    whole = [(0, len(q), 0, len(q))]
+    return by_segment(q, k, v, whole, scaling, sliding_window or 0, softcap, s_aux).transpose(0, 1), None
+
+
+def refuse(dropout: float, others: dict) -> None:
+    asked = [name for name, value in others.items() if value is not None and name not in HARMLESS]
+    if dropout or asked:
+        raise InputError(f"the model wants {'dropout' if dropout else asked[0]} in its attention, which is not supported")
 
 
 # Not compiled: it would be compiled again for every new set of lengths, without any gain for collectives.
@@ -102,5 +112,6 @@ def exchange(x: Tensor, group: dist.ProcessGroup, scatter_heads: bool) -> Tensor
     return AllToAll.apply(x.unflatten(0, (ranks, -1)), group).transpose(0, 1).flatten(1, 2)
 
 
-AttentionInterface.register("packed", packed_attention)
-AttentionMaskInterface.register("packed", lambda *args, **kwargs: None)
+for name, function in (("packed", packed_attention), ("padded", padded_attention)):
+    AttentionInterface.register(name, function)
+    AttentionMaskInterface.register(name, lambda *args, **kwargs: None)

@@ -29,6 +29,7 @@ from engines import experts, lora, optimizer, schedule
 from engines.base import Engine, LossFn, check_batch_size
 from engines.device import to_device
 from engines.fsdp.attention import Packing
+from engines.fsdp.recurrence import Bounds, recurrent_layers
 from engines.heads import LogProbHead, ValueHead
 from engines.hf import build_on_meta, count_flops, keep_zero_rows, logit_constants, read_hf_config
 from engines.microbatch import MicroBatch, lay_out
@@ -86,6 +87,9 @@ class FSDPEngine(Engine):
         hf_config = read_hf_config(config.model.path)
         check_layout(config, hf_config, world_size)
         hf = build_on_meta(hf_config, torch.float32, critic, "packed")
+        if config.engine.context_parallel_size > 1 and recurrent_layers(hf):
+            raise InputError(f"engine.context_parallel_size={config.engine.context_parallel_size}: the layers of {type(hf).__name__} "
+                             "carry a state from token to token, and ranks cannot share a sequence")
         check_attention(hf)
         if not critic:
             logit_constants(hf)
@@ -151,13 +155,12 @@ class FSDPEngine(Engine):
     def _forward(self, batch: MicroBatch, with_routers: bool = False) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """log_probs, entropy, greedy (a critic: values), each [T] on the device, entry t about token t; and where asked for, the
         logits of the routers [this rank's places, experts] of each layer that has one."""
-        positions, attention = [torch.arange(n) for n in batch.lengths], {}
+        positions = [torch.arange(n) for n in batch.lengths]
         if batch.packing:
             positions = [torch.cat(positions).chunk(self.cp_group.size())[self.cp_group.rank()]]
-            attention = batch.packing.arguments()
         self.hf.config.output_router_logits = with_routers
-        values, router_logits = self.model(batch.input_ids, to_device(torch.stack(positions), self.device), batch.place, batch.targets,
-                                           batch.kept_words, **attention)
+        positions = to_device(torch.stack(positions), self.device)
+        values, router_logits = self.model(batch.input_ids, positions, batch.place, batch.targets, batch.kept_words, batch.packing)
         return tuple(batch.to_tokens(x, self.cp_group) for x in values), router_logits
 
     def _clip(self) -> float:
@@ -263,12 +266,13 @@ class PackedModel(nn.Module):
 
     def __init__(self, hf: nn.Module, head: nn.Module):
         super().__init__()
-        self.hf, self.head = hf, head
+        self.hf, self.head, self.bounds = hf, head, Bounds(hf)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, place: Tensor, targets: Tensor, kept_words: Tensor,
-                **attention):
+                packing: Packing | None):
         """input_ids, position_ids [rows, length]. Returns the head's outputs for the tokens `targets` [k] that follow the
         places `place` [k] in [length * rows], and were drawn from `kept_words` [k, K]; and the routers' logits, if recorded."""
+        self.bounds.now, attention = (packing.bounds, packing.arguments()) if packing else (None, {})
         outputs = self.hf.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **attention)
         hidden = outputs[0].transpose(0, 1).flatten(0, 1).index_select(0, place)
         weight = self.hf.get_output_embeddings().weight.to(hidden.dtype)
@@ -278,10 +282,11 @@ class PackedModel(nn.Module):
 def build(config: DictConfig, hf_config, critic: bool) -> tuple[nn.Module, list[nn.Module]]:
     """The model on the meta device, and its layers with adapters. A critic's value head is trained beside these."""
     engine, settings = config.engine, config.model.lora
+    attention = "packed" if engine.use_remove_padding else "padded"
     if not settings.rank:
-        return build_on_meta(hf_config, getattr(torch, engine.param_dtype), critic, "packed"), []
+        return build_on_meta(hf_config, getattr(torch, engine.param_dtype), critic, attention), []
     # Frozen weights need no more precision than the pass that reads them.
-    hf = build_on_meta(hf_config, getattr(torch, engine.compute_dtype), critic, "packed")
+    hf = build_on_meta(hf_config, getattr(torch, engine.compute_dtype), critic, attention)
     return hf, lora.inject(hf, settings, critic)
 
 
@@ -311,7 +316,7 @@ def check_layout(config: DictConfig, hf_config, world_size: int) -> None:
 def check_attention(hf: nn.Module) -> None:
     """Raise InputError for a model (on the meta device) that would compute packed sequences wrongly. A pass over shapes alone
     shows whether its attention takes them."""
-    if hf._is_stateful:
+    if hf._is_stateful and not recurrent_layers(hf):
         raise InputError(f"{type(hf).__name__} carries a state from token to token, and so from one packed sequence to the next")
     hf.config._experts_implementation = "batched_mm"           # which is defined without memory, too
     with torch.device("meta"), torch.no_grad():
