@@ -88,8 +88,8 @@ class FSDPEngine(Engine):
         check_layout(config, hf_config, world_size)
         hf = build_on_meta(hf_config, torch.float32, critic, "packed")
         if config.engine.context_parallel_size > 1 and recurrent_layers(hf):
-            raise InputError(f"engine.context_parallel_size={config.engine.context_parallel_size}: the layers of {type(hf).__name__} "
-                             "carry a state from token to token, and ranks cannot share a sequence")
+            raise InputError(f"engine.context_parallel_size={config.engine.context_parallel_size}: layers of {type(hf).__name__} "
+                             "carry a state from token to token: ranks cannot share a sequence")
         check_attention(hf)
         if not critic:
             logit_constants(hf)
@@ -324,7 +324,7 @@ def check_attention(hf: nn.Module) -> None:
         packing = Packing(torch.zeros(3, dtype=torch.int32), [0, 2, 4], 2)
         try:
             hf.base_model(input_ids=ids, position_ids=ids, use_cache=False, **packing.arguments())
-        except TypeError as error:
+        except (TypeError, ValueError, RuntimeError) as error:
             raise InputError(f"{type(hf).__name__} does not take packed sequences: {error}") from None
 
 
