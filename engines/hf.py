@@ -90,4 +90,6 @@ def count_flops(hf: nn.Module, hf_config) -> tuple[int, int, int, int]:
     matrices -= sum(p.numel() for p in outside) + adapters
     matrices -= sum(p.numel() * (len(p) - hf_config.num_experts_per_tok) // len(p) for _, p in stacks(hf))
     head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
-    return matrices, head, hf_config.num_attention_heads * head_dim * hf_config.num_hidden_layers, adapters
+    kinds = getattr(hf_config, "layer_types", None) or ["full_attention"] * hf_config.num_hidden_layers
+    attention = sum(kind not in ("linear_attention", "conv", "mlp", "moe") for kind in kinds)
+    return matrices, head, hf_config.num_attention_heads * head_dim * attention, adapters

@@ -4,6 +4,7 @@ import torch
 from omegaconf import DictConfig
 from torch import nn
 
+from engines.experts import stacks
 from engines.fsdp.engine import build, is_replicated, is_sharded, uses_compile
 from engines.hf import build_on_meta, read_hf_config
 from engines.lora import inject
@@ -51,8 +52,9 @@ def estimate(config: DictConfig, world_size: int, device_type: str, role: str = 
     for a reference, which has none, in its forward pass.
 
     A micro-batch is data.max_tokens_per_micro_batch tokens. Activations are counted for a Llama-like layer: residual and
-    normalised inputs, q, k, v and the attention's output, gate, up and their product; without torch.compile also the fp32
-    copies inside both norms and the activation of the gate.
+    normalised inputs, q, k, v and the attention's output, gate, up and their product (of each expert that a token goes to, with
+    its copy of the token and its answer); without torch.compile also the fp32 copies inside both norms and the activation of the
+    gate.
     """
     engine, shape = config.engine, read_hf_config(config.model.path)
     hf, adapted = build(config, shape, role == "critic")
@@ -75,10 +77,13 @@ def estimate(config: DictConfig, world_size: int, device_type: str, role: str = 
         unreduced = sum(root_and_layer(trained, layers)) * (compute + reduce)
 
     tokens = config.data.max_tokens_per_micro_batch / engine.context_parallel_size
-    hidden, intermediate = shape.hidden_size, shape.intermediate_size
+    hidden, intermediate, at_once = shape.hidden_size, shape.intermediate_size, 0
+    if stacks(hf):
+        at_once = shape.num_experts_per_tok
+        intermediate = at_once * (getattr(shape, "moe_intermediate_size", None) or intermediate)
     head_dim = getattr(shape, "head_dim", None) or hidden // shape.num_attention_heads
     q, kv = shape.num_attention_heads * head_dim, shape.num_key_value_heads * head_dim
-    in_one_layer = (4 * hidden + 3 * q + 3 * kv + 3 * intermediate) * compute
+    in_one_layer = (4 * hidden + 3 * q + 3 * kv + 3 * intermediate + 2 * at_once * hidden) * compute
     compiled = uses_compile(engine, device_type)
     if not compiled:
         in_one_layer += 2 * hidden * (4 + 4) + intermediate * compute

@@ -39,25 +39,24 @@ def by_segment(query: Tensor, key: Tensor, value: Tensor, segments: Iterable[tup
             seen = torch.ones(num_q, num_k, dtype=torch.bool, device=q.device).tril(num_k - num_q)
             mask = {"attn_mask": seen.triu(num_k - num_q + 1 - window)}
         if softcap or sinks is not None:
-            attended = explicit_attention(q, k, v, window, scale, softcap, sinks)
+            seen = torch.ones(num_q, num_k, dtype=torch.bool, device=q.device).tril(num_k - num_q)
+            seen = seen.triu(num_k - num_q + 1 - window) if window > 0 else seen
+            attended = explicit_attention(q, k, v, seen, scale, softcap, sinks)
         else:
             attended = F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=q.shape[1] != k.shape[1], **mask)
         out.append(attended.permute(2, 0, 1, 3))
     return torch.cat(out)
 
 
-def explicit_attention(query: Tensor, key: Tensor, value: Tensor, window: int, scale: float | None, softcap: float | None,
+def explicit_attention(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: float | None, softcap: float | None,
                        sinks: Tensor | None) -> Tensor:
-    """query [b, heads, n, dim], key and value [b, kv_heads, n, dim] -> [b, heads, n, dim], with all n * n scores in memory.
-    softcap c: a score s becomes c * tanh(s / c). sinks [heads]: the logit of a word, as it were, that every query may attend to
-    and whose value is 0."""
+    """query [b, heads, n, dim], key and value [b, kv_heads, m, dim] -> [b, heads, n, dim], with all n * m scores in memory.
+    seen [.., n, m] bool: which key each query sees. softcap c: a score s becomes c * tanh(s / c). sinks [heads]: the score of one
+    more key, which every query sees and whose value is 0."""
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
     scores = (query @ key.transpose(-1, -2)).float() * (scale or query.shape[-1] ** -0.5)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    if window > 0:
-        seen = seen.triu(1 - window)
     scores = scores.masked_fill(~seen, -torch.inf)
     if sinks is not None:
         scores = torch.cat([scores, sinks.float()[:, None, None].expand(*scores.shape[:-1], 1)], -1)

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from config import InputError
 from engines import lora
+from engines.experts import stacks
 from engines.fsdp.engine import is_replicated
 from engines.hf import build_on_meta, read_hf_config
 
@@ -32,6 +33,8 @@ def why_not_shared(config: DictConfig, world_size: int) -> str | None:
         return f"model_engine={config.model_engine} keeps weights in another layout than vLLM"
     if config.rollout.tensor_parallel_size > 1:
         return f"rollout.tensor_parallel_size={config.rollout.tensor_parallel_size} divides vLLM's weights"
+    if stacks(build_on_meta(read_hf_config(config.model.path), torch.float32)):
+        return "vLLM keeps experts in another layout"
     if not is_replicated(config, world_size):
         return "not every rank holds all of the trainer's weights (on several they need engine.fsdp_size=1; no engine.cpu_offload)"
     if torch.accelerator.is_available() and torch.accelerator.current_accelerator().type == "npu":

@@ -13,11 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from config import InputError
 from engines.collectives import AllToAll
 from engines.device import to_device
-from engines.varlen import by_segment, causal_attention
+from engines.varlen import by_segment, causal_attention, explicit_attention
 
 # Arguments that models pass to their attention and that mean nothing to it.
 HARMLESS = {"position_ids", "use_cache", "cache_position", "output_attentions", "is_causal"}
@@ -81,13 +83,15 @@ def packed_attention(module, query: Tensor, key: Tensor, value: Tensor, attentio
 
 
 def padded_attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
-                     scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None,
                      softcap: float | None = None, s_aux: Tensor | None = None, **others) -> tuple[Tensor, None]:
-    """The same for a sequence in each row, padded at its end: query [b, heads, n, dim] -> [b, n, heads, dim]."""
-    refuse(dropout, others)
-    q, k, v = (x.permute(2, 0, 1, 3) for x in (query, key, value))
-    whole = [(0, len(q), 0, len(q))]
-    return by_segment(q, k, v, whole, scaling, sliding_window or 0, softcap, s_aux).transpose(0, 1), None
+    """transformers' attention for a sequence in each row, query [b, heads, n, dim] -> [b, n, heads, dim], with the soft caps and
+    sinks that it leaves out in silence. attention_mask [b, 1, n, n] bool, None: causal."""
+    if softcap is None and s_aux is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **others)
+    refuse(others.get("dropout"), {})
+    length = query.shape[2]
+    seen = torch.ones(length, length, dtype=torch.bool, device=query.device).tril() if attention_mask is None else attention_mask
+    return explicit_attention(query, key, value, seen, others.get("scaling"), softcap, s_aux).transpose(1, 2), None
 
 
 def refuse(dropout: float, others: dict) -> None:
@@ -112,6 +116,7 @@ def exchange(x: Tensor, group: dist.ProcessGroup, scatter_heads: bool) -> Tensor
     return AllToAll.apply(x.unflatten(0, (ranks, -1)), group).transpose(0, 1).flatten(1, 2)
 
 
-for name, function in (("packed", packed_attention), ("padded", padded_attention)):
-    AttentionInterface.register(name, function)
-    AttentionMaskInterface.register(name, lambda *args, **kwargs: None)
+AttentionInterface.register("packed", packed_attention)
+AttentionMaskInterface.register("packed", lambda *args, **kwargs: None)
+AttentionInterface.register("padded", padded_attention)
+AttentionMaskInterface.register("padded", sdpa_mask)
