@@ -109,6 +109,8 @@ class Rollout:
                     enforce_eager=eager, **options)
         except ValueError as error:
             raise InputError(f"vLLM cannot start: {error}") from error
+        # Some families are tied whatever hf_overrides say, and have no output matrix to send.
+        self.tied = self.tied and any(name.endswith("lm_head") for name, _ in self.modules()[0].named_modules())
         self.scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler if version in SCHEDULED else None
         self.adapter = adapters.Adapter(self.modules()[0], config) if swapped else None
         self.base = self._share_base(config) if shared else None

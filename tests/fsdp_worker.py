@@ -63,16 +63,19 @@ LORA = "rank=4", "alpha=6"
 CP2, CP4, PADDED = "context_parallel_size=2", "context_parallel_size=4", "use_remove_padding=false"
 RECOMPUTE, OFFLOAD, ZERO2 = "activation_checkpointing=true", "cpu_offload=true", "reshard_after_forward=false"
 MASTER, BF16 = "compute_dtype=bfloat16", "compute_dtype=bfloat16 param_dtype=bfloat16"
+AUX, COMPILED = "router_aux_loss_coef=0.3", "torch_compile=always"
 CASES = {
     1: {**{f"plain {family}": Case(family, steps=TOTAL_STEPS) for family in ("qwen2_tied", "qwen3", "llama")},
         "again qwen3": Case("qwen3", steps=8), "one micro-batch": Case("llama", cap=1000),
         "padded": Case("qwen2_tied", PADDED), "recompute": Case("llama", RECOMPUTE), "offload": Case("qwen3", OFFLOAD),
         "sliding window": Case("sliding"), "padded sliding window": Case("sliding", PADDED),
-        "compiled": Case("llama", "torch_compile=always", steps=4),
+        "compiled": Case("llama", COMPILED, steps=4),
         "fp32 master": Case("qwen3", MASTER), "pure bf16": Case("qwen3", BF16),
         "muon": Case("llama", optimizer="muon"),
+        "experts": Case("qwen3_moe"), "experts aux padded recompute": Case("qwen3_moe", f"{AUX} {PADDED} {RECOMPUTE}", steps=1),
+        "experts aux compiled": Case("qwen3_moe", f"{AUX} {COMPILED}", steps=1),
         "lora": Case("qwen2_tied", lora=True), "lora recompute": Case("llama", RECOMPUTE, lora=True),
-        "lora compiled": Case("llama", "torch_compile=always", steps=4, lora=True), "lora bf16": Case("qwen3", MASTER, lora=True)},
+        "lora compiled": Case("llama", COMPILED, steps=4, lora=True), "lora bf16": Case("qwen3", MASTER, lora=True)},
     2: {**{f"plain {family}": Case(family, steps=TOTAL_STEPS) for family in ("qwen2_tied", "qwen3", "llama")},
         "again qwen3": Case("qwen3", steps=8), "one micro-batch": Case("qwen3", cap=1000),
         "padded": Case("llama", PADDED), "recompute": Case("qwen2_tied", RECOMPUTE),
@@ -80,6 +83,8 @@ CASES = {
         "uneven": Case("llama", uneven=True), "uneven padded": Case("qwen3", PADDED, uneven=True),
         "fp32 master": Case("llama", MASTER), "pure bf16": Case("llama", BF16),
         "muon offload": Case("qwen2_tied", OFFLOAD, optimizer="muon"),
+        "experts cp2 recompute": Case("qwen3_moe", f"{CP2} {RECOMPUTE}"), "experts bf16": Case("qwen3_moe", MASTER),
+        "experts aux uneven": Case("qwen3_moe", AUX, steps=1, uneven=True),
         "lora padded": Case("qwen2_tied", PADDED, lora=True), "lora offload": Case("qwen3", OFFLOAD, lora=True),
         "lora replicated": Case("qwen3", "fsdp_size=1", lora=True), "lora cp2": Case("llama", CP2, uneven=False, lora=True)},
     4: {**{f"plain {family}": Case(family, steps=TOTAL_STEPS) for family in ("qwen2_tied", "llama")},
@@ -90,18 +95,33 @@ CASES = {
         "uneven cp2 dp2": Case("qwen3", f"{CP2} {RECOMPUTE}", cap=90, uneven=True),
         "fp32 master cp2": Case("qwen2_tied", f"{MASTER} {CP2}", steps=8),
         "muon hybrid": Case("llama", "fsdp_size=2", optimizer="muon"),
+        "experts aux cp2 dp2": Case("qwen3_moe", f"{AUX} {CP2}", steps=1),
         "lora hybrid cp2": Case("qwen3", f"fsdp_size=2 {CP2} {RECOMPUTE}", lora=True)},
 }
 BROKEN = ("no_files", "missing_weight", "wrong_shape")
-# Families whose attention, embedding or memory of earlier tokens is not that of llama.
+REFUSED = {"mamba": dict(model_type="mamba")}
+# Families whose attention, logits, experts or memory of earlier tokens are not those of llama.
+DELTA_NET = dict(num_hidden_layers=4, head_dim=16, linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8,
+                 linear_value_head_dim=8)
+LATENT = dict(kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=8, num_key_value_heads=4)
 FOREIGN = {
     "mistral": dict(model_type="mistral", sliding_window=7),
-    "granite": dict(model_type="granite", attention_multiplier=0.3, residual_multiplier=0.5, embedding_multiplier=3.0),
-    "gemma2": dict(model_type="gemma2", head_dim=8, final_logit_softcapping=None, attn_logit_softcapping=2.0),
+    "granite": dict(model_type="granite", attention_multiplier=0.3, residual_multiplier=0.5, embedding_multiplier=3.0,
+                    logits_scaling=2.0),
+    "gemma2": dict(model_type="gemma2", head_dim=8, final_logit_softcapping=3.0, attn_logit_softcapping=2.0, sliding_window=7),
     "gemma3_text": dict(model_type="gemma3_text", head_dim=8, sliding_window=7),
-    "gpt_oss": dict(model_type="gpt_oss", head_dim=8, num_local_experts=4, num_experts_per_tok=2),
-    "mamba": dict(model_type="mamba"),
+    "cohere2": dict(model_type="cohere2", num_hidden_layers=4, logit_scale=0.25, sliding_window=7),
+    "minicpm3": dict(model_type="minicpm3", dim_model_base=16, **LATENT),
+    "gpt_oss": dict(model_type="gpt_oss", head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=7,
+                    rope_parameters=dict(rope_type="default", rope_theta=10000.0)),
+    "qwen3_next": dict(model_type="qwen3_next", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24,
+                       shared_expert_intermediate_size=24, **DELTA_NET),
+    "qwen3_5": dict(model_type="qwen3_5_text", **DELTA_NET),
+    "bamba": dict(model_type="bamba", mamba_n_heads=8, mamba_d_head=8, mamba_d_state=16, mamba_n_groups=1, mamba_chunk_size=16,
+                  attn_layer_indices=[1]),
+    "lfm2": dict(model_type="lfm2", layer_types=["conv", "full_attention", "conv"]),
 }
+FORMS = {"packed": "", "padded": PADDED}
 
 
 def make_batch(step: int) -> Batch:
@@ -156,7 +176,7 @@ def main(folder: Path) -> None:
                 raise
             results[name] = {"error": traceback.format_exc()}
     for work in (refused, muon_steps, muon_resume, *((non_finite, rotate, publish) if world < 4 else ()),
-                 *((harmed, full) if world == 2 else ())):
+                 *((harmed, full) if world == 2 else ()), *((foreign,) if world < 4 else ())):
         results[work.__name__] = work(folder, this_device)
     for family in ("qwen2_tied", "llama", "lora"):
         results[f"checkpoint {family}"] = checkpoint(folder, this_device, family, asynchronous=family == "llama")
@@ -169,8 +189,11 @@ def main(folder: Path) -> None:
 def run(folder: Path, this_device: torch.device, title: str, case: Case) -> dict:
     engine = build(folder / case.family, this_device, case.engine, case.cap, case.optimizer, case.lora)
     calls = count_calls(engine)
+    mine = divide(make_batch(0).lengths, engine.dp_size, case.uneven)[engine.dp_rank]
+    plans = dict(gather((engine.dp_rank, [[mine[i] for i in part] for part in engine._plan(make_batch(0).select(mine))])))
     result = {"steps": train(engine, range(case.steps), case.uneven), "attention_calls": len(calls),
-              "stored_dtypes": sorted({str(p.dtype) for p in engine.hf.parameters()})}
+              "stored_dtypes": sorted({str(p.dtype) for p in engine.hf.parameters()}),
+              "micro-batches of the first step": [part for plan in plans.values() for part in plan if part]}
     weights, asked = dict(engine.export_weights()), ask(engine, case.uneven)
     if dist.get_rank() == 0:
         save_file({"asked": asked, **weights}, folder / f"{title}.safetensors")
@@ -292,13 +315,26 @@ def muon_resume(folder: Path, this_device: torch.device) -> dict:
 def refused(folder: Path, this_device: torch.device) -> dict[str, list[str] | None]:
     """What each rank is told about models that cannot be loaded; None where a model was loaded after all."""
     told = {}
-    for name in (*BROKEN, *(FOREIGN if dist.get_world_size() == 1 else ())):
+    for name in (*BROKEN, *(REFUSED if dist.get_world_size() == 1 else ())):
         try:
-            save_file({"asked": ask(build(folder / name, this_device))}, folder / f"{name}.safetensors")
+            build(folder / name, this_device)
             told[name] = None
         except InputError as error:
             told[name] = gather(str(error))
     return told
+
+
+def foreign(folder: Path, this_device: torch.device) -> dict:
+    """What the families export before they are trained, answer, and train; on two ranks those whose attention has sinks."""
+    results, alone = {}, dist.get_world_size() == 1
+    for family in FOREIGN if alone else ["gpt_oss"]:
+        for form, settings in FORMS.items() if alone else [("cp2", CP2)]:
+            engine = build(folder / family, this_device, settings)
+            weights, asked = dict(engine.export_weights()), ask(engine)
+            if dist.get_rank() == 0:
+                save_file({"asked": asked, **weights}, folder / f"{family} {form}.safetensors")
+            results[f"{family} {form}"] = train(engine, [0])[0]
+    return results
 
 
 def checkpoint(folder: Path, this_device: torch.device, family: str, asynchronous: bool) -> dict:

@@ -17,22 +17,24 @@ def make(num_tokens: int, dtype: torch.dtype = torch.float32, seed: int = 0):
     return hidden, weight, targets, torch.randn(num_tokens, generator=g), torch.randn(num_tokens, generator=g)
 
 
-def by_formula(hidden, weight, targets, temperature):
+def by_formula(hidden, weight, targets, temperature, scale=1.0, softcap=None):
     """The same in float64, out of leaves of its own: log_probs, entropy, greedy, hidden, weight."""
     hidden, weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
-    p = (hidden @ weight.T / temperature).softmax(-1)
+    logits = scale * hidden @ weight.T
+    p = ((softcap * torch.tanh(logits / softcap) if softcap else logits) / temperature).softmax(-1)
     log_probs = p[torch.arange(len(targets)), targets].log()
     return log_probs, -(p * p.log()).sum(-1), p.argmax(-1) == targets, hidden, weight
 
 
 @pytest.mark.parametrize("chunk_size", [1, 5, 7, 24, 1000])
-@pytest.mark.parametrize("temperature", [1.0, 0.6, 2.5])
-def test_values_and_gradients(chunk_size, temperature):
+@pytest.mark.parametrize("temperature, constants", [(1.0, {}), (0.6, {}), (2.5, {}), (1.0, {"scale": 0.25}), (0.6, {"scale": 3.0}),
+                                                    (1.0, {"softcap": 1.5}), (0.6, {"scale": 2.0, "softcap": 1.5})])
+def test_values_and_gradients(chunk_size, temperature, constants):
     hidden, weight, targets, grad_log_probs, grad_entropy = make(24)
     targets[::3] = (hidden @ weight.T).argmax(-1)[::3]                    # chance alone would make few of them greedy
-    log_probs, entropy, greedy = linear_log_probs(hidden, weight, targets, temperature, chunk_size)
+    log_probs, entropy, greedy = linear_log_probs(hidden, weight, targets, temperature, chunk_size, **constants)
     torch.autograd.backward([log_probs, entropy], [grad_log_probs, grad_entropy])
-    want = by_formula(hidden, weight, targets, temperature)
+    want = by_formula(hidden, weight, targets, temperature, **constants)
     torch.autograd.backward(want[:2], [grad_log_probs.double(), grad_entropy.double()])
 
     assert log_probs.dtype == entropy.dtype == torch.float32 and greedy.dtype == torch.bool
@@ -43,23 +45,26 @@ def test_values_and_gradients(chunk_size, temperature):
 
 
 @pytest.mark.parametrize("chunk_size", [5, 1000])
-def test_words_that_sampling_left_out_have_no_probability(chunk_size):
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_words_that_sampling_left_out_have_no_probability(chunk_size, softcap):
     """Values and gradients are those of a softmax over the words that were kept; -1 is none. No column: all words."""
     hidden, weight, targets, grad_log_probs, grad_entropy = make(24)
     others = torch.rand(24, len(weight)).argsort(1)[:, :6]
     kept = torch.cat([targets[:, None], others.where(others != targets[:, None], -1)], 1)
-    log_probs, entropy, greedy = linear_log_probs(hidden, weight, targets, 0.7, chunk_size, kept_words=kept)
+    log_probs, entropy, greedy = linear_log_probs(hidden, weight, targets, 0.7, chunk_size, kept_words=kept, softcap=softcap)
     torch.autograd.backward([log_probs, entropy], [grad_log_probs, grad_entropy])
     want_hidden, want_weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
-    few = (want_hidden @ want_weight.T / 0.7).gather(1, kept.clamp(0)).masked_fill(kept < 0, -1e9)
+    logits = want_hidden @ want_weight.T
+    logits = softcap * torch.tanh(logits / softcap) if softcap else logits
+    few = (logits / 0.7).gather(1, kept.clamp(0)).masked_fill(kept < 0, -1e9)
     log_p = few.log_softmax(-1)
     want = log_p[:, 0], -(log_p.exp() * log_p).sum(-1)
     torch.autograd.backward(want, [grad_log_probs.double(), grad_entropy.double()])
     for got, exact in zip((log_probs, entropy, hidden.grad, weight.grad), (*want, want_hidden.grad, want_weight.grad)):
         torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=1e-5)
     assert torch.equal(greedy, few.argmax(-1) == 0)
-    every = linear_log_probs(hidden, weight, targets, 0.7, chunk_size)
-    none_left_out = linear_log_probs(hidden, weight, targets, 0.7, chunk_size, kept_words=kept[:, :0])
+    every = linear_log_probs(hidden, weight, targets, 0.7, chunk_size, softcap=softcap)
+    none_left_out = linear_log_probs(hidden, weight, targets, 0.7, chunk_size, kept_words=kept[:, :0], softcap=softcap)
     assert all(map(torch.equal, every, none_left_out)) and (log_probs > every[0]).all()
 
 
