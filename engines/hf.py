@@ -12,6 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from config import InputError
 from engines.experts import stacks
 
+RECURRENT = {"linear_attention", "conv", "hybrid"}          # of config.json's layer_types, those with a state from token to token
+
 
 def read_hf_config(path: str):
     if not (Path(path) / "config.json").is_file():
@@ -91,5 +93,5 @@ def count_flops(hf: nn.Module, hf_config) -> tuple[int, int, int, int]:
     matrices -= sum(p.numel() * (len(p) - hf_config.num_experts_per_tok) // len(p) for _, p in stacks(hf))
     head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
     kinds = getattr(hf_config, "layer_types", None) or ["full_attention"] * hf_config.num_hidden_layers
-    attention = sum(kind not in ("linear_attention", "conv", "mlp", "moe") for kind in kinds)
+    attention = sum(kind not in RECURRENT - {"hybrid"} | {"mlp", "moe"} for kind in kinds)
     return matrices, head, hf_config.num_attention_heads * head_dim * attention, adapters

@@ -28,6 +28,7 @@ from transformers import AutoConfig
 from config import InputError
 from data.packing import Batch
 from engines.device import capacity
+from engines.hf import RECURRENT
 from engines.memory import CPU_KV_CACHE_GIB, max_num_seqs
 from rollout import adapters
 from rollout.responses import Responses
@@ -83,6 +84,8 @@ class Rollout:
             options["moe_backend"] = "triton"                   # others lay experts out anew, which update_weights does not
             if version == "0.25.1":                             # which has a faster model runner, but not for all by default
                 os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
+        if RECURRENT & set(getattr(hf_config.get_text_config(), "layer_types", None) or ()):
+            options["enable_prefix_caching"] = False            # their states are cached only where prompts are cut into chunks
         num_seqs = max_num_seqs(config, dist.get_world_size(), capacity(device))
         eager = rollout.enforce_eager or device.type == "cpu"
         if not eager:                                           # left to itself vLLM stops at 512, and larger batches have none

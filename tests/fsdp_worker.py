@@ -1,6 +1,6 @@
 """The cases of test_fsdp.py for one number of ranks: it writes down numbers, which test_fsdp.py judges.
 
-    torchrun --nproc-per-node N tests/fsdp_worker.py FOLDER
+    torchrun --nproc-per-node N tests/fsdp_worker.py FOLDER [NAME ...]        all cases and functions, or these
 
 Reads models from FOLDER/{family}; writes FOLDER/{N}.json, and FOLDER/{N} {case}.safetensors with the final weights and
 what log_probs answered. 4 ranks write checkpoints that all launches read.
@@ -32,6 +32,7 @@ from config import InputError, load
 from data.packing import Batch, partition
 from engines import device, offload
 from engines.checkpoint import Checkpointer, export_hf
+from engines.experts import stacks
 from engines.fsdp.engine import FSDPEngine
 from engines.optimizer import ShardedMuon
 from engines.weights import fingerprint
@@ -72,7 +73,8 @@ CASES = {
         "compiled": Case("llama", COMPILED, steps=4),
         "fp32 master": Case("qwen3", MASTER), "pure bf16": Case("qwen3", BF16),
         "muon": Case("llama", optimizer="muon"),
-        "experts": Case("qwen3_moe"), "experts aux padded recompute": Case("qwen3_moe", f"{AUX} {PADDED} {RECOMPUTE}", steps=1),
+        "experts": Case("qwen3_moe"), "experts bf16": Case("qwen3_moe", MASTER),
+        "experts aux padded recompute": Case("qwen3_moe", f"{AUX} {PADDED} {RECOMPUTE}", steps=1),
         "experts aux compiled": Case("qwen3_moe", f"{AUX} {COMPILED}", steps=1),
         "lora": Case("qwen2_tied", lora=True), "lora recompute": Case("llama", RECOMPUTE, lora=True),
         "lora compiled": Case("llama", COMPILED, steps=4, lora=True), "lora bf16": Case("qwen3", MASTER, lora=True)},
@@ -83,7 +85,7 @@ CASES = {
         "uneven": Case("llama", uneven=True), "uneven padded": Case("qwen3", PADDED, uneven=True),
         "fp32 master": Case("llama", MASTER), "pure bf16": Case("llama", BF16),
         "muon offload": Case("qwen2_tied", OFFLOAD, optimizer="muon"),
-        "experts cp2 recompute": Case("qwen3_moe", f"{CP2} {RECOMPUTE}"), "experts bf16": Case("qwen3_moe", MASTER),
+        "experts cp2 recompute": Case("qwen3_moe", f"{CP2} {RECOMPUTE}"),
         "experts aux uneven": Case("qwen3_moe", AUX, steps=1, uneven=True),
         "lora padded": Case("qwen2_tied", PADDED, lora=True), "lora offload": Case("qwen3", OFFLOAD, lora=True),
         "lora replicated": Case("qwen3", "fsdp_size=1", lora=True), "lora cp2": Case("llama", CP2, uneven=False, lora=True)},
@@ -165,10 +167,15 @@ def make_loss(num_tokens: int):
     return loss_fn
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, *names: str) -> None:
+    def chosen(name: str) -> bool:
+        return not names or name in names
+
     this_device, world, results = device.init(), dist.get_world_size(), {}
     torch.manual_seed(dist.get_rank())           # so that a rank which resumes with another's generator is seen
     for name, case in CASES[world].items():
+        if not chosen(name):
+            continue
         try:
             results[name] = run(folder, this_device, f"{world} {name}", case)
         except Exception:
@@ -176,11 +183,12 @@ def main(folder: Path) -> None:
                 raise
             results[name] = {"error": traceback.format_exc()}
     for work in (refused, muon_steps, muon_resume, *((non_finite, rotate, publish) if world < 4 else ()),
-                 *((harmed, full) if world == 2 else ()), *((foreign,) if world < 4 else ())):
-        results[work.__name__] = work(folder, this_device)
-    for family in ("qwen2_tied", "llama", "lora"):
+                 *((harmed, full) if world == 2 else ()), *((foreign,) if world < 4 else ()), *((grouped,) if world == 1 else ()),
+                 adapters):
+        if chosen(work.__name__):
+            results[work.__name__] = work(folder, this_device)
+    for family in ("qwen2_tied", "llama", "lora") if not names else ():
         results[f"checkpoint {family}"] = checkpoint(folder, this_device, family, asynchronous=family == "llama")
-    results["adapters"] = adapters(folder, this_device)
     if dist.get_rank() == 0:
         (folder / f"{world}.json").write_text(json.dumps(results))
     device.shutdown()
@@ -329,12 +337,32 @@ def foreign(folder: Path, this_device: torch.device) -> dict:
     results, alone = {}, dist.get_world_size() == 1
     for family in FOREIGN if alone else ["gpt_oss"]:
         for form, settings in FORMS.items() if alone else [("cp2", CP2)]:
-            engine = build(folder / family, this_device, settings)
+            engine = build(folder / family, this_device, f"{settings} torch_compile=never")
             weights, asked = dict(engine.export_weights()), ask(engine)
             if dist.get_rank() == 0:
                 save_file({"asked": asked, **weights}, folder / f"{family} {form}.safetensors")
             results[f"{family} {form}"] = train(engine, [0])[0]
     return results
+
+
+def grouped(folder: Path, this_device: torch.device) -> dict:
+    """What bf16 makes of products of all experts at once and of a loop over experts: the largest and the mean difference of
+    log-probabilities; of a sequence of two tokens, which most experts get none of, the gradients' relative difference, how many
+    experts the loop leaves alone, and the sum of what the others' gradients are there."""
+    engine = build(folder / "qwen3_moe", this_device, f"{BF16} torch_compile=never")
+    answers, gradients = {}, {}
+    for kind in ("grouped_mm", "eager"):
+        engine.hf.config._experts_implementation = kind
+        answers[kind] = ask(engine)[0, 0]
+        outputs, _ = engine._forward(engine._lay_out(make_batch(0).select([2])))
+        outputs[0].sum().backward()
+        gradients[kind] = [expert.float() for _, p in stacks(engine.hf) for expert in p.grad]
+        engine.model.zero_grad()
+    difference, pairs = (answers["grouped_mm"] - answers["eager"]).abs(), list(zip(*gradients.values()))
+    left = [at_once for at_once, looped in pairs if not looped.any()]
+    worst = max((at_once - looped).norm() / looped.norm() for at_once, looped in pairs if looped.any())
+    return {"largest": difference.max().item(), "mean": difference.mean().item(), "gradient": worst.item(),
+            "number": len(left), "left alone": sum(x.abs().sum().item() for x in left)}
 
 
 def checkpoint(folder: Path, this_device: torch.device, family: str, asynchronous: bool) -> dict:
@@ -539,4 +567,4 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

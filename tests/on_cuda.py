@@ -14,7 +14,9 @@ from safetensors.torch import load_file
 
 from tests.launch import launch
 from tests.megatron_worker import BF16, CASES, LORA, SAVED_AT
-from tests.test_fsdp import column, worst
+from tests.models import make_model
+from tests.test_fsdp import FOREIGN, FORMS, check_grouped, column, make_batch, plain, plain_answers, plain_loss, worst
+from tests.test_fsdp import plain_training as plain_fsdp
 from tests.test_megatron import distance, folder, lora_reference, plain_training, reference  # noqa: F401  folder is a fixture
 from tests.test_output import HANGS
 from tests.test_profiling import profile
@@ -54,6 +56,50 @@ def test_nvtx_ranges_do_no_harm_without_nsys(tmp_path):
 def test_a_hang_in_a_collective_of_nccl_names_the_rank_that_did_not_come(tmp_path, where):
     done = launch(2, "tests/hang_worker.py", tmp_path, where, returncode=1, timeout=120)
     assert done.stderr.count(HANGS[where]) == 1, done.stderr
+
+
+# -- FSDP --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def fsdp(tmp_path_factory):
+    """A folder of models and what one GPU wrote down: a mixture of experts trained in fp32 and bf16, compiled and not, and families
+    with soft caps, sinks and recurrent layers."""
+    folder = tmp_path_factory.mktemp("fsdp")
+    make_model(folder / "qwen3_moe", "qwen3_moe")
+    for name, changes in FOREIGN.items():
+        make_model(folder / name, "qwen2_tied", **changes)
+    launch(1, "tests/fsdp_worker.py", folder, "experts", "experts bf16", "experts aux compiled", "grouped", "foreign")
+    return folder, json.loads((folder / "1.json").read_text())
+
+
+@pytest.mark.parametrize("name, bound", [("experts", BOUND), ("experts bf16", ROUNDED_BOUND)])
+def test_training_of_experts_on_fsdp_equals_a_plain_loop_on_a_cpu(fsdp, name, bound):
+    """In fp32, and in bf16 but for rounding; compiled, as torch_compile=auto has it."""
+    (folder, results), errors = fsdp, {}
+    assert "error" not in results[name], results[name]["error"]
+    losses, norms, _ = plain_fsdp(folder / "qwen3_moe")
+    steps = results[name]["steps"]
+    for key, want in (("loss", losses), ("grad_norm", norms)):
+        errors[key] = worst(column(steps, key), want[:len(steps)])
+    print(f"\n{name}", errors)
+    assert len(steps) == 10 and errors["loss"] < bound and errors["grad_norm"] < 5 * bound
+
+
+def test_grouped_products_of_experts_equal_a_loop(fsdp):
+    print("\ngrouped", fsdp[1]["grouped"], "aux", fsdp[1]["experts aux compiled"]["steps"])
+    check_grouped(fsdp[1]["grouped"])
+    assert fsdp[1]["experts aux compiled"]["steps"][0]["router_aux_loss"] > 1.01
+
+
+@pytest.mark.parametrize("family", FOREIGN)
+@pytest.mark.parametrize("form", FORMS)
+def test_other_families_answer_and_train_as_on_a_cpu(fsdp, family, form):
+    folder, results = fsdp
+    asked, want = load_file(folder / f"{family} {form}.safetensors")["asked"][0, 0], plain_answers(folder / family)[0]
+    loss, _ = plain_loss(plain(folder / family), make_batch(0))
+    print(f"\n{family} {form} {(asked - want).abs().max():.1e}")
+    assert (asked - want).abs().max() < 1e-4 and worst([results["foreign"][f"{family} {form}"]["loss"]], [loss.item()]) < BOUND
 
 
 # -- Megatron ----------------------------------------------------------------------------------------------------------

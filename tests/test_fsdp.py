@@ -786,6 +786,15 @@ def test_other_families(results, folder, world, family, form):
     assert worst([step["grad_norm"]], [nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()]) < NORM_BOUND
 
 
+def test_products_of_all_experts_at_once_are_those_of_a_loop(ranks1):
+    check_grouped(ranks1["grouped"])
+
+
+def check_grouped(result):
+    assert 0 < result["largest"] < 0.1 and result["mean"] < 0.02 and result["gradient"] < 0.02
+    assert result["left alone"] == 0 and result["number"] > 10, "an expert without a token has a gradient"
+
+
 @pytest.mark.parametrize("world, name", BALANCED)
 def test_the_auxiliary_loss_of_routers(results, folder, world, name):
     """transformers' of each layer's choices in each micro-batch, divided by the number of choices of a token, weighted by the
