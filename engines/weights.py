@@ -17,10 +17,11 @@ from engines import lora
 from engines.storage import checksum
 
 
-def load_weights(hf: nn.Module, path: Path, device: torch.device, buffer_device: torch.device, critic: bool = False,
-                 base: dict[str, Tensor] | None = None) -> None:
-    """Allocate the sharded parameters and read this rank's rows of each from the safetensors files. A critic's output
-    matrix is zero where the files have none, or a policy's: every value begins at 0. Adapters are left empty.
+def load_weights(hf: nn.Module, path: Path, names: dict[str, str], device: torch.device, buffer_device: torch.device,
+                 buffer_dtype: torch.dtype, critic: bool = False, base: dict[str, Tensor] | None = None) -> None:
+    """Allocate the sharded parameters and read this rank's rows of each from the safetensors files, and the persistent buffers,
+    which are floating-point numbers of buffer_dtype (but where transformers keeps them in fp32). A critic's output matrix is zero
+    where the files have none, or a policy's: every value begins at 0. Adapters are left empty. names: as from model_names().
     base: tensors by name that are to be filled, and used, instead of memory of the model's own."""
     for prefix, module in hf.named_modules():
         for name in module._parameters:
@@ -28,26 +29,34 @@ def load_weights(hf: nn.Module, path: Path, device: torch.device, buffer_device:
                 setattr(module, name, nn.Parameter(tensor, requires_grad=False))
     hf._apply(lambda x: torch.empty_like(x, device=device) if x.is_meta else x)
     hf.tie_weights()
-    parameters = {lora.plain_name(name): p for name, p in hf.named_parameters()}
+    kept = tuple(hf._keep_in_fp32_modules_strict or ())
+    for prefix, module in hf.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                in_fp32 = name in module._non_persistent_buffers_set or any(part in f"{prefix}.{name}" for part in kept)
+                dtype = buffer_dtype if buffer.is_floating_point() and not in_fp32 else buffer.dtype
+                module._buffers[name] = buffer.to(buffer_device, dtype)
+    tensors = {lora.plain_name(name): x for name, x in stored_tensors(hf)}
     parts = {name: (stack, rows) for stack, found in stacked(hf).items() for name, rows in found}
     with torch.no_grad():
         if critic:
             hf.get_output_embeddings().weight.zero_()
         for file in weight_files(path):
-            with safe_open(file, framework="pt") as tensors:
-                for name in parameters.keys() & tensors.keys():
-                    source = tensors.get_slice(name)
-                    if source.get_shape() == list(parameters[name].shape):      # else a policy's matrix, for a critic
-                        copy_rows(parameters[name], source)
-                for name in parts.keys() & tensors.keys():
-                    stack, rows = parts[name]
-                    copy_rows(parameters[stack], tensors.get_slice(name), rows)
+            with safe_open(file, framework="pt") as opened:
+                for file_name in opened.keys():
+                    stack, rows = parts.get(file_name, (names[file_name], None))
+                    tensor, source = tensors.get(stack), opened.get_slice(file_name)
+                    if rows is not None:
+                        copy_rows(tensor, source, rows)
+                    elif tensor is None or source.get_shape() != list(tensor.shape):     # a policy's matrix, for a critic
+                        continue
+                    else:
+                        copy_rows(tensor, source) if tensor.ndim else tensor.copy_(opened.get_tensor(file_name))
         for module in hf.modules():
             if module._non_persistent_buffers_set:                        # rotary frequencies: in no file
-                for name in module._non_persistent_buffers_set:
-                    setattr(module, name, getattr(module, name).to(buffer_device))
-                for parameter in module.parameters(recurse=False):
-                    parameter._is_hf_initialized = True                   # an embedding with a scale keeps its weights
+                for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+                    if name not in module._non_persistent_buffers_set:
+                        tensor._is_hf_initialized = True                  # an embedding with a scale keeps its weights
                 hf._init_weights(module)
 
 
@@ -58,16 +67,16 @@ def stacked(hf: nn.Module) -> dict[str, list[tuple[str, range]]]:
     This is transformers' own table, applied to the numbers of the rows. Raises InputError for parts that are no rows.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping  # slow: not for those who only read checksums
-    from transformers.core_model_loading import WeightConverter, revert_weight_conversion
-    table = [entry for entry in get_model_conversion_mapping(hf, add_legacy=False) if isinstance(entry, WeightConverter)]
-    patterns, found = [pattern for entry in table for pattern in entry.target_patterns], {}
-    hf._weight_conversions = table
+    from transformers.core_model_loading import PrefixChange, WeightConverter, revert_weight_conversion
+    table = [entry for entry in get_model_conversion_mapping(hf, add_legacy=False) if not isinstance(entry, PrefixChange)]
+    targets = [target for entry in table if isinstance(entry, WeightConverter) for target in entry.target_patterns]
+    found, hf._weight_conversions = {}, table
     for name, parameter in hf.named_parameters():
-        if parameter.ndim < 3 or not any(pattern in name for pattern in patterns):
+        if parameter.ndim < 3 or not any(target in name for target in targets):
             continue
         numbers = torch.arange(parameter.shape[:-1].numel()).view(*parameter.shape[:-1], 1)
         parts = {part: rows.flatten().tolist() for part, rows in revert_weight_conversion(hf, {name: numbers}).items()}
-        if parts.keys() == {name}:
+        if len(parts) == 1:
             continue
         found[name] = [(part, range(rows[0], rows[0] + len(rows))) for part, rows in parts.items()]
         if any(list(rows) != parts[part] for part, rows in found[name]):
@@ -76,7 +85,7 @@ def stacked(hf: nn.Module) -> dict[str, list[tuple[str, range]]]:
 
 
 def in_files(weights: Iterable[tuple[str, Tensor]], parts: dict[str, list[tuple[str, range]]]) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) as the files have them, of a model's whole parameters."""
+    """(name, tensor) with the parts of a stack by themselves. weights: a model's whole parameters; parts: as from stacked()."""
     for name, weight in weights:
         if name not in parts:
             yield name, weight
@@ -84,19 +93,45 @@ def in_files(weights: Iterable[tuple[str, Tensor]], parts: dict[str, list[tuple[
             yield part, weight.flatten(0, -2)[rows.start:rows.stop]
 
 
-def check_files(hf: nn.Module, path: Path, critic: bool, parameters: Iterable[tuple[str, Tensor]] | None = None) -> None:
-    """Raise InputError unless the files hold exactly the weights of hf, the model on the meta device; only headers are read.
+def stored_tensors(hf: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of everything that a file of the model's weights holds: parameters, tied ones once, and persistent buffers."""
+    kept = hf.state_dict().keys()               # first, since FSDP frees what it has gathered
+    yield from hf.named_parameters()
+    yield from ((name, buffer) for name, buffer in hf.named_buffers() if name in kept)
 
-    A critic's output matrix may be absent, or a policy's. parameters: names and shapes in the files, where they are not those
-    of hf's own parameters.
-    """
-    found, parts = {}, {} if parameters else stacked(hf)
+
+def model_names(hf: nn.Module, path: Path) -> dict[str, str]:
+    """name in the files -> name in the model: transformers renames some families' weights when it loads them. A part of a stack
+    keeps its name."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, dot_natural_key, rename_source_key
+    renamings = [x for x in get_model_conversion_mapping(hf) if isinstance(x, WeightRenaming)]
+    parts = {part for found in stacked(hf).values() for part, _ in found}
+    stored = {lora.plain_name(name): x for name, x in hf.state_dict().items()}
+    return {name: name if name in parts else rename_source_key(name, renamings, [], hf.base_model_prefix, stored)[0]
+            for name in sorted(shapes_in_files(path), key=dot_natural_key)}
+
+
+def shapes_in_files(path: Path) -> dict[str, list[int]]:
+    found = {}
     for file in weight_files(path):
         with safe_open(file, framework="pt") as tensors:
             found |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}
-    split = {name: found_parts for name, found_parts in parts.items() if name not in found}
-    expected = {name: list(p.shape) for name, p in in_files(parameters or hf.named_parameters(), split)}
-    # Besides parameters a file may hold buffers, and the output matrix of a tied model once more.
+    return found
+
+
+def check_files(hf: nn.Module, path: Path, critic: bool, parameters: Iterable[tuple[str, Tensor]] | None = None) -> None:
+    """Raise InputError unless the files hold exactly the weights of hf, the model on the meta device; only headers are read.
+
+    A critic's output matrix may be absent, or a policy's. parameters: names and shapes in the files, where they are to be taken
+    literally, and are not those of hf's own parameters and buffers.
+    """
+    found, parts = shapes_in_files(path), {}
+    if parameters is None:
+        found = {name: found[file_name] for file_name, name in model_names(hf, path).items()}
+        parts = {name: each for name, each in stacked(hf).items() if name not in found}
+    expected = {name: list(x.shape) for name, x in in_files(parameters or stored_tensors(hf), parts)}
+    # A file may hold the output matrix of a tied model once more.
     known = expected.keys() | hf.state_dict().keys()
     if critic:
         expected.pop(next(name for name, p in hf.named_parameters() if p is hf.get_output_embeddings().weight))

@@ -28,6 +28,9 @@ def make_model(directory: Path, family: str, **changes) -> Path:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
+        kept = model.state_dict().keys()                # of buffers only those that files hold
+        for buffer in (x for name, x in model.named_buffers() if name in kept):
+            buffer.add_(torch.randn_like(buffer) * 0.1)
         if config.pad_token_id:
             model.get_input_embeddings().weight[config.pad_token_id] = 0
     model.save_pretrained(directory)
