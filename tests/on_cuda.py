@@ -15,8 +15,18 @@ from safetensors.torch import load_file
 from tests.launch import launch
 from tests.megatron_worker import BF16, CASES, LORA, SAVED_AT
 from tests.models import make_model
-from tests.test_fsdp import FOREIGN, FORMS, check_grouped, column, make_batch, plain, plain_answers, plain_loss, worst
-from tests.test_fsdp import plain_training as plain_fsdp
+from tests.test_fsdp import (
+    FOREIGN,
+    FORMS,
+    check_grouped,
+    column,
+    make_batch,
+    plain,
+    plain_answers,
+    plain_loss,
+    plain_training as plain_fsdp,
+    worst,
+)
 from tests.test_megatron import distance, folder, lora_reference, plain_training, reference  # noqa: F401  folder is a fixture
 from tests.test_output import HANGS
 from tests.test_profiling import profile
