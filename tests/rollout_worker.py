@@ -52,9 +52,9 @@ class Launch:
 
 
 # vLLM needs its tokenizer for stop strings alone: whichever of the two has some must be enough.
-LAUNCHES = {"qwen3": Launch(1, "qwen3", more="rollout.stop=[unused]"),
+LAUNCHES = {"moe": Launch(1, "moe", more="rollout.stop=[unused]"),
             "tied": Launch(1, "tied", more="validation.stop=[unused]"),
-            "tied_unsaid": Launch(1, "tied_unsaid"), "qwen3_dp2": Launch(2, "qwen3"), "tied_tp2": Launch(2, "tied", tp=2)}
+            "tied_unsaid": Launch(1, "tied_unsaid"), "moe_dp2": Launch(2, "moe"), "tied_tp2": Launch(2, "tied", tp=2)}
 CUT_TEMPERATURE, CUTS = 0.7, {"top_k": 4, "top_p": 0.5, "min_p": 0.3}
 ONE_WORD = {"temperature": 0.0, "top_k": 1, "top_p": 1e-6, "min_p": 1.0}
 

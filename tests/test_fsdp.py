@@ -167,15 +167,16 @@ def plain_loss(model, batch, chosen=None):
     weight, total, routers = batch.fields["weight"] * batch.fields["loss_mask"] / len(batch.input_ids), 0.0, []
     with_routers = {} if chosen is None else {"output_router_logits": True}
     for number, (start, ids) in enumerate(zip(batch.cu_seqlens.tolist(), batch.input_ids.split(batch.lengths))):
-        if chosen is None and len(ids) == 1 or chosen is not None and number not in chosen:
+        if chosen is not None and number not in chosen or not with_routers and len(ids) == 1:
             continue
         out, tokens = model(ids[None], use_cache=False, **with_routers), slice(start + 1, start + len(ids))
-        logits, targets = kept_logits(out.logits[0, :-1], batch, tokens)
-        nll = F.cross_entropy(logits, targets, reduction="none")
-        entropy = torch.distributions.Categorical(logits=logits).entropy()
-        total = total + ((nll - ENTROPY_BONUS * entropy) * weight[tokens]).sum()
         if with_routers:
             routers.append(out.router_logits)
+        if len(ids) > 1:
+            logits, targets = kept_logits(out.logits[0, :-1], batch, tokens)
+            nll = F.cross_entropy(logits, targets, reduction="none")
+            entropy = torch.distributions.Categorical(logits=logits).entropy()
+            total = total + ((nll - ENTROPY_BONUS * entropy) * weight[tokens]).sum()
     return total, routers
 
 
@@ -814,6 +815,27 @@ def test_the_auxiliary_loss_of_routers(results, folder, world, name):
     for key, want in (("loss", total), ("router_aux_loss", aux), ("grad_norm", norm)):
         assert worst([step[key]], [want]) < NORM_BOUND, key
     assert aux > 1.01
+
+
+def test_biases_of_experts_are_not_decayed_and_no_matrices_for_muon(folder):
+    hf = plain(folder / "gpt_oss")
+    muon, adamw = optimizer.build(hf, hf.model.layers, config(folder, "optim.name=muon", "optim.weight_decay=0.5").optim)
+    names = {id(p): name for name, p in hf.named_parameters()}
+    decayed = {names[id(p)] for o in (muon, adamw) for g in o.param_groups for p in g["params"] if g["weight_decay"]}
+    assert {name for name in names.values() if ".experts." in name} - decayed == {
+        f"model.layers.{i}.mlp.experts.{x}_proj_bias" for i in range(3) for x in ("gate_up", "down")}
+    assert not any(".experts." in names[id(p)] for p in muon.param_groups[0]["params"])
+
+
+def test_dry_run_counts_the_experts_that_a_token_goes_to(folder, tmp_path):
+    def sizes(k):
+        make_model(tmp_path / str(k), "qwen3_moe", num_experts_per_tok=k)
+        return estimates(config(folder, f"model.path={tmp_path / str(k)}"), 1, "cpu")[0]
+    few, many = sizes(2), sizes(4)
+    assert few["parameters"] == many["parameters"]
+    added = 3 * 2 * (3 * 24 + 2 * 32) * 2 + 3 * 2 * 24 * 2        # layers, more experts, numbers, bytes; not compiled
+    tokens = config(folder).data.max_tokens_per_micro_batch
+    assert (many["activations"] - few["activations"]) * GIB == pytest.approx(tokens * added)
 
 
 def test_flops_of_a_mixture_are_of_the_experts_that_a_token_goes_to(folder):

@@ -72,11 +72,13 @@ def folder(tmp_path_factory):
     shape = dict(vocab_size=len(tokenizer), eos_token_id=END_TOKENS[-1])
     # vLLM has no attention on CPUs for heads of less than 32 numbers.
     make_model(folder / "qwen3", "qwen3", head_dim=32, **shape)
+    make_model(folder / "moe", "qwen3_moe", **shape)
     make_model(folder / "tied", "qwen2_tied", hidden_size=64, num_attention_heads=2, num_key_value_heads=1, **shape)
-    # Of this class embeddings are tied where config.json does not say so.
-    config = make_model(folder / "tied_unsaid", "gemma3", **shape) / "config.json"
+    # Of this class embeddings are tied where config.json does not say so, and vLLM has no output matrix whatever it is told.
+    config = make_model(folder / "tied_unsaid", "gemma3", model_type="gemma2", attn_logit_softcapping=2.0,
+                        final_logit_softcapping=3.0, **shape) / "config.json"
     config.write_text(json.dumps({k: v for k, v in json.loads(config.read_text()).items() if k != "tie_word_embeddings"}))
-    for family in ("qwen3", "tied", "tied_unsaid"):
+    for family in ("qwen3", "moe", "tied", "tied_unsaid"):
         tokenizer.save_pretrained(folder / family)
         (folder / family / "generation_config.json").write_text(json.dumps({"eos_token_id": END_TOKENS[:-1]}))
     (folder / "reward.py").write_text(REWARD)
@@ -193,7 +195,7 @@ def test_a_response_follows_from_its_seed_alone(result):
     assert len(set(map(tuple, drawn))) == 8 and again == drawn[0]
 
 
-@pytest.mark.parametrize("many, one", [("qwen3_dp2", "qwen3"), ("tied_tp2", "tied")])
+@pytest.mark.parametrize("many, one", [("moe_dp2", "moe"), ("tied_tp2", "tied")])
 def test_samples_do_not_depend_on_the_number_of_ranks(results, many, one):
     many, one = results(many)["samples"], results(one)["samples"]
     assert len(many["all"]) == 2 and many["all"][0] == many["all"][1], "ranks disagree"
@@ -207,7 +209,7 @@ def test_samples_do_not_depend_on_the_number_of_ranks(results, many, one):
 
 def test_replicas_get_prompts_whose_responses_are_as_long_together(results):
     """As many prompts where no length is known; then by what the lengths were. Both ranks know the same ones."""
-    drawn, alone = results("qwen3_dp2")["samples"], results("qwen3")["samples"]
+    drawn, alone = results("moe_dp2")["samples"], results("moe")["samples"]
     of_last = [len(r) for r, group in zip(responses(drawn["by length"]), drawn["by length"]["group"]) if group == 14]
     assert drawn["lengths"] == 2 * alone["lengths"] and drawn["lengths"][0][4] == sum(of_last) / 4 > 6
     assert sorted(drawn["num_local"]) == [[8, 16], [12, 4]] and alone["num_local"] == [[20, 20]]
@@ -217,7 +219,7 @@ def test_replicas_get_prompts_whose_responses_are_as_long_together(results):
 
 
 @pytest.mark.parametrize("what", LEARNED)
-@pytest.mark.parametrize("many, one", [("qwen3_dp2", "qwen3"), ("tied_tp2", "tied")])
+@pytest.mark.parametrize("many, one", [("moe_dp2", "moe"), ("tied_tp2", "tied")])
 def test_what_is_learned_does_not_depend_on_the_number_of_ranks(results, many, one, what):
     """To the last bit: all that ranks add up are numbers per response, in the order of the responses."""
     many, one = (results(name)["samples"]["learned"][what] for name in (many, one))
@@ -373,7 +375,7 @@ def test_cuts_that_leave_one_word_are_greedy(results, name, what):
         assert words[what]["rollout_log_probs"] == pytest.approx([0] * len(words[what]["input_ids"]), abs=1e-6)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "tied"])
+@pytest.mark.parametrize("name", ["moe", "tied"])
 def test_stop_strings(results, name):
     """The plain responses, as far as the token that completes the stop string. (Of bytes that are no text, as those of the third
     model's responses are, what a string is depends on where one begins to decode.)"""
@@ -460,7 +462,7 @@ def test_an_exported_critic_keeps_its_value_head(results, folder, name):
 
 
 def test_a_critic_is_the_same_on_one_rank_and_two(results):
-    one, two = results("qwen3")["critic"], results("qwen3_dp2")["critic"]
+    one, two = results("moe")["critic"], results("moe_dp2")["critic"]
     assert two["losses"] == pytest.approx(one["losses"], rel=1e-3)
     assert two["last"] == pytest.approx(one["last"], abs=1e-3)
 
