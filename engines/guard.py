@@ -161,16 +161,27 @@ def changed(engine: Engine, change: Change, apart: bool) -> Iterator[None]:
 
 @contextmanager
 def quiet(engine: Engine) -> Iterator[None]:
-    """Meanwhile a critic's head, which may be zero, has a fixed direction; then what was gathered is given back."""
+    """Meanwhile a critic's head, which may be zero, has a fixed direction, and all tokens go to the same experts, since rounding may
+    choose others; then what was gathered is given back."""
     def directed(_, args: tuple):
         hidden, weight, *others = args
         return hidden, torch.arange(weight.numel(), device=weight.device).cos().view_as(weight).to(weight.dtype), *others
-    handle = engine.head.register_forward_pre_hook(directed) if isinstance(engine.head, ValueHead) else None
+    handles = [engine.head.register_forward_pre_hook(directed)] if isinstance(engine.head, ValueHead) else []
+    handles += [module.register_forward_pre_hook(to_first_experts) for model in engine.modules() for name, module
+                in model.named_modules() if name.endswith(".experts") and any(p.ndim == 3 for p in module.parameters(recurse=False))]
     try:
         yield
     finally:
-        if handle:
+        for handle in handles:
             handle.remove()
         engine.offload()
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()
+
+
+def to_first_experts(_, args: tuple) -> tuple:
+    """Of [t, h] tokens, and in any order the chosen experts' numbers [t, k] int64 and weights [t, k]: the same weights, the largest
+    first, for experts 0 to k - 1."""
+    chosen = next(x for x in args if not x.is_floating_point())
+    return tuple(torch.arange(x.shape[1], device=x.device).expand_as(x) if x is chosen else
+                 x.sort(descending=True).values if x.shape == chosen.shape else x for x in args)
