@@ -161,14 +161,15 @@ def changed(engine: Engine, change: Change, apart: bool) -> Iterator[None]:
 
 @contextmanager
 def quiet(engine: Engine) -> Iterator[None]:
-    """Meanwhile a critic's head, which may be zero, has a fixed direction, and all tokens go to the same experts, since rounding may
-    choose others; then what was gathered is given back."""
+    """Meanwhile a critic's head, which may be zero, has a fixed direction, and all tokens go to the same experts, since rounding
+    may choose others; then what was gathered is given back."""
     def directed(_, args: tuple):
         hidden, weight, *others = args
         return hidden, torch.arange(weight.numel(), device=weight.device).cos().view_as(weight).to(weight.dtype), *others
     handles = [engine.head.register_forward_pre_hook(directed)] if isinstance(engine.head, ValueHead) else []
-    handles += [module.register_forward_pre_hook(to_first_experts) for model in engine.modules() for name, module
-                in model.named_modules() if name.endswith(".experts") and any(p.ndim == 3 for p in module.parameters(recurse=False))]
+    handles += [module.register_forward_pre_hook(to_first_experts) for model in engine.modules()
+                for name, module in model.named_modules()
+                if name.endswith(".experts") and any(p.ndim == 3 for p in module.parameters(recurse=False))]
     try:
         yield
     finally:

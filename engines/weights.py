@@ -72,7 +72,7 @@ def stacked(hf: nn.Module) -> dict[str, list[tuple[str, range]]]:
     targets = [target for entry in table if isinstance(entry, WeightConverter) for target in entry.target_patterns]
     found, hf._weight_conversions = {}, table
     for name, parameter in hf.named_parameters():
-        if parameter.ndim < 3 or not any(target in name for target in targets):
+        if parameter.ndim < 2 or not any(target in name for target in targets):
             continue
         numbers = torch.arange(parameter.shape[:-1].numel()).view(*parameter.shape[:-1], 1)
         parts = {part: rows.flatten().tolist() for part, rows in revert_weight_conversion(hf, {name: numbers}).items()}
@@ -102,14 +102,21 @@ def stored_tensors(hf: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def model_names(hf: nn.Module, path: Path) -> dict[str, str]:
     """name in the files -> name in the model: transformers renames some families' weights when it loads them. A part of a stack
-    keeps its name."""
+    keeps its name. Raises InputError where it would make several weights of one."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, dot_natural_key, rename_source_key
-    renamings = [x for x in get_model_conversion_mapping(hf) if isinstance(x, WeightRenaming)]
-    parts = {part for found in stacked(hf).values() for part, _ in found}
+    transforms = get_model_conversion_mapping(hf)
+    renamings = [x for x in transforms if isinstance(x, WeightRenaming)]
+    converters = [x for x in transforms if not isinstance(x, WeightRenaming)]
     stored = {lora.plain_name(name): x for name, x in hf.state_dict().items()}
-    return {name: name if name in parts else rename_source_key(name, renamings, [], hf.base_model_prefix, stored)[0]
-            for name in sorted(shapes_in_files(path), key=dot_natural_key)}
+    there = shapes_in_files(path).keys()
+    names = {part: part for parts in stacked(hf).values() for part, _ in parts if part in there}
+    for name in sorted(there - names.keys(), key=dot_natural_key):
+        names[name], converted = rename_source_key(name, renamings, converters, hf.base_model_prefix, stored)
+        if converted:
+            raise InputError(f"model.path={path}: transformers converts {name} to {names[name]} of {type(hf).__name__}, which is not "
+                             "supported: load the model with transformers, and save it with save_original_format=False")
+    return names
 
 
 def shapes_in_files(path: Path) -> dict[str, list[int]]:

@@ -7,6 +7,7 @@ what log_probs answered. 4 ranks write checkpoints that all launches read.
 """
 
 import hashlib
+import io
 import json
 import os
 import resource
@@ -16,6 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,10 +32,13 @@ from transformers import PreTrainedTokenizerFast
 import job
 from config import InputError, load
 from data.packing import Batch, partition
-from engines import device, offload
+from engines import device, guard, offload
 from engines.checkpoint import Checkpointer, export_hf
 from engines.experts import stacks
+from engines.fsdp import attention
+from engines.fsdp.attention import Packing
 from engines.fsdp.engine import FSDPEngine
+from engines.fsdp.recurrence import Bounds
 from engines.optimizer import ShardedMuon
 from engines.weights import fingerprint
 from tests.traps import without_checksums
@@ -88,7 +93,8 @@ CASES = {
         "experts cp2 recompute": Case("qwen3_moe", f"{CP2} {RECOMPUTE}"),
         "experts aux uneven": Case("qwen3_moe", AUX, steps=1, uneven=True),
         "lora padded": Case("qwen2_tied", PADDED, lora=True), "lora offload": Case("qwen3", OFFLOAD, lora=True),
-        "lora replicated": Case("qwen3", "fsdp_size=1", lora=True), "lora cp2": Case("llama", CP2, uneven=False, lora=True)},
+        "lora replicated": Case("qwen3", "fsdp_size=1", lora=True), "lora cp2": Case("llama", CP2, uneven=False, lora=True),
+        "apertus": Case("apertus"), "lfm2 padded": Case("lfm2", PADDED), "lfm2": Case("lfm2")},
     4: {**{f"plain {family}": Case(family, steps=TOTAL_STEPS) for family in ("qwen2_tied", "llama")},
         "uneven": Case("qwen2_tied", uneven=True), "hybrid": Case("qwen3", "fsdp_size=2"),
         "hybrid cp2": Case("llama", f"fsdp_size=2 {CP2}"),
@@ -101,7 +107,6 @@ CASES = {
         "lora hybrid cp2": Case("qwen3", f"fsdp_size=2 {CP2} {RECOMPUTE}", lora=True)},
 }
 BROKEN = ("no_files", "missing_weight", "wrong_shape")
-REFUSED = {"mamba": dict(model_type="mamba")}
 # Families whose attention, logits, experts or memory of earlier tokens are not those of llama.
 DELTA_NET = dict(num_hidden_layers=4, head_dim=16, linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8,
                  linear_value_head_dim=8)
@@ -127,7 +132,6 @@ FOREIGN = {
     "qwen3_5": dict(model_type="qwen3_5_text", **DELTA_NET),
     "bamba": dict(model_type="bamba", mamba_n_heads=8, mamba_d_head=8, mamba_d_state=16, mamba_n_groups=1, mamba_chunk_size=16,
                   attn_layer_indices=[1]),
-    "lfm2": dict(model_type="lfm2", layer_types=["conv", "full_attention", "conv"]),
 }
 FORMS = {"packed": "", "padded": PADDED}
 
@@ -189,8 +193,8 @@ def main(folder: Path, *names: str) -> None:
                 raise
             results[name] = {"error": traceback.format_exc()}
     for work in (refused, muon_steps, muon_resume, *((non_finite, rotate, publish) if world < 4 else ()),
-                 *((harmed, full) if world == 2 else ()), *((foreign,) if world < 4 else ()), *((grouped,) if world == 1 else ()),
-                 adapters):
+                 *((harmed, full) if world == 2 else ()), *((foreign, guarded, renamed) if world < 4 else ()),
+                 *((grouped,) if world == 1 else ()), adapters):
         if chosen(work.__name__):
             results[work.__name__] = work(folder, this_device)
     for family in ("qwen2_tied", "llama", "lora") if not names else ():
@@ -215,11 +219,11 @@ def run(folder: Path, this_device: torch.device, title: str, case: Case) -> dict
 
 
 def build(model: Path, this_device: torch.device, settings: str = "", cap: int = 60, optimizer: str = "adamw",
-          lora: bool = False, more: Sequence[str] = ()) -> FSDPEngine:
+          lora: bool = False, more: Sequence[str] = (), critic: bool = False) -> FSDPEngine:
     adapter = [f"model.lora.{key}" for key in (f"adapter_path={model}_adapter", *LORA)] if lora else []
     return FSDPEngine(load("sft.yaml", [f"model.path={model}", f"data.max_tokens_per_micro_batch={cap}", *SETTINGS, *adapter,
                                         f"optim.name={optimizer}", *(f"engine.{s}" for s in settings.split()), *more]),
-                      this_device, TOTAL_STEPS)
+                      this_device, TOTAL_STEPS, critic=critic)
 
 
 def train(engine: FSDPEngine, steps, uneven: bool = False) -> list[dict[str, float]]:
@@ -329,7 +333,7 @@ def muon_resume(folder: Path, this_device: torch.device) -> dict:
 def refused(folder: Path, this_device: torch.device) -> dict[str, list[str] | None]:
     """What each rank is told about models that cannot be loaded; None where a model was loaded after all."""
     told = {}
-    for name in (*BROKEN, *(REFUSED if dist.get_world_size() == 1 else ())):
+    for name in BROKEN:
         try:
             build(folder / name, this_device)
             told[name] = None
@@ -369,6 +373,59 @@ def grouped(folder: Path, this_device: torch.device) -> dict:
     worst = max((at_once - looped).norm() / looped.norm() for at_once, looped in pairs if looped.any())
     return {"largest": difference.max().item(), "mean": difference.mean().item(), "gradient": worst.item(),
             "number": len(left), "left alone": sum(x.abs().sum().item() for x in left)}
+
+
+def guarded(folder: Path, this_device: torch.device) -> dict:
+    """What each rank is told of a model that computes packed sequences wrongly, and of one whose attention forgets where they
+    begin; what the guard leaves behind; what it says of a model that does not read earlier tokens."""
+    layouts, told = {"": "", "bf16": BF16, "critic": ""}, {}
+
+    def tell(model: str, **more: str) -> None:
+        for name, settings in (layouts | more).items():
+            try:
+                build(folder / model, this_device, settings, critic=name == "critic")
+                told[f"{model} {name}"] = None
+            except InputError as error:
+                told[f"{model} {name}"] = gather(str(error))
+
+    def forgetful(q, k, v, packing, *others):
+        return by_sequence(q, k, v, Packing(packing.cu_seqlens, [0, len(q)], len(q)), *others)
+
+    by_sequence, Bounds.by_sequence = Bounds.by_sequence, lambda self, forward, *args, **more: forward(*args, **more)
+    tell("lfm2")
+    Bounds.by_sequence = by_sequence
+    by_sequence, attention.by_sequence = attention.by_sequence, forgetful
+    tell("llama", **({"cp2": CP2} if dist.get_world_size() == 2 else {}))
+    attention.by_sequence = by_sequence
+
+    engine = build(folder / "llama", this_device, RECOMPUTE, lora=True)
+    before = traces(engine)
+    told["found"] = guard.check(engine)
+    told["same"] = gather(before == traces(engine))
+    with redirect_stdout(io.StringIO()) as said:
+        build(folder / "deaf", this_device)
+    return told | {"deaf": gather(said.getvalue())}
+
+
+def traces(engine: FSDPEngine) -> dict:
+    modules = list(engine.model.modules())
+    return {"random": digest({"state": torch.get_rng_state()}), "weights": digest(engine.state()),
+            "training": engine.model.training, "hooks": sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in modules),
+            "gradients": sum(p.grad is not None for p in engine.model.parameters()), "step": (engine._step, engine._turn),
+            "attention": engine.hf.config._attn_implementation, "config": engine.config}
+
+
+def renamed(folder: Path, this_device: torch.device) -> dict:
+    """A model whose weights transformers renames at load: what is exported and kept in a checkpoint, and what comes back."""
+    engine = build(folder / "renamed", this_device, PADDED)
+    before, state = ask(engine), engine.state()
+    kept = {name: x.clone() for name, x in state["model"].items()}
+    train(engine, [0])
+    engine.load_state({**engine.state(), "model": kept})
+    after, weights = ask(engine), dict(engine.export_weights())
+    if dist.get_rank() == 0:
+        save_file({"asked": before}, folder / f"{dist.get_world_size()} renamed.safetensors")
+    return {"exported": sorted(weights), "kept": sorted(kept), "same": torch.equal(before.nan_to_num(), after.nan_to_num())}
 
 
 def checkpoint(folder: Path, this_device: torch.device, family: str, asynchronous: bool) -> dict:

@@ -451,7 +451,8 @@ def test_a_critic_begins_at_zero_and_learns_the_returns(results, name):
 
 @pytest.mark.parametrize("name", CRITICS)
 def test_a_value_is_that_of_what_precedes_its_token(results, name):
-    assert results(name)["critic"]["another end"] == results(name)["critic"]["last"]
+    # Other tokens leave an expert's products with other rounding.
+    assert results(name)["critic"]["another end"] == pytest.approx(results(name)["critic"]["last"], abs=1e-6)
 
 
 @pytest.mark.parametrize("name", CRITICS)
