@@ -57,7 +57,7 @@ demo: demo-assets   ## SFT, then GRPO with vLLM, on two CPU processes: minutes, 
 	@echo "The two runs as pictures: runs/demo/sft/report.png, runs/demo/ppo/report.png"
 
 test: $(filter .venv,$(VENV))         ## all tests; none found is a failure too
-	$(VENV)/bin/python -m pytest -q tests
+	$(VENV)/bin/python -m pytest -q -n 2 --dist loadfile tests
 
 soak: $(filter .venv,$(VENV))         ## runs that are killed at random moments, compared with runs left alone: 20 minutes
 	$(VENV)/bin/python -m tests.soak

@@ -1,13 +1,13 @@
 """A model and a task small enough to train while you watch, made from nothing: no download.
 
-    python examples/arithmetic.py build DIR              # DIR/model (random weights), DIR/train.jsonl, DIR/val.jsonl
+    python examples/arithmetic.py build DIR              # DIR/model (random weights), DIR/train.jsonl, DIR/val.jsonl, DIR/worked/
     python examples/arithmetic.py ask MODEL_DIR [--n 8]  # held-out problems, the model's answers, how many of 200 are right
 
 The model is a Qwen3 of 1.4 million parameters that reads and writes single characters. The task is arithmetic as a chat.
 Half of the questions ask for the number alone, half for the columns too ("7+8=15, 4+3+1=8, 85"), so answers have 2 to 30
 characters. Columns are learned in minutes; a number without its columns takes far longer. One in five replies to the first
-kind of question shows the columns all the same: reinforcement learning finds out that this pays. The same arguments give
-the same files, to the last byte.
+kind of question shows the columns all the same: reinforcement learning finds out that this pays. DIR/worked has the same
+problems with the columns in every reply, for adapters to learn. The same arguments give the same files, to the last byte.
 """
 
 import argparse
@@ -60,10 +60,10 @@ def make_problem(rng: random.Random) -> tuple[str, list[str], int]:
     return f"{a}{sign}{b}", columns(a, sign, b), a + b if sign == "+" else a - b
 
 
-def make_rows() -> tuple[list[dict], list[dict]]:
+def make_rows(always_worked: bool = False) -> tuple[list[dict], list[dict]]:
     """(train, val): conversations. No problem of val is in train in any wording, nor twice in val.
 
-    `answer` is the number that the reply has to end with.
+    always_worked: every reply shows the columns. `answer` is the number that the reply has to end with.
     """
     rng, held_out, train, val = random.Random(SEED), set(), [], []
     while len(train) < NUM_TRAIN:
@@ -78,6 +78,7 @@ def make_rows() -> tuple[list[dict], list[dict]]:
             (f"Work out {problem}", worked),
             (f"Step by step: {problem}", worked),
         ))
+        reply = worked if always_worked else reply
         messages = [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
         row = {"messages": messages, "answer": str(result)}
         if len(val) < NUM_VAL:
@@ -134,6 +135,9 @@ def build(directory: Path) -> None:
     model = make_model(tokenizer)
     model.save_pretrained(directory / "model")
     tokenizer.save_pretrained(directory / "model")
+    (directory / "worked").mkdir(exist_ok=True)
+    for name, rows in zip(("train", "val"), make_rows(always_worked=True)):
+        write_rows(directory / f"worked/{name}.jsonl", rows)
     train, val = make_rows()
     write_rows(directory / "val.jsonl", val)
     write_rows(directory / "train.jsonl", train)      # last: for the Makefile it is the sign that everything is there

@@ -86,6 +86,7 @@ def folder(tmp_path_factory):
         rows = (folder / "train.jsonl").read_text().splitlines(keepends=True)[:84]
         (folder / f"{name}.jsonl").write_text("".join(rows))
     (folder / "val.jsonl").write_text("".join((folder / "val.jsonl").read_text().splitlines(keepends=True)[:8]))
+    (folder / "configs").symlink_to(ROOT / "configs")
     (folder / "my.yaml").write_text("model: {path: model}\n"
                                     "data: {train_files: train.jsonl, train_batch_size: 16, max_tokens_per_micro_batch: 2048}\n")
     for name, code in SNIPPETS:
