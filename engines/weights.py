@@ -114,8 +114,8 @@ def model_names(hf: nn.Module, path: Path) -> dict[str, str]:
     for name in sorted(there - names.keys(), key=dot_natural_key):
         names[name], converted = rename_source_key(name, renamings, converters, hf.base_model_prefix, stored)
         if converted:
-            raise InputError(f"model.path={path}: transformers converts {name} to {names[name]} of {type(hf).__name__}, which is not "
-                             "supported: load the model with transformers, and save it with save_original_format=False")
+            raise InputError(f"model.path={path}: transformers converts {name} to {names[name]} of {type(hf).__name__}, which is "
+                             "not supported: load the model with transformers, and save it with save_original_format=False")
     return names
 
 

@@ -893,7 +893,7 @@ LONGROPE = dict(rope_type="longrope", rope_theta=10000.0, short_factor=[1.0] * 4
     (dict(model_type="stablelm"), [], f"do not pass on to their attention where sequences begin: {PADDING}"),
     (dict(model_type="mamba"), [], "MambaForCausalLM does not take packed sequences: ValueError"),
     (dict(model_type="doge", num_experts=0), [], "only a mask limits its attention to a window"),
-    (dict(model_type="opt"), ["engine.use_remove_padding=false"], "OPTForCausalLM does not take its hidden states from its base model"),
+    (dict(model_type="opt"), ["engine.use_remove_padding=false"], "OPTForCausalLM does not take its hidden states from its base"),
     (dict(model_type="llama", rope_parameters=dict(rope_type="linear", rope_theta=10000.0, factor=2.0, partial_rotary_factor=0.5)),
      [], "LlamaForCausalLM fails: RuntimeError"),
     (dict(model_type="phi3", rope_parameters=LONGROPE, original_max_position_embeddings=64), ["data.max_length=65"],
