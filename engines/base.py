@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -30,11 +31,13 @@ class Engine(ABC):
     """
 
     config: DictConfig
+    hf_config: Any                          # transformers' configuration of the model
     device: torch.device
     compute_dtype: torch.dtype
     dp_rank: int
     dp_size: int
     dp_group: ProcessGroup
+    head: nn.Module                         # of engines/heads.py
     tokens_multiple: int = 1                # each sequence is padded to a multiple of this number of tokens
     micro_batches_multiple: int = 1         # a batch is divided into a multiple of this number of micro-batches
     _step: int | None = None                # of the last train_batch, and how many of this step came before it
@@ -56,17 +59,37 @@ class Engine(ABC):
     def log_probs(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Without gradient: log p(x_t | x_<t) [T] fp32, the entropy there [T] fp32 (nats), and whether x_t was the
         likeliest token [T] bool. Where fields["loss_mask"] is 0, and on the first token of a sequence: 0, 0, False."""
-        log_probs, entropy, greedy = self._ask(batch)
+        log_probs, entropy, greedy = self.ask(batch)
         return log_probs, entropy, greedy > 0
 
     def values(self, batch: Batch) -> Tensor:
         """Without gradient, of an engine built as a critic: V(x_<t) [T] fp32, the value of the tokens before t; 0 where
         fields["loss_mask"] is 0. Its train_batch calls loss_fn(values, fields)."""
-        return self._ask(batch)[0]
+        return self.ask(batch)[0]
 
     @abstractmethod
-    def _ask(self, batch: Batch) -> Tensor:
-        """Without gradient: what the head says, [outputs, T] fp32 on every rank."""
+    def ask(self, batch: Batch, bins: list[list[int]] | None = None) -> Tensor:
+        """Without gradient: what the head says, [outputs, T] fp32 on every rank. bins: the sequences of each micro-batch, in place
+        of what the token cap makes of them; the same on all ranks."""
+
+    @abstractmethod
+    def one_at_a_time(self, batch: Batch) -> Tensor:
+        """ask(), of sequences that are alone in their micro-batch, by transformers' own attention where there is one; the same
+        on all ranks."""
+
+    @abstractmethod
+    def layers(self) -> Iterator[tuple[int, nn.Module]]:
+        """(number in the whole model from 0, module) of this rank's decoder layers, which return hidden states, alone or
+        before others."""
+
+    @contextmanager
+    def padded(self) -> Iterator[None]:
+        """Meanwhile as with engine.use_remove_padding=false."""
+        before, self.config = self.config, OmegaConf.merge(self.config, {"engine": {"use_remove_padding": False}})
+        try:
+            yield
+        finally:
+            self.config = before
 
     @contextmanager
     def _seeded(self, step: int, *ranks: int) -> Iterator[None]:
@@ -106,11 +129,11 @@ class Engine(ABC):
                                    "with this configuration")
             self._unproven = grad_norm == 0
 
-    def _plan(self, batch: Batch) -> list[list[int]]:
+    def _plan(self, batch: Batch, bins: list[list[int]] | None = None) -> list[list[int]]:
         """Micro-batches as lists of sequence indices; the same number on every data-parallel rank, because passes have
-        collectives. Padding counts."""
+        collectives. Padding counts. bins: the micro-batches, if they are given."""
         lengths = [-(-n // self.tokens_multiple) * self.tokens_multiple for n in batch.lengths]
-        bins = pack(lengths, self.config.data.max_tokens_per_micro_batch, padded=not self.config.engine.use_remove_padding)
+        bins = bins or pack(lengths, self.config.data.max_tokens_per_micro_batch, padded=not self.config.engine.use_remove_padding)
         count = torch.tensor(len(bins), device=self.device)
         dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self.dp_group)
         return spread(bins, -(-int(count) // self.micro_batches_multiple) * self.micro_batches_multiple, lengths)

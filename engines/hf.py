@@ -5,10 +5,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from omegaconf import DictConfig
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from config import InputError
+
+CHANGING = ("dynamic", "longrope")                  # types of rotary embeddings whose frequencies change with the length
+
+
+def longest_sequence(config: DictConfig) -> tuple[int, str]:
+    """The most tokens that a sequence of this run may have, and the keys that say so."""
+    if "rollout" in config:
+        return config.data.max_prompt_length + config.rollout.max_tokens, "data.max_prompt_length + rollout.max_tokens"
+    return config.data.max_length, "data.max_length"
 
 
 def read_hf_config(path: str):
@@ -20,8 +30,8 @@ def read_hf_config(path: str):
         raise InputError(f"model.path={path}: {error}") from None
 
 
-def build_on_meta(hf_config, dtype: torch.dtype, critic: bool = False, attention: str = "sdpa") -> nn.Module:
-    """The model without memory for its weights; a critic's output matrix has one row."""
+def build_on_meta(hf_config, dtype: torch.dtype, critic: bool = False, attention: str | None = None) -> nn.Module:
+    """The model without memory for its weights; a critic's output matrix has one row. attention: None for transformers' choice."""
     if critic:
         hf_config = copy.deepcopy(hf_config)
         hf_config.tie_word_embeddings = False
@@ -35,6 +45,32 @@ def build_on_meta(hf_config, dtype: torch.dtype, critic: bool = False, attention
         width = hf.get_output_embeddings().in_features
         hf.set_output_embeddings(nn.Linear(width, 1, bias=False, dtype=dtype, device="meta"))
     return hf
+
+
+def plain_attention(hf: nn.Module) -> str:
+    """The attention that transformers would take for the model."""
+    return "sdpa" if hf._supports_sdpa else "eager"
+
+
+def check_rope(hf_config, config: DictConfig) -> None:
+    """Raise InputError for rotary frequencies that change with the length of a sequence, if the run's
+    longest sequence has others than short ones: packed with it, these would have its frequencies."""
+    longest, key = longest_sequence(config)
+    rope = getattr(hf_config, "rope_parameters", None) or {}
+    for each in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        original = each.get("original_max_position_embeddings") or hf_config.max_position_embeddings
+        if each.get("rope_type") in CHANGING and longest > original:
+            raise InputError(f"model.path={config.model.path}: rope_type={each['rope_type']} in config.json has other frequencies "
+                             f"beyond {original} tokens: lower {key}={longest}")
+
+
+def keep_short_frequencies(hf: nn.Module) -> None:
+    """Let rotary embeddings not look at each batch for a sequence that check_rope() has excluded."""
+    for module in hf.modules():
+        if isinstance(kind := vars(module).get("rope_type"), dict):
+            module.rope_type = {layer: "default" if each in CHANGING else each for layer, each in kind.items()}
+        elif kind in CHANGING:
+            module.rope_type = "default"
 
 
 def keep_zero_rows(embedding: nn.Module, zero: Tensor, layout: Callable[[Tensor], Tensor] = lambda mask: mask) -> None:

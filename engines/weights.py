@@ -2,7 +2,7 @@
 
 import json
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,16 +11,19 @@ from omegaconf import DictConfig
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, dot_natural_key, rename_source_key
 
 from config import InputError
 from engines import lora
 from engines.storage import checksum
 
 
-def load_weights(hf: nn.Module, path: Path, device: torch.device, buffer_device: torch.device, critic: bool = False,
-                 base: dict[str, Tensor] | None = None) -> None:
-    """Allocate the sharded parameters and read this rank's rows of each from the safetensors files. A critic's output
-    matrix is zero where the files have none, or a policy's: every value begins at 0. Adapters are left empty.
+def load_weights(hf: nn.Module, path: Path, names: dict[str, str], device: torch.device, buffer_device: torch.device,
+                 buffer_dtype: torch.dtype, critic: bool = False, base: dict[str, Tensor] | None = None) -> None:
+    """Allocate the sharded parameters and read this rank's rows of each from the safetensors files, and the persistent buffers,
+    which are floating-point numbers of buffer_dtype (but where transformers keeps them in fp32). A critic's output matrix is zero
+    where the files have none, or a policy's: every value begins at 0. Adapters are left empty. names: as from model_names().
     base: tensors by name that are to be filled, and used, instead of memory of the model's own."""
     for prefix, module in hf.named_modules():
         for name in module._parameters:
@@ -28,37 +31,74 @@ def load_weights(hf: nn.Module, path: Path, device: torch.device, buffer_device:
                 setattr(module, name, nn.Parameter(tensor, requires_grad=False))
     hf._apply(lambda x: torch.empty_like(x, device=device) if x.is_meta else x)
     hf.tie_weights()
-    parameters = {lora.plain_name(name): p for name, p in hf.named_parameters()}
+    kept = tuple(hf._keep_in_fp32_modules_strict or ())
+    for prefix, module in hf.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                in_fp32 = name in module._non_persistent_buffers_set or any(part in f"{prefix}.{name}" for part in kept)
+                dtype = buffer_dtype if buffer.is_floating_point() and not in_fp32 else buffer.dtype
+                module._buffers[name] = buffer.to(buffer_device, dtype)
+    tensors = {lora.plain_name(name): x for name, x in stored_tensors(hf)}
     with torch.no_grad():
         if critic:
             hf.get_output_embeddings().weight.zero_()
         for file in weight_files(path):
-            with safe_open(file, framework="pt") as tensors:
-                for name in parameters.keys() & tensors.keys():
-                    source = tensors.get_slice(name)
-                    if source.get_shape() == list(parameters[name].shape):      # else a policy's matrix, for a critic
-                        copy_rows(parameters[name], source)
+            with safe_open(file, framework="pt") as opened:
+                for file_name in opened.keys():
+                    tensor = tensors.get(names[file_name])
+                    source = opened.get_slice(file_name)
+                    if tensor is None or source.get_shape() != list(tensor.shape):       # a policy's matrix, for a critic
+                        continue
+                    copy_rows(tensor, source) if tensor.ndim else tensor.copy_(opened.get_tensor(file_name))
         for module in hf.modules():
             if module._non_persistent_buffers_set:                        # rotary frequencies: in no file
-                for name in module._non_persistent_buffers_set:
-                    setattr(module, name, getattr(module, name).to(buffer_device))
-                for parameter in module.parameters(recurse=False):
-                    parameter._is_hf_initialized = True                   # an embedding with a scale keeps its weights
+                for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+                    if name not in module._non_persistent_buffers_set:
+                        tensor._is_hf_initialized = True                  # an embedding with a scale keeps its weights
                 hf._init_weights(module)
+
+
+def stored_tensors(hf: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of everything that a file of the model's weights holds: parameters, tied ones once, and persistent buffers."""
+    yield from hf.named_parameters()
+    kept = hf.state_dict().keys()
+    yield from ((name, buffer) for name, buffer in hf.named_buffers() if name in kept)
+
+
+def model_names(hf: nn.Module, path: Path) -> dict[str, str]:
+    """name in the files -> name in the model: transformers renames some families' weights when it loads them. Raises InputError
+    where it would make one weight of several, or several of one."""
+    transforms = get_model_conversion_mapping(hf)
+    renamings = [x for x in transforms if isinstance(x, WeightRenaming)]
+    converters = [x for x in transforms if not isinstance(x, WeightRenaming)]
+    stored, names = {lora.plain_name(name): x for name, x in hf.state_dict().items()}, {}
+    for name in sorted(shapes_in_files(path), key=dot_natural_key):
+        names[name], converted = rename_source_key(name, renamings, converters, hf.base_model_prefix, stored)
+        if converted:
+            raise InputError(f"model.path={path}: transformers converts {name} to {names[name]} of {type(hf).__name__}, which is "
+                             "not supported: load the model with transformers, and save it with save_original_format=False")
+    return names
+
+
+def shapes_in_files(path: Path) -> dict[str, list[int]]:
+    found = {}
+    for file in weight_files(path):
+        with safe_open(file, framework="pt") as tensors:
+            found |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}
+    return found
 
 
 def check_files(hf: nn.Module, path: Path, critic: bool, parameters: Iterable[tuple[str, Tensor]] | None = None) -> None:
     """Raise InputError unless the files hold exactly the weights of hf, the model on the meta device; only headers are read.
 
-    A critic's output matrix may be absent, or a policy's. parameters: names and shapes in the files, where they are not those
-    of hf's own parameters.
+    A critic's output matrix may be absent, or a policy's. parameters: names and shapes in the files, where they are to be taken
+    literally, and are not those of hf's own parameters and buffers.
     """
-    expected = {name: list(p.shape) for name, p in parameters or hf.named_parameters()}
-    found = {}
-    for file in weight_files(path):
-        with safe_open(file, framework="pt") as tensors:
-            found |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}
-    # Besides parameters a file may hold buffers, and the output matrix of a tied model once more.
+    expected = {name: list(p.shape) for name, p in parameters or stored_tensors(hf)}
+    found = shapes_in_files(path)
+    if parameters is None:
+        found = {name: found[file_name] for file_name, name in model_names(hf, path).items()}
+    # A file may hold the output matrix of a tied model once more.
     known = expected.keys() | hf.state_dict().keys()
     if critic:
         expected.pop(next(name for name, p in hf.named_parameters() if p is hf.get_output_embeddings().weight))

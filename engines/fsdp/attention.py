@@ -21,6 +21,7 @@ from engines.varlen import by_segment, causal_attention
 
 # Arguments that models pass to their attention and that mean nothing to it.
 HARMLESS = {"position_ids", "use_cache", "cache_position", "output_attentions", "is_causal"}
+WINDOW = "only a mask limits its attention to a window"
 
 
 @dataclass
@@ -53,7 +54,7 @@ class Packing:
 
 
 def packed_attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
-                     packing: Packing, scaling: float | None = None, dropout: float = 0.0,
+                     packing: Packing | None = None, scaling: float | None = None, dropout: float = 0.0,
                      sliding_window: int | None = None, **others) -> tuple[Tensor, None]:
     """Causal attention inside each sequence; the signature is transformers' attention interface.
 
@@ -63,6 +64,10 @@ def packed_attention(module, query: Tensor, key: Tensor, value: Tensor, attentio
     asked = [name for name, value in others.items() if value is not None and name not in HARMLESS]
     if dropout or asked:
         raise InputError(f"the model wants {'dropout' if dropout else asked[0]} in its attention, which is not supported")
+    if packing is None:
+        raise InputError("its layers do not pass on to their attention where sequences begin")
+    if attention_mask is not None and attention_mask.is_meta and attention_mask.shape[2:] not in ((1, 1), (2, sliding_window or 0)):
+        raise InputError(f"{WINDOW} of {attention_mask.shape[-1]} tokens")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))          # [T', heads, dim]
     group, window = packing.group, (sliding_window or 0)
     if group is not None:
@@ -96,4 +101,9 @@ def exchange(x: Tensor, group: dist.ProcessGroup, scatter_heads: bool) -> Tensor
 
 
 AttentionInterface.register("packed", packed_attention)
-AttentionMaskInterface.register("packed", lambda *args, **kwargs: None)
+def window_of(*_, device: torch.device, local_size: int | None = None, **__) -> Tensor | None:
+    """In place of transformers' mask, where Packing.arguments() gave none: in a pass over shapes, what window the mask has."""
+    return torch.empty(1, 1, 2, local_size or 0, device="meta") if torch.device(device).type == "meta" else None
+
+
+AttentionMaskInterface.register("packed", window_of)

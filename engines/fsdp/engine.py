@@ -4,6 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -25,16 +26,25 @@ from torch.distributed.tensor import DTensor
 
 from config import InputError
 from data.packing import Batch
-from engines import lora, optimizer, schedule
+from engines import guard, lora, optimizer, schedule
 from engines.base import Engine, LossFn, check_batch_size
 from engines.device import to_device
+from engines.fsdp import shapes
 from engines.fsdp.attention import Packing
 from engines.heads import LogProbHead, ValueHead
-from engines.hf import build_on_meta, count_flops, keep_zero_rows, read_hf_config
+from engines.hf import (
+    build_on_meta,
+    check_rope,
+    count_flops,
+    keep_short_frequencies,
+    keep_zero_rows,
+    plain_attention,
+    read_hf_config,
+)
 from engines.microbatch import MicroBatch, lay_out
 from engines.offload import HostMemory
 from engines.storage import Writer
-from engines.weights import check_files, load_adapter, load_weights
+from engines.weights import check_files, load_adapter, load_weights, model_names, stored_tensors
 
 # Between the hidden states and the logits these would change what linear_log_probs computes.
 LOGIT_TRANSFORMS = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0, "lm_head_bias": False}
@@ -61,19 +71,21 @@ class FSDPEngine(Engine):
         self.compute_dtype, self.lora = getattr(torch, engine.compute_dtype), config.model.lora
         compiled = uses_compile(engine, device.type)
         self.hf, self._adapted = build(config, self.hf_config, critic)
-        if not engine.use_remove_padding:
-            self.hf.set_attn_implementation("sdpa")
+        names = model_names(self.hf, Path(config.model.path))
+        self._file_names = {name: file_name for file_name, name in names.items()}
         self._unproven = bool(self._adapted) and not critic         # a critic's gradient comes through its head, which is zero
         self.model = PackedModel(self.hf, ValueHead() if critic else LogProbHead(
             temperature, engine.log_prob_chunk_size, compiled, self.hf_config.vocab_size))
-        layers = [m for m in self.hf.modules() if type(m).__name__ in self.hf._no_split_modules]
+        self.head = self.model.head
+        self._layers = layers = [m for m in self.hf.modules() if type(m).__name__ in self.hf._no_split_modules]
         if engine.activation_checkpointing:
             self.hf.gradient_checkpointing_enable({"use_reentrant": False})
         for layer in layers if compiled else ():
             layer.forward = torch.compile(layer.forward, dynamic=True)
         shard(self.model, layers, config, device.type, self.world_size)
-        load_weights(self.hf, Path(config.model.path), torch.device("cpu") if engine.cpu_offload else device, device, critic,
-                     base)
+        load_weights(self.hf, Path(config.model.path), names, torch.device("cpu") if engine.cpu_offload else device, device,
+                     self.compute_dtype, critic, base)
+        keep_short_frequencies(self.hf)
         load_adapter(self.hf, self.lora, config.trainer.seed)
         words = self.hf.get_input_embeddings()
         keep_zero_rows(words, full(words.weight.detach().abs().sum(1)).to(device) == 0)
@@ -83,15 +95,21 @@ class FSDPEngine(Engine):
         self._lr_ratios = [group["lr"] / self.optim.lr if self.optim.lr else 1.0 for group in self._groups()]
         self._flops = count_flops(self.hf, self.hf_config)
         self._host_memory, self._shares_base = HostMemory(device), base is not None
+        guard.check(self)
 
     @staticmethod
     def check(config: DictConfig, world_size: int, critic: bool = False):
         """The model's configuration; raises InputError for what this engine cannot do, before anything is built."""
         hf_config = read_hf_config(config.model.path)
         check_layout(config, hf_config, world_size)
-        hf = build_on_meta(hf_config, torch.float32, critic, "packed")
-        check_attention(hf)
+        check_rope(hf_config, config)
+        hf = build_on_meta(hf_config, torch.float32, critic)
         check_files(hf, Path(config.model.path), critic)
+        renamed = [name for name, new in model_names(hf, Path(config.model.path)).items() if name != new]
+        if renamed and config.model.lora.rank:
+            raise InputError(f"model.path={config.model.path}: model.lora does not work for weights that transformers renames at "
+                             f"load, {renamed[0]} among them")
+        shapes.check(hf, config)
         lora.check(config, hf)
         return hf_config
 
@@ -123,16 +141,47 @@ class FSDPEngine(Engine):
         return {**dict(zip(amounts, totals.tolist())), "grad_norm": grad_norm, "lr": lr, "skipped": float(skipped)}
 
     @torch.no_grad()
-    def _ask(self, batch: Batch) -> Tensor:
+    def ask(self, batch: Batch, bins: list[list[int]] | None = None) -> Tensor:
         self._onload("parameters")
         answers = torch.zeros(self.model.head.num_outputs, len(batch.input_ids), device=self.device)
         where = Batch(torch.arange(len(batch.input_ids)), batch.cu_seqlens)
         self.model.eval()
-        for indices in self._plan(batch):
+        for indices in self._plan(batch, bins):
             outputs = self._forward(self._lay_out(batch.select(indices)))
             answers[:, where.select(indices).input_ids.to(self.device)] = torch.stack([x.float() for x in outputs])
         self.model.train()
         return answers
+
+    @torch.no_grad()
+    def one_at_a_time(self, batch: Batch) -> Tensor:
+        self._onload("parameters")
+        answers = torch.zeros(self.head.num_outputs, len(batch.input_ids), device=self.device)
+        self.model.eval()
+        with self._attending("eager"):
+            for start, length in zip(batch.cu_seqlens.tolist(), batch.lengths):
+                ids = batch.input_ids[start:start + length].to(self.device)
+                positions = torch.arange(length, device=self.device)
+                outputs = self.model(ids[None], positions[None], positions[:-1], ids[1:], ids.new_empty(length - 1, 0))
+                answers[:, start + 1:start + length] = torch.stack([x.float() for x in outputs])
+        self.model.train()
+        return answers
+
+    @contextmanager
+    def _attending(self, attention: str) -> Iterator[None]:
+        before = self.hf.config._attn_implementation
+        self.hf.set_attn_implementation(attention)
+        try:
+            yield
+        finally:
+            self.hf.set_attn_implementation(before)
+
+    @contextmanager
+    def padded(self) -> Iterator[None]:
+        with super().padded(), self._attending(plain_attention(self.hf)):
+            yield
+
+    def layers(self) -> Iterator[tuple[int, nn.Module]]:
+        return enumerate(self._layers)
 
     def _lay_out(self, batch: Batch) -> MicroBatch:
         """T may be 0: then the model runs on padding alone, because other ranks wait for its collectives."""
@@ -197,14 +246,15 @@ class FSDPEngine(Engine):
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         self._onload("parameters")
         adapted = {layer.base_layer.weight: layer for layer in self._adapted if not layer.disable_adapters}
-        for name, parameter in self.hf.named_parameters():
+        for name, tensor in stored_tensors(self.hf):
             if ".lora_" in name:
                 continue
-            weight = self._whole(parameter).to(self.compute_dtype)
-            if parameter in adapted:
-                a, b = (self._whole(pair["default"].weight) for pair in (adapted[parameter].lora_A, adapted[parameter].lora_B))
+            weight = self._whole(tensor)
+            weight = weight.to(self.compute_dtype) if isinstance(tensor, nn.Parameter) else weight
+            if tensor in adapted:
+                a, b = (self._whole(pair["default"].weight) for pair in (adapted[tensor].lora_A, adapted[tensor].lora_B))
                 weight = lora.merge(weight, a, b, self.lora)
-            yield lora.plain_name(name), weight
+            yield self._in_files(lora.plain_name(name)), weight
 
     def export_adapter(self) -> Iterator[tuple[str, Tensor]]:
         self._onload("parameters")
@@ -212,12 +262,17 @@ class FSDPEngine(Engine):
             if ".lora_" in name:
                 yield lora.plain_name(name), self._whole(parameter)
 
-    def _whole(self, parameter: nn.Parameter) -> Tensor:
-        return full(parameter.detach().to(self.device))
+    def _in_files(self, name: str) -> str:
+        """The name in the files of model.path of a weight that the model names so."""
+        return self._file_names.get(name, name)
+
+    def _whole(self, tensor: Tensor) -> Tensor:
+        return full(tensor.detach().to(self.device))
 
     def state(self, loading: bool = False) -> dict:
         self._onload("parameters", "optimizer")
-        state = {"model": get_model_state_dict(self.hf, options=StateDictOptions(ignore_frozen_params=bool(self._adapted)))}
+        weights = get_model_state_dict(self.hf, options=StateDictOptions(ignore_frozen_params=bool(self._adapted)))
+        state = {"model": {self._in_files(name): x for name, x in weights.items()}}
         if self.optimizers:
             state["optimizer"] = get_optimizer_state_dict(self.hf, self.optimizers,
                                                           options=StateDictOptions(flatten_optimizer_state_dict=True))
@@ -225,7 +280,9 @@ class FSDPEngine(Engine):
 
     def load_state(self, state: dict) -> None:
         self._onload("parameters", "optimizer")
-        set_model_state_dict(self.hf, state["model"], options=StateDictOptions(strict=not self._adapted))
+        names = {file_name: name for name, file_name in self._file_names.items()}
+        weights = {names.get(file_name, file_name): x for file_name, x in state["model"].items()}
+        set_model_state_dict(self.hf, weights, options=StateDictOptions(strict=not self._adapted))
         if self.optimizers:
             set_optimizer_state_dict(self.hf, self.optimizers, state["optimizer"],
                                      options=StateDictOptions(flatten_optimizer_state_dict=True))
@@ -263,10 +320,11 @@ class PackedModel(nn.Module):
 def build(config: DictConfig, hf_config, critic: bool) -> tuple[nn.Module, list[nn.Module]]:
     """The model on the meta device, and its layers with adapters. A critic's value head is trained beside these."""
     engine, settings = config.engine, config.model.lora
+    attention = "packed" if engine.use_remove_padding else None
     if not settings.rank:
-        return build_on_meta(hf_config, getattr(torch, engine.param_dtype), critic, "packed"), []
+        return build_on_meta(hf_config, getattr(torch, engine.param_dtype), critic, attention), []
     # Frozen weights need no more precision than the pass that reads them.
-    hf = build_on_meta(hf_config, getattr(torch, engine.compute_dtype), critic, "packed")
+    hf = build_on_meta(hf_config, getattr(torch, engine.compute_dtype), critic, attention)
     return hf, lora.inject(hf, settings, critic)
 
 
@@ -295,20 +353,6 @@ def check_layout(config: DictConfig, hf_config, world_size: int) -> None:
     for name, harmless in LOGIT_TRANSFORMS.items():
         if getattr(hf_config, name, harmless) not in (harmless, None):
             raise InputError(f"model.path={config.model.path}: {name} in config.json is not supported")
-
-
-def check_attention(hf: nn.Module) -> None:
-    """Raise InputError for a model (on the meta device) that would compute packed sequences wrongly. A pass over shapes alone
-    shows whether its attention takes them."""
-    if hf._is_stateful:
-        raise InputError(f"{type(hf).__name__} carries a state from token to token, and so from one packed sequence to the next")
-    with torch.device("meta"), torch.no_grad():
-        ids = torch.zeros(1, 4, dtype=torch.int64)
-        packing = Packing(torch.zeros(3, dtype=torch.int32), [0, 2, 4], 2)
-        try:
-            hf.base_model(input_ids=ids, position_ids=ids, use_cache=False, **packing.arguments())
-        except TypeError as error:
-            raise InputError(f"{type(hf).__name__} does not take packed sequences: {error}") from None
 
 
 def is_sharded(config: DictConfig, world_size: int) -> bool:

@@ -22,7 +22,7 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from data.packing import Batch
-from engines import lora, schedule
+from engines import guard, lora, schedule
 from engines.base import Engine, LossFn
 from engines.heads import LogProbHead, ValueHead
 from engines.hf import build_on_meta, count_flops, keep_zero_rows, read_hf_config
@@ -85,6 +85,7 @@ class MegatronEngine(Engine):
         if optimize:
             self._build_optimizer()
         self._host_memory = HostMemory(device)
+        guard.check(self)
 
     @staticmethod
     def check(config: DictConfig, world_size: int, critic: bool = False):
@@ -172,11 +173,11 @@ class MegatronEngine(Engine):
 
     @cuda_is_cpu()
     @torch.no_grad()
-    def _ask(self, batch: Batch) -> Tensor:
+    def ask(self, batch: Batch, bins: list[list[int]] | None = None) -> Tensor:
         self._onload("parameters")
         answers = torch.zeros(self.head.num_outputs, len(batch.input_ids), device=self.device)
         where = Batch(torch.arange(len(batch.input_ids)), batch.cu_seqlens)
-        plan = self._plan(batch)
+        plan = self._plan(batch, bins)
         indices = iter([where.select(p).input_ids.to(self.device) for p in plan])
 
         def collect(micro_batch: MicroBatch, hidden: Tensor, non_loss_data: bool) -> None:
@@ -190,6 +191,12 @@ class MegatronEngine(Engine):
         if self.pp_group.size() > 1:
             dist.broadcast(answers, mpu.get_pipeline_model_parallel_last_rank(), self.pp_group)
         return answers
+
+    def one_at_a_time(self, batch: Batch) -> Tensor:
+        return self.ask(batch, [[i] for i in range(len(batch))])
+
+    def layers(self) -> Iterator[tuple[int, nn.Module]]:
+        return ((layer.layer_number - 1, layer) for model in self.models for layer in model.decoder.layers)
 
     def _run(self, batches: list[Batch], of_hidden: Callable, forward_only: bool) -> None:
         """Forward and (unless forward_only) backward; the last pipeline stage calls of_hidden(micro-batch, hidden states)."""

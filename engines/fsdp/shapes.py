@@ -1,0 +1,78 @@
+"""What passes over shapes alone, on the meta device, tell of a model before any weight is read."""
+
+import torch
+import torch.nn.functional as F
+from omegaconf import DictConfig
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from config import InputError
+from engines.fsdp.attention import WINDOW, Packing
+from engines.hf import keep_short_frequencies, plain_attention
+
+# Of four tokens; models cannot make one kind or another without values.
+MASKS = [torch.empty(size, device="meta") for size in ((1, 1, 4, 4), (1, 4))]
+
+
+class Dropout(TorchFunctionMode):
+    """Around a pass: notes the probabilities with which something would be dropped in training."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = set()
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is F.dropout and kwargs["training"]:
+            self.found |= {kwargs["p"]} - {0}
+        return function(*args, **(kwargs or {}))
+
+
+def check(hf: nn.Module, config: DictConfig) -> None:
+    """Raise InputError for a model on the meta device whose attention takes no packed sequences, where they are configured, or
+    that fails, or drops anything in training. Whether it computes what it should, engines/guard.py sees."""
+    path, name, dropout = config.model.path, type(hf).__name__, Dropout()
+    keep_short_frequencies(hf)
+    with dropout:
+        failed = failure(hf, "eager")
+    if dropout.found:
+        raise InputError(f"model.path={path}: dropout is not supported: set {keys(hf.config, dropout.found)} to 0 in config.json")
+    failed = failed and failure(hf, plain_attention(hf))
+    instead = "" if failed else ": give engine.use_remove_padding=false"
+    if not config.engine.use_remove_padding:
+        if failed:
+            raise InputError(f"model.path={path}: {name} fails: {failed}")
+        return
+    if hf._is_stateful:
+        raise InputError(f"model.path={path}: {name} carries a state from token to token, and so from one packed sequence to the "
+                         f"next{instead}")
+    packing = Packing(torch.zeros(3, dtype=torch.int32, device="meta"), [0, 2, 4], 2)
+    failed = failure(hf, "packed", **packing.arguments())
+    if not failed and (said := failure(hf, "packed", attention_mask=MASKS[1], packing=packing)):
+        # That transformers cannot make its masks without values is no fault of the model.
+        failed = said if said.startswith(WINDOW) else None
+    if failed:
+        raise InputError(f"model.path={path}: {name} does not take packed sequences: {failed}{instead}")
+
+
+def failure(hf: nn.Module, attention: str, **arguments) -> str | None:
+    """What is wrong with a forward pass, in a line."""
+    hf.set_attn_implementation(attention)
+    if hf.config._attn_implementation != attention:
+        return f"transformers has it with {hf.config._attn_implementation} attention alone"
+    ids, said = torch.zeros(1, 4, dtype=torch.int64, device="meta"), None
+    for options in [arguments] if arguments else [{"attention_mask": mask} for mask in MASKS]:
+        try:
+            with torch.device("meta"), torch.no_grad():
+                hf.base_model(input_ids=ids, position_ids=ids, use_cache=False, **options)
+            return None
+        except InputError as error:
+            said = said or str(error)
+        except Exception as error:          # a model may raise anything where it is not made for this
+            said = said or f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return said
+
+
+def keys(hf_config, values: set[float]) -> str:
+    """The keys of config.json that say so."""
+    found = [f"{key}={value}" for key, value in hf_config.to_dict().items() if "drop" in key and value in values]
+    return ", ".join(found) or "its dropout"

@@ -1,0 +1,134 @@
+"""Before the first step: an engine must compute sequences side by side as it does each by itself.
+
+A few short sequences of random tokens go through the real model with its real weights, the way the run is configured to take them
+(packed or padded, divided over context-parallel ranks), and one at a time. What cannot be seen so: a leak that rounding hides, and
+one through weights that are still zero. Windows longer than these sequences engines/fsdp/shapes.py compares. Adapters, and a
+critic's head, work on each token alone.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from config import InputError
+from data.packing import Batch, bounds
+from engines.base import Engine
+from engines.heads import ValueHead
+
+LENGTHS, SHARED = (24, 9), 15       # tokens; a third sequence is the first SHARED of the first one, so that positions count, too
+BOUND = 1e-4                        # nats, in fp32
+MARGIN = 6                          # times what rounding changes
+
+
+def check(engine: Engine) -> None:
+    """Raise InputError, on all ranks, if the model computes a sequence differently among others. Leaves nothing behind."""
+    path, eps = engine.config.model.path, torch.finfo(engine.compute_dtype).eps
+    ids = torch.randint(engine.hf_config.get_text_config().vocab_size, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
+    alone = Batch(ids, bounds(torch.tensor(LENGTHS)))
+    among = Batch(with_third(ids), bounds(torch.tensor([*LENGTHS, SHARED])))
+    joined = Batch(among.input_ids, bounds(torch.tensor([len(among.input_ids)])))
+    generator = torch.Generator(engine.device).manual_seed(0)
+
+    def rounded(_, before: Tensor, after: Tensor) -> Tensor:
+        return after + eps * after * torch.randn(after.shape, generator=generator, device=after.device).to(after.dtype)
+
+    def difference(num_layers: int | None = None) -> float:
+        """Between the two ways, of the model's first layers, or of all."""
+        def kept(number: int, before: Tensor, after: Tensor) -> Tensor:
+            return after if num_layers is None or number < num_layers else before
+        with changed(engine, kept):
+            return largest(engine, ask(engine, among) - with_third(one_at_a_time(engine, alone)))
+
+    # Compiled for these shapes it would take a minute.
+    with quiet(engine), torch.compiler.set_stance("force_eager"):
+        expected = one_at_a_time(engine, alone)
+        if largest(engine, expected) == torch.inf:
+            raise InputError(f"model.path={path}: what the model says is not finite")
+        with changed(engine, rounded):
+            bound = max(BOUND, MARGIN * largest(engine, one_at_a_time(engine, alone) - expected))
+        expected = with_third(expected)
+        found = largest(engine, ask(engine, among) - expected)
+        if found > bound:
+            raise InputError(f"model.path={path}: {explain(engine, found, bound, difference)}")
+        if largest(engine, (ask(engine, joined) - expected)[:, among.position_ids > 0]) <= bound and dist.get_rank() == 0:
+            print(f"model.path={path}: what the model says of a token depends so little on earlier ones that nobody can see "
+                  "whether it keeps sequences apart", flush=True)
+
+
+def explain(engine: Engine, found: float, bound: float, difference: Callable[[int | None], float]) -> str:
+    """A line: where the two ways diverge, and what would help."""
+    config, total = engine.config, engine.hf_config.get_text_config().num_hidden_layers
+    low, high = 0, total                                    # the first layers, of which none and all diverge
+    if difference(0) > bound:
+        where = "in the embedding"
+    else:
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if difference(middle) > bound else (middle, high)
+        where = f"in layer {low} of 0 to {total - 1}"
+    way, help = "padded", f"model_engine={config.model_engine} cannot train it"
+    if config.engine.use_remove_padding:
+        way = "packed"
+        if config.engine.context_parallel_size > 1:
+            way, help = "packed and context-parallel", "give engine.context_parallel_size=1"
+        else:
+            with engine.padded():
+                if difference() <= bound:
+                    help = "give engine.use_remove_padding=false"
+    return f"{way} sequences and one at a time differ, first {where}: by {found:.2g} where rounding may make {bound:.2g}; {help}"
+
+
+def one_at_a_time(engine: Engine, batch: Batch) -> Tensor:
+    return engine.one_at_a_time(batch)[:engine.head.num_differentiable]
+
+
+def ask(engine: Engine, batch: Batch) -> Tensor:
+    return engine.ask(batch, [list(range(len(batch)))])[:engine.head.num_differentiable]
+
+
+def with_third(values: Tensor) -> Tensor:
+    """[..., sum(LENGTHS)] of two sequences -> of three."""
+    return torch.cat([values, values[..., :SHARED]], -1)
+
+
+def largest(engine: Engine, values: Tensor) -> float:
+    """The largest amount, over all ranks; infinite where one is no number."""
+    value = values.abs().nan_to_num(torch.inf).max()
+    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return value.item()
+
+
+@contextmanager
+def changed(engine: Engine, change: Callable[[int, Tensor, Tensor], Tensor]) -> Iterator[None]:
+    """Meanwhile each layer's output is change(number of the layer, its input, its output)."""
+    def after(number: int, _, args: tuple, kwargs: dict, output):
+        hidden, *others = output if isinstance(output, tuple) else (output,)
+        hidden = change(number, (*args, *kwargs.values())[0], hidden)
+        return (hidden, *others) if isinstance(output, tuple) else hidden
+    handles = [layer.register_forward_hook(partial(after, number), with_kwargs=True) for number, layer in engine.layers()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def quiet(engine: Engine) -> Iterator[None]:
+    """Meanwhile a critic's head, which may be zero, has a fixed direction; then what was gathered is given back."""
+    def directed(_, args: tuple):
+        hidden, weight, *others = args
+        return hidden, torch.arange(weight.numel(), device=weight.device).cos().view_as(weight).to(weight.dtype), *others
+    handle = engine.head.register_forward_pre_hook(directed) if isinstance(engine.head, ValueHead) else None
+    try:
+        yield
+    finally:
+        if handle:
+            handle.remove()
+        engine.offload()
+        if torch.accelerator.is_available():
+            torch.accelerator.empty_cache()
