@@ -24,12 +24,12 @@ BOUND = 1e-4                        # nats, in fp32
 MARGIN = 6                          # times what rounding changes
 
 
-def check(engine: Engine) -> None:
-    """Raise InputError, on all ranks, if the model computes a sequence differently among others. Leaves nothing behind."""
+def check(engine: Engine) -> tuple[float, float]:
+    """Raise InputError, on all ranks, if the model computes a sequence differently among others. Returns the largest difference of
+    a token's answers, and the bound that rounding sets. Leaves nothing behind."""
     path, eps = engine.config.model.path, torch.finfo(engine.compute_dtype).eps
-    ids = torch.randint(engine.hf_config.get_text_config().vocab_size, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
-    alone = Batch(ids, bounds(torch.tensor(LENGTHS)))
-    among = Batch(with_third(ids), bounds(torch.tensor([*LENGTHS, SHARED])))
+    alone = sequences(engine.hf_config)
+    among = Batch(with_third(alone.input_ids), bounds(torch.tensor([*LENGTHS, SHARED])))
     joined = Batch(among.input_ids, bounds(torch.tensor([len(among.input_ids)])))
     generator = torch.Generator(engine.device).manual_seed(0)
 
@@ -57,6 +57,13 @@ def check(engine: Engine) -> None:
         if largest(engine, (ask(engine, joined) - expected)[:, among.position_ids > 0]) <= bound and dist.get_rank() == 0:
             print(f"model.path={path}: what the model says of a token depends so little on earlier ones that nobody can see "
                   "whether it keeps sequences apart", flush=True)
+    return found, bound
+
+
+def sequences(hf_config) -> Batch:
+    """Two of random words, always the same."""
+    ids = torch.randint(hf_config.get_text_config().vocab_size, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
+    return Batch(ids, bounds(torch.tensor(LENGTHS)))
 
 
 def explain(engine: Engine, found: float, bound: float, difference: Callable[[int | None], float]) -> str:

@@ -60,8 +60,8 @@ def load_weights(hf: nn.Module, path: Path, names: dict[str, str], device: torch
 
 def stored_tensors(hf: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of everything that a file of the model's weights holds: parameters, tied ones once, and persistent buffers."""
+    kept = hf.state_dict().keys()               # first, since FSDP frees what it has gathered
     yield from hf.named_parameters()
-    kept = hf.state_dict().keys()
     yield from ((name, buffer) for name, buffer in hf.named_buffers() if name in kept)
 
 
