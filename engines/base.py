@@ -78,9 +78,9 @@ class Engine(ABC):
         on all ranks."""
 
     @abstractmethod
-    def layers(self) -> Iterator[tuple[int, nn.Module]]:
-        """(number in the whole model from 0, module) of this rank's decoder layers, which return hidden states, alone or
-        before others."""
+    def layers(self) -> list[list[tuple[int, nn.Module]]]:
+        """(number in the whole model from 0, module) of the decoder layers in each of modules(). Their first argument is hidden
+        states, and so is what they return, or the first of it."""
 
     @contextmanager
     def padded(self) -> Iterator[None]:

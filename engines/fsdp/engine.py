@@ -180,8 +180,8 @@ class FSDPEngine(Engine):
         with super().padded(), self._attending(plain_attention(self.hf)):
             yield
 
-    def layers(self) -> Iterator[tuple[int, nn.Module]]:
-        return enumerate(self._layers)
+    def layers(self) -> list[list[tuple[int, nn.Module]]]:
+        return [list(enumerate(self._layers))]
 
     def _lay_out(self, batch: Batch) -> MicroBatch:
         """T may be 0: then the model runs on padding alone, because other ranks wait for its collectives."""

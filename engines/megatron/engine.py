@@ -195,8 +195,8 @@ class MegatronEngine(Engine):
     def one_at_a_time(self, batch: Batch) -> Tensor:
         return self.ask(batch, [[i] for i in range(len(batch))])
 
-    def layers(self) -> Iterator[tuple[int, nn.Module]]:
-        return ((layer.layer_number - 1, layer) for model in self.models for layer in model.decoder.layers)
+    def layers(self) -> list[list[tuple[int, nn.Module]]]:
+        return [[(layer.layer_number - 1, layer) for layer in model.decoder.layers] for model in self.models]
 
     def _run(self, batches: list[Batch], of_hidden: Callable, forward_only: bool) -> None:
         """Forward and (unless forward_only) backward; the last pipeline stage calls of_hidden(micro-batch, hidden states)."""
