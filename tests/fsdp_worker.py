@@ -7,6 +7,7 @@ what log_probs answered. 4 ranks write checkpoints that all launches read.
 """
 
 import hashlib
+import io
 import json
 import os
 import resource
@@ -16,6 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,8 +32,10 @@ from transformers import PreTrainedTokenizerFast
 import job
 from config import InputError, load
 from data.packing import Batch, partition
-from engines import device, offload
+from engines import device, guard, offload
 from engines.checkpoint import Checkpointer, export_hf
+from engines.fsdp import attention
+from engines.fsdp.attention import Packing
 from engines.fsdp.engine import FSDPEngine
 from engines.optimizer import ShardedMuon
 from engines.weights import fingerprint
@@ -81,7 +85,8 @@ CASES = {
         "fp32 master": Case("llama", MASTER), "pure bf16": Case("llama", BF16),
         "muon offload": Case("qwen2_tied", OFFLOAD, optimizer="muon"),
         "lora padded": Case("qwen2_tied", PADDED, lora=True), "lora offload": Case("qwen3", OFFLOAD, lora=True),
-        "lora replicated": Case("qwen3", "fsdp_size=1", lora=True), "lora cp2": Case("llama", CP2, uneven=False, lora=True)},
+        "lora replicated": Case("qwen3", "fsdp_size=1", lora=True), "lora cp2": Case("llama", CP2, uneven=False, lora=True),
+        "apertus": Case("apertus"), "lfm2 padded": Case("lfm2", PADDED)},
     4: {**{f"plain {family}": Case(family, steps=TOTAL_STEPS) for family in ("qwen2_tied", "llama")},
         "uneven": Case("qwen2_tied", uneven=True), "hybrid": Case("qwen3", "fsdp_size=2"),
         "hybrid cp2": Case("llama", f"fsdp_size=2 {CP2}"),
@@ -156,7 +161,7 @@ def main(folder: Path) -> None:
                 raise
             results[name] = {"error": traceback.format_exc()}
     for work in (refused, muon_steps, muon_resume, *((non_finite, rotate, publish) if world < 4 else ()),
-                 *((harmed, full) if world == 2 else ())):
+                 *((harmed, full) if world == 2 else ()), *((guarded, renamed) if world < 4 else ())):
         results[work.__name__] = work(folder, this_device)
     for family in ("qwen2_tied", "llama", "lora"):
         results[f"checkpoint {family}"] = checkpoint(folder, this_device, family, asynchronous=family == "llama")
@@ -178,11 +183,11 @@ def run(folder: Path, this_device: torch.device, title: str, case: Case) -> dict
 
 
 def build(model: Path, this_device: torch.device, settings: str = "", cap: int = 60, optimizer: str = "adamw",
-          lora: bool = False, more: Sequence[str] = ()) -> FSDPEngine:
+          lora: bool = False, more: Sequence[str] = (), critic: bool = False) -> FSDPEngine:
     adapter = [f"model.lora.{key}" for key in (f"adapter_path={model}_adapter", *LORA)] if lora else []
     return FSDPEngine(load("sft.yaml", [f"model.path={model}", f"data.max_tokens_per_micro_batch={cap}", *SETTINGS, *adapter,
                                         f"optim.name={optimizer}", *(f"engine.{s}" for s in settings.split()), *more]),
-                      this_device, TOTAL_STEPS)
+                      this_device, TOTAL_STEPS, critic=critic)
 
 
 def train(engine: FSDPEngine, steps, uneven: bool = False) -> list[dict[str, float]]:
@@ -299,6 +304,57 @@ def refused(folder: Path, this_device: torch.device) -> dict[str, list[str] | No
         except InputError as error:
             told[name] = gather(str(error))
     return told
+
+
+def guarded(folder: Path, this_device: torch.device) -> dict:
+    """What each rank is told of a model that computes packed sequences wrongly, and of one whose attention forgets where they
+    begin; what the guard leaves behind; what it says of a model that does not read earlier tokens."""
+    layouts, told = {"": "", "bf16": BF16, "critic": "", **({"cp2": CP2} if dist.get_world_size() == 2 else {})}, {}
+
+    def tell(model: str) -> None:
+        for name, settings in layouts.items():
+            try:
+                build(folder / model, this_device, settings, critic=name == "critic")
+                told[f"{model} {name}"] = None
+            except InputError as error:
+                told[f"{model} {name}"] = gather(str(error))
+
+    def forgetful(q, k, v, packing, *others):
+        return by_sequence(q, k, v, Packing(packing.cu_seqlens, [0, len(q)], len(q)), *others)
+
+    tell("lfm2")
+    by_sequence, attention.by_sequence = attention.by_sequence, forgetful
+    tell("llama")
+    attention.by_sequence = by_sequence
+
+    engine = build(folder / "llama", this_device, RECOMPUTE, lora=True)
+    before = traces(engine)
+    told["found"] = guard.check(engine)
+    told["same"] = gather(before == traces(engine))
+    with redirect_stdout(io.StringIO()) as said:
+        build(folder / "deaf", this_device)
+    return told | {"deaf": gather(said.getvalue())}
+
+
+def traces(engine: FSDPEngine) -> dict:
+    modules = list(engine.model.modules())
+    return {"random": digest({"state": torch.get_rng_state()}), "weights": digest(engine.state()),
+            "training": engine.model.training, "hooks": sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in modules),
+            "gradients": sum(p.grad is not None for p in engine.model.parameters()), "step": (engine._step, engine._turn),
+            "attention": engine.hf.config._attn_implementation, "config": engine.config}
+
+
+def renamed(folder: Path, this_device: torch.device) -> dict:
+    """A model whose weights transformers renames at load: what is exported and kept in a checkpoint, and what comes back."""
+    engine = build(folder / "renamed", this_device, PADDED)
+    before, state = ask(engine), engine.state()
+    kept = {name: x.clone() for name, x in state["model"].items()}
+    train(engine, [0])
+    engine.load_state({**engine.state(), "model": kept})
+    after, weights = ask(engine), dict(engine.export_weights())
+    if dist.get_rank() == 0:
+        save_file({"asked": before}, folder / f"{dist.get_world_size()} renamed.safetensors")
+    return {"exported": sorted(weights), "kept": sorted(kept), "same": torch.equal(before.nan_to_num(), after.nan_to_num())}
 
 
 def checkpoint(folder: Path, this_device: torch.device, family: str, asynchronous: bool) -> dict:

@@ -15,7 +15,7 @@ import resource
 import shutil
 import sys
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -176,7 +176,7 @@ def main(folder: Path, *names: str) -> None:
         if resumes[0] == world:
             results[f"resume {name}"] = resume(folder, this_device, name, family, resumes[1])
     results["attention"] = attention(this_device)
-    for work in (adapters, roles, background, trapped, collectives, non_finite, offload, refused, rollout):
+    for work in (guarded, adapters, roles, background, trapped, collectives, non_finite, offload, refused, rollout):
         if world == 2 and chosen(work.__name__):
             results[work.__name__] = work(folder, this_device)
     if rank == 0:
@@ -195,6 +195,28 @@ def build(kind: type[Engine], model: Path, this_device: torch.device, settings: 
 
 def keys(settings: str) -> list[str]:
     return [s if s.startswith(("model.", "optim.")) else f"engine.{s}" for s in settings.split()]
+
+
+def guarded(folder: Path, this_device: torch.device) -> dict[str, list[str] | None]:
+    """What each rank is told, by layout, of attention that forgets where sequences begin."""
+    forward, told = TorchAttention.forward, {}
+
+    def forgetful(self, *tensors, packed_seq_params=None, **others):
+        if packed_seq_params is not None:
+            packed_seq_params = replace(packed_seq_params, bounds=[0, packed_seq_params.bounds[-1]])
+        return forward(self, *tensors, packed_seq_params=packed_seq_params, **others)
+
+    TorchAttention.forward = forgetful
+    layouts = {"": "", "tensor": TP2, "pipeline": PP2, "virtual": f"{PP2} {VPP2}", "context": CP2, "critic": ""}
+    for name, settings in layouts.items():
+        try:
+            build(MegatronEngine, folder / "qwen3", this_device, settings, critic=name == "critic")
+            told[name] = None
+        except InputError as error:
+            told[name] = [None] * dist.get_world_size()
+            dist.all_gather_object(told[name], str(error))
+    TorchAttention.forward = forward
+    return told
 
 
 def attention(this_device: torch.device) -> list[float]:

@@ -15,19 +15,24 @@ FAMILIES = {
                   rope_parameters=dict(rope_type="llama3", rope_theta=10000.0, factor=8.0, low_freq_factor=1.0,
                                        high_freq_factor=4.0, original_max_position_embeddings=64)),
     "gemma3": dict(model_type="gemma3_text", head_dim=32, query_pre_attn_scalar=32, sliding_window=64),
+    # Buffers are stored with its weights.
+    "apertus": dict(model_type="apertus"),
+    # Its convolutions read across the borders of packed sequences, and transformers has no flag for that.
+    "lfm2": dict(model_type="lfm2", layer_types=["conv", "full_attention", "conv"]),
     "qwen3_moe": dict(model_type="qwen3_moe", tie_word_embeddings=False, head_dim=32, num_experts=8, num_experts_per_tok=3,
                       moe_intermediate_size=24, norm_topk_prob=True),
 }
 
 
 def make_model(directory: Path, family: str, **changes) -> Path:
-    """Write a model of one of FAMILIES; biases and norms are random too, so that none of them can be lost unseen."""
+    """Write a model of one of FAMILIES; biases, norms and buffers are random too, so that none of them can be lost unseen."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(**{**SHAPE, **FAMILIES[family], **changes})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
+        for name, tensor in model.state_dict().items():
+            if tensor.is_floating_point() and not (config.tie_word_embeddings and name == "lm_head.weight"):
+                tensor.add_(torch.randn_like(tensor) * 0.1)
         if config.pad_token_id:
             model.get_input_embeddings().weight[config.pad_token_id] = 0
     model.save_pretrained(directory)

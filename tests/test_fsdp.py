@@ -74,6 +74,14 @@ def folder(tmp_path_factory):
     for family in ("qwen2_tied", "qwen3", "llama"):
         make_model(folder / family, family)
         make_adapter(folder / family)
+    for family in ("apertus", "lfm2"):
+        make_model(folder / family, family)
+    make_model(folder / "deaf", "qwen3")
+    rewrite(folder / "deaf", lambda name, x: (name, x * 0 if "o_proj" in name else x))
+    make_model(folder / "renamed", "qwen2_tied", model_type="qwen3_5_text", head_dim=8, layer_types=[
+        "linear_attention", "full_attention", "linear_attention"], linear_num_key_heads=2, linear_num_value_heads=4,
+        linear_key_head_dim=8, linear_value_head_dim=8)
+    rewrite(folder / "renamed", lambda name, x: (name.replace("model.", "model.language_model.", 1), x))
     make_model(folder / "sliding", "qwen2_tied", use_sliding_window=True, sliding_window=7,
                layer_types=["sliding_attention", "full_attention", "sliding_attention"])
     for name, changes in FOREIGN.items():
@@ -92,6 +100,12 @@ def folder(tmp_path_factory):
             weights["lm_head.weight"] = weights["lm_head.weight"][:-1].clone()
         save_file(weights, file, metadata={"format": "pt"})
     return folder
+
+
+def rewrite(directory, change):
+    """Replace each weight's (name, tensor) in a model's file."""
+    weights = load_file(directory / "model.safetensors")
+    save_file(dict(change(name, x) for name, x in weights.items()), directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def make_adapter(directory):
@@ -183,15 +197,20 @@ def plain_training(directory, with_muon=False, lora=False):
             each.zero_grad()
         if step + 1 in (FEW, TOTAL_STEPS):
             whole = copy.deepcopy(model).merge_and_unload() if lora else model
-            weights[step + 1] = {n: p.detach().clone() for n, p in whole.named_parameters()}
+            weights[step + 1] = {n: p.detach().clone() for n, p in stored(whole).items()}
     return losses, norms, weights
+
+
+def stored(model):
+    """Parameters, tied ones once, and the buffers that are saved with them."""
+    return {**dict(model.named_parameters()), **{n: x for n, x in model.named_buffers() if n in model.state_dict()}}
 
 
 def plain_answers(directory, weights=None):
     """log_probs, entropy, greedy of batch 0, [3, T], by the model of directory, with these weights if given."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
     if weights is not None:
-        named = dict(model.named_parameters())
+        named = stored(model)
         assert named.keys() == weights.keys()
         with torch.no_grad():
             for name, parameter in named.items():
@@ -738,6 +757,57 @@ def test_other_families_are_right_or_refused(ranks1, folder, family):
     if ranks1["refused"][family] is None:
         asked = load_file(folder / f"{family}.safetensors")["asked"]
         check_answers(asked, plain_answers(folder / family))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_sequences_that_leak_into_others_are_found(results, world):
+    """Before the first step, on all ranks, whatever hides it: rounding, or a value head of zeros."""
+    told = results(world)["guarded"]
+    for name in [f"{model} {layout}" for model in ("lfm2", "llama") for layout in ("", "bf16", "critic", *["cp2"] * (world == 2))]:
+        help = "engine.context_parallel_size=1" if "cp2" in name else "engine.use_remove_padding=false"
+        assert told[name] is not None and len(told[name]) == world, name
+        assert all("one at a time differ, first in layer 0 of 0 to 2: by" in said for said in told[name]), told[name]
+        assert all(f"give {help}" in said for said in told[name])
+    assert told["found"][0] < 1e-5 < told["found"][1] == 1e-4 and told["same"] == [True] * world
+    assert "nobody can see whether it keeps sequences apart" in told["deaf"][0] and not any(told["deaf"][1:])
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_renamed_weights_keep_the_names_of_their_files(results, folder, world):
+    result, names = results(world)["renamed"], sorted(load_file(folder / "renamed" / "model.safetensors"))
+    assert all("language_model" in name for name in names) and result["exported"] == names and result["same"]
+    assert set(names) <= set(result["kept"]) <= {*names, "lm_head.weight"}
+    check_answers(load_file(folder / f"{world} renamed.safetensors")["asked"], plain_answers(folder / "renamed"))
+
+
+PADDING = "give engine.use_remove_padding=false"
+LONGROPE = dict(rope_type="longrope", rope_theta=10000.0, short_factor=[1.0] * 4, long_factor=[2.0] * 4,
+                original_max_position_embeddings=64)
+
+
+@pytest.mark.parametrize("changes, pairs, message", [
+    (dict(model_type="seed_oss", head_dim=8), [], "set attention_dropout=0.1, residual_dropout=0.1 to 0 in config.json"),
+    (dict(model_type="gpt2"), [], "resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1"),
+    (dict(model_type="bloom"), [], f"transformers has it with eager attention alone: {PADDING}"),
+    (dict(model_type="falcon"), [], f"transformers has it with sdpa attention alone: {PADDING}"),
+    (dict(model_type="stablelm"), [], f"do not pass on to their attention where sequences begin: {PADDING}"),
+    (dict(model_type="mamba"), [], f"carries a state from token to token, and so from one packed sequence to the next: {PADDING}"),
+    (dict(model_type="doge", num_experts=0), [], "only a mask limits its attention to a window"),
+    (dict(model_type="opt"), ["engine.use_remove_padding=false"], "OPTForCausalLM fails: RuntimeError: Tensor.item()"),
+    (dict(model_type="llama", rope_parameters=dict(rope_type="linear", rope_theta=10000.0, factor=2.0, partial_rotary_factor=0.5)),
+     [], "LlamaForCausalLM fails: RuntimeError"),
+    (dict(model_type="phi3", rope_parameters=LONGROPE, original_max_position_embeddings=64), ["data.max_length=65"],
+     "rope_type=longrope in config.json has other frequencies beyond 64 tokens: lower data.max_length=65"),
+    (dict(model_type="hrm_text"), [], "transformers converts model.H_module.layers.0.attn.gqkv_proj.weight"),
+])
+def test_models_that_cannot_work(folder, tmp_path, changes, pairs, message):
+    """Before data is tokenized; with the setting that is named, they are not refused."""
+    make_model(tmp_path, "qwen2_tied", **{"tie_word_embeddings": False, **changes})
+    with pytest.raises(InputError) as error:
+        FSDPEngine.check(config(folder, f"model.path={tmp_path}", *pairs), 1)
+    assert message in str(error.value)
+    if PADDING in message:
+        FSDPEngine.check(config(folder, f"model.path={tmp_path}", "engine.use_remove_padding=false"), 1)
 
 
 # -- schedules ---------------------------------------------------------------------------------------------------------

@@ -190,6 +190,15 @@ def test_packed_attention_equals_each_sequence_alone(launches, world):
     assert max(launches[world]["attention"]) < BOUND
 
 
+def test_sequences_that_leak_into_others_are_found(launches):
+    told = launches[2]["guarded"]
+    assert told.keys() == {"", "tensor", "pipeline", "virtual", "context", "critic"}
+    for name, said in told.items():
+        help = "engine.context_parallel_size=1" if name == "context" else "engine.use_remove_padding=false"
+        assert said is not None and len(said) == 2, name
+        assert all("one at a time differ, first in layer 0 of 0 to 3: by" in line and f"give {help}" in line for line in said), said
+
+
 # -- mixtures of experts -----------------------------------------------------------------------------------------------
 
 
@@ -642,6 +651,8 @@ def test_resume_in_another_dtype_is_refused(folder, tmp_path):
     (dict(use_sliding_window=True, sliding_window=7), "use_sliding_window=True in config.json is not supported"),
     (dict(attention_dropout=0.1), "attention_dropout=0.1 in config.json is not supported"),
     (dict(hidden_act="gelu"), "hidden_act=gelu in config.json is not supported"),
+    (dict(rope_parameters=dict(rope_type="linear", rope_theta=10000.0, factor=2.0, partial_rotary_factor=0.5)),
+     "partial_rotary_factor in config.json is not supported"),
     (dict(rope_parameters=dict(rope_type="yarn", rope_theta=10000.0, factor=4.0)), "has no rope type 'yarn'"),
 ])
 def test_models_without_a_faithful_translation(folder, tmp_path, changes, message):

@@ -51,7 +51,7 @@ def check(hf: nn.Module, config: DictConfig) -> None:
         # That transformers cannot make its masks without values is no fault of the model.
         failed = said if said.startswith(WINDOW) else None
     if failed:
-        raise InputError(f"model.path={path}: {name} does not take packed sequences: {failed}{instead}")
+        raise InputError(f"model.path={path}: {name} {'does not take packed sequences' if instead else 'fails'}: {failed}{instead}")
 
 
 def failure(hf: nn.Module, attention: str, **arguments) -> str | None:

@@ -66,6 +66,8 @@ def check(hf_config, path: str) -> None:
     rope = hf_config.rope_parameters.get("rope_type", "default")
     if rope not in ROPES:
         raise InputError(f"model.path={path}: model_engine=megatron has no rope type {rope!r}, only {', '.join(ROPES)}")
+    if hf_config.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise InputError(f"model.path={path}: partial_rotary_factor in config.json is not supported by model_engine=megatron")
     biases = {"mlp_bias": False, "attention_bias": False} if hf_config.model_type != "qwen2" else {}
     for name, supported in {**SUPPORTED, **biases}.items():
         value = getattr(hf_config, name, None)
