@@ -35,7 +35,8 @@ PROGRAMS = ("python", "torchrun", "bash", "make", "sbatch", "nsys", "pip", "sour
 # What cannot run here, by how it begins. The settings of what nsys and sbatch launch are checked all the same; make is asked
 # what it would do; what is in benchmarks/ has tests/test_benchmarks.py.
 REASONS = {"nsys profile": "needs nsys and a GPU", "sbatch": "needs slurm", "pip install": "installs", "source": "the shell's own",
-           "python -m pytest": "needs a GPU", "python -m config schema": "writes into the repository", "python -m tests.families": "takes minutes"}
+           "python -m pytest": "needs a GPU", "python -m config schema": "writes into the repository",
+           "python -m tests.families": "takes minutes"}
 # The launches that run for real, with these sizes and in place of these words.
 SMALL = ["data.train_batch_size=8", "data.max_tokens_per_micro_batch=512", "engine.compute_dtype=float32", "trainer.total_steps=2"]
 SMALL_PPO = [*SMALL, "data.max_prompt_length=40", "rollout.max_tokens=12", "validation.max_tokens=12", "rollout.kv_cache_gib=0.05",
