@@ -300,7 +300,9 @@ def export_checkpoint(checkpoint: Path, out: Path, merge: bool = False) -> None:
                 lora.write(weights, OmegaConf.create(adapted), adapted["base"], temporary)
             else:
                 weights = merged(Path(adapted["base"]), dict(weights), OmegaConf.create(adapted)) if merge else weights
-                write_safetensors(((name, tensor.to(dtype)) for name, tensor in weights), temporary)
+                buffers = dict(storage.stored_tensors(checkpoint, "engine.buffers.", lambda _: False))
+                cast = ((name, tensor.to(dtype)) for name, tensor in weights if name not in buffers)
+                write_safetensors(itertools.chain(cast, buffers.items()), temporary)
         temporary.rename(out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

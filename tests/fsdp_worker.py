@@ -252,9 +252,9 @@ def gather(value) -> list:
 
 
 def count_calls(engine: FSDPEngine) -> list:
-    """A list that grows with every forward pass through the first layer's attention."""
+    """A list that grows with every forward pass through the attention, or the convolution, of the first layer."""
     calls, layer = [], engine.hf.base_model.layers[0]
-    layer.self_attn.register_forward_hook(lambda *_: calls.append(None))
+    next(layer.children()).register_forward_hook(lambda *_: calls.append(None))
     return calls
 
 

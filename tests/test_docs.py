@@ -24,6 +24,7 @@ from engines.build import engine_class
 from examples.arithmetic import build
 from rollout import vllm
 from rollout.grading import Grader
+from tests import families
 from tests.launch import ROOT, run
 from tests.test_benchmarks import NOT_RUN, SMOKES
 from tests.test_house import PRODUCT
@@ -34,7 +35,8 @@ PROGRAMS = ("python", "torchrun", "bash", "make", "sbatch", "nsys", "pip", "sour
 # What cannot run here, by how it begins. The settings of what nsys and sbatch launch are checked all the same; make is asked
 # what it would do; what is in benchmarks/ has tests/test_benchmarks.py.
 REASONS = {"nsys profile": "needs nsys and a GPU", "sbatch": "needs slurm", "pip install": "installs", "source": "the shell's own",
-           "python -m pytest": "needs a GPU", "python -m config schema": "writes into the repository"}
+           "python -m pytest": "needs a GPU", "python -m config schema": "writes into the repository",
+           "python -m tests.families": "takes minutes"}
 # The launches that run for real, with these sizes and in place of these words.
 SMALL = ["data.train_batch_size=8", "data.max_tokens_per_micro_batch=512", "engine.compute_dtype=float32", "trainer.total_steps=2"]
 SMALL_PPO = [*SMALL, "data.max_prompt_length=40", "rollout.max_tokens=12", "validation.max_tokens=12", "rollout.kv_cache_gib=0.05",
@@ -49,7 +51,8 @@ FOLLOW_UPS = ["python -m profiling.report runs/first",
               "python -m engines.checkpoint export runs/first/checkpoints/step_00000500 exported",
               "python -m profiling.compare runs/a runs/b --step 1 --stage train_batch",
               "python -m engines.checkpoint export runs/adapters/checkpoints/step_00000500 adapter",
-              "python -m engines.checkpoint export runs/adapters/checkpoints/step_00000500 merged --merge"]
+              "python -m engines.checkpoint export runs/adapters/checkpoints/step_00000500 merged --merge",
+              "python -m engines.check model.path=model engine.compute_dtype=float32 output_dir=runs/check"]
 INSTEAD = {"--nproc-per-node 8": "--nproc-per-node 2", "Qwen/Qwen2.5-7B-Instruct": "model", "Qwen/Qwen2.5-7B": "model",
            "step_00000500": "step_00000002"}
 NUMBER = r"(?<![\w.])-?\d+(?:\.\d+)?(?:e-?\d+)?(?![\w.]*\w)"        # but not the 1 of layers.1
@@ -186,6 +189,18 @@ def test_the_launches_of_the_pages_train_and_export(ran, folder):
     assert "train_batch" in ran[FOLLOW_UPS[0]].stdout
     said = ran[FOLLOW_UPS[2]].stdout
     assert said.startswith("metrics of step 1 agree") and "\ntrain_batch: " in said
+
+
+def test_what_the_check_of_a_model_prints(ran, folder):
+    quoted, = (block for block in blocks(PAGES["docs/models.md"], "text") if block.startswith("guard:"))
+    printed = [line for line in ran[FOLLOW_UPS[-1]].stdout.splitlines() if re.match(r"\w+: .*(apart|value)", line)]
+    assert [re.sub(NUMBER, "#", line) for line in printed] == [re.sub(NUMBER, "#", line) for line in quoted.splitlines()]
+    assert not (folder / "runs/check/check").exists()
+
+
+def test_the_table_of_families_has_them_all():
+    rows = re.findall(r"^\| ([^|]+) \| [^|]+ \| [^|]+ \|$", PAGES["docs/models.md"], re.MULTILINE)
+    assert rows[2:] == sorted([*families.MODELS, *families.ROPES])
 
 
 def test_what_compare_says_of_a_scaled_matrix(ran):

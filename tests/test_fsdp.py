@@ -201,7 +201,7 @@ def plain_training(directory, with_muon=False, lora=False):
     if lora:
         model = PeftModel.from_pretrained(model, f"{directory}_adapter", is_trainable=True)
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    spared = [p for n, p in named.items() if "norm" in n or n.endswith("bias")]
+    spared = [p for n, p in named.items() if "norm" in n or ".act_fn." in n or n.endswith("bias")]
     hidden = [p for n, p in named.items() if with_muon and "_proj.weight" in n]
     decayed = [p for p in named.values() if all(p is not s for s in [*spared, *hidden])]
     optimizers = [torch.optim.AdamW([{"params": decayed, "weight_decay": WEIGHT_DECAY},

@@ -293,7 +293,9 @@ class FSDPEngine(Engine):
     def state(self, loading: bool = False) -> dict:
         self._onload("parameters", "optimizer")
         weights = get_model_state_dict(self.hf, options=StateDictOptions(ignore_frozen_params=bool(self._adapted)))
-        state = {"model": {self._in_files(name): x for name, x in weights.items()}}
+        buffers = dict(self.hf.named_buffers())         # by themselves, since an export leaves them their dtypes
+        state = {"model": {self._in_files(name): x for name, x in weights.items() if name not in buffers},
+                 "buffers": {self._in_files(name): x for name, x in weights.items() if name in buffers}}
         if self.optimizers:
             state["optimizer"] = get_optimizer_state_dict(self.hf, self.optimizers,
                                                           options=StateDictOptions(flatten_optimizer_state_dict=True))
@@ -302,7 +304,7 @@ class FSDPEngine(Engine):
     def load_state(self, state: dict) -> None:
         self._onload("parameters", "optimizer")
         names = {file_name: name for name, file_name in self._file_names.items()}
-        weights = {names.get(file_name, file_name): x for file_name, x in state["model"].items()}
+        weights = {names.get(file_name, file_name): x for part in ("model", "buffers") for file_name, x in state[part].items()}
         set_model_state_dict(self.hf, weights, options=StateDictOptions(strict=not self._adapted))
         if self.optimizers:
             set_optimizer_state_dict(self.hf, self.optimizers, state["optimizer"],
