@@ -48,6 +48,11 @@ def keep_zero_rows(embedding: nn.Module, zero: Tensor, layout: Callable[[Tensor]
             lambda _, inputs, output: torch.where(layout(zero[inputs[0]])[..., None], output.detach(), output))
 
 
+def stages_of_layers(num_layers: int, num_stages: int) -> list[int]:
+    """How many layers each pipeline stage has: alike or, where that cannot be, one more in the first ones."""
+    return [num_layers // num_stages + (stage < num_layers % num_stages) for stage in range(num_stages)]
+
+
 def count_flops(hf: nn.Module, hf_config) -> tuple[int, int, int, int]:
     """Multiplications of a forward pass: (in the layers per token, of experts only those that it goes to; in the output matrix
     per token whose log-probability is asked for; in causal attention per squared length: heads * dim * layers; in adapters per
