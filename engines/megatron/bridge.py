@@ -123,6 +123,7 @@ def make_config(hf: nn.Module, dtype: torch.dtype, **settings) -> TransformerCon
         normalization="RMSNorm", layernorm_epsilon=shape.rms_norm_eps, activation_func=F.silu, gated_linear_unit=True,
         hidden_dropout=0.0, attention_dropout=0.0, add_bias_linear="mlp.down_proj.bias" in has,
         add_qkv_bias="self_attn.q_proj.bias" in has, qk_layernorm="self_attn.q_norm.weight" in has,
+        moe_token_dispatcher_type="alltoall",                                   # the others want sequences of one length
         # Rotation scales queries and keys, both by the same factor.
         softmax_scale=None if rope(shape)[1] == 1 else rope(shape)[1] ** 2 * head_dim(shape) ** -0.5,
         params_dtype=dtype, pipeline_dtype=dtype, bf16=dtype is torch.bfloat16, variable_seq_lengths=True,
