@@ -464,7 +464,7 @@ def bridges(folder: Path, this_device: torch.device) -> list[dict]:
 
     mapping.safe_open = File
     for family, settings in (("qwen2_tied", TP2), ("qwen2_tied", PP2), ("qwen2_tied", f"{PP2} {VPP2}"), ("qwen3", TP2),
-                             ("llama", f"{PP2} {VPP2}"), ("llama", f"{TP2} {NO_SP}"), ("qwen3_moe", f"{TP2} {EP2}")):
+                             ("llama", f"{PP2} {VPP2}"), ("llama", f"{TP2} {NO_SP}")):
         for critic in (False, True):
             read.clear()
             *by_own, size = weights_of(Case(family, settings, critic=critic), "own")

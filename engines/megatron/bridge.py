@@ -26,7 +26,7 @@ from engines.megatron.mapping import Mapping, global_parameters, head_dim, num_k
 install()
 
 FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
-WITH_MBRIDGE = ("llama", "qwen2", "qwen3", "qwen3_moe")
+WITH_MBRIDGE = ("llama", "qwen2", "qwen3")
 # What transformers computes from the configuration alone; other types change with the length of a sequence.
 ROPES = ("default", "llama3", "linear", "yarn")
 # Of config.json; every layer has experts, or none has.
@@ -89,7 +89,7 @@ def check(hf_config, path: str, kind: str) -> None:
                              + (" with engine.bridge=mbridge" if name in biases else ""))
 
 
-def make_mapping(kind: str, hf_config, dtype: torch.dtype, critic: bool) -> Mapping:
+def make_mapping(kind: str, hf_config, dtype: torch.dtype, critic: bool):
     """kind: engine.bridge"""
     if kind == "own":
         return Mapping(hf_config, critic)
