@@ -85,8 +85,9 @@ OVERLAP, BUCKETS = "overlap_grad_reduce=true", "override_ddp_config.bucket_size=
 EP2, AUX = "expert_model_parallel_size=2", "router_aux_loss_coef=0.3"
 BF16_GRADIENTS = "override_ddp_config.grad_reduce_in_fp32=false"
 FULL, SELECTIVE, BF16 = "recompute=full", "recompute=selective", "compute_dtype=bfloat16"
-# With an epsilon that Adam notices: it makes no whole step of a rounding error in a gradient that is next to nothing.
-LORA = "model.lora.rank=4 model.lora.alpha=8 optim.eps=1e-5"
+# An epsilon that Adam notices: it makes no whole step of a rounding error in a gradient that is next to nothing.
+EPS = "optim.eps=1e-5"
+LORA = f"model.lora.rank=4 model.lora.alpha=8 {EPS}"
 SOME, ATTENTION = (f"model.lora.target_modules=[{names}]" for names in ("q_proj,v_proj,up_proj,down_proj",
                                                                         "q_proj,k_proj,v_proj,o_proj"))
 CASES = {
@@ -133,9 +134,10 @@ CASES = {
         "critic moe ep2": Case("qwen3_moe", EP2, critic=True),
         "mistral cp2": Case("mistral", CP2), "mistral padded": Case("mistral", f"{PP2} {PADDED}"),
         "mistral pp2 vpp2": Case("mistral", f"{PP2} {VPP2}"),
-        "yarn tp2": Case("llama_yarn", TP2), "yarn tp2 no sp padded": Case("llama_yarn", f"{TP2} {NO_SP} {PADDED}"),
-        "yarn pp2 full": Case("llama_yarn", f"{PP2} {FULL}"),
-        "windows tp2": Case("qwen3_windows", TP2), "windows cp2 padded": Case("qwen3_windows", f"{CP2} {PADDED}"),
+        "yarn tp2": Case("llama_yarn", f"{TP2} {EPS}"),
+        "yarn tp2 no sp padded": Case("llama_yarn", f"{TP2} {NO_SP} {PADDED} {EPS}"),
+        "yarn pp2 full": Case("llama_yarn", f"{PP2} {FULL} {EPS}"),
+        "windows tp2": Case("qwen3_windows", f"{TP2} {EPS}"), "windows cp2 padded": Case("qwen3_windows", f"{CP2} {PADDED} {EPS}"),
         "mixtral tp2 ep2": Case("mixtral", f"{TP2} {EP2} {AUX}"), "mixtral pp2": Case("mixtral", f"{PP2} {AUX}")},
     4: {"lora tp2 pp2 full": Case("qwen3", f"{LORA} {TP2} {PP2} {FULL}", TEN),
         "tp2 pp2": Case("qwen3", f"{TP2} {PP2}", TOTAL_STEPS), "tp4": Case("llama", "tensor_model_parallel_size=4"),

@@ -275,8 +275,9 @@ def test_training_equals_a_plain_loop(launches, folder, world, name):
     got = load_file(folder / f"{world} {name}.safetensors")
     answers = got.pop("asked")[:, 0]
     assert got.keys() == weights.keys()
-    assert max(distance(got[n], weights[n]) for n in weights) < (EXPERTS_BOUND if case.moe else BOUND)
-    assert all((a - asked)[~a.isnan()].abs().max() < 1e-4 for a in answers if not a.isnan().all())
+    bound = EXPERTS_BOUND if case.moe else BOUND
+    assert max(distance(got[n], weights[n]) for n in weights) < bound
+    assert all((a - asked)[~a.isnan()].abs().max() < bound for a in answers if not a.isnan().all())
     assert sum((~a.isnan()).sum() for a in answers) >= len(asked) and asked.std() > 0.03
 
 
@@ -619,6 +620,8 @@ def config(folder, *pairs):
     (1, ["optim.lr_scheduler_type=constant", "optim.min_lr_ratio=0.1"], "no effect with a constant schedule"),
     (1, ["optim.name=muon"], "optim.name=muon needs model_engine=fsdp"),
     (1, ["model.path=/nowhere"], "holds no config.json"),
+    (1, ["model.path=FOLDER/mistral", "engine.bridge=mbridge"], "engine.bridge=mbridge has no mistral models, only llama, qwen2, "),
+    (1, ["model.path=FOLDER/qwen3_windows", "engine.bridge=mbridge"], "attention_bias=True .* with engine.bridge=mbridge"),
     (1, ["engine.override_ddp_config.use_distributed_optimizer=false"],
      "contradicts engine.use_distributed_optimizer=True"),
     (1, ["engine.use_distributed_optimizer=false", "engine.override_ddp_config={use_distributed_optimizer: true}"],
