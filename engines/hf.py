@@ -64,5 +64,8 @@ def count_flops(hf: nn.Module, hf_config) -> tuple[int, int, int, int]:
     experts = sum(p.numel() for name, p in hf.named_parameters() if ".experts." in name)
     if experts:
         matrices -= experts * (hf_config.num_experts - hf_config.num_experts_per_tok) // hf_config.num_experts
-    head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
-    return matrices, head, hf_config.num_attention_heads * head_dim * hf_config.num_hidden_layers, adapters
+    return matrices, head, hf_config.num_attention_heads * head_dim(hf_config) * hf_config.num_hidden_layers, adapters
+
+
+def head_dim(hf_config) -> int:
+    return getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads

@@ -5,7 +5,7 @@ from omegaconf import DictConfig
 from torch import nn
 
 from engines.fsdp.engine import build, is_replicated, is_sharded, uses_compile
-from engines.hf import build_on_meta, read_hf_config, stages_of_layers
+from engines.hf import build_on_meta, head_dim, read_hf_config, stages_of_layers
 from engines.lora import inject
 from engines.optimizer import OPTIMIZERS
 
@@ -76,8 +76,7 @@ def estimate(config: DictConfig, world_size: int, device_type: str, role: str = 
 
     tokens = config.data.max_tokens_per_micro_batch / engine.context_parallel_size
     hidden, intermediate = shape.hidden_size, shape.intermediate_size
-    head_dim = getattr(shape, "head_dim", None) or hidden // shape.num_attention_heads
-    q, kv = shape.num_attention_heads * head_dim, shape.num_key_value_heads * head_dim
+    q, kv = (heads * head_dim(shape) for heads in (shape.num_attention_heads, shape.num_key_value_heads))
     in_one_layer = (4 * hidden + 3 * q + 3 * kv + 3 * intermediate) * compute
     compiled = uses_compile(engine, device_type)
     if not compiled:
@@ -136,8 +135,7 @@ def estimate_megatron(config: DictConfig, world_size: int, device_type: str, rol
     num_outputs = 0 if role == "critic" else head // shape.hidden_size
 
     hidden, intermediate, topk = shape.hidden_size, shape.intermediate_size, getattr(shape, "num_experts_per_tok", 0)
-    head_dim = getattr(shape, "head_dim", None) or hidden // shape.num_attention_heads
-    q, kv = shape.num_attention_heads * head_dim, shape.num_key_value_heads * head_dim
+    q, kv = (heads * head_dim(shape) for heads in (shape.num_attention_heads, shape.num_key_value_heads))
     tokens = config.data.max_tokens_per_micro_batch / cp
     sp = tp if engine.sequence_parallel else 1
     in_expert = getattr(shape, "moe_intermediate_size", intermediate)
@@ -181,9 +179,8 @@ def max_num_seqs(config: DictConfig, world_size: int, device_bytes: int) -> int:
     model = read_hf_config(config.model.path)
     shape = model.get_text_config()
     size = getattr(torch, config.engine.compute_dtype).itemsize
-    head_dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
     kv_heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
-    bytes_per_token = 2 * shape.num_hidden_layers * max(1, kv_heads // tp) * head_dim * size
+    bytes_per_token = 2 * shape.num_hidden_layers * max(1, kv_heads // tp) * head_dim(shape) * size
     each = bytes_per_token * (config.data.max_prompt_length + rollout.max_tokens / 2)
     if rollout.kv_cache_gib or not device_bytes:
         room = (rollout.kv_cache_gib or CPU_KV_CACHE_GIB) * GIB

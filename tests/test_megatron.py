@@ -617,6 +617,8 @@ def config(folder, *pairs):
     (1, ["model.lora.rank=4", MOE, "model.lora.target_modules=[gate_proj,up_proj]"], "model.layers.0.mlp.experts"),
     (2, ["model.lora.rank=4", "engine.pipeline_model_parallel_size=2", r"model.lora.target_modules='.*\.[01]\..*_proj'"],
      "leaves the pipeline stage of layers 2 to 3 without adapters"),
+    (2, ["model.lora.rank=4", "engine.pipeline_model_parallel_size=2", r"model.lora.target_modules='.*\.[012]\..*_proj'",
+         "model.path=FOLDER/mistral"], "leaves the pipeline stage of layers 3 to 4 without adapters"),
     (1, ["optim.lr_scheduler_type=constant", "optim.min_lr_ratio=0.1"], "no effect with a constant schedule"),
     (1, ["optim.name=muon"], "optim.name=muon needs model_engine=fsdp"),
     (1, ["model.path=/nowhere"], "holds no config.json"),

@@ -18,10 +18,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from config import InputError
 from engines import weights
-from engines.hf import stages_of_layers
+from engines.hf import head_dim, stages_of_layers
 from engines.megatron.experts import MixtureOfExperts
 from engines.megatron.layers import Adaptable, PackedRotaryEmbedding, install
-from engines.megatron.mapping import Mapping, global_parameters, head_dim, num_kv_heads
+from engines.megatron.mapping import Mapping, global_parameters
 
 install()
 
@@ -119,7 +119,7 @@ def make_config(hf: nn.Module, dtype: torch.dtype, **settings) -> TransformerCon
     keep = {f"{name}init_method": lambda weight: weight for name in ("", "output_layer_", "embedding_")}
     return TransformerConfig(
         num_layers=shape.num_hidden_layers, hidden_size=shape.hidden_size, ffn_hidden_size=shape.intermediate_size,
-        num_attention_heads=shape.num_attention_heads, num_query_groups=num_kv_heads(shape), kv_channels=head_dim(shape),
+        num_attention_heads=shape.num_attention_heads, num_query_groups=shape.num_key_value_heads, kv_channels=head_dim(shape),
         normalization="RMSNorm", layernorm_epsilon=shape.rms_norm_eps, activation_func=F.silu, gated_linear_unit=True,
         hidden_dropout=0.0, attention_dropout=0.0, add_bias_linear="mlp.down_proj.bias" in has,
         add_qkv_bias="self_attn.q_proj.bias" in has, qk_layernorm="self_attn.q_norm.weight" in has,

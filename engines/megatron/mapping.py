@@ -15,6 +15,7 @@ from megatron.core import parallel_state as mpu
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from engines.hf import head_dim
 from engines.weights import weight_files
 
 OUTSIDE = {"embedding.word_embeddings.weight": "model.embed_tokens.weight", "output_layer.weight": "lm_head.weight",
@@ -65,8 +66,8 @@ class Mapping:
         """How many rows of each matrix lie one behind the other, again and again, in a fused one of num_rows rows on a rank."""
         if len(names) < 3:
             return [num_rows // len(names)] * len(names)
-        kv_heads, dim = num_kv_heads(self.hf_config), head_dim(self.hf_config)
-        return [self.hf_config.num_attention_heads // kv_heads * dim, dim, dim]
+        dim = head_dim(self.hf_config)
+        return [self.hf_config.num_attention_heads // self.hf_config.num_key_value_heads * dim, dim, dim]
 
     def separate(self, name: str, parts: list[Tensor], dim: int = 0) -> Iterator[tuple[str, Tensor]]:
         """(name in files, tensor) from a parameter's parts on the ranks that divide it by this dimension."""
@@ -96,29 +97,29 @@ class Mapping:
 
     def load(self, models: list[nn.Module], path: Path) -> None:
         """Read what this rank holds of every parameter from the safetensors files, and no more."""
-        rank, num_ranks = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
+        rank, files = mpu.get_tensor_model_parallel_rank(), {}
         with ExitStack() as stack, torch.no_grad():
-            files = {}
             for file in weight_files(path):
                 tensors = stack.enter_context(safe_open(file, framework="pt"))
                 files |= dict.fromkeys(tensors.keys(), tensors)
-            for name, p in ((name, p) for model in models for name, p in global_parameters(model)):
+            for name, p in chain.from_iterable(map(global_parameters, models)):
                 if ".experts." in name:
-                    first = len(p) * mpu.get_expert_model_parallel_rank()
-                    fused = [(expert, self.names(name, i), 0) for i, expert in enumerate(p, first)]
+                    for i, expert in enumerate(p, len(p) * mpu.get_expert_model_parallel_rank()):
+                        self.read(expert, self.names(name, i), files)
                 else:
-                    fused = [(p, self.names(name), rank if p.tensor_model_parallel else 0)]
-                for tensor, names, part in fused:
-                    sources = [files[n].get_slice(n) for n in names]
-                    if p.partition_dim == 1 and num_ranks > 1:
-                        start = part * tensor.shape[1]
-                        tensor.copy_(sources[0][:, start:start + tensor.shape[1]])
-                        continue
-                    tensor.zero_()                                                      # the padding of the vocabulary
-                    start = part * len(tensor)
-                    for row, i, first, last in rows(self.in_turn(names, len(tensor)), start, start + len(tensor)):
-                        found = sources[i][first:min(last, sources[i].get_shape()[0])]
-                        tensor[row:row + len(found)].copy_(found)
+                    self.read(p, self.names(name), files, rank if p.tensor_model_parallel else 0, p.partition_dim)
+
+    def read(self, tensor: Tensor, names: list[str], files: dict, part: int = 0, dim: int = 0) -> None:
+        """Fill a tensor, the part-th of equal parts by this dimension. files: an open file for each name."""
+        sources, size = [files[n].get_slice(n) for n in names], tensor.shape[max(dim, 0)]
+        start, stop = part * size, (part + 1) * size
+        if dim == 1:
+            tensor.copy_(sources[0][:, start:stop])
+            return
+        tensor.zero_()                                                                          # the padding of the vocabulary
+        for row, i, first, last in rows(self.in_turn(names, size), start, stop):
+            found = sources[i][first:min(last, sources[i].get_shape()[0])]
+            tensor[row:row + len(found)].copy_(found)
 
 
 def rows(turns: list[int], start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
@@ -141,11 +142,3 @@ def global_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             name = f"decoder.layers.{model.decoder.layers[int(layer)].layer_number - 1}.{inner}"
         if ".adapter." not in name:
             yield name, p
-
-
-def num_kv_heads(hf_config) -> int:
-    return hf_config.num_key_value_heads or hf_config.num_attention_heads
-
-
-def head_dim(hf_config) -> int:
-    return getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
