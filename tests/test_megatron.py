@@ -61,6 +61,7 @@ from tests.test_fsdp import check_answers, column, plain_answers, tensor_bytes, 
 from tests.traps import TRAPS
 
 BOUND, ROUNDED_BOUND = 1e-5, 0.02
+WHOLE = [[list(range(len(make_batch(0))))]]                      # a step of one micro-batch
 # Adam makes a whole step of a rounding error in a gradient that is next to nothing, as some in experts are.
 EXPERTS_BOUND = 1e-4
 FAMILIES = ("qwen2_tied", "qwen3", "llama")
@@ -267,8 +268,7 @@ def put_adapters(model, config):
 @pytest.mark.parametrize("world, name", PLAIN)
 def test_training_equals_a_plain_loop(launches, folder, world, name):
     case, result = CASES[world][name], launches[world][name]
-    micro_batches = result.get("micro_batches", [[list(range(len(make_batch(0))))]] * case.steps)
-    steps, weights, asked = plain_training(folder / case.family, case, micro_batches)
+    steps, weights, asked = plain_training(folder / case.family, case, result.get("micro_batches", WHOLE * case.steps))
     for key in ("loss", "entropy", "grad_norm", *(["router_aux_loss"] if case.aux else [])):
         assert worst(column(result["steps"], key), column(steps, key)) < BOUND, key
     assert ("router_aux_loss" in result["steps"][0]) is case.aux
@@ -287,7 +287,7 @@ def test_training_equals_a_plain_loop(launches, folder, world, name):
 @cache
 def plain_lora(directory, engine, critic, micro_batches):
     case = Case(directory.name, engine, critic=critic)
-    return plain_training(directory, case, json.loads(micro_batches) or [[list(range(len(make_batch(0))))]] * TEN)
+    return plain_training(directory, case, json.loads(micro_batches) or WHOLE * TEN)
 
 
 def lora_reference(folder, case, result):
