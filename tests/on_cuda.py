@@ -22,7 +22,8 @@ from tests.test_profiling import profile
 BOUND, ROUNDED_BOUND = 1e-5, 0.02
 CHOSEN = {1: ["one", "one padded", "bf16"],
           2: ["tp2", "pp2 vpp2", "cp2", "dp2", "dp2 replicated overlap", "bf16 tp2", "bf16 dp2", "bf16 cp2", "moe ep2",
-              "moe tp2", "moe bf16 ep2", "mistral cp2", "yarn tp2", "windows tp2", "mixtral tp2 ep2", "lora tp2", "lora dp2 replicated", "lora bf16 tp2",
+              "moe tp2", "moe bf16 ep2", "mistral cp2", "yarn tp2", "windows tp2", "mixtral tp2 ep2",
+              "lora tp2", "lora dp2 replicated", "lora bf16 tp2",
               "lora moe tp2", "tp2 to pp2 vpp2", "offload", "background"]}
 WORLDS = [world for world in CHOSEN if world <= torch.cuda.device_count()]
 HERE = [(world, name) for world in WORLDS for name in CHOSEN[world] if name in CASES[world]]
