@@ -159,7 +159,7 @@ RULES = {key: rule for rule, keys in (
     (one_of("none", "token", "sequence", "geometric"), "algorithm.rollout_rs"),
     (one_of("float32", "bfloat16"), "model.lora.dtype engine.param_dtype engine.compute_dtype engine.reduce_dtype"),
     (one_of("auto", "always", "never"), "engine.torch_compile rollout.share_base"),
-    (one_of("none", "selective", "full"), "engine.recompute"),
+    (one_of("none", "selective", "full"), "engine.recompute"), (one_of("own", "mbridge"), "engine.bridge"),
     (one_of("stage", "interval"), "profiler.torch.trace"),
     (above_or(1, 0, "none"), "algorithm.clip_ratio_c"),
     (BETAS, "optim.betas"),

@@ -117,6 +117,11 @@ class HiddenStates(tuple):
         return None
 
 
+def stages_of_layers(num_layers: int, num_stages: int) -> list[int]:
+    """How many layers each pipeline stage has: alike or, where that cannot be, one more in the first ones."""
+    return [num_layers // num_stages + (stage < num_layers % num_stages) for stage in range(num_stages)]
+
+
 def count_flops(hf: nn.Module, hf_config) -> tuple[int, int, int, int]:
     """Multiplications of a forward pass: (in the layers per token, of experts only those that it goes to; in the output matrix
     per token whose log-probability is asked for; in causal attention per squared length: heads * dim * layers; in adapters per
@@ -127,7 +132,10 @@ def count_flops(hf: nn.Module, hf_config) -> tuple[int, int, int, int]:
     matrices = sum(p.numel() for name, p in hf.named_parameters() if p.ndim > 1 and not name.endswith("bias"))
     matrices -= sum(p.numel() for p in outside) + adapters
     matrices -= sum(p.numel() * (len(p) - hf_config.num_experts_per_tok) // len(p) for _, p in stacks(hf))
-    head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
     kinds = getattr(hf_config, "layer_types", None) or ["full_attention"] * hf_config.num_hidden_layers
     attention = sum(kind not in RECURRENT - {"hybrid"} | {"mlp", "moe"} for kind in kinds)
-    return matrices, head, hf_config.num_attention_heads * head_dim * attention, adapters
+    return matrices, head, hf_config.num_attention_heads * head_dim(hf_config) * attention, adapters
+
+
+def head_dim(hf_config) -> int:
+    return getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads

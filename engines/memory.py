@@ -6,7 +6,7 @@ from torch import nn
 
 from engines.experts import stacks
 from engines.fsdp.engine import build, is_replicated, is_sharded, uses_compile
-from engines.hf import build_on_meta, read_hf_config
+from engines.hf import build_on_meta, head_dim, read_hf_config, stages_of_layers
 from engines.lora import inject
 from engines.optimizer import OPTIMIZERS
 
@@ -81,8 +81,7 @@ def estimate(config: DictConfig, world_size: int, device_type: str, role: str = 
     if stacks(hf):
         at_once = shape.num_experts_per_tok
         intermediate = at_once * (getattr(shape, "moe_intermediate_size", None) or intermediate)
-    head_dim = getattr(shape, "head_dim", None) or hidden // shape.num_attention_heads
-    q, kv = shape.num_attention_heads * head_dim, shape.num_key_value_heads * head_dim
+    q, kv = (heads * head_dim(shape) for heads in (shape.num_attention_heads, shape.num_key_value_heads))
     in_one_layer = (4 * hidden + 3 * q + 3 * kv + 3 * intermediate + 2 * at_once * hidden) * compute
     compiled = uses_compile(engine, device_type)
     if not compiled:
@@ -127,11 +126,12 @@ def estimate_megatron(config: DictConfig, world_size: int, device_type: str, rol
         inject(hf, config.model.lora)
     in_layers = in_experts = in_adapters = 0
     for name, p in hf.named_parameters():
+        is_row = ".o_proj." in name or ".down_proj." in name
         if ".lora_" in name:                                # of a row-parallel layer A is divided, of the others B
-            is_row = ".o_proj." in name or ".down_proj." in name
             in_adapters += p.numel() // (tp if is_row is (".lora_A." in name) else 1)
             continue
-        whole = p.ndim == 1 and not name.endswith(".bias") or name.endswith(".mlp.gate.weight")     # norms, routers
+        # Norms, biases of row-parallel layers, routers.
+        whole = p.ndim == 1 and (is_row or not name.endswith(".bias")) or name.endswith(".mlp.gate.weight")
         if ".experts." in name:
             in_experts += p.numel() // ep
         elif ".layers." in name:
@@ -140,23 +140,23 @@ def estimate_megatron(config: DictConfig, world_size: int, device_type: str, rol
     num_outputs = 0 if role == "critic" else head // shape.hidden_size
 
     hidden, intermediate, topk = shape.hidden_size, shape.intermediate_size, getattr(shape, "num_experts_per_tok", 0)
-    head_dim = getattr(shape, "head_dim", None) or hidden // shape.num_attention_heads
-    q, kv = shape.num_attention_heads * head_dim, shape.num_key_value_heads * head_dim
+    q, kv = (heads * head_dim(shape) for heads in (shape.num_attention_heads, shape.num_key_value_heads))
     tokens = config.data.max_tokens_per_micro_batch / cp
     sp = tp if engine.sequence_parallel else 1
-    in_mlp = topk * (2 * hidden + 4 * shape.moe_intermediate_size) / sp if topk else 3 * intermediate / tp
+    in_expert = getattr(shape, "moe_intermediate_size", intermediate)
+    in_mlp = topk * (2 * hidden + 4 * in_expert) / sp if topk else 3 * intermediate / tp
     in_layer = tokens * compute * (4 * hidden / sp + 3 * (q + kv) / tp + in_mlp)
-    stages = []
+    stages, layers_of = [], stages_of_layers(num_layers, pp * vpp)
     for stage in range(pp):
-        last = stage == pp - 1
-        dense = in_layers // pp + (stage == 0) * head + last * hidden            # the last norm
+        last, here = stage == pp - 1, sum(layers_of[stage::pp])
+        dense = in_layers // num_layers * here + (stage == 0) * head + last * hidden            # the last norm
         if last and role != "critic" and not (shape.tie_word_embeddings and pp == 1):
             dense += head
-        experts, value_head = in_experts // pp, hidden if last and role == "critic" else 0
-        frozen, learned, learned_experts = (dense + experts, in_adapters // pp, 0) if rank else (0, dense, experts)
+        experts, value_head = in_experts // num_layers * here, hidden if last and role == "critic" else 0
+        frozen, learned, learned_experts = (dense + experts, in_adapters * here // num_layers, 0) if rank else (0, dense, experts)
         learned += value_head
         waiting = pp - stage if vpp == 1 else 2 * (pp - stage - 1) + (vpp - 1) * pp + 1
-        layers = waiting * num_layers // (pp * vpp)
+        layers = waiting * here // vpp
         kept = layers * tokens * compute * hidden / sp + in_layer if engine.recompute == "full" else layers * in_layer
         if role == "reference":
             kept = in_layer
@@ -184,9 +184,8 @@ def max_num_seqs(config: DictConfig, world_size: int, device_bytes: int) -> int:
     model = read_hf_config(config.model.path)
     shape = model.get_text_config()
     size = getattr(torch, config.engine.compute_dtype).itemsize
-    head_dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
     kv_heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
-    bytes_per_token = 2 * shape.num_hidden_layers * max(1, kv_heads // tp) * head_dim * size
+    bytes_per_token = 2 * shape.num_hidden_layers * max(1, kv_heads // tp) * head_dim(shape) * size
     each = bytes_per_token * (config.data.max_prompt_length + rollout.max_tokens / 2)
     if rollout.kv_cache_gib or not device_bytes:
         room = (rollout.kv_cache_gib or CPU_KV_CACHE_GIB) * GIB

@@ -15,6 +15,7 @@ import resource
 import shutil
 import sys
 import threading
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
 from megatron.core.transformer.enums import AttnMaskType
 from omegaconf import OmegaConf
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from config import InputError, load
@@ -33,7 +35,7 @@ from engines import device, lora, offload as host
 from engines.base import Engine
 from engines.checkpoint import Checkpointer, export_hf
 from engines.fsdp.engine import FSDPEngine
-from engines.megatron import checkpoint, layout
+from engines.megatron import checkpoint, layout, mapping
 from engines.megatron.cpu import cuda_is_cpu
 from engines.megatron.engine import MegatronEngine
 from engines.megatron.layers import Packing, TorchAttention
@@ -59,7 +61,12 @@ class Case:
 
     @property
     def moe(self) -> bool:
-        return self.family.startswith("qwen3_moe")
+        return self.family.startswith(("qwen3_moe", "mixtral"))
+
+    @property
+    def plain(self) -> bool:
+        """Whether a loop around transformers is what this is compared with, and not the FSDP2 engine."""
+        return self.moe or self.family in ("mistral", "llama_yarn", "qwen3_windows")
 
     @property
     def lora(self) -> bool:
@@ -78,8 +85,9 @@ OVERLAP, BUCKETS = "overlap_grad_reduce=true", "override_ddp_config.bucket_size=
 EP2, AUX = "expert_model_parallel_size=2", "router_aux_loss_coef=0.3"
 BF16_GRADIENTS = "override_ddp_config.grad_reduce_in_fp32=false"
 FULL, SELECTIVE, BF16 = "recompute=full", "recompute=selective", "compute_dtype=bfloat16"
-# With an epsilon that Adam notices: it makes no whole step of a rounding error in a gradient that is next to nothing.
-LORA = "model.lora.rank=4 model.lora.alpha=8 optim.eps=1e-5"
+# An epsilon that Adam notices: it makes no whole step of a rounding error in a gradient that is next to nothing.
+EPS = "optim.eps=1e-5"
+LORA = f"model.lora.rank=4 model.lora.alpha=8 {EPS}"
 SOME, ATTENTION = (f"model.lora.target_modules=[{names}]" for names in ("q_proj,v_proj,up_proj,down_proj",
                                                                         "q_proj,k_proj,v_proj,o_proj"))
 CASES = {
@@ -87,7 +95,8 @@ CASES = {
         "one replicated": Case("qwen2_tied", REPLICATED), "bf16": Case("qwen3", BF16),
         "lora one": Case("qwen3", LORA, TEN), "lora bf16": Case("qwen3", f"{LORA} {BF16}"),
         "lora tied full": Case("qwen2_tied", f"{LORA} {FULL}", TEN),
-        "moe": Case("qwen3_moe", AUX), "moe padded": Case("qwen3_moe_raw", f"{AUX} {PADDED}")},
+        "moe": Case("qwen3_moe", AUX), "moe padded": Case("qwen3_moe_raw", f"{AUX} {PADDED}"),
+        "mistral": Case("mistral"), "mixtral padded": Case("mixtral", PADDED)},
     2: {"tp2": Case("qwen2_tied", TP2, TOTAL_STEPS), "tp2 no sp": Case("qwen3", f"{TP2} {NO_SP}", TOTAL_STEPS),
         "tp2 padded": Case("llama", f"{TP2} {PADDED}", TOTAL_STEPS), "tp2 selective": Case("llama", f"{TP2} {SELECTIVE}"),
         "tp2 full": Case("qwen3", f"{TP2} {FULL}", TOTAL_STEPS), "pp2": Case("llama", PP2, TOTAL_STEPS),
@@ -106,8 +115,9 @@ CASES = {
         "lora tp2": Case("qwen2_tied", f"{LORA} {TP2}", TEN), "lora tp2 no sp": Case("qwen3", f"{LORA} {TP2} {NO_SP}", TEN),
         "lora tp2 some": Case("llama", f"{LORA} {SOME} {TP2} {PADDED}", TEN),
         "lora pp2 tied full": Case("qwen2_tied", f"{LORA} {PP2} {FULL}", TEN),
-        "lora pp2 vpp2": Case("qwen3", f"{LORA} {PP2} {VPP2}", TEN), "lora cp2": Case("qwen3", f"{LORA} {CP2}", TEN),
+        "lora pp2 vpp2": Case("mistral", f"{LORA} {PP2} {VPP2}", TEN), "lora cp2": Case("qwen3", f"{LORA} {CP2}", TEN),
         "lora dp2": Case("llama", f"{LORA} {SOME} {OVERLAP} {BUCKETS}", TEN),
+        "lora yarn tp2": Case("llama_yarn", f"{LORA} {TP2}", TEN),
         "lora dp2 replicated": Case("qwen3", f"{LORA} {REPLICATED}", TEN),
         "lora bf16 tp2": Case("qwen3", f"{LORA} {BF16} {TP2}"),
         "lora bf16 dtype dp2": Case("qwen3", f"{LORA} model.lora.dtype=bfloat16 {BF16}"),
@@ -121,7 +131,14 @@ CASES = {
         "moe cp2 ep2": Case("qwen3_moe_raw", f"{CP2} {EP2}"),
         "moe pp2 full": Case("qwen3_moe", f"{PP2} {FULL} {AUX}"),
         "moe bf16 ep2": Case("qwen3_moe", f"{EP2} {AUX} {BF16}"),
-        "critic moe ep2": Case("qwen3_moe", EP2, critic=True)},
+        "critic moe ep2": Case("qwen3_moe", EP2, critic=True),
+        "mistral cp2": Case("mistral", CP2), "mistral padded": Case("mistral", f"{PP2} {PADDED}"),
+        "mistral pp2 vpp2": Case("mistral", f"{PP2} {VPP2}"),
+        "yarn tp2": Case("llama_yarn", f"{TP2} {EPS}"),
+        "yarn tp2 no sp padded": Case("llama_yarn", f"{TP2} {NO_SP} {PADDED} {EPS}"),
+        "yarn pp2 full": Case("llama_yarn", f"{PP2} {FULL} {EPS}"),
+        "windows tp2": Case("qwen3_windows", f"{TP2} {EPS}"), "windows cp2 padded": Case("qwen3_windows", f"{CP2} {PADDED} {EPS}"),
+        "mixtral tp2 ep2": Case("mixtral", f"{TP2} {EP2} {AUX}"), "mixtral pp2": Case("mixtral", f"{PP2} {AUX}")},
     4: {"lora tp2 pp2 full": Case("qwen3", f"{LORA} {TP2} {PP2} {FULL}", TEN),
         "tp2 pp2": Case("qwen3", f"{TP2} {PP2}", TOTAL_STEPS), "tp4": Case("llama", "tensor_model_parallel_size=4"),
         "tp2 cp2": Case("qwen2_tied", f"{TP2} {CP2}", TOTAL_STEPS),
@@ -134,12 +151,12 @@ CASES = {
 }
 # From one layout to the next, each in the launch of its ranks: family, (ranks, settings) that save, and that resume.
 RESUMES = {
-    "tp2 to one": ("qwen2_tied", (2, TP2), (1, "")), "pp2 to tp2 pp2": ("qwen3", (2, PP2), (4, f"{TP2} {PP2}")),
+    "tp2 to one": ("qwen2_tied", (2, TP2), (1, "")), "pp2 to tp2 pp2": ("mistral", (2, PP2), (4, f"{TP2} {PP2}")),
     "tp2 to pp2 vpp2": ("qwen2_tied", (2, TP2), (2, f"{PP2} {VPP2}")),
-    "tp2 pp2 to one": ("qwen3", (4, f"{TP2} {PP2}"), (1, "")),
+    "tp2 pp2 to one": ("llama_yarn", (4, f"{TP2} {PP2}"), (1, "")),
     "lora bf16 tp2 to pp2 vpp2": ("qwen2_tied", (2, f"{LORA} {BF16} {TP2}"), (2, f"{LORA} {BF16} {PP2} {VPP2}")),
     "lora pp2 dp2 to one": ("qwen3", (4, f"{LORA} {PP2}"), (1, LORA)),
-    "moe ep2 to tp2": ("qwen3_moe", (2, EP2), (2, TP2)), "moe tp2 ep2 to one": ("qwen3_moe", (2, f"{TP2} {EP2}"), (1, "")),
+    "moe ep2 to tp2": ("qwen3_moe", (2, EP2), (2, TP2)), "moe tp2 ep2 to one": ("mixtral", (2, f"{TP2} {EP2}"), (1, "")),
     "moe pp2 to ep2 replicated": ("qwen3_moe", (2, f"{PP2} {REPLICATED}"), (2, f"{EP2} {REPLICATED}")),
     # Buckets that are padded: the tied matrix has one of its own, and so have layers where reduction overlaps.
     "pp2 dp2 to one": ("qwen2_tied", (4, PP2), (1, "")),
@@ -161,7 +178,7 @@ def main(folder: Path, *names: str) -> None:
     logging.getLogger("megatron").setLevel(logging.ERROR)
     torch.compiler.set_stance("eager_on_recompile")     # on CUDA: else every length of a micro-batch would take seconds
     if world == 1:
-        for family, critic in {(c.family, c.critic) for cases in CASES.values() for c in cases.values() if not (c.moe or c.lora)}:
+        for family, critic in {(c.family, c.critic) for cases in CASES.values() for c in cases.values() if not (c.plain or c.lora)}:
             name = f"reference {family}" + " critic" * critic
             case = Case(family, "torch_compile=never", FEW if critic else TOTAL_STEPS, critic)
             results[name] = run(folder, this_device, f"1 {name}", case, FSDPEngine)
@@ -176,7 +193,7 @@ def main(folder: Path, *names: str) -> None:
         if resumes[0] == world:
             results[f"resume {name}"] = resume(folder, this_device, name, family, resumes[1])
     results["attention"] = attention(this_device)
-    for work in (guarded, adapters, roles, background, trapped, collectives, non_finite, offload, refused, rollout):
+    for work in (guarded, adapters, bridges, roles, background, trapped, collectives, non_finite, offload, refused, rollout):
         if world == 2 and chosen(work.__name__):
             results[work.__name__] = work(folder, this_device)
     if rank == 0:
@@ -220,8 +237,8 @@ def guarded(folder: Path, this_device: torch.device) -> dict[str, list[str] | No
 
 
 def attention(this_device: torch.device) -> list[float]:
-    """Relative errors of packed attention and of its gradients by query, key and value, context-parallel over all ranks, in
-    the dtype that the device has a packed kernel for; against fp32, each sequence alone."""
+    """Relative errors of packed attention, in a sliding window and without, and of its gradients by query, key and value,
+    context-parallel over all ranks, in the dtype that the device has a packed kernel for; against fp32, each sequence alone."""
     world, lengths, heads = dist.get_world_size(), [296, 8, 1040, 512], (14, 2, 2)
     dtype = torch.bfloat16 if this_device.type == "cuda" else torch.float32
     new_layout()
@@ -232,18 +249,21 @@ def attention(this_device: torch.device) -> list[float]:
         *inputs, gradient = (torch.randn(sum(lengths), 1, n, 64).to(this_device, dtype) for n in (*heads, heads[0]))
         packing = Packing.of(lengths, mpu.get_context_parallel_group(), this_device)
         first = torch.tensor([0, *lengths]).cumsum(0)[:-1].repeat_interleave(torch.tensor(lengths) // world)
-        mine = packing.positions + first.to(this_device)
-        here, alone = [x[mine].requires_grad_() for x in inputs], [x.float().requires_grad_() for x in inputs]
-        layer = TorchAttention(None, 1, AttnMaskType.causal, "self",
-                               pg_collection=SimpleNamespace(cp=mpu.get_context_parallel_group()))
-        out = layer(*here, packed_seq_params=packing).view_as(gradient[mine])
-        out.backward(gradient[mine])
-        want = torch.cat([F.scaled_dot_product_attention(*(x.permute(1, 2, 0, 3) for x in sequence), is_causal=True,
-                                                         enable_gqa=True).permute(2, 0, 1, 3)
-                          for sequence in zip(*(x.split(lengths) for x in alone))])
-        want.backward(gradient.float())
-        pairs = [(out, want[mine]), *((x.grad, y.grad[mine]) for x, y in zip(here, alone))]
-        return [max(gather(((x - y).norm() / y.norm()).item())) for x, y in pairs]
+        mine, errors = packing.positions + first.to(this_device), []
+        for window in (None, (99, 0)):
+            here, alone = ([f(x.detach()).requires_grad_() for x in inputs] for f in (lambda x: x[mine], torch.Tensor.float))
+            layer = TorchAttention(SimpleNamespace(window_size=window, window_attn_skip_freq=None), 1, AttnMaskType.causal, "self",
+                                   pg_collection=SimpleNamespace(cp=mpu.get_context_parallel_group()))
+            out = layer(*here, packed_seq_params=packing).view_as(gradient[mine])
+            out.backward(gradient[mine])
+            masks = [torch.ones(n, n, dtype=torch.bool, device=this_device).tril().triu(-window[0] if window else -n)
+                     for n in lengths]
+            want = torch.cat([F.scaled_dot_product_attention(*(x.permute(1, 2, 0, 3) for x in sequence), attn_mask=mask,
+                                                             enable_gqa=True).permute(2, 0, 1, 3)
+                              for mask, *sequence in zip(masks, *(x.split(lengths) for x in alone))])
+            want.backward(gradient.float())
+            errors += [(out, want[mine]), *((x.grad, y.grad[mine]) for x, y in zip(here, alone))]
+        return [max(gather(((x - y).norm() / y.norm()).item())) for x, y in errors]
 
 
 def new_layout() -> None:
@@ -434,6 +454,50 @@ def adapters(folder: Path, this_device: torch.device) -> dict:
         result[settings] = learn(f"{settings} model.lora.dropout=0.5")
     result["again"] = learn(f"{TP2} model.lora.dropout=0.5")
     return result | {"lost": lost}
+
+
+def bridges(folder: Path, this_device: torch.device) -> list[dict]:
+    """By case: whether what a rank reads, and what it exports, is the same by both mappings, and how many numbers a rank has of
+    the model, and has read."""
+    read, results = [], []
+
+    class Slice:
+        def __init__(self, inner):
+            self.inner, self.get_shape = inner, inner.get_shape
+
+        def __getitem__(self, index) -> torch.Tensor:
+            part = self.inner[index]
+            read.append(part.numel())
+            return part
+
+    class File(ExitStack):
+        def __init__(self, *arguments, **others):
+            super().__init__()
+            self.inner = self.enter_context(safe_open(*arguments, **others))
+            self.keys = self.inner.keys
+
+        def get_slice(self, name: str) -> Slice:
+            return Slice(self.inner.get_slice(name))
+
+    def weights_of(case: Case, kind: str) -> tuple:
+        engine = build(MegatronEngine, folder / case.family, this_device, f"{case.engine} bridge={kind}", critic=case.critic,
+                       optimize=False)
+        held = {f"{i} {name}": p for i, model in enumerate(engine.models) for name, p in model.named_parameters()}
+        exported = dict(engine.export_weights())
+        return digest(held), digest(exported), list(exported), sum(p.numel() for p in held.values())
+
+    mapping.safe_open = File
+    for family, settings in (("qwen2_tied", TP2), ("qwen2_tied", PP2), ("qwen2_tied", f"{PP2} {VPP2}"), ("qwen3", TP2),
+                             ("llama", f"{PP2} {VPP2}"), ("llama", f"{TP2} {NO_SP}")):
+        for critic in (False, True):
+            read.clear()
+            *by_own, size = weights_of(Case(family, settings, critic=critic), "own")
+            num_read = sum(read)
+            *by_mbridge, _ = weights_of(Case(family, settings, critic=critic), "mbridge")
+            results.append({"equal": gather(by_own == by_mbridge), "sizes": gather([size, num_read]), "critic": critic,
+                            "case": f"{family} {settings}"})
+    mapping.safe_open = safe_open
+    return results
 
 
 def background(folder: Path, this_device: torch.device) -> dict:

@@ -21,6 +21,15 @@ FAMILIES = {
     "lfm2": dict(model_type="lfm2", layer_types=["conv", "full_attention", "conv"]),
     "qwen3_moe": dict(model_type="qwen3_moe", tie_word_embeddings=False, head_dim=32, num_experts=8, num_experts_per_tok=3,
                       moe_intermediate_size=24, norm_topk_prob=True),
+    # Five layers, which stages do not divide.
+    "mistral": dict(model_type="mistral", tie_word_embeddings=False, sliding_window=7, num_hidden_layers=5),
+    "llama_yarn": dict(model_type="llama", tie_word_embeddings=True, attention_bias=True, mlp_bias=True, num_hidden_layers=5,
+                       rope_parameters=dict(rope_type="yarn", rope_theta=10000.0, factor=4.0,
+                                            original_max_position_embeddings=16)),
+    "qwen3_windows": dict(model_type="qwen3", tie_word_embeddings=False, head_dim=16, attention_bias=True, num_hidden_layers=4,
+                          use_sliding_window=True, sliding_window=7, max_window_layers=2),
+    "mixtral": dict(model_type="mixtral", tie_word_embeddings=False, head_dim=32, num_local_experts=8, num_experts_per_tok=3,
+                    intermediate_size=24, sliding_window=9, num_hidden_layers=4),
 }
 
 

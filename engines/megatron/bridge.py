@@ -1,8 +1,4 @@
-"""Hugging Face models as Megatron models, through mbridge: build, load, export. No other file knows mbridge.
-
-mbridge 0.15.1 was written for transformers 4; what goes wrong with transformers 5 is corrected here. (Its successor
-Megatron-Bridge needs transformers < 5 and TransformerEngine.)
-"""
+"""Hugging Face models as Megatron models: their configuration, the modules with their weights, and the way back."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -10,26 +6,31 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from mbridge.core.bridge import _MODEL_REGISTRY, Bridge
+import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.attention import SelfAttention
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from config import InputError
 from engines import weights
+from engines.hf import head_dim, stages_of_layers
 from engines.megatron.experts import MixtureOfExperts
 from engines.megatron.layers import Adaptable, PackedRotaryEmbedding, install
+from engines.megatron.mapping import Mapping, global_parameters
 
 install()
 
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+WITH_MBRIDGE = ("llama", "qwen2", "qwen3")
 # What transformers computes from the configuration alone; other types change with the length of a sequence.
-ROPES = ("default", "llama3", "linear")
-# Of config.json; mbridge gives every layer experts.
-SUPPORTED = {"hidden_act": "silu", "use_sliding_window": False, "attention_dropout": 0.0, "mlp_only_layers": [],
+ROPES = ("default", "llama3", "linear", "yarn")
+# Of config.json; every layer has experts, or none has.
+SUPPORTED = {"hidden_act": "silu", "attention_dropout": 0.0, "router_jitter_noise": 0.0, "mlp_only_layers": [],
              "decoder_sparse_step": 1}
 
 
@@ -58,119 +59,140 @@ class ValueMatrix(nn.Linear):
         nn.init.zeros_(self.weight)
 
 
-def check(hf_config, path: str) -> None:
-    """Raise InputError for a model that Megatron would compute differently."""
-    if hf_config.model_type not in FAMILIES:
-        raise InputError(f"model.path={path}: model_engine=megatron has no {hf_config.model_type} models, only "
-                         f"{', '.join(FAMILIES)}")
-    rope = hf_config.rope_parameters.get("rope_type", "default")
-    if rope not in ROPES:
-        raise InputError(f"model.path={path}: model_engine=megatron has no rope type {rope!r}, only {', '.join(ROPES)}")
-    if hf_config.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise InputError(f"model.path={path}: partial_rotary_factor in config.json is not supported by model_engine=megatron")
-    biases = {"mlp_bias": False, "attention_bias": False} if hf_config.model_type != "qwen2" else {}
+class Attention(SelfAttention):
+    """Has a bias on its output matrix or not, whatever the MLPs have."""
+
+    def __init__(self, config: TransformerConfig, *args, output_bias: bool, **others):
+        config = copy.copy(config)
+        config.add_bias_linear = output_bias
+        super().__init__(config, *args, **others)
+
+
+def check(hf_config, path: str, kind: str) -> None:
+    """Raise InputError for a model that Megatron would compute differently. kind: engine.bridge"""
+    families = FAMILIES if kind == "own" else WITH_MBRIDGE
+    if hf_config.model_type not in families:
+        raise InputError(f"model.path={path}: model_engine=megatron with engine.bridge={kind} has no {hf_config.model_type} "
+                         f"models, only {', '.join(families)}")
+    rope = hf_config.rope_parameters
+    if rope.get("rope_type", "default") not in ROPES:
+        raise InputError(f"model.path={path}: model_engine=megatron has no rope type {rope['rope_type']!r}, only "
+                         f"{', '.join(ROPES)}")
+    if rope.get("partial_rotary_factor") not in (1, None):
+        raise InputError(f"model.path={path}: partial_rotary_factor={rope['partial_rotary_factor']} in config.json is not "
+                         "supported by model_engine=megatron")
+    biases = {} if kind == "own" else {"mlp_bias": False, "attention_bias": False}
     for name, supported in {**SUPPORTED, **biases}.items():
         value = getattr(hf_config, name, None)
         if value not in (supported, None):
-            raise InputError(f"model.path={path}: {name}={value} in config.json is not supported by model_engine=megatron")
+            raise InputError(f"model.path={path}: {name}={value} in config.json is not supported by model_engine=megatron"
+                             + (" with engine.bridge=mbridge" if name in biases else ""))
 
 
-def check_files(hf: nn.Module, path: Path, critic: bool) -> None:
-    """weights.check_files with each expert's matrices by themselves, as files hold them."""
-    parameters = [x for name, p in hf.named_parameters()
-                  for x in (single_experts(name, p) if ".experts." in name else [(name, p)])]
-    weights.check_files(hf, path, critic, parameters)
+def make_mapping(kind: str, hf_config, dtype: torch.dtype, critic: bool):
+    """kind: engine.bridge"""
+    if kind == "own":
+        return Mapping(hf_config, critic)
+    # The package is slow to import, and may be absent.
+    from engines.megatron.mbridge import MBridge
+    return MBridge(hf_config, dtype, critic)
 
 
-def make_bridge(hf_config, dtype: torch.dtype, **settings) -> Bridge:
-    """The bridge for a model on the layout that parallel_state has now; settings: fields of TransformerConfig."""
-    hf_config = copy.deepcopy(hf_config)
-    hf_config.rope_theta = hf_config.rope_parameters["rope_theta"]
-    family = _MODEL_REGISTRY[hf_config.model_type]
-    # A copy: for a tied model mbridge writes into the dictionary of its class, which all later models share.
-    direct = dict(family._DIRECT_MAPPING)
-    if hf_config.tie_word_embeddings:
-        direct["output_layer.weight"] = direct["embedding.word_embeddings.weight"]
-
-    # LLaMABridge would treat Llama 3.1's rope as a linear interpolation.
-    def gpt_arguments(self) -> dict:
-        return dict(vocab_size=hf_config.vocab_size, max_sequence_length=hf_config.max_position_embeddings,
-                    position_embedding_type="rope", rotary_base=hf_config.rope_theta)
-
-    def to_hf_format(self, name: str, weight: Tensor) -> tuple[list[str], list[Tensor]]:
-        if name == "output_layer.weight" and len(weight) == 1:                 # a value head: no vocabulary, no padding
-            return ["lm_head.weight"], [weight]
-        if ".experts." in name:
-            return tuple(zip(*single_experts(name, weight)))
-        return family._weight_to_hf_format(self, name, weight)
-
-    # mbridge has one parameter per expert, experts.py one for all experts of a rank.
-    def global_names(self, model: nn.Module, consider_ep: bool = True) -> dict[str, str]:
-        return family._weight_name_mapping_mcore_local_to_global(self, model, consider_ep=False)
-
-    def names_in_layer(self, name: str) -> list[str]:
-        if ".experts." not in name:
-            return family._weight_name_mapping_mlp(self, name)
-        number = self.config.num_moe_experts // self.mpu.ep_size
-        shapeless = torch.empty(number, 2, device="meta")
-        return [name for name, _ in single_experts(name, shapeless, number * self.mpu.ep_rank)]
-
-    def to_mcore_format(self, name: str, weights: list[Tensor]) -> Tensor:
-        if ".experts." not in name:
-            return family._weight_to_mcore_format(self, name, weights)
-        number = self.config.num_moe_experts // self.mpu.ep_size
-        return torch.cat(weights).to(self.dtype).unflatten(0, (number, -1))
-
-    cls = type(family.__name__, (family,), {
-        "_DIRECT_MAPPING": direct, "_get_gptmodel_args": gpt_arguments, "_weight_to_hf_format": to_hf_format,
-        "_weight_name_mapping_mcore_local_to_global": global_names, "_weight_name_mapping_mlp": names_in_layer,
-        "_weight_to_mcore_format": to_mcore_format})
-    if hf_config.model_type == "qwen3_moe":
-        settings |= dict(moe_grouped_gemm=False, moe_router_pre_softmax=not hf_config.norm_topk_prob)
-    bridge = cls(hf_config, dtype=dtype, make_vocab_size_divisible_by=mpu.get_tensor_model_parallel_world_size())
+def make_config(hf: nn.Module, dtype: torch.dtype, **settings) -> TransformerConfig:
+    """For a model (hf: on the meta device) on the layout that parallel_state has now; settings: other fields."""
+    shape, has = hf.config, {name.removeprefix("model.layers.0.") for name, _ in hf.named_parameters()}
+    pp, vpp = mpu.get_pipeline_model_parallel_world_size(), mpu.get_virtual_pipeline_model_parallel_world_size()
+    sizes = {"tensor_model": mpu.get_tensor_model_parallel_world_size(), "pipeline_model": pp, "virtual_pipeline_model": vpp,
+             "context": mpu.get_context_parallel_world_size(), "expert_model": mpu.get_expert_model_parallel_world_size()}
+    settings |= {f"{name}_parallel_size": size for name, size in sizes.items()}
+    if pp > 1:
+        stages = [["decoder"] * number for number in stages_of_layers(shape.num_hidden_layers, pp * (vpp or 1))]
+        settings["pipeline_model_parallel_layout"] = [["embedding", *stages[0]], *stages[1:-1], [*stages[-1], "loss"]]
+    if num_experts := getattr(shape, "num_experts", None):
+        settings |= dict(
+            num_moe_experts=num_experts, moe_router_topk=shape.num_experts_per_tok, moe_grouped_gemm=False,
+            moe_ffn_hidden_size=getattr(shape, "moe_intermediate_size", shape.intermediate_size), expert_tensor_parallel_size=1,
+            moe_router_load_balancing_type="none", moe_router_pre_softmax=not getattr(shape, "norm_topk_prob", True))
+    if windows := windows_of_layers(shape):
+        settings |= dict(window_size=(shape.sliding_window - 1, 0), window_attn_skip_freq=windows)
     # Weights come from files. Without initialization, parameters would also lack the marks of how they are divided over ranks.
     keep = {f"{name}init_method": lambda weight: weight for name in ("", "output_layer_", "embedding_")}
-    bridge.set_extra_args(**keep, **settings)
-    return bridge
+    return TransformerConfig(
+        num_layers=shape.num_hidden_layers, hidden_size=shape.hidden_size, ffn_hidden_size=shape.intermediate_size,
+        num_attention_heads=shape.num_attention_heads, num_query_groups=shape.num_key_value_heads, kv_channels=head_dim(shape),
+        normalization="RMSNorm", layernorm_epsilon=shape.rms_norm_eps, activation_func=F.silu, gated_linear_unit=True,
+        hidden_dropout=0.0, attention_dropout=0.0, add_bias_linear="mlp.down_proj.bias" in has,
+        add_qkv_bias="self_attn.q_proj.bias" in has, qk_layernorm="self_attn.q_norm.weight" in has,
+        moe_token_dispatcher_type="alltoall",                                   # the others want sequences of one length
+        # Rotation scales queries and keys, both by the same factor.
+        softmax_scale=None if rope(shape)[1] == 1 else rope(shape)[1] ** 2 * head_dim(shape) ** -0.5,
+        params_dtype=dtype, pipeline_dtype=dtype, bf16=dtype is torch.bfloat16, variable_seq_lengths=True,
+        overlap_p2p_comm=vpp is not None, batch_p2p_comm=False, **keep, **settings)
 
 
-def build(bridge: Bridge, path: Path, critic: bool) -> list[HiddenStates]:
+def windows_of_layers(hf_config) -> list[int] | None:
+    """1 for each layer whose attention has a sliding window, else 0; None for a model without."""
+    if hf_config.model_type == "llama" or not getattr(hf_config, "sliding_window", None):
+        return None
+    if hf_config.model_type in ("qwen2", "qwen3"):
+        return [int(kind == "sliding_attention") for kind in hf_config.layer_types]
+    return [1] * hf_config.num_hidden_layers
+
+
+def rope(hf_config, device: torch.device | None = None) -> tuple[Tensor | None, float]:
+    """Inverse frequencies [dim / 2] (None: the default ones) and by what rotated queries and keys are multiplied."""
+    kind = hf_config.rope_parameters.get("rope_type", "default")
+    return (None, 1.0) if kind == "default" else ROPE_INIT_FUNCTIONS[kind](hf_config, device)
+
+
+def build(mapping: Mapping, hf: nn.Module, path: Path, critic: bool, dtype: torch.dtype, **settings) -> list[HiddenStates]:
     """This rank's part of the model with its weights, one module for each virtual pipeline stage. A critic has a value
-    head, read from the files if they have one of that shape."""
-    hf_config, config = bridge.hf_config, bridge.config
-    num_stages, arguments = config.virtual_pipeline_model_parallel_size, bridge._get_gptmodel_args()
-    multiple = bridge.make_vocab_size_divisible_by
-    bridge.vocab_size = hf_config.vocab_size
-    bridge.padded_vocab_size = arguments["vocab_size"] = -(-hf_config.vocab_size // multiple) * multiple
+    head, read from the files if they have one of that shape. hf: the model on the meta device; settings: see make_config."""
+    config, hf_config = make_config(hf, dtype, **settings), mapping.hf_config
+    num_stages, output_bias = config.virtual_pipeline_model_parallel_size, hf.get_submodule("model.layers.0.self_attn.o_proj").bias
+    multiple, base = config.tensor_model_parallel_size, hf_config.rope_parameters["rope_theta"]
     models = []
     for stage in range(num_stages or 1):
         stage = stage if num_stages else None
-        layers = bridge._get_transformer_layer_spec(stage)
-        if config.num_moe_experts:
-            for layer in layers.layer_specs:
+        layers = gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=stage)
+        for layer in layers.layer_specs:
+            attention = layer.submodules.self_attention
+            attention.module = Attention
+            attention.params = {**attention.params, "output_bias": output_bias is not None}
+            if config.num_moe_experts:
                 layer.submodules.mlp = MixtureOfExperts
         models.append(HiddenStates(
-            config=config, transformer_layer_spec=layers, vp_stage=stage,
+            config=config, transformer_layer_spec=layers, vp_stage=stage, position_embedding_type="rope", rotary_base=base,
+            vocab_size=-(-hf_config.vocab_size // multiple) * multiple, max_sequence_length=hf_config.max_position_embeddings,
             pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
             post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
-            share_embeddings_and_output_weights=hf_config.tie_word_embeddings and not critic, **arguments))
+            share_embeddings_and_output_weights=hf_config.tie_word_embeddings and not critic))
     for model in models:
         if not gpt_layer_specs.HAVE_TE:
-            model.rotary_pos_emb = PackedRotaryEmbedding(config.kv_channels, 1.0,
-                                                                       rotary_base=hf_config.rope_theta)
-        if hf_config.rope_parameters.get("rope_type", "default") != "default":
-            make_frequencies = ROPE_INIT_FUNCTIONS[hf_config.rope_parameters["rope_type"]]
-            model.rotary_pos_emb.inv_freq = make_frequencies(hf_config, model.rotary_pos_emb.inv_freq.device)[0]
+            model.rotary_pos_emb = PackedRotaryEmbedding(config.kv_channels, 1.0, rotary_base=base)
+        frequencies, _ = rope(hf_config, model.rotary_pos_emb.inv_freq.device)
+        if frequencies is not None:
+            model.rotary_pos_emb.inv_freq = frequencies
         if critic and model.post_process:
             model.output_layer = nn.Identity()                       # so that nobody looks for its weight in the files
-    bridge.load_weights(models, str(path))
+        mark_division(model)
+    mapping.load(models, path)
     for model in models:
         if critic and model.post_process:
             model.output_layer = ValueMatrix(config)
             load_value_head(model.output_layer, path)
-        for parameter in model.parameters():
-            set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+            mark_division(model.output_layer)
     return models
+
+
+def check_files(hf: nn.Module, path: Path, critic: bool) -> None:
+    """weights.check_files with each expert's matrices by themselves, as files hold them."""
+    weights.check_files(hf, path, critic, Mapping(hf.config, critic).in_files(hf))
+
+
+def mark_division(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
 
 
 def load_value_head(head: ValueMatrix, path: Path) -> None:
@@ -181,46 +203,37 @@ def load_value_head(head: ValueMatrix, path: Path) -> None:
                 head.weight.data.copy_(tensors.get_tensor(name))
 
 
-def export_tensors(bridge: Bridge, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def export_tensors(mapping: Mapping, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, tensor) from a checkpoint's names and full tensors, in which all layers are stacked."""
-    layers, bridge.vocab_size = "decoder.layers.", bridge.hf_config.vocab_size
+    layers = "decoder.layers."
     for name, tensor in tensors:
         if name.startswith(layers):
             for i, layer in enumerate(tensor):
-                yield from zip(*bridge._weight_to_hf_format(name.replace(layers, f"{layers}{i}."), layer))
+                yield from mapping.separate(name.replace(layers, f"{layers}{i}."), [layer])
         else:
-            bridge.padded_vocab_size = len(tensor)
-            yield from zip(*bridge._weight_to_hf_format(name, tensor))
+            yield from mapping.separate(name, [tensor])
 
 
-def projections(bridge: Bridge, model: nn.Module) -> Iterator[tuple[Adaptable, list[str]]]:
+def projections(mapping: Mapping, model: nn.Module) -> Iterator[tuple[Adaptable, list[str]]]:
     """Each linear layer, with the Hugging Face names of the modules that it is of, in the order of its rows."""
-    names = bridge._weight_name_mapping_mcore_local_to_global(model)
-    for name, module in model.named_modules():
+    names = {p: name for name, p in global_parameters(model)}
+    for module in model.modules():
         if isinstance(module, Adaptable):
-            found = bridge._weight_name_mapping_mcore_to_hf(names[f"{name}.weight"])
-            yield module, [hf_name.removesuffix(".weight") for hf_name in found]
+            yield module, [name.removesuffix(".weight") for name in mapping.names(names[module.weight])]
 
 
-def export(bridge: Bridge, models: list[nn.Module], device: torch.device,
+def export(mapping: Mapping, models: list[nn.Module], dtype: torch.dtype, device: torch.device,
            value_of: Callable[[nn.Parameter], Tensor]) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, full tensor), in the same order on all ranks. A tied output matrix, which the last pipeline
     stage has a copy of, is left out, and so are adapters. value_of: what stands for a parameter."""
     tp, ep = mpu.get_tensor_model_parallel_group(), mpu.get_expert_model_parallel_group()
-    parameters, seen = {}, set()
-    for model in models:
-        names = bridge._weight_name_mapping_mcore_local_to_global(model)
-        parameters |= {names[name]: p for name, p in model.named_parameters() if ".adapter." not in name}
-    for name, weight, *division in on_all_stages(parameters, bridge.dtype, device, value_of):
+    parameters, seen = dict(x for model in models for x in global_parameters(model)), set()
+    for name, weight, is_divided, dim in on_all_stages(parameters, dtype, device, value_of):
         if ".experts." in name:
             parts = gather(weight, ep)
-            found = [x for i, part in enumerate(parts) for x in single_experts(name, part, i * len(part))]
         else:
-            weight.tensor_model_parallel, weight.partition_dim = division
-            if weight.tensor_model_parallel:
-                weight = bridge._weight_merge_across_tp(name, gather(weight, tp), weight)
-            found = zip(*bridge._weight_to_hf_format(name, weight))
-        for hf_name, tensor in found:
+            parts = gather(weight, tp) if is_divided else [weight]
+        for hf_name, tensor in mapping.separate(name, parts, dim):
             if hf_name not in seen:
                 seen.add(hf_name)
                 yield hf_name, tensor
@@ -248,15 +261,3 @@ def gather(tensor: Tensor, group) -> list[Tensor]:
     parts = [torch.empty_like(tensor) for _ in range(group.size())]
     dist.all_gather(parts, tensor.contiguous(), group=group)
     return parts
-
-
-def single_experts(name: str, stacked: Tensor, first: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, tensor) of each expert of a layer, from Megatron's or transformers' tensor of several experts."""
-    layer = name.split(".layers.")[1].split(".", 1)[0]
-    for i, expert in enumerate(stacked, first):
-        prefix = f"model.layers.{layer}.mlp.experts.{i}."
-        if name.endswith(("linear_fc1", "gate_up_proj")):
-            gate, up = expert.chunk(2)
-            yield from ((f"{prefix}gate_proj.weight", gate), (f"{prefix}up_proj.weight", up))
-        else:
-            yield f"{prefix}down_proj.weight", expert

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from engines.megatron import bridge, lora
-from engines.megatron.cpu import cuda_is_cpu
+from engines.megatron.mapping import Mapping
 from engines.storage import Writer, stored_tensors
 
 # The distributed optimizer's state is stored by whole weights, which any layout can read. One of the ranks that share it
@@ -198,12 +198,7 @@ def hf_weights(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
     if ".lora_" in first[0]:                                    # adapters are stored under their own names
         yield from tensors
         return
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    with cuda_is_cpu():
-        mpu.initialize_model_parallel()
-    hf_config = AutoConfig.from_pretrained(checkpoint / "hf")
-    yield from bridge.export_tensors(bridge.make_bridge(hf_config, torch.float32), tensors)
-    dist.destroy_process_group()
+    yield from bridge.export_tensors(Mapping(AutoConfig.from_pretrained(checkpoint / "hf")), tensors)
 
 
 def _prefixed(states: dict[str, dict]) -> dict:

@@ -61,16 +61,16 @@ class MegatronEngine(Engine):
             self.micro_batches_multiple = self.pp_group.size()
 
         hf, self.lora = build_on_meta(self.hf_config, torch.float32, critic), config.model.lora
-        if self.lora.rank:
-            lora.inject(hf, self.lora)
-        self._flops = count_flops(hf, self.hf_config)
-        self.bridge = bridge.make_bridge(
-            self.hf_config, self.compute_dtype, sequence_parallel=self.sequence_parallel,
+        self.mapping = bridge.make_mapping(engine.bridge, self.hf_config, self.compute_dtype, critic)
+        self.models = bridge.build(
+            self.mapping, hf, Path(config.model.path), critic, self.compute_dtype, sequence_parallel=self.sequence_parallel,
             # The loss has its own denominator already: the schedule and DDP must not divide it again.
             calculate_per_token_loss=True, gradient_accumulation_fusion=False,
             bias_activation_fusion=device.type != "cpu", **RECOMPUTE[engine.recompute])
-        self.models = bridge.build(self.bridge, Path(config.model.path), critic)
-        self._adapters = adapters.attach(self.bridge, self.models, config, lora.shapes(hf)) if self.lora.rank else {}
+        if self.lora.rank:
+            lora.inject(hf, self.lora)
+        self._flops = count_flops(hf, self.hf_config)
+        self._adapters = adapters.attach(self.mapping, self.models, config, lora.shapes(hf)) if self.lora.rank else {}
         if self._adapters and critic and mpu.is_pipeline_last_stage(ignore_virtual=True):
             self.models[-1].output_layer.to(getattr(torch, self.lora.dtype)).requires_grad_()
         self._unproven = self.lora.rank > 0 and not critic      # a critic's gradient comes through its head, which is zero
@@ -91,7 +91,7 @@ class MegatronEngine(Engine):
     def check(config: DictConfig, world_size: int, critic: bool = False):
         """The model's configuration; raises InputError for what this engine cannot do, before anything is built."""
         hf_config = read_hf_config(config.model.path)
-        bridge.check(hf_config, config.model.path)
+        bridge.check(hf_config, config.model.path, config.engine.bridge)
         layout.check_layout(config, hf_config, world_size)
         hf = build_on_meta(hf_config, torch.float32, critic)
         bridge.check_files(hf, Path(config.model.path), critic)
@@ -106,7 +106,7 @@ class MegatronEngine(Engine):
                        mask.t().chunk(share[1])[share[0]] if words.reduce_scatter_embeddings else mask)
 
     def _build_optimizer(self) -> None:
-        engine, optim, config = self.config.engine, self.optim, self.bridge.config
+        engine, optim, config = self.config.engine, self.optim, self.models[0].config
         trained = getattr(torch, self.lora.dtype) if self.lora.rank else self.compute_dtype
         self.stages = [DistributedDataParallel(config, layout.ddp_config(engine), model, disable_bucketing=i > 0)
                        for i, model in enumerate(self.models)]
@@ -303,7 +303,7 @@ class MegatronEngine(Engine):
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         self._onload("parameters")
         merged = {weight: adapter for weight, adapter in self._adapters.items() if adapter.enabled}
-        yield from bridge.export(self.bridge, self.models, self.device, lambda weight: (
+        yield from bridge.export(self.mapping, self.models, self.compute_dtype, self.device, lambda weight: (
             merged[weight].merged(weight) if weight in merged else weight).detach())
 
     def export_adapter(self) -> Iterator[tuple[str, Tensor]]:

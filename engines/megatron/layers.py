@@ -1,7 +1,7 @@
 """The layers of a Megatron model in plain PyTorch, on CPU and CUDA, for machines without TransformerEngine.
 
 They carry the parameter names of TransformerEngine's modules (linear_qkv.layer_norm_weight), so that weights,
-checkpoints and the bridge's mappings are the same with either. Where TransformerEngine is installed it is used.
+checkpoints and their mapping are the same with either. Where TransformerEngine is installed it is used.
 """
 
 from collections.abc import Iterator
@@ -17,13 +17,14 @@ from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
 from engines.varlen import by_segment, causal_attention
 
 
 def install() -> None:
-    """Let Megatron's "transformer_engine" layer specification, which mbridge asks for, build this file's modules."""
+    """Let Megatron's "transformer_engine" layer specification build this file's modules."""
     if not gpt_layer_specs.HAVE_TE:
         gpt_layer_specs.TESpecProvider = TorchSpecProvider
         gpt_layer_specs.TENorm = TorchNorm
@@ -161,14 +162,16 @@ class PackedRotaryEmbedding(RotaryEmbedding):
 
 
 class TorchAttention(nn.Module):
-    """Causal attention over bshd or packed thd inputs, instead of TEDotProductAttention. Context-parallel ranks gather
-    each other's keys and values (Dubey et al. 2024)."""
+    """Causal attention over bshd or packed thd inputs, in a sliding window where the configuration has one for the layer, instead
+    of TEDotProductAttention. Context-parallel ranks gather each other's keys and values (Dubey et al. 2024)."""
 
     def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, cp_comm_type=None,
                  pg_collection=None, **_):
         super().__init__()
         assert attn_mask_type == AttnMaskType.causal and attention_type == "self"
         self.scale, self.cp_group = softmax_scale, pg_collection.cp
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = config.window_size[0] + 1 if windowed else 0          # keys that a query sees, itself among them
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, attn_mask_type=None,
                 attention_bias=None, packed_seq_params: Packing | None = None) -> Tensor:
@@ -185,9 +188,9 @@ class TorchAttention(nn.Module):
         if packing is not None and query.is_cuda and query.dtype != torch.float32:
             cu_q, cu_k, longest_q, longest_k, seen = packing.varlen
             k, v = (x[:, 0] if seen is None else x[:, 0].index_select(0, seen) for x in (key, value))
-            out = causal_attention(query[:, 0], k, v, cu_q, cu_k, longest_q, longest_k, self.scale)
+            out = causal_attention(query[:, 0], k, v, cu_q, cu_k, longest_q, longest_k, self.scale, self.window)
             return out.flatten(1)[:, None]
-        return by_segment(query, key, value, segments(bounds, cp, self.cp_group.rank()), self.scale).flatten(2)
+        return by_segment(query, key, value, segments(bounds, cp, self.cp_group.rank()), self.scale, self.window).flatten(2)
 
 
 def segments(bounds: list[int], cp_size: int, cp_rank: int) -> Iterator[tuple[int, int, int, int]]:

@@ -40,8 +40,8 @@ def check_layout(config: DictConfig, hf_config, world_size: int) -> None:
     if vpp > 1 and pp == 1:
         raise InputError(f"engine.virtual_pipeline_model_parallel_size={vpp} needs "
                          "engine.pipeline_model_parallel_size > 1")
-    if layers % (pp * vpp):
-        raise InputError(f"pipeline ({pp}) x virtual pipeline ({vpp}) stages do not divide the model's {layers} layers")
+    if layers < pp * vpp:
+        raise InputError(f"pipeline ({pp}) x virtual pipeline ({vpp}) stages are more than the model's {layers} layers")
     if data.max_tokens_per_micro_batch % multiple:
         raise InputError(f"data.max_tokens_per_micro_batch={data.max_tokens_per_micro_batch} must be a multiple of "
                          f"{multiple}, which this layout pads every sequence to")
@@ -71,7 +71,7 @@ def check_experts(engine: DictConfig, hf_config, world_size: int) -> None:
 
 
 def ddp_config(engine: DictConfig) -> DistributedDataParallelConfig:
-    """mbridge's default, then engine.use_distributed_optimizer and overlap_grad_reduce, then override_ddp_config."""
+    """Gradients reduced in fp32, then engine.use_distributed_optimizer and overlap_grad_reduce, then override_ddp_config."""
     override = OmegaConf.to_container(engine.override_ddp_config)
     for name, value in override.items():
         if name not in IN_DDP:

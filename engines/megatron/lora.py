@@ -19,8 +19,10 @@ from torch import Tensor, nn
 
 from config import InputError
 from engines import lora
-from engines.megatron.bridge import Bridge, gather, on_all_stages, projections
+from engines.hf import stages_of_layers
+from engines.megatron.bridge import gather, on_all_stages, projections
 from engines.megatron.layers import Adaptable, TorchRowParallelLinear
+from engines.megatron.mapping import Mapping
 
 
 class Adapter(nn.Module):
@@ -32,18 +34,14 @@ class Adapter(nn.Module):
     Engine._seeded), so that recomputation repeats it.
     """
 
-    def __init__(self, layer: Adaptable, names: list[str], tensors: dict[str, Tensor], settings: DictConfig):
-        """names: of the layer's projections in the Hugging Face model, in the order of its rows. tensors: what adapter matrices
-        begin with, by name, whole; a projection that is not there gets none."""
+    def __init__(self, layer: Adaptable, names: list[str], rows: list[int], tensors: dict[str, Tensor], settings: DictConfig):
+        """names: of the layer's projections in the Hugging Face model. rows: how many of each lie one behind the other in the
+        layer's matrix, again and again. tensors: what adapter matrices begin with, by name, whole; a projection that is not there
+        gets none."""
         super().__init__()
         self.settings, self.enabled, self.generator = settings, True, torch.Generator(layer.weight.device)
         self.is_row, self.sequence_parallel = isinstance(layer, TorchRowParallelLinear), layer.sequence_parallel
-        self.group, config = layer.tp_group, layer.config
-        # The fused matrix has this many rows of each part in turn, again and again.
-        self.in_turn = {name.rpartition(".")[2]: len(layer.weight) // len(names) for name in names}
-        if len(names) == 3:
-            num_queries = config.num_attention_heads // config.num_query_groups
-            self.in_turn = dict(zip(self.in_turn, (num_queries * config.kv_channels, config.kv_channels, config.kv_channels)))
+        self.group, self.in_turn = layer.tp_group, {name.rpartition(".")[2]: number for name, number in zip(names, rows)}
         self.num_turns = len(layer.weight) // sum(self.in_turn.values())
         self.lora_A, self.lora_B, self.names = nn.ParameterDict(), nn.ParameterDict(), {}
         for name, part in zip(names, self.in_turn):
@@ -120,13 +118,14 @@ def check(config: DictConfig, hf_config, hf: nn.Module) -> None:
                          "model.lora.target_modules")
     adapted = {int(name.split(".layers.")[1].split(".")[0]) for name in names}
     num_stages = engine.pipeline_model_parallel_size * engine.virtual_pipeline_model_parallel_size
-    for stage in torch.arange(hf_config.num_hidden_layers).chunk(num_stages):
+    num_layers = hf_config.num_hidden_layers
+    for stage in torch.arange(num_layers).split(stages_of_layers(num_layers, num_stages)):
         if not adapted & set(stage.tolist()):
             raise InputError(f"model.lora.target_modules={settings.target_modules} leaves the pipeline stage of layers "
                              f"{stage[0]} to {stage[-1]} without adapters")
 
 
-def attach(bridge: Bridge, models: list[nn.Module], config: DictConfig,
+def attach(mapping: Mapping, models: list[nn.Module], config: DictConfig,
            shapes: dict[str, tuple[int, ...]]) -> dict[nn.Parameter, Adapter]:
     """Freeze the models and put adapters of these shapes (whole, by name) beside their layers. Returns them by the weight that
     they adapt."""
@@ -134,9 +133,10 @@ def attach(bridge: Bridge, models: list[nn.Module], config: DictConfig,
     tensors = lora.start(settings, shapes, config.trainer.seed)
     for model in models:
         model.requires_grad_(False)
-        for layer, names in projections(bridge, model):
+        for layer, names in projections(mapping, model):
             if any(f"{name}.lora_A.weight" in shapes for name in names):
-                layer.adapter = adapters[layer.weight] = Adapter(layer, names, tensors, settings)
+                rows = mapping.in_turn(names, len(layer.weight))
+                layer.adapter = adapters[layer.weight] = Adapter(layer, names, rows, tensors, settings)
         if model.pre_process:                           # else recomputation takes the first layers to need no gradient
             model.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
     return adapters
