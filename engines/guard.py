@@ -43,7 +43,7 @@ def check(engine: Engine) -> tuple[float, float]:
                 with changed(engine, partial(first_layers, num_layers), apart):
                     return largest(engine, ask(engine, among) - with_third(one_at_a_time(engine, alone)))
 
-            with changed(engine, unchanged, apart):
+            with changed(engine, partial(first_layers, None), apart):
                 expected = one_at_a_time(engine, alone)
                 found = largest(engine, ask(engine, among) - with_third(expected))
             if largest(engine, expected) == torch.inf:
@@ -57,10 +57,6 @@ def check(engine: Engine) -> tuple[float, float]:
             print(f"model.path={path}: what the model says of a token depends so little on earlier ones that nobody can see "
                   "whether it keeps sequences apart", flush=True)
     return found, bound
-
-
-def unchanged(number: int, before: Tensor, after: Tensor) -> Tensor:
-    return after
 
 
 def first_layers(count: int | None, number: int, before: Tensor, after: Tensor) -> Tensor:
