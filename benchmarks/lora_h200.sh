@@ -13,5 +13,7 @@ sft model.lora.rank=16
 sft model.lora.rank=16 model.lora.dtype=bfloat16
 $python benchmarks/trl_sft_h200.py 7B --lora 16 --liger --steps 3
 $python benchmarks/lora_h200.py 7B $bf16 $cap=16384 --steps 1
-$python benchmarks/lora_h200.py 32B $bf16 $cap=8192 engine.activation_checkpointing=true engine.torch_compile=never \
-    rollout.enforce_eager=true rollout.gpu_memory_utilization=0.7 --prompts 32 --n 4 --tokens 64 --steps 1 --ways shared
+large() { $python benchmarks/lora_h200.py "$@" $bf16 $cap=8192 engine.activation_checkpointing=true engine.torch_compile=never \
+    rollout.enforce_eager=true --prompts 32 --n 4 --tokens 64 --steps 1 --ways shared; }
+large 32B rollout.gpu_memory_utilization=0.7
+large 48B rollout.gpu_memory_utilization=0.85

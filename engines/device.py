@@ -37,6 +37,7 @@ def init(timeout_minutes: float = 30) -> torch.device:
         if max(local_rank + 1, int(os.environ.get("LOCAL_WORLD_SIZE", 1))) > count:
             raise InputError(f"more processes than devices: start {count} per node, one for each device")
         torch.accelerator.set_device_index(local_rank)
+    torch.backends.cudnn.allow_tf32 = False     # fp32 means fp32 in convolutions, too, as it does in matrix products
     # gloo beside the accelerator's backend serves tensors that stay on the host (checkpoints, offloaded parameters).
     backend = {"cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}.get(device.type, "gloo")
     dist.init_process_group(backend, timeout=datetime.timedelta(minutes=timeout_minutes),

@@ -347,11 +347,14 @@ def foreign(folder: Path, this_device: torch.device) -> dict:
     results, alone = {}, dist.get_world_size() == 1
     for family in FOREIGN if alone else ["gpt_oss"]:
         for form, settings in FORMS.items() if alone else [("cp2", CP2)]:
-            engine = build(folder / family, this_device, f"{settings} torch_compile=never")
-            weights, asked = dict(engine.export_weights()), ask(engine)
-            if dist.get_rank() == 0:
-                save_file({"asked": asked, **weights}, folder / f"{family} {form}.safetensors")
-            results[f"{family} {form}"] = train(engine, [0])[0]
+            try:
+                engine = build(folder / family, this_device, f"{settings} torch_compile=never")
+                weights, asked = dict(engine.export_weights()), ask(engine)
+                if dist.get_rank() == 0:
+                    save_file({"asked": asked, **weights}, folder / f"{family} {form}.safetensors")
+                results[f"{family} {form}"] = train(engine, [0])[0]
+            except Exception:
+                results[f"{family} {form}"] = {"error": traceback.format_exc()}
     return results
 
 

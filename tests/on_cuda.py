@@ -107,6 +107,7 @@ def test_grouped_products_of_experts_equal_a_loop(fsdp):
 @pytest.mark.parametrize("form", FORMS)
 def test_other_families_answer_and_train_as_on_a_cpu(fsdp, family, form):
     folder, results = fsdp
+    assert "error" not in results["foreign"][f"{family} {form}"], results["foreign"][f"{family} {form}"]["error"]
     asked, want = load_file(folder / f"{family} {form}.safetensors")["asked"][0, 0], plain_answers(folder / family)[0]
     loss, _ = plain_loss(plain(folder / family), make_batch(0))
     print(f"\n{family} {form} {(asked - want).abs().max():.1e}")
