@@ -20,7 +20,7 @@ from data.packing import Batch, bounds
 from engines import device
 from engines.fsdp.engine import FSDPEngine
 from tests.fsdp_worker import FOREIGN
-from tests.models import FAMILIES, make_model
+from tests.models import FAMILIES, write_model
 
 BOUND = 2e-5                # of log-probabilities [nats], and of gradients relative to the largest
 PLAIN = ("apertus", "arcee", "bitnet", "bloom", "cohere", "cohere2", "cpmant", "diffllama", "ernie4_5", "exaone4", "falcon",
@@ -44,12 +44,11 @@ ROPES = {
     "phi3 with longrope": ("phi3", dict(rope_type="longrope", short_factor=[1.0, 1.5, 2.0, 3.0], long_factor=[2.0] * 4,
                                         original_max_position_embeddings=64)),
 }
-for family, changes in MODELS.items():
-    FAMILIES.setdefault(family, dict(model_type=family, **changes))
-FAMILIES |= FOREIGN
-for name, (family, rope) in ROPES.items():
+SHAPES = {
+    **{family: FAMILIES.get(family, dict(model_type=family, **changes)) for family, changes in MODELS.items()}, **FOREIGN,
     # phi3 has its own key for that length.
-    FAMILIES[name] = dict(model_type=family, rope_parameters=dict(rope_theta=10000.0, **rope), original_max_position_embeddings=64)
+    **{name: dict(model_type=family, rope_parameters=dict(rope_theta=10000.0, **rope), original_max_position_embeddings=64)
+       for name, (family, rope) in ROPES.items()}}
 
 
 class Watched(FSDPEngine):
@@ -99,8 +98,8 @@ def main(names: list[str]) -> None:
     print("| family | packed | padded |\n| --- | --- | --- |")
     said, wrong = {}, []
     with tempfile.TemporaryDirectory() as folder:
-        for name in names or sorted({*MODELS, *FOREIGN, *ROPES}):
-            directory, cells = make_model(Path(folder) / name.replace(" ", "_"), name), []
+        for name in names or sorted(SHAPES):
+            directory, cells = write_model(Path(folder) / name.replace(" ", "_"), **SHAPES[name]), []
             for packed in (True, False):
                 try:
                     off = compare(directory, packed)

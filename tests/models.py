@@ -34,9 +34,14 @@ FAMILIES = {
 
 
 def make_model(directory: Path, family: str, **changes) -> Path:
-    """Write a model of one of FAMILIES; biases, norms and buffers are random too, so that none of them can be lost unseen."""
+    """Write a model of one of FAMILIES."""
+    return write_model(directory, **{**FAMILIES[family], **changes})
+
+
+def write_model(directory: Path, **shape) -> Path:
+    """Biases, norms and buffers are random too, so that none of them can be lost unseen."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(**{**SHAPE, **FAMILIES[family], **changes})
+    config = AutoConfig.for_model(**{**SHAPE, **shape})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
