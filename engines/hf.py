@@ -6,6 +6,7 @@ from operator import itemgetter
 from pathlib import Path
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from omegaconf import DictConfig
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -30,7 +31,7 @@ def read_hf_config(path: str):
         raise InputError(f"model.path={path} holds no config.json: give a directory in Hugging Face format")
     try:
         return AutoConfig.from_pretrained(path)
-    except (ValueError, KeyError, OSError) as error:
+    except (ValueError, KeyError, OSError, StrictDataclassError) as error:
         raise InputError(f"model.path={path}: {error}") from None
 
 

@@ -2,13 +2,15 @@
 
 import json
 import zlib
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 from omegaconf import DictConfig
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -122,20 +124,26 @@ def model_names(hf: nn.Module, path: Path) -> dict[str, str]:
 def shapes_in_files(path: Path) -> dict[str, list[int]]:
     found = {}
     for file in weight_files(path):
-        with safe_open(file, framework="pt") as tensors:
-            found |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                found |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}
+        except SafetensorError as error:
+            raise InputError(f"{file} is damaged, or not whole: {error}") from None
     return found
 
 
 def check_files(hf: nn.Module, path: Path, critic: bool, parameters: Iterable[tuple[str, Tensor]] | None = None) -> None:
-    """Raise InputError unless the files hold exactly the weights of hf, the model on the meta device; only headers are read.
+    """Raise InputError unless the files hold exactly the weights of hf, the model on the meta device; only headers are read, and
+    tied matrices of which a file holds both.
 
     A critic's output matrix may be absent, or a policy's. parameters: names and shapes in the files, where they are to be taken
     literally, and are not those of hf's own parameters and buffers.
     """
     found, parts = shapes_in_files(path), {}
+    file_names = {name: name for name in found}
     if parameters is None:
-        found = {name: found[file_name] for file_name, name in model_names(hf, path).items()}
+        file_names = {name: file_name for file_name, name in model_names(hf, path).items()}
+        found = {name: found[file_name] for name, file_name in file_names.items()}
         parts = {name: each for name, each in stacked(hf).items() if name not in found}
     expected = {name: list(x.shape) for name, x in in_files(parameters or stored_tensors(hf), parts)}
     # A file may hold the output matrix of a tied model once more.
@@ -152,6 +160,25 @@ def check_files(hf: nn.Module, path: Path, critic: bool, parameters: Iterable[tu
     if unknown:
         raise InputError(f"model.path={path} holds {len(unknown)} weights that {type(hf).__name__} does not have, "
                          f"{min(unknown)} among them")
+    check_tied(hf, path, file_names)
+
+
+def check_tied(hf: nn.Module, path: Path, file_names: dict[str, str]) -> None:
+    """Raise InputError for files with different values of matrices that config.json ties: transformers does not tie them then."""
+    tied, at_once = defaultdict(list), 4096                                     # rows
+    for name, parameter in hf.named_parameters(remove_duplicate=False):
+        if name in file_names:
+            tied[parameter].append(file_names[name])
+    with ExitStack() as stack:
+        opened = [stack.enter_context(safe_open(file, framework="pt")) for file in weight_files(path)]
+        sources = {name: tensors.get_slice(name) for tensors in opened for name in tensors.keys()}
+        for name, *others in tied.values():
+            for other in others:
+                a, b = sources[name], sources[other]
+                if a.get_shape() != b.get_shape() or not all(torch.equal(a[i:i + at_once], b[i:i + at_once])
+                                                             for i in range(0, a.get_shape()[0], at_once)):
+                    raise InputError(f"model.path={path}: {other} and {name} have different values, but config.json ties them: "
+                                     "set tie_word_embeddings to false in it")
 
 
 def fingerprint(path: Path) -> str:

@@ -23,6 +23,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 from config import InputError, load
 from engines import lora, schedule
 from engines.checkpoint import export_checkpoint
+from engines.fsdp.engine import FSDPEngine
 from engines.hf import build_on_meta, count_flops, read_hf_config
 from engines.megatron.engine import MegatronEngine
 from engines.megatron.layout import ddp_config
@@ -677,6 +678,30 @@ def test_models_without_a_faithful_translation(folder, tmp_path, changes, messag
     make_model(tmp_path, "qwen2_tied", **changes)
     with pytest.raises(InputError, match=message):
         MegatronEngine.check(config(folder, f"model.path={tmp_path}"), 1)
+
+
+def test_files_that_config_json_does_not_fit(folder, tmp_path):
+    model, file = make_model(tmp_path, "qwen2_tied"), tmp_path / "model.safetensors"
+
+    def check(kind=MegatronEngine, name="megatron"):
+        kind.check(config(folder, f"model.path={model}", f"model_engine={name}"), 1)
+    weights = load_file(file)
+    head = weights["model.embed_tokens.weight"].clone()
+    save_file(weights | {"lm_head.weight": head}, file, {"format": "pt"})
+    check()
+    check(FSDPEngine, "fsdp")
+    head[-1, -1] += 1
+    save_file(weights | {"lm_head.weight": head}, file, {"format": "pt"})
+    for kind, name in ((MegatronEngine, "megatron"), (FSDPEngine, "fsdp")):
+        with pytest.raises(InputError, match="have different values, but config.json ties them: set tie_word_embeddings to false"):
+            check(kind, name)
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(InputError, match="model.safetensors is damaged, or not whole"):
+        check()
+    shape = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(shape | {"head_dim": 7}))
+    with pytest.raises(InputError, match="RoPE requires an even rotary dimension"):
+        check()
 
 
 def test_precedence_of_ddp_settings(folder):
