@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from omegaconf import DictConfig
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from config import InputError
 from engines.fsdp.attention import WINDOW, Packing
@@ -28,16 +29,33 @@ class Dropout(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
+class Noise(TorchDispatchMode):
+    """Around a pass: notes whether anything is random but dropout, as routers' jitter is."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if torch.Tag.nondeterministic_seeded in function.tags:
+            self.found.add(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
 def check(hf: nn.Module, config: DictConfig) -> None:
     """Raise InputError for a model on the meta device whose attention takes no packed sequences, where they are configured, or
     that fails, or drops anything in training. Whether it computes what it should, engines/guard.py sees."""
     hf.config._experts_implementation = "batched_mm"           # which is defined without memory, too
     path, name, dropout = config.model.path, type(hf).__name__, Dropout()
+    noise = Noise()
     keep_short_frequencies(hf)
-    with dropout:
+    with dropout, noise:
         failed = failure(hf, "eager")
     if dropout.found:
         raise InputError(f"model.path={path}: dropout is not supported: set {keys(hf.config, dropout.found)} to 0 in config.json")
+    if noise.found:
+        raise InputError(f"model.path={path}: {name} computes with random numbers in training ({min(noise.found)}), which is not "
+                         f"supported{jitter(hf.config)}")
     failed = failed and failure(hf, plain_attention(hf))
     instead = "" if failed else ": give engine.use_remove_padding=false"
     if not config.engine.use_remove_padding:
@@ -72,6 +90,11 @@ def failure(hf: nn.Module, attention: str, **arguments) -> str | None:
         except Exception as error:          # a model may raise anything where it is not made for this
             said = said or f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     return said
+
+
+def jitter(hf_config) -> str:
+    found = [f"{key}={value}" for key, value in hf_config.to_dict().items() if "jitter" in key and value]
+    return f": set {', '.join(found)} to 0 in config.json" if found else ""
 
 
 def keys(hf_config, values: set[float]) -> str:
