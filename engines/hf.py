@@ -63,8 +63,10 @@ def check_rope(hf_config, config: DictConfig) -> None:
     longest, key = longest_sequence(config)
     rope = getattr(hf_config, "rope_parameters", None) or {}
     for each in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if each.get("rope_type") not in CHANGING:               # others may have no such lengths
+            continue
         original = each.get("original_max_position_embeddings") or hf_config.max_position_embeddings
-        if each.get("rope_type") in CHANGING and longest > original:
+        if longest > original:
             raise InputError(f"model.path={config.model.path}: rope_type={each['rope_type']} in config.json has other frequencies "
                              f"beyond {original} tokens: lower {key}={longest}")
 
@@ -97,9 +99,11 @@ def logit_constants(hf: nn.Module) -> tuple[float, float | None]:
     base.forward, head.forward = lambda *_, **__: HiddenStates([hidden]), lambda x: x
     try:
         logits = hf(input_ids=torch.zeros(1, 1, dtype=torch.int64, device="meta")).logits
+    except Exception:               # a model may raise anything where it is not made for this
+        logits = None
     finally:
         del base.forward, head.forward
-    if logits.is_meta:
+    if logits is None or logits.is_meta:
         raise InputError(f"{type(hf).__name__} does not take its hidden states from its base model, which is not supported")
     scale, largest = logits[0, 0, 0].item() / 2.0**-10, logits[0, 0, 1].item()
     softcap = None if largest == scale * 2.0**60 else largest
@@ -134,9 +138,14 @@ def count_flops(hf: nn.Module, hf_config) -> tuple[int, int, int, int]:
     matrices -= sum(p.numel() for p in outside) + adapters
     matrices -= sum(p.numel() * (len(p) - hf_config.num_experts_per_tok) // len(p) for _, p in stacks(hf))
     kinds = getattr(hf_config, "layer_types", None) or ["full_attention"] * hf_config.num_hidden_layers
-    attention = sum(kind not in RECURRENT - {"hybrid"} | {"mlp", "moe"} for kind in kinds)
-    return matrices, head, hf_config.num_attention_heads * head_dim(hf_config) * attention, adapters
+    layers = hf_config.per_layer_config if hf_config.is_heterogeneous else [hf_config] * len(kinds)
+    attention = sum(layer.num_attention_heads * head_dim(layer) for layer, kind in zip(layers, kinds)
+                    if kind not in RECURRENT - {"hybrid"} | {"mlp", "moe"})
+    return matrices, head, attention, adapters
 
 
 def head_dim(hf_config) -> int:
+    """Of layers that differ, the largest."""
+    if hf_config.is_heterogeneous:
+        return max(head_dim(layer) for layer in hf_config.per_layer_config)
     return getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
