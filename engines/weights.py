@@ -1,6 +1,7 @@
 """Weights from safetensors files into a sharded model, each rank reading its own rows."""
 
 import json
+import re
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -115,10 +116,29 @@ def model_names(hf: nn.Module, path: Path) -> dict[str, str]:
     names = {part: part for parts in stacked(hf).values() for part, _ in parts if part in there}
     for name in sorted(there - names.keys(), key=dot_natural_key):
         names[name], converted = rename_source_key(name, renamings, converters, hf.base_model_prefix, stored)
-        if converted:
+        if names[name] not in stored and is_ignored(hf, name):
+            names[name] = name
+        elif converted:
             raise InputError(f"model.path={path}: transformers converts {name} to {names[name]} of {type(hf).__name__}, which is "
                              "not supported: load the model with transformers, and save it with save_original_format=False")
     return names
+
+
+def is_ignored(hf: nn.Module, name: str) -> bool:
+    """Whether transformers leaves a weight in the files alone if the model does not have it, as of a layer that predicts one more
+    token (MTP)."""
+    return any(re.search(pattern, name) for pattern in hf._keys_to_ignore_on_load_unexpected or ())
+
+
+def ignored_weights(hf: nn.Module, path: Path, names: dict[str, str], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of those, as the files have them. names: as from model_names()."""
+    known = {lora.plain_name(name) for name in hf.state_dict()} | {part for found in stacked(hf).values() for part, _ in found}
+    for file in weight_files(path):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():
+                if names[name] not in known and is_ignored(hf, name):
+                    tensor = tensors.get_tensor(name)
+                    yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def shapes_in_files(path: Path) -> dict[str, list[int]]:
@@ -148,6 +168,13 @@ def check_files(hf: nn.Module, path: Path, critic: bool, parameters: Iterable[tu
     expected = {name: list(x.shape) for name, x in in_files(parameters or stored_tensors(hf), parts)}
     # A file may hold the output matrix of a tied model once more.
     known = expected.keys() | hf.state_dict().keys()
+    words = hf.get_input_embeddings().weight
+    twice = [name for name, x in hf.state_dict(keep_vars=True).items() if x is words and name in found]
+    first, *others = [stored for stored, name in model_names(hf, path).items() if name in twice] or [None]
+    for other in others:
+        if not torch.equal(read(path, first), read(path, other)):
+            raise InputError(f"model.path={path}: {first} and {other} are different, but config.json ties them: set "
+                             "tie_word_embeddings to false in config.json")
     if critic:
         expected.pop(next(name for name, p in hf.named_parameters() if p is hf.get_output_embeddings().weight))
     missing = expected.keys() - found
@@ -156,7 +183,8 @@ def check_files(hf: nn.Module, path: Path, critic: bool, parameters: Iterable[tu
     for name, shape in expected.items():
         if found[name] != shape:
             raise InputError(f"{name} has shape {found[name]} in the file, {shape} by config.json")
-    unknown = {name for name in found if name not in known and not name.endswith("rotary_emb.inv_freq")}
+    unknown = {name for name in found
+               if name not in known and not name.endswith("rotary_emb.inv_freq") and not is_ignored(hf, name)}
     if unknown:
         raise InputError(f"model.path={path} holds {len(unknown)} weights that {type(hf).__name__} does not have, "
                          f"{min(unknown)} among them")
@@ -179,6 +207,14 @@ def check_tied(hf: nn.Module, path: Path, file_names: dict[str, str]) -> None:
                                                              for i in range(0, a.get_shape()[0], at_once)):
                     raise InputError(f"model.path={path}: {other} and {name} have different values, but config.json ties them: "
                                      "set tie_word_embeddings to false in it")
+
+
+def read(path: Path, name: str) -> Tensor:
+    for file in weight_files(path):
+        with safe_open(file, framework="pt") as tensors:
+            if name in tensors.keys():
+                return tensors.get_tensor(name)
+    raise KeyError(name)
 
 
 def fingerprint(path: Path) -> str:

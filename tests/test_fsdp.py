@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPTNeoXConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPTNeoXConfig
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
@@ -29,7 +29,7 @@ from config import InputError, load
 from engines import offload, optimizer, schedule
 from engines.checkpoint import write_safetensors
 from engines.fsdp.engine import FSDPEngine, build
-from engines.hf import build_on_meta, count_flops, logit_constants, read_hf_config
+from engines.hf import build_on_meta, check_rope, count_flops, head_dim, logit_constants, read_hf_config
 from engines.memory import GIB, checkpoint_bytes, estimates, max_num_seqs
 from engines.weights import weight_files
 from tests.fsdp_worker import (
@@ -76,6 +76,10 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
+# Weights of layers that transformers does not have: they predict further tokens. Experts among them are not stacked.
+IGNORED = {"qwen3_next": "mtp.fc.weight", "glm4_moe": "model.layers.46.mlp.experts.0.gate_proj.weight"}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fsdp")
@@ -95,6 +99,8 @@ def folder(tmp_path_factory):
                layer_types=["sliding_attention", "full_attention", "sliding_attention"])
     for name, changes in FOREIGN.items():
         make_model(folder / name, "qwen2_tied", **changes)
+    for family, name in IGNORED.items():
+        add(folder / family, name, torch.randn(4, 3))
     (folder / "qwen2_tied" / "generation_config.json").unlink(missing_ok=True)   # not every model has one
     for name in BROKEN:
         make_model(folder / name, "llama")
@@ -109,6 +115,12 @@ def folder(tmp_path_factory):
             weights["lm_head.weight"] = weights["lm_head.weight"][:-1].clone()
         save_file(weights, file, metadata={"format": "pt"})
     return folder
+
+
+def add(directory, name, tensor):
+    """One more tensor in a model's file."""
+    file = directory / "model.safetensors"
+    save_file({**load_file(file), name: tensor}, file, metadata={"format": "pt"})
 
 
 def rewrite(directory, change):
@@ -774,6 +786,25 @@ def test_what_experts_and_recurrent_layers_cannot_have(folder, family, pairs, me
     pairs = [pair if pair.startswith("engine") else f"model.lora.{pair}" for pair in pairs]
     with pytest.raises(InputError, match=message):
         FSDPEngine.check(config(folder, f"model.path={folder / family}", *pairs), 2)
+
+
+@pytest.mark.parametrize("changes, message", [
+    (dict(model_type="mixtral", router_jitter_noise=0.1), r"random numbers in training \(uniform_\).*router_jitter_noise=0.1 to 0"),
+    (dict(model_type="bart", d_model=32), "BartForCausalLM does not take its hidden states from its base model"),
+    (dict(), "lm_head.weight and model.embed_tokens.weight are different, but config.json ties them")])
+def test_models_that_differ_in_training_or_by_their_files(tmp_path, changes, message):
+    make_model(tmp_path, "qwen2_tied", **changes)
+    if not changes:
+        add(tmp_path, "lm_head.weight", torch.ones(97, 32))
+    with pytest.raises(InputError, match=message):
+        FSDPEngine.check(config(tmp_path, f"model.path={tmp_path}"), 1)
+
+
+def test_configurations_without_a_longest_length_or_one_head_dim():
+    with torch.device("meta"):
+        check_rope(AutoConfig.for_model("bloom"), load("sft.yaml", ["model.path=unused", "data.train_files=unused"]))
+    gemma = AutoConfig.for_model("gemma4_text", num_hidden_layers=6, head_dim=8, global_head_dim=16, num_attention_heads=4)
+    assert count_flops(build_on_meta(gemma, torch.float32), gemma)[2] == 4 * (5 * 8 + 16) and head_dim(gemma) == 16
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])

@@ -46,7 +46,7 @@ from engines.hf import (
 from engines.microbatch import MicroBatch, lay_out
 from engines.offload import HostMemory
 from engines.storage import Writer
-from engines.weights import check_files, in_files, load_adapter, load_weights, model_names, stacked, stored_tensors
+from engines.weights import check_files, ignored_weights, in_files, load_adapter, load_weights, model_names, stacked, stored_tensors
 
 
 class FSDPEngine(Engine):
@@ -71,7 +71,7 @@ class FSDPEngine(Engine):
         compiled = uses_compile(engine, device.type)
         self.hf, self._adapted = build(config, self.hf_config, critic)
         names, parts = model_names(self.hf, Path(config.model.path)), stacked(self.hf)
-        self._file_names = {name: file_name for file_name, name in names.items()}
+        self._names, self._file_names = names, {name: file_name for file_name, name in names.items()}
         self._parts = {name: found for name, found in parts.items() if name not in self._file_names}
         self._unproven = bool(self._adapted) and not critic         # a critic's gradient comes through its head, which is zero
         self.model = PackedModel(self.hf, ValueHead() if critic else LogProbHead(
@@ -263,6 +263,8 @@ class FSDPEngine(Engine):
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         yield from in_files(self._whole_weights(), self._parts)
+        yield from ((name, tensor.to(self.device)) for name, tensor in
+                    ignored_weights(self.hf, Path(self.config.model.path), self._names, self.compute_dtype))
 
     def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
         self._onload("parameters")
