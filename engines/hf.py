@@ -136,6 +136,8 @@ def count_flops(hf: nn.Module, hf_config) -> tuple[int, int, int, int]:
     adapters = sum(p.numel() for name, p in hf.named_parameters() if ".lora_" in name)
     matrices = sum(p.numel() for name, p in hf.named_parameters() if p.ndim > 1 and not name.endswith("bias"))
     matrices -= sum(p.numel() for p in outside) + adapters
+    if stacks(hf) and not hasattr(hf_config, "num_experts_per_tok"):
+        raise InputError(f"{type(hf).__name__} does not say how many experts a token has (num_experts_per_tok in config.json)")
     matrices -= sum(p.numel() * (len(p) - hf_config.num_experts_per_tok) // len(p) for _, p in stacks(hf))
     kinds = getattr(hf_config, "layer_types", None) or ["full_attention"] * hf_config.num_hidden_layers
     layers = hf_config.per_layer_config if hf_config.is_heterogeneous else [hf_config] * len(kinds)

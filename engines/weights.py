@@ -168,13 +168,6 @@ def check_files(hf: nn.Module, path: Path, critic: bool, parameters: Iterable[tu
     expected = {name: list(x.shape) for name, x in in_files(parameters or stored_tensors(hf), parts)}
     # A file may hold the output matrix of a tied model once more.
     known = expected.keys() | hf.state_dict().keys()
-    words = hf.get_input_embeddings().weight
-    twice = [name for name, x in hf.state_dict(keep_vars=True).items() if x is words and name in found]
-    first, *others = [stored for stored, name in model_names(hf, path).items() if name in twice] or [None]
-    for other in others:
-        if not torch.equal(read(path, first), read(path, other)):
-            raise InputError(f"model.path={path}: {first} and {other} are different, but config.json ties them: set "
-                             "tie_word_embeddings to false in config.json")
     if critic:
         expected.pop(next(name for name, p in hf.named_parameters() if p is hf.get_output_embeddings().weight))
     missing = expected.keys() - found
@@ -207,14 +200,6 @@ def check_tied(hf: nn.Module, path: Path, file_names: dict[str, str]) -> None:
                                                              for i in range(0, a.get_shape()[0], at_once)):
                     raise InputError(f"model.path={path}: {other} and {name} have different values, but config.json ties them: "
                                      "set tie_word_embeddings to false in it")
-
-
-def read(path: Path, name: str) -> Tensor:
-    for file in weight_files(path):
-        with safe_open(file, framework="pt") as tensors:
-            if name in tensors.keys():
-                return tensors.get_tensor(name)
-    raise KeyError(name)
 
 
 def fingerprint(path: Path) -> str:

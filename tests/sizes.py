@@ -14,8 +14,8 @@ ROOMS = ("algorithms", "data", "engines", "profiling", "rollout")
 SCRIPTS = sorted(ROOT.glob("train_*.py"))
 PRODUCT = sorted([*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))])
 # 8,500 was to hold adapters, multi-token prediction and images as well. The product had that size without them; adapters took 820
-# lines, and the families of today with the guard that finds what goes wrong in those of tomorrow 860.
-MAX_SCRIPT, MAX_FILE, MAX_PRODUCT = 300, 400, 10400
+# lines, and the families of today with the guard that finds what goes wrong in those of tomorrow 940.
+MAX_SCRIPT, MAX_FILE, MAX_PRODUCT = 300, 400, 10430
 
 
 def num_lines(path: Path) -> int:

@@ -84,6 +84,8 @@ def check(hf_config, path: str, kind: str) -> None:
     if getattr(hf_config, "num_experts", 0) and hf_config.num_experts_per_tok == 1 and getattr(hf_config, "norm_topk_prob", True):
         raise InputError(f"model.path={path}: one expert per token (num_experts_per_tok) of weight 1 (norm_topk_prob) in "
                          "config.json is not supported by model_engine=megatron, whose router would get no gradient")
+    if getattr(hf_config, "sliding_window", None) == 0:
+        raise InputError(f"model.path={path}: sliding_window=0 in config.json leaves nothing to attend to: null is no window")
     biases = {} if kind == "own" else {"mlp_bias": False, "attention_bias": False}
     for name, supported in {**SUPPORTED, **biases}.items():
         value = getattr(hf_config, name, None)

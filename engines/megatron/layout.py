@@ -53,7 +53,7 @@ def check_experts(engine: DictConfig, hf_config, world_size: int) -> None:
     """The same for what follows the attention in a layer: an MLP or experts."""
     tp, ep = engine.tensor_model_parallel_size, engine.expert_model_parallel_size
     num_experts, ranks = getattr(hf_config, "num_experts", None), world_size // engine.pipeline_model_parallel_size
-    if num_experts is None:
+    if not num_experts:
         for key, harmless in (("expert_model_parallel_size", 1), ("router_aux_loss_coef", None)):
             if engine[key] != harmless:
                 raise InputError(f"engine.{key}={engine[key]} needs a mixture of experts, which model_type="
