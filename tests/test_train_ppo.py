@@ -92,7 +92,7 @@ def layout(assets, out, *more):
 
 def resumable(assets, out):
     """A critic, an adaptive coefficient, groups that are drawn again, failures, and adapters on frozen weights."""
-    return arguments(assets, out, "coin", GAE, *LORA, "model.lora.dropout=0.1", "critic.lr=1e-3",
+    return arguments(assets, out, "coin", GAE, *LORA, "critic.lr=1e-3",
                      "critic.warmup_steps=1", "rollout.n=2", "algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive",
                      "algorithm.kl_ctrl.kl_coef=0.1", "algorithm.kl_ctrl.horizon=50",
                      "algorithm.kl_ctrl.target_kl=0.002", FILTER,
