@@ -132,7 +132,9 @@ class Adapter:
                                f"{min(tensors.keys() ^ self.places.keys())} being the first that differs")
         scaled = [name for name in tensors if ".lora_B." in name]
         tensors |= zip(scaled, torch._foreach_mul([tensors[name].float() for name in scaled], self.scale))
-        copies = [(place, tensors[name].as_strided(part.size(), part.stride(), part.storage_offset()))
+        tensors = {name: x.contiguous() for name, x in tensors.items()}         # which may begin inside a larger storage
+        copies = [(place, tensors[name].as_strided(part.size(), part.stride(),
+                                                   tensors[name].storage_offset() + part.storage_offset()))
                   for name, places in self.places.items() for place, part in places]
         torch._foreach_copy_(*map(list, zip(*copies)))          # hundreds of small matrices: one launch, not one for each
 
