@@ -11,7 +11,7 @@ REQUIREMENTS := $(shell if nvidia-smi >/dev/null 2>&1; then echo requirements.tx
 endif
 PIP := .venv/bin/python -m pip install --disable-pip-version-check -qq
 
-.PHONY: help .venv demo-assets demo test soak lint clean
+.PHONY: help .venv demo-assets demo demo-images test soak lint clean
 .DEFAULT_GOAL := help
 
 help:               ## this list
@@ -55,6 +55,15 @@ demo: demo-assets   ## SFT, then GRPO with vLLM, on two CPU processes: minutes, 
 	@echo "After reinforcement learning:"
 	@$(VENV)/bin/python examples/arithmetic.py ask runs/demo/ppo/hf
 	@echo "The two runs as pictures: runs/demo/sft/report.png, runs/demo/ppo/report.png"
+
+demo-images: $(filter .venv,$(VENV))  ## the same with images: a model learns to see colours
+	$(VENV)/bin/python examples/colours.py build runs/demo/colours
+	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --standalone --nproc-per-node $(RANKS) train_sft.py configs/demo/vlm_sft.yaml
+	@echo "After supervised fine-tuning, on answers that have nothing to do with the pictures:"
+	@$(VENV)/bin/python examples/colours.py ask runs/demo/vlm_sft/hf
+	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --standalone --nproc-per-node $(RANKS) train_ppo.py configs/demo/vlm.yaml
+	@echo "After reinforcement learning:"
+	@$(VENV)/bin/python examples/colours.py ask runs/demo/vlm/hf
 
 test: $(filter .venv,$(VENV))         ## all tests; none found is a failure too
 	$(VENV)/bin/python -m pytest -q -n 2 --dist loadfile tests

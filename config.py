@@ -116,7 +116,7 @@ RULES = {key: rule for rule, keys in (
     (at_least(0.0), "trainer.save_minutes"),
     (above(0.0), "trainer.timeout_minutes"),
     (at_least(1), """model.lora.alpha data.train_batch_size data.max_prompt_length rollout.n validation.n
-        rollout.max_tokens validation.max_tokens
+        rollout.max_tokens validation.max_tokens rollout.num_speculative_tokens model.mtp.num_speculative_tokens
         rollout.tensor_parallel_size reward.num_workers reward.concurrency algorithm.ppo_epochs
         algorithm.kl_ctrl.horizon algorithm.filter_groups.max_num_gen_batches trainer.total_epochs trainer.log_freq
         profiler.memory.max_entries engine.context_parallel_size engine.tensor_model_parallel_size
@@ -130,7 +130,7 @@ RULES = {key: rule for rule, keys in (
         algorithm.kl_loss_coef critic.lr critic.cliprange_value optim.lr optim.weight_decay optim.clip_grad"""),
     (at_least(1.0), "algorithm.rollout_rs_threshold"),
     (above(0.0), """reward.timeout reward.memory_gib algorithm.kl_ctrl.target_kl
-        algorithm.rollout_is_threshold optim.eps"""),
+        algorithm.rollout_is_threshold optim.eps model.mtp.mtp_loss_scaling_factor"""),
     (between(0.0, 1.0), """rollout.min_p validation.min_p reward.max_failure_rate algorithm.gamma algorithm.lam
         algorithm.clip_ratio_low algorithm.rollout_rs_threshold_lower optim.lr_warmup_steps_ratio optim.lr_decay_steps_ratio
         optim.min_lr_ratio"""),
@@ -153,6 +153,7 @@ RULES = {key: rule for rule, keys in (
     (optional(str, one_of("L0", "L1", "mix")), "profiler.msprobe.level"),
     (one_of("error", "left", "right", "drop"), "data.truncation"),
     (optional(str, one_of("keep", "escape", "error")), "data.special_tokens_in_text"),
+    (optional(str, one_of("ngram", "suffix")), "rollout.speculative"),
     (one_of("all", "last"), "data.train_on"),
     (one_of("fixed", "adaptive"), "algorithm.kl_ctrl.type"),
     (one_of("none", "token", "sequence"), "algorithm.rollout_is"),
@@ -164,7 +165,7 @@ RULES = {key: rule for rule, keys in (
     (above_or(1, 0, "none"), "algorithm.clip_ratio_c"),
     (BETAS, "optim.betas"),
     (TARGETS, "model.lora.target_modules"),
-    (STRINGS, "model.lora.exclude_modules rollout.stop validation.stop reward.env trainer.resume_override"),
+    (STRINGS, "model.freeze model.lora.exclude_modules rollout.stop validation.stop reward.env trainer.resume_override"),
     (LOGGERS, "trainer.logger"),
     (INTERVAL, "trainer.profile_interval"),
     (TOOL, "profiler.tool"),
@@ -204,6 +205,11 @@ def load(defaults: str, arguments: list[str]) -> DictConfig:
         raise InputError(f"{key} is missing: give {key}=... or set it in a YAML file")
     OmegaConf.set_readonly(config, True)
     return config
+
+
+def defaults(group: str) -> DictConfig:
+    """What configs/ppo.yaml has for a group of keys."""
+    return OmegaConf.select(_read(CONFIGS / "ppo.yaml"), group)
 
 
 def without_secrets(config: DictConfig) -> DictConfig:

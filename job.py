@@ -24,7 +24,7 @@ def with_local_model(config):
             if path.startswith((".", "/", "~")):
                 raise FileNotFoundError("no such directory")
             paths[role] = {"path": snapshot_download(
-                path, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"])}
+                path, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"])}
         except (OSError, ValueError, RuntimeError) as error:     # the hub's errors are of these kinds
             raise InputError(f"{role}.path={path} is neither a directory nor a model on the hub: "
                              f"{str(error).splitlines()[0]}") from None
@@ -43,6 +43,18 @@ def load_tokenizer(config):
         except OSError as error:
             raise InputError(f"data.chat_template={config.data.chat_template}: {error.strerror}") from None
     return tokenizer
+
+
+def load_reader(config, tokenizer):
+    """What reads images, with model.images; else None."""
+    if not config.model.images:
+        if config.data.drop_processor_keys:
+            raise InputError("data.drop_processor_keys does nothing with model.images=false: set model.images=true")
+        return None
+    from data.processor import Reader
+    reader = Reader(config.model.path, tokenizer, config.data.drop_processor_keys)
+    tokenizer.chat_template = tokenizer.chat_template or reader.processor.chat_template     # which older models have apart
+    return reader
 
 
 def count_steps(config, train) -> tuple[int, int]:
@@ -80,11 +92,13 @@ def write_config(config) -> None:
 def identity(config, hf_config, train) -> dict:
     """What must not change between a checkpoint and its resume: step k's rows follow from it, and the weights' shapes. Of
     adapters, the frozen weights too, which a checkpoint does not hold; rank 0 reads them."""
+    from engines import mtp
     from engines.device import on_rank0
     from engines.weights import fingerprint
-    lora, adapted = config.model.lora, {"model.lora": "none"}
+    lora = config.model.lora
+    adapted = {"model.lora": "none", "model.mtp.enable_train": mtp.is_trained(config), "model.freeze": list(config.model.freeze)}
     if lora.rank:
-        adapted = {"model.lora": f"rank {lora.rank}, alpha {lora.alpha}, on {lora.target_modules} without {lora.exclude_modules}",
+        adapted |= {"model.lora": f"rank {lora.rank}, alpha {lora.alpha}, on {lora.target_modules} without {lora.exclude_modules}",
                    "frozen weights": on_rank0(fingerprint, Path(config.model.path))}
         if "critic" in config and config.critic.path:
             adapted["frozen weights of the critic"] = on_rank0(fingerprint, Path(config.critic.path))
@@ -128,12 +142,18 @@ def find_resume(config, latest: Path | None, fresh: dict, total_steps: int) -> P
     if not (path / "trainer.json").is_file():
         raise InputError(f"trainer.resume={resume} is neither auto, never, nor a checkpoint directory")
     progress = read_progress(path)
+    adapter_path = config.model.lora.adapter_path
+    if adapter_path and adapter_path != (progress.get("lora") or {}).get("adapter_path"):
+        raise InputError(f"model.lora.adapter_path={adapter_path} is where a run begins, and {path} has adapters of its own: "
+                         "leave it out, or start anew in another output_dir")
     saved, run = progress["run"], fresh["run"]
     if config.model_engine == "megatron":                   # whose weights have that dtype, with fp32 masters or without
         saved, run = ({**x["run"], "engine.compute_dtype": x["export_dtype"],
                        "model.lora.dtype": (x.get("lora") or {}).get("dtype")} for x in (progress, fresh))
     saved.setdefault("optim.name", "adamw")                 # older checkpoints do not name these
     saved.setdefault("model.lora", "none")
+    saved.setdefault("model.mtp.enable_train", False)
+    saved.setdefault("model.freeze", [])
     saved.setdefault("critic", saved.get("algorithm.adv_estimator") == "gae")
     changed = [key for key, value in run.items() if saved.get(key) != value]
     for key in changed:
@@ -179,6 +199,15 @@ def check_skipped(trainer, skipped: int, updates: int, last: bool) -> None:
     if skipped > trainer.max_skipped_steps or last and 0 < skipped == updates:
         raise InputError(f"the gradient was not finite in {skipped} of {updates} updates (trainer.max_skipped_steps="
                          f"{trainer.max_skipped_steps}): lower optim.lr, or look at the data and the rewards")
+
+
+def tell_of_mtp(config, hf_config) -> None:
+    """Say on rank 0 that layers for multi-token prediction are left as they are."""
+    from engines import mtp
+    number = mtp.num_layers(hf_config)
+    if number and not mtp.is_trained(config) and int(os.environ.get("RANK", 0)) == 0:
+        print(f"the model is built without its {number} MTP layer{'s' * (number > 1)} (model.mtp.enable_train=false): exports hold "
+              "those of model.path", flush=True)
 
 
 def warn_of_length(hf_config, longest: int) -> None:

@@ -24,9 +24,8 @@ from algorithms.pass_at_k import pass_at_k
 from algorithms.policy_losses import POLICY_LOSSES
 from algorithms.rollout_correction import correction_weights, effective_sample_size, keep_mask, off_policy
 from algorithms.value_loss import explained_variance, value_loss
-from config import CONFIGS, InputError
+from config import CONFIGS, InputError, defaults
 from data.packing import Batch, global_batch
-from engines import lora
 from engines.base import Engine, LossFn
 from engines.build import engine_class
 from rollout.samples import Samples, concat
@@ -108,7 +107,7 @@ def check(config: DictConfig) -> None:
 
 def check_effect(config: DictConfig) -> None:
     """Raise InputError for a key that is not at its default although nothing reads it."""
-    algorithm, defaults = config.algorithm, OmegaConf.load(CONFIGS / "ppo.yaml")
+    algorithm, untouched = config.algorithm, OmegaConf.load(CONFIGS / "ppo.yaml")
     in_advantage, in_loss = reads(config, "adv_estimator"), reads(config, "loss_mode")
     for keys, holds, needs in (
             ("critic.path critic.lr critic.cliprange_value critic.warmup_steps", uses_critic(config),
@@ -131,11 +130,13 @@ def check_effect(config: DictConfig) -> None:
             ("validation.top_p validation.top_k validation.min_p", config.validation.temperature > 0,
              "validation.temperature above 0"),
             ("reward.overlong_penalty", config.reward.overlong_buffer > 0, "reward.overlong_buffer"),
+            ("rollout.num_speculative_tokens", config.rollout.speculative, "rollout.speculative"),
+            ("model.mtp.num_speculative_tokens", config.model.mtp.enable_rollout, "model.mtp.enable_rollout=true"),
             ("algorithm.filter_groups.max_num_gen_batches", algorithm.filter_groups.enable,
              "algorithm.filter_groups.enable=true")):
         for key in keys.split():
             value = OmegaConf.select(config, key)
-            if not holds and value != OmegaConf.select(defaults, key):
+            if not holds and value != OmegaConf.select(untouched, key):
                 raise InputError(f"{key}={value} does nothing without {needs}: leave it out")
 
 
@@ -153,13 +154,14 @@ def roles(config: DictConfig) -> dict[str, DictConfig]:
     roles = {"actor": config}
     if uses_critic(config):
         roles["critic"] = OmegaConf.merge(config, {
-            "model": {"path": config.critic.path or config.model.path, "lora": {"adapter_path": None}},
+            "model": {"path": config.critic.path or config.model.path, "lora": {"adapter_path": None},
+                      "mtp": defaults("model.mtp")},
             "optim": {"lr": config.critic.lr}})
     # With adapters it is the actor without them, unless it is another model.
     if uses_reference(config) and (config.reference.path or not config.model.lora.rank):
         roles["reference"] = OmegaConf.merge(config, {
-            "model": {"path": config.reference.path or config.model.path,
-                      "lora": lora.no_adapters()}})
+            "model": {"path": config.reference.path or config.model.path, "freeze": [],
+                      "lora": defaults("model.lora"), "mtp": defaults("model.mtp")}})
     return roles
 
 
@@ -428,7 +430,8 @@ def update(engine: Engine, parts: list[Batch], loss_fn: LossFn, step: int, num_e
     them, but the number that was skipped; and rollout_corr/... if the loss, in the only step there is, reports it."""
     results = [engine.train_batch(part, loss_fn, step) for _ in range(num_epochs) for part in parts]
     prefix = "rollout_corr/"
-    metrics = {f"{name}/{key}": sum(r[key] for r in results) / len(results) for key in results[0] if not key.startswith(prefix)}
+    metrics = {key if "/" in key else f"{name}/{key}": sum(r[key] for r in results) / len(results)
+               for key in results[0] if not key.startswith(prefix)}
     metrics[f"{name}/skipped"] = sum(r["skipped"] for r in results)
     of_rollout = {key.removeprefix(prefix): value for key, value in results[0].items() if key.startswith(prefix)}
     return metrics | (off_policy_metrics(of_rollout) if of_rollout else {})

@@ -82,7 +82,8 @@ class Roles:
         with self.profiler.stage("update_weights"):
             if "base" not in self.rollout.valid:
                 with self.actor.without_adapters() if self.rollout.adapter else nullcontext():
-                    self.rollout.update_weights(self.actor.export_weights())
+                    # A drafter's layers may be no part of the actor; what else it leaves alone is not vLLM's.
+                    self.rollout.update_weights(self.actor.export_weights(whole=self.rollout.drafter == "mtp"))
             if self.rollout.adapter:
                 self.rollout.update_adapter(self.actor.export_adapter())
         if self.probe:

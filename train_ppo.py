@@ -51,8 +51,10 @@ def main(config):
     hf_config = ppo.check_models(config, world_size)
     vllm.check(config, world_size)
     tracking.check(config)
+    job.tell_of_mtp(config, hf_config)
     tokenizer = job.load_tokenizer(config)
-    train, val = (load_prompts(config, files, tokenizer) for files in (config.data.train_files, config.data.val_files))
+    reader = job.load_reader(config, tokenizer)
+    train, val = (load_prompts(config, files, tokenizer, reader) for files in (config.data.train_files, config.data.val_files))
     for said in {grader.check(prompts[0].row) for prompts in (train, val) if prompts}:
         if said and rank == 0:
             print(said, flush=True)
@@ -158,7 +160,7 @@ def validate(config, roles, val, tracker, step: int) -> dict[str, float]:
     return ppo.validation_metrics(samples, config.reward.function, config.validation.n)
 
 
-def load_prompts(config, files, tokenizer):
+def load_prompts(config, files, tokenizer, reader):
     """The prompts of files (None: None). Rank 0 tokenizes what is not in the cache, the others read it."""
     import job
     from data.prompts import PromptDataset, tokenize_prompts
@@ -166,7 +168,7 @@ def load_prompts(config, files, tokenizer):
     if files is None:
         return None
     return PromptDataset.load(on_rank0(tokenize_prompts, files, tokenizer, config.data, job.cache_directory(config),
-                                       config.model.path))
+                                       config.model.path, reader), reader)
 
 
 def grade_one(config, grader, train) -> None:

@@ -37,8 +37,10 @@ def main(config):
     config = job.with_local_model(config)
     hf_config = engine_class(config.model_engine).check(config, dist.get_world_size())
     tracking.check(config)
+    job.tell_of_mtp(config, hf_config)
     tokenizer = job.load_tokenizer(config)
-    train, val = (load_data(config, files, tokenizer) for files in (config.data.train_files, config.data.val_files))
+    reader = job.load_reader(config, tokenizer)
+    train, val = (load_data(config, files, tokenizer, reader) for files in (config.data.train_files, config.data.val_files))
     job.warn_of_length(hf_config, max(int(dataset.lengths.max()) for dataset in (train, val) if dataset))
     steps_per_epoch, total_steps = job.count_steps(config, train)
     profiler = job.start_profiler(config, this_device, total_steps, ["train_batch", *["validate"] * bool(val)])
@@ -75,18 +77,19 @@ def main(config):
             rows = global_batch(len(train), config.data.train_batch_size, trainer.seed, step)
             batch = train.batch(rows)
             num_trained = int(batch.fields["loss_mask"].sum())
-            costs = [engine.flops([n]) for n in batch.lengths]
+            of_images = engine.image_flops(batch)
+            costs = [engine.flops([n]) + more for n, more in zip(batch.lengths, of_images)]
             share = batch.select(partition(costs, engine.dp_size)[engine.dp_rank])
         with profiler.stage("train_batch", engine):
             results = engine.train_batch(share, sft_loss(num_trained), step)
         seconds = time.perf_counter() - start
         step += 1
         progress |= {"step": step, "skipped": progress["skipped"] + int(results["skipped"])}
-        metrics = {f"train/{k}": v for k, v in results.items()} | {
+        metrics = {k if "/" in k else f"train/{k}": v for k, v in results.items()} | {
             "train/epoch": step / steps_per_epoch, "train/skipped": progress["skipped"],
             "perf/tokens_per_second": len(batch.input_ids) / seconds / dist.get_world_size(), **device.memory()}
         if peak:
-            flops = engine.flops(batch.lengths, num_trained)
+            flops = engine.flops(batch.lengths, num_trained) + sum(of_images)
             metrics["perf/mfu"] = flops / seconds / dist.get_world_size() / peak
         agreed.after(step, this_device)
         last = step == total_steps
@@ -145,14 +148,15 @@ def validate(engine, val, batch_size: int) -> dict[str, float]:
     return {"val/loss": loss / tokens, "val/exact_match": exact / num_rows}
 
 
-def load_data(config, files, tokenizer):
+def load_data(config, files, tokenizer, reader):
     """The tokenized rows of files (None: None). Rank 0 tokenizes what is not in the cache, the others read it."""
     import job
     from data.dataset import TokenDataset, tokenize
     from engines.device import on_rank0
     if files is None:
         return None
-    dataset = TokenDataset.load(on_rank0(tokenize, files, tokenizer, config.data, job.cache_directory(config), config.model.path))
+    dataset = TokenDataset.load(on_rank0(tokenize, files, tokenizer, config.data, job.cache_directory(config), config.model.path,
+                                         reader), reader)
     longest, cap = int(dataset.lengths.max()), config.data.max_tokens_per_micro_batch
     if longest > cap:
         raise InputError(f"a row of {files} has {longest} tokens, more than data.max_tokens_per_micro_batch={cap}: raise "

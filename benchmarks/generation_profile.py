@@ -69,7 +69,7 @@ def main():
             scheduler.__class__ = without_log_probs(type(scheduler))
         rollout.scheduler, responses = scheduler, Responses(len(prompts), max(limits), 0)
         start = time.perf_counter()
-        rollout._run([{"prompt_token_ids": p} for p in prompts], params, responses)
+        rollout._run(prompts, params, responses, None)
         seconds = time.perf_counter() - start
         if not log_probs:
             scheduler.__class__ = type(scheduler).__base__

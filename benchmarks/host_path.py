@@ -54,10 +54,10 @@ def measure(num_ranks: int, estimator: str, num_tokens: int, group_size: int, re
     drawn = Batch(torch.randint(0, 150_000, (total,)), bounds(lengths), {"loss_mask": mask, "rollout_log_probs": -mask})
     truncated, texts = torch.zeros(num_own, dtype=torch.bool), [""] * num_own
     rewards = [Reward(float(i % 3), {}) for i in range(num_own)]
-    rollout = SimpleNamespace(num_replicas=num_ranks, replica=0, tp_rank=0, generate=lambda *_: (drawn, truncated))
+    rollout = SimpleNamespace(num_replicas=num_ranks, replica=0, tp_rank=0, drafter=None, generate=lambda *_: (drawn, truncated))
     grader = SimpleNamespace(parts=[], grade=lambda *_: rewards, same_parts=lambda items, results: results)
     tokenizer = SimpleNamespace(batch_decode=lambda *_, **__: texts)
-    engine = SimpleNamespace(dp_rank=0, dp_size=num_ranks, _flops=(5 * 10**8, 10**8, 10**5, 0))
+    engine = SimpleNamespace(dp_rank=0, dp_size=num_ranks, _flops=(3 * 10**9, 6 * 10**8, 6 * 10**5))
     engine.flops = lambda lengths: Engine.flops(engine, lengths)
 
     class Prompts(PromptDataset):

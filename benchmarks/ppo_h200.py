@@ -20,6 +20,7 @@ from pathlib import Path
 from statistics import median
 
 import psutil
+from filelock import FileLock
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -46,7 +47,11 @@ def make_assets(directory: Path, num_prompts: int) -> None:
 def make_policy(shape: str, models: Path, tokenizer: Path) -> Path:
     """A model of random weights with the tokenizer beside it."""
     from benchmarks.sft_h200 import make_model
-    return shutil.copytree(tokenizer, make_model(shape, models), dirs_exist_ok=True)
+    path = make_model(shape, models)
+    with FileLock(f"{path}.lock"):
+        if not (path / "tokenizer.json").exists():
+            shutil.copytree(tokenizer, path, dirs_exist_ok=True)
+    return path
 
 
 def run_trl(arguments, seconds: float) -> None:

@@ -16,7 +16,7 @@ from config import InputError
 from data.tokens import ChatTokenizer
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-                   "chat_template.jinja", "chat_template.json")
+                   "chat_template.jinja", "chat_template.json", "preprocessor_config.json", "processor_config.json")
 SUMS = "sums.json"          # the sha256 of every other file of a folder
 
 
@@ -39,13 +39,13 @@ def sha256(path: Path):
         return hashlib.file_digest(file, "sha256")
 
 
-def cached(folder: Path, write: Callable[[Path], None]) -> Path:
-    """The folder. If there is none, or one with files that have changed since, write(work) first fills another one, which
-    then gets this name, without the folder datasets in it, which is for files that nobody needs afterwards."""
-    if is_intact(folder):
+def cached(folder: Path, write: Callable[[Path], None], is_current: Callable[[Path], bool] = lambda _: True) -> Path:
+    """The folder. If there is none, or one with files that have changed since, or that is not current, write(work) first fills
+    another one, which then gets this name, without the folder datasets in it, which is for files that nobody needs afterwards."""
+    if is_intact(folder) and is_current(folder):
         return folder
     if folder.exists():
-        print(f"data: {folder} is damaged, and made anew", flush=True)
+        print(f"data: {folder} is damaged, or files that it was made of have changed, and it is made anew", flush=True)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         remove_abandoned(folder.parent)
@@ -62,7 +62,7 @@ def cached(folder: Path, write: Callable[[Path], None]) -> Path:
             shutil.rmtree(work / "datasets")
             sums = {path.name: sha256(path).hexdigest() for path in sorted(work.iterdir())}
             (work / SUMS).write_text(json.dumps(sums, indent=1))
-        if not is_intact(folder):           # another run may have been faster
+        if not (is_intact(folder) and is_current(folder)):      # another run may have been faster
             shutil.rmtree(folder, ignore_errors=True)
             work.rename(folder)
     finally:

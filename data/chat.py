@@ -10,13 +10,18 @@ from __future__ import annotations
 
 import os.path
 from bisect import bisect_right
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from functools import cached_property
+from itertools import count
 from operator import itemgetter
-from typing import TypeVar
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import numpy as np
 
 from config import InputError
-from data.forms import forms, left_out, prints
+from data.forms import forms, has_image, left_out, prints, text_of
+from data.images import MARK, file_of, place, read
 from data.marks import Piece, Text, find_pieces, mark, places_of, texts_of, unmark
 from data.rows import conversation_of, template_arguments
 from data.tokens import HALF_CHARACTER, TEMPLATE_ERRORS, ChatTokenizer, Tokens
@@ -26,17 +31,18 @@ Result = TypeVar("Result")
 Steps = Generator["Conversation", None, Result]
 
 
-def encode(row: dict, chat: ChatTokenizer, options) -> Steps[tuple[list[int], list[int]]]:
-    """(input_ids, loss_mask), two lists of T int; loss_mask is 1 on the tokens to learn, and 0 on the first token. In steps: see
-    in_step().
+def encode(row: dict, chat: ChatTokenizer, options, folder: Path = Path()) -> Steps[tuple[list[int], list[int], Seen]]:
+    """(input_ids, loss_mask, images): lists of T int, of which loss_mask is 1 on the tokens to learn, and 0 on the first token;
+    the images that the row has. In steps: see in_step().
 
     row has `messages` (and `tools`, template arguments), or `prompt` and `response`; of these only the response is
     learned. options is the `data` section of the configuration: its train_on picks all assistant turns or the last one,
     and a message's loss_mask 0 or weight 0 takes its turn out.
     Raises InputError, without the row's place, when the row is malformed, or a turn cannot be located or has no end.
     """
-    messages = conversation_of(row, bool(chat.tokenizer.chat_template), options)
+    messages, seen = conversation_of(row, bool(chat.tokenizer.chat_template), options), Seen()
     if messages is None:
+        check_no_images(row, options)
         tokens, mask = encode_plain(row[options.prompt_key], row[options.response_key], chat, options)
     else:
         if not chat.tokenizer.chat_template:
@@ -44,12 +50,34 @@ def encode(row: dict, chat: ChatTokenizer, options) -> Steps[tuple[list[int], li
         trained = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
         trained = [i for i in trained[-1 if options.train_on == "last" else 0:]
                    if messages[i].get("loss_mask", 1) and messages[i].get("weight", 1)]
+        messages, images = place(messages, row.get(options.images_key), options.images_key)
         conversation = Conversation(messages, chat, *template_arguments(row, chat.parameters, options))
         yield conversation
         spans = conversation.spans(trained)
-        tokens = conversation.escaped(options)
+        tokens, seen = conversation.with_images(images, options, folder)
         mask = tokens.mask(spans)
-    return tokens.ids, [0, *mask[1:]][:len(mask)]      # nothing predicts the first token
+        if any(learned and of_image for learned, of_image in zip(mask, seen.of_tokens)):
+            raise InputError("a turn of the assistant that is learned has an image, which no model can write: give the message "
+                             "loss_mask 0")
+    return tokens.ids, [0, *mask[1:]][:len(mask)], seen      # nothing predicts the first token
+
+
+class Seen(NamedTuple):
+    """The images of a row. of_tokens: [T] of 0 and 1, the tokens that stand for images; empty without images. images: uint8
+    [height, width, 3]; files: those that they were read from."""
+    of_tokens: Sequence[int] = ()
+    images: Sequence[np.ndarray] = ()
+    files: Sequence[str] = ()
+
+    def would_be_cut(self, kept: slice) -> bool:
+        """Whether a row that keeps these tokens would lose one of an image, or end with one, which nothing follows from."""
+        of_tokens = self.of_tokens[kept]
+        return sum(of_tokens) < sum(self.of_tokens) or 1 in of_tokens[-1:]
+
+    def columns(self) -> dict:
+        """What a cache holds of a row's images, if it has any."""
+        return {"pixels": b"".join(image.tobytes() for image in self.images), "image_files": list(self.files),
+                "image_sizes": [image.shape[:2] for image in self.images]} if self.images else {}
 
 
 def in_step(rows: list[Steps[Result]]) -> list[Result | InputError]:
@@ -73,6 +101,12 @@ def in_step(rows: list[Steps[Result]]) -> list[Result | InputError]:
     for i in waiting:
         advance(i)
     return results
+
+
+def check_no_images(row: dict, options) -> None:
+    """Raise InputError for a row of plain text with images, which a chat template would give a place."""
+    if row.get(options.images_key):
+        raise InputError(f'it has "{options.images_key}", and the tokenizer has no chat template: give data.chat_template')
 
 
 def encode_plain(prompt: str, response: str, chat: ChatTokenizer, options) -> tuple[Tokens, list[int]]:
@@ -261,6 +295,39 @@ class Conversation:
     def lost(self, i: int, why: str) -> InputError:
         return InputError(f"cannot locate the assistant turn of message {i} in the rendered chat template: {why}. You may "
                           + WAY_OUT)
+
+    def with_images(self, sources: list, options, folder: Path) -> tuple[Tokens, Seen]:
+        """The tokens, with those of images where their placeholders are, and the images. sources, folder: as for images.read()."""
+        tokens, reader = self.escaped(options), self.chat.reader
+        if not sources:
+            if reader and (reader.token_types([tokens.ids]) > 0).any():
+                raise InputError(f"it has no image, and a text in it has what stands for one, such as {reader.image_token!r}")
+            if reader and any(MARK in text_of(m.get("content")) for m in self.messages if m["role"] == "user"):
+                raise InputError(f'a text has {MARK}, and the row has no image in "{options.images_key}": name the column of '
+                                 "images in data.images_key")
+            return tokens, Seen()
+        if reader is None:
+            raise InputError("it has images: set model.images=true, or leave them out")
+        if tokens is not self.tokens:
+            raise InputError("it has images, and texts with special tokens, which cannot be escaped beside images: set "
+                             "data.special_tokens_in_text=keep, or leave them out")
+        if len(sources) > 1:
+            self.check_order()
+        images = [reader.resized(read(source, folder)) for source in sources]
+        tokens, of_tokens = reader.expand(self.text, images)
+        return tokens, Seen(of_tokens, images, [str(path) for source in sources if (path := file_of(source, folder))])
+
+    def check_order(self) -> None:
+        """Templates move messages: images would stand for each other. Seen where texts stand in their places."""
+        number, messages = count(), []
+        for message in self.messages:
+            parts = message.get("content")
+            messages.append(message if not has_image(parts) else message | {"content": [
+                {"type": "text", "text": f"<<{next(number)}>>"} if part == {"type": "image"} else part for part in parts]})
+        text = self.attempt(messages, **self.options) or ""
+        found = [text.find(f"<<{i}>>") for i in range(next(number))]
+        if sorted(at for at in found if at >= 0) != [at for at in found if at >= 0]:
+            raise InputError("the chat template puts its images in another order")
 
     def escaped(self, options) -> Tokens:
         """The tokens, where options.special_tokens_in_text says what becomes of special tokens that are written in texts."""

@@ -17,18 +17,21 @@ import numpy as np
 import torch
 
 from config import InputError, die_with
+from data import images
 from data.cache import cache_key, cached
 from data.chat import Steps, encode, in_step
 from data.files import find_files, is_json, read_rows
 from data.packing import Batch
+from data.processor import Pictures, Reader
 from data.rows import SHAPES, read_shape
 from data.tokens import ChatTokenizer
 
-FORMAT = 4                  # of the cache; raise it when encode() or the files of a cache change
-OPTIONS = ("messages_key", "prompt_key", "response_key", "tools_key", "template_kwargs_key", "train_on", "max_length",
+FORMAT = 5                  # of the cache; raise it when encode() or the files of a cache change
+OPTIONS = ("messages_key", "prompt_key", "response_key", "images_key", "tools_key", "template_kwargs_key", "train_on", "max_length",
            "truncation", "special_tokens_in_text")
 # A row without a trained token. length: before truncation; shape: the name of the one it was read as.
 UNUSED = {"input_ids": [], "loss_mask": [], "length": 0, "shape": ""}
+NO_IMAGES = {"pixels": b"", "image_sizes": [], "image_files": [], "cut": False}
 BATCH_ROWS = 100            # of a call of tokenize_rows
 SERIAL_ROWS = 2000          # fewer rows are tokenized before worker processes have started
 FORKS_DIE: list[int] = []   # this process while map() forks others, which nobody would end when this one is killed
@@ -48,20 +51,26 @@ class Kind(NamedTuple):
     tokenize_row: Callable
 
 
-def tokenize(files: str | Sequence[str], tokenizer, options, cache_dir: Path, tokenizer_dir: Path | str) -> Path:
+def tokenize(files: str | Sequence[str], tokenizer, options, cache_dir: Path, tokenizer_dir: Path | str,
+             reader: Reader | None = None) -> Path:
     """The cache folder for these files, written if there is none: input_ids.npy int32 [T], loss_mask.npy uint8 [T],
-    cu_seqlens.npy int64 [n+1], stats.json. For rank 0 alone.
+    cu_seqlens.npy int64 [n+1], stats.json, and with a reader the files of StoredImages. For rank 0 alone.
 
     Raises InputError for a missing, unreadable or empty file, for the first malformed row (as file:line), for rows
     longer than options.max_length when options.truncation is error, and when no row is left.
     """
-    return tokenized(Kind(FORMAT, OPTIONS, "max_length", UNUSED, tokenize_row), files, tokenizer, options, cache_dir, tokenizer_dir)
+    return tokenized(Kind(FORMAT, OPTIONS, "max_length", UNUSED, tokenize_row), files, tokenizer, options, cache_dir, tokenizer_dir,
+                     reader)
 
 
-def tokenized(kind: Kind, files: str | Sequence[str], tokenizer, options, cache_dir: Path, tokenizer_dir: Path | str) -> Path:
+def tokenized(kind: Kind, files: str | Sequence[str], tokenizer, options, cache_dir: Path, tokenizer_dir: Path | str,
+              reader: Reader | None) -> Path:
     """The cache folder, for tokenize() and tokenize_prompts()."""
     paths, tokenizer_dir = find_files(files), Path(tokenizer_dir)
-    chat, limit = ChatTokenizer.load(tokenizer, tokenizer_dir), getattr(options, kind.limit)
+    chat, limit = ChatTokenizer.load(tokenizer, tokenizer_dir, reader), getattr(options, kind.limit)
+    if reader:
+        folders = [str(folder_of(path)) for path in paths]
+        kind = kind._replace(format=f"{kind.format} with images of {folders}", unused=kind.unused | NO_IMAGES)
 
     def write(folder: Path) -> None:
         import pyarrow
@@ -69,8 +78,10 @@ def tokenized(kind: Kind, files: str | Sequence[str], tokenizer, options, cache_
         check_lengths(paths, tables, options.truncation, kind.limit, limit)
         write_arrays(folder, pyarrow.concat_tables(tables), options.truncation, kind.limit, limit)
     key = cache_key(paths, chat, tokenizer_dir, kind.format, [getattr(options, name) for name in kind.options])
-    folder = cached(Path(cache_dir) / key, write)
+    folder = cached(Path(cache_dir) / key, write, images.are_current)
     stats = json.loads((folder / "stats.json").read_text())
+    if reader and not stats["images"]:
+        print(f"data: no row of {files} has an image", flush=True)
     for name in SHAPES.keys() & stats.keys():
         print(f"data: {stats[name]:,} rows have the shape of {name}: {SHAPES[name].__doc__.split(chr(10))[0]}", flush=True)
     return folder
@@ -83,7 +94,8 @@ def tokenize_files(paths: list[Path], kind: Kind, chat: ChatTokenizer, options, 
     """
     from datasets import Features, List, Value
     types = {"input_ids": List(Value("int32")), "loss_mask": List(Value("uint8")), "length": Value("int64"),
-             "record": Value("string"), "shape": Value("string"), "error": Value("string")}
+             "record": Value("string"), "shape": Value("string"), "error": Value("string"), "cut": Value("bool"),
+             "pixels": Value("large_binary"), "image_sizes": List(List(Value("int32"))), "image_files": List(Value("string"))}
     # OmegaConf takes microseconds to look up a key.
     options = SimpleNamespace(**options) if isinstance(options, Mapping) else options
     unused, tables = kind.unused | {"error": None}, []
@@ -124,20 +136,28 @@ def tokenize_rows(columns: dict[str, list], indices: list[int], name: str, is_js
             raise InputError(f"not JSON: {error.msg} at column {error.colno}") from None
         if not isinstance(row, dict):
             raise InputError(f"the row must be an object, not {type(row).__name__}")
-        return (yield from tokenize_row(row, chat, options))
+        return (yield from tokenize_row(row, chat, options, folder))
+    folder = folder_of(Path(name))
     results = in_step([steps(values) for values in zip(*columns.values(), strict=True)])
     results = [unused | ({"error": f"{name}:{index + 1}: {result}"} if isinstance(result, InputError) else result)
                for index, result in zip(indices, results, strict=True)]
     return {key: [result[key] for result in results] for key in unused}
 
 
-def tokenize_row(row: dict, chat: ChatTokenizer, options) -> Steps[dict]:
+def folder_of(path: Path) -> Path:
+    """Where paths in a file, or in a saved data set, begin."""
+    return (path if path.is_dir() else path.parent).resolve()
+
+
+def tokenize_row(row: dict, chat: ChatTokenizer, options, folder: Path = Path()) -> Steps[dict]:
     row, shape = read_shape(row, options, with_response=True)
-    ids, mask = yield from encode(row, chat, options)
+    ids, mask, seen = yield from encode(row, chat, options, folder)
     kept = kept_tokens(len(ids), options.max_length, options.truncation)
     result = {"length": len(ids), "shape": shape}
+    if seen.would_be_cut(kept):
+        return result | {"cut": True}
     ids, mask = ids[kept], [0, *mask[kept][1:]]         # nothing predicts the first token
-    return result | {"input_ids": ids, "loss_mask": mask} if any(mask) else result
+    return result | {"input_ids": ids, "loss_mask": mask} | seen.columns() if any(mask) else result
 
 
 def kept_tokens(length: int, limit: int | None, truncation: str) -> slice:
@@ -162,15 +182,17 @@ def check_lengths(paths: list[Path], tables: list, truncation: str, key: str, li
 
 def write_arrays(folder: Path, table, truncation: str, key: str, limit: int | None) -> None:
     """Copy the tokens, and what else the table has, into files, and count in stats.json: rows (kept), dropped_no_loss,
-    dropped_long, truncated (and kept), tokens, loss_tokens, max_length (longest), and the rows of each shape, e.g. Alpaca.
+    dropped_long, truncated (and kept), tokens, loss_tokens, max_length (longest), and the rows of each shape, e.g. Alpaca. With
+    images: their number, and dropped_images, rows that truncation would cut within the tokens of an image.
     Raises InputError when no row is left."""
     lengths = table["length"].to_numpy()
     kept = np.concatenate([chunk.value_lengths().to_numpy() for chunk in table["input_ids"].chunks])
     long, used = lengths > (limit or np.inf), kept > 0
+    num_cut = sum(table["cut"].to_pylist()) if "cut" in table.column_names and truncation != "drop" else 0
     num_dropped = int(long.sum()) if truncation == "drop" else 0
-    num_untrained = int((lengths > 0).sum() - used.sum()) - num_dropped
+    num_untrained = int((lengths > 0).sum() - used.sum()) - num_dropped - num_cut
     if not used.any():
-        raise InputError(f"no row is left: {num_dropped} rows are longer than data.{key}={limit}"
+        raise InputError(f"no row is left: {num_dropped + num_cut} rows are longer than data.{key}={limit}"
                          + f", {num_untrained} have no trained token" * (num_untrained > 0))
     stats = {"rows": int(used.sum()), "dropped_long": num_dropped, "truncated": int((long & used).sum()),
              "tokens": int(kept.sum()), "max_length": int(kept.max())}
@@ -181,6 +203,8 @@ def write_arrays(folder: Path, table, truncation: str, key: str, limit: int | No
         stats |= {"dropped_no_loss": num_untrained, "loss_tokens": int(mask.sum(dtype=np.int64))}
     else:
         write_records(folder, table)
+    if "pixels" in table.column_names:
+        stats |= {"dropped_images": num_cut} | images.write(folder, table, used)
     stats |= {shape["values"]: shape["counts"] for shape in table["shape"].value_counts().to_pylist() if shape["values"]}
     (folder / "stats.json").write_text(json.dumps(stats, indent=1))
 
@@ -213,17 +237,19 @@ class TokenDataset:
     """n tokenized rows, mapped from a cache folder: nothing is read before it is asked for.
 
     name: the hash of all that the tokens depend on. lengths: np.int64 [n], tokens of each row. stats: see write_arrays().
+    reader: for rows with images, which batches then carry.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, reader: Reader | None = None):
         self.name, self.stats = path.name, json.loads((path / "stats.json").read_text())
         self.input_ids, self.loss_mask, self.cu_seqlens = (
             np.load(path / f"{name}.npy", mmap_mode="r") for name in ("input_ids", "loss_mask", "cu_seqlens"))
         self.lengths = np.diff(np.asarray(self.cu_seqlens))
+        self.pictures, self.name = Pictures.load(path, reader) if reader else (None, self.name)
 
     @classmethod
-    def load(cls, path: Path) -> TokenDataset:
-        return cls(Path(path))
+    def load(cls, path: Path, reader: Reader | None = None) -> TokenDataset:
+        return cls(Path(path), reader)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -235,7 +261,8 @@ class TokenDataset:
         masks = [self.loss_mask[row] for row in rows]
         fields = {"loss_mask": joined(masks, np.float32), "answer_mask": joined(map(last_run, masks), np.float32)}
         cu_seqlens = np.cumsum([0, *self.lengths[list(indices)]], dtype=np.int64)
-        return Batch(joined([self.input_ids[row] for row in rows], np.int64), torch.from_numpy(cu_seqlens), fields)
+        return Batch(joined([self.input_ids[row] for row in rows], np.int64), torch.from_numpy(cu_seqlens), fields,
+                     torch.as_tensor(np.asarray(indices)), self.pictures)
 
 
 def joined(parts, dtype) -> torch.Tensor:

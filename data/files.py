@@ -8,6 +8,7 @@ import gzip
 import json
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from config import InputError
@@ -70,13 +71,13 @@ def read_rows(path: Path, work: Path):
     source, cache, suffix = path, str(work), suffix_of(path).removesuffix(".gz")
     try:
         if path.is_dir():
-            return datasets.load_from_disk(str(path))
+            return undecoded(datasets.load_from_disk(str(path)))
         if path.suffix == ".gz":
             source = work / path.stem
             with gzip.open(path) as packed, source.open("wb") as plain:
                 shutil.copyfileobj(packed, plain)
         if suffix == ".parquet":
-            return datasets.Dataset.from_parquet(str(source), cache_dir=cache)
+            return undecoded(datasets.Dataset.from_parquet(str(source), cache_dir=cache))
         if suffix == ".csv":
             with source.open(encoding="utf-8-sig", newline="") as file:
                 columns = next(csv.reader(file))
@@ -91,6 +92,20 @@ def read_rows(path: Path, work: Path):
     except (datasets.exceptions.DatasetGenerationError, OSError, EOFError, StopIteration, ValueError) as error:
         reason = " ".join(str(error.__cause__ or error).split())
         raise InputError(f"{path}: cannot be read, or has no rows: {reason}") from error
+
+
+def undecoded(rows):
+    """The data set, with images as {bytes, path}: to decode one that is bad would end more than its row."""
+    from datasets import Image
+
+    def plain(feature):
+        if isinstance(feature, Image):
+            return Image(decode=False)
+        if isinstance(feature, dict):
+            return type(feature)({name: plain(inner) for name, inner in feature.items()})
+        return replace(feature, feature=plain(feature.feature)) if "feature" in vars(feature) else feature
+    rows.info.features = plain(rows.features)
+    return rows
 
 
 def starts_an_array(path: Path) -> bool:

@@ -9,7 +9,8 @@ def forms(messages: list[dict]):
     """The messages in each form that some template wants, the commonest first: contents as they are, as one text, or as a
     list of parts; arguments of tool calls as an object or as JSON text; a missing content left out, null, or empty."""
     contents = [m["content"] for m in messages if "content" in m]
-    shapes = [lambda content: content, *[text_of] * any(map(is_texts, contents)),
+    as_text = any(map(is_texts, contents)) and not any(map(has_image, contents))
+    shapes = [lambda content: content, *[text_of] * as_text,
               lambda content: [{"type": "text", "text": content}] if isinstance(content, str) else content]
     missing = ({}, {"content": None}, {"content": ""}) if len(contents) < len(messages) else ({},)
     for shape in shapes:
@@ -21,6 +22,10 @@ def forms(messages: list[dict]):
 
 def is_texts(content) -> bool:
     return isinstance(content, list) and all(isinstance(part, dict) and "text" in part for part in content)
+
+
+def has_image(content) -> bool:
+    return isinstance(content, list) and {"type": "image"} in content
 
 
 def text_of(content: str | list | None) -> str:

@@ -6,12 +6,16 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from config import InputError
+
+if TYPE_CHECKING:
+    from data.processor import Pictures
 
 
 @dataclass
@@ -21,11 +25,15 @@ class Batch:
     input_ids  [T] int64
     cu_seqlens [n+1] int64: sequence i is cu_seqlens[i]:cu_seqlens[i+1]
     fields     name -> [T], e.g. loss_mask, old_log_probs, advantages; and kept_words [T, K] int32, see below
+    rows       [n] int64: of each sequence, the row of `pictures` that has its images
+    pictures   where images are, data.processor.Pictures, the same for all batches that are joined; None: there are none
     """
 
     input_ids: Tensor
     cu_seqlens: Tensor
     fields: dict[str, Tensor] = field(default_factory=dict)
+    rows: Tensor | None = None
+    pictures: Pictures | None = None
 
     def __len__(self) -> int:
         return len(self.cu_seqlens) - 1
@@ -45,11 +53,17 @@ class Batch:
         """[T, K] int64: the words that each token was drawn from, -1 where there were fewer than K; K = 0: from all."""
         return self.fields.get("kept_words", torch.empty(len(self.input_ids), 0)).long()
 
+    @property
+    def images(self) -> list[np.ndarray]:
+        """uint8 [height, width, 3] each: those of all sequences, one behind the other."""
+        return [image for row in self.rows.tolist() for image in self.pictures.images[row]] if self.pictures else []
+
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
         """The sequences of batches with the same fields, one batch behind the other."""
         return Batch(torch.cat([b.input_ids for b in batches]), bounds(torch.cat([b.cu_seqlens.diff() for b in batches])),
-                     {k: torch.cat([b.fields[k] for b in batches]) for k in batches[0].fields})
+                     {k: torch.cat([b.fields[k] for b in batches]) for k in batches[0].fields},
+                     batches[0].pictures and torch.cat([b.rows for b in batches]), batches[0].pictures)
 
     def select(self, indices: Sequence[int] | Tensor) -> Batch:
         """The sequences at these indices, in this order."""
@@ -57,14 +71,17 @@ class Batch:
         lengths = self.cu_seqlens.diff()[indices]
         cu_seqlens = bounds(lengths)
         take = torch.repeat_interleave(self.cu_seqlens[indices] - cu_seqlens[:-1], lengths) + torch.arange(int(cu_seqlens[-1]))
-        return Batch(self.input_ids[take], cu_seqlens, {k: v[take] for k, v in self.fields.items()})
+        return Batch(self.input_ids[take], cu_seqlens, {k: v[take] for k, v in self.fields.items()},
+                     self.pictures and self.rows[indices], self.pictures)
 
     def split(self, counts: list[int]) -> list[Batch]:
         """The first counts[0] sequences, the next counts[1], ...: views, which share their memory with this batch."""
         lengths = self.cu_seqlens.diff().split(counts)
         sizes = [int(part.sum()) for part in lengths]
         columns = zip(*(column.split(sizes) for column in (self.input_ids, *self.fields.values())))
-        return [Batch(ids, bounds(part), dict(zip(self.fields, values))) for part, (ids, *values) in zip(lengths, columns)]
+        rows = self.rows.split(counts) if self.pictures else [None] * len(counts)
+        return [Batch(ids, bounds(part), dict(zip(self.fields, values)), row, self.pictures)
+                for part, row, (ids, *values) in zip(lengths, rows, columns)]
 
 
 def bounds(lengths: Tensor) -> Tensor:

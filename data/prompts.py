@@ -13,14 +13,16 @@ from pathlib import Path
 import numpy as np
 
 from config import InputError
-from data.chat import Conversation, Steps
+from data.chat import Conversation, Seen, Steps, check_no_images
 from data.dataset import Kind, kept_tokens, tokenized
 from data.forms import text_of
+from data.images import place, without_pixels
+from data.processor import Pictures, Reader
 from data.rows import is_paired, messages_of, read_shape, template_arguments
 from data.tokens import ChatTokenizer
 
-FORMAT = "prompts 4"        # of the cache; raise it when encode_prompt() or the files of a cache change
-OPTIONS = ("messages_key", "prompt_key", "tools_key", "template_kwargs_key", "max_prompt_length", "truncation",
+FORMAT = "prompts 5"        # of the cache; raise it when encode_prompt() or the files of a cache change
+OPTIONS = ("messages_key", "prompt_key", "images_key", "tools_key", "template_kwargs_key", "max_prompt_length", "truncation",
            "special_tokens_in_text")
 UNUSED = {"input_ids": [], "length": 0, "record": "", "shape": ""}       # an empty line, or a prompt that is too long
 
@@ -28,16 +30,19 @@ UNUSED = {"input_ids": [], "length": 0, "record": "", "shape": ""}       # an em
 @dataclass(frozen=True)
 class Prompt:
     """input_ids: the tokens to go on from. text: the prompt as its template renders it, or the text of these tokens
-    where it was truncated. row: the row of the data file, whole. question: the text of the last message of the user; ""
-    where the prompt is plain text."""
+    where it was truncated. row: the row of the data file, whole, but for pixels. question: the text of the last message of the
+    user; "" where the prompt is plain text. images: uint8 [height, width, 3] each; before_images: the tokens with one
+    placeholder for each, as the template has it, where there are any."""
     input_ids: list[int]
     text: str
     row: dict
     question: str = ""
+    images: Sequence[np.ndarray] = ()
+    before_images: list[int] | None = None
 
 
 def tokenize_prompts(files: str | Sequence[str], tokenizer, options, cache_dir: Path,
-                     tokenizer_dir: Path | str) -> Path:
+                     tokenizer_dir: Path | str, reader: Reader | None = None) -> Path:
     """The cache folder for these files, written if there is none: input_ids.npy int32 [T], cu_seqlens.npy int64 [n+1],
     records.jsonl (text, row and question of each prompt), record_ends.npy int64 [n] (bytes), stats.json. For rank 0 alone.
 
@@ -48,32 +53,35 @@ def tokenize_prompts(files: str | Sequence[str], tokenizer, options, cache_dir: 
     longer than options.max_prompt_length when options.truncation is error, and when no row is left.
     """
     return tokenized(Kind(FORMAT, OPTIONS, "max_prompt_length", UNUSED, tokenize_row), files, tokenizer, options, cache_dir,
-                     tokenizer_dir)
+                     tokenizer_dir, reader)
 
 
-def tokenize_row(row: dict, chat: ChatTokenizer, options) -> Steps[dict]:
+def tokenize_row(row: dict, chat: ChatTokenizer, options, folder: Path = Path()) -> Steps[dict]:
     standard, shape = read_shape(row, options, with_response=False)
-    ids, text, question = yield from encode_prompt(standard, chat, options)
+    ids, text, question, seen = yield from encode_prompt(standard, chat, options, folder)
     kept = kept_tokens(len(ids), options.max_prompt_length, options.truncation)
-    if not ids[kept]:
-        return {"length": len(ids), "shape": shape}
+    if not ids[kept] or seen.images and len(ids[kept]) < len(ids):
+        return {"length": len(ids), "shape": shape} | ({"cut": True} if ids[kept] else {})
     if len(ids[kept]) < len(ids):
         text = chat.tokenizer.decode(ids[kept], clean_up_tokenization_spaces=False)
+    more = {"before_images": chat.tokens(text).ids} if seen.images else {}
     try:
-        record = json.dumps({"text": text, "row": row, "question": question})
+        record = json.dumps({"text": text, "row": row, "question": question, **more}, default=without_pixels)
     except TypeError as error:
         raise InputError(f"the row cannot be handed to a reward function as JSON: {error}") from error
-    return {"length": len(ids), "input_ids": ids[kept], "record": record, "shape": shape}
+    return {"length": len(ids), "input_ids": ids[kept], "record": record, "shape": shape} | seen.columns()
 
 
-def encode_prompt(row: dict, chat: ChatTokenizer, options) -> Steps[tuple[list[int], str, str]]:
-    """(input_ids [T], text, question) of a row's prompt, which ends with the template's generation prompt.
+def encode_prompt(row: dict, chat: ChatTokenizer, options, folder: Path = Path()) -> Steps[tuple[list[int], str, str, Seen]]:
+    """(input_ids [T], text, question, images) of a row's prompt, which ends with the template's generation prompt.
 
     A plain string without a chat template begins with the tokenizer's own special tokens, which text leaves out.
     Raises InputError, without the row's place, when the row is malformed.
     """
     messages, tokenizer, question = messages_of(row, bool(chat.tokenizer.chat_template), options), chat.tokenizer, ""
+    seen = Seen()
     if messages is None:
+        check_no_images(row, options)
         text = row[options.prompt_key]
         tokens = chat.plain(text, options.special_tokens_in_text)
         ids = tokens.ids
@@ -83,13 +91,15 @@ def encode_prompt(row: dict, chat: ChatTokenizer, options) -> Steps[tuple[list[i
         raise InputError("the tokenizer has no chat template: give data.chat_template, or rows of a plain string")
     else:
         turns, arguments = without_reply(messages, row, options), template_arguments(row, chat.parameters, options)
+        turns, images = place(turns, row.get(options.images_key), options.images_key)
         conversation = Conversation(turns, chat, *arguments, add_generation_prompt=True)
         yield conversation
-        ids, text = conversation.escaped(options).ids, conversation.text
+        tokens, seen = conversation.with_images(images, options, folder)
+        ids, text = tokens.ids, conversation.text
         question = next((text_of(turn["content"]) for turn in reversed(turns) if turn["role"] == "user"), "")
     if not ids:
         raise InputError("the prompt is empty")
-    return ids, text, question
+    return ids, text, question, seen
 
 
 def without_reply(messages: list[dict], row: dict, options) -> list[dict]:
@@ -109,10 +119,13 @@ class PromptDataset(Sequence):
     name: the hash of all that the prompts depend on. lengths: np.int64 [n], tokens of each prompt. stats: see
     data.dataset.write_arrays().
     drawn_lengths: np.float32 [n], tokens of the responses that each prompt got last, their mean; nan: none yet.
+    pictures: the images of the prompts, for a model that reads them.
     """
 
-    def __init__(self, path: Path):
-        self.name = path.name
+    pictures: Pictures | None = None
+
+    def __init__(self, path: Path, reader: Reader | None = None):
+        self.pictures, self.name = Pictures.load(path, reader) if reader else (None, path.name)
         self.stats = json.loads((path / "stats.json").read_text())
         self.input_ids, self.cu_seqlens, self.record_ends = (
             np.load(path / f"{name}.npy", mmap_mode="r") for name in ("input_ids", "cu_seqlens", "record_ends"))
@@ -121,8 +134,8 @@ class PromptDataset(Sequence):
         self.drawn_lengths = np.full(len(self.lengths), np.nan, np.float32)
 
     @classmethod
-    def load(cls, path: Path) -> PromptDataset:
-        return cls(Path(path))
+    def load(cls, path: Path, reader: Reader | None = None) -> PromptDataset:
+        return cls(Path(path), reader)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -131,7 +144,8 @@ class PromptDataset(Sequence):
         i = range(len(self))[index]
         start = self.record_ends[i - 1] if i else 0
         record = json.loads(self.records[start:self.record_ends[i]].tobytes())
-        return Prompt(self.input_ids[self.cu_seqlens[i]:self.cu_seqlens[i + 1]].tolist(), **record)
+        images = self.pictures.images[i] if self.pictures else ()
+        return Prompt(self.input_ids[self.cu_seqlens[i]:self.cu_seqlens[i + 1]].tolist(), images=images, **record)
 
     def expected_lengths(self, rows: Sequence[int]) -> list[float]:
         """drawn_lengths of these rows; where there is none, the mean of the others, or 1."""

@@ -57,7 +57,7 @@ class ChatTokenizer:
     added, special: id -> text of the tokens that were added to the vocabulary, and of those that are control tokens.
     """
 
-    def __init__(self, tokenizer, end_ids=()):
+    def __init__(self, tokenizer, end_ids=(), reader=None):
         from transformers import PreTrainedTokenizerBase
         if not tokenizer.is_fast:
             raise InputError(f"{type(tokenizer).__name__} gives no character offsets: a fast tokenizer is needed")
@@ -74,16 +74,17 @@ class ChatTokenizer:
         writes_time = "strftime_now" in str(tokenizer.chat_template)
         self.clock = {"strftime_now": datetime.datetime.now().strftime} if writes_time else {}
         self.prompts: dict[tuple, str] = {}      # of Conversation.prompt
+        self.reader = reader                     # a data.processor.Reader, for rows with images
 
     @classmethod
-    def load(cls, tokenizer, directory: Path) -> ChatTokenizer:
+    def load(cls, tokenizer, directory: Path, reader=None) -> ChatTokenizer:
         """With the ends of generation that a model's directory names, if any: eos_token_id of generation_config.json and of
         config.json."""
         end_ids = set()
         for path in (directory / "generation_config.json", directory / "config.json"):
             found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
             end_ids |= set(found if isinstance(found, list) else [found])
-        return cls(tokenizer, end_ids)
+        return cls(tokenizer, end_ids, reader)
 
     @cached_property
     def probe(self) -> list[dict] | None:

@@ -3,7 +3,7 @@
 import shutil
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,10 +17,17 @@ from torch.distributed import ProcessGroup
 
 from config import InputError
 from data.packing import Batch, pack, spread
+from data.processor import Reader
+from engines.weights import ignored_weights
 
 # (log_probs [T], entropy [T], fields {name: [T]}) -> (loss to add up, {name: amount to add up}).
 # Sums, not means: the caller divides by a denominator of the whole batch, so that micro-batches do not matter.
 LossFn = Callable[[Tensor, Tensor, dict[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
+
+
+# A model's files besides its weights and tokenizer: how to end a response, how to read images, and code, which is not run here, but
+# which others may need where config.json names it as auto_map.
+SIDE_FILES = ("generation_config.json", "*processor_config.json", "*.py")
 
 
 class Engine(ABC):
@@ -38,12 +45,14 @@ class Engine(ABC):
     dp_size: int
     dp_group: ProcessGroup
     head: nn.Module                         # of engines/heads.py
+    reader: Reader | None = None            # of images, for a model of them
     tokens_multiple: int = 1                # each sequence is padded to a multiple of this number of tokens
     micro_batches_multiple: int = 1         # a batch is divided into a multiple of this number of micro-batches
+    names: dict[str, str | None]            # name in the files of model.path -> in the model; None: no part of it, see left_alone()
     _step: int | None = None                # of the last train_batch, and how many of this step came before it
     _turn: int = 0
     _unproven: bool = False                 # whether there are adapters, and no gradient has been seen to reach them
-    _flops: tuple[int, int, int, int]       # see count_flops in engines/hf.py
+    _flops: tuple[int, int, int]            # see count_flops in engines/hf.py
 
     @abstractmethod
     def train_batch(self, batch: Batch, loss_fn: LossFn, step: int) -> dict[str, float]:
@@ -120,13 +129,18 @@ class Engine(ABC):
         self._asked = torch.zeros((), device=self.device)
         return watched
 
-    def _prove(self, grad_norm: float) -> None:
-        """Raise RuntimeError if a loss with a gradient gave adapters none: recomputation, for one, can lose it in silence."""
+    def _prove(self, grad_norm: float, unreached: Iterable[str] = ()) -> None:
+        """Raise RuntimeError if a loss with a gradient gave adapters none: recomputation, for one, can lose it in silence.
+        unreached: adapters' matrices without one, as where a kernel reads a layer's matrix past its adapter."""
         if self._unproven:
             dist.all_reduce(self._asked)
+            name = min(unreached, default=None)
             if grad_norm == 0 and self._asked > 0:
                 raise RuntimeError("the gradient of every adapter is exactly 0, but the loss has one: model.lora learns nothing "
                                    "with this configuration")
+            if name and self._asked > 0:
+                raise RuntimeError(f"no gradient reaches {name}, since the model does not call that layer: leave it out with "
+                                   "model.lora.exclude_modules")
             self._unproven = grad_norm == 0
 
     def _plan(self, batch: Batch, bins: list[list[int]] | None = None) -> list[list[int]]:
@@ -176,18 +190,34 @@ class Engine(ABC):
         return amounts
 
     def flops(self, lengths: list[int], num_asked: int | None = None) -> float:
-        """FLOPs of forward and backward on sequences of these lengths: per token and weight of a matrix product 6, or 4 where
-        the weight is frozen and has no gradient (in the output matrix only for num_asked tokens; None: all), and causal
-        attention by the sum of squared lengths. Recomputation is not counted."""
-        in_layers, in_head, in_attention, in_adapters = self._flops
-        num_tokens, per_weight = sum(lengths), 4.0 if in_adapters else 6.0
-        return (per_weight * (in_layers * num_tokens + in_head * (num_tokens if num_asked is None else num_asked))
-                + 6.0 * (in_adapters * num_tokens + in_attention * sum(n * n for n in lengths)))
+        """FLOPs of forward and backward on sequences of these lengths: of matrix products (of the output matrix only for
+        num_asked tokens; None: all) and, by the sum of squared lengths, of causal attention. Recomputation is not counted."""
+        in_layers, in_head, in_attention = self._flops
+        num_tokens = sum(lengths)
+        return float(in_layers * num_tokens + in_head * (num_tokens if num_asked is None else num_asked)
+                     + in_attention * sum(n * n for n in lengths))
+
+    def image_flops(self, batch: Batch) -> list[float]:
+        """FLOPs of forward and backward in what images go through, for each sequence. Attention among an image's patches is not
+        counted."""
+        if self.reader is None:
+            return [0.0] * len(batch)
+        of_images = self.reader.token_types([batch.input_ids.tolist()])[0] > 0
+        return [float(self._image_flops) * int(part.sum()) for part in of_images.split(batch.lengths)]
 
     @abstractmethod
-    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def export_weights(self, whole: bool = True) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor in the compute dtype), in the same order on all ranks; a tied output matrix
-        is left out. With adapters: merged weights."""
+        is left out. With adapters: merged weights. whole: left_alone() behind them."""
+
+    @property
+    def leaves_alone(self) -> bool:
+        return None in self.names.values()
+
+    def left_alone(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) of what model.path has besides the model, such as a vision tower, read from its files as it is."""
+        for name, tensor in ignored_weights(Path(self.config.model.path), self.names):
+            yield name, tensor.to(self.device)
 
     @abstractmethod
     def state(self, loading: bool = False) -> dict:
@@ -207,15 +237,15 @@ class Engine(ABC):
         """The states as write() left them."""
 
     def save_config(self, directory: Path) -> None:
-        """Write config.json (and generation_config.json) in Hugging Face format; called on rank 0 alone."""
-        from transformers import AutoConfig, AutoModelForCausalLM  # slow: not for those who only want the interface
-        hf_config = AutoConfig.from_pretrained(self.config.model.path)
-        hf_config.dtype = self.compute_dtype
-        hf_config.architectures = [AutoModelForCausalLM._model_mapping[type(hf_config)].__name__]
+        """Write config.json and SIDE_FILES; called on rank 0 alone."""
+        from engines.hf import auto_class, read_hf_config  # slow: not for those who only want the interface
+        path = Path(self.config.model.path)
+        hf_config = read_hf_config(path)
+        hf_config.dtype = hf_config.get_text_config().dtype = self.compute_dtype
+        hf_config.architectures = [auto_class(hf_config)._model_mapping[type(hf_config)].__name__]
         hf_config.save_pretrained(directory)
-        generation = Path(self.config.model.path) / "generation_config.json"
-        if generation.exists():
-            shutil.copy(generation, directory)
+        for file in (file for pattern in SIDE_FILES for file in path.glob(pattern)):
+            shutil.copy(file, directory)
 
 
 def check_batch_size(config: DictConfig, num_shares: int) -> None:

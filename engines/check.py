@@ -24,6 +24,7 @@ from data.packing import Batch
 from engines import device, guard
 from engines.build import engine_class
 from engines.checkpoint import write_safetensors
+from engines.hf import auto_class, read_hf_config
 from engines.weights import weight_files
 
 KERNELS = {"float32": 1e-3, "bfloat16": 0.25}       # nats, root mean square: what those of others may make of it
@@ -32,6 +33,8 @@ KERNELS = {"float32": 1e-3, "bfloat16": 0.25}       # nats, root mean square: wh
 def main(config: DictConfig) -> None:
     if config.model.lora.rank:
         raise InputError("engines.check is for whole models: leave out model.lora")
+    if config.model.images:
+        raise InputError("engines.check is for text: leave out model.images")
     this_device, path, exported = device.init(), Path(config.model.path), Path(config.output_dir) / "check"
     kind, dtype = engine_class(config.model_engine), getattr(torch, config.engine.compute_dtype)
     try:
@@ -39,7 +42,7 @@ def main(config: DictConfig) -> None:
         found, bound = guard.check(engine)
         way = "packed" if config.engine.use_remove_padding else "padded"
         tell(f"guard: {way} sequences and one at a time are {found:.1g} nats apart, {bound:.1g} are allowed")
-        batch = guard.sequences(engine.hf_config)
+        batch = guard.sequences(engine)[0]
         said = engine.log_probs(batch)[0].cpu()
         weights = engine.export_weights()
         if dist.get_rank() == 0:
@@ -50,7 +53,7 @@ def main(config: DictConfig) -> None:
         for _ in weights:                           # the other ranks gather them, too
             pass
         dist.barrier()
-        lost = list(differences(path, exported, engine.hf_config.tie_word_embeddings))
+        lost = list(differences(path, exported, read_hf_config(path).tie_word_embeddings))
         if lost:
             raise InputError(f"export: {lost[0]}, one of {len(lost)} such tensors")
         tell("export: every tensor of model.path, with its value")
@@ -62,8 +65,12 @@ def main(config: DictConfig) -> None:
             by_others = transformers_log_probs(path, batch, dtype, this_device) - said
             require("transformers: its log-probabilities", by_others, KERNELS[config.engine.compute_dtype])
             if importlib.util.find_spec("vllm") is not None:
-                by_others = vllm_log_probs(exported, batch, dtype) - said
-                require("vLLM: its log-probabilities of what was exported", by_others, KERNELS[config.engine.compute_dtype])
+                try:
+                    by_others = vllm_log_probs(exported, batch, dtype) - said
+                except Exception as error:          # vLLM may raise anything where it is not made for a model
+                    tell(f"vLLM cannot run what was exported: {' '.join(str(error).split())[:300]}")
+                else:
+                    require("vLLM: its log-probabilities of what was exported", by_others, KERNELS[config.engine.compute_dtype])
         dist.barrier()
     finally:
         if dist.get_rank() == 0:
@@ -95,7 +102,7 @@ def differences(path: Path, exported: Path, tied: bool) -> Iterator[str]:
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():
                 if name not in files:
-                    if not (tied and name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")):
+                    if not (tied and name.endswith("lm_head.weight") or name.endswith("rotary_emb.inv_freq")):
                         yield f"{name} is lost"
                     continue
                 with safe_open(files.pop(name), framework="pt") as others:
@@ -108,8 +115,8 @@ def differences(path: Path, exported: Path, tied: bool) -> Iterator[str]:
 @torch.no_grad()
 def transformers_log_probs(path: Path, batch: Batch, dtype: torch.dtype, this_device: torch.device) -> Tensor:
     """[T], one sequence at a time; 0 for first tokens."""
-    from transformers import AutoModelForCausalLM
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager").to(this_device).eval()
+    model = auto_class(read_hf_config(path)).from_pretrained(path, dtype=dtype, attn_implementation="eager")
+    model = model.to(this_device).eval()
     answers = torch.zeros(len(batch.input_ids))
     for start, length in zip(batch.cu_seqlens.tolist(), batch.lengths):
         ids = batch.input_ids[start:start + length].to(this_device)
@@ -125,7 +132,7 @@ def vllm_log_probs(path: Path, batch: Batch, dtype: torch.dtype) -> Tensor:
         os.environ.pop(name, None)
     from vllm import LLM, SamplingParams
     llm = LLM(str(path), dtype=dtype, max_model_len=max(batch.lengths) + 1, max_num_seqs=4, skip_tokenizer_init=True,
-              enforce_eager=True, kv_cache_memory_bytes=2**28)
+              enforce_eager=True, kv_cache_memory_bytes=2**28, language_model_only=True)
     sequences = [x.tolist() for x in batch.input_ids.split(batch.lengths)]
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in sequences], use_tqdm=False,
                            sampling_params=SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False))

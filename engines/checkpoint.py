@@ -26,9 +26,9 @@ from torch.distributed.checkpoint import FileSystemReader
 import disk
 from config import InputError
 from engines import lora, storage
-from engines.base import Engine
+from engines.base import SIDE_FILES, Engine
 from engines.device import on_rank0
-from engines.weights import fingerprint, in_files, stacked, weight_files
+from engines.weights import fingerprint, ignored_weights, in_files, model_names, stacked, weight_files
 
 MAX_FILE_BYTES = 4 * 2**30
 
@@ -91,7 +91,7 @@ class Checkpointer:
 
     def save(self, step: int, engine: Engine, progress: dict, tokenizer, **others: Engine) -> None:
         """Write step_{step}; progress is what the script needs to go on, others are engines besides the one that is
-        exported, e.g. critic=..."""
+        exported, e.g. critic=... An export takes weights that the engine leaves alone from progress["rest"], a directory."""
         self.wait()
         target = self.directory / f"step_{step:08d}"
         temporary = target.with_suffix(".tmp")
@@ -100,7 +100,8 @@ class Checkpointer:
             state = {name: e.state() for name, e in {"engine": engine, **others}.items()}
             state["rng"] = {f"rank_{dist.get_rank()}": rng_state()}
             writing = engine.write(state, temporary / "weights", self.group if self.asynchronous else None)
-        arguments = temporary, target, dict(progress), writing
+        rest = {"rest": str(Path(engine.config.model.path).absolute())} if engine.leaves_alone else {}
+        arguments = temporary, target, progress | rest, writing
         if writing is None:
             self._complete(*arguments)
         else:
@@ -224,7 +225,7 @@ def export_hf(engine: Engine, tokenizer, directory: Path) -> None:
                 temporary.mkdir(parents=True)
                 tokenizer.save_pretrained(temporary)
                 if model.lora.rank:
-                    lora.write(weights, model.lora, model.path, temporary)
+                    lora.write(weights, model.lora, model.path, temporary, engine.leaves_alone)
                 else:
                     engine.save_config(temporary)
             if not model.lora.rank:
@@ -277,13 +278,15 @@ def export_checkpoint(checkpoint: Path, out: Path, merge: bool = False) -> None:
         raise InputError(f"{out} exists already: remove it or give another name")
     if damage := storage.find_damage(checkpoint, checksums):
         raise InputError(f"{checkpoint} is damaged: {damage[0]}")
-    adapted, dtype = progress.get("lora"), getattr(torch, progress["export_dtype"])
+    adapted, dtype, rest = progress.get("lora"), getattr(torch, progress["export_dtype"]), progress.get("rest")
     if merge and not adapted:
         raise InputError(f"--merge: {checkpoint} has no adapters")
     if merge and not Path(adapted["base"]).is_dir():
         raise InputError(f"--merge: the frozen model was in {adapted['base']}, which is not there")
     if merge and fingerprint(Path(adapted["base"])) != progress["run"]["frozen weights"]:
         raise InputError(f"--merge: {adapted['base']} is not the model whose adapters {checkpoint} holds")
+    if rest and not adapted and not Path(rest).is_dir():
+        raise InputError(f"{checkpoint} holds what was trained, and {rest}, which had the other weights, is not there")
     if (checkpoint / "weights" / "metadata.json").exists():         # which megatron.core.dist_checkpointing writes
         from engines.megatron.checkpoint import hf_weights
         weights = hf_weights(checkpoint)
@@ -294,15 +297,17 @@ def export_checkpoint(checkpoint: Path, out: Path, merge: bool = False) -> None:
     try:
         with disk.writing(temporary), storage.data_alone(checkpoint):
             as_adapter = adapted and not merge
-            left_out = ("config.json", "generation_config.json") if as_adapter else ()
+            left_out = ("config.json", *SIDE_FILES) if as_adapter else ()
             shutil.copytree(checkpoint / "hf", temporary, ignore=shutil.ignore_patterns(*left_out))
             if as_adapter:
-                lora.write(weights, OmegaConf.create(adapted), adapted["base"], temporary)
+                lora.write(weights, OmegaConf.create(adapted), adapted["base"], temporary, rest is not None)
             else:
-                weights = merged(Path(adapted["base"]), dict(weights), OmegaConf.create(adapted)) if merge else weights
+                weights = (merged(Path(adapted["base"]), dict(weights), OmegaConf.create(adapted), dtype) if merge else
+                           ((name, tensor.to(dtype)) for name, tensor in weights))
                 buffers = dict(storage.stored_tensors(checkpoint, "engine.buffers.", lambda _: False))
-                cast = ((name, tensor.to(dtype)) for name, tensor in weights if name not in buffers)
-                write_safetensors(itertools.chain(cast, buffers.items()), temporary)
+                parameters = ((name, tensor) for name, tensor in weights if name not in buffers)
+                others = ignored_weights(Path(rest), names_in(Path(rest))) if rest and not merge else ()
+                write_safetensors(itertools.chain(parameters, buffers.items(), others), temporary)
         temporary.rename(out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -313,17 +318,31 @@ def stored_weights(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
     from engines.hf import build_on_meta, read_hf_config
     hf_config = read_hf_config(str(checkpoint / "hf"))
     tied, hf = hf_config.tie_word_embeddings, build_on_meta(hf_config, torch.float32)
-    tensors = storage.stored_tensors(checkpoint, "engine.model.", lambda name: tied and name == "lm_head.weight")
+    tensors = storage.stored_tensors(checkpoint, "engine.model.", lambda name: tied and name.endswith("lm_head.weight"))
     return in_files(((lora.plain_name(name), tensor) for name, tensor in tensors), stacked(hf))
 
 
-def merged(base: Path, adapter: dict[str, Tensor], settings: DictConfig) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor in the model's dtype) of the model in `base` with an adapter added."""
+def names_in(model: Path) -> dict[str, str | None]:
+    """As model_names(), of a directory."""
+    from engines.hf import build_on_meta, read_hf_config
+    return model_names(build_on_meta(read_hf_config(str(model)), torch.float32), model)
+
+
+def merged(base: Path, adapter: dict[str, Tensor], settings: DictConfig, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of the model in `base` with an adapter added, in this dtype, as the run computed with it; what is no part of
+    the model, such as a vision tower, is as in the files. Raises InputError for an adapter of a layer that is not there."""
+    names, left = names_in(base), dict(adapter)
     for file in weight_files(base):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():
-                weight, pair = tensors.get_tensor(name), [adapter.get(name.replace(".weight", f".lora_{x}.weight")) for x in "AB"]
-                yield name, weight if None in pair else lora.merge(weight, *pair, settings)
+                weight, own = tensors.get_tensor(name), names[name]
+                if own is not None:
+                    weight = weight.to(dtype)
+                    pair = [left.pop(f"{own.removesuffix('weight')}lora_{x}.weight", None) for x in "AB"]
+                    weight = weight if None in pair else lora.merge(weight, *pair, settings)
+                yield name, weight
+    if left:
+        raise InputError(f"--merge: {base} has no weight for {min(left)}")
 
 
 if __name__ == "__main__":

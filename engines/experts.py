@@ -1,5 +1,9 @@
 """Mixtures of experts as transformers has them: each layer's experts in stacked parameters, [n, ...] with n experts."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -10,6 +14,13 @@ from config import InputError
 def stacks(hf: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """The weights of all experts, without their biases: (name, [n, ...])."""
     return [(name, p) for name, p in hf.named_parameters() if ".experts." in name and p.ndim == 3]
+
+
+def leave_uncompiled(hf: nn.Module) -> None:
+    """Before layers are compiled: experts, whose numbers of tokens a graph does not know."""
+    for name in sorted({name.rpartition(".")[0] for name, _ in stacks(hf)}):
+        module = hf.get_submodule(name)
+        module.forward = torch.compiler.disable(module.forward)
 
 
 def aux_loss_coef(coefficient: float | None, hf_config) -> float:
@@ -24,7 +35,38 @@ def aux_loss_coef(coefficient: float | None, hf_config) -> float:
     return coefficient
 
 
-def aux_loss(router_logits: tuple[Tensor, ...], padding: Tensor, num_chosen: int, num_tokens: float,
+class Routers:
+    """Notes what a model's routers say. transformers could, too, but notes nothing inside compiled layers with torch 2.11: so
+    routers are left out of compilation here."""
+
+    def __init__(self, hf: nn.Module):
+        """Before layers are compiled."""
+        self.logits: list[Tensor] | None = None
+        recorder = hf._can_record_outputs["router_logits"]
+        self.modules = [module for name, module in hf.named_modules()
+                        if isinstance(module, recorder.target_class) and (recorder.layer_name or "") in name]
+        for module in self.modules:
+            module.forward = torch.compiler.disable(partial(self._forward, module.forward, recorder.index))
+
+    def _forward(self, forward: Callable, index: int, *args) -> Tensor | tuple[Tensor, ...]:
+        output = forward(*args)
+        if self.logits is not None:             # and not while a layer is computed once more
+            self.logits.append(output[index] if isinstance(output, tuple) else output)
+        return output
+
+    @contextmanager
+    def noted(self) -> Iterator[list[Tensor]]:
+        """Around a forward pass: [t, n] of each layer, t tokens and n experts."""
+        self.logits = logits = []
+        try:
+            yield logits
+        finally:
+            self.logits = None
+        if len(logits) != len(self.modules):
+            raise RuntimeError(f"{len(self.modules)} routers told {len(logits)} times what they choose")
+
+
+def aux_loss(router_logits: list[Tensor], padding: Tensor, num_chosen: int, num_tokens: float,
              group: dist.ProcessGroup) -> Tensor:
     """This rank's part of the auxiliary loss (Switch Transformer, Fedus et al. 2021), a scalar with a gradient: of a
     micro-batch num_experts * sum over experts of (share of choices) * (mean probability), which is 1 if experts are chosen alike;

@@ -20,10 +20,12 @@ from torch import Tensor
 
 from config import InputError
 from data.packing import Batch, bounds
+from data.processor import Pictures
 from engines.base import Engine
 from engines.heads import ValueHead
 
-LENGTHS, SHARED = (24, 9), 15       # tokens; a third sequence is the first SHARED of the first one, so that positions count, too
+LENGTHS, SHARED = (24, 9), 15       # words; a third sequence is the first one without its last words, so that positions count, too
+BEFORE = 5                          # words of the first one before its image, if the model is one of images
 BOUND = 1e-4                        # nats, in fp32
 MARGIN = 4                          # times what rounding changes
 
@@ -33,9 +35,11 @@ Change = Callable[[int, Tensor, Tensor], Tensor]        # (number of a layer, it
 def check(engine: Engine) -> tuple[float, float]:
     """Raise InputError, on all ranks, if the model computes a sequence differently among others. Returns the largest difference of
     a token's answers, and the bound that rounding sets. Leaves nothing behind."""
-    path, alone = engine.config.model.path, sequences(engine.hf_config)
-    among = Batch(with_third(alone.input_ids), bounds(torch.tensor([*LENGTHS, SHARED])))
-    joined = Batch(among.input_ids, bounds(torch.tensor([len(among.input_ids)])))
+    path, (alone, among, joined) = engine.config.model.path, sequences(engine)
+
+    def with_third(values: Tensor) -> Tensor:
+        """[..., tokens] of two sequences -> of three."""
+        return torch.cat([values, values[..., :among.lengths[2]]], -1)
     # Compiled for these shapes it would take a minute.
     with quiet(engine), torch.compiler.set_stance("force_eager"):
         for apart in (True, False):
@@ -71,10 +75,23 @@ def noise(engine: Engine) -> Change:
         after.shape, generator=generator, device=after.device).to(after.dtype)
 
 
-def sequences(hf_config) -> Batch:
-    """Two of random words, always the same."""
-    ids = torch.randint(hf_config.get_text_config().vocab_size, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
-    return Batch(ids, bounds(torch.tensor(LENGTHS)))
+def sequences(engine: Engine) -> tuple[Batch, Batch, Batch]:
+    """(two of random words, always the same; with a third, which is the beginning of the first; as if they were one). With an image
+    in the first and the third."""
+    generator, reader = torch.Generator().manual_seed(0), engine.reader
+    first, second = torch.randint(engine.hf_config.vocab_size, (sum(LENGTHS),), generator=generator).split(LENGTHS)
+    pictures, num_shared = None, SHARED
+    if reader:
+        image = reader.resized(torch.randint(256, (60, 90, 3), dtype=torch.uint8, generator=generator).numpy())
+        ids = torch.tensor(reader.expand(reader.image_token, [image]).tokens.ids)
+        first = torch.cat([reader.without_images(first[:BEFORE]), ids, reader.without_images(first[BEFORE:])])
+        second, num_shared = reader.without_images(second), SHARED + len(ids)
+        pictures = Pictures([[image], [], [image, image]], reader)
+    parts = [first, second, first[:num_shared]]
+
+    def batch(parts: list[Tensor], rows: list[int]) -> Batch:
+        return Batch(torch.cat(parts), bounds(torch.tensor([len(part) for part in parts])), {}, torch.tensor(rows), pictures)
+    return batch(parts[:2], [0, 1]), batch(parts, [0, 1, 0]), batch([torch.cat(parts)], [2])
 
 
 def explain(engine: Engine, found: float, bound: float, difference: Callable[[int | None], float]) -> str:
@@ -106,11 +123,6 @@ def one_at_a_time(engine: Engine, batch: Batch) -> Tensor:
 
 def ask(engine: Engine, batch: Batch) -> Tensor:
     return engine.ask(batch, [list(range(len(batch)))])[:engine.head.num_differentiable]
-
-
-def with_third(values: Tensor) -> Tensor:
-    """[..., sum(LENGTHS)] of two sequences -> of three."""
-    return torch.cat([values, values[..., :SHARED]], -1)
 
 
 def largest(engine: Engine, values: Tensor) -> float:

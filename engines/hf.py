@@ -1,7 +1,9 @@
 """What a Hugging Face model is: its configuration, its modules without memory, its number of multiplications."""
 
 import copy
+import re
 from collections.abc import Callable
+from itertools import takewhile
 from operator import itemgetter
 from pathlib import Path
 
@@ -9,9 +11,10 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from omegaconf import DictConfig
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from config import InputError
+from engines import mtp  # which also makes transformers know MiMo
 from engines.experts import stacks
 
 RECURRENT = {"linear_attention", "conv", "hybrid"}          # of config.json's layer_types, those with a state from token to token
@@ -27,21 +30,39 @@ def longest_sequence(config: DictConfig) -> tuple[int, str]:
 
 
 def read_hf_config(path: str):
+    """What config.json says; get_text_config() of it has the shape of the layers that are trained."""
     if not (Path(path) / "config.json").is_file():
         raise InputError(f"model.path={path} holds no config.json: give a directory in Hugging Face format")
     try:
-        return AutoConfig.from_pretrained(path)
+        hf_config = AutoConfig.from_pretrained(path)
     except (ValueError, KeyError, OSError, StrictDataclassError) as error:
         raise InputError(f"model.path={path}: {error}") from None
+    if getattr(hf_config, "quantization_config", None):
+        raise InputError(f"model.path={path} holds quantized weights (quantization_config in config.json): give the unquantized "
+                         "model")
+    return hf_config
 
 
-def build_on_meta(hf_config, dtype: torch.dtype, critic: bool = False, attention: str | None = None) -> nn.Module:
-    """The model without memory for its weights; a critic's output matrix has one row. attention: None for transformers' choice."""
+def auto_class(hf_config):
+    """transformers' class for the whole model: of images and text where it has one, else of text."""
+    for kind in (AutoModelForImageTextToText, AutoModelForCausalLM):
+        if type(hf_config) in kind._model_mapping:
+            return kind
+    raise InputError(f"transformers has no causal language model for model_type={hf_config.model_type}")
+
+
+def build_on_meta(hf_config, dtype: torch.dtype, critic: bool = False, attention: str | None = None,
+                  with_mtp: bool = False, images: bool = False) -> nn.Module:
+    """The model without memory for its weights, with a configuration of its own, or what text goes through of one that has more. A
+    critic's output matrix has one row. attention: None for transformers' choice. with_mtp: with its layers for multi-token
+    prediction, which compute nothing here. images: with all that images go through."""
+    hf_config = copy.deepcopy(hf_config)
     if critic:
-        hf_config = copy.deepcopy(hf_config)
         hf_config.tie_word_embeddings = False
     with torch.device("meta"):
-        hf = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation=attention)
+        hf = auto_class(hf_config).from_config(hf_config, dtype=dtype, attn_implementation=attention)
+    if hf_config.get_text_config() is not hf_config and not images:
+        keep_text(hf)
     # Batches have no padding: the padding token is a word like the others, and is learned.
     hf.get_input_embeddings().padding_idx = None
     if hf.get_output_embeddings().bias is not None:
@@ -49,12 +70,36 @@ def build_on_meta(hf_config, dtype: torch.dtype, critic: bool = False, attention
     if critic:
         width = hf.get_output_embeddings().in_features
         hf.set_output_embeddings(nn.Linear(width, 1, bias=False, dtype=dtype, device="meta"))
+    if with_mtp:
+        hf.model.mtp_layers = mtp.layers(hf_config)
     return hf
+
+
+def keep_text(hf: nn.Module) -> None:
+    """Leave a model of images and text its decoder and its output matrix alone, under their names. What the files hold besides,
+    such as a vision tower, is ignored as transformers ignores weights that a model does not have."""
+    text = (hf.get_decoder(), hf.get_output_embeddings())
+    kept, names = {m for each in text for m in each.modules()}, {m: name for name, m in hf.named_modules()}
+    for module in [m for m in hf.modules() if m not in kept]:
+        module._parameters.clear()
+        module._buffers.clear()
+        for name, child in [*module.named_children()]:
+            if kept.isdisjoint(child.modules()):
+                setattr(module, name, None)
+    beside = rf"^(?!({'|'.join(re.escape(names[each]) for each in text)})\.)"
+    hf._keys_to_ignore_on_load_unexpected = {beside, *(hf._keys_to_ignore_on_load_unexpected or ())}
+
+
+def text_name(hf: nn.Module, name: str) -> str:
+    """What a model of text alone, of the same layers, calls a weight of this model."""
+    decoder = next(prefix for prefix, module in hf.named_modules() if module is hf.get_decoder())
+    return f"{hf.base_model_prefix}{name.removeprefix(decoder)}" if name.startswith(f"{decoder}.") else name
 
 
 def plain_attention(hf: nn.Module) -> str:
     """The attention for padded sequences: engines/fsdp/attention.py's or, of a model with an attention of its own, that."""
-    return "padded" if hf._supports_attention_backend else "sdpa" if hf._supports_sdpa else "eager"
+    decoder = hf.get_decoder()
+    return "padded" if decoder._supports_attention_backend else "sdpa" if decoder._supports_sdpa else "eager"
 
 
 def check_rope(hf_config, config: DictConfig) -> None:
@@ -127,23 +172,37 @@ def stages_of_layers(num_layers: int, num_stages: int) -> list[int]:
     return [num_layers // num_stages + (stage < num_layers % num_stages) for stage in range(num_stages)]
 
 
-def count_flops(hf: nn.Module, hf_config) -> tuple[int, int, int, int]:
-    """Multiplications of a forward pass: (in the layers per token, of experts only those that it goes to; in the output matrix
-    per token whose log-probability is asked for; in causal attention per squared length: heads * dim * layers; in adapters per
-    token)."""
-    head = hf.get_output_embeddings().weight.numel()
-    outside = {hf.get_input_embeddings().weight, hf.get_output_embeddings().weight}      # one, if they are tied
-    adapters = sum(p.numel() for name, p in hf.named_parameters() if ".lora_" in name)
-    matrices = sum(p.numel() for name, p in hf.named_parameters() if p.ndim > 1 and not name.endswith("bias"))
-    matrices -= sum(p.numel() for p in outside) + adapters
-    if stacks(hf) and not hasattr(hf_config, "num_experts_per_tok"):
+def count_flops(hf: nn.Module, hf_config) -> tuple[int, int, int]:
+    """FLOPs of forward and backward: (in the layers per token, of experts only those that it goes to; in the output matrix per
+    token whose log-probability is asked for; in causal attention per squared length).
+
+    Per weight of a matrix product 6, where the weight is frozen 4, and 2 in layers with nothing that is trained in or before them,
+    which no gradient passes. hf: the model, with adapters if it has some
+    """
+    untouched, hf_config = {*takewhile(lambda p: not p.requires_grad, hf.parameters())}, hf_config.get_text_config()
+    passed_by = [[*layer.parameters()] for layer in hf.get_decoder().modules()
+                 if type(layer).__name__ in hf._no_split_modules and untouched.issuperset(layer.parameters())]
+    untouched = {p for layer in passed_by for p in layer}
+
+    def of(p: nn.Parameter) -> int:
+        return p.numel() * (6 if p.requires_grad else 2 if p in untouched else 4)
+
+    head = hf.get_output_embeddings().weight
+    outside = {hf.get_input_embeddings().weight, head}                  # one, if they are tied
+    matrices = sum(of(p) for name, p in hf.get_decoder().named_parameters()
+                   if p.ndim > 1 and not name.endswith("bias") and p not in outside)
+    if stacks(hf) and getattr(hf_config, "num_experts_per_tok", None) is None:
         raise InputError(f"{type(hf).__name__} does not say how many experts a token has (num_experts_per_tok in config.json)")
-    matrices -= sum(p.numel() * (len(p) - hf_config.num_experts_per_tok) // len(p) for _, p in stacks(hf))
+    matrices -= sum(of(p) * (len(p) - hf_config.num_experts_per_tok) // len(p) for _, p in stacks(hf))
     kinds = getattr(hf_config, "layer_types", None) or ["full_attention"] * hf_config.num_hidden_layers
     layers = hf_config.per_layer_config if hf_config.is_heterogeneous else [hf_config] * len(kinds)
-    attention = sum(layer.num_attention_heads * head_dim(layer) for layer, kind in zip(layers, kinds)
+    attention = sum(layer.num_attention_heads * head_dim(layer) * (2 if number < len(passed_by) else 6)
+                    for number, (layer, kind) in enumerate(zip(layers, kinds))
                     if kind not in RECURRENT - {"hybrid"} | {"mlp", "moe"})
-    return matrices, head, attention, adapters
+    num_mtp_layers = sum(isinstance(module, tuple(mtp.LAYERS.values())) for module in hf.modules())
+    attention += 6 * num_mtp_layers * hf_config.num_attention_heads * head_dim(hf_config)
+    # Each such layer asks the output matrix once more, without a gradient for it.
+    return matrices, of(head) + 4 * num_mtp_layers * head.numel(), attention
 
 
 def head_dim(hf_config) -> int:

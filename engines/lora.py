@@ -18,14 +18,20 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from config import CONFIGS, InputError
+from config import InputError, defaults
 from engines.experts import stacks
 
 PREFIX = "base_model.model."
-# Of adapter_config.json: what would make another adapter of the same two matrices.
+# Of adapter_config.json: what would make another adapter of the same two matrices,
 PLAIN = {"peft_type": "LORA", "bias": "none", "use_dora": False, "use_rslora": False, "fan_in_fan_out": False,
          "rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": None, "lora_bias": False,
          "layer_replication": None, "use_qalora": False, "alora_invocation_tokens": None}
+# and what would not. Any other key that is set may be a variant that PEFT has since got.
+HARMLESS = """task_type auto_mapping peft_version base_model_name_or_path revision inference_mode r lora_alpha lora_dropout
+    target_modules exclude_modules layers_to_transform layers_pattern megatron_config megatron_core qalora_group_size
+    loftq_config eva_config corda_config lora_ga_config runtime_config ensure_weight_tying init_lora_weights""".split()
+# Of init_lora_weights: those after which the frozen weights are still the model's own.
+INITS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 
 
 def inject(hf: nn.Module, lora: DictConfig, critic: bool = False) -> list[nn.Module]:
@@ -40,18 +46,22 @@ def inject(hf: nn.Module, lora: DictConfig, critic: bool = False) -> list[nn.Mod
             r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=keys["target_modules"],
             exclude_modules=keys["exclude_modules"] or None), hf, low_cpu_mem_usage=True)
     except (ValueError, re.error) as error:
-        raise InputError(f"model.lora.target_modules={lora.target_modules}: {error}") from None
+        reason, _, block = str(error).partition("(\n")          # PEFT prints all of a module that it cannot adapt
+        raise InputError(f"model.lora.target_modules={lora.target_modules}: {reason}"
+                         f"{' is no linear layer' * bool(block)}") from None
     layers = {name: module for name, module in hf.named_modules() if isinstance(module, Linear)}
     inside = [m for layer in hf.modules() if type(layer).__name__ in hf._no_split_modules for m in layer.modules()]
     strange = [name for name, p in hf.named_parameters() if ".lora_" in name and name.split(".lora_")[0] not in layers]
-    strange += [name for name, module in layers.items() if module not in inside]
+    # Conv1D, of GPT-2, has its matrix the other way round.
+    strange += [name for name, module in layers.items() if module not in inside or module.fan_in_fan_out]
     if strange:
         raise InputError(f"model.lora.target_modules={lora.target_modules} names {strange[0].split('.lora_')[0]}: adapters "
-                         "belong to the linear layers of decoder layers")
+                         "belong to the linear layers of decoder layers (nn.Linear); model.lora.exclude_modules leaves others out")
+    linear = [f".{name}" for name, module in hf.named_modules() if isinstance(module, (nn.Linear, Linear))]
     for key in ("target_modules", "exclude_modules"):
         for given in keys[key] if isinstance(keys[key], list) else ():
-            if not any(f".{name}".endswith(f".{given}") for name, _ in hf.named_modules()):
-                raise InputError(f"model.lora.{key}: the model has no module named {given}")
+            if not any(name.endswith(f".{given}") for name in linear):      # of a block of layers PEFT would exclude none
+                raise InputError(f"model.lora.{key}: the model has no linear layer named {given}")
     for name, parameter in hf.named_parameters():
         parameter.requires_grad_(".lora_" in name)
     for layer in layers.values():
@@ -80,16 +90,11 @@ def plain_name(name: str) -> str:
     return name.replace(".base_layer.", ".").replace(".default.", ".")
 
 
-def no_adapters() -> DictConfig:
-    """The defaults of model.lora."""
-    return OmegaConf.load(CONFIGS / "ppo.yaml").model.lora
-
-
 def check(config: DictConfig, hf: nn.Module) -> None:
     """Raise InputError for adapters that cannot work; hf: the model on the meta device, into which they are put."""
     lora = config.model.lora
     if not lora.rank:
-        for key, default in no_adapters().items():
+        for key, default in defaults("model.lora").items():
             if lora.get(key, default) != default:
                 raise InputError(f"model.lora.{key}={lora[key]} does nothing with model.lora.rank=0: give model.lora.rank")
         return
@@ -123,13 +128,12 @@ def read(lora: DictConfig, expected: dict[str, tuple[int, ...]]) -> dict[str, Te
         tensors = {name.removeprefix(PREFIX): x for name, x in load_file(path / "adapter_model.safetensors").items()}
     except (OSError, ValueError, SafetensorError) as error:
         raise InputError(f"model.lora.adapter_path={path} is not a directory with a PEFT adapter: {error}") from None
-    strange = [f"{key}={settings[key]}" for key, value in PLAIN.items() if (settings.get(key) or value) != value]
-    # Such an adapter is one to other weights than the model's own.
-    method = str(settings.get("init_lora_weights"))
-    strange += [f"init_lora_weights={method}"] * method.startswith(("pissa", "olora", "loftq", "corda"))
+    rank, alpha, method = (settings.get(key) for key in ("r", "lora_alpha", "init_lora_weights"))
+    strange = [f"{key}={x}" for key, x in settings.items() if key not in HARMLESS and x and x != PLAIN.get(key)]
+    strange += [f"init_lora_weights={method}"] * (method not in INITS)
+    strange += [f"lora_alpha={alpha}"] * (isinstance(alpha, float) and not alpha.is_integer())
     if strange:
         raise InputError(f"model.lora.adapter_path={path}: {strange[0]} in adapter_config.json is not supported")
-    rank, alpha = settings.get("r"), settings.get("lora_alpha")
     if (rank, alpha) != (lora.rank, lora.alpha):
         raise InputError(f"model.lora.adapter_path={path} has r={rank} and lora_alpha={alpha}: give model.lora.rank={rank} "
                          f"model.lora.alpha={alpha}")
@@ -141,11 +145,14 @@ def read(lora: DictConfig, expected: dict[str, tuple[int, ...]]) -> dict[str, Te
     return tensors
 
 
-def write(adapter: Iterable[tuple[str, Tensor]], lora: DictConfig, base: str, directory: Path) -> None:
-    """adapter_model.safetensors and adapter_config.json, as peft and vLLM load them. base: the frozen model's directory."""
+def write(adapter: Iterable[tuple[str, Tensor]], lora: DictConfig, base: str, directory: Path, is_part: bool = False) -> None:
+    """adapter_model.safetensors and adapter_config.json, as peft and vLLM load them. base: the frozen model's directory; is_part:
+    it has more than the model with the adapter, maybe layers of the same names."""
     adapter = {PREFIX + name: x.cpu().contiguous() for name, x in adapter}
     modules = {name.removeprefix(PREFIX).split(".lora_")[0] for name in adapter}
-    if not lora.exclude_modules and (lora.target_modules == "all-linear" or not isinstance(lora.target_modules, str)):
+    given = lora.target_modules         # as [layers.0.self_attn.q_proj], where q_proj alone would mean more
+    by_name = given == "all-linear" or not isinstance(given, str) and not any("." in name for name in given)
+    if by_name and not lora.exclude_modules and not is_part:
         modules = {name.rpartition(".")[2] for name in modules}
     save_file(adapter, directory / "adapter_model.safetensors", metadata={"format": "pt"})
     (directory / "adapter_config.json").write_text(json.dumps({

@@ -1,16 +1,21 @@
 """Estimate of the memory that one rank takes, from shapes alone, and what vLLM does with its share."""
 
+import re
+from collections import defaultdict
+
 import torch
 from omegaconf import DictConfig
 from torch import nn
 
+from engines import freeze, mtp
 from engines.experts import stacks
-from engines.fsdp.engine import build, is_replicated, is_sharded, uses_compile
+from engines.fsdp.engine import build, is_replicated, is_sharded, uses_compile, whole_modules
 from engines.hf import build_on_meta, head_dim, read_hf_config, stages_of_layers
 from engines.lora import inject
 from engines.optimizer import OPTIMIZERS
 
 GIB = 2**30
+EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"       # of all models with Megatron
 CPU_KV_CACHE_GIB = 1.0
 MAX_NUM_SEQS, LOGIT_COPIES = 1024, 3        # LOGIT_COPIES: what sampling holds at once of a response's logits, in fp32
 
@@ -34,15 +39,18 @@ def estimates(config: DictConfig, world_size: int, device_type: str, role: str =
 
 def checkpoint_bytes(config: DictConfig, role: str = "actor") -> int:
     """What a checkpoint holds of one engine: its weights and Adam's state, without what formats add."""
-    engine, shape, critic = config.engine, read_hf_config(config.model.path), role == "critic"
+    engine, critic = config.engine, role == "critic"
     if config.model_engine == "megatron":
-        hf, lora = build_on_meta(shape, torch.float32, critic), config.model.lora
+        hf, lora = build_on_meta(read_hf_config(config.model.path), torch.float32, critic,
+                                 with_mtp=mtp.is_trained(config)), config.model.lora
         if lora.rank:
             inject(hf, lora, critic)
+        freeze.apply(config, hf, critic)
         dtype = getattr(torch, lora.dtype if lora.rank else engine.compute_dtype)
-        # Weights, moments, and masters of such as are not fp32.
-        return sum(p.numel() for p in hf.parameters() if p.requires_grad) * (12 if dtype is torch.float32 else 14)
-    hf, adapted = build(config, shape, critic)
+        # Weights, moments, and masters of such as are not fp32; of adapters' model nothing.
+        trained, frozen = 12 if dtype is torch.float32 else 14, 0 if lora.rank else dtype.itemsize
+        return sum(p.numel() * (trained if p.requires_grad else frozen) for p in hf.parameters())
+    hf, adapted = build(config, critic)
     trained = [p for p in hf.parameters() if p.requires_grad]
     return sum(x.nbytes for x in (trained if adapted else hf.state_dict().values())) + 2 * sum(p.nbytes for p in trained)
 
@@ -54,12 +62,13 @@ def estimate(config: DictConfig, world_size: int, device_type: str, role: str = 
     A micro-batch is data.max_tokens_per_micro_batch tokens. Activations are counted for a Llama-like layer: residual and
     normalised inputs, q, k, v and the attention's output, gate, up and their product (of each expert that a token goes to, with
     its copy of the token and its answer); without torch.compile also the fp32 copies inside both norms and the activation of the
-    gate.
+    gate. Less is kept of layers that no gradient passes, since they and all before them are frozen. What images leave in a vision
+    tower is not counted.
     """
-    engine, shape = config.engine, read_hf_config(config.model.path)
-    hf, adapted = build(config, shape, role == "critic")
+    engine, shape = config.engine, read_hf_config(config.model.path).get_text_config()
+    hf, _ = build(config, role == "critic")
     num_outputs = 0 if role == "critic" else shape.vocab_size
-    layers = [m for m in hf.modules() if type(m).__name__ in hf._no_split_modules]
+    layers, num_layers = whole_modules(hf, hf), len(whole_modules(hf, hf.get_decoder()))
     whole, replicated = list(hf.parameters()), is_replicated(config, world_size)
     trained = [p for p in whole if p.requires_grad]
     in_matrices = sum(p.numel() for layer in layers for p in layer.parameters() if p.ndim == 2 and p.requires_grad)
@@ -86,7 +95,7 @@ def estimate(config: DictConfig, world_size: int, device_type: str, role: str = 
     compiled = uses_compile(engine, device_type)
     if not compiled:
         in_one_layer += 2 * hidden * (4 + 4) + intermediate * compute
-    kept = hidden * compute * len(layers) + in_one_layer if engine.activation_checkpointing else in_one_layer * len(layers)
+    kept = hidden * compute * num_layers + in_one_layer if engine.activation_checkpointing else in_one_layer * num_layers
     if role == "reference":
         kept = in_one_layer
     logits = min(tokens, engine.log_prob_chunk_size) * num_outputs * (2 * compute + (0 if compiled else 8))
@@ -97,14 +106,14 @@ def estimate(config: DictConfig, world_size: int, device_type: str, role: str = 
     return {f"parameters{where}": frozen + gradients, f"gradients{where}": gradients,
             f"{optimizer}{where}": moments * gradients, "gathered weights": gathered, "unreduced gradients": unreduced,
             "activations": tokens * kept, "logits of a chunk": logits,
-            "gradient of the output matrix": 0 if adapted else num_outputs * hidden * 4}
+            "gradient of the output matrix": num_outputs * hidden * 4 * hf.get_output_embeddings().weight.requires_grad}
 
 
 def root_and_layer(parameters: list[nn.Parameter], layers: list[nn.Module]) -> tuple[int, int]:
-    """How many numbers of these parameters are in no decoder layer, and how many in one."""
+    """How many numbers of these parameters are in no decoder layer, and how many in the layer with most of them."""
     mine = {id(p) for p in parameters}
-    in_layers = sum(p.numel() for layer in layers for p in layer.parameters() if id(p) in mine)
-    return sum(p.numel() for p in parameters) - in_layers, in_layers // len(layers)
+    in_layers = [sum(p.numel() for p in layer.parameters() if id(p) in mine) for layer in layers]
+    return sum(p.numel() for p in parameters) - sum(in_layers), max(in_layers)
 
 
 def estimate_megatron(config: DictConfig, world_size: int, device_type: str, role: str = "actor") -> list[dict[str, float]]:
@@ -117,27 +126,30 @@ def estimate_megatron(config: DictConfig, world_size: int, device_type: str, rol
     engine, shape = config.engine, read_hf_config(config.model.path)
     tp, pp, cp, vpp = (engine[f"{name}_parallel_size"] for name in (
         "tensor_model", "pipeline_model", "context", "virtual_pipeline_model"))
-    hf, num_layers, ep = build_on_meta(shape, torch.float32), shape.num_hidden_layers, engine.expert_model_parallel_size
+    critic, with_mtp, ep = role == "critic", mtp.is_trained(config), engine.expert_model_parallel_size
+    hf, num_layers = build_on_meta(shape, torch.float32, critic, with_mtp=with_mtp), shape.num_hidden_layers
     rank, compute = config.model.lora.rank, getattr(torch, engine.compute_dtype).itemsize
     trained = getattr(torch, config.model.lora.dtype).itemsize if rank else compute        # bytes of each weight that is trained
     gradient = 4 if engine.override_ddp_config.get("grad_reduce_in_fp32", True) else trained
     state = 8 if trained == 4 else 12                       # Adam's moments, and fp32 masters of weights that are not
     if rank:
-        inject(hf, config.model.lora)
-    in_layers = in_experts = in_adapters = 0
+        inject(hf, config.model.lora, critic)
+    freeze.apply(config, hf, critic)
+    sizes = defaultdict(int)                                # of one rank's part: (number of a layer or name, kind) -> numbers
     for name, p in hf.named_parameters():
-        is_row = ".o_proj." in name or ".down_proj." in name
-        if ".lora_" in name:                                # of a row-parallel layer A is divided, of the others B
-            in_adapters += p.numel() // (tp if is_row is (".lora_A." in name) else 1)
-            continue
+        is_row, layer = ".o_proj." in name or ".down_proj." in name, re.search(r"\.layers\.(\d+)\.", name)
+        kind = "frozen" if not p.requires_grad else "experts" if ".experts." in name else "learned"
         # Norms, biases of row-parallel layers, routers.
-        whole = p.ndim == 1 and (is_row or not name.endswith(".bias")) or name.endswith(".mlp.gate.weight")
-        if ".experts." in name:
-            in_experts += p.numel() // ep
-        elif ".layers." in name:
-            in_layers += p.numel() if whole else p.numel() // tp
-    head = -(-shape.vocab_size // tp) * shape.hidden_size
-    num_outputs = 0 if role == "critic" else head // shape.hidden_size
+        whole = p.ndim == 1 and (is_row or not name.endswith(".bias")) or name.endswith((".mlp.gate.weight", ".input_proj.weight"))
+        if ".lora_" in name:                                # of a row-parallel layer A is divided, of the others B
+            number = p.numel() // (tp if is_row is (".lora_A." in name) else 1)
+        elif name in (EMBEDDING, HEAD):
+            number = -(-len(p) // tp) * shape.hidden_size
+        else:
+            number = p.numel() // (ep if ".experts." in name else 1 if whole else tp)
+        sizes[int(layer[1]) if layer else "mtp" if ".mtp_layers." in name else name, kind] += number
+    output = EMBEDDING if shape.tie_word_embeddings and not critic else HEAD
+    num_outputs = 0 if critic else -(-shape.vocab_size // tp)
 
     hidden, intermediate, topk = shape.hidden_size, shape.intermediate_size, getattr(shape, "num_experts_per_tok", 0)
     q, kv = (heads * head_dim(shape) for heads in (shape.num_attention_heads, shape.num_key_value_heads))
@@ -146,28 +158,28 @@ def estimate_megatron(config: DictConfig, world_size: int, device_type: str, rol
     in_expert = getattr(shape, "moe_intermediate_size", intermediate)
     in_mlp = topk * (2 * hidden + 4 * in_expert) / sp if topk else 3 * intermediate / tp
     in_layer = tokens * compute * (4 * hidden / sp + 3 * (q + kv) / tp + in_mlp)
-    stages, layers_of = [], stages_of_layers(num_layers, pp * vpp)
+    stages, chunks = [], torch.arange(num_layers).split(stages_of_layers(num_layers, pp * vpp))
     for stage in range(pp):
-        last, here = stage == pp - 1, sum(layers_of[stage::pp])
-        dense = in_layers // num_layers * here + (stage == 0) * head + last * hidden            # the last norm
-        if last and role != "critic" and not (shape.tie_word_embeddings and pp == 1):
-            dense += head
-        experts, value_head = in_experts // num_layers * here, hidden if last and role == "critic" else 0
-        frozen, learned, learned_experts = (dense + experts, in_adapters * here // num_layers, 0) if rank else (0, dense, experts)
-        learned += value_head
+        last, held = stage == pp - 1, {*torch.cat(chunks[stage::pp]).tolist()}
+        here = len(held)
+        held |= ({EMBEDDING} if stage == 0 else set()) | ({NORM, output} if last else set())
+        if last and with_mtp:                               # with a copy of the embedding
+            held |= {"mtp", EMBEDDING}
+        frozen, learned, experts = (sum(sizes[each, kind] for each in held) for kind in ("frozen", "learned", "experts"))
         waiting = pp - stage if vpp == 1 else 2 * (pp - stage - 1) + (vpp - 1) * pp + 1
         layers = waiting * here // vpp
         kept = layers * tokens * compute * hidden / sp + in_layer if engine.recompute == "full" else layers * in_layer
+        kept += last * with_mtp * mtp.num_layers(shape) * in_layer
         if role == "reference":
             kept = in_layer
         shares = (world_size // (pp * tp), world_size // (pp * ep)) if engine.use_distributed_optimizer else (1, 1)
         logits = min(tokens, engine.log_prob_chunk_size) * num_outputs * (2 * compute + (0 if device_type == "cuda" else 8))
         stages.append({
-            "parameters": frozen * compute + (learned + learned_experts) * trained,
-            "gradients": (learned + learned_experts) * gradient,
-            "optimizer": state * (learned / shares[0] + learned_experts / shares[1]),
+            "parameters": frozen * compute + (learned + experts) * trained,
+            "gradients": (learned + experts) * gradient,
+            "optimizer": state * (learned / shares[0] + experts / shares[1]),
             "activations": kept + last * tokens * hidden * compute, "logits of a chunk": last * logits,
-            "gradient of the output matrix": 0 if rank else last * num_outputs * hidden * 4})
+            "gradient of the output matrix": last * num_outputs * hidden * 4 * (not sizes[output, "frozen"])})
     return stages
 
 
@@ -190,8 +202,8 @@ def max_num_seqs(config: DictConfig, world_size: int, device_bytes: int) -> int:
     if rollout.kv_cache_gib or not device_bytes:
         room = (rollout.kv_cache_gib or CPU_KV_CACHE_GIB) * GIB
     else:
-        weights = sum(p.numel() for p in build_on_meta(model, torch.float32).parameters()) * size / tp
+        weights = sum(p.numel() for p in build_on_meta(model, torch.float32, images=config.model.images).parameters()) * size / tp
         room = rollout.gpu_memory_utilization * device_bytes - weights
-        each += LOGIT_COPIES * shape.vocab_size * 4
+        each += LOGIT_COPIES * (1 + mtp.num_drafted(config)) * shape.vocab_size * 4
     drawn = -(-config.data.train_batch_size * tp // world_size) * rollout.n
     return max(1, min(drawn, int(room / each), MAX_NUM_SEQS))

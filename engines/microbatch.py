@@ -1,7 +1,7 @@
 """A micro-batch as a rank sees it: padded, its share of the tokens, and the way back from places to tokens."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -10,6 +10,21 @@ from torch import Tensor
 from data.packing import Batch
 from engines.collectives import AllGather
 from engines.device import to_device
+
+
+@dataclass
+class Ahead:
+    """What k places further on stands in the same sequence.
+
+    input_ids  [b, s] int64: the token k places behind each place; -1 behind the end of its sequence, and for its first place, where
+               vLLM's drafters see no token either
+    place      [own] int64: into the [s * b] places, what is k + 1 places before an asked token
+    targets    [own] int64: that token
+    """
+
+    input_ids: Tensor
+    place: Tensor
+    targets: Tensor
 
 
 @dataclass
@@ -26,6 +41,8 @@ class MicroBatch:
     token      [k] int64: into the T tokens, those asked about
     source     [k] int64: into the [ranks * size] places of all context-parallel ranks, the answer of each
     fields     name -> [T]
+    ahead      for each k from 1 on, as multi-token prediction needs it
+    given      of a model of images, what it is given instead of input_ids
     """
 
     input_ids: Tensor
@@ -39,6 +56,8 @@ class MicroBatch:
     source: Tensor
     fields: dict[str, Tensor]
     num_tokens: int
+    ahead: list["Ahead"]
+    given: dict[str, Tensor] = field(default_factory=dict)
 
     def to_tokens(self, answers: Tensor, group) -> Tensor:
         """[own] of this rank -> [T], 0 where nothing was asked; the same on all ranks of the context-parallel group."""
@@ -49,16 +68,17 @@ class MicroBatch:
 
 
 def lay_out(batch: Batch, packing_of: Callable[[list[int]], Any] | None, group, device: torch.device, multiple: int = 1,
-            zigzag: bool = False) -> MicroBatch:
+            zigzag: bool = False, num_ahead: int = 0, filler: int = 0) -> MicroBatch:
     """A batch in host memory, divided over the context-parallel group. T may be 0: a sequence of padding takes part in
-    the collectives that other ranks wait for.
+    the collectives that other ranks wait for. filler: the length of such a sequence, if there has to be one; for a group of one.
 
     packing_of: MicroBatch.lengths -> its packing; None: pad to one length. multiple: that of every sequence's length. Of the
     tokens of all sequences rank r has the r-th part; zigzag: of each sequence's 2 * ranks chunks the r-th from both ends.
+    num_ahead: for how many k there is MicroBatch.ahead.
     """
     cp, rank, num_tokens, packed = group.size(), group.rank(), len(batch.input_ids), packing_of is not None
     padded = [-(-n // multiple) * multiple for n in batch.lengths]
-    missing = -sum(padded) % cp if padded else max(multiple, cp)
+    missing = filler or (-sum(padded) % cp if padded else max(multiple, cp))
     padded = torch.tensor(padded + [missing] * (missing > 0))
     if not packed:
         padded = padded.max().expand(len(padded))
@@ -77,17 +97,26 @@ def lay_out(batch: Batch, packing_of: Callable[[list[int]], Any] | None, group, 
 
     row = torch.repeat_interleave(torch.arange(len(batch)), batch.cu_seqlens.diff())
     position = batch.position_ids
-    owner, place = locate(row, position)
-    ids = torch.zeros(size, dtype=torch.int64).index_copy(0, place[owner == rank], batch.input_ids[owner == rank])
-    padding = torch.ones(size, dtype=torch.bool).index_fill(0, place[owner == rank], False)
-    ids, padding = (x[None] if packed else x.view(-1, len(padded)).T for x in (ids, padding))
-
     asked = batch.fields["loss_mask"] != 0 if "loss_mask" in batch.fields else torch.ones(num_tokens, dtype=torch.bool)
-    token = (asked & (position > 0)).nonzero()[:, 0]                  # the first token of a sequence is not predicted
-    owner, place = locate(row[token], position[token] - 1)
+
+    def behind(k: int) -> tuple[Tensor, ...]:
+        """[b, s]: the token k places behind each place, -1 where there is none; and of tokens that are asked about, and have more
+        than k before them: which of the T, and the rank and place there k + 1 places before."""
+        there = position >= k + (k > 0)
+        owner, place = locate(row[there], position[there] - k)
+        mine, token = owner == rank, (asked & (position > k)).nonzero()[:, 0]         # nothing predicts a first token
+        ids = torch.full((size,), -1).index_copy(0, place[mine], batch.input_ids[there][mine])
+        return ids[None] if packed else ids.view(-1, len(padded)).T, token, *locate(row[token], position[token] - 1 - k)
+
+    ids, token, owner, place = behind(0)
+    mine, ahead = owner == rank, []
     on_device = {name: to_device(x, device) for name, x in dict(
-        input_ids=ids, padding=padding, place=place[owner == rank], targets=batch.input_ids[token][owner == rank],
-        kept_words=batch.kept_words[token][owner == rank], token=token, source=owner * size + place).items()}
+        input_ids=ids.clamp(min=0), padding=ids < 0, place=place[mine], targets=batch.input_ids[token[mine]],
+        kept_words=batch.kept_words[token[mine]], token=token, source=owner * size + place).items()}
+    for k in range(1, num_ahead + 1):
+        ids, token, owner, place = behind(k)
+        of_mine = ids, place[owner == rank], batch.input_ids[token[owner == rank]]
+        ahead.append(Ahead(*(to_device(x, device) for x in of_mine)))
     lengths = padded.tolist()
-    return MicroBatch(lengths=lengths, packing=packing_of(lengths) if packed else None, num_tokens=num_tokens,
+    return MicroBatch(lengths=lengths, packing=packing_of(lengths) if packed else None, num_tokens=num_tokens, ahead=ahead,
                       fields={name: to_device(values, device) for name, values in batch.fields.items()}, **on_device)

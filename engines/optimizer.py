@@ -88,7 +88,8 @@ def build(model: nn.Module, layers: list[nn.Module], optim: DictConfig) -> list[
     groups = [{"params": [p for p in parameters if id(p) in hidden], "weight_decay": optim.weight_decay},
               {"params": [p for p in parameters if id(p) not in hidden | spared], "weight_decay": optim.weight_decay},
               {"params": [p for p in parameters if id(p) in spared], "weight_decay": 0.0}]
-    found = named(optim)(params=[g for g in groups if g["params"]], lr=optim.lr, betas=tuple(optim.betas), eps=optim.eps)
+    make = named(optim) if hidden or optim.name != "muon" else adamw            # model.freeze may leave nothing for Muon
+    found = make(params=[g for g in groups if g["params"]], lr=optim.lr, betas=tuple(optim.betas), eps=optim.eps)
     found = found if isinstance(found, list) else [found]
     for optimizer in found:
         if not isinstance(optimizer, Optimizer):

@@ -21,7 +21,8 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu
     longest_*: the longest segment, or more. window: how many keys a query sees, itself included; 0: all
     """
     width = value.shape[-1]
-    value = F.pad(value, (0, query.shape[-1] - width))          # the kernel has one size for keys and values
+    if width != query.shape[-1]:
+        value = F.pad(value, (0, query.shape[-1] - width))      # the kernel has one size for keys and values
     return varlen_attn(query.contiguous(), key.contiguous(), value.contiguous(), cu_q, cu_k, longest_q, longest_k, scale=scale,
                        window_size=(window - 1, 0), **GROUPED)[..., :width]
 
@@ -34,16 +35,16 @@ def by_segment(query: Tensor, key: Tensor, value: Tensor, segments: Iterable[tup
     for q0, q1, k0, k1 in segments:
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query[q0:q1], key[k0:k1], value[k0:k1]))
         num_q, num_k = q1 - q0, k1 - k0
-        mask = {"is_causal": True} if num_q == num_k else {"attn_mask": causal_lower_right(num_q, num_k)}
-        if 0 < window < num_k:
-            seen = torch.ones(num_q, num_k, dtype=torch.bool, device=q.device).tril(num_k - num_q)
-            mask = {"attn_mask": seen.triu(num_k - num_q + 1 - window)}
-        if softcap or sinks is not None:
+        seen = None
+        if 0 < window < num_k or softcap or sinks is not None:
             seen = torch.ones(num_q, num_k, dtype=torch.bool, device=q.device).tril(num_k - num_q)
             seen = seen.triu(num_k - num_q + 1 - window) if window > 0 else seen
+        if softcap or sinks is not None:
             attended = explicit_attention(q, k, v, seen, scale, softcap, sinks)
         else:
-            attended = F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=q.shape[1] != k.shape[1], **mask)
+            causal = {"is_causal": True} if num_q == num_k else {"attn_mask": causal_lower_right(num_q, num_k)}
+            attended = F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=q.shape[1] != k.shape[1],
+                                                      **(causal if seen is None else {"attn_mask": seen}))
         out.append(attended.permute(2, 0, 1, 3))
     return torch.cat(out)
 

@@ -20,12 +20,13 @@ from engines import lora
 from engines.storage import checksum
 
 
-def load_weights(hf: nn.Module, path: Path, names: dict[str, str], device: torch.device, buffer_device: torch.device,
+def load_weights(hf: nn.Module, path: Path, names: dict[str, str | None], device: torch.device, buffer_device: torch.device,
                  buffer_dtype: torch.dtype, critic: bool = False, base: dict[str, Tensor] | None = None) -> None:
     """Allocate the sharded parameters and read this rank's rows of each from the safetensors files, and the persistent buffers,
     which are floating-point numbers of buffer_dtype (but where transformers keeps them in fp32). A critic's output matrix is zero
     where the files have none, or a policy's: every value begins at 0. Adapters are left empty. names: as from model_names().
     base: tensors by name that are to be filled, and used, instead of memory of the model's own."""
+    from transformers import PreTrainedModel  # slow: not for those who only read checksums
     for prefix, module in hf.named_modules():
         for name in module._parameters:
             if (tensor := (base or {}).get(lora.plain_name(f"{prefix}.{name}"))) is not None:
@@ -55,12 +56,13 @@ def load_weights(hf: nn.Module, path: Path, names: dict[str, str], device: torch
                         continue
                     else:
                         copy_rows(tensor, source) if tensor.ndim else tensor.copy_(opened.get_tensor(file_name))
+        for _, tensor in stored_tensors(hf):
+            tensor._is_hf_initialized = True                # which transformers' _init_weights() leaves as they are
+        models = [model for model in hf.modules() if isinstance(model, PreTrainedModel)]
+        model_of = {module: model for model in models for module in model.modules()}        # the innermost one
         for module in hf.modules():
-            if module._non_persistent_buffers_set:                        # rotary frequencies: in no file
-                for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-                    if name not in module._non_persistent_buffers_set:
-                        tensor._is_hf_initialized = True                  # an embedding with a scale keeps its weights
-                hf._init_weights(module)
+            if module._non_persistent_buffers_set:          # rotary frequencies: in no file
+                model_of[module]._init_weights(module)
 
 
 def stacked(hf: nn.Module) -> dict[str, list[tuple[str, range]]]:
@@ -103,9 +105,10 @@ def stored_tensors(hf: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from ((name, buffer) for name, buffer in hf.named_buffers() if name in kept)
 
 
-def model_names(hf: nn.Module, path: Path) -> dict[str, str]:
+def model_names(hf: nn.Module, path: Path) -> dict[str, str | None]:
     """name in the files -> name in the model: transformers renames some families' weights when it loads them. A part of a stack
-    keeps its name. Raises InputError where it would make several weights of one."""
+    keeps its name; what transformers leaves alone has None: a layer that predicts one more token (MTP), a vision tower. Raises
+    InputError where it would make several weights of one."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, dot_natural_key, rename_source_key
     transforms = get_model_conversion_mapping(hf)
@@ -116,8 +119,8 @@ def model_names(hf: nn.Module, path: Path) -> dict[str, str]:
     names = {part: part for parts in stacked(hf).values() for part, _ in parts if part in there}
     for name in sorted(there - names.keys(), key=dot_natural_key):
         names[name], converted = rename_source_key(name, renamings, converters, hf.base_model_prefix, stored)
-        if names[name] not in stored and is_ignored(hf, name):
-            names[name] = name
+        if names[name] not in stored and is_ignored(hf, names[name]):
+            names[name] = None
         elif converted:
             raise InputError(f"model.path={path}: transformers converts {name} to {names[name]} of {type(hf).__name__}, which is "
                              "not supported: load the model with transformers, and save it with save_original_format=False")
@@ -125,20 +128,15 @@ def model_names(hf: nn.Module, path: Path) -> dict[str, str]:
 
 
 def is_ignored(hf: nn.Module, name: str) -> bool:
-    """Whether transformers leaves a weight in the files alone if the model does not have it, as of a layer that predicts one more
-    token (MTP)."""
+    """Whether transformers leaves a weight alone that the model does not have. name: as the model would have it"""
     return any(re.search(pattern, name) for pattern in hf._keys_to_ignore_on_load_unexpected or ())
 
 
-def ignored_weights(hf: nn.Module, path: Path, names: dict[str, str], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def ignored_weights(path: Path, names: dict[str, str | None]) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of those, as the files have them. names: as from model_names()."""
-    known = {lora.plain_name(name) for name in hf.state_dict()} | {part for found in stacked(hf).values() for part, _ in found}
     for file in weight_files(path):
         with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():
-                if names[name] not in known and is_ignored(hf, name):
-                    tensor = tensors.get_tensor(name)
-                    yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
+            yield from ((name, tensors.get_tensor(name)) for name in tensors.keys() if names[name] is None)
 
 
 def shapes_in_files(path: Path) -> dict[str, list[int]]:
@@ -162,7 +160,7 @@ def check_files(hf: nn.Module, path: Path, critic: bool, parameters: Iterable[tu
     found, parts = shapes_in_files(path), {}
     file_names = {name: name for name in found}
     if parameters is None:
-        file_names = {name: file_name for file_name, name in model_names(hf, path).items()}
+        file_names = {name: file_name for file_name, name in model_names(hf, path).items() if name}
         found = {name: found[file_name] for name, file_name in file_names.items()}
         parts = {name: each for name, each in stacked(hf).items() if name not in found}
     expected = {name: list(x.shape) for name, x in in_files(parameters or stored_tensors(hf), parts)}

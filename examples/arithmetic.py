@@ -1,19 +1,24 @@
 """A model and a task small enough to train while you watch, made from nothing: no download.
 
-    python examples/arithmetic.py build DIR              # DIR/model (random weights), DIR/train.jsonl, DIR/val.jsonl, DIR/worked/
+    python examples/arithmetic.py build DIR              # DIR/model and DIR/mimo (random weights), DIR/*.jsonl, DIR/worked/
     python examples/arithmetic.py ask MODEL_DIR [--n 8]  # held-out problems, the model's answers, how many of 200 are right
 
 The model is a Qwen3 of 1.4 million parameters that reads and writes single characters. The task is arithmetic as a chat.
 Half of the questions ask for the number alone, half for the columns too ("7+8=15, 4+3+1=8, 85"), so answers have 2 to 30
 characters. Columns are learned in minutes; a number without its columns takes far longer. One in five replies to the first
 kind of question shows the columns all the same: reinforcement learning finds out that this pays. DIR/worked has the same
-problems with the columns in every reply, for adapters to learn. The same arguments give the same files, to the last byte.
+problems with the columns in every reply, for adapters to learn. DIR/mimo is a model of that size with a layer for multi-token
+prediction. The same arguments give the same files, to the last byte.
 """
 
 import argparse
 import json
 import random
+import sys
+from collections.abc import Callable
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))        # where engines/mtp.py is
 
 SEED = 0
 NUM_TRAIN, NUM_VAL = 12_000, 500
@@ -110,18 +115,24 @@ def make_tokenizer():
                                    chat_template=CHAT_TEMPLATE, model_max_length=512, clean_up_tokenization_spaces=False)
 
 
-def make_model(tokenizer):
+def make_model(tokenizer, kind: str = "qwen3"):
+    """kind: qwen3, or mimo for a layer more, which predicts the token after the next"""
     import torch
-    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    from engines import mtp
 
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    config = Qwen3Config(
-        vocab_size=len(tokenizer), hidden_size=256, intermediate_size=640, num_hidden_layers=2,
+    config = AutoConfig.for_model(
+        kind, vocab_size=len(tokenizer), hidden_size=256, intermediate_size=640, num_hidden_layers=2,
         num_attention_heads=8, num_key_value_heads=2, head_dim=32,      # every size divides by 2, for tensor parallelism
         initializer_range=0.07,                                         # about 1 / sqrt(256): 0.02 is for large models
-        max_position_embeddings=512, tie_word_embeddings=False, dtype="float32", bos_token_id=None, **ids)
+        max_position_embeddings=512, tie_word_embeddings=False, dtype="float32", bos_token_id=None, **ids,
+        **({"num_nextn_predict_layers": 1} if kind == "mimo" else {}))
     torch.manual_seed(SEED)
-    model = Qwen3ForCausalLM(config)
+    model = AutoModelForCausalLM.from_config(config)
+    if kind == "mimo":
+        model.model.mtp_layers = mtp.layers(config).to_empty(device="cpu").apply(model._init_weights)
     model.generation_config = GenerationConfig(**ids)
     return model
 
@@ -132,9 +143,10 @@ def build(directory: Path) -> None:
     logging.disable_progress_bar()
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer()
-    model = make_model(tokenizer)
-    model.save_pretrained(directory / "model")
-    tokenizer.save_pretrained(directory / "model")
+    for name, kind in (("mimo", "mimo"), ("model", "qwen3")):
+        model = make_model(tokenizer, kind)
+        model.save_pretrained(directory / name)
+        tokenizer.save_pretrained(directory / name)
     (directory / "worked").mkdir(exist_ok=True)
     for name, rows in zip(("train", "val"), make_rows(always_worked=True)):
         write_rows(directory / f"worked/{name}.jsonl", rows)
@@ -164,6 +176,8 @@ def ask(directory: Path, num_shown: int) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
+    from engines import mtp  # noqa: F401  makes transformers know MiMo
+
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     rows = make_rows()[1][:200]
@@ -178,14 +192,15 @@ def ask(directory: Path, num_shown: int) -> None:
     print(f"{sum(right)} of {len(rows)} replies end in the right number ({sum(right) / len(rows):.0%})")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(description: str, build: Callable[[Path], None], ask: Callable[[Path, int], None]) -> None:
+    """The command line of this example and of others."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("build", help="write a model with random weights, and its data")
     command.add_argument("directory", type=Path)
-    command = commands.add_parser("ask", help="give held-out problems to a model")
+    command = commands.add_parser("ask", help="ask a model about held-out ones")
     command.add_argument("directory", type=Path)
-    command.add_argument("--n", type=int, default=8, help="problems to show")
+    command.add_argument("--n", type=int, default=8, help="answers to show")
     arguments = parser.parse_args()
     if arguments.command == "build":
         build(arguments.directory)
@@ -194,4 +209,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, build, ask)

@@ -17,7 +17,7 @@ from config import InputError
 from engines import lora
 from engines.experts import stacks
 from engines.fsdp.engine import is_replicated
-from engines.hf import build_on_meta, read_hf_config
+from engines.hf import build_on_meta, read_hf_config, text_name
 
 ADAPTER_ID = 1                  # vLLM's ids begin here; 0 is the base
 
@@ -93,6 +93,7 @@ class Adapter:
     def __init__(self, model: nn.Module, config: DictConfig):
         """Raises InputError for a layer that has an adapter and that vLLM has no room beside."""
         self.model, self.manager = model, model.lora_manager
+        self.hf = build_on_meta(read_hf_config(config.model.path), torch.float32)
         self.rank, self.scale = config.model.lora.rank, config.model.lora.alpha / config.model.lora.rank
         places = Places(shapes(config), torch.float32)
         with places:
@@ -105,6 +106,7 @@ class Adapter:
 
     def _load(self, tensors: dict[str, Tensor]) -> None:
         """Let vLLM copy an adapter's matrices to where it reads them."""
+        tensors = {text_name(self.hf, name): x for name, x in tensors.items()}
         for name, layer in self.manager.modules.items():
             parts = self.manager.packed_modules.get(name, [name])
             a, b = ([tensors.get(f"{part}.{kind}.weight") for part in parts] for kind in ("lora_A", "lora_B"))
@@ -132,10 +134,10 @@ class Adapter:
                                f"{min(tensors.keys() ^ self.places.keys())} being the first that differs")
         scaled = [name for name in tensors if ".lora_B." in name]
         tensors |= zip(scaled, torch._foreach_mul([tensors[name].float() for name in scaled], self.scale))
-        tensors = {name: x.contiguous() for name, x in tensors.items()}         # which may begin inside a larger storage
-        copies = [(place, tensors[name].as_strided(part.size(), part.stride(),
-                                                   tensors[name].storage_offset() + part.storage_offset()))
-                  for name, places in self.places.items() for place, part in places]
+        # `part` is a view of a matrix that begins its memory; these may begin inside a larger one.
+        tensors = {name: x.contiguous() for name, x in tensors.items()}
+        copies = [(place, x.as_strided(part.size(), part.stride(), x.storage_offset() + part.storage_offset()))
+                  for name, x in tensors.items() for place, part in self.places[name]]
         torch._foreach_copy_(*map(list, zip(*copies)))          # hundreds of small matrices: one launch, not one for each
 
     @contextmanager
@@ -152,10 +154,10 @@ class Adapter:
 
     def base(self, config: DictConfig) -> dict[str, Tensor] | str:
         """Where this model keeps the weights of its files: name -> a view of its tensor; or why some have no such place."""
-        hf, dtype = build_on_meta(read_hf_config(config.model.path), torch.float32), getattr(torch, config.engine.compute_dtype)
-        places = Places({name: p.shape for name, p in hf.named_parameters()}, dtype)
+        dtype = getattr(torch, config.engine.compute_dtype)
+        places = Places({name: p.shape for name, p in self.hf.named_parameters()}, dtype)
         with self.unwrapped(), places:
-            self.model.load_weights(iter(places.weights.items()))
+            self.model.load_weights((text_name(self.hf, name), x) for name, x in places.weights.items())
         for name, weight in places.weights.items():
             found = [place for place, _ in places.found[name]]
             if len(found) != 1 or found[0].shape != weight.shape or found[0].dtype != dtype or not found[0].is_contiguous():

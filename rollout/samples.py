@@ -21,7 +21,9 @@ import disk
 from data.packing import Batch, partition
 from data.prompts import Prompt
 from engines.device import on_rank0
+from rollout import speculation
 from rollout.grading import Failure, Grader, Reward
+from rollout.images import Shown
 from rollout.vllm import Rollout, request_seed
 
 MAX_WRITTEN = 2000      # characters of a value of a row in a file of samples, and of a text in a table
@@ -43,6 +45,7 @@ class Samples:
     baseline   [n] fp32: the score of a greedy response to the same prompt, for remax
     metrics    of all that was drawn, left out or not
     parts      [n] fp32 by name: what the scores are the weighted sums of; none when the reward is a number alone
+    rows       [n] int64, where prompts have images: the row of the dataset of each response
     """
 
     batch: Batch
@@ -60,6 +63,7 @@ class Samples:
     baseline: Tensor | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     parts: dict[str, Tensor] = field(default_factory=dict)
+    rows: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.group)
@@ -198,8 +202,14 @@ def draw_samples(rollout: Rollout, grader: Grader, dataset, rows: Sequence[int],
     with profiler.stage("rollout_generate", rollout):
         start = time.perf_counter()
         seeds = [request_seed(*seed, int(rows[p]), i % sampling.n) for i, p in zip(local.tolist(), places)]
-        batch, truncated = rollout.generate([prompts[p].input_ids for p in places], seeds, sampling)
+        row_of, shown = None, {}
+        if dataset.pictures:
+            row_of = torch.tensor([*map(int, rows)])[place]
+            shown = {"shown": [Shown(prompts[p].before_images or prompts[p].input_ids, prompts[p].images) for p in places]}
+        batch, truncated = rollout.generate([prompts[p].input_ids for p in places], seeds, sampling, **shown)
+        batch = replace(batch, rows=row_of[local], pictures=dataset.pictures) if dataset.pictures else batch
         seconds = torch.zeros(dist.get_world_size()).index_fill(0, torch.tensor(rank), time.perf_counter() - start)
+        drafts = speculation.metrics(summed(rollout.drafts.counts.clone(), host_group)) if rollout.drafter else {}
     with profiler.stage("reward"):
         mine = (owner[local] == rank).nonzero()[:, 0]
         batch = batch if len(mine) == len(batch) else batch.select(mine)
@@ -227,6 +237,6 @@ def draw_samples(rollout: Rollout, grader: Grader, dataset, rows: Sequence[int],
     dataset.drawn_lengths[rows] = response_lengths.view(len(rows), -1).float().mean(1)
     samples = Samples(batch, texts, prompts, owner, rank, lengths.long(), response_lengths.long(), first_group + place,
                       scores.float(), truncated.bool(), [failure for _, failure in failures], len(owner),
-                      metrics={"perf/rollout_idle": idle.mean().item(), "perf/rollout_idle_max": idle.max().item()},
-                      parts={name: x.float() for name, x in zip(names, parts)})
+                      metrics={"perf/rollout_idle": idle.mean().item(), "perf/rollout_idle_max": idle.max().item(), **drafts},
+                      parts={name: x.float() for name, x in zip(names, parts)}, rows=row_of)
     return samples if graded.all() else samples.select(graded.bool())

@@ -56,8 +56,7 @@ class ClosedBatchScheduler(AsyncScheduler):
         groups = self.kv_cache_config.kv_cache_groups
         if self.use_pp or self.num_spec_tokens or self.connector or len(groups) != 1 \
                 or self.lora_config and self.lora_config.max_loras > 1 \
-                or not isinstance(groups[0].kv_cache_spec, FullAttentionSpec) or self.requests \
-                or self.vllm_config.model_config.is_multimodal_model:
+                or not isinstance(groups[0].kv_cache_spec, FullAttentionSpec) or self.requests:
             return False
         n, vocab_size = len(responses.lengths), self.vllm_config.model_config.get_vocab_size()
         self.responses, self.row, self.rows = responses, {}, np.zeros(0, np.int64)       # rows: of self.running
@@ -79,6 +78,11 @@ class ClosedBatchScheduler(AsyncScheduler):
         self.prompt[row] = request.num_prompt_tokens
         self.last[row] = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len) - 1
         self.ends[[token for token in (params.eos_token_id, *(params.stop_token_ids or ())) if token is not None]] = True
+
+    def _try_schedule_encoder_inputs(self, request: Request, num_computed: int, num_new: int, budget: int, *args, **more) -> tuple:
+        """Let a prompt wait whose images do not fit yet beside those of the steps in flight: vLLM would cut it before them."""
+        found = super()._try_schedule_encoder_inputs(request, num_computed, num_new, budget, *args, **more)
+        return found if found[1] == num_new else ([], 0, budget, *([] for _ in found[3:]))
 
     # -- what the next step computes -------------------------------------------------------------------------------------
 
@@ -163,6 +167,9 @@ class ClosedBatchScheduler(AsyncScheduler):
         rows, (token_ids, log_probs) = rows[places], (x[places] for x in model_output.logprobs[:2])
         self.responses.append(rows, token_ids, log_probs)
         num_tokens = self.responses.lengths[rows]
+        begun = num_tokens == self.begun[rows] + 1
+        for place in places[begun].tolist() if self.max_num_encoder_input_tokens else ():
+            self.encoder_cache_manager.free(self.requests[model_output.req_ids[place]])     # its images are in the KV cache
         event = self.ends[token_ids[:, 0]] | (self.prompt[rows] + num_tokens > self.last[rows]) | ~self.inside[rows]
         if not event.any():
             return {}

@@ -63,13 +63,15 @@ def divide(samples: Samples, minis: Tensor, engine: Engine, group: dist.ProcessG
     rank, world_size, lengths, owner = dist.get_rank(), dist.get_world_size(), samples.lengths, samples.owner
     dp_ranks = summed(torch.zeros(world_size, dtype=torch.int64).index_fill(0, torch.tensor(rank), engine.dp_rank), group)
     different, of_length = lengths.unique(return_inverse=True)
-    costs = torch.tensor([engine.flops([n]) for n in different.tolist()], dtype=torch.float64)[of_length]
+    costs, held = torch.tensor([engine.flops([n]) for n in different.tolist()], dtype=torch.float64)[of_length], samples.here
+    if samples.batch.pictures:
+        of_images = torch.tensor(engine.image_flops(samples.batch), dtype=torch.float64)
+        costs += summed(torch.zeros_like(costs).index_copy(0, held, of_images), group)
     trained_by = torch.empty_like(owner)
     for mini in range(int(minis.max()) + 1):
         places = (minis == mini).nonzero()[:, 0]
         for dp_rank, part in enumerate(partition(costs[places].tolist(), engine.dp_size)):
             trained_by[places[torch.tensor(part, dtype=torch.int64)]] = dp_rank
-    held = samples.here
     going = [(trained_by[held] == dp_rank).nonzero()[:, 0] for dp_rank in dp_ranks]
     coming = (trained_by == engine.dp_rank).nonzero()[:, 0]
     coming = coming[owner[coming].argsort(stable=True)]
@@ -81,6 +83,7 @@ def divide(samples: Samples, minis: Tensor, engine: Engine, group: dist.ProcessG
         dist.all_to_all_single(moved, x, received, sent, group=group)
         return moved
     batch = samples.batch.select(torch.cat(going))
-    batch = Batch(move(batch.input_ids), bounds(lengths[coming]), {name: move(x) for name, x in batch.fields.items()})
+    batch = Batch(move(batch.input_ids), bounds(lengths[coming]), {name: move(x) for name, x in batch.fields.items()},
+                  batch.pictures and samples.rows[coming], batch.pictures)
     order = (minis[coming] * len(samples) + coming).argsort()
     return Share(batch.select(order), coming[order], minis, dp_ranks.tolist().index(engine.dp_rank) == rank, group)

@@ -23,15 +23,16 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoConfig
 
 from config import InputError
 from data.packing import Batch
+from engines import mtp
 from engines.device import capacity
-from engines.hf import RECURRENT
+from engines.hf import RECURRENT, read_hf_config
 from engines.memory import CPU_KV_CACHE_GIB, max_num_seqs
-from rollout import adapters
+from rollout import adapters, cpu, images, speculation
 from rollout.responses import Responses
+from rollout.text import arguments_of_kind, names_in_vllm
 
 PREFILL_TOKENS = 8192           # of prompts, in one forward pass
 TIES = 8                        # words that may be as likely as the last of the top_k, and are kept with it
@@ -54,46 +55,52 @@ class Rollout:
         """
         rollout = config.rollout
         check(config, dist.get_world_size())
-        self.device, self.stop_ids = device, stop_token_ids(Path(config.model.path))
+        self.device, self.drafter, num_drafted = device, mtp.drafter(config), mtp.num_drafted(config)
         tp = rollout.tensor_parallel_size
         self.replica, self.num_replicas = dist.get_rank() // tp, dist.get_world_size() // tp
         self.tp_rank, self.tp_size = dist.get_rank() % tp, tp
-        hf_config = AutoConfig.from_pretrained(config.model.path)       # a key that config.json lacks has its class's default
-        self.tied, self.vocab_size = hf_config.tie_word_embeddings, hf_config.get_text_config().vocab_size
-        # What is pushed before every use may be dropped, with level 2; Ascend has level 1 only.
-        self.sleep_level = 1 if device.type == "npu" else 2
+        whole = read_hf_config(config.model.path)               # a key that config.json lacks has its class's default
+        self.tied, hf_config = whole.tie_word_embeddings, whole.get_text_config()
+        self.vocab_size, self.names = hf_config.vocab_size, names_in_vllm(Path(config.model.path), config.model.images)
+        # The trainer puts features in place of a placeholder. Where the model says one, the response ends, so that nothing follows
+        # from it; were they forbidden, the log-probabilities of all other words would not be the trainer's.
+        self.placeholders = images.placeholder_ids(whole) if config.model.images else []
+        self.stop_ids = stop_token_ids(Path(config.model.path)) + [i for i in self.placeholders if i < self.vocab_size]
+        # What is pushed before every use may be dropped, with level 2, but for buffers of a drafter; Ascend has level 1 only.
+        self.sleep_level = 1 if device.type == "npu" or self.drafter == "mtp" else 2
         self.awake, self.asleep_gib, self.own_steps = {"weights", "kv_cache"}, [], 0.0
         swapped, shared = adapters.are_swapped(config), adapters.is_shared(config, dist.get_world_size())
-        # Of these, what is valid now is the trainer's.
-        self.needed, self.valid = {"base", "adapter"} if swapped else {"base"}, set()
+        self.needed, self.valid = {"base", "adapter"} if swapped else {"base"}, set()       # valid: now the trainer's
         self.host_copies: dict[int, Tensor] = {}
 
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         from vllm import LLM, SamplingParams, __version__
         self.SamplingParams, version = SamplingParams, __version__.partition("+")[0]
-        arguments = model_arguments(config) | (adapters.arguments(config) if swapped else {})
-        if shared:                                              # tied as the trainer's are
-            del arguments["hf_overrides"]
-            if device.type == "cpu":
-                adapters.keep_plain_weights()
+        # A tied output matrix keeps a packed copy of old weights on a CPU: untie it, and send both, if they are not the trainer's.
+        arguments = model_arguments(config, self.tied and shared) | (adapters.arguments(config) if swapped else {})
+        if shared and device.type == "cpu":
+            adapters.keep_plain_weights()
         options = {"gpu_memory_utilization": rollout.gpu_memory_utilization, "enable_sleep_mode": True}
         if device.type == "cpu":
-            options = {}
-            free_shared_memory(range(self.replica * tp, (self.replica + 1) * tp), self.tp_rank)
-        elif hasattr(hf_config, "num_experts_per_tok"):
+            options = {"skip_mm_profiling": True}               # of the memory for images, which sets nothing here, and takes 14 s
+            cpu.free_shared_memory(range(self.replica * tp, (self.replica + 1) * tp), self.tp_rank)
+        elif getattr(hf_config, "num_experts_per_tok", None):
             options["moe_backend"] = "triton"                   # others lay experts out anew, which update_weights does not
-            if version == "0.25.1":                             # which has a faster model runner, but not for all by default
-                os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
-        if RECURRENT & set(getattr(hf_config.get_text_config(), "layer_types", None) or ()):
+            if version == "0.25.1" and self.drafter not in ("ngram", "suffix"):     # else it has a faster model runner,
+                os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")              # but not for all by default
+        if RECURRENT & set(getattr(hf_config, "layer_types", None) or ()):
             options["enable_prefix_caching"] = False            # their states are cached only where prompts are cut into chunks
         num_seqs = max_num_seqs(config, dist.get_world_size(), capacity(device))
         eager = rollout.enforce_eager or device.type == "cpu"
         if not eager:                                           # left to itself vLLM stops at 512, and larger batches have none
-            options["compilation_config"] = {"max_cudagraph_capture_size": num_seqs}
+            options["compilation_config"] = {"max_cudagraph_capture_size": speculation.graph_tokens(num_seqs, num_drafted)}
             show_graphs()
+        if self.drafter:
+            options["speculative_config"] = speculation.start(config, version, device.type)
         if version in SCHEDULED:
             from rollout.scheduler import ClosedBatchScheduler, skip_ranks
-            options["scheduler_cls"] = ClosedBatchScheduler
+            if not self.drafter:
+                options["scheduler_cls"] = ClosedBatchScheduler
             if device.type == "cuda":
                 skip_ranks()
         else:
@@ -108,13 +115,15 @@ class Rollout:
                     **arguments, distributed_executor_backend="external_launcher", tensor_parallel_size=tp,
                     load_format="dummy", max_num_seqs=num_seqs,
                     # A prompt cut into chunks draws from its request's generator too early; on a CPU that is a crash.
-                    enable_chunked_prefill=False, max_num_batched_tokens=max(PREFILL_TOKENS, arguments["max_model_len"]),
-                    enforce_eager=eager, **options)
+                    enable_chunked_prefill=False, enforce_eager=eager,
+                    max_num_batched_tokens=max(PREFILL_TOKENS, arguments["max_model_len"], num_seqs * (1 + num_drafted)), **options)
         except ValueError as error:
             raise InputError(f"vLLM cannot start: {error}") from error
         # Some families are tied whatever hf_overrides say, and have no output matrix to send.
         self.tied = self.tied and any(name.endswith("lm_head") for name, _ in self.modules()[0].named_modules())
-        self.scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler if version in SCHEDULED else None
+        scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
+        self.drafts = speculation.Drafts(scheduler)
+        self.scheduler = scheduler if "scheduler_cls" in options else None
         self.adapter = adapters.Adapter(self.modules()[0], config) if swapped else None
         self.base = self._share_base(config) if shared else None
         if swapped and not shared and rollout.share_base == "auto":
@@ -138,22 +147,25 @@ class Rollout:
 
     # -- generating -------------------------------------------------------------------------------------------------------
 
-    def generate(self, prompts: Sequence[list[int]], seeds: Sequence[int], sampling: DictConfig) -> tuple[Batch, Tensor]:
+    def generate(self, prompts: Sequence[list[int]], seeds: Sequence[int], sampling: DictConfig,
+                 shown: Sequence[images.Shown] | None = None) -> tuple[Batch, Tensor]:
         """One response to each prompt, each from its own seed, whatever else is in the batch.
 
         Ranks of one replica must pass the same arguments. sampling: temperature (0: greedy), top_p, top_k (-1: all),
-        min_p, max_tokens, stop (strings).
+        min_p, max_tokens, stop (strings). shown: the prompts with their images, where there are any, and then on all ranks.
         Returns (batch, truncated [n] bool): prompts and responses end to end, with the fields loss_mask (1 on the
         response, its end token included) and rollout_log_probs, of the distribution sampled from (temperature, top_p, ...
         applied), both fp32, and where top_k bounds their number the words that each token was drawn from, kept_words int32
-        [T, top_k + TIES] (see Batch); truncated where max_tokens ended the response.
-        Raises RuntimeError while asleep, or when vLLM's weights are not the trainer's.
+        [T, top_k + TIES] (see Batch); truncated where max_tokens ended the response. Of a model of images a response may end with
+        a placeholder of one, which the trainer has to feed as another word.
+        Raises RuntimeError while asleep, or when vLLM's weights are not the trainer's, and InputError as images.enqueue() does.
         """
         self._check_ready("generate()")
         responses = Responses(len(prompts), sampling.max_tokens, self._num_kept(sampling))
         params = [self._params(sampling, seed) for seed in seeds]
+        self.drafts.counts.zero_()
         with untouched_random_state():
-            truncated = self._run([{"prompt_token_ids": p} for p in prompts], params, responses)
+            truncated = self._run(prompts, params, responses, shown)
         return responses.batch(prompts), truncated
 
     def log_probs(self, batch: Batch, temperature: float) -> Tensor:
@@ -177,13 +189,16 @@ class Rollout:
             valid = "weights valid" if self.is_current else f"{' and '.join(sorted(self.needed - self.valid))} not valid"
             raise RuntimeError(f"{what} with {awake} awake and {valid}: wake, update, wake first")
 
-    def _run(self, prompts: list[dict], params: list, responses: Responses) -> Tensor:
+    def _run(self, prompts: Sequence[list[int]], params: list, responses: Responses, shown: Sequence | None) -> Tensor:
         """Fill `responses`; [n] bool, whether max_tokens ended each. On a terminal, rank 0 shows in one line how far its
         replica is, which disappears at the end."""
         replicas = f" (vLLM 1 of {self.num_replicas})" if self.num_replicas > 1 else ""
         # A stop string has to be looked for in text, token by token.
         in_arrays = self.scheduler is not None and not any(p.stop for p in params) and self.scheduler.begin(responses)
-        self.llm.enqueue(prompts, params, lora_request=self.request, use_tqdm=False)
+        if shown is None:
+            self.llm.enqueue([{"prompt_token_ids": p} for p in prompts], params, lora_request=self.request, use_tqdm=False)
+        else:
+            images.enqueue(self.llm, prompts, shown, params, self.placeholders)
         outputs, num_tokens, engine = {}, 0, self.llm.llm_engine
         with tqdm(total=len(prompts), leave=False, dynamic_ncols=True, disable=dist.get_rank() != 0 or None,     # None: no terminal
                   bar_format=f"generate{replicas} |{{bar:20}}| {{n_fmt}}/{{total_fmt}} responses{{postfix}}") as bar:
@@ -247,19 +262,23 @@ class Rollout:
         if "weights" not in self.awake:
             raise RuntimeError("update_weights() while the weights sleep: wake('weights') first")
         self.valid, self.host_copies = set(), {}
-        weights = self._untied(weights)
+        of_drafter: list[tuple[str, Tensor]] = []
+        weights = speculation.noting(self._in_vllm(weights), of_drafter)
         with self.adapter.unwrapped() if self.adapter else nullcontext():
             if self.device.type == "cuda":      # in place, 10 times as fast as reload_weights
                 self.llm.apply_model(lambda model: model.load_weights(weights) and None)
             else:                               # CPU linears are packed once loaded; this unpacks and packs them again
                 if self.device.type == "cpu":
-                    self.llm.apply_model(forget_packed_experts)
+                    self.llm.apply_model(cpu.forget_packed_experts)
                 self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         for _ in weights:                       # collectives that other ranks wait for, should vLLM have stopped early
             pass
+        if self.drafter == "mtp":
+            speculation.update(self.llm, of_drafter, self.device.type)
         if self.adapter:
             self.adapter.register()
         self.llm.reset_prefix_cache()
+        self.llm.llm_engine.reset_encoder_cache()               # the old tower's features, by image
         self.valid = {"base"}
 
     def update_adapter(self, adapter: Iterable[tuple[str, Tensor]]) -> None:
@@ -274,8 +293,10 @@ class Rollout:
         self.llm.reset_prefix_cache()
         self.valid = {"base", "adapter"}
 
-    def _untied(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+    def _in_vllm(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
         for name, tensor in weights:
+            if (name := self.names.get(name, name)) is None:        # a vision tower's, which this vLLM does without
+                continue
             yield name, tensor
             if self.tied and name.endswith("embed_tokens.weight"):
                 yield "lm_head.weight", tensor
@@ -336,18 +357,9 @@ class Rollout:
             self._take_back(part)
         self.llm.llm_engine.engine_core.shutdown()
 
-
     def _say(self, what: str) -> None:
         if dist.get_rank() == 0:
             print(what, flush=True)
-
-
-def forget_packed_experts(model: torch.nn.Module) -> None:
-    """vLLM 0.32 packs a CPU's experts when it makes their kernel, and at a reload puts unpacked ones where these were."""
-    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-    for module in model.modules():
-        if isinstance(module, RoutedExperts):
-            module.quant_method.moe_kernel = None
 
 
 def check(config: DictConfig, world_size: int) -> None:
@@ -355,13 +367,15 @@ def check(config: DictConfig, world_size: int) -> None:
     tp = config.rollout.tensor_parallel_size
     if world_size % tp:
         raise InputError(f"rollout.tensor_parallel_size={tp} does not divide the {world_size} ranks")
-    heads = getattr(AutoConfig.from_pretrained(config.model.path), "num_attention_heads", tp)
+    heads = getattr(read_hf_config(config.model.path).get_text_config(), "num_attention_heads", tp)
     if heads % tp:
         raise InputError(f"rollout.tensor_parallel_size={tp} does not divide the model's {heads} attention heads")
+    images.check(config)
     adapters.check(config, world_size)
+    speculation.check(config)
 
 
-def model_arguments(config: DictConfig) -> dict:
+def model_arguments(config: DictConfig, tied: bool = False) -> dict:
     """What vLLM is told of the model."""
     longest = config.data.max_prompt_length + max(config.rollout.max_tokens, config.validation.max_tokens)
     return {"model": config.model.path, "max_model_len": longest, "dtype": config.engine.compute_dtype,
@@ -369,8 +383,7 @@ def model_arguments(config: DictConfig) -> dict:
             "skip_tokenizer_init": not (config.rollout.stop or config.validation.stop),
             "logprobs_mode": "processed_logprobs", "max_logprobs": max(s.top_k + TIES for s in (config.rollout, config.validation)),
             "seed": config.trainer.seed % 2**32,
-            # A tied output matrix keeps a packed copy of the old weights on a CPU: untie it, and send both.
-            "hf_overrides": {"tie_word_embeddings": False}}
+            **arguments_of_kind(read_hf_config(config.model.path), tied, config.model.images)}
 
 
 def check_model(config: DictConfig) -> None:
@@ -380,6 +393,7 @@ def check_model(config: DictConfig) -> None:
     arguments = model_arguments(config)
     if adapters.are_swapped(config):
         adapters.arguments(config)
+    images.check_packages(config)
     try:
         ModelConfig(**arguments)
     except ValueError as error:
@@ -402,14 +416,6 @@ def stop_token_ids(path: Path) -> list[int]:
 def request_seed(*numbers: int) -> int:
     """A seed for one response, from e.g. (trainer.seed, step, prompt, sample); 62 bits of their SHA-256."""
     return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:8], "big") >> 2
-
-
-def free_shared_memory(ranks: Sequence[int], tp_rank: int) -> None:
-    """Remove the name of the memory that these ranks of vLLM's CPU build are going to share. It says nothing of the run: one
-    that was killed has left it, or another one of the same layout has it open, which it stays, and vLLM could not start."""
-    name = "-".join(map(str, ranks))
-    for file in Path("/dev/shm").glob(f"*-tp:*-[[]{name}]-cpushm_{tp_rank}"):
-        file.unlink(missing_ok=True)
 
 
 @contextmanager

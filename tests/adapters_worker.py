@@ -42,8 +42,8 @@ class Launch:
 
 HOLES = "model.lora.exclude_modules=[k_proj,up_proj]"           # parts of vLLM's fused layers without adapter
 LAUNCHES = {"merged": Launch(1, "tied", "model.lora.merge=true"),
-            "swapped": Launch(1, "gemma3", f"rollout.share_base=never {HOLES}"),
-            "shared": Launch(1, "tied", "rollout.share_base=always"),
+            "swapped": Launch(1, "gemma3 with images", f"rollout.share_base=never {HOLES}"),
+            "shared": Launch(1, "mistral3 with images", "rollout.share_base=always"),
             "shared_replicated": Launch(2, "qwen3", "engine.fsdp_size=1"),
             "merged_tp2": Launch(2, "qwen3", "model.lora.merge=true rollout.tensor_parallel_size=2"),
             "swapped_tp2": Launch(2, "qwen3", f"rollout.tensor_parallel_size=2 {HOLES}")}
@@ -129,7 +129,7 @@ def protocol(roles: Roles) -> list:
     return [(what, gather(told(action))) for what, action in steps]
 
 
-# -- negative controls: all but tiny() have to stop at the probe ----------------------------------------------------
+# -- negative controls: all but tiny() and views() have to stop at the probe ----------------------------------------------------
 
 
 def fresh_base(roles: Roles, weights) -> None:
@@ -168,8 +168,15 @@ def tiny(roles: Roles) -> None:
     fresh_adapter(roles)
 
 
+def views(roles: Roles) -> None:
+    """Matrices that begin inside a larger storage, as collectives may return them."""
+    exported = [(name, torch.cat([x.new_zeros(3), x.flatten()])[3:].view_as(x)) for name, x in roles.actor.export_adapter()]
+    with replaced(roles.actor, export_adapter=lambda: iter(exported)):
+        fresh_adapter(roles)
+
+
 def not_merged(roles: Roles) -> None:
-    with replaced(roles.actor, export_weights=lambda: plain_weights(roles)):
+    with replaced(roles.actor, export_weights=lambda **_: plain_weights(roles)):
         fresh_adapter(roles)
 
 
@@ -195,7 +202,7 @@ def replaced(whose, **attributes):
             setattr(whose, name, value)
 
 
-SWAPPED_TRAPS = (applied_twice, not_applied, tiny_not_applied, tiny)
+SWAPPED_TRAPS = (views, applied_twice, not_applied, tiny_not_applied, tiny)
 TRAPS = {"merged": (not_merged, tiny), "shared": (*SWAPPED_TRAPS, merged_base),
          "swapped": (*SWAPPED_TRAPS, merged_base, other_base)}
 

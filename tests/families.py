@@ -13,14 +13,14 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 import transformers
-from transformers import AutoModelForCausalLM
 
 from config import InputError, load
 from data.packing import Batch, bounds
 from engines import device
 from engines.fsdp.engine import FSDPEngine
+from engines.hf import auto_class, read_hf_config
 from tests.fsdp_worker import FOREIGN
-from tests.models import FAMILIES, write_model
+from tests.models import FAMILIES, MULTIMODAL, write_model
 
 BOUND = 2e-5                # of log-probabilities [nats], and of gradients relative to the largest
 PLAIN = ("apertus", "arcee", "bitnet", "bloom", "cohere", "cohere2", "cpmant", "diffllama", "ernie4_5", "exaone4", "falcon",
@@ -46,6 +46,7 @@ ROPES = {
 }
 SHAPES = {
     **{family: FAMILIES.get(family, dict(model_type=family, **changes)) for family, changes in MODELS.items()}, **FOREIGN,
+    **MULTIMODAL,
     # phi3 has its own key for that length.
     **{name: dict(model_type=family, rope_parameters=dict(rope_theta=10000.0, **rope), original_max_position_embeddings=64)
        for name, (family, rope) in ROPES.items()}}
@@ -66,7 +67,8 @@ def make_batch() -> Batch:
 
 def plain(directory: Path, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """([T] log-probabilities, gradients by name of minus their mean) of transformers, one sequence at a time."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    kind = auto_class(read_hf_config(directory))
+    model = kind.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
     log_probs = torch.zeros(len(batch.input_ids))
     for start, length in zip(batch.cu_seqlens.tolist(), batch.lengths):
         ids = batch.input_ids[start:start + length]

@@ -34,13 +34,13 @@ from config import InputError, load
 from data.packing import Batch, partition
 from engines import device, guard, offload
 from engines.checkpoint import Checkpointer, export_hf
-from engines.experts import stacks
 from engines.fsdp import attention
 from engines.fsdp.attention import Packing
 from engines.fsdp.engine import FSDPEngine
 from engines.fsdp.recurrence import Bounds
 from engines.optimizer import ShardedMuon
 from engines.weights import fingerprint
+from tests.models import MULTIMODAL
 from tests.traps import without_checksums
 
 TOTAL_STEPS, FEW, WARMUP_STEPS, PEAK_LR, MIN_LR_RATIO, WEIGHT_DECAY, CLIP, BETAS = 30, 10, 3, 2e-3, 0.1, 0.1, 0.5, (0.9, 0.95)
@@ -54,7 +54,7 @@ SETTINGS = ["data.train_files=unused", "engine.compute_dtype=float32", "optim.lr
 @dataclass
 class Case:
     """Train `steps` steps of a model with these engine settings and optimizer; uneven: see divide(). lora: with adapters, which
-    begin as those of FOLDER/{family}_adapter."""
+    begin as those of FOLDER/{family}_adapter. freeze: without what FREEZE means."""
 
     family: str
     engine: str = ""
@@ -63,9 +63,12 @@ class Case:
     uneven: bool = False
     optimizer: str = "adamw"
     lora: bool = False
+    freeze: bool = False
 
 
 LORA = "rank=4", "alpha=6"
+# At the bottom a whole layer, above it and outside of layers some of several parameters.
+FREEZE = ["embed_tokens", "layers[.]0[.]", "layers[.]1[.]self_attn", "^model[.]norm"]
 CP2, CP4, PADDED = "context_parallel_size=2", "context_parallel_size=4", "use_remove_padding=false"
 RECOMPUTE, OFFLOAD, ZERO2 = "activation_checkpointing=true", "cpu_offload=true", "reshard_after_forward=false"
 MASTER, BF16 = "compute_dtype=bfloat16", "compute_dtype=bfloat16 param_dtype=bfloat16"
@@ -77,7 +80,7 @@ CASES = {
         "sliding window": Case("sliding"), "padded sliding window": Case("sliding", PADDED),
         "compiled": Case("llama", COMPILED, steps=4),
         "fp32 master": Case("qwen3", MASTER), "pure bf16": Case("qwen3", BF16),
-        "muon": Case("llama", optimizer="muon"),
+        "muon": Case("llama", optimizer="muon"), "frozen": Case("llama", RECOMPUTE, freeze=True),
         "experts": Case("qwen3_moe"), "experts bf16": Case("qwen3_moe", MASTER),
         "experts aux padded recompute": Case("qwen3_moe", f"{AUX} {PADDED} {RECOMPUTE}", steps=1),
         "experts aux compiled": Case("qwen3_moe", f"{AUX} {COMPILED}", steps=1),
@@ -90,6 +93,8 @@ CASES = {
         "uneven": Case("llama", uneven=True), "uneven padded": Case("qwen3", PADDED, uneven=True),
         "fp32 master": Case("llama", MASTER), "pure bf16": Case("llama", BF16),
         "muon offload": Case("qwen2_tied", OFFLOAD, optimizer="muon"),
+        "frozen recompute": Case("llama", RECOMPUTE, freeze=True),
+        "frozen muon": Case("llama", ZERO2, optimizer="muon", freeze=True),
         "experts cp2 recompute": Case("qwen3_moe", f"{CP2} {RECOMPUTE}"),
         "experts aux uneven": Case("qwen3_moe", AUX, steps=1, uneven=True),
         "lora padded": Case("qwen2_tied", PADDED, lora=True), "lora offload": Case("qwen3", OFFLOAD, lora=True),
@@ -130,6 +135,9 @@ FOREIGN = {
     "qwen3_next": dict(model_type="qwen3_next", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24,
                        shared_expert_intermediate_size=24, **DELTA_NET),
     "qwen3_5": dict(model_type="qwen3_5_text", **DELTA_NET),
+    # Gives its layers' recurrence positions, and is returned a tuple.
+    "recurrent_gemma": dict(model_type="recurrent_gemma", lru_width=32, attention_window_size=64, conv1d_width=4,
+                            logits_soft_cap=30.0),
     "bamba": dict(model_type="bamba", mamba_n_heads=8, mamba_d_head=8, mamba_d_state=16, mamba_n_groups=1, mamba_chunk_size=16,
                   attn_layer_indices=[1]),
 }
@@ -193,7 +201,7 @@ def main(folder: Path, *names: str) -> None:
                 raise
             results[name] = {"error": traceback.format_exc()}
     for work in (refused, muon_steps, muon_resume, *((non_finite, rotate, publish) if world < 4 else ()),
-                 *((harmed, full) if world == 2 else ()), *((foreign, guarded, renamed) if world < 4 else ()),
+                 *((harmed, full, images, frozen) if world == 2 else ()), *((foreign, guarded, renamed) if world < 4 else ()),
                  *((grouped,) if world == 1 else ()), adapters):
         if chosen(work.__name__):
             results[work.__name__] = work(folder, this_device)
@@ -205,12 +213,15 @@ def main(folder: Path, *names: str) -> None:
 
 
 def run(folder: Path, this_device: torch.device, title: str, case: Case) -> dict:
-    engine = build(folder / case.family, this_device, case.engine, case.cap, case.optimizer, case.lora)
+    engine = build(folder / case.family, this_device, case.engine, case.cap, case.optimizer, case.lora,
+                   [f"model.freeze={FREEZE}"] if case.freeze else [])
     calls = count_calls(engine)
     mine = divide(make_batch(0).lengths, engine.dp_size, case.uneven)[engine.dp_rank]
     plans = dict(gather((engine.dp_rank, [[mine[i] for i in part] for part in engine._plan(make_batch(0).select(mine))])))
     result = {"steps": train(engine, range(case.steps), case.uneven), "attention_calls": len(calls),
               "stored_dtypes": sorted({str(p.dtype) for p in engine.hf.parameters()}),
+              "trained": [name for name, p in engine.hf.named_parameters() if p.requires_grad],
+              "states": sum(len(each.state) for each in engine.optimizers),
               "micro-batches of the first step": [part for plan in plans.values() for part in plan if part]}
     weights, asked = dict(engine.export_weights()), ask(engine, case.uneven)
     if dist.get_rank() == 0:
@@ -241,7 +252,7 @@ def ask(engine: FSDPEngine, uneven: bool = False) -> torch.Tensor:
     mine = divide(batch.lengths, engine.dp_size, uneven)[engine.dp_rank]
     where = Batch(torch.arange(len(batch.input_ids)), batch.cu_seqlens).select(mine).input_ids
     answers = torch.full((3, len(batch.input_ids)), torch.nan)
-    answers[:, where] = torch.stack([x.float() for x in engine.log_probs(batch.select(mine))])
+    answers[:, where] = torch.stack([x.float() for x in engine.log_probs(batch.select(mine))]).cpu()
     return torch.stack(gather(answers))
 
 
@@ -345,7 +356,7 @@ def refused(folder: Path, this_device: torch.device) -> dict[str, list[str] | No
 def foreign(folder: Path, this_device: torch.device) -> dict:
     """What the families export before they are trained, answer, and train; on two ranks those whose attention has sinks."""
     results, alone = {}, dist.get_world_size() == 1
-    for family in FOREIGN if alone else ["gpt_oss"]:
+    for family in [*FOREIGN, *MULTIMODAL] if alone else ["gpt_oss"]:
         for form, settings in FORMS.items() if alone else [("cp2", CP2)]:
             try:
                 engine = build(folder / family, this_device, f"{settings} torch_compile=never")
@@ -358,24 +369,44 @@ def foreign(folder: Path, this_device: torch.device) -> dict:
     return results
 
 
+def images(folder: Path, this_device: torch.device) -> None:
+    """Trains the text models of checkpoints with a vision tower, and adapters of one; what the engine exports, and what it answers
+    then."""
+    for family, lora in (*((family, False) for family in MULTIMODAL), ("gemma3 with images", True)):
+        name = f"{family}{' lora' * lora}"
+        more = [f"model.lora.{key}" for key in LORA] if lora else []
+        engine, checkpointer = build(folder / family, this_device, more=more), Checkpointer(folder / f"steps {name}", 2, False)
+        train(engine, range(3))
+        progress = {"export_dtype": "float32", "run": {"frozen weights": fingerprint(folder / family)}}
+        checkpointer.save(3, engine, {**progress, "lora": job.adapter(engine.config)}, make_tokenizer())
+        export_hf(engine, make_tokenizer(), folder / f"hf {name}")
+        asked = ask(engine)
+        if dist.get_rank() == 0:
+            save_file({"asked": asked}, folder / f"images {name}.safetensors")
+
+
 def grouped(folder: Path, this_device: torch.device) -> dict:
-    """What bf16 makes of products of all experts at once and of a loop over experts: the largest and the mean difference of
-    log-probabilities; of a sequence of two tokens, which most experts get none of, the gradients' relative difference, how many
-    experts the loop leaves alone, and the sum of what the others' gradients are there."""
+    """What bf16 makes of products of all experts at once and of a loop over experts, for the same tokens and choices: the relative
+    differences of a layer's outputs and of each expert's gradient; how many experts the loop leaves alone, and the sum of what the
+    others' gradients are there; and which of the two an engine takes."""
     engine = build(folder / "qwen3_moe", this_device, f"{BF16} torch_compile=never")
-    answers, gradients = {}, {}
+    default = engine.hf.config._experts_implementation
+    layer = next(module for name, module in engine.hf.named_modules() if name.endswith(".experts"))
+    generator, outputs, gradients = torch.Generator().manual_seed(0), {}, {}
+    hidden = torch.randn(40, engine.hf_config.hidden_size, generator=generator).to(this_device, torch.bfloat16)
+    chosen = torch.tensor([[0, 1, 3], [1, 3, 5], [3, 5, 0], [1, 5, 0]], device=this_device).repeat(10, 1)
+    weights = torch.rand(chosen.shape, generator=generator).to(this_device, torch.bfloat16)
     for kind in ("grouped_mm", "eager"):
         engine.hf.config._experts_implementation = kind
-        answers[kind] = ask(engine)[0, 0]
-        outputs, _ = engine._forward(engine._lay_out(make_batch(0).select([2])))
-        outputs[0].sum().backward()
-        gradients[kind] = [expert.float() for _, p in stacks(engine.hf) for expert in p.grad]
+        outputs[kind] = layer(hidden, chosen, weights)
+        outputs[kind].float().square().sum().backward()
+        gradients[kind] = [expert.float() for p in layer.parameters() for expert in p.grad]
         engine.model.zero_grad()
-    difference, pairs = (answers["grouped_mm"] - answers["eager"]).abs(), list(zip(*gradients.values()))
+    distance = lambda at_once, looped: ((at_once - looped).float().norm() / looped.float().norm()).item()
+    pairs = list(zip(*gradients.values()))
     left = [at_once for at_once, looped in pairs if not looped.any()]
-    worst = max((at_once - looped).norm() / looped.norm() for at_once, looped in pairs if looped.any())
-    return {"largest": difference.max().item(), "mean": difference.mean().item(), "gradient": worst.item(),
-            "number": len(left), "left alone": sum(x.abs().sum().item() for x in left)}
+    return {"default": default, "number": len(left), "left alone": sum(x.abs().sum().item() for x in left),
+            "output": distance(*outputs.values()), "gradient": max(distance(*pair) for pair in pairs if pair[1].any())}
 
 
 def guarded(folder: Path, this_device: torch.device) -> dict:
@@ -479,15 +510,29 @@ def adapters(folder: Path, this_device: torch.device) -> dict:
         dropping = build(folder / "llama", this_device, RECOMPUTE, lora=True, more=("model.lora.dropout=0.3", "optim.lr=0.0",
                                                                                    f"trainer.seed={seed}"))
         result["dropout"].append([train(dropping, [0])[0]["loss"] for _ in range(2)])
-    for name, p in engine.hf.named_parameters():
-        if ".lora_" in name:
-            p.detach().zero_()                      # neither A nor B has a gradient then
-    engine._unproven = True
-    try:
-        train(engine, [3])
-    except RuntimeError as error:
-        result["told"] = str(error)
+    result["told"] = []
+    for first_is_called in (False, True):
+        engine._adapted[0]._disable_adapters = not first_is_called
+        engine._unproven = True
+        try:
+            train(engine, [3])
+        except RuntimeError as error:
+            result["told"].append(str(error))
+        for name, p in engine.hf.named_parameters():
+            if ".lora_" in name:
+                p.detach().zero_()                  # neither A nor B has a gradient then
+        engine.model.zero_grad()
     return result
+
+
+def frozen(folder: Path, this_device: torch.device) -> dict:
+    """Two steps and two more without interruption, and from a checkpoint."""
+    checkpointer, freeze = Checkpointer(folder / "checkpoints_frozen", 2, asynchronous=False), [f"model.freeze={FREEZE}"]
+    engine, again = (build(folder / "llama", this_device, more=freeze) for _ in range(2))
+    train(engine, range(2))
+    checkpointer.save(2, engine, {"step": 2}, make_tokenizer())
+    checkpointer.load(checkpointer.latest(), again)
+    return {"uninterrupted": train(engine, range(2, 4)), "resumed": train(again, range(2, 4))}
 
 
 def watch(directory: Path, listings: set, stop: threading.Event) -> None:

@@ -66,7 +66,7 @@ class Case:
     @property
     def plain(self) -> bool:
         """Whether a loop around transformers is what this is compared with, and not the FSDP2 engine."""
-        return self.moe or self.family in ("mistral", "llama_yarn", "qwen3_windows")
+        return self.moe or self.family in ("mistral", "llama_yarn", "qwen3_windows") or "model.freeze" in self.engine
 
     @property
     def lora(self) -> bool:
@@ -88,6 +88,9 @@ FULL, SELECTIVE, BF16 = "recompute=full", "recompute=selective", "compute_dtype=
 # An epsilon that Adam notices: it makes no whole step of a rounding error in a gradient that is next to nothing.
 EPS = "optim.eps=1e-5"
 LORA = f"model.lora.rank=4 model.lora.alpha=8 {EPS}"
+# Embedding and output matrix, which may be one, the first of four layers, and in all layers matrices whose biases are trained.
+FREEZE = f"model.freeze=['embed_tokens|lm_head','layers[.]0[.]','[qkv]_proj.weight'] {EPS}"
+EXPERTS = f"model.freeze=['embed|head|norm|attn|mlp.gate','layers[.][01][.]'] {EPS}"      # all but experts of layers 2 and 3
 SOME, ATTENTION = (f"model.lora.target_modules=[{names}]" for names in ("q_proj,v_proj,up_proj,down_proj",
                                                                         "q_proj,k_proj,v_proj,o_proj"))
 CASES = {
@@ -124,6 +127,11 @@ CASES = {
         "lora critic tp2": Case("qwen2_tied", f"{LORA} {TP2}", TEN, critic=True),
         "lora critic bf16 pp2": Case("qwen2_tied", f"{LORA} {PP2} {BF16}", critic=True),
         "lora moe tp2": Case("qwen3_moe", f"{LORA} {ATTENTION} {TP2} {AUX}", TEN),
+        "frozen tp2 full": Case("qwen2_tied", f"{FREEZE} {TP2} {FULL} {REPLICATED}"),
+        "frozen pp2 tied": Case("qwen2_tied", f"{FREEZE} {PP2} {FULL}"),
+        "frozen dp2": Case("qwen2_tied", f"{FREEZE} {OVERLAP} {BUCKETS}"),
+        "frozen critic pp2": Case("llama", f"model.freeze=[.] {EPS} {PP2}", critic=True),
+        "frozen moe ep2": Case("qwen3_moe", f"{EXPERTS} {EP2} {AUX}"),
         "moe dp2": Case("qwen3_moe"), "moe tp2": Case("qwen3_moe", f"{TP2} {AUX}"),
         "moe ep2": Case("qwen3_moe", f"{EP2} {AUX}"),
         "moe ep2 uneven": Case("qwen3_moe_raw", f"{EP2} {AUX} {REPLICATED}", uneven=True),
@@ -166,6 +174,7 @@ RESUMES = {
     "dp2 to replicated tp2": ("qwen3", (2, ""), (2, f"{TP2} {REPLICATED}")),
     "replicated pp2 to dp2": ("qwen2_tied", (2, f"{PP2} {REPLICATED}"), (2, "")),
     "bf16 dp2 to replicated": ("qwen3", (2, BF16), (2, f"{BF16} {REPLICATED}")),
+    "frozen moe pp2 to ep2": ("qwen3_moe", (2, f"{EXPERTS} {PP2}"), (2, f"{EXPERTS} {EP2}")),     # all of the first stage is frozen
     "bf16 replicated tp2 to dp2": ("qwen3", (2, f"{BF16} {TP2} {REPLICATED}"), (2, BF16)),
 }
 

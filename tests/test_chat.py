@@ -200,7 +200,7 @@ def make_tokenizer(template=None, bos="<s>", eos="</s>", control=()):
 
 def options(**changes):
     return SimpleNamespace(**dict(
-        messages_key="messages", prompt_key="prompt", response_key="response", tools_key="tools",
+        messages_key="messages", prompt_key="prompt", response_key="response", images_key="images", tools_key="tools",
         template_kwargs_key="chat_template_kwargs", train_on="all", special_tokens_in_text=None) | changes)
 
 
@@ -208,7 +208,7 @@ def encode(row, chat, options):
     result, = data_chat.in_step([data_chat.encode(row, chat, options)])
     if isinstance(result, InputError):
         raise result
-    return result
+    return result[:2]
 
 
 def trained(template, row, ends=(), tail=(), **changes):

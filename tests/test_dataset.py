@@ -53,7 +53,8 @@ def make(tokenizer_dir, tmp_path):
 
 def options(**changes):
     return SimpleNamespace(**dict(
-        messages_key="messages", prompt_key="prompt", response_key="response", tools_key="tools", num_proc=None,
+        messages_key="messages", prompt_key="prompt", response_key="response", images_key="images", tools_key="tools",
+        num_proc=None,
         template_kwargs_key="chat_template_kwargs", train_on="all", max_length=200, truncation="error",
         special_tokens_in_text=None) | changes)
 

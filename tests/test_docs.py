@@ -137,9 +137,10 @@ def check_launch(words: list[str]) -> None:
     one that a page quotes."""
     (script, *arguments), num_ranks = launched(words)
     defaults = f"{Path(script).stem.removeprefix('train_')}.yaml"
-    arguments = [re.sub(r"^model.path=.*", "model.path=model", argument) for argument in arguments]
+    model = "model.path=mimo" if "mtp" in " ".join(arguments) else "model.path=model"
+    arguments = [re.sub(r"^model.path=.*", model, argument) for argument in arguments]
     try:
-        config = load(defaults, ["model.path=model", "data.train_files=train.jsonl", *arguments])
+        config = load(defaults, [model, "data.train_files=train.jsonl", *arguments])
         engine_class(config.model_engine).check(config, num_ranks)
         if defaults == "ppo.yaml":
             ppo.check(config)

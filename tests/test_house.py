@@ -47,7 +47,8 @@ def test_shipped_configurations_load():
     from config import load
     for path in CONFIGS:
         if "demo" in path.parts:
-            load(f"{path.stem.split('_')[0]}.yaml", [str(path)])
+            script = re.search(r"schema/(\w+)\.json", path.read_text())[1]
+            load(f"{script}.yaml", [str(path)])
 
 
 def test_slurm_scripts_wait_for_what_the_trainers_say():

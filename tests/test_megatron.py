@@ -6,6 +6,7 @@ All layouts of one world size share one launch of megatron_worker.py. Bounds: 1e
 
 import json
 import math
+import re
 import subprocess
 import sys
 from functools import cache
@@ -214,6 +215,8 @@ def plain_training(directory, case, micro_batches):
     model, optim = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager",
                                                         experts_implementation="eager"), config.optim
     shape, coefficient, experts = model.config, 0.3 if case.aux else 0.0, {"output_router_logits": True} if case.moe else {}
+    for name, p in model.named_parameters():
+        p.requires_grad_(not any(re.search(pattern, name) for pattern in config.model.freeze))
     if case.lora:
         put_adapters(model, config)
     if case.critic:
@@ -261,7 +264,7 @@ def plain_training(directory, case, micro_batches):
     with torch.no_grad():
         asked = torch.cat([answer(batch.select([i]))[0][0] for i in range(len(batch))])
     in_files = Mapping(shape).in_files(model)
-    return steps, {name.replace(".default", ""): x.detach() for name, x in in_files if x.requires_grad}, asked
+    return steps, {name.replace(".default", ""): x.detach() for name, x in in_files if x.requires_grad or not case.lora}, asked
 
 
 def put_adapters(model, config):
@@ -273,6 +276,22 @@ def put_adapters(model, config):
         p.requires_grad_(".lora_" in name)
         if p.requires_grad:
             p.data.copy_(lora.initial(name.replace(".default", ""), p.shape, config.trainer.seed))
+
+
+@pytest.mark.parametrize("world, name", [(world, name) for world, name in ALL if "model.freeze" in CASES[world][name].engine])
+def test_frozen_parameters_stay_to_the_bit(launches, folder, world, name):
+    """With weight decay, and without optimizer state; all others move."""
+    case, after = CASES[world][name], load_file(folder / f"{world} {name}.safetensors")
+    before = load_file(folder / case.family / "model.safetensors")
+    patterns = config(folder, *keys(case.engine)).model.freeze
+    frozen = {n for n in before if any(re.search(pattern, n) for pattern in patterns)}
+    if case.critic:
+        before["lm_head.weight"] = torch.zeros(1, 32)
+        frozen.remove("lm_head.weight")
+    assert {n for n, x in before.items() if torch.equal(x, after[n])} == frozen and len(frozen) > 10
+    if TP2 not in case.engine:                  # which has norms twice
+        trained = sum(x.numel() for n, x in before.items() if n not in frozen)
+        assert sum(optimizer for *_, optimizer in launches[world][name]["bytes"]) == 8 * trained
 
 
 @pytest.mark.parametrize("world, name", PLAIN)
@@ -317,8 +336,8 @@ def test_training_of_adapters_equals_peft(launches, folder, world, name):
     got = adapter | head
     assert got.keys() == weights.keys() and max((got[n] - weights[n]).abs().max() for n in weights) < BOUND
     assert min(x.abs().max() for n, x in adapter.items() if "lora_B" in n) > 100 * BOUND, "what the comparison rests on"
-    layers, head_size, attention, _ = count_flops(build_on_meta(read_hf_config(folder / case.family), torch.float32, case.critic),
-                                                  read_hf_config(folder / case.family))
+    shape = read_hf_config(folder / case.family)
+    layers, head_size, attention = (x / 6 for x in count_flops(build_on_meta(shape, torch.float32, case.critic), shape))
     learned = sum(x.numel() for x in adapter.values())
     assert result["flops"] == 4 * (8 * layers + 4 * head_size) + 6 * (8 * learned + 34 * attention)
     assert len(set(map(str, result["adapter digests"]))) == 1 and set(result["adapter digests"][0][1]) == adapter.keys()
@@ -425,7 +444,7 @@ def test_offload_comes_back_by_itself(launches, settings, same):
 
 
 @pytest.mark.parametrize("name", RESUMES)
-def test_resume_on_another_layout(launches, folder, name):
+def test_resume_on_another_layout(launches, folder, tmp_path, name):
     """With optimizer state: every step is as without interruption."""
     family, (saved_on, settings), (resumed_on, _) = RESUMES[name]
     saved, resumed = launches[saved_on][f"save {name}"], launches[resumed_on][f"resume {name}"]
@@ -440,9 +459,13 @@ def test_resume_on_another_layout(launches, folder, name):
     bound = ROUNDED_BOUND if BF16 in settings else BOUND
     for key in ("loss", "grad_norm", "lr"):
         assert worst(column(resumed["steps"], key), column(saved["steps"], key)) < bound, key
-        if BF16 not in settings and not Case(family).plain and LORA not in settings:
+        if BF16 not in settings and not Case(family, settings).plain and LORA not in settings:
             whole = launches[1][f"reference {family}"]["steps"][SAVED_AT:2 * SAVED_AT]
             assert worst(column(saved["steps"], key), column(whole, key)) < bound, key
+    if "model.freeze" in settings:              # where checkpoints have other names
+        export_checkpoint(folder / "checkpoints" / name / f"step_{SAVED_AT:08d}", tmp_path / "hf")
+        got, want = (load_file(file) for file in (tmp_path / "hf/model.safetensors", folder / f"resumed {name}.safetensors"))
+        assert got.keys() == want.keys() and all(torch.equal(got[n], want[n]) for n in got)
 
 
 def test_background_save_is_of_its_moment_and_appears_complete(launches):
@@ -649,6 +672,18 @@ def config(folder, *pairs):
 def test_layouts_that_cannot_work(folder, world, pairs, message):
     with pytest.raises(InputError, match=message):
         MegatronEngine.check(config(folder, *pairs), world)
+
+
+@pytest.mark.parametrize("family, patterns, message", [
+    ("llama", "[visual]", "'visual' matches no name in the files of .*; the nearest are .*weight"),
+    ("llama", "[q_proj, v_proj]", "matches .*0.self_attn.q_proj.weight but not .*0.self_attn.k_proj.weight"),
+    ("mixtral", "[w1]", "matches .*0.block_sparse_moe.experts.0.w1.weight but not .*0.block_sparse_moe.experts.0.w3.weight"),
+    ("qwen3_moe", "['experts.[0-5].']", "matches .*0.mlp.experts.0.gate_proj.weight but not .*0.mlp.experts.6.gate_proj.weight"),
+    ("qwen2_tied", "[lm_head]", "matches lm_head.weight but not model.embed_tokens.weight"),
+])
+def test_what_cannot_be_frozen(folder, family, patterns, message):
+    with pytest.raises(InputError, match=message):
+        MegatronEngine.check(config(folder, f"model.path={folder / family}", f"model.freeze={patterns}"), 1)
 
 
 def test_resume_in_another_dtype_is_refused(folder, tmp_path):

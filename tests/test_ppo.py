@@ -621,8 +621,9 @@ def test_a_policy_that_samples_from_fewer_words_is_warned_of_unless_the_trainer_
 
 def test_critic_and_reference_begin_with_their_own_model_or_the_policys():
     both = ["algorithm.adv_estimator=gae", "algorithm.use_kl_loss=true"]
-    config = configure(*both, "critic.path=c", "critic.lr=0.5", "reference.path=r", path="p")
+    config = configure(*both, "critic.path=c", "critic.lr=0.5", "reference.path=r", "model.freeze=[x]", path="p")
     roles = ppo.roles(config)
+    assert [list(role.model.freeze) for role in roles.values()] == [["x"], ["x"], []]
     assert [(name, role.model.path, role.optim.lr) for name, role in roles.items()] == [
         ("actor", "p", config.optim.lr), ("critic", "c", 0.5), ("reference", "r", config.optim.lr)]
     assert [role.model.path for role in ppo.roles(configure(*both, path="p")).values()] == ["p", "p", "p"]

@@ -50,7 +50,8 @@ def make(tokenizer_dir, tmp_path):
 
 def options(**changes):
     return SimpleNamespace(**dict(
-        messages_key="messages", prompt_key="prompt", tools_key="tools", template_kwargs_key="chat_template_kwargs",
+        messages_key="messages", prompt_key="prompt", images_key="images", tools_key="tools",
+        template_kwargs_key="chat_template_kwargs",
         max_prompt_length=200, truncation="error", num_proc=None, special_tokens_in_text=None) | changes)
 
 
@@ -133,7 +134,7 @@ def test_other_columns(make, tmp_path):
 
 
 def test_the_question_is_the_text_of_the_last_message_of_the_user(make, tmp_path):
-    parts = [{"type": "text", "text": "q"}, {"type": "image"}, {"type": "text", "text": "r"}]
+    parts = [{"type": "text", "text": "q"}, {"type": "video"}, {"type": "text", "text": "r"}]
     messages = [user("p"), assistant("a"), user(parts), assistant("b"), {"role": "tool", "content": "t"}]
     path = write(tmp_path / "a.jsonl", [{"messages": messages}])
     tokenizer = make_tokenizer()

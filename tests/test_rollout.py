@@ -4,19 +4,23 @@ One launch of rollout_worker.py, with one vLLM, for each model and layout runs a
 """
 
 import json
+import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
 
 from config import InputError, load
+from engines.weights import model_names
 from examples.arithmetic import make_tokenizer
-from rollout.vllm import PREFILL_TOKENS, check, request_seed, stop_token_ids
+from rollout.vllm import PREFILL_TOKENS, check, check_model, request_seed, stop_token_ids
 from tests.launch import launch, launch_each
-from tests.models import make_model
+from tests.models import make_model, make_ocr_model
+from tests.rollout_images_worker import GROUP, MANY, SIZES, WEIGHTS, asked, weights_of
 from tests.rollout_worker import (
     CRITIC_STEPS,
     CUT_TEMPERATURE,
@@ -33,6 +37,7 @@ from tests.rollout_worker import (
 ROLLOUT_BOUND = 1e-4                             # nats, vLLM's log-probabilities from the trainer's, in fp32
 LOG_PROB_BOUND = 1e-5                            # nats, the trainer's from those of transformers
 END_TOKENS = [10, 11, 12, 13, 14, 257]           # the last by config.json, the others by generation_config.json
+PLACEHOLDERS, ENDS = {262, 263}, {257, 262, 263}  # of the model that sees images
 LONE = [name for name, launch in LAUNCHES.items() if launch.ranks == 1]
 CRITICS = [name for name, launch in LAUNCHES.items() if launch.tp == 1]
 REWARD = """
@@ -392,6 +397,100 @@ def test_stop_strings(results, name):
             assert (log_probs - free[:len(ids)]).abs().max() < LOG_PROB_BOUND
             cut += len(ids) < len(free_ids)
         assert cut and len(case["stop"]) in (1, 2)
+
+
+# -- images ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def with_images(tmp_path_factory):
+    """What rollout_images_worker.py wrote down, and the folder of its model."""
+    folder = tmp_path_factory.mktemp("images")
+    make_ocr_model(folder / "model")
+    launch(1, "tests/rollout_images_worker.py", folder)
+    return json.loads((folder / "results.json").read_text()), folder / "model"
+
+
+def log_probs_with_images(directory, name, results, sizes, group):
+    """[(vLLM's, transformers') log-probabilities of each response, its tokens] of prompts with images of these sizes."""
+    processor, found = AutoProcessor.from_pretrained(directory), []
+    model = AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    names = model_names(model, directory)
+    model.load_state_dict({names[k]: x for k, x in weights_of(directory, name).items()})
+    for i, (ids, mask, log_probs, truncated) in enumerate(sequences(results)):
+        inputs, _ = asked(processor, i // group, sizes[i // group])
+        words, number = ids[mask > 0], int(mask.sum())
+        assert ids[mask == 0].tolist() == inputs.pop("input_ids")[0].tolist() and len(ids) - number == mask.argmax()
+        assert truncated == (int(words[-1]) not in ENDS)
+        kinds = torch.nn.functional.pad(inputs.pop("mm_token_type_ids"), (0, number))
+        # A placeholder at the end is a word that was said, whatever is given to the model in its place.
+        given = ids.index_fill(0, torch.tensor([len(ids) - 1]), 0)[None]
+        with torch.no_grad():
+            logits = model(**inputs | {"input_ids": given, "mm_token_type_ids": kinds,
+                                       "attention_mask": torch.ones_like(given)}).logits[0]
+        want = logits.log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0][-number:]
+        found.append((log_probs[mask > 0], want, words.tolist()))
+    return found
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_log_probs_of_responses_to_images(with_images, name):
+    """Without images and with one or two, several responses to each, and after each change of tower or projector."""
+    results, directory = with_images
+    for case, group in ((name, GROUP), (f"{name}, greedy", 1)):
+        found = log_probs_with_images(directory, name, results[case], SIZES, group)
+        assert len(found) == len(SIZES) * group
+        assert max((got - want).abs().max() for got, want, _ in found) < ROLLOUT_BOUND
+        assert len({tuple(words) for *_, words in found}) > 3
+        said = [words[-1] in PLACEHOLDERS for *_, words in found]
+        assert any(said) == (name == "placeholders") and not all(said)
+        assert not any(PLACEHOLDERS & set(words[:-1]) for *_, words in found)
+    before = log_probs_with_images(directory, "as they are", results[name], SIZES, GROUP)
+    moved = [(got - want).abs().max() > 100 * ROLLOUT_BOUND for got, want, _ in before]
+    if "another" in name:
+        assert moved == [bool(SIZES[i // GROUP]) for i in range(len(moved))], "stale features would go unseen"
+
+
+def test_texts_beside_images(with_images):
+    results, _ = with_images
+    assert responses(results["text"]) == responses(results["as they are"])[:GROUP]
+
+
+def test_more_images_than_vllm_keeps_at_a_time(with_images):
+    """With the closed-batch scheduler and with vLLM's own, bit for bit, where memory is short for features and for the KV cache."""
+    results, directory = with_images
+    assert results["as they are"] == results["vLLM's"] and results["many"] == results["vLLM's many"]
+    num_steps, num_preempting = results["steps"]
+    assert 0 < num_preempting < num_steps / 2 and num_steps < 40, "features of a prompt were kept to the end of its response"
+    found = log_probs_with_images(directory, "as they are", results["many"], MANY, 1)
+    assert len(found) == len(MANY) and max((got - want).abs().max() for got, want, _ in found) < ROLLOUT_BOUND
+
+
+def test_vllm_and_the_trainer_must_see_the_same_image_tokens(with_images):
+    results, _ = with_images
+    assert results["another size"].startswith("vLLM sees 12 image tokens in a prompt of 40 tokens with images of 84 x 56, 84 x 56 "
+                                              "pixels, and the trainer 8 in 36 tokens")
+    assert "vLLM refuses a prompt with images" in results["too long"]
+
+
+@pytest.mark.parametrize("more, message", [
+    ("model.lora.rank=4 model.lora.merge=true", None), ("model.lora.rank=4", "model.lora.merge=true"),
+    ("rollout.speculative=ngram", "rollout.speculative=null"), ("", None)])
+def test_what_does_not_go_with_images(with_images, more, message):
+    config = load("ppo.yaml", [f"model.path={with_images[1]}", "data.train_files=x", "model.images=true", *more.split()])
+    if message is None:
+        return check(config, 1)
+    with pytest.raises(InputError, match="model.images=true.*" + re.escape(message)):
+        check(config, 1)
+
+
+def test_a_model_for_which_vllm_needs_torchvision(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchvision", None)           # as where it is not installed
+    make_model(tmp_path, "gemma3 with images")
+    config = load("ppo.yaml", [f"model.path={tmp_path}", "data.train_files=x", "model.images=true", "data.max_prompt_length=9",
+                               "rollout.max_tokens=9", "validation.max_tokens=9"])
+    with pytest.raises(InputError, match="Gemma3ForConditionalGeneration: .*pip install torchvision"):
+        check_model(config)
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

@@ -70,6 +70,8 @@ def test_a_run_leaves_what_it_promises(uninterrupted, assets):
     assert all(needed <= m.keys() for m in lines[1:])
     assert "perf/mfu" not in lines[1], "the peak of a CPU is not known"
     assert lines[20]["train/loss"] < 0.8 * lines[1]["train/loss"] and lines[20]["val/loss"] < 0.8 * lines[0]["val/loss"]
+    progress = json.loads((uninterrupted / "checkpoints/step_00000020/trainer.json").read_text())
+    assert progress["run"]["model.freeze"] == []                         # which a resume compares
     assert checkpoints(uninterrupted) == ["latest", "step_00000015", "step_00000020"]
     assert (uninterrupted / "checkpoints" / "latest").read_text() == "step_00000020\n"
     assert (uninterrupted / "report.png").stat().st_size > 10_000
@@ -297,6 +299,8 @@ def test_a_run_goes_on_with_another_batch_size_seed_and_data_when_told_to(assets
     (["trainer.resume_override=[trainer.seed]"], {"trainer.seed": 1}, "is of step 20, and this run has 20 steps: raise"),
     (["trainer.resume_override=[algorithm.adv_estimator]"], {"algorithm.adv_estimator": "gae", "critic": True},
      "with critic=False, now it is True: set it back, or start anew"),
+    ([], {"model.freeze": ["visual"]}, "with model.freeze=[], now it is ['visual']: set it back, or start anew"),
+    (["model.lora.rank=4", "model.lora.adapter_path=new"], {}, "adapter_path=new is where a run begins"),
 ])
 def test_what_a_resume_may_not_change(tmp_path, pairs, run, message):
     saved = {"trainer.seed": 0, "data.train_batch_size": 8, "the model": "qwen3 of 2 layers"}

@@ -101,6 +101,7 @@ def padded_attention(module, query: Tensor, key: Tensor, value: Tensor, attentio
 
 def refuse(dropout: float, others: dict) -> None:
     asked = [name for name, value in others.items() if value is not None and name not in HARMLESS]
+    asked += ["is_causal=False"] * (others.get("is_causal") is False)
     if dropout or asked:
         raise InputError(f"the model wants {'dropout' if dropout else asked[0]} in its attention, which is not supported")
 
@@ -121,12 +122,12 @@ def exchange(x: Tensor, group: dist.ProcessGroup, scatter_heads: bool) -> Tensor
     return AllToAll.apply(x.unflatten(0, (ranks, -1)), group).transpose(0, 1).flatten(1, 2)
 
 
-AttentionInterface.register("packed", packed_attention)
 def window_of(*_, device: torch.device, local_size: int | None = None, **__) -> Tensor | None:
     """In place of transformers' mask, where Packing.arguments() gave none: in a pass over shapes, what window the mask has."""
     return torch.empty(1, 1, 2, local_size or 0, device="meta") if torch.device(device).type == "meta" else None
 
 
+AttentionInterface.register("packed", packed_attention)
 AttentionMaskInterface.register("packed", window_of)
 AttentionInterface.register("padded", padded_attention)
 AttentionMaskInterface.register("padded", sdpa_mask)

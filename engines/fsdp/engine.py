@@ -4,7 +4,8 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -26,10 +27,11 @@ from torch.distributed.tensor import DTensor
 
 from config import InputError
 from data.packing import Batch
-from engines import experts, guard, lora, optimizer, schedule
+from data.processor import Reader
+from engines import experts, freeze, guard, lora, mtp, optimizer, schedule
 from engines.base import Engine, LossFn, check_batch_size
 from engines.device import to_device
-from engines.fsdp import shapes
+from engines.fsdp import images, shapes
 from engines.fsdp.attention import Packing
 from engines.fsdp.recurrence import Bounds, recurrent_layers
 from engines.heads import LogProbHead, ValueHead
@@ -46,7 +48,7 @@ from engines.hf import (
 from engines.microbatch import MicroBatch, lay_out
 from engines.offload import HostMemory
 from engines.storage import Writer
-from engines.weights import check_files, ignored_weights, in_files, load_adapter, load_weights, model_names, stacked, stored_tensors
+from engines.weights import check_files, in_files, load_adapter, load_weights, model_names, stacked, stored_tensors
 
 
 class FSDPEngine(Engine):
@@ -69,20 +71,28 @@ class FSDPEngine(Engine):
 
         self.compute_dtype, self.lora = getattr(torch, engine.compute_dtype), config.model.lora
         compiled = uses_compile(engine, device.type)
-        self.hf, self._adapted = build(config, self.hf_config, critic)
+        self.hf, self._adapted = build(config, critic)
         names, parts = model_names(self.hf, Path(config.model.path)), stacked(self.hf)
-        self._names, self._file_names = names, {name: file_name for file_name, name in names.items()}
+        self.names, self._file_names = names, {name: file_name for file_name, name in names.items() if name}
         self._parts = {name: found for name, found in parts.items() if name not in self._file_names}
         self._unproven = bool(self._adapted) and not critic         # a critic's gradient comes through its head, which is zero
         self.model = PackedModel(self.hf, ValueHead() if critic else LogProbHead(
             temperature, engine.log_prob_chunk_size, compiled, self.hf_config.vocab_size, None, *logit_constants(self.hf)))
         self.head = self.model.head
-        self._layers = layers = [m for m in self.hf.modules() if type(m).__name__ in self.hf._no_split_modules]
+        self._aux_loss_coef = experts.aux_loss_coef(engine.router_aux_loss_coef, self.hf_config)
+        self._routers = experts.Routers(self.hf.get_decoder()) if self._aux_loss_coef else None
+        if config.model.images:
+            self.reader = Reader(config.model.path, dropped=config.data.drop_processor_keys)
+        self._images = images.Images(self.hf, self.reader) if self.reader else None
+        self._image_flops = images.count_flops(self.hf, self.reader) if self.reader else 0
+        self._layers = layers = whole_modules(self.hf, self.hf.get_decoder())
         if engine.activation_checkpointing:
             self.hf.gradient_checkpointing_enable({"use_reentrant": False})
-        for layer in layers if compiled else ():
-            layer.forward = torch.compile(layer.forward, dynamic=True)
-        shard(self.model, layers, config, device.type, self.world_size)
+        if compiled:
+            experts.leave_uncompiled(self.hf)
+            for layer in layers:
+                layer.forward = torch.compile(layer.forward, dynamic=True)
+        shard(self.model, whole_modules(self.hf, self.hf), config, device.type, self.world_size)
         load_weights(self.hf, Path(config.model.path), names, torch.device("cpu") if engine.cpu_offload else device, device,
                      self.compute_dtype, critic, base)
         keep_short_frequencies(self.hf)
@@ -94,28 +104,26 @@ class FSDPEngine(Engine):
         # Each group's learning rate relative to the schedule's: 1, unless the user's optimizer has set another one.
         self._lr_ratios = [group["lr"] / self.optim.lr if self.optim.lr else 1.0 for group in self._groups()]
         self._flops = count_flops(self.hf, self.hf_config)
-        self._aux_loss_coef = experts.aux_loss_coef(engine.router_aux_loss_coef, self.hf_config)
         self._host_memory, self._shares_base = HostMemory(device), base is not None
         guard.check(self)
 
     @staticmethod
     def check(config: DictConfig, world_size: int, critic: bool = False):
-        """The model's configuration; raises InputError for what this engine cannot do, before anything is built."""
-        hf_config = read_hf_config(config.model.path)
+        """The configuration of the layers; raises InputError for what this engine cannot do, before anything is built."""
+        whole = read_hf_config(config.model.path)
+        hf_config = whole.get_text_config()
         check_layout(config, hf_config, world_size)
         check_rope(hf_config, config)
-        hf = build_on_meta(hf_config, torch.float32, critic)
+        mtp.check(config, whole)
+        hf = build_on_meta(whole, torch.float32, critic, images=config.model.images)
         if config.engine.context_parallel_size > 1 and recurrent_layers(hf):
             raise InputError(f"engine.context_parallel_size={config.engine.context_parallel_size}: layers of {type(hf).__name__} "
                              "carry a state from token to token: ranks cannot share a sequence")
         if not critic:
             logit_constants(hf)
         check_files(hf, Path(config.model.path), critic)
-        renamed = [name for name, new in model_names(hf, Path(config.model.path)).items() if name != new]
-        if renamed and config.model.lora.rank:
-            raise InputError(f"model.path={config.model.path}: model.lora does not work for weights that transformers renames at "
-                             f"load, {renamed[0]} among them")
         shapes.check(hf, config)
+        freeze.apply(config, hf, critic)
         lora.check(config, hf)
         return hf_config
 
@@ -130,7 +138,8 @@ class FSDPEngine(Engine):
         with self._seeded(step, dist.get_rank()):
             for indices in self._plan(batch):
                 micro_batch = self._lay_out(batch.select(indices))
-                outputs, router_logits = self._forward(micro_batch, with_routers=self._aux_loss_coef > 0)
+                with self._routers.noted() if self._routers else nullcontext([]) as router_logits:
+                    outputs = self._forward(micro_batch)
                 loss, extra = loss_fn(*outputs[:self.model.head.num_differentiable], micro_batch.fields)
                 aux_loss = 0.0
                 if router_logits:
@@ -142,7 +151,8 @@ class FSDPEngine(Engine):
                 for name, amount in {"loss": loss, **extra}.items():
                     amounts[name] += amount.detach()
         grad_norm = self._clip()
-        self._prove(grad_norm)
+        self._prove(grad_norm, (lora.plain_name(name) for name, p in self.hf.named_parameters()
+                                if p.requires_grad and p.grad is None))
         lr = schedule.learning_rate(self.optim, step, self.total_steps)
         skipped = not math.isfinite(grad_norm)
         if not skipped:
@@ -164,7 +174,7 @@ class FSDPEngine(Engine):
         where = Batch(torch.arange(len(batch.input_ids)), batch.cu_seqlens)
         self.model.eval()
         for indices in self._plan(batch, bins):
-            outputs, _ = self._forward(self._lay_out(batch.select(indices)))
+            outputs = self._forward(self._lay_out(batch.select(indices)))
             answers[:, where.select(indices).input_ids.to(self.device)] = torch.stack([x.float() for x in outputs])
         self.model.train()
         return answers
@@ -175,22 +185,24 @@ class FSDPEngine(Engine):
         answers = torch.zeros(self.head.num_outputs, len(batch.input_ids), device=self.device)
         self.model.eval()
         with self._attending("eager"):
-            for start, length in zip(batch.cu_seqlens.tolist(), batch.lengths):
-                ids = batch.input_ids[start:start + length].to(self.device)
-                positions = torch.arange(length, device=self.device)
-                outputs, _ = self.model(ids[None], positions[None], positions[:-1], ids[1:], ids.new_empty(length - 1, 0))
-                answers[:, start + 1:start + length] = torch.stack([x.float() for x in outputs])
+            for start, each in zip(batch.cu_seqlens.tolist(), batch.split([1] * len(batch))):
+                ids, before = each.input_ids.to(self.device), torch.arange(len(each.input_ids) - 1, device=self.device)
+                given = {"input_ids": ids[None], "position_ids": torch.arange(len(ids), device=self.device)[None]}
+                if found := each.images:
+                    given = {name: x.to(self.device) for name, x in self._images.given(each, found, packed=False).items()}
+                outputs = self.model(before, ids[1:], ids.new_empty(len(before), 0), **given)
+                answers[:, start + 1:start + len(ids)] = torch.stack([x.float() for x in outputs])
         self.model.train()
         return answers
 
     @contextmanager
     def _attending(self, attention: str) -> Iterator[None]:
-        before = self.hf.config._attn_implementation
-        self.hf.set_attn_implementation(attention)
+        before = self.hf.get_decoder().config._attn_implementation
+        self.hf.get_decoder().set_attn_implementation(attention)
         try:
             yield
         finally:
-            self.hf.set_attn_implementation(before)
+            self.hf.get_decoder().set_attn_implementation(before)
 
     @contextmanager
     def padded(self) -> Iterator[None]:
@@ -202,19 +214,24 @@ class FSDPEngine(Engine):
 
     def _lay_out(self, batch: Batch) -> MicroBatch:
         """T may be 0: then the model runs on padding alone, because other ranks wait for its collectives."""
-        packing_of = partial(Packing.of, group=self.cp_group, device=self.device)
-        return lay_out(batch, packing_of if self.config.engine.use_remove_padding else None, self.cp_group, self.device)
+        packing_of = partial(Packing.of, group=self.cp_group, device=self.device) if self.config.engine.use_remove_padding else None
+        if not self._images:
+            return lay_out(batch, packing_of, self.cp_group, self.device)
+        found = batch.images
+        given = self._images.given(batch, found, packing_of is not None)
+        laid_out = lay_out(batch, packing_of, self.cp_group, self.device, filler=0 if found else len(self._images.filler))
+        return replace(laid_out, given={name: to_device(x, self.device) for name, x in given.items()})
 
-    def _forward(self, batch: MicroBatch, with_routers: bool = False) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """log_probs, entropy, greedy (a critic: values), each [T] on the device, entry t about token t; and where asked for, the
-        logits of the routers [this rank's places, experts] of each layer that has one."""
-        positions = [torch.arange(n) for n in batch.lengths]
-        if batch.packing:
-            positions = [torch.cat(positions).chunk(self.cp_group.size())[self.cp_group.rank()]]
-        self.hf.config.output_router_logits = with_routers
-        positions = to_device(torch.stack(positions), self.device)
-        values, router_logits = self.model(batch.input_ids, positions, batch.place, batch.targets, batch.kept_words, batch.packing)
-        return tuple(batch.to_tokens(x, self.cp_group) for x in values), router_logits
+    def _forward(self, batch: MicroBatch) -> tuple[Tensor, ...]:
+        """log_probs, entropy, greedy (a critic: values), each [T] on the device, entry t about token t."""
+        given = batch.given
+        if not given:
+            positions = [torch.arange(n) for n in batch.lengths]
+            if batch.packing:
+                positions = [torch.cat(positions).chunk(self.cp_group.size())[self.cp_group.rank()]]
+            given = {"input_ids": batch.input_ids, "position_ids": to_device(torch.stack(positions), self.device)}
+        values = self.model(batch.place, batch.targets, batch.kept_words, batch.packing, **given)
+        return tuple(batch.to_tokens(x, self.cp_group) for x in values)
 
     def _clip(self) -> float:
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
@@ -261,10 +278,10 @@ class FSDPEngine(Engine):
         for layer in self._adapted:
             layer._disable_adapters = not use           # enable_adapters() would also freeze them
 
-    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def export_weights(self, whole: bool = True) -> Iterator[tuple[str, Tensor]]:
         yield from in_files(self._whole_weights(), self._parts)
-        yield from ((name, tensor.to(self.device)) for name, tensor in
-                    ignored_weights(self.hf, Path(self.config.model.path), self._names, self.compute_dtype))
+        if whole:
+            yield from self.left_alone()
 
     def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
         self._onload("parameters")
@@ -305,8 +322,7 @@ class FSDPEngine(Engine):
 
     def load_state(self, state: dict) -> None:
         self._onload("parameters", "optimizer")
-        names = {file_name: name for name, file_name in self._file_names.items()}
-        weights = {names.get(file_name, file_name): x for part in ("model", "buffers") for file_name, x in state[part].items()}
+        weights = {self.names.get(file_name, file_name): x for part in ("model", "buffers") for file_name, x in state[part].items()}
         set_model_state_dict(self.hf, weights, options=StateDictOptions(strict=not self._adapted))
         if self.optimizers:
             set_optimizer_state_dict(self.hf, self.optimizers, state["optimizer"],
@@ -333,23 +349,27 @@ class PackedModel(nn.Module):
         super().__init__()
         self.hf, self.head, self.bounds = hf, head, Bounds(hf)
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, place: Tensor, targets: Tensor, kept_words: Tensor,
-                packing: Packing | None = None):
-        """input_ids, position_ids [rows, length]. Returns the head's outputs for the tokens `targets` [k] that follow the
-        places `place` [k] in [length * rows], and were drawn from `kept_words` [k, K]; and the routers' logits, if recorded."""
+    def forward(self, place: Tensor, targets: Tensor, kept_words: Tensor, packing: Packing | None = None, **given: Tensor):
+        """given: input_ids and position_ids [rows, length], and what the model reads of images. Returns the head's outputs for the
+        tokens `targets` [k] that follow the places `place` [k] in [length * rows], and were drawn from `kept_words` [k, K]."""
         self.bounds.now, attention = (packing.bounds, packing.arguments()) if packing else (None, {})
-        outputs = self.hf.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **attention)
+        body = self.hf.base_model if len(given) > 2 else self.hf.get_decoder()
+        outputs = body(use_cache=False, **attention, **given)
         hidden = outputs[0].transpose(0, 1).flatten(0, 1).index_select(0, place)
         weight = self.hf.get_output_embeddings().weight.to(hidden.dtype)
-        return self.head(hidden, weight, targets, kept_words), outputs.get("router_logits", ())
+        return self.head(hidden, weight, targets, kept_words)
 
 
-def build(config: DictConfig, hf_config, critic: bool) -> tuple[nn.Module, list[nn.Module]]:
+def build(config: DictConfig, critic: bool) -> tuple[nn.Module, list[nn.Module]]:
     """The model on the meta device, and its layers with adapters. A critic's value head is trained beside these."""
     engine, settings = config.engine, config.model.lora
     # Frozen weights need no more precision than the pass that reads them.
-    hf = build_on_meta(hf_config, getattr(torch, engine.compute_dtype if settings.rank else engine.param_dtype), critic)
-    hf.set_attn_implementation("packed" if engine.use_remove_padding else plain_attention(hf))
+    hf = build_on_meta(read_hf_config(config.model.path),
+                       getattr(torch, engine.compute_dtype if settings.rank else engine.param_dtype), critic,
+                       images=config.model.images)
+    hf.get_decoder().set_attn_implementation("packed" if engine.use_remove_padding else plain_attention(hf))
+    hf.get_decoder().config.output_router_logits = False           # which experts.Routers notes
+    freeze.apply(config, hf, critic)
     return hf, lora.inject(hf, settings, critic) if settings.rank else []
 
 
@@ -360,9 +380,8 @@ def check_layout(config: DictConfig, hf_config, world_size: int) -> None:
     schedule.check(config.optim)
     optimizer.check(config)
     if heads is None:
-        raise InputError(f"model.path={config.model.path} is not a causal language model for text alone")
-    if getattr(hf_config, "quantization_config", None):
-        raise InputError(f"model.path={config.model.path} holds quantized weights: give the unquantized model")
+        raise InputError(f"model.path={config.model.path}: model_type={hf_config.model_type} has no attention heads "
+                         "(num_attention_heads in config.json), which is not supported")
     if world_size % cp:
         raise InputError(f"engine.context_parallel_size={cp} does not divide the {world_size} ranks")
     if engine.fsdp_size > 0 and world_size % engine.fsdp_size:
@@ -372,6 +391,8 @@ def check_layout(config: DictConfig, hf_config, world_size: int) -> None:
                          f"{kv_heads} key-value heads")
     if cp > 1 and not engine.use_remove_padding:
         raise InputError("engine.context_parallel_size > 1 needs engine.use_remove_padding=true")
+    if config.model.images:
+        images.check(config)
     check_batch_size(config, world_size // cp)
     experts.aux_loss_coef(engine.router_aux_loss_coef, hf_config)
 
@@ -398,6 +419,11 @@ def fsdp_mesh(engine: DictConfig, device_type: str, world_size: int) -> DeviceMe
     if size == world_size:
         return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
     return init_device_mesh(device_type, (world_size // size, size), mesh_dim_names=("replicate", "shard"))
+
+
+def whole_modules(hf: nn.Module, part: nn.Module) -> list[nn.Module]:
+    """The layers of a part of the model: modules that are gathered, and computed once more, as a whole."""
+    return [m for m in part.modules() if type(m).__name__ in hf._no_split_modules]
 
 
 def shard(model: nn.Module, layers: list[nn.Module], config: DictConfig, device_type: str, world_size: int) -> None:

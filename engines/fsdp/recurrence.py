@@ -25,14 +25,23 @@ class Bounds:
     # Not compiled: it would be compiled again for every new set of lengths.
     @torch.compiler.disable
     def by_sequence(self, forward, hidden_states: Tensor, *others, **more) -> Tensor:
-        """[1, T, h] -> [1, T, h]. Sequences of about the same length are the rows of one call: the kernels of transformers that
-        need nothing installed do not know where sequences begin, and a call for each would be slow."""
+        """[1, T, h] -> [1, T, h], or a tuple that begins with it. Sequences of about the same length are the rows of one call: the
+        kernels of transformers that need nothing installed do not know where sequences begin, and a call for each would be slow.
+        Other arguments of [1, T], such as positions, are divided alike."""
         if self.now is None:
             return forward(hidden_states, *others, **more)
-        groups, outputs = defaultdict(list), {}
+
+        def rows_of(x):
+            if not isinstance(x, Tensor) or x.shape[:2] != hidden_states.shape[:2]:
+                return x
+            return pad_sequence([x[0, a:b] for a, b in group], batch_first=True)
+
+        groups, outputs, rest = defaultdict(list), {}, []
         for start, end in zip(self.now, self.now[1:]):
             groups[(end - start - 1).bit_length()].append((start, end))
         for group in groups.values():
-            rows = forward(pad_sequence([hidden_states[0, a:b] for a, b in group], batch_first=True), *others, **more)
+            rows = forward(rows_of(hidden_states), *map(rows_of, others), **{name: rows_of(x) for name, x in more.items()})
+            rows, *rest = rows if isinstance(rows, tuple) else (rows,)
             outputs |= {a: row[:b - a] for (a, b), row in zip(group, rows)}
-        return torch.cat([outputs[start] for start in self.now[:-1]])[None]
+        joined = torch.cat([outputs[start] for start in self.now[:-1]])[None]
+        return (joined, *[None] * len(rest)) if rest else joined            # a state, which training has no use for

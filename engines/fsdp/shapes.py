@@ -45,24 +45,25 @@ class Noise(TorchDispatchMode):
 def check(hf: nn.Module, config: DictConfig) -> None:
     """Raise InputError for a model on the meta device whose attention takes no packed sequences, where they are configured, or
     that fails, or drops anything in training. Whether it computes what it should, engines/guard.py sees."""
-    hf.config._experts_implementation = "batched_mm"           # which is defined without memory, too
-    path, name, dropout = config.model.path, type(hf).__name__, Dropout()
-    noise = Noise()
+    decoder, path, name = hf.get_decoder(), config.model.path, type(hf).__name__
+    decoder.config._experts_implementation = "batched_mm"       # which is defined without memory, too
+    dropout, noise = Dropout(), Noise()
     keep_short_frequencies(hf)
     with dropout, noise:
         failed = failure(hf, "eager")
     if dropout.found:
-        raise InputError(f"model.path={path}: dropout is not supported: set {keys(hf.config, dropout.found)} to 0 in config.json")
+        raise InputError(f"model.path={path}: dropout is not supported: set {keys(decoder.config, dropout.found)} to 0 in "
+                         "config.json")
     if noise.found:
         raise InputError(f"model.path={path}: {name} computes with random numbers in training ({min(noise.found)}), which is not "
-                         f"supported{jitter(hf.config)}")
+                         f"supported{jitter(decoder.config)}")
     failed = failed and failure(hf, plain_attention(hf))
     instead = "" if failed else ": give engine.use_remove_padding=false"
     if not config.engine.use_remove_padding:
         if failed:
             raise InputError(f"model.path={path}: {name} fails: {failed}")
         return
-    if hf._is_stateful and not recurrent_layers(hf):
+    if decoder._is_stateful and not recurrent_layers(hf):
         raise InputError(f"model.path={path}: {name} carries a state from token to token, and so from one packed sequence to the "
                          f"next{instead}")
     packing = Packing(torch.zeros(3, dtype=torch.int32, device="meta"), [0, 2, 4], 2)
@@ -76,17 +77,20 @@ def check(hf: nn.Module, config: DictConfig) -> None:
 
 def failure(hf: nn.Module, attention: str, **arguments) -> str | None:
     """What is wrong with a forward pass, in a line."""
-    hf.set_attn_implementation(attention)
-    if hf.config._attn_implementation != attention:
-        return f"transformers has it with {hf.config._attn_implementation} attention alone"
+    decoder = hf.get_decoder()
+    decoder.set_attn_implementation(attention)
+    if decoder.config._attn_implementation != attention:
+        return f"transformers has it with {decoder.config._attn_implementation} attention alone"
     ids, said = torch.zeros(1, 4, dtype=torch.int64, device="meta"), None
     for options in [arguments] if arguments else [{"attention_mask": mask} for mask in MASKS]:
         try:
             with torch.device("meta"), torch.no_grad():
-                hf.base_model(input_ids=ids, position_ids=ids, use_cache=False, **options)
+                decoder(input_ids=ids, position_ids=ids, use_cache=False, **options)
             return None
         except InputError as error:
             said = said or str(error)
+        except NotImplementedError:
+            said = said or "its layers decide by values what to compute, so that it cannot be checked before they are loaded"
         except Exception as error:          # a model may raise anything where it is not made for this
             said = said or f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     return said

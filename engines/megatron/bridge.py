@@ -19,13 +19,14 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from config import InputError
 from engines import weights
 from engines.hf import head_dim, stages_of_layers
+from engines.megatron import mtp
 from engines.megatron.experts import MixtureOfExperts
 from engines.megatron.layers import Adaptable, PackedRotaryEmbedding, install
 from engines.megatron.mapping import Mapping, global_parameters
 
 install()
 
-FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+FAMILIES = ("llama", "mimo", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 WITH_MBRIDGE = ("llama", "qwen2", "qwen3")
 # What transformers computes from the configuration alone; other types change with the length of a sequence.
 ROPES = ("default", "llama3", "linear", "yarn")
@@ -36,7 +37,21 @@ SUPPORTED = {"hidden_act": "silu", "attention_dropout": 0.0, "router_jitter_nois
 
 class HiddenStates(GPTModel):
     """The model up to its last norm: its output matrix only holds the weight. Returns [s, b, h], on every stage; s is
-    this rank's share with sequence or context parallelism."""
+    this rank's share with sequence or context parallelism. With labels (see mtp.hidden_ahead) the last stage puts behind it what
+    each of its layers for multi-token prediction returns: [(1 + layers) * s, b, h].
+
+    detached: whether the gradient of those layers stays in them
+    """
+
+    def __init__(self, detached: bool, **others):
+        super().__init__(**others)
+        self.detached = detached
+        if not self.mtp_process:
+            return
+        # vLLM's drafter reads MiMo's hidden states before the last norm, too.
+        self.decoder.final_layernorm.register_forward_pre_hook(lambda _, inputs: setattr(self, "before_norm", inputs[0]))
+        if self.share_embeddings_and_output_weights:
+            self.output_layer.weight = None                 # that of the embedding, which this stage has a copy of
 
     def _preprocess(self, *, padding_mask: Tensor, **others) -> tuple:
         """Megatron's own divides the padding mask over tensor-parallel ranks on the first pipeline stage only."""
@@ -46,8 +61,15 @@ class HiddenStates(GPTModel):
             padding_mask = padding_mask.chunk(group.size(), dim=1)[group.rank()]
         return *results[:5], padding_mask, *results[6:]
 
-    def _postprocess(self, hidden_states: Tensor, **_) -> Tensor:
-        return hidden_states
+    def _postprocess(self, hidden_states: Tensor, labels: list[Tensor] | None, rotary_pos_emb: Tensor, packed_seq_params,
+                     **_) -> Tensor:
+        if not self.mtp_process:
+            return hidden_states
+        hidden, self.before_norm = self.before_norm, None
+        if not labels:
+            return hidden_states
+        return torch.cat([hidden_states, *mtp.hidden_ahead(self, hidden, labels, rotary_pos_emb=rotary_pos_emb,
+                                                           packed_seq_params=packed_seq_params)])
 
 
 class ValueMatrix(nn.Linear):
@@ -73,7 +95,7 @@ def check(hf_config, path: str, kind: str) -> None:
     families = FAMILIES if kind == "own" else WITH_MBRIDGE
     if hf_config.model_type not in families:
         raise InputError(f"model.path={path}: model_engine=megatron with engine.bridge={kind} has no {hf_config.model_type} "
-                         f"models, only {', '.join(families)}")
+                         f"models, only {', '.join(families)}: give model_engine=fsdp")
     rope = hf_config.rope_parameters
     if rope.get("rope_type", "default") not in ROPES:
         raise InputError(f"model.path={path}: model_engine=megatron has no rope type {rope['rope_type']!r}, only "
@@ -103,7 +125,7 @@ def make_mapping(kind: str, hf_config, dtype: torch.dtype, critic: bool):
     return MBridge(hf_config, dtype, critic)
 
 
-def make_config(hf: nn.Module, dtype: torch.dtype, **settings) -> TransformerConfig:
+def make_config(hf: nn.Module, dtype: torch.dtype, num_mtp_layers: int, **settings) -> TransformerConfig:
     """For a model (hf: on the meta device) on the layout that parallel_state has now; settings: other fields."""
     shape, has = hf.config, {name.removeprefix("model.layers.0.") for name, _ in hf.named_parameters()}
     pp, vpp = mpu.get_pipeline_model_parallel_world_size(), mpu.get_virtual_pipeline_model_parallel_world_size()
@@ -112,7 +134,8 @@ def make_config(hf: nn.Module, dtype: torch.dtype, **settings) -> TransformerCon
     settings |= {f"{name}_parallel_size": size for name, size in sizes.items()}
     if pp > 1:
         stages = [["decoder"] * number for number in stages_of_layers(shape.num_hidden_layers, pp * (vpp or 1))]
-        settings["pipeline_model_parallel_layout"] = [["embedding", *stages[0]], *stages[1:-1], [*stages[-1], "loss"]]
+        settings["pipeline_model_parallel_layout"] = [
+            ["embedding", *stages[0]], *stages[1:-1], [*stages[-1], *["mtp"] * num_mtp_layers, "loss"]]
     if num_experts := getattr(shape, "num_experts", None):
         settings |= dict(
             num_moe_experts=num_experts, moe_router_topk=shape.num_experts_per_tok, moe_grouped_gemm=False,
@@ -120,6 +143,8 @@ def make_config(hf: nn.Module, dtype: torch.dtype, **settings) -> TransformerCon
             moe_router_load_balancing_type="none", moe_router_pre_softmax=not getattr(shape, "norm_topk_prob", True))
     if windows := windows_of_layers(shape):
         settings |= dict(window_size=(shape.sliding_window - 1, 0), window_attn_skip_freq=windows)
+    if num_mtp_layers:
+        settings["mtp_num_layers"] = num_mtp_layers             # by which Megatron keeps copies of the embedding alike
     # Weights come from files. Without initialization, parameters would also lack the marks of how they are divided over ranks.
     keep = {f"{name}init_method": lambda weight: weight for name in ("", "output_layer_", "embedding_")}
     return TransformerConfig(
@@ -139,7 +164,7 @@ def windows_of_layers(hf_config) -> list[int] | None:
     """1 for each layer whose attention has a sliding window, else 0; None for a model without."""
     if hf_config.model_type == "llama" or not getattr(hf_config, "sliding_window", None):
         return None
-    if hf_config.model_type in ("qwen2", "qwen3"):
+    if hf_config.model_type in ("mimo", "qwen2", "qwen3"):
         return [int(kind == "sliding_attention") for kind in hf_config.layer_types]
     return [1] * hf_config.num_hidden_layers
 
@@ -150,10 +175,11 @@ def rope(hf_config, device: torch.device | None = None) -> tuple[Tensor | None, 
     return (None, 1.0) if kind == "default" else ROPE_INIT_FUNCTIONS[kind](hf_config, device)
 
 
-def build(mapping: Mapping, hf: nn.Module, path: Path, critic: bool, dtype: torch.dtype, **settings) -> list[HiddenStates]:
+def build(mapping: Mapping, hf: nn.Module, path: Path, critic: bool, dtype: torch.dtype, num_mtp_layers: int = 0,
+          detached: bool = False, **settings) -> list[HiddenStates]:
     """This rank's part of the model with its weights, one module for each virtual pipeline stage. A critic has a value
     head, read from the files if they have one of that shape. hf: the model on the meta device; settings: see make_config."""
-    config, hf_config = make_config(hf, dtype, **settings), mapping.hf_config
+    config, hf_config = make_config(hf, dtype, num_mtp_layers, **settings), mapping.hf_config
     num_stages, output_bias = config.virtual_pipeline_model_parallel_size, hf.get_submodule("model.layers.0.self_attn.o_proj").bias
     multiple, base = config.tensor_model_parallel_size, hf_config.rope_parameters["rope_theta"]
     models = []
@@ -166,11 +192,14 @@ def build(mapping: Mapping, hf: nn.Module, path: Path, critic: bool, dtype: torc
             attention.params = {**attention.params, "output_bias": output_bias is not None}
             if config.num_moe_experts:
                 layer.submodules.mlp = MixtureOfExperts
+        post_process = mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
+        ahead = mtp.block_of(layers.layer_specs[-1], num_mtp_layers) if num_mtp_layers and post_process else None
         models.append(HiddenStates(
-            config=config, transformer_layer_spec=layers, vp_stage=stage, position_embedding_type="rope", rotary_base=base,
+            detached, config=config, transformer_layer_spec=layers, mtp_block_spec=ahead, vp_stage=stage,
+            position_embedding_type="rope", rotary_base=base,
             vocab_size=-(-hf_config.vocab_size // multiple) * multiple, max_sequence_length=hf_config.max_position_embeddings,
             pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
-            post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+            post_process=post_process,
             share_embeddings_and_output_weights=hf_config.tie_word_embeddings and not critic))
     for model in models:
         if not gpt_layer_specs.HAVE_TE:
@@ -209,10 +238,11 @@ def load_value_head(head: ValueMatrix, path: Path) -> None:
 
 
 def export_tensors(mapping: Mapping, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, tensor) from a checkpoint's names and full tensors, in which all layers are stacked."""
+    """(Hugging Face name, tensor) from a checkpoint's names and full tensors, in which all layers are stacked, but for names with a
+    layer's number."""
     layers = "decoder.layers."
     for name, tensor in tensors:
-        if name.startswith(layers):
+        if name.startswith(layers) and not name.removeprefix(layers)[0].isdigit():
             for i, layer in enumerate(tensor):
                 yield from mapping.separate(name.replace(layers, f"{layers}{i}."), [layer])
         else:

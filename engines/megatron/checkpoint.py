@@ -40,16 +40,20 @@ from engines.storage import Writer, stored_tensors
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": True}
 
 
-def sharded_state(models: list[nn.Module], optimizer, loading: bool) -> dict:
-    """One engine's state, as write() and read() take it. loading: for read(), which fills it."""
-    metadata = {**METADATA, "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
+def sharded_state(models: list[nn.Module], optimizer, loading: bool, by_layer: bool) -> dict:
+    """One engine's state, as write() and read() take it. loading: for read(), which fills it. by_layer: every layer's tensors have
+    names of their own, since frozen ones have no optimizer state, and what Megatron stacks must be whole."""
+    metadata = {**METADATA, "non_homogeneous_layers": by_layer,
+                "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
     names = [f"model{i}" for i in range(len(models))] if len(models) > 1 else ["model"]
     state = {name: lora.sharded_state(model) if lora.names_in(model) else model.sharded_state_dict(metadata=metadata)
              for name, model in zip(names, models)}
     if optimizer is not None:
         optimizers = optimizer.chained_optimizers                                 # experts have one of their own
         state["optimizer"] = {i: optimizer_state(o, dict(state), loading) for i, o in enumerate(optimizers)}
-        state["optimizer"]["step"] = get_step(optimizers[0])
+        step = torch.tensor(max(map(get_step, optimizers)), device=next(models[0].parameters()).device)
+        dist.all_reduce(step, dist.ReduceOp.MAX)                                  # a stage may have nothing that is trained
+        state["optimizer"]["step"] = step.item()
     return state
 
 

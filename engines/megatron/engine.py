@@ -21,8 +21,9 @@ from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, 
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
+from config import InputError
 from data.packing import Batch
-from engines import guard, lora, schedule
+from engines import freeze, guard, lora, mtp, schedule
 from engines.base import Engine, LossFn
 from engines.heads import LogProbHead, ValueHead
 from engines.hf import build_on_meta, count_flops, keep_zero_rows, read_hf_config
@@ -30,11 +31,19 @@ from engines.megatron import bridge, checkpoint, layout, lora as adapters
 from engines.megatron.cpu import cuda_is_cpu
 from engines.megatron.experts import Router
 from engines.megatron.layers import Packing
-from engines.microbatch import MicroBatch, lay_out
+from engines.megatron.mapping import Mapping, global_parameters
+from engines.microbatch import Ahead, MicroBatch, lay_out
 from engines.offload import HostMemory
+from engines.weights import is_ignored, shapes_in_files
 
 RECOMPUTE = {"none": {}, "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
              "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}}
+
+
+def count_ahead(batch: Batch, num_layers: int) -> Tensor:
+    """[num_layers]: for how many tokens of a batch each layer of multi-token prediction is asked."""
+    asked = batch.fields.get("loss_mask", torch.ones(len(batch.input_ids))) != 0
+    return torch.tensor([float((asked & (batch.position_ids > k)).sum()) for k in range(1, num_layers + 1)])
 
 
 class MegatronEngine(Engine):
@@ -60,13 +69,21 @@ class MegatronEngine(Engine):
         if engine.virtual_pipeline_model_parallel_size > 1:         # as the interleaved schedule needs it
             self.micro_batches_multiple = self.pp_group.size()
 
-        hf, self.lora = build_on_meta(self.hf_config, torch.float32, critic), config.model.lora
+        path, with_mtp, self.lora = Path(config.model.path), mtp.is_trained(config), config.model.lora
+        hf = build_on_meta(self.hf_config, torch.float32, critic, with_mtp=with_mtp)
+        self.num_mtp_layers = mtp.num_layers(self.hf_config) if with_mtp else 0
+        frozen, own = freeze.apply(config, hf, critic, Mapping(self.hf_config, critic).holder), hf.state_dict().keys()
+        self.names = {name: None if name not in own and is_ignored(hf, name) else name for name in shapes_in_files(path)}
         self.mapping = bridge.make_mapping(engine.bridge, self.hf_config, self.compute_dtype, critic)
         self.models = bridge.build(
-            self.mapping, hf, Path(config.model.path), critic, self.compute_dtype, sequence_parallel=self.sequence_parallel,
+            self.mapping, hf, path, critic, self.compute_dtype, self.num_mtp_layers, config.model.mtp.detach_encoder,
+            sequence_parallel=self.sequence_parallel,
             # The loss has its own denominator already: the schedule and DDP must not divide it again.
             calculate_per_token_loss=True, gradient_accumulation_fusion=False,
             bias_activation_fusion=device.type != "cpu", **RECOMPUTE[engine.recompute])
+        for model in self.models:
+            for name, p in global_parameters(model):
+                p.requires_grad_(self.mapping.names(name)[0] not in frozen)
         if self.lora.rank:
             lora.inject(hf, self.lora)
         self._flops = count_flops(hf, self.hf_config)
@@ -74,8 +91,11 @@ class MegatronEngine(Engine):
         if self._adapters and critic and mpu.is_pipeline_last_stage(ignore_virtual=True):
             self.models[-1].output_layer.to(getattr(torch, self.lora.dtype)).requires_grad_()
         self._unproven = self.lora.rank > 0 and not critic      # a critic's gradient comes through its head, which is zero
-        if mpu.is_pipeline_first_stage(ignore_virtual=True):
-            self._keep_zero_rows(self.models[0].embedding.word_embeddings)
+        for model in self.models:
+            if model.pre_process and engine.recompute == "full":        # which takes layers behind frozen ones to need no gradient
+                model.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
+            if model.pre_process or model.mtp_process:
+                self._keep_zero_rows(model.embedding.word_embeddings)
         self.head = ValueHead() if critic else LogProbHead(
             temperature, engine.log_prob_chunk_size, device.type == "cuda", self.hf_config.vocab_size, self.tp_group)
         if mpu.is_pipeline_last_stage(ignore_virtual=True):
@@ -90,11 +110,15 @@ class MegatronEngine(Engine):
     @staticmethod
     def check(config: DictConfig, world_size: int, critic: bool = False):
         """The model's configuration; raises InputError for what this engine cannot do, before anything is built."""
+        if config.model.images:
+            raise InputError("model.images=true needs model_engine=fsdp: model_engine=megatron has no vision towers")
         hf_config = read_hf_config(config.model.path)
         bridge.check(hf_config, config.model.path, config.engine.bridge)
         layout.check_layout(config, hf_config, world_size)
-        hf = build_on_meta(hf_config, torch.float32, critic)
+        mtp.check(config, hf_config)
+        hf = build_on_meta(hf_config, torch.float32, critic, with_mtp=mtp.is_trained(config))
         bridge.check_files(hf, Path(config.model.path), critic)
+        freeze.apply(config, hf, critic, Mapping(hf_config, critic).holder)
         adapters.check(config, hf_config, hf)
         return hf_config
 
@@ -115,6 +139,8 @@ class MegatronEngine(Engine):
             adam_beta2=optim.betas[1], adam_eps=optim.eps, clip_grad=optim.clip_grad,
             bf16=trained is torch.bfloat16, params_dtype=trained,
             use_distributed_optimizer=engine.use_distributed_optimizer), self.stages)
+        # Where all but experts is frozen, the optimizer of the rest is an empty shell.
+        self.optimizer.chained_optimizers = [o for o in self.optimizer.chained_optimizers if not o.is_stub_optimizer]
         if USING_PYTORCH_OPTIMIZER:                                       # else TransformerEngine's, which is fused anyway
             for group in self.optimizer.param_groups:
                 group["fused"] = True
@@ -133,13 +159,21 @@ class MegatronEngine(Engine):
         num_tokens, loss_fn = torch.zeros((), dtype=torch.int, device=self.device), self._watched(loss_fn)
 
         def loss_of(micro_batch: MicroBatch, hidden: Tensor):
+            hidden, *ahead = hidden.chunk(1 + self.num_mtp_layers)
             outputs = self._answers(micro_batch, hidden)[:self.head.num_differentiable]
             loss, extra = loss_fn(*outputs, micro_batch.fields)
             for name, amount in {"loss": loss, **extra}.items():
                 amounts[name] += amount.detach()
+            for k, (question, hidden) in enumerate(zip(micro_batch.ahead, ahead)):
+                part = self._mtp_loss(question, hidden) / num_ahead[k]
+                mtp_losses[k] += part.detach()
+                loss = loss + self.config.model.mtp.mtp_loss_scaling_factor / self.num_mtp_layers * part
             return loss, num_tokens, {}
 
         coefficient = self._begin_routers(len(batch.input_ids))
+        mtp_losses = torch.zeros(self.num_mtp_layers, device=self.device)
+        if self.num_mtp_layers:
+            num_ahead = self.sum_over_dp(count_ahead(batch, self.num_mtp_layers)).clamp(min=1)
         for stage in self.stages:
             stage.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -150,6 +184,9 @@ class MegatronEngine(Engine):
         totals = {}
         if mpu.is_pipeline_last_stage(ignore_virtual=True):
             totals = dict(zip(amounts, self.sum_over_dp(torch.stack(list(amounts.values()))).tolist()))
+            if self.num_mtp_layers:
+                dist.all_reduce(mtp_losses, group=mpu.get_data_parallel_group(with_context_parallel=True))
+            totals |= {f"mtp/loss_{k}": loss for k, loss in enumerate(mtp_losses.tolist(), 1)}
         if self.pp_group.size() > 1:
             box = [totals]
             dist.broadcast_object_list(box, mpu.get_pipeline_model_parallel_last_rank(), self.pp_group, self.device)
@@ -202,12 +239,13 @@ class MegatronEngine(Engine):
         """Forward and (unless forward_only) backward; the last pipeline stage calls of_hidden(micro-batch, hidden states)."""
         engine = self.config.engine
         packing_of = partial(Packing.of, group=self.cp_group, device=self.device) if engine.use_remove_padding else None
-        micro_batches = [lay_out(b, packing_of, self.cp_group, self.device, self.tokens_multiple, zigzag=True) for b in batches]
+        micro_batches = [lay_out(b, packing_of, self.cp_group, self.device, self.tokens_multiple, zigzag=True,
+                                 num_ahead=0 if forward_only else self.num_mtp_layers) for b in batches]
 
         def forward(remaining: Iterator[MicroBatch], stage: nn.Module):
             micro_batch = next(remaining)
             hidden = stage(micro_batch.input_ids, None, None, packed_seq_params=micro_batch.packing,
-                           padding_mask=micro_batch.padding)
+                           padding_mask=micro_batch.padding, labels=[x.input_ids for x in micro_batch.ahead])
             return hidden, partial(of_hidden, micro_batch)
 
         get_forward_backward_func()(
@@ -217,17 +255,28 @@ class MegatronEngine(Engine):
 
     def _answers(self, micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, ...]:
         """The head's outputs, each [T], from hidden states [s, b, h] of the last stage."""
-        model, group = self.models[-1], self.tp_group
-        # Where ranks divide the vocabulary, each has a part of hidden's gradient; where they all have a value head, the whole.
-        if self.sequence_parallel:
-            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=not self.critic, group=group)
-        elif not self.critic:
-            hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
-        weight = model.output_layer.weight
-        weight = model.shared_embedding_or_output_weight() if weight is None else weight
-        outputs = self.head(hidden.flatten(0, 1).index_select(0, micro_batch.place), weight.to(hidden.dtype),
+        outputs = self.head(self._whole(hidden).index_select(0, micro_batch.place), self._output_matrix().to(hidden.dtype),
                             micro_batch.targets, micro_batch.kept_words)
         return tuple(micro_batch.to_tokens(x, self.cp_group) for x in outputs)
+
+    def _mtp_loss(self, ahead: Ahead, hidden: Tensor) -> Tensor:
+        """The cross-entropy of what this rank is asked ahead, added up; hidden [s, b, h]. The output matrix gets no gradient."""
+        of_all_words = ahead.targets.new_empty(len(ahead.targets), 0)
+        return -self.head(self._whole(hidden).index_select(0, ahead.place), self._output_matrix().detach().to(hidden.dtype),
+                          ahead.targets, of_all_words)[0].sum()
+
+    def _whole(self, hidden: Tensor) -> Tensor:
+        """[s, b, h] of the last stage -> [places, h] on every tensor-parallel rank."""
+        # Where ranks divide the vocabulary, each has a part of hidden's gradient; where they all have a value head, the whole.
+        if self.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=not self.critic, group=self.tp_group)
+        elif not self.critic:
+            hidden = copy_to_tensor_model_parallel_region(hidden, group=self.tp_group)
+        return hidden.flatten(0, 1)
+
+    def _output_matrix(self) -> Tensor:
+        model = self.models[-1]
+        return model.shared_embedding_or_output_weight() if model.output_layer.weight is None else model.output_layer.weight
 
     @torch.no_grad()
     def _update(self, lr: float) -> float:
@@ -300,11 +349,13 @@ class MegatronEngine(Engine):
         for adapter in self._adapters.values():
             adapter.enabled = use
 
-    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def export_weights(self, whole: bool = True) -> Iterator[tuple[str, Tensor]]:
         self._onload("parameters")
         merged = {weight: adapter for weight, adapter in self._adapters.items() if adapter.enabled}
         yield from bridge.export(self.mapping, self.models, self.compute_dtype, self.device, lambda weight: (
             merged[weight].merged(weight) if weight in merged else weight).detach())
+        if whole:
+            yield from self.left_alone()
 
     def export_adapter(self) -> Iterator[tuple[str, Tensor]]:
         self._onload("parameters")
@@ -313,7 +364,7 @@ class MegatronEngine(Engine):
     @cuda_is_cpu()
     def state(self, loading: bool = False) -> dict:
         self._onload("parameters", "optimizer")
-        return checkpoint.sharded_state(self.models, self.optimizer, loading)
+        return checkpoint.sharded_state(self.models, self.optimizer, loading, by_layer=bool(self.config.model.freeze))
 
     @cuda_is_cpu()
     def load_state(self, state: dict) -> None:

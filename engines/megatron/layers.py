@@ -76,8 +76,11 @@ class Adaptable:
         super().__init__(*args, **others)
         self.adapter = None
 
-    def _forward_impl(self, input: Tensor, weight: Tensor, *args, **others) -> Tensor:
-        output = super()._forward_impl(input, weight, *args, **others)
+    def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None, **others) -> Tensor:
+        # Beside a frozen matrix Megatron gives the bias no gradient.
+        apart = bias is not None and not weight.requires_grad
+        output = super()._forward_impl(input, weight, bias=None if apart else bias, **others)
+        output = output + bias if apart else output
         return output if self.adapter is None else self.adapter(input, output)
 
 

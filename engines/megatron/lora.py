@@ -137,8 +137,6 @@ def attach(mapping: Mapping, models: list[nn.Module], config: DictConfig,
             if any(f"{name}.lora_A.weight" in shapes for name in names):
                 rows = mapping.in_turn(names, len(layer.weight))
                 layer.adapter = adapters[layer.weight] = Adapter(layer, names, rows, tensors, settings)
-        if model.pre_process:                           # else recomputation takes the first layers to need no gradient
-            model.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
     return adapters
 
 

@@ -5,6 +5,7 @@ It fuses the gate and up matrices too: each tensor-parallel rank has its rows of
 vocabulary is padded, so that the ranks have equal parts.
 """
 
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import chain
@@ -34,6 +35,8 @@ IN_LAYER = {
     "mlp.router.": ["mlp.gate."],
     "mlp.experts.linear_fc1": ["mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight"],
     "mlp.experts.linear_fc2": ["mlp.experts.{}.down_proj.weight"],
+    # Of multi-token prediction alone.
+    **{name: [name] for name in ("token_layernorm.", "hidden_layernorm.", "final_layernorm.")}, "input_proj": ["input_proj.weight"],
 }
 MIXTRAL = {
     "mlp.router.": ["block_sparse_moe.gate."],
@@ -54,13 +57,22 @@ class Mapping:
         if hf_config.tie_word_embeddings and not critic:
             self.outside["output_layer.weight"] = "model.embed_tokens.weight"
 
-    def names(self, name: str, expert: int | None = None) -> list[str]:
+    def names(self, name: str, expert: int = 0) -> list[str]:
         """The names in files of what a Megatron parameter holds, in the order of its rows."""
         if name in self.outside:
             return [self.outside[name]]
-        layer, _, inner = name.removeprefix("decoder.layers.").partition(".")
+        place, _, name = name.partition(".layers.")
+        layer, _, inner = name.replace("transformer_layer.", "").partition(".")
+        layer = f"model.{'mtp_' * (place == 'mtp')}layers.{layer}"
         begin = next(begin for begin in self.in_layer if inner.startswith(begin))
-        return [f"model.layers.{layer}.{hf_name.format(expert)}{inner.removeprefix(begin)}" for hf_name in self.in_layer[begin]]
+        return [f"{layer}.{hf_name.format(expert)}{inner.removeprefix(begin)}" for hf_name in self.in_layer[begin]]
+
+    def holder(self, name: str) -> str:
+        """A name in files -> the same for all that one Megatron parameter holds."""
+        name = re.sub(r"\.experts\.\d+\.", ".experts.{}.", name)
+        found = (f"{before}{begin}{after}" for begin, parts in self.in_layer.items() for part in parts
+                 for before, found, after in [name.partition(part)] if found)
+        return next(found, name)
 
     def in_turn(self, names: list[str], num_rows: int) -> list[int]:
         """How many rows of each matrix lie one behind the other, again and again, in a fused one of num_rows rows on a rank."""

@@ -1,0 +1,75 @@
+"""What a model of images is given besides tokens: pixels, which tokens stand for them, and places of more than one axis."""
+
+import inspect
+from itertools import takewhile
+
+import numpy as np
+import torch
+from omegaconf import DictConfig
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from config import InputError
+from data.packing import Batch
+from data.processor import Reader
+
+
+def check(config: DictConfig) -> None:
+    """Raise InputError for what cannot be had with images."""
+    cp, rank = config.engine.context_parallel_size, config.model.lora.rank
+    if cp > 1:
+        raise InputError(f"engine.context_parallel_size={cp} with model.images=true is not supported: ranks would share an image")
+    if rank:
+        raise InputError(f"model.lora.rank={rank} with model.images=true is not supported: set one of them back")
+
+
+def count_flops(hf: nn.Module, reader: Reader) -> int:
+    """FLOPs of forward and backward in what images go through, for each token that stands for a part of an image; as
+    engines.hf.count_flops()."""
+    outside = {*hf.get_decoder().parameters(), *hf.get_input_embeddings().parameters(), *hf.get_output_embeddings().parameters()}
+    matrices = [p for name, p in hf.named_parameters() if p not in outside and p.ndim > 1 and not name.endswith("bias")]
+    in_patch = next(p for p in matrices if p.ndim > 2)[0].numel()           # of the convolution that makes patches of pixels
+    ids, image = reader.sample
+    num_patches = reader.tensors(image)["pixel_values"].numel() // in_patch
+    num_untouched = sum(1 for _ in takewhile(lambda p: not p.requires_grad, matrices))      # which no gradient passes
+    per_patch = sum(p.numel() * (2 if i < num_untouched else 6 if p.requires_grad else 4) for i, p in enumerate(matrices))
+    return per_patch * num_patches // int((reader.token_types([ids.tolist()]) > 0).sum())
+
+
+class Images:
+    """Of micro-batches, in host memory.
+
+    filler  ids [t] of a sequence with one small image, which a micro-batch without images gets behind its own sequences: each rank
+            goes through the vision tower, whose collectives others wait for. Nothing asks for its tokens: its gradient is 0.
+    """
+
+    def __init__(self, hf: nn.Module, reader: Reader):
+        self.reader, (self.filler, self.image) = reader, reader.sample
+        # Of a model whose places have several axes (multi-axis rotary embeddings, Qwen2-VL 2024): its own way to count them.
+        self.places = getattr(hf.base_model, "get_rope_index", None)
+        self.asked = inspect.signature(self.places).parameters if self.places else {}
+        told = {"input_ids", *reader.of_tokens, *reader.tensors(self.image)}
+        if missing := [x.name for x in self.asked.values()
+                       if x.default is x.empty and x.kind is x.POSITIONAL_OR_KEYWORD and x.name not in told]:
+            raise InputError(f"{type(hf).__name__} needs {missing[0]}: take it out of data.drop_processor_keys")
+
+    def given(self, batch: Batch, images: list[np.ndarray], packed: bool) -> dict[str, Tensor]:
+        """The model's arguments for the sequences of a batch, laid end to end in one row, or padded to one length. images: those of
+        the batch; none: those of the filler, which stands behind them."""
+        sequences = [*map(self.readable, batch.input_ids.split(batch.lengths)), *[self.filler] * (not images)]
+        ids, real = pad_sequence(sequences, True), pad_sequence([torch.ones_like(ids) for ids in sequences], True)
+        types = {name: self.reader.token_types(ids.tolist()) for name in self.reader.of_tokens}
+        given = self.reader.tensors(images or self.image) | types | {"input_ids": ids, "attention_mask": real}
+        places = torch.arange(ids.shape[1]).expand_as(ids)
+        if self.places:
+            places = self.places(**{name: x for name, x in given.items() if name in self.asked})[0]
+        by_token = {"input_ids": ids, "position_ids": places, **types}
+        if packed:
+            by_token = {name: x[..., real.bool()].unsqueeze(-2) for name, x in by_token.items()}
+        del given["attention_mask"]
+        return given | by_token
+
+    def readable(self, ids: Tensor) -> Tensor:
+        """ids [t] of a sequence that may end with a sampled placeholder, which has no image: nothing follows from it."""
+        ends = self.reader.token_types([ids[-1:].tolist()])[0] > 0
+        return torch.cat([ids[:-1], ids[-1:].masked_fill(ends, 0)])

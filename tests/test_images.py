@@ -1,0 +1,397 @@
+"""Images in SFT, against plain transformers with one row at a time: its own processor of the images as they are, and its loss."""
+
+import base64
+import functools
+import json
+import sys
+from types import SimpleNamespace
+
+import datasets
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoTokenizer
+
+from config import InputError, load
+from data.dataset import TokenDataset, tokenize
+from data.packing import Batch
+from data.processor import Reader, load_processor
+from data.prompts import PromptDataset, tokenize_prompts
+from engines.build import engine_class
+from engines.fsdp.images import Images
+from engines.hf import auto_class
+from tests.images_worker import CASES, LR, STEPS
+from tests.launch import launch, run
+from tests.models import OF_IMAGES, make_image_model, make_model
+
+SIZES = [(90, 60), (61, 130), (28, 28), (200, 170)]         # (width, height) of the images
+EVERY = [(world, name) for world in CASES for name in CASES[world] if name != "gemma3"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("images")
+    for family in OF_IMAGES:
+        make_image_model(folder / family, family)
+    random = np.random.RandomState(0)
+    for i, (width, height) in enumerate(SIZES):
+        Image.fromarray(random.randint(0, 256, (height, width, 3)).astype(np.uint8)).save(folder / f"{i}.png")
+    url = "data:image/png;base64," + base64.b64encode((folder / "2.png").read_bytes()).decode()
+    for name, size in (("small", (9, 3)), ("long", (2000, 5))):
+        Image.new("RGB", size).save(folder / f"{name}.png")
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [
+        {"messages": chat("no image", "fine")},
+        {"messages": chat([{"type": "image", "image": "0.png"}, {"type": "text", "text": "one"}], "yes, one")},
+        {"messages": chat("<image> and <image>", "two of them"), "images": ["1.png", "2.png"]},
+        {"messages": chat("in front of the text", "there"), "images": "1.png"},
+        {"messages": [*chat([{"type": "image_url", "image_url": {"url": url}}], "a"), *chat("more <image>", "b")],
+         "images": ["3.png"]},
+        {"prompt": "say<image>", "response": "said", "images": [{"path": "0.png", "bytes": None}]}]))
+    return folder
+
+
+IMAGES = [[], [0], [1, 2], [1], [2, 3], [0]]            # of the rows
+
+
+def chat(question, answer):
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+@pytest.fixture(scope="module")
+def results(folder):
+    @functools.cache
+    def of(world):
+        launch(world, "tests/images_worker.py", folder)
+        return json.loads((folder / f"{world}.json").read_text())
+    return of
+
+
+def plain(directory):
+    kind = auto_class(AutoConfig.from_pretrained(directory))
+    return kind.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+
+
+TEXTS = ["user\nno image", "user\n<image>one", "user\n<image> and <image>", "user\n<image>in front of the text", "user\n<image>",
+         "user\nsay<image>"]
+
+
+@functools.cache
+def plain_rows(folder, family):
+    """What transformers' processor says of each row: (its inputs [1, T], the places of the answers' tokens)."""
+    processor = load_processor(folder / family)
+    images = [Image.open(folder / f"{i}.png") for i in range(len(SIZES))]
+    answers = ["fine", "yes, one", "two of them", "there", "a", "said"]
+    rows = []
+    for i, (text, answer) in enumerate(zip(TEXTS, answers)):
+        turns = [(text, answer), *[("user\nmore <image>", "b")] * (i == 4)]
+        whole = "".join(f"<|im_start|>{text}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n" for text, answer in turns)
+        own = [images[k] for k in IMAGES[i]]
+        rows.append(processor(text=[whole], images=own or None, return_tensors="pt", add_special_tokens=False))
+    return rows
+
+
+def plain_log_probs(model, row):
+    ids = row["input_ids"][0]
+    logits = model(**row, use_cache=False).logits[0, :-1]
+    return -F.cross_entropy(logits, ids[1:], reduction="none")
+
+
+@functools.cache
+def plain_training(folder, family, masks, frozen):
+    """(losses, gradient norms, weights after STEPS steps). frozen: whether the vision tower is."""
+    model, rows = plain(folder / family).train(), plain_rows(folder, family)
+    trained = {n: p for n, p in model.named_parameters() if not (frozen and ("visual" in n or "vision_tower" in n))}
+    for n, p in model.named_parameters():
+        p.requires_grad_(n in trained)
+    decayed = [p for n, p in trained.items() if p.ndim > 1 and not n.endswith("bias")]
+    spared = [p for n, p in trained.items() if not (p.ndim > 1 and not n.endswith("bias"))]
+    optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.01}, {"params": spared, "weight_decay": 0.0}], lr=LR,
+                                  betas=(0.9, 0.95), foreach=False)
+    losses, norms = [], []
+    for _ in range(STEPS):
+        loss = -sum((plain_log_probs(model, row) * torch.tensor(mask)[1:]).sum() for row, mask in zip(rows, masks))
+        loss = loss / sum(map(sum, masks))
+        loss.backward()
+        losses.append(loss.item())
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms, {n: p.detach() for n, p in model.named_parameters()}
+
+
+def masks_of(result):
+    return tuple(tuple(mask) for mask in np.split(np.array(result["mask"]), np.cumsum(result["lengths"])[:-1]))
+
+
+@pytest.mark.parametrize("world, name", EVERY)
+def test_rows_are_what_the_processor_makes_of_them(results, folder, world, name):
+    result = results(world)[name]
+    assert "error" not in result, result["error"]
+    rows = np.split(np.array(result["input_ids"]), np.cumsum(result["lengths"])[:-1])
+    assert [row.tolist() for row in rows] == [row["input_ids"][0].tolist() for row in plain_rows(folder, CASES[world][name].family)]
+    assert result["stats"]["images"] == 7
+
+
+@pytest.mark.parametrize("world, name", EVERY)
+def test_training_equals_a_plain_loop(results, folder, world, name):
+    result = results(world)[name]
+    assert "error" not in result, result["error"]
+    losses, norms, _ = plain_training(folder, CASES[world][name].family, masks_of(result), name == "frozen")
+    assert [step["loss"] for step in result["steps"]] == pytest.approx(losses, rel=2e-6)
+    assert [step["grad_norm"] for step in result["steps"]] == pytest.approx(norms, rel=1e-4)
+    assert losses[-1] < 0.95 * losses[0]
+
+
+@pytest.mark.parametrize("world, name", EVERY)
+def test_exports_are_whole_models(results, folder, world, name):
+    family, result = CASES[world][name].family, results(world)[name]
+    _, _, want = plain_training(folder, family, masks_of(result), name == "frozen")
+    model = plain(folder / f"{world} {name}").eval()
+    before, after = dict(plain(folder / family).named_parameters()), dict(model.named_parameters())
+    assert max((after[n] - want[n]).abs().max().item() for n in want) < 0.2 * LR
+    tower = [n for n in want if "vision_tower" in n or "visual" in n]
+    moved = [n for n in tower if not torch.equal(after[n], before[n])]
+    assert not moved if name == "frozen" else len(moved) > 15
+    asked = load_file(folder / f"{world} {name}.safetensors")["asked"].split(result["lengths"])
+    with torch.no_grad():
+        for row, mask, log_probs in zip(plain_rows(folder, family), masks_of(result), asked, strict=True):
+            assert (plain_log_probs(model, row) * torch.tensor(mask)[1:] - log_probs[1:]).abs().max() < 1e-5
+    assert (folder / f"{world} {name}" / "processor_config.json").exists()
+
+
+def test_attention_to_both_sides_is_found_where_packed_sequences_have_none(results):
+    assert "give engine.use_remove_padding=false" in results(1)["gemma3"]["error"]
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+def options(**changes):
+    return SimpleNamespace(**dict(
+        messages_key="messages", prompt_key="prompt", response_key="response", images_key="images", tools_key="tools",
+        num_proc=None, template_kwargs_key="chat_template_kwargs", train_on="all", max_length=200,
+        max_prompt_length=200, truncation="error", special_tokens_in_text=None) | changes)
+
+
+@pytest.fixture(scope="module")
+def reader(folder):
+    return Reader(folder / "qwen2_5_vl")
+
+
+@pytest.fixture
+def make(folder, reader, tmp_path):
+    """make(rows, option=value, ...) -> the dataset, of a file beside the images."""
+    def make(rows, kind=TokenDataset, of_images=reader, **changes):
+        (folder / "some.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write = tokenize if kind is TokenDataset else tokenize_prompts
+        path = write(str(folder / "some.jsonl"), AutoTokenizer.from_pretrained(folder / "qwen2_5_vl"), options(**changes),
+                     tmp_path / "cache", folder / "qwen2_5_vl", of_images)
+        return kind.load(path, of_images)
+    return make
+
+
+def row(text="<image>", images=("0.png",), **more):
+    return {"messages": chat(text, "a"), "images": list(images), **more}
+
+
+@pytest.mark.parametrize("bad, message", [
+    (row("<image><image>", ["0.png", "1.png"]), "nothing between two of its images, which the model could not tell apart"),
+    (row("which tag?", messages=chat("which tag?", "the <image> tag")), "learned has an image, which no model can write"),
+    (row("<image> <video>"), "stands for an image or a video, beside its images"),
+    (row(images=["small.png"]), "of 9 x 3 pixels is too small"),
+    (row(images=["long.png"]), "refuses an image of 2000 x 5 pixels: absolute aspect ratio"),
+    ({"messages": chat([{"type": "text", "text": "a", "image": "0.png"}], "a")}, "both text and an image"),
+    (row(images=["no.png"]), "no.png cannot be read: .*No such file"),
+    (row(images=["rows.jsonl"]), "rows.jsonl cannot be read: cannot identify"),
+    (row(images=["https://a.b/c.png"]), "c.png is on the net: download it"),
+    (row(images=["data:image/png;base64,%%%"]), "an image of type str cannot be read"),
+    (row("<image> <image>"), 'the messages have 2 images or more that are in "images", which has 1'),
+    (row("<image>", ["0.png", "1.png"]), '"images" has 2 images, and the messages name 1 of them'),
+    (row([{"type": "image", "image": "0.png"}]), '"images" has 1 images, and the messages have others'),
+    ({"messages": chat("say <image>", "a")}, "it has no image, and a text in it has what stands for one"),
+    ({"messages": chat([{"type": "image", "image": "0.png"}, {"type": "text", "text": "<image>"}], "a")},
+     "2 times '<image>' for 1 images"),
+    (row("<image>" + "long " * 50), "some.jsonl:2 .*longer than data.max_length=200|rows are longer than data.max_length=200")])
+def test_bad_images_are_errors_of_their_rows(make, bad, message):
+    with pytest.raises(InputError, match=message) as error:
+        make([row(), bad])
+    assert "some.jsonl:2" in str(error.value)
+
+
+def test_images_need_a_model_of_images(make, folder):
+    with pytest.raises(InputError, match=r"some.jsonl:1: it has images: set model.images=true"):
+        make([row()], of_images=None)
+    assert len(make([{"messages": chat("no", "a")}], of_images=None)) == 1
+    with pytest.raises(InputError, match="data.drop_processor_keys names pixels; Qwen2_5_VLProcessor says image_grid_thw"):
+        Reader(folder / "qwen2_5_vl", dropped=["pixels"])
+    make_model(folder / "text", "qwen2_tied")
+    with pytest.raises(InputError, match="reads no images: transformers has no processor for model_type=qwen2"):
+        Reader(folder / "text")
+
+
+@pytest.mark.parametrize("truncation, text, num_rows, num_dropped", [
+    ("left", "<image>" + "long " * 50, 1, 1), ("left", "long " * 50 + "<image>", 2, 0), ("drop", "<image>" + "long " * 50, 1, 0)])
+def test_truncation_never_cuts_an_image(make, truncation, text, num_rows, num_dropped):
+    train = make([row(text), row()], truncation=truncation, max_length=150)
+    assert len(train) == num_rows and train.stats["dropped_images"] == num_dropped and train.stats["images"] == num_rows
+
+
+def test_an_image_that_changes_is_read_anew(make, folder):
+    Image.new("RGB", (28, 28), "red").save(folder / "new.png")
+    before = make([row(images=["new.png"])])
+    Image.new("RGB", (28, 28), "blue").save(folder / "new.png")
+    after = make([row(images=["new.png"])])
+    assert before.pictures.images[0][0][0, 0].tolist() == [255, 0, 0] and after.pictures.images[0][0][0, 0].tolist() == [0, 0, 255]
+
+
+def test_batches_carry_images_along(make):
+    batch = make([row(images=["0.png"]), row("none", []), row("<image> <image>", ["1.png", "2.png"])]).batch([0, 1, 2])
+    shapes = [image.shape for image in batch.images]
+    assert [image.shape for image in batch.select([2, 0]).images] == [*shapes[1:], shapes[0]]
+    assert [image.shape for image in Batch.concat([batch.select([2]), batch]).images] == [*shapes[1:], *shapes]
+    assert [len(part.images) for part in batch.split([1, 2])] == [1, 2]
+
+
+def test_prompts_have_their_images_and_rewards_their_paths(make, reader):
+    prompts = make([{"prompt": "which <image>", "images": ["0.png"], "answer": "red"}], PromptDataset)
+    prompt = prompts[0]
+    assert prompt.row == {"prompt": "which <image>", "images": ["0.png"], "answer": "red"}
+    assert prompt.text == "<|im_start|>user\nwhich <image><|im_end|>\n<|im_start|>assistant\n"
+    placeholder = reader.processor.image_token_id
+    assert prompt.before_images.count(placeholder) == 1 and prompt.input_ids.count(placeholder) > 1
+    assert [image.shape for image in prompt.images] == [image.shape for image in prompts.pictures.images[0]]
+
+
+@pytest.mark.parametrize("more, message", [
+    ("engine.context_parallel_size=2", "context_parallel_size=2 with model.images=true"),
+    ("model.lora.rank=4", "model.lora.rank=4 with model.images=true"),
+    ("model_engine=megatron", "model.images=true needs model_engine=fsdp")])
+def test_what_does_not_go_with_images(folder, more, message):
+    config = load("sft.yaml", [f"model.path={folder / 'qwen2_5_vl'}", "data.train_files=x", "model.images=true", more])
+    with pytest.raises(InputError, match=message):
+        engine_class(config.model_engine).check(config, 2)
+
+
+def test_a_model_gets_what_it_needs(folder):
+    """Qwen2.5-VL counts places by mm_token_type_ids, LLaVA's processor has nothing of the kind, and Gemma 3 computes otherwise."""
+    kind = auto_class(config := AutoConfig.from_pretrained(folder / "qwen2_5_vl"))
+    with pytest.raises(InputError, match="needs mm_token_type_ids: take it out of data.drop_processor_keys"):
+        Images(kind.from_config(config), Reader(folder / "qwen2_5_vl", dropped=["mm_token_type_ids"]))
+    assert Reader(folder / "llava").of_tokens == [] and Reader(folder / "gemma3").of_tokens == ["token_type_ids"]
+    assert Reader(folder / "gemma3", dropped=["token_type_ids"]).of_tokens == []
+
+
+# -- reinforcement learning --------------------------------------------------------------------------------------------
+
+
+def test_ppo_sees_what_vllm_sees(tmp_path):
+    """Two steps with a critic on two ranks: vLLM's log-probabilities are the trainer's before and after an update of the tower, and
+    the tower learns. A step's samples have no pixels."""
+    run([sys.executable, "examples/colours.py", "build", tmp_path])
+    (tmp_path / "reward.py").write_text("def odd(prompt, response, row):\n    return float(len(response) % 2)\n")
+    settings = ["configs/demo/vlm.yaml", f"model.path={tmp_path / 'model'}", f"critic.path={tmp_path / 'model'}",
+                f"data.train_files={tmp_path / 'train.jsonl'}", "data.val_files=null", f"data.cache_dir={tmp_path / 'cache'}",
+                f"output_dir={tmp_path / 'out'}", "algorithm.adv_estimator=gae", "data.train_batch_size=8", "rollout.n=2",
+                "trainer.total_steps=2", f"reward.function={tmp_path / 'reward.py'}:odd"]
+    launch(2, "train_ppo.py", *settings)
+    steps = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
+    steps = [step for step in steps if "rollout_corr/log_prob_gap" in step]
+    assert len(steps) == 2 and all(step["rollout_corr/log_prob_gap"] < 1e-5 for step in steps)
+    before, after = (load_file(path / "model.safetensors") for path in (tmp_path / "model", tmp_path / "out/hf"))
+    tower = [name for name in before if name.startswith("visual.")]
+    assert len(tower) > 20 and all(not torch.equal(before[name], after[name]) for name in tower if "mlp" in name)
+    line = json.loads(next((tmp_path / "out/rollouts").iterdir()).read_text().splitlines()[0])
+    assert line["row"]["messages"][0]["content"][0]["image"].startswith("images/")
+
+
+# -- forms of images ---------------------------------------------------------------------------------------------------
+
+
+def colours_of(dataset):
+    return [[int(image.mean()) for image in dataset.pictures.images[i]] for i in range(len(dataset))]
+
+
+@pytest.fixture
+def shades(folder):
+    for shade in (10, 200):
+        Image.new("RGB", (60, 90), (shade,) * 3).save(folder / f"{shade}.png")
+    return folder
+
+
+def test_the_same_rows_beside_other_images_are_another_dataset(shades, reader, tmp_path):
+    found = []
+    for shade in (10, 200):
+        (tmp_path / str(shade)).mkdir()
+        Image.open(shades / f"{shade}.png").save(tmp_path / f"{shade}/a.png")
+        (tmp_path / f"{shade}/rows.jsonl").write_text(json.dumps(row(images=["a.png"])) + "\n")
+        path = tokenize(str(tmp_path / f"{shade}/rows.jsonl"), AutoTokenizer.from_pretrained(shades / "qwen2_5_vl"), options(),
+                        tmp_path / "cache", shades / "qwen2_5_vl", reader)
+        found += colours_of(TokenDataset.load(path, reader))
+    assert found == [[10], [200]]
+
+
+@pytest.mark.parametrize("form", [
+    lambda path: path.name, lambda path: {"path": path.name, "bytes": None}, lambda path: {"url": path.name},
+    lambda path: f"file://{path}"])
+def test_an_image_that_changes_is_read_again(shades, make, form):
+    path, found = shades / "changing.png", []
+    for size, shade in ((60, 10), (61, 200)):
+        Image.new("RGB", (size, 90), (shade,) * 3).save(path)
+        found += colours_of(make([row(images=[form(path)])]))
+    assert found == [[10], [200]]
+
+
+def test_columns_of_images_stay_encoded(shades, reader, tmp_path):
+    """Bytes go before the path, which is a name. A bad image is its row's error, and rewards get the path."""
+    image = {"bytes": (shades / "200.png").read_bytes(), "path": "10.png"}
+    rows = datasets.Dataset.from_dict({"messages": [chat("<image>", "a")] * 2, "images": [[image], [image | {"bytes": b"no"}]]})
+    path, tokenizer = shades / "rows.parquet", AutoTokenizer.from_pretrained(shades / "qwen2_5_vl")
+
+    def prompts(rows):
+        pq.write_table(rows.data.table, path)
+        written = tokenize_prompts(str(path), tokenizer, options(), tmp_path, shades / "qwen2_5_vl", reader)
+        return PromptDataset.load(written, reader)
+    of_images = rows.cast_column("images", datasets.List(datasets.Image()))
+    for each in (rows, of_images):
+        found = prompts(each.select([0]).flatten_indices())
+        assert colours_of(found) == [[200]] and found[0].row["images"] == [{"bytes": None, "path": "10.png"}]
+    with pytest.raises(InputError, match="rows.parquet:2: an image of type bytes cannot be read"):
+        prompts(of_images)
+
+
+def test_a_part_with_an_image_is_one_whatever_its_type(shades, make):
+    parts = [{"image": "10.png"}, "and a string", {"type": "input_image", "image_url": "200.png"}, "beside",
+             {"type": "image", "base64": base64.b64encode((shades / "10.png").read_bytes()).decode()}]
+    dataset = make([{"messages": chat(parts, "a")}, row([{"type": "text", "text": "<image>b"}], images=["10.png"])])
+    assert colours_of(dataset) == [[10, 200, 10], [10]]
+    text = AutoTokenizer.from_pretrained(shades / "qwen2_5_vl").decode(dataset.batch([0]).input_ids)
+    assert "and a string" in text
+
+
+def test_a_row_that_would_end_with_an_image_is_dropped(make):
+    rows = [{"messages": [*chat("a", "b"), *chat("<image>c", "d")], "images": ["0.png"]}, {"messages": chat("a", "b")}]
+    ids = make(rows).batch([0]).input_ids.tolist()
+    end = max(i for i, token in enumerate(ids) if token == 258) + 1
+    assert make(rows, max_length=end, truncation="right").stats["dropped_images"] == 1
+    assert make(rows, max_length=end + 1, truncation="right").stats["dropped_images"] == 0
+
+
+def test_a_template_that_moves_images_is_refused(folder, reader, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(folder / "qwen2_5_vl")
+    tokenizer.chat_template = tokenizer.chat_template.replace("in m.content %}", "in m.content|reverse %}")
+    (folder / "moved.jsonl").write_text(json.dumps(row("<image>a<image>", images=["0.png", "1.png"])) + "\n")
+    with pytest.raises(InputError, match="images in another order"):
+        tokenize(str(folder / "moved.jsonl"), tokenizer, options(), tmp_path, folder / "qwen2_5_vl", reader)
+
+
+def test_images_without_a_chat_template_are_an_error(folder, reader, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(folder / "qwen2_5_vl")
+    tokenizer.chat_template = None
+    (folder / "plain.jsonl").write_text(json.dumps({"prompt": "a", "response": "b", "images": ["0.png"]}) + "\n")
+    for write in (tokenize, tokenize_prompts):
+        with pytest.raises(InputError, match="no chat template: give data.chat_template"):
+            write(str(folder / "plain.jsonl"), tokenizer, options(), tmp_path, folder / "qwen2_5_vl", reader)
