@@ -119,9 +119,11 @@ RULES = {key: rule for rule, keys in (
         rollout.max_tokens validation.max_tokens rollout.num_speculative_tokens model.mtp.num_speculative_tokens
         rollout.tensor_parallel_size reward.num_workers reward.concurrency algorithm.ppo_epochs
         algorithm.kl_ctrl.horizon algorithm.filter_groups.max_num_gen_batches trainer.total_epochs trainer.log_freq
-        profiler.memory.max_entries engine.context_parallel_size engine.tensor_model_parallel_size
+        profiler.memory.max_entries engine.tensor_model_parallel_size
         engine.pipeline_model_parallel_size engine.virtual_pipeline_model_parallel_size engine.expert_model_parallel_size
         engine.log_prob_chunk_size"""),
+    (rule("must be auto, or at least 1", lambda v: v == "auto" or type(v) is int and v >= 1, type=["integer", "string"],
+          anyOf=[{"const": "auto"}, {"type": "integer", "minimum": 1}]), "engine.context_parallel_size"),
     (at_least(2), "data.max_length data.max_tokens_per_micro_batch"),
     (at_least(0.01), "rollout.temperature"),        # vLLM samples with 0.01 where less is asked for, in silence
     (rule("must be 0 (greedy) or at least 0.01", lambda v: v == 0 or v >= 0.01,

@@ -265,8 +265,11 @@ def layout(config, world_size: int) -> str:
     """How the ranks are divided, in words."""
     sizes = {"tensor": "tensor_model", "context": "context", "pipeline": "pipeline_model"}
     sizes = {name: config.engine.get(f"{key}_parallel_size", 1) for name, key in sizes.items()}
+    shared = sizes["context"] == "auto"
+    sizes["context"] = 1 if shared else sizes["context"]
     data_parallel, experts = world_size // math.prod(sizes.values()), config.engine.get("expert_model_parallel_size", 1)
     text = " x ".join([f"{data_parallel} data-parallel", *(f"{size} {name}-parallel" for name, size in sizes.items() if size > 1)])
+    text += ", which share long sequences" * shared
     text += f"; experts divided by {experts} within a pipeline stage" * (experts > 1)
     if "rollout" not in config:
         return text

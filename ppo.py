@@ -26,7 +26,8 @@ from algorithms.rollout_correction import correction_weights, effective_sample_s
 from algorithms.value_loss import explained_variance, value_loss
 from config import CONFIGS, InputError, defaults
 from data.packing import Batch, global_batch
-from engines.base import Engine, LossFn
+from data.plan import MicroBatches, Plan
+from engines.base import Engine, LossFn, longest_sequence
 from engines.build import engine_class
 from rollout.samples import Samples, concat
 from rollout.share import Share
@@ -100,9 +101,9 @@ def check(config: DictConfig) -> None:
               "of, so the policy that is trained is not quite the one that sampled; with rollout.top_k (e.g. 64) it is",
               file=sys.stderr, flush=True)
     longest = config.data.max_prompt_length + rollout.max_tokens
-    if longest > config.data.max_tokens_per_micro_batch:
-        raise InputError(f"data.max_prompt_length + rollout.max_tokens = {longest} is more than "
-                         f"data.max_tokens_per_micro_batch={config.data.max_tokens_per_micro_batch}: raise it, or lower them")
+    most, said = longest_sequence(config, int(os.environ.get("WORLD_SIZE", 1)))
+    if longest > most:
+        raise InputError(f"data.max_prompt_length + rollout.max_tokens = {longest} is more than {said}: raise it, or lower them")
 
 
 def check_effect(config: DictConfig) -> None:
@@ -265,13 +266,13 @@ def needs_old_log_probs(config: DictConfig, num_minis: int, step: int) -> bool:
         or "old_log_probs" in reads(config, "adv_estimator") or step < config.critic.warmup_steps
 
 
-def ask(question: Callable[[Batch], Tensor], share: Share) -> Tensor:
-    """[T] fp32: the answers of question(batch), e.g. engine.values, for the tokens of this share."""
-    return torch.cat([question(part).cpu() for part in share.parts])
+def ask(question: Callable[[Batch, MicroBatches], Tensor], share: Share) -> Tensor:
+    """[T] fp32: the answers of question(batch, micro-batches), e.g. engine.values, for the tokens of this share."""
+    return torch.cat([question(part, plan.micro_batches).cpu() for part, plan in share.parts])
 
 
 def log_probs(engine: Engine, share: Share) -> Tensor:
-    return ask(lambda part: engine.log_probs(part)[0], share)
+    return ask(lambda part, micro_batches: engine.log_probs(part, micro_batches)[0], share)
 
 
 # -- advantages ----------------------------------------------------------------------------------------------------------
@@ -349,7 +350,7 @@ def set_advantages(config: DictConfig, samples: Samples, share: Share, kl_coef: 
     return metrics | spread("response_length", lengths.float()) | spread("prompt_length", (samples.lengths - lengths).float()) \
         | {"response_length/clip_ratio": samples.truncated.float().mean().item(),
            "reward/informative_groups": informative(samples.scores, samples.group).float().mean().item(),
-           "reward/failure_rate": len(samples.failures) / samples.num_asked} | samples.metrics
+           "reward/failure_rate": len(samples.failures) / samples.num_asked} | samples.metrics | share.metrics
 
 
 def next_kl_coef(config: DictConfig, kl_coef: float, metrics: dict[str, float], num_responses: int) -> float:
@@ -425,10 +426,11 @@ def critic_loss(config: DictConfig) -> LossFn:
     return loss_fn
 
 
-def update(engine: Engine, parts: list[Batch], loss_fn: LossFn, step: int, num_epochs: int, name: str) -> dict[str, float]:
+def update(engine: Engine, parts: list[tuple[Batch, Plan]], loss_fn: LossFn, step: int, num_epochs: int,
+           name: str) -> dict[str, float]:
     """One optimizer step for each mini-batch and epoch, on what this rank's share has of it. Returns {name}/...: means over
     them, but the number that was skipped; and rollout_corr/... if the loss, in the only step there is, reports it."""
-    results = [engine.train_batch(part, loss_fn, step) for _ in range(num_epochs) for part in parts]
+    results = [engine.train_batch(part, loss_fn, step, plan.micro_batches) for _ in range(num_epochs) for part, plan in parts]
     prefix = "rollout_corr/"
     metrics = {key if "/" in key else f"{name}/{key}": sum(r[key] for r in results) / len(results)
                for key in results[0] if not key.startswith(prefix)}

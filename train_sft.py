@@ -23,7 +23,7 @@ def main(config):
 
     import job
     import tracking
-    from data.packing import global_batch, partition
+    from data.packing import global_batch
     from engines import device
     from engines.build import engine_class
     from engines.checkpoint import Checkpointer, export_hf
@@ -78,16 +78,15 @@ def main(config):
             batch = train.batch(rows)
             num_trained = int(batch.fields["loss_mask"].sum())
             of_images = engine.image_flops(batch)
-            costs = [engine.flops([n]) + more for n, more in zip(batch.lengths, of_images)]
-            share = batch.select(partition(costs, engine.dp_size)[engine.dp_rank])
+            plan = engine.plan(batch.lengths, of_images)
         with profiler.stage("train_batch", engine):
-            results = engine.train_batch(share, sft_loss(num_trained), step)
+            results = engine.train_batch(batch.select(plan.sequences), sft_loss(num_trained), step, plan.micro_batches)
         seconds = time.perf_counter() - start
         step += 1
         progress |= {"step": step, "skipped": progress["skipped"] + int(results["skipped"])}
         metrics = {k if "/" in k else f"train/{k}": v for k, v in results.items()} | {
             "train/epoch": step / steps_per_epoch, "train/skipped": progress["skipped"],
-            "perf/tokens_per_second": len(batch.input_ids) / seconds / dist.get_world_size(), **device.memory()}
+            "perf/tokens_per_second": len(batch.input_ids) / seconds / dist.get_world_size(), **plan.metrics, **device.memory()}
         if peak:
             flops = engine.flops(batch.lengths, num_trained) + sum(of_images)
             metrics["perf/mfu"] = flops / seconds / dist.get_world_size() / peak
@@ -133,34 +132,38 @@ def validate(engine, val, batch_size: int) -> dict[str, float]:
     import torch.distributed as dist
     from tqdm import tqdm
 
-    from data.packing import partition
     totals = torch.zeros(4, dtype=torch.float64)             # negative log-likelihood, tokens, exact rows, rows
     for start in tqdm(range(0, len(val), batch_size), desc="validate", leave=False, disable=dist.get_rank() != 0 or None):
         rows = range(start, min(start + batch_size, len(val)))
-        shares = partition([engine.flops([n]) for n in val.lengths[rows]], engine.dp_size)
-        batch = val.batch([rows[i] for i in shares[engine.dp_rank]])
-        log_probs, _, greedy = (x.cpu() for x in engine.log_probs(batch))
+        plan = engine.plan(val.lengths[rows].tolist())
+        batch = val.batch([rows[i] for i in plan.sequences])
+        log_probs, _, greedy = (x.cpu() for x in engine.log_probs(batch, plan.micro_batches))
         mask, wrong = batch.fields["loss_mask"], (batch.fields["answer_mask"] > 0) & ~greedy
         row_of_token = torch.repeat_interleave(torch.arange(len(batch)), batch.cu_seqlens.diff())
         wrong_rows = torch.zeros(len(batch)).index_add_(0, row_of_token, wrong.float()) > 0
-        totals += torch.tensor([-(log_probs.double() * mask).sum(), mask.sum(), (~wrong_rows).sum(), len(batch)])
+        counted = plan.speaks(engine.dp_rank)               # a row that ranks share counts once
+        mask = mask * counted[row_of_token]
+        totals += torch.tensor([-(log_probs.double() * mask).sum(), mask.sum(), (counted & ~wrong_rows).sum(), counted.sum()])
     loss, tokens, exact, num_rows = engine.sum_over_dp(totals).tolist()
     return {"val/loss": loss / tokens, "val/exact_match": exact / num_rows}
 
 
 def load_data(config, files, tokenizer, reader):
     """The tokenized rows of files (None: None). Rank 0 tokenizes what is not in the cache, the others read it."""
+    import torch.distributed as dist
+
     import job
     from data.dataset import TokenDataset, tokenize
+    from engines.base import longest_sequence
     from engines.device import on_rank0
     if files is None:
         return None
     dataset = TokenDataset.load(on_rank0(tokenize, files, tokenizer, config.data, job.cache_directory(config), config.model.path,
                                          reader), reader)
-    longest, cap = int(dataset.lengths.max()), config.data.max_tokens_per_micro_batch
-    if longest > cap:
-        raise InputError(f"a row of {files} has {longest} tokens, more than data.max_tokens_per_micro_batch={cap}: raise "
-                         "it, or lower data.max_length with data.truncation=left, right or drop")
+    longest, (most, said) = int(dataset.lengths.max()), longest_sequence(config, dist.get_world_size())
+    if longest > most:
+        raise InputError(f"a row of {files} has {longest} tokens, more than {said}: raise it, or lower data.max_length with "
+                         "data.truncation=left, right or drop")
     return dataset
 
 

@@ -83,7 +83,7 @@ def measure(num_ranks: int, estimator: str, num_tokens: int, group_size: int, re
         if "values" in ppo.reads(config, "adv_estimator"):                             # as the critic would say them
             share.batch.fields["values"] = share.batch.fields["loss_mask"] / 2
         ppo.set_advantages(config, samples, share, 0.0)
-        assert sum(len(part) for part in share.parts) == len(share.batch)
+        assert sum(len(part) for part, _ in share.parts) == len(share.batch)
         clock.append(time.process_time())
         return [after - before for before, after in zip(clock, clock[1:])]
     before = memory("VmRSS")

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from config import InputError
-from data.packing import Batch, pack, spread
+from data.packing import Batch, pack, partition, spread
+from data.plan import MicroBatches, Plan, schedule
 from data.processor import Reader
 from engines.weights import ignored_weights
 
@@ -33,8 +34,10 @@ SIDE_FILES = ("generation_config.json", "*processor_config.json", "*.py")
 class Engine(ABC):
     """One rank's share of a model. Every method is called by all ranks together.
 
-    dp_rank, dp_size  which of how many different shares of a batch this rank works on; ranks with the same dp_rank
-                      (context or tensor parallel) are handed the same batch and all get its results
+    dp_rank, dp_size  which of how many shares of a batch this rank works on; ranks with the same dp_rank (tensor parallel, or
+                      context parallel of a fixed size) are handed the same batch and all get its results
+    cp_groups         by their size, the groups of ranks that may share a micro-batch: one, or where context parallelism follows the
+                      batch several, of data-parallel ranks
     """
 
     config: DictConfig
@@ -44,9 +47,9 @@ class Engine(ABC):
     dp_rank: int
     dp_size: int
     dp_group: ProcessGroup
+    cp_groups: dict[int, ProcessGroup]
     head: nn.Module                         # of engines/heads.py
     reader: Reader | None = None            # of images, for a model of them
-    tokens_multiple: int = 1                # each sequence is padded to a multiple of this number of tokens
     micro_batches_multiple: int = 1         # a batch is divided into a multiple of this number of micro-batches
     names: dict[str, str | None]            # name in the files of model.path -> in the model; None: no part of it, see left_alone()
     _step: int | None = None                # of the last train_batch, and how many of this step came before it
@@ -54,9 +57,50 @@ class Engine(ABC):
     _unproven: bool = False                 # whether there are adapters, and no gradient has been seen to reach them
     _flops: tuple[int, int, int]            # see count_flops in engines/hf.py
 
+    def plan(self, lengths: list[int], image_flops: list[float] | None = None) -> Plan:
+        """What this rank does of a batch with sequences of these lengths; every pass over it that is given this plan has the same
+        micro-batches. image_flops: of each sequence, where there are images."""
+        of_length, engine = {n: self.flops([n]) for n in {*lengths}}, self.config.engine
+        costs = [of_length[n] + more for n, more in zip(lengths, image_flops or [0.0] * len(lengths))]
+        if follows_batch(engine):
+            passes = schedule(lengths, costs, self.dp_size, self.config.data.max_tokens_per_micro_batch, self.multiple,
+                              not engine.use_remove_padding, self.micro_batches_multiple)
+            return Plan.of(passes, self.dp_rank, lengths, costs)
+        shares = partition(costs, self.dp_size)
+        first = torch.empty(len(lengths), dtype=torch.int64)
+        for dp_rank, share in enumerate(shares):
+            first[share] = dp_rank
+        share = shares[self.dp_rank]
+        return Plan(share, self._micro_batches([lengths[i] for i in share]), first, torch.ones_like(first))
+
+    def _micro_batches(self, lengths: list[int]) -> MicroBatches:
+        """Of a share with sequences of these lengths, in groups of a fixed size; of a rank alone where context parallelism follows
+        the batch. The same number on every data-parallel rank, because passes have collectives. Padding counts."""
+        size, engine = fixed_cp(self.config.engine), self.config.engine
+        multiple = self.multiple(size)
+        lengths = [-(-n // multiple) * multiple for n in lengths]
+        bins = pack(lengths, self.config.data.max_tokens_per_micro_batch, padded=not engine.use_remove_padding)
+        count = torch.tensor(len(bins), device=self.device)
+        dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self.dp_group)
+        bins = spread(bins, -(-int(count) // self.micro_batches_multiple) * self.micro_batches_multiple, lengths)
+        return [(size, members) for members in bins]
+
     @abstractmethod
-    def train_batch(self, batch: Batch, loss_fn: LossFn, step: int) -> dict[str, float]:
-        """One optimizer step on this rank's share of a global batch, in as many micro-batches as the token cap requires.
+    def multiple(self, size: int) -> int:
+        """In a group of this size each sequence is padded to a multiple of this number of tokens."""
+
+    def _speaks(self, group: ProcessGroup) -> bool:
+        """Whether this rank, of a group that shares a micro-batch, counts in sum_over_dp()."""
+        return not follows_batch(self.config.engine) or group.rank() == 0
+
+    def _counted(self, batch: Batch, micro_batches: MicroBatches) -> Batch:
+        """Of this rank's share what counts in sum_over_dp()."""
+        return batch.select([i for size, members in micro_batches if self._speaks(self.cp_groups[size]) for i in members])
+
+    @abstractmethod
+    def train_batch(self, batch: Batch, loss_fn: LossFn, step: int, micro_batches: MicroBatches | None = None) -> dict[str, float]:
+        """One optimizer step on this rank's share of a global batch. micro_batches: as plan() has them; None: as many as the token
+        cap requires of this share.
 
         Log-probabilities are computed for the tokens whose fields["loss_mask"] is not 0 (without that field: for all but
         first tokens) and are 0 elsewhere: the output matrix costs as much as several layers. With fields["kept_words"]
@@ -65,21 +109,20 @@ class Engine(ABC):
         clipping), lr (of this step, counted from 0), skipped (1.0 if the weights were left alone, for a non-finite gradient).
         """
 
-    def log_probs(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    def log_probs(self, batch: Batch, micro_batches: MicroBatches | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Without gradient: log p(x_t | x_<t) [T] fp32, the entropy there [T] fp32 (nats), and whether x_t was the
         likeliest token [T] bool. Where fields["loss_mask"] is 0, and on the first token of a sequence: 0, 0, False."""
-        log_probs, entropy, greedy = self.ask(batch)
+        log_probs, entropy, greedy = self.ask(batch, micro_batches)
         return log_probs, entropy, greedy > 0
 
-    def values(self, batch: Batch) -> Tensor:
+    def values(self, batch: Batch, micro_batches: MicroBatches | None = None) -> Tensor:
         """Without gradient, of an engine built as a critic: V(x_<t) [T] fp32, the value of the tokens before t; 0 where
         fields["loss_mask"] is 0. Its train_batch calls loss_fn(values, fields)."""
-        return self.ask(batch)[0]
+        return self.ask(batch, micro_batches)[0]
 
     @abstractmethod
-    def ask(self, batch: Batch, bins: list[list[int]] | None = None) -> Tensor:
-        """Without gradient: what the head says, [outputs, T] fp32 on every rank. bins: the sequences of each micro-batch, in place
-        of what the token cap makes of them; the same on all ranks."""
+    def ask(self, batch: Batch, micro_batches: MicroBatches | None = None) -> Tensor:
+        """Without gradient: what the head says, [outputs, T] fp32 on every rank that has the batch."""
 
     @abstractmethod
     def one_at_a_time(self, batch: Batch) -> Tensor:
@@ -143,15 +186,6 @@ class Engine(ABC):
                                    "model.lora.exclude_modules")
             self._unproven = grad_norm == 0
 
-    def _plan(self, batch: Batch, bins: list[list[int]] | None = None) -> list[list[int]]:
-        """Micro-batches as lists of sequence indices; the same number on every data-parallel rank, because passes have
-        collectives. Padding counts. bins: the micro-batches, if they are given."""
-        lengths = [-(-n // self.tokens_multiple) * self.tokens_multiple for n in batch.lengths]
-        bins = bins or pack(lengths, self.config.data.max_tokens_per_micro_batch, padded=not self.config.engine.use_remove_padding)
-        count = torch.tensor(len(bins), device=self.device)
-        dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self.dp_group)
-        return spread(bins, -(-int(count) // self.micro_batches_multiple) * self.micro_batches_multiple, lengths)
-
     @abstractmethod
     def offload(self, *parts: str) -> None:
         """Move "parameters", "optimizer" or both to host memory, so that others can use the device's. They come back by themselves
@@ -184,7 +218,7 @@ class Engine(ABC):
         ranks; nothing without adapters."""
 
     def sum_over_dp(self, amounts: Tensor) -> Tensor:
-        """The sum of every data-parallel rank's tensor, on all of them."""
+        """The sum of every data-parallel rank's tensor, on all of them. Several may have the same sequences, see Plan.speaks()."""
         amounts = amounts.to(self.device)
         dist.all_reduce(amounts, group=self.dp_group)
         return amounts
@@ -248,8 +282,34 @@ class Engine(ABC):
             shutil.copy(file, directory)
 
 
+def follows_batch(engine: DictConfig) -> bool:
+    return engine.context_parallel_size == "auto"
+
+
+def shares_sequences(engine: DictConfig) -> bool:
+    return engine.context_parallel_size != 1
+
+
+def fixed_cp(engine: DictConfig) -> int:
+    """The ranks that share every sequence; others may share some where context parallelism follows the batch."""
+    return 1 if follows_batch(engine) else engine.context_parallel_size
+
+
+def longest_sequence(config: DictConfig, world_size: int) -> tuple[int, str]:
+    """The most tokens that a sequence may have, and the keys that say so."""
+    cap, engine = config.data.max_tokens_per_micro_batch, config.engine
+    said = f"data.max_tokens_per_micro_batch={cap}"
+    if not follows_batch(engine):
+        return cap, said
+    ranks = world_size // (engine.get("tensor_model_parallel_size", 1) * engine.get("pipeline_model_parallel_size", 1))
+    size = 1 << max(0, ranks.bit_length() - 1)
+    return cap * size, f"{said} for each of {size} ranks"
+
+
 def check_batch_size(config: DictConfig, num_shares: int) -> None:
-    """Raise InputError for steps of fewer sequences than data-parallel ranks."""
+    """Raise InputError for steps of fewer sequences than data-parallel ranks, unless these share them."""
+    if follows_batch(config.engine):
+        return
     size, what = config.data.train_batch_size, f"data.train_batch_size={config.data.train_batch_size}"
     if "rollout" in config:
         size, what = size * config.rollout.n, f"{what} x rollout.n={config.rollout.n}"

@@ -21,13 +21,14 @@ from torch import Tensor
 from config import InputError
 from data.packing import Batch, bounds
 from data.processor import Pictures
-from engines.base import Engine
+from engines.base import Engine, follows_batch
 from engines.heads import ValueHead
 
 LENGTHS, SHARED = (24, 9), 15       # words; a third sequence is the first one without its last words, so that positions count, too
 BEFORE = 5                          # words of the first one before its image, if the model is one of images
 BOUND = 1e-4                        # nats, in fp32
 MARGIN = 4                          # times what rounding changes
+POWERS = [1 << k for k in range(20)]
 
 Change = Callable[[int, Tensor, Tensor], Tensor]        # (number of a layer, its input, its output) -> another output
 
@@ -36,6 +37,7 @@ def check(engine: Engine) -> tuple[float, float]:
     """Raise InputError, on all ranks, if the model computes a sequence differently among others. Returns the largest difference of
     a token's answers, and the bound that rounding sets. Leaves nothing behind."""
     path, (alone, among, joined) = engine.config.model.path, sequences(engine)
+    sizes = [size for size in POWERS if size <= engine.dp_size] if follows_batch(engine.config.engine) else [*engine.cp_groups]
 
     def with_third(values: Tensor) -> Tensor:
         """[..., tokens] of two sequences -> of three."""
@@ -43,20 +45,20 @@ def check(engine: Engine) -> tuple[float, float]:
     # Compiled for these shapes it would take a minute.
     with quiet(engine), torch.compiler.set_stance("force_eager"):
         for apart in (True, False):
-            def difference(num_layers: int | None = None, apart: bool = apart) -> float:
+            def difference(size: int, num_layers: int | None = None, apart: bool = apart) -> float:
                 with changed(engine, partial(first_layers, num_layers), apart):
-                    return largest(engine, ask(engine, among) - with_third(one_at_a_time(engine, alone)))
+                    return largest(engine, ask(engine, among, size) - with_third(one_at_a_time(engine, alone)))
 
             with changed(engine, partial(first_layers, None), apart):
                 expected = one_at_a_time(engine, alone)
-                found = largest(engine, ask(engine, among) - with_third(expected))
+                found, size = max((largest(engine, ask(engine, among, size) - with_third(expected)), size) for size in sizes)
             if largest(engine, expected) == torch.inf:
                 raise InputError(f"model.path={path}: what the model says is not finite")
             with changed(engine, noise(engine), apart):
                 bound = max(BOUND, MARGIN * largest(engine, one_at_a_time(engine, alone) - expected))
             if found > bound:
-                raise InputError(f"model.path={path}: {explain(engine, found, bound, difference)}")
-        leak = ask(engine, joined) - with_third(expected)
+                raise InputError(f"model.path={path}: {explain(engine, found, bound, size, partial(difference, size))}")
+        leak = ask(engine, joined, sizes[0]) - with_third(expected)
         if largest(engine, leak[:, among.position_ids > 0]) <= bound and dist.get_rank() == 0:
             print(f"model.path={path}: what the model says of a token depends so little on earlier ones that nobody can see "
                   "whether it keeps sequences apart", flush=True)
@@ -94,8 +96,8 @@ def sequences(engine: Engine) -> tuple[Batch, Batch, Batch]:
     return batch(parts[:2], [0, 1]), batch(parts, [0, 1, 0]), batch([torch.cat(parts)], [2])
 
 
-def explain(engine: Engine, found: float, bound: float, difference: Callable[[int | None], float]) -> str:
-    """A line: where the two ways diverge, and what would help."""
+def explain(engine: Engine, found: float, bound: float, size: int, difference: Callable[[int | None], float]) -> str:
+    """A line, for micro-batches that `size` ranks share: where the two ways diverge, and what would help."""
     config, total = engine.config, engine.hf_config.get_text_config().num_hidden_layers
     low, high = 0, total                                    # the first layers, of which none and all diverge
     if difference(0) > bound:
@@ -106,11 +108,11 @@ def explain(engine: Engine, found: float, bound: float, difference: Callable[[in
             low, high = (low, middle) if difference(middle) > bound else (middle, high)
         where = f"in layer {low} of 0 to {total - 1}"
     way, help = "padded", f"model_engine={config.model_engine} cannot train it"
-    if config.engine.use_remove_padding:
+    if size > 1:
+        way, help = "packed and " * config.engine.use_remove_padding + "context-parallel", "give engine.context_parallel_size=1"
+    elif config.engine.use_remove_padding:
         way = "packed"
-        if config.engine.context_parallel_size > 1:
-            way, help = "packed and context-parallel", "give engine.context_parallel_size=1"
-        else:
+        if not follows_batch(config.engine):
             with engine.padded():
                 if difference() <= bound:
                     help = "give engine.use_remove_padding=false"
@@ -121,8 +123,9 @@ def one_at_a_time(engine: Engine, batch: Batch) -> Tensor:
     return engine.one_at_a_time(batch)[:engine.head.num_differentiable]
 
 
-def ask(engine: Engine, batch: Batch) -> Tensor:
-    return engine.ask(batch, [list(range(len(batch)))])[:engine.head.num_differentiable]
+def ask(engine: Engine, batch: Batch, size: int) -> Tensor:
+    """Of a batch that is one micro-batch for groups of this size, or of the largest that a rank has."""
+    return engine.ask(batch, [(min(size, max(engine.cp_groups)), list(range(len(batch))))])[:engine.head.num_differentiable]
 
 
 def largest(engine: Engine, values: Tensor) -> float:

@@ -8,6 +8,7 @@ from omegaconf import DictConfig
 from torch import nn
 
 from engines import freeze, mtp
+from engines.base import fixed_cp
 from engines.experts import stacks
 from engines.fsdp.engine import build, is_replicated, is_sharded, uses_compile, whole_modules
 from engines.hf import build_on_meta, head_dim, read_hf_config, stages_of_layers
@@ -85,7 +86,7 @@ def estimate(config: DictConfig, world_size: int, device_type: str, role: str = 
         gathered = (root + (2 if engine.reshard_after_forward else len(layers)) * in_layer) * compute
         unreduced = sum(root_and_layer(trained, layers)) * (compute + reduce)
 
-    tokens = config.data.max_tokens_per_micro_batch / engine.context_parallel_size
+    tokens = config.data.max_tokens_per_micro_batch / fixed_cp(engine)
     hidden, intermediate, at_once = shape.hidden_size, shape.intermediate_size, 0
     if stacks(hf):
         at_once = shape.num_experts_per_tok
@@ -124,8 +125,7 @@ def estimate_megatron(config: DictConfig, world_size: int, device_type: str, rol
     pass on that stage; every expert gets as many tokens as the others.
     """
     engine, shape = config.engine, read_hf_config(config.model.path)
-    tp, pp, cp, vpp = (engine[f"{name}_parallel_size"] for name in (
-        "tensor_model", "pipeline_model", "context", "virtual_pipeline_model"))
+    tp, pp, vpp = (engine[f"{name}_parallel_size"] for name in ("tensor_model", "pipeline_model", "virtual_pipeline_model"))
     critic, with_mtp, ep = role == "critic", mtp.is_trained(config), engine.expert_model_parallel_size
     hf, num_layers = build_on_meta(shape, torch.float32, critic, with_mtp=with_mtp), shape.num_hidden_layers
     rank, compute = config.model.lora.rank, getattr(torch, engine.compute_dtype).itemsize
@@ -153,7 +153,7 @@ def estimate_megatron(config: DictConfig, world_size: int, device_type: str, rol
 
     hidden, intermediate, topk = shape.hidden_size, shape.intermediate_size, getattr(shape, "num_experts_per_tok", 0)
     q, kv = (heads * head_dim(shape) for heads in (shape.num_attention_heads, shape.num_key_value_heads))
-    tokens = config.data.max_tokens_per_micro_batch / cp
+    tokens = config.data.max_tokens_per_micro_batch / fixed_cp(engine)
     sp = tp if engine.sequence_parallel else 1
     in_expert = getattr(shape, "moe_intermediate_size", intermediate)
     in_mlp = topk * (2 * hidden + 4 * in_expert) / sp if topk else 3 * intermediate / tp

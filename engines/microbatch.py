@@ -2,14 +2,17 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from data.packing import Batch
 from engines.collectives import AllGather
 from engines.device import to_device
+from engines.varlen import Zigzag
 
 
 @dataclass
@@ -34,7 +37,9 @@ class MicroBatch:
     input_ids  [b, s] int64: this rank's share; packed: b = 1, all sequences in one row
     padding    [b, s] bool: where there is no token
     lengths    of the sequences, padding included; the last one may be padding alone
-    packing    where the sequences lie, as the engine's attention reads it; None when they are padded to one length
+    packing    where the sequences lie, as the engine's attention reads it; None for plain attention in padded rows
+    positions  [s] int64: the place of each token in its sequence, padding included
+    group      the context-parallel ranks that share the micro-batch
     place      [own] int64: into the [s * b] places of the hidden states [s, b, h], what precedes an asked token
     targets    [own] int64: the token that follows each
     kept_words [own, K] int64: the words that it was drawn from, see Batch
@@ -49,6 +54,8 @@ class MicroBatch:
     padding: Tensor
     lengths: list[int]
     packing: Any
+    positions: Tensor
+    group: ProcessGroup
     place: Tensor
     targets: Tensor
     kept_words: Tensor
@@ -59,24 +66,24 @@ class MicroBatch:
     ahead: list["Ahead"]
     given: dict[str, Tensor] = field(default_factory=dict)
 
-    def to_tokens(self, answers: Tensor, group) -> Tensor:
+    def to_tokens(self, answers: Tensor) -> Tensor:
         """[own] of this rank -> [T], 0 where nothing was asked; the same on all ranks of the context-parallel group."""
-        if group.size() > 1:
+        if self.group.size() > 1:
             places = answers.new_zeros(self.input_ids.numel()).index_copy(0, self.place, answers)
-            answers = AllGather.apply(places, group).index_select(0, self.source)
+            answers = AllGather.apply(places, self.group).index_select(0, self.source)
         return answers.new_zeros(self.num_tokens).index_copy(0, self.token, answers)
 
 
-def lay_out(batch: Batch, packing_of: Callable[[list[int]], Any] | None, group, device: torch.device, multiple: int = 1,
-            zigzag: bool = False, num_ahead: int = 0, filler: int = 0) -> MicroBatch:
+def lay_out(batch: Batch, packed: bool, packing_of: Callable[[list[int]], Any] | None, group: ProcessGroup, device: torch.device,
+            multiple: int = 1, zigzag: bool = False, num_ahead: int = 0, filler: int = 0) -> MicroBatch:
     """A batch in host memory, divided over the context-parallel group. T may be 0: a sequence of padding takes part in
     the collectives that other ranks wait for. filler: the length of such a sequence, if there has to be one; for a group of one.
 
-    packing_of: MicroBatch.lengths -> its packing; None: pad to one length. multiple: that of every sequence's length. Of the
-    tokens of all sequences rank r has the r-th part; zigzag: of each sequence's 2 * ranks chunks the r-th from both ends.
-    num_ahead: for how many k there is MicroBatch.ahead.
+    packed: in one row; else each sequence in a row, padded to one length. packing_of: the lengths of what is in a row ->
+    MicroBatch.packing. multiple: that of every sequence's length. Of the tokens of all sequences rank r has the r-th part; zigzag:
+    of each sequence's 2 * ranks chunks the r-th from both ends. num_ahead: for how many k there is MicroBatch.ahead.
     """
-    cp, rank, num_tokens, packed = group.size(), group.rank(), len(batch.input_ids), packing_of is not None
+    cp, rank, num_tokens = group.size(), group.rank(), len(batch.input_ids)
     padded = [-(-n // multiple) * multiple for n in batch.lengths]
     missing = filler or (-sum(padded) % cp if padded else max(multiple, cp))
     padded = torch.tensor(padded + [missing] * (missing > 0))
@@ -118,5 +125,11 @@ def lay_out(batch: Batch, packing_of: Callable[[list[int]], Any] | None, group, 
         of_mine = ids, place[owner == rank], batch.input_ids[token[owner == rank]]
         ahead.append(Ahead(*(to_device(x, device) for x in of_mine)))
     lengths = padded.tolist()
-    return MicroBatch(lengths=lengths, packing=packing_of(lengths) if packed else None, num_tokens=num_tokens, ahead=ahead,
+    in_row = lengths if packed else lengths[:1]
+    if zigzag:
+        positions = Zigzag([0, *accumulate(in_row)], group, device).positions
+    else:
+        positions = torch.cat([torch.arange(n) for n in in_row]).chunk(cp)[rank]
+    return MicroBatch(lengths=lengths, packing=packing_of(in_row) if packing_of else None, num_tokens=num_tokens, ahead=ahead,
+                      positions=to_device(positions, device), group=group,
                       fields={name: to_device(values, device) for name, values in batch.fields.items()}, **on_device)

@@ -32,7 +32,9 @@ from transformers import PreTrainedTokenizerFast
 import job
 from config import InputError, load
 from data.packing import Batch, partition
+from data.plan import MicroBatches
 from engines import device, guard, offload
+from engines.base import follows_batch
 from engines.checkpoint import Checkpointer, export_hf
 from engines.fsdp import attention
 from engines.fsdp.attention import Packing
@@ -70,6 +72,7 @@ LORA = "rank=4", "alpha=6"
 # At the bottom a whole layer, above it and outside of layers some of several parameters.
 FREEZE = ["embed_tokens", "layers[.]0[.]", "layers[.]1[.]self_attn", "^model[.]norm"]
 CP2, CP4, PADDED = "context_parallel_size=2", "context_parallel_size=4", "use_remove_padding=false"
+AUTO = "context_parallel_size=auto"
 RECOMPUTE, OFFLOAD, ZERO2 = "activation_checkpointing=true", "cpu_offload=true", "reshard_after_forward=false"
 MASTER, BF16 = "compute_dtype=bfloat16", "compute_dtype=bfloat16 param_dtype=bfloat16"
 AUX, COMPILED = "router_aux_loss_coef=0.3", "torch_compile=always"
@@ -99,6 +102,10 @@ CASES = {
         "experts aux uneven": Case("qwen3_moe", AUX, steps=1, uneven=True),
         "lora padded": Case("qwen2_tied", PADDED, lora=True), "lora offload": Case("qwen3", OFFLOAD, lora=True),
         "lora replicated": Case("qwen3", "fsdp_size=1", lora=True), "lora cp2": Case("llama", CP2, uneven=False, lora=True),
+        "auto": Case("qwen3", AUTO, cap=24), "auto padded": Case("qwen2_tied", f"{AUTO} {PADDED}", cap=24),
+        "auto without heads for two": Case("three_heads", f"{AUTO} {RECOMPUTE}", cap=24),
+        "cp2 padded": Case("llama", f"{CP2} {PADDED}"),
+        "auto lora": Case("llama", AUTO, cap=24, lora=True), "auto experts aux": Case("qwen3_moe", f"{AUTO} {AUX}", 1, cap=24),
         "apertus": Case("apertus"), "lfm2 padded": Case("lfm2", PADDED), "lfm2": Case("lfm2")},
     4: {**{f"plain {family}": Case(family, steps=TOTAL_STEPS) for family in ("qwen2_tied", "llama")},
         "uneven": Case("qwen2_tied", uneven=True), "hybrid": Case("qwen3", "fsdp_size=2"),
@@ -109,6 +116,10 @@ CASES = {
         "fp32 master cp2": Case("qwen2_tied", f"{MASTER} {CP2}", steps=8),
         "muon hybrid": Case("llama", "fsdp_size=2", optimizer="muon"),
         "experts aux cp2 dp2": Case("qwen3_moe", f"{AUX} {CP2}", steps=1),
+        "auto": Case("llama", AUTO, cap=12), "auto hybrid": Case("qwen2_tied", f"{AUTO} fsdp_size=2", cap=24),
+        "auto padded": Case("qwen3", f"{AUTO} {PADDED} {RECOMPUTE}", cap=16), "auto sliding window": Case("sliding", AUTO, cap=16),
+        "auto without heads for two": Case("three_heads", AUTO, cap=12), "again auto": Case("llama", AUTO, cap=12, steps=8),
+        "auto bf16": Case("qwen2_tied", f"{MASTER} {AUTO}", cap=16, steps=8),
         "lora hybrid cp2": Case("qwen3", f"fsdp_size=2 {CP2} {RECOMPUTE}", lora=True)},
 }
 BROKEN = ("no_files", "missing_weight", "wrong_shape")
@@ -216,13 +227,14 @@ def run(folder: Path, this_device: torch.device, title: str, case: Case) -> dict
     engine = build(folder / case.family, this_device, case.engine, case.cap, case.optimizer, case.lora,
                    [f"model.freeze={FREEZE}"] if case.freeze else [])
     calls = count_calls(engine)
-    mine = divide(make_batch(0).lengths, engine.dp_size, case.uneven)[engine.dp_rank]
-    plans = dict(gather((engine.dp_rank, [[mine[i] for i in part] for part in engine._plan(make_batch(0).select(mine))])))
+    mine, micro_batches = shared(engine, make_batch(0).lengths, case.uneven)
+    plans = dict(gather((engine.dp_rank, [[mine[i] for i in part] for _, part in micro_batches])))
     result = {"steps": train(engine, range(case.steps), case.uneven), "attention_calls": len(calls),
               "stored_dtypes": sorted({str(p.dtype) for p in engine.hf.parameters()}),
               "trained": [name for name, p in engine.hf.named_parameters() if p.requires_grad],
               "states": sum(len(each.state) for each in engine.optimizers),
-              "micro-batches of the first step": [part for plan in plans.values() for part in plan if part]}
+              "micro-batches of the first step": [*{tuple(part) for plan in plans.values() for part in plan if part}],
+              "sizes of groups": sorted({size for plan in gather(micro_batches) for size, part in plan if part})}
     weights, asked = dict(engine.export_weights()), ask(engine, case.uneven)
     if dist.get_rank() == 0:
         save_file({"asked": asked, **weights}, folder / f"{title}.safetensors")
@@ -241,18 +253,27 @@ def train(engine: FSDPEngine, steps, uneven: bool = False) -> list[dict[str, flo
     results = []
     for step in steps:
         batch = make_batch(step)
-        share = batch.select(divide(batch.lengths, engine.dp_size, uneven)[engine.dp_rank])
-        results.append(engine.train_batch(share, make_loss(len(batch.input_ids)), step))
+        mine, micro_batches = shared(engine, batch.lengths, uneven)
+        results.append(engine.train_batch(batch.select(mine), make_loss(len(batch.input_ids)), step, micro_batches))
     return results
+
+
+def shared(engine: FSDPEngine, lengths: list[int], uneven: bool = False) -> tuple[list[int], MicroBatches]:
+    """This rank's sequences, and how it goes through them."""
+    if follows_batch(engine.config.engine):
+        plan = engine.plan(lengths)
+        return plan.sequences, plan.micro_batches
+    mine = divide(lengths, engine.dp_size, uneven)[engine.dp_rank]
+    return mine, engine._micro_batches([lengths[i] for i in mine])
 
 
 def ask(engine: FSDPEngine, uneven: bool = False) -> torch.Tensor:
     """[ranks, 3, T]: log_probs, entropy, greedy of batch 0, of each rank where it has an answer, NaN elsewhere."""
     batch = Batch(make_batch(0).input_ids, make_batch(0).cu_seqlens)                   # no mask: about every token
-    mine = divide(batch.lengths, engine.dp_size, uneven)[engine.dp_rank]
+    mine, micro_batches = shared(engine, batch.lengths, uneven)
     where = Batch(torch.arange(len(batch.input_ids)), batch.cu_seqlens).select(mine).input_ids
     answers = torch.full((3, len(batch.input_ids)), torch.nan)
-    answers[:, where] = torch.stack([x.float() for x in engine.log_probs(batch.select(mine))]).cpu()
+    answers[:, where] = torch.stack([x.float() for x in engine.log_probs(batch.select(mine), micro_batches)]).cpu()
     return torch.stack(gather(answers))
 
 

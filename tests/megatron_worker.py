@@ -294,7 +294,7 @@ def run(folder: Path, this_device: torch.device, title: str, case: Case, kind: t
         hook.remove()
     if kind is MegatronEngine:
         result["bytes"] = gather(count_bytes(engine))
-        planned = sum(len(engine._plan(share_of(engine, step, case)[0])) for step in range(case.steps))
+        planned = sum(len(engine._micro_batches(share_of(engine, step, case)[0].lengths)) for step in range(case.steps))
         result["attention passes"] = gather(len(passes) / len(attentions) / planned)
     if case.moe:
         result["micro_batches"] = [micro_batches(engine, step, case) for step in range(case.steps)]
@@ -344,7 +344,8 @@ def micro_batches(engine: MegatronEngine, step: int, case: Case) -> list[list[in
     """The sequences of each, of all data-parallel ranks: what a router's auxiliary loss depends on."""
     batch = make_batch(step)
     mine = divide(batch.lengths, engine.dp_size, case.uneven)[engine.dp_rank]
-    plans = dict(gather((engine.dp_rank, [[mine[i] for i in part] for part in engine._plan(batch.select(mine))])))
+    micro_batches = engine._micro_batches(batch.select(mine).lengths)
+    plans = dict(gather((engine.dp_rank, [[mine[i] for i in part] for _, part in micro_batches])))
     return [part for plan in plans.values() for part in plan]
 
 

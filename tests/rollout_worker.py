@@ -310,7 +310,7 @@ def learned(drawn: Samples, engine: FSDPEngine, folder: Path, *more: str) -> dic
     with counted_bytes() as told:
         metrics = ppo.set_advantages(config, drawn, share, 0.1)
     fields = {name: of_all(share, f[name]) for name in ("advantages", "returns", "loss_weight", "token_weight")}
-    return {"fields": fields, "metrics": metrics, "counts": [len(part) for part in share.parts],
+    return {"fields": fields, "metrics": metrics, "counts": [len(part) for part, _ in share.parts],
             "bytes": gather((moved, told, len(ids)))}
 
 

@@ -30,7 +30,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 from config import InputError, load
 from engines import lora, offload, optimizer, schedule
 from engines.checkpoint import merged, write_safetensors
-from engines.fsdp.engine import FSDPEngine, build
+from engines.fsdp.engine import FSDPEngine, build, by_heads
 from engines.hf import auto_class, build_on_meta, check_rope, count_flops, head_dim, logit_constants, read_hf_config
 from engines.memory import GIB, checkpoint_bytes, estimates, max_num_seqs
 from engines.optimizer import OPTIMIZERS
@@ -47,6 +47,7 @@ from tests.fsdp_worker import (
     FORMS,
     FREEZE,
     HARMS,
+    LONGEST,
     LORA,
     MIN_LR_RATIO,
     PEAK_LR,
@@ -93,6 +94,7 @@ def folder(tmp_path_factory):
     make_model(folder / "qwen3_moe", "qwen3_moe")
     for family in ("apertus", "lfm2"):
         make_model(folder / family, family)
+    make_model(folder / "three_heads", "llama", num_attention_heads=3, num_key_value_heads=3, hidden_size=48)
     make_model(folder / "deaf", "qwen3")
     rewrite(folder / "deaf", lambda name, x: (name, x * 0 if "o_proj" in name else x))
     make_model(folder / "renamed", "qwen2_tied", model_type="qwen3_5_text", head_dim=8, layer_types=[
@@ -332,20 +334,21 @@ def test_log_probs_equal_transformers(results, folder, world, name):
     assert "error" not in result, result["error"]
     weights = load_file(folder / f"{world} {name}.safetensors")
     asked, want = weights.pop("asked"), plain_answers(folder / case.family, weights)
-    cp = int(dict(s.split("=") for s in case.engine.split()).get("context_parallel_size", 1))
-    check_answers(asked, want, cp, case.uneven)
+    cp = dict(s.split("=") for s in case.engine.split()).get("context_parallel_size", 1)
+    check_answers(asked, want, None if cp == "auto" else int(cp), case.uneven)
     assert case.steps < TOTAL_STEPS or want[2].sum() > 10, "too few greedy tokens to tell"
 
 
 def check_answers(asked, want, cp=1, uneven=False):
-    """asked [ranks, 3, T]: every rank has answers for its share, all of them right."""
+    """asked [ranks, 3, T]: every rank has answers for its share, all of them right. cp: None if it follows the batch."""
     batch = make_batch(0)
-    first, shares = batch.cu_seqlens[:-1], divide(batch.lengths, len(asked) // cp, uneven)
+    first, shares = batch.cu_seqlens[:-1], cp and divide(batch.lengths, len(asked) // cp, uneven)
+    assert not asked[:, 0].isnan().all(0).any()
     for rank, (log_probs, entropy, greedy) in enumerate(asked):
-        mine = torch.zeros(len(batch.input_ids), dtype=torch.bool)
-        for i in shares[rank // cp]:
-            mine[batch.cu_seqlens[i]:batch.cu_seqlens[i + 1]] = True
-        assert torch.equal(~log_probs.isnan(), mine)
+        mine = ~log_probs.isnan()
+        whole = [i for i, part in enumerate(mine.split(batch.lengths)) if part.all()]
+        assert sum(batch.lengths[i] for i in whole) == mine.sum()
+        assert cp is None or whole == shares[rank // cp]
         if mine.any():
             assert (log_probs - want[0])[mine].abs().max() < LOG_PROB_BOUND
             assert (entropy - want[1])[mine].abs().max() < LOG_PROB_BOUND
@@ -890,11 +893,8 @@ def config(folder, *pairs):
 
 @pytest.mark.parametrize("world, pairs, message", [
     (3, ["engine.context_parallel_size=2"], "context_parallel_size=2 does not divide the 3 ranks"),
-    (3, ["engine.context_parallel_size=3"], "does not divide the model's 4 attention heads"),
-    (8, ["engine.context_parallel_size=8"], "does not divide the model's 4 attention heads"),
     (4, ["engine.fsdp_size=3"], "fsdp_size=3 does not divide the 4 ranks"),
     (2, ["engine.fsdp_size=4"], "fsdp_size=4 does not divide the 2 ranks"),
-    (2, ["engine.context_parallel_size=2", "engine.use_remove_padding=false"], "needs engine.use_remove_padding=true"),
     (4, ["data.train_batch_size=3"], "train_batch_size=3 is less than the 4 data-parallel ranks"),
     (1, ["optim.lr_scheduler_type=constant", "optim.min_lr_ratio=0.1"], "no effect with a constant schedule"),
     (1, ["model.path=/nowhere"], "holds no config.json"),
@@ -904,15 +904,20 @@ def test_layouts_that_cannot_work(folder, world, pairs, message):
         FSDPEngine.check(config(folder, *pairs), world)
 
 
-def test_key_value_heads_that_ranks_do_not_divide(folder, tmp_path):
-    make_model(tmp_path, "llama", num_attention_heads=12, num_key_value_heads=3, hidden_size=48)
-    for cp, refused in ((1, False), (2, True), (3, False), (4, True), (6, False), (12, False)):
-        settings = config(folder, f"model.path={tmp_path}", f"engine.context_parallel_size={cp}")
-        if refused:
-            with pytest.raises(InputError, match="3 key-value heads"):
-                FSDPEngine.check(settings, 12)
-        else:
-            FSDPEngine.check(settings, 12)
+def test_ranks_for_which_there_are_no_whole_heads():
+    """Each needs as many as others; key-value heads can be repeated."""
+    shape = SimpleNamespace(num_attention_heads=12, num_key_value_heads=3)
+    assert [size for size in range(1, 13) if by_heads(shape, size)] == [1, 3, 6, 12]
+    assert [size for size in (1, 2, 4, 8) if by_heads(SimpleNamespace(num_attention_heads=4), size)] == [1, 2, 4]
+
+
+@pytest.mark.parametrize("world, name", [(world, name) for world in CASES for name in CASES[world] if name.startswith("auto")])
+def test_long_sequences_are_shared_and_short_ones_are_not(results, world, name):
+    """Where a rank has room for less than the longest sequence."""
+    case, result = CASES[world][name], results(world)[name]
+    assert "error" not in result, result["error"]
+    needed = 1 << math.ceil(math.log2(LONGEST / case.cap))
+    assert max(result["sizes of groups"]) >= needed and (1 in result["sizes of groups"] or case.cap < LONGEST / 2)
 
 
 def test_logits_that_are_computed_in_another_way_are_refused(folder):

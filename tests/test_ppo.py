@@ -12,6 +12,7 @@ import torch
 import ppo
 from config import InputError, load
 from data.packing import Batch, global_batch
+from data.plan import Plan
 from data.prompts import Prompt
 from engines import device
 from engines.base import check_batch_size
@@ -48,7 +49,9 @@ def on_one_rank(batch):
 
 def whole(samples, minis=None):
     """The share of a process alone: all mini-batches, given as the one of each response, which must be in order."""
-    return Share(samples.batch, torch.arange(len(samples)), torch.tensor(minis or [0] * len(samples)))
+    minis, n = torch.tensor(minis or [0] * len(samples)), len(samples)
+    plans = [Plan(list(range(k)), [(1, list(range(k)))], torch.zeros(k), torch.ones(k)) for k in minis.bincount().tolist()]
+    return Share(samples.batch, torch.arange(n), minis, plans, torch.ones(n, dtype=torch.bool))
 
 
 def failure(number):
@@ -744,7 +747,7 @@ def test_the_first_mini_batch_of_an_update_has_a_ratio_of_exactly_1(this_device,
     config = configure(*BANDIT, "data.max_tokens_per_micro_batch=12", path=model)
     actor, parts = first_update(config, this_device)
     loss_fn = ppo.actor_loss(config, 10)
-    assert [len(part) for part in parts] == [5, 5] and sum(parts[0].lengths) > 12
+    assert [len(part) for part, _ in parts] == [5, 5] and sum(parts[0][0].lengths) > 12
     first = ppo.update(actor, parts[:1], loss_fn, 0, 1, "actor")
     assert first["actor/ppo_kl"] == 0 and first["actor/pg_clipfrac"] == 0 and first["actor/grad_norm"] > 0
     second = ppo.update(actor, parts[1:], loss_fn, 0, 1, "actor")
@@ -757,7 +760,7 @@ def test_an_update_is_a_step_for_each_mini_batch_and_epoch(this_device, model):
     actor, parts = first_update(config, this_device)
     twin, loss_fn = FSDPEngine(config, this_device, 10), ppo.actor_loss(config, 10)
     updated = ppo.update(actor, parts, loss_fn, 4, 3, "actor")
-    results = [twin.train_batch(part, loss_fn, 4) for _ in range(3) for part in parts]
+    results = [twin.train_batch(part, loss_fn, 4) for _ in range(3) for part, _ in parts]
     for key in ("loss", "pg_loss", "pg_clipfrac", "entropy", "ppo_kl", "grad_norm", "lr"):
         assert updated[f"actor/{key}"] == pytest.approx(sum(r[key] for r in results) / 6, rel=1e-6), key
     assert updated["actor/skipped"] == 0 and not any("rollout" in key for key in updated)

@@ -1,4 +1,4 @@
-"""Causal attention for Hugging Face models, packed or padded, with Ulysses sequence parallelism.
+"""Causal attention for Hugging Face models, packed or padded, with sequences that ranks share by heads (Ulysses) or by tokens.
 
 Importing this file registers the attention implementations "packed" and "padded" with transformers. The layout of packed
 sequences (where they begin, which ranks share them) reaches the former as the model's keyword argument `packing`.
@@ -19,7 +19,7 @@ from transformers.masking_utils import sdpa_mask
 from config import InputError
 from engines.collectives import AllToAll
 from engines.device import to_device
-from engines.varlen import by_segment, causal_attention, explicit_attention
+from engines.varlen import Zigzag, by_segment, causal_attention, explicit_attention
 
 # Arguments that models pass to their attention and that mean nothing to it.
 HARMLESS = {"position_ids", "use_cache", "cache_position", "output_attentions", "is_causal"}
@@ -34,20 +34,22 @@ class Packing:
     bounds      the same numbers as a list
     max_length  longest sequence, tokens, or more
     group       ranks among which the T tokens are divided (Ulysses); None: this rank has them all
+    zigzag      how ranks divide each sequence, and gather its keys and values, instead; also of rows with one sequence each
     """
 
     cu_seqlens: Tensor
     bounds: list[int]
     max_length: int
     group: dist.ProcessGroup | None = None
+    zigzag: Zigzag | None = None
 
     @staticmethod
-    def of(lengths: list[int], group: dist.ProcessGroup, device: torch.device) -> Packing:
+    def of(lengths: list[int], group: dist.ProcessGroup, device: torch.device, zigzag: bool) -> Packing:
         bounds = [0, *accumulate(lengths)]
         # A power of two, so that compiled code sees few different values.
         longest = 1 << (max(lengths) - 1).bit_length()
         return Packing(to_device(torch.tensor(bounds, dtype=torch.int32), device), bounds, longest,
-                       group if group.size() > 1 else None)
+                       group if group.size() > 1 and not zigzag else None, Zigzag(bounds, group, device) if zigzag else None)
 
     def arguments(self) -> dict:
         """The model's keyword arguments. The mask of four dimensions is not read; it keeps transformers from building one, for
@@ -61,7 +63,8 @@ def packed_attention(module, query: Tensor, key: Tensor, value: Tensor, attentio
                      **others) -> tuple[Tensor, None]:
     """Causal attention inside each sequence; the signature is transformers' attention interface.
 
-    query [1, heads, T', dim], key and value [1, kv_heads, T', dim] -> [1, T', heads, dim], T' this rank's tokens.
+    query [1, heads, T', dim], key and value [1, kv_heads, T', dim] -> [1, T', heads, dim], T' this rank's tokens; or with zigzag
+    rows of T' tokens each.
     Soft caps and sinks (s_aux [heads]) take memory for all scores of a sequence. Raises InputError for a model that asks its
     attention for something else: biases, dropout.
     """
@@ -70,8 +73,11 @@ def packed_attention(module, query: Tensor, key: Tensor, value: Tensor, attentio
         raise InputError("its layers do not pass on to their attention where sequences begin")
     if attention_mask is not None and attention_mask.is_meta and attention_mask.shape[2:] not in ((1, 1), (2, sliding_window or 0)):
         raise InputError(f"{WINDOW} of {attention_mask.shape[-1]} tokens")
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))          # [T', heads, dim]
     group, window = packing.group, (sliding_window or 0)
+    if packing.zigzag:
+        by_token = (x.permute(2, 0, 1, 3) for x in (query, key, value))
+        return packing.zigzag.attention(*by_token, scaling, window, softcap, s_aux).transpose(0, 1), None
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))          # [T', heads, dim]
     if group is not None:
         repeats = max(1, dist.get_world_size(group) // k.shape[1])         # every rank needs a KV head of its own
         k, v = (x.repeat_interleave(repeats, dim=1) if repeats > 1 else x for x in (k, v))

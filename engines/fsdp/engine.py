@@ -27,9 +27,11 @@ from torch.distributed.tensor import DTensor
 
 from config import InputError
 from data.packing import Batch
+from data.plan import MicroBatches
 from data.processor import Reader
 from engines import experts, freeze, guard, lora, mtp, optimizer, schedule
-from engines.base import Engine, LossFn, check_batch_size
+from engines.base import Engine, LossFn, check_batch_size, fixed_cp, follows_batch, shares_sequences
+from engines.collectives import groups_of
 from engines.device import to_device
 from engines.fsdp import images, shapes
 from engines.fsdp.attention import Packing
@@ -63,11 +65,12 @@ class FSDPEngine(Engine):
         """
         self.config, self.device, self.total_steps = config, device, total_steps
         engine, self.optim = config.engine, config.optim
-        self.world_size, cp = dist.get_world_size(), engine.context_parallel_size
+        self.world_size, cp = dist.get_world_size(), fixed_cp(engine)
         self.hf_config = self.check(config, self.world_size, critic)
         self.dp_rank, self.dp_size = dist.get_rank() // cp, self.world_size // cp
         mesh = init_device_mesh(device.type, (self.dp_size, cp), mesh_dim_names=("dp", "cp"))
         self.dp_group, self.cp_group = mesh["dp"].get_group(), mesh["cp"].get_group()
+        self.cp_groups = groups_of(self.dp_group) if follows_batch(engine) else {cp: self.cp_group}
 
         self.compute_dtype, self.lora = getattr(torch, engine.compute_dtype), config.model.lora
         compiled = uses_compile(engine, device.type)
@@ -116,7 +119,7 @@ class FSDPEngine(Engine):
         check_rope(hf_config, config)
         mtp.check(config, whole)
         hf = build_on_meta(whole, torch.float32, critic, images=config.model.images)
-        if config.engine.context_parallel_size > 1 and recurrent_layers(hf):
+        if shares_sequences(config.engine) and recurrent_layers(hf):
             raise InputError(f"engine.context_parallel_size={config.engine.context_parallel_size}: layers of {type(hf).__name__} "
                              "carry a state from token to token: ranks cannot share a sequence")
         if not critic:
@@ -129,27 +132,36 @@ class FSDPEngine(Engine):
 
     # -- training and asking -------------------------------------------------------------------------------------------
 
-    def train_batch(self, batch: Batch, loss_fn: LossFn, step: int) -> dict[str, float]:
+    def multiple(self, size: int) -> int:
+        return 2 * size if size > 1 and self._is_zigzag(size) else 1
+
+    def _is_zigzag(self, size: int) -> bool:
+        """Whether a group of this size gathers keys and values: for padded rows, and where Ulysses has no heads for all ranks."""
+        return shares_sequences(self.config.engine) and not (
+            self.config.engine.use_remove_padding and by_heads(self.hf_config, size))
+
+    def train_batch(self, batch: Batch, loss_fn: LossFn, step: int, micro_batches: MicroBatches | None = None) -> dict[str, float]:
         self._onload("parameters", "optimizer")
+        micro_batches = micro_batches or self._micro_batches(batch.lengths)
         amounts, loss_fn = defaultdict(lambda: torch.zeros((), device=self.device)), self._watched(loss_fn)
         aux_losses, num_tokens = torch.zeros((), device=self.device), 1.0
         if self._aux_loss_coef:
-            num_tokens = self.sum_over_dp(torch.tensor(float(len(batch.input_ids)))).item()
+            num_tokens = self.sum_over_dp(torch.tensor(float(len(self._counted(batch, micro_batches).input_ids)))).item()
         with self._seeded(step, dist.get_rank()):
-            for indices in self._plan(batch):
-                micro_batch = self._lay_out(batch.select(indices))
+            for size, members in micro_batches:
+                micro_batch = self._lay_out(batch.select(members), self.cp_groups[size])
                 with self._routers.noted() if self._routers else nullcontext([]) as router_logits:
                     outputs = self._forward(micro_batch)
                 loss, extra = loss_fn(*outputs[:self.model.head.num_differentiable], micro_batch.fields)
                 aux_loss = 0.0
                 if router_logits:
                     aux_loss = experts.aux_loss(router_logits, micro_batch.padding.flatten(), self.hf_config.num_experts_per_tok,
-                                                num_tokens, self.cp_group)
+                                                num_tokens, micro_batch.group)
                     aux_losses += aux_loss.detach() / len(router_logits)
                 # FSDP averages gradients over ranks; ours are parts of one sum.
                 ((loss + self._aux_loss_coef * aux_loss) * self.world_size).backward()
                 for name, amount in {"loss": loss, **extra}.items():
-                    amounts[name] += amount.detach()
+                    amounts[name] += amount.detach() * self._speaks(micro_batch.group)
         grad_norm = self._clip()
         self._prove(grad_norm, (lora.plain_name(name) for name, p in self.hf.named_parameters()
                                 if p.requires_grad and p.grad is None))
@@ -168,14 +180,14 @@ class FSDPEngine(Engine):
         return {**totals, "grad_norm": grad_norm, "lr": lr, "skipped": float(skipped)}
 
     @torch.no_grad()
-    def ask(self, batch: Batch, bins: list[list[int]] | None = None) -> Tensor:
+    def ask(self, batch: Batch, micro_batches: MicroBatches | None = None) -> Tensor:
         self._onload("parameters")
         answers = torch.zeros(self.model.head.num_outputs, len(batch.input_ids), device=self.device)
         where = Batch(torch.arange(len(batch.input_ids)), batch.cu_seqlens)
         self.model.eval()
-        for indices in self._plan(batch, bins):
-            outputs = self._forward(self._lay_out(batch.select(indices)))
-            answers[:, where.select(indices).input_ids.to(self.device)] = torch.stack([x.float() for x in outputs])
+        for size, members in micro_batches or self._micro_batches(batch.lengths):
+            outputs = self._forward(self._lay_out(batch.select(members), self.cp_groups[size]))
+            answers[:, where.select(members).input_ids.to(self.device)] = torch.stack([x.float() for x in outputs])
         self.model.train()
         return answers
 
@@ -212,26 +224,23 @@ class FSDPEngine(Engine):
     def layers(self) -> list[list[tuple[int, nn.Module]]]:
         return [list(enumerate(self._layers))]
 
-    def _lay_out(self, batch: Batch) -> MicroBatch:
+    def _lay_out(self, batch: Batch, group: dist.ProcessGroup) -> MicroBatch:
         """T may be 0: then the model runs on padding alone, because other ranks wait for its collectives."""
-        packing_of = partial(Packing.of, group=self.cp_group, device=self.device) if self.config.engine.use_remove_padding else None
+        packed, zigzag, packing_of = self.config.engine.use_remove_padding, self._is_zigzag(group.size()), None
+        if packed or zigzag:
+            packing_of = partial(Packing.of, group=group, device=self.device, zigzag=zigzag)
         if not self._images:
-            return lay_out(batch, packing_of, self.cp_group, self.device)
+            return lay_out(batch, packed, packing_of, group, self.device, self.multiple(group.size()), zigzag)
         found = batch.images
-        given = self._images.given(batch, found, packing_of is not None)
-        laid_out = lay_out(batch, packing_of, self.cp_group, self.device, filler=0 if found else len(self._images.filler))
+        given = self._images.given(batch, found, packed)
+        laid_out = lay_out(batch, packed, packing_of, group, self.device, filler=0 if found else len(self._images.filler))
         return replace(laid_out, given={name: to_device(x, self.device) for name, x in given.items()})
 
     def _forward(self, batch: MicroBatch) -> tuple[Tensor, ...]:
         """log_probs, entropy, greedy (a critic: values), each [T] on the device, entry t about token t."""
-        given = batch.given
-        if not given:
-            positions = [torch.arange(n) for n in batch.lengths]
-            if batch.packing:
-                positions = [torch.cat(positions).chunk(self.cp_group.size())[self.cp_group.rank()]]
-            given = {"input_ids": batch.input_ids, "position_ids": to_device(torch.stack(positions), self.device)}
+        given = batch.given or {"input_ids": batch.input_ids, "position_ids": batch.positions.expand_as(batch.input_ids)}
         values = self.model(batch.place, batch.targets, batch.kept_words, batch.packing, **given)
-        return tuple(batch.to_tokens(x, self.cp_group) for x in values)
+        return tuple(batch.to_tokens(x) for x in values)
 
     def _clip(self) -> float:
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
@@ -367,34 +376,35 @@ def build(config: DictConfig, critic: bool) -> tuple[nn.Module, list[nn.Module]]
     hf = build_on_meta(read_hf_config(config.model.path),
                        getattr(torch, engine.compute_dtype if settings.rank else engine.param_dtype), critic,
                        images=config.model.images)
-    hf.get_decoder().set_attn_implementation("packed" if engine.use_remove_padding else plain_attention(hf))
+    divided = engine.use_remove_padding or shares_sequences(engine)
+    hf.get_decoder().set_attn_implementation("packed" if divided else plain_attention(hf))
     hf.get_decoder().config.output_router_logits = False           # which experts.Routers notes
     freeze.apply(config, hf, critic)
     return hf, lora.inject(hf, settings, critic) if settings.rank else []
 
 
 def check_layout(config: DictConfig, hf_config, world_size: int) -> None:
-    engine, cp = config.engine, config.engine.context_parallel_size
-    heads = getattr(hf_config, "num_attention_heads", None)
-    kv_heads = getattr(hf_config, "num_key_value_heads", None) or heads
+    engine, cp = config.engine, fixed_cp(config.engine)
     schedule.check(config.optim)
     optimizer.check(config)
-    if heads is None:
+    if getattr(hf_config, "num_attention_heads", None) is None:
         raise InputError(f"model.path={config.model.path}: model_type={hf_config.model_type} has no attention heads "
                          "(num_attention_heads in config.json), which is not supported")
     if world_size % cp:
         raise InputError(f"engine.context_parallel_size={cp} does not divide the {world_size} ranks")
     if engine.fsdp_size > 0 and world_size % engine.fsdp_size:
         raise InputError(f"engine.fsdp_size={engine.fsdp_size} does not divide the {world_size} ranks")
-    if heads % cp or (kv_heads % cp and cp % kv_heads):
-        raise InputError(f"engine.context_parallel_size={cp} does not divide the model's {heads} attention heads and "
-                         f"{kv_heads} key-value heads")
-    if cp > 1 and not engine.use_remove_padding:
-        raise InputError("engine.context_parallel_size > 1 needs engine.use_remove_padding=true")
     if config.model.images:
         images.check(config)
     check_batch_size(config, world_size // cp)
     experts.aux_loss_coef(engine.router_aux_loss_coef, hf_config)
+
+
+def by_heads(hf_config, size: int) -> bool:
+    """Whether so many ranks can have whole heads each, as Ulysses needs it: key-value heads may be repeated."""
+    heads = hf_config.num_attention_heads
+    kv_heads = getattr(hf_config, "num_key_value_heads", None) or heads
+    return heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
 
 
 def is_sharded(config: DictConfig, world_size: int) -> bool:

@@ -17,7 +17,7 @@ from data.processor import Reader
 def check(config: DictConfig) -> None:
     """Raise InputError for what cannot be had with images."""
     cp, rank = config.engine.context_parallel_size, config.model.lora.rank
-    if cp > 1:
+    if cp != 1:
         raise InputError(f"engine.context_parallel_size={cp} with model.images=true is not supported: ranks would share an image")
     if rank:
         raise InputError(f"model.lora.rank={rank} with model.images=true is not supported: set one of them back")

@@ -8,6 +8,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from config import InputError
+from engines.base import shares_sequences
 from engines.fsdp.attention import WINDOW, Packing
 from engines.fsdp.recurrence import recurrent_layers
 from engines.hf import keep_short_frequencies, plain_attention
@@ -59,7 +60,7 @@ def check(hf: nn.Module, config: DictConfig) -> None:
                          f"supported{jitter(decoder.config)}")
     failed = failed and failure(hf, plain_attention(hf))
     instead = "" if failed else ": give engine.use_remove_padding=false"
-    if not config.engine.use_remove_padding:
+    if not (config.engine.use_remove_padding or shares_sequences(config.engine)):
         if failed:
             raise InputError(f"model.path={path}: {name} fails: {failed}")
         return

@@ -15,6 +15,7 @@ if torch.accelerator.is_available() and torch.accelerator.current_accelerator().
 
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
 from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER, OptimizerConfig, clip_grads, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
@@ -23,8 +24,10 @@ from torch import Tensor, nn
 
 from config import InputError
 from data.packing import Batch
+from data.plan import MicroBatches
 from engines import freeze, guard, lora, mtp, schedule
-from engines.base import Engine, LossFn
+from engines.base import Engine, LossFn, follows_batch
+from engines.collectives import groups_of
 from engines.heads import LogProbHead, ValueHead
 from engines.hf import build_on_meta, count_flops, keep_zero_rows, read_hf_config
 from engines.megatron import bridge, checkpoint, layout, lora as adapters
@@ -65,7 +68,7 @@ class MegatronEngine(Engine):
         self.dp_group, self.cp_group = mpu.get_data_parallel_group(), mpu.get_context_parallel_group()
         self.tp_group, self.pp_group = mpu.get_tensor_model_parallel_group(), mpu.get_pipeline_model_parallel_group()
         self.sequence_parallel = engine.sequence_parallel and self.tp_group.size() > 1
-        self.tokens_multiple = layout.multiple_of(engine)
+        self.cp_groups = groups_of(self.dp_group) if follows_batch(engine) else {self.cp_group.size(): self.cp_group}
         if engine.virtual_pipeline_model_parallel_size > 1:         # as the interleaved schedule needs it
             self.micro_batches_multiple = self.pp_group.size()
 
@@ -152,9 +155,13 @@ class MegatronEngine(Engine):
 
     # -- training and asking -------------------------------------------------------------------------------------------
 
+    def multiple(self, size: int) -> int:
+        return layout.multiple_of(self.config.engine, size)
+
     @cuda_is_cpu()
-    def train_batch(self, batch: Batch, loss_fn: LossFn, step: int) -> dict[str, float]:
+    def train_batch(self, batch: Batch, loss_fn: LossFn, step: int, micro_batches: MicroBatches | None = None) -> dict[str, float]:
         self._onload("parameters", "optimizer")
+        micro_batches = micro_batches or self._micro_batches(batch.lengths)
         amounts = defaultdict(lambda: torch.zeros((), device=self.device))
         num_tokens, loss_fn = torch.zeros((), dtype=torch.int, device=self.device), self._watched(loss_fn)
 
@@ -163,22 +170,23 @@ class MegatronEngine(Engine):
             outputs = self._answers(micro_batch, hidden)[:self.head.num_differentiable]
             loss, extra = loss_fn(*outputs, micro_batch.fields)
             for name, amount in {"loss": loss, **extra}.items():
-                amounts[name] += amount.detach()
+                amounts[name] += amount.detach() * self._speaks(micro_batch.group)
             for k, (question, hidden) in enumerate(zip(micro_batch.ahead, ahead)):
                 part = self._mtp_loss(question, hidden) / num_ahead[k]
                 mtp_losses[k] += part.detach()
                 loss = loss + self.config.model.mtp.mtp_loss_scaling_factor / self.num_mtp_layers * part
             return loss, num_tokens, {}
 
-        coefficient = self._begin_routers(len(batch.input_ids))
+        counted = self._counted(batch, micro_batches)
+        coefficient = self._begin_routers(len(counted.input_ids))
         mtp_losses = torch.zeros(self.num_mtp_layers, device=self.device)
         if self.num_mtp_layers:
-            num_ahead = self.sum_over_dp(count_ahead(batch, self.num_mtp_layers)).clamp(min=1)
+            num_ahead = self.sum_over_dp(count_ahead(counted, self.num_mtp_layers)).clamp(min=1)
         for stage in self.stages:
             stage.zero_grad_buffer()
         self.optimizer.zero_grad()
         with self._seeded(step, self.dp_rank, self.cp_group.rank(), self.pp_group.rank()):
-            self._run([batch.select(p) for p in self._plan(batch)], loss_of, forward_only=False)
+            self._run(batch, micro_batches, loss_of, forward_only=False)
         lr = schedule.learning_rate(self.optim, step, self.total_steps)
         grad_norm = self._update(lr)
         totals = {}
@@ -210,19 +218,19 @@ class MegatronEngine(Engine):
 
     @cuda_is_cpu()
     @torch.no_grad()
-    def ask(self, batch: Batch, bins: list[list[int]] | None = None) -> Tensor:
+    def ask(self, batch: Batch, micro_batches: MicroBatches | None = None) -> Tensor:
         self._onload("parameters")
         answers = torch.zeros(self.head.num_outputs, len(batch.input_ids), device=self.device)
         where = Batch(torch.arange(len(batch.input_ids)), batch.cu_seqlens)
-        plan = self._plan(batch, bins)
-        indices = iter([where.select(p).input_ids.to(self.device) for p in plan])
+        micro_batches = micro_batches or self._micro_batches(batch.lengths)
+        indices = iter([where.select(members).input_ids.to(self.device) for _, members in micro_batches])
 
         def collect(micro_batch: MicroBatch, hidden: Tensor, non_loss_data: bool) -> None:
             answers[:, next(indices)] = torch.stack([x.float() for x in self._answers(micro_batch, hidden)])
 
         for model in self.models:
             model.eval()                                                    # recomputes nothing
-        self._run([batch.select(p) for p in plan], collect, forward_only=True)
+        self._run(batch, micro_batches, collect, forward_only=True)
         for model in self.models:
             model.train()
         if self.pp_group.size() > 1:
@@ -230,17 +238,19 @@ class MegatronEngine(Engine):
         return answers
 
     def one_at_a_time(self, batch: Batch) -> Tensor:
-        return self.ask(batch, [[i] for i in range(len(batch))])
+        return self.ask(batch, [(min(self.cp_groups), [i]) for i in range(len(batch))])
 
     def layers(self) -> list[list[tuple[int, nn.Module]]]:
         return [[(layer.layer_number - 1, layer) for layer in model.decoder.layers] for model in self.models]
 
-    def _run(self, batches: list[Batch], of_hidden: Callable, forward_only: bool) -> None:
+    def _run(self, batch: Batch, planned: MicroBatches, of_hidden: Callable, forward_only: bool) -> None:
         """Forward and (unless forward_only) backward; the last pipeline stage calls of_hidden(micro-batch, hidden states)."""
-        engine = self.config.engine
-        packing_of = partial(Packing.of, group=self.cp_group, device=self.device) if engine.use_remove_padding else None
-        micro_batches = [lay_out(b, packing_of, self.cp_group, self.device, self.tokens_multiple, zigzag=True,
-                                 num_ahead=0 if forward_only else self.num_mtp_layers) for b in batches]
+        packed, micro_batches = self.config.engine.use_remove_padding, []
+        for size, members in planned:
+            group = self.cp_groups[size]
+            packing_of = partial(Packing.of, group=group, device=self.device) if packed or not HAVE_TE else None
+            micro_batches.append(lay_out(batch.select(members), packed, packing_of, group, self.device, self.multiple(size),
+                                         zigzag=True, num_ahead=0 if forward_only else self.num_mtp_layers))
 
         def forward(remaining: Iterator[MicroBatch], stage: nn.Module):
             micro_batch = next(remaining)
@@ -257,7 +267,7 @@ class MegatronEngine(Engine):
         """The head's outputs, each [T], from hidden states [s, b, h] of the last stage."""
         outputs = self.head(self._whole(hidden).index_select(0, micro_batch.place), self._output_matrix().to(hidden.dtype),
                             micro_batch.targets, micro_batch.kept_words)
-        return tuple(micro_batch.to_tokens(x, self.cp_group) for x in outputs)
+        return tuple(micro_batch.to_tokens(x) for x in outputs)
 
     def _mtp_loss(self, ahead: Ahead, hidden: Tensor) -> Tensor:
         """The cross-entropy of what this rank is asked ahead, added up; hidden [s, b, h]. The output matrix gets no gradient."""

@@ -4,9 +4,7 @@ They carry the parameter names of TransformerEngine's modules (linear_qkv.layer_
 checkpoints and their mapping are the same with either. Where TransformerEngine is installed it is used.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -15,12 +13,12 @@ from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
-from engines.varlen import by_segment, causal_attention
+from engines.varlen import Zigzag
 
 
 def install() -> None:
@@ -105,45 +103,23 @@ class TorchLayerNormColumnParallelLinear(Adaptable, ColumnParallelLinear):
 
 @dataclass
 class Packing(PackedSeqParams):
-    """Where the sequences of a packed micro-batch lie, padding included.
+    """Where the sequences of a micro-batch lie, padding included: one behind the other, or one in each row.
 
-    bounds     [n+1] host integers: over all tokens, sequence i is bounds[i]:bounds[i+1]
-    cp_size    context-parallel ranks; of each sequence's 2 * cp_size chunks this rank has the cp_rank-th from both ends
+    zigzag     which of their tokens context-parallel ranks have
     positions  [tokens of this rank] int64: the place of each in its sequence
     """
 
-    bounds: list[int] = field(default_factory=list)
-    cp_size: int = 1
-    cp_rank: int = 0
+    zigzag: Zigzag | None = None
     positions: Tensor | None = None
 
     @staticmethod
     def of(lengths: list[int], group, device: torch.device) -> "Packing":
-        cp_size, cp_rank = group.size(), group.rank()
         bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        cu, longest = bounds.to(device), max(lengths)
-        # Each segment's queries end where its keys do.
-        parts = [torch.arange(k1 - k0 - (q1 - q0), k1 - k0) for q0, q1, k0, k1 in
-                 segments(bounds.tolist(), cp_size, cp_rank)]
+        cu, longest, zigzag = bounds.to(device), max(lengths), Zigzag(bounds.tolist(), group, device)
         # With "thd" Megatron rotates one sequence after another, and in every layer waits for the device to know their lengths.
         return Packing(qkv_format="thd" if gpt_layer_specs.HAVE_TE else "packed", cu_seqlens_q=cu, cu_seqlens_kv=cu,
                        cu_seqlens_q_padded=cu, cu_seqlens_kv_padded=cu, max_seqlen_q=longest, max_seqlen_kv=longest,
-                       bounds=bounds.tolist(), cp_size=cp_size, cp_rank=cp_rank, positions=torch.cat(parts).to(device))
-
-    @cached_property
-    def segments(self) -> list[tuple[int, int, int, int]]:
-        return list(segments(self.bounds, self.cp_size, self.cp_rank))
-
-    @cached_property
-    def varlen(self) -> tuple:
-        """(cu_seqlens of queries, of keys, most queries, most keys, index of the keys that segments see or None)"""
-        device = self.cu_seqlens_q.device
-        queries, keys = ([s[i + 1] - s[i] for s in self.segments] for i in (0, 2))
-        cu_q, cu_k = (torch.tensor([0, *n]).cumsum(0, dtype=torch.int32).to(device) for n in (queries, keys))
-        seen = None
-        if self.cp_size > 1:                                     # earlier and later queries see some of the same keys
-            seen = torch.cat([torch.arange(k0, k1) for _, _, k0, k1 in self.segments]).to(device)
-        return cu_q, cu_k, max(queries), max(keys), seen
+                       cp_group=group, local_cp_size=group.size(), zigzag=zigzag, positions=zigzag.positions.to(device))
 
 
 class PackedRotaryEmbedding(RotaryEmbedding):
@@ -165,14 +141,14 @@ class PackedRotaryEmbedding(RotaryEmbedding):
 
 
 class TorchAttention(nn.Module):
-    """Causal attention over bshd or packed thd inputs, in a sliding window where the configuration has one for the layer, instead
-    of TEDotProductAttention. Context-parallel ranks gather each other's keys and values (Dubey et al. 2024)."""
+    """Causal attention over sequences in rows or packed, in a sliding window where the configuration has one for the layer, instead
+    of TEDotProductAttention. Context-parallel ranks gather each other's keys and values."""
 
     def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, cp_comm_type=None,
                  pg_collection=None, **_):
         super().__init__()
         assert attn_mask_type == AttnMaskType.causal and attention_type == "self"
-        self.scale, self.cp_group = softmax_scale, pg_collection.cp
+        self.scale = softmax_scale
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window = config.window_size[0] + 1 if windowed else 0          # keys that a query sees, itself among them
 
@@ -183,41 +159,4 @@ class TorchAttention(nn.Module):
         s counts this context-parallel rank's tokens. Padding stands behind a sequence, where causal attention lets
         no real token see it, so that there is nothing to mask.
         """
-        packing, cp = packed_seq_params, self.cp_group.size()
-        bounds = packing.bounds if packing is not None else [0, query.shape[0] * cp]
-        if cp > 1:
-            key, value = (in_order(gather_from_sequence_parallel_region(x, group=self.cp_group), bounds, cp)
-                          for x in (key, value))
-        if packing is not None and query.is_cuda and query.dtype != torch.float32:
-            cu_q, cu_k, longest_q, longest_k, seen = packing.varlen
-            k, v = (x[:, 0] if seen is None else x[:, 0].index_select(0, seen) for x in (key, value))
-            out = causal_attention(query[:, 0], k, v, cu_q, cu_k, longest_q, longest_k, self.scale, self.window)
-            return out.flatten(1)[:, None]
-        return by_segment(query, key, value, segments(bounds, cp, self.cp_group.rank()), self.scale, self.window).flatten(2)
-
-
-def segments(bounds: list[int], cp_size: int, cp_rank: int) -> Iterator[tuple[int, int, int, int]]:
-    """(first and last query on this rank, first and last key) of every causal block; the last query sees the last key.
-
-    With context parallelism a sequence has 2 * cp_size chunks, of which rank r holds the r-th and the r-th from the
-    end, so that all ranks have equal work.
-    """
-    for start, end in zip(bounds, bounds[1:]):
-        if cp_size == 1:
-            yield start, end, start, end
-            continue
-        chunk, mine = (end - start) // (2 * cp_size), start // cp_size
-        yield mine, mine + chunk, start, start + (cp_rank + 1) * chunk
-        yield mine + chunk, mine + 2 * chunk, start, start + (2 * cp_size - cp_rank) * chunk
-
-
-def in_order(x: Tensor, bounds: list[int], cp_size: int) -> Tensor:
-    """[all tokens, ...] in the order of context-parallel ranks -> in the order of the sequences."""
-    local, parts = x.shape[0] // cp_size, []
-    for start, end in zip(bounds, bounds[1:]):
-        chunk = (end - start) // (2 * cp_size)
-        for j in range(2 * cp_size):
-            rank, second = (j, 0) if j < cp_size else (2 * cp_size - 1 - j, chunk)
-            first = rank * local + start // cp_size + second
-            parts.append(x[first:first + chunk])
-    return torch.cat(parts)
+        return packed_seq_params.zigzag.attention(query, key, value, self.scale, self.window).flatten(2)

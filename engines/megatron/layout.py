@@ -3,29 +3,32 @@
 import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from omegaconf import DictConfig, OmegaConf
 
 from config import InputError
 from engines import optimizer, schedule
-from engines.base import check_batch_size
+from engines.base import check_batch_size, fixed_cp, follows_batch
+from engines.experts import aux_loss_coef
 
 # The other fields concern features that the rest of the engine does not support, or are never read by Megatron's DDP.
 IN_DDP = ("grad_reduce_in_fp32", "overlap_grad_reduce", "use_distributed_optimizer", "bucket_size",
           "pad_buckets_for_high_nccl_busbw", "check_for_nan_in_grad", "check_for_large_grads")
 
 
-def multiple_of(engine: DictConfig) -> int:
-    """The length of every sequence is padded to a multiple of this number of tokens."""
-    tp, cp = engine.tensor_model_parallel_size, engine.context_parallel_size
-    return (tp if engine.sequence_parallel else 1) * (2 * cp if cp > 1 else 1)
+def multiple_of(engine: DictConfig, cp: int) -> int:
+    """The length of every sequence that `cp` ranks share is padded to a multiple of this number of tokens."""
+    return (engine.tensor_model_parallel_size if engine.sequence_parallel else 1) * (2 * cp if cp > 1 else 1)
 
 
 def check_layout(config: DictConfig, hf_config, world_size: int) -> None:
     """Raise InputError for a layout that does not fit the model, the batch or the number of ranks."""
     engine, data = config.engine, config.data
-    tp, pp, cp = engine.tensor_model_parallel_size, engine.pipeline_model_parallel_size, engine.context_parallel_size
-    vpp, model_parallel, multiple = engine.virtual_pipeline_model_parallel_size, tp * pp * cp, multiple_of(engine)
+    tp, pp, cp = engine.tensor_model_parallel_size, engine.pipeline_model_parallel_size, fixed_cp(engine)
+    vpp, model_parallel = engine.virtual_pipeline_model_parallel_size, tp * pp * cp
+    # Of a group of s ranks s times the cap must be a multiple.
+    multiple = multiple_of(engine, 2) // 2 if follows_batch(engine) else multiple_of(engine, cp)
     heads, layers = hf_config.num_attention_heads, hf_config.num_hidden_layers
     kv_heads = hf_config.num_key_value_heads or heads
     schedule.check(config.optim)
@@ -45,6 +48,11 @@ def check_layout(config: DictConfig, hf_config, world_size: int) -> None:
     if data.max_tokens_per_micro_batch % multiple:
         raise InputError(f"data.max_tokens_per_micro_batch={data.max_tokens_per_micro_batch} must be a multiple of "
                          f"{multiple}, which this layout pads every sequence to")
+    if follows_batch(engine) and HAVE_TE:
+        raise InputError("engine.context_parallel_size=auto is not supported with TransformerEngine: give a number")
+    if follows_batch(engine) and (coefficient := aux_loss_coef(engine.router_aux_loss_coef, hf_config)):
+        raise InputError(f"engine.context_parallel_size=auto is not supported with routers' auxiliary loss ({coefficient}) by "
+                         "model_engine=megatron: give a number, or engine.router_aux_loss_coef=0")
     check_batch_size(config, world_size // model_parallel)
     ddp_config(engine)
 
@@ -103,7 +111,7 @@ def initialize(engine: DictConfig) -> None:
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=engine.tensor_model_parallel_size,
         pipeline_model_parallel_size=engine.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None, context_parallel_size=engine.context_parallel_size,
+        virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None, context_parallel_size=fixed_cp(engine),
         expert_model_parallel_size=engine.expert_model_parallel_size, expert_tensor_parallel_size=1)
     # Nothing draws from these generators, but recomputation expects them to exist; the user's stay as they are.
     accelerators = [torch.accelerator.current_device_index()] if torch.accelerator.is_available() else []
