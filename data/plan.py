@@ -16,7 +16,7 @@ from torch import Tensor
 from config import InputError
 
 PER_PASS = 0.01         # what a pass must save of the time, since each gathers the weights once more
-TRIES = 4               # numbers of passes that are compared
+TRIES = 2               # numbers of passes that are compared
 SHARING = 0.1           # what it costs ranks to share a micro-batch, of the time that they compute
 LATE = (math.inf, 2, 1)     # sequences that take so many times their part of the time get larger groups than they need,
 LEAST = 1 / 8           # in which each rank has at least this part of max_tokens

@@ -213,7 +213,7 @@ def main(folder: Path, *names: str) -> None:
             results[name] = {"error": traceback.format_exc()}
     for work in (refused, muon_steps, muon_resume, *((non_finite, rotate, publish) if world < 4 else ()),
                  *((harmed, full, images, frozen) if world == 2 else ()), *((foreign, guarded, renamed) if world < 4 else ()),
-                 *((grouped,) if world == 1 else ()), adapters):
+                 *((grouped,) if world == 1 else (first_ratio,)), adapters):
         if chosen(work.__name__):
             results[work.__name__] = work(folder, this_device)
     for family in ("qwen2_tied", "llama", "lora") if not names else ():
@@ -275,6 +275,20 @@ def ask(engine: FSDPEngine, uneven: bool = False) -> torch.Tensor:
     answers = torch.full((3, len(batch.input_ids)), torch.nan)
     answers[:, where] = torch.stack([x.float() for x in engine.log_probs(batch.select(mine), micro_batches)]).cpu()
     return torch.stack(gather(answers))
+
+
+def first_ratio(folder: Path, this_device: torch.device) -> float:
+    """How far the log-probabilities of a batch are, in the first update on it, from those asked for before."""
+    engine, batch = build(folder / "qwen3", this_device, AUTO, cap=24), make_batch(0)
+    mine, micro_batches = shared(engine, batch.lengths)
+    batch, found = batch.select(mine), []
+    batch.fields["before"] = engine.log_probs(batch, micro_batches)[0].cpu()
+
+    def loss_fn(log_probs, entropy, fields):
+        found.append((log_probs - fields["before"]).abs().max().item() if len(log_probs) else 0.0)
+        return log_probs.sum(), {}
+    engine.train_batch(batch, loss_fn, 0, micro_batches)
+    return max(gather(max(found)))
 
 
 def gather(value) -> list:

@@ -35,6 +35,9 @@ SMOKES = {
                             r"\| tiny \| 1 \| data parallel \| TP 1 \| \d\.\d+ \| \d\.\d+ \| 0\.\d+ \|"),
     "offload_h200.py": (["tiny", "--rounds", "1", "--models", "MODELS"],
                         r"\| tiny \| \d+\.\d\d \| \d+\.\d\d \| \d+\.\d\d \| \d\.\d{3} \| \d\.\d{3} \| 0\.25 \|"),
+    "dynamic_cp.py": (["--measure", "tiny", SMALL_PPO[0], "--models", "MODELS", "--steps", "1", "--sequences", "4",
+                       "--shortest", "8", "--median", "16", "--longest", "64", "--cap", "64"],
+                      r"\| tiny \| 1 \| 1 \| [\d,]+ .* \| 1\.00 \|.*\n\| tiny \| 1 \| auto \| [\d,]+ .*\| \d+\.\d% \| 0\.\d "),
     "tokenize_speed.py": (["--rows", "20", "--pairs", "1", "--tokenizer", "MODEL"],
                           r"\| single-turn \| [\d,]+ \| [\d,]+ \| \d\.\d+ .*\n\| five-turn \| [\d,]+ \| [\d,]+ \| \d\.\d+ "),
     "host_path.py": (["--tokens", "3000", "--ranks", "1", "64", "--repeats", "1"],
@@ -61,7 +64,7 @@ def outputs(tmp_path_factory):
         arguments = [str(places.get(argument, argument)) for argument in SMOKES[name][0]]
         return run([sys.executable, BENCHMARKS / name, *arguments], cwd=folder).stdout
 
-    first = {"sft_h200.py": smoke("sft_h200.py")}           # makes the model that others take
+    first = {name: smoke(name) for name in ("sft_h200.py", "ppo_h200.py")}          # make the models that others take
     with ThreadPoolExecutor(2) as pool:
         return first | dict(zip(SMOKES.keys() - first.keys(), pool.map(smoke, SMOKES.keys() - first.keys())))
 
@@ -69,6 +72,12 @@ def outputs(tmp_path_factory):
 @pytest.mark.parametrize("name", SMOKES)
 def test_a_benchmark_runs_from_any_directory_and_prints_its_table(outputs, name):
     assert re.search(SMOKES[name][1], outputs[name]), outputs[name][-3000:]
+
+
+def test_time_that_ranks_use_is_simulated():
+    printed = run([sys.executable, BENCHMARKS / "dynamic_cp.py", "--shapes", "0.5B", "--ranks", "8"]).stdout
+    auto, *fixed = (float(x) for x in re.findall(r"(\d+\.\d)% \|", printed))
+    assert len(fixed) == 2 and auto > fixed[0], "a rank alone, or two, cannot hold the longest"
 
 
 def test_every_benchmark_is_run_or_has_a_reason():

@@ -357,6 +357,11 @@ def check_answers(asked, want, cp=1, uneven=False):
             assert (values[first][mine[first]] == 0).all()
 
 
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_first_ratio_is_1_where_ranks_share_some_sequences(results, world):
+    assert results(world)["first_ratio"] == 0
+
+
 @pytest.mark.parametrize("world, name", ROUNDED)
 def test_bfloat16_is_near(results, folder, world, name):
     case, result = CASES[world][name], results(world)[name]

@@ -212,6 +212,9 @@ MISTAKES = {
     "a malformed row": (lambda tmp: [broken_file(tmp, GOOD + GOOD + '{"messages": 1}\n')], "broken.jsonl:3: "),
     "an empty data set": (lambda tmp: [broken_file(tmp, "")], "broken.jsonl: the file is empty"),
     "a directory that cannot be written": (["output_dir=/dev/null/out"], "output_dir=/dev/null/out cannot be written"),
+    "a row that no group of ranks can hold": (["engine.context_parallel_size=auto", "data.max_tokens_per_micro_batch=30"],
+                                             "tokens, more than data.max_tokens_per_micro_batch=30 for each of 1 ranks: raise it"),
+    "a word instead of a number of ranks": (["engine.context_parallel_size=all"], "must be auto, or at least 1"),
     "a layout that does not divide": (["engine.context_parallel_size=2"], "does not divide the 1 ranks"),
     "a row longer than the cap": (["data.max_tokens_per_micro_batch=20"],
                                   "more than data.max_tokens_per_micro_batch=20"),
@@ -286,6 +289,20 @@ def test_a_run_goes_on_with_another_batch_size_seed_and_data_when_told_to(assets
     assert metrics(tmp_path)[0]["train/loss"] == pytest.approx(loss / tokens, rel=1e-5)
     # What it saves is its own: nothing is left to override.
     assert "step 28 of 28" in run(command, cwd=assets).stdout
+
+
+def test_a_run_goes_on_with_ranks_that_share_the_long_rows_alone(assets, uninterrupted, tmp_path):
+    """Rows have 22 to 55 tokens, and a rank has room for 30."""
+    run([*TORCHRUN, *arguments(
+        assets, tmp_path, f"trainer.resume={uninterrupted}/checkpoints/step_00000015", "engine.context_parallel_size=auto",
+        "data.max_tokens_per_micro_batch=30", f"data.val_files={assets}/val.jsonl")])
+    lines, same = metrics(tmp_path), metrics(uninterrupted)[16:]
+    assert [m["step"] for m in lines] == [16, 17, 18, 19, 20]
+    for a, b in zip(lines, same, strict=True):
+        keys = [key for key in b if key.startswith(("train/", "val/"))]
+        assert {key: a[key] for key in keys} == pytest.approx({key: b[key] for key in keys}, rel=1e-4)
+        assert 0.5 < a["perf/plan_efficiency"] <= 1
+    assert all(sum(m[f"perf/cp_{size}"] for m in lines) > 0 for size in (1, 2)) and "val/exact_match" in lines[-1]
 
 
 @pytest.mark.parametrize("pairs, run, message", [

@@ -156,11 +156,12 @@ def alone(assets, tmp_path_factory):
 
 
 VLLM2, MEGATRON = "rollout.tensor_parallel_size=2", "model_engine=megatron"
-LAYOUTS = {"2 ranks": (2, []), "4 ranks": (4, [VLLM2]),
+SHARING = "engine.context_parallel_size=auto", "data.max_tokens_per_micro_batch=28"         # of 52 that a sequence may have
+LAYOUTS = {"2 ranks": (2, []), "4 ranks": (4, [VLLM2, *SHARING]),
            "Megatron TP2": (2, [MEGATRON, "engine.tensor_model_parallel_size=2"]),
            "Megatron PP2": (2, [MEGATRON, "engine.pipeline_model_parallel_size=2", VLLM2]),
            # Of one rank with adapters, vLLM has the trainer's frozen weights; here it has merged ones, or its own.
-           "2 ranks, LoRA": (2, [*LORA, VLLM2, "model.lora.merge=true"]),
+           "2 ranks, LoRA": (2, [*LORA, *SHARING, VLLM2, "model.lora.merge=true"]),
            "Megatron TP2, LoRA": (2, [*LORA, MEGATRON, "engine.tensor_model_parallel_size=2"])}
 
 
@@ -216,6 +217,12 @@ def test_nothing_that_is_learned_depends_on_the_layout(layouts, name):
     assert all(m["actor/grad_norm"] > 0.1 and abs(m["actor/pg_loss"]) > 0.01 for m in one[1:])
     assert all(m["actor/ppo_kl"] != 0 for m in one[1:]), "later mini-batches have another policy"
     assert all(0 < m["rollout_corr/log_prob_gap"] < 1e-4 for m in many[1:]), "of vLLM with TP 1 and 2, after updates too"
+    lines = metrics(layouts[name])[1:] if SHARING[0] in LAYOUTS[name][1] else []
+    assert not lines or all(sum(line[f"perf/cp_{size}"] for line in lines) > 0 for size in (1, 2))
+    for line in lines:
+        assert 0.5 < line["perf/plan_efficiency"] <= 1
+        assert sum(x for key, x in line.items() if key.startswith("perf/cp_")) == 32 * (
+            line["prompt_length/mean"] + line["response_length/mean"])
 
 
 def test_a_run_leaves_what_it_promises(layouts, assets):
