@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from config import InputError
 from data.packing import Batch
 from data.processor import Reader
+from engines.hf import matrix_flops
 
 
 def check(config: DictConfig) -> None:
@@ -31,8 +32,8 @@ def count_flops(hf: nn.Module, reader: Reader) -> int:
     in_patch = next(p for p in matrices if p.ndim > 2)[0].numel()           # of the convolution that makes patches of pixels
     ids, image = reader.sample
     num_patches = reader.tensors(image)["pixel_values"].numel() // in_patch
-    num_untouched = sum(1 for _ in takewhile(lambda p: not p.requires_grad, matrices))      # which no gradient passes
-    per_patch = sum(p.numel() * (2 if i < num_untouched else 6 if p.requires_grad else 4) for i, p in enumerate(matrices))
+    untouched = {*takewhile(lambda p: not p.requires_grad, matrices)}
+    per_patch = sum(matrix_flops(p, untouched) for p in matrices)
     return per_patch * num_patches // int((reader.token_types([ids.tolist()]) > 0).sum())
 
 
