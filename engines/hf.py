@@ -168,6 +168,11 @@ class HiddenStates(tuple):
         return None
 
 
+def whole_modules(hf: nn.Module, part: nn.Module) -> list[nn.Module]:
+    """The layers of a part of the model: modules that are gathered, and computed once more, as a whole."""
+    return [m for m in part.modules() if type(m).__name__ in hf._no_split_modules]
+
+
 def stages_of_layers(num_layers: int, num_stages: int) -> list[int]:
     """How many layers each pipeline stage has: alike or, where that cannot be, one more in the first ones."""
     return [num_layers // num_stages + (stage < num_layers % num_stages) for stage in range(num_stages)]
@@ -177,8 +182,8 @@ def count_flops(hf: nn.Module, hf_config) -> tuple[int, int, int]:
     """FLOPs of forward and backward: (in the layers per token, of experts only those that it goes to; in the output matrix per
     token whose log-probability is asked for; in causal attention per squared length). hf: with adapters if it has some"""
     untouched, hf_config = {*takewhile(lambda p: not p.requires_grad, hf.parameters())}, hf_config.get_text_config()
-    passed_by = [[*layer.parameters()] for layer in hf.get_decoder().modules()
-                 if type(layer).__name__ in hf._no_split_modules and untouched.issuperset(layer.parameters())]
+    passed_by = [[*layer.parameters()] for layer in whole_modules(hf, hf.get_decoder())
+                 if untouched.issuperset(layer.parameters())]
     untouched = {p for layer in passed_by for p in layer}
 
     of = partial(matrix_flops, untouched=untouched)

@@ -44,6 +44,7 @@ from engines.hf import (
     logit_constants,
     plain_attention,
     read_hf_config,
+    whole_modules,
 )
 from engines.microbatch import MicroBatch, lay_out
 from engines.offload import HostMemory
@@ -419,11 +420,6 @@ def fsdp_mesh(engine: DictConfig, device_type: str, world_size: int) -> DeviceMe
     if size == world_size:
         return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
     return init_device_mesh(device_type, (world_size // size, size), mesh_dim_names=("replicate", "shard"))
-
-
-def whole_modules(hf: nn.Module, part: nn.Module) -> list[nn.Module]:
-    """The layers of a part of the model: modules that are gathered, and computed once more, as a whole."""
-    return [m for m in part.modules() if type(m).__name__ in hf._no_split_modules]
 
 
 def shard(model: nn.Module, layers: list[nn.Module], config: DictConfig, device_type: str, world_size: int) -> None:
