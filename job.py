@@ -46,8 +46,8 @@ def load_tokenizer(config):
 
 
 def load_reader(config, tokenizer):
-    """What reads images, with model.images; else None. Raises InputError for a critic or a reference that reads them in another way:
-    it is handed the actor's tokens."""
+    """What reads images, with model.images; else None. Raises InputError for a critic or a reference that reads them in another
+    way, since it is handed the actor's tokens."""
     if not config.model.images:
         if config.data.drop_processor_keys:
             raise InputError("data.drop_processor_keys does nothing with model.images=false: set model.images=true")

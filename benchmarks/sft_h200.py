@@ -94,8 +94,8 @@ def write_model(shape: str, path: Path) -> None:
 def with_tower(text, tower: dict, directory: Path):
     """The configuration of Qwen2.5-VL around a text model's, whose words are bytes. Writes its tokenizer and processor."""
     words = make_tokenizer()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words.backend_tokenizer, eos_token=words.eos_token, pad_token=words.pad_token,
-                                        chat_template=CHAT_TEMPLATE, extra_special_tokens=TOKENS)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words.backend_tokenizer, eos_token=words.eos_token,
+                                        pad_token=words.pad_token, chat_template=CHAT_TEMPLATE, extra_special_tokens=TOKENS)
     tokenizer.save_pretrained(directory)
     image, video, start, end = tokenizer.convert_tokens_to_ids([*TOKENS.values()])
     (directory / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "Qwen2VLImageProcessor"}))

@@ -23,9 +23,9 @@ MARK = "<image>"                        # in a text: an image of the row's colum
 def place(messages: list[dict], column, key: str) -> tuple[list[dict], list]:
     """(messages in which each image is a part {"type": "image"} of a content, the images in their order, as the row has them).
 
-    column: an image or a list of them, also as JSON in a text, for parts without an image of their own, or for each <image> in a text; where messages have
-    neither, they stand before the first text of the user. Raises InputError where there are more of the one than of the other, and for
-    videos and audio.
+    column: an image or a list of them, also as JSON in a text, for parts without an image of their own, or for each <image> in a
+    text; where messages have neither, they stand before the first text of the user. Raises InputError where there are more of the
+    one than of the other, and for videos and audio.
     """
     if isinstance(column, str) and column.startswith("["):          # as data sets keep lists whose columns are typed
         with suppress(json.JSONDecodeError):                        # else a path

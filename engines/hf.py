@@ -206,8 +206,8 @@ def count_flops(hf: nn.Module, hf_config) -> tuple[int, int, int]:
 
 
 def matrix_flops(matrix: nn.Parameter, untouched: set[nn.Parameter]) -> int:
-    """FLOPs of forward and backward per token: per weight 6, where it is frozen 4, and 2 in layers with nothing that is trained in or
-    before them, which no gradient passes: theirs are `untouched`."""
+    """FLOPs of forward and backward per token: per weight 6, where it is frozen 4, and 2 in layers with nothing that is trained in
+    or before them, which no gradient passes: theirs are `untouched`."""
     return matrix.numel() * (6 if matrix.requires_grad else 2 if matrix in untouched else 4)
 
 

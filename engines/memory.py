@@ -110,7 +110,8 @@ def estimate(config: DictConfig, world_size: int, device_type: str, role: str = 
     return {f"parameters{where}": frozen + gradients, f"gradients{where}": gradients,
             f"{optimizer}{where}": moments * gradients, "gathered weights": gathered, "unreduced gradients": unreduced,
             "activations": tokens * kept, **({"activations of images": tokens * in_tower} if config.model.images else {}),
-            "logits of a chunk": logits, "gradient of the output matrix": num_outputs * hidden * 4 * hf.get_output_embeddings().weight.requires_grad}
+            "logits of a chunk": logits,
+            "gradient of the output matrix": num_outputs * hidden * 4 * hf.get_output_embeddings().weight.requires_grad}
 
 
 def root_and_layer(parameters: list[nn.Parameter], layers: list[nn.Module]) -> tuple[int, int]:
