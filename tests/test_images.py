@@ -2,10 +2,12 @@
 
 import base64
 import csv
+import dataclasses
 import functools
 import json
 import re
 import sys
+import time
 from types import SimpleNamespace
 
 import datasets
@@ -22,7 +24,7 @@ import job
 from config import InputError, load
 from data.dataset import TokenDataset, tokenize
 from data.packing import Batch
-from data.processor import Reader, load_processor
+from data.processor import Pictures, Reader, load_processor
 from data.prompts import PromptDataset, tokenize_prompts
 from engines.build import engine_class
 from engines.fsdp import images
@@ -315,8 +317,8 @@ def test_all_models_of_a_run_have_the_same_tokens_for_an_image(folder, tmp_path,
     assert load_reader(make_image_model(tmp_path / "same", "qwen2_5_vl")).image_token == "<image>"
 
 
-@pytest.mark.parametrize("family, dtype", [("qwen2_5_vl", torch.float32), ("qwen2_5_vl", torch.bfloat16), ("qwen3_vl", torch.bfloat16),
-                                           ("llava", torch.float32)])
+@pytest.mark.parametrize("family, dtype", [("qwen2_5_vl", torch.float32), ("qwen2_5_vl", torch.bfloat16),
+                                           ("qwen3_vl", torch.bfloat16), ("llava", torch.float32)])
 def test_what_images_leave_for_the_backward_pass_is_estimated(folder, family, dtype):
     """Against the storages that autograd keeps, without weights: a tenth, and with recomputation what a layer takes, too."""
     shape, reader = AutoConfig.from_pretrained(folder / family), Reader(folder / family)
@@ -342,6 +344,40 @@ def test_what_images_leave_for_the_backward_pass_is_estimated(folder, family, dt
     guess, measured = both(checkpointing=True)
     assert measured < guess < 1.3 * measured < whole
     assert both("visual|vision_tower|projector") == (0, 0)
+
+
+class Noted(list):
+    """Images of rows; read: which rows have been asked for."""
+
+    def __init__(self, rows):
+        super().__init__(rows)
+        self.read = []
+
+    def __getitem__(self, row):
+        self.read.append(row)
+        return super().__getitem__(row)
+
+
+def test_a_thread_makes_pixels_of_the_next_micro_batch(make, folder):
+    """Of no more than one, to the same bits; an error there ends the step."""
+    batch = make([row(images=[f"{i}.png"]) for i in range(4)]).batch(range(4))
+    kind = auto_class(config := AutoConfig.from_pretrained(folder / "qwen2_5_vl"))
+    of_model, noted = images.Images(kind.from_config(config), batch.pictures.reader), Noted(batch.pictures.images)
+    batch = dataclasses.replace(batch, pictures=Pictures(noted, batch.pictures.reader))
+    parts = batch.split([1] * 4)
+    found = of_model.ahead(iter(parts), packed=True)
+    given = [next(found)[1]]
+    deadline = time.monotonic() + 30
+    while 1 not in noted.read and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert noted.read == [0, 1], "while the first one is computed with"
+    given += [each for _, each in found]
+    for part, each in zip(parts, given, strict=True):
+        want = of_model.given(part, part.images, packed=True)
+        assert each.keys() == want.keys() and all(torch.equal(each[name], want[name]) for name in want)
+    noted[2] = [np.zeros((4, 2000, 3), np.uint8)]
+    with pytest.raises(ValueError, match="aspect ratio"):
+        list(of_model.ahead(parts, packed=True))
 
 
 def test_a_dry_run_counts_what_images_leave(folder):

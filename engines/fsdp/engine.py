@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import starmap
 from pathlib import Path
 
 import torch
@@ -137,8 +138,7 @@ class FSDPEngine(Engine):
         if self._aux_loss_coef:
             num_tokens = self.sum_over_dp(torch.tensor(float(len(batch.input_ids)))).item()
         with self._seeded(step, dist.get_rank()):
-            for indices in self._plan(batch):
-                micro_batch = self._lay_out(batch.select(indices))
+            for micro_batch in self._micro_batches(batch, self._plan(batch)):
                 with self._routers.noted() if self._routers else nullcontext([]) as router_logits:
                     outputs = self._forward(micro_batch)
                 loss, extra = loss_fn(*outputs[:self.model.head.num_differentiable], micro_batch.fields)
@@ -174,8 +174,9 @@ class FSDPEngine(Engine):
         answers = torch.zeros(self.model.head.num_outputs, len(batch.input_ids), device=self.device)
         where = Batch(torch.arange(len(batch.input_ids)), batch.cu_seqlens)
         self.model.eval()
-        for indices in self._plan(batch, bins):
-            outputs = self._forward(self._lay_out(batch.select(indices)))
+        plan = self._plan(batch, bins)
+        for indices, micro_batch in zip(plan, self._micro_batches(batch, plan)):
+            outputs = self._forward(micro_batch)
             answers[:, where.select(indices).input_ids.to(self.device)] = torch.stack([x.float() for x in outputs])
         self.model.train()
         return answers
@@ -213,14 +214,17 @@ class FSDPEngine(Engine):
     def layers(self) -> list[list[tuple[int, nn.Module]]]:
         return [list(enumerate(self._layers))]
 
-    def _lay_out(self, batch: Batch) -> MicroBatch:
+    def _micro_batches(self, batch: Batch, plan: list[list[int]]) -> Iterator[MicroBatch]:
+        parts = map(batch.select, plan)
+        return starmap(self._lay_out, self._images.ahead(parts, self.config.engine.use_remove_padding)) if self._images else \
+            map(self._lay_out, parts)
+
+    def _lay_out(self, batch: Batch, given: dict[str, Tensor] | None = None) -> MicroBatch:
         """T may be 0: then the model runs on padding alone, because other ranks wait for its collectives."""
         packing_of = partial(Packing.of, group=self.cp_group, device=self.device) if self.config.engine.use_remove_padding else None
-        if not self._images:
+        if given is None:
             return lay_out(batch, packing_of, self.cp_group, self.device)
-        found = batch.images
-        given = self._images.given(batch, found, packing_of is not None)
-        laid_out = lay_out(batch, packing_of, self.cp_group, self.device, filler=0 if found else len(self._images.filler))
+        laid_out = lay_out(batch, packing_of, self.cp_group, self.device, filler=0 if batch.images else len(self._images.filler))
         return replace(laid_out, given={name: to_device(x, self.device) for name, x in given.items()})
 
     def _forward(self, batch: MicroBatch) -> tuple[Tensor, ...]:

@@ -1,7 +1,9 @@
 """What a model of images is given besides tokens: pixels, which tokens stand for them, and places of more than one axis."""
 
 import inspect
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
 
 import numpy as np
@@ -88,6 +90,18 @@ class Images:
         if missing := [x.name for x in self.asked.values()
                        if x.default is x.empty and x.kind is x.POSITIONAL_OR_KEYWORD and x.name not in told]:
             raise InputError(f"{type(hf).__name__} needs {missing[0]}: take it out of data.drop_processor_keys")
+
+    def ahead(self, batches: Iterable[Batch], packed: bool) -> Iterator[tuple[Batch, dict[str, Tensor]]]:
+        """Each batch and its given(). A thread makes that of the next one, while the device computes."""
+        with ThreadPoolExecutor(1) as thread:
+            waiting = deque()
+            for batch in batches:
+                waiting.append((batch, thread.submit(lambda batch: self.given(batch, batch.images, packed), batch)))
+                if len(waiting) > 1:
+                    batch, future = waiting.popleft()
+                    yield batch, future.result()
+            for batch, future in waiting:
+                yield batch, future.result()
 
     def given(self, batch: Batch, images: list[np.ndarray], packed: bool) -> dict[str, Tensor]:
         """The model's arguments for the sequences of a batch, laid end to end in one row, or padded to one length. images: those of
