@@ -1,9 +1,12 @@
 """Every script in benchmarks/ at a tiny size, on a CPU and without TRL: what they measure is in docs/benchmarks.md."""
 
+import json
 import re
 import shlex
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 
 import pytest
 
@@ -69,6 +72,18 @@ def outputs(tmp_path_factory):
 @pytest.mark.parametrize("name", SMOKES)
 def test_a_benchmark_runs_from_any_directory_and_prints_its_table(outputs, name):
     assert re.search(SMOKES[name][1], outputs[name]), outputs[name][-3000:]
+
+
+def test_a_step_with_images_is_prepared(tmp_path):
+    """Up to what needs vLLM's model, which needs torchvision, which a CPU build of torch may lack."""
+    done = subprocess.run([sys.executable, BENCHMARKS / "ppo_h200.py", "tiny-VL", *SMALL_PPO, "--prompts", "2", "--n", "2",
+                           "--tokens", "4", "--assets-only", "--assets", tmp_path / "assets", "--models", tmp_path / "models"],
+                          capture_output=True, text=True)
+    said = "activations of images" if find_spec("torchvision") else \
+        "error: vLLM cannot import its Qwen2_5_VLForConditionalGeneration: No module named 'torchvision'"
+    assert said in done.stdout + done.stderr, done.stderr[-3000:]
+    stats = json.loads(next((tmp_path / "assets/cache").glob("*/stats.json")).read_text())
+    assert stats["images"] == 2
 
 
 def test_every_benchmark_is_run_or_has_a_reason():
