@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import starmap
+from itertools import repeat, starmap
 from pathlib import Path
 
 import torch
@@ -138,7 +138,7 @@ class FSDPEngine(Engine):
         if self._aux_loss_coef:
             num_tokens = self.sum_over_dp(torch.tensor(float(len(batch.input_ids)))).item()
         with self._seeded(step, dist.get_rank()):
-            for micro_batch in self._micro_batches(batch, self._plan(batch)):
+            for micro_batch in self._laid_out(batch, self._plan(batch)):
                 with self._routers.noted() if self._routers else nullcontext([]) as router_logits:
                     outputs = self._forward(micro_batch)
                 loss, extra = loss_fn(*outputs[:self.model.head.num_differentiable], micro_batch.fields)
@@ -175,7 +175,7 @@ class FSDPEngine(Engine):
         where = Batch(torch.arange(len(batch.input_ids)), batch.cu_seqlens)
         self.model.eval()
         plan = self._plan(batch, bins)
-        for indices, micro_batch in zip(plan, self._micro_batches(batch, plan)):
+        for indices, micro_batch in zip(plan, self._laid_out(batch, plan)):
             outputs = self._forward(micro_batch)
             answers[:, where.select(indices).input_ids.to(self.device)] = torch.stack([x.float() for x in outputs])
         self.model.train()
@@ -214,10 +214,10 @@ class FSDPEngine(Engine):
     def layers(self) -> list[list[tuple[int, nn.Module]]]:
         return [list(enumerate(self._layers))]
 
-    def _micro_batches(self, batch: Batch, plan: list[list[int]]) -> Iterator[MicroBatch]:
+    def _laid_out(self, batch: Batch, plan: list[list[int]]) -> Iterator[MicroBatch]:
         parts = map(batch.select, plan)
-        return starmap(self._lay_out, self._images.ahead(parts, self.config.engine.use_remove_padding)) if self._images else \
-            map(self._lay_out, parts)
+        return starmap(self._lay_out, self._images.ahead(parts, self.config.engine.use_remove_padding) if self._images else
+                       zip(parts, repeat(None)))
 
     def _lay_out(self, batch: Batch, given: dict[str, Tensor] | None = None) -> MicroBatch:
         """T may be 0: then the model runs on padding alone, because other ranks wait for its collectives."""
