@@ -46,13 +46,18 @@ def load_tokenizer(config):
 
 
 def load_reader(config, tokenizer):
-    """What reads images, with model.images; else None."""
+    """What reads images, with model.images; else None. Raises InputError for a critic or a reference that reads them in another
+    way, since it is handed the actor's tokens."""
     if not config.model.images:
         if config.data.drop_processor_keys:
             raise InputError("data.drop_processor_keys does nothing with model.images=false: set model.images=true")
         return None
     from data.processor import Reader
     reader = Reader(config.model.path, tokenizer, config.data.drop_processor_keys)
+    for role in ("critic", "reference"):
+        path = config[role].path if role in config else None
+        if path and path != config.model.path and not reader.reads_as(Reader(path, dropped=config.data.drop_processor_keys)):
+            raise InputError(f"{role}.path={path} has other tokens for an image than model.path={config.model.path}")
     tokenizer.chat_template = tokenizer.chat_template or reader.processor.chat_template     # which older models have apart
     return reader
 

@@ -4,9 +4,11 @@
     python benchmarks/ppo_h200.py 0.5B --ranks 2 rollout.tensor_parallel_size=2
     python benchmarks/ppo_h200.py 0.5B --prompts 8 --n 2 --tokens 32 --steps 20 --cycles     memory asleep, step by step
     python benchmarks/ppo_h200.py 0.5B engine.param_dtype=bfloat16 --trl 32      then TRL: same work, micro-batches of 32 rows
+    python benchmarks/ppo_h200.py 7B-VL engine.param_dtype=bfloat16 --prompts 64 --tokens 256      an image in each prompt
 
 Arguments: a shape, then key=value pairs of configs/ppo.yaml. Random words from a vocabulary of 152k hardly ever end a
-response, so all have --tokens tokens. Prints lines of a Markdown table on rank 0; the first step warms up and is left out.
+response, so all have --tokens tokens. With a shape of Qwen2.5-VL, for which vLLM needs torchvision, each prompt has an image of its
+own. Prints lines of a Markdown table on rank 0; the first step warms up and is left out.
 """
 
 import argparse
@@ -33,15 +35,29 @@ def share_of_digits(prompt: str, response: str, row: dict) -> float:
     return sum(c.isdigit() for c in response) / max(1, len(response))
 
 
-def make_assets(directory: Path, num_prompts: int) -> None:
-    """Tokenizer and prompts; made once."""
+def make_assets(directory: Path, num_prompts: int, size: tuple[int, int] | None = None) -> Path:
+    """Tokenizer and prompts, with an image of that size (height, width) each if it is given; made once. Returns the prompts."""
     from examples.arithmetic import make_rows, make_tokenizer
     if not (directory / "tokenizer").exists():
         make_tokenizer().save_pretrained(directory / "tokenizer")
-    prompts = directory / f"prompts_{num_prompts}.jsonl"
+    pictures = directory / f"pictures_{size[0]}x{size[1]}" if size else None
+    prompts = directory / f"prompts_{num_prompts}{f'_{pictures.name}' if size else ''}.jsonl"
     if not prompts.exists():
         rows = [{"prompt": row["messages"][:1]} for row in make_rows()[0][:num_prompts]]      # TRL's form, and ours too
+        if size:
+            rows = [row | {"images": [draw(pictures / f"{i}.png", i, size)]} for i, row in enumerate(rows)]
         prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return prompts
+
+
+def draw(path: Path, seed: int, size: tuple[int, int]) -> str:
+    """Colours that flow into each other, as a file. Returns its name as rows have it."""
+    import numpy as np
+    from PIL import Image
+    path.parent.mkdir(exist_ok=True)
+    colours = np.random.default_rng(seed).integers(0, 256, (8, 8, 3), np.uint8)
+    Image.fromarray(colours).resize(size[::-1], Image.Resampling.BICUBIC).save(path)
+    return f"{path.parent.name}/{path.name}"
 
 
 def make_policy(shape: str, models: Path, tokenizer: Path) -> Path:
@@ -88,16 +104,21 @@ def main():
     parser.add_argument("--cycles", action="store_true", help="print the memory asleep after every step")
     arguments = parser.parse_intermixed_args()
 
+    from benchmarks.sft_h200 import IMAGE
     from config import load
+    size = IMAGE.get(arguments.shape)
+    if size and arguments.trl:
+        parser.error("--trl is for shapes of text")
+    longest = 64 + (size[0] * size[1] // 28**2 if size else 0)
     out, settings = arguments.assets / "run", [
-        f"data.train_files={arguments.assets}/prompts_{arguments.prompts}.jsonl", f"output_dir={arguments.assets}/run",
+        f"data.train_files={make_assets(arguments.assets, arguments.prompts, size)}", f"model.images={str(bool(size)).lower()}",
+        f"output_dir={arguments.assets}/run",
         f"model.path={arguments.models / arguments.shape}", f"data.cache_dir={arguments.assets}/cache",
-        f"data.train_batch_size={arguments.prompts}", "data.max_prompt_length=64", f"rollout.n={arguments.n}",
+        f"data.train_batch_size={arguments.prompts}", f"data.max_prompt_length={longest}", f"rollout.n={arguments.n}",
         f"rollout.max_tokens={arguments.tokens}", f"validation.max_tokens={arguments.tokens}", "rollout.max_num_seqs=1024",
         f"reward.function={ROOT}/benchmarks/ppo_h200.py:share_of_digits", "trainer.rollout_freq=-1", "trainer.total_steps=1000",
         *arguments.settings]
     config = load("ppo.yaml", settings)
-    make_assets(arguments.assets, arguments.prompts)
     make_policy(arguments.shape, arguments.models, arguments.assets / "tokenizer")
     shutil.rmtree(out, ignore_errors=True)
     if arguments.assets_only:

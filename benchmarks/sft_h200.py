@@ -34,7 +34,7 @@ from engines.hf import auto_class
 from engines.memory import estimates
 from engines.weights import in_files, stacked
 from examples.arithmetic import make_tokenizer
-from examples.colours import TOKENS
+from examples.colours import CHAT_TEMPLATE, TOKENS
 
 SHAPES = {      # vocabulary, hidden, intermediate, layers, heads, key-value heads, tied
     "tiny": (1024, 256, 512, 2, 4, 2, True),                # not Qwen's: to try the scripts on a CPU
@@ -93,10 +93,13 @@ def write_model(shape: str, path: Path) -> None:
 
 def with_tower(text, tower: dict, directory: Path):
     """The configuration of Qwen2.5-VL around a text model's, whose words are bytes. Writes its tokenizer and processor."""
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=make_tokenizer().backend_tokenizer, extra_special_tokens=TOKENS)
+    words = make_tokenizer()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words.backend_tokenizer, eos_token=words.eos_token,
+                                        pad_token=words.pad_token, chat_template=CHAT_TEMPLATE, extra_special_tokens=TOKENS)
     tokenizer.save_pretrained(directory)
     image, video, start, end = tokenizer.convert_tokens_to_ids([*TOKENS.values()])
     (directory / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "Qwen2VLImageProcessor"}))
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": text.eos_token_id}))
     eighth = text.hidden_size // text.num_attention_heads // 16
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2 * eighth, 3 * eighth, 3 * eighth]}
     return AutoConfig.for_model(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import numpy as np
 from config import InputError
 
 PARTS = ("image", "image_url")          # types of a message's parts that are images
+UNREAD = ("video", "video_url", "audio", "audio_url", "input_audio")
 # Keys of such a part, under which the image may be. A path beside bytes is but a name.
 SOURCES = (*PARTS, "bytes", "base64", "url", "path")
 MARK = "<image>"                        # in a text: an image of the row's column
@@ -21,9 +23,13 @@ MARK = "<image>"                        # in a text: an image of the row's colum
 def place(messages: list[dict], column, key: str) -> tuple[list[dict], list]:
     """(messages in which each image is a part {"type": "image"} of a content, the images in their order, as the row has them).
 
-    column: an image or a list of them, for parts without an image of their own, or for each <image> in a text; where messages have
-    neither, they stand before the first text of the user. Raises InputError where there are more of the one than of the other.
+    column: an image or a list of them, also as JSON in a text, for parts without an image of their own, or for each <image> in a
+    text; where messages have neither, they stand before the first text of the user. Raises InputError where there are more of the
+    one than of the other, and for videos and audio.
     """
+    if isinstance(column, str) and column.startswith("["):          # as data sets keep lists whose columns are typed
+        with suppress(json.JSONDecodeError):                        # else a path
+            column = json.loads(column)
     empty = column is None or isinstance(column, str) and not column            # as a cell of CSV may be
     listed = [] if empty else list(column) if isinstance(column, (list, tuple)) else [column]
     found, used = [], 0
@@ -47,6 +53,8 @@ def place(messages: list[dict], column, key: str) -> tuple[list[dict], list]:
     def placed(part):
         if isinstance(part, str):
             return {"type": "text", "text": part}
+        if isinstance(part, dict) and (kind := next((x for x in UNREAD if part.get("type") == x or part.get(x) is not None), None)):
+            raise InputError(f"a part of a message is of type {kind}: videos and audio are not read, leave it out")
         if not isinstance(part, dict) or part.get("type") not in PARTS and all(part.get(name) is None for name in PARTS):
             return part
         if part.get("text"):

@@ -73,6 +73,12 @@ class Reader:
         """int64 [n, T]: 0 for a text's token, another number for an image's."""
         return torch.tensor(self.processor.create_mm_token_type_ids(ids))
 
+    def reads_as(self, other: Reader) -> bool:
+        """Whether images, small and large, are the same tokens for both."""
+        images = [self.resized(np.full((side, side, 3), 127, np.uint8)) for side in (32, 2048)]
+        mine, theirs = ([x.expand(x.image_token, [image]).tokens.ids for image in images] for x in (self, other))
+        return mine == theirs
+
     def without_images(self, ids: Tensor) -> Tensor:
         """ids [T], with other words in place of those that stand for images."""
         of_images = self.token_types([ids.tolist()])[0] > 0

@@ -17,8 +17,8 @@ def apply(config: DictConfig, hf: nn.Module, critic: bool = False, holder: Calla
     """Let the parameters that model.freeze matches need no gradient. Returns their names in the files of model.path.
 
     hf: the model on the meta device; a critic's value head is always trained. holder: a name in the files -> a name for the
-    engine's parameter that holds this tensor, perhaps with others. Raises InputError for a pattern that matches no name (unless of
-    a critic, whose model may be another), and for patterns that match all parameters, or only a part of one.
+    engine's parameter that holds this tensor, perhaps with others. Raises InputError for a pattern that matches no parameter
+    (unless of a critic, whose model may be another), and for patterns that match all parameters, or only a part of one.
     """
     path, patterns, rank = config.model.path, list(config.model.freeze), config.model.lora.rank
     if not patterns:
@@ -30,12 +30,16 @@ def apply(config: DictConfig, hf: nn.Module, critic: bool = False, holder: Calla
     file_names = {name: file_name for file_name, name in names.items()}
     for name, p in hf.named_parameters(remove_duplicate=False):
         held[p] += [file_names[name]] if name in file_names else [part for part, _ in parts.get(name, [(name, None)])]
-    known = {*names, *(name for own in held.values() for name in own)}
+    built = {name for own in held.values() for name in own}
+    known = {*names, *built}
     for pattern in patterns:
         try:
-            found = any(re.search(pattern, name) for name in known)
+            found = {name for name in known if re.search(pattern, name)}
         except re.error as error:
             raise InputError(f"model.freeze: {pattern!r} is no regular expression: {error}") from None
+        if found and not found & built and not critic:
+            raise InputError(f"model.freeze: {pattern!r} matches only weights that this run leaves alone, such as {min(found)}: "
+                             "leave it out, or train them with model.images or model.mtp.enable_train")
         if not found and not critic:
             near = get_close_matches(pattern, {re.sub(r"\d+", "0", name) for name in known} & known, 3, 0)
             raise InputError(f"model.freeze: {pattern!r} matches no name in the files of model.path={path}; the nearest are "

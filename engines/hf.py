@@ -3,6 +3,7 @@
 import copy
 import re
 from collections.abc import Callable
+from functools import partial
 from itertools import takewhile
 from operator import itemgetter
 from pathlib import Path
@@ -167,6 +168,11 @@ class HiddenStates(tuple):
         return None
 
 
+def whole_modules(hf: nn.Module, part: nn.Module) -> list[nn.Module]:
+    """The layers of a part of the model: modules that are gathered, and computed once more, as a whole."""
+    return [m for m in part.modules() if type(m).__name__ in hf._no_split_modules]
+
+
 def stages_of_layers(num_layers: int, num_stages: int) -> list[int]:
     """How many layers each pipeline stage has: alike or, where that cannot be, one more in the first ones."""
     return [num_layers // num_stages + (stage < num_layers % num_stages) for stage in range(num_stages)]
@@ -174,19 +180,13 @@ def stages_of_layers(num_layers: int, num_stages: int) -> list[int]:
 
 def count_flops(hf: nn.Module, hf_config) -> tuple[int, int, int]:
     """FLOPs of forward and backward: (in the layers per token, of experts only those that it goes to; in the output matrix per
-    token whose log-probability is asked for; in causal attention per squared length).
-
-    Per weight of a matrix product 6, where the weight is frozen 4, and 2 in layers with nothing that is trained in or before them,
-    which no gradient passes. hf: the model, with adapters if it has some
-    """
+    token whose log-probability is asked for; in causal attention per squared length). hf: with adapters if it has some"""
     untouched, hf_config = {*takewhile(lambda p: not p.requires_grad, hf.parameters())}, hf_config.get_text_config()
-    passed_by = [[*layer.parameters()] for layer in hf.get_decoder().modules()
-                 if type(layer).__name__ in hf._no_split_modules and untouched.issuperset(layer.parameters())]
+    passed_by = [[*layer.parameters()] for layer in whole_modules(hf, hf.get_decoder())
+                 if untouched.issuperset(layer.parameters())]
     untouched = {p for layer in passed_by for p in layer}
 
-    def of(p: nn.Parameter) -> int:
-        return p.numel() * (6 if p.requires_grad else 2 if p in untouched else 4)
-
+    of = partial(matrix_flops, untouched=untouched)
     head = hf.get_output_embeddings().weight
     outside = {hf.get_input_embeddings().weight, head}                  # one, if they are tied
     matrices = sum(of(p) for name, p in hf.get_decoder().named_parameters()
@@ -203,6 +203,12 @@ def count_flops(hf: nn.Module, hf_config) -> tuple[int, int, int]:
     attention += 6 * num_mtp_layers * hf_config.num_attention_heads * head_dim(hf_config)
     # Each such layer asks the output matrix once more, without a gradient for it.
     return matrices, of(head) + 4 * num_mtp_layers * head.numel(), attention
+
+
+def matrix_flops(matrix: nn.Parameter, untouched: set[nn.Parameter]) -> int:
+    """FLOPs of forward and backward per token: per weight 6, where it is frozen 4, and 2 in layers with nothing that is trained in
+    or before them, which no gradient passes: theirs are `untouched`."""
+    return matrix.numel() * (6 if matrix.requires_grad else 2 if matrix in untouched else 4)
 
 
 def head_dim(hf_config) -> int:

@@ -7,11 +7,13 @@ import torch
 from omegaconf import DictConfig
 from torch import nn
 
+from data.processor import Reader
 from engines import freeze, mtp
 from engines.base import fixed_cp
 from engines.experts import stacks
-from engines.fsdp.engine import build, is_replicated, is_sharded, uses_compile, whole_modules
-from engines.hf import build_on_meta, head_dim, read_hf_config, stages_of_layers
+from engines.fsdp import images
+from engines.fsdp.engine import build, is_replicated, is_sharded, uses_compile
+from engines.hf import build_on_meta, head_dim, read_hf_config, stages_of_layers, whole_modules
 from engines.lora import inject
 from engines.optimizer import OPTIMIZERS
 
@@ -63,8 +65,8 @@ def estimate(config: DictConfig, world_size: int, device_type: str, role: str = 
     A micro-batch is data.max_tokens_per_micro_batch tokens. Activations are counted for a Llama-like layer: residual and
     normalised inputs, q, k, v and the attention's output, gate, up and their product (of each expert that a token goes to, with
     its copy of the token and its answer); without torch.compile also the fp32 copies inside both norms and the activation of the
-    gate. Less is kept of layers that no gradient passes, since they and all before them are frozen. What images leave in a vision
-    tower is not counted.
+    gate. Less is kept of layers that no gradient passes, since they and all before them are frozen. Of what images go through it is
+    counted as if all tokens of a micro-batch stood for images.
     """
     engine, shape = config.engine, read_hf_config(config.model.path).get_text_config()
     hf, _ = build(config, role == "critic")
@@ -97,8 +99,10 @@ def estimate(config: DictConfig, world_size: int, device_type: str, role: str = 
     if not compiled:
         in_one_layer += 2 * hidden * (4 + 4) + intermediate * compute
     kept = hidden * compute * num_layers + in_one_layer if engine.activation_checkpointing else in_one_layer * num_layers
+    in_tower = images.count_kept(hf, Reader(config.model.path, dropped=config.data.drop_processor_keys), compute,
+                                 engine.activation_checkpointing) if config.model.images else 0
     if role == "reference":
-        kept = in_one_layer
+        kept, in_tower = in_one_layer, 0
     logits = min(tokens, engine.log_prob_chunk_size) * num_outputs * (2 * compute + (0 if compiled else 8))
     where = ", host" if engine.cpu_offload else ""
     # Adam keeps two moments, Muon one; what a user's optimizer keeps cannot be known.
@@ -106,7 +110,8 @@ def estimate(config: DictConfig, world_size: int, device_type: str, role: str = 
     optimizer = "optimizer" if config.optim.name in OPTIMIZERS else "optimizer, if like Adam"
     return {f"parameters{where}": frozen + gradients, f"gradients{where}": gradients,
             f"{optimizer}{where}": moments * gradients, "gathered weights": gathered, "unreduced gradients": unreduced,
-            "activations": tokens * kept, "logits of a chunk": logits,
+            "activations": tokens * kept, **({"activations of images": tokens * in_tower} if config.model.images else {}),
+            "logits of a chunk": logits,
             "gradient of the output matrix": num_outputs * hidden * 4 * hf.get_output_embeddings().weight.requires_grad}
 
 

@@ -25,8 +25,11 @@ class Shown(NamedTuple):
 
 
 def arguments() -> dict:
-    """What vLLM is told of images. It reads them with the processor in the model's directory, which needs the tokenizer."""
-    return {"limit_mm_per_prompt": {"video": 0, "audio": 0}, "mm_processor_cache_gb": CACHE_GIB, "skip_tokenizer_init": False}
+    """What vLLM is told of images. It reads them with the processor in the model's directory, which needs the tokenizer. Newer
+    versions would normalise the pixels themselves, and leave them as they are where preprocessor_config.json does not say how."""
+    from vllm import EngineArgs
+    return {"limit_mm_per_prompt": {"video": 0, "audio": 0}, "mm_processor_cache_gb": CACHE_GIB, "skip_tokenizer_init": False,
+            **dict.fromkeys({"mm_device_do_normalize"} & vars(EngineArgs).keys(), False)}
 
 
 def check(config: DictConfig) -> None:

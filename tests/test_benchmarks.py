@@ -1,9 +1,12 @@
 """Every script in benchmarks/ at a tiny size, on a CPU and without TRL: what they measure is in docs/benchmarks.md."""
 
+import json
 import re
 import shlex
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 
 import pytest
 
@@ -78,6 +81,18 @@ def test_time_that_ranks_use_is_simulated():
     printed = run([sys.executable, BENCHMARKS / "dynamic_cp.py", "--shapes", "0.5B", "--ranks", "8"]).stdout
     auto, *fixed = (float(x) for x in re.findall(r"(\d+\.\d)% \|", printed))
     assert len(fixed) == 2 and auto > fixed[0], "a rank alone, or two, cannot hold the longest"
+
+
+def test_a_step_with_images_is_prepared(tmp_path):
+    """Up to what needs vLLM's model, which needs torchvision, which a CPU build of torch may lack."""
+    done = subprocess.run([sys.executable, BENCHMARKS / "ppo_h200.py", "tiny-VL", *SMALL_PPO, "--prompts", "2", "--n", "2",
+                           "--tokens", "4", "--assets-only", "--assets", tmp_path / "assets", "--models", tmp_path / "models"],
+                          capture_output=True, text=True)
+    said = "activations of images" if find_spec("torchvision") else \
+        "error: vLLM cannot import its Qwen2_5_VLForConditionalGeneration: No module named 'torchvision'"
+    assert said in done.stdout + done.stderr, done.stderr[-3000:]
+    stats = json.loads(next((tmp_path / "assets/cache").glob("*/stats.json")).read_text())
+    assert stats["images"] == 2
 
 
 def test_every_benchmark_is_run_or_has_a_reason():

@@ -1,9 +1,13 @@
 """Images in SFT, against plain transformers with one row at a time: its own processor of the images as they are, and its loss."""
 
 import base64
+import csv
+import dataclasses
 import functools
 import json
+import re
 import sys
+import time
 from types import SimpleNamespace
 
 import datasets
@@ -16,14 +20,17 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer
 
+import job
 from config import InputError, load
 from data.dataset import TokenDataset, tokenize
 from data.packing import Batch
-from data.processor import Reader, load_processor
+from data.processor import Pictures, Reader, load_processor
 from data.prompts import PromptDataset, tokenize_prompts
 from engines.build import engine_class
-from engines.fsdp.images import Images
+from engines.fsdp import images
+from engines.fsdp.engine import build
 from engines.hf import auto_class
+from engines.memory import estimates
 from tests.images_worker import CASES, LR, STEPS
 from tests.launch import launch, run
 from tests.models import OF_IMAGES, make_image_model, make_model
@@ -215,6 +222,9 @@ def row(text="<image>", images=("0.png",), **more):
     ({"messages": chat("say <image>", "a")}, "it has no image, and a text in it has what stands for one"),
     ({"messages": chat([{"type": "image", "image": "0.png"}, {"type": "text", "text": "<image>"}], "a")},
      "2 times '<image>' for 1 images"),
+    (row([{"type": "video", "video": "a.mp4"}], []), "a part of a message is of type video: videos and audio are not read"),
+    (row([{"type": "text", "text": "a"}, {"type": "input_audio", "input_audio": {"data": "x"}}], []), "is of type input_audio:"),
+    (row("<image>", images=[]) | {"images": "[0].png"}, "\\[0\\].png cannot be read: .*No such file"),
     (row("<image>" + "long " * 50), "some.jsonl:2 .*longer than data.max_length=200|rows are longer than data.max_length=200")])
 def test_bad_images_are_errors_of_their_rows(make, bad, message):
     with pytest.raises(InputError, match=message) as error:
@@ -226,6 +236,9 @@ def test_images_need_a_model_of_images(make, folder):
     with pytest.raises(InputError, match=r"some.jsonl:1: it has images: set model.images=true"):
         make([row()], of_images=None)
     assert len(make([{"messages": chat("no", "a")}], of_images=None)) == 1
+    with pytest.raises(InputError, match=r"some.jsonl:1: a part of a message is of type audio_url"):
+        make([{"messages": chat([{"type": "audio_url", "audio_url": {"url": "a.wav"}}, {"type": "text", "text": "b"}], "a")}],
+             of_images=None)
     with pytest.raises(InputError, match="data.drop_processor_keys names pixels; Qwen2_5_VLProcessor says image_grid_thw"):
         Reader(folder / "qwen2_5_vl", dropped=["pixels"])
     make_model(folder / "text", "qwen2_tied")
@@ -280,9 +293,99 @@ def test_a_model_gets_what_it_needs(folder):
     """Qwen2.5-VL counts places by mm_token_type_ids, LLaVA's processor has nothing of the kind, and Gemma 3 computes otherwise."""
     kind = auto_class(config := AutoConfig.from_pretrained(folder / "qwen2_5_vl"))
     with pytest.raises(InputError, match="needs mm_token_type_ids: take it out of data.drop_processor_keys"):
-        Images(kind.from_config(config), Reader(folder / "qwen2_5_vl", dropped=["mm_token_type_ids"]))
+        images.Images(kind.from_config(config), Reader(folder / "qwen2_5_vl", dropped=["mm_token_type_ids"]))
     assert Reader(folder / "llava").of_tokens == [] and Reader(folder / "gemma3").of_tokens == ["token_type_ids"]
     assert Reader(folder / "gemma3", dropped=["token_type_ids"]).of_tokens == []
+
+
+@pytest.mark.parametrize("role", ["critic", "reference"])
+def test_all_models_of_a_run_have_the_same_tokens_for_an_image(folder, tmp_path, role):
+    """Another family has other placeholders, and a smaller limit of pixels fewer of them in large images alone."""
+    smaller = make_image_model(tmp_path / "smaller", "qwen2_5_vl")
+    settings = json.loads((smaller / "preprocessor_config.json").read_text())
+    settings["size"]["longest_edge"] //= 2
+    (smaller / "preprocessor_config.json").write_text(json.dumps(settings))
+
+    def load_reader(path):
+        config = load("ppo.yaml", [f"model.path={folder / 'qwen2_5_vl'}", "data.train_files=x", "model.images=true",
+                                   f"{role}.path={path}"])
+        return job.load_reader(config, AutoTokenizer.from_pretrained(folder / "qwen2_5_vl"))
+
+    for path in (folder / "gemma3", folder / "llava", smaller):
+        with pytest.raises(InputError, match=f"{role}.path={path} has other tokens for an image than model.path="):
+            load_reader(path)
+    assert load_reader(make_image_model(tmp_path / "same", "qwen2_5_vl")).image_token == "<image>"
+
+
+@pytest.mark.parametrize("family, dtype", [("qwen2_5_vl", torch.float32), ("qwen2_5_vl", torch.bfloat16),
+                                           ("qwen3_vl", torch.bfloat16), ("llava", torch.float32)])
+def test_what_images_leave_for_the_backward_pass_is_estimated(folder, family, dtype):
+    """Against the storages that autograd keeps, without weights: a tenth, and with recomputation what a layer takes, too."""
+    shape, reader = AutoConfig.from_pretrained(folder / family), Reader(folder / family)
+    image = np.random.RandomState(0).randint(0, 256, (224, 224, 3)).astype(np.uint8)
+    given = {n: x.to(dtype) if x.is_floating_point() else x for n, x in reader.tensors([image]).items()}
+    num_tokens = sum(reader.expand(reader.image_token, [image]).of_images)
+
+    def both(frozen="nothing", checkpointing=False):
+        hf, kept = auto_class(shape).from_config(shape, dtype=dtype).train(), {}
+        if checkpointing:
+            hf.gradient_checkpointing_enable({"use_reentrant": False})
+        for name, p in hf.named_parameters():
+            p.requires_grad_(not re.search(frozen, name))
+        weights = {p.untyped_storage().data_ptr() for p in hf.parameters()}
+        note = lambda x: (kept.update({x.untyped_storage().data_ptr(): x.untyped_storage()}), x)[1]
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+            hf.base_model.get_image_features(**given)
+        measured = sum(x.nbytes() for pointer, x in kept.items() if pointer not in weights)
+        return images.count_kept(hf, reader, dtype.itemsize, checkpointing), measured / num_tokens
+
+    guess, whole = both()
+    assert guess == pytest.approx(whole, rel=0.1)
+    guess, measured = both(checkpointing=True)
+    assert measured < guess < 1.3 * measured < whole
+    assert both("visual|vision_tower|projector") == (0, 0)
+
+
+class Noted(list):
+    """Images of rows; read: which rows have been asked for."""
+
+    def __init__(self, rows):
+        super().__init__(rows)
+        self.read = []
+
+    def __getitem__(self, row):
+        self.read.append(row)
+        return super().__getitem__(row)
+
+
+def test_a_thread_makes_pixels_of_the_next_micro_batch(make, folder):
+    """Of no more than one, to the same bits; an error there ends the step."""
+    batch = make([row(images=[f"{i}.png"]) for i in range(4)]).batch(range(4))
+    kind = auto_class(config := AutoConfig.from_pretrained(folder / "qwen2_5_vl"))
+    of_model, noted = images.Images(kind.from_config(config), batch.pictures.reader), Noted(batch.pictures.images)
+    batch = dataclasses.replace(batch, pictures=Pictures(noted, batch.pictures.reader))
+    parts = batch.split([1] * 4)
+    found = of_model.ahead(iter(parts), packed=True)
+    given = [next(found)[1]]
+    deadline = time.monotonic() + 30
+    while 1 not in noted.read and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert noted.read == [0, 1], "while the first one is computed with"
+    given += [each for _, each in found]
+    for part, each in zip(parts, given, strict=True):
+        want = of_model.given(part, part.images, packed=True)
+        assert each.keys() == want.keys() and all(torch.equal(each[name], want[name]) for name in want)
+    noted[2] = [np.zeros((4, 2000, 3), np.uint8)]
+    with pytest.raises(ValueError, match="aspect ratio"):
+        list(of_model.ahead(parts, packed=True))
+
+
+def test_a_dry_run_counts_what_images_leave(folder):
+    config = load("sft.yaml", [f"model.path={folder / 'qwen2_5_vl'}", "data.train_files=x", "model.images=true",
+                               "data.max_tokens_per_micro_batch=1000", "engine.compute_dtype=float32"])
+    kept = images.count_kept(build(config, False)[0], Reader(folder / "qwen2_5_vl"), 4, config.engine.activation_checkpointing)
+    found = [estimates(config, 1, "cpu", role)[0]["activations of images"] * 2**30 for role in ("actor", "reference")]
+    assert found == pytest.approx([1000 * kept, 0]) and kept > 0
 
 
 # -- reinforcement learning --------------------------------------------------------------------------------------------
@@ -361,6 +464,20 @@ def test_columns_of_images_stay_encoded(shades, reader, tmp_path):
         assert colours_of(found) == [[200]] and found[0].row["images"] == [{"bytes": None, "path": "10.png"}]
     with pytest.raises(InputError, match="rows.parquet:2: an image of type bytes cannot be read"):
         prompts(of_images)
+
+
+def test_a_cell_of_text_may_be_a_list_of_images(shades, reader, tmp_path):
+    lists = [json.dumps(["10.png", "200.png"]), json.dumps([{"path": "200.png"}, "10.png"])]
+    texts, found = ["<image> and <image>"] * 2, []
+    with (shades / "cells.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([("prompt", "response", "images"), *zip(texts, "ab", lists)])
+    rows = {"prompt": texts, "response": ["a", "b"], "images": lists}
+    datasets.Dataset.from_dict(rows).to_parquet(shades / "cells.parquet")
+    for name in ("cells.csv", "cells.parquet"):
+        path = tokenize(str(shades / name), AutoTokenizer.from_pretrained(shades / "qwen2_5_vl"), options(), tmp_path,
+                        shades / "qwen2_5_vl", reader)
+        found.append(colours_of(TokenDataset.load(path, reader)))
+    assert found == [[[10, 200], [200, 10]]] * 2
 
 
 def test_a_part_with_an_image_is_one_whatever_its_type(shades, make):

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 from config import InputError, load
 from engines.weights import model_names
 from examples.arithmetic import make_tokenizer
+from rollout import images
 from rollout.vllm import PREFILL_TOKENS, check, check_model, request_seed, stop_token_ids
 from tests.launch import launch, launch_each
 from tests.models import make_model, make_ocr_model
@@ -464,6 +465,13 @@ def test_more_images_than_vllm_keeps_at_a_time(with_images):
     assert 0 < num_preempting < num_steps / 2 and num_steps < 40, "features of a prompt were kept to the end of its response"
     found = log_probs_with_images(directory, "as they are", results["many"], MANY, 1)
     assert len(found) == len(MANY) and max((got - want).abs().max() for got, want, _ in found) < ROLLOUT_BOUND
+
+
+def test_the_processor_normalises_pixels_for_vllm_too():
+    """vLLM 0.32 would hand the tower raw bytes where preprocessor_config.json has no mean, and the processor's class has one."""
+    from vllm import EngineArgs
+    told = EngineArgs(model="m", **images.arguments())
+    assert vars(told).get("mm_device_do_normalize") is (False if "mm_device_do_normalize" in vars(EngineArgs) else None)
 
 
 def test_vllm_and_the_trainer_must_see_the_same_image_tokens(with_images):

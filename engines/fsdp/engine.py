@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 
 import torch
@@ -46,6 +47,7 @@ from engines.hf import (
     logit_constants,
     plain_attention,
     read_hf_config,
+    whole_modules,
 )
 from engines.microbatch import MicroBatch, lay_out
 from engines.offload import HostMemory
@@ -148,8 +150,7 @@ class FSDPEngine(Engine):
         if self._aux_loss_coef:
             num_tokens = self.sum_over_dp(torch.tensor(float(len(self._counted(batch, micro_batches).input_ids)))).item()
         with self._seeded(step, dist.get_rank()):
-            for size, members in micro_batches:
-                micro_batch = self._lay_out(batch.select(members), self.cp_groups[size])
+            for micro_batch in self._laid_out(batch, micro_batches):
                 with self._routers.noted() if self._routers else nullcontext([]) as router_logits:
                     outputs = self._forward(micro_batch)
                 loss, extra = loss_fn(*outputs[:self.model.head.num_differentiable], micro_batch.fields)
@@ -185,8 +186,9 @@ class FSDPEngine(Engine):
         answers = torch.zeros(self.model.head.num_outputs, len(batch.input_ids), device=self.device)
         where = Batch(torch.arange(len(batch.input_ids)), batch.cu_seqlens)
         self.model.eval()
-        for size, members in micro_batches or self._micro_batches(batch.lengths):
-            outputs = self._forward(self._lay_out(batch.select(members), self.cp_groups[size]))
+        micro_batches = micro_batches or self._micro_batches(batch.lengths)
+        for (_, members), micro_batch in zip(micro_batches, self._laid_out(batch, micro_batches)):
+            outputs = self._forward(micro_batch)
             answers[:, where.select(members).input_ids.to(self.device)] = torch.stack([x.float() for x in outputs])
         self.model.train()
         return answers
@@ -224,16 +226,19 @@ class FSDPEngine(Engine):
     def layers(self) -> list[list[tuple[int, nn.Module]]]:
         return [list(enumerate(self._layers))]
 
-    def _lay_out(self, batch: Batch, group: dist.ProcessGroup) -> MicroBatch:
+    def _laid_out(self, batch: Batch, micro_batches: MicroBatches) -> Iterator[MicroBatch]:
+        parts = (batch.select(members) for _, members in micro_batches)
+        given = self._images.ahead(parts, self.config.engine.use_remove_padding) if self._images else zip(parts, repeat(None))
+        return (self._lay_out(part, self.cp_groups[size], more) for (size, _), (part, more) in zip(micro_batches, given))
+
+    def _lay_out(self, batch: Batch, group: dist.ProcessGroup, given: dict[str, Tensor] | None) -> MicroBatch:
         """T may be 0: then the model runs on padding alone, because other ranks wait for its collectives."""
         packed, zigzag, packing_of = self.config.engine.use_remove_padding, self._is_zigzag(group.size()), None
         if packed or zigzag:
             packing_of = partial(Packing.of, group=group, device=self.device, zigzag=zigzag)
-        if not self._images:
+        if given is None:
             return lay_out(batch, packed, packing_of, group, self.device, self.multiple(group.size()), zigzag)
-        found = batch.images
-        given = self._images.given(batch, found, packed)
-        laid_out = lay_out(batch, packed, packing_of, group, self.device, filler=0 if found else len(self._images.filler))
+        laid_out = lay_out(batch, packed, packing_of, group, self.device, filler=0 if batch.images else len(self._images.filler))
         return replace(laid_out, given={name: to_device(x, self.device) for name, x in given.items()})
 
     def _forward(self, batch: MicroBatch) -> tuple[Tensor, ...]:
@@ -429,11 +434,6 @@ def fsdp_mesh(engine: DictConfig, device_type: str, world_size: int) -> DeviceMe
     if size == world_size:
         return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
     return init_device_mesh(device_type, (world_size // size, size), mesh_dim_names=("replicate", "shard"))
-
-
-def whole_modules(hf: nn.Module, part: nn.Module) -> list[nn.Module]:
-    """The layers of a part of the model: modules that are gathered, and computed once more, as a whole."""
-    return [m for m in part.modules() if type(m).__name__ in hf._no_split_modules]
 
 
 def shard(model: nn.Module, layers: list[nn.Module], config: DictConfig, device_type: str, world_size: int) -> None:

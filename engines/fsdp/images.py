@@ -1,6 +1,9 @@
 """What a model of images is given besides tokens: pixels, which tokens stand for them, and places of more than one axis."""
 
 import inspect
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
 
 import numpy as np
@@ -12,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from config import InputError
 from data.packing import Batch
 from data.processor import Reader
+from engines.hf import matrix_flops, whole_modules
 
 
 def check(config: DictConfig) -> None:
@@ -23,17 +27,51 @@ def check(config: DictConfig) -> None:
         raise InputError(f"model.lora.rank={rank} with model.images=true is not supported: set one of them back")
 
 
-def count_flops(hf: nn.Module, reader: Reader) -> int:
-    """FLOPs of forward and backward in what images go through, for each token that stands for a part of an image; as
-    engines.hf.count_flops()."""
+def products(hf: nn.Module, reader: Reader) -> dict[nn.Parameter, float]:
+    """The matrices that images go through before the text model does, in their order, and how often for each token that stands for
+    a part of an image: once or, those of the tower's layers and what makes patches of pixels, for each of its patches."""
     outside = {*hf.get_decoder().parameters(), *hf.get_input_embeddings().parameters(), *hf.get_output_embeddings().parameters()}
     matrices = [p for name, p in hf.named_parameters() if p not in outside and p.ndim > 1 and not name.endswith("bias")]
+    in_layers = {p for layer in whole_modules(hf, hf) for p in layer.parameters()}
     in_patch = next(p for p in matrices if p.ndim > 2)[0].numel()           # of the convolution that makes patches of pixels
     ids, image = reader.sample
     num_patches = reader.tensors(image)["pixel_values"].numel() // in_patch
-    num_untouched = sum(1 for _ in takewhile(lambda p: not p.requires_grad, matrices))      # which no gradient passes
-    per_patch = sum(p.numel() * (2 if i < num_untouched else 6 if p.requires_grad else 4) for i, p in enumerate(matrices))
-    return per_patch * num_patches // int((reader.token_types([ids.tolist()]) > 0).sum())
+    per_token = num_patches / int((reader.token_types([ids.tolist()]) > 0).sum())
+    return {p: per_token if p in in_layers or p.ndim > 2 else 1.0 for p in matrices}
+
+
+def passed_by(matrices: Iterable[nn.Parameter]) -> set[nn.Parameter]:
+    """The first of them, which no gradient passes."""
+    return {*takewhile(lambda p: not p.requires_grad, matrices)}
+
+
+def count_flops(hf: nn.Module, reader: Reader) -> int:
+    """FLOPs of forward and backward in what images go through, for each token that stands for a part of an image; as
+    engines.hf.count_flops()."""
+    matrices = products(hf, reader)
+    untouched = passed_by(matrices)
+    return int(sum(matrix_flops(p, untouched) * number for p, number in matrices.items()))
+
+
+def count_kept(hf: nn.Module, reader: Reader, itemsize: int, checkpointing: bool) -> float:
+    """Bytes that the backward pass finds in what images go through, for each token that stands for a part of an image: input and
+    output of each matrix that a gradient passes; in a layer also what its activation makes, and the fp32 copies inside norms that
+    are not torch's own. checkpointing: of the layers their inputs, and all of one."""
+    matrices = products(hf, reader)
+    untouched, inputs, layers, others = passed_by(matrices), [0.0], [0.0], matrices.keys()
+
+    def kept(parameters: Iterable[nn.Parameter]) -> float:
+        return sum((p[0].numel() + len(p)) * itemsize * matrices[p] for p in parameters if p not in untouched)
+
+    for layer in whole_modules(hf, hf):
+        own = [p for p in layer.parameters() if p in matrices and p not in untouched]
+        if own:
+            norms = sum(p.numel() for m in layer.modules() if not isinstance(m, nn.LayerNorm)
+                        for name, p in m.named_parameters(recurse=False) if p.ndim == 1 and name == "weight")
+            inputs.append(own[0].shape[1] * itemsize * matrices[own[0]])
+            layers.append(kept(own) + (max(p.shape[1] for p in own) * itemsize + norms * (4 + 4)) * matrices[own[0]])
+            others -= {*own}
+    return kept(others) + (sum(inputs) + max(layers) if checkpointing else sum(layers))
 
 
 class Images:
@@ -52,6 +90,18 @@ class Images:
         if missing := [x.name for x in self.asked.values()
                        if x.default is x.empty and x.kind is x.POSITIONAL_OR_KEYWORD and x.name not in told]:
             raise InputError(f"{type(hf).__name__} needs {missing[0]}: take it out of data.drop_processor_keys")
+
+    def ahead(self, batches: Iterable[Batch], packed: bool) -> Iterator[tuple[Batch, dict[str, Tensor]]]:
+        """Each batch and its given(). A thread makes that of the next one, while the device computes."""
+        with ThreadPoolExecutor(1) as thread:
+            waiting = deque()
+            for batch in batches:
+                waiting.append((batch, thread.submit(lambda batch: self.given(batch, batch.images, packed), batch)))
+                if len(waiting) > 1:
+                    batch, future = waiting.popleft()
+                    yield batch, future.result()
+            for batch, future in waiting:
+                yield batch, future.result()
 
     def given(self, batch: Batch, images: list[np.ndarray], packed: bool) -> dict[str, Tensor]:
         """The model's arguments for the sequences of a batch, laid end to end in one row, or padded to one length. images: those of
