@@ -118,16 +118,16 @@ def test_a_command_runs_or_is_checked_or_has_a_reason(page, command, folder, mon
     words = shlex.split(re.sub(r"^(sft|ppo).sbatch", r"python train_\1.py", command))
     if any(re.fullmatch(r"train_\w+\.py", word) for word in words):
         check_launch(words)
+    elif "benchmarks/" in command:
+        script, *arguments = launched(words)[0]
+        assert Path(script).name in SMOKES.keys() | NOT_RUN.keys() or script.endswith(".sh")
+        assert all(f'"{word}"' in (ROOT / script).read_text() for word in arguments if word.startswith("--")), arguments
     elif words[0] == "torchrun":                            # its options alone
         known = torch.distributed.run.get_args_parser()._option_string_actions
         assert all(word in known for word in words[1:]), command
     elif words[0] == "make":
         would = run(["make", "-n", *words[1:]]).stdout
         assert "VENV=" not in command or "/path/to/env/bin/" in would and ".venv" not in would
-    elif "benchmarks/" in command:
-        script, *arguments = launched(words)[0]
-        assert Path(script).name in SMOKES.keys() | NOT_RUN.keys() or script.endswith(".sh")
-        assert all(f'"{word}"' in (ROOT / script).read_text() for word in arguments if word.startswith("--")), arguments
     else:
         assert has_reason or any(known.startswith(command) for known in FOLLOW_UPS), f"{page}: nothing is known of {command}"
 
