@@ -223,6 +223,7 @@ class MegatronEngine(Engine):
         answers = torch.zeros(self.head.num_outputs, len(batch.input_ids), device=self.device)
         where = Batch(torch.arange(len(batch.input_ids)), batch.cu_seqlens)
         micro_batches = micro_batches or self._micro_batches(batch.lengths)
+        micro_batches = micro_batches + -len(micro_batches) % self.micro_batches_multiple * [(min(self.cp_groups), [])]
         indices = iter([where.select(members).input_ids.to(self.device) for _, members in micro_batches])
 
         def collect(micro_batch: MicroBatch, hidden: Tensor, non_loss_data: bool) -> None:
