@@ -317,7 +317,7 @@ class MegatronEngine(Engine):
         return self.models
 
     def coordinates(self) -> dict:
-        groups = {"dp": self.dp_group, "cp": self.cp_group, "tp": self.tp_group, "pp": self.pp_group}
+        groups = {"dp": self.dp_group, "cp": self.cp_groups[max(self.cp_groups)], "tp": self.tp_group, "pp": self.pp_group}
         return {**{name: [group.rank(), group.size()] for name, group in groups.items()},
                 "first_layers": [model.decoder.layers[0].layer_number - 1 for model in self.models],
                 "sequence_parallel": self.sequence_parallel}
