@@ -31,7 +31,8 @@ from safetensors.torch import save_file
 
 from config import InputError, load
 from data.packing import Batch
-from engines import device, lora, offload as host
+from data.plan import MicroBatches
+from engines import collectives as groups, device, lora, offload as host
 from engines.base import Engine
 from engines.checkpoint import Checkpointer, export_hf
 from engines.fsdp.engine import FSDPEngine
@@ -40,10 +41,11 @@ from engines.megatron.cpu import cuda_is_cpu
 from engines.megatron.engine import MegatronEngine
 from engines.megatron.layers import Packing, TorchAttention
 from engines.storage import Writer
+from engines.varlen import Zigzag
 from engines.weights import fingerprint
 from job import adapter
 from rollout.vllm import Rollout
-from tests.fsdp_worker import SETTINGS, digest, divide, flip, gather, make_batch, make_loss, make_tokenizer
+from tests.fsdp_worker import SETTINGS, digest, divide, flip, gather, make_batch, make_loss, make_tokenizer, shared
 from tests.traps import TRAPS, set_trap
 
 TOTAL_STEPS, TEN, FEW, SAVED_AT, CAP = 20, 10, 5, 3, 96          # batches repeat every four steps
@@ -83,6 +85,8 @@ TP2, PP2, CP2, VPP2 = (f"{name}_parallel_size=2" for name in ("tensor_model", "p
 NO_SP, PADDED, REPLICATED = "sequence_parallel=false", "use_remove_padding=false", "use_distributed_optimizer=false"
 OVERLAP, BUCKETS = "overlap_grad_reduce=true", "override_ddp_config.bucket_size=1000"
 EP2, AUX = "expert_model_parallel_size=2", "router_aux_loss_coef=0.3"
+# Of the sequences some are longer than one rank's part, or (with four ranks) two ranks', and others are not.
+AUTO, SHORT, SHORTEST = "context_parallel_size=auto", *(f"data.max_tokens_per_micro_batch={cap}" for cap in (24, 12))
 BF16_GRADIENTS = "override_ddp_config.grad_reduce_in_fp32=false"
 FULL, SELECTIVE, BF16 = "recompute=full", "recompute=selective", "compute_dtype=bfloat16"
 # An epsilon that Adam notices: it makes no whole step of a rounding error in a gradient that is next to nothing.
@@ -146,7 +150,11 @@ CASES = {
         "yarn tp2 no sp padded": Case("llama_yarn", f"{TP2} {NO_SP} {PADDED} {EPS}"),
         "yarn pp2 full": Case("llama_yarn", f"{PP2} {FULL} {EPS}"),
         "windows tp2": Case("qwen3_windows", f"{TP2} {EPS}"), "windows cp2 padded": Case("qwen3_windows", f"{CP2} {PADDED} {EPS}"),
-        "mixtral tp2 ep2": Case("mixtral", f"{TP2} {EP2} {AUX}"), "mixtral pp2": Case("mixtral", f"{PP2} {AUX}")},
+        "mixtral tp2 ep2": Case("mixtral", f"{TP2} {EP2} {AUX}"), "mixtral pp2": Case("mixtral", f"{PP2} {AUX}"),
+        "auto": Case("qwen3", f"{AUTO} {SHORT}", TOTAL_STEPS), "auto padded full": Case("llama", f"{AUTO} {SHORT} {PADDED} {FULL}"),
+        "auto critic": Case("qwen2_tied", f"{AUTO} {SHORT} {REPLICATED}", critic=True),
+        "auto lora": Case("qwen3", f"{LORA} {AUTO} {SHORT}", TEN), "auto moe ep2": Case("qwen3_moe", f"{AUTO} {SHORT} {EP2}"),
+        "auto windows padded": Case("qwen3_windows", f"{AUTO} {SHORT} {PADDED} {EPS}")},
     4: {"lora tp2 pp2 full": Case("qwen3", f"{LORA} {TP2} {PP2} {FULL}", TEN),
         "tp2 pp2": Case("qwen3", f"{TP2} {PP2}", TOTAL_STEPS), "tp4": Case("llama", "tensor_model_parallel_size=4"),
         "tp2 cp2": Case("qwen2_tied", f"{TP2} {CP2}", TOTAL_STEPS),
@@ -155,7 +163,12 @@ CASES = {
         "critic tp2 pp2": Case("llama", f"{TP2} {PP2}", critic=True),
         "moe ep2 dp4": Case("qwen3_moe", f"{EP2} {AUX}"),
         "moe tp2 ep4": Case("qwen3_moe", f"{TP2} {AUX} {REPLICATED} expert_model_parallel_size=4"),
-        "moe tp2 pp2 ep2": Case("qwen3_moe_raw", f"{TP2} {PP2} {EP2} {AUX}")},
+        "moe tp2 pp2 ep2": Case("qwen3_moe_raw", f"{TP2} {PP2} {EP2} {AUX}"),
+        **dict.fromkeys(("auto", "auto again"), Case("llama", f"{AUTO} {SHORT} {OVERLAP} {BUCKETS}")),
+        "auto padded": Case("qwen2_tied", f"{AUTO} {SHORTEST} {PADDED} {REPLICATED}"),
+        "auto tp2 full": Case("qwen3", f"{AUTO} {SHORT} {TP2} {FULL}"), "auto pp2": Case("qwen2_tied", f"{AUTO} {SHORT} {PP2}"),
+        "auto pp2 vpp2": Case("qwen3", f"{AUTO} {SHORT} {PP2} {VPP2}"),
+        "auto moe tp2 ep4": Case("qwen3_moe", f"{AUTO} {SHORT} {TP2} expert_model_parallel_size=4")},
 }
 # From one layout to the next, each in the launch of its ranks: family, (ranks, settings) that save, and that resume.
 RESUMES = {
@@ -175,6 +188,7 @@ RESUMES = {
     "replicated pp2 to dp2": ("qwen2_tied", (2, f"{PP2} {REPLICATED}"), (2, "")),
     "bf16 dp2 to replicated": ("qwen3", (2, BF16), (2, f"{BF16} {REPLICATED}")),
     "frozen moe pp2 to ep2": ("qwen3_moe", (2, f"{EXPERTS} {PP2}"), (2, f"{EXPERTS} {EP2}")),     # all of the first stage is frozen
+    "cp2 to auto": ("llama", (2, CP2), (2, f"{AUTO} {SHORT}")), "auto to cp2": ("qwen3", (4, f"{AUTO} {SHORT}"), (4, CP2)),
     "bf16 replicated tp2 to dp2": ("qwen3", (2, f"{BF16} {TP2} {REPLICATED}"), (2, BF16)),
 }
 
@@ -220,17 +234,17 @@ def build(kind: type[Engine], model: Path, this_device: torch.device, settings: 
 
 
 def keys(settings: str) -> list[str]:
-    return [s if s.startswith(("model.", "optim.")) else f"engine.{s}" for s in settings.split()]
+    return [s if s.startswith(("model.", "optim.", "data.")) else f"engine.{s}" for s in settings.split()]
 
 
 def guarded(folder: Path, this_device: torch.device) -> dict[str, list[str] | None]:
     """What each rank is told, by layout, of attention that forgets where sequences begin."""
     forward, told = TorchAttention.forward, {}
 
-    def forgetful(self, *tensors, packed_seq_params=None, **others):
-        if packed_seq_params is not None:
-            packed_seq_params = replace(packed_seq_params, bounds=[0, packed_seq_params.bounds[-1]])
-        return forward(self, *tensors, packed_seq_params=packed_seq_params, **others)
+    def forgetful(self, *tensors, packed_seq_params, **others):
+        zigzag = packed_seq_params.zigzag
+        whole = Zigzag([0, zigzag.bounds[-1]], zigzag.group, zigzag.device)
+        return forward(self, *tensors, packed_seq_params=replace(packed_seq_params, zigzag=whole), **others)
 
     TorchAttention.forward = forgetful
     layouts = {"": "", "tensor": TP2, "pipeline": PP2, "virtual": f"{PP2} {VPP2}", "context": CP2, "critic": ""}
@@ -282,6 +296,7 @@ def new_layout() -> None:
         # Megatron only forgets its groups; gloo's threads, some for each, would be thousands after thirty layouts.
         for group in [g for g in dist.distributed_c10d._world.pg_map if g is not dist.group.WORLD]:
             dist.destroy_process_group(group)
+        groups._groups_of.cache_clear()
 
 
 def run(folder: Path, this_device: torch.device, title: str, case: Case, kind: type[Engine]) -> dict:
@@ -294,7 +309,9 @@ def run(folder: Path, this_device: torch.device, title: str, case: Case, kind: t
         hook.remove()
     if kind is MegatronEngine:
         result["bytes"] = gather(count_bytes(engine))
-        planned = sum(len(engine._micro_batches(share_of(engine, step, case)[0].lengths)) for step in range(case.steps))
+        plans = [share_of(engine, step, case)[1] for step in range(case.steps)]
+        planned = sum(map(len, plans))
+        result["sizes of groups"] = sorted({size for plans in gather(plans) for plan in plans for size, part in plan if part})
         result["attention passes"] = gather(len(passes) / len(attentions) / planned)
     if case.moe:
         result["micro_batches"] = [micro_batches(engine, step, case) for step in range(case.steps)]
@@ -316,16 +333,17 @@ def run(folder: Path, this_device: torch.device, title: str, case: Case, kind: t
 def train(engine: Engine, steps, case: Case) -> list[dict[str, float]]:
     results = []
     for step in steps:
-        share, num_tokens = share_of(engine, step, case)
+        share, planned, num_tokens = share_of(engine, step, case)
         loss_fn = value_loss(num_tokens) if case.critic else make_loss(num_tokens)
-        results.append(engine.train_batch(share, loss_fn, step))
+        results.append(engine.train_batch(share, loss_fn, step, planned))
     return results
 
 
-def share_of(engine: Engine, step: int, case: Case) -> tuple[Batch, int]:
-    """This data-parallel rank's part of a step's batch, and the number of tokens of all ranks."""
+def share_of(engine: Engine, step: int, case: Case) -> tuple[Batch, MicroBatches, int]:
+    """This data-parallel rank's part of a step's batch, how it goes through it, and the number of tokens of all ranks."""
     batch = make_batch(step)
-    return batch.select(divide(batch.lengths, engine.dp_size, case.uneven)[engine.dp_rank]), len(batch.input_ids)
+    mine, planned = shared(engine, batch.lengths, case.uneven)
+    return batch.select(mine), planned, len(batch.input_ids)
 
 
 def count_bytes(engine: MegatronEngine) -> list[int]:
@@ -342,11 +360,9 @@ def count_bytes(engine: MegatronEngine) -> list[int]:
 
 def micro_batches(engine: MegatronEngine, step: int, case: Case) -> list[list[int]]:
     """The sequences of each, of all data-parallel ranks: what a router's auxiliary loss depends on."""
-    batch = make_batch(step)
-    mine = divide(batch.lengths, engine.dp_size, case.uneven)[engine.dp_rank]
-    micro_batches = engine._micro_batches(batch.select(mine).lengths)
-    plans = dict(gather((engine.dp_rank, [[mine[i] for i in part] for _, part in micro_batches])))
-    return [part for plan in plans.values() for part in plan]
+    mine, planned = shared(engine, make_batch(step).lengths, case.uneven)
+    plans = gather([[mine[i] for i in part] for _, part in planned])
+    return sorted({tuple(part) for plan in plans for part in plan})
 
 
 def value_loss(num_tokens: int):
@@ -359,13 +375,13 @@ def value_loss(num_tokens: int):
 def ask(engine: Engine, case: Case) -> torch.Tensor:
     """[ranks, 3, T]: log_probs, entropy, greedy (a critic: values, 0, 0) of batch 0, NaN where a rank has no answer."""
     batch = Batch(make_batch(0).input_ids, make_batch(0).cu_seqlens)                   # no mask: about every token
-    mine = divide(batch.lengths, engine.dp_size, case.uneven)[engine.dp_rank]
+    mine, planned = shared(engine, batch.lengths, case.uneven)
     where = Batch(torch.arange(len(batch.input_ids)), batch.cu_seqlens).select(mine).input_ids
     answers = torch.full((3, len(batch.input_ids)), torch.nan)
     if case.critic:
-        answers[:, where] = engine.values(batch.select(mine)).cpu().expand(3, -1)
+        answers[:, where] = engine.values(batch.select(mine), planned).cpu().expand(3, -1)
     else:
-        answers[:, where] = torch.stack([x.float().cpu() for x in engine.log_probs(batch.select(mine))])
+        answers[:, where] = torch.stack([x.float().cpu() for x in engine.log_probs(batch.select(mine), planned)])
     return torch.stack(gather(answers))
 
 

@@ -22,6 +22,7 @@ from engines.megatron import bridge
 from engines.megatron.engine import MegatronEngine
 from tests.fsdp_worker import gather, make_batch, make_loss, make_tokenizer
 from tests.megatron_worker import (
+    AUTO,
     BF16,
     CP2,
     FULL,
@@ -31,6 +32,7 @@ from tests.megatron_worker import (
     PP2,
     REPLICATED,
     SELECTIVE,
+    SHORT,
     TP2,
     VPP2,
     Case,
@@ -67,7 +69,8 @@ CASES = {
     "pp2 vpp2 tied full": case("tied", PP2, VPP2, FULL, REPLICATED), "cp2": case("two", CP2, REPLICATED),
     "cp2 padded full": case("mimo", CP2, PADDED, FULL, REPLICATED), "dp2 overlap": case("mimo", OVERLAP),
     "dp2 uneven": case("two", REPLICATED, uneven=True), "tied detached": case("tied", REPLICATED, DETACHED),
-    "bf16 tp2": case("mimo", TP2, BF16),
+    "bf16 tp2": case("mimo", TP2, BF16), "auto": case("two", AUTO, SHORT, REPLICATED),
+    "auto padded full": case("mimo", AUTO, SHORT, PADDED, FULL, REPLICATED),
 }
 RESUMES = {"saved": f"{MTP} {EPS} {TP2}", "resumed": f"{MTP} {EPS} {PP2}"}
 
@@ -98,8 +101,8 @@ def train(engine: MegatronEngine, steps, case: Case, gradients: dict | None = No
 
     engine._update = noted
     for step in steps:
-        share, num_tokens = (batch, len(batch.input_ids)) if batch else share_of(engine, step, case)
-        results.append(engine.train_batch(share, make_loss(num_tokens), step))
+        share, planned, num_tokens = (batch, None, len(batch.input_ids)) if batch else share_of(engine, step, case)
+        results.append(engine.train_batch(share, make_loss(num_tokens), step, planned))
     engine._update = update
     return results
 

@@ -139,7 +139,10 @@ def test_a_second_ctrl_c_and_one_before_the_first_step_stop_at_once(tmp_path):
 
 
 def test_slurm_ranks_stop_on_a_signal_to_one_of_them_and_one_process_goes_on(assets, uninterrupted, tmp_path):
-    command = ["examples/slurm/rank.sh", *PYTHON, *arguments(assets, tmp_path, "trainer.async_save=true")]
+    """The two share long sequences."""
+    command = ["examples/slurm/rank.sh", *PYTHON, *arguments(
+        assets, tmp_path, "trainer.async_save=true", "engine.context_parallel_size=auto", "data.max_tokens_per_micro_batch=32",
+        f"data.val_files={assets}/val.jsonl", "trainer.test_freq=10")]
     slurm = {"SLURM_NTASKS": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20000 + os.getpid() % 20000)}
     ranks = [start(command, tmp_path / f"log{i}", SLURM_PROCID=str(i), SLURM_LOCALID=str(i), **slurm) for i in range(2)]
     wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and len(curve(tmp_path)) >= 3, ranks[0])
@@ -148,6 +151,9 @@ def test_slurm_ranks_stop_on_a_signal_to_one_of_them_and_one_process_goes_on(ass
     stopped = curve(tmp_path)[-1][0]
     assert 3 <= stopped < 20 and checkpoints(tmp_path) == ["latest", f"step_{stopped:08d}"]
     assert not (tmp_path / "hf").exists()
+    first, second = metrics(tmp_path)[:2]
+    assert first["val/loss"] == pytest.approx(metrics(uninterrupted)[0]["val/loss"], rel=1e-6)
+    assert min(second["perf/cp_1"], second["perf/cp_2"]) > 0
     done = run([*PYTHON, *arguments(assets, tmp_path)])
     assert f"step {stopped} of 20" in done.stdout
     # One rank adds in another order than two: equal to fp32 rounding, which Adam carries along.

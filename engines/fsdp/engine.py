@@ -262,7 +262,8 @@ class FSDPEngine(Engine):
         return [self.model]
 
     def coordinates(self) -> dict:
-        return {"dp": [self.dp_rank, self.dp_size], "cp": [self.cp_group.rank(), self.cp_group.size()], "tp": [0, 1], "pp": [0, 1],
+        cp_group = self.cp_groups[max(self.cp_groups)]
+        return {"dp": [self.dp_rank, self.dp_size], "cp": [cp_group.rank(), cp_group.size()], "tp": [0, 1], "pp": [0, 1],
                 "first_layers": [0]}
 
     # -- memory ----------------------------------------------------------------------------------------------------------

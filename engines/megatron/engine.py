@@ -223,6 +223,7 @@ class MegatronEngine(Engine):
         answers = torch.zeros(self.head.num_outputs, len(batch.input_ids), device=self.device)
         where = Batch(torch.arange(len(batch.input_ids)), batch.cu_seqlens)
         micro_batches = micro_batches or self._micro_batches(batch.lengths)
+        micro_batches = micro_batches + -len(micro_batches) % self.micro_batches_multiple * [(min(self.cp_groups), [])]
         indices = iter([where.select(members).input_ids.to(self.device) for _, members in micro_batches])
 
         def collect(micro_batch: MicroBatch, hidden: Tensor, non_loss_data: bool) -> None:
@@ -316,7 +317,7 @@ class MegatronEngine(Engine):
         return self.models
 
     def coordinates(self) -> dict:
-        groups = {"dp": self.dp_group, "cp": self.cp_group, "tp": self.tp_group, "pp": self.pp_group}
+        groups = {"dp": self.dp_group, "cp": self.cp_groups[max(self.cp_groups)], "tp": self.tp_group, "pp": self.pp_group}
         return {**{name: [group.rank(), group.size()] for name, group in groups.items()},
                 "first_layers": [model.decoder.layers[0].layer_number - 1 for model in self.models],
                 "sequence_parallel": self.sequence_parallel}

@@ -119,7 +119,7 @@ class Packing(PackedSeqParams):
         # With "thd" Megatron rotates one sequence after another, and in every layer waits for the device to know their lengths.
         return Packing(qkv_format="thd" if gpt_layer_specs.HAVE_TE else "packed", cu_seqlens_q=cu, cu_seqlens_kv=cu,
                        cu_seqlens_q_padded=cu, cu_seqlens_kv_padded=cu, max_seqlen_q=longest, max_seqlen_kv=longest,
-                       cp_group=group, local_cp_size=group.size(), zigzag=zigzag, positions=zigzag.positions.to(device))
+                       zigzag=zigzag, positions=zigzag.positions.to(device))
 
 
 class PackedRotaryEmbedding(RotaryEmbedding):
