@@ -265,7 +265,6 @@ def print_plan(roles: dict, device, datasets: dict, total_steps: int, resume_fro
                                         f"vLLM has a copy, because {reason}"))
 
 
-
 def layout(config, world_size: int) -> str:
     """How the ranks are divided, in words."""
     sizes = {"tensor": "tensor_model", "context": "context", "pipeline": "pipeline_model"}

@@ -21,7 +21,7 @@ from torch import Tensor
 from config import InputError
 from data.packing import Batch, bounds
 from data.processor import Pictures
-from engines.base import Engine, follows_batch
+from engines.base import Engine, follows_batch, shares_sequences
 from engines.heads import ValueHead
 
 LENGTHS, SHARED = (24, 9), 15       # words; a third sequence is the first one without its last words, so that positions count, too
@@ -57,7 +57,7 @@ def check(engine: Engine) -> tuple[float, float]:
             with changed(engine, noise(engine), apart):
                 bound = max(BOUND, MARGIN * largest(engine, one_at_a_time(engine, alone) - expected))
             if found > bound:
-                raise InputError(f"model.path={path}: {explain(engine, found, bound, size, partial(difference, size))}")
+                raise InputError(f"model.path={path}: {explain(engine, found, bound, partial(difference, size))}")
         leak = ask(engine, joined, sizes[0]) - with_third(expected)
         if largest(engine, leak[:, among.position_ids > 0]) <= bound and dist.get_rank() == 0:
             print(f"model.path={path}: what the model says of a token depends so little on earlier ones that nobody can see "
@@ -96,8 +96,8 @@ def sequences(engine: Engine) -> tuple[Batch, Batch, Batch]:
     return batch(parts[:2], [0, 1]), batch(parts, [0, 1, 0]), batch([torch.cat(parts)], [2])
 
 
-def explain(engine: Engine, found: float, bound: float, size: int, difference: Callable[[int | None], float]) -> str:
-    """A line, for micro-batches that `size` ranks share: where the two ways diverge, and what would help."""
+def explain(engine: Engine, found: float, bound: float, difference: Callable[[int | None], float]) -> str:
+    """A line: where the two ways diverge, and what would help."""
     config, total = engine.config, engine.hf_config.get_text_config().num_hidden_layers
     low, high = 0, total                                    # the first layers, of which none and all diverge
     if difference(0) > bound:
@@ -108,14 +108,13 @@ def explain(engine: Engine, found: float, bound: float, size: int, difference: C
             low, high = (low, middle) if difference(middle) > bound else (middle, high)
         where = f"in layer {low} of 0 to {total - 1}"
     way, help = "padded", f"model_engine={config.model_engine} cannot train it"
-    if size > 1:
-        way, help = "packed and " * config.engine.use_remove_padding + "context-parallel", "give engine.context_parallel_size=1"
+    if shares_sequences(config.engine):
+        way, help = f"{'packed' if config.engine.use_remove_padding else 'padded'} and shared", "give engine.context_parallel_size=1"
     elif config.engine.use_remove_padding:
         way = "packed"
-        if not follows_batch(config.engine):
-            with engine.padded():
-                if difference() <= bound:
-                    help = "give engine.use_remove_padding=false"
+        with engine.padded():
+            if difference() <= bound:
+                help = "give engine.use_remove_padding=false"
     return f"{way} sequences and one at a time differ, first {where}: by {found:.2g} where rounding may make {bound:.2g}; {help}"
 
 
