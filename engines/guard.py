@@ -109,7 +109,8 @@ def explain(engine: Engine, found: float, bound: float, difference: Callable[[in
         where = f"in layer {low} of 0 to {total - 1}"
     way, help = "padded", f"model_engine={config.model_engine} cannot train it"
     if shares_sequences(config.engine):
-        way, help = f"{'packed' if config.engine.use_remove_padding else 'padded'} and shared", "give engine.context_parallel_size=1"
+        way = f"{'packed' if config.engine.use_remove_padding else 'padded'} and shared"
+        help = "give engine.context_parallel_size=1"
     elif config.engine.use_remove_padding:
         way = "packed"
         with engine.padded():
