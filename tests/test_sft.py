@@ -319,6 +319,7 @@ def test_a_run_goes_on_with_ranks_that_share_the_long_rows_alone(assets, uninter
      "with data.train_batch_size=8, now it is 4: set it back, name it in trainer.resume_override, or start anew"),
     (["trainer.resume_override=[trainer.seed]"], {"trainer.seed": 1, "the model": "qwen3 of 4 layers"},
      "with the model=qwen3 of 2 layers, now it is qwen3 of 4 layers: set it back, or start anew"),
+    ([], {"model.mtp.enable_train": True}, "with model.mtp.enable_train=False, now it is True: set it back, or start anew"),
     (["trainer.resume_override=[trainer.seed]"], {"trainer.seed": 1}, "is of step 20, and this run has 20 steps: raise"),
     (["trainer.resume_override=[algorithm.adv_estimator]"], {"algorithm.adv_estimator": "gae", "critic": True},
      "with critic=False, now it is True: set it back, or start anew"),
