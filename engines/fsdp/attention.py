@@ -73,24 +73,35 @@ def packed_attention(module, query: Tensor, key: Tensor, value: Tensor, attentio
         raise InputError("its layers do not pass on to their attention where sequences begin")
     if attention_mask is not None and attention_mask.is_meta and attention_mask.shape[2:] not in ((1, 1), (2, sliding_window or 0)):
         raise InputError(f"{WINDOW} of {attention_mask.shape[-1]} tokens")
-    group, window = packing.group, (sliding_window or 0)
+    window = sliding_window or 0
     if packing.zigzag:
         by_token = (x.permute(2, 0, 1, 3) for x in (query, key, value))
         return packing.zigzag.attention(*by_token, scaling, window, softcap, s_aux).transpose(0, 1), None
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))          # [T', heads, dim]
-    if group is not None:
-        repeats = max(1, dist.get_world_size(group) // k.shape[1])         # every rank needs a KV head of its own
-        k, v = (x.repeat_interleave(repeats, dim=1) if repeats > 1 else x for x in (k, v))
-        q, k, v = (exchange(x, group, True) for x in (q, k, v))            # [T, heads / ranks, dim]
-        s_aux = None if s_aux is None else s_aux.chunk(group.size())[group.rank()]
-    if q.is_cuda and q.dtype != torch.float32 and not softcap and s_aux is None:
-        out = causal_attention(q, k, v, packing.cu_seqlens, packing.cu_seqlens, packing.max_length, packing.max_length,
-                               scaling, window)
-    else:                                                                  # there is no such kernel
-        out = by_sequence(q, k, v, packing, scaling, window, softcap, s_aux)
-    if group is not None:
-        out = exchange(out, group, False)
-    return out[None], None
+    attend = whole_sequences if packing.group is None else shared_by_heads
+    return attend(q, k, v, packing, scaling, window, softcap, s_aux)[None], None
+
+
+def whole_sequences(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float | None, window: int, softcap: float | None,
+                    sinks: Tensor | None) -> Tensor:
+    """[T, heads, dim] of all tokens -> the same."""
+    if q.is_cuda and q.dtype != torch.float32 and not softcap and sinks is None:
+        return causal_attention(q, k, v, packing.cu_seqlens, packing.cu_seqlens, packing.max_length, packing.max_length,
+                                scaling, window)
+    return by_sequence(q, k, v, packing, scaling, window, softcap, sinks)   # there is no such kernel
+
+
+# Not compiled: it would be compiled again for every group of ranks, without any gain for collectives.
+@torch.compiler.disable
+def shared_by_heads(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float | None, window: int, softcap: float | None,
+                    sinks: Tensor | None) -> Tensor:
+    """[T', heads, dim] of this rank's tokens -> the same (Ulysses): meanwhile it has some heads of all tokens."""
+    group = packing.group
+    repeats = max(1, group.size() // k.shape[1])                           # every rank needs a KV head of its own
+    k, v = (x.repeat_interleave(repeats, dim=1) if repeats > 1 else x for x in (k, v))
+    q, k, v = (exchange(x, group, True) for x in (q, k, v))                # [T, heads / ranks, dim]
+    sinks = None if sinks is None else sinks.chunk(group.size())[group.rank()]
+    return exchange(whole_sequences(q, k, v, packing, scaling, window, softcap, sinks), group, False)
 
 
 def padded_attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
@@ -119,7 +130,6 @@ def by_sequence(q: Tensor, k: Tensor, v: Tensor, packing: Packing, *others) -> T
     return by_segment(q[:, None], k[:, None], v[:, None], segments, *others)[:, 0]
 
 
-@torch.compiler.disable
 def exchange(x: Tensor, group: dist.ProcessGroup, scatter_heads: bool) -> Tensor:
     """Ulysses (Jacobs et al. 2023): trade tokens for heads. scatter_heads: [T/R, H, D] -> [T, H/R, D], else back."""
     ranks = group.size()
