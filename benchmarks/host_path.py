@@ -57,8 +57,17 @@ def measure(num_ranks: int, estimator: str, num_tokens: int, group_size: int, re
     rollout = SimpleNamespace(num_replicas=num_ranks, replica=0, tp_rank=0, drafter=None, generate=lambda *_: (drawn, truncated))
     grader = SimpleNamespace(parts=[], grade=lambda *_: rewards, same_parts=lambda items, results: results)
     tokenizer = SimpleNamespace(batch_decode=lambda *_, **__: texts)
-    engine = SimpleNamespace(dp_rank=0, dp_size=num_ranks, _flops=(3 * 10**9, 6 * 10**8, 6 * 10**5))
-    engine.flops = lambda lengths: Engine.flops(engine, lengths)
+
+    class Planner(Engine):
+        """Without a model."""
+
+        def __init__(self):
+            self.dp_rank, self.dp_size, self.dp_group, self.device, self.config = 0, num_ranks, None, "cpu", config
+            self._flops = 3 * 10**9, 6 * 10**8, 6 * 10**5
+
+        def multiple(self, size: int) -> int:
+            return 1
+    Planner.__abstractmethods__ = frozenset()
 
     class Prompts(PromptDataset):
         """Enough of them, which are in no file; how long responses were the last time is not known."""
@@ -72,6 +81,7 @@ def measure(num_ranks: int, estimator: str, num_tokens: int, group_size: int, re
     dataset = Prompts()
     config = load("ppo.yaml", ["model.path=none", "data.train_files=none", f"algorithm.adv_estimator={estimator}",
                                f"rollout.n={group_size}", f"data.train_batch_size={len(dataset)}"])
+    engine = Planner()
 
     def step() -> list[float]:
         dataset.drawn_lengths[:] = np.nan
@@ -97,8 +107,10 @@ def simulate_other_ranks(dist, torch, num_ranks: int) -> dict[str, int]:
     """Replace the collectives. Returns the bytes that this rank has given to them, but for its tokens."""
     num_bytes = {"numbers": 0}
 
-    def all_reduce(x, group=None):
+    def all_reduce(x, op=None, group=None):
         num_bytes["numbers"] += x.nbytes
+        if x.dim() == 0:                                                               # others have as many micro-batches
+            return
         if x.shape == (num_ranks,):                                                    # each rank's place, or its seconds
             return x.copy_(torch.arange(num_ranks) if x.dtype == torch.int64 else x[0].clone())
         own = x.reshape(len(x), -1).any(1)
