@@ -315,3 +315,11 @@ def check_batch_size(config: DictConfig, num_shares: int) -> None:
         size, what = size * config.rollout.n, f"{what} x rollout.n={config.rollout.n}"
     if size < num_shares:
         raise InputError(f"{what} is less than the {num_shares} data-parallel ranks")
+
+
+def check_cap(config: DictConfig, multiple: int) -> None:
+    """Raise InputError if a sequence as long as a micro-batch may be would not fit once it is padded. multiple: to one of this number;
+    where context parallelism follows the batch, for each rank of a group."""
+    if config.data.max_tokens_per_micro_batch % multiple:
+        raise InputError(f"data.max_tokens_per_micro_batch={config.data.max_tokens_per_micro_batch} must be a multiple of "
+                         f"{multiple}, which this layout pads every sequence to")

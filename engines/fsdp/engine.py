@@ -31,7 +31,7 @@ from data.packing import Batch
 from data.plan import MicroBatches
 from data.processor import Reader
 from engines import experts, freeze, guard, lora, mtp, optimizer, schedule
-from engines.base import Engine, LossFn, check_batch_size, fixed_cp, follows_batch, shares_sequences
+from engines.base import Engine, LossFn, check_batch_size, check_cap, fixed_cp, follows_batch, shares_sequences
 from engines.collectives import groups_of
 from engines.device import to_device
 from engines.fsdp import images, shapes
@@ -138,9 +138,7 @@ class FSDPEngine(Engine):
         return 2 * size if size > 1 and self._is_zigzag(size) else 1
 
     def _is_zigzag(self, size: int) -> bool:
-        """Whether a group of this size gathers keys and values: for padded rows, and where Ulysses has no heads for all ranks."""
-        return shares_sequences(self.config.engine) and not (
-            self.config.engine.use_remove_padding and by_heads(self.hf_config, size))
+        return is_zigzag(self.config.engine, self.hf_config, size)
 
     def train_batch(self, batch: Batch, loss_fn: LossFn, step: int, micro_batches: MicroBatches | None = None) -> dict[str, float]:
         self._onload("parameters", "optimizer")
@@ -402,7 +400,15 @@ def check_layout(config: DictConfig, hf_config, world_size: int) -> None:
     if config.model.images:
         images.check(config)
     check_batch_size(config, world_size // cp)
+    sizes = [1 << level for level in range(world_size.bit_length())] if follows_batch(engine) else [cp]
+    if any(size > 1 and is_zigzag(engine, hf_config, size) for size in sizes):
+        check_cap(config, 2 if follows_batch(engine) else 2 * cp)
     experts.aux_loss_coef(engine.router_aux_loss_coef, hf_config)
+
+
+def is_zigzag(engine: DictConfig, hf_config, size: int) -> bool:
+    """Whether a group of this size gathers keys and values: for padded rows, and where Ulysses has no heads for all ranks."""
+    return shares_sequences(engine) and not (engine.use_remove_padding and by_heads(hf_config, size))
 
 
 def by_heads(hf_config, size: int) -> bool:
