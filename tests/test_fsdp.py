@@ -918,6 +918,8 @@ def test_ranks_for_which_there_are_no_whole_heads():
     shape = SimpleNamespace(num_attention_heads=12, num_key_value_heads=3)
     assert [size for size in range(1, 13) if by_heads(shape, size)] == [1, 3, 6, 12]
     assert [size for size in (1, 2, 4, 8) if by_heads(SimpleNamespace(num_attention_heads=4), size)] == [1, 2, 4]
+    laguna = SimpleNamespace(num_attention_heads=4, num_attention_heads_per_layer=[4, 6, 4])
+    assert [size for size in (1, 2, 4, 8) if by_heads(laguna, size)] == [1, 2]
 
 
 @pytest.mark.parametrize("world, name", [(world, name) for world in CASES for name in CASES[world] if name.startswith("auto")])

@@ -415,7 +415,8 @@ def by_heads(hf_config, size: int) -> bool:
     """Whether so many ranks can have whole heads each, as Ulysses needs it: key-value heads may be repeated."""
     heads = hf_config.num_attention_heads
     kv_heads = getattr(hf_config, "num_key_value_heads", None) or heads
-    return heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
+    of_layers = getattr(hf_config, "num_attention_heads_per_layer", None) or [heads]
+    return all(number % size == 0 for number in of_layers) and (kv_heads % size == 0 or size % kv_heads == 0)
 
 
 def is_sharded(config: DictConfig, world_size: int) -> bool:
