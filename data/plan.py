@@ -88,10 +88,9 @@ def schedule(lengths: Sequence[int], costs: Sequence[float], num_ranks: int, max
     @cache
     def plans(number: int) -> list[list[list[Group]]]:
         return [plan for late in LATE if (plan := packer.pack(number * passes_multiple, late))]
-    least = most = max(1, -(-sum(lengths) // (num_ranks * max_tokens * passes_multiple)))
-    step = 1
+    start = least = most = max(1, -(-sum(lengths) // (num_ranks * max_tokens * passes_multiple)))
     while not plans(most):
-        least, most, step = most + 1, most + step, 2 * step
+        least, most = most + 1, 2 * most - start + 1
     least += bisect_left(range(least, most), True, key=lambda number: bool(plans(number)))
     found = [plan for number in range(least, least + TRIES) for plan in plans(number)]
     return min(found, key=lambda passes: duration(passes, costs, SHARING) * (1 + PER_PASS * len(passes)))
@@ -109,8 +108,7 @@ class Packer:
     def __init__(self, lengths: Sequence[int], costs: Sequence[float], num_ranks: int, max_tokens: int,
                  multiple: Callable[[int], int], padded: bool):
         self.num_ranks, self.max_tokens, self.padded, self.costs = num_ranks, max_tokens, padded, np.asarray(costs, float)
-        self.sizes = [1 << level for level in range(num_ranks.bit_length())]
-        self.total = math.fsum(costs)                           # the same on hosts of all kinds
+        self.sizes, self.total = [1 << level for level in range(num_ranks.bit_length())], math.fsum(costs)    # equal on all hosts
         # For each size [n]: the tokens that the sequences take in such a group.
         self.tokens = {size: -(-np.asarray(lengths, np.int64) // multiple(size)) * multiple(size) for size in self.sizes}
         fits = np.array([tokens <= max_tokens * size for size, tokens in self.tokens.items()])

@@ -135,10 +135,7 @@ class FSDPEngine(Engine):
     # -- training and asking -------------------------------------------------------------------------------------------
 
     def multiple(self, size: int) -> int:
-        return 2 * size if size > 1 and self._is_zigzag(size) else 1
-
-    def _is_zigzag(self, size: int) -> bool:
-        return is_zigzag(self.config.engine, self.hf_config, size)
+        return 2 * size if size > 1 and is_zigzag(self.config.engine, self.hf_config, size) else 1
 
     def train_batch(self, batch: Batch, loss_fn: LossFn, step: int, micro_batches: MicroBatches | None = None) -> dict[str, float]:
         self._onload("parameters", "optimizer")
@@ -231,7 +228,8 @@ class FSDPEngine(Engine):
 
     def _lay_out(self, batch: Batch, group: dist.ProcessGroup, given: dict[str, Tensor] | None) -> MicroBatch:
         """T may be 0: then the model runs on padding alone, because other ranks wait for its collectives."""
-        packed, zigzag, packing_of = self.config.engine.use_remove_padding, self._is_zigzag(group.size()), None
+        engine, packing_of = self.config.engine, None
+        packed, zigzag = engine.use_remove_padding, is_zigzag(engine, self.hf_config, group.size())
         if packed or zigzag:
             packing_of = partial(Packing.of, group=group, device=self.device, zigzag=zigzag)
         if given is None:
