@@ -318,8 +318,7 @@ def check_batch_size(config: DictConfig, num_shares: int) -> None:
 
 
 def check_cap(config: DictConfig, multiple: int) -> None:
-    """Raise InputError if a sequence as long as a micro-batch may be would not fit once it is padded. multiple: of what it is padded
-    to, where context parallelism follows the batch for each rank of a group."""
+    """Raise InputError if a sequence as long as a rank, or a group, has room for would not fit once it is padded."""
     if config.data.max_tokens_per_micro_batch % multiple:
         raise InputError(f"data.max_tokens_per_micro_batch={config.data.max_tokens_per_micro_batch} must be a multiple of "
                          f"{multiple}, which this layout pads every sequence to")
