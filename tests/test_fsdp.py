@@ -920,6 +920,9 @@ def test_ranks_for_which_there_are_no_whole_heads():
     assert [size for size in (1, 2, 4, 8) if by_heads(SimpleNamespace(num_attention_heads=4), size)] == [1, 2, 4]
     laguna = SimpleNamespace(num_attention_heads=4, num_attention_heads_per_layer=[4, 6, 4])
     assert [size for size in (1, 2, 4, 8) if by_heads(laguna, size)] == [1, 2]
+    gemma4 = AutoConfig.for_model("gemma4_text", num_attention_heads=12, num_key_value_heads=3, num_global_key_value_heads=1,
+                                  attention_k_eq_v=True)
+    assert gemma4.is_heterogeneous and [size for size in range(1, 13) if by_heads(gemma4, size)] == [1, 3, 6, 12]
 
 
 @pytest.mark.parametrize("world, name", [(world, name) for world in CASES for name in CASES[world] if name.startswith("auto")])

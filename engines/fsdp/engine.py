@@ -411,6 +411,8 @@ def is_zigzag(engine: DictConfig, hf_config, size: int) -> bool:
 
 def by_heads(hf_config, size: int) -> bool:
     """Whether so many ranks can have whole heads each, as Ulysses needs it: key-value heads may be repeated."""
+    if getattr(hf_config, "is_heterogeneous", False):
+        return all(by_heads(layer, size) for layer in hf_config.per_layer_config)
     heads = hf_config.num_attention_heads
     kv_heads = getattr(hf_config, "num_key_value_heads", None) or heads
     of_layers = getattr(hf_config, "num_attention_heads_per_layer", None) or [heads]
