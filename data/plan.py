@@ -6,8 +6,10 @@ rank, and long ones, at the same time, on as many as it takes (a power of two).
 
 import heapq
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 import torch
@@ -20,8 +22,6 @@ TRIES = 2               # numbers of passes that are compared
 SHARING = 0.1           # what it costs ranks to share a micro-batch, of the time that they compute
 LATE = (math.inf, 2, 1)     # sequences that take so many times their part of the time get larger groups than they need,
 LEAST = 1 / 8           # in which each rank has at least this part of max_tokens
-LOOKS = 64
-
 
 # For each pass of a rank: (ranks in its group, the sequences of the group's micro-batch, by their places in the rank's share).
 MicroBatches = list[tuple[int, list[int]]]
@@ -83,13 +83,16 @@ def schedule(lengths: Sequence[int], costs: Sequence[float], num_ranks: int, max
     (multiples of passes_multiple) the one is taken that needs least time, if a pass takes as long as its busiest rank. All who ask
     get the same. Raises InputError for a sequence that no group can hold.
     """
-    packer, found = Packer(lengths, costs, num_ranks, max_tokens, multiple, padded), []
-    num_passes = max(1, -(-sum(lengths) // (num_ranks * max_tokens * passes_multiple))) * passes_multiple
-    for _ in range(TRIES):
-        while not (plans := [plan for late in LATE if (plan := packer.pack(num_passes, late))]):
-            num_passes += passes_multiple
-        found += plans
-        num_passes += passes_multiple
+    packer = Packer(lengths, costs, num_ranks, max_tokens, multiple, padded)
+
+    @cache
+    def plans(number: int) -> list[list[list[Group]]]:
+        return [plan for late in LATE if (plan := packer.pack(number * passes_multiple, late))]
+    start = least = most = max(1, -(-sum(lengths) // (num_ranks * max_tokens * passes_multiple)))
+    while not plans(most):
+        least, most = most + 1, 2 * most - start + 1
+    least += bisect_left(range(least, most), True, key=lambda number: bool(plans(number)))
+    found = [plan for number in range(least, least + TRIES) for plan in plans(number)]
     return min(found, key=lambda passes: duration(passes, costs, SHARING) * (1 + PER_PASS * len(passes)))
 
 
@@ -105,7 +108,7 @@ class Packer:
     def __init__(self, lengths: Sequence[int], costs: Sequence[float], num_ranks: int, max_tokens: int,
                  multiple: Callable[[int], int], padded: bool):
         self.num_ranks, self.max_tokens, self.padded, self.costs = num_ranks, max_tokens, padded, np.asarray(costs, float)
-        self.sizes = [1 << level for level in range(num_ranks.bit_length())]
+        self.sizes, self.total = [1 << level for level in range(num_ranks.bit_length())], math.fsum(costs)    # equal on all hosts
         # For each size [n]: the tokens that the sequences take in such a group.
         self.tokens = {size: -(-np.asarray(lengths, np.int64) // multiple(size)) * multiple(size) for size in self.sizes}
         fits = np.array([tokens <= max_tokens * size for size, tokens in self.tokens.items()])
@@ -117,7 +120,7 @@ class Packer:
     def pack(self, num_passes: int, late: float) -> list[list[Group]] | None:
         """None: they do not fit. late: see LATE."""
         free = num_passes * self.num_ranks                      # ranks without a group, counted for each pass
-        even, wanted = self.costs.sum() / free, self.smallest.copy()
+        even, wanted = self.total / free, self.smallest.copy()
         most = np.minimum(self.sizes[-1], self.tokens[1] / (LEAST * self.max_tokens))
         while (wider := (2 * wanted <= most) & (self.costs / wanted > late * even)).any():
             wanted[wider] *= 2

@@ -315,3 +315,10 @@ def check_batch_size(config: DictConfig, num_shares: int) -> None:
         size, what = size * config.rollout.n, f"{what} x rollout.n={config.rollout.n}"
     if size < num_shares:
         raise InputError(f"{what} is less than the {num_shares} data-parallel ranks")
+
+
+def check_cap(config: DictConfig, multiple: int) -> None:
+    """Raise InputError if a sequence as long as a rank, or a group, has room for would not fit once it is padded."""
+    if config.data.max_tokens_per_micro_batch % multiple:
+        raise InputError(f"data.max_tokens_per_micro_batch={config.data.max_tokens_per_micro_batch} must be a multiple of "
+                         f"{multiple}, which this layout pads every sequence to")

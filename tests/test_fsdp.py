@@ -900,6 +900,10 @@ def config(folder, *pairs):
     (3, ["engine.context_parallel_size=2"], "context_parallel_size=2 does not divide the 3 ranks"),
     (4, ["engine.fsdp_size=3"], "fsdp_size=3 does not divide the 4 ranks"),
     (2, ["engine.fsdp_size=4"], "fsdp_size=4 does not divide the 2 ranks"),
+    (2, ["engine.context_parallel_size=2", "engine.use_remove_padding=false", "data.max_tokens_per_micro_batch=1022"],
+     "max_tokens_per_micro_batch=1022 must be a multiple of 4"),
+    (2, ["engine.context_parallel_size=auto", "engine.use_remove_padding=false", "data.max_tokens_per_micro_batch=1023"],
+     "max_tokens_per_micro_batch=1023 must be a multiple of 2"),
     (4, ["data.train_batch_size=3"], "train_batch_size=3 is less than the 4 data-parallel ranks"),
     (1, ["optim.lr_scheduler_type=constant", "optim.min_lr_ratio=0.1"], "no effect with a constant schedule"),
     (1, ["model.path=/nowhere"], "holds no config.json"),
@@ -914,6 +918,11 @@ def test_ranks_for_which_there_are_no_whole_heads():
     shape = SimpleNamespace(num_attention_heads=12, num_key_value_heads=3)
     assert [size for size in range(1, 13) if by_heads(shape, size)] == [1, 3, 6, 12]
     assert [size for size in (1, 2, 4, 8) if by_heads(SimpleNamespace(num_attention_heads=4), size)] == [1, 2, 4]
+    laguna = SimpleNamespace(num_attention_heads=4, num_attention_heads_per_layer=[4, 6, 4])
+    assert [size for size in (1, 2, 4, 8) if by_heads(laguna, size)] == [1, 2]
+    gemma4 = AutoConfig.for_model("gemma4_text", num_attention_heads=12, num_key_value_heads=3, num_global_key_value_heads=1,
+                                  attention_k_eq_v=True)
+    assert gemma4.is_heterogeneous and [size for size in range(1, 13) if by_heads(gemma4, size)] == [1, 3, 6, 12]
 
 
 @pytest.mark.parametrize("world, name", [(world, name) for world in CASES for name in CASES[world] if name.startswith("auto")])
@@ -1134,6 +1143,9 @@ LONGROPE = dict(rope_type="longrope", rope_theta=10000.0, short_factor=[1.0] * 4
     (dict(model_type="gpt2"), [], "resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1"),
     (dict(model_type="bloom"), [], f"transformers has it with eager attention alone: {PADDING}"),
     (dict(model_type="falcon"), [], f"transformers has it with sdpa attention alone: {PADDING}"),
+    (dict(model_type="falcon"), ["engine.context_parallel_size=auto"], f"alone: {PADDING} and engine.context_parallel_size=1"),
+    (dict(model_type="falcon"), ["engine.context_parallel_size=auto", "engine.use_remove_padding=false"],
+     "alone: give engine.context_parallel_size=1"),
     (dict(model_type="stablelm"), [], f"do not pass on to their attention where sequences begin: {PADDING}"),
     (dict(model_type="mamba"), [], "MambaForCausalLM does not take packed sequences: ValueError"),
     (dict(model_type="doge", num_experts=0), [], "only a mask limits its attention to a window"),

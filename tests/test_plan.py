@@ -1,6 +1,8 @@
 """How a batch is divided over ranks where context parallelism follows it. What engines make of it is in test_fsdp.py and
 test_megatron.py."""
 
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -89,6 +91,13 @@ def test_the_time_of_ranks_is_used():
         costs = [seven_b(n) for n in lengths]
         plan = Plan.of(schedule(lengths, costs, num_ranks, 32768, lambda size: 1), 0, lengths, costs)
         assert plan.metrics["perf/plan_efficiency"] > 0.93, num_ranks
+
+
+def test_plans_that_need_twice_as_many_passes_as_tokens_say_are_soon_found():
+    """Where no two sequences fit into a micro-batch."""
+    start = time.process_time()
+    passes = schedule([520] * 2048, [1.0] * 2048, 8, 1000, lambda size: 1)
+    assert len(passes) == 256 and time.process_time() - start < 3
 
 
 def test_no_group_can_hold_a_sequence():

@@ -31,7 +31,7 @@ from data.packing import Batch
 from data.plan import MicroBatches
 from data.processor import Reader
 from engines import experts, freeze, guard, lora, mtp, optimizer, schedule
-from engines.base import Engine, LossFn, check_batch_size, fixed_cp, follows_batch, shares_sequences
+from engines.base import Engine, LossFn, check_batch_size, check_cap, fixed_cp, follows_batch, shares_sequences
 from engines.collectives import groups_of
 from engines.device import to_device
 from engines.fsdp import images, shapes
@@ -135,12 +135,7 @@ class FSDPEngine(Engine):
     # -- training and asking -------------------------------------------------------------------------------------------
 
     def multiple(self, size: int) -> int:
-        return 2 * size if size > 1 and self._is_zigzag(size) else 1
-
-    def _is_zigzag(self, size: int) -> bool:
-        """Whether a group of this size gathers keys and values: for padded rows, and where Ulysses has no heads for all ranks."""
-        return shares_sequences(self.config.engine) and not (
-            self.config.engine.use_remove_padding and by_heads(self.hf_config, size))
+        return 2 * size if size > 1 and is_zigzag(self.config.engine, self.hf_config, size) else 1
 
     def train_batch(self, batch: Batch, loss_fn: LossFn, step: int, micro_batches: MicroBatches | None = None) -> dict[str, float]:
         self._onload("parameters", "optimizer")
@@ -233,7 +228,8 @@ class FSDPEngine(Engine):
 
     def _lay_out(self, batch: Batch, group: dist.ProcessGroup, given: dict[str, Tensor] | None) -> MicroBatch:
         """T may be 0: then the model runs on padding alone, because other ranks wait for its collectives."""
-        packed, zigzag, packing_of = self.config.engine.use_remove_padding, self._is_zigzag(group.size()), None
+        engine, packing_of = self.config.engine, None
+        packed, zigzag = engine.use_remove_padding, is_zigzag(engine, self.hf_config, group.size())
         if packed or zigzag:
             packing_of = partial(Packing.of, group=group, device=self.device, zigzag=zigzag)
         if given is None:
@@ -403,14 +399,25 @@ def check_layout(config: DictConfig, hf_config, world_size: int) -> None:
     if config.model.images:
         images.check(config)
     check_batch_size(config, world_size // cp)
+    sizes = [1 << level for level in range(world_size.bit_length())] if follows_batch(engine) else [cp]
+    if any(size > 1 and is_zigzag(engine, hf_config, size) for size in sizes):
+        check_cap(config, 2 if follows_batch(engine) else 2 * cp)
     experts.aux_loss_coef(engine.router_aux_loss_coef, hf_config)
+
+
+def is_zigzag(engine: DictConfig, hf_config, size: int) -> bool:
+    """Whether a group of this size gathers keys and values: for padded rows, and where Ulysses has no heads for all ranks."""
+    return shares_sequences(engine) and not (engine.use_remove_padding and by_heads(hf_config, size))
 
 
 def by_heads(hf_config, size: int) -> bool:
     """Whether so many ranks can have whole heads each, as Ulysses needs it: key-value heads may be repeated."""
+    if getattr(hf_config, "is_heterogeneous", False):
+        return all(by_heads(layer, size) for layer in hf_config.per_layer_config)
     heads = hf_config.num_attention_heads
     kv_heads = getattr(hf_config, "num_key_value_heads", None) or heads
-    return heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
+    of_layers = getattr(hf_config, "num_attention_heads_per_layer", None) or [heads]
+    return all(number % size == 0 for number in of_layers) and (kv_heads % size == 0 or size % kv_heads == 0)
 
 
 def is_sharded(config: DictConfig, world_size: int) -> bool:

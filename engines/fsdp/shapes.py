@@ -59,8 +59,10 @@ def check(hf: nn.Module, config: DictConfig) -> None:
         raise InputError(f"model.path={path}: {name} computes with random numbers in training ({min(noise.found)}), which is not "
                          f"supported{jitter(decoder.config)}")
     failed = failed and failure(hf, plain_attention(hf))
-    instead = "" if failed else ": give engine.use_remove_padding=false"
-    if not (config.engine.use_remove_padding or shares_sequences(config.engine)):
+    packed, shared = config.engine.use_remove_padding, shares_sequences(config.engine)
+    others = packed * ["engine.use_remove_padding=false"] + shared * ["engine.context_parallel_size=1"]
+    instead = "" if failed else f": give {' and '.join(others)}"
+    if not others:
         if failed:
             raise InputError(f"model.path={path}: {name} fails: {failed}")
         return

@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from config import InputError
 from engines import optimizer, schedule
-from engines.base import check_batch_size, fixed_cp, follows_batch
+from engines.base import check_batch_size, check_cap, fixed_cp, follows_batch
 from engines.experts import aux_loss_coef
 
 # The other fields concern features that the rest of the engine does not support, or are never read by Megatron's DDP.
@@ -24,11 +24,9 @@ def multiple_of(engine: DictConfig, cp: int) -> int:
 
 def check_layout(config: DictConfig, hf_config, world_size: int) -> None:
     """Raise InputError for a layout that does not fit the model, the batch or the number of ranks."""
-    engine, data = config.engine, config.data
+    engine = config.engine
     tp, pp, cp = engine.tensor_model_parallel_size, engine.pipeline_model_parallel_size, fixed_cp(engine)
     vpp, model_parallel = engine.virtual_pipeline_model_parallel_size, tp * pp * cp
-    # Of a group of s ranks s times the cap must be a multiple.
-    multiple = multiple_of(engine, 2) // 2 if follows_batch(engine) else multiple_of(engine, cp)
     heads, layers = hf_config.num_attention_heads, hf_config.num_hidden_layers
     kv_heads = hf_config.num_key_value_heads or heads
     schedule.check(config.optim)
@@ -45,9 +43,7 @@ def check_layout(config: DictConfig, hf_config, world_size: int) -> None:
                          "engine.pipeline_model_parallel_size > 1")
     if layers < pp * vpp:
         raise InputError(f"pipeline ({pp}) x virtual pipeline ({vpp}) stages are more than the model's {layers} layers")
-    if data.max_tokens_per_micro_batch % multiple:
-        raise InputError(f"data.max_tokens_per_micro_batch={data.max_tokens_per_micro_batch} must be a multiple of "
-                         f"{multiple}, which this layout pads every sequence to")
+    check_cap(config, multiple_of(engine, 2) // 2 if follows_batch(engine) else multiple_of(engine, cp))
     if follows_batch(engine) and HAVE_TE:
         raise InputError("engine.context_parallel_size=auto is not supported with TransformerEngine: give a number")
     if follows_batch(engine) and (coefficient := aux_loss_coef(engine.router_aux_loss_coef, hf_config)):
