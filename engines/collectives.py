@@ -56,10 +56,10 @@ class GatherAll(torch.autograd.Function):
         return own, None
 
 
-def groups_of(dp_group: dist.ProcessGroup) -> dict[int, dist.ProcessGroup]:
+def groups_of(dp_group: dist.ProcessGroup, alone: dist.ProcessGroup) -> dict[int, dist.ProcessGroup]:
     """This rank's groups by their size, a power of two: of each size s the data-parallel ranks i * s : (i + 1) * s for all i. They
-    are made once. Called by all ranks."""
-    return _groups_of(dist.group.WORLD, tuple(dist.get_process_group_ranks(dp_group)))
+    are made once. alone: the group of this rank. Called by all ranks."""
+    return {1: alone} | _groups_of(dist.group.WORLD, tuple(dist.get_process_group_ranks(dp_group)))
 
 
 @cache
@@ -68,7 +68,7 @@ def _groups_of(world: dist.ProcessGroup, own: tuple[int, ...]) -> dict[int, dist
     dist.all_gather_object(everybodys, own)
     groups = {}
     for ranks in sorted({*everybodys}):
-        for size in (1 << level for level in range(len(ranks).bit_length())):
+        for size in (1 << level for level in range(1, len(ranks).bit_length())):
             for start in range(0, len(ranks) - size + 1, size):
                 group = dist.new_group(ranks[start:start + size])
                 if dist.get_rank() in ranks[start:start + size]:

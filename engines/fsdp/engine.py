@@ -72,7 +72,7 @@ class FSDPEngine(Engine):
         self.dp_rank, self.dp_size = dist.get_rank() // cp, self.world_size // cp
         mesh = init_device_mesh(device.type, (self.dp_size, cp), mesh_dim_names=("dp", "cp"))
         self.dp_group, self.cp_group = mesh["dp"].get_group(), mesh["cp"].get_group()
-        self.cp_groups = groups_of(self.dp_group) if follows_batch(engine) else {cp: self.cp_group}
+        self.cp_groups = groups_of(self.dp_group, self.cp_group) if follows_batch(engine) else {cp: self.cp_group}
 
         self.compute_dtype, self.lora = getattr(torch, engine.compute_dtype), config.model.lora
         compiled = uses_compile(engine, device.type)

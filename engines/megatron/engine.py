@@ -68,7 +68,7 @@ class MegatronEngine(Engine):
         self.dp_group, self.cp_group = mpu.get_data_parallel_group(), mpu.get_context_parallel_group()
         self.tp_group, self.pp_group = mpu.get_tensor_model_parallel_group(), mpu.get_pipeline_model_parallel_group()
         self.sequence_parallel = engine.sequence_parallel and self.tp_group.size() > 1
-        self.cp_groups = groups_of(self.dp_group) if follows_batch(engine) else {self.cp_group.size(): self.cp_group}
+        self.cp_groups = groups_of(self.dp_group, self.cp_group) if follows_batch(engine) else {self.cp_group.size(): self.cp_group}
         if engine.virtual_pipeline_model_parallel_size > 1:         # as the interleaved schedule needs it
             self.micro_batches_multiple = self.pp_group.size()
 
