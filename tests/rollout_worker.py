@@ -278,13 +278,16 @@ def samples(folder: Path, rollout: Rollout, engine: FSDPEngine) -> dict:
 
 @contextmanager
 def counted_bytes():
-    """A dictionary of the bytes that this rank gives to each of the collectives of ranks' hosts."""
+    """A dictionary of the bytes that this rank gives to each of the collectives of ranks' hosts. Without those of vLLM's tensor
+    parallelism, which on some CPUs goes through torch.distributed."""
+    from vllm.distributed import get_tp_group
     num_bytes, originals = {}, {name: getattr(dist, name) for name in ("all_reduce", "all_to_all_single", "all_gather_object")}
 
     def counting(name, place):
         def call(*given, **more):
             x = given[place]
-            num_bytes[name] = num_bytes.get(name, 0) + (x.nbytes if isinstance(x, torch.Tensor) else len(pickle.dumps(x)))
+            if more.get("group") is not get_tp_group().device_group:
+                num_bytes[name] = num_bytes.get(name, 0) + (x.nbytes if isinstance(x, torch.Tensor) else len(pickle.dumps(x)))
             return originals[name](*given, **more)
         return call
     for name, place in (("all_reduce", 0), ("all_to_all_single", 1), ("all_gather_object", 1)):

@@ -682,3 +682,11 @@ def test_on_the_real_machine(cpus):
     assert "CPUs stay as they are, " in affinity.bind(torch.device("meta")), "never fatal"
     for device in Path("/sys/bus/pci/devices").glob("*"):
         assert affinity.bind_near(device).startswith("is near ")
+
+
+def test_a_process_counts_its_own_memory_and_not_that_of_the_process_that_started_it(tmp_path):
+    child = "from engines import device; print(device.memory()['perf/memory_peak_gib'])"
+    (tmp_path / "parent.py").write_text(
+        f"import subprocess, sys\nheld = b'x' * (1 << 30)\nsubprocess.run([sys.executable, '-c', {child!r}], check=True)\n")
+    alone, started = (float(run([sys.executable, *arguments]).stdout) for arguments in (["-c", child], [tmp_path / "parent.py"]))
+    assert 0.1 < alone < 0.8 and started == pytest.approx(alone, abs=0.2)

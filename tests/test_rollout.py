@@ -246,7 +246,7 @@ def test_each_token_is_on_one_rank_and_what_all_ranks_know_is_numbers_per_respon
     for what, learned in samples["learned"].items():
         moved, told, tokens = zip(*learned["bytes"])
         assert sum(tokens) == num_tokens and sum(x["all_to_all_single"] for x in moved) == num_tokens * (8 + 4 + 4)
-        assert all(x["all_reduce"] == 8 * ranks for x in moved)
+        assert all(x["all_reduce"] == 8 * ranks + 8 * 2 for x in moved), "ranks, and micro-batches per mini-batch"
         assert all(x.keys() == {"all_reduce"} for x in told)
         assert told[0]["all_reduce"] <= 8 * n * 30, what
 
