@@ -195,12 +195,12 @@ def count_flops(hf: nn.Module, hf_config) -> tuple[int, int, int]:
         raise InputError(f"{type(hf).__name__} does not say how many experts a token has (num_experts_per_tok in config.json)")
     matrices -= sum(of(p) * (len(p) - hf_config.num_experts_per_tok) // len(p) for _, p in stacks(hf))
     kinds = getattr(hf_config, "layer_types", None) or ["full_attention"] * hf_config.num_hidden_layers
-    layers = hf_config.per_layer_config if hf_config.is_heterogeneous else [hf_config] * len(kinds)
+    layers = layer_configs(hf_config) if hf_config.is_heterogeneous else [hf_config] * len(kinds)
     attention = sum(layer.num_attention_heads * head_dim(layer) * (2 if number < len(passed_by) else 6)
                     for number, (layer, kind) in enumerate(zip(layers, kinds))
                     if kind not in RECURRENT - {"hybrid"} | {"mlp", "moe"})
     num_mtp_layers = sum(isinstance(module, tuple(mtp.LAYERS.values())) for module in hf.modules())
-    attention += 6 * num_mtp_layers * hf_config.num_attention_heads * head_dim(hf_config)
+    attention += 6 * num_mtp_layers * attention_widths(hf_config)[0]
     # Each such layer asks the output matrix once more, without a gradient for it.
     return matrices, of(head) + 4 * num_mtp_layers * head.numel(), attention
 
@@ -211,8 +211,20 @@ def matrix_flops(matrix: nn.Parameter, untouched: set[nn.Parameter]) -> int:
     return matrix.numel() * (6 if matrix.requires_grad else 2 if matrix in untouched else 4)
 
 
+def layer_configs(hf_config) -> list:
+    """Of layers that differ the configuration of each, since transformers raises where these are read from the whole."""
+    return hf_config.per_layer_config if hf_config.is_heterogeneous else [hf_config]
+
+
+def attention_widths(hf_config) -> tuple[int, int]:
+    """heads * head_dim of queries, and of keys, in the layer with most."""
+    heads = [(layer.num_attention_heads, getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads, head_dim(layer))
+             for layer in layer_configs(hf_config)]
+    return max(q * dim for q, _, dim in heads), max(kv * dim for _, kv, dim in heads)
+
+
 def head_dim(hf_config) -> int:
     """Of layers that differ, the largest."""
     if hf_config.is_heterogeneous:
-        return max(head_dim(layer) for layer in hf_config.per_layer_config)
+        return max(map(head_dim, layer_configs(hf_config)))
     return getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads

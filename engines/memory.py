@@ -13,7 +13,7 @@ from engines.base import fixed_cp
 from engines.experts import stacks
 from engines.fsdp import images
 from engines.fsdp.engine import build, is_replicated, is_sharded, uses_compile
-from engines.hf import build_on_meta, head_dim, read_hf_config, stages_of_layers, whole_modules
+from engines.hf import attention_widths, build_on_meta, head_dim, read_hf_config, stages_of_layers, whole_modules
 from engines.lora import inject
 from engines.optimizer import OPTIMIZERS
 
@@ -93,7 +93,7 @@ def estimate(config: DictConfig, world_size: int, device_type: str, role: str = 
     if stacks(hf):
         at_once = shape.num_experts_per_tok
         intermediate = at_once * (getattr(shape, "moe_intermediate_size", None) or intermediate)
-    q, kv = (heads * head_dim(shape) for heads in (shape.num_attention_heads, shape.num_key_value_heads))
+    q, kv = attention_widths(shape)
     in_one_layer = (4 * hidden + 3 * q + 3 * kv + 3 * intermediate + 2 * at_once * hidden) * compute
     compiled = uses_compile(engine, device_type)
     if not compiled:
@@ -157,7 +157,7 @@ def estimate_megatron(config: DictConfig, world_size: int, device_type: str, rol
     num_outputs = 0 if critic else -(-shape.vocab_size // tp)
 
     hidden, intermediate, topk = shape.hidden_size, shape.intermediate_size, getattr(shape, "num_experts_per_tok", 0)
-    q, kv = (heads * head_dim(shape) for heads in (shape.num_attention_heads, shape.num_key_value_heads))
+    q, kv = attention_widths(shape)
     tokens = config.data.max_tokens_per_micro_batch / fixed_cp(engine)
     sp = tp if engine.sequence_parallel else 1
     in_expert = getattr(shape, "moe_intermediate_size", intermediate)
@@ -201,8 +201,8 @@ def max_num_seqs(config: DictConfig, world_size: int, device_bytes: int) -> int:
     model = read_hf_config(config.model.path)
     shape = model.get_text_config()
     size = getattr(torch, config.engine.compute_dtype).itemsize
-    kv_heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
-    bytes_per_token = 2 * shape.num_hidden_layers * max(1, kv_heads // tp) * head_dim(shape) * size
+    dim, (_, kv) = head_dim(shape), attention_widths(shape)
+    bytes_per_token = 2 * shape.num_hidden_layers * max(dim, kv // dim // tp * dim) * size
     each = bytes_per_token * (config.data.max_prompt_length + rollout.max_tokens / 2)
     if rollout.kv_cache_gib or not device_bytes:
         room = (rollout.kv_cache_gib or CPU_KV_CACHE_GIB) * GIB

@@ -28,7 +28,7 @@ from config import InputError
 from data.packing import Batch
 from engines import mtp
 from engines.device import capacity
-from engines.hf import RECURRENT, read_hf_config
+from engines.hf import RECURRENT, layer_configs, read_hf_config
 from engines.memory import CPU_KV_CACHE_GIB, max_num_seqs
 from rollout import adapters, cpu, images, speculation
 from rollout.responses import Responses
@@ -367,9 +367,9 @@ def check(config: DictConfig, world_size: int) -> None:
     tp = config.rollout.tensor_parallel_size
     if world_size % tp:
         raise InputError(f"rollout.tensor_parallel_size={tp} does not divide the {world_size} ranks")
-    heads = getattr(read_hf_config(config.model.path).get_text_config(), "num_attention_heads", tp)
-    if heads % tp:
-        raise InputError(f"rollout.tensor_parallel_size={tp} does not divide the model's {heads} attention heads")
+    for layer in layer_configs(read_hf_config(config.model.path).get_text_config()):
+        if (heads := getattr(layer, "num_attention_heads", tp)) % tp:
+            raise InputError(f"rollout.tensor_parallel_size={tp} does not divide the model's {heads} attention heads")
     images.check(config)
     adapters.check(config, world_size)
     speculation.check(config)

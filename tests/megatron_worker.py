@@ -48,7 +48,7 @@ from rollout.vllm import Rollout
 from tests.fsdp_worker import SETTINGS, digest, divide, flip, gather, make_batch, make_loss, make_tokenizer, shared
 from tests.traps import TRAPS, set_trap
 
-TOTAL_STEPS, TEN, FEW, SAVED_AT, CAP = 20, 10, 5, 3, 96          # batches repeat every four steps
+TOTAL_STEPS, TEN, FEW, SAVED_AT, CAP = 12, 10, 5, 3, 96          # batches repeat every four steps
 
 
 @dataclass

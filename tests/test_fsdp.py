@@ -31,7 +31,16 @@ from config import InputError, load
 from engines import lora, offload, optimizer, schedule
 from engines.checkpoint import merged, write_safetensors
 from engines.fsdp.engine import FSDPEngine, build, by_heads
-from engines.hf import auto_class, build_on_meta, check_rope, count_flops, head_dim, logit_constants, read_hf_config
+from engines.hf import (
+    attention_widths,
+    auto_class,
+    build_on_meta,
+    check_rope,
+    count_flops,
+    head_dim,
+    logit_constants,
+    read_hf_config,
+)
 from engines.memory import GIB, checkpoint_bytes, estimates, max_num_seqs
 from engines.optimizer import OPTIMIZERS
 from engines.weights import weight_files
@@ -51,6 +60,7 @@ from tests.fsdp_worker import (
     LORA,
     MIN_LR_RATIO,
     PEAK_LR,
+    TEN,
     TOTAL_STEPS,
     WARMUP_STEPS,
     WEIGHT_DECAY,
@@ -216,7 +226,7 @@ def plain_loss(model, batch, chosen=None):
 
 @functools.cache
 def plain_training(directory, with_muon=False, lora=False, freeze=False):
-    """(losses, gradient norms before clipping, weights after FEW and TOTAL_STEPS steps), one sequence at a time. lora: peft
+    """(losses, gradient norms before clipping, weights after FEW, TEN and TOTAL_STEPS steps), one sequence at a time. lora: peft
     trains the adapter beside the model, and the weights are merged. freeze: without what FREEZE means."""
     model = plain(directory)
     for name, p in model.named_parameters():
@@ -242,7 +252,7 @@ def plain_training(directory, with_muon=False, lora=False, freeze=False):
                 group["lr"] = learning_rate(step)
             each.step()
             each.zero_grad()
-        if step + 1 in (FEW, TOTAL_STEPS):
+        if step + 1 in (FEW, TEN, TOTAL_STEPS):
             whole = copy.deepcopy(model).merge_and_unload() if lora else model
             whole = {n: p.detach().clone() for n, p in stored(whole).items()}
             weights[step + 1] = whole if lora else revert_weight_conversion(model, whole)
@@ -375,7 +385,7 @@ def test_bfloat16_is_near(results, folder, world, name):
 
 
 @pytest.mark.parametrize("world, again, once", [(1, "again qwen3", "plain qwen3"), (2, "again qwen3", "plain qwen3"),
-                                                (4, "again cp2 dp2", "cp2 dp2")])
+                                                (4, "again cp2 dp2", "cp2 dp2"), (4, "again auto", "auto")])
 def test_same_layout_same_bits(results, world, again, once):
     steps = results(world)[again]["steps"]
     assert steps == results(world)[once]["steps"][:len(steps)]
@@ -967,6 +977,13 @@ def test_configurations_without_a_longest_length_or_one_head_dim():
         check_rope(AutoConfig.for_model("bloom"), load("sft.yaml", ["model.path=unused", "data.train_files=unused"]))
     gemma = AutoConfig.for_model("gemma4_text", num_hidden_layers=6, head_dim=8, global_head_dim=16, num_attention_heads=4)
     assert count_flops(build_on_meta(gemma, torch.float32), gemma)[2] == 6 * 4 * (5 * 8 + 16) and head_dim(gemma) == 16
+    gemma = AutoConfig.for_model("gemma4_text", num_hidden_layers=6, head_dim=8, global_head_dim=16, num_attention_heads=4,
+                                 num_key_value_heads=3, num_global_key_value_heads=1, attention_k_eq_v=True)
+    assert attention_widths(gemma) == (4 * 16, 3 * 8)
+    assert [by_heads(gemma, size) for size in (1, 2)] == [True, False]
+    step = AutoConfig.for_model("step3p5", num_hidden_layers=2, num_attention_heads=4, num_sliding_attention_heads=6, head_dim=8,
+                                layer_types=["full_attention", "sliding_attention"], num_key_value_heads=2)
+    assert attention_widths(step) == (6 * 8, 2 * 8) and [by_heads(step, size) for size in (2, 4)] == [True, False]
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])

@@ -158,7 +158,6 @@ def alone(assets, tmp_path_factory):
 VLLM2, MEGATRON = "rollout.tensor_parallel_size=2", "model_engine=megatron"
 SHARING = "engine.context_parallel_size=auto", "data.max_tokens_per_micro_batch=28"         # of 52 that a sequence may have
 LAYOUTS = {"2 ranks": (2, []), "4 ranks": (4, [VLLM2, *SHARING]),
-           "Megatron TP2": (2, [MEGATRON, "engine.tensor_model_parallel_size=2"]),
            "Megatron PP2": (2, [MEGATRON, "engine.pipeline_model_parallel_size=2", VLLM2]),
            # Of one rank with adapters, vLLM has the trainer's frozen weights; here it has merged ones, or its own.
            "2 ranks, LoRA": (2, [*LORA, *SHARING, VLLM2, "model.lora.merge=true"]),

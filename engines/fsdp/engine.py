@@ -44,6 +44,7 @@ from engines.hf import (
     count_flops,
     keep_short_frequencies,
     keep_zero_rows,
+    layer_configs,
     logit_constants,
     plain_attention,
     read_hf_config,
@@ -389,7 +390,7 @@ def check_layout(config: DictConfig, hf_config, world_size: int) -> None:
     engine, cp = config.engine, fixed_cp(config.engine)
     schedule.check(config.optim)
     optimizer.check(config)
-    if getattr(hf_config, "num_attention_heads", None) is None:
+    if any(getattr(layer, "num_attention_heads", None) is None for layer in layer_configs(hf_config)):
         raise InputError(f"model.path={config.model.path}: model_type={hf_config.model_type} has no attention heads "
                          "(num_attention_heads in config.json), which is not supported")
     if world_size % cp:
@@ -413,7 +414,7 @@ def is_zigzag(engine: DictConfig, hf_config, size: int) -> bool:
 def by_heads(hf_config, size: int) -> bool:
     """Whether so many ranks can have whole heads each, as Ulysses needs it: key-value heads may be repeated."""
     if getattr(hf_config, "is_heterogeneous", False):
-        return all(by_heads(layer, size) for layer in hf_config.per_layer_config)
+        return all(by_heads(layer, size) for layer in layer_configs(hf_config))
     heads = hf_config.num_attention_heads
     kv_heads = getattr(hf_config, "num_key_value_heads", None) or heads
     of_layers = getattr(hf_config, "num_attention_heads_per_layer", None) or [heads]
