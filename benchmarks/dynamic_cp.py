@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig
 
-from benchmarks.sft_h200 import SHAPES, make_model
+from benchmarks.shapes import SHAPES, make_model
 from config import load
 from data.packing import Batch, pack, partition, spread
 from data.plan import Plan, schedule

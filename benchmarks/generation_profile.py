@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from omegaconf import OmegaConf
 
-from benchmarks.sft_h200 import SHAPES, make_model
+from benchmarks.shapes import SHAPES, make_model
 from config import load
 from engines import device
 from engines.fsdp.engine import FSDPEngine

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from benchmarks.sft_h200 import SHAPES, make_model
+from benchmarks.shapes import SHAPES, make_model
 from config import load
 from data.packing import Batch
 from engines import device

@@ -4,11 +4,14 @@
     python benchmarks/ppo_h200.py 0.5B --ranks 2 rollout.tensor_parallel_size=2
     python benchmarks/ppo_h200.py 0.5B --prompts 8 --n 2 --tokens 32 --steps 20 --cycles     memory asleep, step by step
     python benchmarks/ppo_h200.py 0.5B engine.param_dtype=bfloat16 --trl 32      then TRL: same work, micro-batches of 32 rows
+    python benchmarks/ppo_h200.py 0.5B-MTP model_engine=megatron model.mtp.enable=true model.mtp.enable_train=true \
+        model.mtp.enable_rollout=true --timeline memory.png      speculative decoding with a layer that is trained
     python benchmarks/ppo_h200.py 7B-VL engine.param_dtype=bfloat16 --prompts 64 --tokens 256      an image in each prompt
 
 Arguments: a shape, then key=value pairs of configs/ppo.yaml. Random words from a vocabulary of 152k hardly ever end a
 response, so all have --tokens tokens. With a shape of Qwen2.5-VL, for which vLLM needs torchvision, each prompt has an image of its
-own. Prints lines of a Markdown table on rank 0; the first step warms up and is left out.
+own. --timeline FILE.png draws the memory in use on the GPU over the last step. Prints lines of a Markdown table on rank 0; the
+first step warms up and is left out.
 """
 
 import argparse
@@ -62,12 +65,48 @@ def draw(path: Path, seed: int, size: tuple[int, int]) -> str:
 
 def make_policy(shape: str, models: Path, tokenizer: Path) -> Path:
     """A model of random weights with the tokenizer beside it."""
-    from benchmarks.sft_h200 import make_model
+    from benchmarks.shapes import make_model
     path = make_model(shape, models)
     with FileLock(f"{path}.lock"):
         if not (path / "tokenizer.json").exists():
             shutil.copytree(tokenizer, path, dirs_exist_ok=True)
     return path
+
+
+class Timeline:
+    """The memory in use on the first GPU, by any process, sampled while steps run. Needs nvidia-ml-py."""
+
+    def __init__(self):
+        import pynvml
+        pynvml.nvmlInit()
+        self.used = lambda: pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).used
+        self.seconds, self.gib, self.ends = [], [], [0.0]           # ends: of steps, where the number of lines grew
+
+    def sample(self, num_lines: int) -> None:
+        self.seconds.append(time.monotonic())
+        self.gib.append(self.used() / 2**30)
+        if num_lines >= len(self.ends):
+            self.ends.append(self.seconds[-1])
+
+    def draw(self, path: Path, steps: list[dict]) -> None:
+        """The last step. Its stages are in their order; offload and wake, which come in turn, are one each."""
+        import matplotlib
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+        start, end = self.ends[len(steps)], self.ends[len(steps) + 1]
+        here = [(second - start, gib) for second, gib in zip(self.seconds, self.gib) if start <= second <= end]
+        figure, axes = pyplot.subplots(figsize=(9, 3), layout="constrained")
+        axes.plot(*zip(*here), color="black")
+        at = 0.0
+        for i, stage in enumerate(("offload", "wake", "update_weights", "rollout_generate", "reward", "sleep", "divide",
+                                   "actor_compute_log_prob", "advantages", "actor_update")):
+            seconds = steps[-1].get(f"timing/{stage}", 0.0)
+            axes.axvspan(at, at + seconds, color=f"C{i}", alpha=0.3, label=f"{stage} {seconds:.2f} s" if seconds > 0.02 else None)
+            at += seconds
+        axes.set(xlabel="seconds of a step", ylabel="GiB in use on the GPU", ylim=0, xlim=(0, end - start))
+        figure.legend(loc="outside right upper", frameon=False)
+        figure.savefig(path, dpi=80)
+        print(f"GiB in use over the last step: {min(gib for _, gib in here):.1f} to {max(gib for _, gib in here):.1f}, see {path}")
 
 
 def run_trl(arguments, seconds: float) -> None:
@@ -90,7 +129,7 @@ def run_trl(arguments, seconds: float) -> None:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shape", help="of benchmarks/sft_h200.py")
+    parser.add_argument("shape", help="of benchmarks/shapes.py")
     parser.add_argument("settings", nargs="*", help="key=value")
     parser.add_argument("--assets", type=Path, default=Path("/tmp/rankwise-ppo"))
     parser.add_argument("--models", type=Path, default=Path("/dev/shm/rankwise-models"))
@@ -101,10 +140,11 @@ def main():
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--assets-only", action="store_true", help="tokenizer, prompts and their cache, for another machine")
     parser.add_argument("--trl", type=int, metavar="ROWS", help="in a micro-batch of TRL's GRPOTrainer, which has to be installed")
+    parser.add_argument("--timeline", type=Path, metavar="FILE.png", help="the GPU's memory over the last step")
     parser.add_argument("--cycles", action="store_true", help="print the memory asleep after every step")
     arguments = parser.parse_intermixed_args()
 
-    from benchmarks.sft_h200 import IMAGE
+    from benchmarks.shapes import IMAGE
     from config import load
     size = IMAGE.get(arguments.shape)
     if size and arguments.trl:
@@ -125,12 +165,14 @@ def main():
         settings.append("dry_run=true")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.ranks}"]
     run = subprocess.Popen([*launcher, ROOT / "train_ppo.py", *settings])
-    lines = []
+    lines, timeline = [], Timeline() if arguments.timeline else None
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     try:
         while run.poll() is None and len(lines) <= arguments.steps:
-            time.sleep(0.5)
+            time.sleep(0.02 if timeline else 0.5)
             lines = (out / "metrics.jsonl").read_text().splitlines() if (out / "metrics.jsonl").exists() else []
+            if timeline:
+                timeline.sample(len(lines))
     finally:    # ended here, not by the script: writing a checkpoint of such a model would take longer than all steps
         if run.poll() is None:
             ranks = psutil.Process(run.pid).children(recursive=True)
@@ -147,6 +189,11 @@ def main():
           + " | ".join(f"{middle.get(f'timing/{stage}', 0):.3f}" for stage in STAGES)
           + " | " + " | ".join(f"{middle.get(f'perf/memory_{s}_gib', float('nan')):.1f}" for s in ("awake", "asleep"))
           + f" | {middle['rollout_corr/log_prob_gap']:.4f} |", flush=True)
+    accepted = {key: value for key, value in middle.items() if key.startswith("mtp/")}
+    if accepted:
+        print(" ".join(f"{key} {value:.3f}" for key, value in sorted(accepted.items())), flush=True)
+    if timeline:
+        timeline.draw(arguments.timeline, steps)
     if arguments.trl:
         run_trl(arguments, middle["timing/step"])
     if arguments.cycles and "perf/memory_asleep_gib" in middle:

@@ -4,14 +4,13 @@
     torchrun --nproc-per-node 2 benchmarks/sft_h200.py 7B ... [--profile]
     torchrun --nproc-per-node 2 benchmarks/sft_h200.py 7B model_engine=megatron engine.tensor_model_parallel_size=2 ...
 
-Arguments: a shape, then key=value pairs of configs/sft.yaml. Sequence lengths are log-normal, about 1,000 tokens on average,
-at most 4,096; with a shape of Qwen2.5-VL each begins with an image of about 1,000 tokens besides. In a step each data-parallel rank
-takes --micro-batches micro-batches, which are 97 % full. Prints one line of a Markdown table on rank 0.
+Arguments: a shape (benchmarks/shapes.py), then key=value pairs of configs/sft.yaml. Sequence lengths are log-normal, about 1,000
+tokens on average, at most 4,096; with a shape of Qwen2.5-VL each begins with an image of about 1,000 tokens besides. In a step each
+data-parallel rank takes --micro-batches micro-batches, which are 97 % full. Prints one line of a Markdown table on rank 0.
 """
 
 import argparse
 import json
-import shutil
 import sys
 import time
 from pathlib import Path
@@ -21,92 +20,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 import torch
 import torch.distributed as dist
-from filelock import FileLock
-from transformers import AutoConfig, PreTrainedTokenizerFast
 
+from benchmarks.shapes import IMAGE, NAMES, VISION, make_model
 from config import load
 from data.packing import Batch, pack
 from data.processor import Pictures
 from engines import device
 from engines.build import engine_class
-from engines.checkpoint import write_safetensors
-from engines.hf import auto_class
 from engines.memory import estimates
-from engines.weights import in_files, stacked
-from examples.arithmetic import make_tokenizer
-from examples.colours import CHAT_TEMPLATE, TOKENS
-
-SHAPES = {      # vocabulary, hidden, intermediate, layers, heads, key-value heads, tied
-    "tiny": (1024, 256, 512, 2, 4, 2, True),                # not Qwen's: to try the scripts on a CPU
-    "0.5B": (151936, 896, 4864, 24, 14, 2, True),
-    "1.5B": (151936, 1536, 8960, 28, 12, 2, True),
-    "7B": (152064, 3584, 18944, 28, 28, 4, False),
-    "32B": (152064, 5120, 27648, 64, 40, 8, False),
-    "48B": (152064, 5120, 27648, 96, 40, 8, False),         # not Qwen's: 32B's layers, half as many again
-    "8B-A1B": (151936, 2048, 768, 12, 32, 4, False),        # 12 of the 48 layers of Qwen3-30B-A3B
-}
-EXPERTS = {"8B-A1B": dict(model_type="qwen3_moe", num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, head_dim=128,
-                          norm_topk_prob=True, architectures=["Qwen3MoeForCausalLM"])}
-# Qwen2.5-VL: the text model, and the vision tower.
-VISION = {"tiny-VL": ("tiny", dict(depth=2, hidden_size=64, intermediate_size=128, num_heads=2, fullatt_block_indexes=[1])),
-          "7B-VL": ("7B", dict(depth=32, hidden_size=1280, intermediate_size=3420, num_heads=16))}
-IMAGE = {"tiny-VL": (56, 84), "7B-VL": (1008, 784)}            # pixels; a token is 28 x 28
-
-
-def make_model(shape: str, directory: Path) -> Path:
-    """config.json and random bf16 weights; made once, by whichever program comes first."""
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / shape
-    with FileLock(f"{path}.lock"):
-        if not path.exists():
-            write_model(shape, path)
-    return path
-
-
-def write_model(shape: str, path: Path) -> None:
-    """The end token is the last word, which is hardly ever sampled."""
-    text, tower = VISION.get(shape, (shape, None))
-    vocab_size, hidden, intermediate, layers, heads, kv_heads, tied = SHAPES[text]
-    config = AutoConfig.for_model(**{
-        "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "vocab_size": vocab_size, "eos_token_id": vocab_size - 1,
-        "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers, "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads, "tie_word_embeddings": tied, "max_position_embeddings": 32768,
-        **EXPERTS.get(shape, {})})
-    work = path.with_suffix(".tmp")
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
-    if tower:
-        config = with_tower(config, tower, work)
-    config.save_pretrained(work)
-    with torch.device("meta"):
-        model = auto_class(config).from_config(config, dtype=torch.bfloat16)
-    where = "cuda" if torch.cuda.is_available() else "cpu"
-
-    def weights():
-        for name, parameter in model.named_parameters():
-            value = torch.empty(parameter.shape, dtype=torch.bfloat16, device=where).normal_(0, 0.02)
-            yield name, value.fill_(1) if name.endswith("norm.weight") else value
-
-    write_safetensors(in_files(weights(), stacked(model)), work)
-    work.rename(path)
-
-
-def with_tower(text, tower: dict, directory: Path):
-    """The configuration of Qwen2.5-VL around a text model's, whose words are bytes. Writes its tokenizer and processor."""
-    words = make_tokenizer()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words.backend_tokenizer, eos_token=words.eos_token,
-                                        pad_token=words.pad_token, chat_template=CHAT_TEMPLATE, extra_special_tokens=TOKENS)
-    tokenizer.save_pretrained(directory)
-    image, video, start, end = tokenizer.convert_tokens_to_ids([*TOKENS.values()])
-    (directory / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "Qwen2VLImageProcessor"}))
-    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": text.eos_token_id}))
-    eighth = text.hidden_size // text.num_attention_heads // 16
-    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2 * eighth, 3 * eighth, 3 * eighth]}
-    return AutoConfig.for_model(
-        "qwen2_5_vl", text_config={**text.to_dict(), "model_type": "qwen2_5_vl_text", "rope_parameters": rope},
-        vision_config={**tower, "out_hidden_size": text.hidden_size}, image_token_id=image, video_token_id=video,
-        vision_start_token_id=start, vision_end_token_id=end, tie_word_embeddings=text.tie_word_embeddings,
-        architectures=["Qwen2_5_VLForConditionalGeneration"])
 
 
 def make_batch(seed: int, tokens: int, micro_batches: int, vocabulary: int, reader=None, size=None) -> Batch:
@@ -129,7 +50,7 @@ def make_batch(seed: int, tokens: int, micro_batches: int, vocabulary: int, read
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shape", choices=[*SHAPES, *VISION])
+    parser.add_argument("shape", choices=NAMES)
     parser.add_argument("settings", nargs="*", help="key=value")
     parser.add_argument("--models", type=Path, default=Path("/dev/shm/rankwise-models"))
     parser.add_argument("--micro-batches", type=int, default=4)

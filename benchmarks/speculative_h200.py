@@ -3,17 +3,14 @@
     python benchmarks/speculative_h200.py 0.5B [--ways plain ngram:4 mtp:1] [--responses 256] [--tokens 128] [key=value ...]
     python benchmarks/speculative_h200.py 0.5B --mtp DIR        a trained checkpoint and the demo's prompts instead
 
-A way is a drafter and the number of tokens that it drafts at once (suffix:8 needs arctic-inference). How much drafts help depends
-on how many are right, and random weights make none right. So the weights are made: words follow each other in circles of 16, a
-word goes on to the next with a probability that falls with the temperature, and the MTP layer knows the circles. Matrices have
-their sizes, so that a step takes as long as a trained model's. Prints a Markdown table: seconds and tokens per second for responses
+A way is a drafter and the number of tokens that it drafts at once (suffix:8 needs arctic-inference). benchmarks/shapes.py says what
+the weights are, and why drafts are right as often as they are. Prints a Markdown table: seconds and tokens per second for responses
 of equal lengths, of log-normal lengths (sigma 1) with the same mean, and of a few long ones; how many drafts were accepted, and how
 many responses are those of the first way to the last token.
 """
 
 import argparse
 import json
-import math
 import subprocess
 import sys
 import time
@@ -24,28 +21,25 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from omegaconf import OmegaConf
 from safetensors import safe_open
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from benchmarks.generation_profile import log_normal_lengths
-from benchmarks.sft_h200 import SHAPES
+from benchmarks.shapes import CIRCLE, MTP, make_model
 from config import load
-from engines import device, mtp
-from engines.checkpoint import write_safetensors
+from engines import device
 from engines.weights import weight_files
 from examples.arithmetic import make_rows
 from rollout import speculation
 from rollout.responses import Responses
 from rollout.vllm import Rollout
 
-CIRCLE, LIKELY = 16, 0.95           # words; the chance of the next one at temperature 1
 FEW = 16                            # long responses
 LONGEST = 6                         # times the mean, of log-normal lengths
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("shape", choices=[shape.removesuffix("-MTP") for shape in MTP])
     parser.add_argument("settings", nargs="*", help="key=value")
     parser.add_argument("--ways", nargs="+", default=["plain", "ngram:4", "mtp:1"])
     parser.add_argument("--responses", type=int, default=256)
@@ -57,7 +51,7 @@ def main():
     arguments = parser.parse_intermixed_args()
     if arguments.way:
         return measure(arguments)
-    arguments.mtp or make_model(arguments.shape, arguments.models)
+    arguments.mtp or make_model(f"{arguments.shape}-MTP", arguments.models)
     rows = []
     for way in arguments.ways:
         run = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--way", way], stdout=subprocess.PIPE, text=True)
@@ -75,53 +69,13 @@ def main():
               f"{row['accept_length']:.2f} | {same} of {len(row['responses'])} |")
 
 
-def make_model(shape: str, directory: Path) -> Path:
-    """config.json and weights as said above; made once."""
-    path = directory / f"{shape}-circles"
-    if path.exists():
-        return path
-    vocab_size, hidden, intermediate, layers, heads, kv_heads, _ = SHAPES[shape]
-    config = AutoConfig.for_model(
-        "mimo", vocab_size=vocab_size, eos_token_id=vocab_size - 1, hidden_size=hidden, intermediate_size=intermediate,
-        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads, num_nextn_predict_layers=1,
-        tie_word_embeddings=False, max_position_embeddings=32768, architectures=["MiMoForCausalLM"])
-    where = "cuda" if torch.cuda.is_available() else "cpu"
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        model.model.mtp_layers = nn.ModuleList([mtp.MiMoLayer(config)])
-    embedding = torch.randn(vocab_size, hidden, device=where)
-    words = torch.arange(vocab_size, device=where)
-    before = words - 1 + CIRCLE * (words % CIRCLE == 0) * (words + CIRCLE <= vocab_size)        # the last words have no circle
-    size = math.log(vocab_size * LIKELY / (1 - LIKELY))         # a logit; those of other words are about 0
-
-    def weights():
-        for name, parameter in model.named_parameters():
-            value = torch.empty(parameter.shape, device=where).normal_(0, 0.02)
-            if name.endswith("norm.weight"):
-                value.fill_(1)
-            elif name.endswith(("o_proj.weight", "down_proj.weight")):
-                value.zero_()
-            elif name.endswith("embed_tokens.weight"):
-                value = embedding
-            elif name == "lm_head.weight":
-                value = embedding[before] * size / hidden
-            elif name.endswith("input_proj.weight"):
-                value = torch.eye(hidden, 2 * hidden, device=where).roll(hidden, 1)
-            yield name, value.bfloat16()
-
-    path.mkdir(parents=True)
-    write_safetensors(weights(), path)
-    config.save_pretrained(path)
-    return path
-
-
 def measure(arguments) -> None:
     """One way, in this process; prints a JSON object for each row of the table."""
     name, _, number = arguments.way.partition(":")
     drafter = {"plain": [], "mtp": ["model.mtp.enable=true", "model.mtp.enable_rollout=true",
                                     f"model.mtp.num_speculative_tokens={number}"]}.get(
         name, [f"rollout.speculative={name}", f"rollout.num_speculative_tokens={number}"])
-    path = arguments.mtp or arguments.models / f"{arguments.shape}-circles"
+    path = arguments.mtp or arguments.models / f"{arguments.shape}-MTP"
     mean, longest, this_device = arguments.tokens, LONGEST * arguments.tokens, device.init()
     config = load("ppo.yaml", [
         f"model.path={path}", "data.train_files=none", "data.max_prompt_length=64", f"rollout.max_tokens={longest}",
@@ -132,7 +86,7 @@ def measure(arguments) -> None:
     rollout.update_weights(stored(path, this_device))
     rollout.wake("kv_cache")
     print(f"{arguments.way}: vLLM started in {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
-    prompts = [list(range(16 * i, 16 * i + 16)) for i in range(arguments.responses)]
+    prompts = [list(range(CIRCLE * i, CIRCLE * (i + 1))) for i in range(arguments.responses)]
     if arguments.mtp:
         tokenizer = AutoTokenizer.from_pretrained(path)
         prompts = [tokenizer.apply_chat_template(row["messages"][:1], add_generation_prompt=True, return_dict=False)

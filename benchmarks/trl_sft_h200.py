@@ -23,7 +23,8 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
-from benchmarks.sft_h200 import SHAPES, make_batch, make_model
+from benchmarks.sft_h200 import make_batch
+from benchmarks.shapes import SHAPES, make_model
 from config import load
 from data.packing import pack
 from engines import device

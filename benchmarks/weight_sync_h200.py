@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from omegaconf import OmegaConf
 
-from benchmarks.sft_h200 import SHAPES, make_model
+from benchmarks.shapes import SHAPES, make_model
 from config import load
 from engines import device
 from engines.megatron.engine import MegatronEngine

@@ -177,5 +177,7 @@ def update(llm, weights: list[tuple[str, Tensor]], device_type: str) -> None:
     if device_type == "cuda":
         model.load_weights(weights)
     else:
-        from vllm.model_executor.model_loader.reload.inplace import reload_weights
-        reload_weights(llm.llm_engine.vllm_config, model, iter(weights), None, is_checkpoint_format=True)
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+        initialize_layerwise_reload(model)          # a CPU's kernels keep weights in a layout of their own
+        model.load_weights(iter(weights))
+        finalize_layerwise_reload(model, llm.llm_engine.vllm_config.model_config)

@@ -50,6 +50,7 @@ SMOKES = {
 }
 NOT_RUN = {"trl_sft.py": "the peer: it needs TRL, in an environment of its own", "trl_grpo.py": "the same",
            "trl_sft_h200.py": "the same",
+           "shapes.py": "the models of the others",
            "even_words.py": "the reward of grpo_vs_trl.py, which runs it", "make_sft_data.py": "run by sft_vs_trl.py",
            "make_grpo_data.py": "run by grpo_vs_trl.py"}
 TORCHRUN = ("--standalone", "--nproc-per-node")
