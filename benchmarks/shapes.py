@@ -29,11 +29,12 @@ SHAPES = {      # vocabulary, hidden, intermediate, layers, heads, key-value hea
     "7B": (152064, 3584, 18944, 28, 28, 4, False),
     "32B": (152064, 5120, 27648, 64, 40, 8, False),
     "48B": (152064, 5120, 27648, 96, 40, 8, False),         # not Qwen's: 32B's layers, half as many again
-    "8B-A1B": (151936, 2048, 768, 12, 32, 4, False),        # 12 of the 48 layers of Qwen3-30B-A3B
+    "4B-A1B": (151936, 2048, 768, 6, 32, 4, False),         # 6 of the 48 layers of Qwen3-30B-A3B
+    "8B-A1B": (151936, 2048, 768, 12, 32, 4, False),        # 12 of them
 }
 # What makes another model of a shape of that name, or of that name without its end.
-EXPERTS = {"8B-A1B": dict(model_type="qwen3_moe", num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, head_dim=128,
-                          norm_topk_prob=True, architectures=["Qwen3MoeForCausalLM"])}
+EXPERTS = {shape: dict(model_type="qwen3_moe", num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, head_dim=128,
+                       norm_topk_prob=True, architectures=["Qwen3MoeForCausalLM"]) for shape in ("4B-A1B", "8B-A1B")}
 MTP = {f"{shape}-MTP": dict(model_type="mimo", num_nextn_predict_layers=1, tie_word_embeddings=False,
                             architectures=["MiMoForCausalLM"]) for shape in ("tiny", "0.5B", "1.5B", "7B")}
 VISION = {"tiny-VL": dict(depth=2, hidden_size=64, intermediate_size=128, num_heads=2, fullatt_block_indexes=[1]),
