@@ -35,6 +35,7 @@ from rollout.vllm import Rollout
 
 FEW = 16                            # long responses
 LONGEST = 6                         # times the mean, of log-normal lengths
+STARTED = "started\n"
 
 
 def main():
@@ -52,12 +53,22 @@ def main():
     if arguments.way:
         return measure(arguments)
     arguments.mtp or make_model(f"{arguments.shape}-MTP", arguments.models)
+    # Every way starts its own vLLM at the same time; then they generate in turn.
+    runs = {way: subprocess.Popen([sys.executable, __file__, *sys.argv[1:], "--way", way], stdin=subprocess.PIPE,
+                                  stdout=subprocess.PIPE, text=True) for way in arguments.ways}
     rows = []
-    for way in arguments.ways:
-        run = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--way", way], stdout=subprocess.PIPE, text=True)
-        if run.returncode:
-            sys.exit(f"{way} failed:\n{run.stdout}")
-        rows += [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+    try:
+        for way, run in runs.items():
+            if STARTED not in run.stdout:           # reads up to that line
+                sys.exit(f"{way} failed")
+        for way, run in runs.items():
+            said = run.communicate(input="generate\n")[0]
+            if run.returncode:
+                sys.exit(f"{way} failed:\n{said}")
+            rows += [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+    finally:
+        for run in runs.values():
+            run.kill()
     print("| shape | drafts | temperature | responses x tokens | s | tokens/s | speed | accepted | tokens per step | the same |")
     print("|---|---|---|---|---|---|---|---|---|---|")
     firsts = {(row["temperature"], row["lengths"]): row for row in rows if row["way"] == arguments.ways[0]}
@@ -79,7 +90,8 @@ def measure(arguments) -> None:
     mean, longest, this_device = arguments.tokens, LONGEST * arguments.tokens, device.init()
     config = load("ppo.yaml", [
         f"model.path={path}", "data.train_files=none", "data.max_prompt_length=64", f"rollout.max_tokens={longest}",
-        f"validation.max_tokens={longest}", f"rollout.max_num_seqs={arguments.responses}", *drafter, *arguments.settings])
+        f"validation.max_tokens={longest}", f"rollout.max_num_seqs={arguments.responses}", "rollout.kv_cache_gib=8",
+        "rollout.gpu_memory_utilization=0.2", *drafter, *arguments.settings])
     start = time.perf_counter()
     rollout = Rollout(config, this_device)
     rollout.wake("weights")
@@ -103,6 +115,8 @@ def measure(arguments) -> None:
         return time.perf_counter() - start, responses
 
     generate([8] * len(prompts), 1.0)                           # compiles what is compiled at first use
+    print(STARTED, end="", flush=True)
+    sys.stdin.readline()
     for temperature in arguments.temperatures:
         for limits, lengths in (([mean] * len(prompts), "equal"),
                                 (log_normal_lengths(len(prompts), mean, longest), "log-normal"),
