@@ -1,4 +1,4 @@
-"""Causal attention over sequences laid end to end: in one kernel of an accelerator, or one after another; on one rank, or divided
+"""Attention over sequences laid end to end: in one kernel of an accelerator, or one after another; on one rank, or divided
 over ranks that gather each other's keys and values."""
 
 import inspect
@@ -18,18 +18,19 @@ from engines.collectives import GatherAll
 GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, longest_q: int, longest_k: int,
-                     scale: float | None, window: int = 0) -> Tensor:
+def by_kernel(query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, longest_q: int, longest_k: int,
+              scale: float | None, window: int = 0, causal: bool = True) -> Tensor:
     """query [T, heads, dim], key and value [T', kv_heads, dim], of a half-precision dtype -> [T, heads, dim].
 
     cu_q, cu_k [n+1] int32: where the segments of queries and keys begin; each segment's last query sees its last key.
-    longest_*: the longest segment, or more. window: how many keys a query sees, itself included; 0: all
+    longest_*: the longest segment, or more. window: how many keys a query sees, itself included; 0: all before it, and if not
+    causal, all of its segment
     """
     width = value.shape[-1]
     if width != query.shape[-1]:
         value = F.pad(value, (0, query.shape[-1] - width))      # the kernel has one size for keys and values
     return varlen_attn(query.contiguous(), key.contiguous(), value.contiguous(), cu_q, cu_k, longest_q, longest_k, scale=scale,
-                       window_size=(window - 1, 0), **GROUPED)[..., :width]
+                       window_size=(window - 1, 0) if causal else (-1, -1), **GROUPED)[..., :width]
 
 
 def by_segment(query: Tensor, key: Tensor, value: Tensor, segments: Iterable[tuple[int, int, int, int]], scale: float | None,
@@ -117,7 +118,7 @@ class Zigzag:
         if query.is_cuda and query.dtype != torch.float32 and query.shape[1] == 1 and not softcap and sinks is None:
             cu_q, cu_k, longest_q, longest_k, seen = self._of_kernel
             k, v = (x[:, 0] if seen is None else x[:, 0].index_select(0, seen) for x in (key, value))
-            return causal_attention(query[:, 0], k, v, cu_q, cu_k, longest_q, longest_k, scale, window)[:, None]
+            return by_kernel(query[:, 0], k, v, cu_q, cu_k, longest_q, longest_k, scale, window)[:, None]
         return by_segment(query, key, value, self.segments, scale, window, softcap, sinks)
 
     def _in_order(self, x: Tensor) -> Tensor:

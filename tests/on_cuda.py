@@ -11,7 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
+from engines.fsdp.attention import WINDOWS
 from tests.fsdp_worker import CASES as FSDP_CASES
 from tests.launch import launch
 from tests.megatron_worker import BF16, CASES, LORA, SAVED_AT
@@ -113,6 +116,28 @@ def test_other_families_answer_and_train_as_on_a_cpu(fsdp, family, form):
     loss, _ = plain_loss(plain(folder / family), make_batch(0))
     print(f"\n{family} {form} {(asked - want).abs().max():.1e}")
     assert (asked - want).abs().max() < 1e-4 and worst([results["foreign"][f"{family} {form}"]["loss"]], [loss.item()]) < BOUND
+
+
+@pytest.mark.parametrize("attention", ["sdpa", WINDOWS])
+def test_a_vision_tower_in_bf16_answers_as_in_fp32_and_so_do_its_gradients(attention):
+    """With heads of 80 dimensions and several images, in windows of other sizes. sdpa, window by window, shows what bf16 makes of it."""
+    shape = dict(depth=3, hidden_size=160, intermediate_size=320, num_heads=2, fullatt_block_indexes=[1], out_hidden_size=64)
+    torch.manual_seed(0)
+    tower, grid = Qwen2_5_VisionTransformerPretrainedModel(Qwen2_5_VLVisionConfig(**shape)), torch.tensor([[1, 16, 26], [1, 8, 8]])
+    pixels = torch.randn(int(grid.prod(1).sum()), 3 * 2 * 14 * 14)
+
+    def answers(tower, pixels):
+        tower.zero_grad()
+        out = tower(pixels, grid.to(pixels.device)).pooler_output.float()
+        out.square().mean().backward()
+        return out.detach().cpu(), {name: p.grad.float().cpu() for name, p in tower.named_parameters()}
+
+    want, gradients = answers(tower, pixels)
+    tower.config._attn_implementation = attention
+    got, rounded = answers(tower.to("cuda", torch.bfloat16), pixels.to("cuda", torch.bfloat16))
+    error, largest = ((got - want).norm() / want.norm()).item(), max(distance(rounded[name], x) for name, x in gradients.items())
+    print(f"\ntower {attention} {error:.1e} gradients {largest:.1e}")
+    assert error < ROUNDED_BOUND and largest < 10 * ROUNDED_BOUND
 
 
 # -- Megatron ----------------------------------------------------------------------------------------------------------

@@ -1,17 +1,22 @@
-"""Causal attention for Hugging Face models, packed or padded, with sequences that ranks share by heads (Ulysses) or by tokens.
+"""Causal attention for Hugging Face models, packed or padded, with sequences that ranks share by heads (Ulysses) or by tokens; and
+that of vision towers.
 
-Importing this file registers the attention implementations "packed" and "padded" with transformers. The layout of packed
-sequences (where they begin, which ranks share them) reaches the former as the model's keyword argument `packing`.
+Importing this file registers the attention implementations "packed", "padded" and WINDOWS with transformers. The layout of packed
+sequences (where they begin, which ranks share them) reaches the first as the model's keyword argument `packing`.
 """
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -19,11 +24,12 @@ from transformers.masking_utils import sdpa_mask
 from config import InputError
 from engines.collectives import AllToAll
 from engines.device import to_device
-from engines.varlen import Zigzag, by_segment, causal_attention, explicit_attention
+from engines.varlen import Zigzag, by_kernel, by_segment, explicit_attention
 
 # Arguments that models pass to their attention and that mean nothing to it.
 HARMLESS = {"position_ids", "use_cache", "cache_position", "output_attentions", "is_causal"}
 WINDOW = "only a mask limits its attention to a window"
+WINDOWS = "windows_flash"           # of FlashAttention's arguments
 
 
 @dataclass
@@ -86,8 +92,7 @@ def whole_sequences(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: 
                     sinks: Tensor | None) -> Tensor:
     """[T, heads, dim] of all tokens -> the same."""
     if q.is_cuda and q.dtype != torch.float32 and not softcap and sinks is None:
-        return causal_attention(q, k, v, packing.cu_seqlens, packing.cu_seqlens, packing.max_length, packing.max_length,
-                                scaling, window)
+        return by_kernel(q, k, v, packing.cu_seqlens, packing.cu_seqlens, packing.max_length, packing.max_length, scaling, window)
     return by_sequence(q, k, v, packing, scaling, window, softcap, sinks)   # there is no such kernel
 
 
@@ -114,6 +119,49 @@ def padded_attention(module, query: Tensor, key: Tensor, value: Tensor, attentio
     length = query.shape[2]
     seen = torch.ones(length, length, dtype=torch.bool, device=query.device).tril() if attention_mask is None else attention_mask
     return explicit_attention(query, key, value, seen, others.get("scaling"), softcap, s_aux).transpose(1, 2), None
+
+
+def windows_attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *, cu_seq_lens_q: Tensor,
+                      max_length_q: int, scaling: float | None = None, dropout: float = 0.0, is_causal: bool = False,
+                      cu_seq_lens_k: Tensor | None = None, max_length_k: int | None = None, packing: Packing | None = None,
+                      **others) -> tuple[Tensor, None]:
+    """Attention of all to all inside each image, or each window of one, for vision towers: query, key and value
+    [1, heads, T, dim] -> [1, T, heads, dim]; cu_seq_lens_q [n+1] int32: where windows begin. packing is the text's."""
+    refuse(dropout, others | {"a mask": attention_mask, "is_causal=True": is_causal or None})
+    if query.is_cuda and query.dtype != torch.float32:
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        return by_kernel(q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scaling, causal=False)[None], None
+    windows = zip(*(x.split(cu_seq_lens_q.diff().tolist(), dim=2) for x in (query, key, value)))
+    return torch.cat([F.scaled_dot_product_attention(q, k, v, scale=scaling) for q, k, v in windows], 2).transpose(1, 2), None
+
+
+def of_towers(hf: nn.Module) -> list:
+    """The configurations of what images go through, where all attention is told where windows begin if it is called flash. Else
+    transformers calls it window by window: hundreds of times in every layer."""
+    text, told = {*hf.get_decoder().modules()}, {}
+    for module in hf.modules():
+        if module not in text and hasattr(module, "is_causal"):
+            knows = "cu_seqlens" in inspect.signature(module.forward).parameters
+            told.setdefault(id(module.config), (module.config, []))[1].append(knows)
+    return [config for config, knows in told.values() if all(knows)]
+
+
+def attend(hf: nn.Module, attention: str) -> None:
+    """Give a model's layers this implementation of attention; those of its vision tower windows_attention or, with "eager", what
+    transformers has for them."""
+    hf.get_decoder().set_attn_implementation(attention)
+    for config in of_towers(hf):
+        config._attn_implementation = "sdpa" if attention == "eager" else WINDOWS       # the method knows its own flash names alone
+
+
+@contextmanager
+def attending(hf: nn.Module, attention: str) -> Iterator[None]:
+    before = hf.get_decoder().config._attn_implementation
+    attend(hf, attention)
+    try:
+        yield
+    finally:
+        attend(hf, before)
 
 
 def refuse(dropout: float, others: dict) -> None:
@@ -147,3 +195,5 @@ AttentionInterface.register("packed", packed_attention)
 AttentionMaskInterface.register("packed", window_of)
 AttentionInterface.register("padded", padded_attention)
 AttentionMaskInterface.register("padded", sdpa_mask)
+AttentionInterface.register(WINDOWS, windows_attention)
+AttentionMaskInterface.register(WINDOWS, sdpa_mask)

@@ -35,7 +35,7 @@ from engines.base import Engine, LossFn, check_batch_size, check_cap, fixed_cp, 
 from engines.collectives import groups_of
 from engines.device import to_device
 from engines.fsdp import images, shapes
-from engines.fsdp.attention import Packing
+from engines.fsdp.attention import Packing, attend, attending
 from engines.fsdp.recurrence import Bounds, recurrent_layers
 from engines.heads import LogProbHead, ValueHead
 from engines.hf import (
@@ -194,7 +194,7 @@ class FSDPEngine(Engine):
         self._onload("parameters")
         answers = torch.zeros(self.head.num_outputs, len(batch.input_ids), device=self.device)
         self.model.eval()
-        with self._attending("eager"):
+        with attending(self.hf, "eager"):
             for start, each in zip(batch.cu_seqlens.tolist(), batch.split([1] * len(batch))):
                 ids, before = each.input_ids.to(self.device), torch.arange(len(each.input_ids) - 1, device=self.device)
                 given = {"input_ids": ids[None], "position_ids": torch.arange(len(ids), device=self.device)[None]}
@@ -206,17 +206,8 @@ class FSDPEngine(Engine):
         return answers
 
     @contextmanager
-    def _attending(self, attention: str) -> Iterator[None]:
-        before = self.hf.get_decoder().config._attn_implementation
-        self.hf.get_decoder().set_attn_implementation(attention)
-        try:
-            yield
-        finally:
-            self.hf.get_decoder().set_attn_implementation(before)
-
-    @contextmanager
     def padded(self) -> Iterator[None]:
-        with super().padded(), self._attending(plain_attention(self.hf)):
+        with super().padded(), attending(self.hf, plain_attention(self.hf)):
             yield
 
     def layers(self) -> list[list[tuple[int, nn.Module]]]:
@@ -380,7 +371,7 @@ def build(config: DictConfig, critic: bool) -> tuple[nn.Module, list[nn.Module]]
                        getattr(torch, engine.compute_dtype if settings.rank else engine.param_dtype), critic,
                        images=config.model.images)
     divided = engine.use_remove_padding or shares_sequences(engine)
-    hf.get_decoder().set_attn_implementation("packed" if divided else plain_attention(hf))
+    attend(hf, "packed" if divided else plain_attention(hf))
     hf.get_decoder().config.output_router_logits = False           # which experts.Routers notes
     freeze.apply(config, hf, critic)
     return hf, lora.inject(hf, settings, critic) if settings.rank else []
