@@ -120,7 +120,7 @@ def test_other_families_answer_and_train_as_on_a_cpu(fsdp, family, form):
 
 @pytest.mark.parametrize("attention", ["sdpa", WINDOWS])
 def test_a_vision_tower_in_bf16_answers_as_in_fp32_and_so_do_its_gradients(attention):
-    """With heads of 80 dimensions and several images, in windows of other sizes. sdpa, window by window, shows what bf16 makes of it."""
+    """Heads of 80 dimensions, several images, windows of other sizes. sdpa, window by window, shows what bf16 makes of it."""
     shape = dict(depth=3, hidden_size=160, intermediate_size=320, num_heads=2, fullatt_block_indexes=[1], out_hidden_size=64)
     torch.manual_seed(0)
     tower, grid = Qwen2_5_VisionTransformerPretrainedModel(Qwen2_5_VLVisionConfig(**shape)), torch.tensor([[1, 16, 26], [1, 8, 8]])
