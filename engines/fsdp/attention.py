@@ -146,22 +146,16 @@ def of_towers(hf: nn.Module) -> list:
     return [config for config, knows in told.values() if all(knows)]
 
 
-def attend(hf: nn.Module, attention: str) -> None:
-    """Give a model's layers this implementation of attention; those of its vision tower windows_attention or, with "eager", what
-    transformers has for them."""
-    hf.get_decoder().set_attn_implementation(attention)
-    for config in of_towers(hf):
-        config._attn_implementation = "sdpa" if attention == "eager" else WINDOWS       # the method knows its own flash names alone
-
-
 @contextmanager
 def attending(hf: nn.Module, attention: str) -> Iterator[None]:
-    before = hf.get_decoder().config._attn_implementation
-    attend(hf, attention)
+    """Meanwhile layers of the text model have this implementation of attention."""
+    decoder = hf.get_decoder()
+    before = decoder.config._attn_implementation
+    decoder.set_attn_implementation(attention)
     try:
         yield
     finally:
-        attend(hf, before)
+        decoder.set_attn_implementation(before)
 
 
 def refuse(dropout: float, others: dict) -> None:

@@ -35,7 +35,7 @@ from engines.base import Engine, LossFn, check_batch_size, check_cap, fixed_cp, 
 from engines.collectives import groups_of
 from engines.device import to_device
 from engines.fsdp import images, shapes
-from engines.fsdp.attention import Packing, attend, attending
+from engines.fsdp.attention import WINDOWS, Packing, attending, of_towers
 from engines.fsdp.recurrence import Bounds, recurrent_layers
 from engines.heads import LogProbHead, ValueHead
 from engines.hf import (
@@ -371,7 +371,10 @@ def build(config: DictConfig, critic: bool) -> tuple[nn.Module, list[nn.Module]]
                        getattr(torch, engine.compute_dtype if settings.rank else engine.param_dtype), critic,
                        images=config.model.images)
     divided = engine.use_remove_padding or shares_sequences(engine)
-    attend(hf, "packed" if divided else plain_attention(hf))
+    hf.get_decoder().set_attn_implementation("packed" if divided else plain_attention(hf))
+    for tower in of_towers(hf):
+        tower._attn_implementation = WINDOWS        # set_attn_implementation() looks for a kernel of that name
+    images.multiply_patches(hf)
     hf.get_decoder().config.output_router_logits = False           # which experts.Routers notes
     freeze.apply(config, hf, critic)
     return hf, lora.inject(hf, settings, critic) if settings.rank else []
