@@ -66,7 +66,7 @@ class Reader:
 
     def tensors(self, images: list[np.ndarray]) -> dict[str, Tensor]:
         """What the model is given of these uint8 images [height, width, 3], one or more."""
-        said = self.processor(images=images, return_tensors="pt")
+        said = self.processor(images=[np.array(image) for image in images], return_tensors="pt")      # torch wants to write
         return {name: tensor for name, tensor in said.items() if name not in self.dropped | OWN | {*self.of_tokens}}
 
     def token_types(self, ids: list[list[int]]) -> Tensor:
