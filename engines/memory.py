@@ -1,7 +1,9 @@
 """Estimate of the memory that one rank takes, from shapes alone, and what vLLM does with its share."""
 
+import math
 import re
 from collections import defaultdict
+from collections.abc import Callable
 
 import torch
 from omegaconf import DictConfig
@@ -9,11 +11,11 @@ from torch import nn
 
 from data.processor import Reader
 from engines import freeze, mtp
-from engines.base import fixed_cp
+from engines.base import fixed_cp, follows_batch
 from engines.experts import stacks
 from engines.fsdp import images
-from engines.fsdp.engine import build, is_replicated, is_sharded, uses_compile
-from engines.hf import attention_widths, build_on_meta, head_dim, read_hf_config, stages_of_layers, whole_modules
+from engines.fsdp.engine import build, is_replicated, is_sharded, is_zigzag, uses_compile
+from engines.hf import attention_widths, build_on_meta, head_dim, longest_sequence, read_hf_config, stages_of_layers, whole_modules
 from engines.lora import inject
 from engines.optimizer import OPTIMIZERS
 
@@ -94,7 +96,8 @@ def estimate(config: DictConfig, world_size: int, device_type: str, role: str = 
         at_once = shape.num_experts_per_tok
         intermediate = at_once * (getattr(shape, "moe_intermediate_size", None) or intermediate)
     q, kv = attention_widths(shape)
-    in_one_layer = (4 * hidden + 3 * q + 3 * kv + 3 * intermediate + 2 * at_once * hidden) * compute
+    num_keys = keys_per_token(config, world_size, lambda size: is_zigzag(engine, shape, size))
+    in_one_layer = (4 * hidden + 3 * q + (1 + 2 * num_keys) * kv + 3 * intermediate + 2 * at_once * hidden) * compute
     compiled = uses_compile(engine, device_type)
     if not compiled:
         in_one_layer += 2 * hidden * (4 + 4) + intermediate * compute
@@ -113,6 +116,16 @@ def estimate(config: DictConfig, world_size: int, device_type: str, role: str = 
             "activations": tokens * kept, **({"activations of images": tokens * in_tower} if config.model.images else {}),
             "logits of a chunk": logits,
             "gradient of the output matrix": num_outputs * hidden * 4 * hf.get_output_embeddings().weight.requires_grad}
+
+
+def keys_per_token(config: DictConfig, num_ranks: int, gathers: Callable[[int], bool]) -> float:
+    """For each token of a rank, the tokens whose keys and values it keeps: where a group of that size gathers them those of all its
+    ranks, and half a token's more for two chunks that see the same ones."""
+    size = fixed_cp(config.engine)
+    if follows_batch(config.engine):            # as many as the longest sequence needs
+        needed = math.ceil(longest_sequence(config)[0] / config.data.max_tokens_per_micro_batch)
+        size = 1 << min((needed - 1).bit_length(), num_ranks.bit_length() - 1)
+    return size + 0.5 if size > 1 and gathers(size) else 1
 
 
 def root_and_layer(parameters: list[nn.Parameter], layers: list[nn.Module]) -> tuple[int, int]:
@@ -162,7 +175,8 @@ def estimate_megatron(config: DictConfig, world_size: int, device_type: str, rol
     sp = tp if engine.sequence_parallel else 1
     in_expert = getattr(shape, "moe_intermediate_size", intermediate)
     in_mlp = topk * (2 * hidden + 4 * in_expert) / sp if topk else 3 * intermediate / tp
-    in_layer = tokens * compute * (4 * hidden / sp + 3 * (q + kv) / tp + in_mlp)
+    num_keys = keys_per_token(config, world_size // (tp * pp), lambda size: True)
+    in_layer = tokens * compute * (4 * hidden / sp + (3 * q + (1 + 2 * num_keys) * kv) / tp + in_mlp)
     stages, chunks = [], torch.arange(num_layers).split(stages_of_layers(num_layers, pp * vpp))
     for stage in range(pp):
         last, held = stage == pp - 1, {*torch.cat(chunks[stage::pp]).tolist()}

@@ -1121,6 +1121,22 @@ def test_dry_run_counts_the_experts_that_a_token_goes_to(folder, tmp_path):
     assert (many["activations"] - few["activations"]) * GIB == pytest.approx(tokens * added)
 
 
+def test_dry_run_counts_keys_and_values_that_ranks_gather(folder):
+    """With as many ranks as the longest sequence needs, where these have no heads of their own; models of three layers in bf16."""
+    def kept(family, size, *pairs):
+        settings = config(folder, f"model.path={folder / family}", "data.max_tokens_per_micro_batch=1024", "data.max_length=4000",
+                          f"engine.context_parallel_size={size}", *pairs)
+        tokens = 1024 / (1 if size == "auto" else size)
+        return {world: estimates(settings, world, "cuda")[0]["activations"] * GIB / tokens / (3 * 2) for world in (2, 8)}
+
+    width, megatron = 3 * 16, "model_engine=megatron"           # of keys
+    alone, two, auto = (kept("three_heads", size)[8] for size in (1, 2, "auto"))
+    assert two - alone == pytest.approx(2 * 1.5 * width) and auto - alone == pytest.approx(2 * 3.5 * width), "four of eight ranks"
+    assert kept("three_heads", "auto")[2] == pytest.approx(two), "there are no more"
+    assert kept("llama", 2)[8] == pytest.approx(kept("llama", 1)[8]), "Ulysses"
+    assert kept("llama", "auto", megatron)[8] > kept("llama", 2, megatron)[8] > kept("llama", 1, megatron)[8]
+
+
 def test_flops_of_a_mixture_are_of_the_experts_that_a_token_goes_to(folder):
     mixture, hybrid = (read_hf_config(folder / family) for family in ("qwen3_moe", "bamba"))
     layers, _, attention = count_flops(build_on_meta(mixture, torch.float32), mixture)
