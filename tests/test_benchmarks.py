@@ -101,7 +101,7 @@ def test_every_benchmark_is_run_or_has_a_reason():
 
 
 @pytest.mark.parametrize("name, gpus", [("sft_h200.sh", 1), ("sft_h200.sh", 2), ("ppo_h200.sh", 1), ("ppo_h200.sh", 2),
-                                        ("megatron_h200.sh", 2), ("lora_h200.sh", 1), ("images_h200.sh", 1), ("mtp_h200.sh", 1),
+                                        ("megatron_h200.sh", 2), ("images_h200.sh", 1), ("mtp_h200.sh", 1),
                                         ("experts_h200.sh", 1)])
 def test_the_commands_of_a_shell_script_fit_the_configuration(name, gpus):
     """They need GPUs, so they are printed instead, and their settings are loaded."""
