@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from safetensors.torch import load_file
+from torch import nn
 from transformers import AutoConfig, AutoTokenizer
 
 import job
@@ -28,10 +29,11 @@ from data.processor import Pictures, Reader, load_processor
 from data.prompts import PromptDataset, tokenize_prompts
 from engines.build import engine_class
 from engines.fsdp import images
+from engines.fsdp.attention import WINDOWS, of_towers
 from engines.fsdp.engine import build
 from engines.hf import auto_class
 from engines.memory import estimates
-from tests.images_worker import CASES, LR, STEPS
+from tests.images_worker import CASES, LR, STEPS, Case, configure
 from tests.launch import launch, run
 from tests.models import OF_IMAGES, make_image_model, make_model
 
@@ -151,6 +153,26 @@ def test_training_equals_a_plain_loop(results, folder, world, name):
     assert [step["loss"] for step in result["steps"]] == pytest.approx(losses, rel=2e-6)
     assert [step["grad_norm"] for step in result["steps"]] == pytest.approx(norms, rel=1e-4)
     assert losses[-1] < 0.95 * losses[0]
+
+
+@pytest.mark.parametrize("family", OF_IMAGES)
+def test_attention_of_a_tower_takes_all_windows_at_once(folder, family):
+    """Where it is told of windows: towers of Gemma 3 and LLaVA have rows of images."""
+    hf, _ = build(configure(folder, Case(family)), critic=False)
+    assert [tower._attn_implementation for tower in of_towers(hf)] == [WINDOWS] * family.startswith("qwen")
+
+
+def test_patches_are_multiplied_and_whole_images_convolved():
+    kinds = [(nn.Conv3d(3, 8, (2, 4, 4), (2, 4, 4), bias=False), (5, 3, 2, 4, 4)), (nn.Conv2d(3, 8, 4, 4), (5, 3, 4, 4)),
+             (nn.Conv2d(3, 8, 4, 4), (2, 3, 8, 12)), (nn.Conv2d(3, 8, 3, padding=1), (2, 3, 3, 3))]
+    for conv, shape in kinds:
+        x = torch.randn(shape)
+        want = conv(x)
+        images.multiply_patches(nn.ModuleList([conv]))
+        got = conv(x)
+        assert torch.allclose(got, want, atol=1e-6) and got.shape == want.shape
+        # What autograd will do tells which of them it was.
+        assert ("Convolution" in got.grad_fn.name()) is (shape[0] == 2)
 
 
 @pytest.mark.parametrize("world, name", EVERY)
