@@ -96,7 +96,7 @@ def estimate(config: DictConfig, world_size: int, device_type: str, role: str = 
         at_once = shape.num_experts_per_tok
         intermediate = at_once * (getattr(shape, "moe_intermediate_size", None) or intermediate)
     q, kv = attention_widths(shape)
-    num_keys = keys_per_token(config, world_size, lambda size: is_zigzag(engine, shape, size))
+    num_keys = keys_per_token(config, shape, world_size, lambda size: is_zigzag(engine, shape, size))
     in_one_layer = (4 * hidden + 3 * q + (1 + 2 * num_keys) * kv + 3 * intermediate + 2 * at_once * hidden) * compute
     compiled = uses_compile(engine, device_type)
     if not compiled:
@@ -118,14 +118,17 @@ def estimate(config: DictConfig, world_size: int, device_type: str, role: str = 
             "gradient of the output matrix": num_outputs * hidden * 4 * hf.get_output_embeddings().weight.requires_grad}
 
 
-def keys_per_token(config: DictConfig, num_ranks: int, gathers: Callable[[int], bool]) -> float:
-    """For each token of a rank, the tokens whose keys and values it keeps: where a group of that size gathers them those of all its
-    ranks, and half a token's more for two chunks that see the same ones."""
+def keys_per_token(config: DictConfig, shape, num_ranks: int, gathers: Callable[[int], bool]) -> float:
+    """How many tokens' keys and values a rank keeps for each token of its own. In a group that gathers them: those of all its
+    ranks, and half a token's more, since both of a rank's chunks keep the first ones. In another: more than one where heads are
+    repeated."""
     size = fixed_cp(config.engine)
     if follows_batch(config.engine):            # as many as the longest sequence needs
         needed = math.ceil(longest_sequence(config)[0] / config.data.max_tokens_per_micro_batch)
         size = 1 << min((needed - 1).bit_length(), num_ranks.bit_length() - 1)
-    return size + 0.5 if size > 1 and gathers(size) else 1
+    if size > 1 and gathers(size):
+        return size + 0.5
+    return max(1, size * head_dim(shape) / attention_widths(shape)[1])
 
 
 def root_and_layer(parameters: list[nn.Parameter], layers: list[nn.Module]) -> tuple[int, int]:
@@ -175,7 +178,7 @@ def estimate_megatron(config: DictConfig, world_size: int, device_type: str, rol
     sp = tp if engine.sequence_parallel else 1
     in_expert = getattr(shape, "moe_intermediate_size", intermediate)
     in_mlp = topk * (2 * hidden + 4 * in_expert) / sp if topk else 3 * intermediate / tp
-    num_keys = keys_per_token(config, world_size // (tp * pp), lambda size: True)
+    num_keys = keys_per_token(config, shape, world_size // (tp * pp), lambda size: True)
     in_layer = tokens * compute * (4 * hidden / sp + (3 * q + (1 + 2 * num_keys) * kv) / tp + in_mlp)
     stages, chunks = [], torch.arange(num_layers).split(stages_of_layers(num_layers, pp * vpp))
     for stage in range(pp):

@@ -23,8 +23,8 @@ def by_kernel(query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Ten
     """query [T, heads, dim], key and value [T', kv_heads, dim], of a half-precision dtype -> [T, heads, dim].
 
     cu_q, cu_k [n+1] int32: where the segments of queries and keys begin; each segment's last query sees its last key.
-    longest_*: the longest segment, or more. window: how many keys a query sees, itself included; 0: all before it, and if not
-    causal, all of its segment
+    longest_*: the longest segment, or more. window: how many keys a query sees, itself included; 0: all before it. If not causal,
+    a query sees all of its segment.
     """
     width = value.shape[-1]
     if width != query.shape[-1]:

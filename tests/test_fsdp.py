@@ -1133,7 +1133,8 @@ def test_dry_run_counts_keys_and_values_that_ranks_gather(folder):
     alone, two, auto = (kept("three_heads", size)[8] for size in (1, 2, "auto"))
     assert two - alone == pytest.approx(2 * 1.5 * width) and auto - alone == pytest.approx(2 * 3.5 * width), "four of eight ranks"
     assert kept("three_heads", "auto")[2] == pytest.approx(two), "there are no more"
-    assert kept("llama", 2)[8] == pytest.approx(kept("llama", 1)[8]), "Ulysses"
+    one, two, four = (kept("llama", size)[8] for size in (1, 2, 4))
+    assert two == pytest.approx(one) and four - one == pytest.approx(2 * 16), "Ulysses repeats two heads for four ranks"
     assert kept("llama", "auto", megatron)[8] > kept("llama", 2, megatron)[8] > kept("llama", 1, megatron)[8]
 
 

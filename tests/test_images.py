@@ -163,7 +163,8 @@ def test_attention_of_a_tower_takes_all_windows_at_once(folder, family):
 
 
 def test_patches_are_multiplied_and_whole_images_convolved():
-    kinds = [(nn.Conv3d(3, 8, (2, 4, 4), (2, 4, 4), bias=False), (5, 3, 2, 4, 4)), (nn.Conv2d(3, 8, 4, 4), (5, 3, 4, 4)),
+    kinds = [(nn.Conv3d(3, 8, (2, 4, 4), (2, 4, 4), bias=False), (5, 3, 2, 4, 4)),
+             (nn.Conv2d(3, 8, 4, 4, padding="valid"), (5, 3, 4, 4)),
              (nn.Conv2d(3, 8, 4, 4), (2, 3, 8, 12)), (nn.Conv2d(3, 8, 3, padding=1), (2, 3, 3, 3))]
     for conv, shape in kinds:
         x = torch.randn(shape)

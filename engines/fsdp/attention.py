@@ -29,7 +29,7 @@ from engines.varlen import Zigzag, by_kernel, by_segment, explicit_attention
 # Arguments that models pass to their attention and that mean nothing to it.
 HARMLESS = {"position_ids", "use_cache", "cache_position", "output_attentions", "is_causal"}
 WINDOW = "only a mask limits its attention to a window"
-WINDOWS = "windows_flash"           # of FlashAttention's arguments
+WINDOWS = "windows_flash"           # transformers says where windows begin to implementations with "flash" in their name alone
 
 
 @dataclass
@@ -132,17 +132,20 @@ def windows_attention(module, query: Tensor, key: Tensor, value: Tensor, attenti
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         return by_kernel(q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scaling, causal=False)[None], None
     windows = zip(*(x.split(cu_seq_lens_q.diff().tolist(), dim=2) for x in (query, key, value)))
-    return torch.cat([F.scaled_dot_product_attention(q, k, v, scale=scaling) for q, k, v in windows], 2).transpose(1, 2), None
+    grouped = query.shape[1] != key.shape[1]
+    attended = [F.scaled_dot_product_attention(q, k, v, scale=scaling, enable_gqa=grouped) for q, k, v in windows]
+    return torch.cat(attended, 2).transpose(1, 2), None
 
 
 def of_towers(hf: nn.Module) -> list:
-    """The configurations of what images go through, where all attention is told where windows begin if it is called flash. Else
-    transformers calls it window by window: hundreds of times in every layer."""
+    """The configurations of vision towers whose attention always takes `cu_seqlens`. With WINDOWS transformers calls that once in a
+    layer, and with any implementation of another name once for each window, which are hundreds."""
     text, told = {*hf.get_decoder().modules()}, {}
     for module in hf.modules():
         if module not in text and hasattr(module, "is_causal"):
-            knows = "cu_seqlens" in inspect.signature(module.forward).parameters
-            told.setdefault(id(module.config), (module.config, []))[1].append(knows)
+            windows = inspect.signature(module.forward).parameters.get("cu_seqlens")
+            told.setdefault(id(module.config), (module.config, []))[1].append(
+                windows is not None and windows.default is windows.empty and not module.is_causal)
     return [config for config, knows in told.values() if all(knows)]
 
 

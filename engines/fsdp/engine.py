@@ -373,7 +373,7 @@ def build(config: DictConfig, critic: bool) -> tuple[nn.Module, list[nn.Module]]
     divided = engine.use_remove_padding or shares_sequences(engine)
     hf.get_decoder().set_attn_implementation("packed" if divided else plain_attention(hf))
     for tower in of_towers(hf):
-        tower._attn_implementation = WINDOWS        # set_attn_implementation() looks for a kernel of that name
+        tower._attn_implementation = WINDOWS        # set_attn_implementation() would look for a package
     images.multiply_patches(hf)
     hf.get_decoder().config.output_router_logits = False           # which experts.Routers notes
     freeze.apply(config, hf, critic)

@@ -35,11 +35,11 @@ def products(hf: nn.Module, reader: Reader) -> dict[nn.Parameter, float]:
     outside = {*hf.get_decoder().parameters(), *hf.get_input_embeddings().parameters(), *hf.get_output_embeddings().parameters()}
     matrices = [p for name, p in hf.named_parameters() if p not in outside and p.ndim > 1 and not name.endswith("bias")]
     in_layers = {p for layer in whole_modules(hf, hf) for p in layer.parameters()}
-    in_patch = next(p for p in matrices if p.ndim > 2)[0].numel()           # of the convolution that makes patches of pixels
+    of_patch = next((p for p in matrices if p.ndim > 2), matrices[0])       # a convolution, or a matrix
     ids, image = reader.sample
-    num_patches = reader.tensors(image)["pixel_values"].numel() // in_patch
+    num_patches = reader.tensors(image)["pixel_values"].numel() // of_patch[0].numel()
     per_token = num_patches / int((reader.token_types([ids.tolist()]) > 0).sum())
-    return {p: per_token if p in in_layers or p.ndim > 2 else 1.0 for p in matrices}
+    return {p: per_token if p in in_layers or p is of_patch or p.ndim > 2 else 1.0 for p in matrices}
 
 
 def passed_by(matrices: Iterable[nn.Parameter]) -> set[nn.Parameter]:
@@ -77,9 +77,9 @@ def count_kept(hf: nn.Module, reader: Reader, itemsize: int, checkpointing: bool
 
 
 def multiply_patches(hf: nn.Module) -> None:
-    """A convolution that makes one place of a patch is a matrix product, and as that its gradient is many times as fast."""
+    """A convolution of patches as large as its kernel is a matrix product, and as that its gradient is many times as fast."""
     def forward(conv: nn.Module, convolve: Callable, patches: Tensor) -> Tensor:
-        if patches.shape[2:] != conv.kernel_size or any(conv.padding):
+        if patches.shape[2:] != conv.kernel_size or conv.padding != "valid" and any(conv.padding):
             return convolve(patches)
         made = F.linear(patches.flatten(1), conv.weight.flatten(1), conv.bias)
         return made[(...,) + (None,) * len(conv.kernel_size)]
