@@ -29,8 +29,8 @@ from filelock import FileLock
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-STAGES = ("rollout_generate", "reward", "sleep", "actor_compute_log_prob", "advantages", "actor_update", "offload", "wake",
-          "update_weights")
+STAGES = ("offload", "wake", "update_weights", "rollout_generate", "reward", "sleep", "actor_compute_log_prob", "advantages",
+          "actor_update")           # in their order; offload and wake come in turn
 
 
 def share_of_digits(prompt: str, response: str, row: dict) -> float:
@@ -89,7 +89,7 @@ class Timeline:
             self.ends.append(self.seconds[-1])
 
     def draw(self, path: Path, steps: list[dict]) -> None:
-        """The last step. Its stages are in their order; offload and wake, which come in turn, are one each."""
+        """The last step."""
         import matplotlib
         matplotlib.use("Agg")
         from matplotlib import pyplot
@@ -98,8 +98,7 @@ class Timeline:
         figure, axes = pyplot.subplots(figsize=(9, 3), layout="constrained")
         axes.plot(*zip(*here), color="black")
         at = 0.0
-        for i, stage in enumerate(("offload", "wake", "update_weights", "rollout_generate", "reward", "sleep", "divide",
-                                   "actor_compute_log_prob", "advantages", "actor_update")):
+        for i, stage in enumerate(STAGES):
             seconds = steps[-1].get(f"timing/{stage}", 0.0)
             axes.axvspan(at, at + seconds, color=f"C{i}", alpha=0.3, label=f"{stage} {seconds:.2f} s" if seconds > 0.02 else None)
             at += seconds
@@ -146,6 +145,10 @@ def main():
 
     from benchmarks.shapes import IMAGE
     from config import load
+    try:
+        timeline = Timeline() if arguments.timeline else None
+    except Exception as error:
+        parser.error(f"--timeline needs an NVIDIA GPU and nvidia-ml-py: {error}")
     size = IMAGE.get(arguments.shape)
     if size and arguments.trl:
         parser.error("--trl is for shapes of text")
@@ -165,7 +168,7 @@ def main():
         settings.append("dry_run=true")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.ranks}"]
     run = subprocess.Popen([*launcher, ROOT / "train_ppo.py", *settings])
-    lines, timeline = [], Timeline() if arguments.timeline else None
+    lines = []
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     try:
         while run.poll() is None and len(lines) <= arguments.steps:
