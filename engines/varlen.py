@@ -34,9 +34,9 @@ def by_kernel(query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Ten
 
 
 def by_segment(query: Tensor, key: Tensor, value: Tensor, segments: Iterable[tuple[int, int, int, int]], scale: float | None,
-               window: int = 0, softcap: float | None = None, sinks: Tensor | None = None) -> Tensor:
+               window: int = 0, softcap: float | None = None, sinks: Tensor | None = None, causal: bool = True) -> Tensor:
     """query [T, b, heads, dim], key and value [T', b, kv_heads, dim] of any dtype -> [T, b, heads, dim]. segments: (first and
-    last query, first and last key) of each, whose last query sees its last key; window as above; softcap, sinks: see below."""
+    last query, first and last key) of each, whose last query sees its last key; window, causal: as above; softcap, sinks: below."""
     out = []
     for q0, q1, k0, k1 in segments:
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query[q0:q1], key[k0:k1], value[k0:k1]))
@@ -48,9 +48,9 @@ def by_segment(query: Tensor, key: Tensor, value: Tensor, segments: Iterable[tup
         if softcap or sinks is not None:
             attended = explicit_attention(q, k, v, seen, scale, softcap, sinks)
         else:
-            causal = {"is_causal": True} if num_q == num_k else {"attn_mask": causal_lower_right(num_q, num_k)}
-            attended = F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=q.shape[1] != k.shape[1],
-                                                      **(causal if seen is None else {"attn_mask": seen}))
+            mask = {"attn_mask": seen} if seen is not None else {"is_causal": causal} if num_q == num_k or not causal else \
+                {"attn_mask": causal_lower_right(num_q, num_k)}
+            attended = F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=q.shape[1] != k.shape[1], **mask)
         out.append(attended.permute(2, 0, 1, 3))
     return torch.cat(out)
 

@@ -11,11 +11,10 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -128,13 +127,11 @@ def windows_attention(module, query: Tensor, key: Tensor, value: Tensor, attenti
     """Attention of all to all inside each image, or each window of one, for vision towers: query, key and value
     [1, heads, T, dim] -> [1, T, heads, dim]; cu_seq_lens_q [n+1] int32: where windows begin. packing is the text's."""
     refuse(dropout, others | {"a mask": attention_mask, "is_causal=True": is_causal or None})
-    if query.is_cuda and query.dtype != torch.float32:
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))          # [T, heads, dim]
+    if q.is_cuda and q.dtype != torch.float32:
         return by_kernel(q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scaling, causal=False)[None], None
-    windows = zip(*(x.split(cu_seq_lens_q.diff().tolist(), dim=2) for x in (query, key, value)))
-    grouped = query.shape[1] != key.shape[1]
-    attended = [F.scaled_dot_product_attention(q, k, v, scale=scaling, enable_gqa=grouped) for q, k, v in windows]
-    return torch.cat(attended, 2).transpose(1, 2), None
+    segments = [(a, b, a, b) for a, b in pairwise(cu_seq_lens_q.tolist())]
+    return by_segment(q[:, None], k[:, None], v[:, None], segments, scaling, causal=False)[None, :, 0], None
 
 
 def of_towers(hf: nn.Module) -> list:
