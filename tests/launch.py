@@ -1,18 +1,27 @@
-"""Start scripts as their users do, on one rank or several, end them, and read what they leave."""
+"""Start scripts on one rank or several, end them, and read what they leave.
+
+start() starts them as their users do. run() and launch() wait for their end, and fork them off a Python that has imported torch
+(tests/forked.py) where that is the same: scripts and modules of this repository, without environment variables of their own.
+"""
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import cache, partial
 from pathlib import Path
 
 import psutil
+from filelock import FileLock
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 LIMIT = 1200                # seconds, for a run that takes one or two minutes on a machine of its own
 
 
@@ -30,31 +39,67 @@ def environment(**more):
     return {**{k: v for k, v in os.environ.items() if not k.startswith("SLURM")}, "OMP_NUM_THREADS": "1", **more}
 
 
+# Imported before the fork: by all, and by scripts that generate, on a CPU.
+TRAINING = ("torch.distributed.run", "job", "tracking", "roles", "engines.fsdp.engine", "data.dataset", "data.prompts",
+            "matplotlib.pyplot")
+ROLLOUT = (*TRAINING, "rollout.vllm", "vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "vllm.v1.attention.backends.cpu_attn",
+           "vllm.model_executor.models.qwen2", "compressed_tensors.compressors")
+GENERATING = re.compile(r"train_ppo|/(rollout|rollout_images|scheduler|speculation|adapters)_worker")
+
+
+@cache
+def fork_server(modules: tuple[str, ...]) -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, "-m", "tests.forked", "serve", *modules], cwd=ROOT, text=True, stdin=subprocess.PIPE,
+                            stdout=subprocess.DEVNULL, env=environment(VLLM_LOGGING_LEVEL="ERROR"))
+
+
+def end_of(command: list[str], cwd: Path, env: dict[str, str], timeout: float) -> subprocess.CompletedProcess:
+    """Run a command to its end, for at most timeout [s]; what begins with this Python is forked off one that is there already."""
+    command = [*map(str, command)]
+    script = next((word for word in command[1:] if word.endswith(".py")), "")
+    own = command[1] == "-m" and (ROOT / command[2].replace(".", "/")).with_suffix(".py").exists()
+    if command[0] != sys.executable or not (own or (script and (ROOT / script).is_relative_to(ROOT))) or command[1] == "-c":
+        return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
+    server = fork_server(ROLLOUT if GENERATING.search(script) else TRAINING)
+    with tempfile.TemporaryDirectory() as name:
+        folder, deadline = Path(name), time.monotonic() + timeout
+        (folder / "request.json").write_text(json.dumps({"command": command[1:], "cwd": str(cwd), "env": env}))
+        server.stdin.write(f"{folder}\n")
+        server.stdin.flush()
+        while not (folder / "code").exists():
+            assert server.poll() is None, f"no Python to fork from: exit code {server.returncode}"
+            if time.monotonic() > deadline:
+                os.kill(int((folder / "pid").read_text()), signal.SIGTERM)
+                raise subprocess.TimeoutExpired(command, timeout, *((folder / s).read_text() for s in ("stdout", "stderr")))
+            time.sleep(0.02)
+        return subprocess.CompletedProcess(command, int((folder / "code").read_text()),
+                                           *((folder / s).read_text() for s in ("stdout", "stderr")))
+
+
 def launch(num_ranks: int, script: str, *arguments, returncode: int = 0,
            timeout: float = LIMIT) -> subprocess.CompletedProcess:
-    """Run a script (a path from the repository root) under torchrun; unless it exits with returncode within timeout [s], fail
-    with the beginning and the end of what it printed."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", script,
-               *map(str, arguments)]
+    """Run a script (a path from the repository root) under torchrun, by itself if on several ranks; unless it exits with returncode
+    within timeout [s], fail with the beginning and the end of what it printed."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", script, *arguments]
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    process = subprocess.Popen(command, cwd=ROOT, env=environment(PYTHONPATH=path), text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    try:
-        out, err = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        process.terminate()                      # not kill: torchrun takes its ranks along only when asked to end
-        out, err = process.communicate()
-        err += f"\n{script} was stopped after {timeout} s"
+    alone = FileLock(Path(tempfile.gettempdir(), f"several_ranks_{os.getuid()}.lock")) if num_ranks > 1 else nullcontext()
+    with alone:                 # ranks wait for each other hundreds of times per step, and for a core each time
+        try:
+            done = end_of(command, ROOT, environment(PYTHONPATH=path), timeout)
+        except subprocess.TimeoutExpired as late:
+            done = subprocess.CompletedProcess(command, "none", late.stdout, f"{late.stderr}\nstopped after {timeout} s")
+    out, err = done.stdout, done.stderr
     # The other ranks complain of the first one's end, at length.
-    assert process.returncode == returncode, (
-        f"{script} on {num_ranks} ranks: exit code {process.returncode}, not {returncode}\n"
+    assert done.returncode == returncode, (
+        f"{script} on {num_ranks} ranks: exit code {done.returncode}, not {returncode}\n"
         f"{out[-2000:]}\n{err[max(0, err.find('Traceback')):][:8000]}\n...\n{err[-4000:]}")
-    return subprocess.CompletedProcess(command, process.returncode, out, err)
+    return done
 
 
 def run(command, returncode=0, cwd=ROOT, **env):
-    """One process, to its end."""
-    done = subprocess.run(command, cwd=cwd, env=environment(**env), capture_output=True, text=True, timeout=LIMIT)
+    """One command, to its end; as its user would start it if the environment has something to tell it."""
+    ended = partial(subprocess.run, capture_output=True, text=True) if env else end_of
+    done = ended(command, cwd=cwd, env=environment(**env), timeout=LIMIT)
     assert done.returncode == returncode, (done.stdout + done.stderr)[-9000:]
     return done
 
