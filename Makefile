@@ -66,7 +66,7 @@ demo-images: $(filter .venv,$(VENV))  ## the same with images: a model learns to
 	@$(VENV)/bin/python examples/colours.py ask runs/demo/vlm/hf
 
 test: $(filter .venv,$(VENV))         ## all tests; none found is a failure too
-	$(VENV)/bin/python -m pytest -q -n 2 --dist loadfile tests
+	$(VENV)/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests
 
 soak: $(filter .venv,$(VENV))         ## runs that are killed at random moments, compared with runs left alone: 20 minutes
 	$(VENV)/bin/python -m tests.soak

@@ -77,7 +77,7 @@ def end_of(command: list[str], cwd: Path, env: dict[str, str], timeout: float) -
 
 
 def launch(num_ranks: int, script: str, *arguments, returncode: int = 0,
-           timeout: float = LIMIT) -> subprocess.CompletedProcess:
+           timeout: float = 2 * LIMIT) -> subprocess.CompletedProcess:
     """Run a script (a path from the repository root) under torchrun, by itself if on several ranks; unless it exits with returncode
     within timeout [s], fail with the beginning and the end of what it printed."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", script, *arguments]
@@ -102,6 +102,11 @@ def run(command, returncode=0, cwd=ROOT, **env):
     done = ended(command, cwd=cwd, env=environment(**env), timeout=LIMIT)
     assert done.returncode == returncode, (done.stdout + done.stderr)[-9000:]
     return done
+
+
+def export(checkpoint: Path, directory: Path, *more, returncode=0) -> str:
+    """What the offline export of a checkpoint says to standard error."""
+    return run([sys.executable, "-m", "engines.checkpoint", "export", checkpoint, directory, *more], returncode).stderr
 
 
 def imported(stderr):

@@ -9,8 +9,6 @@ import json
 import math
 import re
 import shutil
-import subprocess
-import sys
 import tempfile
 from types import SimpleNamespace
 
@@ -68,7 +66,7 @@ from tests.fsdp_worker import (
     kept_logits,
     make_batch,
 )
-from tests.launch import ROOT, launch
+from tests.launch import export, launch
 from tests.models import MULTIMODAL, make_model
 
 # Adam divides a gradient by its own size, so a rounding error in a small one is a whole step of that weight.
@@ -723,16 +721,15 @@ def test_export(ranks4, folder, tmp_path, family):
     assert (plain_answers(exported) - plain_answers(folder / family))[0].abs().max() > 0.1, "training changed nothing"
     assert AutoTokenizer.from_pretrained(exported)("a b a").input_ids == [1, 2, 1]
 
-    command = [sys.executable, "-m", "engines.checkpoint", "export", folder / f"checkpoints_{family}" / "step_00000010"]
-    subprocess.run([*command, tmp_path / "offline"], cwd=ROOT, check=True, capture_output=True)
+    checkpoint = folder / f"checkpoints_{family}" / "step_00000010"
+    export(checkpoint, tmp_path / "offline")
     online, offline = (load_file(d / "model.safetensors") for d in (exported, tmp_path / "offline"))
     assert online.keys() == offline.keys() and all(torch.equal(online[n], offline[n]) for n in online)
     assert ("lm_head.weight" in online) == (family == "llama")
     assert (exported / "config.json").read_text() == (tmp_path / "offline" / "config.json").read_text()
     AutoTokenizer.from_pretrained(tmp_path / "offline")
 
-    again = subprocess.run([*command, tmp_path / "offline"], cwd=ROOT, capture_output=True, text=True)
-    assert again.returncode == 2 and "exists already" in again.stderr
+    assert "exists already" in export(checkpoint, tmp_path / "offline", returncode=2)
 
 
 def test_export_of_an_adapter(ranks4, folder, tmp_path):
@@ -745,8 +742,7 @@ def test_export_of_an_adapter(ranks4, folder, tmp_path):
     assert (plain_answers(tmp_path / "by peft") - plain_answers(folder / "qwen3"))[0].abs().max() > 0.1
     assert not (exported / "config.json").exists() and AutoTokenizer.from_pretrained(exported)("a b a").input_ids == [1, 2, 1]
     for name, more in (("adapter", []), ("merged", ["--merge"])):
-        subprocess.run([sys.executable, "-m", "engines.checkpoint", "export", checkpoint, tmp_path / name, *more], cwd=ROOT,
-                       check=True, capture_output=True)
+        export(checkpoint, tmp_path / name, *more)
     online, offline = (load_file(d / "adapter_model.safetensors") for d in (exported, tmp_path / "adapter"))
     assert online.keys() == offline.keys() and all(torch.equal(online[n], offline[n]) for n in online)
     assert (exported / "adapter_config.json").read_text() == (tmp_path / "adapter" / "adapter_config.json").read_text()
@@ -754,10 +750,9 @@ def test_export_of_an_adapter(ranks4, folder, tmp_path):
 
     weights = load_file(folder / "qwen3" / "model.safetensors")
     save_file({n: w + 1 for n, w in weights.items()}, folder / "qwen3" / "model.safetensors", metadata={"format": "pt"})
-    changed = subprocess.run([sys.executable, "-m", "engines.checkpoint", "export", checkpoint, tmp_path / "other", "--merge"],
-                             cwd=ROOT, capture_output=True, text=True)
+    told = export(checkpoint, tmp_path / "other", "--merge", returncode=2)
     save_file(weights, folder / "qwen3" / "model.safetensors", metadata={"format": "pt"})
-    assert changed.returncode == 2 and "is not the model whose adapters" in changed.stderr
+    assert "is not the model whose adapters" in told
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -1021,8 +1016,7 @@ def test_quantized_weights_are_refused(folder, tmp_path):
 @pytest.mark.parametrize("family", MULTIMODAL)
 def test_the_text_of_a_model_of_images_is_trained_and_the_rest_is_kept(ranks2, folder, tmp_path, family):
     """transformers loads either export as a whole, its text answers as the engine did, and all that is not text is as it was."""
-    subprocess.run([sys.executable, "-m", "engines.checkpoint", "export", folder / f"steps {family}" / "step_00000003",
-                    tmp_path / "offline"], cwd=ROOT, check=True, capture_output=True)
+    export(folder / f"steps {family}" / "step_00000003", tmp_path / "offline")
     asked, before = load_file(folder / f"images {family}.safetensors")["asked"], load_file(folder / family / "model.safetensors")
     for exported in (folder / f"hf {family}", tmp_path / "offline"):
         check_whole(exported, family, folder)
@@ -1036,11 +1030,10 @@ def test_the_text_of_a_model_of_images_is_trained_and_the_rest_is_kept(ranks2, f
     moved = folder / f"{family}.elsewhere"
     (folder / family).rename(moved)
     try:
-        told = subprocess.run([sys.executable, "-m", "engines.checkpoint", "export", folder / f"steps {family}" / "step_00000003",
-                               tmp_path / "other"], cwd=ROOT, capture_output=True, text=True)
+        told = export(folder / f"steps {family}" / "step_00000003", tmp_path / "other", returncode=2)
     finally:
         moved.rename(folder / family)
-    assert told.returncode == 2 and "which had the other weights, is not there" in told.stderr
+    assert "which had the other weights, is not there" in told
 
 
 def check_whole(exported, family, folder):
@@ -1058,8 +1051,7 @@ def test_adapters_of_a_model_of_images(ranks2, folder, tmp_path):
     model."""
     family = "gemma3 with images"
     name, asked = f"{family} lora", load_file(folder / f"images {family} lora.safetensors")["asked"]
-    subprocess.run([sys.executable, "-m", "engines.checkpoint", "export", folder / f"steps {name}" / "step_00000003",
-                    tmp_path / "merged", "--merge"], cwd=ROOT, check=True, capture_output=True)
+    export(folder / f"steps {name}" / "step_00000003", tmp_path / "merged", "--merge")
     check_whole(tmp_path / "merged", family, folder)
     check_answers(asked, plain_answers(tmp_path / "merged"))
     model = PeftModel.from_pretrained(plain(folder / family), folder / f"hf {name}")

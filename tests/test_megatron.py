@@ -7,8 +7,6 @@ All layouts of one world size share one launch of megatron_worker.py. Bounds: 1e
 import json
 import math
 import re
-import subprocess
-import sys
 from functools import cache
 
 import peft
@@ -32,7 +30,7 @@ from engines.megatron.mapping import Mapping
 from engines.memory import checkpoint_bytes, estimate_megatron
 from job import find_resume
 from tests.fsdp_worker import BETAS, CLIP, SETTINGS, WEIGHT_DECAY, kept_logits, make_batch, make_loss
-from tests.launch import ROOT, launch
+from tests.launch import export, launch
 from tests.megatron_worker import (
     AUTO,
     AUX,
@@ -499,9 +497,7 @@ def test_a_checkpoint_that_runs_commands_is_not_loaded(launches, folder, trap):
     assert launches[2]["trapped"][f"{trap} ran"] is False
     if trap == ".metadata":
         checkpoint, mark = folder / "traps" / trap / f"step_{SAVED_AT:08d}", folder / "traps" / f"{trap} ran"
-        export = [sys.executable, "-m", "engines.checkpoint", "export", checkpoint, folder / "traps" / "hf"]
-        done = subprocess.run(export, cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 2 and "calls posix.system" in done.stderr and not mark.exists()
+        assert "calls posix.system" in export(checkpoint, folder / "traps" / "hf", returncode=2) and not mark.exists()
         assert not list((folder / "traps").glob("hf*"))
         FileSystemReader(checkpoint / "weights").read_metadata()
         assert mark.exists(), "a trap that does not work shows nothing"
@@ -614,8 +610,7 @@ def test_exported_directory_loads(launches, folder, name):
 def test_offline_export(launches, folder, tmp_path, name):
     """A checkpoint as a model directory: the bits that a resumed engine exports."""
     checkpoint = folder / "checkpoints" / name / f"step_{SAVED_AT:08d}"
-    subprocess.run([sys.executable, "-m", "engines.checkpoint", "export", checkpoint, tmp_path / "hf"], cwd=ROOT,
-                   check=True, capture_output=True)
+    export(checkpoint, tmp_path / "hf")
     want, got = load_file(folder / f"resumed {name}.safetensors"), load_file(tmp_path / "hf" / "model.safetensors")
     assert want.keys() == got.keys() and all(torch.equal(want[n], got[n]) for n in want)
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf").config.vocab_size == 97

@@ -405,6 +405,7 @@ MISTAKES = {
     "too much tensor parallelism": (["rollout.tensor_parallel_size=2"], "does not divide the 1 ranks"),
     "a critic that is not there": ([GAE, "critic.path=/nowhere"], "/nowhere"),
 }
+FIRST, LAST = "sampling without a temperature", "a critic that is not there"           # in the order in which they are found
 
 
 def test_ctrl_c_before_the_signals_are_heeded_says_nothing(assets, tmp_path):
@@ -427,9 +428,14 @@ def test_an_actor_that_skips_every_update_is_an_error_whatever_the_critic_learns
 def test_a_mistake_is_one_line_and_exit_code_2(alone, assets, tmp_path, what):
     more, message = MISTAKES[what]
     done = run([*COMMAND, *arguments(assets, tmp_path / "out", "letters", *(more(assets) if callable(more) else more))],
-               returncode=2, PYTHONPROFILEIMPORTTIME="1")
+               returncode=2)
     lines = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert len(lines) == 1 and message in lines[0] and "Traceback" not in done.stderr
-    modules = imported(done.stderr)
+
+
+@pytest.mark.parametrize("what", [FIRST, LAST])
+def test_a_mistake_is_found_before_what_is_slow_to_import(alone, assets, tmp_path, what):
+    modules = imported(run([*COMMAND, *arguments(assets, tmp_path / "out", "letters", *MISTAKES[what][0])], returncode=2,
+                           PYTHONPROFILEIMPORTTIME="1").stderr)
     assert "omegaconf" in modules and not modules & {"vllm", "megatron", "msprobe"}
-    assert what != "sampling without a temperature" or not modules & {"torch", "transformers", "numpy"}
+    assert ("torch" in modules) == (what == LAST)
