@@ -1,6 +1,6 @@
 """Generation with and without drafts of the next tokens: a MiMo of a Qwen2.5 shape, vLLM as train_ppo.py runs it.
 
-    python benchmarks/speculative_h200.py 0.5B [--ways plain ngram:4 mtp:1] [--responses 256] [--tokens 128] [key=value ...]
+    python benchmarks/speculative_h200.py 0.5B [key=value ...] [--ways plain ngram:4 mtp:1] [--responses 256] [--tokens 128]
     python benchmarks/speculative_h200.py 0.5B --mtp DIR        a trained checkpoint and the demo's prompts instead
 
 A way is a drafter and the number of tokens that it drafts at once (suffix:8 needs arctic-inference). benchmarks/shapes.py says what

@@ -130,7 +130,7 @@ def test_a_vision_tower_in_bf16_answers_as_in_fp32_and_so_do_its_gradients(atten
         tower.zero_grad()
         out = tower(pixels, grid.to(pixels.device)).pooler_output.float()
         out.square().mean().backward()
-        return out.detach().cpu(), {name: p.grad.float().cpu() for name, p in tower.named_parameters()}
+        return out.detach().cpu(), {name: p.grad.to("cpu", torch.float32, copy=True) for name, p in tower.named_parameters()}
 
     want, gradients = answers(tower, pixels)
     tower.config._attn_implementation = attention
