@@ -14,12 +14,10 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from functools import cache, partial
 from pathlib import Path
 
 import psutil
-from filelock import FileLock
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT = 1200                # seconds, for a run that takes one or two minutes on a machine of its own
@@ -78,16 +76,14 @@ def end_of(command: list[str], cwd: Path, env: dict[str, str], timeout: float) -
 
 def launch(num_ranks: int, script: str, *arguments, returncode: int = 0,
            timeout: float = 2 * LIMIT) -> subprocess.CompletedProcess:
-    """Run a script (a path from the repository root) under torchrun, by itself if on several ranks; unless it exits with returncode
-    within timeout [s], fail with the beginning and the end of what it printed."""
+    """Run a script (a path from the repository root) under torchrun; unless it exits with returncode within timeout [s], fail
+    with the beginning and the end of what it printed."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", script, *arguments]
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    alone = FileLock(Path(tempfile.gettempdir(), f"several_ranks_{os.getuid()}.lock")) if num_ranks > 1 else nullcontext()
-    with alone:                 # ranks wait for each other hundreds of times per step, and for a core each time
-        try:
-            done = end_of(command, ROOT, environment(PYTHONPATH=path), timeout)
-        except subprocess.TimeoutExpired as late:
-            done = subprocess.CompletedProcess(command, "none", late.stdout, f"{late.stderr}\nstopped after {timeout} s")
+    try:
+        done = end_of(command, ROOT, environment(PYTHONPATH=path), timeout)
+    except subprocess.TimeoutExpired as late:
+        done = subprocess.CompletedProcess(command, "none", late.stdout, f"{late.stderr}\nstopped after {timeout} s")
     out, err = done.stdout, done.stderr
     # The other ranks complain of the first one's end, at length.
     assert done.returncode == returncode, (
