@@ -1,7 +1,7 @@
 """Start scripts on one rank or several, end them, and read what they leave.
 
-start() starts them as their users do. run() and launch() wait for their end, and fork them off a Python that has imported torch
-(tests/forked.py) where that is the same: scripts and modules of this repository, without environment variables of their own.
+start() starts them as their users do. run() and launch() wait for their end, and unless told that it is to be a fresh Python, fork
+them off one that has imported torch (tests/forked.py), if they are scripts or modules of this repository.
 """
 
 import json
@@ -11,16 +11,17 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
-LIMIT = 1200                # seconds, for a run that takes one or two minutes on a machine of its own
+LIMIT = 2400                # seconds, for a run that takes one or two minutes, or all of an engine's cases, ten
 
 
 def launch_each(launches: dict, run: Callable) -> Callable:
@@ -37,12 +38,13 @@ def environment(**more):
     return {**{k: v for k, v in os.environ.items() if not k.startswith("SLURM")}, "OMP_NUM_THREADS": "1", **more}
 
 
-# Imported before the fork: by all, and by scripts that generate, on a CPU.
+# What is imported before forks: for every command, and for those that generate.
 TRAINING = ("torch.distributed.run", "job", "tracking", "roles", "engines.fsdp.engine", "data.dataset", "data.prompts",
             "matplotlib.pyplot")
 ROLLOUT = (*TRAINING, "rollout.vllm", "vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "vllm.v1.attention.backends.cpu_attn",
            "vllm.model_executor.models.qwen2", "compressed_tensors.compressors")
 GENERATING = re.compile(r"train_ppo|/(rollout|rollout_images|scheduler|speculation|adapters)_worker")
+SERVERS = threading.Lock()
 
 
 @cache
@@ -51,39 +53,68 @@ def fork_server(modules: tuple[str, ...]) -> subprocess.Popen:
                             stdout=subprocess.DEVNULL, env=environment(VLLM_LOGGING_LEVEL="ERROR"))
 
 
-def end_of(command: list[str], cwd: Path, env: dict[str, str], timeout: float) -> subprocess.CompletedProcess:
-    """Run a command to its end, for at most timeout [s]; what begins with this Python is forked off one that is there already."""
+def script_of(command: list[str], cwd: Path) -> str | None:
+    """The script or module of this repository that a command of this Python's runs, if it is one."""
+    if command[0] != sys.executable or command[1] == "-c":
+        return None
+    if command[1] == "-m" and command[2] != "torch.distributed.run":
+        return command[2] if cwd == ROOT and (ROOT / command[2].replace(".", "/")).with_suffix(".py").exists() else None
+    script = next((word for word in command[1:] if word.endswith(".py")), None)
+    return script if script and (cwd / script).resolve().is_relative_to(ROOT) else None
+
+
+def end_of(command: list, cwd: Path, env: dict[str, str], timeout: float, fresh: bool) -> subprocess.CompletedProcess:
+    """Run a command to its end. If that takes more than timeout [s], it is stopped and has no exit code."""
     command = [*map(str, command)]
-    script = next((word for word in command[1:] if word.endswith(".py")), "")
-    own = command[1] == "-m" and (ROOT / command[2].replace(".", "/")).with_suffix(".py").exists()
-    if command[0] != sys.executable or not (own or (script and (ROOT / script).is_relative_to(ROOT))) or command[1] == "-c":
-        return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
-    server = fork_server(ROLLOUT if GENERATING.search(script) else TRAINING)
-    with tempfile.TemporaryDirectory() as name:
-        folder, deadline = Path(name), time.monotonic() + timeout
+    script = None if fresh else script_of(command, cwd)
+    if script:
+        return end_of_fork(command, ROLLOUT if GENERATING.search(script) else TRAINING, cwd, env, timeout)
+    process = subprocess.Popen(command, cwd=cwd, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.terminate()                      # not kill: torchrun takes its ranks along only when asked to end
+        out, err = process.communicate()
+        return subprocess.CompletedProcess(command, None, out, f"{err}\nstopped after {timeout} s")
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def end_of_fork(command: list[str], modules: tuple[str, ...], cwd: Path, env: dict[str, str],
+                timeout: float) -> subprocess.CompletedProcess:
+    """The same of a fork of a Python that has imported these modules."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
+        folder, deadline, late = Path(name), time.monotonic() + timeout, ""
+        code, said = folder / "code", [folder / "stdout", folder / "stderr"]
+        for file in said:
+            file.touch()
         (folder / "request.json").write_text(json.dumps({"command": command[1:], "cwd": str(cwd), "env": env}))
-        server.stdin.write(f"{folder}\n")
-        server.stdin.flush()
-        while not (folder / "code").exists():
-            assert server.poll() is None, f"no Python to fork from: exit code {server.returncode}"
-            if time.monotonic() > deadline:
-                os.kill(int((folder / "pid").read_text()), signal.SIGTERM)
-                raise subprocess.TimeoutExpired(command, timeout, *((folder / s).read_text() for s in ("stdout", "stderr")))
-            time.sleep(0.02)
-        return subprocess.CompletedProcess(command, int((folder / "code").read_text()),
-                                           *((folder / s).read_text() for s in ("stdout", "stderr")))
+        with SERVERS:                           # of which two threads would start two
+            server = fork_server(modules)
+            server.stdin.write(f"{folder}\n")
+            server.stdin.flush()
+        try:
+            while not code.exists() and time.monotonic() < deadline:
+                assert server.poll() is None, f"no Python to fork from: exit code {server.returncode}"
+                time.sleep(0.02)
+        finally:
+            if not code.exists() and (folder / "watcher").exists():
+                late = f"\nstopped after {timeout} s"
+                family = psutil.Process(int((folder / "watcher").read_text())).children(recursive=True)
+                for process in family[:1]:
+                    process.terminate()         # torchrun takes its ranks along
+                for process in psutil.wait_procs(family, 40)[1]:
+                    process.kill()
+        out, err = (file.read_text() for file in said)
+        return subprocess.CompletedProcess(command, None if late or not code.exists() else int(code.read_text()), out, err + late)
 
 
-def launch(num_ranks: int, script: str, *arguments, returncode: int = 0,
-           timeout: float = 2 * LIMIT) -> subprocess.CompletedProcess:
+def launch(num_ranks: int, script: str, *arguments, returncode: int = 0, timeout: float = LIMIT,
+           fresh: bool = False) -> subprocess.CompletedProcess:
     """Run a script (a path from the repository root) under torchrun; unless it exits with returncode within timeout [s], fail
     with the beginning and the end of what it printed."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", script, *arguments]
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    try:
-        done = end_of(command, ROOT, environment(PYTHONPATH=path), timeout)
-    except subprocess.TimeoutExpired as late:
-        done = subprocess.CompletedProcess(command, "none", late.stdout, f"{late.stderr}\nstopped after {timeout} s")
+    done = end_of(command, ROOT, environment(PYTHONPATH=path), timeout, fresh)
     out, err = done.stdout, done.stderr
     # The other ranks complain of the first one's end, at length.
     assert done.returncode == returncode, (
@@ -92,17 +123,16 @@ def launch(num_ranks: int, script: str, *arguments, returncode: int = 0,
     return done
 
 
-def run(command, returncode=0, cwd=ROOT, **env):
-    """One command, to its end; as its user would start it if the environment has something to tell it."""
-    ended = partial(subprocess.run, capture_output=True, text=True) if env else end_of
-    done = ended(command, cwd=cwd, env=environment(**env), timeout=LIMIT)
+def run(command, returncode=0, cwd=ROOT, fresh=False, **env):
+    """One command, to its end; if it has environment variables of its own, in a fresh Python."""
+    done = end_of(command, cwd, environment(**env), LIMIT, fresh or bool(env))
     assert done.returncode == returncode, (done.stdout + done.stderr)[-9000:]
     return done
 
 
-def export(checkpoint: Path, directory: Path, *more, returncode=0) -> str:
+def export(checkpoint: Path, directory: Path, *more, returncode=0, fresh=False) -> str:
     """What the offline export of a checkpoint says to standard error."""
-    return run([sys.executable, "-m", "engines.checkpoint", "export", checkpoint, directory, *more], returncode).stderr
+    return run([sys.executable, "-m", "engines.checkpoint", "export", checkpoint, directory, *more], returncode, fresh=fresh).stderr
 
 
 def imported(stderr):

@@ -158,7 +158,7 @@ def make_adapter(directory):
 
 
 def run(num_ranks, folder):
-    launch(num_ranks, "tests/fsdp_worker.py", folder)
+    launch(num_ranks, "tests/fsdp_worker.py", folder, fresh=True)
     return json.loads((folder / f"{num_ranks}.json").read_text())
 
 
@@ -722,7 +722,7 @@ def test_export(ranks4, folder, tmp_path, family):
     assert AutoTokenizer.from_pretrained(exported)("a b a").input_ids == [1, 2, 1]
 
     checkpoint = folder / f"checkpoints_{family}" / "step_00000010"
-    export(checkpoint, tmp_path / "offline")
+    export(checkpoint, tmp_path / "offline", fresh=True)
     online, offline = (load_file(d / "model.safetensors") for d in (exported, tmp_path / "offline"))
     assert online.keys() == offline.keys() and all(torch.equal(online[n], offline[n]) for n in online)
     assert ("lm_head.weight" in online) == (family == "llama")

@@ -74,7 +74,7 @@ def chat(question, answer):
 def results(folder):
     @functools.cache
     def of(world):
-        launch(world, "tests/images_worker.py", folder)
+        launch(world, "tests/images_worker.py", folder, fresh=True)
         return json.loads((folder / f"{world}.json").read_text())
     return of
 

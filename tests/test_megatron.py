@@ -100,7 +100,7 @@ def folder(tmp_path_factory):
 def launches(folder):
     """What each launch wrote down; 4 ranks and 1 read checkpoints of those before them."""
     for num_ranks in (2, 4, 1):
-        launch(num_ranks, "tests/megatron_worker.py", folder)
+        launch(num_ranks, "tests/megatron_worker.py", folder, fresh=True)
     return {num_ranks: json.loads((folder / f"{num_ranks}.json").read_text()) for num_ranks in (1, 2, 4)}
 
 

@@ -41,7 +41,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def results(folder):
-    launch(2, "tests/mtp_worker.py", folder)
+    launch(2, "tests/mtp_worker.py", folder, fresh=True)
     return json.loads((folder / "results.json").read_text())
 
 

@@ -170,7 +170,7 @@ def layouts(alone, assets, tmp_path_factory):
     directories = {"1 rank": alone("layout1")[0], "1 rank, LoRA": alone("lora1")[0]}
     for name, (ranks, more) in LAYOUTS.items():
         directories[name] = tmp_path_factory.mktemp(name.replace(" ", "_"))
-        launch(ranks, "train_ppo.py", *layout(assets, directories[name], *more))
+        launch(ranks, "train_ppo.py", *layout(assets, directories[name], *more), fresh=name == "2 ranks")
     return directories
 
 
