@@ -183,14 +183,14 @@ def load(defaults: str, arguments: list[str]) -> DictConfig:
     name it has here, if there is one), a wrong type, a value that breaks its rule, a missing value, an unreadable file.
     """
     try:
-        base, engines = _read(CONFIGS / defaults), {path.stem: path for path in _engines()}
-        _check_forms(arguments, _flat(base) | _flat(_read(engines[base.model_engine])))
+        base, engines = _shipped(CONFIGS / defaults), {path.stem: path for path in _engines()}
+        _check_forms(arguments, _flat(base) | _flat(_shipped(engines[base.model_engine])))
         files = [_read(Path(a)) for a in arguments if "=" not in a]
         pairs = [_pair(a) for a in arguments if "=" in a]
         model_engine = next(layer.model_engine for layer in (*pairs[::-1], *files[::-1], base) if "model_engine" in layer)
         if model_engine not in engines:
             raise InputError(f"model_engine={model_engine} must be one of {', '.join(engines)}")
-        known = OmegaConf.merge(base, _read(engines[model_engine]))
+        known = OmegaConf.merge(base, _shipped(engines[model_engine]))
         types = _flat(known)
         for layer in (*files, *pairs):
             _check_keys(_flat(layer), types)
@@ -268,6 +268,12 @@ def run(main: Callable[[DictConfig], None], defaults: str, doc: str) -> None:
 
 def _engines() -> list[Path]:
     return sorted((CONFIGS / "model_engine").glob("*.yaml"))
+
+
+@cache
+def _shipped(path: Path) -> DictConfig:
+    """A file of configs/, for callers who do not change it."""
+    return _read(path)
 
 
 def _read(path: Path) -> DictConfig:

@@ -43,7 +43,8 @@ TRAINING = ("torch.distributed.run", "job", "tracking", "roles", "engines.fsdp.e
             "matplotlib.pyplot")
 ROLLOUT = (*TRAINING, "rollout.vllm", "vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "vllm.v1.attention.backends.cpu_attn",
            "vllm.model_executor.models.qwen2", "compressed_tensors.compressors")
-GENERATING = re.compile(r"train_ppo|/(rollout|rollout_images|scheduler|speculation|adapters)_worker")
+GENERATING = re.compile(r"train_ppo|/(rollout|rollout_images|scheduler|speculation|adapters)_worker|"
+                        r"/(generation_profile|speculative_h200|weight_sync_h200)")
 SERVERS = threading.Lock()
 
 
@@ -53,12 +54,13 @@ def fork_server(modules: tuple[str, ...]) -> subprocess.Popen:
                             stdout=subprocess.DEVNULL, env=environment(VLLM_LOGGING_LEVEL="ERROR"))
 
 
-def script_of(command: list[str], cwd: Path) -> str | None:
+def script_of(command: list[str], cwd: Path, env: dict[str, str]) -> str | None:
     """The script or module of this repository that a command of this Python's runs, if it is one."""
     if command[0] != sys.executable or command[1] == "-c":
         return None
     if command[1] == "-m" and command[2] != "torch.distributed.run":
-        return command[2] if cwd == ROOT and (ROOT / command[2].replace(".", "/")).with_suffix(".py").exists() else None
+        found = str(ROOT) in (str(cwd), *env.get("PYTHONPATH", "").split(os.pathsep))
+        return command[2] if found and (ROOT / command[2].replace(".", "/")).with_suffix(".py").exists() else None
     script = next((word for word in command[1:] if word.endswith(".py")), None)
     return script if script and (cwd / script).resolve().is_relative_to(ROOT) else None
 
@@ -66,7 +68,7 @@ def script_of(command: list[str], cwd: Path) -> str | None:
 def end_of(command: list, cwd: Path, env: dict[str, str], timeout: float, fresh: bool) -> subprocess.CompletedProcess:
     """Run a command to its end. If that takes more than timeout [s], it is stopped and has no exit code."""
     command = [*map(str, command)]
-    script = None if fresh else script_of(command, cwd)
+    script = None if fresh else script_of(command, cwd, env)
     if script:
         return end_of_fork(command, ROLLOUT if GENERATING.search(script) else TRAINING, cwd, env, timeout)
     process = subprocess.Popen(command, cwd=cwd, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -124,8 +126,8 @@ def launch(num_ranks: int, script: str, *arguments, returncode: int = 0, timeout
 
 
 def run(command, returncode=0, cwd=ROOT, fresh=False, **env):
-    """One command, to its end; if it has environment variables of its own, in a fresh Python."""
-    done = end_of(command, cwd, environment(**env), LIMIT, fresh or bool(env))
+    """One command, to its end; if it has environment variables of its own other than PYTHONPATH, in a fresh Python."""
+    done = end_of(command, cwd, environment(**env), LIMIT, fresh or bool(env.keys() - {"PYTHONPATH"}))
     assert done.returncode == returncode, (done.stdout + done.stderr)[-9000:]
     return done
 

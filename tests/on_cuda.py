@@ -15,7 +15,7 @@ from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVi
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
 from engines.fsdp.attention import WINDOWS
-from tests.fsdp_worker import CASES as FSDP_CASES
+from tests.fsdp_worker import CASES as FSDP_CASES, ON_CUDA
 from tests.launch import launch
 from tests.megatron_worker import BF16, CASES, LORA, SAVED_AT
 from tests.models import make_model
@@ -24,6 +24,7 @@ from tests.test_fsdp import (
     FORMS,
     check_grouped,
     column,
+    make_adapter,
     make_batch,
     plain,
     plain_answers,
@@ -78,27 +79,29 @@ def test_a_hang_in_a_collective_of_nccl_names_the_rank_that_did_not_come(tmp_pat
 
 @pytest.fixture(scope="module")
 def fsdp(tmp_path_factory):
-    """A folder of models and what one GPU wrote down: a mixture of experts trained in fp32 and bf16, compiled and not, and families
-    with soft caps, sinks and recurrent layers."""
+    """A folder of models and what one GPU wrote down: a mixture of experts trained in fp32 and bf16, compiled and not, adapters,
+    and families with soft caps, sinks and recurrent layers."""
     folder = tmp_path_factory.mktemp("fsdp")
     make_model(folder / "qwen3_moe", "qwen3_moe")
+    make_model(folder / "llama", "llama")
+    make_adapter(folder / "llama")
     for name, changes in FOREIGN.items():
         make_model(folder / name, "qwen2_tied", **changes)
-    launch(1, "tests/fsdp_worker.py", folder, "experts", "experts bf16", "experts aux compiled", "grouped", "foreign")
+    launch(1, "tests/fsdp_worker.py", folder, "experts", "experts bf16", *ON_CUDA, "grouped", "foreign")
     return folder, json.loads((folder / "1.json").read_text())
 
 
-@pytest.mark.parametrize("name, bound", [("experts", BOUND), ("experts bf16", ROUNDED_BOUND)])
-def test_training_of_experts_on_fsdp_equals_a_plain_loop_on_a_cpu(fsdp, name, bound):
+@pytest.mark.parametrize("name, bound", [("experts", BOUND), ("experts bf16", ROUNDED_BOUND), ("lora compiled", BOUND)])
+def test_training_of_experts_on_fsdp_and_of_adapters_equals_a_plain_loop_on_a_cpu(fsdp, name, bound):
     """In fp32, and in bf16 but for rounding; compiled, as torch_compile=auto has it."""
-    (folder, results), errors = fsdp, {}
+    (folder, results), errors, case = fsdp, {}, (FSDP_CASES[1] | ON_CUDA)[name]
     assert "error" not in results[name], results[name]["error"]
-    losses, norms, _ = plain_fsdp(folder / "qwen3_moe")
+    losses, norms, _ = plain_fsdp(folder / case.family, lora=case.lora)
     steps = results[name]["steps"]
     for key, want in (("loss", losses), ("grad_norm", norms)):
         errors[key] = worst(column(steps, key), want[:len(steps)])
     print(f"\n{name}", errors)
-    assert len(steps) == FSDP_CASES[1][name].steps and errors["loss"] < bound and errors["grad_norm"] < 5 * bound
+    assert len(steps) == case.steps and errors["loss"] < bound and errors["grad_norm"] < 5 * bound
 
 
 def test_grouped_products_of_experts_equal_a_loop(fsdp):

@@ -6,12 +6,13 @@ import re
 import shlex
 import shutil
 import sys
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch.distributed.run
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
@@ -334,9 +335,13 @@ def loads(defaults: str, engine: str, settings: list[str]) -> bool:
         return False
 
 
+@cache
+def all_keys(defaults: str, engine: str) -> DictConfig:
+    return load(defaults, ["model.path=m", "data.train_files=t.jsonl", f"model_engine={engine}"])
+
+
 def knows(defaults: str, engine: str, key: str) -> bool:
-    config = load(defaults, ["model.path=m", "data.train_files=t.jsonl", f"model_engine={engine}"])
-    return OmegaConf.select(config, key, default=SimpleNamespace) is not SimpleNamespace
+    return OmegaConf.select(all_keys(defaults, engine), key, default=SimpleNamespace) is not SimpleNamespace
 
 
 # -- the pages themselves ----------------------------------------------------------------------------------------------

@@ -49,7 +49,6 @@ from tests.megatron_worker import (
     RESUMES,
     SAVED_AT,
     SELECTIVE,
-    TEN,
     TOTAL_STEPS,
     TP2,
     VPP2,
@@ -330,7 +329,7 @@ def test_training_equals_a_plain_loop(launches, folder, world, name):
 @cache
 def plain_lora(directory, engine, critic, micro_batches):
     case = Case(directory.name, engine, critic=critic)
-    return plain_training(directory, case, json.loads(micro_batches) or WHOLE * TEN)
+    return plain_training(directory, case, json.loads(micro_batches) or WHOLE * TOTAL_STEPS)
 
 
 def lora_reference(folder, case, result):
