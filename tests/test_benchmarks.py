@@ -24,12 +24,11 @@ SMOKES = {
     "sft_h200.py": (["tiny-VL", "data.max_tokens_per_micro_batch=512", "--micro-batches", "1", "--steps", "1", "--models",
                      "MODELS"],
                     r"\| tiny-VL \| 1 \| 512 \|  \| [\d,]+ \| nan% \| \d+\.\d \(\d+\.\d\) \|"),
-    "ppo_h200.py": (["tiny", *SMALL_PPO, "--prompts", "2", "--n", "2", "--tokens", "4", "--steps", "1", "--assets", "ASSETS",
-                     "--models", "MODELS"],
-                    r"\| tiny \| 1 x TP 1 \| .* \| \d+\.\d\d \| (\d+\.\d{3} \| ){9}nan \| nan \| 0\.0\d+ \|"),
-    "lora_h200.py": (["tiny", *SMALL_PPO, "--prompts", "2", "--n", "2", "--tokens", "4", "--steps", "1", "--assets", "lora",
+    "lora_h200.py": (["tiny", *SMALL_PPO, "--prompts", "2", "--n", "2", "--tokens", "4", "--steps", "1", "--assets", "ASSETS",
                       "--models", "MODELS", "--ways", "shared"],
-                     r"saves 0\.\d+ GiB(.*\n)*\| shared \| \d+\.\d\d \| (\d+\.\d{3} \| ){8}nan \| nan \| (nan|0\.0) \| 0\.0\d+ \|"),
+                     r"saves 0\.\d+ GiB(.*\n)*"
+                     r"\| tiny \| 1 x TP 1 \| .* \| \d+\.\d\d \| (\d+\.\d{3} \| ){9}nan \| nan \| 0\.0\d+ \|\n(.*\n)*"
+                     r"\| shared \| \d+\.\d\d \| (\d+\.\d{3} \| ){8}nan \| nan \| (nan|0\.0) \| 0\.0\d+ \|"),
     "generation_profile.py": ("tiny --responses 2 --tokens 4 --repeat 1 --models MODELS".split(),
                               r"\| tiny \| 2 x 4 \| rollout/scheduler.py \| \d(.*\n)*0 of 2 responses differ .*\nmilliseconds of"),
     "speculative_h200.py": (["tiny", *SMALL_PPO[:2], "--responses", "2", "--tokens", "4", "--ways", "mtp:1", "--models", "MODELS"],
@@ -43,14 +42,14 @@ SMOKES = {
                       r"\| tiny \| 1 \| 1 \| [\d,]+ .* \| 1\.00 \|.*\n\| tiny \| 1 \| auto \| [\d,]+ .*\| \d+\.\d% \| 0\.\d "),
     "tokenize_speed.py": (["--rows", "20", "--pairs", "1", "--tokenizer", "MODEL"],
                           r"\| single-turn \| [\d,]+ \| [\d,]+ \| \d\.\d+ .*\n\| five-turn \| [\d,]+ \| [\d,]+ \| \d\.\d+ "),
-    "host_path.py": (["--tokens", "3000", "--ranks", "1", "64", "--repeats", "1"],
-                     r"\| 1 \| grpo \|.*\n\| 64 \| grpo \| (\d+\.\d{3} \| ){4}\d+ \| \d+ \|\n\| 1 \| gae .*\n\| 64 \| gae "),
+    "host_path.py": (["--tokens", "3000", "--ranks", "1", "64", "--repeats", "1", "--estimators", "gae"],
+                     r"\| 1 \| gae \|.*\n\| 64 \| gae \| (\d+\.\d{3} \| ){4}\d+ \| \d+ \|\n"),
     "profiling_cost.py": (["MODEL", "DATA", "data.train_batch_size=8", "--tools", "torch"],
                           r"only timed: \d+\.\d\d microseconds\ntool .*\ntorch +\d+\.\d+ +\d+\.\d+ +\d+\.\d +\d+\.\d\d\n"),
 }
 NOT_RUN = {"trl_sft.py": "the peer: it needs TRL, in an environment of its own", "trl_grpo.py": "the same",
            "trl_sft_h200.py": "the same",
-           "shapes.py": "the models of the others",
+           "ppo_h200.py": "run by lora_h200.py", "shapes.py": "the models of the others",
            "even_words.py": "the reward of grpo_vs_trl.py, which runs it", "make_sft_data.py": "run by sft_vs_trl.py",
            "make_grpo_data.py": "run by grpo_vs_trl.py"}
 TORCHRUN = ("--standalone", "--nproc-per-node")
@@ -68,7 +67,7 @@ def outputs(tmp_path_factory):
         arguments = [str(places.get(argument, argument)) for argument in SMOKES[name][0]]
         return run([sys.executable, BENCHMARKS / name, *arguments], cwd=folder).stdout
 
-    first = {name: smoke(name) for name in ("sft_h200.py", "ppo_h200.py")}          # make the models that others take
+    first = {name: smoke(name) for name in ("sft_h200.py", "lora_h200.py")}         # make the models that others take
     with ThreadPoolExecutor(2) as pool:
         return first | dict(zip(SMOKES.keys() - first.keys(), pool.map(smoke, SMOKES.keys() - first.keys())))
 
