@@ -21,7 +21,8 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
-LIMIT = 2400                # seconds, for a run that takes one or two minutes, or all of an engine's cases, ten
+# Seconds: for a run that takes one or two minutes, and for all cases of an engine, which take ten.
+LIMIT, LONG_LIMIT = 900, 2400
 
 
 def launch_each(launches: dict, run: Callable) -> Callable:

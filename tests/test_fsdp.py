@@ -66,7 +66,7 @@ from tests.fsdp_worker import (
     kept_logits,
     make_batch,
 )
-from tests.launch import export, launch
+from tests.launch import LONG_LIMIT, export, launch
 from tests.models import MULTIMODAL, make_model
 
 # Adam divides a gradient by its own size, so a rounding error in a small one is a whole step of that weight.
@@ -158,7 +158,7 @@ def make_adapter(directory):
 
 
 def run(num_ranks, folder):
-    launch(num_ranks, "tests/fsdp_worker.py", folder, fresh=True)
+    launch(num_ranks, "tests/fsdp_worker.py", folder, timeout=LONG_LIMIT, fresh=True)
     return json.loads((folder / f"{num_ranks}.json").read_text())
 
 

@@ -30,7 +30,7 @@ from engines.megatron.mapping import Mapping
 from engines.memory import checkpoint_bytes, estimate_megatron
 from job import find_resume
 from tests.fsdp_worker import BETAS, CLIP, SETTINGS, WEIGHT_DECAY, kept_logits, make_batch, make_loss
-from tests.launch import export, launch
+from tests.launch import LONG_LIMIT, export, launch
 from tests.megatron_worker import (
     AUTO,
     AUX,
@@ -99,7 +99,7 @@ def folder(tmp_path_factory):
 def launches(folder):
     """What each launch wrote down; 4 ranks and 1 read checkpoints of those before them."""
     for num_ranks in (2, 4, 1):
-        launch(num_ranks, "tests/megatron_worker.py", folder, fresh=True)
+        launch(num_ranks, "tests/megatron_worker.py", folder, timeout=LONG_LIMIT, fresh=True)
     return {num_ranks: json.loads((folder / f"{num_ranks}.json").read_text()) for num_ranks in (1, 2, 4)}
 
 
