@@ -6,7 +6,6 @@ The YAML files in configs/ are the only list of keys. A key's default fixes its 
 say: choices, bounds, and what may replace a default of null. configs/names.yaml lists what other projects call our keys.
 """
 
-import atexit
 import ctypes
 import difflib
 import json
@@ -14,6 +13,7 @@ import os
 import re
 import signal
 import sys
+import weakref
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -233,11 +233,13 @@ def hide_secrets(text: str, is_secret: bool = False) -> str:
     return text
 
 
-@atexit.register                        # the first to be registered, so the last to be called: vLLM ends before it
 def _leave_process_group() -> None:
     """After an InputError, which all ranks raise: a thread of gloo's could abort the ending process, whose code were not 2."""
     if REFUSED and (dist := sys.modules.get("torch.distributed")) and dist.is_initialized():
         dist.destroy_process_group()
+
+
+weakref.finalize(InputError, _leave_process_group)      # at the end of Python, where the latest comes first: vLLM's before this one
 
 
 def die_with(parent: int) -> None:
