@@ -9,4 +9,4 @@ export OMP_NUM_THREADS=4
 cap="data.max_tokens_per_micro_batch" bf16="engine.param_dtype=bfloat16" checkpointing="engine.activation_checkpointing=true"
 $python benchmarks/sft_h200.py 7B-VL $bf16 $cap=16384 $checkpointing --steps 3
 $python benchmarks/sft_h200.py 7B-VL $bf16 $cap=8192 "model.freeze=[visual]" --steps 3
-$python benchmarks/ppo_h200.py 7B-VL $bf16 $cap=16384 $checkpointing --prompts 32 --n 4 --tokens 256 --steps 1
+$python benchmarks/ppo_h200.py 7B-VL $bf16 $cap=16384 $checkpointing rollout.gpu_memory_utilization=0.5 --prompts 32 --n 4 --tokens 256 --steps 1

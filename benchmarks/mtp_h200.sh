@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Multi-token prediction and speculative decoding on one GPU, for docs/benchmarks.md:  bash benchmarks/mtp_h200.sh [OUT_DIR]
-# MiMo's shapes with made weights (benchmarks/shapes.py); OUT_DIR gets a picture of the GPU's memory over a PPO step.
+# MiMo's shapes with made weights (benchmarks/shapes.py); OUT_DIR gets pictures of the GPU's memory over a PPO step.
 # Set VLLM_USE_FLASHINFER_SAMPLER=0 where flashinfer is not installed. PYTHON="echo python3" prints the commands.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -13,5 +13,6 @@ for shape in 0.5B-MTP 1.5B-MTP; do
     $python benchmarks/sft_h200.py $shape $megatron $cap $trained --steps 3
 done
 $python benchmarks/speculative_h200.py 0.5B --ways plain ngram:4 mtp:1 mtp:3
-$python benchmarks/ppo_h200.py 0.5B-MTP $megatron $cap $trained --steps 1
-$python benchmarks/ppo_h200.py 0.5B-MTP $megatron $cap $trained model.mtp.enable_rollout=true --steps 1 --timeline "$out/memory.png"
+$python benchmarks/ppo_h200.py 0.5B-MTP $megatron $cap $trained --prompts 64 --n 4 --steps 1 --timeline "$out/memory.png"
+$python benchmarks/ppo_h200.py 0.5B-MTP $megatron $cap $trained model.mtp.enable_rollout=true --prompts 64 --n 4 --steps 1 \
+    --timeline "$out/memory_drafts.png"
