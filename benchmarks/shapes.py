@@ -3,7 +3,8 @@
 A shape whose name ends in -MTP is a MiMo's: a layer more, which drafts the token after the next one. How much drafts help depends
 on how many are right, and random weights make none right. So these weights are made: words follow each other in circles of 16, a
 word goes on to the next with a probability that falls with the temperature, and the MTP layer knows the circles. Matrices have
-their sizes, so that a step takes as long as a trained model's.
+their sizes, so that a step takes as long as a trained model's. A shape whose name ends in -MTP-random is for training: its weights are
+random, and it ends responses as the demo's tokenizer does.
 """
 
 import json
@@ -35,8 +36,8 @@ SHAPES = {      # vocabulary, hidden, intermediate, layers, heads, key-value hea
 # What makes another model of a shape of that name, or of that name without its end.
 EXPERTS = {shape: dict(model_type="qwen3_moe", num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, head_dim=128,
                        norm_topk_prob=True, architectures=["Qwen3MoeForCausalLM"]) for shape in ("4B-A1B", "8B-A1B")}
-MTP = {f"{shape}-MTP": dict(model_type="mimo", num_nextn_predict_layers=1, tie_word_embeddings=False,
-                            architectures=["MiMoForCausalLM"]) for shape in ("tiny", "0.5B", "1.5B", "7B")}
+MTP = {f"{shape}-MTP{end}": dict(model_type="mimo", num_nextn_predict_layers=1, tie_word_embeddings=False,
+                                 architectures=["MiMoForCausalLM"]) for shape in ("tiny", "0.5B", "1.5B", "7B") for end in ("", "-random")}
 VISION = {"tiny-VL": dict(depth=2, hidden_size=64, intermediate_size=128, num_heads=2, fullatt_block_indexes=[1]),
           "7B-VL": dict(depth=32, hidden_size=1280, intermediate_size=3420, num_heads=16)}     # Qwen2.5-VL's vision tower
 NAMES = [*SHAPES, *MTP, *VISION]
@@ -55,10 +56,12 @@ def make_model(shape: str, directory: Path) -> Path:
 
 
 def write_model(shape: str, path: Path) -> None:
-    """The end token is the last word, which is hardly ever sampled."""
-    vocab_size, hidden, intermediate, layers, heads, kv_heads, tied = SHAPES[shape.removesuffix("-VL").removesuffix("-MTP")]
+    """The end token is the last word, which is hardly ever sampled, but for a model that is to be trained."""
+    base = shape.removesuffix("-random").removesuffix("-VL").removesuffix("-MTP")
+    vocab_size, hidden, intermediate, layers, heads, kv_heads, tied = SHAPES[base]
     config = AutoConfig.for_model(**{
-        "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "vocab_size": vocab_size, "eos_token_id": vocab_size - 1,
+        "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "vocab_size": vocab_size,
+        "eos_token_id": make_tokenizer().eos_token_id if shape.endswith("-random") else vocab_size - 1,
         "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers, "num_attention_heads": heads,
         "num_key_value_heads": kv_heads, "tie_word_embeddings": tied, "max_position_embeddings": 32768,
         **EXPERTS.get(shape, {}), **MTP.get(shape, {})})
@@ -72,7 +75,7 @@ def write_model(shape: str, path: Path) -> None:
         model = auto_class(config).from_config(config, dtype=torch.bfloat16)
     if shape in MTP:
         model.model.mtp_layers = mtp.layers(config)
-    weights = circles(model, config) if shape in MTP else random_weights(model)
+    weights = circles(model, config) if shape.endswith("-MTP") else random_weights(model)
     write_safetensors(in_files(weights, stacked(model)), work)
     work.rename(path)
 

@@ -42,6 +42,7 @@ SMOKES = {
                       r"\| tiny \| 1 \| 1 \| [\d,]+ .* \| 1\.00 \|.*\n\| tiny \| 1 \| auto \| [\d,]+ .*\| \d+\.\d% \| 0\.\d "),
     "tokenize_speed.py": (["--rows", "20", "--pairs", "1", "--tokenizer", "MODEL"],
                           r"\| single-turn \| [\d,]+ \| [\d,]+ \| \d\.\d+ .*\n\| five-turn \| [\d,]+ \| [\d,]+ \| \d\.\d+ "),
+    "make_mtp_data.py": (["ASSETS", "tiny", "--rows", "8", "--models", "MODELS"], r"models/tiny-MTP-random\n"),
     "host_path.py": (["--tokens", "3000", "--ranks", "1", "64", "--repeats", "1", "--estimators", "gae"],
                      r"\| 1 \| gae \|.*\n\| 64 \| gae \| (\d+\.\d{3} \| ){4}\d+ \| \d+ \|\n"),
     "profiling_cost.py": (["MODEL", "DATA", "data.train_batch_size=8", "--tools", "torch"],
@@ -108,7 +109,7 @@ def test_the_commands_of_a_shell_script_fit_the_configuration(name, gpus):
     commands = [shlex.split(line) for line in printed.splitlines() if line.startswith("python3 ")]
     assert len(commands) >= 3
     for command in commands:
-        script = next(word for word in command if word.startswith("benchmarks/"))
+        script = next(word for word in command if word.endswith(".py"))
         settings = [word for word in command[command.index(script) + 1:] if "=" in word]
         if script == "benchmarks/weight_sync_h200.py":
             settings = ["model_engine=megatron", *(f"engine.{setting}" for setting in settings)]
