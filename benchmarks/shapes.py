@@ -3,8 +3,8 @@
 A shape whose name ends in -MTP is a MiMo's: a layer more, which drafts the token after the next one. How much drafts help depends
 on how many are right, and random weights make none right. So these weights are made: words follow each other in circles of 16, a
 word goes on to the next with a probability that falls with the temperature, and the MTP layer knows the circles. Matrices have
-their sizes, so that a step takes as long as a trained model's. A shape whose name ends in -MTP-random is for training: its weights are
-random, and it ends responses as the demo's tokenizer does.
+their sizes, so that a step takes as long as a trained model's. A shape whose name ends in -MTP-random is for training: its weights
+are random, and it ends responses as the demo's tokenizer does.
 """
 
 import json
@@ -37,7 +37,8 @@ SHAPES = {      # vocabulary, hidden, intermediate, layers, heads, key-value hea
 EXPERTS = {shape: dict(model_type="qwen3_moe", num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, head_dim=128,
                        norm_topk_prob=True, architectures=["Qwen3MoeForCausalLM"]) for shape in ("4B-A1B", "8B-A1B")}
 MTP = {f"{shape}-MTP{end}": dict(model_type="mimo", num_nextn_predict_layers=1, tie_word_embeddings=False,
-                                 architectures=["MiMoForCausalLM"]) for shape in ("tiny", "0.5B", "1.5B", "7B") for end in ("", "-random")}
+                                 architectures=["MiMoForCausalLM"])
+       for shape in ("tiny", "0.5B", "1.5B", "7B") for end in ("", "-random")}
 VISION = {"tiny-VL": dict(depth=2, hidden_size=64, intermediate_size=128, num_heads=2, fullatt_block_indexes=[1]),
           "7B-VL": dict(depth=32, hidden_size=1280, intermediate_size=3420, num_heads=16)}     # Qwen2.5-VL's vision tower
 NAMES = [*SHAPES, *MTP, *VISION]

@@ -96,8 +96,8 @@ def measure(arguments) -> None:
         prompts = questions(arguments.rows, AutoTokenizer.from_pretrained(path))[:arguments.responses]
     config = load("ppo.yaml", [
         f"model.path={path}", "data.train_files=none", f"data.max_prompt_length={max(map(len, prompts))}",
-        f"rollout.max_tokens={longest}", f"validation.max_tokens={longest}", f"rollout.max_num_seqs={arguments.responses}", "rollout.kv_cache_gib=8",
-        "rollout.gpu_memory_utilization=0.2", *drafter, *arguments.settings])
+        f"rollout.max_tokens={longest}", f"validation.max_tokens={longest}", f"rollout.max_num_seqs={arguments.responses}",
+        "rollout.kv_cache_gib=8", "rollout.gpu_memory_utilization=0.2", *drafter, *arguments.settings])
     start = time.perf_counter()
     rollout = Rollout(config, this_device)
     rollout.wake("weights")
