@@ -10,4 +10,4 @@ cap="data.max_tokens_per_micro_batch=16384" bf16="engine.param_dtype=bfloat16" a
 $python benchmarks/sft_h200.py 8B-A1B $bf16 $cap $aux --steps 3
 $python benchmarks/sft_h200.py 4B-A1B $cap $aux --steps 3
 $python benchmarks/sft_h200.py 4B-A1B model_engine=megatron $cap $aux --steps 3
-$python benchmarks/ppo_h200.py 8B-A1B $bf16 $cap $aux --tokens 256 --steps 1
+$python benchmarks/ppo_h200.py 8B-A1B $bf16 $cap $aux --prompts 64 --tokens 256 --steps 1

@@ -18,7 +18,7 @@ models=/dev/shm/rankwise-models data=/dev/shm/rankwise-mtp
 $python benchmarks/make_mtp_data.py $data 0.5B --models $models
 $python train_sft.py $megatron $trained $cap model.path=$models/0.5B-MTP-random data.train_files=$data/train.jsonl \
     data.val_files=$data/val.jsonl data.cache_dir=$data/cache data.train_batch_size=64 output_dir=$data/sft optim.lr=5e-4 \
-    optim.lr_warmup_steps_ratio=0.1 trainer.total_steps=600 trainer.log_freq=50 trainer.val_before_train=false trainer.save_minutes=0
+    optim.lr_warmup_steps_ratio=0.1 trainer.total_steps=500 trainer.log_freq=50 trainer.val_before_train=false trainer.save_minutes=0
 $python benchmarks/speculative_h200.py 0.5B --ways plain ngram:4 mtp:1 mtp:3 --trained $data/sft/hf --rows $data/val.jsonl \
     --tokens 400 --temperatures 1.0
 $python benchmarks/ppo_h200.py 0.5B-MTP $megatron $cap $trained --prompts 64 --n 4 --steps 1 --timeline "$out/memory.png"
