@@ -182,7 +182,9 @@ def test_exports_are_whole_models(results, folder, world, name):
     _, _, want = plain_training(folder, family, masks_of(result), name == "frozen")
     model = plain(folder / f"{world} {name}").eval()
     before, after = dict(plain(folder / family).named_parameters()), dict(model.named_parameters())
-    assert max((after[n] - want[n]).abs().max().item() for n in want) < 0.2 * LR
+    # Without rotation a softmax does not see the bias of keys: Adam makes steps of what rounding leaves of its gradient.
+    seen = [n for n in want if not ("vision_tower" in n and n.endswith("k_proj.bias"))]
+    assert len(seen) > 30 and all((after[n] - want[n]).norm() <= 1e-3 * (want[n] - before[n]).norm() for n in seen)
     tower = [n for n in want if "vision_tower" in n or "visual" in n]
     moved = [n for n in tower if not torch.equal(after[n], before[n])]
     assert not moved if name == "frozen" else len(moved) > 15
