@@ -42,10 +42,12 @@ def sha256(path: Path):
 def cached(folder: Path, write: Callable[[Path], None], is_current: Callable[[Path], bool] = lambda _: True) -> Path:
     """The folder. If there is none, or one with files that have changed since, or that is not current, write(work) first fills
     another one, which then gets this name, without the folder datasets in it, which is for files that nobody needs afterwards."""
+    there = folder.exists()                 # asked first: another run may be about to finish it
     if is_intact(folder) and is_current(folder):
         return folder
-    if folder.exists():
+    if there:
         print(f"data: {folder} is damaged, or files that it was made of have changed, and it is made anew", flush=True)
+        shutil.rmtree(folder, ignore_errors=True)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         remove_abandoned(folder.parent)
@@ -62,9 +64,11 @@ def cached(folder: Path, write: Callable[[Path], None], is_current: Callable[[Pa
             shutil.rmtree(work / "datasets")
             sums = {path.name: sha256(path).hexdigest() for path in sorted(work.iterdir())}
             (work / SUMS).write_text(json.dumps(sums, indent=1))
-        if not (is_intact(folder) and is_current(folder)):      # another run may have been faster
-            shutil.rmtree(folder, ignore_errors=True)
+        try:
             work.rename(folder)
+        except OSError:                     # another run has been faster
+            if not (is_intact(folder) and is_current(folder)):
+                raise
     finally:
         shutil.rmtree(work, ignore_errors=True)
         lock.close()

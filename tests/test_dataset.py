@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+import multiprocessing
 import os
 import shutil
 import subprocess
@@ -19,6 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from config import InputError
+from data.cache import cached
 from data.dataset import TokenDataset, tokenize
 
 CHATML = """
@@ -395,6 +397,29 @@ def test_a_killed_tokenization_leaves_nothing_for_good(make, tokenizer_dir, tmp_
     assert not list(cache.glob("*.tmp"))
 
 
+def test_runs_that_make_the_same_cache_at_the_same_time_share_it(tmp_path):
+    def make(rank, barrier, failures):
+        def write(work):
+            (work / "datasets").mkdir()
+            (work / "tokens").write_text("words")
+            barrier.wait(60)
+        try:
+            for i in range(30):
+                assert (cached(tmp_path / str(i), write) / "tokens").read_text() == "words"
+        except BaseException as error:
+            failures.put(repr(error))
+            barrier.abort()
+    context = multiprocessing.get_context("fork")
+    barrier, failures = context.Barrier(3), context.Queue()
+    runs = [context.Process(target=make, args=(rank, barrier, failures)) for rank in range(3)]
+    for run in runs:
+        run.start()
+    for run in runs:
+        run.join()
+    assert failures.empty(), failures.get()
+    assert {path.name for path in tmp_path.iterdir()} == set(map(str, range(30)))
+
+
 def process_state(pid):
     """[state, parent] of a process, empty if there is none."""
     try:
@@ -457,7 +482,8 @@ def test_a_cache_hit_needs_no_datasets_library(make, tokenizer_dir, tmp_path):
         sys.modules["datasets"] = None
         from types import SimpleNamespace
         from transformers import PreTrainedTokenizerFast
-        from data.dataset import TokenDataset, tokenize
+        from data.cache import cached
+from data.dataset import TokenDataset, tokenize
         tokenizer = PreTrainedTokenizerFast.from_pretrained({str(tokenizer_dir)!r})
         options = SimpleNamespace(**{vars(options())!r})
         folder = tokenize({str(path)!r}, tokenizer, options, {str(tmp_path / "cache")!r}, {str(tokenizer_dir)!r})
