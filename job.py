@@ -212,7 +212,7 @@ def tell_of_mtp(config, hf_config) -> None:
     number = mtp.num_layers(hf_config)
     if number and not mtp.is_trained(config) and int(os.environ.get("RANK", 0)) == 0:
         print(f"the model is built without its {number} MTP layer{'s' * (number > 1)} (model.mtp.enable_train=false): exports hold "
-              "those of model.path", flush=True)
+              "what the files of model.path have of them", flush=True)
 
 
 def warn_of_length(hf_config, longest: int) -> None:

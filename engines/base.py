@@ -272,11 +272,13 @@ class Engine(ABC):
 
     def save_config(self, directory: Path) -> None:
         """Write config.json and SIDE_FILES; called on rank 0 alone."""
-        from engines.hf import auto_class, read_hf_config  # slow: not for those who only want the interface
+        from engines import mtp  # slow: not for those who only want the interface
+        from engines.hf import auto_class, read_hf_config
         path = Path(self.config.model.path)
         hf_config = read_hf_config(path)
         hf_config.dtype = hf_config.get_text_config().dtype = self.compute_dtype
         hf_config.architectures = [auto_class(hf_config)._model_mapping[type(hf_config)].__name__]
+        mtp.write_class(hf_config, directory)
         hf_config.save_pretrained(directory)
         for file in (file for pattern in SIDE_FILES for file in path.glob(pattern)):
             shutil.copy(file, directory)

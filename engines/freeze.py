@@ -54,6 +54,9 @@ def apply(config: DictConfig, hf: nn.Module, critic: bool = False, holder: Calla
         if 0 < len(frozen.intersection(own)) < len(own):
             raise InputError(f"model.freeze={patterns} matches {min(frozen.intersection(own))} but not {min({*own} - frozen)}, "
                              f"which model_engine={config.model_engine} holds in the same parameter: freeze both, or neither")
+    if config.model.mtp.detach_encoder and not any(p.requires_grad for name, p in hf.named_parameters() if "mtp_layers" in name):
+        raise InputError(f"model.freeze={patterns} and model.mtp.detach_encoder=true leave the loss of the MTP layers nothing to "
+                         "train: set model.mtp.enable_train=false")
     if not any(p.requires_grad for p in hf.parameters()):
         raise InputError(f"model.freeze={patterns} leaves nothing to train")
     return frozen

@@ -3,6 +3,8 @@
 transformers has no class for MiMo. It is a Qwen2 with such layers, whose weights are called model.mtp_layers.* in its files.
 """
 
+from pathlib import Path
+
 import torch
 from omegaconf import DictConfig
 from torch import nn
@@ -10,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2For
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RMSNorm
 
 from config import InputError, defaults
+from engines.weights import shapes_in_files
 
 FIELDS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")      # of config.json: the number of MTP layers
 # Keys of model.mtp that do nothing without another.
@@ -42,12 +45,28 @@ class MiMoLayer(Qwen2DecoderLayer):
 AutoConfig.register("mimo", MiMoConfig)
 AutoModelForCausalLM.register(MiMoConfig, MiMoForCausalLM)
 LAYERS = {"mimo": MiMoLayer}                # by model_type: those that model_engine=megatron can train
+CONFIGURATION = '''"""For transformers, which has no class for this model's config.json."""
+
+from transformers import Qwen2Config
+
+
+class MiMoConfig(Qwen2Config):
+    model_type = "mimo"
+'''
 
 
 def num_layers(hf_config) -> int:
     """How many MTP layers a model has."""
     shapes = (hf_config, hf_config.get_text_config())
     return max(getattr(shape, field, None) or 0 for shape in shapes for field in FIELDS)
+
+
+def write_class(hf_config, directory: Path) -> None:
+    """Put the class of a configuration that transformers does not know beside its config.json, which is written after that. With
+    trust_remote_code=True others can read it then."""
+    if hf_config.model_type in LAYERS and not getattr(hf_config, "auto_map", None):
+        hf_config.auto_map = {"AutoConfig": "configuration_mimo.MiMoConfig"}
+        (directory / "configuration_mimo.py").write_text(CONFIGURATION)
 
 
 def is_trained(config: DictConfig) -> bool:
@@ -79,6 +98,11 @@ def check(config: DictConfig, hf_config) -> None:
     if mtp.enable and not num_layers(hf_config):
         said = " and ".join(f"{field}={getattr(hf_config, field, None)}" for field in FIELDS)
         raise InputError(f"model.mtp.enable=true, but model.path={path} has no MTP layers: its config.json says {said}")
+    if mtp.enable and hf_config.model_type in LAYERS:
+        wanted = {f"model.mtp_layers.{name}" for name in layers(hf_config).state_dict()}
+        if lost := sorted(wanted - shapes_in_files(Path(path)).keys()):
+            raise InputError(f"model.mtp.enable=true, but the files of model.path={path} lack {len(lost)} of the {len(wanted)} "
+                             f"weights of its {num_layers(hf_config)} MTP layers, such as {lost[0]}")
     if not is_trained(config):
         return
     if config.model_engine != "megatron":

@@ -140,11 +140,15 @@ def make_model(tokenizer, kind: str = "qwen3"):
 def build(directory: Path) -> None:
     from transformers.utils import logging
 
+    from engines import mtp
+
     logging.disable_progress_bar()
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer()
     for name, kind in (("mimo", "mimo"), ("model", "qwen3")):
         model = make_model(tokenizer, kind)
+        (directory / name).mkdir(exist_ok=True)
+        mtp.write_class(model.config, directory / name)
         model.save_pretrained(directory / name)
         tokenizer.save_pretrained(directory / name)
     (directory / "worked").mkdir(exist_ok=True)

@@ -48,6 +48,10 @@ def check(config: DictConfig) -> None:
         raise InputError(f"{key} is not there for recurrent layers, whose states would have to forget what is not accepted")
     if drafter == "mtp" and hf_config.model_type != "mimo":
         raise InputError(f"{key} is there for MiMo alone, and model.path={config.model.path} is {hf_config.model_type}")
+    number, num_layers = config.model.mtp.num_speculative_tokens, mtp.num_layers(hf_config)
+    if drafter == "mtp" and number % max(num_layers, 1):
+        raise InputError(f"model.mtp.num_speculative_tokens={number}: vLLM wants a multiple of the {num_layers} MTP layers of "
+                         f"model.path={config.model.path}")
     if drafter == "mtp" and config.model.lora.rank and not config.model.lora.merge:
         raise InputError(f"{key} with adapters needs model.lora.merge=true: vLLM has no adapters beside its drafter")
 
@@ -58,23 +62,33 @@ def graph_tokens(num_seqs: int, num_drafted: int) -> int:
 
 
 class Drafts:
-    """Counts them, as vLLM's scheduler does for its log.
+    """Counts them, as vLLM's scheduler does for its log, and what responses get from them: not what is behind their ends.
 
-    counts: int64 [3], of the responses' steps with drafts: how many there were, tokens drafted, and tokens accepted
+    counts: int64 [4], of the responses' steps with drafts: how many there were, tokens drafted, tokens accepted, and those of them
+    that responses have got
     """
 
     def __init__(self, scheduler):
-        self.counts = torch.zeros(3, dtype=torch.int64)
-        scheduler.make_spec_decoding_stats = self._count
+        self.counts, self.drafted, self.append = torch.zeros(4, dtype=torch.int64), False, scheduler._update_request_with_output
+        scheduler.make_spec_decoding_stats, scheduler._update_request_with_output = self._count, self._count_kept
 
     def _count(self, stats, num_draft_tokens: int, num_accepted_tokens: int, **others) -> None:
-        self.counts += torch.tensor([1, num_draft_tokens, num_accepted_tokens])
+        self.counts += torch.tensor([1, num_draft_tokens, num_accepted_tokens, 0])
+        self.drafted = True
+
+    def _count_kept(self, *given, **more) -> tuple[list[int], bool]:
+        """Called for the same response right after _count(), if it had drafts."""
+        tokens, ended = self.append(*given, **more)
+        self.counts[3] += max(len(tokens) - 1, 0) if self.drafted else 0
+        self.drafted = False
+        return tokens, ended
 
 
 def metrics(counts: Tensor) -> dict[str, float]:
-    """mtp/accept_rate, the share of drafted tokens that were accepted; mtp/accept_length, tokens that a step with drafts gave."""
-    steps, drafted, accepted = counts.tolist()
-    return {"mtp/accept_rate": accepted / max(drafted, 1), "mtp/accept_length": 1 + accepted / max(steps, 1)}
+    """mtp/accept_rate, the share of drafted tokens that were accepted; mtp/accept_length, the tokens that a response got from a
+    step with drafts."""
+    steps, drafted, accepted, kept = counts.tolist()
+    return {"mtp/accept_rate": accepted / max(drafted, 1), "mtp/accept_length": 1 + kept / max(steps, 1)}
 
 
 # -- drawing tokens ------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ SETTINGS = ["data.train_files=unused", "engine.compute_dtype=float32", f"data.ma
             "data.max_tokens_per_micro_batch=2000", "rollout.max_num_seqs=256"]
 ALL_WORDS = {"top_k": -1}
 SAMPLING = {"sampled": ALL_WORDS, "cool": {**ALL_WORDS, "temperature": 0.5}, "greedy": {"temperature": 0.0}, "top_k": {},
-            "top_p": {**ALL_WORDS, "top_p": 0.7}}
+            "top_p": {**ALL_WORDS, "top_p": 0.7}, "short": {"temperature": 0.0, "max_tokens": 2}}
 ROUNDS = {"as it is": 1.0, "without MTP": 0.0, "with MTP again": 1.0}      # the size of the MTP layers
 PROMPT, NUM_DRAWS, DRAWN = [7, 5, 9, 7], 2000, 3                           # NUM_DRAWS responses of DRAWN tokens to one prompt
 

@@ -2,12 +2,13 @@
 
 import json
 import re
+import sys
 from functools import cache
 
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM
@@ -21,13 +22,23 @@ from engines.memory import checkpoint_bytes, estimate_megatron
 from examples.arithmetic import make_rows, make_tokenizer
 from job import tell_of_mtp
 from tests.fsdp_worker import BETAS, CLIP, SETTINGS, WEIGHT_DECAY, kept_logits, make_batch, make_loss
-from tests.launch import launch
+from tests.launch import launch, run
 from tests.megatron_worker import BF16, TOTAL_STEPS, keys
 from tests.models import make_model
 from tests.mtp_worker import CASES, MTP, SAVED_AT, MTPCase
 from tests.test_fsdp import column, tensor_bytes, worst
 
 BOUND = 1e-6
+GENERATE = """
+import json, sys
+from vllm import LLM, SamplingParams
+path, result, question = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+llm = LLM(path, dtype="float32", max_model_len=64, enforce_eager=True, kv_cache_memory_bytes=10**7, skip_tokenizer_init=True,
+          trust_remote_code=True, speculative_config={"method": "mtp", "num_speculative_tokens": 1})
+params = SamplingParams(max_tokens=8, temperature=0, detokenize=False, ignore_eos=True)
+said = llm.generate([{"prompt_token_ids": question}], params)[0].outputs[0].token_ids
+open(result, "w").write(json.dumps(list(said)))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -224,10 +235,15 @@ def test_round_trip_and_resume_on_another_layout(results, folder, tmp_path):
     ("mimo", "enable=true enable_train=true model_engine=fsdp", "needs model_engine=megatron: transformers has no MTP layers"),
     ("mimo", "enable=true enable_train=true model.lora.rank=4", "model.lora.rank=4 adapters alone"),
     ("mimo", "enable=true enable_train=true engine.bridge=mbridge", "has no mimo models"),
+    ("mimo", "enable=true enable_train=true detach_encoder=true model.freeze=[mtp_layers]", "leave the loss of the MTP layers"),
+    ("lost", "enable=true", "lack 1 of the 16 weights of its 1 MTP layers, such as model.mtp_layers.0.input_proj.weight"),
     ("qwen3_mtp", "enable=true enable_train=true", "no MTP layers for model_type=qwen3, only for mimo")])
 def test_mistakes(folder, family, settings, told):
     if not (folder / family).exists():
-        make_model(folder / family, "qwen3")
+        make_model(folder / family, "mimo" if family == "lost" else "qwen3")
+    if family == "lost":
+        file = folder / family / "model.safetensors"
+        save_file({n: x for n, x in load_file(file).items() if not n.endswith("input_proj.weight")}, file, {"format": "pt"})
     if family == "qwen3_mtp":
         path = folder / family / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"num_nextn_predict_layers": 1}))
@@ -256,3 +272,11 @@ def test_a_step_of_ppo(tmp_path):
     assert all(0 <= rate <= 1 and length == pytest.approx(1 + 2 * rate, rel=0.2) and gap < 1e-4 for rate, length, gap in drafted)
     before, after = (load_file(tmp_path / where / "model.safetensors") for where in ("model", "out/hf"))
     assert before.keys() == after.keys() and not any(torch.equal(after[n], x) for n, x in before.items() if "mtp_layers" in n)
+
+    # Others load it, and draft with its layer: here a vLLM that knows nothing of this repository.
+    question = [*range(4, 20)]
+    run([sys.executable, "-c", GENERATE, tmp_path / "out/hf", tmp_path / "said.json", json.dumps(question)], cwd=tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out/hf", dtype=torch.float32)
+    with torch.no_grad():
+        expected = model.generate(torch.tensor([question]), do_sample=False, max_new_tokens=8, eos_token_id=-1)[0, len(question):]
+    assert json.loads((tmp_path / "said.json").read_text()) == expected.tolist()
