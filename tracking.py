@@ -26,6 +26,7 @@ CONSOLE = {"train/loss": "loss {:.4f}", "critic/score/mean": "score {:.3f}", "re
            "timing/step": "{:.2f} s"}
 CONSOLE_ROWS = 4        # samples that the console shows
 EQUAL_STEPS = 5         # steps in a row with one reward alone, after which the console names them
+GAPS = {"float32": 1e-3, "bfloat16": 0.1}       # nats: more than rounding makes of the mean rollout_corr/log_prob_gap
 
 
 def check(config: DictConfig) -> None:
@@ -47,6 +48,9 @@ class Tracker:
         self.out, self.equal_rewards = out, (None, 0)       # the only reward of the last step, and for how many steps it has been
         self.loggers, self.rollout_freq = list(config.trainer.logger), config.trainer.get("rollout_freq", -1)
         self.log_freq = config.trainer.log_freq
+        rollout = config.get("rollout")             # where words are cut off, vLLM's probabilities are of others than the trainer's
+        alike = rollout and (rollout.top_k > 0 or rollout.top_p == 1 and rollout.min_p == 0)
+        self.most_gap = GAPS[config.engine.compute_dtype] if alike else math.inf
         self.silent = "reward/informative_groups" if OmegaConf.select(config, "rollout.n") == 1 else None      # groups of one
         # In a log file every refresh stays.
         self.bar = tqdm(total=total_steps, initial=step, unit="step", dynamic_ncols=True,
@@ -80,6 +84,7 @@ class Tracker:
         if "wandb" in self.loggers:
             self.wandb.log(metrics, step=step)
         self._name_equal_rewards(step, metrics)
+        self._name_gap(metrics)
         self.bar.set_postfix_str("  ".join(shown[:1]), refresh=False)
         self.bar.update(step - self.bar.n)
 
@@ -123,6 +128,14 @@ class Tracker:
             written = step - step % self.rollout_freq if self.rollout_freq > 0 else 0
             look = f"look at {self.out}/rollouts/step_{written}.jsonl" if written else "set trainer.rollout_freq=1 to see them"
             self.say(f"warning: all rewards of the last {EQUAL_STEPS} steps are {low:g}: nothing is learned from them; {look}")
+
+    def _name_gap(self, metrics: dict[str, float]) -> None:
+        """Say once that vLLM does not compute what the trainer does."""
+        gap = metrics.get("rollout_corr/log_prob_gap", 0.0)
+        if gap > self.most_gap:
+            self.say(f"warning: vLLM's log-probabilities are {gap:.2g} nats from the trainer's on average, where rounding may make "
+                     f"{self.most_gap:g}: it computes this model otherwise; algorithm.rollout_is=token corrects for it")
+            self.most_gap = math.inf
 
     def close(self) -> None:
         """End all logs, with the picture of the run (profiling.report) in them."""

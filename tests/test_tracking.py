@@ -51,6 +51,18 @@ def test_the_console_names_steps_whose_rewards_are_all_equal(tmp_path, capsys):
     assert "score 0.500  2.00 s" in capsys.readouterr().out, "one response has no other to differ from"
 
 
+@pytest.mark.parametrize("settings, gaps, named", [
+    ("engine.compute_dtype=float32", [1e-6, 0.016, 0.016], True), ("engine.compute_dtype=float32", [5e-4], False),
+    ("engine.compute_dtype=bfloat16", [0.045], False), ("engine.compute_dtype=bfloat16 rollout.top_p=0.9", [0.3], False),
+    ("engine.compute_dtype=bfloat16 rollout.top_p=0.9 rollout.top_k=8", [0.3, 0.4], True)])
+def test_a_vllm_that_computes_something_else_is_named_once(tmp_path, capsys, settings, gaps, named):
+    tracker = tracking.Tracker(configure(tmp_path, *settings.split()), 0, 0, len(gaps))
+    for step, gap in enumerate(gaps, 1):
+        tracker.log(step, {"rollout_corr/log_prob_gap": gap})
+    tracker.close()
+    assert capsys.readouterr().out.count("warning: vLLM's log-probabilities are") == named
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_full_disk_is_named(tmp_path):
     """The files of tensorboard, whose thread writes them late, and the picture."""
