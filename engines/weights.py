@@ -108,7 +108,7 @@ def stored_tensors(hf: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def model_names(hf: nn.Module, path: Path) -> dict[str, str | None]:
     """name in the files -> name in the model: transformers renames some families' weights when it loads them. A part of a stack
     keeps its name; what transformers leaves alone has None: a layer that predicts one more token (MTP), a vision tower. Raises
-    InputError where it would make several weights of one."""
+    InputError where it would make several weights of one, and for two names of one weight."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, dot_natural_key, rename_source_key
     transforms = get_model_conversion_mapping(hf)
@@ -117,6 +117,7 @@ def model_names(hf: nn.Module, path: Path) -> dict[str, str | None]:
     stored = {lora.plain_name(name): x for name, x in hf.state_dict().items()}
     there = shapes_in_files(path).keys()
     names = {part: part for parts in stacked(hf).values() for part, _ in parts if part in there}
+    first = {}                              # name in the model -> in the files
     for name in sorted(there - names.keys(), key=dot_natural_key):
         names[name], converted = rename_source_key(name, renamings, converters, hf.base_model_prefix, stored)
         if names[name] not in stored and is_ignored(hf, names[name]):
@@ -124,6 +125,9 @@ def model_names(hf: nn.Module, path: Path) -> dict[str, str | None]:
         elif converted:
             raise InputError(f"model.path={path}: transformers converts {name} to {names[name]} of {type(hf).__name__}, which is "
                              "not supported: load the model with transformers, and save it with save_original_format=False")
+        if (other := first.setdefault(names[name] or name, name)) != name:
+            raise InputError(f"model.path={path}: {other} and {name} are two names of one weight, {names[name]} of "
+                             f"{type(hf).__name__}: take one of them out of the files")
     return names
 
 

@@ -991,6 +991,20 @@ def test_broken_models(results, world, name, message):
     assert told is not None and len(told) == world and all(message in t for t in told)
 
 
+@pytest.mark.parametrize("family, name, other", [
+    ("qwen2_tied", "model.layers.0.mlp.up_proj.weight", "layers.0.mlp.up_proj.weight"),
+    ("qwen2_tied", "model.embed_tokens.weight", "embed_tokens.weight"),
+    ("gemma3 with images", "language_model.model.layers.1.mlp.up_proj.weight", "model.language_model.layers.1.mlp.up_proj.weight")])
+def test_two_names_of_one_weight(tmp_path, family, name, other):
+    """One of them would be lost, whichever is read first."""
+    weight = load_file(make_model(tmp_path, family) / "model.safetensors")[name]
+    add(tmp_path, other, torch.zeros_like(weight))
+    with pytest.raises(InputError) as error:
+        FSDPEngine.check(config(tmp_path, f"model.path={tmp_path}"), 1)
+    assert f" {min(name, other)} and {max(name, other)} are two names of one weight" in str(error.value)
+    assert "take one of them out of the files" in str(error.value)
+
+
 @pytest.mark.parametrize("world, family, form", [*((1, family, form) for family in (*FOREIGN, *MULTIMODAL) for form in FORMS),
                                                  (2, "gpt_oss", "cp2")])
 def test_other_families(results, folder, world, family, form):
