@@ -16,6 +16,19 @@ def stacks(hf: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, p) for name, p in hf.named_parameters() if ".experts." in name and p.ndim == 3]
 
 
+def num_chosen(hf_config) -> int:
+    """How many experts a token goes to; 0 for a configuration that does not say it, in one number for all layers."""
+    values = (getattr(hf_config, key, None) for key in ("num_experts_per_tok", "top_k_experts", "moe_topk"))
+    return next((value for value in values if isinstance(value, int)), 0)
+
+
+def check(hf: nn.Module, hf_config, path: str) -> None:
+    """Raise InputError for a mixture of experts that does not say how many a token goes to."""
+    if stacks(hf) and not num_chosen(hf_config):
+        raise InputError(f"model.path={path}: config.json does not say how many experts a token goes to (num_experts_per_tok), "
+                         f"in one number for all layers, which {type(hf).__name__} needs")
+
+
 def leave_uncompiled(hf: nn.Module) -> None:
     """Before layers are compiled: experts, whose numbers of tokens a graph does not know."""
     for name in sorted({name.rpartition(".")[0] for name, _ in stacks(hf)}):

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from config import InputError
 from engines import mtp  # which also makes transformers know MiMo
-from engines.experts import stacks
+from engines.experts import num_chosen, stacks
 
 RECURRENT = {"linear_attention", "conv", "hybrid"}          # of config.json's layer_types, those with a state from token to token
 
@@ -191,9 +191,7 @@ def count_flops(hf: nn.Module, hf_config) -> tuple[int, int, int]:
     outside = {hf.get_input_embeddings().weight, head}                  # one, if they are tied
     matrices = sum(of(p) for name, p in hf.get_decoder().named_parameters()
                    if p.ndim > 1 and not name.endswith("bias") and p not in outside)
-    if stacks(hf) and getattr(hf_config, "num_experts_per_tok", None) is None:
-        raise InputError(f"{type(hf).__name__} does not say how many experts a token has (num_experts_per_tok in config.json)")
-    matrices -= sum(of(p) * (len(p) - hf_config.num_experts_per_tok) // len(p) for _, p in stacks(hf))
+    matrices -= sum(of(p) * (len(p) - num_chosen(hf_config)) // len(p) for _, p in stacks(hf))
     kinds = getattr(hf_config, "layer_types", None) or ["full_attention"] * hf_config.num_hidden_layers
     layers = layer_configs(hf_config) if hf_config.is_heterogeneous else [hf_config] * len(kinds)
     attention = sum(layer.num_attention_heads * head_dim(layer) * (2 if number < len(passed_by) else 6)

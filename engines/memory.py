@@ -12,7 +12,7 @@ from torch import nn
 from data.processor import Reader
 from engines import freeze, mtp
 from engines.base import fixed_cp, follows_batch
-from engines.experts import stacks
+from engines.experts import num_chosen, stacks
 from engines.fsdp import images
 from engines.fsdp.engine import build, is_replicated, is_sharded, is_zigzag, uses_compile
 from engines.hf import attention_widths, build_on_meta, head_dim, longest_sequence, read_hf_config, stages_of_layers, whole_modules
@@ -93,7 +93,7 @@ def estimate(config: DictConfig, world_size: int, device_type: str, role: str = 
     tokens = config.data.max_tokens_per_micro_batch / fixed_cp(engine)
     hidden, intermediate, at_once = shape.hidden_size, shape.intermediate_size, 0
     if stacks(hf):
-        at_once = shape.num_experts_per_tok
+        at_once = num_chosen(shape)
         intermediate = at_once * (getattr(shape, "moe_intermediate_size", None) or intermediate)
     q, kv = attention_widths(shape)
     num_keys = keys_per_token(config, shape, world_size, lambda size: is_zigzag(engine, shape, size))
@@ -172,7 +172,7 @@ def estimate_megatron(config: DictConfig, world_size: int, device_type: str, rol
     output = EMBEDDING if shape.tie_word_embeddings and not critic else HEAD
     num_outputs = 0 if critic else -(-shape.vocab_size // tp)
 
-    hidden, intermediate, topk = shape.hidden_size, shape.intermediate_size, getattr(shape, "num_experts_per_tok", 0)
+    hidden, intermediate, topk = shape.hidden_size, shape.intermediate_size, num_chosen(shape)
     q, kv = attention_widths(shape)
     tokens = config.data.max_tokens_per_micro_batch / fixed_cp(engine)
     sp = tp if engine.sequence_parallel else 1

@@ -143,6 +143,10 @@ FOREIGN = {
     "mixtral": dict(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2, sliding_window=7),
     "glm4_moe": dict(model_type="glm4_moe", n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, head_dim=16,
                      first_k_dense_replace=1, n_group=2, topk_group=1, n_shared_experts=1),
+    # Experts beside an MLP; config.json has another name for how many a token goes to.
+    "gemma4 with experts": dict(model_type="gemma4_text", head_dim=8, global_head_dim=16, hidden_size_per_layer_input=0,
+                                vocab_size_per_layer_input=97, enable_moe_block=True, num_experts=4, top_k_experts=2,
+                                moe_intermediate_size=24),
     "nemotron_h": dict(model_type="nemotron_h", layers_block_type=["mamba", "attention", "mlp", "moe"], mamba_num_heads=4,
                        mamba_head_dim=8, ssm_state_size=16, n_groups=2, chunk_size=16, head_dim=8, num_experts_per_tok=2,
                        n_routed_experts=4, moe_intermediate_size=24, moe_shared_expert_intermediate_size=24),

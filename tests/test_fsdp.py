@@ -54,6 +54,7 @@ from tests.fsdp_worker import (
     FORMS,
     FREEZE,
     HARMS,
+    LATENT,
     LONGEST,
     LORA,
     MIN_LR_RATIO,
@@ -67,7 +68,7 @@ from tests.fsdp_worker import (
     make_batch,
 )
 from tests.launch import LONG_LIMIT, export, launch
-from tests.models import MULTIMODAL, make_model
+from tests.models import FAMILIES, MULTIMODAL, make_model
 
 # Adam divides a gradient by its own size, so a rounding error in a small one is a whole step of that weight.
 LOSS_BOUND, NORM_BOUND = 2e-6, 5e-5              # relative
@@ -1116,9 +1117,11 @@ def test_biases_of_experts_are_not_decayed_and_no_matrices_for_muon(folder):
     assert not any(".experts." in names[id(p)] for p in muon.param_groups[0]["params"])
 
 
-def test_dry_run_counts_the_experts_that_a_token_goes_to(folder, tmp_path):
+@pytest.mark.parametrize("shape, key", [
+    (FAMILIES["qwen3_moe"], "num_experts_per_tok"), (FOREIGN["gemma4 with experts"], "top_k_experts")])
+def test_dry_run_counts_the_experts_that_a_token_goes_to(folder, tmp_path, shape, key):
     def sizes(k):
-        make_model(tmp_path / str(k), "qwen3_moe", num_experts_per_tok=k)
+        make_model(tmp_path / str(k), "qwen2_tied", **{**shape, key: k})
         return estimates(config(folder, f"model.path={tmp_path / str(k)}"), 1, "cpu")[0]
     few, many = sizes(2), sizes(4)
     assert few["parameters"] == many["parameters"]
@@ -1195,6 +1198,8 @@ LONGROPE = dict(rope_type="longrope", rope_theta=10000.0, short_factor=[1.0] * 4
     (dict(model_type="phi3", rope_parameters=LONGROPE, original_max_position_embeddings=64), ["data.max_length=65"],
      "rope_type=longrope in config.json has other frequencies beyond 64 tokens: lower data.max_length=65"),
     (dict(model_type="jetmoe"), [], "its layers decide by values what to compute"),
+    (dict(model_type="deepseek_v2", n_routed_experts=4, moe_intermediate_size=24, first_k_dense_replace=1, **LATENT), [],
+     "config.json does not say how many experts a token goes to (num_experts_per_tok)"),
     (dict(model_type="hrm_text"), [], "transformers converts model.H_module.layers.0.attn.gqkv_proj.weight"),
 ])
 def test_models_that_cannot_work(folder, tmp_path, changes, pairs, message):

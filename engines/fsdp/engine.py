@@ -127,6 +127,7 @@ class FSDPEngine(Engine):
                              "carry a state from token to token: ranks cannot share a sequence")
         if not critic:
             logit_constants(hf)
+        experts.check(hf, hf_config, config.model.path)
         check_files(hf, Path(config.model.path), critic)
         shapes.check(hf, config)
         freeze.apply(config, hf, critic)
@@ -152,7 +153,7 @@ class FSDPEngine(Engine):
                 loss, extra = loss_fn(*outputs[:self.model.head.num_differentiable], micro_batch.fields)
                 aux_loss = 0.0
                 if router_logits:
-                    aux_loss = experts.aux_loss(router_logits, micro_batch.padding.flatten(), self.hf_config.num_experts_per_tok,
+                    aux_loss = experts.aux_loss(router_logits, micro_batch.padding.flatten(), experts.num_chosen(self.hf_config),
                                                 num_tokens, micro_batch.group)
                     aux_losses += aux_loss.detach() / len(router_logits)
                 # FSDP averages gradients over ranks; ours are parts of one sum.
