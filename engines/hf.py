@@ -117,6 +117,15 @@ def check_rope(hf_config, config: DictConfig) -> None:
                              f"beyond {original} tokens: lower {key}={longest}")
 
 
+def check_windows(hf_config, path: str) -> None:
+    """Raise InputError for layers with a sliding window that has no length."""
+    if hf_config.is_heterogeneous or getattr(hf_config, "sliding_window", None):
+        return
+    if "sliding_attention" in (getattr(hf_config, "layer_types", None) or ()):
+        raise InputError(f"model.path={path}: layer_types in config.json has sliding_attention, but there is no window: give "
+                         "sliding_window (and use_sliding_window, if the model has that key), or make them full_attention")
+
+
 def keep_short_frequencies(hf: nn.Module) -> None:
     """Let rotary embeddings not look at each batch for a sequence that check_rope() has excluded."""
     for module in hf.modules():

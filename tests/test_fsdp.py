@@ -1197,6 +1197,8 @@ LONGROPE = dict(rope_type="longrope", rope_theta=10000.0, short_factor=[1.0] * 4
      [], "LlamaForCausalLM fails: RuntimeError"),
     (dict(model_type="phi3", rope_parameters=LONGROPE, original_max_position_embeddings=64), ["data.max_length=65"],
      "rope_type=longrope in config.json has other frequencies beyond 64 tokens: lower data.max_length=65"),
+    (dict(model_type="qwen3", head_dim=16, use_sliding_window=False, layer_types=["sliding_attention"] + 2 * ["full_attention"]),
+     [], "layer_types in config.json has sliding_attention, but there is no window: give sliding_window"),
     (dict(model_type="jetmoe"), [], "its layers decide by values what to compute"),
     (dict(model_type="deepseek_v2", n_routed_experts=4, moe_intermediate_size=24, first_k_dense_replace=1, **LATENT), [],
      "config.json does not say how many experts a token goes to (num_experts_per_tok)"),

@@ -721,6 +721,8 @@ def test_resume_in_another_dtype_is_refused(folder, tmp_path):
     (dict(model_type="qwen3_moe", decoder_sparse_step=2), "decoder_sparse_step=2 in config.json is not supported"),
     (dict(model_type="mixtral", num_experts_per_tok=1), "one expert per token .num_experts_per_tok. of weight 1"),
     (dict(model_type="mistral", sliding_window=0), "sliding_window=0 in config.json leaves nothing to attend to"),
+    (dict(model_type="qwen3", head_dim=16, use_sliding_window=False, layer_types=["sliding_attention"] + 2 * ["full_attention"]),
+     "layer_types in config.json has sliding_attention, but there is no window"),
     (dict(attention_dropout=0.1), "attention_dropout=0.1 in config.json is not supported"),
     (dict(hidden_act="gelu"), "hidden_act=gelu in config.json is not supported"),
     (dict(rope_parameters=dict(rope_type="linear", rope_theta=10000.0, factor=2.0, partial_rotary_factor=0.5)),

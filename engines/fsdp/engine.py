@@ -41,6 +41,7 @@ from engines.heads import LogProbHead, ValueHead
 from engines.hf import (
     build_on_meta,
     check_rope,
+    check_windows,
     count_flops,
     keep_short_frequencies,
     keep_zero_rows,
@@ -120,6 +121,7 @@ class FSDPEngine(Engine):
         hf_config = whole.get_text_config()
         check_layout(config, hf_config, world_size)
         check_rope(hf_config, config)
+        check_windows(hf_config, config.model.path)
         mtp.check(config, whole)
         hf = build_on_meta(whole, torch.float32, critic, images=config.model.images)
         if shares_sequences(config.engine) and recurrent_layers(hf):
