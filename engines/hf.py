@@ -37,7 +37,7 @@ def read_hf_config(path: str):
     try:
         hf_config = AutoConfig.from_pretrained(path)
     except (ValueError, KeyError, OSError, StrictDataclassError) as error:
-        raise InputError(f"model.path={path}: {error}") from None
+        raise InputError(f"model.path={path}: {' '.join(str(error).split())}") from None
     if getattr(hf_config, "quantization_config", None):
         raise InputError(f"model.path={path} holds quantized weights (quantization_config in config.json): give the unquantized "
                          "model")
@@ -60,8 +60,13 @@ def build_on_meta(hf_config, dtype: torch.dtype, critic: bool = False, attention
     hf_config = copy.deepcopy(hf_config)
     if critic:
         hf_config.tie_word_embeddings = False
-    with torch.device("meta"):
-        hf = auto_class(hf_config).from_config(hf_config, dtype=dtype, attn_implementation=attention)
+    kind = auto_class(hf_config)
+    try:
+        with torch.device("meta"):
+            hf = kind.from_config(hf_config, dtype=dtype, attn_implementation=attention)
+    except Exception as error:          # it may raise anything for values that it is not made for
+        raise InputError(f"model.path={hf_config.name_or_path}: transformers cannot build what config.json says: "
+                         f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from None
     if hf_config.get_text_config() is not hf_config and not images:
         keep_text(hf)
     # Batches have no padding: the padding token is a word like the others, and is learned.

@@ -1214,6 +1214,18 @@ def test_models_that_cannot_work(folder, tmp_path, changes, pairs, message):
         FSDPEngine.check(config(folder, f"model.path={tmp_path}", "engine.use_remove_padding=false"), 1)
 
 
+@pytest.mark.parametrize("changes, message", [
+    (dict(pad_token_id=97), "AssertionError: Padding_idx must be within num_embeddings"),
+    (dict(hidden_act="relu3"), "KeyError: 'relu3'"),
+    (dict(rope_parameters=dict(rope_type="unknown", rope_theta=10000.0)), "KeyError: 'unknown'")])
+def test_values_of_config_json_that_transformers_does_not_know(tmp_path, changes, message):
+    file = make_model(tmp_path, "qwen3") / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with pytest.raises(InputError) as error:
+        FSDPEngine.check(config(tmp_path, f"model.path={tmp_path}"), 1)
+    assert str(error.value) == f"model.path={tmp_path}: transformers cannot build what config.json says: {message}"
+
+
 # -- schedules ---------------------------------------------------------------------------------------------------------
 
 HALF = 0.1 + 0.9 * 0.5
