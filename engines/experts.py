@@ -48,6 +48,13 @@ def aux_loss_coef(coefficient: float | None, hf_config) -> float:
     return coefficient
 
 
+def aux_loss_weight(coefficient: float | None, hf_config, num_routers: int) -> float:
+    """What aux_loss(), which is the number of routers if experts are chosen alike, is multiplied by. For the same routers the loss
+    that config.json's coefficient is meant for is the number of experts that a token goes to."""
+    weight = aux_loss_coef(coefficient, hf_config)
+    return weight * num_chosen(hf_config) / num_routers if coefficient is None else weight
+
+
 class Routers:
     """Notes what a model's routers say. transformers could, too, but notes nothing inside compiled layers with torch 2.11: so
     routers are left out of compilation here."""

@@ -87,6 +87,7 @@ CASES = {
         "muon": Case("llama", optimizer="muon"), "frozen": Case("llama", RECOMPUTE, freeze=True),
         "experts": Case("qwen3_moe"), "experts bf16": Case("qwen3_moe", MASTER),
         "experts aux padded recompute": Case("qwen3_moe", f"{AUX} {PADDED} {RECOMPUTE}", steps=1),
+        "experts aux of config.json": Case("qwen3_moe_balanced", steps=1),
         "lora": Case("qwen2_tied", steps=TEN, lora=True), "lora recompute": Case("llama", RECOMPUTE, TEN, lora=True),
         "lora bf16": Case("qwen3", MASTER, TEN, lora=True)},
     2: {**{f"plain {family}": Case(family, steps=TEN) for family in ("qwen2_tied", "qwen3", "llama")},

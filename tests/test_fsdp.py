@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from omegaconf import OmegaConf
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -26,7 +27,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from config import InputError, load
-from engines import lora, offload, optimizer, schedule
+from engines import experts, lora, offload, optimizer, schedule
 from engines.checkpoint import merged, write_safetensors
 from engines.fsdp.engine import FSDPEngine, build, by_heads
 from engines.hf import (
@@ -43,7 +44,6 @@ from engines.memory import GIB, checkpoint_bytes, estimates, max_num_seqs
 from engines.optimizer import OPTIMIZERS
 from engines.weights import weight_files
 from tests.fsdp_worker import (
-    AUX,
     BETAS,
     BROKEN,
     CASES,
@@ -76,8 +76,8 @@ WEIGHT_BOUND, LOG_PROB_BOUND = 0.01 * PEAK_LR, 1e-5                      # absol
 # torch's Muon orthogonalizes in bfloat16, in which a rounding error of a gradient now and then flips a bit.
 MUON_BOUND = 50
 EXACT = [(world, name) for world in CASES for name, case in CASES[world].items()
-         if "bfloat16" not in case.engine and AUX not in case.engine]
-BALANCED = [(world, name) for world in CASES for name, case in CASES[world].items() if AUX in case.engine]
+         if "bfloat16" not in case.engine and "aux" not in name]
+BALANCED = [(world, name) for world in CASES for name in CASES[world] if "aux" in name]
 ROUNDED = [(world, name) for world in CASES for name, case in CASES[world].items() if "bfloat16" in case.engine]
 
 
@@ -101,6 +101,8 @@ def folder(tmp_path_factory):
         make_model(folder / family, family)
         make_adapter(folder / family)
     make_model(folder / "qwen3_moe", "qwen3_moe")
+    # Of 3 choices in 2 layers: 0.3 of the sum over layers.
+    make_model(folder / "qwen3_moe_balanced", "qwen3_moe", num_hidden_layers=2, output_router_logits=True, router_aux_loss_coef=0.2)
     for family in ("apertus", "lfm2"):
         make_model(folder / family, family)
     make_model(folder / "three_heads", "llama", num_attention_heads=3, num_key_value_heads=3, hidden_size=48)
@@ -1090,7 +1092,7 @@ def check_grouped(result):
 def test_the_auxiliary_loss_of_routers(results, folder, world, name):
     """transformers' of each layer's choices in each micro-batch, divided by the number of choices of a token, weighted by the
     micro-batch's tokens; and so the Megatron engine's."""
-    result, batch, model, aux = results(world)[name], make_batch(0), plain(folder / "qwen3_moe"), 0.0
+    result, batch, model, aux = results(world)[name], make_batch(0), plain(folder / CASES[world][name].family), 0.0
     assert "error" not in result, result["error"]
     total, micro_batches = 0.0, result["micro-batches of the first step"]
     for part in micro_batches:
@@ -1105,6 +1107,19 @@ def test_the_auxiliary_loss_of_routers(results, folder, world, name):
     for key, want in (("loss", total), ("router_aux_loss", aux), ("grad_norm", norm)):
         assert worst([step[key]], [want]) < NORM_BOUND, key
     assert aux > 1.01
+
+
+def test_a_coefficient_of_config_json_weighs_as_in_transformers():
+    """Of layers that choose alike, for which both losses are the same but for a factor."""
+    logits, shape = torch.randn(50, 8), AutoConfig.for_model(**FAMILIES["qwen3_moe"], output_router_logits=True)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        ours = experts.aux_loss([logits] * 5, torch.zeros(50, dtype=torch.bool), 3, 50, dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
+    theirs = shape.router_aux_loss_coef * load_balancing_loss_func((logits,) * 5, 8, 3)
+    assert experts.aux_loss_weight(None, shape, 5) * ours.item() == pytest.approx(theirs.item())
+    assert experts.aux_loss_weight(0.1, shape, 5) == 0.1, "as it is given"
 
 
 def test_biases_of_experts_are_not_decayed_and_no_matrices_for_muon(folder):

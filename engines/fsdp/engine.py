@@ -86,8 +86,10 @@ class FSDPEngine(Engine):
         self.model = PackedModel(self.hf, ValueHead() if critic else LogProbHead(
             temperature, engine.log_prob_chunk_size, compiled, self.hf_config.vocab_size, None, *logit_constants(self.hf)))
         self.head = self.model.head
-        self._aux_loss_coef = experts.aux_loss_coef(engine.router_aux_loss_coef, self.hf_config)
-        self._routers = experts.Routers(self.hf.get_decoder()) if self._aux_loss_coef else None
+        balanced = experts.aux_loss_coef(engine.router_aux_loss_coef, self.hf_config)
+        self._routers = experts.Routers(self.hf.get_decoder()) if balanced else None
+        self._aux_loss_coef = balanced and experts.aux_loss_weight(engine.router_aux_loss_coef, self.hf_config,
+                                                                   len(self._routers.modules))
         if config.model.images:
             self.reader = Reader(config.model.path, dropped=config.data.drop_processor_keys)
         self._images = images.Images(self.hf, self.reader) if self.reader else None
