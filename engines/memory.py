@@ -73,7 +73,8 @@ def estimate(config: DictConfig, world_size: int, device_type: str, role: str = 
     engine, shape = config.engine, read_hf_config(config.model.path).get_text_config()
     hf, _ = build(config, role == "critic")
     num_outputs = 0 if role == "critic" else shape.vocab_size
-    layers, num_layers = whole_modules(hf, hf), len(whole_modules(hf, hf.get_decoder()))
+    layers = whole_modules(hf, hf)                                  # none where transformers does not say what they are
+    num_layers = len(whole_modules(hf, hf.get_decoder())) or shape.num_hidden_layers
     whole, replicated = list(hf.parameters()), is_replicated(config, world_size)
     trained = [p for p in whole if p.requires_grad]
     in_matrices = sum(p.numel() for layer in layers for p in layer.parameters() if p.ndim == 2 and p.requires_grad)
@@ -135,7 +136,7 @@ def root_and_layer(parameters: list[nn.Parameter], layers: list[nn.Module]) -> t
     """How many numbers of these parameters are in no decoder layer, and how many in the layer with most of them."""
     mine = {id(p) for p in parameters}
     in_layers = [sum(p.numel() for p in layer.parameters() if id(p) in mine) for layer in layers]
-    return sum(p.numel() for p in parameters) - sum(in_layers), max(in_layers)
+    return sum(p.numel() for p in parameters) - sum(in_layers), max(in_layers, default=0)
 
 
 def estimate_megatron(config: DictConfig, world_size: int, device_type: str, role: str = "actor") -> list[dict[str, float]]:

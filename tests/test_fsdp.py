@@ -39,6 +39,7 @@ from engines.hf import (
     head_dim,
     logit_constants,
     read_hf_config,
+    whole_modules,
 )
 from engines.memory import GIB, checkpoint_bytes, estimates, max_num_seqs
 from engines.optimizer import OPTIMIZERS
@@ -1143,6 +1144,15 @@ def test_dry_run_counts_the_experts_that_a_token_goes_to(folder, tmp_path, shape
     added = 3 * 2 * (3 * 24 + 2 * 32) * 2 + 3 * 2 * 24 * 2        # layers, more experts, numbers, bytes; not compiled
     tokens = config(folder).data.max_tokens_per_micro_batch
     assert (many["activations"] - few["activations"]) * GIB == pytest.approx(tokens * added)
+
+
+def test_dry_run_of_a_model_that_does_not_say_what_its_layers_are(folder, tmp_path):
+    make_model(tmp_path, "qwen2_tied", model_type="openai-gpt", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    settings = config(folder, f"model.path={tmp_path}", "engine.use_remove_padding=false")
+    assert not whole_modules(hf := build(settings, False)[0], hf)
+    sizes = estimates(settings, 2, "cpu")[0]
+    assert sizes["gathered weights"] * GIB == 2 * sum(p.numel() for p in hf.parameters()), "all at once, in bf16"
+    assert sizes["activations"] > 0
 
 
 def test_dry_run_counts_keys_and_values_that_ranks_gather(folder):
