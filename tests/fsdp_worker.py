@@ -154,6 +154,8 @@ FOREIGN = {
     "qwen3_next": dict(model_type="qwen3_next", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24,
                        shared_expert_intermediate_size=24, **DELTA_NET),
     "qwen3_5": dict(model_type="qwen3_5_text", **DELTA_NET),
+    # A layer's convolutions [c, 1, k] are three in the files.
+    "olmo_hybrid": dict(model_type="olmo_hybrid", **DELTA_NET),
     # Gives its layers' recurrence positions, and is returned a tuple.
     "recurrent_gemma": dict(model_type="recurrent_gemma", lru_width=32, attention_window_size=64, conv1d_width=4,
                             logits_soft_cap=30.0),

@@ -44,6 +44,7 @@ from engines.hf import (
 from engines.memory import GIB, checkpoint_bytes, estimates, max_num_seqs
 from engines.optimizer import OPTIMIZERS
 from engines.weights import weight_files
+from tests import families
 from tests.fsdp_worker import (
     BETAS,
     BROKEN,
@@ -69,7 +70,7 @@ from tests.fsdp_worker import (
     make_batch,
 )
 from tests.launch import LONG_LIMIT, export, launch
-from tests.models import FAMILIES, MULTIMODAL, make_model
+from tests.models import FAMILIES, MULTIMODAL, make_model, write_model
 
 # Adam divides a gradient by its own size, so a rounding error in a small one is a whole step of that weight.
 LOSS_BOUND, NORM_BOUND = 2e-6, 5e-5              # relative
@@ -1007,6 +1008,17 @@ def test_two_names_of_one_weight(tmp_path, family, name, other):
         FSDPEngine.check(config(tmp_path, f"model.path={tmp_path}"), 1)
     assert f" {min(name, other)} and {max(name, other)} are two names of one weight" in str(error.value)
     assert "take one of them out of the files" in str(error.value)
+
+
+def test_experts_that_transformers_transposes_where_they_do_not_fit(tmp_path):
+    """What is advised then helps."""
+    made, saved = write_model(tmp_path / "made", **families.SHAPES["qwen3_vl_moe"]), tmp_path / "saved"
+    FSDPEngine.check(config(made, f"model.path={made}"), 1)
+    rewrite(made, lambda name, x: (name, x.mT.contiguous() if name.endswith("experts.down_proj") else x))
+    with pytest.raises(InputError, match="transformers converts .*down_proj .* and save it with save_original_format=False"):
+        FSDPEngine.check(config(made, f"model.path={made}"), 1)
+    plain(made).save_pretrained(saved, save_original_format=False)
+    FSDPEngine.check(config(saved, f"model.path={saved}"), 1)
 
 
 @pytest.mark.parametrize("world, family, form", [*((1, family, form) for family in (*FOREIGN, *MULTIMODAL) for form in FORMS),
