@@ -20,7 +20,14 @@ from engines.experts import num_chosen, stacks
 
 RECURRENT = {"linear_attention", "conv", "hybrid"}          # of config.json's layer_types, those with a state from token to token
 
+BOTH_WAYS = "bidirectional"                         # in the names of keys for attention that sees later tokens, too
 CHANGING = ("dynamic", "longrope")                  # types of rotary embeddings whose frequencies change with the length
+
+
+def without(hf_config, word: str, harmless: str) -> str:
+    """What to change about the keys of config.json with this word in their names."""
+    found = [f"{key}={value}" for key, value in hf_config.to_dict().items() if word in key and value]
+    return f": set {', '.join(found)} to {harmless} in config.json" if found else ""
 
 
 def longest_sequence(config: DictConfig) -> tuple[int, str]:

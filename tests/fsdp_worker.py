@@ -476,6 +476,8 @@ def guarded(folder: Path, this_device: torch.device) -> dict:
     by_sequence, attention.by_sequence = attention.by_sequence, forgetful
     tell("llama", **({"cp2": CP2} if dist.get_world_size() == 2 else {}))
     attention.by_sequence = by_sequence
+    layouts.clear()
+    tell("both ways", packed="")
 
     engine = build(folder / "llama", this_device, RECOMPUTE, lora=True)
     before = traces(engine)

@@ -109,6 +109,7 @@ def folder(tmp_path_factory):
         make_model(folder / family, family)
     make_model(folder / "three_heads", "llama", num_attention_heads=3, num_key_value_heads=3, hidden_size=48)
     make_model(folder / "deaf", "qwen3")
+    make_model(folder / "both ways", "gemma3", use_bidirectional_attention=True)
     rewrite(folder / "deaf", lambda name, x: (name, x * 0 if "o_proj" in name else x))
     make_model(folder / "renamed", "qwen2_tied", model_type="qwen3_5_text", head_dim=8, layer_types=[
         "linear_attention", "full_attention", "linear_attention"], linear_num_key_heads=2, linear_num_value_heads=4,
@@ -1201,6 +1202,7 @@ def test_sequences_that_leak_into_others_are_found(results, world):
         assert told[name] is not None and len(told[name]) == world, name
         assert all("one at a time differ, first in layer 0 of 0 to 2: by" in said for said in told[name]), told[name]
         assert all(f"give {help}" in said for said in told[name])
+    assert all("cannot train it: set use_bidirectional_attention=True to null in" in said for said in told["both ways packed"])
     assert told["found"][0] < 1e-5 < told["found"][1] == 1e-4 and told["same"] == [True] * world
     assert "nobody can see whether it keeps sequences apart" in told["deaf"][0] and not any(told["deaf"][1:])
 
@@ -1236,6 +1238,9 @@ LONGROPE = dict(rope_type="longrope", rope_theta=10000.0, short_factor=[1.0] * 4
      "rope_type=longrope in config.json has other frequencies beyond 64 tokens: lower data.max_length=65"),
     (dict(model_type="qwen3", head_dim=16, use_sliding_window=False, layer_types=["sliding_attention"] + 2 * ["full_attention"]),
      [], "layer_types in config.json has sliding_attention, but there is no window: give sliding_window"),
+    (dict(model_type="gemma4_text", head_dim=8, global_head_dim=8, hidden_size_per_layer_input=0, vocab_size_per_layer_input=97,
+          use_bidirectional_attention="all"), [],
+     "is_causal=False in its attention, which is not supported: set use_bidirectional_attention=all to null in config.json"),
     (dict(model_type="jetmoe"), [], "its layers decide by values what to compute"),
     (dict(model_type="deepseek_v2", n_routed_experts=4, moe_intermediate_size=24, first_k_dense_replace=1, **LATENT), [],
      "config.json does not say how many experts a token goes to (num_experts_per_tok)"),

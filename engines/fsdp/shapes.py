@@ -9,9 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from config import InputError
 from engines.base import shares_sequences
-from engines.fsdp.attention import WINDOW, Packing
+from engines.fsdp.attention import NOT_CAUSAL, WINDOW, Packing
 from engines.fsdp.recurrence import recurrent_layers
-from engines.hf import keep_short_frequencies, plain_attention
+from engines.hf import BOTH_WAYS, keep_short_frequencies, plain_attention, without
 
 ALONE = "transformers has it with"
 # Of four tokens; models cannot make one kind or another without values.
@@ -60,7 +60,7 @@ def check(hf: nn.Module, config: DictConfig) -> None:
                          "config.json")
     if noise.found:
         raise InputError(f"model.path={path}: {name} computes with random numbers in training ({min(noise.found)}), which is not "
-                         f"supported{jitter(decoder.config)}")
+                         "supported" + without(decoder.config, "jitter", "0"))
     if failed:
         raise InputError(f"model.path={path}: {name} fails: {failed}")
     packed, shared = config.engine.use_remove_padding, shares_sequences(config.engine)
@@ -77,6 +77,7 @@ def check(hf: nn.Module, config: DictConfig) -> None:
         # That transformers cannot make its masks without values is no fault of the model.
         failed = said if said.startswith(WINDOW) else None
     if failed:
+        instead = without(decoder.config, BOTH_WAYS, "null") if NOT_CAUSAL in failed else instead
         raise InputError(f"model.path={path}: {name} does not take packed sequences: {failed}{instead}")
 
 
@@ -99,11 +100,6 @@ def failure(hf: nn.Module, attention: str, **arguments) -> str | None:
         except Exception as error:          # a model may raise anything where it is not made for this
             said = said or f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     return said
-
-
-def jitter(hf_config) -> str:
-    found = [f"{key}={value}" for key, value in hf_config.to_dict().items() if "jitter" in key and value]
-    return f": set {', '.join(found)} to 0 in config.json" if found else ""
 
 
 def keys(hf_config, values: set[float]) -> str:
