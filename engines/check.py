@@ -68,7 +68,10 @@ def main(config: DictConfig) -> None:
                 try:
                     by_others = vllm_log_probs(exported, batch, dtype) - said
                 except Exception as error:          # vLLM may raise anything where it is not made for a model
-                    tell(f"vLLM cannot run what was exported: {' '.join(str(error).split())[:300]}")
+                    said = f"vLLM cannot run what was exported: {' '.join(str(error).split())[:300]}"
+                    if in_vllm(exported):
+                        raise InputError(said) from error
+                    tell(said)
                 else:
                     require("vLLM: its log-probabilities of what was exported", by_others, KERNELS[config.engine.compute_dtype])
         dist.barrier()
@@ -123,6 +126,12 @@ def transformers_log_probs(path: Path, batch: Batch, dtype: torch.dtype, this_de
         log_probs = model(ids[None], use_cache=False).logits[0, :-1].float().log_softmax(-1)
         answers[start + 1:start + length] = log_probs.gather(-1, ids[1:, None])[:, 0].cpu()
     return answers
+
+
+def in_vllm(path: Path) -> bool:
+    """Whether vLLM has a class for a model."""
+    from vllm import ModelRegistry
+    return not {*ModelRegistry.get_supported_archs()}.isdisjoint(read_hf_config(path).architectures or ())
 
 
 def vllm_log_probs(path: Path, batch: Batch, dtype: torch.dtype) -> Tensor:

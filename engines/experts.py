@@ -16,6 +16,19 @@ def stacks(hf: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, p) for name, p in hf.named_parameters() if ".experts." in name and p.ndim == 3]
 
 
+def num_chosen(hf_config) -> int:
+    """How many experts a token goes to; 0 for a configuration that does not say it, in one number for all layers."""
+    values = (getattr(hf_config, key, None) for key in ("num_experts_per_tok", "top_k_experts", "moe_topk"))
+    return next((value for value in values if isinstance(value, int)), 0)
+
+
+def check(hf: nn.Module, hf_config, path: str) -> None:
+    """Raise InputError for a mixture of experts that does not say how many a token goes to."""
+    if stacks(hf) and not num_chosen(hf_config):
+        raise InputError(f"model.path={path}: config.json does not say how many experts a token goes to (num_experts_per_tok), "
+                         f"in one number for all layers, which {type(hf).__name__} needs")
+
+
 def leave_uncompiled(hf: nn.Module) -> None:
     """Before layers are compiled: experts, whose numbers of tokens a graph does not know."""
     for name in sorted({name.rpartition(".")[0] for name, _ in stacks(hf)}):
@@ -33,6 +46,13 @@ def aux_loss_coef(coefficient: float | None, hf_config) -> float:
     if coefficient is None:
         coefficient = own if own and hf_config.output_router_logits else 0.0
     return coefficient
+
+
+def aux_loss_weight(coefficient: float | None, hf_config, num_routers: int) -> float:
+    """What aux_loss(), which is the number of routers if experts are chosen alike, is multiplied by. For the same routers the loss
+    that config.json's coefficient is meant for is the number of experts that a token goes to."""
+    weight = aux_loss_coef(coefficient, hf_config)
+    return weight * num_chosen(hf_config) / num_routers if coefficient is None else weight
 
 
 class Routers:

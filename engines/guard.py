@@ -23,6 +23,7 @@ from data.packing import Batch, bounds
 from data.processor import Pictures
 from engines.base import Engine, follows_batch, shares_sequences
 from engines.heads import ValueHead
+from engines.hf import BOTH_WAYS, without
 
 LENGTHS, SHARED = (24, 9), 15       # words; a third sequence is the first one without its last words, so that positions count, too
 BEFORE = 5                          # words of the first one before its image, if the model is one of images
@@ -107,7 +108,8 @@ def explain(engine: Engine, found: float, bound: float, difference: Callable[[in
             middle = (low + high) // 2
             low, high = (low, middle) if difference(middle) > bound else (middle, high)
         where = f"in layer {low} of 0 to {total - 1}"
-    way, help = "padded", f"model_engine={config.model_engine} cannot train it"
+    way, help = "padded", f"model_engine={config.model_engine} cannot train it" + without(
+        engine.hf_config.get_text_config(), BOTH_WAYS, "null")
     if shares_sequences(config.engine):
         way = f"{'packed' if config.engine.use_remove_padding else 'padded'} and shared"
         help = "give engine.context_parallel_size=1"

@@ -16,11 +16,18 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from config import InputError
 from engines import mtp  # which also makes transformers know MiMo
-from engines.experts import stacks
+from engines.experts import num_chosen, stacks
 
 RECURRENT = {"linear_attention", "conv", "hybrid"}          # of config.json's layer_types, those with a state from token to token
 
+BOTH_WAYS = "bidirectional"                         # in the names of keys for attention that sees later tokens, too
 CHANGING = ("dynamic", "longrope")                  # types of rotary embeddings whose frequencies change with the length
+
+
+def without(hf_config, word: str, harmless: str) -> str:
+    """What to change about the keys of config.json with this word in their names."""
+    found = [f"{key}={value}" for key, value in hf_config.to_dict().items() if word in key and value]
+    return f": set {', '.join(found)} to {harmless} in config.json" if found else ""
 
 
 def longest_sequence(config: DictConfig) -> tuple[int, str]:
@@ -37,7 +44,7 @@ def read_hf_config(path: str):
     try:
         hf_config = AutoConfig.from_pretrained(path)
     except (ValueError, KeyError, OSError, StrictDataclassError) as error:
-        raise InputError(f"model.path={path}: {error}") from None
+        raise InputError(f"model.path={path}: {' '.join(str(error).split())}") from None
     if getattr(hf_config, "quantization_config", None):
         raise InputError(f"model.path={path} holds quantized weights (quantization_config in config.json): give the unquantized "
                          "model")
@@ -60,8 +67,13 @@ def build_on_meta(hf_config, dtype: torch.dtype, critic: bool = False, attention
     hf_config = copy.deepcopy(hf_config)
     if critic:
         hf_config.tie_word_embeddings = False
-    with torch.device("meta"):
-        hf = auto_class(hf_config).from_config(hf_config, dtype=dtype, attn_implementation=attention)
+    kind = auto_class(hf_config)
+    try:
+        with torch.device("meta"):
+            hf = kind.from_config(hf_config, dtype=dtype, attn_implementation=attention)
+    except Exception as error:          # it may raise anything for values that it is not made for
+        raise InputError(f"model.path={hf_config.name_or_path}: transformers cannot build what config.json says: "
+                         f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from None
     if hf_config.get_text_config() is not hf_config and not images:
         keep_text(hf)
     # Batches have no padding: the padding token is a word like the others, and is learned.
@@ -115,6 +127,15 @@ def check_rope(hf_config, config: DictConfig) -> None:
         if longest > original:
             raise InputError(f"model.path={config.model.path}: rope_type={each['rope_type']} in config.json has other frequencies "
                              f"beyond {original} tokens: lower {key}={longest}")
+
+
+def check_windows(hf_config, path: str) -> None:
+    """Raise InputError for layers with a sliding window that has no length."""
+    if hf_config.is_heterogeneous or getattr(hf_config, "sliding_window", None):
+        return
+    if "sliding_attention" in (getattr(hf_config, "layer_types", None) or ()):
+        raise InputError(f"model.path={path}: layer_types in config.json has sliding_attention, but there is no window: give "
+                         "sliding_window (and use_sliding_window, if the model has that key), or make them full_attention")
 
 
 def keep_short_frequencies(hf: nn.Module) -> None:
@@ -191,9 +212,7 @@ def count_flops(hf: nn.Module, hf_config) -> tuple[int, int, int]:
     outside = {hf.get_input_embeddings().weight, head}                  # one, if they are tied
     matrices = sum(of(p) for name, p in hf.get_decoder().named_parameters()
                    if p.ndim > 1 and not name.endswith("bias") and p not in outside)
-    if stacks(hf) and getattr(hf_config, "num_experts_per_tok", None) is None:
-        raise InputError(f"{type(hf).__name__} does not say how many experts a token has (num_experts_per_tok in config.json)")
-    matrices -= sum(of(p) * (len(p) - hf_config.num_experts_per_tok) // len(p) for _, p in stacks(hf))
+    matrices -= sum(of(p) * (len(p) - num_chosen(hf_config)) // len(p) for _, p in stacks(hf))
     kinds = getattr(hf_config, "layer_types", None) or ["full_attention"] * hf_config.num_hidden_layers
     layers = layer_configs(hf_config) if hf_config.is_heterogeneous else [hf_config] * len(kinds)
     attention = sum(layer.num_attention_heads * head_dim(layer) * (2 if number < len(passed_by) else 6)

@@ -12,7 +12,7 @@ from torch import nn
 from data.processor import Reader
 from engines import freeze, mtp
 from engines.base import fixed_cp, follows_batch
-from engines.experts import stacks
+from engines.experts import num_chosen, stacks
 from engines.fsdp import images
 from engines.fsdp.engine import build, is_replicated, is_sharded, is_zigzag, uses_compile
 from engines.hf import attention_widths, build_on_meta, head_dim, longest_sequence, read_hf_config, stages_of_layers, whole_modules
@@ -73,7 +73,8 @@ def estimate(config: DictConfig, world_size: int, device_type: str, role: str = 
     engine, shape = config.engine, read_hf_config(config.model.path).get_text_config()
     hf, _ = build(config, role == "critic")
     num_outputs = 0 if role == "critic" else shape.vocab_size
-    layers, num_layers = whole_modules(hf, hf), len(whole_modules(hf, hf.get_decoder()))
+    layers = whole_modules(hf, hf)                                  # none where transformers does not say what they are
+    num_layers = len(whole_modules(hf, hf.get_decoder())) or shape.num_hidden_layers
     whole, replicated = list(hf.parameters()), is_replicated(config, world_size)
     trained = [p for p in whole if p.requires_grad]
     in_matrices = sum(p.numel() for layer in layers for p in layer.parameters() if p.ndim == 2 and p.requires_grad)
@@ -93,7 +94,7 @@ def estimate(config: DictConfig, world_size: int, device_type: str, role: str = 
     tokens = config.data.max_tokens_per_micro_batch / fixed_cp(engine)
     hidden, intermediate, at_once = shape.hidden_size, shape.intermediate_size, 0
     if stacks(hf):
-        at_once = shape.num_experts_per_tok
+        at_once = num_chosen(shape)
         intermediate = at_once * (getattr(shape, "moe_intermediate_size", None) or intermediate)
     q, kv = attention_widths(shape)
     num_keys = keys_per_token(config, shape, world_size, lambda size: is_zigzag(engine, shape, size))
@@ -135,7 +136,7 @@ def root_and_layer(parameters: list[nn.Parameter], layers: list[nn.Module]) -> t
     """How many numbers of these parameters are in no decoder layer, and how many in the layer with most of them."""
     mine = {id(p) for p in parameters}
     in_layers = [sum(p.numel() for p in layer.parameters() if id(p) in mine) for layer in layers]
-    return sum(p.numel() for p in parameters) - sum(in_layers), max(in_layers)
+    return sum(p.numel() for p in parameters) - sum(in_layers), max(in_layers, default=0)
 
 
 def estimate_megatron(config: DictConfig, world_size: int, device_type: str, role: str = "actor") -> list[dict[str, float]]:
@@ -172,7 +173,7 @@ def estimate_megatron(config: DictConfig, world_size: int, device_type: str, rol
     output = EMBEDDING if shape.tie_word_embeddings and not critic else HEAD
     num_outputs = 0 if critic else -(-shape.vocab_size // tp)
 
-    hidden, intermediate, topk = shape.hidden_size, shape.intermediate_size, getattr(shape, "num_experts_per_tok", 0)
+    hidden, intermediate, topk = shape.hidden_size, shape.intermediate_size, num_chosen(shape)
     q, kv = attention_widths(shape)
     tokens = config.data.max_tokens_per_micro_batch / fixed_cp(engine)
     sp = tp if engine.sequence_parallel else 1

@@ -95,7 +95,9 @@ def in_files(weights: Iterable[tuple[str, Tensor]], parts: dict[str, list[tuple[
         if name not in parts:
             yield name, weight
         for part, rows in parts.get(name, ()):
-            yield part, weight.flatten(0, -2)[rows.start:rows.stop]
+            # A row of depthwise convolutions [c, 1, k] is a matrix, and stays one.
+            matrices = weight.flatten(0, -2) if weight.shape[1:-1].numel() > 1 else weight
+            yield part, matrices[rows.start:rows.stop]
 
 
 def stored_tensors(hf: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -108,22 +110,31 @@ def stored_tensors(hf: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def model_names(hf: nn.Module, path: Path) -> dict[str, str | None]:
     """name in the files -> name in the model: transformers renames some families' weights when it loads them. A part of a stack
     keeps its name; what transformers leaves alone has None: a layer that predicts one more token (MTP), a vision tower. Raises
-    InputError where it would make several weights of one."""
+    InputError where it would compute other weights, and for two names of one weight."""
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightRenaming, dot_natural_key, rename_source_key
+    from transformers.core_model_loading import Transpose, WeightRenaming, dot_natural_key, rename_source_key
     transforms = get_model_conversion_mapping(hf)
     renamings = [x for x in transforms if isinstance(x, WeightRenaming)]
     converters = [x for x in transforms if not isinstance(x, WeightRenaming)]
     stored = {lora.plain_name(name): x for name, x in hf.state_dict().items()}
-    there = shapes_in_files(path).keys()
+    there = shapes_in_files(path)
     names = {part: part for parts in stacked(hf).values() for part, _ in parts if part in there}
-    for name in sorted(there - names.keys(), key=dot_natural_key):
+    first = {}                              # name in the model -> in the files
+    for name in sorted(there.keys() - names.keys(), key=dot_natural_key):
         names[name], converted = rename_source_key(name, renamings, converters, hf.base_model_prefix, stored)
         if names[name] not in stored and is_ignored(hf, names[name]):
             names[name] = None
         elif converted:
-            raise InputError(f"model.path={path}: transformers converts {name} to {names[name]} of {type(hf).__name__}, which is "
-                             "not supported: load the model with transformers, and save it with save_original_format=False")
+            operations = next(x.operations for x in converters if converted in x.source_patterns)
+            by_shape = all(isinstance(x, Transpose) and x.check_dims for x in operations)       # which leave alone what fits
+            if not (by_shape and names[name] in stored and there[name] == list(stored[names[name]].shape)):
+                again = not by_shape and rename_source_key(names[name], renamings, converters)[1]
+                raise InputError(f"model.path={path}: transformers converts {name} to {names[name]} of {type(hf).__name__}, which "
+                                 "is not supported" + ("" if again else ": load the model with transformers, and save it with "
+                                                       "save_original_format=False"))
+        if (other := first.setdefault(names[name] or name, name)) != name:
+            raise InputError(f"model.path={path}: {other} and {name} are two names of one weight, {names[name]} of "
+                             f"{type(hf).__name__}: take one of them out of the files")
     return names
 
 
@@ -247,4 +258,5 @@ def copy_rows(parameter: nn.Parameter, source, rows: range | None = None) -> Non
         rows = range(stop)
     first, end = max(start, rows.start), min(stop, rows.stop)
     if first < end:
-        parameter[first - start:end - start].copy_(source[first - rows.start:end - rows.start])
+        mine = parameter[first - start:end - start]
+        mine.copy_(source[first - rows.start:end - rows.start].reshape(mine.shape))

@@ -1,5 +1,5 @@
-"""The text model in a checkpoint of images and text, as vLLM runs it: with its vision tower, by itself or, where vLLM does not
-have it so, without the tower."""
+"""The names of weights in vLLM, and the text model in a checkpoint of images and text, as vLLM runs it: with its vision tower, by
+itself or, where vLLM does not have it so, without the tower."""
 
 from pathlib import Path
 
@@ -34,10 +34,11 @@ def arguments_of_kind(hf_config, tied: bool, with_images: bool) -> dict:
 
 
 def names_in_vllm(path: Path, with_images: bool) -> dict[str, str | None]:
-    """name in the files -> name in vLLM, or None for what it does without; nothing for a model that is of text alone."""
+    """name in the files -> name in vLLM, or None for what it does without. Of a model of text alone: where the files leave out the
+    prefix of the base model, which transformers adds and vLLM does not."""
     hf_config = read_hf_config(path)
-    if hf_config.get_text_config() is hf_config:
-        return {}
     hf = build_on_meta(hf_config, torch.float32, images=with_images)
+    if hf_config.get_text_config() is hf_config:
+        return {name: own for name, own in model_names(hf, path).items() if own == f"{hf.base_model_prefix}.{name}"}
     by_itself = not with_images and text_class(hf_config) is not None
     return {name: own and (text_name(hf, own) if by_itself else name) for name, own in model_names(hf, path).items()}

@@ -28,6 +28,7 @@ from config import InputError
 from data.packing import Batch
 from engines import mtp
 from engines.device import capacity
+from engines.experts import num_chosen
 from engines.hf import RECURRENT, layer_configs, read_hf_config
 from engines.memory import CPU_KV_CACHE_GIB, max_num_seqs
 from rollout import adapters, cpu, images, speculation
@@ -84,7 +85,7 @@ class Rollout:
         if device.type == "cpu":
             options = {"skip_mm_profiling": True}               # of the memory for images, which sets nothing here, and takes 14 s
             cpu.free_shared_memory(range(self.replica * tp, (self.replica + 1) * tp), self.tp_rank)
-        elif getattr(hf_config, "num_experts_per_tok", None):
+        elif num_chosen(hf_config):
             options["moe_backend"] = "triton"                   # others lay experts out anew, which update_weights does not
             if version == "0.25.1" and self.drafter not in ("ngram", "suffix"):     # else it has a faster model runner,
                 os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")              # but not for all by default

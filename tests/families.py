@@ -33,6 +33,12 @@ MODELS = {
     "gemma4_text": dict(head_dim=8, global_head_dim=8, hidden_size_per_layer_input=8, vocab_size_per_layer_input=97),
     "gpt2": dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
     "lfm2": dict(layer_types=["conv", "full_attention", "conv"]),
+    "qwen3_vl_moe": dict(
+        vision_config=dict(depth=1, hidden_size=16, intermediate_size=24, num_heads=2, out_hidden_size=32,
+                           num_position_embeddings=16, deepstack_visual_indexes=[0]),
+        text_config=dict(model_type="qwen3_vl_moe_text", head_dim=8, num_experts=4, num_experts_per_tok=2,
+                         moe_intermediate_size=24, rope_parameters=dict(rope_type="default", rope_theta=10000.0,
+                                                                        mrope_section=[2, 1, 1]))),
     "seed_oss": dict(head_dim=8, attention_dropout=0.0, residual_dropout=0.0),
 }
 ROPES = {

@@ -87,6 +87,7 @@ CASES = {
         "muon": Case("llama", optimizer="muon"), "frozen": Case("llama", RECOMPUTE, freeze=True),
         "experts": Case("qwen3_moe"), "experts bf16": Case("qwen3_moe", MASTER),
         "experts aux padded recompute": Case("qwen3_moe", f"{AUX} {PADDED} {RECOMPUTE}", steps=1),
+        "experts aux of config.json": Case("qwen3_moe_balanced", steps=1),
         "lora": Case("qwen2_tied", steps=TEN, lora=True), "lora recompute": Case("llama", RECOMPUTE, TEN, lora=True),
         "lora bf16": Case("qwen3", MASTER, TEN, lora=True)},
     2: {**{f"plain {family}": Case(family, steps=TEN) for family in ("qwen2_tied", "qwen3", "llama")},
@@ -143,12 +144,18 @@ FOREIGN = {
     "mixtral": dict(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2, sliding_window=7),
     "glm4_moe": dict(model_type="glm4_moe", n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, head_dim=16,
                      first_k_dense_replace=1, n_group=2, topk_group=1, n_shared_experts=1),
+    # Experts beside an MLP; config.json has another name for how many a token goes to.
+    "gemma4 with experts": dict(model_type="gemma4_text", head_dim=8, global_head_dim=16, hidden_size_per_layer_input=0,
+                                vocab_size_per_layer_input=97, enable_moe_block=True, num_experts=4, top_k_experts=2,
+                                moe_intermediate_size=24),
     "nemotron_h": dict(model_type="nemotron_h", layers_block_type=["mamba", "attention", "mlp", "moe"], mamba_num_heads=4,
                        mamba_head_dim=8, ssm_state_size=16, n_groups=2, chunk_size=16, head_dim=8, num_experts_per_tok=2,
                        n_routed_experts=4, moe_intermediate_size=24, moe_shared_expert_intermediate_size=24),
     "qwen3_next": dict(model_type="qwen3_next", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24,
                        shared_expert_intermediate_size=24, **DELTA_NET),
     "qwen3_5": dict(model_type="qwen3_5_text", **DELTA_NET),
+    # A layer's convolutions [c, 1, k] are three in the files.
+    "olmo_hybrid": dict(model_type="olmo_hybrid", **DELTA_NET),
     # Gives its layers' recurrence positions, and is returned a tuple.
     "recurrent_gemma": dict(model_type="recurrent_gemma", lru_width=32, attention_window_size=64, conv1d_width=4,
                             logits_soft_cap=30.0),
@@ -469,6 +476,8 @@ def guarded(folder: Path, this_device: torch.device) -> dict:
     by_sequence, attention.by_sequence = attention.by_sequence, forgetful
     tell("llama", **({"cp2": CP2} if dist.get_world_size() == 2 else {}))
     attention.by_sequence = by_sequence
+    layouts.clear()
+    tell("both ways", packed="")
 
     engine = build(folder / "llama", this_device, RECOMPUTE, lora=True)
     before = traces(engine)

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from omegaconf import OmegaConf
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -26,7 +27,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from config import InputError, load
-from engines import lora, offload, optimizer, schedule
+from engines import experts, lora, offload, optimizer, schedule
 from engines.checkpoint import merged, write_safetensors
 from engines.fsdp.engine import FSDPEngine, build, by_heads
 from engines.hf import (
@@ -38,12 +39,13 @@ from engines.hf import (
     head_dim,
     logit_constants,
     read_hf_config,
+    whole_modules,
 )
 from engines.memory import GIB, checkpoint_bytes, estimates, max_num_seqs
 from engines.optimizer import OPTIMIZERS
 from engines.weights import weight_files
+from tests import families
 from tests.fsdp_worker import (
-    AUX,
     BETAS,
     BROKEN,
     CASES,
@@ -54,6 +56,7 @@ from tests.fsdp_worker import (
     FORMS,
     FREEZE,
     HARMS,
+    LATENT,
     LONGEST,
     LORA,
     MIN_LR_RATIO,
@@ -67,7 +70,7 @@ from tests.fsdp_worker import (
     make_batch,
 )
 from tests.launch import LONG_LIMIT, export, launch
-from tests.models import MULTIMODAL, make_model
+from tests.models import FAMILIES, MULTIMODAL, make_model, write_model
 
 # Adam divides a gradient by its own size, so a rounding error in a small one is a whole step of that weight.
 LOSS_BOUND, NORM_BOUND = 2e-6, 5e-5              # relative
@@ -75,8 +78,8 @@ WEIGHT_BOUND, LOG_PROB_BOUND = 0.01 * PEAK_LR, 1e-5                      # absol
 # torch's Muon orthogonalizes in bfloat16, in which a rounding error of a gradient now and then flips a bit.
 MUON_BOUND = 50
 EXACT = [(world, name) for world in CASES for name, case in CASES[world].items()
-         if "bfloat16" not in case.engine and AUX not in case.engine]
-BALANCED = [(world, name) for world in CASES for name, case in CASES[world].items() if AUX in case.engine]
+         if "bfloat16" not in case.engine and "aux" not in name]
+BALANCED = [(world, name) for world in CASES for name in CASES[world] if "aux" in name]
 ROUNDED = [(world, name) for world in CASES for name, case in CASES[world].items() if "bfloat16" in case.engine]
 
 
@@ -100,10 +103,13 @@ def folder(tmp_path_factory):
         make_model(folder / family, family)
         make_adapter(folder / family)
     make_model(folder / "qwen3_moe", "qwen3_moe")
+    # Of 3 choices in 2 layers: 0.3 of the sum over layers.
+    make_model(folder / "qwen3_moe_balanced", "qwen3_moe", num_hidden_layers=2, output_router_logits=True, router_aux_loss_coef=0.2)
     for family in ("apertus", "lfm2"):
         make_model(folder / family, family)
     make_model(folder / "three_heads", "llama", num_attention_heads=3, num_key_value_heads=3, hidden_size=48)
     make_model(folder / "deaf", "qwen3")
+    make_model(folder / "both ways", "gemma3", use_bidirectional_attention=True)
     rewrite(folder / "deaf", lambda name, x: (name, x * 0 if "o_proj" in name else x))
     make_model(folder / "renamed", "qwen2_tied", model_type="qwen3_5_text", head_dim=8, layer_types=[
         "linear_attention", "full_attention", "linear_attention"], linear_num_key_heads=2, linear_num_value_heads=4,
@@ -991,6 +997,31 @@ def test_broken_models(results, world, name, message):
     assert told is not None and len(told) == world and all(message in t for t in told)
 
 
+@pytest.mark.parametrize("family, name, other", [
+    ("qwen2_tied", "model.layers.0.mlp.up_proj.weight", "layers.0.mlp.up_proj.weight"),
+    ("qwen2_tied", "model.embed_tokens.weight", "embed_tokens.weight"),
+    ("gemma3 with images", "language_model.model.layers.1.mlp.up_proj.weight", "model.language_model.layers.1.mlp.up_proj.weight")])
+def test_two_names_of_one_weight(tmp_path, family, name, other):
+    """One of them would be lost, whichever is read first."""
+    weight = load_file(make_model(tmp_path, family) / "model.safetensors")[name]
+    add(tmp_path, other, torch.zeros_like(weight))
+    with pytest.raises(InputError) as error:
+        FSDPEngine.check(config(tmp_path, f"model.path={tmp_path}"), 1)
+    assert f" {min(name, other)} and {max(name, other)} are two names of one weight" in str(error.value)
+    assert "take one of them out of the files" in str(error.value)
+
+
+def test_experts_that_transformers_transposes_where_they_do_not_fit(tmp_path):
+    """What is advised then helps."""
+    made, saved = write_model(tmp_path / "made", **families.SHAPES["qwen3_vl_moe"]), tmp_path / "saved"
+    FSDPEngine.check(config(made, f"model.path={made}"), 1)
+    rewrite(made, lambda name, x: (name, x.mT.contiguous() if name.endswith("experts.down_proj") else x))
+    with pytest.raises(InputError, match="transformers converts .*down_proj .* and save it with save_original_format=False"):
+        FSDPEngine.check(config(made, f"model.path={made}"), 1)
+    plain(made).save_pretrained(saved, save_original_format=False)
+    FSDPEngine.check(config(saved, f"model.path={saved}"), 1)
+
+
 @pytest.mark.parametrize("world, family, form", [*((1, family, form) for family in (*FOREIGN, *MULTIMODAL) for form in FORMS),
                                                  (2, "gpt_oss", "cp2")])
 def test_other_families(results, folder, world, family, form):
@@ -1075,7 +1106,7 @@ def check_grouped(result):
 def test_the_auxiliary_loss_of_routers(results, folder, world, name):
     """transformers' of each layer's choices in each micro-batch, divided by the number of choices of a token, weighted by the
     micro-batch's tokens; and so the Megatron engine's."""
-    result, batch, model, aux = results(world)[name], make_batch(0), plain(folder / "qwen3_moe"), 0.0
+    result, batch, model, aux = results(world)[name], make_batch(0), plain(folder / CASES[world][name].family), 0.0
     assert "error" not in result, result["error"]
     total, micro_batches = 0.0, result["micro-batches of the first step"]
     for part in micro_batches:
@@ -1092,6 +1123,19 @@ def test_the_auxiliary_loss_of_routers(results, folder, world, name):
     assert aux > 1.01
 
 
+def test_a_coefficient_of_config_json_weighs_as_in_transformers():
+    """Of layers that choose alike, for which both losses are the same but for a factor."""
+    logits, shape = torch.randn(50, 8), AutoConfig.for_model(**FAMILIES["qwen3_moe"], output_router_logits=True)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        ours = experts.aux_loss([logits] * 5, torch.zeros(50, dtype=torch.bool), 3, 50, dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
+    theirs = shape.router_aux_loss_coef * load_balancing_loss_func((logits,) * 5, 8, 3)
+    assert experts.aux_loss_weight(None, shape, 5) * ours.item() == pytest.approx(theirs.item())
+    assert experts.aux_loss_weight(0.1, shape, 5) == 0.1, "as it is given"
+
+
 def test_biases_of_experts_are_not_decayed_and_no_matrices_for_muon(folder):
     hf = plain(folder / "gpt_oss")
     muon, adamw = optimizer.build(hf, hf.model.layers, config(folder, "optim.name=muon", "optim.weight_decay=0.5").optim)
@@ -1102,15 +1146,26 @@ def test_biases_of_experts_are_not_decayed_and_no_matrices_for_muon(folder):
     assert not any(".experts." in names[id(p)] for p in muon.param_groups[0]["params"])
 
 
-def test_dry_run_counts_the_experts_that_a_token_goes_to(folder, tmp_path):
+@pytest.mark.parametrize("shape, key", [
+    (FAMILIES["qwen3_moe"], "num_experts_per_tok"), (FOREIGN["gemma4 with experts"], "top_k_experts")])
+def test_dry_run_counts_the_experts_that_a_token_goes_to(folder, tmp_path, shape, key):
     def sizes(k):
-        make_model(tmp_path / str(k), "qwen3_moe", num_experts_per_tok=k)
+        make_model(tmp_path / str(k), "qwen2_tied", **{**shape, key: k})
         return estimates(config(folder, f"model.path={tmp_path / str(k)}"), 1, "cpu")[0]
     few, many = sizes(2), sizes(4)
     assert few["parameters"] == many["parameters"]
     added = 3 * 2 * (3 * 24 + 2 * 32) * 2 + 3 * 2 * 24 * 2        # layers, more experts, numbers, bytes; not compiled
     tokens = config(folder).data.max_tokens_per_micro_batch
     assert (many["activations"] - few["activations"]) * GIB == pytest.approx(tokens * added)
+
+
+def test_dry_run_of_a_model_that_does_not_say_what_its_layers_are(folder, tmp_path):
+    make_model(tmp_path, "qwen2_tied", model_type="openai-gpt", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    settings = config(folder, f"model.path={tmp_path}", "engine.use_remove_padding=false")
+    assert not whole_modules(hf := build(settings, False)[0], hf)
+    sizes = estimates(settings, 2, "cpu")[0]
+    assert sizes["gathered weights"] * GIB == 2 * sum(p.numel() for p in hf.parameters()), "all at once, in bf16"
+    assert sizes["activations"] > 0
 
 
 def test_dry_run_counts_keys_and_values_that_ranks_gather(folder):
@@ -1147,6 +1202,7 @@ def test_sequences_that_leak_into_others_are_found(results, world):
         assert told[name] is not None and len(told[name]) == world, name
         assert all("one at a time differ, first in layer 0 of 0 to 2: by" in said for said in told[name]), told[name]
         assert all(f"give {help}" in said for said in told[name])
+    assert all("cannot train it: set use_bidirectional_attention=True to null in" in said for said in told["both ways packed"])
     assert told["found"][0] < 1e-5 < told["found"][1] == 1e-4 and told["same"] == [True] * world
     assert "nobody can see whether it keeps sequences apart" in told["deaf"][0] and not any(told["deaf"][1:])
 
@@ -1180,7 +1236,14 @@ LONGROPE = dict(rope_type="longrope", rope_theta=10000.0, short_factor=[1.0] * 4
      [], "LlamaForCausalLM fails: RuntimeError"),
     (dict(model_type="phi3", rope_parameters=LONGROPE, original_max_position_embeddings=64), ["data.max_length=65"],
      "rope_type=longrope in config.json has other frequencies beyond 64 tokens: lower data.max_length=65"),
+    (dict(model_type="qwen3", head_dim=16, use_sliding_window=False, layer_types=["sliding_attention"] + 2 * ["full_attention"]),
+     [], "layer_types in config.json has sliding_attention, but there is no window: give sliding_window"),
+    (dict(model_type="gemma4_text", head_dim=8, global_head_dim=8, hidden_size_per_layer_input=0, vocab_size_per_layer_input=97,
+          use_bidirectional_attention="all"), [],
+     "is_causal=False in its attention, which is not supported: set use_bidirectional_attention=all to null in config.json"),
     (dict(model_type="jetmoe"), [], "its layers decide by values what to compute"),
+    (dict(model_type="deepseek_v2", n_routed_experts=4, moe_intermediate_size=24, first_k_dense_replace=1, **LATENT), [],
+     "config.json does not say how many experts a token goes to (num_experts_per_tok)"),
     (dict(model_type="hrm_text"), [], "transformers converts model.H_module.layers.0.attn.gqkv_proj.weight"),
 ])
 def test_models_that_cannot_work(folder, tmp_path, changes, pairs, message):
@@ -1191,6 +1254,18 @@ def test_models_that_cannot_work(folder, tmp_path, changes, pairs, message):
     assert message in str(error.value)
     if PADDING in message:
         FSDPEngine.check(config(folder, f"model.path={tmp_path}", "engine.use_remove_padding=false"), 1)
+
+
+@pytest.mark.parametrize("changes, message", [
+    (dict(pad_token_id=97), "AssertionError: Padding_idx must be within num_embeddings"),
+    (dict(hidden_act="relu3"), "KeyError: 'relu3'"),
+    (dict(rope_parameters=dict(rope_type="unknown", rope_theta=10000.0)), "KeyError: 'unknown'")])
+def test_values_of_config_json_that_transformers_does_not_know(tmp_path, changes, message):
+    file = make_model(tmp_path, "qwen3") / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with pytest.raises(InputError) as error:
+        FSDPEngine.check(config(tmp_path, f"model.path={tmp_path}"), 1)
+    assert str(error.value) == f"model.path={tmp_path}: transformers cannot build what config.json says: {message}"
 
 
 # -- schedules ---------------------------------------------------------------------------------------------------------

@@ -82,7 +82,7 @@ def folder(tmp_path_factory):
         make_model(folder / family, family)
     make_model(folder / "qwen3_moe", "qwen3_moe", num_hidden_layers=4)
     make_model(folder / "qwen3_moe_raw", "qwen3_moe", num_hidden_layers=4, norm_topk_prob=False, output_router_logits=True,
-               router_aux_loss_coef=0.3)
+               router_aux_loss_coef=0.4)        # of 3 choices in 4 layers, which is 0.3 of Megatron's sum
     for name in ("no_files", "missing_weight", "wrong_shape"):
         make_model(folder / name, "llama", num_hidden_layers=4)
         file = folder / name / "model.safetensors"
@@ -652,7 +652,7 @@ def config(folder, *pairs):
      "must be a multiple of 4"),
     (2, [MOE, "engine.context_parallel_size=auto", "engine.router_aux_loss_coef=0.1"],
      "context_parallel_size=auto is not supported with routers' auxiliary loss .0.1. by model_engine=megatron"),
-    (2, [f"{MOE}_raw", "engine.context_parallel_size=auto"], "auxiliary loss .0.3. by .* or engine.router_aux_loss_coef=0"),
+    (2, [f"{MOE}_raw", "engine.context_parallel_size=auto"], "auxiliary loss .0.4. by .* or engine.router_aux_loss_coef=0"),
     (2, ["engine.expert_model_parallel_size=2"], "expert_model_parallel_size=2 needs a mixture of experts"),
     (1, ["engine.router_aux_loss_coef=0.1"], "router_aux_loss_coef=0.1 needs a mixture of experts"),
     (3, [MOE, "engine.expert_model_parallel_size=3"], "parallel_size=3 does not divide the model's 8 experts"),
@@ -721,6 +721,8 @@ def test_resume_in_another_dtype_is_refused(folder, tmp_path):
     (dict(model_type="qwen3_moe", decoder_sparse_step=2), "decoder_sparse_step=2 in config.json is not supported"),
     (dict(model_type="mixtral", num_experts_per_tok=1), "one expert per token .num_experts_per_tok. of weight 1"),
     (dict(model_type="mistral", sliding_window=0), "sliding_window=0 in config.json leaves nothing to attend to"),
+    (dict(model_type="qwen3", head_dim=16, use_sliding_window=False, layer_types=["sliding_attention"] + 2 * ["full_attention"]),
+     "layer_types in config.json has sliding_attention, but there is no window"),
     (dict(attention_dropout=0.1), "attention_dropout=0.1 in config.json is not supported"),
     (dict(hidden_act="gelu"), "hidden_act=gelu in config.json is not supported"),
     (dict(rope_parameters=dict(rope_type="linear", rope_theta=10000.0, factor=2.0, partial_rotary_factor=0.5)),

@@ -12,12 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
 
 from config import InputError, load
+from engines.check import in_vllm
 from engines.weights import model_names
 from examples.arithmetic import make_tokenizer
 from rollout import images
+from rollout.text import names_in_vllm
 from rollout.vllm import PREFILL_TOKENS, check, check_model, request_seed, stop_token_ids
 from tests.launch import launch, launch_each
 from tests.models import make_model, make_ocr_model
@@ -84,6 +87,9 @@ def folder(tmp_path_factory):
     config = make_model(folder / "tied_unsaid", "gemma3", model_type="gemma2", attn_logit_softcapping=2.0,
                         final_logit_softcapping=3.0, **shape) / "config.json"
     config.write_text(json.dumps({k: v for k, v in json.loads(config.read_text()).items() if k != "tie_word_embeddings"}))
+    # Nor do its files say the prefix of the base model, which transformers adds.
+    file = config.parent / "model.safetensors"
+    save_file({name.removeprefix("model."): x for name, x in load_file(file).items()}, file, {"format": "pt"})
     for family in ("qwen3", "moe", "tied", "tied_unsaid"):
         tokenizer.save_pretrained(folder / family)
         (folder / family / "generation_config.json").write_text(json.dumps({"eos_token_id": END_TOKENS[:-1]}))
@@ -521,6 +527,18 @@ def test_layouts(folder, tp, world, message):
     with pytest.raises(InputError) as error:
         check(config, world)
     assert str(error.value) == message
+
+
+def test_names_that_vllm_would_not_know_are_replaced(folder):
+    assert names_in_vllm(folder / "qwen3", False) == {}
+    names = names_in_vllm(folder / "tied_unsaid", False)
+    assert names and all(own == f"model.{name}" for name, own in names.items()) and "embed_tokens.weight" in names
+
+
+def test_a_class_that_vllm_has_is_no_excuse(folder, tmp_path):
+    """engines.check forgives it only that it has none."""
+    assert in_vllm(folder / "qwen3")
+    assert not in_vllm(make_model(tmp_path, "qwen3", model_type="openai-gpt"))
 
 
 def test_end_tokens_come_from_both_files(folder, tmp_path):

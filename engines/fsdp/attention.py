@@ -28,6 +28,7 @@ from engines.varlen import Zigzag, by_kernel, by_segment, explicit_attention
 # Arguments that models pass to their attention and that mean nothing to it.
 HARMLESS = {"position_ids", "use_cache", "cache_position", "output_attentions", "is_causal"}
 WINDOW = "only a mask limits its attention to a window"
+NOT_CAUSAL = "is_causal=False"
 WINDOWS = "windows_flash"           # transformers says where windows begin to implementations with "flash" in their name alone
 
 
@@ -160,7 +161,7 @@ def attending(hf: nn.Module, attention: str) -> Iterator[None]:
 
 def refuse(dropout: float, others: dict) -> None:
     asked = [name for name, value in others.items() if value is not None and name not in HARMLESS]
-    asked += ["is_causal=False"] * (others.get("is_causal") is False)
+    asked += [NOT_CAUSAL] * (others.get("is_causal") is False)
     if dropout or asked:
         raise InputError(f"the model wants {'dropout' if dropout else asked[0]} in its attention, which is not supported")
 

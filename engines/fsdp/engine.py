@@ -41,6 +41,7 @@ from engines.heads import LogProbHead, ValueHead
 from engines.hf import (
     build_on_meta,
     check_rope,
+    check_windows,
     count_flops,
     keep_short_frequencies,
     keep_zero_rows,
@@ -85,8 +86,10 @@ class FSDPEngine(Engine):
         self.model = PackedModel(self.hf, ValueHead() if critic else LogProbHead(
             temperature, engine.log_prob_chunk_size, compiled, self.hf_config.vocab_size, None, *logit_constants(self.hf)))
         self.head = self.model.head
-        self._aux_loss_coef = experts.aux_loss_coef(engine.router_aux_loss_coef, self.hf_config)
-        self._routers = experts.Routers(self.hf.get_decoder()) if self._aux_loss_coef else None
+        balanced = experts.aux_loss_coef(engine.router_aux_loss_coef, self.hf_config)
+        self._routers = experts.Routers(self.hf.get_decoder()) if balanced else None
+        self._aux_loss_coef = balanced and experts.aux_loss_weight(engine.router_aux_loss_coef, self.hf_config,
+                                                                   len(self._routers.modules))
         if config.model.images:
             self.reader = Reader(config.model.path, dropped=config.data.drop_processor_keys)
         self._images = images.Images(self.hf, self.reader) if self.reader else None
@@ -120,6 +123,7 @@ class FSDPEngine(Engine):
         hf_config = whole.get_text_config()
         check_layout(config, hf_config, world_size)
         check_rope(hf_config, config)
+        check_windows(hf_config, config.model.path)
         mtp.check(config, whole)
         hf = build_on_meta(whole, torch.float32, critic, images=config.model.images)
         if shares_sequences(config.engine) and recurrent_layers(hf):
@@ -127,6 +131,7 @@ class FSDPEngine(Engine):
                              "carry a state from token to token: ranks cannot share a sequence")
         if not critic:
             logit_constants(hf)
+        experts.check(hf, hf_config, config.model.path)
         check_files(hf, Path(config.model.path), critic)
         shapes.check(hf, config)
         freeze.apply(config, hf, critic)
@@ -152,7 +157,7 @@ class FSDPEngine(Engine):
                 loss, extra = loss_fn(*outputs[:self.model.head.num_differentiable], micro_batch.fields)
                 aux_loss = 0.0
                 if router_logits:
-                    aux_loss = experts.aux_loss(router_logits, micro_batch.padding.flatten(), self.hf_config.num_experts_per_tok,
+                    aux_loss = experts.aux_loss(router_logits, micro_batch.padding.flatten(), experts.num_chosen(self.hf_config),
                                                 num_tokens, micro_batch.group)
                     aux_losses += aux_loss.detach() / len(router_logits)
                 # FSDP averages gradients over ranks; ours are parts of one sum.

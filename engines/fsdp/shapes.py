@@ -9,10 +9,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from config import InputError
 from engines.base import shares_sequences
-from engines.fsdp.attention import WINDOW, Packing
+from engines.fsdp.attention import NOT_CAUSAL, WINDOW, Packing
 from engines.fsdp.recurrence import recurrent_layers
-from engines.hf import keep_short_frequencies, plain_attention
+from engines.hf import BOTH_WAYS, keep_short_frequencies, plain_attention, without
 
+ALONE = "transformers has it with"
 # Of four tokens; models cannot make one kind or another without values.
 MASKS = [torch.empty(size, device="meta") for size in ((1, 1, 4, 4), (1, 4))]
 
@@ -51,20 +52,21 @@ def check(hf: nn.Module, config: DictConfig) -> None:
     dropout, noise = Dropout(), Noise()
     keep_short_frequencies(hf)
     with dropout, noise:
-        failed = failure(hf, "eager")
+        failed = failure(hf, "eager")               # with which the guard runs one sequence at a time
+        if failed and failed.startswith(ALONE):
+            failed = failure(hf, plain_attention(hf))
     if dropout.found:
         raise InputError(f"model.path={path}: dropout is not supported: set {keys(decoder.config, dropout.found)} to 0 in "
                          "config.json")
     if noise.found:
         raise InputError(f"model.path={path}: {name} computes with random numbers in training ({min(noise.found)}), which is not "
-                         f"supported{jitter(decoder.config)}")
-    failed = failed and failure(hf, plain_attention(hf))
+                         "supported" + without(decoder.config, "jitter", "0"))
+    if failed:
+        raise InputError(f"model.path={path}: {name} fails: {failed}")
     packed, shared = config.engine.use_remove_padding, shares_sequences(config.engine)
     others = packed * ["engine.use_remove_padding=false"] + shared * ["engine.context_parallel_size=1"]
-    instead = "" if failed else f": give {' and '.join(others)}"
+    instead = f": give {' and '.join(others)}"
     if not others:
-        if failed:
-            raise InputError(f"model.path={path}: {name} fails: {failed}")
         return
     if decoder._is_stateful and not recurrent_layers(hf):
         raise InputError(f"model.path={path}: {name} carries a state from token to token, and so from one packed sequence to the "
@@ -75,7 +77,8 @@ def check(hf: nn.Module, config: DictConfig) -> None:
         # That transformers cannot make its masks without values is no fault of the model.
         failed = said if said.startswith(WINDOW) else None
     if failed:
-        raise InputError(f"model.path={path}: {name} {'does not take packed sequences' if instead else 'fails'}: {failed}{instead}")
+        instead = without(decoder.config, BOTH_WAYS, "null") if NOT_CAUSAL in failed else instead
+        raise InputError(f"model.path={path}: {name} does not take packed sequences: {failed}{instead}")
 
 
 def failure(hf: nn.Module, attention: str, **arguments) -> str | None:
@@ -83,7 +86,7 @@ def failure(hf: nn.Module, attention: str, **arguments) -> str | None:
     decoder = hf.get_decoder()
     decoder.set_attn_implementation(attention)
     if decoder.config._attn_implementation != attention:
-        return f"transformers has it with {decoder.config._attn_implementation} attention alone"
+        return f"{ALONE} {decoder.config._attn_implementation} attention alone"
     ids, said = torch.zeros(1, 4, dtype=torch.int64, device="meta"), None
     for options in [arguments] if arguments else [{"attention_mask": mask} for mask in MASKS]:
         try:
@@ -97,11 +100,6 @@ def failure(hf: nn.Module, attention: str, **arguments) -> str | None:
         except Exception as error:          # a model may raise anything where it is not made for this
             said = said or f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     return said
-
-
-def jitter(hf_config) -> str:
-    found = [f"{key}={value}" for key, value in hf_config.to_dict().items() if "jitter" in key and value]
-    return f": set {', '.join(found)} to 0 in config.json" if found else ""
 
 
 def keys(hf_config, values: set[float]) -> str:

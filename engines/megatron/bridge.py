@@ -18,7 +18,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from config import InputError
 from engines import weights
-from engines.hf import head_dim, stages_of_layers
+from engines.hf import check_windows, head_dim, stages_of_layers
 from engines.megatron import mtp
 from engines.megatron.experts import MixtureOfExperts
 from engines.megatron.layers import Adaptable, PackedRotaryEmbedding, install
@@ -108,6 +108,7 @@ def check(hf_config, path: str, kind: str) -> None:
                          "config.json is not supported by model_engine=megatron, whose router would get no gradient")
     if getattr(hf_config, "sliding_window", None) == 0:
         raise InputError(f"model.path={path}: sliding_window=0 in config.json leaves nothing to attend to: null is no window")
+    check_windows(hf_config, path)
     biases = {} if kind == "own" else {"mlp_bias": False, "attention_bias": False}
     for name, supported in {**SUPPORTED, **biases}.items():
         value = getattr(hf_config, name, None)

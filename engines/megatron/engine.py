@@ -28,6 +28,7 @@ from data.plan import MicroBatches
 from engines import freeze, guard, lora, mtp, schedule
 from engines.base import Engine, LossFn, follows_batch
 from engines.collectives import groups_of
+from engines.experts import aux_loss_weight
 from engines.heads import LogProbHead, ValueHead
 from engines.hf import build_on_meta, count_flops, keep_zero_rows, read_hf_config
 from engines.megatron import bridge, checkpoint, layout, lora as adapters
@@ -207,9 +208,7 @@ class MegatronEngine(Engine):
 
     def _begin_routers(self, num_tokens: int) -> float:
         """The weight of the routers' auxiliary loss. num_tokens: in this data-parallel rank's share of the batch."""
-        coefficient = self.config.engine.router_aux_loss_coef
-        if coefficient is None and self.routers and self.hf_config.output_router_logits:
-            coefficient = self.hf_config.router_aux_loss_coef
+        coefficient = aux_loss_weight(self.config.engine.router_aux_loss_coef, self.hf_config, self.hf_config.num_hidden_layers)
         if coefficient:
             num_tokens = self.sum_over_dp(torch.tensor(float(num_tokens))).item()
             for router in self.routers:
