@@ -422,16 +422,15 @@ def request_seed(*numbers: int) -> int:
 @contextmanager
 def untouched_random_state():
     """vLLM seeds and draws from every global generator, even when each request has a seed of its own."""
-    accelerator = torch.accelerator.is_available()
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    device = torch.get_device_module().get_rng_state() if accelerator else None
+    device = torch.get_device_module().get_rng_state() if torch.accelerator.is_available() else None
     try:
         yield
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
         torch.set_rng_state(cpu)
-        if accelerator:
+        if device is not None:
             torch.get_device_module().set_rng_state(device)
 
 
