@@ -57,7 +57,8 @@ def load_reader(config, tokenizer):
     for role in ("critic", "reference"):
         path = config[role].path if role in config else None
         if path and path != config.model.path and not reader.reads_as(Reader(path, dropped=config.data.drop_processor_keys)):
-            raise InputError(f"{role}.path={path} has other tokens for an image than model.path={config.model.path}")
+            raise InputError(f"{role}.path={path} reads an image in another way than model.path={config.model.path}: give both the "
+                             "same processor")
     tokenizer.chat_template = tokenizer.chat_template or reader.processor.chat_template     # which older models have apart
     return reader
 

@@ -76,7 +76,7 @@ class Seen(NamedTuple):
 
     def columns(self) -> dict:
         """What a cache holds of a row's images, if it has any."""
-        return {"pixels": b"".join(image.tobytes() for image in self.images), "image_files": list(self.files),
+        return {"pixels": b"".join(image.tobytes() for image in self.images),
                 "image_sizes": [image.shape[:2] for image in self.images]} if self.images else {}
 
 
@@ -299,12 +299,12 @@ class Conversation:
     def with_images(self, sources: list, options, folder: Path) -> tuple[Tokens, Seen]:
         """The tokens, with those of images where their placeholders are, and the images. sources, folder: as for images.read()."""
         tokens, reader = self.escaped(options), self.chat.reader
+        if not sources and reader and (reader.token_types([tokens.ids]) > 0).any():
+            raise InputError(f"it has no image, and a text in it has what stands for one, such as {reader.image_token!r}")
+        if reader and any(MARK in text_of(m.get("content")) for m in self.messages if m["role"] != "assistant"):
+            raise InputError(f'a text has {MARK}, and the row has no image in "{options.images_key}": name the column of '
+                             "images in data.images_key")
         if not sources:
-            if reader and (reader.token_types([tokens.ids]) > 0).any():
-                raise InputError(f"it has no image, and a text in it has what stands for one, such as {reader.image_token!r}")
-            if reader and any(MARK in text_of(m.get("content")) for m in self.messages if m["role"] == "user"):
-                raise InputError(f'a text has {MARK}, and the row has no image in "{options.images_key}": name the column of '
-                                 "images in data.images_key")
             return tokens, Seen()
         if reader is None:
             raise InputError("it has images: set model.images=true, or leave them out")

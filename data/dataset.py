@@ -26,7 +26,7 @@ from data.processor import Pictures, Reader
 from data.rows import SHAPES, read_shape
 from data.tokens import ChatTokenizer
 
-FORMAT = 5                  # of the cache; raise it when encode() or the files of a cache change
+FORMAT = 6                  # of the cache; raise it when encode() or the files of a cache change
 OPTIONS = ("messages_key", "prompt_key", "response_key", "images_key", "tools_key", "template_kwargs_key", "train_on", "max_length",
            "truncation", "special_tokens_in_text")
 # A row without a trained token. length: before truncation; shape: the name of the one it was read as.
@@ -70,7 +70,8 @@ def tokenized(kind: Kind, files: str | Sequence[str], tokenizer, options, cache_
     chat, limit = ChatTokenizer.load(tokenizer, tokenizer_dir, reader), getattr(options, kind.limit)
     if reader:
         folders = [str(folder_of(path)) for path in paths]
-        kind = kind._replace(format=f"{kind.format} with images of {folders}", unused=kind.unused | NO_IMAGES)
+        of_images = f" with images of {folders} without {sorted(reader.dropped)}"
+        kind = kind._replace(format=f"{kind.format}{of_images}", unused=kind.unused | NO_IMAGES)
 
     def write(folder: Path) -> None:
         import pyarrow
@@ -153,7 +154,7 @@ def tokenize_row(row: dict, chat: ChatTokenizer, options, folder: Path = Path())
     row, shape = read_shape(row, options, with_response=True)
     ids, mask, seen = yield from encode(row, chat, options, folder)
     kept = kept_tokens(len(ids), options.max_length, options.truncation)
-    result = {"length": len(ids), "shape": shape}
+    result = {"length": len(ids), "shape": shape, "image_files": list(seen.files)}
     if seen.would_be_cut(kept):
         return result | {"cut": True}
     ids, mask = ids[kept], [0, *mask[kept][1:]]         # nothing predicts the first token

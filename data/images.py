@@ -14,94 +14,133 @@ import numpy as np
 from config import InputError
 
 PARTS = ("image", "image_url")          # types of a message's parts that are images
+TEXTS = ("text", "input_text", "output_text")
 UNREAD = ("video", "video_url", "audio", "audio_url", "input_audio")
 # Keys of such a part, under which the image may be. A path beside bytes is but a name.
 SOURCES = (*PARTS, "bytes", "base64", "url", "path")
 MARK = "<image>"                        # in a text: an image of the row's column
+IMAGE = {"type": "image"}
 
 
 def place(messages: list[dict], column, key: str) -> tuple[list[dict], list]:
-    """(messages in which each image is a part {"type": "image"} of a content, the images in their order, as the row has them).
+    """(messages in which a content is a string, or a list of parts {"type": "text", "text"} and {"type": "image"}, of which each
+    stands for an image; the images in their order, as source_of() has them).
 
     column: an image or a list of them, also as JSON in a text, for parts without an image of their own, or for each <image> in a
     text; where messages have neither, they stand before the first text of the user. Raises InputError where there are more of the
-    one than of the other, and for videos and audio.
+    one than of the other, and for parts that are neither text nor images.
     """
-    if isinstance(column, str) and column.startswith("["):          # as data sets keep lists whose columns are typed
-        with suppress(json.JSONDecodeError):                        # else a path
-            column = json.loads(column)
+    column = parsed(column)
     empty = column is None or isinstance(column, str) and not column            # as a cell of CSV may be
     listed = [] if empty else list(column) if isinstance(column, (list, tuple)) else [column]
-    found, used = [], 0
+    found, used = [], []
 
-    def next_listed():
-        nonlocal used
-        used += 1
-        if used > len(listed):
-            raise InputError(f'the messages have {used} images or more that are in "{key}", which has {len(listed)}')
-        return listed[used - 1]
+    def next_listed(index: int | None):
+        used.append(len(used) if index is None else index)
+        if index is not None and index not in range(len(listed)):
+            raise InputError(f'a part of a message has index {index!r}, and "{key}" has {len(listed)} images')
+        if used[-1] >= len(listed):
+            raise InputError(f'the messages have {len(used)} images or more that are in "{key}", which has {len(listed)}')
+        return listed[used[-1]]
+
+    def marked(text: str) -> list:
+        first, *others = text.split(MARK) if listed else [text]
+        return [*texts(first), *(part for text in others for part in (placed(IMAGE), *texts(text)))]
 
     def parts_of(content) -> list:
-        if isinstance(content, list):
-            return [own for part in content for own in (marked(part["text"]) if is_text(part) and MARK in part["text"] else [part])]
-        return marked(content)
+        parts = []
+        for part in content if isinstance(content, list) else [content or ""]:
+            said = read_text(part)
+            parts += [placed(part)] if said is None else marked(said)
+        return parts
 
-    def marked(text: str | None) -> list:
-        first, *others = (text or "").split(MARK) if listed else [text]
-        return [*texts(first), *(part for text in others for part in ({"type": "image"}, *texts(text)))]
-
-    def placed(part):
-        if isinstance(part, str):
-            return {"type": "text", "text": part}
-        if isinstance(part, dict) and (kind := next((x for x in UNREAD if part.get("type") == x or part.get(x) is not None), None)):
-            raise InputError(f"a part of a message is of type {kind}: videos and audio are not read, leave it out")
-        if not isinstance(part, dict) or part.get("type") not in PARTS and all(part.get(name) is None for name in PARTS):
-            return part
+    def placed(part: dict) -> dict:
         if part.get("text"):
             raise InputError("a part of a message has both text and an image: make it two parts")
-        source = source_of(part)
-        found.append(next_listed() if source is None else source)
-        return {"type": "image"}
+        index, source = part.get("index"), source_of({k: v for k, v in part.items() if k not in ("type", "text", "index")})
+        if index is not None and source is not None:
+            raise InputError("a part of a message has both an image and an index: leave one of them out")
+        found.append(next_listed(index) if source is None else source)
+        return IMAGE
 
-    contents = [[placed(part) for part in parts_of(message.get("content"))] for message in messages]
+    contents = [parts_of(message.get("content")) for message in messages]
     if listed and not used:
         first = next((i for i, message in enumerate(messages) if message["role"] == "user"), 0)
-        if any(isinstance(part, dict) and part.get("type") == "image" for content in contents for part in content):
+        if found:
             raise InputError(f'"{key}" has {len(listed)} images, and the messages have others')
-        contents[first], found, used = [{"type": "image"}] * len(listed) + contents[first], listed, len(listed)
-    if used < len(listed):
-        raise InputError(f'"{key}" has {len(listed)} images, and the messages name {used} of them')
-    if not found:
-        return messages, []
-    return [message | {"content": content} if {"type": "image"} in content else message
+        contents[first], found, used = [IMAGE] * len(listed) + contents[first], listed, range(len(listed))
+    if len({*used}) < len(listed):
+        raise InputError(f'"{key}" has {len(listed)} images, and the messages name {len({*used})} of them')
+    return [message | {"content": content} if IMAGE in content or isinstance(message.get("content"), list) else message
             for message, content in zip(messages, contents)], found
 
 
-def without_pixels(value) -> None:
-    """What a row's record in JSON has instead of an image's bytes."""
+def read_text(part) -> str | None:
+    """What a part of a message says; None if it is an image. Raises InputError for what is neither."""
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    if isinstance(part, dict) and (unread := next((x for x in UNREAD if kind == x or part.get(x) is not None), None)):
+        raise InputError(f"a part of a message is of type {unread}: videos and audio are not read, leave it out")
+    if isinstance(part, dict) and (kind in PARTS or any(part.get(name) is not None for name in PARTS)):
+        return None
+    if not isinstance(part, dict) or kind not in (None, *TEXTS) or not isinstance(part.get("text"), str):
+        raise InputError(f"a part of a message is of type {kind} with {', '.join(part) if isinstance(part, dict) else 'no text'}: "
+                         'it must be {"type": "text", "text": ...} or {"type": "image", "image": ...}')
+    return part["text"]
+
+
+def parsed(column):
+    """A column of images, which data sets whose columns are typed keep as JSON in a text."""
+    if isinstance(column, str) and column.startswith("["):
+        with suppress(json.JSONDecodeError):                        # else a path
+            return json.loads(column)
+    return column
+
+
+def without_pixels(row: dict, key: str) -> dict:
+    """The row as its record in JSON has it: None in place of an image's bytes, and paths as they are. key: the column of images."""
     from PIL.Image import Image
-    if not isinstance(value, (bytes, Image)):
-        raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
+
+    def without(value, name: str):
+        if isinstance(value, dict):
+            return {inner: without(x, inner) for inner, x in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [without(x, name) for x in value]
+        if name in SOURCES and (column := parsed(value)) is not value:
+            return json.dumps(without(column, name))
+        is_pixels = isinstance(value, (bytes, Image)) or name == "base64" or name in SOURCES and is_data_url(value)
+        return None if is_pixels else value
+    return {name: without(value, "image" if name == key else "") for name, value in row.items()}
 
 
-def is_text(part) -> bool:
-    return isinstance(part, dict) and isinstance(part.get("text"), str)
+def is_data_url(value) -> bool:
+    return isinstance(value, str) and value[:5].lower() == "data:"
 
 
 def source_of(value):
-    """The image in a part of a message, or in a dict such as {"bytes": ..., "path": ...}; None if there is none."""
+    """The image in a part of a message, or in a dict such as {"bytes": ..., "path": ...}: its bytes, its path, or a PIL.Image;
+    None if there is none."""
+    name = None
     while isinstance(value, dict):
-        name = next((name for name in SOURCES if value.get(name) is not None), None)
+        if unread := [key for key, inner in value.items() if inner is not None and key not in SOURCES]:
+            raise InputError(f'an image has the key "{unread[0]}", which is not read: leave it out, and give the image as a '
+                             'path, a data URL or bytes, such as {"type": "image", "image": "a.png"}')
+        names = sorted((name for name in SOURCES if value.get(name) is not None), key=lambda name: not value[name])
+        name = names[0] if names else None                          # what is empty comes last
         value = value.get(name)
-        if name == "base64" and isinstance(value, str) and not value.startswith("data:"):
-            value = f"data:;base64,{value}"
-    return value
+    if not is_data_url(value) and not (name == "base64" and isinstance(value, str)):
+        return value
+    try:
+        return base64.b64decode("".join(value.rpartition(",")[2].split()), validate=True)
+    except ValueError as error:
+        raise InputError(f"an image's base64 cannot be read: {error}") from None
 
 
 def file_of(source, folder: Path) -> Path | None:
     """The file that read() would read."""
     source = source_of(source)
-    return folder / source.removeprefix("file://") if isinstance(source, str) and not source.startswith("data:") else None
+    return folder / source.removeprefix("file://") if source and isinstance(source, str) else None
 
 
 def texts(text: str | None) -> list[dict]:
@@ -113,13 +152,15 @@ def read(source, folder: Path):
     bytes or path. Raises InputError for what is no image."""
     from PIL import Image, ImageOps
     source, path = source_of(source), file_of(source, folder)
+    if not source:
+        raise InputError("an image is empty: give its path, a data URL or bytes, or leave it out")
     if path and "://" in source and not source.startswith("file://"):
         raise InputError(f"{source[:60]} is on the net: download it, and give its path")
     shown = str(path)[:200] if path else f"of type {type(source).__name__}"
     try:
-        if isinstance(source, str) and not path:
-            source = base64.b64decode(source.partition(",")[2], validate=True)
         image = source if isinstance(source, Image.Image) else Image.open(path or BytesIO(source))
+        if image.mode[0] in "IF":       # of which convert() keeps what is below 256
+            raise ValueError(f"its mode is {image.mode}, save it with 8 bits per channel")
         image = ImageOps.exif_transpose(image).convert("RGB")
     except Exception as error:          # of a kind of each format's
         raise InputError(f"an image {shown} cannot be read: {getattr(error, 'strerror', None) or error}") from None

@@ -51,13 +51,18 @@ class Reader:
         length = len(said["input_ids"][0])
         # What it says of each token, which follows from the token alone, and of images.
         self.of_tokens = [name for name in said if name not in OWN and np.shape(said[name]) == (1, length)]
-        if unknown := self.dropped - said.keys():
-            raise InputError(f"data.drop_processor_keys names {', '.join(sorted(unknown))}; {type(self.processor).__name__} says "
-                             f"{', '.join(sorted(said.keys() - OWN))}")
+        kind, drop = type(self.processor).__name__, "data.drop_processor_keys"
+        if unknown := self.dropped - (said.keys() - OWN):
+            raise InputError(f"{drop} names {', '.join(sorted(unknown))}; {kind} says {', '.join(sorted(said.keys() - OWN))}")
+        if needed := self.dropped & {*self.processor.image_processor.model_input_names}:
+            raise InputError(f"{drop} names {', '.join(sorted(needed))}, which the model needs of an image: take it out")
+        if lost := said.keys() - OWN - self.dropped - self.tensors([blank]).keys() - {*self.of_tokens}:
+            raise InputError(f"model.path={path}: {kind} says {', '.join(sorted(lost))} of a text with images alone, which would "
+                             f"not reach the model, and is not supported: leave it out with {drop}=[{','.join(sorted(lost))}]")
         for name in self.of_tokens:
             if self.token_types([said["input_ids"][0]]).tolist() != np.asarray(said[name]).tolist():
-                raise InputError(f"model.path={path}: {type(self.processor).__name__} says {name}, which does not follow from the "
-                                 f"tokens, and is not supported: leave it out with data.drop_processor_keys=[{name}]")
+                raise InputError(f"model.path={path}: {kind} says {name}, which does not follow from the tokens, and is not "
+                                 f"supported: leave it out with {drop}=[{name}]")
         self.of_tokens = [name for name in self.of_tokens if name not in self.dropped]
         self.sample = (torch.tensor(said["input_ids"][0]), [blank])
 
@@ -74,10 +79,10 @@ class Reader:
         return torch.tensor(self.processor.create_mm_token_type_ids(ids))
 
     def reads_as(self, other: Reader) -> bool:
-        """Whether images, small and large, are the same tokens for both."""
+        """Whether images, small and large, are the same tokens for both, and their pixels are computed in the same way."""
         images = [self.resized(np.full((side, side, 3), 127, np.uint8)) for side in (32, 2048)]
         mine, theirs = ([x.expand(x.image_token, [image]).tokens.ids for image in images] for x in (self, other))
-        return mine == theirs
+        return mine == theirs and self.processor.image_processor.to_dict() == other.processor.image_processor.to_dict()
 
     def without_images(self, ids: Tensor) -> Tensor:
         """ids [T], with other words in place of those that stand for images."""

@@ -15,13 +15,13 @@ import numpy as np
 from config import InputError
 from data.chat import Conversation, Seen, Steps, check_no_images
 from data.dataset import Kind, kept_tokens, tokenized
-from data.forms import text_of
-from data.images import place, without_pixels
+from data.forms import has_image, text_of
+from data.images import IMAGE, place, without_pixels
 from data.processor import Pictures, Reader
 from data.rows import is_paired, messages_of, read_shape, template_arguments
 from data.tokens import ChatTokenizer
 
-FORMAT = "prompts 5"        # of the cache; raise it when encode_prompt() or the files of a cache change
+FORMAT = "prompts 6"        # of the cache; raise it when encode_prompt() or the files of a cache change
 OPTIONS = ("messages_key", "prompt_key", "images_key", "tools_key", "template_kwargs_key", "max_prompt_length", "truncation",
            "special_tokens_in_text")
 UNUSED = {"input_ids": [], "length": 0, "record": "", "shape": ""}       # an empty line, or a prompt that is too long
@@ -30,7 +30,7 @@ UNUSED = {"input_ids": [], "length": 0, "record": "", "shape": ""}       # an em
 @dataclass(frozen=True)
 class Prompt:
     """input_ids: the tokens to go on from. text: the prompt as its template renders it, or the text of these tokens
-    where it was truncated. row: the row of the data file, whole, but for pixels. question: the text of the last message of the
+    where it was truncated, with placeholders of images. row: the row of the data file, whole, but for pixels. question: the text of the last message of the
     user; "" where the prompt is plain text. images: uint8 [height, width, 3] each; before_images: the tokens with one
     placeholder for each, as the template has it, where there are any."""
     input_ids: list[int]
@@ -59,17 +59,21 @@ def tokenize_prompts(files: str | Sequence[str], tokenizer, options, cache_dir: 
 def tokenize_row(row: dict, chat: ChatTokenizer, options, folder: Path = Path()) -> Steps[dict]:
     standard, shape = read_shape(row, options, with_response=False)
     ids, text, question, seen = yield from encode_prompt(standard, chat, options, folder)
-    kept = kept_tokens(len(ids), options.max_prompt_length, options.truncation)
-    if not ids[kept] or seen.images and len(ids[kept]) < len(ids):
-        return {"length": len(ids), "shape": shape} | ({"cut": True} if ids[kept] else {})
+    kept, row = kept_tokens(len(ids), options.max_prompt_length, options.truncation), without_pixels(row, options.images_key)
+    result = {"length": len(ids), "shape": shape, "image_files": list(seen.files)}
+    if not ids[kept] or seen.would_be_cut(kept):
+        return result | {"cut": seen.would_be_cut(kept)}
+    more = {}
+    if seen.images:             # what is cut has none of their tokens, and as many with placeholders
+        before, num_cut = chat.tokens(text).ids, len(ids) - len(ids[kept])
+        more["before_images"] = before[num_cut:] if options.truncation == "left" else before[:len(before) - num_cut]
     if len(ids[kept]) < len(ids):
-        text = chat.tokenizer.decode(ids[kept], clean_up_tokenization_spaces=False)
-    more = {"before_images": chat.tokens(text).ids} if seen.images else {}
+        text = chat.tokenizer.decode(more.get("before_images", ids[kept]), clean_up_tokenization_spaces=False)
     try:
-        record = json.dumps({"text": text, "row": row, "question": question, **more}, default=without_pixels)
+        record = json.dumps({"text": text, "row": row, "question": question, **more})
     except TypeError as error:
         raise InputError(f"the row cannot be handed to a reward function as JSON: {error}") from error
-    return {"length": len(ids), "input_ids": ids[kept], "record": record, "shape": shape} | seen.columns()
+    return result | {"input_ids": ids[kept], "record": record} | seen.columns()
 
 
 def encode_prompt(row: dict, chat: ChatTokenizer, options, folder: Path = Path()) -> Steps[tuple[list[int], str, str, Seen]]:
@@ -90,8 +94,9 @@ def encode_prompt(row: dict, chat: ChatTokenizer, options, folder: Path = Path()
     elif not tokenizer.chat_template:
         raise InputError("the tokenizer has no chat template: give data.chat_template, or rows of a plain string")
     else:
+        messages, images = place(messages, row.get(options.images_key), options.images_key)
         turns, arguments = without_reply(messages, row, options), template_arguments(row, chat.parameters, options)
-        turns, images = place(turns, row.get(options.images_key), options.images_key)
+        images = images[:sum(turn["content"].count(IMAGE) for turn in turns if has_image(turn.get("content")))]
         conversation = Conversation(turns, chat, *arguments, add_generation_prompt=True)
         yield conversation
         tokens, seen = conversation.with_images(images, options, folder)

@@ -38,8 +38,8 @@ PADDED, RECOMPUTE = "engine.use_remove_padding=false", "engine.activation_checkp
 CASES = {
     1: {"qwen2_5_vl": Case("qwen2_5_vl"), "qwen3_vl padded": Case("qwen3_vl", PADDED), "llava": Case("llava"),
         "frozen": Case("qwen2_5_vl", "model.freeze=[visual]"), "gemma3": Case("gemma3"), "gemma3 padded": Case("gemma3", PADDED)},
-    2: {"qwen2_5_vl recompute": Case("qwen2_5_vl", RECOMPUTE), "qwen3_vl": Case("qwen3_vl"),
-        "frozen": Case("llava", "model.freeze=[vision_tower]"), "gemma3 padded": Case("gemma3", PADDED)},
+    2: {"qwen2_5_vl recompute": Case("qwen2_5_vl", RECOMPUTE), "qwen3_vl": Case("qwen3_vl"), "qwen3_5": Case("qwen3_5"),
+        "frozen": Case("llava", f"model.freeze=[vision_tower] {PADDED}")},
 }
 
 

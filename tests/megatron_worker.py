@@ -94,6 +94,7 @@ EPS = "optim.eps=1e-5"
 LORA = f"model.lora.rank=4 model.lora.alpha=8 {EPS}"
 # Embedding and output matrix, which may be one, the first of four layers, and in all layers matrices whose biases are trained.
 FREEZE = f"model.freeze=['embed_tokens|lm_head','layers[.]0[.]','[qkv]_proj.weight'] {EPS}"
+LAST = f"model.freeze=['lm_head','layers[.][23][.]','model[.]norm'] {EPS}"          # all of the second of two stages
 EXPERTS = f"model.freeze=['embed|head|norm|attn|mlp.gate','layers[.][01][.]'] {EPS}"      # all but experts of layers 2 and 3
 SOME, ATTENTION = (f"model.lora.target_modules=[{names}]" for names in ("q_proj,v_proj,up_proj,down_proj",
                                                                         "q_proj,k_proj,v_proj,o_proj"))
@@ -191,6 +192,7 @@ RESUMES = {
     "replicated pp2 to dp2": ("qwen2_tied", (2, f"{PP2} {REPLICATED}"), (2, "")),
     "bf16 dp2 to replicated": ("qwen3", (2, BF16), (2, f"{BF16} {REPLICATED}")),
     "frozen moe pp2 to ep2": ("qwen3_moe", (2, f"{EXPERTS} {PP2}"), (2, f"{EXPERTS} {EP2}")),     # all of the first stage is frozen
+    "frozen pp2": ("llama", (2, f"{LAST} {PP2}"), (2, f"{LAST} {PP2}")),
     "cp2 to auto": ("llama", (2, CP2), (2, f"{AUTO} {SHORT}")), "auto to cp2": ("qwen3", (4, f"{AUTO} {SHORT}"), (4, CP2)),
     "bf16 replicated tp2 to dp2": ("qwen3", (2, f"{BF16} {TP2} {REPLICATED}"), (2, BF16)),
 }

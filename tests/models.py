@@ -103,12 +103,15 @@ OF_IMAGES = {
                                           fullatt_block_indexes=[1], window_size=56)),
     "qwen3_vl": dict(vision_config=dict(depth=3, hidden_size=16, intermediate_size=24, num_heads=2, out_hidden_size=32,
                                         num_position_embeddings=16, deepstack_visual_indexes=[0])),
+    "qwen3_5": dict(vision_config=MULTIMODAL["qwen3_5 with images"]["vision_config"]),
     "gemma3": dict(vision_config=dict(TOWER, model_type="siglip_vision_model"), mm_tokens_per_image=4),
     "llava": dict(vision_config=dict(TOWER, model_type="clip_vision_model", projection_dim=16)),
 }
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
 TEXT = {"qwen2_5_vl": dict(hidden_size=64, rope_parameters=MROPE | {"mrope_section": [2, 3, 3]}),
         "qwen3_vl": dict(head_dim=32, rope_parameters=MROPE | {"mrope_interleaved": True}),
+        "qwen3_5": MULTIMODAL["qwen3_5 with images"]["text_config"] | dict(
+            rope_parameters=MROPE | {"mrope_interleaved": True, "partial_rotary_factor": 1.0}),
         "gemma3": dict(model_type="gemma3_text", head_dim=32, query_pre_attn_scalar=32, sliding_window=64),
         "llava": dict(model_type="llama", head_dim=32)}
 

@@ -482,8 +482,7 @@ def test_a_cache_hit_needs_no_datasets_library(make, tokenizer_dir, tmp_path):
         sys.modules["datasets"] = None
         from types import SimpleNamespace
         from transformers import PreTrainedTokenizerFast
-        from data.cache import cached
-from data.dataset import TokenDataset, tokenize
+        from data.dataset import TokenDataset, tokenize
         tokenizer = PreTrainedTokenizerFast.from_pretrained({str(tokenizer_dir)!r})
         options = SimpleNamespace(**{vars(options())!r})
         folder = tokenize({str(path)!r}, tokenizer, options, {str(tmp_path / "cache")!r}, {str(tokenizer_dir)!r})

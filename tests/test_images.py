@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from PIL import Image
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, Qwen2_5_VLProcessor
 
 import job
 from config import InputError, load
@@ -52,6 +52,8 @@ def folder(tmp_path_factory):
     url = "data:image/png;base64," + base64.b64encode((folder / "2.png").read_bytes()).decode()
     for name, size in (("small", (9, 3)), ("long", (2000, 5))):
         Image.new("RGB", size).save(folder / f"{name}.png")
+    Image.fromarray(np.full((60, 60), 40000, np.uint16)).save(folder / "deep.png")
+    Image.fromarray(np.full((60, 60), 0.5, np.float32)).save(folder / "float.tiff")
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [
         {"messages": chat("no image", "fine")},
         {"messages": chat([{"type": "image", "image": "0.png"}, {"type": "text", "text": "one"}], "yes, one")},
@@ -150,8 +152,9 @@ def test_training_equals_a_plain_loop(results, folder, world, name):
     result = results(world)[name]
     assert "error" not in result, result["error"]
     losses, norms, _ = plain_training(folder, CASES[world][name].family, masks_of(result), name == "frozen")
-    assert [step["loss"] for step in result["steps"]] == pytest.approx(losses, rel=2e-6)
-    assert [step["grad_norm"] for step in result["steps"]] == pytest.approx(norms, rel=1e-4)
+    rounding = 10 if name == "qwen3_5" else 1       # of three steps, of which Adam and linear attention make more in the fourth
+    assert [step["loss"] for step in result["steps"]] == pytest.approx(losses, rel=2e-6 * rounding)
+    assert [step["grad_norm"] for step in result["steps"]] == pytest.approx(norms, rel=1e-4 * rounding)
     assert losses[-1] < 0.95 * losses[0]
 
 
@@ -230,6 +233,9 @@ def row(text="<image>", images=("0.png",), **more):
     return {"messages": chat(text, "a"), "images": list(images), **more}
 
 
+TEXT, LITERAL = {"type": "text", "text": "b"}, 'a text has <image>, and the row has no image in "images"'
+
+
 @pytest.mark.parametrize("bad, message", [
     (row("<image><image>", ["0.png", "1.png"]), "nothing between two of its images, which the model could not tell apart"),
     (row("which tag?", messages=chat("which tag?", "the <image> tag")), "learned has an image, which no model can write"),
@@ -240,15 +246,29 @@ def row(text="<image>", images=("0.png",), **more):
     (row(images=["no.png"]), "no.png cannot be read: .*No such file"),
     (row(images=["rows.jsonl"]), "rows.jsonl cannot be read: cannot identify"),
     (row(images=["https://a.b/c.png"]), "c.png is on the net: download it"),
-    (row(images=["data:image/png;base64,%%%"]), "an image of type str cannot be read"),
+    (row(images=["data:image/png;base64,%%%"]), "an image's base64 cannot be read"),
     (row("<image> <image>"), 'the messages have 2 images or more that are in "images", which has 1'),
     (row("<image>", ["0.png", "1.png"]), '"images" has 2 images, and the messages name 1 of them'),
     (row([{"type": "image", "image": "0.png"}]), '"images" has 1 images, and the messages have others'),
     ({"messages": chat("say <image>", "a")}, "it has no image, and a text in it has what stands for one"),
     ({"messages": chat([{"type": "image", "image": "0.png"}, {"type": "text", "text": "<image>"}], "a")},
-     "2 times '<image>' for 1 images"),
+     'a text has <image>, and the row has no image in "images"'),
     (row([{"type": "video", "video": "a.mp4"}], []), "a part of a message is of type video: videos and audio are not read"),
     (row([{"type": "text", "text": "a"}, {"type": "input_audio", "input_audio": {"data": "x"}}], []), "is of type input_audio:"),
+    ({"messages": chat([{"type": "image_path", "image_path": "0.png"}, TEXT], "a")}, "of type image_path with type, image_path"),
+    ({"messages": chat([TEXT, {"type": "input_image", "file_id": "x"}], "a")}, "of type input_image with type, file_id"),
+    ({"messages": chat([TEXT, {"text": 5}], "a")}, "of type None with text: it must be"),
+    ({"messages": chat([{"type": "image", "image": "0.png", "max_pixels": 9}], "a")}, 'the key "max_pixels", which is not read'),
+    ({"messages": chat([{"type": "image_url", "image_url": {"url": "0.png", "detail": "low"}}], "a")}, 'the key "detail"'),
+    ({"messages": chat([{"type": "image", "source": {"type": "base64", "data": "x"}}], "a")}, 'the key "source"'),
+    (row([{"type": "image", "index": 1}]), 'has index 1, and "images" has 1 images'),
+    (row([{"type": "image", "index": 0, "image": "0.png"}]), "both an image and an index"),
+    (row([{"type": "image", "index": 0}] * 2, ["0.png", "1.png"]), '"images" has 2 images, and the messages name 1 of them'),
+    *[(row(images=[empty]), "an image is empty: give its path") for empty in (None, {}, "", "data:image/png;base64,")],
+    (row(images=["deep.png"]), "cannot be read: its mode is I;16, save it with 8 bits per channel"),
+    (row(images=["float.tiff"]), "cannot be read: its mode is F, save it with 8 bits per channel"),
+    ({"messages": [{"role": "system", "content": "s <image>"}, *chat([{"type": "image", "image": "0.png"}], "a")]}, LITERAL),
+    ({"messages": chat([{"type": "image", "image": "0.png"}, {"type": "text", "text": "b <image>"}], "a")}, LITERAL),
     (row("<image>", images=[]) | {"images": "[0].png"}, "\\[0\\].png cannot be read: .*No such file"),
     (row("<image>" + "long " * 50), "some.jsonl:2 .*longer than data.max_length=200|rows are longer than data.max_length=200")])
 def test_bad_images_are_errors_of_their_rows(make, bad, message):
@@ -266,6 +286,11 @@ def test_images_need_a_model_of_images(make, folder):
              of_images=None)
     with pytest.raises(InputError, match="data.drop_processor_keys names pixels; Qwen2_5_VLProcessor says image_grid_thw"):
         Reader(folder / "qwen2_5_vl", dropped=["pixels"])
+    with pytest.raises(InputError, match="data.drop_processor_keys names input_ids; "):
+        Reader(folder / "qwen2_5_vl", dropped=["input_ids"])
+    for key in ("pixel_values", "image_grid_thw"):
+        with pytest.raises(InputError, match=f"data.drop_processor_keys names {key}, which the model needs of an image"):
+            Reader(folder / "qwen2_5_vl", dropped=[key])
     make_model(folder / "text", "qwen2_tied")
     with pytest.raises(InputError, match="reads no images: transformers has no processor for model_type=qwen2"):
         Reader(folder / "text")
@@ -278,12 +303,39 @@ def test_truncation_never_cuts_an_image(make, truncation, text, num_rows, num_dr
     assert len(train) == num_rows and train.stats["dropped_images"] == num_dropped and train.stats["images"] == num_rows
 
 
-def test_an_image_that_changes_is_read_anew(make, folder):
+@pytest.mark.parametrize("truncation, text, is_kept", [
+    ("left", "long " * 50 + "<image> end", True), ("right", "start <image>" + "long " * 50, True),
+    ("left", "<image>" + "long " * 50, False), ("right", "long " * 50 + "<image>", False)])
+def test_truncation_of_a_prompt_never_cuts_an_image(make, reader, truncation, text, is_kept):
+    """vLLM is given what is left, with one placeholder, which it expands to the same tokens."""
+    prompts = make([row(text), row()], PromptDataset, truncation=truncation, max_prompt_length=150)
+    assert len(prompts) == 1 + is_kept and prompts.stats["dropped_images"] == 1 - is_kept
+    if is_kept:
+        prompt = prompts[0]
+        assert len(prompt.input_ids) == 150
+        before = reader.processor.tokenizer.decode(prompt.before_images)
+        assert reader.expand(before, prompt.images).tokens.ids == prompt.input_ids and prompt.text == before
+
+
+@pytest.mark.parametrize("kind", [TokenDataset, PromptDataset])
+@pytest.mark.parametrize("text", ["<image>", "<image>" + "long " * 50])
+def test_an_image_that_changes_is_read_anew(make, folder, capsys, kind, text):
+    """Also that of a row which truncation has dropped."""
+    rows, options = [row(text, images=["new.png"]), row()], {"truncation": "left", "max_length": 150, "max_prompt_length": 150}
     Image.new("RGB", (28, 28), "red").save(folder / "new.png")
-    before = make([row(images=["new.png"])])
+    before = make(rows, kind, **options)
     Image.new("RGB", (28, 28), "blue").save(folder / "new.png")
-    after = make([row(images=["new.png"])])
+    after = make(rows, kind, **options)
+    assert "files that it was made of have changed" in capsys.readouterr().out
+    if text != "<image>":
+        return
     assert before.pictures.images[0][0][0, 0].tolist() == [255, 0, 0] and after.pictures.images[0][0][0, 0].tolist() == [0, 0, 255]
+
+
+def test_what_the_processor_leaves_out_is_part_of_a_cache(make, folder, tmp_path):
+    for dropped in ([], ["token_type_ids"]):
+        make([row()], of_images=Reader(folder / "gemma3", dropped=dropped))
+    assert len([*(tmp_path / "cache").iterdir()]) == 2
 
 
 def test_batches_carry_images_along(make):
@@ -304,6 +356,26 @@ def test_prompts_have_their_images_and_rewards_their_paths(make, reader):
     assert [image.shape for image in prompt.images] == [image.shape for image in prompts.pictures.images[0]]
 
 
+def test_an_image_of_the_reply_is_none_of_the_prompt(make, shades):
+    rows = [{"messages": chat("q", "see <image>"), "images": ["10.png"]},
+            {"messages": chat("<image> q", "see <image>"), "images": ["10.png", "200.png"]}]
+    prompts = make(rows, PromptDataset)
+    assert colours_of(prompts) == [[], [10]] and prompts[0].text == "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_rewards_get_no_pixels(make, folder):
+    pixels = base64.b64encode((folder / "0.png").read_bytes()).decode()
+    url = f"data:image/png;base64,{pixels}"
+    parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "and"}, {"type": "image", "base64": pixels},
+             {"type": "text", "text": "data: text"}, {"type": "image", "image": "0.png"}]
+    rows = [{"messages": [{"role": "user", "content": parts}]}, row("<image> <image>", [url, "0.png"]),
+            row("<image> <image>") | {"images": json.dumps(["0.png", url])}]
+    in_parts, listed, as_text = [prompt.row for prompt in make(rows, PromptDataset, max_prompt_length=500)]
+    assert [part.get("text", part) for part in in_parts["messages"][0]["content"]] == [
+        {"type": "image_url", "image_url": {"url": None}}, "and", {"type": "image", "base64": None}, "data: text", parts[-1]]
+    assert listed["images"] == [None, "0.png"] and json.loads(as_text["images"]) == ["0.png", None]
+
+
 @pytest.mark.parametrize("more, message", [
     ("engine.context_parallel_size=2", "context_parallel_size=2 with model.images=true"),
     ("model.lora.rank=4", "model.lora.rank=4 with model.images=true"),
@@ -312,6 +384,17 @@ def test_what_does_not_go_with_images(folder, more, message):
     config = load("sft.yaml", [f"model.path={folder / 'qwen2_5_vl'}", "data.train_files=x", "model.images=true", more])
     with pytest.raises(InputError, match=message):
         engine_class(config.model_engine).check(config, 2)
+
+
+def test_what_a_processor_says_of_text_and_images_together_reaches_the_model(folder, monkeypatch):
+    call = Qwen2_5_VLProcessor.__call__
+
+    def saying_more(self, images=None, text=None, **options):
+        return type(said := call(self, images=images, text=text, **options))({**said, **({"mask": [[1, 0]]} if text else {})})
+    monkeypatch.setattr(Qwen2_5_VLProcessor, "__call__", saying_more)
+    with pytest.raises(InputError, match=r"says mask of a text with images alone, .*data.drop_processor_keys=\[mask\]"):
+        Reader(folder / "qwen2_5_vl")
+    assert Reader(folder / "qwen2_5_vl", dropped=["mask"]).of_tokens == ["mm_token_type_ids"]
 
 
 def test_a_model_gets_what_it_needs(folder):
@@ -325,7 +408,8 @@ def test_a_model_gets_what_it_needs(folder):
 
 @pytest.mark.parametrize("role", ["critic", "reference"])
 def test_all_models_of_a_run_have_the_same_tokens_for_an_image(folder, tmp_path, role):
-    """Another family has other placeholders, and a smaller limit of pixels fewer of them in large images alone."""
+    """Another family has other placeholders, a smaller limit of pixels fewer of them in large images alone, and another mean as
+    many."""
     smaller = make_image_model(tmp_path / "smaller", "qwen2_5_vl")
     settings = json.loads((smaller / "preprocessor_config.json").read_text())
     settings["size"]["longest_edge"] //= 2
@@ -336,8 +420,11 @@ def test_all_models_of_a_run_have_the_same_tokens_for_an_image(folder, tmp_path,
                                    f"{role}.path={path}"])
         return job.load_reader(config, AutoTokenizer.from_pretrained(folder / "qwen2_5_vl"))
 
-    for path in (folder / "gemma3", folder / "llava", smaller):
-        with pytest.raises(InputError, match=f"{role}.path={path} has other tokens for an image than model.path="):
+    other = make_image_model(tmp_path / "other", "qwen2_5_vl")
+    settings = json.loads((other / "preprocessor_config.json").read_text()) | {"image_mean": [0.1, 0.2, 0.3]}
+    (other / "preprocessor_config.json").write_text(json.dumps(settings))
+    for path in (folder / "gemma3", folder / "llava", smaller, other):
+        with pytest.raises(InputError, match=f"{role}.path={path} reads an image in another way than model.path="):
             load_reader(path)
     assert load_reader(make_image_model(tmp_path / "same", "qwen2_5_vl")).image_token == "<image>"
 
@@ -512,6 +599,31 @@ def test_a_part_with_an_image_is_one_whatever_its_type(shades, make):
     assert colours_of(dataset) == [[10, 200, 10], [10]]
     text = AutoTokenizer.from_pretrained(shades / "qwen2_5_vl").decode(dataset.batch([0]).input_ids)
     assert "and a string" in text
+
+
+def test_contents_have_one_form(shades, make):
+    """Of strings, or of parts; with images, without, and without a model that reads them."""
+    parts = [["hello ", "world"], [{"text": "hello "}, {"type": "input_text", "text": "world"}], "hello \nworld"]
+    rows, prompts = [{"messages": chat(content, "a")} for content in parts], [["look ", "at <image> now"], "look at <image> now"]
+    for dataset in (make(rows), make(rows, of_images=None)):
+        ids = [dataset.batch([i]).input_ids.tolist() for i in range(3)]
+        assert ids[0] == ids[1] and bytes_of(ids[0], shades) in ("hello world", "hello \nworld")
+    with_images = make([row(content, ["10.png"]) for content in prompts], max_length=500)
+    ids = [with_images.batch([i]).input_ids.tolist() for i in range(2)]
+    assert ids[0] == ids[1] and bytes_of(ids[0], shades) == "look at <image> now"
+
+
+def bytes_of(ids, folder):
+    text = re.sub("(<image>)+", "<image>", AutoTokenizer.from_pretrained(folder / "qwen2_5_vl").decode(ids))
+    return re.match(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", text, re.DOTALL)[1]
+
+
+def test_an_image_may_be_given_in_many_ways(shades, make):
+    encoded = base64.encodebytes((shades / "200.png").read_bytes()).decode()
+    dataset = make([row("<image>", [f"DATA:image/png;base64,{encoded}"]), row("<image>", [{"bytes": "", "path": "10.png"}]),
+                    row([{"type": "image", "index": 1}, {"type": "text", "text": "before"}, {"type": "image", "index": 0}],
+                        ["10.png", "200.png"])])
+    assert "\n" in encoded and colours_of(dataset) == [[200], [10], [200, 10]]
 
 
 def test_a_row_that_would_end_with_an_image_is_dropped(make):

@@ -134,7 +134,7 @@ def test_other_columns(make, tmp_path):
 
 
 def test_the_question_is_the_text_of_the_last_message_of_the_user(make, tmp_path):
-    parts = [{"type": "text", "text": "q"}, {"type": "reasoning"}, {"type": "text", "text": "r"}]
+    parts = [{"type": "text", "text": "q"}, {"type": "text", "text": "r"}]
     messages = [user("p"), assistant("a"), user(parts), assistant("b"), {"role": "tool", "content": "t"}]
     path = write(tmp_path / "a.jsonl", [{"messages": messages}])
     tokenizer = make_tokenizer()

@@ -50,9 +50,10 @@ def sharded_state(models: list[nn.Module], optimizer, loading: bool, by_layer: b
              for name, model in zip(names, models)}
     if optimizer is not None:
         optimizers = optimizer.chained_optimizers                                 # experts have one of their own
-        state["optimizer"] = {i: optimizer_state(o, dict(state), loading) for i, o in enumerate(optimizers)}
+        states = [optimizer_state(o, dict(state), loading) for o in optimizers]
+        state["optimizer"] = {i: tensors for i, tensors in enumerate(states) if tensors}      # a stage may have nothing to train
         step = torch.tensor(max(map(get_step, optimizers)), device=next(models[0].parameters()).device)
-        dist.all_reduce(step, dist.ReduceOp.MAX)                                  # a stage may have nothing that is trained
+        dist.all_reduce(step, dist.ReduceOp.MAX)                                  # such a stage counts none
         state["optimizer"]["step"] = step.item()
     return state
 
@@ -64,7 +65,7 @@ def load(models: list[nn.Module], optimizer, state: dict) -> None:
         missing = [n for n in missing if n not in frozen and not n.endswith("_extra_state")]  # TransformerEngine's, for fp8
         assert not missing and not unexpected, (missing, unexpected)
     for i, o in enumerate(optimizer.chained_optimizers if optimizer is not None else []):
-        load_optimizer(o, state["optimizer"][i])
+        load_optimizer(o, state["optimizer"].get(i, {}))
         set_step(o, state["optimizer"]["step"])
 
 
