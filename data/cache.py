@@ -71,7 +71,8 @@ def cached(folder: Path, write: Callable[[Path], None], is_current: Callable[[Pa
                 raise
     finally:
         shutil.rmtree(work, ignore_errors=True)
-        lock.close()
+        with suppress(FileNotFoundError):       # another run's remove_abandoned() has been faster
+            lock.close()
     return folder
 
 

@@ -79,15 +79,16 @@ def read_text(part) -> str | None:
     """What a part of a message says; None if it is an image. Raises InputError for what is neither."""
     if isinstance(part, str):
         return part
-    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-    if isinstance(part, dict) and (unread := next((x for x in UNREAD if kind == x or part.get(x) is not None), None)):
+    said = part if isinstance(part, dict) else {"type": "none"}
+    kind = said.get("type")
+    if unread := next((x for x in UNREAD if kind == x or said.get(x) is not None), None):
         raise InputError(f"a part of a message is of type {unread}: videos and audio are not read, leave it out")
-    if isinstance(part, dict) and (kind in PARTS or any(part.get(name) is not None for name in PARTS)):
+    if kind in PARTS or any(said.get(name) is not None for name in PARTS):
         return None
-    if not isinstance(part, dict) or kind not in (None, *TEXTS) or not isinstance(part.get("text"), str):
-        raise InputError(f"a part of a message is of type {kind} with {', '.join(part) if isinstance(part, dict) else 'no text'}: "
-                         'it must be {"type": "text", "text": ...} or {"type": "image", "image": ...}')
-    return part["text"]
+    if kind not in (None, *TEXTS) or not isinstance(said.get("text"), str):
+        raise InputError(f"a part of a message, {str(part)[:60]}, is neither text nor an image: it must be "
+                         '{"type": "text", "text": ...} or {"type": "image", "image": ...}')
+    return said["text"]
 
 
 def parsed(column):

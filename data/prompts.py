@@ -29,10 +29,10 @@ UNUSED = {"input_ids": [], "length": 0, "record": "", "shape": ""}       # an em
 
 @dataclass(frozen=True)
 class Prompt:
-    """input_ids: the tokens to go on from. text: the prompt as its template renders it, or the text of these tokens
-    where it was truncated, with placeholders of images. row: the row of the data file, whole, but for pixels. question: the text of the last message of the
-    user; "" where the prompt is plain text. images: uint8 [height, width, 3] each; before_images: the tokens with one
-    placeholder for each, as the template has it, where there are any."""
+    """input_ids: the tokens to go on from. text: the prompt as its template renders it, or the text of these tokens where it was
+    truncated. row: the row of the data file, whole, but for pixels. question: the text of the last message of the user; "" where
+    the prompt is plain text. images: uint8 [height, width, 3] each; before_images: the tokens with one placeholder for each, as
+    the template has it, where there are any, and text is theirs."""
     input_ids: list[int]
     text: str
     row: dict
