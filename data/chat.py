@@ -21,7 +21,7 @@ import numpy as np
 
 from config import InputError
 from data.forms import forms, has_image, left_out, prints, text_of
-from data.images import MARK, file_of, place, read
+from data.images import IMAGE, MARK, file_of, place, read
 from data.marks import Piece, Text, find_pieces, mark, places_of, texts_of, unmark
 from data.rows import conversation_of, template_arguments
 from data.tokens import HALF_CHARACTER, TEMPLATE_ERRORS, ChatTokenizer, Tokens
@@ -143,6 +143,19 @@ class Conversation:
         if not accepted:
             raise InputError(f"the chat template refuses the conversation: {refused}") from refused
         self.messages, self.text = accepted[0]
+        self.check_parts()
+
+    def check_parts(self) -> None:
+        """Templates skip parts of a message that they do not know. Earlier thinking may be left out."""
+        asked = max((i for i, message in enumerate(self.messages) if message["role"] == "user"), default=0)
+        for i, message in enumerate(self.messages):
+            looked_at = isinstance(message.get("content"), list) and (message["role"] != "assistant" or i > asked)
+            parts = message["content"] if looked_at else []
+            for part in (part for part in parts if part != IMAGE and part.get("type") not in (None, "text")):
+                without = message | {"content": [other for other in parts if other is not part]}
+                if self.attempt([*self.messages[:i], without, *self.messages[i + 1:]], **self.options) == self.text:
+                    raise InputError(f"the chat template leaves out a part of message {i}, {str(part)[:60]}: an image is "
+                                     '{"type": "image", "image": ...}, a text {"type": "text", "text": ...}')
 
     def render(self, messages: list[dict], **options):
         return self.chat.render(messages, self.tools, **options, **self.arguments)
@@ -323,7 +336,7 @@ class Conversation:
         for message in self.messages:
             parts = message.get("content")
             messages.append(message if not has_image(parts) else message | {"content": [
-                {"type": "text", "text": f"<<{next(number)}>>"} if part == {"type": "image"} else part for part in parts]})
+                {"type": "text", "text": f"<<{next(number)}>>"} if part == IMAGE else part for part in parts]})
         text = self.attempt(messages, **self.options) or ""
         found = [text.find(f"<<{i}>>") for i in range(next(number))]
         if sorted(at for at in found if at >= 0) != [at for at in found if at >= 0]:

@@ -28,7 +28,7 @@ def place(messages: list[dict], column, key: str) -> tuple[list[dict], list]:
 
     column: an image or a list of them, also as JSON in a text, for parts without an image of their own, or for each <image> in a
     text; where messages have neither, they stand before the first text of the user. Raises InputError where there are more of the
-    one than of the other, and for parts that are neither text nor images.
+    one than of the other, and for videos and audio. Parts of other kinds stay as they are.
     """
     column = parsed(column)
     empty = column is None or isinstance(column, str) and not column            # as a cell of CSV may be
@@ -50,8 +50,8 @@ def place(messages: list[dict], column, key: str) -> tuple[list[dict], list]:
     def parts_of(content) -> list:
         parts = []
         for part in content if isinstance(content, list) else [content or ""]:
-            said = read_text(part)
-            parts += [placed(part)] if said is None else marked(said)
+            said = None if is_image(part) else read_text(part)
+            parts += [placed(part)] if is_image(part) else [part] if said is None else marked(said)
         return parts
 
     def placed(part: dict) -> dict:
@@ -75,17 +75,22 @@ def place(messages: list[dict], column, key: str) -> tuple[list[dict], list]:
             for message, content in zip(messages, contents)], found
 
 
+def is_image(part) -> bool:
+    return isinstance(part, dict) and (part.get("type") in PARTS or any(part.get(name) is not None for name in PARTS))
+
+
 def read_text(part) -> str | None:
-    """What a part of a message says; None if it is an image. Raises InputError for what is neither."""
+    """What a part of a message that is no image says; None for one of another kind, which is left to the chat template. Raises
+    InputError for what is no part."""
     if isinstance(part, str):
         return part
-    said = part if isinstance(part, dict) else {"type": "none"}
+    said = part if isinstance(part, dict) else {"type": "text"}
     kind = said.get("type")
     if unread := next((x for x in UNREAD if kind == x or said.get(x) is not None), None):
         raise InputError(f"a part of a message is of type {unread}: videos and audio are not read, leave it out")
-    if kind in PARTS or any(said.get(name) is not None for name in PARTS):
+    if kind not in (None, *TEXTS):
         return None
-    if kind not in (None, *TEXTS) or not isinstance(said.get("text"), str):
+    if not isinstance(said.get("text"), str):
         raise InputError(f"a part of a message, {str(part)[:60]}, is neither text nor an image: it must be "
                          '{"type": "text", "text": ...} or {"type": "image", "image": ...}')
     return said["text"]

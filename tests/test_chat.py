@@ -688,6 +688,23 @@ def test_contents_of_parts_and_of_text_are_read_by_every_template(content):
         assert tokenizer.decode([t for t, m in zip(ids, mask) if m]) == "the cat<|im_end|>"
 
 
+def test_parts_of_other_kinds_are_the_templates():
+    """Thinking as a part, as Magistral has it; what a template leaves out is an error, but for earlier thinking."""
+    template = CHATML.replace("m.content", "said(m, loop.last)").replace("{%- for", """
+        {%- macro said(m, last) -%}
+            {%- if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}
+                {%- if part.type == 'text' %}{{ part.text }}
+                {%- elif part.type == 'thinking' and last %}[THINK]{{ part.thinking }}[/THINK]{% endif %}
+            {%- endfor %}{% endif %}
+        {%- endmacro %}{%- for""", 1)
+    thoughtful = {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "yes"}]}
+    assert trained(template, {"messages": [*say("hi"), thoughtful]}) == ["[THINK]hm[/THINK]yes<|im_end|>"]
+    assert trained(template, {"messages": [*say("hi"), thoughtful, *say("and?", "no")]}) == ["yes<|im_end|>", "no<|im_end|>"]
+    lost = {"role": "user", "content": [{"type": "text", "text": "q"}, {"type": "file", "path": "a.txt"}]}
+    with pytest.raises(InputError, match="leaves out a part of message 0, {'type': 'file'"):
+        trained(template, {"messages": [lost, thoughtful]})
+
+
 def test_prompt_and_response():
     pair = {"prompt": "the cat", "response": " sat"}
     assert trained(CHATML, pair) == [" sat<|im_end|>"]
