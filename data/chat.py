@@ -154,8 +154,8 @@ class Conversation:
             for part in (part for part in parts if part != IMAGE and part.get("type") not in (None, "text")):
                 without = message | {"content": [other for other in parts if other is not part]}
                 if self.attempt([*self.messages[:i], without, *self.messages[i + 1:]], **self.options) == self.text:
-                    raise InputError(f"the chat template leaves out a part of message {i}, {str(part)[:60]}: an image is "
-                                     '{"type": "image", "image": ...}, a text {"type": "text", "text": ...}')
+                    raise InputError(f"the chat template leaves out a part of message {i}, {str(part)[:60]}: leave it "
+                                     'out, or make it {"type": "image", "image": ...} or {"type": "text", "text": ...}')
 
     def render(self, messages: list[dict], **options):
         return self.chat.render(messages, self.tools, **options, **self.arguments)
