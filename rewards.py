@@ -6,10 +6,10 @@
 
 reward.kwargs adds parameters that are columns of the row, or places in one. For each response a function returns a number,
 or a dictionary of named parts, which are logged and weighted by reward.weights. Functions written for verl and TRL are
-called as these do (rollout/signature.py). Add yours to REWARDS, or keep it in a file of its own:
+called as these do (rollout/grading/signature.py). Add yours to REWARDS, or keep it in a file of its own:
 reward.function=path/to/file.py:name.
 
-They run in workers, processes that may be killed (rollout/grading.py): a function that raises or hangs costs its sample,
+They run in workers, processes that may be killed (rollout/grading/grader.py): a function that raises or hangs costs its sample,
 and the run stops when too many do. What a module remembers is its worker's alone, and lost when that is killed.
 """
 
@@ -18,7 +18,7 @@ import logging
 import re
 from collections.abc import Callable
 
-import plugins
+from common import plugins
 from config import InputError
 
 # DeepSeek-R1's shape: both parts, once each, and nothing around them.

@@ -23,8 +23,8 @@ from config import InputError, run
 
 def main(config):
     # Imported here, so that --help and a mistake in the configuration answer at once; transformers takes its time.
-    import ppo
-    from rollout.grading import Grader
+    from rl import ppo
+    from rollout.grading.grader import Grader
     ppo.check(config)
     grader = Grader(config)
     if grader.takes_groups and "baseline" in ppo.reads(config, "adv_estimator"):
@@ -33,12 +33,11 @@ def main(config):
 
     import torch.distributed as dist
 
-    import job
-    import tracking
-    from engines import device
-    from engines.checkpoint import Checkpointer
-    from roles import Roles
-    from rollout import vllm
+    from engines.checkpoint.checkpointer import Checkpointer
+    from engines.parallel import device
+    from job import setup as job, tracking
+    from rl.roles import Roles
+    from rollout.vllm import engine as vllm
 
     agreed = job.Agreement(config.trainer.save_freq, config.trainer.save_minutes)
     this_device = device.init(config.trainer.timeout_minutes)
@@ -152,7 +151,7 @@ def main(config):
 
 def validate(config, roles, val, tracker, step: int) -> dict[str, float]:
     """Metrics of responses to all of val, which are written to a file; some are shown."""
-    import ppo
+    from rl import ppo
     samples = roles.validate(val, step)
     tracker.log_samples(step, samples.examples(16, roles.host_group))
     if config.trainer.rollout_freq > 0:
@@ -162,9 +161,9 @@ def validate(config, roles, val, tracker, step: int) -> dict[str, float]:
 
 def load_prompts(config, files, tokenizer, reader):
     """The prompts of files (None: None). Rank 0 tokenizes what is not in the cache, the others read it."""
-    import job
     from data.prompts import PromptDataset, tokenize_prompts
-    from engines.device import on_rank0
+    from engines.parallel.device import on_rank0
+    from job import setup as job
     if files is None:
         return None
     return PromptDataset.load(on_rank0(tokenize_prompts, files, tokenizer, config.data, job.cache_directory(config),
@@ -174,7 +173,7 @@ def load_prompts(config, files, tokenizer, reader):
 def grade_one(config, grader, train) -> None:
     """Show what the reward makes of the first prompt with its true answer, where the row has one, as the response. Raises
     InputError when it cannot be graded."""
-    from rollout.grading import Failure
+    from rollout.grading.grader import Failure
     prompt, num_calls = train[0], config.rollout.n if grader.takes_groups else 1
     response = str(prompt.row.get("answer", ""))
     result = grader.grade([(prompt.text, response, prompt.row)] * num_calls, [0] * num_calls)[0]

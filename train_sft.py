@@ -21,12 +21,11 @@ def main(config):
     # Imported here, so that --help and a mistake in the configuration answer at once.
     import torch.distributed as dist
 
-    import job
-    import tracking
-    from data.packing import global_batch
-    from engines import device
+    from data.batching.packing import global_batch
     from engines.build import engine_class
-    from engines.checkpoint import Checkpointer, export_hf
+    from engines.checkpoint.checkpointer import Checkpointer, export_hf
+    from engines.parallel import device
+    from job import setup as job, tracking
 
     agreed = job.Agreement(config.trainer.save_freq, config.trainer.save_minutes)
     this_device = device.init(config.trainer.timeout_minutes)
@@ -152,10 +151,10 @@ def load_data(config, files, tokenizer, reader):
     """The tokenized rows of files (None: None). Rank 0 tokenizes what is not in the cache, the others read it."""
     import torch.distributed as dist
 
-    import job
     from data.dataset import TokenDataset, tokenize
     from engines.base import longest_sequence
-    from engines.device import on_rank0
+    from engines.parallel.device import on_rank0
+    from job import setup as job
     if files is None:
         return None
     dataset = TokenDataset.load(on_rank0(tokenize, files, tokenizer, config.data, job.cache_directory(config), config.model.path,

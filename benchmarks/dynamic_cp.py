@@ -24,10 +24,10 @@ from transformers import AutoConfig
 
 from benchmarks.shapes import SHAPES, make_model
 from config import load
-from data.packing import Batch, pack, partition, spread
-from data.plan import Plan, schedule
-from engines import device
+from data.batching.packing import Batch, pack, partition, spread
+from data.batching.plan import Plan, schedule
 from engines.build import engine_class
+from engines.parallel import device
 
 
 def draw(count: int, seed: int, shortest: int, longest: int, median: int) -> list[int]:
@@ -40,7 +40,7 @@ def draw(count: int, seed: int, shortest: int, longest: int, median: int) -> lis
 
 def flops_of(shape: str):
     """A function of a sequence's length."""
-    from engines.hf import build_on_meta, count_flops
+    from engines.model.hf import build_on_meta, count_flops
     vocab_size, hidden, intermediate, layers, heads, kv_heads, tied = SHAPES[shape]
     config = AutoConfig.for_model("qwen2", vocab_size=vocab_size, hidden_size=hidden, intermediate_size=intermediate,
                                   num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,

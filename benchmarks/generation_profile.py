@@ -3,7 +3,7 @@
     python benchmarks/generation_profile.py 0.5B [--responses 1024] [--tokens 256 512] [--kernels 12] [key=value ...]
 
 A shape of benchmarks/sft_h200.py with random weights, whose responses all have --tokens tokens: random words from a vocabulary
-of 152k hardly ever end one. Prints a Markdown table: seconds and microseconds per token with rollout/scheduler.py, with vLLM's
+of 152k hardly ever end one. Prints a Markdown table: seconds and microseconds per token with rollout/vllm/scheduler.py, with vLLM's
 own scheduler, without log-probabilities, and for responses whose lengths are log-normal (sigma 1) with the same sum; how many
 responses differ between the two schedulers; and milliseconds of a step in each part of the host's work. `wait` is the time
 for which the host waits for the device: where it is not 0, the device is the limit. --kernels: those that take the device
@@ -25,10 +25,10 @@ from omegaconf import OmegaConf
 
 from benchmarks.shapes import SHAPES, make_model
 from config import load
-from engines import device
 from engines.fsdp.engine import FSDPEngine
+from engines.parallel import device
 from rollout.responses import Responses
-from rollout.vllm import Rollout
+from rollout.vllm.engine import Rollout
 
 
 def main():
@@ -80,7 +80,7 @@ def main():
     for tokens in arguments.tokens:
         equal, unequal = [tokens] * len(prompts), log_normal_lengths(len(prompts), tokens, longest)
         kept = {}
-        for name, limits, options in (("vLLM's scheduler", equal, {"scheduler": None}), ("rollout/scheduler.py", equal, {}),
+        for name, limits, options in (("vLLM's scheduler", equal, {"scheduler": None}), ("rollout/vllm/scheduler.py", equal, {}),
                                       ("the same, no log-probabilities", equal, {"log_probs": False}),
                                       ("the same, log-normal lengths", unequal, {})):
             runs = [generate(limits, **options) for _ in range(arguments.repeat)]

@@ -30,15 +30,15 @@ def measure(num_ranks: int, estimator: str, num_tokens: int, group_size: int, re
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    import ppo
     from config import load
-    from data.packing import Batch, bounds
+    from data.batching.packing import Batch, bounds
     from data.prompts import Prompt, PromptDataset
     from engines.base import Engine
     from profiling import Profiler
-    from rollout.grading import Reward
+    from rl import ppo
+    from rollout.grading.grader import Reward
     from rollout.samples import draw_samples
-    from rollout.share import divide
+    from rollout.sharing import divide
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

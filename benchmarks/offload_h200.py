@@ -17,10 +17,10 @@ import torch
 
 from benchmarks.shapes import SHAPES, make_model
 from config import load
-from data.packing import Batch
-from engines import device
+from data.batching.packing import Batch
 from engines.build import engine_class
-from engines.offload import PART_BYTES
+from engines.parallel import device
+from engines.parallel.offload import PART_BYTES
 
 BOTH = "parameters", "optimizer"
 

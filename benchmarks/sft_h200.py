@@ -24,11 +24,11 @@ import torch.distributed as dist
 
 from benchmarks.shapes import IMAGE, NAMES, VISION, make_model
 from config import load
-from data.packing import Batch, pack
-from data.processor import Pictures
-from engines import device
+from data.batching.packing import Batch, pack
+from data.images.processor import Pictures
 from engines.build import engine_class
 from engines.memory import estimates
+from engines.parallel import device
 
 
 def make_batch(seed: int, tokens: int, micro_batches: int, vocabulary: int, reader=None, size=None) -> Batch:

@@ -16,10 +16,10 @@ import torch
 from filelock import FileLock
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
-from engines import mtp
-from engines.checkpoint import write_safetensors
-from engines.hf import auto_class
-from engines.weights import in_files, stacked
+from engines.checkpoint.checkpointer import write_safetensors
+from engines.model import mtp
+from engines.model.hf import auto_class
+from engines.model.weights import in_files, stacked
 from examples.arithmetic import make_tokenizer
 from examples.colours import CHAT_TEMPLATE, TOKENS
 

@@ -26,11 +26,11 @@ from transformers import AutoTokenizer
 from benchmarks.generation_profile import log_normal_lengths
 from benchmarks.shapes import CIRCLE, MTP, make_model
 from config import load
-from engines import device
-from engines.weights import weight_files
-from rollout import speculation
+from engines.model.weights import weight_files
+from engines.parallel import device
 from rollout.responses import Responses
-from rollout.vllm import Rollout
+from rollout.vllm import speculation
+from rollout.vllm.engine import Rollout
 
 FEW = 16                            # long responses
 LONGEST = 6                         # times the mean, of log-normal lengths

@@ -26,11 +26,11 @@ from trl import SFTConfig, SFTTrainer
 from benchmarks.sft_h200 import make_batch
 from benchmarks.shapes import SHAPES, make_model
 from config import load
-from data.packing import pack
-from engines import device
+from data.batching.packing import pack
 from engines.base import Engine
 from engines.fsdp.engine import build
-from engines.hf import count_flops, read_hf_config
+from engines.model.hf import count_flops, read_hf_config
+from engines.parallel import device
 
 WARM, MICRO_BATCHES, TOKENS = 3, 4, 16384
 

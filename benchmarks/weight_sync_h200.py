@@ -22,9 +22,9 @@ from omegaconf import OmegaConf
 
 from benchmarks.shapes import SHAPES, make_model
 from config import load
-from engines import device
 from engines.megatron.engine import MegatronEngine
-from rollout.vllm import Rollout
+from engines.parallel import device
+from rollout.vllm.engine import Rollout
 
 
 def main():

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-import disk
+from common import disk
 from config import InputError
-from data.tokens import ChatTokenizer
+from data.chat.tokens import ChatTokenizer
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
                    "chat_template.jinja", "chat_template.json", "preprocessor_config.json", "processor_config.json")

@@ -17,14 +17,14 @@ import numpy as np
 import torch
 
 from config import InputError, die_with
-from data import images
+from data.batching.packing import Batch
 from data.cache import cache_key, cached
-from data.chat import Steps, encode, in_step
+from data.chat.conversation import Steps, encode, in_step
+from data.chat.tokens import ChatTokenizer
 from data.files import find_files, is_json, read_rows
-from data.packing import Batch
-from data.processor import Pictures, Reader
+from data.images import sources as images
+from data.images.processor import Pictures, Reader
 from data.rows import SHAPES, read_shape
-from data.tokens import ChatTokenizer
 
 FORMAT = 6                  # of the cache; raise it when encode() or the files of a cache change
 OPTIONS = ("messages_key", "prompt_key", "response_key", "images_key", "tools_key", "template_kwargs_key", "train_on", "max_length",

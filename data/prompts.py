@@ -13,13 +13,13 @@ from pathlib import Path
 import numpy as np
 
 from config import InputError
-from data.chat import Conversation, Seen, Steps, check_no_images
+from data.chat.conversation import Conversation, Seen, Steps, check_no_images
+from data.chat.forms import has_image, text_of
+from data.chat.tokens import ChatTokenizer
 from data.dataset import Kind, kept_tokens, tokenized
-from data.forms import has_image, text_of
-from data.images import IMAGE, place, without_pixels
-from data.processor import Pictures, Reader
+from data.images.processor import Pictures, Reader
+from data.images.sources import IMAGE, place, without_pixels
 from data.rows import is_paired, messages_of, read_shape, template_arguments
-from data.tokens import ChatTokenizer
 
 FORMAT = "prompts 6"        # of the cache; raise it when encode_prompt() or the files of a cache change
 OPTIONS = ("messages_key", "prompt_key", "images_key", "tools_key", "template_kwargs_key", "max_prompt_length", "truncation",

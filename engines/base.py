@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from config import InputError
-from data.packing import Batch, pack, partition, spread
-from data.plan import MicroBatches, Plan, schedule
-from data.processor import Reader
-from engines.weights import ignored_weights
+from data.batching.packing import Batch, pack, partition, spread
+from data.batching.plan import MicroBatches, Plan, schedule
+from data.images.processor import Reader
+from engines.model.weights import ignored_weights
 
 # (log_probs [T], entropy [T], fields {name: [T]}) -> (loss to add up, {name: amount to add up}).
 # Sums, not means: the caller divides by a denominator of the whole batch, so that micro-batches do not matter.
@@ -55,7 +55,7 @@ class Engine(ABC):
     _step: int | None = None                # of the last train_batch, and how many of this step came before it
     _turn: int = 0
     _unproven: bool = False                 # whether there are adapters, and no gradient has been seen to reach them
-    _flops: tuple[int, int, int]            # see count_flops in engines/hf.py
+    _flops: tuple[int, int, int]            # see count_flops in engines/model/hf.py
 
     def plan(self, lengths: list[int], image_flops: list[float] | None = None) -> Plan:
         """What this rank does of a batch with sequences of these lengths; every pass over it that is given this plan has the same
@@ -214,7 +214,7 @@ class Engine(ABC):
 
     @abstractmethod
     def export_adapter(self) -> Iterator[tuple[str, Tensor]]:
-        """(name as engines/lora.py has it, full tensor in model.lora.dtype) of each adapter matrix, in the same order on all
+        """(name as engines/model/lora.py has it, full tensor in model.lora.dtype) of each adapter matrix, in the same order on all
         ranks; nothing without adapters."""
 
     def sum_over_dp(self, amounts: Tensor) -> Tensor:
@@ -272,8 +272,8 @@ class Engine(ABC):
 
     def save_config(self, directory: Path) -> None:
         """Write config.json and SIDE_FILES; called on rank 0 alone."""
-        from engines import mtp  # slow: not for those who only want the interface
-        from engines.hf import auto_class, read_hf_config
+        from engines.model import mtp  # slow: not for those who only want the interface
+        from engines.model.hf import auto_class, read_hf_config
         path = Path(self.config.model.path)
         hf_config = read_hf_config(path)
         hf_config.dtype = hf_config.get_text_config().dtype = self.compute_dtype

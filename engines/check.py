@@ -20,12 +20,13 @@ from safetensors import safe_open
 from torch import Tensor
 
 from config import InputError, run
-from data.packing import Batch
-from engines import device, guard
+from data.batching.packing import Batch
 from engines.build import engine_class
-from engines.checkpoint import write_safetensors
-from engines.hf import auto_class, read_hf_config
-from engines.weights import weight_files
+from engines.checkpoint.checkpointer import write_safetensors
+from engines.model import guard
+from engines.model.hf import auto_class, read_hf_config
+from engines.model.weights import weight_files
+from engines.parallel import device
 
 KERNELS = {"float32": 1e-3, "bfloat16": 0.25}       # nats, root mean square: what those of others may make of it
 

@@ -9,14 +9,22 @@ import torch
 from omegaconf import DictConfig
 from torch import nn
 
-from data.processor import Reader
-from engines import freeze, mtp
+from data.images.processor import Reader
 from engines.base import fixed_cp, follows_batch
-from engines.experts import num_chosen, stacks
-from engines.fsdp import images
+from engines.fsdp import vision as images
 from engines.fsdp.engine import build, is_replicated, is_sharded, is_zigzag, uses_compile
-from engines.hf import attention_widths, build_on_meta, head_dim, longest_sequence, read_hf_config, stages_of_layers, whole_modules
-from engines.lora import inject
+from engines.model import freeze, mtp
+from engines.model.experts import num_chosen, stacks
+from engines.model.hf import (
+    attention_widths,
+    build_on_meta,
+    head_dim,
+    longest_sequence,
+    read_hf_config,
+    stages_of_layers,
+    whole_modules,
+)
+from engines.model.lora import inject
 from engines.optimizer import OPTIMIZERS
 
 GIB = 2**30

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from data.packing import Batch
-from engines.collectives import AllGather
-from engines.device import to_device
-from engines.varlen import Zigzag
+from data.batching.packing import Batch
+from engines.parallel.collectives import AllGather
+from engines.parallel.device import to_device
+from engines.parallel.varlen import Zigzag
 
 
 @dataclass

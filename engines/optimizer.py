@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
-import plugins
+from common import plugins
 from config import InputError
 
 

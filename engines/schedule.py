@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from omegaconf import DictConfig
 
-import plugins
+from common import plugins
 from config import InputError
 
 

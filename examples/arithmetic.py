@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))        # where engines/mtp.py is
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))        # where engines/model/mtp.py is
 
 SEED = 0
 NUM_TRAIN, NUM_VAL = 12_000, 500
@@ -120,7 +120,7 @@ def make_model(tokenizer, kind: str = "qwen3"):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-    from engines import mtp
+    from engines.model import mtp
 
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     config = AutoConfig.for_model(
@@ -140,7 +140,7 @@ def make_model(tokenizer, kind: str = "qwen3"):
 def build(directory: Path) -> None:
     from transformers.utils import logging
 
-    from engines import mtp
+    from engines.model import mtp
 
     logging.disable_progress_bar()
     directory.mkdir(parents=True, exist_ok=True)
@@ -180,7 +180,7 @@ def ask(directory: Path, num_shown: int) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
-    from engines import mtp  # noqa: F401  makes transformers know MiMo
+    from engines.model import mtp  # noqa: F401  makes transformers know MiMo
 
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()

@@ -8,7 +8,7 @@ from itertools import chain
 import numpy as np
 import torch
 
-from data.packing import Batch
+from data.batching.packing import Batch
 
 MAP_NORESERVE = 0x4000          # linux/mman.h
 

@@ -17,14 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import disk
-from data.packing import Batch, partition
+from common import disk
+from data.batching.packing import Batch, partition
 from data.prompts import Prompt
-from engines.device import on_rank0
-from rollout import speculation
-from rollout.grading import Failure, Grader, Reward
-from rollout.images import Shown
-from rollout.vllm import Rollout, request_seed
+from engines.parallel.device import on_rank0
+from rollout.grading.grader import Failure, Grader, Reward
+from rollout.vllm import speculation
+from rollout.vllm.engine import Rollout, request_seed
+from rollout.vllm.images import Shown
 
 MAX_WRITTEN = 2000      # characters of a value of a row in a file of samples, and of a text in a table
 

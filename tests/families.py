@@ -15,12 +15,12 @@ import torch.nn.functional as F
 import transformers
 
 from config import InputError, load
-from data.packing import Batch, bounds
-from engines import device
+from data.batching.packing import Batch, bounds
 from engines.fsdp.engine import FSDPEngine
-from engines.hf import auto_class, read_hf_config
-from tests.fsdp_worker import FOREIGN
-from tests.models import FAMILIES, MULTIMODAL, write_model
+from engines.model.hf import auto_class, read_hf_config
+from engines.parallel import device
+from tests.engines.fsdp_worker import FOREIGN
+from tests.support.models import FAMILIES, MULTIMODAL, write_model
 
 BOUND = 2e-5                # of log-probabilities [nats], and of gradients relative to the largest
 PLAIN = ("apertus", "arcee", "bitnet", "bloom", "cohere", "cohere2", "cpmant", "diffllama", "ernie4_5", "exaone4", "falcon",

@@ -15,11 +15,9 @@ from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVi
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
 from engines.fsdp.attention import WINDOWS
-from tests.fsdp_worker import CASES as FSDP_CASES, ON_CUDA
-from tests.launch import launch
-from tests.megatron_worker import BF16, CASES, LORA, SAVED_AT
-from tests.models import make_model
-from tests.test_fsdp import (
+from tests.engines.fsdp_worker import CASES as FSDP_CASES, ON_CUDA
+from tests.engines.megatron_worker import BF16, CASES, LORA, SAVED_AT
+from tests.engines.test_fsdp import (
     FOREIGN,
     FORMS,
     check_grouped,
@@ -32,9 +30,11 @@ from tests.test_fsdp import (
     plain_training as plain_fsdp,
     worst,
 )
-from tests.test_megatron import WHOLE, distance, folder, lora_reference, plain_training, reference  # noqa: F401  folder: a fixture
-from tests.test_output import HANGS
-from tests.test_profiling import profile
+from tests.engines.test_megatron import WHOLE, distance, folder, lora_reference, plain_training, reference  # noqa: F401  folder: a fixture
+from tests.job.test_output import HANGS
+from tests.profiling.test_profiling import profile
+from tests.support.launch import launch
+from tests.support.models import make_model
 
 BOUND, ROUNDED_BOUND = 1e-5, 0.02
 CHOSEN = {1: ["one", "one padded", "bf16"],
@@ -70,7 +70,7 @@ def test_nvtx_ranges_do_no_harm_without_nsys(tmp_path):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("where", HANGS)
 def test_a_hang_in_a_collective_of_nccl_names_the_rank_that_did_not_come(tmp_path, where):
-    done = launch(2, "tests/hang_worker.py", tmp_path, where, returncode=1, timeout=120)
+    done = launch(2, "tests/job/hang_worker.py", tmp_path, where, returncode=1, timeout=120)
     assert done.stderr.count(HANGS[where]) == 1, done.stderr
 
 
@@ -87,7 +87,7 @@ def fsdp(tmp_path_factory):
     make_adapter(folder / "llama")
     for name, changes in FOREIGN.items():
         make_model(folder / name, "qwen2_tied", **changes)
-    launch(1, "tests/fsdp_worker.py", folder, "experts", "experts bf16", *ON_CUDA, "grouped", "foreign")
+    launch(1, "tests/engines/fsdp_worker.py", folder, "experts", "experts bf16", *ON_CUDA, "grouped", "foreign")
     return folder, json.loads((folder / "1.json").read_text())
 
 
@@ -149,7 +149,7 @@ def test_a_vision_tower_in_bf16_answers_as_in_fp32_and_so_do_its_gradients(atten
 @pytest.fixture(scope="module")
 def launches(folder):
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda world: launch(world, "tests/megatron_worker.py", folder, *CHOSEN[world]), WORLDS))
+        list(pool.map(lambda world: launch(world, "tests/engines/megatron_worker.py", folder, *CHOSEN[world]), WORLDS))
     return {world: json.loads((folder / f"{world}.json").read_text()) for world in WORLDS}
 
 

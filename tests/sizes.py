@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOMS = ("algorithms", "data", "engines", "profiling", "rollout")
+ROOMS = ("algorithms", "common", "data", "engines", "job", "profiling", "rl", "rollout")
 SCRIPTS = sorted(ROOT.glob("train_*.py"))
 PRODUCT = sorted([*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))])
 # 8,500 was to hold adapters, multi-token prediction and images as well. The product had that size without them; adapters took 820

@@ -27,11 +27,11 @@ from pathlib import Path
 
 import psutil
 
-from engines.checkpoint import checkpoints
+from engines.checkpoint.checkpointer import checkpoints
 from examples.arithmetic import make_rows, make_tokenizer
-from tests.launch import metrics, start
-from tests.models import make_model
-from tests.nodes import Nodes
+from tests.support.launch import metrics, start
+from tests.support.models import make_model
+from tests.support.nodes import Nodes
 
 PR_SET_CHILD_SUBREAPER = 36         # linux/prctl.h
 MINUTES = {"sft": 4, "ppo": 6, "megatron": 4, "nodes": 6}

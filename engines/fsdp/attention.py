@@ -21,9 +21,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from config import InputError
-from engines.collectives import AllToAll
-from engines.device import to_device
-from engines.varlen import Zigzag, by_kernel, by_segment, explicit_attention
+from engines.parallel.collectives import AllToAll
+from engines.parallel.device import to_device
+from engines.parallel.varlen import Zigzag, by_kernel, by_segment, explicit_attention
 
 # Arguments that models pass to their attention and that mean nothing to it.
 HARMLESS = {"position_ids", "use_cache", "cache_position", "output_attentions", "is_causal"}

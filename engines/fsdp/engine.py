@@ -27,18 +27,19 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from config import InputError
-from data.packing import Batch
-from data.plan import MicroBatches
-from data.processor import Reader
-from engines import experts, freeze, guard, lora, mtp, optimizer, schedule
+from data.batching.packing import Batch
+from data.batching.plan import MicroBatches
+from data.images.processor import Reader
+from engines import optimizer, schedule
 from engines.base import Engine, LossFn, check_batch_size, check_cap, fixed_cp, follows_batch, shares_sequences
-from engines.collectives import groups_of
-from engines.device import to_device
-from engines.fsdp import images, shapes
+from engines.checkpoint.storage import Writer
+from engines.fsdp import tracing as shapes, vision as images
 from engines.fsdp.attention import WINDOWS, Packing, attending, of_towers
 from engines.fsdp.recurrence import Bounds, recurrent_layers
 from engines.heads import LogProbHead, ValueHead
-from engines.hf import (
+from engines.microbatch import MicroBatch, lay_out
+from engines.model import experts, freeze, guard, lora, mtp
+from engines.model.hf import (
     build_on_meta,
     check_rope,
     check_windows,
@@ -51,10 +52,10 @@ from engines.hf import (
     read_hf_config,
     whole_modules,
 )
-from engines.microbatch import MicroBatch, lay_out
-from engines.offload import HostMemory
-from engines.storage import Writer
-from engines.weights import check_files, in_files, load_adapter, load_weights, model_names, stacked, stored_tensors
+from engines.model.weights import check_files, in_files, load_adapter, load_weights, model_names, stacked, stored_tensors
+from engines.parallel.collectives import groups_of
+from engines.parallel.device import to_device
+from engines.parallel.offload import HostMemory
 
 
 class FSDPEngine(Engine):
@@ -421,7 +422,7 @@ def by_heads(hf_config, size: int) -> bool:
 
 
 def is_sharded(config: DictConfig, world_size: int) -> bool:
-    """One rank that computes in the dtype it stores (or casts adapters, see engines/lora.py) has nothing to divide or cast;
+    """One rank that computes in the dtype it stores (or casts adapters, see engines/model/lora.py) has nothing to divide or cast;
     FSDP would still copy every weight through its buffers."""
     engine, adapted = config.engine, config.model.lora.rank > 0
     return world_size > 1 or engine.cpu_offload or engine.param_dtype != engine.compute_dtype and not adapted

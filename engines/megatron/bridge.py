@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from config import InputError
-from engines import weights
-from engines.hf import check_windows, head_dim, stages_of_layers
-from engines.megatron import mtp
-from engines.megatron.experts import MixtureOfExperts
+from engines.megatron import mtp_layers as mtp
 from engines.megatron.layers import Adaptable, PackedRotaryEmbedding, install
 from engines.megatron.mapping import Mapping, global_parameters
+from engines.megatron.moe import MixtureOfExperts
+from engines.model import weights
+from engines.model.hf import check_windows, head_dim, stages_of_layers
 
 install()
 

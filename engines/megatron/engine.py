@@ -23,22 +23,23 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from config import InputError
-from data.packing import Batch
-from data.plan import MicroBatches
-from engines import freeze, guard, lora, mtp, schedule
+from data.batching.packing import Batch
+from data.batching.plan import MicroBatches
+from engines import schedule
 from engines.base import Engine, LossFn, follows_batch
-from engines.collectives import groups_of
-from engines.experts import aux_loss_weight
 from engines.heads import LogProbHead, ValueHead
-from engines.hf import build_on_meta, count_flops, keep_zero_rows, read_hf_config
-from engines.megatron import bridge, checkpoint, layout, lora as adapters
-from engines.megatron.cpu import cuda_is_cpu
-from engines.megatron.experts import Router
+from engines.megatron import adapted_layers as adapters, bridge, layout, sharded_state as checkpoint
 from engines.megatron.layers import Packing
 from engines.megatron.mapping import Mapping, global_parameters
+from engines.megatron.moe import Router
+from engines.megatron.without_cuda import cuda_is_cpu
 from engines.microbatch import Ahead, MicroBatch, lay_out
-from engines.offload import HostMemory
-from engines.weights import is_ignored, shapes_in_files
+from engines.model import freeze, guard, lora, mtp
+from engines.model.experts import aux_loss_weight
+from engines.model.hf import build_on_meta, count_flops, keep_zero_rows, read_hf_config
+from engines.model.weights import is_ignored, shapes_in_files
+from engines.parallel.collectives import groups_of
+from engines.parallel.offload import HostMemory
 
 RECOMPUTE = {"none": {}, "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
              "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}}

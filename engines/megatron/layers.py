@@ -18,7 +18,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
-from engines.varlen import Zigzag
+from engines.parallel.varlen import Zigzag
 
 
 def install() -> None:
@@ -68,7 +68,7 @@ class TorchNorm(nn.Module):
 
 
 class Adaptable:
-    """A parallel linear layer that may have an adapter (engines/megatron/lora.py), which sees what the layer's matrix sees."""
+    """A parallel linear layer that may have an adapter (engines/megatron/adapted_layers.py), which sees what the layer's matrix sees."""
 
     def __init__(self, *args, **others):
         super().__init__(*args, **others)

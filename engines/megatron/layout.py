@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from config import InputError
 from engines import optimizer, schedule
 from engines.base import check_batch_size, check_cap, fixed_cp, follows_batch
-from engines.experts import aux_loss_coef
+from engines.model.experts import aux_loss_coef
 
 # The other fields concern features that the rest of the engine does not support, or are never read by Megatron's DDP.
 IN_DDP = ("grad_reduce_in_fp32", "overlap_grad_reduce", "use_distributed_optimizer", "bucket_size",

@@ -16,8 +16,8 @@ from megatron.core import parallel_state as mpu
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from engines.hf import head_dim
-from engines.weights import weight_files
+from engines.model.hf import head_dim
+from engines.model.weights import weight_files
 
 OUTSIDE = {"embedding.word_embeddings.weight": "model.embed_tokens.weight", "output_layer.weight": "lm_head.weight",
            "decoder.final_layernorm.weight": "model.norm.weight"}
