@@ -22,7 +22,9 @@ from common import plugins
 from config import InputError
 
 # DeepSeek-R1's shape: both parts, once each, and nothing around them.
-THINK_THEN_ANSWER = r"<think>{0}</think>\s*<answer>{0}</answer>".format(r"(?:(?!</?(?:think|answer)>).)*")
+THINK_THEN_ANSWER = r"<think>{0}</think>\s*<answer>{0}</answer>".format(
+    r"(?:(?!</?(?:think|answer)>).)*"
+)
 
 
 def exact_match(prompt: str, response: str, row: dict) -> float:
@@ -40,10 +42,16 @@ def math(prompt: str, response: str, row: dict) -> float:
     Raises ValueError when row["answer"] cannot be read.
     """
     from math_verify import parse, verify
-    logging.getLogger("math_verify").setLevel(logging.ERROR)        # it warns that its own time limits are off
+
+    logging.getLogger("math_verify").setLevel(
+        logging.ERROR
+    )  # it warns that its own time limits are off
     answer = str(value_of(row, "answer"))
     # Bare LaTeX is not looked for: 2\sqrt{3} would be read as the number 2.
-    gold = parse(answer if "$" in answer or r"\boxed" in answer else rf"\boxed{{{answer}}}", parsing_timeout=None)
+    gold = parse(
+        answer if "$" in answer or r"\boxed" in answer else rf"\boxed{{{answer}}}",
+        parsing_timeout=None,
+    )
     if not gold:
         raise ValueError(f'math-verify cannot read the row\'s "answer": {answer[:200]!r}')
     return float(verify(gold, parse(response, parsing_timeout=None), timeout_seconds=None))
@@ -65,7 +73,9 @@ REWARDS = {"exact_match": exact_match, "math": math, "format": format}
 def value_of(row: dict, key: str):
     """row[key]; a KeyError that names the row's keys when it is missing or None."""
     if row.get(key) is None:
-        raise KeyError(f'the row has no "{key}", only {", ".join(k for k, v in row.items() if v is not None)}')
+        raise KeyError(
+            f'the row has no "{key}", only {", ".join(k for k, v in row.items() if v is not None)}'
+        )
     return row[key]
 
 

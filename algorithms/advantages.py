@@ -25,8 +25,18 @@ from algorithms.packed import Total, next_in_sequence, sum_by_sequence, sum_to_g
 Pair = tuple[Tensor, Tensor]
 
 
-def gae(rewards: Tensor, mask: Tensor, sequence: Tensor, num_sequences: int, *, values: Tensor, gamma: float = 1.0,
-        lam: float = 1.0, total: Total = Tensor.sum, **_) -> Pair:
+def gae(
+    rewards: Tensor,
+    mask: Tensor,
+    sequence: Tensor,
+    num_sequences: int,
+    *,
+    values: Tensor,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    total: Total = Tensor.sum,
+    **_,
+) -> Pair:
     """Generalized advantage estimation (Schulman 2016), whitened over the batch.
 
     delta_t = r_t + gamma V_{t+1} - V_t, with V = 0 after the last token;  A_t = delta_t + gamma lam A_{t+1}
@@ -35,7 +45,9 @@ def gae(rewards: Tensor, mask: Tensor, sequence: Tensor, num_sequences: int, *, 
     rewards_, values_ = _inside(rewards, mask), _inside(values, mask)
     delta = rewards_ + gamma * next_in_sequence(values_, mask, sequence) - values_
     advantages = sum_to_go(delta, mask, sequence, num_sequences, gamma * lam)
-    return whiten(advantages, mask, total).to(rewards.dtype), (advantages + values_).to(rewards.dtype)
+    return whiten(advantages, mask, total).to(rewards.dtype), (advantages + values_).to(
+        rewards.dtype
+    )
 
 
 def grpo(outcome: Tensor, group: Tensor, **_) -> Pair:
@@ -44,7 +56,9 @@ def grpo(outcome: Tensor, group: Tensor, **_) -> Pair:
     returns: the outcome
     """
     deviation, size, index = _deviation(outcome, group)
-    variance = sum_by_sequence(deviation.square(), index, len(group))[index] / (size - 1).clamp(min=1)
+    variance = sum_by_sequence(deviation.square(), index, len(group))[index] / (size - 1).clamp(
+        min=1
+    )
     advantages = torch.where(size > 1, deviation / (variance.sqrt() + 1e-6), deviation)
     return advantages.to(outcome.dtype), outcome
 
@@ -64,11 +78,21 @@ def rloo(outcome: Tensor, group: Tensor, **_) -> Pair:
     returns: the outcome
     """
     deviation, size, _ = _deviation(outcome, group)
-    return torch.where(size > 1, deviation * size / (size - 1), deviation).to(outcome.dtype), outcome
+    return torch.where(size > 1, deviation * size / (size - 1), deviation).to(
+        outcome.dtype
+    ), outcome
 
 
-def reinforce_plus_plus(rewards: Tensor, mask: Tensor, sequence: Tensor, num_sequences: int, *, gamma: float = 1.0,
-                        total: Total = Tensor.sum, **_) -> Pair:
+def reinforce_plus_plus(
+    rewards: Tensor,
+    mask: Tensor,
+    sequence: Tensor,
+    num_sequences: int,
+    *,
+    gamma: float = 1.0,
+    total: Total = Tensor.sum,
+    **_,
+) -> Pair:
     """REINFORCE++ (Hu 2025): the discounted reward-to-go G_t = r_t + gamma G_{t+1}, whitened over the batch.
 
     returns: G before whitening
@@ -86,18 +110,27 @@ def reinforce_plus_plus_baseline(outcome: Tensor, group: Tensor, lengths: Tensor
     return whiten(dr_grpo(outcome, group)[0], lengths), outcome
 
 
-def remax(rewards: Tensor, mask: Tensor, sequence: Tensor, num_sequences: int, *, baseline: Tensor, **_) -> Pair:
+def remax(
+    rewards: Tensor, mask: Tensor, sequence: Tensor, num_sequences: int, *, baseline: Tensor, **_
+) -> Pair:
     """ReMax (Li 2023): the undiscounted reward-to-go minus the score of the greedy response, baseline[i].
 
     returns: the reward-to-go
     """
     to_go = sum_to_go(_inside(rewards, mask), mask, sequence, num_sequences, 1.0)
-    return _inside(to_go - baseline.double()[sequence], mask).to(rewards.dtype), to_go.to(rewards.dtype)
+    return _inside(to_go - baseline.double()[sequence], mask).to(rewards.dtype), to_go.to(
+        rewards.dtype
+    )
 
 
 ADVANTAGES = {
-    "gae": gae, "grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo, "reinforce_plus_plus": reinforce_plus_plus,
-    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline, "remax": remax,
+    "gae": gae,
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "reinforce_plus_plus": reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+    "remax": remax,
 }
 
 

@@ -32,5 +32,9 @@ def seq_mean_token_sum_norm(lengths: Tensor, *, max_tokens: int, **_) -> Tensor:
     return seq_mean_token_sum(lengths) / max_tokens
 
 
-AGGREGATIONS = {"token-mean": token_mean, "seq-mean-token-sum": seq_mean_token_sum,
-                "seq-mean-token-sum-norm": seq_mean_token_sum_norm, "seq-mean-token-mean": seq_mean_token_mean}
+AGGREGATIONS = {
+    "token-mean": token_mean,
+    "seq-mean-token-sum": seq_mean_token_sum,
+    "seq-mean-token-sum-norm": seq_mean_token_sum_norm,
+    "seq-mean-token-mean": seq_mean_token_mean,
+}

@@ -10,8 +10,12 @@ def informative(scores: Tensor, group: Tensor) -> Tensor:
     scores [n] fp32, group [n] int64: the prompt of each sequence, any numbers
     """
     index = group.unique(return_inverse=True)[1]
-    low, high = (torch.zeros_like(scores).scatter_reduce(0, index, scores, extreme, include_self=False)[index]
-                 for extreme in ("amin", "amax"))
+    low, high = (
+        torch.zeros_like(scores).scatter_reduce(0, index, scores, extreme, include_self=False)[
+            index
+        ]
+        for extreme in ("amin", "amax")
+    )
     return low < high
 
 

@@ -36,7 +36,9 @@ def absolute(log_probs: Tensor, ref_log_probs: Tensor, **_) -> Tensor:
 KL_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3, "abs": absolute}
 
 
-def adapt(coefficient: float, kl: float, target: float, horizon: float, num_sequences: int) -> float:
+def adapt(
+    coefficient: float, kl: float, target: float, horizon: float, num_sequences: int
+) -> float:
     """The next step's coefficient (Ziegler 2019): coefficient * (1 + clip(kl / target - 1, -0.2, 0.2) * num_sequences /
     horizon).
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-Total = Callable[[Tensor], Tensor]          # [T] -> a scalar
+Total = Callable[[Tensor], Tensor]  # [T] -> a scalar
 
 
 def sum_by_sequence(x: Tensor, sequence: Tensor, num_sequences: int) -> Tensor:
@@ -70,7 +70,9 @@ def next_in_sequence(x: Tensor, mask: Tensor, sequence: Tensor) -> Tensor:
     return x.new_zeros(len(x)).index_copy(0, here[same], x[following[same]])
 
 
-def sum_to_go(x: Tensor, mask: Tensor, sequence: Tensor, num_sequences: int, decay: float) -> Tensor:
+def sum_to_go(
+    x: Tensor, mask: Tensor, sequence: Tensor, num_sequences: int, decay: float
+) -> Tensor:
     """[T] in x's dtype: y_t = x_t + decay * y_s, where s is the next masked token in the sequence (y = 0 after the last).
 
     x [T], mask [T] fp32, sequence [T] int64; 0 outside the mask. All sequences advance together, from their last token. For
@@ -86,7 +88,9 @@ def sum_to_go(x: Tensor, mask: Tensor, sequence: Tensor, num_sequences: int, dec
     counts = torch.bincount(place)
     at = (counts.cumsum(0) - counts)[place] + row[of_token]
     y = x.new_empty(len(tokens)).index_copy(0, at, x[tokens])
-    slices = [part.numpy() for part in y.split(counts.tolist())]       # faster than torch where there is little to add
+    slices = [
+        part.numpy() for part in y.split(counts.tolist())
+    ]  # faster than torch where there is little to add
     for here, following in zip(slices[-2::-1], slices[:0:-1]):
-        here[:len(following)] += decay * following
+        here[: len(following)] += decay * following
     return x.new_zeros(len(x)).index_copy(0, tokens, y[at])

@@ -11,18 +11,43 @@ from torch import Tensor
 from algorithms.packed import bounded_exp, log_ratio, mean_by_sequence, sum_by_sequence
 
 
-def correction_weights(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, sequence: Tensor,
-                       num_sequences: int, *, level: str, threshold: float) -> Tensor:
+def correction_weights(
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    mask: Tensor,
+    sequence: Tensor,
+    num_sequences: int,
+    *,
+    level: str,
+    threshold: float,
+) -> Tensor:
     """[T] fp32: truncated importance weights min(ratio, threshold) (Ionides 2008), for the losses; 0 outside the mask.
 
     level "token": each token's ratio; "sequence": the product over its sequence, on all of its tokens
     """
-    ratio = _ratio(old_log_probs, rollout_log_probs, mask, sequence, num_sequences, level, ("token", "sequence"))
+    ratio = _ratio(
+        old_log_probs,
+        rollout_log_probs,
+        mask,
+        sequence,
+        num_sequences,
+        level,
+        ("token", "sequence"),
+    )
     return ratio.clamp(max=threshold) * mask
 
 
-def keep_mask(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, sequence: Tensor,
-              num_sequences: int, *, level: str, low: float, high: float) -> Tensor:
+def keep_mask(
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    mask: Tensor,
+    sequence: Tensor,
+    num_sequences: int,
+    *,
+    level: str,
+    low: float,
+    high: float,
+) -> Tensor:
     """[T] fp32: the mask, with 0 where the ratio is outside [low, high].
 
     level "token": each token's ratio; whole sequences by "sequence": the product, "geometric": the geometric mean
@@ -43,8 +68,12 @@ def off_policy(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -
     """
     of_token = log_ratio(old_log_probs, rollout_log_probs, mask).detach()
     ratio = bounded_exp(of_token) * mask
-    return {"log_prob_gap": of_token.abs(), "kl": bounded_exp(of_token) - 1 - of_token,
-            "ratio": ratio, "ratio_squared": ratio.square()}
+    return {
+        "log_prob_gap": of_token.abs(),
+        "kl": bounded_exp(of_token) - 1 - of_token,
+        "ratio": ratio,
+        "ratio_squared": ratio.square(),
+    }
 
 
 def effective_sample_size(ratio: float, ratio_squared: float) -> float:
@@ -52,8 +81,15 @@ def effective_sample_size(ratio: float, ratio_squared: float) -> float:
     return ratio * ratio / ratio_squared if ratio_squared else 0.0
 
 
-def _ratio(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, sequence: Tensor, num_sequences: int,
-           level: str, levels: tuple[str, ...]) -> Tensor:
+def _ratio(
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    mask: Tensor,
+    sequence: Tensor,
+    num_sequences: int,
+    level: str,
+    levels: tuple[str, ...],
+) -> Tensor:
     if level not in levels:
         raise ValueError(f"level {level!r} is none of {', '.join(levels)}")
     logs = log_ratio(old_log_probs, rollout_log_probs, mask).detach()

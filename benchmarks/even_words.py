@@ -1,6 +1,6 @@
 """The reward of the GRPO benchmark, as cheap as possible: the share of a response's words that have an even number.
 
-    python train_ppo.py reward.function=benchmarks/even_words.py:even_words ...
+python train_ppo.py reward.function=benchmarks/even_words.py:even_words ...
 """
 
 

@@ -16,14 +16,29 @@ from pathlib import Path
 from statistics import median
 
 ROOT = Path(__file__).resolve().parent.parent
-WAYS = {"full": [], "merged": ["model.lora.merge=true"], "swapped": ["rollout.share_base=never"],
-        "shared": ["rollout.share_base=always"]}
-STAGES = ("rollout_generate", "actor_compute_log_prob", "actor_update", "sleep", "offload", "wake", "update_weights", "probe")
+WAYS = {
+    "full": [],
+    "merged": ["model.lora.merge=true"],
+    "swapped": ["rollout.share_base=never"],
+    "shared": ["rollout.share_base=always"],
+}
+STAGES = (
+    "rollout_generate",
+    "actor_compute_log_prob",
+    "actor_update",
+    "sleep",
+    "offload",
+    "wake",
+    "update_weights",
+    "probe",
+)
 MEMORY = ("perf/memory_awake_gib", "perf/memory_asleep_gib", "perf/memory_training_gib")
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--assets", type=Path, default=Path("/tmp/rankwise-lora"))
@@ -31,12 +46,28 @@ def main():
     header = f"| way | step s | {' | '.join(STAGES)} | GiB awake | GiB asleep | GiB training | log p gap |"
     for way in arguments.ways:
         settings = [f"model.lora.rank={arguments.rank}", *WAYS[way]] if way != "full" else []
-        subprocess.run([sys.executable, ROOT / "benchmarks/ppo_h200.py", *others, *settings, "--assets", arguments.assets],
-                       check=True)
-        steps = [json.loads(line) for line in (arguments.assets / "run/metrics.jsonl").read_text().splitlines()[1:]]
+        subprocess.run(
+            [
+                sys.executable,
+                ROOT / "benchmarks/ppo_h200.py",
+                *others,
+                *settings,
+                "--assets",
+                arguments.assets,
+            ],
+            check=True,
+        )
+        steps = [
+            json.loads(line)
+            for line in (arguments.assets / "run/metrics.jsonl").read_text().splitlines()[1:]
+        ]
         middle = {name: median(step.get(name, 0.0) for step in steps) for name in steps[0]}
-        numbers = [f"{middle['timing/step']:.2f}", *(f"{middle.get(f'timing/{stage}', 0):.3f}" for stage in STAGES),
-                   *(f"{middle.get(name, float('nan')):.1f}" for name in MEMORY), f"{middle['rollout_corr/log_prob_gap']:.4f}"]
+        numbers = [
+            f"{middle['timing/step']:.2f}",
+            *(f"{middle.get(f'timing/{stage}', 0):.3f}" for stage in STAGES),
+            *(f"{middle.get(name, float('nan')):.1f}" for name in MEMORY),
+            f"{middle['rollout_corr/log_prob_gap']:.4f}",
+        ]
         print(f"{header}\n| {way} | {' | '.join(numbers)} |", flush=True)
 
 

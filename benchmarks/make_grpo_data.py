@@ -19,20 +19,27 @@ from pathlib import Path
 import torch
 from make_sft_data import NAMES, SPECIAL, VOCABULARY, make_model, make_tokenizer
 
-MAX_LENGTH = 512            # positions of the model
-STRENGTH = 16.0             # of the class in an embedding: much more than the layers add
-MARGIN = 20.0               # difference of logits between the words of the next class and all others
+MAX_LENGTH = 512  # positions of the model
+STRENGTH = 16.0  # of the class in an embedding: much more than the layers add
+MARGIN = 20.0  # difference of logits between the words of the next class and all others
 
 
 def choose_lengths(model, tokenizer, min_length: int, end_probability: float) -> None:
     """Write the classes into embeddings and output matrix. The first token of a response follows the word "assistant"."""
-    embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight      # [V, H]
+    embeddings, head = (
+        model.get_input_embeddings().weight,
+        model.get_output_embeddings().weight,
+    )  # [V, H]
     hidden_size = embeddings.shape[1]
-    directions = torch.linalg.qr(torch.randn(hidden_size, hidden_size))[0][:min_length]     # [classes, H], orthonormal
+    directions = torch.linalg.qr(torch.randn(hidden_size, hidden_size))[0][
+        :min_length
+    ]  # [classes, H], orthonormal
     words = torch.arange(len(SPECIAL) + len(NAMES), VOCABULARY)
     classes = torch.arange(len(words)) * min_length // len(words)
     last = min_length - 1
-    gain = MARGIN / math.sqrt(hidden_size)          # after the last norm, a vector that dominates has length sqrt(H)
+    gain = MARGIN / math.sqrt(
+        hidden_size
+    )  # after the last norm, a vector that dominates has length sqrt(H)
     # How much likelier the end is than a single word of the last class.
     ends = (classes == last).sum().item() * end_probability / (1 - end_probability)
     with torch.no_grad():
@@ -44,16 +51,28 @@ def choose_lengths(model, tokenizer, min_length: int, end_probability: float) ->
 
 def make_prompts(num_rows: int) -> list[dict]:
     rng, num_words = random.Random(0), VOCABULARY - len(SPECIAL) - len(NAMES)
-    texts = (" ".join(f"w{rng.randrange(num_words)}" for _ in range(rng.randint(16, 64))) for _ in range(num_rows))
+    texts = (
+        " ".join(f"w{rng.randrange(num_words)}" for _ in range(rng.randint(16, 64)))
+        for _ in range(num_rows)
+    )
     return [{"prompt": [{"role": "user", "content": text}]} for text in texts]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("directory", type=Path)
     parser.add_argument("--rows", type=int, default=512)
-    parser.add_argument("--min-length", type=int, default=64, help="tokens of the shortest response, its end included")
-    parser.add_argument("--end-probability", type=float, default=1 / 64, help="of each token after that")
+    parser.add_argument(
+        "--min-length",
+        type=int,
+        default=64,
+        help="tokens of the shortest response, its end included",
+    )
+    parser.add_argument(
+        "--end-probability", type=float, default=1 / 64, help="of each token after that"
+    )
     arguments = parser.parse_args()
 
     arguments.directory.mkdir(parents=True, exist_ok=True)
@@ -63,7 +82,9 @@ def main() -> None:
     model.save_pretrained(arguments.directory / "model")
     tokenizer.save_pretrained(arguments.directory / "model")
     prompts = make_prompts(arguments.rows)
-    (arguments.directory / "train.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    (arguments.directory / "train.jsonl").write_text(
+        "".join(json.dumps(prompt) + "\n" for prompt in prompts)
+    )
     print(f"{model.num_parameters() / 1e6:.1f} M parameters; {len(prompts)} prompts")
 
 

@@ -17,18 +17,30 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.shapes import make_model
 from examples.arithmetic import make_problem, make_tokenizer, write_rows
 
-NUM_VAL, MEDIAN, MOST = 256, 6, 60          # rows; problems in one of them
+NUM_VAL, MEDIAN, MOST = 256, 6, 60  # rows; problems in one of them
 
 
 def make_row(rng: random.Random) -> dict:
-    problems = [make_problem(rng) for _ in range(min(MOST, max(1, round(MEDIAN * rng.lognormvariate(0, 1)))))]
+    problems = [
+        make_problem(rng)
+        for _ in range(min(MOST, max(1, round(MEDIAN * rng.lognormvariate(0, 1)))))
+    ]
     question = "\n".join(problem for problem, _, _ in problems)
-    answer = "\n".join(f"{problem}: {', '.join([*steps, str(result)])}" for problem, steps, result in problems)
-    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+    answer = "\n".join(
+        f"{problem}: {', '.join([*steps, str(result)])}" for problem, steps, result in problems
+    )
+    return {
+        "messages": [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": answer},
+        ]
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("directory", type=Path)
     parser.add_argument("shape")
     parser.add_argument("--rows", type=int, default=16_000)

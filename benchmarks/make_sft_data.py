@@ -20,7 +20,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
 VOCABULARY = 8192
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|pad|>", "<|unk|>")
 NAMES = ("system", "user", "assistant")
-TEMPLATE_TOKENS = 6             # start, name and end of two turns; white space is no token
+TEMPLATE_TOKENS = 6  # start, name and end of two turns; white space is no token
 CHAT_TEMPLATE = (
     "{%- for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{%- endfor %}{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{%- endif %}"
@@ -30,20 +30,39 @@ CHAT_TEMPLATE = (
 def make_tokenizer() -> PreTrainedTokenizerFast:
     words = [*SPECIAL, *NAMES]
     words += [f"w{i}" for i in range(VOCABULARY - len(words))]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<|unk|>"))
+    tokenizer = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<|unk|>")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|pad|>",
-                                   unk_token="<|unk|>", chat_template=CHAT_TEMPLATE)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|pad|>",
+        unk_token="<|unk|>",
+        chat_template=CHAT_TEMPLATE,
+    )
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast, max_length: int) -> Qwen3ForCausalLM:
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM(Qwen3Config(
-        vocab_size=VOCABULARY, hidden_size=256, intermediate_size=768, num_hidden_layers=8, num_attention_heads=8,
-        num_key_value_heads=4, head_dim=32, max_position_embeddings=max(max_length, 2048), tie_word_embeddings=False,
-        dtype="float32", bos_token_id=None, **ids))
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=VOCABULARY,
+            hidden_size=256,
+            intermediate_size=768,
+            num_hidden_layers=8,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            head_dim=32,
+            max_position_embeddings=max(max_length, 2048),
+            tie_word_embeddings=False,
+            dtype="float32",
+            bos_token_id=None,
+            **ids,
+        )
+    )
     model.generation_config = GenerationConfig(**ids)
     return model
 
@@ -54,19 +73,33 @@ def make_rows(num_rows: int, mean_length: float, max_length: int) -> list[dict]:
     for _ in range(num_rows):
         length = round(rng.lognormvariate(math.log(mean_length) - sigma**2 / 2, sigma))
         num_words = min(max(length, 16), max_length) - TEMPLATE_TOKENS
-        words = [f"w{rng.randrange(VOCABULARY - len(SPECIAL) - len(NAMES))}" for _ in range(num_words)]
-        question, answer = words[:num_words // 3], words[num_words // 3:]
-        rows.append({"messages": [{"role": "user", "content": " ".join(question)},
-                                  {"role": "assistant", "content": " ".join(answer)}]})
+        words = [
+            f"w{rng.randrange(VOCABULARY - len(SPECIAL) - len(NAMES))}" for _ in range(num_words)
+        ]
+        question, answer = words[: num_words // 3], words[num_words // 3 :]
+        rows.append(
+            {
+                "messages": [
+                    {"role": "user", "content": " ".join(question)},
+                    {"role": "assistant", "content": " ".join(answer)},
+                ]
+            }
+        )
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("directory", type=Path)
     parser.add_argument("--rows", type=int, default=2000)
-    parser.add_argument("--mean-length", type=float, default=200, help="tokens, before long rows are shortened")
-    parser.add_argument("--max-length", type=int, default=1024, help="tokens; longer rows are shortened to this")
+    parser.add_argument(
+        "--mean-length", type=float, default=200, help="tokens, before long rows are shortened"
+    )
+    parser.add_argument(
+        "--max-length", type=int, default=1024, help="tokens; longer rows are shortened to this"
+    )
     arguments = parser.parse_args()
 
     arguments.directory.mkdir(parents=True, exist_ok=True)
@@ -75,11 +108,17 @@ def main() -> None:
     model.save_pretrained(arguments.directory / "model")
     tokenizer.save_pretrained(arguments.directory / "model")
     rows = make_rows(arguments.rows, arguments.mean_length, arguments.max_length)
-    (arguments.directory / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (arguments.directory / "train.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows)
+    )
 
-    lengths = [len(tokenizer.apply_chat_template(row["messages"], return_dict=False)) for row in rows]
-    print(f"{model.num_parameters() / 1e6:.1f} M parameters; {len(rows)} rows, tokens per row: mean "
-          f"{sum(lengths) / len(lengths):.0f}, median {sorted(lengths)[len(lengths) // 2]}, longest {max(lengths)}")
+    lengths = [
+        len(tokenizer.apply_chat_template(row["messages"], return_dict=False)) for row in rows
+    ]
+    print(
+        f"{model.num_parameters() / 1e6:.1f} M parameters; {len(rows)} rows, tokens per row: mean "
+        f"{sum(lengths) / len(lengths):.0f}, median {sorted(lengths)[len(lengths) // 2]}, longest {max(lengths)}"
+    )
 
 
 if __name__ == "__main__":

@@ -38,7 +38,9 @@ def step(engine) -> None:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("settings", nargs="*", help="key=value")
     parser.add_argument("--models", type=Path, default=Path("/dev/shm/rankwise-models"))
@@ -46,8 +48,15 @@ def main():
     arguments = parser.parse_intermixed_args()
     this_device = device.init()
     make_model(arguments.shape, arguments.models)
-    config = load("ppo.yaml", [f"model.path={arguments.models / arguments.shape}", "data.train_files=none",
-                               "engine.torch_compile=never", *arguments.settings])
+    config = load(
+        "ppo.yaml",
+        [
+            f"model.path={arguments.models / arguments.shape}",
+            "data.train_files=none",
+            "engine.torch_compile=never",
+            *arguments.settings,
+        ],
+    )
     built = device.synchronize()
     engine = engine_class(config.model_engine)(config, this_device, 10)
     built = device.synchronize() - built
@@ -55,11 +64,16 @@ def main():
     memory = engine._host_memory
     background = seconds(wait, memory.parts)
     step(engine)
-    print("| shape | start s | first offload of parameters s | in the background s | offload s | onload s | GiB pinned |")
+    print(
+        "| shape | start s | first offload of parameters s | in the background s | offload s | onload s | GiB pinned |"
+    )
     for _ in range(arguments.rounds):
         there, back = seconds(engine.offload, *BOTH), seconds(engine._onload, *BOTH)
-        print(f"| {arguments.shape} | {built:.2f} | {first:.2f} | {background:.2f} | {there:.3f} | {back:.3f} | "
-              f"{len(memory.parts) * PART_BYTES / 2**30:.2f} |", flush=True)
+        print(
+            f"| {arguments.shape} | {built:.2f} | {first:.2f} | {background:.2f} | {there:.3f} | {back:.3f} | "
+            f"{len(memory.parts) * PART_BYTES / 2**30:.2f} |",
+            flush=True,
+        )
     device.shutdown()
 
 

@@ -31,14 +31,24 @@ from engines.memory import estimates
 from engines.parallel import device
 
 
-def make_batch(seed: int, tokens: int, micro_batches: int, vocabulary: int, reader=None, size=None) -> Batch:
+def make_batch(
+    seed: int, tokens: int, micro_batches: int, vocabulary: int, reader=None, size=None
+) -> Batch:
     """Sequences that fill this many micro-batches to 97 %; if there is a reader, each with an image of that size (height,
     width), and to 90 % at least."""
     rng = np.random.default_rng(seed)
-    lengths, room, first, pictures = [], int(0.97 * tokens * micro_batches), torch.empty(0, dtype=torch.int64), None
+    lengths, room, first, pictures = (
+        [],
+        int(0.97 * tokens * micro_batches),
+        torch.empty(0, dtype=torch.int64),
+        None,
+    )
     if reader:
         image = rng.integers(0, 256, (*size, 3), np.uint8)
-        first, pictures = torch.tensor(reader.expand(reader.image_token, [image]).tokens.ids), Pictures([[image]], reader)
+        first, pictures = (
+            torch.tensor(reader.expand(reader.image_token, [image]).tokens.ids),
+            Pictures([[image]], reader),
+        )
     while room > len(first):
         lengths.append(min(room, len(first) + int(np.clip(rng.lognormal(6.6, 0.75), 32, 4096))))
         room -= lengths[-1]
@@ -47,13 +57,20 @@ def make_batch(seed: int, tokens: int, micro_batches: int, vocabulary: int, read
     assert sum(lengths) > 0.9 * tokens * micro_batches
     ids = torch.from_numpy(rng.integers(0, 256 if reader else vocabulary, sum(lengths)))
     for start in np.cumsum([0, *lengths[:-1]]):
-        ids[start:start + len(first)] = first
-    return Batch(ids, torch.tensor([0, *lengths]).cumsum(0), {"loss_mask": torch.ones(len(ids))},
-                 torch.zeros(len(lengths), dtype=torch.int64), pictures)
+        ids[start : start + len(first)] = first
+    return Batch(
+        ids,
+        torch.tensor([0, *lengths]).cumsum(0),
+        {"loss_mask": torch.ones(len(ids))},
+        torch.zeros(len(lengths), dtype=torch.int64),
+        pictures,
+    )
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("shape", choices=NAMES)
     parser.add_argument("settings", nargs="*", help="key=value")
     parser.add_argument("--models", type=Path, default=Path("/dev/shm/rankwise-models"))
@@ -66,16 +83,35 @@ def main():
     if rank == 0:
         make_model(arguments.shape, arguments.models)
     dist.barrier()
-    config = load("sft.yaml", [f"model.path={arguments.models / arguments.shape}", "data.train_files=none",
-                               f"model.images={str(arguments.shape in VISION).lower()}", *arguments.settings])
+    config = load(
+        "sft.yaml",
+        [
+            f"model.path={arguments.models / arguments.shape}",
+            "data.train_files=none",
+            f"model.images={str(arguments.shape in VISION).lower()}",
+            *arguments.settings,
+        ],
+    )
     start = time.perf_counter()
     engine = engine_class(config.model_engine)(config, this_device, total_steps=1000)
     loaded = time.perf_counter() - start
     tokens = config.data.max_tokens_per_micro_batch
-    batches = [make_batch(1000 * s + engine.dp_rank, tokens, arguments.micro_batches, engine.hf_config.vocab_size,
-                          engine.reader, IMAGE.get(arguments.shape)) for s in range(3)]
+    batches = [
+        make_batch(
+            1000 * s + engine.dp_rank,
+            tokens,
+            arguments.micro_batches,
+            engine.hf_config.vocab_size,
+            engine.reader,
+            IMAGE.get(arguments.shape),
+        )
+        for s in range(3)
+    ]
     denominator = len(batches[0].input_ids) * engine.dp_size
-    loss_fn = lambda log_probs, entropy, fields: (-(log_probs * fields["loss_mask"]).sum() / denominator, {})
+    loss_fn = lambda log_probs, entropy, fields: (
+        -(log_probs * fields["loss_mask"]).sum() / denominator,
+        {},
+    )
 
     def step(i):
         return engine.train_batch(batches[i % 3], loss_fn, i)
@@ -92,14 +128,22 @@ def main():
     dist.all_gather_object(peaks, device.memory()["perf/memory_peak_gib"])
     median = sorted(seconds)[len(seconds) // 2]
     num_tokens = denominator / world
-    flops = sum(engine.flops(b.lengths) + sum(engine.image_flops(b)) for b in batches) / 3 * engine.dp_size / world
+    flops = (
+        sum(engine.flops(b.lengths) + sum(engine.image_flops(b)) for b in batches)
+        / 3
+        * engine.dp_size
+        / world
+    )
     limit = device.peak_flops(this_device) or float("nan")
     if rank == 0:
         shown = " ".join(s for s in arguments.settings if "max_tokens" not in s)
         guess = max(stage["device total"] for stage in estimates(config, world, this_device.type))
-        print(f"| {arguments.shape} | {world} | {tokens} | {shown} | {num_tokens / median:,.0f} | "
-              f"{flops / median / limit:.1%} | {max(peaks):.1f} ({guess:.1f}) | {median:.3f} |  load {loaded:.1f} s, first three "
-              f"steps {warm:.1f} s, loss {first[0]:.4f}", flush=True)
+        print(
+            f"| {arguments.shape} | {world} | {tokens} | {shown} | {num_tokens / median:,.0f} | "
+            f"{flops / median / limit:.1%} | {max(peaks):.1f} ({guess:.1f}) | {median:.3f} |  load {loaded:.1f} s, first three "
+            f"steps {warm:.1f} s, loss {first[0]:.4f}",
+            flush=True,
+        )
     if arguments.profile:
         profile(step, rank)
     device.shutdown()
@@ -107,10 +151,15 @@ def main():
 
 def profile(step, rank: int) -> None:
     """GPU time of one step by kind of kernel."""
-    kinds = {"fused elementwise": ("triton",), "attention": ("flash",), "collectives": ("nccl",),
-             "matrix products": ("gemm", "nvjet", "cutlass", "cublas"), "optimizer": ("adam", "multi_tensor"),
-             "FSDP copies": ("chunk_cat", "split_with_sizes", "memcpy dtod", "copy_kernel"),
-             "gradient sums": ("add<", "_add")}
+    kinds = {
+        "fused elementwise": ("triton",),
+        "attention": ("flash",),
+        "collectives": ("nccl",),
+        "matrix products": ("gemm", "nvjet", "cutlass", "cublas"),
+        "optimizer": ("adam", "multi_tensor"),
+        "FSDP copies": ("chunk_cat", "split_with_sizes", "memcpy dtod", "copy_kernel"),
+        "gradient sums": ("add<", "_add"),
+    }
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as prof:
         start = device.synchronize()
         step(0)

@@ -49,12 +49,17 @@ class Clock(TrainerCallback):
         self.since = time.perf_counter()
 
     def on_optimizer_step(self, *arguments, **more):
-        self.seconds["optimizer"] = time.perf_counter() - self.last     # since the last backward ended: clipping too
+        self.seconds["optimizer"] = (
+            time.perf_counter() - self.last
+        )  # since the last backward ended: clipping too
 
     def on_step_end(self, *arguments, **more):
         now, took = time.perf_counter(), self.seconds
-        stages = {"generate": took["generate"], "reward": took["reward"],
-                  "update": took["training_step"] - took["prepare"] + took["optimizer"]}
+        stages = {
+            "generate": took["generate"],
+            "reward": took["reward"],
+            "update": took["training_step"] - took["prepare"] + took["optimizer"],
+        }
         self.steps.append({"step": now - self.since, **stages})
         self.since, self.seconds = now, {}
 
@@ -94,24 +99,51 @@ def find_reward(name: str):
     score = getattr(module, function)
 
     def reward(prompts, completions, **columns) -> list[float]:
-        return [score(prompt[-1]["content"], turns[0]["content"], {}) for prompt, turns in zip(prompts, completions)]
+        return [
+            score(prompt[-1]["content"], turns[0]["content"], {})
+            for prompt, turns in zip(prompts, completions)
+        ]
+
     return reward
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", required=True, help="directory in Hugging Face format")
     parser.add_argument("--data", required=True, help="jsonl with prompts, lists of messages")
-    parser.add_argument("--steps", type=int, default=5, help="optimizer steps; whoever reads the result leaves out the first")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=5,
+        help="optimizer steps; whoever reads the result leaves out the first",
+    )
     parser.add_argument("--prompts", type=int, default=8, help="per step, over all ranks")
     parser.add_argument("--samples", type=int, default=8, help="responses to each prompt")
-    parser.add_argument("--micro-batch-size", type=int, default=8, help="sequences per forward pass, on one rank")
+    parser.add_argument(
+        "--micro-batch-size", type=int, default=8, help="sequences per forward pass, on one rank"
+    )
     parser.add_argument("--max-tokens", type=int, default=256, help="longest response")
     parser.add_argument("--continuous-batching", action="store_true")
     parser.add_argument("--vllm", action="store_true")
-    parser.add_argument("--max-length", type=int, default=640, help="tokens of prompt and response together, for --vllm")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="also of weights and optimizer")
-    parser.add_argument("--reward", default=f"{Path(__file__).parent}/even_words.py:even_words", help="FILE.py:FUNCTION")
+    parser.add_argument(
+        "--max-length",
+        type=int,
+        default=640,
+        help="tokens of prompt and response together, for --vllm",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="also of weights and optimizer",
+    )
+    parser.add_argument(
+        "--reward",
+        default=f"{Path(__file__).parent}/even_words.py:even_words",
+        help="FILE.py:FUNCTION",
+    )
     parser.add_argument("--lr", type=float, default=1e-6)
     parser.add_argument("--betas", type=float, nargs=2, default=(0.9, 0.95))
     parser.add_argument("--eps", type=float, default=1e-8)
@@ -124,11 +156,22 @@ def main() -> None:
     on_rank = arguments.prompts * arguments.samples // world_size
     micro_batch_size = min(arguments.micro_batch_size, on_rank)
     if on_rank * world_size != arguments.prompts * arguments.samples or on_rank % micro_batch_size:
-        parser.error(f"--prompts times --samples is no multiple of --micro-batch-size times {world_size} ranks")
+        parser.error(
+            f"--prompts times --samples is no multiple of --micro-batch-size times {world_size} ranks"
+        )
 
-    use_vllm = {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.4, "vllm_enable_sleep_mode": True,
-                "vllm_max_model_length": arguments.max_length,
-                "vllm_importance_sampling_correction": False} if arguments.vllm else {"use_vllm": False}
+    use_vllm = (
+        {
+            "use_vllm": True,
+            "vllm_mode": "colocate",
+            "vllm_gpu_memory_utilization": 0.4,
+            "vllm_enable_sleep_mode": True,
+            "vllm_max_model_length": arguments.max_length,
+            "vllm_importance_sampling_correction": False,
+        }
+        if arguments.vllm
+        else {"use_vllm": False}
+    )
     clock = Clock()
     with tempfile.TemporaryDirectory() as scratch:
         trainer = TimedTrainer(
@@ -138,29 +181,66 @@ def main() -> None:
             train_dataset=load_dataset("json", data_files=arguments.data, split="train"),
             callbacks=[clock],
             args=GRPOConfig(
-                output_dir=scratch, model_init_kwargs={"dtype": arguments.dtype, "attn_implementation": "sdpa"},
-                use_cpu=on_cpu, ddp_backend="gloo" if on_cpu and world_size > 1 else None,
-                bf16=arguments.dtype == "bfloat16", gradient_checkpointing=False, **use_vllm,
+                output_dir=scratch,
+                model_init_kwargs={"dtype": arguments.dtype, "attn_implementation": "sdpa"},
+                use_cpu=on_cpu,
+                ddp_backend="gloo" if on_cpu and world_size > 1 else None,
+                bf16=arguments.dtype == "bfloat16",
+                gradient_checkpointing=False,
+                **use_vllm,
                 use_transformers_continuous_batching=arguments.continuous_batching,
-                max_steps=arguments.steps, per_device_train_batch_size=micro_batch_size,
-                gradient_accumulation_steps=on_rank // micro_batch_size,    # also steps_per_generation, by default
-                num_generations=arguments.samples, max_completion_length=arguments.max_tokens, num_iterations=1,
-                temperature=1.0, top_p=1.0, top_k=0, beta=0.0, epsilon=0.2, loss_type="dapo", scale_rewards="group",
+                max_steps=arguments.steps,
+                per_device_train_batch_size=micro_batch_size,
+                gradient_accumulation_steps=on_rank
+                // micro_batch_size,  # also steps_per_generation, by default
+                num_generations=arguments.samples,
+                max_completion_length=arguments.max_tokens,
+                num_iterations=1,
+                temperature=1.0,
+                top_p=1.0,
+                top_k=0,
+                beta=0.0,
+                epsilon=0.2,
+                loss_type="dapo",
+                scale_rewards="group",
                 shuffle_dataset=False,
-                optim="adamw_torch_fused", learning_rate=arguments.lr, lr_scheduler_type="constant",
-                adam_beta1=arguments.betas[0], adam_beta2=arguments.betas[1], adam_epsilon=arguments.eps,
-                weight_decay=arguments.weight_decay, max_grad_norm=arguments.clip_grad,
-                logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True, dataloader_pin_memory=not on_cpu))
+                optim="adamw_torch_fused",
+                learning_rate=arguments.lr,
+                lr_scheduler_type="constant",
+                adam_beta1=arguments.betas[0],
+                adam_beta2=arguments.betas[1],
+                adam_epsilon=arguments.eps,
+                weight_decay=arguments.weight_decay,
+                max_grad_norm=arguments.clip_grad,
+                logging_steps=1,
+                report_to=[],
+                save_strategy="no",
+                disable_tqdm=True,
+                dataloader_pin_memory=not on_cpu,
+            ),
+        )
         trainer.clock = clock
         trainer.train()
 
     if int(os.environ.get("RANK", 0)) == 0:
-        steps = [{**seconds, "length": log["completions/mean_length"], "score": log["reward"],
-                  "grad_norm": log["grad_norm"]}
-                 for seconds, log in zip(clock.steps, clock.logs, strict=True)]
-        line = json.dumps({
-            "trainer": "trl", "num_ranks": world_size, "threads": torch.get_num_threads(),
-            "micro_batch_size": micro_batch_size, "steps": steps})
+        steps = [
+            {
+                **seconds,
+                "length": log["completions/mean_length"],
+                "score": log["reward"],
+                "grad_norm": log["grad_norm"],
+            }
+            for seconds, log in zip(clock.steps, clock.logs, strict=True)
+        ]
+        line = json.dumps(
+            {
+                "trainer": "trl",
+                "num_ranks": world_size,
+                "threads": torch.get_num_threads(),
+                "micro_batch_size": micro_batch_size,
+                "steps": steps,
+            }
+        )
         print(line)
         if arguments.out:
             with open(arguments.out, "w") as file:

@@ -54,14 +54,17 @@ class Clock(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **more):
         if "loss" in logs:
             self.loss.append(logs["loss"])
-            self.tokens.append(logs["num_tokens"])      # of all ranks since the start, without padding
+            self.tokens.append(logs["num_tokens"])  # of all ranks since the start, without padding
 
 
 def read(path: str, loss: str):
     """Rows of messages, or of prompt and response (strings), in the form that makes TRL train what --loss says."""
+
     def split(row):
-        messages = row.get("messages") or [{"role": "user", "content": row["prompt"]},
-                                           {"role": "assistant", "content": row["response"]}]
+        messages = row.get("messages") or [
+            {"role": "user", "content": row["prompt"]},
+            {"role": "assistant", "content": row["response"]},
+        ]
         if loss == "all":
             return {"messages": messages}
         return {"prompt": messages[:-1], "completion": messages[-1:]}
@@ -71,15 +74,31 @@ def read(path: str, loss: str):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", required=True, help="directory in Hugging Face format")
     parser.add_argument("--data", required=True, help="jsonl with messages, or prompt and response")
     parser.add_argument("--variant", choices=("default", "grouped", "packing"), default="default")
     parser.add_argument("--loss", choices=("assistant", "all"), default="assistant")
-    parser.add_argument("--steps", type=int, default=12, help="optimizer steps; whoever reads the result leaves out the first")
-    parser.add_argument("--batch-size", type=int, default=32, help="sequences per step, over all ranks")
-    parser.add_argument("--micro-batch-size", type=int, default=8, help="sequences per forward pass, on one rank")
-    parser.add_argument("--max-length", type=int, default=1024, help="tokens of a packed row; longer rows are truncated")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=12,
+        help="optimizer steps; whoever reads the result leaves out the first",
+    )
+    parser.add_argument(
+        "--batch-size", type=int, default=32, help="sequences per step, over all ranks"
+    )
+    parser.add_argument(
+        "--micro-batch-size", type=int, default=8, help="sequences per forward pass, on one rank"
+    )
+    parser.add_argument(
+        "--max-length",
+        type=int,
+        default=1024,
+        help="tokens of a packed row; longer rows are truncated",
+    )
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--betas", type=float, nargs=2, default=(0.9, 0.95))
     parser.add_argument("--eps", type=float, default=1e-8)
@@ -94,12 +113,25 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     batch_size = arguments.batch_size
     if arguments.variant == "packing":
-        num_tokens = sum(len(tokenizer.apply_chat_template(
-            row.get("messages") or row["prompt"] + row["completion"], return_dict=False)) for row in rows)
-        batch_size = batch_size * num_tokens / len(rows) / arguments.max_length       # packed rows per step
+        num_tokens = sum(
+            len(
+                tokenizer.apply_chat_template(
+                    row.get("messages") or row["prompt"] + row["completion"], return_dict=False
+                )
+            )
+            for row in rows
+        )
+        batch_size = (
+            batch_size * num_tokens / len(rows) / arguments.max_length
+        )  # packed rows per step
     micro_steps = max(1, round(batch_size / arguments.micro_batch_size / world_size))
-    if arguments.variant != "packing" and micro_steps * arguments.micro_batch_size * world_size != batch_size:
-        parser.error(f"--batch-size {batch_size} is no multiple of --micro-batch-size times {world_size} ranks")
+    if (
+        arguments.variant != "packing"
+        and micro_steps * arguments.micro_batch_size * world_size != batch_size
+    ):
+        parser.error(
+            f"--batch-size {batch_size} is no multiple of --micro-batch-size times {world_size} ranks"
+        )
 
     clock = Clock()
     with tempfile.TemporaryDirectory() as scratch:
@@ -109,25 +141,50 @@ def main() -> None:
             train_dataset=rows,
             callbacks=[clock],
             args=SFTConfig(
-                output_dir=scratch, model_init_kwargs={"dtype": "float32", "attn_implementation": "sdpa"},
-                use_cpu=on_cpu, ddp_backend="gloo" if on_cpu and world_size > 1 else None, bf16=False,
+                output_dir=scratch,
+                model_init_kwargs={"dtype": "float32", "attn_implementation": "sdpa"},
+                use_cpu=on_cpu,
+                ddp_backend="gloo" if on_cpu and world_size > 1 else None,
+                bf16=False,
                 gradient_checkpointing=False,
-                max_steps=arguments.steps, per_device_train_batch_size=arguments.micro_batch_size,
-                gradient_accumulation_steps=micro_steps, max_length=arguments.max_length,
+                max_steps=arguments.steps,
+                per_device_train_batch_size=arguments.micro_batch_size,
+                gradient_accumulation_steps=micro_steps,
+                max_length=arguments.max_length,
                 packing=arguments.variant == "packing",
                 train_sampling_strategy=SAMPLING[arguments.variant],
-                optim="adamw_torch_fused", learning_rate=arguments.lr, lr_scheduler_type="constant",
-                adam_beta1=arguments.betas[0], adam_beta2=arguments.betas[1], adam_epsilon=arguments.eps,
-                weight_decay=arguments.weight_decay, max_grad_norm=arguments.clip_grad,
-                logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True, dataloader_pin_memory=not on_cpu))
+                optim="adamw_torch_fused",
+                learning_rate=arguments.lr,
+                lr_scheduler_type="constant",
+                adam_beta1=arguments.betas[0],
+                adam_beta2=arguments.betas[1],
+                adam_epsilon=arguments.eps,
+                weight_decay=arguments.weight_decay,
+                max_grad_norm=arguments.clip_grad,
+                logging_steps=1,
+                report_to=[],
+                save_strategy="no",
+                disable_tqdm=True,
+                dataloader_pin_memory=not on_cpu,
+            ),
+        )
         trainer.train()
 
     if int(os.environ.get("RANK", 0)) == 0:
         tokens = [int(after - before) for before, after in zip([0, *clock.tokens], clock.tokens)]
-        line = json.dumps({
-            "trainer": "trl", "variant": arguments.variant, "loss_on": arguments.loss, "num_ranks": world_size,
-            "threads": torch.get_num_threads(), "micro_steps": micro_steps,
-            "step_seconds": clock.seconds, "step_tokens": tokens, "step_loss": clock.loss})
+        line = json.dumps(
+            {
+                "trainer": "trl",
+                "variant": arguments.variant,
+                "loss_on": arguments.loss,
+                "num_ranks": world_size,
+                "threads": torch.get_num_threads(),
+                "micro_steps": micro_steps,
+                "step_seconds": clock.seconds,
+                "step_tokens": tokens,
+                "step_loss": clock.loss,
+            }
+        )
         print(line)
         if arguments.out:
             with open(arguments.out, "w") as file:

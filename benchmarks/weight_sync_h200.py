@@ -28,7 +28,9 @@ from rollout.vllm.engine import Rollout
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("layouts", nargs="+", help='key=value pairs of "engine" in one argument')
     parser.add_argument("--models", type=Path, default=Path("/dev/shm/rankwise-models"))
@@ -38,15 +40,28 @@ def main():
     this_device = device.init()
     if dist.get_rank() == 0:
         make_model(arguments.shape, arguments.models)
-        print("| shape | GPUs | engine | vLLM | export alone s | update_weights s | largest gap of log p |", flush=True)
+        print(
+            "| shape | GPUs | engine | vLLM | export alone s | update_weights s | largest gap of log p |",
+            flush=True,
+        )
     dist.barrier()
     vllm = None
     for layout in arguments.layouts:
-        config = load("ppo.yaml", [
-            "model_engine=megatron", f"model.path={arguments.models / arguments.shape}", "data.train_files=none",
-            f"rollout.tensor_parallel_size={arguments.rollout_tp}", "rollout.kv_cache_gib=2", "rollout.max_tokens=64",
-            "validation.max_tokens=64", "data.max_prompt_length=64", "rollout.max_num_seqs=16",
-            *(f"engine.{pair}" for pair in layout.split())])
+        config = load(
+            "ppo.yaml",
+            [
+                "model_engine=megatron",
+                f"model.path={arguments.models / arguments.shape}",
+                "data.train_files=none",
+                f"rollout.tensor_parallel_size={arguments.rollout_tp}",
+                "rollout.kv_cache_gib=2",
+                "rollout.max_tokens=64",
+                "validation.max_tokens=64",
+                "data.max_prompt_length=64",
+                "rollout.max_num_seqs=16",
+                *(f"engine.{pair}" for pair in layout.split()),
+            ],
+        )
         gc.collect()
         if mpu.model_parallel_is_initialized():
             mpu.destroy_model_parallel()
@@ -64,13 +79,24 @@ def main():
             updates.append(device.synchronize() - middle)
         vllm.wake("kv_cache")
         # The same prompts in every replica: tensor- and pipeline-parallel ranks must get the same batch.
-        batch, _ = vllm.generate([list(range(10, 20 + i)) for i in range(8)], list(range(8)),
-                                 OmegaConf.merge(config.rollout, {"stop": []}))
-        gap = (engine.log_probs(batch)[0].cpu() - batch.fields["rollout_log_probs"]).abs().max().item()
+        batch, _ = vllm.generate(
+            [list(range(10, 20 + i)) for i in range(8)],
+            list(range(8)),
+            OmegaConf.merge(config.rollout, {"stop": []}),
+        )
+        gap = (
+            (engine.log_probs(batch)[0].cpu() - batch.fields["rollout_log_probs"])
+            .abs()
+            .max()
+            .item()
+        )
         vllm.sleep()
         if dist.get_rank() == 0:
-            print(f"| {arguments.shape} | {dist.get_world_size()} | {layout or 'data parallel'} | TP {arguments.rollout_tp} | "
-                  f"{median(exports):.3f} | {median(updates):.3f} | {gap:.3f} |", flush=True)
+            print(
+                f"| {arguments.shape} | {dist.get_world_size()} | {layout or 'data parallel'} | TP {arguments.rollout_tp} | "
+                f"{median(exports):.3f} | {median(updates):.3f} | {gap:.3f} |",
+                flush=True,
+            )
         del engine
     vllm.shutdown()
 

@@ -10,8 +10,11 @@ from pathlib import Path
 
 from config import InputError
 
-FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up",
-        errno.EFBIG: "a file reached the limit of its size (ulimit -f)"}
+FULL = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EFBIG: "a file reached the limit of its size (ulimit -f)",
+}
 
 
 @contextmanager
@@ -26,8 +29,10 @@ def writing(path: Path, num_bytes: int | None = None) -> Iterator[None]:
             raise
     needed = f"more than {amount(size(path))}" if num_bytes is None else amount(num_bytes)
     # Not in the except clause: without the other error as its context it passes through another writing() as it is.
-    raise InputError(f"{reason}: {path} needs {needed}, {amount(free(path))} are free; make room and run the same command "
-                     "again, nothing that was complete is lost")
+    raise InputError(
+        f"{reason}: {path} needs {needed}, {amount(free(path))} are free; make room and run the same command "
+        "again, nothing that was complete is lost"
+    )
 
 
 def require(path: Path, num_bytes: int) -> None:
@@ -40,7 +45,7 @@ def require(path: Path, num_bytes: int) -> None:
 def why_full(error: BaseException | None) -> str | None:
     """What is full according to this error, or to one that led to it; None if nothing is."""
     while error is not None:
-        in_rust = re.search(r"\(os error (\d+)\)", str(error))                   # safetensors has no errno
+        in_rust = re.search(r"\(os error (\d+)\)", str(error))  # safetensors has no errno
         number = error.errno if isinstance(error, OSError) else in_rust and int(in_rust[1])
         if number in FULL:
             return FULL[number]

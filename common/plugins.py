@@ -20,8 +20,14 @@ from omegaconf import DictConfig, OmegaConf
 from config import InputError
 
 
-def find(key: str, name: str, known: Mapping[str, Callable], given: Iterable[str] = (), kwargs_key: str = "",
-         kwargs: Mapping = {}) -> Callable:
+def find(
+    key: str,
+    name: str,
+    known: Mapping[str, Callable],
+    given: Iterable[str] = (),
+    kwargs_key: str = "",
+    kwargs: Mapping = {},
+) -> Callable:
     """The function that the configuration's `key` names: known[name], or path/to/file.py:name with its kwargs bound.
 
     given: the arguments that it will be called with, by name; empty: the caller checks the signature.
@@ -36,27 +42,36 @@ def find(key: str, name: str, known: Mapping[str, Callable], given: Iterable[str
     own = parameters(function) - set(given)
     for kwarg in kwargs:
         if kwarg not in own:
-            raise InputError(f"{kwargs_key}.{kwarg}: {name} has no such parameter of its own, "
-                             + (f"only {', '.join(sorted(own))}" if own else "nor any other"))
+            raise InputError(
+                f"{kwargs_key}.{kwarg}: {name} has no such parameter of its own, "
+                + (f"only {', '.join(sorted(own))}" if own else "nor any other")
+            )
     try:
         inspect.signature(function).bind(**dict.fromkeys(given), **kwargs)
     except TypeError as error:
-        raise InputError(f"{said}: {error}; it is called with {', '.join(given)} by name, and needs **_ for those that it "
-                         f"does not read{f'; {kwargs_key} has the rest' if kwargs_key else ''}") from None
+        raise InputError(
+            f"{said}: {error}; it is called with {', '.join(given)} by name, and needs **_ for those that it "
+            f"does not read{f'; {kwargs_key} has the rest' if kwargs_key else ''}"
+        ) from None
     return partial(function, **kwargs) if kwargs else function
 
 
 def parameters(function: Callable) -> set[str]:
     """What a function's signature names; *_ and **_ name nothing."""
-    return {p.name for p in inspect.signature(function).parameters.values()
-            if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    return {
+        p.name
+        for p in inspect.signature(function).parameters.values()
+        if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    }
 
 
 def import_function(said: str, name: str, known: Iterable[str]) -> Callable:
     """`name` is path/to/file.py:function, relative to the working directory; `said` (key=value) begins an error."""
     if ":" not in name and not name.endswith(".py"):
-        raise InputError(f"{said} must be one of {', '.join(known)}, or path/to/file.py:name; the nearest is "
-                         f"{nearest(name, known)}")
+        raise InputError(
+            f"{said} must be one of {', '.join(known)}, or path/to/file.py:name; the nearest is "
+            f"{nearest(name, known)}"
+        )
     file, _, name = name.partition(".py:")
     path = Path(file if file.endswith(".py") else f"{file}.py").expanduser().resolve()
     if not path.is_file():
@@ -64,9 +79,15 @@ def import_function(said: str, name: str, known: Iterable[str]) -> Callable:
     try:
         module = import_file(path)
     except (Exception, SystemExit) as error:
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        lines = [
+            frame.lineno
+            for frame in traceback.extract_tb(error.__traceback__)
+            if frame.filename == str(path)
+        ]
         place = f"{path}:{lines[-1]}" if lines else str(path)
-        raise InputError(f"{said}: {place} cannot be imported: {type(error).__name__}: {error}") from error
+        raise InputError(
+            f"{said}: {place} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
     functions = [k for k, v in vars(module).items() if callable(v) and not k.startswith("_")]
     if not callable(getattr(module, name, None)):
         example = f"; the nearest is {path.name}:{nearest(name, functions)}" if functions else ""

@@ -8,8 +8,13 @@ from config import InputError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # Whom ShareGPT's `from` names. The value of a function_call is the call as JSON.
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool",
-                  "function_response": "tool"} | {role: role for role in ROLES}
+SHAREGPT_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+} | {role: role for role in ROLES}
 # Columns to propose for one that is missing, the likeliest first.
 PROMPTS = ("prompt", "question", "instruction", "problem", "query", "input", "text")
 RESPONSES = ("response", "completion", "output", "answer", "solution", "target", "chosen", "text")
@@ -21,7 +26,9 @@ def read_shape(row: dict, options, with_response: bool) -> tuple[dict, str]:
     SHAPES are tried on rows that lack the default columns, unless options name others: then these are meant.
     with_response: whether a row needs a response (SFT) or only a prompt (RL).
     """
-    default = (options.messages_key, options.prompt_key) == ("messages", "prompt") and row.get("messages") is None
+    default = (options.messages_key, options.prompt_key) == ("messages", "prompt") and row.get(
+        "messages"
+    ) is None
     if default and not (with_response and options.response_key != "response"):
         for name, read in SHAPES.items():
             if read_as := read(row, with_response):
@@ -31,18 +38,30 @@ def read_shape(row: dict, options, with_response: bool) -> tuple[dict, str]:
 
 def alpaca(row: dict, with_response: bool) -> dict | None:
     """instruction, output, and perhaps input, system, history (a list of pairs of a question and its answer)."""
-    if row.get("prompt") is not None or not all(isinstance(row.get(key), str) for key in ("instruction", "output")):
+    if row.get("prompt") is not None or not all(
+        isinstance(row.get(key), str) for key in ("instruction", "output")
+    ):
         return None
     question = "\n\n".join(filter(None, (row["instruction"], row.get("input"))))
     pairs = [*(row.get("history") or []), (question, row["output"])]
-    return {"messages": system_of(row) + [
-        {"role": role, "content": text} for pair in pairs for role, text in zip(("user", "assistant"), pair, strict=True)]}
+    return {
+        "messages": system_of(row)
+        + [
+            {"role": role, "content": text}
+            for pair in pairs
+            for role, text in zip(("user", "assistant"), pair, strict=True)
+        ]
+    }
 
 
 def sharegpt(row: dict, with_response: bool) -> dict | None:
     """conversations, a list of {from, value} or {role, content}, and perhaps system."""
     turns = row.get("conversations")
-    return {"messages": system_of(row) + turns} if isinstance(turns, list) and row.get("prompt") is None else None
+    return (
+        {"messages": system_of(row) + turns}
+        if isinstance(turns, list) and row.get("prompt") is None
+        else None
+    )
 
 
 def prompt_completion(row: dict, with_response: bool) -> dict | None:
@@ -53,7 +72,10 @@ def prompt_completion(row: dict, with_response: bool) -> dict | None:
     if isinstance(completion, str):
         return {"response": completion}
     prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    return {"messages": [m | {"loss_mask": 0} if isinstance(m, dict) else m for m in prompt] + completion}
+    return {
+        "messages": [m | {"loss_mask": 0} if isinstance(m, dict) else m for m in prompt]
+        + completion
+    }
 
 
 def system_of(row: dict) -> list[dict]:
@@ -69,26 +91,38 @@ def from_sharegpt(message: dict, name: str) -> dict:
     """A message {from, value} as {role, content}."""
     role, value = SHAREGPT_ROLES.get(message["from"]), message["value"]
     if role is None:
-        raise InputError(f'"{name}.from" is {message["from"]!r}: must be one of {", ".join(SHAREGPT_ROLES)}')
+        raise InputError(
+            f'"{name}.from" is {message["from"]!r}: must be one of {", ".join(SHAREGPT_ROLES)}'
+        )
     rest = {k: v for k, v in message.items() if k not in ("from", "value")}
     if message["from"] != "function_call":
         return rest | {"role": role, "content": value}
     try:
         calls = json.loads(value)
     except (TypeError, ValueError) as error:
-        raise InputError(f'"{name}.value" is the function_call {value!r}, which is not JSON') from error
+        raise InputError(
+            f'"{name}.value" is the function_call {value!r}, which is not JSON'
+        ) from error
     calls = calls if isinstance(calls, list) else [calls]
-    return rest | {"role": role, "tool_calls": [{"type": "function", "function": call} for call in calls]}
+    return rest | {
+        "role": role,
+        "tool_calls": [{"type": "function", "function": call} for call in calls],
+    }
 
 
 def conversation_of(row: dict, has_template: bool, options) -> list[dict] | None:
     """The checked messages of a row, without None values; None for a prompt and a response of plain text."""
     paired, response = is_paired(row, options), row.get(options.response_key)
     if paired and not isinstance(response, str):
-        raise InputError(f'"{options.response_key}" is missing or not a string{proposal(row, options, True)}')
+        raise InputError(
+            f'"{options.response_key}" is missing or not a string{proposal(row, options, True)}'
+        )
     messages = messages_of(row, has_template, options, with_response=True)
     if paired and messages is not None:
-        messages = [*({"loss_mask": 0} | m for m in messages), {"role": "assistant", "content": response}]
+        messages = [
+            *({"loss_mask": 0} | m for m in messages),
+            {"role": "assistant", "content": response},
+        ]
     return messages
 
 
@@ -97,14 +131,20 @@ def is_paired(row: dict, options) -> bool:
     return row.get(options.messages_key) is None and row.get(options.prompt_key) is not None
 
 
-def messages_of(row: dict, has_template: bool, options, with_response: bool = False) -> list[dict] | None:
+def messages_of(
+    row: dict, has_template: bool, options, with_response: bool = False
+) -> list[dict] | None:
     """The checked messages of a row's messages, else of its prompt, without None values; None for a prompt of plain text
     where there is no chat template."""
     paired = is_paired(row, options)
     key = options.prompt_key if paired else options.messages_key
     messages = row.get(key)
     if messages is None:
-        missing = f'"{key}" is missing' if with_response else f'both "{options.prompt_key}" and "{key}" are missing'
+        missing = (
+            f'"{key}" is missing'
+            if with_response
+            else f'both "{options.prompt_key}" and "{key}" are missing'
+        )
         raise InputError(missing + proposal(row, options, with_response))
     if paired and isinstance(messages, str):
         if not has_template:
@@ -112,8 +152,12 @@ def messages_of(row: dict, has_template: bool, options, with_response: bool = Fa
         messages = [{"role": "user", "content": messages}]
     if not isinstance(messages, list) or not messages:
         raise InputError(f'"{key}" must be a list of messages, not {str(messages)[:40]!r}')
-    messages = [from_sharegpt(m, f"{key}[{i}]") if isinstance(m, dict) and "from" in m and "value" in m else m
-                for i, m in enumerate(messages)]
+    messages = [
+        from_sharegpt(m, f"{key}[{i}]")
+        if isinstance(m, dict) and "from" in m and "value" in m
+        else m
+        for i, m in enumerate(messages)
+    ]
     for i, message in enumerate(messages):
         check_message(message, f"{key}[{i}]")
     return without_none(messages)
@@ -122,10 +166,18 @@ def messages_of(row: dict, has_template: bool, options, with_response: bool = Fa
 def proposal(row: dict, options, with_response: bool) -> str:
     """The columns of a row that lacks those that are read, and the keys that would read them, to end an error with."""
     columns = [column for column, value in row.items() if value is not None]
-    chats = [c for c in columns if isinstance(row[c], list) and row[c] and isinstance(row[c][0], dict)
-             and row[c][0].keys() & {"role", "from"}]
+    chats = [
+        c
+        for c in columns
+        if isinstance(row[c], list)
+        and row[c]
+        and isinstance(row[c][0], dict)
+        and row[c][0].keys() & {"role", "from"}
+    ]
     texts = [c for c in columns if isinstance(row[c], str)]
-    prompt = options.prompt_key if row.get(options.prompt_key) is not None else first_of(PROMPTS, texts)
+    prompt = (
+        options.prompt_key if row.get(options.prompt_key) is not None else first_of(PROMPTS, texts)
+    )
     keys = {"prompt_key": prompt}
     if with_response:
         keys["response_key"] = first_of(RESPONSES, [c for c in texts if c != prompt])
@@ -133,9 +185,21 @@ def proposal(row: dict, options, with_response: bool) -> str:
         keys = {"messages_key": chats[0]}
     found = f"; the row has {', '.join(columns) or 'no columns'}"
     if None in keys.values():
-        return f"{found}: name the column of messages in data.messages_key, or those of two texts in data.prompt_key " \
-               "and data.response_key" if with_response else found
-    return found + ": set " + " ".join(f"data.{key}={column}" for key, column in keys.items() if getattr(options, key) != column)
+        return (
+            f"{found}: name the column of messages in data.messages_key, or those of two texts in data.prompt_key "
+            "and data.response_key"
+            if with_response
+            else found
+        )
+    return (
+        found
+        + ": set "
+        + " ".join(
+            f"data.{key}={column}"
+            for key, column in keys.items()
+            if getattr(options, key) != column
+        )
+    )
 
 
 def first_of(likely: tuple[str, ...], columns: list[str]) -> str | None:
@@ -153,21 +217,29 @@ def check_message(message, name: str) -> None:
     if not isinstance(content, (str, list, type(None))):
         raise InputError(f'"{name}.content" must be a string, not {type(content).__name__}')
     calls = message.get("tool_calls") or []
-    if not isinstance(calls, list) or not all(isinstance(c, dict) and isinstance(c.get("function") or c, dict)
-                                              for c in calls):
+    if not isinstance(calls, list) or not all(
+        isinstance(c, dict) and isinstance(c.get("function") or c, dict) for c in calls
+    ):
         raise InputError(f'"{name}.tool_calls" must be a list of objects with a function')
-    for key, mask in (("loss_mask", message.get("loss_mask")), ("weight", message.get("weight"))):      # weight: OpenAI's name
+    for key, mask in (
+        ("loss_mask", message.get("loss_mask")),
+        ("weight", message.get("weight")),
+    ):  # weight: OpenAI's name
         if mask is not None and mask not in (0, 1):
             raise InputError(f'"{name}.{key}" is {mask!r}: must be 0 or 1')
         if mask and role != "assistant":
-            raise InputError(f'"{name}.{key}" is 1 on role {role}: only assistant messages can be trained')
+            raise InputError(
+                f'"{name}.{key}" is 1 on role {role}: only assistant messages can be trained'
+            )
 
 
 def template_arguments(row: dict, parameters, options) -> tuple[list | None, dict]:
     """(tools, keyword arguments of the template). A column enable_thinking counts as an argument; parameters are the names
     that are no template's."""
     tools, arguments = row.get(options.tools_key), row.get(options.template_kwargs_key)
-    if isinstance(tools, str) and tools.lstrip().startswith("["):       # as data sets keep them whose columns are typed
+    if isinstance(tools, str) and tools.lstrip().startswith(
+        "["
+    ):  # as data sets keep them whose columns are typed
         try:
             tools = json.loads(tools)
         except json.JSONDecodeError as error:
@@ -175,10 +247,18 @@ def template_arguments(row: dict, parameters, options) -> tuple[list | None, dic
     if not isinstance(tools, (list, type(None))):
         raise InputError(f'"{options.tools_key}" must be a list, not {type(tools).__name__}')
     if not isinstance(arguments, (dict, type(None))):
-        raise InputError(f'"{options.template_kwargs_key}" must be an object, not {type(arguments).__name__}')
-    arguments = without_none({"enable_thinking": row.get("enable_thinking")} | without_none(arguments or {}))
-    if not isinstance(arguments.get("enable_thinking", True), bool):      # the string "false" is true in a template
-        raise InputError(f'"enable_thinking" is {arguments["enable_thinking"]!r}: must be true or false')
+        raise InputError(
+            f'"{options.template_kwargs_key}" must be an object, not {type(arguments).__name__}'
+        )
+    arguments = without_none(
+        {"enable_thinking": row.get("enable_thinking")} | without_none(arguments or {})
+    )
+    if not isinstance(
+        arguments.get("enable_thinking", True), bool
+    ):  # the string "false" is true in a template
+        raise InputError(
+            f'"enable_thinking" is {arguments["enable_thinking"]!r}: must be true or false'
+        )
     if taken := arguments.keys() & parameters:
         raise InputError(f'"{options.template_kwargs_key}.{min(taken)}" is not a template argument')
     return without_none(tools) or None, arguments

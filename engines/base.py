@@ -41,37 +41,54 @@ class Engine(ABC):
     """
 
     config: DictConfig
-    hf_config: Any                          # transformers' configuration of the model
+    hf_config: Any  # transformers' configuration of the model
     device: torch.device
     compute_dtype: torch.dtype
     dp_rank: int
     dp_size: int
     dp_group: ProcessGroup
     cp_groups: dict[int, ProcessGroup]
-    head: nn.Module                         # of engines/heads.py
-    reader: Reader | None = None            # of images, for a model of them
-    micro_batches_multiple: int = 1         # a batch is divided into a multiple of this number of micro-batches
-    names: dict[str, str | None]            # name in the files of model.path -> in the model; None: no part of it, see left_alone()
-    _step: int | None = None                # of the last train_batch, and how many of this step came before it
+    head: nn.Module  # of engines/heads.py
+    reader: Reader | None = None  # of images, for a model of them
+    micro_batches_multiple: int = (
+        1  # a batch is divided into a multiple of this number of micro-batches
+    )
+    names: dict[
+        str, str | None
+    ]  # name in the files of model.path -> in the model; None: no part of it, see left_alone()
+    _step: int | None = None  # of the last train_batch, and how many of this step came before it
     _turn: int = 0
-    _unproven: bool = False                 # whether there are adapters, and no gradient has been seen to reach them
-    _flops: tuple[int, int, int]            # see count_flops in engines/model/hf.py
+    _unproven: bool = (
+        False  # whether there are adapters, and no gradient has been seen to reach them
+    )
+    _flops: tuple[int, int, int]  # see count_flops in engines/model/hf.py
 
     def plan(self, lengths: list[int], image_flops: list[float] | None = None) -> Plan:
         """What this rank does of a batch with sequences of these lengths; every pass over it that is given this plan has the same
         micro-batches. image_flops: of each sequence, where there are images."""
         of_length, engine = {n: self.flops([n]) for n in {*lengths}}, self.config.engine
-        costs = [of_length[n] + more for n, more in zip(lengths, image_flops or [0.0] * len(lengths))]
+        costs = [
+            of_length[n] + more for n, more in zip(lengths, image_flops or [0.0] * len(lengths))
+        ]
         if follows_batch(engine):
-            passes = schedule(lengths, costs, self.dp_size, self.config.data.max_tokens_per_micro_batch, self.multiple,
-                              not engine.use_remove_padding, self.micro_batches_multiple)
+            passes = schedule(
+                lengths,
+                costs,
+                self.dp_size,
+                self.config.data.max_tokens_per_micro_batch,
+                self.multiple,
+                not engine.use_remove_padding,
+                self.micro_batches_multiple,
+            )
             return Plan.of(passes, self.dp_rank, lengths, costs)
         shares = partition(costs, self.dp_size)
         first = torch.empty(len(lengths), dtype=torch.int64)
         for dp_rank, share in enumerate(shares):
             first[share] = dp_rank
         share = shares[self.dp_rank]
-        return Plan(share, self._micro_batches([lengths[i] for i in share]), first, torch.ones_like(first))
+        return Plan(
+            share, self._micro_batches([lengths[i] for i in share]), first, torch.ones_like(first)
+        )
 
     def _micro_batches(self, lengths: list[int]) -> MicroBatches:
         """Of a share with sequences of these lengths, in groups of a fixed size; of a rank alone where context parallelism follows
@@ -79,10 +96,18 @@ class Engine(ABC):
         size, engine = fixed_cp(self.config.engine), self.config.engine
         multiple = self.multiple(size)
         lengths = [-(-n // multiple) * multiple for n in lengths]
-        bins = pack(lengths, self.config.data.max_tokens_per_micro_batch, padded=not engine.use_remove_padding)
+        bins = pack(
+            lengths,
+            self.config.data.max_tokens_per_micro_batch,
+            padded=not engine.use_remove_padding,
+        )
         count = torch.tensor(len(bins), device=self.device)
         dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self.dp_group)
-        bins = spread(bins, -(-int(count) // self.micro_batches_multiple) * self.micro_batches_multiple, lengths)
+        bins = spread(
+            bins,
+            -(-int(count) // self.micro_batches_multiple) * self.micro_batches_multiple,
+            lengths,
+        )
         return [(size, members) for members in bins]
 
     @abstractmethod
@@ -95,10 +120,19 @@ class Engine(ABC):
 
     def _counted(self, batch: Batch, micro_batches: MicroBatches) -> Batch:
         """Of this rank's share what counts in sum_over_dp()."""
-        return batch.select([i for size, members in micro_batches if self._speaks(self.cp_groups[size]) for i in members])
+        return batch.select(
+            [
+                i
+                for size, members in micro_batches
+                if self._speaks(self.cp_groups[size])
+                for i in members
+            ]
+        )
 
     @abstractmethod
-    def train_batch(self, batch: Batch, loss_fn: LossFn, step: int, micro_batches: MicroBatches | None = None) -> dict[str, float]:
+    def train_batch(
+        self, batch: Batch, loss_fn: LossFn, step: int, micro_batches: MicroBatches | None = None
+    ) -> dict[str, float]:
         """One optimizer step on this rank's share of a global batch. micro_batches: as plan() has them; None: as many as the token
         cap requires of this share.
 
@@ -109,7 +143,9 @@ class Engine(ABC):
         clipping), lr (of this step, counted from 0), skipped (1.0 if the weights were left alone, for a non-finite gradient).
         """
 
-    def log_probs(self, batch: Batch, micro_batches: MicroBatches | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def log_probs(
+        self, batch: Batch, micro_batches: MicroBatches | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Without gradient: log p(x_t | x_<t) [T] fp32, the entropy there [T] fp32 (nats), and whether x_t was the
         likeliest token [T] bool. Where fields["loss_mask"] is 0, and on the first token of a sequence: 0, 0, False."""
         log_probs, entropy, greedy = self.ask(batch, micro_batches)
@@ -137,7 +173,10 @@ class Engine(ABC):
     @contextmanager
     def padded(self) -> Iterator[None]:
         """Meanwhile as with engine.use_remove_padding=false."""
-        before, self.config = self.config, OmegaConf.merge(self.config, {"engine": {"use_remove_padding": False}})
+        before, self.config = (
+            self.config,
+            OmegaConf.merge(self.config, {"engine": {"use_remove_padding": False}}),
+        )
         try:
             yield
         finally:
@@ -152,9 +191,13 @@ class Engine(ABC):
         if not (self.config.model.lora.rank and self.config.model.lora.dropout):
             yield
             return
-        accelerators = [torch.accelerator.current_device_index()] if torch.accelerator.is_available() else []
+        accelerators = (
+            [torch.accelerator.current_device_index()] if torch.accelerator.is_available() else []
+        )
         with torch.random.fork_rng(accelerators):
-            torch.manual_seed(zlib.crc32(repr((self.config.trainer.seed, step, self._turn, *ranks)).encode()))
+            torch.manual_seed(
+                zlib.crc32(repr((self.config.trainer.seed, step, self._turn, *ranks)).encode())
+            )
             yield
 
     def _watched(self, loss_fn: LossFn) -> LossFn:
@@ -166,7 +209,9 @@ class Engine(ABC):
             self._asked += gradient.abs().sum()
 
         def watched(outputs: Tensor, *others):
-            outputs.requires_grad_().register_hook(note)        # also where recomputation has lost its way back
+            outputs.requires_grad_().register_hook(
+                note
+            )  # also where recomputation has lost its way back
             return loss_fn(outputs, *others)
 
         self._asked = torch.zeros((), device=self.device)
@@ -179,11 +224,15 @@ class Engine(ABC):
             dist.all_reduce(self._asked)
             name = min(unreached, default=None)
             if grad_norm == 0 and self._asked > 0:
-                raise RuntimeError("the gradient of every adapter is exactly 0, but the loss has one: model.lora learns nothing "
-                                   "with this configuration")
+                raise RuntimeError(
+                    "the gradient of every adapter is exactly 0, but the loss has one: model.lora learns nothing "
+                    "with this configuration"
+                )
             if name and self._asked > 0:
-                raise RuntimeError(f"no gradient reaches {name}, since the model does not call that layer: leave it out with "
-                                   "model.lora.exclude_modules")
+                raise RuntimeError(
+                    f"no gradient reaches {name}, since the model does not call that layer: leave it out with "
+                    "model.lora.exclude_modules"
+                )
             self._unproven = grad_norm == 0
 
     @abstractmethod
@@ -228,8 +277,11 @@ class Engine(ABC):
         num_asked tokens; None: all) and, by the sum of squared lengths, of causal attention. Recomputation is not counted."""
         in_layers, in_head, in_attention = self._flops
         num_tokens = sum(lengths)
-        return float(in_layers * num_tokens + in_head * (num_tokens if num_asked is None else num_asked)
-                     + in_attention * sum(n * n for n in lengths))
+        return float(
+            in_layers * num_tokens
+            + in_head * (num_tokens if num_asked is None else num_asked)
+            + in_attention * sum(n * n for n in lengths)
+        )
 
     def image_flops(self, batch: Batch) -> list[float]:
         """FLOPs of forward and backward in what images go through, for each sequence. Attention among an image's patches is not
@@ -237,7 +289,9 @@ class Engine(ABC):
         if self.reader is None:
             return [0.0] * len(batch)
         of_images = self.reader.token_types([batch.input_ids.tolist()])[0] > 0
-        return [float(self._image_flops) * int(part.sum()) for part in of_images.split(batch.lengths)]
+        return [
+            float(self._image_flops) * int(part.sum()) for part in of_images.split(batch.lengths)
+        ]
 
     @abstractmethod
     def export_weights(self, whole: bool = True) -> Iterator[tuple[str, Tensor]]:
@@ -262,7 +316,9 @@ class Engine(ABC):
         """Take over a state that read() returned."""
 
     @abstractmethod
-    def write(self, states: dict[str, dict], directory: Path, group: ProcessGroup | None) -> Future | None:
+    def write(
+        self, states: dict[str, dict], directory: Path, group: ProcessGroup | None
+    ) -> Future | None:
         """Write the states of engines of this kind by name, and this rank's generators under "rng", into a new
         directory. With a group (gloo) in the background: done when the Future of rank 0 is."""
 
@@ -274,6 +330,7 @@ class Engine(ABC):
         """Write config.json and SIDE_FILES; called on rank 0 alone."""
         from engines.model import mtp  # slow: not for those who only want the interface
         from engines.model.hf import auto_class, read_hf_config
+
         path = Path(self.config.model.path)
         hf_config = read_hf_config(path)
         hf_config.dtype = hf_config.get_text_config().dtype = self.compute_dtype
@@ -303,7 +360,9 @@ def longest_sequence(config: DictConfig, world_size: int) -> tuple[int, str]:
     said = f"data.max_tokens_per_micro_batch={cap}"
     if not follows_batch(engine):
         return cap, said
-    ranks = world_size // (engine.get("tensor_model_parallel_size", 1) * engine.get("pipeline_model_parallel_size", 1))
+    ranks = world_size // (
+        engine.get("tensor_model_parallel_size", 1) * engine.get("pipeline_model_parallel_size", 1)
+    )
     size = 1 << max(0, ranks.bit_length() - 1)
     return cap * size, f"{said} for each of {size} ranks"
 
@@ -312,7 +371,10 @@ def check_batch_size(config: DictConfig, num_shares: int) -> None:
     """Raise InputError for steps of fewer sequences than data-parallel ranks, unless these share them."""
     if follows_batch(config.engine):
         return
-    size, what = config.data.train_batch_size, f"data.train_batch_size={config.data.train_batch_size}"
+    size, what = (
+        config.data.train_batch_size,
+        f"data.train_batch_size={config.data.train_batch_size}",
+    )
     if "rollout" in config:
         size, what = size * config.rollout.n, f"{what} x rollout.n={config.rollout.n}"
     if size < num_shares:
@@ -322,5 +384,7 @@ def check_batch_size(config: DictConfig, num_shares: int) -> None:
 def check_cap(config: DictConfig, multiple: int) -> None:
     """Raise InputError if a sequence as long as a rank, or a group, has room for would not fit once it is padded."""
     if config.data.max_tokens_per_micro_batch % multiple:
-        raise InputError(f"data.max_tokens_per_micro_batch={config.data.max_tokens_per_micro_batch} must be a multiple of "
-                         f"{multiple}, which this layout pads every sequence to")
+        raise InputError(
+            f"data.max_tokens_per_micro_batch={config.data.max_tokens_per_micro_batch} must be a multiple of "
+            f"{multiple}, which this layout pads every sequence to"
+        )

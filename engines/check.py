@@ -28,7 +28,10 @@ from engines.model.hf import auto_class, read_hf_config
 from engines.model.weights import weight_files
 from engines.parallel import device
 
-KERNELS = {"float32": 1e-3, "bfloat16": 0.25}       # nats, root mean square: what those of others may make of it
+KERNELS = {
+    "float32": 1e-3,
+    "bfloat16": 0.25,
+}  # nats, root mean square: what those of others may make of it
 
 
 def main(config: DictConfig) -> None:
@@ -36,13 +39,19 @@ def main(config: DictConfig) -> None:
         raise InputError("engines.check is for whole models: leave out model.lora")
     if config.model.images:
         raise InputError("engines.check is for text: leave out model.images")
-    this_device, path, exported = device.init(), Path(config.model.path), Path(config.output_dir) / "check"
+    this_device, path, exported = (
+        device.init(),
+        Path(config.model.path),
+        Path(config.output_dir) / "check",
+    )
     kind, dtype = engine_class(config.model_engine), getattr(torch, config.engine.compute_dtype)
     try:
         engine = kind(config, this_device, total_steps=1)
         found, bound = guard.check(engine)
         way = "packed" if config.engine.use_remove_padding else "padded"
-        tell(f"guard: {way} sequences and one at a time are {found:.1g} nats apart, {bound:.1g} are allowed")
+        tell(
+            f"guard: {way} sequences and one at a time are {found:.1g} nats apart, {bound:.1g} are allowed"
+        )
         batch = guard.sequences(engine)[0]
         said = engine.log_probs(batch)[0].cpu()
         weights = engine.export_weights()
@@ -51,7 +60,7 @@ def main(config: DictConfig) -> None:
             exported.mkdir(parents=True)
             engine.save_config(exported)
             write_safetensors(weights, exported)
-        for _ in weights:                           # the other ranks gather them, too
+        for _ in weights:  # the other ranks gather them, too
             pass
         dist.barrier()
         lost = list(differences(path, exported, read_hf_config(path).tie_word_embeddings))
@@ -59,22 +68,40 @@ def main(config: DictConfig) -> None:
             raise InputError(f"export: {lost[0]}, one of {len(lost)} such tensors")
         tell("export: every tensor of model.path, with its value")
         del engine, weights
-        engine = kind(OmegaConf.merge(config, {"model": {"path": str(exported)}}), this_device, total_steps=1)
-        require("reload: the log-probabilities of what was exported", engine.log_probs(batch)[0].cpu() - said, bound)
+        engine = kind(
+            OmegaConf.merge(config, {"model": {"path": str(exported)}}), this_device, total_steps=1
+        )
+        require(
+            "reload: the log-probabilities of what was exported",
+            engine.log_probs(batch)[0].cpu() - said,
+            bound,
+        )
         del engine
         if dist.get_world_size() == 1:
             by_others = transformers_log_probs(path, batch, dtype, this_device) - said
-            require("transformers: its log-probabilities", by_others, KERNELS[config.engine.compute_dtype])
+            require(
+                "transformers: its log-probabilities",
+                by_others,
+                KERNELS[config.engine.compute_dtype],
+            )
             if importlib.util.find_spec("vllm") is not None:
                 try:
                     by_others = vllm_log_probs(exported, batch, dtype) - said
-                except Exception as error:          # vLLM may raise anything where it is not made for a model
-                    said = f"vLLM cannot run what was exported: {' '.join(str(error).split())[:300]}"
+                except (
+                    Exception
+                ) as error:  # vLLM may raise anything where it is not made for a model
+                    said = (
+                        f"vLLM cannot run what was exported: {' '.join(str(error).split())[:300]}"
+                    )
                     if in_vllm(exported):
                         raise InputError(said) from error
                     tell(said)
                 else:
-                    require("vLLM: its log-probabilities of what was exported", by_others, KERNELS[config.engine.compute_dtype])
+                    require(
+                        "vLLM: its log-probabilities of what was exported",
+                        by_others,
+                        KERNELS[config.engine.compute_dtype],
+                    )
         dist.barrier()
     finally:
         if dist.get_rank() == 0:
@@ -106,7 +133,11 @@ def differences(path: Path, exported: Path, tied: bool) -> Iterator[str]:
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():
                 if name not in files:
-                    if not (tied and name.endswith("lm_head.weight") or name.endswith("rotary_emb.inv_freq")):
+                    if not (
+                        tied
+                        and name.endswith("lm_head.weight")
+                        or name.endswith("rotary_emb.inv_freq")
+                    ):
                         yield f"{name} is lost"
                     continue
                 with safe_open(files.pop(name), framework="pt") as others:
@@ -117,39 +148,69 @@ def differences(path: Path, exported: Path, tied: bool) -> Iterator[str]:
 
 
 @torch.no_grad()
-def transformers_log_probs(path: Path, batch: Batch, dtype: torch.dtype, this_device: torch.device) -> Tensor:
+def transformers_log_probs(
+    path: Path, batch: Batch, dtype: torch.dtype, this_device: torch.device
+) -> Tensor:
     """[T], one sequence at a time; 0 for first tokens."""
-    model = auto_class(read_hf_config(path)).from_pretrained(path, dtype=dtype, attn_implementation="eager")
+    model = auto_class(read_hf_config(path)).from_pretrained(
+        path, dtype=dtype, attn_implementation="eager"
+    )
     model = model.to(this_device).eval()
     answers = torch.zeros(len(batch.input_ids))
     for start, length in zip(batch.cu_seqlens.tolist(), batch.lengths):
-        ids = batch.input_ids[start:start + length].to(this_device)
+        ids = batch.input_ids[start : start + length].to(this_device)
         log_probs = model(ids[None], use_cache=False).logits[0, :-1].float().log_softmax(-1)
-        answers[start + 1:start + length] = log_probs.gather(-1, ids[1:, None])[:, 0].cpu()
+        answers[start + 1 : start + length] = log_probs.gather(-1, ids[1:, None])[:, 0].cpu()
     return answers
 
 
 def in_vllm(path: Path) -> bool:
     """Whether vLLM has a class for a model."""
     from vllm import ModelRegistry
-    return not {*ModelRegistry.get_supported_archs()}.isdisjoint(read_hf_config(path).architectures or ())
+
+    return not {*ModelRegistry.get_supported_archs()}.isdisjoint(
+        read_hf_config(path).architectures or ()
+    )
 
 
 def vllm_log_probs(path: Path, batch: Batch, dtype: torch.dtype) -> Tensor:
     """The same of vLLM."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):     # vLLM would join these ranks
+    for name in (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    ):  # vLLM would join these ranks
         os.environ.pop(name, None)
     from vllm import LLM, SamplingParams
-    llm = LLM(str(path), dtype=dtype, max_model_len=max(batch.lengths) + 1, max_num_seqs=4, skip_tokenizer_init=True,
-              enforce_eager=True, kv_cache_memory_bytes=2**28, language_model_only=True)
+
+    llm = LLM(
+        str(path),
+        dtype=dtype,
+        max_model_len=max(batch.lengths) + 1,
+        max_num_seqs=4,
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        kv_cache_memory_bytes=2**28,
+        language_model_only=True,
+    )
     sequences = [x.tolist() for x in batch.input_ids.split(batch.lengths)]
-    outputs = llm.generate([{"prompt_token_ids": ids} for ids in sequences], use_tqdm=False,
-                           sampling_params=SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False))
-    return torch.tensor([0.0 if said is None else said[token].logprob for output, ids in zip(outputs, sequences)
-                         for said, token in zip(output.prompt_logprobs, ids)])
+    outputs = llm.generate(
+        [{"prompt_token_ids": ids} for ids in sequences],
+        use_tqdm=False,
+        sampling_params=SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False),
+    )
+    return torch.tensor(
+        [
+            0.0 if said is None else said[token].logprob
+            for output, ids in zip(outputs, sequences)
+            for said, token in zip(output.prompt_logprobs, ids)
+        ]
+    )
 
 
 if __name__ == "__main__":
-    sys.argv.insert(1, "data.train_files=none")         # without a key of its own for what needs no data
+    sys.argv.insert(1, "data.train_files=none")  # without a key of its own for what needs no data
     run(main, "sft.yaml", __doc__)

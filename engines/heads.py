@@ -13,32 +13,61 @@ from engines.logprobs import linear_log_probs
 class LogProbHead(nn.Module):
     num_outputs, num_differentiable = 3, 2
 
-    def __init__(self, temperature: float, chunk_size: int, compiled: bool, vocab_size: int,
-                 group: dist.ProcessGroup | None = None, scale: float = 1.0, softcap: float | None = None):
+    def __init__(
+        self,
+        temperature: float,
+        chunk_size: int,
+        compiled: bool,
+        vocab_size: int,
+        group: dist.ProcessGroup | None = None,
+        scale: float = 1.0,
+        softcap: float | None = None,
+    ):
         """temperature divides the logits, chunk_size [tokens] bounds those in memory; group: tensor-parallel ranks, each of
         which has an equal share of the vocabulary, None for one rank; scale, softcap: the model's, see linear_log_probs."""
         super().__init__()
-        self.temperature, self.chunk_size, self.compiled, self.vocab_size = temperature, chunk_size, compiled, vocab_size
+        self.temperature, self.chunk_size, self.compiled, self.vocab_size = (
+            temperature,
+            chunk_size,
+            compiled,
+            vocab_size,
+        )
         self.scale, self.softcap = scale, softcap
         self.group = group if group is not None and group.size() > 1 else None
 
-    def forward(self, hidden: Tensor, weight: Tensor, targets: Tensor,
-                kept_words: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, kept_words: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """hidden [k, h], weight [this rank's words, h], next tokens `targets` [k] int64, the words that each was
         drawn from `kept_words` [k, K] int64 (K = 0: all) -> log_probs [k] fp32, entropy [k] fp32 (nats), whether the target is the
         likeliest word [k] bool; see linear_log_probs about the gradient of hidden."""
         first_word = 0
         if self.group is not None:
             first_word = self.group.rank() * len(weight)
-            weight = weight[:max(0, self.vocab_size - first_word)]      # the vocabulary's padding is no word
-        return linear_log_probs(hidden, weight, targets, self.temperature, self.chunk_size, self.compiled, self.group,
-                                first_word, kept_words, self.scale, self.softcap)
+            weight = weight[
+                : max(0, self.vocab_size - first_word)
+            ]  # the vocabulary's padding is no word
+        return linear_log_probs(
+            hidden,
+            weight,
+            targets,
+            self.temperature,
+            self.chunk_size,
+            self.compiled,
+            self.group,
+            first_word,
+            kept_words,
+            self.scale,
+            self.softcap,
+        )
 
 
 class ValueHead(nn.Module):
     num_outputs, num_differentiable = 1, 1
 
-    def forward(self, hidden: Tensor, weight: Tensor, targets: Tensor, kept_words: Tensor) -> tuple[Tensor]:
+    def forward(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, kept_words: Tensor
+    ) -> tuple[Tensor]:
         """hidden [k, h], weight [1, h] -> ([k] fp32,): the value of the state before each target. The same on all
         tensor-parallel ranks, and so is the gradient of hidden."""
         return (nn.functional.linear(hidden, weight)[:, 0].float(),)

@@ -28,21 +28,43 @@ from engines.model.lora import inject
 from engines.optimizer import OPTIMIZERS
 
 GIB = 2**30
-EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"       # of all models with Megatron
+EMBEDDING, NORM, HEAD = (
+    "model.embed_tokens.weight",
+    "model.norm.weight",
+    "lm_head.weight",
+)  # of all models with Megatron
 CPU_KV_CACHE_GIB = 1.0
-MAX_NUM_SEQS, LOGIT_COPIES = 1024, 3        # LOGIT_COPIES: what sampling holds at once of a response's logits, in fp32
+MAX_NUM_SEQS, LOGIT_COPIES = (
+    1024,
+    3,
+)  # LOGIT_COPIES: what sampling holds at once of a response's logits, in fp32
 
 
-def estimates(config: DictConfig, world_size: int, device_type: str, role: str = "actor") -> list[dict[str, float]]:
+def estimates(
+    config: DictConfig, world_size: int, device_type: str, role: str = "actor"
+) -> list[dict[str, float]]:
     """GiB of an engine of the run, by purpose, for each pipeline stage; FSDP has one. role: actor, critic or reference."""
-    stages = estimate_megatron(config, world_size, device_type, role) if config.model_engine == "megatron" else \
-        [estimate(config, world_size, device_type, role)]
+    stages = (
+        estimate_megatron(config, world_size, device_type, role)
+        if config.model_engine == "megatron"
+        else [estimate(config, world_size, device_type, role)]
+    )
     offload = config.get("offload", {}) if device_type != "cpu" else {}
-    waiting = [part for part in ("parameters", "optimizer") if offload.get("reference" if role == "reference" else part)]
+    waiting = [
+        part
+        for part in ("parameters", "optimizer")
+        if offload.get("reference" if role == "reference" else part)
+    ]
     for i, sizes in enumerate(stages):
         if role == "reference":
-            sizes = {name: size for name, size in sizes.items() if "gradient" not in name and "optimizer" not in name}
-        here = {name.split(",")[0]: size for name, size in sizes.items() if not name.endswith("host")}
+            sizes = {
+                name: size
+                for name, size in sizes.items()
+                if "gradient" not in name and "optimizer" not in name
+            }
+        here = {
+            name.split(",")[0]: size for name, size in sizes.items() if not name.endswith("host")
+        }
         sizes |= {"device total": sum(here.values())}
         if waiting:
             sizes |= {"waits in pinned host memory": sum(here.get(part, 0) for part in waiting)}
@@ -54,8 +76,15 @@ def checkpoint_bytes(config: DictConfig, role: str = "actor") -> int:
     """What a checkpoint holds of one engine: its weights and Adam's state, without what formats add."""
     engine, critic = config.engine, role == "critic"
     if config.model_engine == "megatron":
-        hf, lora = build_on_meta(read_hf_config(config.model.path), torch.float32, critic,
-                                 with_mtp=mtp.is_trained(config)), config.model.lora
+        hf, lora = (
+            build_on_meta(
+                read_hf_config(config.model.path),
+                torch.float32,
+                critic,
+                with_mtp=mtp.is_trained(config),
+            ),
+            config.model.lora,
+        )
         if lora.rank:
             inject(hf, lora, critic)
         freeze.apply(config, hf, critic)
@@ -65,10 +94,14 @@ def checkpoint_bytes(config: DictConfig, role: str = "actor") -> int:
         return sum(p.numel() * (trained if p.requires_grad else frozen) for p in hf.parameters())
     hf, adapted = build(config, critic)
     trained = [p for p in hf.parameters() if p.requires_grad]
-    return sum(x.nbytes for x in (trained if adapted else hf.state_dict().values())) + 2 * sum(p.nbytes for p in trained)
+    return sum(x.nbytes for x in (trained if adapted else hf.state_dict().values())) + 2 * sum(
+        p.nbytes for p in trained
+    )
 
 
-def estimate(config: DictConfig, world_size: int, device_type: str, role: str = "actor") -> dict[str, float]:
+def estimate(
+    config: DictConfig, world_size: int, device_type: str, role: str = "actor"
+) -> dict[str, float]:
     """Bytes of one rank of the FSDP engine, by purpose, when the last of several full micro-batches begins its backward pass;
     for a reference, which has none, in its forward pass.
 
@@ -81,11 +114,13 @@ def estimate(config: DictConfig, world_size: int, device_type: str, role: str = 
     engine, shape = config.engine, read_hf_config(config.model.path).get_text_config()
     hf, _ = build(config, role == "critic")
     num_outputs = 0 if role == "critic" else shape.vocab_size
-    layers = whole_modules(hf, hf)                                  # none where transformers does not say what they are
+    layers = whole_modules(hf, hf)  # none where transformers does not say what they are
     num_layers = len(whole_modules(hf, hf.get_decoder())) or shape.num_hidden_layers
     whole, replicated = list(hf.parameters()), is_replicated(config, world_size)
     trained = [p for p in whole if p.requires_grad]
-    in_matrices = sum(p.numel() for layer in layers for p in layer.parameters() if p.ndim == 2 and p.requires_grad)
+    in_matrices = sum(
+        p.numel() for layer in layers for p in layer.parameters() if p.ndim == 2 and p.requires_grad
+    )
     ranks = engine.fsdp_size if engine.fsdp_size > 0 else world_size
     compute, reduce = (getattr(torch, engine[f"{k}_dtype"]).itemsize for k in ("compute", "reduce"))
     gradients = sum(p.nbytes for p in trained) / ranks
@@ -96,7 +131,9 @@ def estimate(config: DictConfig, world_size: int, device_type: str, role: str = 
         # The root's matrices and two layers (one computes while the next is gathered), or every layer under ZeRO-2;
         # gradients of the root and of one layer before they are reduced, and the copy that is reduced.
         root, in_layer = root_and_layer(trained if replicated else whole, layers)
-        gathered = (root + (2 if engine.reshard_after_forward else len(layers)) * in_layer) * compute
+        gathered = (
+            root + (2 if engine.reshard_after_forward else len(layers)) * in_layer
+        ) * compute
         unreduced = sum(root_and_layer(trained, layers)) * (compute + reduce)
 
     tokens = config.data.max_tokens_per_micro_batch / fixed_cp(engine)
@@ -105,34 +142,67 @@ def estimate(config: DictConfig, world_size: int, device_type: str, role: str = 
         at_once = num_chosen(shape)
         intermediate = at_once * (getattr(shape, "moe_intermediate_size", None) or intermediate)
     q, kv = attention_widths(shape)
-    num_keys = keys_per_token(config, shape, world_size, lambda size: is_zigzag(engine, shape, size))
-    in_one_layer = (4 * hidden + 3 * q + (1 + 2 * num_keys) * kv + 3 * intermediate + 2 * at_once * hidden) * compute
+    num_keys = keys_per_token(
+        config, shape, world_size, lambda size: is_zigzag(engine, shape, size)
+    )
+    in_one_layer = (
+        4 * hidden + 3 * q + (1 + 2 * num_keys) * kv + 3 * intermediate + 2 * at_once * hidden
+    ) * compute
     compiled = uses_compile(engine, device_type)
     if not compiled:
         in_one_layer += 2 * hidden * (4 + 4) + intermediate * compute
-    kept = hidden * compute * num_layers + in_one_layer if engine.activation_checkpointing else in_one_layer * num_layers
-    in_tower = images.count_kept(hf, Reader(config.model.path, dropped=config.data.drop_processor_keys), compute,
-                                 engine.activation_checkpointing) if config.model.images else 0
+    kept = (
+        hidden * compute * num_layers + in_one_layer
+        if engine.activation_checkpointing
+        else in_one_layer * num_layers
+    )
+    in_tower = (
+        images.count_kept(
+            hf,
+            Reader(config.model.path, dropped=config.data.drop_processor_keys),
+            compute,
+            engine.activation_checkpointing,
+        )
+        if config.model.images
+        else 0
+    )
     if role == "reference":
         kept, in_tower = in_one_layer, 0
-    logits = min(tokens, engine.log_prob_chunk_size) * num_outputs * (2 * compute + (0 if compiled else 8))
+    logits = (
+        min(tokens, engine.log_prob_chunk_size)
+        * num_outputs
+        * (2 * compute + (0 if compiled else 8))
+    )
     where = ", host" if engine.cpu_offload else ""
     # Adam keeps two moments, Muon one; what a user's optimizer keeps cannot be known.
-    moments = 2 - in_matrices / sum(p.numel() for p in trained) if config.optim.name == "muon" else 2
+    moments = (
+        2 - in_matrices / sum(p.numel() for p in trained) if config.optim.name == "muon" else 2
+    )
     optimizer = "optimizer" if config.optim.name in OPTIMIZERS else "optimizer, if like Adam"
-    return {f"parameters{where}": frozen + gradients, f"gradients{where}": gradients,
-            f"{optimizer}{where}": moments * gradients, "gathered weights": gathered, "unreduced gradients": unreduced,
-            "activations": tokens * kept, **({"activations of images": tokens * in_tower} if config.model.images else {}),
-            "logits of a chunk": logits,
-            "gradient of the output matrix": num_outputs * hidden * 4 * hf.get_output_embeddings().weight.requires_grad}
+    return {
+        f"parameters{where}": frozen + gradients,
+        f"gradients{where}": gradients,
+        f"{optimizer}{where}": moments * gradients,
+        "gathered weights": gathered,
+        "unreduced gradients": unreduced,
+        "activations": tokens * kept,
+        **({"activations of images": tokens * in_tower} if config.model.images else {}),
+        "logits of a chunk": logits,
+        "gradient of the output matrix": num_outputs
+        * hidden
+        * 4
+        * hf.get_output_embeddings().weight.requires_grad,
+    }
 
 
-def keys_per_token(config: DictConfig, shape, num_ranks: int, gathers: Callable[[int], bool]) -> float:
+def keys_per_token(
+    config: DictConfig, shape, num_ranks: int, gathers: Callable[[int], bool]
+) -> float:
     """How many tokens' keys and values a rank keeps for each token of its own. In a group that gathers them: those of all its
     ranks, and half a token's more, since both of a rank's chunks keep the first ones. In another: more than one where heads are
     repeated."""
     size = fixed_cp(config.engine)
-    if follows_batch(config.engine):            # as many as the longest sequence needs
+    if follows_batch(config.engine):  # as many as the longest sequence needs
         needed = math.ceil(longest_sequence(config)[0] / config.data.max_tokens_per_micro_batch)
         size = 1 << min((needed - 1).bit_length(), num_ranks.bit_length() - 1)
     if size > 1 and gathers(size):
@@ -147,7 +217,9 @@ def root_and_layer(parameters: list[nn.Parameter], layers: list[nn.Module]) -> t
     return sum(p.numel() for p in parameters) - sum(in_layers), max(in_layers, default=0)
 
 
-def estimate_megatron(config: DictConfig, world_size: int, device_type: str, role: str = "actor") -> list[dict[str, float]]:
+def estimate_megatron(
+    config: DictConfig, world_size: int, device_type: str, role: str = "actor"
+) -> list[dict[str, float]]:
     """Bytes of one rank of the Megatron engine, by purpose, for every pipeline stage at its fullest moment.
 
     Parameters, gradients and optimizer are exact, but for the padding of buffers and for pieces of unequal size (these are
@@ -155,23 +227,42 @@ def estimate_megatron(config: DictConfig, world_size: int, device_type: str, rol
     pass on that stage; every expert gets as many tokens as the others.
     """
     engine, shape = config.engine, read_hf_config(config.model.path)
-    tp, pp, vpp = (engine[f"{name}_parallel_size"] for name in ("tensor_model", "pipeline_model", "virtual_pipeline_model"))
-    critic, with_mtp, ep = role == "critic", mtp.is_trained(config), engine.expert_model_parallel_size
-    hf, num_layers = build_on_meta(shape, torch.float32, critic, with_mtp=with_mtp), shape.num_hidden_layers
+    tp, pp, vpp = (
+        engine[f"{name}_parallel_size"]
+        for name in ("tensor_model", "pipeline_model", "virtual_pipeline_model")
+    )
+    critic, with_mtp, ep = (
+        role == "critic",
+        mtp.is_trained(config),
+        engine.expert_model_parallel_size,
+    )
+    hf, num_layers = (
+        build_on_meta(shape, torch.float32, critic, with_mtp=with_mtp),
+        shape.num_hidden_layers,
+    )
     rank, compute = config.model.lora.rank, getattr(torch, engine.compute_dtype).itemsize
-    trained = getattr(torch, config.model.lora.dtype).itemsize if rank else compute        # bytes of each weight that is trained
+    trained = (
+        getattr(torch, config.model.lora.dtype).itemsize if rank else compute
+    )  # bytes of each weight that is trained
     gradient = 4 if engine.override_ddp_config.get("grad_reduce_in_fp32", True) else trained
-    state = 8 if trained == 4 else 12                       # Adam's moments, and fp32 masters of weights that are not
+    state = 8 if trained == 4 else 12  # Adam's moments, and fp32 masters of weights that are not
     if rank:
         inject(hf, config.model.lora, critic)
     freeze.apply(config, hf, critic)
-    sizes = defaultdict(int)                                # of one rank's part: (number of a layer or name, kind) -> numbers
+    sizes = defaultdict(int)  # of one rank's part: (number of a layer or name, kind) -> numbers
     for name, p in hf.named_parameters():
-        is_row, layer = ".o_proj." in name or ".down_proj." in name, re.search(r"\.layers\.(\d+)\.", name)
+        is_row, layer = (
+            ".o_proj." in name or ".down_proj." in name,
+            re.search(r"\.layers\.(\d+)\.", name),
+        )
         kind = "frozen" if not p.requires_grad else "experts" if ".experts." in name else "learned"
         # Norms, biases of row-parallel layers, routers.
-        whole = p.ndim == 1 and (is_row or not name.endswith(".bias")) or name.endswith((".mlp.gate.weight", ".input_proj.weight"))
-        if ".lora_" in name:                                # of a row-parallel layer A is divided, of the others B
+        whole = (
+            p.ndim == 1
+            and (is_row or not name.endswith(".bias"))
+            or name.endswith((".mlp.gate.weight", ".input_proj.weight"))
+        )
+        if ".lora_" in name:  # of a row-parallel layer A is divided, of the others B
             number = p.numel() // (tp if is_row is (".lora_A." in name) else 1)
         elif name in (EMBEDDING, HEAD):
             number = -(-len(p) // tp) * shape.hidden_size
@@ -188,29 +279,53 @@ def estimate_megatron(config: DictConfig, world_size: int, device_type: str, rol
     in_expert = getattr(shape, "moe_intermediate_size", intermediate)
     in_mlp = topk * (2 * hidden + 4 * in_expert) / sp if topk else 3 * intermediate / tp
     num_keys = keys_per_token(config, shape, world_size // (tp * pp), lambda size: True)
-    in_layer = tokens * compute * (4 * hidden / sp + (3 * q + (1 + 2 * num_keys) * kv) / tp + in_mlp)
+    in_layer = (
+        tokens * compute * (4 * hidden / sp + (3 * q + (1 + 2 * num_keys) * kv) / tp + in_mlp)
+    )
     stages, chunks = [], torch.arange(num_layers).split(stages_of_layers(num_layers, pp * vpp))
     for stage in range(pp):
         last, held = stage == pp - 1, {*torch.cat(chunks[stage::pp]).tolist()}
         here = len(held)
         held |= ({EMBEDDING} if stage == 0 else set()) | ({NORM, output} if last else set())
-        if last and with_mtp:                               # with a copy of the embedding
+        if last and with_mtp:  # with a copy of the embedding
             held |= {"mtp", EMBEDDING}
-        frozen, learned, experts = (sum(sizes[each, kind] for each in held) for kind in ("frozen", "learned", "experts"))
+        frozen, learned, experts = (
+            sum(sizes[each, kind] for each in held) for kind in ("frozen", "learned", "experts")
+        )
         waiting = pp - stage if vpp == 1 else 2 * (pp - stage - 1) + (vpp - 1) * pp + 1
         layers = waiting * here // vpp
-        kept = layers * tokens * compute * hidden / sp + in_layer if engine.recompute == "full" else layers * in_layer
+        kept = (
+            layers * tokens * compute * hidden / sp + in_layer
+            if engine.recompute == "full"
+            else layers * in_layer
+        )
         kept += last * with_mtp * mtp.num_layers(shape) * in_layer
         if role == "reference":
             kept = in_layer
-        shares = (world_size // (pp * tp), world_size // (pp * ep)) if engine.use_distributed_optimizer else (1, 1)
-        logits = min(tokens, engine.log_prob_chunk_size) * num_outputs * (2 * compute + (0 if device_type == "cuda" else 8))
-        stages.append({
-            "parameters": frozen * compute + (learned + experts) * trained,
-            "gradients": (learned + experts) * gradient,
-            "optimizer": state * (learned / shares[0] + experts / shares[1]),
-            "activations": kept + last * tokens * hidden * compute, "logits of a chunk": last * logits,
-            "gradient of the output matrix": last * num_outputs * hidden * 4 * (not sizes[output, "frozen"])})
+        shares = (
+            (world_size // (pp * tp), world_size // (pp * ep))
+            if engine.use_distributed_optimizer
+            else (1, 1)
+        )
+        logits = (
+            min(tokens, engine.log_prob_chunk_size)
+            * num_outputs
+            * (2 * compute + (0 if device_type == "cuda" else 8))
+        )
+        stages.append(
+            {
+                "parameters": frozen * compute + (learned + experts) * trained,
+                "gradients": (learned + experts) * gradient,
+                "optimizer": state * (learned / shares[0] + experts / shares[1]),
+                "activations": kept + last * tokens * hidden * compute,
+                "logits of a chunk": last * logits,
+                "gradient of the output matrix": last
+                * num_outputs
+                * hidden
+                * 4
+                * (not sizes[output, "frozen"]),
+            }
+        )
     return stages
 
 
@@ -233,7 +348,16 @@ def max_num_seqs(config: DictConfig, world_size: int, device_bytes: int) -> int:
     if rollout.kv_cache_gib or not device_bytes:
         room = (rollout.kv_cache_gib or CPU_KV_CACHE_GIB) * GIB
     else:
-        weights = sum(p.numel() for p in build_on_meta(model, torch.float32, images=config.model.images).parameters()) * size / tp
+        weights = (
+            sum(
+                p.numel()
+                for p in build_on_meta(
+                    model, torch.float32, images=config.model.images
+                ).parameters()
+            )
+            * size
+            / tp
+        )
         room = rollout.gpu_memory_utilization * device_bytes - weights
         each += LOGIT_COPIES * (1 + mtp.num_drafted(config)) * shape.vocab_size * 4
     drawn = -(-config.data.train_batch_size * tp // world_size) * rollout.n

@@ -74,8 +74,17 @@ class MicroBatch:
         return answers.new_zeros(self.num_tokens).index_copy(0, self.token, answers)
 
 
-def lay_out(batch: Batch, packed: bool, packing_of: Callable[[list[int]], Any] | None, group: ProcessGroup, device: torch.device,
-            multiple: int = 1, zigzag: bool = False, num_ahead: int = 0, filler: int = 0) -> MicroBatch:
+def lay_out(
+    batch: Batch,
+    packed: bool,
+    packing_of: Callable[[list[int]], Any] | None,
+    group: ProcessGroup,
+    device: torch.device,
+    multiple: int = 1,
+    zigzag: bool = False,
+    num_ahead: int = 0,
+    filler: int = 0,
+) -> MicroBatch:
     """A batch in host memory, divided over the context-parallel group. T may be 0: a sequence of padding takes part in
     the collectives that other ranks wait for. filler: the length of such a sequence, if there has to be one; for a group of one.
 
@@ -104,22 +113,42 @@ def lay_out(batch: Batch, packed: bool, packing_of: Callable[[list[int]], Any] |
 
     row = torch.repeat_interleave(torch.arange(len(batch)), batch.cu_seqlens.diff())
     position = batch.position_ids
-    asked = batch.fields["loss_mask"] != 0 if "loss_mask" in batch.fields else torch.ones(num_tokens, dtype=torch.bool)
+    asked = (
+        batch.fields["loss_mask"] != 0
+        if "loss_mask" in batch.fields
+        else torch.ones(num_tokens, dtype=torch.bool)
+    )
 
     def behind(k: int) -> tuple[Tensor, ...]:
         """[b, s]: the token k places behind each place, -1 where there is none; and of tokens that are asked about, and have more
         than k before them: which of the T, and the rank and place there k + 1 places before."""
         there = position >= k + (k > 0)
         owner, place = locate(row[there], position[there] - k)
-        mine, token = owner == rank, (asked & (position > k)).nonzero()[:, 0]         # nothing predicts a first token
+        mine, token = (
+            owner == rank,
+            (asked & (position > k)).nonzero()[:, 0],
+        )  # nothing predicts a first token
         ids = torch.full((size,), -1).index_copy(0, place[mine], batch.input_ids[there][mine])
-        return ids[None] if packed else ids.view(-1, len(padded)).T, token, *locate(row[token], position[token] - 1 - k)
+        return (
+            ids[None] if packed else ids.view(-1, len(padded)).T,
+            token,
+            *locate(row[token], position[token] - 1 - k),
+        )
 
     ids, token, owner, place = behind(0)
     mine, ahead = owner == rank, []
-    on_device = {name: to_device(x, device) for name, x in dict(
-        input_ids=ids.clamp(min=0), padding=ids < 0, place=place[mine], targets=batch.input_ids[token[mine]],
-        kept_words=batch.kept_words[token[mine]], token=token, source=owner * size + place).items()}
+    on_device = {
+        name: to_device(x, device)
+        for name, x in dict(
+            input_ids=ids.clamp(min=0),
+            padding=ids < 0,
+            place=place[mine],
+            targets=batch.input_ids[token[mine]],
+            kept_words=batch.kept_words[token[mine]],
+            token=token,
+            source=owner * size + place,
+        ).items()
+    }
     for k in range(1, num_ahead + 1):
         ids, token, owner, place = behind(k)
         of_mine = ids, place[owner == rank], batch.input_ids[token[owner == rank]]
@@ -130,6 +159,13 @@ def lay_out(batch: Batch, packed: bool, packing_of: Callable[[list[int]], Any] |
         positions = Zigzag([0, *accumulate(in_row)], group, device).positions
     else:
         positions = torch.cat([torch.arange(n) for n in in_row]).chunk(cp)[rank]
-    return MicroBatch(lengths=lengths, packing=packing_of(in_row) if packing_of else None, num_tokens=num_tokens, ahead=ahead,
-                      positions=to_device(positions, device), group=group,
-                      fields={name: to_device(values, device) for name, values in batch.fields.items()}, **on_device)
+    return MicroBatch(
+        lengths=lengths,
+        packing=packing_of(in_row) if packing_of else None,
+        num_tokens=num_tokens,
+        ahead=ahead,
+        positions=to_device(positions, device),
+        group=group,
+        fields={name: to_device(values, device) for name, values in batch.fields.items()},
+        **on_device,
+    )

@@ -40,18 +40,28 @@ def check(optim: DictConfig) -> None:
     """Raise InputError for a schedule that cannot be found or called, and for keys that it does not read."""
     function, kind = named(optim), optim.lr_scheduler_type
     if "decay_steps" not in plugins.parameters(function) and optim.lr_decay_steps_ratio != 0.1:
-        raise InputError(f"optim.lr_decay_steps_ratio={optim.lr_decay_steps_ratio} has no effect without "
-                         "optim.lr_scheduler_type=wsd: leave it out")
+        raise InputError(
+            f"optim.lr_decay_steps_ratio={optim.lr_decay_steps_ratio} has no effect without "
+            "optim.lr_scheduler_type=wsd: leave it out"
+        )
     if kind == "constant" and optim.min_lr_ratio != 0:
-        raise InputError(f"optim.min_lr_ratio={optim.min_lr_ratio} has no effect with a constant schedule: set it to 0")
+        raise InputError(
+            f"optim.min_lr_ratio={optim.min_lr_ratio} has no effect with a constant schedule: set it to 0"
+        )
     factor = function(step=0, total_steps=100, decay_steps=10)
     if not isinstance(factor, (int, float)):
         raise InputError(f"optim.lr_scheduler_type={kind} must return a number, not {factor!r}")
 
 
 def named(optim: DictConfig) -> Callable[..., float]:
-    return plugins.find("optim.lr_scheduler_type", optim.lr_scheduler_type, SCHEDULES, ("step", "total_steps", "decay_steps"),
-                        "optim.lr_scheduler_kwargs", optim.lr_scheduler_kwargs)
+    return plugins.find(
+        "optim.lr_scheduler_type",
+        optim.lr_scheduler_type,
+        SCHEDULES,
+        ("step", "total_steps", "decay_steps"),
+        "optim.lr_scheduler_kwargs",
+        optim.lr_scheduler_kwargs,
+    )
 
 
 def learning_rate(optim: DictConfig, step: int, total_steps: int) -> float:
@@ -63,6 +73,9 @@ def learning_rate(optim: DictConfig, step: int, total_steps: int) -> float:
     warmup = round(optim.lr_warmup_steps_ratio * total_steps)
     if step < warmup:
         return optim.lr * (step + 1) / warmup
-    factor = named(optim)(step=step - warmup, total_steps=total_steps - warmup,
-                          decay_steps=round(optim.lr_decay_steps_ratio * total_steps))
+    factor = named(optim)(
+        step=step - warmup,
+        total_steps=total_steps - warmup,
+        decay_steps=round(optim.lr_decay_steps_ratio * total_steps),
+    )
     return optim.lr * (optim.min_lr_ratio + (1 - optim.min_lr_ratio) * factor)

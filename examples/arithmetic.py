@@ -18,11 +18,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))        # where engines/model/mtp.py is
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where engines/model/mtp.py is
 
 SEED = 0
 NUM_TRAIN, NUM_VAL = 12_000, 500
-UNASKED = 0.2               # share of the replies to questions for the number alone that show the columns all the same
+UNASKED = (
+    0.2  # share of the replies to questions for the number alone that show the columns all the same
+)
 
 # ChatML, as Qwen models have it: <|im_start|>role NEWLINE content <|im_end|> NEWLINE.
 CHAT_TEMPLATE = (
@@ -32,6 +34,7 @@ CHAT_TEMPLATE = (
 
 
 # ---- the task ----
+
 
 def draw(rng: random.Random) -> int:
     """A number of two digits, or sometimes three."""
@@ -76,13 +79,15 @@ def make_rows(always_worked: bool = False) -> tuple[list[dict], list[dict]]:
         if problem in held_out:
             continue
         bare, worked = str(result), ", ".join([*steps, str(result)])
-        question, reply = rng.choice((
-            # The problem comes last, so that its digits are always at the same distance from the answer: learned much faster.
-            (f"What is {problem}", worked if rng.random() < UNASKED else bare),
-            (f"Compute {problem}", worked if rng.random() < UNASKED else bare),
-            (f"Work out {problem}", worked),
-            (f"Step by step: {problem}", worked),
-        ))
+        question, reply = rng.choice(
+            (
+                # The problem comes last, so that its digits are always at the same distance from the answer: learned much faster.
+                (f"What is {problem}", worked if rng.random() < UNASKED else bare),
+                (f"Compute {problem}", worked if rng.random() < UNASKED else bare),
+                (f"Work out {problem}", worked),
+                (f"Step by step: {problem}", worked),
+            )
+        )
         reply = worked if always_worked else reply
         messages = [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
         row = {"messages": messages, "answer": str(result)}
@@ -100,6 +105,7 @@ def write_rows(path: Path, rows: list[dict]) -> None:
 
 # ---- the model ----
 
+
 def make_tokenizer():
     """One token per byte, so no text is unknown; the markers and names of turns are one token each."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -109,10 +115,20 @@ def make_tokenizer():
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in ("<|im_start|>", "<|im_end|>", "<|pad|>")])
-    tokenizer.add_tokens([AddedToken(t, normalized=False) for t in ("system\n", "user\n", "assistant\n")])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|pad|>",
-                                   chat_template=CHAT_TEMPLATE, model_max_length=512, clean_up_tokenization_spaces=False)
+    tokenizer.add_special_tokens(
+        [AddedToken(t, special=True) for t in ("<|im_start|>", "<|im_end|>", "<|pad|>")]
+    )
+    tokenizer.add_tokens(
+        [AddedToken(t, normalized=False) for t in ("system\n", "user\n", "assistant\n")]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|pad|>",
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=512,
+        clean_up_tokenization_spaces=False,
+    )
 
 
 def make_model(tokenizer, kind: str = "qwen3"):
@@ -124,15 +140,28 @@ def make_model(tokenizer, kind: str = "qwen3"):
 
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     config = AutoConfig.for_model(
-        kind, vocab_size=len(tokenizer), hidden_size=256, intermediate_size=640, num_hidden_layers=2,
-        num_attention_heads=8, num_key_value_heads=2, head_dim=32,      # every size divides by 2, for tensor parallelism
-        initializer_range=0.07,                                         # about 1 / sqrt(256): 0.02 is for large models
-        max_position_embeddings=512, tie_word_embeddings=False, dtype="float32", bos_token_id=None, **ids,
-        **({"num_nextn_predict_layers": 1} if kind == "mimo" else {}))
+        kind,
+        vocab_size=len(tokenizer),
+        hidden_size=256,
+        intermediate_size=640,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=32,  # every size divides by 2, for tensor parallelism
+        initializer_range=0.07,  # about 1 / sqrt(256): 0.02 is for large models
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        dtype="float32",
+        bos_token_id=None,
+        **ids,
+        **({"num_nextn_predict_layers": 1} if kind == "mimo" else {}),
+    )
     torch.manual_seed(SEED)
     model = AutoModelForCausalLM.from_config(config)
     if kind == "mimo":
-        model.model.mtp_layers = mtp.layers(config).to_empty(device="cpu").apply(model._init_weights)
+        model.model.mtp_layers = (
+            mtp.layers(config).to_empty(device="cpu").apply(model._init_weights)
+        )
     model.generation_config = GenerationConfig(**ids)
     return model
 
@@ -156,23 +185,33 @@ def build(directory: Path) -> None:
         write_rows(directory / f"worked/{name}.jsonl", rows)
     train, val = make_rows()
     write_rows(directory / "val.jsonl", val)
-    write_rows(directory / "train.jsonl", train)      # last: for the Makefile it is the sign that everything is there
-    print(f"{directory}/model: Qwen3, {model.num_parameters() / 1e6:.1f} M random parameters, {len(tokenizer)} tokens")
-    print(f"{directory}/train.jsonl, val.jsonl: {NUM_TRAIN} and {NUM_VAL} conversations; the first three:")
+    write_rows(
+        directory / "train.jsonl", train
+    )  # last: for the Makefile it is the sign that everything is there
+    print(
+        f"{directory}/model: Qwen3, {model.num_parameters() / 1e6:.1f} M random parameters, {len(tokenizer)} tokens"
+    )
+    print(
+        f"{directory}/train.jsonl, val.jsonl: {NUM_TRAIN} and {NUM_VAL} conversations; the first three:"
+    )
     for row in val[:3]:
         print("    {:30} -> {}".format(*(message["content"] for message in row["messages"])))
 
 
 # ---- the questions ----
 
+
 def generate(model, tokenizer, questions: list[str]) -> list[str]:
     """Greedy replies, as text without the end token."""
     tokenizer.padding_side = "left"
     chats = [[{"role": "user", "content": question}] for question in questions]
-    inputs = tokenizer.apply_chat_template(chats, add_generation_prompt=True, padding=True, return_tensors="pt",
-                                           return_dict=True)
+    inputs = tokenizer.apply_chat_template(
+        chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
+    )
     output = model.generate(**inputs, do_sample=False, max_new_tokens=40)
-    return tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1]:], skip_special_tokens=True)
+    return tokenizer.batch_decode(
+        output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True
+    )
 
 
 def ask(directory: Path, num_shown: int) -> None:
@@ -190,15 +229,21 @@ def ask(directory: Path, num_shown: int) -> None:
     # As for the reward, only the number at the end counts, whether the columns were asked for or not.
     right = [reply.rpartition(", ")[2] == row["answer"] for reply, row in zip(replies, rows)]
     print(f"{'question':28}  {'reply':32}  {'truth':32}")
-    for question, reply, truth, is_right in list(zip(questions, replies, truths, right))[:num_shown]:
+    for question, reply, truth, is_right in list(zip(questions, replies, truths, right))[
+        :num_shown
+    ]:
         shown = reply if reply.isprintable() and len(reply) <= 32 else ascii(reply)[1:30] + "..."
         print(f"{question:28}  {shown:32}  {truth:32}  {'right' if is_right else 'wrong'}")
-    print(f"{sum(right)} of {len(rows)} replies end in the right number ({sum(right) / len(rows):.0%})")
+    print(
+        f"{sum(right)} of {len(rows)} replies end in the right number ({sum(right) / len(rows):.0%})"
+    )
 
 
 def main(description: str, build: Callable[[Path], None], ask: Callable[[Path, int], None]) -> None:
     """The command line of this example and of others."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("build", help="write a model with random weights, and its data")
     command.add_argument("directory", type=Path)

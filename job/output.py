@@ -16,8 +16,8 @@ from common import disk
 from config import InputError
 from engines.parallel.device import on_rank0
 
-TOUCH_SECONDS = 5.0             # between two signs of life in the lock file
-WATCH_SECONDS = 20.0            # how long a lock of another host is watched for one
+TOUCH_SECONDS = 5.0  # between two signs of life in the lock file
+WATCH_SECONDS = 20.0  # how long a lock of another host is watched for one
 
 
 class Lock:
@@ -33,11 +33,20 @@ class Lock:
         self.file = open(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644), "r+")
         holder = self._holder()
         if holder is not None:
-            raise InputError(f"output_dir={directory} is in use by process {holder.get('pid')} on {holder.get('host')}, since "
-                             f"{holder.get('since')}: wait until it ends, or give another output_dir")
+            raise InputError(
+                f"output_dir={directory} is in use by process {holder.get('pid')} on {holder.get('host')}, since "
+                f"{holder.get('since')}: wait until it ends, or give another output_dir"
+            )
         self.file.seek(0)
         self.file.truncate()
-        json.dump({"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}, self.file)
+        json.dump(
+            {
+                "host": socket.gethostname(),
+                "pid": os.getpid(),
+                "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+            },
+            self.file,
+        )
         self.file.flush()
         atexit.register(self.release)
         threading.Thread(target=self._touch, daemon=True).start()
@@ -49,7 +58,7 @@ class Lock:
             locked = True
         except BlockingIOError:
             return self._record() or {}
-        except OSError:                         # a file system without locks
+        except OSError:  # a file system without locks
             locked = False
         record = self._record()
         if record is None:
@@ -67,7 +76,7 @@ class Lock:
         try:
             self.file.seek(0)
             return json.load(self.file)
-        except ValueError:                      # empty: its run has ended as it should
+        except ValueError:  # empty: its run has ended as it should
             return None
 
     def _touch(self) -> None:
@@ -91,6 +100,7 @@ def claim(directory: Path) -> Lock | None:
     def lock() -> None:
         with disk.writing(directory):
             locks.append(Lock(directory))
+
     on_rank0(lock)
     return locks[0] if locks else None
 
@@ -107,8 +117,9 @@ def check_shared(directory: Path, key: str, seconds: float = 10.0) -> None:
         except OSError as error:
             raise InputError(f"{key}={directory} cannot be written: {error.strerror}") from None
         return name
+
     file = directory / on_rank0(write)
-    end = time.monotonic() + seconds            # a network file system may show a new file late
+    end = time.monotonic() + seconds  # a network file system may show a new file late
     while not (found := file.exists()) and time.monotonic() < end:
         time.sleep(0.1)
     hosts = [None] * dist.get_world_size()
@@ -117,5 +128,7 @@ def check_shared(directory: Path, key: str, seconds: float = 10.0) -> None:
         file.unlink()
     missing = sorted({host for host in hosts if host})
     if missing:
-        raise InputError(f"{key}={directory} on {', '.join(missing)} is not the directory that rank 0 writes to: give one on a "
-                         "file system that all nodes share")
+        raise InputError(
+            f"{key}={directory} on {', '.join(missing)} is not the directory that rank 0 writes to: give one on a "
+            "file system that all nodes share"
+        )

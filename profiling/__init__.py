@@ -25,8 +25,14 @@ OFF = (-1, -1)
 
 
 class Profiler:
-    def __init__(self, settings=None, interval: Sequence[int] = OFF, directory: Path | None = None,
-                 total_steps: int | None = None, model_stages: Sequence[str] = ()):
+    def __init__(
+        self,
+        settings=None,
+        interval: Sequence[int] = OFF,
+        directory: Path | None = None,
+        total_steps: int | None = None,
+        model_stages: Sequence[str] = (),
+    ):
         """Without arguments: only timers.
 
         settings: the group `profiler` of configs/*.yaml. interval: first and last step to record, [-1, -1] for none.
@@ -35,21 +41,40 @@ class Profiler:
         """
         self.seconds: dict[str, float] = {}
         self.interval, self.directory, self.step = tuple(interval), directory, None
-        self.synchronize = bool(settings and settings.synchronize and torch.accelerator.is_available())
+        self.synchronize = bool(
+            settings and settings.synchronize and torch.accelerator.is_available()
+        )
         self.tools, self.recording, self.depth, self.turns = [], False, 0, Counter()
-        self.counting = False                       # failed dumps, on all ranks
-        self.on_stage = lambda name, step: None     # called where a stage begins
-        names = [] if settings is None or settings.tool is None else \
-            [settings.tool] if isinstance(settings.tool, str) else list(settings.tool)
+        self.counting = False  # failed dumps, on all ranks
+        self.on_stage = lambda name, step: None  # called where a stage begins
+        names = (
+            []
+            if settings is None or settings.tool is None
+            else [settings.tool]
+            if isinstance(settings.tool, str)
+            else list(settings.tool)
+        )
         if self.interval != OFF and not names:
-            raise ValueError("trainer.profile_interval is set but profiler.tool is null: name a tool")
+            raise ValueError(
+                "trainer.profile_interval is set but profiler.tool is null: name a tool"
+            )
         if total_steps is not None and self.interval[0] > total_steps:
-            raise ValueError(f"trainer.profile_interval={list(self.interval)} begins after the last step, "
-                             f"{total_steps}")
+            raise ValueError(
+                f"trainer.profile_interval={list(self.interval)} begins after the last step, "
+                f"{total_steps}"
+            )
         if names:
-            rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-            tools = build(names, settings, directory, rank, model_stages)       # every rank checks its settings
-            self.tools = tools if self.interval != OFF and is_selected(settings.ranks, rank, num_ranks) else []
+            rank, num_ranks = (
+                (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+            )
+            tools = build(
+                names, settings, directory, rank, model_stages
+            )  # every rank checks its settings
+            self.tools = (
+                tools
+                if self.interval != OFF and is_selected(settings.ranks, rank, num_ranks)
+                else []
+            )
         self.dumps = "msprobe" in names
 
     def begin_step(self, step: int) -> None:
@@ -104,7 +129,9 @@ class Profiler:
         for tool in self.tools:
             metrics |= tool.end_step(seconds)
         if self.counting:
-            metrics["profiler/failed_dumps"] = sum_over_ranks(metrics.get("profiler/failed_dumps", 0))
+            metrics["profiler/failed_dumps"] = sum_over_ranks(
+                metrics.get("profiler/failed_dumps", 0)
+            )
         return metrics
 
     def close(self) -> None:
@@ -125,7 +152,9 @@ def is_selected(ranks, rank: int, num_ranks: int) -> bool:
     if ranks == "all":
         return True
     if max(ranks) >= num_ranks:
-        raise ValueError(f"profiler.ranks={list(ranks)} names a rank that does not exist: ranks are 0 to {num_ranks - 1}")
+        raise ValueError(
+            f"profiler.ranks={list(ranks)} names a rank that does not exist: ranks are 0 to {num_ranks - 1}"
+        )
     return rank in ranks
 
 

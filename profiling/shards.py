@@ -15,11 +15,20 @@ STATISTICS = {"max": "Max", "min": "Min", "mean": "Mean", "l2norm": "Norm"}
 PARTS = {"input_args": "input", "input_kwargs": "input"}
 # Megatron's module -> Hugging Face's that computes the same. Its qkv and gate-up projections, fused with the norm before
 # them, have no partner. The head is the engines' own.
-SAME = {"embedding.word_embeddings": "model.embed_tokens", "decoder.final_layernorm": "model.norm",
-        "input_layernorm": "input_layernorm", "self_attention": "self_attn", "self_attention.q_layernorm": "self_attn.q_norm",
-        "self_attention.k_layernorm": "self_attn.k_norm", "self_attention.linear_proj": "self_attn.o_proj",
-        "pre_mlp_layernorm": "post_attention_layernorm", "mlp": "mlp", "mlp.linear_fc2": "mlp.down_proj", "": "",
-        "head": "head"}
+SAME = {
+    "embedding.word_embeddings": "model.embed_tokens",
+    "decoder.final_layernorm": "model.norm",
+    "input_layernorm": "input_layernorm",
+    "self_attention": "self_attn",
+    "self_attention.q_layernorm": "self_attn.q_norm",
+    "self_attention.k_layernorm": "self_attn.k_norm",
+    "self_attention.linear_proj": "self_attn.o_proj",
+    "pre_mlp_layernorm": "post_attention_layernorm",
+    "mlp": "mlp",
+    "mlp.linear_fc2": "mlp.down_proj",
+    "": "",
+    "head": "head",
+}
 
 
 @dataclass
@@ -51,8 +60,13 @@ def read(rank: Path) -> dict[str, Dumped]:
                 add(f"{name}.{key}", inner)
             return
         file = rank / "dump_tensor_data" / value["data_name"] if "data_name" in value else None
-        found[name] = Dumped(name, value["shape"], value["dtype"], {k: number(value.get(v)) for k, v in STATISTICS.items()},
-                             partial(torch.load, file, map_location="cpu") if file else None)
+        found[name] = Dumped(
+            name,
+            value["shape"],
+            value["dtype"],
+            {k: number(value.get(v)) for k, v in STATISTICS.items()},
+            partial(torch.load, file, map_location="cpu") if file else None,
+        )
 
     for name, call in json.loads((rank / "dump.json").read_text())["data"].items():
         for part, value in call.items():
@@ -96,10 +110,15 @@ def gather(ranks: dict[Path, dict]) -> Share:
     for rank, place in sorted(ranks.items(), key=lambda item: item[1]["tp"]):
         masks = {}
         for name, tensor in read(rank).items():
-            key, mask = canonical(name, place["first_layers"]), re.search(r"\.forward\.(\d+)\.input\.padding_mask$", name)
+            key, mask = (
+                canonical(name, place["first_layers"]),
+                re.search(r"\.forward\.(\d+)\.input\.padding_mask$", name),
+            )
             if mask and place["pp"][0] == 0:
-                masks[int(mask[1])] = tensor                    # the same for every layer
-            if key and tensor.dtype != "torch.bool":            # the likeliest word may be another where two are near
+                masks[int(mask[1])] = tensor  # the same for every layer
+            if (
+                key and tensor.dtype != "torch.bool"
+            ):  # the likeliest word may be another where two are near
                 chunk = place["first_layers"][int(name.split(".")[1])]
                 chunks.setdefault(chunk, {}).setdefault(key, []).append(tensor)
         for call, mask in masks.items():
@@ -111,12 +130,21 @@ def gather(ranks: dict[Path, dict]) -> Share:
 def canonical(name: str, first_layers: list[int]) -> tuple[int, str, int] | None:
     """(call, module, index) of a tensor that a module's forward pass outputs, in Hugging Face's terms with the layer's number
     in the whole model, without classes and wrappers. None for one that has no partner."""
-    match = re.fullmatch(r"Module\.(\d+)\.(.*)\.(?!Identity)\w+\.forward\.(\d+)\.output\.(\d+)", name)
+    match = re.fullmatch(
+        r"Module\.(\d+)\.(.*)\.(?!Identity)\w+\.forward\.(\d+)\.output\.(\d+)", name
+    )
     if not match:
         return None
-    chunk, path, call, index = int(match[1]), match[2].removeprefix("hf."), int(match[3]), int(match[4])
+    chunk, path, call, index = (
+        int(match[1]),
+        match[2].removeprefix("hf."),
+        int(match[3]),
+        int(match[4]),
+    )
     layer = re.fullmatch(r"(?:decoder|model)\.layers\.(\d+)\.?(.*)", path)
-    prefix, last = (f"model.layers.{first_layers[chunk] + int(layer[1])}.", layer[2]) if layer else ("", path)
+    prefix, last = (
+        (f"model.layers.{first_layers[chunk] + int(layer[1])}.", layer[2]) if layer else ("", path)
+    )
     last = SAME.get(last, last if last in SAME.values() else None)
     return None if last is None or index and last != "head" else (call, prefix + last, index)
 
@@ -126,7 +154,9 @@ def pairs(a: Share, b: Share, key: tuple[int, str, int]) -> list[tuple[Dumped, D
     places with their padding. Empty: their sizes fit neither as they are, nor joined, nor without the padding that sequence
     parallelism adds to every sequence."""
     left, right = a.outputs[key], b.outputs[key]
-    return whole(left, right) or whole(unpadded(left, a.padding.get(key[0], [])), unpadded(right, b.padding.get(key[0], [])))
+    return whole(left, right) or whole(
+        unpadded(left, a.padding.get(key[0], [])), unpadded(right, b.padding.get(key[0], []))
+    )
 
 
 def whole(a: list[Dumped], b: list[Dumped]) -> list[tuple[Dumped, Dumped]]:
@@ -150,21 +180,41 @@ def join(parts: list[Dumped]) -> Dumped:
         values = [x.statistics[name] for x in parts]
         return None if None in values else of(values)
 
-    statistics = {"max": combine("max", max), "min": combine("min", min),
-                  "mean": combine("mean", lambda means: sum(mean * x.size for mean, x in zip(means, parts)) / size),
-                  "l2norm": combine("l2norm", lambda norms: math.hypot(*norms))}
+    statistics = {
+        "max": combine("max", max),
+        "min": combine("min", min),
+        "mean": combine(
+            "mean", lambda means: sum(mean * x.size for mean, x in zip(means, parts)) / size
+        ),
+        "l2norm": combine("l2norm", lambda norms: math.hypot(*norms)),
+    }
     return Dumped(parts[0].name, [size], parts[0].dtype, statistics, None)
 
 
 def unpadded(parts: list[Dumped], padding: list[Dumped]) -> list[Dumped]:
     """Tensors [s, b, ...] without the places of padding; as they are where the dump has statistics alone."""
     length = sum(mask.shape[1] for mask in padding)
-    rows = [parts] if parts[0].shape[0] * len(parts) == length else [[x] for x in parts] if parts[0].shape[0] == length else []
+    rows = (
+        [parts]
+        if parts[0].shape[0] * len(parts) == length
+        else [[x] for x in parts]
+        if parts[0].shape[0] == length
+        else []
+    )
     if not rows or parts[0].load is None or not any(mask.statistics["max"] for mask in padding):
         return parts
 
     def describe(some: list[Dumped]) -> Dumped:
-        x = torch.cat([x.load() for x in some])[~torch.cat([mask.load() for mask in padding], 1).T].float()
-        values = (x.max().item(), x.min().item(), x.mean().item(), x.norm().item()) if x.numel() else [None] * len(STATISTICS)
-        return Dumped(some[0].name, list(x.shape), some[0].dtype, dict(zip(STATISTICS, values)), None)
+        x = torch.cat([x.load() for x in some])[
+            ~torch.cat([mask.load() for mask in padding], 1).T
+        ].float()
+        values = (
+            (x.max().item(), x.min().item(), x.mean().item(), x.norm().item())
+            if x.numel()
+            else [None] * len(STATISTICS)
+        )
+        return Dumped(
+            some[0].name, list(x.shape), some[0].dtype, dict(zip(STATISTICS, values)), None
+        )
+
     return [describe(some) for some in rows]

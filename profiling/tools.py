@@ -14,9 +14,21 @@ from profiling.msprobe import Msprobe
 from profiling.tool import Tool
 
 # Of ranges in a timeline; other stages are grey.
-COLOURS = {"data": "orange", "rollout_generate": "green", "reward": "yellow", "actor_compute_log_prob": "cyan",
-           "ref_compute_log_prob": "blue", "compute_values": "purple", "advantages": "orange", "train_batch": "red",
-           "critic_update": "pink", "actor_update": "red", "update_weights": "brown", "validate": "lime", "save": "black"}
+COLOURS = {
+    "data": "orange",
+    "rollout_generate": "green",
+    "reward": "yellow",
+    "actor_compute_log_prob": "cyan",
+    "ref_compute_log_prob": "blue",
+    "compute_values": "purple",
+    "advantages": "orange",
+    "train_batch": "red",
+    "critic_update": "pink",
+    "actor_update": "red",
+    "update_weights": "brown",
+    "validate": "lime",
+    "save": "black",
+}
 
 
 def build(names: list[str], settings, directory: Path, rank: int, model_stages) -> list:
@@ -26,14 +38,22 @@ def build(names: list[str], settings, directory: Path, rank: int, model_stages) 
         if name not in kinds:
             raise ValueError(f"profiler.tool={name} must be one of {', '.join(kinds)}")
     if {"torch", "nvtx"} <= set(names) and list(settings.torch.activities or []) != ["cpu"]:
-        raise ValueError("profiler.tool: torch and nvtx cannot share CUPTI: name one of them, or set "
-                         "profiler.torch.activities=[cpu]")
+        raise ValueError(
+            "profiler.tool: torch and nvtx cannot share CUPTI: name one of them, or set "
+            "profiler.torch.activities=[cpu]"
+        )
     # In this order: ranges enclose traces, traces enclose dumps.
-    return [kind(settings, directory, rank, model_stages) for name, kind in kinds.items() if name in names]
+    return [
+        kind(settings, directory, rank, model_stages)
+        for name, kind in kinds.items()
+        if name in names
+    ]
 
 
 def device_type() -> str:
-    return torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
+    return (
+        torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
+    )
 
 
 class Torch(Tool):
@@ -46,7 +66,9 @@ class Torch(Tool):
         self.activities = list(settings.torch.activities or present)
         for name in self.activities:
             if name not in present:
-                raise ValueError(f"profiler.torch.activities: {name} is not on this machine, which has {', '.join(present)}")
+                raise ValueError(
+                    f"profiler.torch.activities: {name} is not on this machine, which has {', '.join(present)}"
+                )
 
     def open(self, step: int) -> None:
         self.first = self.last = step
@@ -57,10 +79,14 @@ class Torch(Tool):
         api, names = torch.profiler, {"cpu": "CPU", "cuda": "CUDA", "npu": "NPU"}
         if "npu" in self.activities:
             import torch_npu
+
             api = torch_npu.profiler
-        self.profile = api.profile(activities=[getattr(api.ProfilerActivity, names[a]) for a in self.activities],
-                                   record_shapes=self.options.record_shapes, with_stack=self.options.with_stack,
-                                   profile_memory=self.options.profile_memory)
+        self.profile = api.profile(
+            activities=[getattr(api.ProfilerActivity, names[a]) for a in self.activities],
+            record_shapes=self.options.record_shapes,
+            with_stack=self.options.with_stack,
+            profile_memory=self.options.profile_memory,
+        )
         self.profile.start()
 
     def _write(self, path: Path) -> None:
@@ -84,7 +110,12 @@ class Torch(Tool):
     def close(self) -> None:
         if self.profile is not None:
             steps = f"{self.first}-{self.last}"
-            self._write(self.directory / f"step_{self.first}" / "interval" / f"torch_step{steps}_rank{self.rank}.json")
+            self._write(
+                self.directory
+                / f"step_{self.first}"
+                / "interval"
+                / f"torch_step{steps}_rank{self.rank}.json"
+            )
 
 
 class Nvtx(Tool):
@@ -101,10 +132,11 @@ class Nvtx(Tool):
 
     def stage(self, name: str, step: int, where: Path, engine, nested: bool):
         import nvtx
+
         return nvtx.annotate(name, color=COLOURS.get(name, "grey"))
 
     def close(self) -> None:
-        torch.cuda.synchronize()            # queued kernels belong to the capture
+        torch.cuda.synchronize()  # queued kernels belong to the capture
         torch.cuda.profiler.stop()
 
 
@@ -113,11 +145,14 @@ class Mstx(Tool):
 
     def __init__(self, settings, directory: Path, rank: int, model_stages: Sequence[str]):
         if device_type() != "npu":
-            raise ValueError("profiler.tool=mstx needs an Ascend NPU: on CUDA use nvtx, on a CPU torch")
+            raise ValueError(
+                "profiler.tool=mstx needs an Ascend NPU: on CUDA use nvtx, on a CPU torch"
+            )
 
     @contextmanager
     def stage(self, name: str, step: int, where: Path, engine, nested: bool):
         import torch_npu
+
         number = torch_npu.npu.mstx.range_start(name)
         try:
             yield
@@ -132,8 +167,10 @@ class Memory(Tool):
     def __init__(self, settings, directory: Path, rank: int, model_stages: Sequence[str]):
         self.rank, self.max_entries = rank, settings.memory.max_entries
         if device_type() == "cpu":
-            raise ValueError("profiler.tool=memory needs an accelerator: on a CPU use torch with "
-                             "profiler.torch.profile_memory=true")
+            raise ValueError(
+                "profiler.tool=memory needs an accelerator: on a CPU use torch with "
+                "profiler.torch.profile_memory=true"
+            )
 
     def open(self, step: int) -> None:
         self.memory = torch.get_device_module().memory

@@ -35,31 +35,60 @@ class Roles:
     grader             processes that call the reward function
     """
 
-    def __init__(self, config: DictConfig, this_device, tokenizer, grader: Grader, profiler: Profiler, total_steps: int):
+    def __init__(
+        self,
+        config: DictConfig,
+        this_device,
+        tokenizer,
+        grader: Grader,
+        profiler: Profiler,
+        total_steps: int,
+    ):
         """Build the engines, one after another; start_rollout() comes once they hold the weights to begin with. Where vLLM's frozen
         weights are the actor's, too, vLLM is built first."""
-        self.config, self.device, self.tokenizer, self.grader, self.profiler = config, this_device, tokenizer, grader, profiler
+        self.config, self.device, self.tokenizer, self.grader, self.profiler = (
+            config,
+            this_device,
+            tokenizer,
+            grader,
+            profiler,
+        )
         self.host_group = dist.new_group(backend="gloo")
         # What waits in host memory while somebody else needs the device; a CPU has no other memory.
-        waits = config.offload if this_device.type != "cpu" else dict.fromkeys(config.offload, False)
+        waits = (
+            config.offload if this_device.type != "cpu" else dict.fromkeys(config.offload, False)
+        )
         self.waiting = [part for part in ("parameters", "optimizer") if waits[part]]
         self.reference_waiting = ["parameters"] * waits["reference"]
-        self.rollout = Rollout(config, this_device) if adapters.is_shared(config, dist.get_world_size()) else None
+        self.rollout = (
+            Rollout(config, this_device)
+            if adapters.is_shared(config, dist.get_world_size())
+            else None
+        )
         self.probe = probe.Probe(config) if config.model.lora.rank else None
         engines = {}
         for role, settings in ppo.roles(config).items():
             # The schedule of the actor begins where the critic's head start ends.
             steps = total_steps - config.critic.warmup_steps if role == "actor" else total_steps
             engines[role] = engine_class(config.model_engine)(
-                settings, this_device, steps, optimize=role != "reference", critic=role == "critic",
+                settings,
+                this_device,
+                steps,
+                optimize=role != "reference",
+                critic=role == "critic",
                 temperature=config.rollout.temperature,
-                **({"base": self.rollout.base} if role == "actor" and self.rollout else {}))
-            engines[role].offload(*(self.reference_waiting if role == "reference" else self.waiting))
-        self.actor, self.critic, self.reference = (engines.get(role) for role in ("actor", "critic", "reference"))
+                **({"base": self.rollout.base} if role == "actor" and self.rollout else {}),
+            )
+            engines[role].offload(
+                *(self.reference_waiting if role == "reference" else self.waiting)
+            )
+        self.actor, self.critic, self.reference = (
+            engines.get(role) for role in ("actor", "critic", "reference")
+        )
 
     def start_rollout(self) -> None:
         for engine in (self.actor, *self._others().values()):
-            engine.offload(*self.waiting)       # a resume has filled them
+            engine.offload(*self.waiting)  # a resume has filled them
         self.rollout = self.rollout or Rollout(self.config, self.device)
 
     def _others(self) -> dict:
@@ -71,7 +100,7 @@ class Roles:
     def wake(self) -> None:
         """Send the actor's weights, or its adapter, to vLLM and make it ready to generate. With an adapter RuntimeError is raised
         when vLLM then does not compute what the actor does."""
-        if self.rollout.is_current:             # it has validated since the last update
+        if self.rollout.is_current:  # it has validated since the last update
             return
         with self.profiler.stage("offload"):
             self.actor.offload(*(part for part in self.waiting if part == "optimizer"))
@@ -83,7 +112,9 @@ class Roles:
             if "base" not in self.rollout.valid:
                 with self.actor.without_adapters() if self.rollout.adapter else nullcontext():
                     # A drafter's layers may be no part of the actor; what else it leaves alone is not vLLM's.
-                    self.rollout.update_weights(self.actor.export_weights(whole=self.rollout.drafter == "mtp"))
+                    self.rollout.update_weights(
+                        self.actor.export_weights(whole=self.rollout.drafter == "mtp")
+                    )
             if self.rollout.adapter:
                 self.rollout.update_adapter(self.actor.export_adapter())
         if self.probe:
@@ -97,13 +128,31 @@ class Roles:
             with self.profiler.stage("probe"):
                 self.probe.judge(self.rollout)
 
-    def draw(self, step: int, dataset, rows: Sequence[int], sampling: DictConfig, *seed: int, first_group: int = 0,
-             profiler: Profiler | None = None) -> Samples:
+    def draw(
+        self,
+        step: int,
+        dataset,
+        rows: Sequence[int],
+        sampling: DictConfig,
+        *seed: int,
+        first_group: int = 0,
+        profiler: Profiler | None = None,
+    ) -> Samples:
         """Graded responses to rows of a PromptDataset; seed: what sets this draw apart. Those that could not be graded are
         written down first; then too many of them are an InputError."""
-        samples = draw_samples(self.rollout, self.grader, dataset, rows, sampling, (self.config.trainer.seed, *seed),
-                               self.tokenizer, profiler or self.profiler, self.host_group, self.config.reward.max_failure_rate,
-                               first_group)
+        samples = draw_samples(
+            self.rollout,
+            self.grader,
+            dataset,
+            rows,
+            sampling,
+            (self.config.trainer.seed, *seed),
+            self.tokenizer,
+            profiler or self.profiler,
+            self.host_group,
+            self.config.reward.max_failure_rate,
+            first_group,
+        )
         if dist.get_rank() == 0:
             samples.append_failures(Path(self.config.output_dir) / "failures.jsonl", step)
         check_failures(samples.failures, samples.num_asked, self.config.reward.max_failure_rate)
@@ -117,7 +166,9 @@ class Roles:
         """Responses to every row, drawn as `validation` says."""
         self.wake()
         with self.profiler.stage("validate"):
-            return self.draw(step, dataset, range(len(dataset)), self.config.validation, -1, profiler=Profiler())
+            return self.draw(
+                step, dataset, range(len(dataset)), self.config.validation, -1, profiler=Profiler()
+            )
 
     def sleep(self) -> dict[str, float]:
         """Take the device back from vLLM; metrics of its memory."""
@@ -129,7 +180,9 @@ class Roles:
     def divide(self, samples: Samples) -> Share:
         """What this rank trains on. Its tokens come from the ranks that drew them."""
         with self.profiler.stage("divide"):
-            return divide(samples, ppo.mini_batches(self.config, samples), self.actor, self.host_group)
+            return divide(
+                samples, ppo.mini_batches(self.config, samples), self.actor, self.host_group
+            )
 
     def compute_log_probs(self, share: Share, step: int) -> None:
         """Fill old_log_probs (where something before the update reads them) and ref_log_probs."""
@@ -141,7 +194,10 @@ class Roles:
                 share.batch.fields["ref_log_probs"] = ppo.log_probs(self.reference, share)
                 self.reference.offload(*self.reference_waiting)
         elif ppo.uses_reference(self.config):
-            with self.profiler.stage("ref_compute_log_prob", self.actor), self.actor.without_adapters():
+            with (
+                self.profiler.stage("ref_compute_log_prob", self.actor),
+                self.actor.without_adapters(),
+            ):
                 share.batch.fields["ref_log_probs"] = ppo.log_probs(self.actor, share)
 
     def compute_values(self, share: Share) -> None:
@@ -150,7 +206,9 @@ class Roles:
             with self.profiler.stage("compute_values", self.critic):
                 share.batch.fields["values"] = ppo.ask(self.critic.values, share)
 
-    def compute_advantages(self, samples: Samples, share: Share, kl_coef: float) -> dict[str, float]:
+    def compute_advantages(
+        self, samples: Samples, share: Share, kl_coef: float
+    ) -> dict[str, float]:
         """Fill what the losses read; metrics of the samples."""
         with self.profiler.stage("advantages"):
             return ppo.set_advantages(self.config, samples, share, kl_coef)
@@ -161,8 +219,14 @@ class Roles:
         if not self.critic:
             return {}
         with self.profiler.stage("critic_update", self.critic):
-            metrics = ppo.update(self.critic, share.parts, ppo.critic_loss(self.config), step, self.config.algorithm.ppo_epochs,
-                                 "critic")
+            metrics = ppo.update(
+                self.critic,
+                share.parts,
+                ppo.critic_loss(self.config),
+                step,
+                self.config.algorithm.ppo_epochs,
+                "critic",
+            )
             self.critic.offload(*self.waiting)
         return metrics
 
@@ -171,8 +235,14 @@ class Roles:
         if step < 0:
             return {}
         with self.profiler.stage("actor_update", self.actor):
-            return ppo.update(self.actor, share.parts, ppo.actor_loss(self.config, len(share.batch)), step,
-                              self.config.algorithm.ppo_epochs, "actor")
+            return ppo.update(
+                self.actor,
+                share.parts,
+                ppo.actor_loss(self.config, len(share.batch)),
+                step,
+                self.config.algorithm.ppo_epochs,
+                "actor",
+            )
 
     def memory(self) -> dict[str, float]:
         """GiB in use on the device, of everybody; on a CPU this process's peak."""
@@ -186,7 +256,7 @@ class Roles:
         return checkpointer.load(path, self.actor, **self._others())
 
     def save(self, checkpointer: Checkpointer, step: int, progress: dict) -> None:
-        if self.rollout.awake:                  # a checkpoint takes what waits in host memory back to the device
+        if self.rollout.awake:  # a checkpoint takes what waits in host memory back to the device
             self.rollout.sleep()
         with self.profiler.stage("save"):
             checkpointer.save(step, self.actor, progress, self.tokenizer, **self._others())

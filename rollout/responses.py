@@ -10,7 +10,7 @@ import torch
 
 from data.batching.packing import Batch
 
-MAP_NORESERVE = 0x4000          # linux/mman.h
+MAP_NORESERVE = 0x4000  # linux/mman.h
 
 
 class Responses:
@@ -19,7 +19,10 @@ class Responses:
     num_kept > 0."""
 
     def __init__(self, n: int, max_tokens: int, num_kept: int):
-        self.tokens, self.log_probs = unwritten((n, max_tokens), np.int32), unwritten((n, max_tokens), np.float32)
+        self.tokens, self.log_probs = (
+            unwritten((n, max_tokens), np.int32),
+            unwritten((n, max_tokens), np.float32),
+        )
         self.words = unwritten((n, max_tokens, 1 + num_kept), np.int32) if num_kept else None
         self.lengths = np.zeros(n, np.int64)
 
@@ -38,8 +41,11 @@ class Responses:
         self.tokens[place], self.log_probs[place] = token_ids[:, 0], log_probs[:, 0]
         if self.words is not None:
             if (np.exp(log_probs[:, 1:]).sum(1) < 0.99).any():
-                warnings.warn(f"some tokens were drawn from more than {token_ids.shape[1] - 1} words of equal probability: the "
-                              "trainer knows the first of them alone; lower rollout.top_p, or raise top_k", stacklevel=2)
+                warnings.warn(
+                    f"some tokens were drawn from more than {token_ids.shape[1] - 1} words of equal probability: the "
+                    "trainer knows the first of them alone; lower rollout.top_p, or raise top_k",
+                    stacklevel=2,
+                )
             self.words[place] = np.where(np.isinf(log_probs), -1, token_ids)
 
     def batch(self, prompts: Sequence[list[int]]) -> Batch:
@@ -48,7 +54,9 @@ class Responses:
         cu_seqlens = np.concatenate([[0], np.cumsum(prompt_lengths + self.lengths)])
         # Where a response's tokens lie here, and where they go.
         rows = np.repeat(np.arange(len(prompts)), self.lengths)
-        places = np.arange(len(rows)) - np.repeat(np.cumsum(self.lengths) - self.lengths, self.lengths)
+        places = np.arange(len(rows)) - np.repeat(
+            np.cumsum(self.lengths) - self.lengths, self.lengths
+        )
         to = places + np.repeat(cu_seqlens[:-1] + prompt_lengths, self.lengths)
         ids, mask = np.empty(cu_seqlens[-1], np.int64), np.zeros(cu_seqlens[-1], np.float32)
         mask[to] = 1
@@ -60,11 +68,17 @@ class Responses:
         if self.words is not None:
             fields["kept_words"] = np.full((len(ids), self.words.shape[2]), -1, np.int32)
             fields["kept_words"][to] = self.words[rows, places]
-        return Batch(torch.from_numpy(ids), torch.from_numpy(cu_seqlens), {k: torch.from_numpy(x) for k, x in fields.items()})
+        return Batch(
+            torch.from_numpy(ids),
+            torch.from_numpy(cu_seqlens),
+            {k: torch.from_numpy(x) for k, x in fields.items()},
+        )
 
 
 def unwritten(shape: tuple[int, ...], dtype) -> np.ndarray:
     """An array of zeros that takes memory only where it is written: few responses are as long as they may be."""
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+    memory = mmap.mmap(
+        -1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    )
     return np.frombuffer(memory, dtype, int(np.prod(shape))).reshape(shape)

@@ -51,8 +51,11 @@ class Share:
     @property
     def metrics(self) -> dict[str, float]:
         """How many tokens groups of ranks of each size work on, and the mean of other metrics of the plans."""
-        return {name: sum(plan.metrics[name] for plan in self.plans) / (1 if name.startswith("perf/cp_") else self.num_minis)
-                for name in self.plans[0].metrics}
+        return {
+            name: sum(plan.metrics[name] for plan in self.plans)
+            / (1 if name.startswith("perf/cp_") else self.num_minis)
+            for name in self.plans[0].metrics
+        }
 
     def on_tokens(self, x: Tensor) -> Tensor:
         """Numbers per response of all [n] -> on each token of this share [T]."""
@@ -65,10 +68,22 @@ class Share:
         return summed(gathered, self.group)
 
 
-def divide(samples: Samples, minis: Tensor, engine: Engine, group: dist.ProcessGroup | None = None) -> Share:
+def divide(
+    samples: Samples, minis: Tensor, engine: Engine, group: dist.ProcessGroup | None = None
+) -> Share:
     """Move the tokens to where they are trained on. Each mini-batch is divided over data-parallel ranks once."""
-    rank, world_size, lengths, owner = dist.get_rank(), dist.get_world_size(), samples.lengths, samples.owner
-    dp_ranks = summed(torch.zeros(world_size, dtype=torch.int64).index_fill(0, torch.tensor(rank), engine.dp_rank), group)
+    rank, world_size, lengths, owner = (
+        dist.get_rank(),
+        dist.get_world_size(),
+        samples.lengths,
+        samples.owner,
+    )
+    dp_ranks = summed(
+        torch.zeros(world_size, dtype=torch.int64).index_fill(
+            0, torch.tensor(rank), engine.dp_rank
+        ),
+        group,
+    )
     of_images, held, plans = torch.zeros(len(samples), dtype=torch.float64), samples.here, []
     if samples.batch.pictures:
         of_images[held] = torch.tensor(engine.image_flops(samples.batch), dtype=torch.float64)
@@ -79,19 +94,32 @@ def divide(samples: Samples, minis: Tensor, engine: Engine, group: dist.ProcessG
         plans.append(engine.plan(lengths[places].tolist(), of_images[places].tolist()))
         first[places], count[places] = plans[-1].first, plans[-1].count
     mine = (first <= engine.dp_rank) & (engine.dp_rank < first + count)
-    going = [((first[held] <= dp_rank) & (dp_rank < (first + count)[held])).nonzero()[:, 0] for dp_rank in dp_ranks]
+    going = [
+        ((first[held] <= dp_rank) & (dp_rank < (first + count)[held])).nonzero()[:, 0]
+        for dp_rank in dp_ranks
+    ]
     coming = mine.nonzero()[:, 0]
     coming = coming[owner[coming].argsort(stable=True)]
     sent = [int(lengths[held[part]].sum()) for part in going]
-    received = torch.zeros(world_size, dtype=torch.int64).index_add(0, owner[coming], lengths[coming]).tolist()
+    received = (
+        torch.zeros(world_size, dtype=torch.int64)
+        .index_add(0, owner[coming], lengths[coming])
+        .tolist()
+    )
 
     def move(x: Tensor) -> Tensor:
         moved = x.new_empty(sum(received), *x.shape[1:])
         dist.all_to_all_single(moved, x, received, sent, group=group)
         return moved
+
     batch = samples.batch.select(torch.cat(going))
-    batch = Batch(move(batch.input_ids), bounds(lengths[coming]), {name: move(x) for name, x in batch.fields.items()},
-                  batch.pictures and samples.rows[coming], batch.pictures)
+    batch = Batch(
+        move(batch.input_ids),
+        bounds(lengths[coming]),
+        {name: move(x) for name, x in batch.fields.items()},
+        batch.pictures and samples.rows[coming],
+        batch.pictures,
+    )
     order = (minis[coming] * len(samples) + coming).argsort()
     places = coming[order]
     speaks = (first[places] == engine.dp_rank) & (dp_ranks.tolist().index(engine.dp_rank) == rank)

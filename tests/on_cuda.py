@@ -12,7 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
-from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
+    Qwen2_5_VisionTransformerPretrainedModel,
+)
 
 from engines.fsdp.attention import WINDOWS
 from tests.engines.fsdp_worker import CASES as FSDP_CASES, ON_CUDA
@@ -30,18 +32,47 @@ from tests.engines.test_fsdp import (
     plain_training as plain_fsdp,
     worst,
 )
-from tests.engines.test_megatron import WHOLE, distance, folder, lora_reference, plain_training, reference  # noqa: F401  folder: a fixture
+from tests.engines.test_megatron import (
+    WHOLE,
+    distance,
+    folder,
+    lora_reference,
+    plain_training,
+    reference,
+)  # noqa: F401  folder: a fixture
 from tests.job.test_output import HANGS
 from tests.profiling.test_profiling import profile
 from tests.support.launch import launch
 from tests.support.models import make_model
 
 BOUND, ROUNDED_BOUND = 1e-5, 0.02
-CHOSEN = {1: ["one", "one padded", "bf16"],
-          2: ["tp2", "pp2 vpp2", "cp2", "dp2", "dp2 replicated overlap", "bf16 tp2", "bf16 dp2", "bf16 cp2", "moe ep2",
-              "moe tp2", "moe bf16 ep2", "mistral cp2", "yarn tp2", "windows tp2", "mixtral tp2 ep2",
-              "lora tp2", "lora dp2 replicated", "lora bf16 tp2",
-              "lora moe tp2", "tp2 to pp2 vpp2", "offload", "background"]}
+CHOSEN = {
+    1: ["one", "one padded", "bf16"],
+    2: [
+        "tp2",
+        "pp2 vpp2",
+        "cp2",
+        "dp2",
+        "dp2 replicated overlap",
+        "bf16 tp2",
+        "bf16 dp2",
+        "bf16 cp2",
+        "moe ep2",
+        "moe tp2",
+        "moe bf16 ep2",
+        "mistral cp2",
+        "yarn tp2",
+        "windows tp2",
+        "mixtral tp2 ep2",
+        "lora tp2",
+        "lora dp2 replicated",
+        "lora bf16 tp2",
+        "lora moe tp2",
+        "tp2 to pp2 vpp2",
+        "offload",
+        "background",
+    ],
+}
 WORLDS = [world for world in CHOSEN if world <= torch.cuda.device_count()]
 HERE = [(world, name) for world in WORLDS for name in CHOSEN[world] if name in CASES[world]]
 BOTH = [world for world in WORLDS if world == 2]
@@ -55,8 +86,17 @@ def test_snapshots_of_memory_also_where_it_ran_out(tmp_path):
         torch.empty(2**20 if step == 1 else 2**45, device="cuda")
 
     with pytest.raises(torch.OutOfMemoryError):
-        profile(tmp_path, range(1, 4), "trainer.profile_interval=[1,3]", "profiler.tool=[memory,torch]", work=work)
-    for name in ("step_1/train_batch/memory_step1_rank0.pickle", "step_2/train_batch/out_of_memory_step2_rank0.pickle"):
+        profile(
+            tmp_path,
+            range(1, 4),
+            "trainer.profile_interval=[1,3]",
+            "profiler.tool=[memory,torch]",
+            work=work,
+        )
+    for name in (
+        "step_1/train_batch/memory_step1_rank0.pickle",
+        "step_2/train_batch/out_of_memory_step2_rank0.pickle",
+    ):
         snapshot = pickle.loads((tmp_path / "profile" / name).read_bytes())
         actions = {entry["action"] for trace in snapshot["device_traces"] for entry in trace}
         assert "alloc" in actions and ("oom" in actions) == ("out_of" in name)
@@ -87,19 +127,32 @@ def fsdp(tmp_path_factory):
     make_adapter(folder / "llama")
     for name, changes in FOREIGN.items():
         make_model(folder / name, "qwen2_tied", **changes)
-    launch(1, "tests/engines/fsdp_worker.py", folder, "experts", "experts bf16", *ON_CUDA, "grouped", "foreign")
+    launch(
+        1,
+        "tests/engines/fsdp_worker.py",
+        folder,
+        "experts",
+        "experts bf16",
+        *ON_CUDA,
+        "grouped",
+        "foreign",
+    )
     return folder, json.loads((folder / "1.json").read_text())
 
 
-@pytest.mark.parametrize("name, bound", [("experts", BOUND), ("experts bf16", ROUNDED_BOUND), ("lora compiled", BOUND)])
-def test_training_of_experts_on_fsdp_and_of_adapters_equals_a_plain_loop_on_a_cpu(fsdp, name, bound):
+@pytest.mark.parametrize(
+    "name, bound", [("experts", BOUND), ("experts bf16", ROUNDED_BOUND), ("lora compiled", BOUND)]
+)
+def test_training_of_experts_on_fsdp_and_of_adapters_equals_a_plain_loop_on_a_cpu(
+    fsdp, name, bound
+):
     """In fp32, and in bf16 but for rounding; compiled, as torch_compile=auto has it."""
     (folder, results), errors, case = fsdp, {}, (FSDP_CASES[1] | ON_CUDA)[name]
     assert "error" not in results[name], results[name]["error"]
     losses, norms, _ = plain_fsdp(folder / case.family, lora=case.lora)
     steps = results[name]["steps"]
     for key, want in (("loss", losses), ("grad_norm", norms)):
-        errors[key] = worst(column(steps, key), want[:len(steps)])
+        errors[key] = worst(column(steps, key), want[: len(steps)])
     print(f"\n{name}", errors)
     assert len(steps) == case.steps and errors["loss"] < bound and errors["grad_norm"] < 5 * bound
 
@@ -114,31 +167,53 @@ def test_grouped_products_of_experts_equal_a_loop(fsdp):
 @pytest.mark.parametrize("form", FORMS)
 def test_other_families_answer_and_train_as_on_a_cpu(fsdp, family, form):
     folder, results = fsdp
-    assert "error" not in results["foreign"][f"{family} {form}"], results["foreign"][f"{family} {form}"]["error"]
-    asked, want = load_file(folder / f"{family} {form}.safetensors")["asked"][0, 0], plain_answers(folder / family)[0]
+    assert "error" not in results["foreign"][f"{family} {form}"], results["foreign"][
+        f"{family} {form}"
+    ]["error"]
+    asked, want = (
+        load_file(folder / f"{family} {form}.safetensors")["asked"][0, 0],
+        plain_answers(folder / family)[0],
+    )
     loss, _ = plain_loss(plain(folder / family), make_batch(0))
     print(f"\n{family} {form} {(asked - want).abs().max():.1e}")
-    assert (asked - want).abs().max() < 1e-4 and worst([results["foreign"][f"{family} {form}"]["loss"]], [loss.item()]) < BOUND
+    assert (asked - want).abs().max() < 1e-4 and worst(
+        [results["foreign"][f"{family} {form}"]["loss"]], [loss.item()]
+    ) < BOUND
 
 
 @pytest.mark.parametrize("attention", ["sdpa", WINDOWS])
 def test_a_vision_tower_in_bf16_answers_as_in_fp32_and_so_do_its_gradients(attention):
     """Heads of 80 dimensions, several images, windows of other sizes. sdpa, window by window, shows what bf16 makes of it."""
-    shape = dict(depth=3, hidden_size=160, intermediate_size=320, num_heads=2, fullatt_block_indexes=[1], out_hidden_size=64)
+    shape = dict(
+        depth=3,
+        hidden_size=160,
+        intermediate_size=320,
+        num_heads=2,
+        fullatt_block_indexes=[1],
+        out_hidden_size=64,
+    )
     torch.manual_seed(0)
-    tower, grid = Qwen2_5_VisionTransformerPretrainedModel(Qwen2_5_VLVisionConfig(**shape)), torch.tensor([[1, 16, 26], [1, 8, 8]])
+    tower, grid = (
+        Qwen2_5_VisionTransformerPretrainedModel(Qwen2_5_VLVisionConfig(**shape)),
+        torch.tensor([[1, 16, 26], [1, 8, 8]]),
+    )
     pixels = torch.randn(int(grid.prod(1).sum()), 3 * 2 * 14 * 14)
 
     def answers(tower, pixels):
         tower.zero_grad()
         out = tower(pixels, grid.to(pixels.device)).pooler_output.float()
         out.square().mean().backward()
-        return out.detach().cpu(), {name: p.grad.to("cpu", torch.float32, copy=True) for name, p in tower.named_parameters()}
+        return out.detach().cpu(), {
+            name: p.grad.to("cpu", torch.float32, copy=True) for name, p in tower.named_parameters()
+        }
 
     want, gradients = answers(tower, pixels)
     tower.config._attn_implementation = attention
     got, rounded = answers(tower.to("cuda", torch.bfloat16), pixels.to("cuda", torch.bfloat16))
-    error, largest = ((got - want).norm() / want.norm()).item(), max(distance(rounded[name], x) for name, x in gradients.items())
+    error, largest = (
+        ((got - want).norm() / want.norm()).item(),
+        max(distance(rounded[name], x) for name, x in gradients.items()),
+    )
     print(f"\ntower {attention} {error:.1e} gradients {largest:.1e}")
     assert error < ROUNDED_BOUND and largest < 10 * ROUNDED_BOUND
 
@@ -149,49 +224,83 @@ def test_a_vision_tower_in_bf16_answers_as_in_fp32_and_so_do_its_gradients(atten
 @pytest.fixture(scope="module")
 def launches(folder):
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda world: launch(world, "tests/engines/megatron_worker.py", folder, *CHOSEN[world]), WORLDS))
+        list(
+            pool.map(
+                lambda world: launch(
+                    world, "tests/engines/megatron_worker.py", folder, *CHOSEN[world]
+                ),
+                WORLDS,
+            )
+        )
     return {world: json.loads((folder / f"{world}.json").read_text()) for world in WORLDS}
 
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_packed_attention_in_bf16_equals_each_sequence_alone(launches, world):
-    print("\npacked attention, context parallel", world, [f"{error:.1e}" for error in launches[world]["attention"]])
+    print(
+        "\npacked attention, context parallel",
+        world,
+        [f"{error:.1e}" for error in launches[world]["attention"]],
+    )
     assert max(launches[world]["attention"]) < 1e-2
 
 
-@pytest.mark.parametrize("world, name", [(w, n) for w, n in HERE if not (CASES[w][n].plain or CASES[w][n].lora)])
+@pytest.mark.parametrize(
+    "world, name", [(w, n) for w, n in HERE if not (CASES[w][n].plain or CASES[w][n].lora)]
+)
 def test_training_equals_fsdp(launches, folder, world, name):
     """In fp32, and in bf16 but for rounding."""
     case, steps = CASES[world][name], launches[world][name]["steps"]
-    want, bound = reference(launches, case)["steps"][:case.steps], ROUNDED_BOUND if BF16 in case.engine else BOUND
-    errors = {key: worst(column(steps, key), column(want, key)) for key in ("loss", "entropy", "grad_norm")}
-    got, weights = (load_file(folder / f"{t}.safetensors") for t in (f"{world} {name}", f"1 reference {case.family}"))
+    want, bound = (
+        reference(launches, case)["steps"][: case.steps],
+        ROUNDED_BOUND if BF16 in case.engine else BOUND,
+    )
+    errors = {
+        key: worst(column(steps, key), column(want, key))
+        for key in ("loss", "entropy", "grad_norm")
+    }
+    got, weights = (
+        load_file(folder / f"{t}.safetensors")
+        for t in (f"{world} {name}", f"1 reference {case.family}")
+    )
     if len(want) == len(reference(launches, case)["steps"]):
-        errors["weights"] = max(distance(got[key], weights[key]) for key in weights.keys() - {"asked"})
+        errors["weights"] = max(
+            distance(got[key], weights[key]) for key in weights.keys() - {"asked"}
+        )
     print(f"\n{world} {name}", {key: f"{error:.1e}" for key, error in errors.items()})
     assert errors["loss"] < bound and errors["entropy"] < bound and errors["grad_norm"] < 5 * bound
     assert errors.get("weights", 0) < BOUND
 
 
-@pytest.mark.parametrize("world, name", [(w, n) for w, n in HERE if CASES[w][n].plain and not CASES[w][n].lora])
+@pytest.mark.parametrize(
+    "world, name", [(w, n) for w, n in HERE if CASES[w][n].plain and not CASES[w][n].lora]
+)
 def test_training_equals_a_plain_loop(launches, folder, world, name):
     """On a CPU in fp32, over the same micro-batches; bf16 but for rounding: grouped products are its alone."""
     case, result = CASES[world][name], launches[world][name]
-    want = plain_training(folder / case.family, case, result.get("micro_batches", WHOLE * case.steps))[0]
+    want = plain_training(
+        folder / case.family, case, result.get("micro_batches", WHOLE * case.steps)
+    )[0]
     bound = ROUNDED_BOUND if BF16 in case.engine else BOUND
     keys = ("loss", "grad_norm", "router_aux_loss") if case.aux else ("loss", "grad_norm")
     errors = {key: worst(column(result["steps"], key), column(want, key)) for key in keys}
     print(f"\n{world} {name}", {key: f"{error:.1e}" for key, error in errors.items()})
-    assert errors["loss"] < bound and errors.get("router_aux_loss", 0) < bound and errors["grad_norm"] < 5 * bound
+    assert (
+        errors["loss"] < bound
+        and errors.get("router_aux_loss", 0) < bound
+        and errors["grad_norm"] < 5 * bound
+    )
 
 
 @pytest.mark.parametrize("world, name", [(w, n) for w, n in HERE if CASES[w][n].lora])
 def test_training_of_adapters_equals_peft(launches, folder, world, name):
     """On a CPU in fp32; bf16 but for rounding."""
     case, result = CASES[world][name], launches[world][name]
-    want = lora_reference(folder, case, result)[0][:case.steps]
+    want = lora_reference(folder, case, result)[0][: case.steps]
     bound = ROUNDED_BOUND if BF16 in case.engine else BOUND
-    errors = {key: worst(column(result["steps"], key), column(want, key)) for key in ("loss", "grad_norm")}
+    errors = {
+        key: worst(column(result["steps"], key), column(want, key)) for key in ("loss", "grad_norm")
+    }
     print(f"\n{world} {name}", {key: f"{error:.1e}" for key, error in errors.items()})
     assert errors["loss"] < bound and errors["grad_norm"] < 5 * bound
 
@@ -200,15 +309,26 @@ def test_training_of_adapters_equals_peft(launches, folder, world, name):
 def test_what_was_offloaded_comes_back(launches, world):
     """With DDP's buffers, which hold parameters and gradients, and the optimizer's views of them."""
     for settings, result in launches[world]["offload"].items():
-        steps, want = result["steps"], launches[world]["lora dp2 replicated" if LORA in settings else "dp2"]["steps"][:4]
+        steps, want = (
+            result["steps"],
+            launches[world]["lora dp2 replicated" if LORA in settings else "dp2"]["steps"][:4],
+        )
         bound = ROUNDED_BOUND if BF16 in settings else 10 * BOUND
-        assert max(worst(column(steps, key), column(want, key)) for key in ("loss", "grad_norm")) < 5 * bound, settings
+        assert (
+            max(worst(column(steps, key), column(want, key)) for key in ("loss", "grad_norm"))
+            < 5 * bound
+        ), settings
         assert result["gradients left"] == 0
 
 
 @pytest.mark.parametrize("world", BOTH)
 def test_checkpoints_on_another_layout_and_in_the_background(launches, world):
-    saved, resumed = (launches[world][f"{verb} tp2 to pp2 vpp2"]["steps"] for verb in ("save", "resume"))
-    assert len(resumed) == SAVED_AT and worst(column(resumed, "loss"), column(saved, "loss")) < 10 * BOUND
+    saved, resumed = (
+        launches[world][f"{verb} tp2 to pp2 vpp2"]["steps"] for verb in ("save", "resume")
+    )
+    assert (
+        len(resumed) == SAVED_AT
+        and worst(column(resumed, "loss"), column(saved, "loss")) < 10 * BOUND
+    )
     result = launches[world]["background"]
     assert all(result[kind]["restored"] == [True, True] for kind in ("foreground", "background"))

@@ -56,23 +56,38 @@ class Batch:
     @property
     def images(self) -> list[np.ndarray]:
         """uint8 [height, width, 3] each: those of all sequences, one behind the other."""
-        return [image for row in self.rows.tolist() for image in self.pictures.images[row]] if self.pictures else []
+        return (
+            [image for row in self.rows.tolist() for image in self.pictures.images[row]]
+            if self.pictures
+            else []
+        )
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
         """The sequences of batches with the same fields, one batch behind the other."""
-        return Batch(torch.cat([b.input_ids for b in batches]), bounds(torch.cat([b.cu_seqlens.diff() for b in batches])),
-                     {k: torch.cat([b.fields[k] for b in batches]) for k in batches[0].fields},
-                     batches[0].pictures and torch.cat([b.rows for b in batches]), batches[0].pictures)
+        return Batch(
+            torch.cat([b.input_ids for b in batches]),
+            bounds(torch.cat([b.cu_seqlens.diff() for b in batches])),
+            {k: torch.cat([b.fields[k] for b in batches]) for k in batches[0].fields},
+            batches[0].pictures and torch.cat([b.rows for b in batches]),
+            batches[0].pictures,
+        )
 
     def select(self, indices: Sequence[int] | Tensor) -> Batch:
         """The sequences at these indices, in this order."""
         indices = torch.as_tensor(indices, dtype=torch.int64)
         lengths = self.cu_seqlens.diff()[indices]
         cu_seqlens = bounds(lengths)
-        take = torch.repeat_interleave(self.cu_seqlens[indices] - cu_seqlens[:-1], lengths) + torch.arange(int(cu_seqlens[-1]))
-        return Batch(self.input_ids[take], cu_seqlens, {k: v[take] for k, v in self.fields.items()},
-                     self.pictures and self.rows[indices], self.pictures)
+        take = torch.repeat_interleave(
+            self.cu_seqlens[indices] - cu_seqlens[:-1], lengths
+        ) + torch.arange(int(cu_seqlens[-1]))
+        return Batch(
+            self.input_ids[take],
+            cu_seqlens,
+            {k: v[take] for k, v in self.fields.items()},
+            self.pictures and self.rows[indices],
+            self.pictures,
+        )
 
     def split(self, counts: list[int]) -> list[Batch]:
         """The first counts[0] sequences, the next counts[1], ...: views, which share their memory with this batch."""
@@ -80,8 +95,10 @@ class Batch:
         sizes = [int(part.sum()) for part in lengths]
         columns = zip(*(column.split(sizes) for column in (self.input_ids, *self.fields.values())))
         rows = self.rows.split(counts) if self.pictures else [None] * len(counts)
-        return [Batch(ids, bounds(part), dict(zip(self.fields, values)), row, self.pictures)
-                for part, row, (ids, *values) in zip(lengths, rows, columns)]
+        return [
+            Batch(ids, bounds(part), dict(zip(self.fields, values)), row, self.pictures)
+            for part, row, (ids, *values) in zip(lengths, rows, columns)
+        ]
 
 
 def bounds(lengths: Tensor) -> Tensor:
@@ -89,7 +106,7 @@ def bounds(lengths: Tensor) -> Tensor:
     return torch.cat([lengths.new_zeros(1), lengths]).cumsum(0)
 
 
-MANY = 32       # items per part
+MANY = 32  # items per part
 
 
 @lru_cache(maxsize=2)
@@ -106,7 +123,7 @@ def global_batch(num_rows: int, batch_size: int, seed: int, step: int) -> np.nda
     epoch's end are not seen in it.
     """
     epoch, k = divmod(step, num_rows // batch_size)
-    return order(num_rows, seed, epoch)[k * batch_size:(k + 1) * batch_size]
+    return order(num_rows, seed, epoch)[k * batch_size : (k + 1) * batch_size]
 
 
 def partition(costs: Sequence[float], num_parts: int) -> list[list[int]]:
@@ -116,23 +133,29 @@ def partition(costs: Sequence[float], num_parts: int) -> list[list[int]]:
     largest first, to the parts that have least: that takes less time, and leaves differences as small as the smallest items.
     """
     if len(costs) > MANY * num_parts:
-        costs, sums, part_of = np.asarray(costs), np.zeros(num_parts), np.empty(len(costs), np.int64)
+        costs, sums, part_of = (
+            np.asarray(costs),
+            np.zeros(num_parts),
+            np.empty(len(costs), np.int64),
+        )
         # A part that got an item larger than others' sums is left out until they have caught up.
         at_once, largest_first = max(1, num_parts // 2), np.argsort(-costs, kind="stable")
         for items in np.split(largest_first, range(at_once, len(costs), at_once)):
-            least = sums.argsort(kind="stable")[:len(items)]
+            least = sums.argsort(kind="stable")[: len(items)]
             part_of[items] = least
             sums[least] += costs[items]
         return [np.flatnonzero(part_of == part).tolist() for part in range(num_parts)]
     heap = []
     for i in sorted(range(len(costs)), key=lambda i: (costs[i], i)):
-        parts = [(costs[i], [i])] + [(0.0, [])] * (num_parts - 1)      # sorted by sum, largest first
+        parts = [(costs[i], [i])] + [(0.0, [])] * (num_parts - 1)  # sorted by sum, largest first
         heap.append((-costs[i], i, parts))
     heapq.heapify(heap)
     tie = len(costs)
     while len(heap) > 1:
         (_, _, a), (_, _, b) = heapq.heappop(heap), heapq.heappop(heap)
-        merged = sorted(((sa + sb, ia + ib) for (sa, ia), (sb, ib) in zip(a, reversed(b))), key=lambda p: -p[0])
+        merged = sorted(
+            ((sa + sb, ia + ib) for (sa, ia), (sb, ib) in zip(a, reversed(b))), key=lambda p: -p[0]
+        )
         heapq.heappush(heap, (merged[-1][0] - merged[0][0], tie, merged))
         tie += 1
     return [sorted(items) for _, items in heap[0][2]] if heap else [[] for _ in range(num_parts)]
@@ -147,9 +170,18 @@ def pack(lengths: Sequence[int], max_tokens: int, padded: bool = False) -> list[
     room: list[int] = []
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         if lengths[i] > max_tokens:
-            raise InputError(f"a sequence of {lengths[i]} tokens is longer than data.max_tokens_per_micro_batch="
-                             f"{max_tokens}: raise it, or have shorter sequences")
-        b = next((b for b in range(len(bins)) if room[b] >= (lengths[bins[b][0]] if padded else lengths[i])), len(bins))
+            raise InputError(
+                f"a sequence of {lengths[i]} tokens is longer than data.max_tokens_per_micro_batch="
+                f"{max_tokens}: raise it, or have shorter sequences"
+            )
+        b = next(
+            (
+                b
+                for b in range(len(bins))
+                if room[b] >= (lengths[bins[b][0]] if padded else lengths[i])
+            ),
+            len(bins),
+        )
         if b == len(bins):
             bins.append([])
             room.append(max_tokens)

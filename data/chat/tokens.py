@@ -59,22 +59,35 @@ class ChatTokenizer:
 
     def __init__(self, tokenizer, end_ids=(), reader=None):
         from transformers import PreTrainedTokenizerBase
+
         if not tokenizer.is_fast:
-            raise InputError(f"{type(tokenizer).__name__} gives no character offsets: a fast tokenizer is needed")
-        self.tokenizer, self.end_ids = tokenizer, frozenset({tokenizer.eos_token_id, *end_ids} - {None})
+            raise InputError(
+                f"{type(tokenizer).__name__} gives no character offsets: a fast tokenizer is needed"
+            )
+        self.tokenizer, self.end_ids = (
+            tokenizer,
+            frozenset({tokenizer.eos_token_id, *end_ids} - {None}),
+        )
         self.added = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items()}
-        self.special = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items()
-                        if token.special and i != tokenizer.unk_token_id}
-        self.takes_space = any(token.lstrip or token.rstrip for token in tokenizer.added_tokens_decoder.values())
+        self.special = {
+            i: str(token)
+            for i, token in tokenizer.added_tokens_decoder.items()
+            if token.special and i != tokenizer.unk_token_id
+        }
+        self.takes_space = any(
+            token.lstrip or token.rstrip for token in tokenizer.added_tokens_decoder.values()
+        )
         self.beginnings = {text[:2] for text in self.special.values()}
         self.parameters = inspect.signature(tokenizer.apply_chat_template).parameters.keys()
         # That of transformers renders and then tokenizes, which need not be checked for every row.
-        self.is_stock = type(tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template
+        self.is_stock = (
+            type(tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template
+        )
         # A template that writes the time would write another one each time it renders a chat.
         writes_time = "strftime_now" in str(tokenizer.chat_template)
         self.clock = {"strftime_now": datetime.datetime.now().strftime} if writes_time else {}
-        self.prompts: dict[tuple, str] = {}      # of Conversation.prompt
-        self.reader = reader                     # a data.images.processor.Reader, for rows with images
+        self.prompts: dict[tuple, str] = {}  # of Conversation.prompt
+        self.reader = reader  # a data.images.processor.Reader, for rows with images
 
     @classmethod
     def load(cls, tokenizer, directory: Path, reader=None) -> ChatTokenizer:
@@ -99,8 +112,12 @@ class ChatTokenizer:
     def ending(self) -> Ending:
         return read_ending(self)
 
-    def render(self, messages: list[dict], tools: list | None = None, tokenize: bool = False, **options):
-        return self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=tokenize, **self.clock, **options)
+    def render(
+        self, messages: list[dict], tools: list | None = None, tokenize: bool = False, **options
+    ):
+        return self.tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=tokenize, **self.clock, **options
+        )
 
     def attempt(self, messages: list[dict], tools: list | None = None, **options) -> str | None:
         """The text, or None: a template may refuse a part of a conversation, e.g. one without a user turn."""
@@ -114,18 +131,34 @@ class ChatTokenizer:
             raise InputError(f"the text has half a character, {half[0]!r}, at {half.start()}")
         return self.tokens_of([text], **options)[0]
 
-    def tokens_of(self, texts: list[str], add_special_tokens: bool = False, **options) -> list[Tokens]:
+    def tokens_of(
+        self, texts: list[str], add_special_tokens: bool = False, **options
+    ) -> list[Tokens]:
         """The tokens of each text; several are tokenized in parallel."""
-        encoding = self.tokenizer(texts, add_special_tokens=add_special_tokens, return_attention_mask=False,
-                                  return_token_type_ids=False, verbose=False, **options)
-        return [Tokens(ids, each.token_to_chars) for ids, each in zip(encoding["input_ids"], encoding.encodings, strict=True)]
+        encoding = self.tokenizer(
+            texts,
+            add_special_tokens=add_special_tokens,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+            **options,
+        )
+        return [
+            Tokens(ids, each.token_to_chars)
+            for ids, each in zip(encoding["input_ids"], encoding.encodings, strict=True)
+        ]
 
     def plain(self, text: str, policy: str | None) -> Tokens:
         """The tokens of a text without a chat template, between those that the tokenizer puts around every text."""
         escape = {"split_special_tokens": True} if self.to_escape(text, policy or "keep") else {}
         tokens = self.tokens(text, add_special_tokens=True, **escape)
         inner = [t for t in range(len(tokens.ids)) if tokens.place(t) is not None]
-        return Tokens(tokens.ids, lambda t: tokens.place(t) or ((0, 0) if inner and t < inner[0] else (len(text), len(text))))
+        return Tokens(
+            tokens.ids,
+            lambda t: (
+                tokens.place(t) or ((0, 0) if inner and t < inner[0] else (len(text), len(text)))
+            ),
+        )
 
     def literals(self, text: str) -> list[tuple[int, int]]:
         """The places (start, end) in a text where special tokens are written."""
@@ -144,14 +177,20 @@ class ChatTokenizer:
         if policy == "keep" or not (found := self.literals(text)):
             return False
         if policy == "error":
-            raise InputError(f"the special token {text[slice(*found[0])]!r} is written in a text: "
-                             "data.special_tokens_in_text=escape reads it as text, =keep as the token")
+            raise InputError(
+                f"the special token {text[slice(*found[0])]!r} is written in a text: "
+                "data.special_tokens_in_text=escape reads it as text, =keep as the token"
+            )
         return True
 
     def escape(self, tokens: Tokens, text: str, spans: list[tuple[int, int]]) -> Tokens:
         """The tokens of text, in which special tokens within the spans have become text. What lies between two special
         tokens that stay is tokenized as if the tokenizer had none, so that its ids are those of any other text."""
-        stay = [t for t, quoted in enumerate(tokens.mask(spans)) if tokens.ids[t] in self.special and not quoted]
+        stay = [
+            t
+            for t, quoted in enumerate(tokens.mask(spans))
+            if tokens.ids[t] in self.special and not quoted
+        ]
         ids, places = [], []
         for before, behind in zip([-1, *stay], [*stay, len(tokens.ids)]):
             part, start = tokens.part(before + 1, behind), 0
@@ -160,10 +199,12 @@ class ChatTokenizer:
                 end = tokens.place(behind)[0] if behind < len(tokens.ids) else len(text)
                 read = self.tokens(text[start:end], split_special_tokens=True)
                 if read.first(self.special) is not None or self.decode(read) != self.decode(part):
-                    raise InputError(f"the tokenizer cannot read the special tokens in {text[start:end][:80]!r} as text: "
-                                     "data.special_tokens_in_text=error or keep")
+                    raise InputError(
+                        f"the tokenizer cannot read the special tokens in {text[start:end][:80]!r} as text: "
+                        "data.special_tokens_in_text=error or keep"
+                    )
                 part = read
-            ids += part.ids + tokens.ids[behind:behind + 1]
+            ids += part.ids + tokens.ids[behind : behind + 1]
             places += [(start + a, start + b) for a, b in map(part.place, range(len(part.ids)))]
             places += [tokens.place(behind)] if behind < len(tokens.ids) else []
         return Tokens(ids, places.__getitem__)

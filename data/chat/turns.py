@@ -8,12 +8,24 @@ from typing import NamedTuple
 
 from data.chat.forms import forms
 
-QUESTION, ANSWER, QUESTION_2, ANSWER_2 = TEXTS = "pQuestionOne", "pAnswerOne", "pQuestionTwo", "pAnswerTwo"
+QUESTION, ANSWER, QUESTION_2, ANSWER_2 = TEXTS = (
+    "pQuestionOne",
+    "pAnswerOne",
+    "pQuestionTwo",
+    "pAnswerTwo",
+)
 ROLES = ("user", "assistant") * 2
 PROBE = [{"role": role, "content": text} for role, text in zip(ROLES, TEXTS)]
-CALL = {"id": "pCall0001", "type": "function", "function": {"name": "pName", "arguments": {"pKey": "pValue"}}}
-CALL_PROBE = [PROBE[0], {"role": "assistant", "content": ANSWER, "tool_calls": [CALL]},
-              {"role": "tool", "content": QUESTION_2, "name": "pName", "tool_call_id": CALL["id"]}]
+CALL = {
+    "id": "pCall0001",
+    "type": "function",
+    "function": {"name": "pName", "arguments": {"pKey": "pValue"}},
+}
+CALL_PROBE = [
+    PROBE[0],
+    {"role": "assistant", "content": ANSWER, "tool_calls": [CALL]},
+    {"role": "tool", "content": QUESTION_2, "name": "pName", "tool_call_id": CALL["id"]},
+]
 
 
 def shows(text: str | None) -> bool:
@@ -21,7 +33,7 @@ def shows(text: str | None) -> bool:
     return text is not None and all(text.count(t) == 1 for t in TEXTS)
 
 
-HALF_TAG = re.compile(r"<[^<>]*$")          # <think> and </think> both begin with it
+HALF_TAG = re.compile(r"<[^<>]*$")  # <think> and </think> both begin with it
 
 
 class Ending(NamedTuple):
@@ -30,6 +42,7 @@ class Ending(NamedTuple):
     tail: what a template leaves out behind the last turn, and writes when the chat goes on, up to the token that ends the
     turn; call_tail: that token, for a last turn that calls a tool. Both are empty where the last turn has its end.
     """
+
     ids: frozenset[int]
     text: str = ""
     tail: str = ""
@@ -47,8 +60,8 @@ def read_header(chat) -> tuple[str, str]:
     between = chat.attempt(chat.probe).partition(QUESTION)[2].partition(ANSWER)[0]
     tokens = chat.tokens(asked)
     count = len(os.path.commonprefix([tokens.ids, chat.tokens(bare).ids]))
-    closing = asked[:tokens.place(count - 1)[1]] if 0 < count < len(tokens.ids) else ""
-    prompt = asked[len(closing):].lstrip()          # the white space before it may differ
+    closing = asked[: tokens.place(count - 1)[1]] if 0 < count < len(tokens.ids) else ""
+    prompt = asked[len(closing) :].lstrip()  # the white space before it may differ
     header = os.path.commonprefix([prompt, between.removeprefix(closing).lstrip()])
     if header != prompt:
         header = HALF_TAG.sub("", header)
@@ -64,7 +77,10 @@ def read_ending(chat) -> Ending:
     text = chat.attempt(chat.probe)
     tokens, ends = chat.tokens(text), {t: text.index(t) + len(t) for t in TEXTS}
     user = tokens.between(ends[QUESTION], text.index(ANSWER))
-    inner, last = tokens.between(ends[ANSWER], text.index(QUESTION_2)), tokens.between(ends[ANSWER_2], len(text))
+    inner, last = (
+        tokens.between(ends[ANSWER], text.index(QUESTION_2)),
+        tokens.between(ends[ANSWER_2], len(text)),
+    )
     shared = inner.part(0, len(os.path.commonprefix([inner.ids, last.ids])))
     for ids in (chat.end_ids, chat.added):
         if (end := shared.first(ids)) is not None:
@@ -74,11 +90,16 @@ def read_ending(chat) -> Ending:
     if (end := inner.first(chat.end_ids)) is None:
         end, closing = inner.first(chat.added), user.first(chat.added)
         if end is None or closing is None or inner.ids[end] != user.ids[closing]:
-            return Ending(chat.end_ids, text=text[ends[ANSWER]:shared.place(len(shared.ids) - 1)[1]].strip() if shared.ids else "")
+            return Ending(
+                chat.end_ids,
+                text=text[ends[ANSWER] : shared.place(len(shared.ids) - 1)[1]].strip()
+                if shared.ids
+                else "",
+            )
     ids = chat.end_ids | {inner.ids[end]}
     if last.first(chat.added) is not None:
         return Ending(ids)
-    tail = text[ends[ANSWER]:inner.place(end)[1]].removeprefix(text[ends[ANSWER_2]:])
+    tail = text[ends[ANSWER] : inner.place(end)[1]].removeprefix(text[ends[ANSWER_2] :])
     return Ending(ids, tail=tail, call_tail=read_call_tail(chat, ids))
 
 

@@ -1,7 +1,7 @@
 """Export a checkpoint to Hugging Face format.
 
-    python -m engines.checkpoint export CHECKPOINT OUT             its weights as a model directory; adapters as PEFT has them
-    python -m engines.checkpoint export CHECKPOINT OUT --merge     the frozen model with its adapters added
+python -m engines.checkpoint export CHECKPOINT OUT             its weights as a model directory; adapters as PEFT has them
+python -m engines.checkpoint export CHECKPOINT OUT --merge     the frozen model with its adapters added
 """
 
 import sys
@@ -11,7 +11,11 @@ from config import InputError
 from engines.checkpoint.checkpointer import export_checkpoint
 
 if __name__ == "__main__":
-    if len(sys.argv) not in (4, 5) or sys.argv[1] != "export" or sys.argv[4:] not in ([], ["--merge"]):
+    if (
+        len(sys.argv) not in (4, 5)
+        or sys.argv[1] != "export"
+        or sys.argv[4:] not in ([], ["--merge"])
+    ):
         sys.exit(__doc__)
     try:
         export_checkpoint(Path(sys.argv[2]), Path(sys.argv[3]), merge=len(sys.argv) == 5)

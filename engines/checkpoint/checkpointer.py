@@ -23,7 +23,14 @@ from config import InputError
 from engines.base import SIDE_FILES, Engine
 from engines.checkpoint import storage
 from engines.model import lora
-from engines.model.weights import fingerprint, ignored_weights, in_files, model_names, stacked, weight_files
+from engines.model.weights import (
+    fingerprint,
+    ignored_weights,
+    in_files,
+    model_names,
+    stacked,
+    weight_files,
+)
 from engines.parallel.device import on_rank0
 
 MAX_FILE_BYTES = 4 * 2**30
@@ -38,7 +45,11 @@ class Checkpointer:
     """
 
     def __init__(self, directory: Path, max_checkpoints: int, asynchronous: bool):
-        self.directory, self.max_checkpoints, self.asynchronous = directory, max_checkpoints, asynchronous
+        self.directory, self.max_checkpoints, self.asynchronous = (
+            directory,
+            max_checkpoints,
+            asynchronous,
+        )
         # Background writes talk to other ranks while training does: they need a group of their own.
         self.group = dist.new_group(backend="gloo")
         self.background, self.pending = ThreadPoolExecutor(max_workers=1), None
@@ -56,7 +67,9 @@ class Checkpointer:
         for path in paths:
             try:
                 checksums = on_rank0(storage.read_trainer, path, group=self.group)[1]
-                found = self._gather(storage.find_damage(path, checksums, dist.get_rank(), dist.get_world_size()))
+                found = self._gather(
+                    storage.find_damage(path, checksums, dist.get_rank(), dist.get_world_size())
+                )
                 if not any(found):
                     break
                 damage[path] = f"{path} is damaged: {next(itertools.chain(*found))}"
@@ -65,7 +78,9 @@ class Checkpointer:
         else:
             path = None
         if damage and (path is None or path.parent != self.directory):
-            raise InputError(f"{damage[paths[0]]}; {path or 'no other checkpoint beside it'} is intact")
+            raise InputError(
+                f"{damage[paths[0]]}; {path or 'no other checkpoint beside it'} is intact"
+            )
         on_rank0(self._set_aside, damage, path, dry_run, group=self.group)
         return path
 
@@ -73,7 +88,9 @@ class Checkpointer:
         """Checkpoints in the order in which to try them."""
         named = Path(resume)
         others = [path for path in checkpoints(named.parent)[::-1] if path != named]
-        return checkpoints(self.directory)[::-1] or ([named, *others] if (named / "trainer.json").is_file() else [])
+        return checkpoints(self.directory)[::-1] or (
+            [named, *others] if (named / "trainer.json").is_file() else []
+        )
 
     def _set_aside(self, damage: dict[Path, str], intact: Path, dry_run: bool) -> None:
         for path, text in damage.items():
@@ -95,8 +112,12 @@ class Checkpointer:
             on_rank0(self._begin, temporary, engine, tokenizer, group=self.group)
             state = {name: e.state() for name, e in {"engine": engine, **others}.items()}
             state["rng"] = {f"rank_{dist.get_rank()}": rng_state()}
-            writing = engine.write(state, temporary / "weights", self.group if self.asynchronous else None)
-        rest = {"rest": str(Path(engine.config.model.path).absolute())} if engine.leaves_alone else {}
+            writing = engine.write(
+                state, temporary / "weights", self.group if self.asynchronous else None
+            )
+        rest = (
+            {"rest": str(Path(engine.config.model.path).absolute())} if engine.leaves_alone else {}
+        )
         arguments = temporary, target, progress | rest, writing
         if writing is None:
             self._complete(*arguments)
@@ -115,8 +136,13 @@ class Checkpointer:
         engines = {"engine": engine, **others}
         state = {name: e.state(loading=True) for name, e in engines.items()}
         with storage.data_alone(path):
-            rng, stored = f"rank_{dist.get_rank()}", FileSystemReader(path / "weights").read_metadata().state_dict_metadata
-            if any(name.partition("/")[0] == f"rng.{rng}" for name in stored):          # or there was no such rank
+            rng, stored = (
+                f"rank_{dist.get_rank()}",
+                FileSystemReader(path / "weights").read_metadata().state_dict_metadata,
+            )
+            if any(
+                name.partition("/")[0] == f"rng.{rng}" for name in stored
+            ):  # or there was no such rank
                 state["rng"] = {rng: rng_state()}
             state = engine.read(state, path / "weights")
         for name, e in engines.items():
@@ -133,16 +159,22 @@ class Checkpointer:
             engine.save_config(temporary / "hf")
             tokenizer.save_pretrained(temporary / "hf")
 
-    def _complete(self, temporary: Path, target: Path, progress: dict, writing: Future | None) -> None:
+    def _complete(
+        self, temporary: Path, target: Path, progress: dict, writing: Future | None
+    ) -> None:
         """After the engines' files: their checksums, each from the rank that wrote the file, and the final name."""
         with removed_if_it_fails(temporary):
             if writing is not None:
                 writing.result()
             mine = (temporary / "weights").glob(f"__{dist.get_rank()}_*")
             parts = self._gather({f"weights/{path.name}": storage.checksum(path) for path in mine})
-            on_rank0(self._publish, temporary, target, progress, dict(ChainMap(*parts)), group=self.group)
+            on_rank0(
+                self._publish, temporary, target, progress, dict(ChainMap(*parts)), group=self.group
+            )
 
-    def _publish(self, temporary: Path, target: Path, progress: dict, checksums: dict[str, str]) -> None:
+    def _publish(
+        self, temporary: Path, target: Path, progress: dict, checksums: dict[str, str]
+    ) -> None:
         with disk.writing(temporary):
             storage.write_trainer(temporary, progress, checksums)
         if target.exists():
@@ -150,7 +182,7 @@ class Checkpointer:
         temporary.rename(target)
         self._point_to(target)
         if self.max_checkpoints > 0:
-            for old in checkpoints(self.directory)[:-self.max_checkpoints]:
+            for old in checkpoints(self.directory)[: -self.max_checkpoints]:
                 delete(old)
 
     def _point_to(self, target: Path) -> None:
@@ -227,7 +259,9 @@ def export_hf(engine: Engine, tokenizer, directory: Path) -> None:
             if not model.lora.rank:
                 write_safetensors(weights, temporary)
         finally:
-            deque(weights, 0)           # the other ranks gather all of them, even if this one could not write the first
+            deque(
+                weights, 0
+            )  # the other ranks gather all of them, even if this one could not write the first
         shutil.rmtree(directory, ignore_errors=True)
         temporary.rename(directory)
 
@@ -237,7 +271,9 @@ def export_hf(engine: Engine, tokenizer, directory: Path) -> None:
         on_rank0(write, group=dist.group.WORLD)
 
 
-def write_safetensors(weights: Iterable[tuple[str, Tensor]], directory: Path, max_bytes: int = MAX_FILE_BYTES) -> None:
+def write_safetensors(
+    weights: Iterable[tuple[str, Tensor]], directory: Path, max_bytes: int = MAX_FILE_BYTES
+) -> None:
     """Weights, one at a time, into model-0000i-of-0000n.safetensors of at most max_bytes and their index."""
     part, size, parts, total = {}, 0, [], 0
 
@@ -274,17 +310,28 @@ def export_checkpoint(checkpoint: Path, out: Path, merge: bool = False) -> None:
         raise InputError(f"{out} exists already: remove it or give another name")
     if damage := storage.find_damage(checkpoint, checksums):
         raise InputError(f"{checkpoint} is damaged: {damage[0]}")
-    adapted, dtype, rest = progress.get("lora"), getattr(torch, progress["export_dtype"]), progress.get("rest")
+    adapted, dtype, rest = (
+        progress.get("lora"),
+        getattr(torch, progress["export_dtype"]),
+        progress.get("rest"),
+    )
     if merge and not adapted:
         raise InputError(f"--merge: {checkpoint} has no adapters")
     if merge and not Path(adapted["base"]).is_dir():
         raise InputError(f"--merge: the frozen model was in {adapted['base']}, which is not there")
     if merge and fingerprint(Path(adapted["base"])) != progress["run"]["frozen weights"]:
-        raise InputError(f"--merge: {adapted['base']} is not the model whose adapters {checkpoint} holds")
+        raise InputError(
+            f"--merge: {adapted['base']} is not the model whose adapters {checkpoint} holds"
+        )
     if rest and not adapted and not Path(rest).is_dir():
-        raise InputError(f"{checkpoint} holds what was trained, and {rest}, which had the other weights, is not there")
-    if (checkpoint / "weights" / "metadata.json").exists():         # which megatron.core.dist_checkpointing writes
+        raise InputError(
+            f"{checkpoint} holds what was trained, and {rest}, which had the other weights, is not there"
+        )
+    if (
+        checkpoint / "weights" / "metadata.json"
+    ).exists():  # which megatron.core.dist_checkpointing writes
         from engines.megatron.sharded_state import hf_weights
+
         weights = hf_weights(checkpoint)
     else:
         weights = stored_weights(checkpoint)
@@ -296,13 +343,22 @@ def export_checkpoint(checkpoint: Path, out: Path, merge: bool = False) -> None:
             left_out = ("config.json", *SIDE_FILES) if as_adapter else ()
             shutil.copytree(checkpoint / "hf", temporary, ignore=shutil.ignore_patterns(*left_out))
             if as_adapter:
-                lora.write(weights, OmegaConf.create(adapted), adapted["base"], temporary, rest is not None)
+                lora.write(
+                    weights, OmegaConf.create(adapted), adapted["base"], temporary, rest is not None
+                )
             else:
-                weights = (merged(Path(adapted["base"]), dict(weights), OmegaConf.create(adapted), dtype) if merge else
-                           ((name, tensor.to(dtype)) for name, tensor in weights))
-                buffers = dict(storage.stored_tensors(checkpoint, "engine.buffers.", lambda _: False))
+                weights = (
+                    merged(Path(adapted["base"]), dict(weights), OmegaConf.create(adapted), dtype)
+                    if merge
+                    else ((name, tensor.to(dtype)) for name, tensor in weights)
+                )
+                buffers = dict(
+                    storage.stored_tensors(checkpoint, "engine.buffers.", lambda _: False)
+                )
                 parameters = ((name, tensor) for name, tensor in weights if name not in buffers)
-                others = ignored_weights(Path(rest), names_in(Path(rest))) if rest and not merge else ()
+                others = (
+                    ignored_weights(Path(rest), names_in(Path(rest))) if rest and not merge else ()
+                )
                 write_safetensors(itertools.chain(parameters, buffers.items(), others), temporary)
         temporary.rename(out)
     finally:
@@ -312,19 +368,25 @@ def export_checkpoint(checkpoint: Path, out: Path, merge: bool = False) -> None:
 def stored_weights(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, tensor as it was stored), a tied output matrix left out."""
     from engines.model.hf import build_on_meta, read_hf_config
+
     hf_config = read_hf_config(str(checkpoint / "hf"))
     tied, hf = hf_config.tie_word_embeddings, build_on_meta(hf_config, torch.float32)
-    tensors = storage.stored_tensors(checkpoint, "engine.model.", lambda name: tied and name.endswith("lm_head.weight"))
+    tensors = storage.stored_tensors(
+        checkpoint, "engine.model.", lambda name: tied and name.endswith("lm_head.weight")
+    )
     return in_files(((lora.plain_name(name), tensor) for name, tensor in tensors), stacked(hf))
 
 
 def names_in(model: Path) -> dict[str, str | None]:
     """As model_names(), of a directory."""
     from engines.model.hf import build_on_meta, read_hf_config
+
     return model_names(build_on_meta(read_hf_config(str(model)), torch.float32), model)
 
 
-def merged(base: Path, adapter: dict[str, Tensor], settings: DictConfig, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def merged(
+    base: Path, adapter: dict[str, Tensor], settings: DictConfig, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of the model in `base` with an adapter added, in this dtype, as the run computed with it; what is no part of
     the model, such as a vision tower, is as in the files. Raises InputError for an adapter of a layer that is not there."""
     names, left = names_in(base), dict(adapter)
@@ -334,7 +396,9 @@ def merged(base: Path, adapter: dict[str, Tensor], settings: DictConfig, dtype: 
                 weight, own = tensors.get_tensor(name), names[name]
                 if own is not None:
                     weight = weight.to(dtype)
-                    pair = [left.pop(f"{own.removesuffix('weight')}lora_{x}.weight", None) for x in "AB"]
+                    pair = [
+                        left.pop(f"{own.removesuffix('weight')}lora_{x}.weight", None) for x in "AB"
+                    ]
                     weight = weight if None in pair else lora.merge(weight, *pair, settings)
                 yield name, weight
     if left:

@@ -20,9 +20,13 @@ from common import disk
 from config import InputError
 
 # What torch writes into .metadata besides its dtypes.
-METADATA = {"torch": ["Size"], "torch.serialization": ["_get_layout"], "pathlib": ["PosixPath"],
-            "torch.distributed.checkpoint.filesystem": ["_StorageInfo"],
-            "torch.distributed.checkpoint.metadata": [*metadata.__all__, "_MEM_FORMAT_ENCODING"]}
+METADATA = {
+    "torch": ["Size"],
+    "torch.serialization": ["_get_layout"],
+    "pathlib": ["PosixPath"],
+    "torch.distributed.checkpoint.filesystem": ["_StorageInfo"],
+    "torch.distributed.checkpoint.metadata": [*metadata.__all__, "_MEM_FORMAT_ENCODING"],
+}
 
 
 class Writer(FileSystemWriter):
@@ -75,9 +79,15 @@ def sync_directory(path: Path) -> None:
 def write_trainer(checkpoint: Path, progress: dict, checksums: dict[str, str]) -> None:
     """Write trainer.json, the last file of a checkpoint: progress and, under "checksums", the checksum of every file, its own
     being that of progress. checksums: those that are known already."""
-    rest = {str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file()} - checksums.keys()
-    checksums |= {name: checksum(checkpoint / name) for name in rest} | {"trainer.json": checksum_of(progress)}
-    (checkpoint / "trainer.json").write_text(json.dumps(progress | {"checksums": checksums}, indent=1))
+    rest = {
+        str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file()
+    } - checksums.keys()
+    checksums |= {name: checksum(checkpoint / name) for name in rest} | {
+        "trainer.json": checksum_of(progress)
+    }
+    (checkpoint / "trainer.json").write_text(
+        json.dumps(progress | {"checksums": checksums}, indent=1)
+    )
     checksum(checkpoint / "trainer.json")
     for directory in {checkpoint, *(path.parent for path in checkpoint.rglob("*"))}:
         sync_directory(directory)
@@ -89,7 +99,9 @@ def read_trainer(checkpoint: Path) -> tuple[dict, dict[str, str]]:
     try:
         progress = json.loads((checkpoint / "trainer.json").read_text())
     except (OSError, ValueError) as error:
-        raise InputError(f"{checkpoint} is no checkpoint, or damaged: trainer.json: {error}") from None
+        raise InputError(
+            f"{checkpoint} is no checkpoint, or damaged: trainer.json: {error}"
+        ) from None
     checksums = progress.pop("checksums", {})
     if checksums and checksums.pop("trainer.json", None) != checksum_of(progress):
         raise InputError(f"{checkpoint} is damaged: trainer.json is not as it was written")
@@ -100,11 +112,16 @@ def checksum_of(progress: dict) -> str:
     return f"{zlib.crc32(json.dumps(progress).encode()):08x}"
 
 
-def find_damage(checkpoint: Path, checksums: dict[str, str], rank: int = 0, world_size: int = 1) -> list[str]:
+def find_damage(
+    checkpoint: Path, checksums: dict[str, str], rank: int = 0, world_size: int = 1
+) -> list[str]:
     """What is wrong with this rank's share of the files."""
     damage = []
     if rank == 0 and not checksums:
-        print(f"{checkpoint} has no checksums, an earlier version wrote it: it is not verified", flush=True)
+        print(
+            f"{checkpoint} has no checksums, an earlier version wrote it: it is not verified",
+            flush=True,
+        )
     elif rank == 0:
         there = {f"weights/{path.name}" for path in (checkpoint / "weights").glob("*")}
         damage += [f"{name} was not written with it" for name in there - checksums.keys()]
@@ -117,7 +134,9 @@ def find_damage(checkpoint: Path, checksums: dict[str, str], rank: int = 0, worl
     return damage
 
 
-def stored_tensors(checkpoint: Path, prefix: str, left_out: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
+def stored_tensors(
+    checkpoint: Path, prefix: str, left_out: Callable[[str], bool]
+) -> Iterator[tuple[str, Tensor]]:
     """(name without the prefix, tensor as it was stored), one at a time, without a process group."""
     reader = FileSystemReader(checkpoint / "weights")
     for key, entry in reader.read_metadata().state_dict_metadata.items():
@@ -135,7 +154,11 @@ class MetadataUnpickler(pickle.Unpickler):
     """For .metadata. A pickle names functions to call: only harmless ones are allowed."""
 
     def find_class(self, module: str, name: str):
-        if name in METADATA.get(module, ()) or module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+        if (
+            name in METADATA.get(module, ())
+            or module == "torch"
+            and isinstance(getattr(torch, name, None), torch.dtype)
+        ):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"GLOBAL {module}.{name}")
 
@@ -144,7 +167,10 @@ class MetadataUnpickler(pickle.Unpickler):
 def data_alone(checkpoint: Path) -> Iterator[None]:
     """Around code that reads a checkpoint's weights. torch and Megatron unpickle .metadata, common.pt and parts of other
     files, and a pickle can run commands: raises InputError for one that holds more than tensors, numbers and text."""
-    forced = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "0"}        # for torch.load
+    forced = {
+        "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1",
+        "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "0",
+    }  # for torch.load
     before = {name: os.environ.get(name, "0") for name in forced}
     os.environ.update(forced)
     try:
@@ -153,7 +179,9 @@ def data_alone(checkpoint: Path) -> Iterator[None]:
             yield
     except pickle.UnpicklingError as error:
         named = re.search(r"GLOBAL (\S+)", str(error))
-        raise InputError(f"{checkpoint} is not loaded: it is not data alone, a pickle in it calls "
-                         f"{named[1] if named else error}") from None
+        raise InputError(
+            f"{checkpoint} is not loaded: it is not data alone, a pickle in it calls "
+            f"{named[1] if named else error}"
+        ) from None
     finally:
         os.environ.update(before)

@@ -29,7 +29,7 @@ from engines.parallel.varlen import Zigzag, by_kernel, by_segment, explicit_atte
 HARMLESS = {"position_ids", "use_cache", "cache_position", "output_attentions", "is_causal"}
 WINDOW = "only a mask limits its attention to a window"
 NOT_CAUSAL = "is_causal=False"
-WINDOWS = "windows_flash"           # transformers says where windows begin to implementations with "flash" in their name alone
+WINDOWS = "windows_flash"  # transformers says where windows begin to implementations with "flash" in their name alone
 
 
 @dataclass
@@ -50,23 +50,44 @@ class Packing:
     zigzag: Zigzag | None = None
 
     @staticmethod
-    def of(lengths: list[int], group: dist.ProcessGroup, device: torch.device, zigzag: bool) -> Packing:
+    def of(
+        lengths: list[int], group: dist.ProcessGroup, device: torch.device, zigzag: bool
+    ) -> Packing:
         bounds = [0, *accumulate(lengths)]
         # A power of two, so that compiled code sees few different values.
         longest = 1 << (max(lengths) - 1).bit_length()
-        return Packing(to_device(torch.tensor(bounds, dtype=torch.int32), device), bounds, longest,
-                       group if group.size() > 1 and not zigzag else None, Zigzag(bounds, group, device) if zigzag else None)
+        return Packing(
+            to_device(torch.tensor(bounds, dtype=torch.int32), device),
+            bounds,
+            longest,
+            group if group.size() > 1 and not zigzag else None,
+            Zigzag(bounds, group, device) if zigzag else None,
+        )
 
     def arguments(self) -> dict:
         """The model's keyword arguments. The mask of four dimensions is not read; it keeps transformers from building one, for
         which it would wait for the device."""
-        return {"packing": self, "attention_mask": torch.empty(1, 1, 1, 1, device=self.cu_seqlens.device)}
+        return {
+            "packing": self,
+            "attention_mask": torch.empty(1, 1, 1, 1, device=self.cu_seqlens.device),
+        }
 
 
-def packed_attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
-                     packing: Packing | None = None, scaling: float | None = None, dropout: float = 0.0,
-                     sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None,
-                     **others) -> tuple[Tensor, None]:
+def packed_attention(
+    module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packing: Packing | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others,
+) -> tuple[Tensor, None]:
     """Causal attention inside each sequence; the signature is transformers' attention interface.
 
     query [1, heads, T', dim], key and value [1, kv_heads, T', dim] -> [1, T', heads, dim], T' this rank's tokens; or with zigzag
@@ -77,62 +98,128 @@ def packed_attention(module, query: Tensor, key: Tensor, value: Tensor, attentio
     refuse(dropout, others)
     if packing is None:
         raise InputError("its layers do not pass on to their attention where sequences begin")
-    if attention_mask is not None and attention_mask.is_meta and attention_mask.shape[2:] not in ((1, 1), (2, sliding_window or 0)):
+    if (
+        attention_mask is not None
+        and attention_mask.is_meta
+        and attention_mask.shape[2:] not in ((1, 1), (2, sliding_window or 0))
+    ):
         raise InputError(f"{WINDOW} of {attention_mask.shape[-1]} tokens")
     window = sliding_window or 0
     if packing.zigzag:
         by_token = (x.permute(2, 0, 1, 3) for x in (query, key, value))
-        return packing.zigzag.attention(*by_token, scaling, window, softcap, s_aux).transpose(0, 1), None
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))          # [T', heads, dim]
+        return packing.zigzag.attention(*by_token, scaling, window, softcap, s_aux).transpose(
+            0, 1
+        ), None
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T', heads, dim]
     attend = whole_sequences if packing.group is None else shared_by_heads
     return attend(q, k, v, packing, scaling, window, softcap, s_aux)[None], None
 
 
-def whole_sequences(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float | None, window: int, softcap: float | None,
-                    sinks: Tensor | None) -> Tensor:
+def whole_sequences(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packing: Packing,
+    scaling: float | None,
+    window: int,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
     """[T, heads, dim] of all tokens -> the same."""
     if q.is_cuda and q.dtype != torch.float32 and not softcap and sinks is None:
-        return by_kernel(q, k, v, packing.cu_seqlens, packing.cu_seqlens, packing.max_length, packing.max_length, scaling, window)
-    return by_sequence(q, k, v, packing, scaling, window, softcap, sinks)   # there is no such kernel
+        return by_kernel(
+            q,
+            k,
+            v,
+            packing.cu_seqlens,
+            packing.cu_seqlens,
+            packing.max_length,
+            packing.max_length,
+            scaling,
+            window,
+        )
+    return by_sequence(q, k, v, packing, scaling, window, softcap, sinks)  # there is no such kernel
 
 
 # Not compiled: it would be compiled again for every group of ranks, without any gain for collectives.
 @torch.compiler.disable
-def shared_by_heads(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float | None, window: int, softcap: float | None,
-                    sinks: Tensor | None) -> Tensor:
+def shared_by_heads(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packing: Packing,
+    scaling: float | None,
+    window: int,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
     """[T', heads, dim] of this rank's tokens -> the same (Ulysses): meanwhile it has some heads of all tokens."""
     group = packing.group
-    repeats = max(1, group.size() // k.shape[1])                           # every rank needs a KV head of its own
+    repeats = max(1, group.size() // k.shape[1])  # every rank needs a KV head of its own
     k, v = (x.repeat_interleave(repeats, dim=1) if repeats > 1 else x for x in (k, v))
-    q, k, v = (exchange(x, group, True) for x in (q, k, v))                # [T, heads / ranks, dim]
+    q, k, v = (exchange(x, group, True) for x in (q, k, v))  # [T, heads / ranks, dim]
     sinks = None if sinks is None else sinks.chunk(group.size())[group.rank()]
-    return exchange(whole_sequences(q, k, v, packing, scaling, window, softcap, sinks), group, False)
+    return exchange(
+        whole_sequences(q, k, v, packing, scaling, window, softcap, sinks), group, False
+    )
 
 
-def padded_attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
-                     softcap: float | None = None, s_aux: Tensor | None = None, **others) -> tuple[Tensor, None]:
+def padded_attention(
+    module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others,
+) -> tuple[Tensor, None]:
     """transformers' attention for a sequence in each row, query [b, heads, n, dim] -> [b, n, heads, dim], with the soft caps and
     sinks that it leaves out in silence. attention_mask [b, 1, n, n] bool, None: causal."""
     if softcap is None and s_aux is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **others)
     refuse(others.get("dropout"), {})
     length = query.shape[2]
-    seen = torch.ones(length, length, dtype=torch.bool, device=query.device).tril() if attention_mask is None else attention_mask
-    return explicit_attention(query, key, value, seen, others.get("scaling"), softcap, s_aux).transpose(1, 2), None
+    seen = (
+        torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
+        if attention_mask is None
+        else attention_mask
+    )
+    return explicit_attention(
+        query, key, value, seen, others.get("scaling"), softcap, s_aux
+    ).transpose(1, 2), None
 
 
-def windows_attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *, cu_seq_lens_q: Tensor,
-                      max_length_q: int, scaling: float | None = None, dropout: float = 0.0, is_causal: bool = False,
-                      cu_seq_lens_k: Tensor | None = None, max_length_k: int | None = None, packing: Packing | None = None,
-                      **others) -> tuple[Tensor, None]:
+def windows_attention(
+    module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    cu_seq_lens_q: Tensor,
+    max_length_q: int,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool = False,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_k: int | None = None,
+    packing: Packing | None = None,
+    **others,
+) -> tuple[Tensor, None]:
     """Attention of all to all inside each image, or each window of one, for vision towers: query, key and value
     [1, heads, T, dim] -> [1, T, heads, dim]; cu_seq_lens_q [n+1] int32: where windows begin. packing is the text's."""
     refuse(dropout, others | {"a mask": attention_mask, "is_causal=True": is_causal or None})
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))          # [T, heads, dim]
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, dim]
     if q.is_cuda and q.dtype != torch.float32:
-        return by_kernel(q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scaling, causal=False)[None], None
+        return by_kernel(
+            q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scaling, causal=False
+        )[None], None
     segments = [(a, b, a, b) for a, b in pairwise(cu_seq_lens_q.tolist())]
-    return by_segment(q[:, None], k[:, None], v[:, None], segments, scaling, causal=False)[None, :, 0], None
+    return by_segment(q[:, None], k[:, None], v[:, None], segments, scaling, causal=False)[
+        None, :, 0
+    ], None
 
 
 def of_towers(hf: nn.Module) -> list:
@@ -143,7 +230,8 @@ def of_towers(hf: nn.Module) -> list:
         if module not in text and hasattr(module, "is_causal"):
             windows = inspect.signature(module.forward).parameters.get("cu_seqlens")
             told.setdefault(id(module.config), (module.config, []))[1].append(
-                windows is not None and windows.default is windows.empty and not module.is_causal)
+                windows is not None and windows.default is windows.empty and not module.is_causal
+            )
     return [config for config, knows in told.values() if all(knows)]
 
 
@@ -163,7 +251,9 @@ def refuse(dropout: float, others: dict) -> None:
     asked = [name for name, value in others.items() if value is not None and name not in HARMLESS]
     asked += [NOT_CAUSAL] * (others.get("is_causal") is False)
     if dropout or asked:
-        raise InputError(f"the model wants {'dropout' if dropout else asked[0]} in its attention, which is not supported")
+        raise InputError(
+            f"the model wants {'dropout' if dropout else asked[0]} in its attention, which is not supported"
+        )
 
 
 # Not compiled: it would be compiled again for every new set of lengths, without any gain for collectives.
@@ -183,7 +273,11 @@ def exchange(x: Tensor, group: dist.ProcessGroup, scatter_heads: bool) -> Tensor
 
 def window_of(*_, device: torch.device, local_size: int | None = None, **__) -> Tensor | None:
     """In place of transformers' mask, where Packing.arguments() gave none: in a pass over shapes, what window the mask has."""
-    return torch.empty(1, 1, 2, local_size or 0, device="meta") if torch.device(device).type == "meta" else None
+    return (
+        torch.empty(1, 1, 2, local_size or 0, device="meta")
+        if torch.device(device).type == "meta"
+        else None
+    )
 
 
 AttentionInterface.register("packed", packed_attention)

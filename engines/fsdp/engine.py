@@ -23,7 +23,13 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 
 from config import InputError
@@ -31,7 +37,15 @@ from data.batching.packing import Batch
 from data.batching.plan import MicroBatches
 from data.images.processor import Reader
 from engines import optimizer, schedule
-from engines.base import Engine, LossFn, check_batch_size, check_cap, fixed_cp, follows_batch, shares_sequences
+from engines.base import (
+    Engine,
+    LossFn,
+    check_batch_size,
+    check_cap,
+    fixed_cp,
+    follows_batch,
+    shares_sequences,
+)
 from engines.checkpoint.storage import Writer
 from engines.fsdp import tracing as shapes, vision as images
 from engines.fsdp.attention import WINDOWS, Packing, attending, of_towers
@@ -52,15 +66,31 @@ from engines.model.hf import (
     read_hf_config,
     whole_modules,
 )
-from engines.model.weights import check_files, in_files, load_adapter, load_weights, model_names, stacked, stored_tensors
+from engines.model.weights import (
+    check_files,
+    in_files,
+    load_adapter,
+    load_weights,
+    model_names,
+    stacked,
+    stored_tensors,
+)
 from engines.parallel.collectives import groups_of
 from engines.parallel.device import to_device
 from engines.parallel.offload import HostMemory
 
 
 class FSDPEngine(Engine):
-    def __init__(self, config: DictConfig, device: torch.device, total_steps: int, optimize: bool = True,
-                 critic: bool = False, temperature: float = 1.0, base: dict[str, Tensor] | None = None):
+    def __init__(
+        self,
+        config: DictConfig,
+        device: torch.device,
+        total_steps: int,
+        optimize: bool = True,
+        critic: bool = False,
+        temperature: float = 1.0,
+        base: dict[str, Tensor] | None = None,
+    ):
         """Build the model of config.model.path on the meta device, shard it, and stream its weights in.
 
         optimize: with an optimizer; False for a model that is only evaluated. critic: a value head (zeros, unless the
@@ -75,22 +105,43 @@ class FSDPEngine(Engine):
         self.dp_rank, self.dp_size = dist.get_rank() // cp, self.world_size // cp
         mesh = init_device_mesh(device.type, (self.dp_size, cp), mesh_dim_names=("dp", "cp"))
         self.dp_group, self.cp_group = mesh["dp"].get_group(), mesh["cp"].get_group()
-        self.cp_groups = groups_of(self.dp_group, self.cp_group) if follows_batch(engine) else {cp: self.cp_group}
+        self.cp_groups = (
+            groups_of(self.dp_group, self.cp_group)
+            if follows_batch(engine)
+            else {cp: self.cp_group}
+        )
 
         self.compute_dtype, self.lora = getattr(torch, engine.compute_dtype), config.model.lora
         compiled = uses_compile(engine, device.type)
         self.hf, self._adapted = build(config, critic)
         names, parts = model_names(self.hf, Path(config.model.path)), stacked(self.hf)
-        self.names, self._file_names = names, {name: file_name for file_name, name in names.items() if name}
+        self.names, self._file_names = (
+            names,
+            {name: file_name for file_name, name in names.items() if name},
+        )
         self._parts = {name: found for name, found in parts.items() if name not in self._file_names}
-        self._unproven = bool(self._adapted) and not critic         # a critic's gradient comes through its head, which is zero
-        self.model = PackedModel(self.hf, ValueHead() if critic else LogProbHead(
-            temperature, engine.log_prob_chunk_size, compiled, self.hf_config.vocab_size, None, *logit_constants(self.hf)))
+        self._unproven = (
+            bool(self._adapted) and not critic
+        )  # a critic's gradient comes through its head, which is zero
+        self.model = PackedModel(
+            self.hf,
+            ValueHead()
+            if critic
+            else LogProbHead(
+                temperature,
+                engine.log_prob_chunk_size,
+                compiled,
+                self.hf_config.vocab_size,
+                None,
+                *logit_constants(self.hf),
+            ),
+        )
         self.head = self.model.head
         balanced = experts.aux_loss_coef(engine.router_aux_loss_coef, self.hf_config)
         self._routers = experts.Routers(self.hf.get_decoder()) if balanced else None
-        self._aux_loss_coef = balanced and experts.aux_loss_weight(engine.router_aux_loss_coef, self.hf_config,
-                                                                   len(self._routers.modules))
+        self._aux_loss_coef = balanced and experts.aux_loss_weight(
+            engine.router_aux_loss_coef, self.hf_config, len(self._routers.modules)
+        )
         if config.model.images:
             self.reader = Reader(config.model.path, dropped=config.data.drop_processor_keys)
         self._images = images.Images(self.hf, self.reader) if self.reader else None
@@ -103,8 +154,16 @@ class FSDPEngine(Engine):
             for layer in layers:
                 layer.forward = torch.compile(layer.forward, dynamic=True)
         shard(self.model, whole_modules(self.hf, self.hf), config, device.type, self.world_size)
-        load_weights(self.hf, Path(config.model.path), names, torch.device("cpu") if engine.cpu_offload else device, device,
-                     self.compute_dtype, critic, base)
+        load_weights(
+            self.hf,
+            Path(config.model.path),
+            names,
+            torch.device("cpu") if engine.cpu_offload else device,
+            device,
+            self.compute_dtype,
+            critic,
+            base,
+        )
         keep_short_frequencies(self.hf)
         load_adapter(self.hf, self.lora, config.trainer.seed)
         words = self.hf.get_input_embeddings()
@@ -112,7 +171,9 @@ class FSDPEngine(Engine):
         self.model.train()
         self.optimizers = optimizer.build(self.model, layers, self.optim) if optimize else []
         # Each group's learning rate relative to the schedule's: 1, unless the user's optimizer has set another one.
-        self._lr_ratios = [group["lr"] / self.optim.lr if self.optim.lr else 1.0 for group in self._groups()]
+        self._lr_ratios = [
+            group["lr"] / self.optim.lr if self.optim.lr else 1.0 for group in self._groups()
+        ]
         self._flops = count_flops(self.hf, self.hf_config)
         self._host_memory, self._shares_base = HostMemory(device), base is not None
         guard.check(self)
@@ -128,8 +189,10 @@ class FSDPEngine(Engine):
         mtp.check(config, whole)
         hf = build_on_meta(whole, torch.float32, critic, images=config.model.images)
         if shares_sequences(config.engine) and recurrent_layers(hf):
-            raise InputError(f"engine.context_parallel_size={config.engine.context_parallel_size}: layers of {type(hf).__name__} "
-                             "carry a state from token to token: ranks cannot share a sequence")
+            raise InputError(
+                f"engine.context_parallel_size={config.engine.context_parallel_size}: layers of {type(hf).__name__} "
+                "carry a state from token to token: ranks cannot share a sequence"
+            )
         if not critic:
             logit_constants(hf)
         experts.check(hf, hf_config, config.model.path)
@@ -144,30 +207,50 @@ class FSDPEngine(Engine):
     def multiple(self, size: int) -> int:
         return 2 * size if size > 1 and is_zigzag(self.config.engine, self.hf_config, size) else 1
 
-    def train_batch(self, batch: Batch, loss_fn: LossFn, step: int, micro_batches: MicroBatches | None = None) -> dict[str, float]:
+    def train_batch(
+        self, batch: Batch, loss_fn: LossFn, step: int, micro_batches: MicroBatches | None = None
+    ) -> dict[str, float]:
         self._onload("parameters", "optimizer")
         micro_batches = micro_batches or self._micro_batches(batch.lengths)
-        amounts, loss_fn = defaultdict(lambda: torch.zeros((), device=self.device)), self._watched(loss_fn)
+        amounts, loss_fn = (
+            defaultdict(lambda: torch.zeros((), device=self.device)),
+            self._watched(loss_fn),
+        )
         aux_losses, num_tokens = torch.zeros((), device=self.device), 1.0
         if self._aux_loss_coef:
-            num_tokens = self.sum_over_dp(torch.tensor(float(len(self._counted(batch, micro_batches).input_ids)))).item()
+            num_tokens = self.sum_over_dp(
+                torch.tensor(float(len(self._counted(batch, micro_batches).input_ids)))
+            ).item()
         with self._seeded(step, dist.get_rank()):
             for micro_batch in self._laid_out(batch, micro_batches):
                 with self._routers.noted() if self._routers else nullcontext([]) as router_logits:
                     outputs = self._forward(micro_batch)
-                loss, extra = loss_fn(*outputs[:self.model.head.num_differentiable], micro_batch.fields)
+                loss, extra = loss_fn(
+                    *outputs[: self.model.head.num_differentiable], micro_batch.fields
+                )
                 aux_loss = 0.0
                 if router_logits:
-                    aux_loss = experts.aux_loss(router_logits, micro_batch.padding.flatten(), experts.num_chosen(self.hf_config),
-                                                num_tokens, micro_batch.group)
+                    aux_loss = experts.aux_loss(
+                        router_logits,
+                        micro_batch.padding.flatten(),
+                        experts.num_chosen(self.hf_config),
+                        num_tokens,
+                        micro_batch.group,
+                    )
                     aux_losses += aux_loss.detach() / len(router_logits)
                 # FSDP averages gradients over ranks; ours are parts of one sum.
                 ((loss + self._aux_loss_coef * aux_loss) * self.world_size).backward()
                 for name, amount in {"loss": loss, **extra}.items():
                     amounts[name] += amount.detach() * self._speaks(micro_batch.group)
         grad_norm = self._clip()
-        self._prove(grad_norm, (lora.plain_name(name) for name, p in self.hf.named_parameters()
-                                if p.requires_grad and p.grad is None))
+        self._prove(
+            grad_norm,
+            (
+                lora.plain_name(name)
+                for name, p in self.hf.named_parameters()
+                if p.requires_grad and p.grad is None
+            ),
+        )
         lr = schedule.learning_rate(self.optim, step, self.total_steps)
         skipped = not math.isfinite(grad_norm)
         if not skipped:
@@ -191,7 +274,9 @@ class FSDPEngine(Engine):
         micro_batches = micro_batches or self._micro_batches(batch.lengths)
         for (_, members), micro_batch in zip(micro_batches, self._laid_out(batch, micro_batches)):
             outputs = self._forward(micro_batch)
-            answers[:, where.select(members).input_ids.to(self.device)] = torch.stack([x.float() for x in outputs])
+            answers[:, where.select(members).input_ids.to(self.device)] = torch.stack(
+                [x.float() for x in outputs]
+            )
         self.model.train()
         return answers
 
@@ -202,12 +287,21 @@ class FSDPEngine(Engine):
         self.model.eval()
         with attending(self.hf, "eager"):
             for start, each in zip(batch.cu_seqlens.tolist(), batch.split([1] * len(batch))):
-                ids, before = each.input_ids.to(self.device), torch.arange(len(each.input_ids) - 1, device=self.device)
-                given = {"input_ids": ids[None], "position_ids": torch.arange(len(ids), device=self.device)[None]}
+                ids, before = (
+                    each.input_ids.to(self.device),
+                    torch.arange(len(each.input_ids) - 1, device=self.device),
+                )
+                given = {
+                    "input_ids": ids[None],
+                    "position_ids": torch.arange(len(ids), device=self.device)[None],
+                }
                 if found := each.images:
-                    given = {name: x.to(self.device) for name, x in self._images.given(each, found, packed=False).items()}
+                    given = {
+                        name: x.to(self.device)
+                        for name, x in self._images.given(each, found, packed=False).items()
+                    }
                 outputs = self.model(before, ids[1:], ids.new_empty(len(before), 0), **given)
-                answers[:, start + 1:start + len(ids)] = torch.stack([x.float() for x in outputs])
+                answers[:, start + 1 : start + len(ids)] = torch.stack([x.float() for x in outputs])
         self.model.train()
         return answers
 
@@ -221,23 +315,46 @@ class FSDPEngine(Engine):
 
     def _laid_out(self, batch: Batch, micro_batches: MicroBatches) -> Iterator[MicroBatch]:
         parts = (batch.select(members) for _, members in micro_batches)
-        given = self._images.ahead(parts, self.config.engine.use_remove_padding) if self._images else zip(parts, repeat(None))
-        return (self._lay_out(part, self.cp_groups[size], more) for (size, _), (part, more) in zip(micro_batches, given))
+        given = (
+            self._images.ahead(parts, self.config.engine.use_remove_padding)
+            if self._images
+            else zip(parts, repeat(None))
+        )
+        return (
+            self._lay_out(part, self.cp_groups[size], more)
+            for (size, _), (part, more) in zip(micro_batches, given)
+        )
 
-    def _lay_out(self, batch: Batch, group: dist.ProcessGroup, given: dict[str, Tensor] | None) -> MicroBatch:
+    def _lay_out(
+        self, batch: Batch, group: dist.ProcessGroup, given: dict[str, Tensor] | None
+    ) -> MicroBatch:
         """T may be 0: then the model runs on padding alone, because other ranks wait for its collectives."""
         engine, packing_of = self.config.engine, None
         packed, zigzag = engine.use_remove_padding, is_zigzag(engine, self.hf_config, group.size())
         if packed or zigzag:
             packing_of = partial(Packing.of, group=group, device=self.device, zigzag=zigzag)
         if given is None:
-            return lay_out(batch, packed, packing_of, group, self.device, self.multiple(group.size()), zigzag)
-        laid_out = lay_out(batch, packed, packing_of, group, self.device, filler=0 if batch.images else len(self._images.filler))
-        return replace(laid_out, given={name: to_device(x, self.device) for name, x in given.items()})
+            return lay_out(
+                batch, packed, packing_of, group, self.device, self.multiple(group.size()), zigzag
+            )
+        laid_out = lay_out(
+            batch,
+            packed,
+            packing_of,
+            group,
+            self.device,
+            filler=0 if batch.images else len(self._images.filler),
+        )
+        return replace(
+            laid_out, given={name: to_device(x, self.device) for name, x in given.items()}
+        )
 
     def _forward(self, batch: MicroBatch) -> tuple[Tensor, ...]:
         """log_probs, entropy, greedy (a critic: values), each [T] on the device, entry t about token t."""
-        given = batch.given or {"input_ids": batch.input_ids, "position_ids": batch.positions.expand_as(batch.input_ids)}
+        given = batch.given or {
+            "input_ids": batch.input_ids,
+            "position_ids": batch.positions.expand_as(batch.input_ids),
+        }
         values = self.model(batch.place, batch.targets, batch.kept_words, batch.packing, **given)
         return tuple(batch.to_tokens(x) for x in values)
 
@@ -246,7 +363,9 @@ class FSDPEngine(Engine):
         norm = nn.utils.get_total_norm(gradients)
         norm = full(norm)
         if self.optim.clip_grad > 0:
-            nn.utils.clip_grads_with_norm_(self.model.parameters(), self.optim.clip_grad, norm.to(gradients[0].device))
+            nn.utils.clip_grads_with_norm_(
+                self.model.parameters(), self.optim.clip_grad, norm.to(gradients[0].device)
+            )
         return norm.item()
 
     def _groups(self) -> list[dict]:
@@ -257,8 +376,13 @@ class FSDPEngine(Engine):
 
     def coordinates(self) -> dict:
         cp_group = self.cp_groups[max(self.cp_groups)]
-        return {"dp": [self.dp_rank, self.dp_size], "cp": [cp_group.rank(), cp_group.size()], "tp": [0, 1], "pp": [0, 1],
-                "first_layers": [0]}
+        return {
+            "dp": [self.dp_rank, self.dp_size],
+            "cp": [cp_group.rank(), cp_group.size()],
+            "tp": [0, 1],
+            "pp": [0, 1],
+            "first_layers": [0],
+        }
 
     # -- memory ----------------------------------------------------------------------------------------------------------
 
@@ -268,15 +392,22 @@ class FSDPEngine(Engine):
                 module.reshard()
         self._host_memory.offload(self._tensors(parts))
         # Before the first step there is no state yet. Adam's has two moments, Muon's one, and a user's perhaps two.
-        self._host_memory.reserve(p for o in self.optimizers if "optimizer" in parts and not o.state
-                                  for group in o.param_groups for p in group["params"] * (2 - isinstance(o, torch.optim.Muon)))
+        self._host_memory.reserve(
+            p
+            for o in self.optimizers
+            if "optimizer" in parts and not o.state
+            for group in o.param_groups
+            for p in group["params"] * (2 - isinstance(o, torch.optim.Muon))
+        )
 
     def _onload(self, *parts: str) -> None:
         self._host_memory.onload(self._tensors(parts))
 
     def _tensors(self, parts: tuple[str, ...]) -> Iterator[Tensor]:
         if "parameters" in parts:
-            yield from (p for p in self.model.parameters() if p.requires_grad or not self._shares_base)
+            yield from (
+                p for p in self.model.parameters() if p.requires_grad or not self._shares_base
+            )
         if "optimizer" in parts:
             states = (state for each in self.optimizers for state in each.state.values())
             yield from (x for state in states for x in state.values() if isinstance(x, Tensor))
@@ -285,7 +416,7 @@ class FSDPEngine(Engine):
 
     def _use_adapters(self, use: bool) -> None:
         for layer in self._adapted:
-            layer._disable_adapters = not use           # enable_adapters() would also freeze them
+            layer._disable_adapters = not use  # enable_adapters() would also freeze them
 
     def export_weights(self, whole: bool = True) -> Iterator[tuple[str, Tensor]]:
         yield from in_files(self._whole_weights(), self._parts)
@@ -294,14 +425,19 @@ class FSDPEngine(Engine):
 
     def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
         self._onload("parameters")
-        adapted = {layer.base_layer.weight: layer for layer in self._adapted if not layer.disable_adapters}
+        adapted = {
+            layer.base_layer.weight: layer for layer in self._adapted if not layer.disable_adapters
+        }
         for name, tensor in stored_tensors(self.hf):
             if ".lora_" in name:
                 continue
             weight = self._whole(tensor)
             weight = weight.to(self.compute_dtype) if isinstance(tensor, nn.Parameter) else weight
             if tensor in adapted:
-                a, b = (self._whole(pair["default"].weight) for pair in (adapted[tensor].lora_A, adapted[tensor].lora_B))
+                a, b = (
+                    self._whole(pair["default"].weight)
+                    for pair in (adapted[tensor].lora_A, adapted[tensor].lora_B)
+                )
                 weight = lora.merge(weight, a, b, self.lora)
             yield self._in_files(lora.plain_name(name)), weight
 
@@ -320,24 +456,45 @@ class FSDPEngine(Engine):
 
     def state(self, loading: bool = False) -> dict:
         self._onload("parameters", "optimizer")
-        weights = get_model_state_dict(self.hf, options=StateDictOptions(ignore_frozen_params=bool(self._adapted)))
-        buffers = dict(self.hf.named_buffers())         # by themselves, since an export leaves them their dtypes
-        state = {"model": {self._in_files(name): x for name, x in weights.items() if name not in buffers},
-                 "buffers": {self._in_files(name): x for name, x in weights.items() if name in buffers}}
+        weights = get_model_state_dict(
+            self.hf, options=StateDictOptions(ignore_frozen_params=bool(self._adapted))
+        )
+        buffers = dict(
+            self.hf.named_buffers()
+        )  # by themselves, since an export leaves them their dtypes
+        state = {
+            "model": {
+                self._in_files(name): x for name, x in weights.items() if name not in buffers
+            },
+            "buffers": {self._in_files(name): x for name, x in weights.items() if name in buffers},
+        }
         if self.optimizers:
-            state["optimizer"] = get_optimizer_state_dict(self.hf, self.optimizers,
-                                                          options=StateDictOptions(flatten_optimizer_state_dict=True))
+            state["optimizer"] = get_optimizer_state_dict(
+                self.hf,
+                self.optimizers,
+                options=StateDictOptions(flatten_optimizer_state_dict=True),
+            )
         return state
 
     def load_state(self, state: dict) -> None:
         self._onload("parameters", "optimizer")
-        weights = {self.names.get(file_name, file_name): x for part in ("model", "buffers") for file_name, x in state[part].items()}
+        weights = {
+            self.names.get(file_name, file_name): x
+            for part in ("model", "buffers")
+            for file_name, x in state[part].items()
+        }
         set_model_state_dict(self.hf, weights, options=StateDictOptions(strict=not self._adapted))
         if self.optimizers:
-            set_optimizer_state_dict(self.hf, self.optimizers, state["optimizer"],
-                                     options=StateDictOptions(flatten_optimizer_state_dict=True))
+            set_optimizer_state_dict(
+                self.hf,
+                self.optimizers,
+                state["optimizer"],
+                options=StateDictOptions(flatten_optimizer_state_dict=True),
+            )
 
-    def write(self, states: dict[str, dict], directory: Path, group: dist.ProcessGroup | None) -> Future | None:
+    def write(
+        self, states: dict[str, dict], directory: Path, group: dist.ProcessGroup | None
+    ) -> Future | None:
         if group is None:
             dcp.save(states, storage_writer=Writer(directory))
             return None
@@ -358,10 +515,19 @@ class PackedModel(nn.Module):
         super().__init__()
         self.hf, self.head, self.bounds = hf, head, Bounds(hf)
 
-    def forward(self, place: Tensor, targets: Tensor, kept_words: Tensor, packing: Packing | None = None, **given: Tensor):
+    def forward(
+        self,
+        place: Tensor,
+        targets: Tensor,
+        kept_words: Tensor,
+        packing: Packing | None = None,
+        **given: Tensor,
+    ):
         """given: input_ids and position_ids [rows, length], and what the model reads of images. Returns the head's outputs for the
         tokens `targets` [k] that follow the places `place` [k] in [length * rows], and were drawn from `kept_words` [k, K]."""
-        self.bounds.now, attention = (packing.bounds, packing.arguments()) if packing else (None, {})
+        self.bounds.now, attention = (
+            (packing.bounds, packing.arguments()) if packing else (None, {})
+        )
         body = self.hf.base_model if len(given) > 2 else self.hf.get_decoder()
         outputs = body(use_cache=False, **attention, **given)
         hidden = outputs[0].transpose(0, 1).flatten(0, 1).index_select(0, place)
@@ -373,15 +539,18 @@ def build(config: DictConfig, critic: bool) -> tuple[nn.Module, list[nn.Module]]
     """The model on the meta device, and its layers with adapters. A critic's value head is trained beside these."""
     engine, settings = config.engine, config.model.lora
     # Frozen weights need no more precision than the pass that reads them.
-    hf = build_on_meta(read_hf_config(config.model.path),
-                       getattr(torch, engine.compute_dtype if settings.rank else engine.param_dtype), critic,
-                       images=config.model.images)
+    hf = build_on_meta(
+        read_hf_config(config.model.path),
+        getattr(torch, engine.compute_dtype if settings.rank else engine.param_dtype),
+        critic,
+        images=config.model.images,
+    )
     divided = engine.use_remove_padding or shares_sequences(engine)
     hf.get_decoder().set_attn_implementation("packed" if divided else plain_attention(hf))
     for tower in of_towers(hf):
-        tower._attn_implementation = WINDOWS        # set_attn_implementation() would look for a package
+        tower._attn_implementation = WINDOWS  # set_attn_implementation() would look for a package
     images.multiply_patches(hf)
-    hf.get_decoder().config.output_router_logits = False           # which experts.Routers notes
+    hf.get_decoder().config.output_router_logits = False  # which experts.Routers notes
     freeze.apply(config, hf, critic)
     return hf, lora.inject(hf, settings, critic) if settings.rank else []
 
@@ -390,17 +559,27 @@ def check_layout(config: DictConfig, hf_config, world_size: int) -> None:
     engine, cp = config.engine, fixed_cp(config.engine)
     schedule.check(config.optim)
     optimizer.check(config)
-    if any(getattr(layer, "num_attention_heads", None) is None for layer in layer_configs(hf_config)):
-        raise InputError(f"model.path={config.model.path}: model_type={hf_config.model_type} has no attention heads "
-                         "(num_attention_heads in config.json), which is not supported")
+    if any(
+        getattr(layer, "num_attention_heads", None) is None for layer in layer_configs(hf_config)
+    ):
+        raise InputError(
+            f"model.path={config.model.path}: model_type={hf_config.model_type} has no attention heads "
+            "(num_attention_heads in config.json), which is not supported"
+        )
     if world_size % cp:
-        raise InputError(f"engine.context_parallel_size={cp} does not divide the {world_size} ranks")
+        raise InputError(
+            f"engine.context_parallel_size={cp} does not divide the {world_size} ranks"
+        )
     if engine.fsdp_size > 0 and world_size % engine.fsdp_size:
-        raise InputError(f"engine.fsdp_size={engine.fsdp_size} does not divide the {world_size} ranks")
+        raise InputError(
+            f"engine.fsdp_size={engine.fsdp_size} does not divide the {world_size} ranks"
+        )
     if config.model.images:
         images.check(config)
     check_batch_size(config, world_size // cp)
-    sizes = [1 << level for level in range(world_size.bit_length())] if follows_batch(engine) else [cp]
+    sizes = (
+        [1 << level for level in range(world_size.bit_length())] if follows_batch(engine) else [cp]
+    )
     if any(size > 1 and is_zigzag(engine, hf_config, size) for size in sizes):
         check_cap(config, 2 if follows_batch(engine) else 2 * cp)
     experts.aux_loss_coef(engine.router_aux_loss_coef, hf_config)
@@ -408,7 +587,9 @@ def check_layout(config: DictConfig, hf_config, world_size: int) -> None:
 
 def is_zigzag(engine: DictConfig, hf_config, size: int) -> bool:
     """Whether a group of this size gathers keys and values: for padded rows, and where Ulysses has no heads for all ranks."""
-    return shares_sequences(engine) and not (engine.use_remove_padding and by_heads(hf_config, size))
+    return shares_sequences(engine) and not (
+        engine.use_remove_padding and by_heads(hf_config, size)
+    )
 
 
 def by_heads(hf_config, size: int) -> bool:
@@ -418,41 +599,66 @@ def by_heads(hf_config, size: int) -> bool:
     heads = hf_config.num_attention_heads
     kv_heads = getattr(hf_config, "num_key_value_heads", None) or heads
     of_layers = getattr(hf_config, "num_attention_heads_per_layer", None) or [heads]
-    return all(number % size == 0 for number in of_layers) and (kv_heads % size == 0 or size % kv_heads == 0)
+    return all(number % size == 0 for number in of_layers) and (
+        kv_heads % size == 0 or size % kv_heads == 0
+    )
 
 
 def is_sharded(config: DictConfig, world_size: int) -> bool:
     """One rank that computes in the dtype it stores (or casts adapters, see engines/model/lora.py) has nothing to divide or cast;
     FSDP would still copy every weight through its buffers."""
     engine, adapted = config.engine, config.model.lora.rank > 0
-    return world_size > 1 or engine.cpu_offload or engine.param_dtype != engine.compute_dtype and not adapted
+    return (
+        world_size > 1
+        or engine.cpu_offload
+        or engine.param_dtype != engine.compute_dtype
+        and not adapted
+    )
 
 
 def is_replicated(config: DictConfig, world_size: int) -> bool:
     """Whether each rank holds all frozen weights: then they are left alone by FSDP, which has the adapters."""
     engine = config.engine
-    return config.model.lora.rank > 0 and not engine.cpu_offload and (world_size == 1 or engine.fsdp_size == 1)
+    return (
+        config.model.lora.rank > 0
+        and not engine.cpu_offload
+        and (world_size == 1 or engine.fsdp_size == 1)
+    )
 
 
 def uses_compile(engine: DictConfig, device_type: str) -> bool:
-    return engine.torch_compile == "always" or engine.torch_compile == "auto" and device_type == "cuda"
+    return (
+        engine.torch_compile == "always" or engine.torch_compile == "auto" and device_type == "cuda"
+    )
 
 
 def fsdp_mesh(engine: DictConfig, device_type: str, world_size: int) -> DeviceMesh:
     size = engine.fsdp_size if engine.fsdp_size > 0 else world_size
     if size == world_size:
         return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
-    return init_device_mesh(device_type, (world_size // size, size), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(
+        device_type, (world_size // size, size), mesh_dim_names=("replicate", "shard")
+    )
 
 
-def shard(model: nn.Module, layers: list[nn.Module], config: DictConfig, device_type: str, world_size: int) -> None:
+def shard(
+    model: nn.Module, layers: list[nn.Module], config: DictConfig, device_type: str, world_size: int
+) -> None:
     engine = config.engine
     if not is_sharded(config, world_size):
         return
-    precision = MixedPrecisionPolicy(param_dtype=getattr(torch, engine.compute_dtype),
-                                     reduce_dtype=getattr(torch, engine.reduce_dtype))
-    offload = CPUOffloadPolicy(pin_memory=device_type != "cpu") if engine.cpu_offload else OffloadPolicy()
-    options = {"mesh": fsdp_mesh(engine, device_type, world_size), "mp_policy": precision, "offload_policy": offload}
+    precision = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, engine.compute_dtype),
+        reduce_dtype=getattr(torch, engine.reduce_dtype),
+    )
+    offload = (
+        CPUOffloadPolicy(pin_memory=device_type != "cpu") if engine.cpu_offload else OffloadPolicy()
+    )
+    options = {
+        "mesh": fsdp_mesh(engine, device_type, world_size),
+        "mp_policy": precision,
+        "offload_policy": offload,
+    }
     if is_replicated(config, world_size):
         options["ignored_params"] = {p for p in model.parameters() if not p.requires_grad}
     for layer in layers:

@@ -10,7 +10,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 def recurrent_layers(hf: nn.Module) -> list[nn.Module]:
     """All such layers have a causal convolution of their own in front."""
-    return [module for module in hf.modules() if any(isinstance(child, nn.Conv1d) for child in module.children())]
+    return [
+        module
+        for module in hf.modules()
+        if any(isinstance(child, nn.Conv1d) for child in module.children())
+    ]
 
 
 class Bounds:
@@ -40,8 +44,14 @@ class Bounds:
         for start, end in zip(self.now, self.now[1:]):
             groups[(end - start - 1).bit_length()].append((start, end))
         for group in groups.values():
-            rows = forward(rows_of(hidden_states), *map(rows_of, others), **{name: rows_of(x) for name, x in more.items()})
+            rows = forward(
+                rows_of(hidden_states),
+                *map(rows_of, others),
+                **{name: rows_of(x) for name, x in more.items()},
+            )
             rows, *rest = rows if isinstance(rows, tuple) else (rows,)
-            outputs |= {a: row[:b - a] for (a, b), row in zip(group, rows)}
+            outputs |= {a: row[: b - a] for (a, b), row in zip(group, rows)}
         joined = torch.cat([outputs[start] for start in self.now[:-1]])[None]
-        return (joined, *[None] * len(rest)) if rest else joined            # a state, which training has no use for
+        return (
+            (joined, *[None] * len(rest)) if rest else joined
+        )  # a state, which training has no use for

@@ -34,27 +34,53 @@ class Adapter(nn.Module):
     Engine._seeded), so that recomputation repeats it.
     """
 
-    def __init__(self, layer: Adaptable, names: list[str], rows: list[int], tensors: dict[str, Tensor], settings: DictConfig):
+    def __init__(
+        self,
+        layer: Adaptable,
+        names: list[str],
+        rows: list[int],
+        tensors: dict[str, Tensor],
+        settings: DictConfig,
+    ):
         """names: of the layer's projections in the Hugging Face model. rows: how many of each lie one behind the other in the
         layer's matrix, again and again. tensors: what adapter matrices begin with, by name, whole; a projection that is not there
         gets none."""
         super().__init__()
-        self.settings, self.enabled, self.generator = settings, True, torch.Generator(layer.weight.device)
-        self.is_row, self.sequence_parallel = isinstance(layer, TorchRowParallelLinear), layer.sequence_parallel
-        self.group, self.in_turn = layer.tp_group, {name.rpartition(".")[2]: number for name, number in zip(names, rows)}
+        self.settings, self.enabled, self.generator = (
+            settings,
+            True,
+            torch.Generator(layer.weight.device),
+        )
+        self.is_row, self.sequence_parallel = (
+            isinstance(layer, TorchRowParallelLinear),
+            layer.sequence_parallel,
+        )
+        self.group, self.in_turn = (
+            layer.tp_group,
+            {name.rpartition(".")[2]: number for name, number in zip(names, rows)},
+        )
         self.num_turns = len(layer.weight) // sum(self.in_turn.values())
         self.lora_A, self.lora_B, self.names = nn.ParameterDict(), nn.ParameterDict(), {}
         for name, part in zip(names, self.in_turn):
-            for kind, matrices, is_divided in (("lora_A", self.lora_A, self.is_row), ("lora_B", self.lora_B, not self.is_row)):
+            for kind, matrices, is_divided in (
+                ("lora_A", self.lora_A, self.is_row),
+                ("lora_B", self.lora_B, not self.is_row),
+            ):
                 full = tensors.get(f"{name}.{kind}.weight")
                 if full is None:
                     continue
                 dim = int(self.is_row)
                 mine = full.chunk(self.group.size(), dim)[self.group.rank()] if is_divided else full
-                matrix = nn.Parameter(mine.to(layer.weight.device, getattr(torch, settings.dtype)).contiguous())
-                set_tensor_model_parallel_attributes(matrix, is_divided, dim if is_divided else -1, 1)
+                matrix = nn.Parameter(
+                    mine.to(layer.weight.device, getattr(torch, settings.dtype)).contiguous()
+                )
+                set_tensor_model_parallel_attributes(
+                    matrix, is_divided, dim if is_divided else -1, 1
+                )
                 # A sees this rank's tokens alone: its gradients are added up.
-                matrix.sequence_parallel = kind == "lora_A" and not self.is_row and self.sequence_parallel
+                matrix.sequence_parallel = (
+                    kind == "lora_A" and not self.is_row and self.sequence_parallel
+                )
                 matrices[part], self.names[matrix] = matrix, f"{name}.{kind}.weight"
 
     def forward(self, x: Tensor, output: Tensor) -> Tensor:
@@ -65,13 +91,17 @@ class Adapter(nn.Module):
         a, b = (matrix.to(x.dtype) for matrix in self.matrices())
         x = F.linear(self.dropped(x), a)
         if self.is_row:
-            b = copy_to_tensor_model_parallel_region(b, group=self.group)        # each rank's part of x: gradients are added up
+            b = copy_to_tensor_model_parallel_region(
+                b, group=self.group
+            )  # each rank's part of x: gradients are added up
         elif self.sequence_parallel:
             x = gather_from_sequence_parallel_region(x, group=self.group)
         else:
             x = copy_to_tensor_model_parallel_region(x, group=self.group)
         scale = self.settings.alpha / self.settings.rank
-        return torch.addmm(output.flatten(0, 1), x.flatten(0, 1), b.t(), alpha=scale).view_as(output)
+        return torch.addmm(output.flatten(0, 1), x.flatten(0, 1), b.t(), alpha=scale).view_as(
+            output
+        )
 
     def matrices(self) -> tuple[Tensor, Tensor]:
         """This rank's A [parts * rank, in], and B [out, parts * rank] with the rows of the fused matrix, where each has its own
@@ -104,29 +134,45 @@ class Adapter(nn.Module):
 
 def check(config: DictConfig, hf_config, hf: nn.Module) -> None:
     """Raise InputError for adapters that this engine has none of. hf: the model on the meta device, which gets them."""
-    settings, engine, tp = config.model.lora, config.engine, config.engine.tensor_model_parallel_size
+    settings, engine, tp = (
+        config.model.lora,
+        config.engine,
+        config.engine.tensor_model_parallel_size,
+    )
     lora.check(config, hf)
     if not settings.rank:
         return
     if gpt_layer_specs.HAVE_TE:
-        raise InputError("model.lora with model_engine=megatron needs an environment without TransformerEngine, whose layers do "
-                         "not show the normed input that adapters need")
+        raise InputError(
+            "model.lora with model_engine=megatron needs an environment without TransformerEngine, whose layers do "
+            "not show the normed input that adapters need"
+        )
     names = lora.shapes(hf)
-    if hf_config.num_key_value_heads % tp and any(f".{part}_proj." in name for name in names for part in "qkv"):
-        raise InputError(f"model.lora with engine.tensor_model_parallel_size={tp} needs as many key-value heads, the model has "
-                         f"{hf_config.num_key_value_heads}: lower it, or leave q_proj, k_proj and v_proj out of "
-                         "model.lora.target_modules")
+    if hf_config.num_key_value_heads % tp and any(
+        f".{part}_proj." in name for name in names for part in "qkv"
+    ):
+        raise InputError(
+            f"model.lora with engine.tensor_model_parallel_size={tp} needs as many key-value heads, the model has "
+            f"{hf_config.num_key_value_heads}: lower it, or leave q_proj, k_proj and v_proj out of "
+            "model.lora.target_modules"
+        )
     adapted = {int(name.split(".layers.")[1].split(".")[0]) for name in names}
     num_stages = engine.pipeline_model_parallel_size * engine.virtual_pipeline_model_parallel_size
     num_layers = hf_config.num_hidden_layers
     for stage in torch.arange(num_layers).split(stages_of_layers(num_layers, num_stages)):
         if not adapted & set(stage.tolist()):
-            raise InputError(f"model.lora.target_modules={settings.target_modules} leaves the pipeline stage of layers "
-                             f"{stage[0]} to {stage[-1]} without adapters")
+            raise InputError(
+                f"model.lora.target_modules={settings.target_modules} leaves the pipeline stage of layers "
+                f"{stage[0]} to {stage[-1]} without adapters"
+            )
 
 
-def attach(mapping: Mapping, models: list[nn.Module], config: DictConfig,
-           shapes: dict[str, tuple[int, ...]]) -> dict[nn.Parameter, Adapter]:
+def attach(
+    mapping: Mapping,
+    models: list[nn.Module],
+    config: DictConfig,
+    shapes: dict[str, tuple[int, ...]],
+) -> dict[nn.Parameter, Adapter]:
     """Freeze the models and put adapters of these shapes (whole, by name) beside their layers. Returns them by the weight that
     they adapt."""
     settings, adapters = config.model.lora, {}
@@ -136,15 +182,21 @@ def attach(mapping: Mapping, models: list[nn.Module], config: DictConfig,
         for layer, names in projections(mapping, model):
             if any(f"{name}.lora_A.weight" in shapes for name in names):
                 rows = mapping.in_turn(names, len(layer.weight))
-                layer.adapter = adapters[layer.weight] = Adapter(layer, names, rows, tensors, settings)
+                layer.adapter = adapters[layer.weight] = Adapter(
+                    layer, names, rows, tensors, settings
+                )
     return adapters
 
 
 def names_in(model: nn.Module) -> dict[nn.Parameter, str]:
-    return {p: name for m in model.modules() if isinstance(m, Adapter) for p, name in m.names.items()}
+    return {
+        p: name for m in model.modules() if isinstance(m, Adapter) for p, name in m.names.items()
+    }
 
 
-def export(models: list[nn.Module], dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+def export(
+    models: list[nn.Module], dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
     """(name as engines/model/lora.py has it, full tensor) of each adapter matrix, in the same order on all ranks."""
     found = {name: p for model in models for p, name in names_in(model).items()}
     for name, matrix, is_divided, dim in on_all_stages(found, dtype, device):
@@ -159,6 +211,13 @@ def sharded_state(model: nn.Module) -> dict[str, ShardedTensor]:
         if p.requires_grad:
             division = [(p.partition_dim, tp.rank(), tp.size())] if p.tensor_model_parallel else []
             state[local] = ShardedTensor.from_rank_offsets(
-                names.get(p, local), p, *division,
-                replica_id=(0, 0 if division else tp.rank(), mpu.get_data_parallel_rank(with_context_parallel=True)))
+                names.get(p, local),
+                p,
+                *division,
+                replica_id=(
+                    0,
+                    0 if division else tp.rank(),
+                    mpu.get_data_parallel_rank(with_context_parallel=True),
+                ),
+            )
     return state

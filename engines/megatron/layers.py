@@ -51,8 +51,12 @@ class TorchSpecProvider(LocalSpecProvider):
 
 
 def norm_weight(size: int, config) -> nn.Parameter:
-    weight = nn.Parameter(torch.ones(size, dtype=config.params_dtype, device=torch.cuda.current_device()))
-    weight.sequence_parallel = config.sequence_parallel     # each rank sees its own tokens: gradients are added up
+    weight = nn.Parameter(
+        torch.ones(size, dtype=config.params_dtype, device=torch.cuda.current_device())
+    )
+    weight.sequence_parallel = (
+        config.sequence_parallel
+    )  # each rank sees its own tokens: gradients are added up
     return weight
 
 
@@ -95,7 +99,9 @@ class TorchLayerNormColumnParallelLinear(Adaptable, ColumnParallelLinear):
 
     def forward(self, x: Tensor, *args, **kwargs):
         weight = self.layer_norm_weight
-        return super().forward(F.rms_norm(x, weight.shape, weight, self.config.layernorm_epsilon), *args, **kwargs)
+        return super().forward(
+            F.rms_norm(x, weight.shape, weight, self.config.layernorm_epsilon), *args, **kwargs
+        )
 
 
 # -- positions ---------------------------------------------------------------------------------------------------------
@@ -115,22 +121,49 @@ class Packing(PackedSeqParams):
     @staticmethod
     def of(lengths: list[int], group, device: torch.device) -> "Packing":
         bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        cu, longest, zigzag = bounds.to(device), max(lengths), Zigzag(bounds.tolist(), group, device)
+        cu, longest, zigzag = (
+            bounds.to(device),
+            max(lengths),
+            Zigzag(bounds.tolist(), group, device),
+        )
         # With "thd" Megatron rotates one sequence after another, and in every layer waits for the device to know their lengths.
-        return Packing(qkv_format="thd" if gpt_layer_specs.HAVE_TE else "packed", cu_seqlens_q=cu, cu_seqlens_kv=cu,
-                       cu_seqlens_q_padded=cu, cu_seqlens_kv_padded=cu, max_seqlen_q=longest, max_seqlen_kv=longest,
-                       zigzag=zigzag, positions=zigzag.positions.to(device))
+        return Packing(
+            qkv_format="thd" if gpt_layer_specs.HAVE_TE else "packed",
+            cu_seqlens_q=cu,
+            cu_seqlens_kv=cu,
+            cu_seqlens_q_padded=cu,
+            cu_seqlens_kv_padded=cu,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            zigzag=zigzag,
+            positions=zigzag.positions.to(device),
+        )
 
 
 class PackedRotaryEmbedding(RotaryEmbedding):
     """Megatron's rotary embedding; for packed micro-batches, the angles of every token at its own position."""
 
-    def get_rotary_seq_len(self, inference_context, transformer, transformer_input, transformer_config,
-                           packed_seq_params: Packing | None = None, **others):
+    def get_rotary_seq_len(
+        self,
+        inference_context,
+        transformer,
+        transformer_input,
+        transformer_config,
+        packed_seq_params: Packing | None = None,
+        **others,
+    ):
         return packed_seq_params or super().get_rotary_seq_len(
-            inference_context, transformer, transformer_input, transformer_config, packed_seq_params, **others)
+            inference_context,
+            transformer,
+            transformer_input,
+            transformer_config,
+            packed_seq_params,
+            **others,
+        )
 
-    def forward(self, length: int | Packing, offset: int = 0, packed_seq: bool = False, cp_group=None) -> Tensor:
+    def forward(
+        self, length: int | Packing, offset: int = 0, packed_seq: bool = False, cp_group=None
+    ) -> Tensor:
         """What get_rotary_seq_len returned -> [tokens of this rank, 1, 1, dim] fp32"""
         if isinstance(length, Packing):
             return self.get_emb(length.max_seqlen_q).index_select(0, length.positions)
@@ -144,19 +177,42 @@ class TorchAttention(nn.Module):
     """Causal attention over sequences in rows or packed, in a sliding window where the configuration has one for the layer, instead
     of TEDotProductAttention. Context-parallel ranks gather each other's keys and values."""
 
-    def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, cp_comm_type=None,
-                 pg_collection=None, **_):
+    def __init__(
+        self,
+        config,
+        layer_number,
+        attn_mask_type,
+        attention_type,
+        softmax_scale=None,
+        cp_comm_type=None,
+        pg_collection=None,
+        **_,
+    ):
         super().__init__()
         assert attn_mask_type == AttnMaskType.causal and attention_type == "self"
         self.scale = softmax_scale
-        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
-        self.window = config.window_size[0] + 1 if windowed else 0          # keys that a query sees, itself among them
+        windowed = is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, layer_number
+        )
+        self.window = (
+            config.window_size[0] + 1 if windowed else 0
+        )  # keys that a query sees, itself among them
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, attn_mask_type=None,
-                attention_bias=None, packed_seq_params: Packing | None = None) -> Tensor:
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask=None,
+        attn_mask_type=None,
+        attention_bias=None,
+        packed_seq_params: Packing | None = None,
+    ) -> Tensor:
         """query [s, b, heads, dim], key and value [s, b, kv_heads, dim] -> [s, b, heads * dim]; packed: b = 1.
 
         s counts this context-parallel rank's tokens. Padding stands behind a sequence, where causal attention lets
         no real token see it, so that there is nothing to mask.
         """
-        return packed_seq_params.zigzag.attention(query, key, value, self.scale, self.window).flatten(2)
+        return packed_seq_params.zigzag.attention(
+            query, key, value, self.scale, self.window
+        ).flatten(2)

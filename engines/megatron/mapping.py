@@ -19,8 +19,11 @@ from torch import Tensor, nn
 from engines.model.hf import head_dim
 from engines.model.weights import weight_files
 
-OUTSIDE = {"embedding.word_embeddings.weight": "model.embed_tokens.weight", "output_layer.weight": "lm_head.weight",
-           "decoder.final_layernorm.weight": "model.norm.weight"}
+OUTSIDE = {
+    "embedding.word_embeddings.weight": "model.embed_tokens.weight",
+    "output_layer.weight": "lm_head.weight",
+    "decoder.final_layernorm.weight": "model.norm.weight",
+}
 # How names begin in a layer, and the beginnings that stand for them, in the order of their rows; the first that fits counts.
 IN_LAYER = {
     "self_attention.linear_qkv.layer_norm_": ["input_layernorm."],
@@ -36,16 +39,23 @@ IN_LAYER = {
     "mlp.experts.linear_fc1": ["mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight"],
     "mlp.experts.linear_fc2": ["mlp.experts.{}.down_proj.weight"],
     # Of multi-token prediction alone.
-    **{name: [name] for name in ("token_layernorm.", "hidden_layernorm.", "final_layernorm.")}, "input_proj": ["input_proj.weight"],
+    **{name: [name] for name in ("token_layernorm.", "hidden_layernorm.", "final_layernorm.")},
+    "input_proj": ["input_proj.weight"],
 }
 MIXTRAL = {
     "mlp.router.": ["block_sparse_moe.gate."],
-    "mlp.experts.linear_fc1": ["block_sparse_moe.experts.{}.w1.weight", "block_sparse_moe.experts.{}.w3.weight"],
+    "mlp.experts.linear_fc1": [
+        "block_sparse_moe.experts.{}.w1.weight",
+        "block_sparse_moe.experts.{}.w3.weight",
+    ],
     "mlp.experts.linear_fc2": ["block_sparse_moe.experts.{}.w2.weight"],
 }
 # What transformers holds in other tensors than files do.
-IN_TRANSFORMERS = {"mlp.gate.weight": "mlp.router.weight", "mlp.experts.gate_up_proj": "mlp.experts.linear_fc1",
-                   "mlp.experts.down_proj": "mlp.experts.linear_fc2"}
+IN_TRANSFORMERS = {
+    "mlp.gate.weight": "mlp.router.weight",
+    "mlp.experts.gate_up_proj": "mlp.experts.linear_fc1",
+    "mlp.experts.down_proj": "mlp.experts.linear_fc2",
+}
 
 
 class Mapping:
@@ -53,7 +63,10 @@ class Mapping:
 
     def __init__(self, hf_config, critic: bool = False):
         self.hf_config = hf_config
-        self.outside, self.in_layer = dict(OUTSIDE), IN_LAYER | (MIXTRAL if hf_config.model_type == "mixtral" else {})
+        self.outside, self.in_layer = (
+            dict(OUTSIDE),
+            IN_LAYER | (MIXTRAL if hf_config.model_type == "mixtral" else {}),
+        )
         if hf_config.tie_word_embeddings and not critic:
             self.outside["output_layer.weight"] = "model.embed_tokens.weight"
 
@@ -65,13 +78,21 @@ class Mapping:
         layer, _, inner = name.replace("transformer_layer.", "").partition(".")
         layer = f"model.{'mtp_' * (place == 'mtp')}layers.{layer}"
         begin = next(begin for begin in self.in_layer if inner.startswith(begin))
-        return [f"{layer}.{hf_name.format(expert)}{inner.removeprefix(begin)}" for hf_name in self.in_layer[begin]]
+        return [
+            f"{layer}.{hf_name.format(expert)}{inner.removeprefix(begin)}"
+            for hf_name in self.in_layer[begin]
+        ]
 
     def holder(self, name: str) -> str:
         """A name in files -> the same for all that one Megatron parameter holds."""
         name = re.sub(r"\.experts\.\d+\.", ".experts.{}.", name)
-        found = (f"{before}{begin}{after}" for begin, parts in self.in_layer.items() for part in parts
-                 for before, found, after in [name.partition(part)] if found)
+        found = (
+            f"{before}{begin}{after}"
+            for begin, parts in self.in_layer.items()
+            for part in parts
+            for before, found, after in [name.partition(part)]
+            if found
+        )
         return next(found, name)
 
     def in_turn(self, names: list[str], num_rows: int) -> list[int]:
@@ -79,9 +100,15 @@ class Mapping:
         if len(names) < 3:
             return [num_rows // len(names)] * len(names)
         dim = head_dim(self.hf_config)
-        return [self.hf_config.num_attention_heads // self.hf_config.num_key_value_heads * dim, dim, dim]
+        return [
+            self.hf_config.num_attention_heads // self.hf_config.num_key_value_heads * dim,
+            dim,
+            dim,
+        ]
 
-    def separate(self, name: str, parts: list[Tensor], dim: int = 0) -> Iterator[tuple[str, Tensor]]:
+    def separate(
+        self, name: str, parts: list[Tensor], dim: int = 0
+    ) -> Iterator[tuple[str, Tensor]]:
         """(name in files, tensor) from a parameter's parts on the ranks that divide it by this dimension."""
         if ".experts." in name:
             for i, expert in enumerate(chain.from_iterable(parts)):
@@ -93,7 +120,7 @@ class Mapping:
         whole = torch.cat(parts, dim) if len(parts) > 1 else parts[0]
         if len(names) == 1:
             padded = name in ("embedding.word_embeddings.weight", "output_layer.weight")
-            yield names[0], whole[:self.hf_config.vocab_size] if padded else whole
+            yield names[0], whole[: self.hf_config.vocab_size] if padded else whole
         else:
             split = whole.unflatten(0, (-1, sum(turns))).split(turns, 1)
             yield from zip(names, (matrix.flatten(0, 1) for matrix in split))
@@ -119,19 +146,27 @@ class Mapping:
                     for i, expert in enumerate(p, len(p) * mpu.get_expert_model_parallel_rank()):
                         self.read(expert, self.names(name, i), files)
                 else:
-                    self.read(p, self.names(name), files, rank if p.tensor_model_parallel else 0, p.partition_dim)
+                    self.read(
+                        p,
+                        self.names(name),
+                        files,
+                        rank if p.tensor_model_parallel else 0,
+                        p.partition_dim,
+                    )
 
-    def read(self, tensor: Tensor, names: list[str], files: dict, part: int = 0, dim: int = 0) -> None:
+    def read(
+        self, tensor: Tensor, names: list[str], files: dict, part: int = 0, dim: int = 0
+    ) -> None:
         """Fill a tensor, the part-th of equal parts by this dimension. files: an open file for each name."""
         sources, size = [files[n].get_slice(n) for n in names], tensor.shape[max(dim, 0)]
         start, stop = part * size, (part + 1) * size
         if dim == 1:
             tensor.copy_(sources[0][:, start:stop])
             return
-        tensor.zero_()                                                                          # the padding of the vocabulary
+        tensor.zero_()  # the padding of the vocabulary
         for row, i, first, last in rows(self.in_turn(names, size), start, stop):
-            found = sources[i][first:min(last, sources[i].get_shape()[0])]
-            tensor[row:row + len(found)].copy_(found)
+            found = sources[i][first : min(last, sources[i].get_shape()[0])]
+            tensor[row : row + len(found)].copy_(found)
 
 
 def rows(turns: list[int], start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:

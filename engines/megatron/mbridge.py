@@ -27,22 +27,37 @@ class MBridge:
         family = _MODEL_REGISTRY[hf_config.model_type]
 
         def local_to_global(self, model: nn.Module, consider_ep: bool = True) -> dict[str, str]:
-            return dict(zip((n for n, _ in model.named_parameters()), (n for n, _ in global_parameters(model)), strict=True))
+            return dict(
+                zip(
+                    (n for n, _ in model.named_parameters()),
+                    (n for n, _ in global_parameters(model)),
+                    strict=True,
+                )
+            )
 
         # A copy: for a tied model mbridge writes into the dictionary of its class, which all later models share.
-        self.bridge = type(family.__name__, (family,), {
-            "_DIRECT_MAPPING": dict(own.outside), "_adjust_mapping_for_shared_weights": lambda self: None,
-            "_weight_name_mapping_mcore_local_to_global": local_to_global,
-        })(hf_config, dtype=dtype, make_vocab_size_divisible_by=num_ranks)
+        self.bridge = type(
+            family.__name__,
+            (family,),
+            {
+                "_DIRECT_MAPPING": dict(own.outside),
+                "_adjust_mapping_for_shared_weights": lambda self: None,
+                "_weight_name_mapping_mcore_local_to_global": local_to_global,
+            },
+        )(hf_config, dtype=dtype, make_vocab_size_divisible_by=num_ranks)
         self.bridge.vocab_size = hf_config.vocab_size
         self.bridge.padded_vocab_size = -(-hf_config.vocab_size // num_ranks) * num_ranks
 
     def names(self, name: str) -> list[str]:
         return self.bridge._weight_name_mapping_mcore_to_hf(name)
 
-    def separate(self, name: str, parts: list[Tensor], dim: int = 0) -> Iterator[tuple[str, Tensor]]:
+    def separate(
+        self, name: str, parts: list[Tensor], dim: int = 0
+    ) -> Iterator[tuple[str, Tensor]]:
         whole = parts[0]
-        if name == "output_layer.weight" and len(whole) == 1:             # a value head: no vocabulary, no padding
+        if (
+            name == "output_layer.weight" and len(whole) == 1
+        ):  # a value head: no vocabulary, no padding
             return iter([("lm_head.weight", whole)])
         if len(parts) > 1:
             whole.tensor_model_parallel, whole.partition_dim = True, dim

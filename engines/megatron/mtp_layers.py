@@ -25,16 +25,30 @@ class MTPLayer(MegatronModule):
     """MiMo's. Every tensor-parallel rank has the whole matrix that joins hidden state and token: with sequence parallelism it
     joins those of its own places."""
 
-    def __init__(self, config, decoder_layer: ModuleSpec, layer_number: int, vp_stage: int | None, **_):
+    def __init__(
+        self, config, decoder_layer: ModuleSpec, layer_number: int, vp_stage: int | None, **_
+    ):
         super().__init__(config)
-        self.layer_number = layer_number                            # from 1; Megatron's block reads it
+        self.layer_number = layer_number  # from 1; Megatron's block reads it
         self.token_layernorm, self.hidden_layernorm, self.final_layernorm = (
-            gpt_layer_specs.TENorm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon) for _ in range(3))
+            gpt_layer_specs.TENorm(
+                config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
+            )
+            for _ in range(3)
+        )
         self.input_proj = new_weight(config, config.hidden_size, 2 * config.hidden_size)
-        self.input_proj.sequence_parallel = config.sequence_parallel        # each rank sees its own tokens: gradients add up
-        offset = get_transformer_layer_offset(config, vp_stage)             # which the layer adds to its number
-        self.transformer_layer = build_module(decoder_layer, config=config, vp_stage=vp_stage,
-                                              layer_number=config.num_layers + layer_number - offset)
+        self.input_proj.sequence_parallel = (
+            config.sequence_parallel
+        )  # each rank sees its own tokens: gradients add up
+        offset = get_transformer_layer_offset(
+            config, vp_stage
+        )  # which the layer adds to its number
+        self.transformer_layer = build_module(
+            decoder_layer,
+            config=config,
+            vp_stage=vp_stage,
+            layer_number=config.num_layers + layer_number - offset,
+        )
 
     def forward(self, hidden: Tensor, tokens: Tensor, **others) -> Tensor:
         """hidden, tokens (their embeddings): [s, b, h] of this rank's places -> [s, b, h]. others: as a decoder layer gets them"""

@@ -34,10 +34,15 @@ def cuda_is_cpu() -> Iterator[None]:
         yield
         return
     from megatron.core.tensor_parallel import random
+
     replacements = [
         (torch.cuda, "current_device", lambda: torch.device("cpu")),
         (torch.cuda, "synchronize", lambda *_: None),
-        (torch.cuda, "manual_seed", lambda seed: torch.manual_seed(seed)),       # CPU operators draw from this one
+        (
+            torch.cuda,
+            "manual_seed",
+            lambda seed: torch.manual_seed(seed),
+        ),  # CPU operators draw from this one
         (torch.cuda, "get_rng_state", lambda *_, **__: torch.get_rng_state()),
         (random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
         (random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),

@@ -18,15 +18,20 @@ def stacks(hf: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 def num_chosen(hf_config) -> int:
     """How many experts a token goes to; 0 for a configuration that does not say it, in one number for all layers."""
-    values = (getattr(hf_config, key, None) for key in ("num_experts_per_tok", "top_k_experts", "moe_topk"))
+    values = (
+        getattr(hf_config, key, None)
+        for key in ("num_experts_per_tok", "top_k_experts", "moe_topk")
+    )
     return next((value for value in values if isinstance(value, int)), 0)
 
 
 def check(hf: nn.Module, hf_config, path: str) -> None:
     """Raise InputError for a mixture of experts that does not say how many a token goes to."""
     if stacks(hf) and not num_chosen(hf_config):
-        raise InputError(f"model.path={path}: config.json does not say how many experts a token goes to (num_experts_per_tok), "
-                         f"in one number for all layers, which {type(hf).__name__} needs")
+        raise InputError(
+            f"model.path={path}: config.json does not say how many experts a token goes to (num_experts_per_tok), "
+            f"in one number for all layers, which {type(hf).__name__} needs"
+        )
 
 
 def leave_uncompiled(hf: nn.Module) -> None:
@@ -41,8 +46,10 @@ def aux_loss_coef(coefficient: float | None, hf_config) -> float:
     output_router_logits is true, as in transformers. Raises InputError for a model without such a loss."""
     own = getattr(hf_config, "router_aux_loss_coef", None)
     if coefficient is not None and own is None:
-        raise InputError(f"engine.router_aux_loss_coef={coefficient} needs a mixture of experts whose routers have an auxiliary "
-                         f"loss in transformers; model_type={hf_config.model_type} has none")
+        raise InputError(
+            f"engine.router_aux_loss_coef={coefficient} needs a mixture of experts whose routers have an auxiliary "
+            f"loss in transformers; model_type={hf_config.model_type} has none"
+        )
     if coefficient is None:
         coefficient = own if own and hf_config.output_router_logits else 0.0
     return coefficient
@@ -63,14 +70,19 @@ class Routers:
         """Before layers are compiled."""
         self.logits: list[Tensor] | None = None
         recorder = hf._can_record_outputs["router_logits"]
-        self.modules = [module for name, module in hf.named_modules()
-                        if isinstance(module, recorder.target_class) and (recorder.layer_name or "") in name]
+        self.modules = [
+            module
+            for name, module in hf.named_modules()
+            if isinstance(module, recorder.target_class) and (recorder.layer_name or "") in name
+        ]
         for module in self.modules:
-            module.forward = torch.compiler.disable(partial(self._forward, module.forward, recorder.index))
+            module.forward = torch.compiler.disable(
+                partial(self._forward, module.forward, recorder.index)
+            )
 
     def _forward(self, forward: Callable, index: int, *args) -> Tensor | tuple[Tensor, ...]:
         output = forward(*args)
-        if self.logits is not None:             # and not while a layer is computed once more
+        if self.logits is not None:  # and not while a layer is computed once more
             self.logits.append(output[index] if isinstance(output, tuple) else output)
         return output
 
@@ -83,11 +95,18 @@ class Routers:
         finally:
             self.logits = None
         if len(logits) != len(self.modules):
-            raise RuntimeError(f"{len(self.modules)} routers told {len(logits)} times what they choose")
+            raise RuntimeError(
+                f"{len(self.modules)} routers told {len(logits)} times what they choose"
+            )
 
 
-def aux_loss(router_logits: list[Tensor], padding: Tensor, num_chosen: int, num_tokens: float,
-             group: dist.ProcessGroup) -> Tensor:
+def aux_loss(
+    router_logits: list[Tensor],
+    padding: Tensor,
+    num_chosen: int,
+    num_tokens: float,
+    group: dist.ProcessGroup,
+) -> Tensor:
     """This rank's part of the auxiliary loss (Switch Transformer, Fedus et al. 2021), a scalar with a gradient: of a
     micro-batch num_experts * sum over experts of (share of choices) * (mean probability), which is 1 if experts are chosen alike;
     added up over layers. A batch of num_tokens has the mean over its micro-batches, by tokens.
@@ -96,7 +115,16 @@ def aux_loss(router_logits: list[Tensor], padding: Tensor, num_chosen: int, num_
     """
     real = (~padding).float()[:, None]
     probs = [logits.softmax(-1, dtype=torch.float32) for logits in router_logits]
-    choices = torch.stack([(torch.zeros_like(p).scatter(1, p.topk(num_chosen).indices, 1.0) * real).sum(0) for p in probs])
+    choices = torch.stack(
+        [
+            (torch.zeros_like(p).scatter(1, p.topk(num_chosen).indices, 1.0) * real).sum(0)
+            for p in probs
+        ]
+    )
     dist.all_reduce(choices, group=group)
     share = choices / choices.sum(1, keepdim=True).clamp(min=1)
-    return share.shape[1] * (share * torch.stack([(p * real).sum(0) for p in probs])).sum() / num_tokens
+    return (
+        share.shape[1]
+        * (share * torch.stack([(p * real).sum(0) for p in probs])).sum()
+        / num_tokens
+    )

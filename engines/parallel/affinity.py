@@ -15,17 +15,25 @@ def bind(device: torch.device) -> str:
         found = torch.get_device_module(device).get_device_properties(device)
         address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
         return f"NUMA affinity: {device} ({address}) {bind_near(Path('/sys/bus/pci/devices', address))}"
-    except (OSError, ValueError, RuntimeError, AttributeError) as error:        # e.g. a torch_npu that does not say where it is
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+        AttributeError,
+    ) as error:  # e.g. a torch_npu that does not say where it is
         return f"NUMA affinity: CPUs stay as they are, {type(error).__name__}: {error}"
 
 
 def bind_near(pci_device: Path) -> str:
     """Bind to the CPUs of the node of a device in /sys/bus/pci/devices; those of all nodes if it belongs to none."""
-    near, allowed = parse_cpulist((pci_device / "local_cpulist").read_text()), os.sched_getaffinity(0)
+    near, allowed = (
+        parse_cpulist((pci_device / "local_cpulist").read_text()),
+        os.sched_getaffinity(0),
+    )
     if not near & allowed:
         return "is near CPUs that this process may not use: CPUs stay as they are"
-    for thread in os.listdir("/proc/self/task"):            # threads started later inherit it
-        with suppress(ProcessLookupError):                  # some end meanwhile
+    for thread in os.listdir("/proc/self/task"):  # threads started later inherit it
+        with suppress(ProcessLookupError):  # some end meanwhile
             os.sched_setaffinity(int(thread), near & allowed)
     return f"is near {len(near & allowed)} of {len(allowed)} CPUs, to which this process is bound"
 

@@ -21,7 +21,7 @@ class AllGather(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         start = dist.get_rank(ctx.group) * ctx.length
-        return grad[start:start + ctx.length], None
+        return grad[start : start + ctx.length], None
 
 
 class AllToAll(torch.autograd.Function):
@@ -56,7 +56,9 @@ class GatherAll(torch.autograd.Function):
         return own, None
 
 
-def groups_of(dp_group: dist.ProcessGroup, alone: dist.ProcessGroup) -> dict[int, dist.ProcessGroup]:
+def groups_of(
+    dp_group: dist.ProcessGroup, alone: dist.ProcessGroup
+) -> dict[int, dist.ProcessGroup]:
     """This rank's groups by their size, a power of two: of each size s the data-parallel ranks i * s : (i + 1) * s for all i. They
     are made once. alone: the group of this rank. Called by all ranks."""
     return {1: alone} | _groups_of(dist.group.WORLD, tuple(dist.get_process_group_ranks(dp_group)))
@@ -70,7 +72,7 @@ def _groups_of(world: dist.ProcessGroup, own: tuple[int, ...]) -> dict[int, dist
     for ranks in sorted({*everybodys}):
         for size in (1 << level for level in range(1, len(ranks).bit_length())):
             for start in range(0, len(ranks) - size + 1, size):
-                group = dist.new_group(ranks[start:start + size])
-                if dist.get_rank() in ranks[start:start + size]:
+                group = dist.new_group(ranks[start : start + size])
+                if dist.get_rank() in ranks[start : start + size]:
                     groups[size] = group
     return groups

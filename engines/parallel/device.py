@@ -15,8 +15,20 @@ import torch.distributed as dist
 from config import PARENT, InputError, die_with
 
 # Dense bf16 FLOP/s of one device, from the vendors' data sheets; first match wins. No entry: no MFU is reported.
-PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H800": 989e12,
-              "A100": 312e12, "A800": 312e12, "L40S": 362e12, "L4": 121e12, "A10G": 70e12, "RTX 4090": 165e12}
+PEAK_FLOPS = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "A10G": 70e12,
+    "RTX 4090": 165e12,
+}
 
 
 def init(timeout_minutes: float = 30) -> torch.device:
@@ -25,31 +37,51 @@ def init(timeout_minutes: float = 30) -> torch.device:
     Raises InputError when the environment is incomplete or this rank has no device of its own.
     """
     if "RANK" not in os.environ:
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
+        os.environ.update(
+            RANK="0",
+            LOCAL_RANK="0",
+            WORLD_SIZE="1",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=free_port(),
+        )
     for name in ("LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         if name not in os.environ:
-            raise InputError(f"RANK is set but {name} is not: start with torchrun, or with examples/slurm/rank.sh")
+            raise InputError(
+                f"RANK is set but {name} is not: start with torchrun, or with examples/slurm/rank.sh"
+            )
     local_rank = int(os.environ["LOCAL_RANK"])
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    accelerator = (
+        torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    )
     device = torch.device(accelerator.type, local_rank) if accelerator else torch.device("cpu")
-    if "TORCHELASTIC_RUN_ID" in os.environ:     # torchrun may be killed, and nobody would end its ranks
+    if (
+        "TORCHELASTIC_RUN_ID" in os.environ
+    ):  # torchrun may be killed, and nobody would end its ranks
         die_with(PARENT)
     if accelerator:
         count = torch.accelerator.device_count()
         if max(local_rank + 1, int(os.environ.get("LOCAL_WORLD_SIZE", 1))) > count:
-            raise InputError(f"more processes than devices: start {count} per node, one for each device")
+            raise InputError(
+                f"more processes than devices: start {count} per node, one for each device"
+            )
         torch.accelerator.set_device_index(local_rank)
-    torch.backends.cudnn.allow_tf32 = False     # fp32 means fp32 in convolutions, too, as it does in matrix products
+    torch.backends.cudnn.allow_tf32 = (
+        False  # fp32 means fp32 in convolutions, too, as it does in matrix products
+    )
     # gloo beside the accelerator's backend serves tensors that stay on the host (checkpoints, offloaded parameters).
     backend = {"cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}.get(device.type, "gloo")
-    dist.init_process_group(backend, timeout=datetime.timedelta(minutes=timeout_minutes),
-                            device_id=device if device.type == "cuda" else None)
+    dist.init_process_group(
+        backend,
+        timeout=datetime.timedelta(minutes=timeout_minutes),
+        device_id=device if device.type == "cuda" else None,
+    )
     return device
 
 
 def set_timeouts(minutes: float) -> None:
     """Let no collective of any group that exists wait longer. (A group that a library makes has a limit of its own.)"""
     from torch.distributed.distributed_c10d import _set_pg_timeout, _world
+
     for group in list(_world.pg_map):
         _set_pg_timeout(datetime.timedelta(minutes=minutes), group)
 
@@ -59,7 +91,11 @@ def seconds_in_collective() -> float:
     if not torch.cuda.is_available():
         return 0.0
     from torch._C._distributed_c10d import _dump_nccl_trace
-    begun = [entry["time_created_ns"] for entry in pickle.loads(_dump_nccl_trace(True, False, True)).get("entries", ())]
+
+    begun = [
+        entry["time_created_ns"]
+        for entry in pickle.loads(_dump_nccl_trace(True, False, True)).get("entries", ())
+    ]
     return time.time() - min(begun) / 1e9 if begun else 0.0
 
 
@@ -71,7 +107,9 @@ def on_rank0(work: Callable, *args, group: dist.ProcessGroup | None = None):
     if not dist.is_initialized():
         return work(*args)
     # The others wait as long as it takes to tokenize a large file, which an accelerator's group would not allow.
-    own_group = None if group else dist.new_group(backend="gloo", timeout=datetime.timedelta(days=7))
+    own_group = (
+        None if group else dist.new_group(backend="gloo", timeout=datetime.timedelta(days=7))
+    )
     box = [None, None]
     if dist.get_rank() == 0:
         try:
@@ -88,8 +126,11 @@ def on_rank0(work: Callable, *args, group: dist.ProcessGroup | None = None):
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copied from pinned memory, so that nobody waits for what the device still has to do."""
-    return tensor.contiguous().pin_memory().to(device, non_blocking=True) if device.type == "cuda" else \
-        tensor.contiguous().to(device)
+    return (
+        tensor.contiguous().pin_memory().to(device, non_blocking=True)
+        if device.type == "cuda"
+        else tensor.contiguous().to(device)
+    )
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -108,9 +149,13 @@ def capacity(device: torch.device) -> int:
 def memory() -> dict[str, float]:
     """GiB on this rank since the last reset: the allocator's peak on an accelerator, the process's peak on a CPU."""
     if torch.accelerator.is_available():
-        return {"perf/memory_peak_gib": torch.accelerator.max_memory_allocated() / 2**30,
-                "perf/memory_reserved_gib": torch.accelerator.max_memory_reserved() / 2**30}
-    status = Path("/proc/self/status").read_text()         # getrusage() begins with the peak of the process that started this one
+        return {
+            "perf/memory_peak_gib": torch.accelerator.max_memory_allocated() / 2**30,
+            "perf/memory_reserved_gib": torch.accelerator.max_memory_reserved() / 2**30,
+        }
+    status = Path(
+        "/proc/self/status"
+    ).read_text()  # getrusage() begins with the peak of the process that started this one
     return {"perf/memory_peak_gib": int(re.search(r"VmHWM:\s*(\d+)", status)[1]) / 2**20}
 
 

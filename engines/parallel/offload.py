@@ -23,34 +23,49 @@ class HostMemory:
     def __init__(self, device: torch.device):
         self.device, self.background = device, ThreadPoolExecutor(max_workers=1)
         self.parts: list[Future[Tensor]] = []
-        self.places: dict[int, tuple[torch.UntypedStorage, int, int]] = {}      # a storage, where it begins, its bytes
-        self.num_bytes = 0                                                      # of all places
+        self.places: dict[
+            int, tuple[torch.UntypedStorage, int, int]
+        ] = {}  # a storage, where it begins, its bytes
+        self.num_bytes = 0  # of all places
 
     def reserve(self, tensors: Iterable[Tensor]) -> None:
         """Take host memory in the background, until what is free of it could hold as many bytes as these tensors have."""
-        num_bytes = self.num_bytes + sum(tensor.nbytes + MIN_BYTES for tensor in self._here(tensors))
+        num_bytes = self.num_bytes + sum(
+            tensor.nbytes + MIN_BYTES for tensor in self._here(tensors)
+        )
         while len(self.parts) * PART_BYTES < num_bytes:
-            self.parts.append(self.background.submit(
-                torch.empty, PART_BYTES, dtype=torch.uint8, pin_memory=self.device.type != "cpu"))
+            self.parts.append(
+                self.background.submit(
+                    torch.empty, PART_BYTES, dtype=torch.uint8, pin_memory=self.device.type != "cpu"
+                )
+            )
 
     def offload(self, tensors: Iterable[Tensor]) -> None:
-        wait(self.parts)        # vLLM starts next, and while it captures CUDA graphs no thread may pin memory
+        wait(
+            self.parts
+        )  # vLLM starts next, and while it captures CUDA graphs no thread may pin memory
         full = [storage for storage in self.storages(tensors) if storage.nbytes() >= MIN_BYTES]
         for storage in full:
-            if storage._cdata not in self.places:       # which holds the storage, too: its address stays taken
+            if (
+                storage._cdata not in self.places
+            ):  # which holds the storage, too: its address stays taken
                 self.places[storage._cdata] = storage, self.num_bytes, storage.nbytes()
                 self.num_bytes += -(-storage.nbytes() // MIN_BYTES) * MIN_BYTES
         self.reserve([])
         for host, here in self._pieces(full):
             host.copy_(here, non_blocking=True)
-        synchronize()                                   # the copies read what is freed next
+        synchronize()  # the copies read what is freed next
         for storage in full:
             storage.resize_(0)
         if full and self.device.type != "cpu":
             torch.accelerator.empty_cache()
 
     def onload(self, tensors: Iterable[Tensor]) -> None:
-        empty = [x for x in self.storages(tensors if self.places else []) if not x.nbytes() and x._cdata in self.places]
+        empty = [
+            x
+            for x in self.storages(tensors if self.places else [])
+            if not x.nbytes() and x._cdata in self.places
+        ]
         for storage in empty:
             storage.resize_(self.places[storage._cdata][2])
         for host, here in self._pieces(empty):
@@ -58,7 +73,12 @@ class HostMemory:
 
     def storages(self, tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
         """The memory on the device behind the tensors, each once."""
-        return list({storage._cdata: storage for storage in (x.untyped_storage() for x in self._here(tensors))}.values())
+        return list(
+            {
+                storage._cdata: storage
+                for storage in (x.untyped_storage() for x in self._here(tensors))
+            }.values()
+        )
 
     def _here(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
         """Those on the device, of a DTensor this rank's part."""
@@ -72,6 +92,6 @@ class HostMemory:
             start = self.places[storage._cdata][1]
             while len(here):
                 part, begin = divmod(start, PART_BYTES)
-                host = self.parts[part].result()[begin:begin + len(here)]
-                yield host, here[:len(host)]
-                start, here = start + len(host), here[len(host):]
+                host = self.parts[part].result()[begin : begin + len(here)]
+                yield host, here[: len(host)]
+                start, here = start + len(host), here[len(host) :]

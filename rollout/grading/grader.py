@@ -34,13 +34,14 @@ ROOT = Path(__file__).parents[2]
 ENVIRONMENT = """PATH HOME USER LOGNAME SHELL LANG LANGUAGE TZ TMPDIR VIRTUAL_ENV CONDA_PREFIX LD_LIBRARY_PATH LD_PRELOAD
     XDG_CACHE_HOME HF_HOME HF_HUB_CACHE HF_HUB_OFFLINE NLTK_DATA SSL_CERT_FILE SSL_CERT_DIR REQUESTS_CA_BUNDLE CURL_CA_BUNDLE
     http_proxy https_proxy no_proxy all_proxy HTTP_PROXY HTTPS_PROXY NO_PROXY ALL_PROXY RANK LOCAL_RANK WORLD_SIZE""".split()
-LATE = 5.0                      # seconds by which an event loop may be late in ending a call whose time is up
-LONGEST_ANSWER = 2**26          # bytes
+LATE = 5.0  # seconds by which an event loop may be late in ending a call whose time is up
+LONGEST_ANSWER = 2**26  # bytes
 
 
 @dataclass(frozen=True)
 class Reward:
     """score: the number that is learned from. parts: those that it is the weighted sum of; none where it came alone."""
+
     score: float
     parts: dict[str, float]
 
@@ -52,6 +53,7 @@ class Failure:
     kind: raised, timed out, died, forged, not a number, not a list, missing part, or other parts. trace: the traceback,
     or a sentence. said: both in one line, with the line of the function.
     """
+
     kind: str
     trace: str
     row: dict
@@ -59,14 +61,18 @@ class Failure:
 
     @property
     def said(self) -> str:
-        place = re.search(r'File "(.*)", line (\d+)', self.trace.rpartition('reward_worker.py", line ')[2])
-        error = " ".join(re.split(r'(?m)^  File ".*\n(?:  .*\n)*', self.trace)[-1].split())         # behind the last frame
+        place = re.search(
+            r'File "(.*)", line (\d+)', self.trace.rpartition('reward_worker.py", line ')[2]
+        )
+        error = " ".join(
+            re.split(r'(?m)^  File ".*\n(?:  .*\n)*', self.trace)[-1].split()
+        )  # behind the last frame
         return f"{self.kind}: {error}" + (f" ({place[1]}:{place[2]})" if place else "")
 
 
-Item = tuple[str, str, dict]        # prompt, response, row
+Item = tuple[str, str, dict]  # prompt, response, row
 Result = Reward | Failure
-Call = list[int]                    # places of the items that the function gets at once
+Call = list[int]  # places of the items that the function gets at once
 
 
 class Grader:
@@ -79,25 +85,38 @@ class Grader:
 
     def __init__(self, config: DictConfig, startup_timeout: float = 300.0):
         reward, self.startup_timeout = config.reward, startup_timeout
-        self.function, self.num_workers, self.concurrency = reward.function, reward.num_workers, reward.concurrency
+        self.function, self.num_workers, self.concurrency = (
+            reward.function,
+            reward.num_workers,
+            reward.concurrency,
+        )
         check_settings(reward)
-        output = Path(config.output_dir, "reward_output", f"rank_{os.environ.get('RANK', 0)}.txt").absolute()
-        self.settings = {**OmegaConf.to_container(reward), "output": str(output),
-                         "conversation_keys": [config.data.messages_key, config.data.prompt_key]}
+        output = Path(
+            config.output_dir, "reward_output", f"rank_{os.environ.get('RANK', 0)}.txt"
+        ).absolute()
+        self.settings = {
+            **OmegaConf.to_container(reward),
+            "output": str(output),
+            "conversation_keys": [config.data.messages_key, config.data.prompt_key],
+        }
         self.parts: list[str] | None = None
         worker = Worker(self.settings, startup_timeout)
         self.idle, self.takes_groups = [worker], worker.ready["takes_groups"]
         self.seconds = reward.timeout + (LATE if worker.ready["is_async"] else 0)
         if self.concurrency > 1 and not worker.ready["is_async"]:
-            raise InputError(f"reward.concurrency={self.concurrency} does nothing for reward.function={self.function}, which is "
-                             "not async: define it with `async def`, or raise reward.num_workers")
+            raise InputError(
+                f"reward.concurrency={self.concurrency} does nothing for reward.function={self.function}, which is "
+                "not async: define it with `async def`, or raise reward.num_workers"
+            )
 
     def check(self, row: dict) -> str:
         """What to say at start of the function's parameters; raises InputError when this row lacks what they need."""
         request = {"check": True, "prompts": [""], "responses": [""], "rows": [row]}
         return self.idle[-1].question(request, self.startup_timeout)["said"]
 
-    def grade(self, items: Sequence[Item], groups: Sequence[int], max_failures: float = math.inf) -> list[Result | None]:
+    def grade(
+        self, items: Sequence[Item], groups: Sequence[int], max_failures: float = math.inf
+    ) -> list[Result | None]:
         """The rewards of (prompt, response, row), in this order; a row must be what JSON can hold. Items with one number in
         groups [n] go into one call of a function that takes groups. Behind more than max_failures nothing is asked: None."""
         calls: dict[int, Call] = {}
@@ -108,25 +127,44 @@ class Grader:
 
         def record(call: Call, answers: list[dict]) -> None:
             for i, answer in zip(call, answers, strict=True):
-                results[i] = Reward(**answer) if "score" in answer else Failure(**answer, row=items[i][2], response=items[i][1])
+                results[i] = (
+                    Reward(**answer)
+                    if "score" in answer
+                    else Failure(**answer, row=items[i][2], response=items[i][1])
+                )
                 failed.extend([i] * isinstance(results[i], Failure))
+
         todo = takewhile(lambda call: len(failed) <= max_failures, calls.values())
         num_threads = min(self.num_workers, math.ceil(len(calls) / self.concurrency))
-        with ThreadPoolExecutor(max(num_threads, 1)) as pool:       # a thread waits for each worker
-            for thread in [pool.submit(self._work, items, todo, record) for _ in range(num_threads)]:
+        with ThreadPoolExecutor(max(num_threads, 1)) as pool:  # a thread waits for each worker
+            for thread in [
+                pool.submit(self._work, items, todo, record) for _ in range(num_threads)
+            ]:
                 thread.result()
         return results
 
-    def same_parts(self, items: Sequence[Item], results: Sequence[Result | None]) -> list[Result | None]:
+    def same_parts(
+        self, items: Sequence[Item], results: Sequence[Result | None]
+    ) -> list[Result | None]:
         """The results, those as failures whose parts are not those of this grader's first reward: what is missing is no 0."""
         rewards = [result for result in results if isinstance(result, Reward)]
-        self.parts = self.parts if self.parts is not None or not rewards else sorted(rewards[0].parts)
+        self.parts = (
+            self.parts if self.parts is not None or not rewards else sorted(rewards[0].parts)
+        )
 
         def same(item: Item, result: Result | None) -> Result | None:
             if not isinstance(result, Reward) or sorted(result.parts) == self.parts:
                 return result
-            had, first = (", ".join(parts) or "none" for parts in (sorted(result.parts), self.parts))
-            return Failure("other parts", f"the function returned the parts {had}, and at first {first}", item[2], item[1])
+            had, first = (
+                ", ".join(parts) or "none" for parts in (sorted(result.parts), self.parts)
+            )
+            return Failure(
+                "other parts",
+                f"the function returned the parts {had}, and at first {first}",
+                item[2],
+                item[1],
+            )
+
         return list(map(same, items, results))
 
     def close(self) -> None:
@@ -141,16 +179,20 @@ class Grader:
             for call in islice(todo, self.concurrency - (len(worker.asked) if worker else 0)):
                 worker = worker or self._take()
                 prompts, responses, rows = zip(*(items[i] for i in call))
-                worker.ask({"check": False, "prompts": prompts, "responses": responses, "rows": rows}, self.seconds, call)
+                worker.ask(
+                    {"check": False, "prompts": prompts, "responses": responses, "rows": rows},
+                    self.seconds,
+                    call,
+                )
             if not worker or not worker.asked:
                 break
             answered = worker.receive()
             if answered:
                 record(answered[0], answered[1]["answers"])
             elif len(worker.asked) == 1 and worker.expired in (None, *worker.asked):
-                call, = worker.asked.values()
+                (call,) = worker.asked.values()
                 record(call, [worker.end] * len(call))
-            else:               # one of several has ended it, nobody knows which: each is asked again, alone
+            else:  # one of several has ended it, nobody knows which: each is asked again, alone
                 for call in worker.asked.values():
                     self._work(items, iter([call]), record)
             worker = worker if worker.alive else None
@@ -162,13 +204,20 @@ class Grader:
             return self.idle.pop()
         try:
             return Worker(self.settings, self.startup_timeout)
-        except InputError as error:             # it was importable before: this is one rank's trouble alone, no mistake
-            raise RuntimeError(f"a new process for reward.function={self.function} could not be started") from error
+        except (
+            InputError
+        ) as error:  # it was importable before: this is one rank's trouble alone, no mistake
+            raise RuntimeError(
+                f"a new process for reward.function={self.function} could not be started"
+            ) from error
 
 
 def check_settings(reward: DictConfig) -> None:
     """Raise InputError for a value that a free group cannot have, and for a variable that is not set."""
-    for key, kind, kind_name in (("weights", (int, float), "a number"), ("kwargs", str, "a column of the rows, or a place: a.b")):
+    for key, kind, kind_name in (
+        ("weights", (int, float), "a number"),
+        ("kwargs", str, "a column of the rows, or a place: a.b"),
+    ):
         for name, value in reward[key].items():
             if not isinstance(value, kind) or isinstance(value, bool):
                 raise InputError(f"reward.{key}.{name}={value} must be {kind_name}")
@@ -187,14 +236,32 @@ class Worker:
     def __init__(self, settings: dict, startup_timeout: float):
         # Nothing is ever written to this pipe: the child dies when our end closes, however we end.
         its_end, self.lifeline = os.pipe()
-        kept = {name: value for name, value in os.environ.items()
-                if name in (*ENVIRONMENT, *settings["env"]) or name.startswith(("PYTHON", "LC_")) and not SECRET.search(name)}
-        with tempfile.TemporaryFile() as printed:       # until its first call, which knows a better place
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if name in (*ENVIRONMENT, *settings["env"])
+            or name.startswith(("PYTHON", "LC_"))
+            and not SECRET.search(name)
+        }
+        with (
+            tempfile.TemporaryFile() as printed
+        ):  # until its first call, which knows a better place
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "rollout.grading.worker", str(its_end)], stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE, stderr=printed, pass_fds=[its_end], start_new_session=True,
-                env={**kept, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
-                     "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])})
+                [sys.executable, "-P", "-m", "rollout.grading.worker", str(its_end)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=printed,
+                pass_fds=[its_end],
+                start_new_session=True,
+                env={
+                    **kept,
+                    "CUDA_VISIBLE_DEVICES": "",
+                    "OMP_NUM_THREADS": "1",
+                    "PYTHONPATH": os.pathsep.join(
+                        [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+                    ),
+                },
+            )
         os.close(its_end)
         self.name, self.alive = f"reward.function={settings['function']}", True
         self.expired: str | None = None
@@ -206,7 +273,10 @@ class Worker:
     def question(self, request: dict, seconds: float) -> dict:
         """Ask and wait. An error is an InputError, and the end of the child."""
         self.ask(request, seconds, [])
-        _, answer = self.receive() or (None, {"error": f"{self.name}: while it was imported, its process {self.end['trace']}"})
+        _, answer = self.receive() or (
+            None,
+            {"error": f"{self.name}: while it was imported, its process {self.end['trace']}"},
+        )
         if "error" in answer:
             self.kill()
             raise InputError(answer["error"])
@@ -215,10 +285,15 @@ class Worker:
     def ask(self, request: dict, seconds: float, call: Call) -> None:
         """Send a request. The child is killed when it is not answered in time."""
         token = secrets.token_hex(8)
-        self.asked[token], self.timers[token] = call, threading.Timer(seconds, self.expire, [token, seconds])
+        self.asked[token], self.timers[token] = (
+            call,
+            threading.Timer(seconds, self.expire, [token, seconds]),
+        )
         self.timers[token].daemon = True
         self.timers[token].start()
-        with contextlib.suppress(BrokenPipeError):      # it died since the last answer: reading says so too
+        with contextlib.suppress(
+            BrokenPipeError
+        ):  # it died since the last answer: reading says so too
             self.process.stdin.write(json.dumps({**request, "token": token}).encode() + b"\n")
             self.process.stdin.flush()
 
@@ -239,7 +314,10 @@ class Worker:
         return call, answer
 
     def expire(self, token: str, seconds: float) -> None:
-        self.expired, self.end = token, {"kind": "timed out", "trace": f"took more than {seconds:g} s"}
+        self.expired, self.end = (
+            token,
+            {"kind": "timed out", "trace": f"took more than {seconds:g} s"},
+        )
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
@@ -251,7 +329,9 @@ class Worker:
         for timer in self.timers.values():
             timer.cancel()
             timer.join()
-        with contextlib.suppress(ProcessLookupError):       # not waited for yet, so the number is still its own
+        with contextlib.suppress(
+            ProcessLookupError
+        ):  # not waited for yet, so the number is still its own
             os.killpg(self.process.pid, signal.SIGKILL)
         code = self.process.wait()
         os.close(self.lifeline)
@@ -261,15 +341,22 @@ class Worker:
         if forged:
             self.end = {"kind": "forged", "trace": "wrote into the pipe of the answers"}
         elif not self.expired or code != -signal.SIGKILL:
-            died = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-            self.end = {"kind": "died", "trace": f"ended {died}" + " (out of memory?)" * (code == -signal.SIGKILL)}
+            died = (
+                f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+            )
+            self.end = {
+                "kind": "died",
+                "trace": f"ended {died}" + " (out of memory?)" * (code == -signal.SIGKILL),
+            }
 
 
 def check_failures(failures: Sequence[Failure], num_asked: int, max_failure_rate: float) -> None:
     """Raises InputError, with the first trace, when more than this share of the samples are failures."""
     if failures and len(failures) > max_failure_rate * num_asked:
         first = failures[0]
-        raise InputError(f"{len(failures)} of {num_asked} samples ({len(failures) / num_asked:.1%}) could not be "
-                         f"graded, more than reward.max_failure_rate={max_failure_rate}; the first: {first.said}, "
-                         f"for the response {first.response[:200]!r} (all: failures.jsonl; what the "
-                         "function printed: reward_output/)")
+        raise InputError(
+            f"{len(failures)} of {num_asked} samples ({len(failures) / num_asked:.1%}) could not be "
+            f"graded, more than reward.max_failure_rate={max_failure_rate}; the first: {first.said}, "
+            f"for the response {first.response[:200]!r} (all: failures.jsonl; what the "
+            "function printed: reward_output/)"
+        )

@@ -29,18 +29,27 @@ FP32_MAX = (2 - 2**-23) * 2.0**127
 def main(lifeline: int) -> None:
     """Answer requests from stdin until it ends. The first holds the settings: the group `reward` and what Grader adds."""
     die_with_parent(lifeline)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):      # slurm's, to all: the parent decides what to do
-        signal.signal(number, lambda *_: None)      # not SIG_IGN, which programs that the function starts would inherit
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGUSR1,
+    ):  # slurm's, to all: the parent decides what to do
+        signal.signal(
+            number, lambda *_: None
+        )  # not SIG_IGN, which programs that the function starts would inherit
     faulthandler.enable()
     # What the function reads and prints is not the protocol.
     requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     sys.stdout = sys.stderr
-    os.register_at_fork(after_in_child=answers.close)       # a child left behind must not keep the pipe open
+    os.register_at_fork(
+        after_in_child=answers.close
+    )  # a child left behind must not keep the pipe open
 
     def say(token: str, **answer) -> None:
         print(json.dumps({"token": token, **answer}), file=answers, flush=True)
+
     settings = json.loads(requests.readline())
     limit_memory(int(settings["memory_gib"] * 2**30))
     try:
@@ -52,14 +61,26 @@ def main(lifeline: int) -> None:
         return asyncio.run(serve(reward, requests, say))
     for line in requests:
         request = json.loads(line)
-        say(request["token"], **(reward.check(request) if request["check"] else {"answers": reward.grade(request)}))
+        say(
+            request["token"],
+            **(reward.check(request) if request["check"] else {"answers": reward.grade(request)}),
+        )
 
 
 async def serve(reward, requests, say) -> None:
     """As many calls at a time as the parent sends, all in one event loop."""
+
     async def answer(request):
-        say(request["token"], **(reward.check(request) if request["check"] else {"answers": await reward.grade_async(request)}))
-    tasks, reader = set(), ThreadPoolExecutor(1)        # its own thread: the function may fill the loop's
+        say(
+            request["token"],
+            **(
+                reward.check(request)
+                if request["check"]
+                else {"answers": await reward.grade_async(request)}
+            ),
+        )
+
+    tasks, reader = set(), ThreadPoolExecutor(1)  # its own thread: the function may fill the loop's
     while line := await asyncio.get_running_loop().run_in_executor(reader, requests.readline):
         tasks.add(task := asyncio.create_task(answer(json.loads(line))))
         task.add_done_callback(tasks.discard)
@@ -70,15 +91,23 @@ class RewardFunction:
     {"score", "parts"} or the {"kind", "trace"} of a failure."""
 
     def __init__(self, settings: dict):
-        self.settings, self.name, self.output = settings, f"reward.function={settings['function']}", settings["output"]
+        self.settings, self.name, self.output = (
+            settings,
+            f"reward.function={settings['function']}",
+            settings["output"],
+        )
         self.function = find(settings["function"])
         if inspect.isclass(self.function):
             raise InputError(f"{self.name} is a class: name a function, or an object of the class")
         try:
-            self.signature = Signature(self.function, settings["kwargs"], settings["conversation_keys"])
-        except ValueError as error:         # of inspect, for what is written in C
+            self.signature = Signature(
+                self.function, settings["kwargs"], settings["conversation_keys"]
+            )
+        except ValueError as error:  # of inspect, for what is written in C
             raise InputError(f"{self.name}: {error}") from error
-        self.is_async = any(map(inspect.iscoroutinefunction, (self.function, self.function.__call__)))
+        self.is_async = any(
+            map(inspect.iscoroutinefunction, (self.function, self.function.__call__))
+        )
 
     def check(self, request: dict) -> dict:
         """{"error"} when the row does not have what the function takes, else {"said"}. Only ours, which are quick, are called."""
@@ -88,14 +117,18 @@ class RewardFunction:
             if ours:
                 self.function(**self.arguments(request))
         except (KeyError, ValueError) as error:
-            return {"error": f"{self.name}: {error.args[0]}{'; rename the column, or name a function of yours' * ours}"}
+            return {
+                "error": f"{self.name}: {error.args[0]}{'; rename the column, or name a function of yours' * ours}"
+            }
         return {"said": f"{self.name}: {said}" if said else ""}
 
     def grade(self, request: dict) -> list[dict]:
         try:
             self.print_to_file()
             value = self.function(**self.arguments(request))
-        except BaseException:       # sys.exit() in a function is its failure, not the end of this process
+        except (
+            BaseException
+        ):  # sys.exit() in a function is its failure, not the end of this process
             return failures(request, "raised", traceback.format_exc())
         return self.answers(value, request)
 
@@ -123,23 +156,45 @@ class RewardFunction:
         except TypeError:
             values = []
         if len(values) != count:
-            return failures(request, "not a list", f"the function returned {value!r:.200}, not a list of {count}")
+            return failures(
+                request,
+                "not a list",
+                f"the function returned {value!r:.200}, not a list of {count}",
+            )
         return [self.answer(value) for value in values]
 
     def answer(self, value) -> dict:
         parts, weights = value if isinstance(value, Mapping) else {}, self.settings["weights"]
-        if parts and self.signature.convention.verls:       # whose texts are for people
-            parts = {name: part for name, part in parts.items() if not isinstance(part, (str, list, dict, type(None)))}
+        if parts and self.signature.convention.verls:  # whose texts are for people
+            parts = {
+                name: part
+                for name, part in parts.items()
+                if not isinstance(part, (str, list, dict, type(None)))
+            }
             weights = weights or {"score": 1.0}
         if missing := [name for name in weights if name not in parts]:
-            return {"kind": "missing part", "trace": f"the function returned {value!r:.200}, without the part {missing[0]!r}"}
+            return {
+                "kind": "missing part",
+                "trace": f"the function returned {value!r:.200}, without the part {missing[0]!r}",
+            }
         try:
             parts = {str(name): finite(part) for name, part in parts.items()}
-            score = sum(weights.get(name, 0 if weights else 1) * part for name, part in parts.items()) if parts else value
+            score = (
+                sum(weights.get(name, 0 if weights else 1) * part for name, part in parts.items())
+                if parts
+                else value
+            )
             return {"score": finite(score), "parts": parts}
         except (TypeError, ValueError, OverflowError, RuntimeError):
-            what = "whose parts and sum are not all numbers that are" if parts else "not a number that is"
-            return {"kind": "not a number", "trace": f"the function returned {value!r:.200}, {what} finite in fp32"}
+            what = (
+                "whose parts and sum are not all numbers that are"
+                if parts
+                else "not a number that is"
+            )
+            return {
+                "kind": "not a number",
+                "trace": f"the function returned {value!r:.200}, {what} finite in fp32",
+            }
 
     def print_to_file(self) -> None:
         """From the first call on, prints go to the end of the output file; those of the import come first."""

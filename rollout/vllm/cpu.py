@@ -9,6 +9,7 @@ from torch import nn
 def forget_packed_experts(model: nn.Module) -> None:
     """vLLM 0.32 packs a CPU's experts when it makes their kernel, and at a reload puts unpacked ones where these were."""
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
     for module in model.modules():
         if isinstance(module, RoutedExperts):
             module.quant_method.moe_kernel = None

@@ -17,7 +17,12 @@ from algorithms.kl import KL_ESTIMATORS, adapt
 from algorithms.packed import mean_by_sequence, sum_by_sequence, whiten
 from algorithms.pass_at_k import pass_at_k
 from algorithms.policy_losses import POLICY_LOSSES
-from algorithms.rollout_correction import correction_weights, effective_sample_size, keep_mask, off_policy
+from algorithms.rollout_correction import (
+    correction_weights,
+    effective_sample_size,
+    keep_mask,
+    off_policy,
+)
 from algorithms.value_loss import explained_variance, value_loss
 from common import plugins
 
@@ -34,7 +39,9 @@ def ints(*x):
 
 
 def close(got, want, tolerance=2e-5):
-    torch.testing.assert_close(got.double(), torch.as_tensor(want).double(), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(
+        got.double(), torch.as_tensor(want).double(), rtol=tolerance, atol=tolerance
+    )
 
 
 class Packed:
@@ -49,16 +56,21 @@ class Packed:
             mask += [0] * prompt + holes
             sequence += [i] * (prompt + len(holes))
         self.mask, self.sequence = floats(*mask), ints(*sequence)
-        self.group = ints(*([40, -3, 7, 7, 0, 0, 0] + [5] * n)[:n])[torch.randperm(n, generator=self.g)]
+        self.group = ints(*([40, -3, 7, 7, 0, 0, 0] + [5] * n)[:n])[
+            torch.randperm(n, generator=self.g)
+        ]
         # For each sequence the places of its response tokens.
         self.tokens = [[t for t, s in enumerate(sequence) if s == i and mask[t]] for i in range(n)]
 
     def random(self, scale=1.0, outside=NAN):
         """[T] fp32, with what is hardest to ignore outside the mask."""
-        return torch.where(self.mask > 0, torch.randn(len(self.mask), generator=self.g) * scale, outside)
+        return torch.where(
+            self.mask > 0, torch.randn(len(self.mask), generator=self.g) * scale, outside
+        )
 
 
 # Advantages by formula: of each sequence its tokens' rewards -> of each sequence its tokens' advantages and returns
+
 
 def whitened(rows):
     x = [v for row in rows for v in row]
@@ -66,22 +78,37 @@ def whitened(rows):
 
 
 def to_go(rewards, gamma):
-    return [[sum(gamma ** (k - t) * r[k] for k in range(t, len(r))) for t in range(len(r))] for r in rewards]
+    return [
+        [sum(gamma ** (k - t) * r[k] for k in range(t, len(r))) for t in range(len(r))]
+        for r in rewards
+    ]
 
 
 def gae_by_formula(rewards, group, values, baseline, gamma, lam):
-    delta = [[r + gamma * after - v for r, v, after in zip(rs, vs, vs[1:] + [0])] for rs, vs in zip(rewards, values)]
+    delta = [
+        [r + gamma * after - v for r, v, after in zip(rs, vs, vs[1:] + [0])]
+        for rs, vs in zip(rewards, values)
+    ]
     advantages = to_go(delta, gamma * lam)
-    return whitened(advantages), [[a + v for a, v in zip(*rows)] for rows in zip(advantages, values)]
+    return whitened(advantages), [
+        [a + v for a, v in zip(*rows)] for rows in zip(advantages, values)
+    ]
 
 
 def from_scores(advantage):
     """advantage(score, scores of the others of its group) of each sequence, on all of its tokens."""
+
     def rows(rewards, group, *_):
         scores = [sum(r) for r in rewards]
-        others = [[scores[j] for j in range(len(group)) if group[j] == group[i] and j != i] for i in range(len(group))]
-        return ([[advantage(s, o)] * len(r) for s, o, r in zip(scores, others, rewards)],
-                [[s] * len(r) for s, r in zip(scores, rewards)])
+        others = [
+            [scores[j] for j in range(len(group)) if group[j] == group[i] and j != i]
+            for i in range(len(group))
+        ]
+        return (
+            [[advantage(s, o)] * len(r) for s, o, r in zip(scores, others, rewards)],
+            [[s] * len(r) for s, r in zip(scores, rewards)],
+        )
+
     return rows
 
 
@@ -91,14 +118,23 @@ def minus_mean(s, others):
 
 BY_FORMULA = {
     "gae": gae_by_formula,
-    "grpo": from_scores(lambda s, o: minus_mean(s, o) / (statistics.stdev([s, *o]) + 1e-6) if o else s),
+    "grpo": from_scores(
+        lambda s, o: minus_mean(s, o) / (statistics.stdev([s, *o]) + 1e-6) if o else s
+    ),
     "dr_grpo": from_scores(minus_mean),
     "rloo": from_scores(lambda s, o: s - sum(o) / len(o) if o else s),
-    "reinforce_plus_plus": lambda r, group, v, b, gamma, lam: (whitened(to_go(r, gamma)), to_go(r, gamma)),
-    "reinforce_plus_plus_baseline": lambda *given: (whitened(from_scores(minus_mean)(*given)[0]),
-                                                    from_scores(minus_mean)(*given)[1]),
-    "remax": lambda r, group, v, b, gamma, lam: ([[g - b[i] for g in row] for i, row in enumerate(to_go(r, 1))],
-                                                 to_go(r, 1)),
+    "reinforce_plus_plus": lambda r, group, v, b, gamma, lam: (
+        whitened(to_go(r, gamma)),
+        to_go(r, gamma),
+    ),
+    "reinforce_plus_plus_baseline": lambda *given: (
+        whitened(from_scores(minus_mean)(*given)[0]),
+        from_scores(minus_mean)(*given)[1],
+    ),
+    "remax": lambda r, group, v, b, gamma, lam: (
+        [[g - b[i] for g in row] for i, row in enumerate(to_go(r, 1))],
+        to_go(r, 1),
+    ),
 }
 
 
@@ -106,20 +142,46 @@ def advantages(name, rewards, mask, sequence, group, **settings):
     """Advantages and returns [T] of each estimator, from tokens or from their sums per sequence."""
     function, n = ADVANTAGES[name], len(group)
     if "rewards" in plugins.parameters(function):
-        return function(rewards=rewards, mask=mask, sequence=sequence, num_sequences=n, group=group, **settings)
-    outcome, lengths = (sum_by_sequence(torch.where(mask > 0, x, 0), sequence, n) for x in (rewards, mask))
-    return [x[sequence] * mask for x in function(outcome=outcome, lengths=lengths.long(), group=group, **settings)]
+        return function(
+            rewards=rewards, mask=mask, sequence=sequence, num_sequences=n, group=group, **settings
+        )
+    outcome, lengths = (
+        sum_by_sequence(torch.where(mask > 0, x, 0), sequence, n) for x in (rewards, mask)
+    )
+    return [
+        x[sequence] * mask
+        for x in function(outcome=outcome, lengths=lengths.long(), group=group, **settings)
+    ]
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_advantages_are_those_of_the_formula(name, seed):
     batch = Packed(seed)
-    rewards, values, baseline = batch.random(), batch.random(), torch.randn(batch.n, generator=batch.g)
-    got = advantages(name, rewards, batch.mask, batch.sequence, batch.group, values=values, baseline=baseline,
-                           gamma=0.9, lam=0.8)
-    want = BY_FORMULA[name]([rewards[t].tolist() for t in batch.tokens], batch.group.tolist(),
-                            [values[t].tolist() for t in batch.tokens], baseline.tolist(), 0.9, 0.8)
+    rewards, values, baseline = (
+        batch.random(),
+        batch.random(),
+        torch.randn(batch.n, generator=batch.g),
+    )
+    got = advantages(
+        name,
+        rewards,
+        batch.mask,
+        batch.sequence,
+        batch.group,
+        values=values,
+        baseline=baseline,
+        gamma=0.9,
+        lam=0.8,
+    )
+    want = BY_FORMULA[name](
+        [rewards[t].tolist() for t in batch.tokens],
+        batch.group.tolist(),
+        [values[t].tolist() for t in batch.tokens],
+        baseline.tolist(),
+        0.9,
+        0.8,
+    )
     for of_tokens, rows in zip(got, want):
         assert of_tokens.dtype == torch.float32 and not of_tokens[batch.mask == 0].any()
         for places, row in zip(batch.tokens, rows):
@@ -129,58 +191,93 @@ def test_advantages_are_those_of_the_formula(name, seed):
 def test_advantages_worked_out_by_hand():
     # A prompt token, then responses of two, two, one and one; the first of them has a tool result between its tokens.
     sequence, mask = ints(2, 2, 2, 2, 0, 0, 0, 1, 1, 3, 3), floats(0, 1, 0, 1, 0, 1, 1, 0, 1, 0, 1)
-    rewards = floats(9, 0.5, 9, 2.5, 9, 0, 1, 9, 4, 9, 5)                     # scores 3, 1, 4, 5, the last one alone
+    rewards = floats(9, 0.5, 9, 2.5, 9, 0, 1, 9, 4, 9, 5)  # scores 3, 1, 4, 5, the last one alone
 
     def check(name, *want, **settings):
-        for got, row in zip(advantages(name, rewards, mask, sequence, ints(6, 6, 6, 2), **settings), want):
+        for got, row in zip(
+            advantages(name, rewards, mask, sequence, ints(6, 6, 6, 2), **settings), want
+        ):
             close(got[mask > 0], row)
 
     scores = [3, 3, 1, 1, 4, 5]
-    std = math.sqrt(7 / 3) + 1e-6                                             # (1/9 + 25/9 + 16/9) / 2
+    std = math.sqrt(7 / 3) + 1e-6  # (1/9 + 25/9 + 16/9) / 2
     check("grpo", [1 / 3 / std, 1 / 3 / std, -5 / 3 / std, -5 / 3 / std, 4 / 3 / std, 5], scores)
     check("dr_grpo", [1 / 3, 1 / 3, -5 / 3, -5 / 3, 4 / 3, 5], scores)
     check("rloo", [0.5, 0.5, -2.5, -2.5, 2, 5], scores)
     check("remax", [0, -0.5, 0, 0, 2, 1], [3, 2.5, 1, 1, 4, 5], baseline=floats(1, 2, 3, 4))
     # The mean of the returns is 59/24, and they deviate from it by (-17, 1, -47, -35, 37, 61)/24.
     std = 24 * math.sqrt((17**2 + 1 + 47**2 + 35**2 + 37**2 + 61**2) / 24**2 / 5)
-    check("reinforce_plus_plus", [d / std for d in (-17, 1, -47, -35, 37, 61)], [1.75, 2.5, 0.5, 1, 4, 5], gamma=0.5)
+    check(
+        "reinforce_plus_plus",
+        [d / std for d in (-17, 1, -47, -35, 37, 61)],
+        [1.75, 2.5, 0.5, 1, 4, 5],
+        gamma=0.5,
+    )
     # delta: 0.5 + 1 - 0, 2.5 - 1; 0 + 1 - 2, 1 - 1; 4 - 3; 5 - 0. So A: 2.25, 1.5; -1, 0; 1; 5, of mean 8.75/6.
     a = [2.25, 1.5, -1, 0, 1, 5]
     std = math.sqrt(sum((x - 8.75 / 6) ** 2 for x in a) / 5)
-    check("gae", [(x - 8.75 / 6) / std for x in a], [2.25, 2.5, 1, 1, 4, 5],
-          values=floats(7, 0, 7, 1, 7, 2, 1, 7, 3, 7, 0), lam=0.5)
+    check(
+        "gae",
+        [(x - 8.75 / 6) / std for x in a],
+        [2.25, 2.5, 1, 1, 4, 5],
+        values=floats(7, 0, 7, 1, 7, 2, 1, 7, 3, 7, 0),
+        lam=0.5,
+    )
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_equal_scores_teach_nothing_and_absent_tokens_do_no_harm(name):
     def run(rewards, mask, sequence, group):
-        return advantages(name, rewards, mask, sequence, group, values=torch.zeros_like(rewards),
-                                baseline=torch.full((len(group),), 0.1))
+        return advantages(
+            name,
+            rewards,
+            mask,
+            sequence,
+            group,
+            values=torch.zeros_like(rewards),
+            baseline=torch.full((len(group),), 0.1),
+        )
 
     # 0.1 is no binary fraction: in fp32, the mean of seven is not 0.1.
-    gains, returns = run(floats(5, *[0.1] * 7), floats(0, *[1] * 7), ints(0, *range(7)), ints(*[8] * 7))
+    gains, returns = run(
+        floats(5, *[0.1] * 7), floats(0, *[1] * 7), ints(0, *range(7)), ints(*[8] * 7)
+    )
     close(returns, [0] + [0.1] * 7)
     assert torch.equal(gains, torch.zeros(8))
-    for results in (run(floats(), floats(), ints(), ints()),                  # no sequence
-                    run(floats(), floats(), ints(), ints(0, 0)),              # no token of any
-                    run(floats(3, 3), floats(0, 0), ints(0, 1), ints(0, 0))):                    # no response
+    for results in (
+        run(floats(), floats(), ints(), ints()),  # no sequence
+        run(floats(), floats(), ints(), ints(0, 0)),  # no token of any
+        run(floats(3, 3), floats(0, 0), ints(0, 1), ints(0, 0)),
+    ):  # no response
         assert all(torch.equal(x, torch.zeros_like(x)) for x in results)
-    gains, returns = run(floats(3, 2, 3), floats(0, 1, 0), ints(1, 1, 0), ints(4, 4))       # a single token
+    gains, returns = run(
+        floats(3, 2, 3), floats(0, 1, 0), ints(1, 1, 0), ints(4, 4)
+    )  # a single token
     assert returns.tolist() == [0, 2, 0]
-    close(gains, [0, {"grpo": 1 / math.sqrt(2), "dr_grpo": 1, "rloo": 2, "remax": 1.9}.get(name, 0), 0])
+    close(
+        gains,
+        [0, {"grpo": 1 / math.sqrt(2), "dr_grpo": 1, "rloo": 2, "remax": 1.9}.get(name, 0), 0],
+    )
 
 
 def test_packed_sums():
     x, mask, sequence = floats(1, 2, 3, NAN, 4), floats(1, 0, 1, 0, 1), ints(2, 2, 2, 0, 1)
     assert sum_by_sequence(mask, sequence, 5).tolist() == [0, 1, 2, 0, 0]
     assert mean_by_sequence(x, mask, sequence, 5).tolist() == [0, 4, 2, 0, 0]
-    close(whiten(floats(1, NAN, 2, 6), floats(1, 0, 1, 1)), [-2 / math.sqrt(7), 0, -1 / math.sqrt(7), 3 / math.sqrt(7)])
-    close(whiten(floats(1024, 1024 + 2**-13), floats(1, 1))[1], 2**-14 / math.sqrt(2**-27 + 1e-8))  # neighbours in fp32
+    close(
+        whiten(floats(1, NAN, 2, 6), floats(1, 0, 1, 1)),
+        [-2 / math.sqrt(7), 0, -1 / math.sqrt(7), 3 / math.sqrt(7)],
+    )
+    close(
+        whiten(floats(1024, 1024 + 2**-13), floats(1, 1))[1], 2**-14 / math.sqrt(2**-27 + 1e-8)
+    )  # neighbours in fp32
     assert whiten(floats(5, 6), floats(0, 1)).tolist() == [0, 0]
     assert whiten(torch.full((1000,), 0.1), torch.ones(1000)).abs().max() < 1e-9
 
 
-def policy_loss_by_formula(name, log_probs, old, advantages, tokens, clip_low, clip_high, dual_clip):
+def policy_loss_by_formula(
+    name, log_probs, old, advantages, tokens, clip_low, clip_high, dual_clip
+):
     """Of each response token, in a dictionary by its place: the loss, and whether clipping changed it."""
     loss, clipped = {}, {}
     for t, places in ((t, response) for response in tokens for t in response):
@@ -193,7 +290,11 @@ def policy_loss_by_formula(name, log_probs, old, advantages, tokens, clip_low, c
             loss[t], clipped[t] = -bounded * a * log_probs[t], bounded != ratio.item()
         else:
             objective = min(ratio * a, bounded * a + 0 * log_probs[t])
-            objective = max(objective, dual_clip * a + 0 * log_probs[t]) if a < 0 and dual_clip else objective
+            objective = (
+                max(objective, dual_clip * a + 0 * log_probs[t])
+                if a < 0 and dual_clip
+                else objective
+            )
             loss[t], clipped[t] = -objective, objective.item() != (ratio * a).item()
     return loss, clipped
 
@@ -206,37 +307,77 @@ def test_policy_losses_and_their_gradients_are_those_of_the_formula(name, dual_c
     log_probs, advantages = batch.random().requires_grad_(), batch.random(outside=0.0)
     upstream = torch.randn(len(log_probs), generator=batch.g)
     old, settings = log_probs.detach() + batch.random(0.7), CLIPS | {"dual_clip": dual_clip}
-    loss, metrics = POLICY_LOSSES[name](log_probs, old, advantages, batch.mask, batch.sequence, batch.n, **settings)
+    loss, metrics = POLICY_LOSSES[name](
+        log_probs, old, advantages, batch.mask, batch.sequence, batch.n, **settings
+    )
     clipped = metrics["pg_clipfrac"]
     loss.backward(upstream)
     for x in (loss, clipped, log_probs.grad):
         assert x.dtype == torch.float32 and not x[batch.mask == 0].any()
     leaf = log_probs.detach().double().requires_grad_()
-    want, want_clipped = policy_loss_by_formula(name, leaf, old.double(), advantages, batch.tokens, **settings)
+    want, want_clipped = policy_loss_by_formula(
+        name, leaf, old.double(), advantages, batch.tokens, **settings
+    )
     sum(want[t] * upstream[t].double() for t in want).backward()
     places = sorted(want)
     close(loss[places], torch.stack([want[t] for t in places]))
     close(log_probs.grad[places], leaf.grad[places])
-    assert clipped[places].tolist() == [want_clipped[t] for t in places] and 0 < clipped.sum() < len(places)
+    assert clipped[places].tolist() == [
+        want_clipped[t] for t in places
+    ] and 0 < clipped.sum() < len(places)
 
 
 def test_policy_losses_worked_out_by_hand():
-    ratios, advantages = floats(0.5, 0.5, 2, 2, 4, 4, 1.25, 1.25), floats(1, -1, 1, -1, 1, -2, 3, -3)
+    ratios, advantages = (
+        floats(0.5, 0.5, 2, 2, 4, 4, 1.25, 1.25),
+        floats(1, -1, 1, -1, 1, -2, 3, -3),
+    )
     log_probs = floats(-1, -2, -1, -1, -1, -1, -1, -1).requires_grad_()
     for name, dual_clip, want, want_clipped, want_moving in (
-            ("ppo", 3, [-0.5, 0.8, -1.3, 2, -1.3, 6, -3.75, 3.75], [0, 1, 1, 0, 1, 1, 0, 0], [1, 0, 0, 1, 0, 0, 1, 1]),
-            ("ppo", 0, [-0.5, 0.8, -1.3, 2, -1.3, 8, -3.75, 3.75], [0, 1, 1, 0, 1, 0, 0, 0], [1, 0, 0, 1, 0, 1, 1, 1]),
-            ("cispo", 3, [0.8, -1.6, 1.3, -1.3, 1.3, -2.6, 3.75, -3.75], [1, 1, 1, 1, 1, 1, 0, 0], [1] * 8)):
-        loss, metrics = POLICY_LOSSES[name](log_probs, log_probs.detach() - ratios.log(), advantages, torch.ones(8),
-                                            torch.arange(8), 8, **CLIPS | {"dual_clip": dual_clip})
+        (
+            "ppo",
+            3,
+            [-0.5, 0.8, -1.3, 2, -1.3, 6, -3.75, 3.75],
+            [0, 1, 1, 0, 1, 1, 0, 0],
+            [1, 0, 0, 1, 0, 0, 1, 1],
+        ),
+        (
+            "ppo",
+            0,
+            [-0.5, 0.8, -1.3, 2, -1.3, 8, -3.75, 3.75],
+            [0, 1, 1, 0, 1, 0, 0, 0],
+            [1, 0, 0, 1, 0, 1, 1, 1],
+        ),
+        (
+            "cispo",
+            3,
+            [0.8, -1.6, 1.3, -1.3, 1.3, -2.6, 3.75, -3.75],
+            [1, 1, 1, 1, 1, 1, 0, 0],
+            [1] * 8,
+        ),
+    ):
+        loss, metrics = POLICY_LOSSES[name](
+            log_probs,
+            log_probs.detach() - ratios.log(),
+            advantages,
+            torch.ones(8),
+            torch.arange(8),
+            8,
+            **CLIPS | {"dual_clip": dual_clip},
+        )
         close(loss, want)
         assert metrics["pg_clipfrac"].tolist() == want_clipped
         assert torch.autograd.grad(loss.sum(), log_probs)[0].ne(0).tolist() == want_moving
     # Two sequences, of geometric means (0.5 * 2)^(1/2) = 1 and (2 * 4 * 4 * 2)^(1/4) = 2^1.5
     logs, ones, sequence = floats(0.5, 2, 2, 4, 4, 2).log(), torch.ones(6), ints(1, 1, 0, 0, 0, 0)
-    close(POLICY_LOSSES["gspo"](logs, 0 * ones, -ones, ones, sequence, 2, **CLIPS)[0], [1, 1] + [2 ** 1.5] * 4)
+    close(
+        POLICY_LOSSES["gspo"](logs, 0 * ones, -ones, ones, sequence, 2, **CLIPS)[0],
+        [1, 1] + [2**1.5] * 4,
+    )
     with pytest.raises(ValueError, match="dual_clip is 0.9"):
-        POLICY_LOSSES["ppo"](*[torch.zeros(1)] * 4, ints(0), 1, clip_low=0.2, clip_high=0.2, dual_clip=0.9)
+        POLICY_LOSSES["ppo"](
+            *[torch.zeros(1)] * 4, ints(0), 1, clip_low=0.2, clip_high=0.2, dual_clip=0.9
+        )
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
@@ -244,14 +385,34 @@ def test_on_policy_the_ratio_is_exactly_one_and_extremes_are_finite(name):
     """Clipped to [1, 1], the ratio is on both bounds, which are inside."""
     batch = Packed(5)
     log_probs, advantages = batch.random().requires_grad_(), batch.random(outside=0.0)
-    loss, metrics = POLICY_LOSSES[name](log_probs, log_probs.detach().clone(), advantages, batch.mask, batch.sequence,
-                                        batch.n, clip_low=0, clip_high=0, dual_clip=3)
+    loss, metrics = POLICY_LOSSES[name](
+        log_probs,
+        log_probs.detach().clone(),
+        advantages,
+        batch.mask,
+        batch.sequence,
+        batch.n,
+        clip_low=0,
+        clip_high=0,
+        dual_clip=3,
+    )
     want = -advantages * log_probs.detach() if name == "cispo" else -advantages
-    assert torch.equal(loss[batch.mask > 0], want[batch.mask > 0]) and not metrics["pg_clipfrac"].any()
+    assert (
+        torch.equal(loss[batch.mask > 0], want[batch.mask > 0]) and not metrics["pg_clipfrac"].any()
+    )
     loss.sum().backward()
     assert torch.equal(log_probs.grad, -advantages)
-    loss, _ = POLICY_LOSSES[name](floats(300, -300), floats(0, 0), floats(-1, -1), floats(1, 1), ints(0, 1), 2,
-                                  clip_low=0.2, clip_high=0.3, dual_clip=0)
+    loss, _ = POLICY_LOSSES[name](
+        floats(300, -300),
+        floats(0, 0),
+        floats(-1, -1),
+        floats(1, 1),
+        ints(0, 1),
+        2,
+        clip_low=0.2,
+        clip_high=0.3,
+        dual_clip=0,
+    )
     close(loss, [1.3 * 300, -0.8 * 300] if name == "cispo" else [math.exp(20), 0.8])
     loss, metrics = POLICY_LOSSES[name](*[floats()] * 4, ints(), 3, **CLIPS)
     assert all(x.shape == (0,) for x in (loss, metrics["pg_clipfrac"]))
@@ -268,22 +429,31 @@ def test_aggregates_are_those_of_the_formula_however_the_batch_is_split(mode, se
     for policy_loss in POLICY_LOSSES.values():
         rows = [policy_loss(*fields, batch.n, **CLIPS)[0][t].tolist() for t in batch.tokens if t]
         assert 1 < len(rows) < batch.n
-        want = {"token-mean": sum(map(sum, rows)) / sum(map(len, rows)),
-                "seq-mean-token-sum": sum(map(sum, rows)) / len(rows),
-                "seq-mean-token-sum-norm": sum(map(sum, rows)) / 40 / len(rows),
-                "seq-mean-token-mean": sum(map(statistics.mean, rows)) / len(rows)}[mode]
+        want = {
+            "token-mean": sum(map(sum, rows)) / sum(map(len, rows)),
+            "seq-mean-token-sum": sum(map(sum, rows)) / len(rows),
+            "seq-mean-token-sum-norm": sum(map(sum, rows)) / 40 / len(rows),
+            "seq-mean-token-mean": sum(map(statistics.mean, rows)) / len(rows),
+        }[mode]
         for num_micro in (1, 2, 5, batch.n):
             micro_of = torch.randint(num_micro, (batch.n,), generator=batch.g)[batch.sequence]
             parts = [micro_of == m for m in range(num_micro)]
-            close(sum((policy_loss(*(x[part] for x in fields), batch.n, **CLIPS)[0] * weights[part]).sum()
-                      for part in parts), want)
+            close(
+                sum(
+                    (
+                        policy_loss(*(x[part] for x in fields), batch.n, **CLIPS)[0] * weights[part]
+                    ).sum()
+                    for part in parts
+                ),
+                want,
+            )
 
 
 def test_aggregation_worked_out_by_hand():
     lengths = floats(1, 0, 3)
-    close(AGGREGATIONS["token-mean"](lengths), [.25] * 3)
-    close(AGGREGATIONS["seq-mean-token-sum"](lengths), [.5] * 3)
-    close(AGGREGATIONS["seq-mean-token-mean"](lengths)[lengths > 0], [.5, 1 / 6])
+    close(AGGREGATIONS["token-mean"](lengths), [0.25] * 3)
+    close(AGGREGATIONS["seq-mean-token-sum"](lengths), [0.5] * 3)
+    close(AGGREGATIONS["seq-mean-token-mean"](lengths)[lengths > 0], [0.5, 1 / 6])
     for weights in AGGREGATIONS.values():
         assert weights(lengths=floats(0, 0), max_tokens=9).isfinite().all()
         assert weights(lengths=floats(), max_tokens=9).shape == (0,)
@@ -292,19 +462,34 @@ def test_aggregation_worked_out_by_hand():
 def test_kl_estimators():
     p, q, d = floats(0.5, 0.3, 0.2), floats(0.2, 0.2, 0.6), math.log(2.5)
     got = {name: estimate(p.log(), q.log()) for name, estimate in KL_ESTIMATORS.items()}
-    close(torch.stack([(p * got[name]).sum() for name in ("k1", "k3")]), [(p * (p / q).log()).sum().item()] * 2)
-    close(torch.stack([got[name][0] for name in ("k1", "k2", "k3", "abs")]), [d, d * d / 2, 0.4 - 1 + d, d])
+    close(
+        torch.stack([(p * got[name]).sum() for name in ("k1", "k3")]),
+        [(p * (p / q).log()).sum().item()] * 2,
+    )
+    close(
+        torch.stack([got[name][0] for name in ("k1", "k2", "k3", "abs")]),
+        [d, d * d / 2, 0.4 - 1 + d, d],
+    )
     close(got["abs"][2], math.log(3))
-    close(KL_ESTIMATORS["k3"](floats(-50, 0, -2.5, 10), floats(0, -50, 0, 0)), [10, 10, math.expm1(2.5) - 2.5, math.exp(-10) + 9])
+    close(
+        KL_ESTIMATORS["k3"](floats(-50, 0, -2.5, 10), floats(0, -50, 0, 0)),
+        [10, 10, math.expm1(2.5) - 2.5, math.exp(-10) + 9],
+    )
     close(KL_ESTIMATORS["k3"](floats(1e-3), floats(0)) * 1e6, [math.expm1(-1e-3) * 1e6 + 1e3], 1e-3)
     for kl, factor in (6.6, 1 + 0.1 * 0.2), (60, 1.04), (-3, 0.96):
-        assert adapt(0.1, kl=kl, target=6.0, horizon=1000, num_sequences=200) == pytest.approx(0.1 * factor)
+        assert adapt(0.1, kl=kl, target=6.0, horizon=1000, num_sequences=200) == pytest.approx(
+            0.1 * factor
+        )
 
 
 def test_gradients_of_kl_estimators_in_expectation_are_as_documented():
     logits, q = floats(0.3, -1.0, 0.8).requires_grad_(), floats(0.2, 0.2, 0.6)
     log_p = logits.log_softmax(0)
-    for name, want in {"k1": 0 * log_p, "k2": log_p.exp() * (log_p - q.log()), "k3": q * (q.log() - log_p)}.items():
+    for name, want in {
+        "k1": 0 * log_p,
+        "k2": log_p.exp() * (log_p - q.log()),
+        "k3": q * (q.log() - log_p),
+    }.items():
         got = log_p.detach().exp() * KL_ESTIMATORS[name](log_p, q.log())
         close(*(torch.autograd.grad(x.sum(), logits, retain_graph=True)[0] for x in (got, want)))
 
@@ -319,11 +504,18 @@ def test_value_loss_and_its_gradient_and_explained_variance():
     close(values.grad, [-1.8, 0, -6, 0])
     v, old, returns = torch.randn(3, 200, generator=torch.Generator().manual_seed(0)).unbind()
     for c in (0.4, math.inf):
-        close(value_loss(v, old, returns, c)[0], [max((a - r)**2, (min(max(a, o - c), o + c) - r)**2) / 2
-                                                  for a, o, r in zip(v.tolist(), old.tolist(), returns.tolist())])
-    assert not value_loss(0.05 * v, 0.05 * old, returns, 0.4)[1].any()        # rounding clips nothing
-    mask = floats(1, 1, 0, 1)                  # returns 1, 2, 6: squares about their mean 14; residuals 0, 1, 2: 2
-    assert explained_variance(floats(1, 1, NAN, 4), floats(1, 2, NAN, 6), mask) == pytest.approx(1 - 2 / 14)
+        close(
+            value_loss(v, old, returns, c)[0],
+            [
+                max((a - r) ** 2, (min(max(a, o - c), o + c) - r) ** 2) / 2
+                for a, o, r in zip(v.tolist(), old.tolist(), returns.tolist())
+            ],
+        )
+    assert not value_loss(0.05 * v, 0.05 * old, returns, 0.4)[1].any()  # rounding clips nothing
+    mask = floats(1, 1, 0, 1)  # returns 1, 2, 6: squares about their mean 14; residuals 0, 1, 2: 2
+    assert explained_variance(floats(1, 1, NAN, 4), floats(1, 2, NAN, 6), mask) == pytest.approx(
+        1 - 2 / 14
+    )
     assert explained_variance(floats(1, 2, 3, 4), floats(5, 5, 6, 5), mask) == 0
     assert explained_variance(floats(1), floats(2), floats(0)) == 0
 
@@ -333,21 +525,37 @@ def test_rollout_correction_is_that_of_the_formula(seed):
     batch = Packed(seed)
     rollout = batch.random().requires_grad_()
     common = (rollout + batch.random(0.3), rollout, batch.mask, batch.sequence, batch.n)
-    ratio = [[math.exp(common[0][t].item() - rollout[t].item()) for t in places] for places in batch.tokens]
-    of_token = {"token": ratio, "sequence": [[math.prod(r)] * len(r) for r in ratio],
-                "geometric": [[statistics.geometric_mean(r)] * len(r) if r else [] for r in ratio]}
+    ratio = [
+        [math.exp(common[0][t].item() - rollout[t].item()) for t in places]
+        for places in batch.tokens
+    ]
+    of_token = {
+        "token": ratio,
+        "sequence": [[math.prod(r)] * len(r) for r in ratio],
+        "geometric": [[statistics.geometric_mean(r)] * len(r) if r else [] for r in ratio],
+    }
     for level, rows in of_token.items():
         kept = keep_mask(*common, level=level, low=0.8, high=1.2)
-        assert [kept[t].tolist() for t in batch.tokens] == [[0.8 <= r <= 1.2 for r in row] for row in rows]
-        assert not kept[batch.mask == 0].any() and 0 < kept.sum() < batch.mask.sum() and kept.dtype == torch.float32
+        assert [kept[t].tolist() for t in batch.tokens] == [
+            [0.8 <= r <= 1.2 for r in row] for row in rows
+        ]
+        assert (
+            not kept[batch.mask == 0].any()
+            and 0 < kept.sum() < batch.mask.sum()
+            and kept.dtype == torch.float32
+        )
     for level in ("token", "sequence"):
         weights = correction_weights(*common, level=level, threshold=1.1)
         assert not weights.requires_grad and not weights[batch.mask == 0].any()
         for places, row in zip(batch.tokens, of_token[level]):
             close(weights[places], [min(r, 1.1) for r in row])
     measured, places = off_policy(*common[:3]), sum(batch.tokens, [])
-    for name, f in {"ratio": lambda r: r, "ratio_squared": lambda r: r * r, "kl": lambda r: r - 1 - math.log(r),
-                    "log_prob_gap": lambda r: abs(math.log(r))}.items():
+    for name, f in {
+        "ratio": lambda r: r,
+        "ratio_squared": lambda r: r * r,
+        "kl": lambda r: r - 1 - math.log(r),
+        "log_prob_gap": lambda r: abs(math.log(r)),
+    }.items():
         close(measured[name][places], [f(r) for row in ratio for r in row])
         assert not measured[name][batch.mask == 0].any() and not measured[name].requires_grad
 
@@ -356,20 +564,37 @@ def test_rollout_correction_worked_out_by_hand():
     common = (floats(0, 99, -99, 0), floats(0, 0, 0, NAN), floats(1, 1, 1, 0), ints(0, 1, 2, 2), 3)
     for level in ("token", "sequence"):
         assert correction_weights(*common, level=level, threshold=2.0).tolist()[:2] == [1, 2]
-        close(correction_weights(*common, level=level, threshold=1e30)[1:].log(), [20, -20, -math.inf])
+        close(
+            correction_weights(*common, level=level, threshold=1e30)[1:].log(), [20, -20, -math.inf]
+        )
     assert keep_mask(*common, level="token", low=1, high=1).tolist() == [1, 0, 0, 0]
     with pytest.raises(ValueError, match="'geometric' is none of token, sequence"):
         correction_weights(*common, level="geometric", threshold=2.0)
     trainer, rollout = floats(0.5, 0.3, 0.2), floats(0.2, 0.2, 0.6)
     kl = off_policy(trainer.log(), rollout.log(), torch.ones(3))["kl"]
     close((rollout * kl).sum(), (rollout * (rollout / trainer).log()).sum())
-    assert effective_sample_size(2.0, 5.0) == pytest.approx(0.8) and effective_sample_size(0.0, 0.0) == 0
+    assert (
+        effective_sample_size(2.0, 5.0) == pytest.approx(0.8)
+        and effective_sample_size(0.0, 0.0) == 0
+    )
 
 
 def test_dapo():
-    assert informative(floats(1, 0, 1, 1, 0.5, 1), ints(7, 3, 7, 3, 9, 7)).tolist() == [0, 1, 0, 1, 0, 0]
-    assert informative(floats(-1, -1, -2), ints(0, 0, 0)).all() and informative(floats(), ints()).shape == (0,)
-    close(overlong_penalty(ints(0, 80, 81, 90, 100, 120), 100, 20, factor=0.5), [0, 0, -0.025, -0.25, -0.5, -0.5])
+    assert informative(floats(1, 0, 1, 1, 0.5, 1), ints(7, 3, 7, 3, 9, 7)).tolist() == [
+        0,
+        1,
+        0,
+        1,
+        0,
+        0,
+    ]
+    assert informative(floats(-1, -1, -2), ints(0, 0, 0)).all() and informative(
+        floats(), ints()
+    ).shape == (0,)
+    close(
+        overlong_penalty(ints(0, 80, 81, 90, 100, 120), 100, 20, factor=0.5),
+        [0, 0, -0.025, -0.25, -0.5, -0.5],
+    )
 
 
 @pytest.mark.parametrize("n, k", [(1, 1), (4, 1), (5, 2), (6, 3), (6, 6)])
@@ -389,8 +614,12 @@ def test_losses_never_wait_for_the_device():
     """On the meta device nothing has a value, and whatever asks for one (.item(), nonzero, a boolean index) fails."""
     y, sequence = torch.zeros(6, device="meta"), torch.zeros(6, dtype=torch.int64, device="meta")
     x = y.clone().requires_grad_()
-    losses = [policy_loss(x, y, y, y, sequence, 3, **CLIPS)[0] for policy_loss in POLICY_LOSSES.values()]
-    losses += [estimate(x, y) for estimate in KL_ESTIMATORS.values()] + [value_loss(x, y, y, 0.5)[0]]
+    losses = [
+        policy_loss(x, y, y, y, sequence, 3, **CLIPS)[0] for policy_loss in POLICY_LOSSES.values()
+    ]
+    losses += [estimate(x, y) for estimate in KL_ESTIMATORS.values()] + [
+        value_loss(x, y, y, 0.5)[0]
+    ]
     for weights in AGGREGATIONS.values():
         losses += [losses[-1] * weights(lengths=y, max_tokens=9)]
     sum(losses).sum().backward()
@@ -398,7 +627,7 @@ def test_losses_never_wait_for_the_device():
     keep_mask(x, y, y, sequence, 3, level="geometric", low=0.5, high=2.0)
     correction_weights(x, y, y, sequence, 3, level="token", threshold=2.0)
     off_policy(x, y, y)
-    with pytest.raises((RuntimeError, NotImplementedError)):                  # for the host: so this test can tell
+    with pytest.raises((RuntimeError, NotImplementedError)):  # for the host: so this test can tell
         explained_variance(y, y, y)
 
 
@@ -408,4 +637,7 @@ def test_algorithms_import_torch_only():
     nodes = [node for path in files for node in ast.walk(ast.parse(path.read_text()))]
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
-    assert {name.partition(".")[0] for name in names} - set(sys.stdlib_module_names) == {"torch", "algorithms"}
+    assert {name.partition(".")[0] for name in names} - set(sys.stdlib_module_names) == {
+        "torch",
+        "algorithms",
+    }

@@ -36,29 +36,60 @@ class Case:
 
 PADDED, RECOMPUTE = "engine.use_remove_padding=false", "engine.activation_checkpointing=true"
 CASES = {
-    1: {"qwen2_5_vl": Case("qwen2_5_vl"), "qwen3_vl padded": Case("qwen3_vl", PADDED), "llava": Case("llava"),
-        "frozen": Case("qwen2_5_vl", "model.freeze=[visual]"), "gemma3": Case("gemma3"), "gemma3 padded": Case("gemma3", PADDED)},
-    2: {"qwen2_5_vl recompute": Case("qwen2_5_vl", RECOMPUTE), "qwen3_vl": Case("qwen3_vl"), "qwen3_5": Case("qwen3_5"),
-        "frozen": Case("llava", f"model.freeze=[vision_tower] {PADDED}")},
+    1: {
+        "qwen2_5_vl": Case("qwen2_5_vl"),
+        "qwen3_vl padded": Case("qwen3_vl", PADDED),
+        "llava": Case("llava"),
+        "frozen": Case("qwen2_5_vl", "model.freeze=[visual]"),
+        "gemma3": Case("gemma3"),
+        "gemma3 padded": Case("gemma3", PADDED),
+    },
+    2: {
+        "qwen2_5_vl recompute": Case("qwen2_5_vl", RECOMPUTE),
+        "qwen3_vl": Case("qwen3_vl"),
+        "qwen3_5": Case("qwen3_5"),
+        "frozen": Case("llava", f"model.freeze=[vision_tower] {PADDED}"),
+    },
 }
 
 
 def configure(folder, case, *more):
-    return load("sft.yaml", [
-        f"model.path={folder / case.family}", "model.images=true", f"data.train_files={folder / 'rows.jsonl'}",
-        f"output_dir={folder / 'out'}", "data.train_batch_size=6", "data.max_tokens_per_micro_batch=150", f"optim.lr={LR}",
-        "optim.lr_scheduler_type=constant", "optim.lr_warmup_steps_ratio=0", "engine.compute_dtype=float32", *case.engine.split(),
-        *more])
+    return load(
+        "sft.yaml",
+        [
+            f"model.path={folder / case.family}",
+            "model.images=true",
+            f"data.train_files={folder / 'rows.jsonl'}",
+            f"output_dir={folder / 'out'}",
+            "data.train_batch_size=6",
+            "data.max_tokens_per_micro_batch=150",
+            f"optim.lr={LR}",
+            "optim.lr_scheduler_type=constant",
+            "optim.lr_warmup_steps_ratio=0",
+            "engine.compute_dtype=float32",
+            *case.engine.split(),
+            *more,
+        ],
+    )
 
 
 def rows(folder, config, reader):
-    path = tokenize(str(folder / "rows.jsonl"), AutoTokenizer.from_pretrained(config.model.path), config.data,
-                    folder / "cache" / f"{dist.get_world_size()}", config.model.path, reader)
+    path = tokenize(
+        str(folder / "rows.jsonl"),
+        AutoTokenizer.from_pretrained(config.model.path),
+        config.data,
+        folder / "cache" / f"{dist.get_world_size()}",
+        config.model.path,
+        reader,
+    )
     return TokenDataset.load(path, reader)
 
 
 def loss_of(num_trained):
-    return lambda log_probs, entropy, fields: (-(log_probs * fields["loss_mask"]).sum() / num_trained, {})
+    return lambda log_probs, entropy, fields: (
+        -(log_probs * fields["loss_mask"]).sum() / num_trained,
+        {},
+    )
 
 
 def main(folder):
@@ -75,11 +106,22 @@ def main(folder):
         steps, batch = [], train.batch(range(len(train)))
         for step in range(STEPS):
             share = batch.select(partition(batch.lengths, engine.dp_size)[engine.dp_rank])
-            steps.append(engine.train_batch(share, loss_of(int(batch.fields["loss_mask"].sum())), step))
+            steps.append(
+                engine.train_batch(share, loss_of(int(batch.fields["loss_mask"].sum())), step)
+            )
         asked = engine.log_probs(batch)[0].cpu()
-        export_hf(engine, AutoTokenizer.from_pretrained(config.model.path), folder / f"{dist.get_world_size()} {name}")
-        results[name] = {"steps": steps, "stats": train.stats, "input_ids": batch.input_ids.tolist(), "lengths": batch.lengths,
-                         "mask": batch.fields["loss_mask"].tolist()}
+        export_hf(
+            engine,
+            AutoTokenizer.from_pretrained(config.model.path),
+            folder / f"{dist.get_world_size()} {name}",
+        )
+        results[name] = {
+            "steps": steps,
+            "stats": train.stats,
+            "input_ids": batch.input_ids.tolist(),
+            "lengths": batch.lengths,
+            "mask": batch.fields["loss_mask"].tolist(),
+        }
         if dist.get_rank() == 0:
             save_file({"asked": asked}, folder / f"{dist.get_world_size()} {name}.safetensors")
     if dist.get_rank() == 0:

@@ -86,7 +86,8 @@ QWEN3_BODY = r"""
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}GENERATION{% endif %}"""
 QWEN3 = QWEN3_BODY.replace(
     "GENERATION",
-    r"{% if enable_thinking is defined and enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{% endif %}")
+    r"{% if enable_thinking is defined and enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{% endif %}",
+)
 THINKING = QWEN3_BODY.replace("GENERATION", r"{{ '<think>\n' }}")
 
 LLAMA3 = r"""
@@ -113,8 +114,10 @@ MISTRAL = r"""
     {%- else %}{{ raise_exception('Only user, tool and assistant roles are supported') }}{% endif %}
 {%- endfor %}"""
 
-STRICT = "{%- if messages | selectattr('role', 'equalto', 'user') | list | length == 0 %}" \
-         "{{ raise_exception('No user query found in messages.') }}{% endif %}" + QWEN2
+STRICT = (
+    "{%- if messages | selectattr('role', 'equalto', 'user') | list | length == 0 %}"
+    "{{ raise_exception('No user query found in messages.') }}{% endif %}" + QWEN2
+)
 
 # Qwen1.5: the last turn has no end, it comes with the next message.
 QWEN15 = """
@@ -176,20 +179,47 @@ GEMMA4 = r"""
 {%- endfor %}
 {%- if add_generation_prompt and messages[-1].role != 'tool' %}{{ '<|turn>assistant\n' }}{% endif %}"""
 
-SPECIAL = ["<|im_start|>", "<|im_end|>", "<s>", "</s>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
-           "[INST]", "[/INST]", "<|begin_of_text|>"]
+SPECIAL = [
+    "<|im_start|>",
+    "<|im_end|>",
+    "<s>",
+    "</s>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+    "[INST]",
+    "[/INST]",
+    "<|begin_of_text|>",
+]
 
 
-CONTROL = ["<|a_start|>", "<|a_end|>", "<|u_start|>", "<|u_end|>", "<|assistant|>", "<|user|>", "<|observation|>", "<|turn>",
-           "<turn|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>"]
+CONTROL = [
+    "<|a_start|>",
+    "<|a_end|>",
+    "<|u_start|>",
+    "<|u_end|>",
+    "<|assistant|>",
+    "<|user|>",
+    "<|observation|>",
+    "<|turn>",
+    "<turn|>",
+    "<|tool_call>",
+    "<tool_call|>",
+    "<|tool_response>",
+    "<tool_response|>",
+]
 
 
 def make_tokenizer(template=None, bos="<s>", eos="</s>", control=()):
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=SPECIAL, show_progress=False,
-                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=SPECIAL,
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
     words = "user assistant system tool think answer question hello there the cat sat"
     tokenizer.train_from_iterator([words, QWEN2.replace("\n", " ")], trainer)
     made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=bos, eos_token=eos)
@@ -199,13 +229,23 @@ def make_tokenizer(template=None, bos="<s>", eos="</s>", control=()):
 
 
 def options(**changes):
-    return SimpleNamespace(**dict(
-        messages_key="messages", prompt_key="prompt", response_key="response", images_key="images", tools_key="tools",
-        template_kwargs_key="chat_template_kwargs", train_on="all", special_tokens_in_text=None) | changes)
+    return SimpleNamespace(
+        **dict(
+            messages_key="messages",
+            prompt_key="prompt",
+            response_key="response",
+            images_key="images",
+            tools_key="tools",
+            template_kwargs_key="chat_template_kwargs",
+            train_on="all",
+            special_tokens_in_text=None,
+        )
+        | changes
+    )
 
 
 def encode(row, chat, options):
-    result, = data_chat.in_step([data_chat.encode(row, chat, options)])
+    (result,) = data_chat.in_step([data_chat.encode(row, chat, options)])
     if isinstance(result, InputError):
         raise result
     return result[:2]
@@ -219,10 +259,12 @@ def trained(template, row, ends=(), tail=(), **changes):
     ids, mask = encode(row, chat, options(**changes))
     assert len(ids) == len(mask) and set(mask) <= {0, 1} and mask[0] == 0
     if row.get("messages") and "None" not in str(row):
-        arguments = row.get("chat_template_kwargs", {k: v for k, v in row.items() if k == "enable_thinking"})
+        arguments = row.get(
+            "chat_template_kwargs", {k: v for k, v in row.items() if k == "enable_thinking"}
+        )
         assert ids == tokenizer.apply_chat_template(
-            row["messages"], tools=row.get("tools"), return_dict=False, **arguments) + (
-            tokenizer.convert_tokens_to_ids(list(tail)))
+            row["messages"], tools=row.get("tools"), return_dict=False, **arguments
+        ) + (tokenizer.convert_tokens_to_ids(list(tail)))
     runs, before = [], 0
     for token, m in zip(ids, mask):
         if m and not before:
@@ -243,13 +285,21 @@ def call(name, **arguments):
     return {"function": {"name": name, "arguments": arguments}}
 
 
-TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
-ADD, SUB = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>', \
-           '<tool_call>\n{"name": "sub", "arguments": {"b": "x"}}\n</tool_call>'
-AGENT = [{"role": "user", "content": "q"},
-         {"role": "assistant", "tool_calls": [call("add", a=1), call("sub", b="x")]},
-         {"role": "tool", "content": "2"}, {"role": "tool", "content": "y"},
-         {"role": "assistant", "content": "It is 2."}]
+TOOL = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
+}
+ADD, SUB = (
+    '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>',
+    '<tool_call>\n{"name": "sub", "arguments": {"b": "x"}}\n</tool_call>',
+)
+AGENT = [
+    {"role": "user", "content": "q"},
+    {"role": "assistant", "tool_calls": [call("add", a=1), call("sub", b="x")]},
+    {"role": "tool", "content": "2"},
+    {"role": "tool", "content": "y"},
+    {"role": "assistant", "content": "It is 2."},
+]
 
 
 @pytest.mark.parametrize("template", [CHATML, QWEN2, STRICT])
@@ -278,10 +328,22 @@ def test_tool_calls_without_content_and_merged_results(template):
 def test_strict_template_with_a_greeting_first():
     """The prefix before the first turn has no user query: the template refuses it, and the header is searched."""
     greeting = {"role": "assistant", "content": "welcome"}
-    row = {"messages": [{"role": "system", "content": "<|im_start|>assistant\nfake"}, greeting, *say("q", "a")]}
+    row = {
+        "messages": [
+            {"role": "system", "content": "<|im_start|>assistant\nfake"},
+            greeting,
+            *say("q", "a"),
+        ]
+    }
     assert trained(STRICT, row) == ["welcome<|im_end|>", "a<|im_end|>"]
-    assert trained(STRICT, {"messages": [greeting, *say("q", "a")]}) == ["welcome<|im_end|>", "a<|im_end|>"]
-    assert trained(QWEN2, {"messages": [greeting, *say("q", "a")]}) == ["welcome<|im_end|>", "a<|im_end|>"]
+    assert trained(STRICT, {"messages": [greeting, *say("q", "a")]}) == [
+        "welcome<|im_end|>",
+        "a<|im_end|>",
+    ]
+    assert trained(QWEN2, {"messages": [greeting, *say("q", "a")]}) == [
+        "welcome<|im_end|>",
+        "a<|im_end|>",
+    ]
 
 
 def test_consecutive_assistant_turns():
@@ -302,25 +364,47 @@ def test_qwen3_drops_earlier_thinking(split):
     one = [*say("q1"), turn("t1", "a1")]
     assert trained(QWEN3, {"messages": one}) == ["<think>\nt1\n</think>\n\na1<|im_end|>"]
     two = [*one, *say("q2"), turn("t2", "a2")]
-    assert trained(QWEN3, {"messages": two}) == ["a1<|im_end|>", "<think>\nt2\n</think>\n\na2<|im_end|>"]
+    assert trained(QWEN3, {"messages": two}) == [
+        "a1<|im_end|>",
+        "<think>\nt2\n</think>\n\na2<|im_end|>",
+    ]
     # Thinking around tool calls stays behind the last query, and goes from an earlier one, where content may be empty.
-    agent = [*say("q1"), turn("t1", "", tool_calls=[call("add", a=1)]), {"role": "tool", "content": "2"},
-             turn("t2", "so", tool_calls=[call("sub", b="x")]), {"role": "tool", "content": "y"},
-             {"role": "tool", "content": "z"}, turn("t3", "done")]
+    agent = [
+        *say("q1"),
+        turn("t1", "", tool_calls=[call("add", a=1)]),
+        {"role": "tool", "content": "2"},
+        turn("t2", "so", tool_calls=[call("sub", b="x")]),
+        {"role": "tool", "content": "y"},
+        {"role": "tool", "content": "z"},
+        turn("t3", "done"),
+    ]
     assert trained(QWEN3, {"messages": agent, "tools": [TOOL]}) == [
-        f"<think>\nt1\n</think>\n\n{ADD}<|im_end|>", f"<think>\nt2\n</think>\n\nso\n{SUB}<|im_end|>",
-        "<think>\nt3\n</think>\n\ndone<|im_end|>"]
+        f"<think>\nt1\n</think>\n\n{ADD}<|im_end|>",
+        f"<think>\nt2\n</think>\n\nso\n{SUB}<|im_end|>",
+        "<think>\nt3\n</think>\n\ndone<|im_end|>",
+    ]
     assert trained(QWEN3, {"messages": [*agent, *say("q2"), turn("t4", "bye")]}) == [
-        f"{ADD}<|im_end|>", f"so\n{SUB}<|im_end|>", "done<|im_end|>", "<think>\nt4\n</think>\n\nbye<|im_end|>"]
+        f"{ADD}<|im_end|>",
+        f"so\n{SUB}<|im_end|>",
+        "done<|im_end|>",
+        "<think>\nt4\n</think>\n\nbye<|im_end|>",
+    ]
 
 
 def test_qwen3_without_thinking():
     """The empty think block is in the prompt of the last turn, so it is not learned; earlier turns have none."""
-    row = {"messages": say("q1", "a1", "q2", "a2"), "chat_template_kwargs": {"enable_thinking": False}}
+    row = {
+        "messages": say("q1", "a1", "q2", "a2"),
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
     assert trained(QWEN3, row) == ["a1<|im_end|>", "a2<|im_end|>"]
     column = {"messages": row["messages"], "enable_thinking": False}
     assert trained(QWEN3, column) == ["a1<|im_end|>", "a2<|im_end|>"]
-    thinks = {"messages": row["messages"], "enable_thinking": None, "chat_template_kwargs": {"enable_thinking": True}}
+    thinks = {
+        "messages": row["messages"],
+        "enable_thinking": None,
+        "chat_template_kwargs": {"enable_thinking": True},
+    }
     assert trained(QWEN3, thinks) == ["a1<|im_end|>", "<think>\n\n</think>\n\na2<|im_end|>"]
 
 
@@ -336,19 +420,28 @@ def test_tool_responses_as_user_messages():
     wrapped = "<tool_response>\n2\n</tool_response>"
     messages = say("q1", "<think>t1</think>call", wrapped, "<think>t2</think>a1")
     assert trained(QWEN3, {"messages": messages}) == [
-        "<think>\nt1\n</think>\n\ncall<|im_end|>", "<think>\nt2\n</think>\n\na1<|im_end|>"]
-    assert trained(QWEN3, {"messages": [*messages, *say("q2", "a2")]})[:2] == ["call<|im_end|>", "a1<|im_end|>"]
+        "<think>\nt1\n</think>\n\ncall<|im_end|>",
+        "<think>\nt2\n</think>\n\na1<|im_end|>",
+    ]
+    assert trained(QWEN3, {"messages": [*messages, *say("q2", "a2")]})[:2] == [
+        "call<|im_end|>",
+        "a1<|im_end|>",
+    ]
 
 
 def test_generation_prompt_that_opens_the_thinking():
-    row = {"messages": say("q1", "<think>\nt1\n</think>\n\na1", "q2", "<think>\nt2\n</think>\n\na2")}
+    row = {
+        "messages": say("q1", "<think>\nt1\n</think>\n\na1", "q2", "<think>\nt2\n</think>\n\na2")
+    }
     assert trained(THINKING, row) == ["a1<|im_end|>", "t2\n</think>\n\na2<|im_end|>"]
     assert trained(THINKING, row, train_on="last") == ["t2\n</think>\n\na2<|im_end|>"]
 
 
 def test_llama3():
     tokenizer = make_tokenizer(LLAMA3, bos="<|begin_of_text|>", eos="<|eot_id|>")
-    row = {"messages": [{"role": "system", "content": "s"}, *say("q1", " a1 \n", "q2", "\nthe cat")]}
+    row = {
+        "messages": [{"role": "system", "content": "s"}, *say("q1", " a1 \n", "q2", "\nthe cat")]
+    }
     assert trained(tokenizer, row) == ["a1<|eot_id|>", "the cat<|eot_id|>"]
     ids, _ = encode(row, ChatTokenizer(tokenizer), options())
     assert ids.count(tokenizer.bos_token_id) == 1
@@ -357,37 +450,56 @@ def test_llama3():
 def test_mistral():
     assert trained(MISTRAL, {"messages": say("q1", "a1", "q2", "a2")}) == [" a1</s>", " a2</s>"]
     calls = '[TOOL_CALLS] [{"function": {"arguments": {"a": 1}, "name": "add"}}]</s>'
-    agent = [*say("q1"), {"role": "assistant", "content": None, "tool_calls": [call("add", a=1)]},
-             {"role": "tool", "content": 'two\n"2"'}, {"role": "assistant", "content": "it is 2"}]
+    agent = [
+        *say("q1"),
+        {"role": "assistant", "content": None, "tool_calls": [call("add", a=1)]},
+        {"role": "tool", "content": 'two\n"2"'},
+        {"role": "assistant", "content": "it is 2"},
+    ]
     texts = trained(MISTRAL, {"messages": agent, "tools": [TOOL]})
-    assert [t.replace('{"name": "add", "arguments": {"a": 1}}', '{"arguments": {"a": 1}, "name": "add"}')
-            for t in texts] == [calls, " it is 2</s>"]
+    assert [
+        t.replace(
+            '{"name": "add", "arguments": {"a": 1}}', '{"arguments": {"a": 1}, "name": "add"}'
+        )
+        for t in texts
+    ] == [calls, " it is 2</s>"]
     texts = trained(MISTRAL, {"messages": [*agent, *say("q2", "a2")], "tools": [TOOL]})
     assert texts[0].startswith("[TOOL_CALLS] [{") and texts[0].endswith("]</s>")
     assert texts[1:] == [" it is 2</s>", " a2</s>"]
 
 
 def test_turns_that_cannot_be_located_are_errors():
-    no_header = "{%- for m in messages %}{{ '<' ~ loop.length ~ m.role ~ '>' ~ m.content }}{% endfor %}" \
-                "{% if add_generation_prompt %}<assistant>{% endif %}"
+    no_header = (
+        "{%- for m in messages %}{{ '<' ~ loop.length ~ m.role ~ '>' ~ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
     row = {"messages": say("q1", "a1", "q2", "a2")}
     with pytest.raises(InputError, match="cannot locate the assistant turn of message 1"):
         trained(no_header, row)
     # Like gpt-oss: the last turn ends with a token of its own.
-    own_end = "{%- for m in messages %}{{ '<' ~ m.role ~ '>' ~ m.content }}" \
-              "{{ '</s>' if loop.last and m.role == 'assistant' else '.' }}{% endfor %}" \
-              "{% if add_generation_prompt %}<assistant>{% endif %}"
+    own_end = (
+        "{%- for m in messages %}{{ '<' ~ m.role ~ '>' ~ m.content }}"
+        "{{ '</s>' if loop.last and m.role == 'assistant' else '.' }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
     with pytest.raises(InputError, match="message 1 .* nothing behind it would teach"):
         trained(own_end, row)
     assert trained(own_end, row, train_on="last") == ["a2</s>"]
 
 
 def test_phi3_closes_a_text_with_a_token_that_no_turn_has():
-    phi3 = "{%- for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}" \
-           "{{- '<|assistant|>\n' if add_generation_prompt else eos_token }}"
+    phi3 = (
+        "{%- for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
+        "{{- '<|assistant|>\n' if add_generation_prompt else eos_token }}"
+    )
     tokenizer = make_tokenizer(phi3)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>", "<|assistant|>", "<|user|>"]})
-    assert trained(tokenizer, {"messages": say("q1", "a1", "q2", "a2")}) == ["a1<|end|>", "a2<|end|>"]
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": ["<|end|>", "<|assistant|>", "<|user|>"]}
+    )
+    assert trained(tokenizer, {"messages": say("q1", "a1", "q2", "a2")}) == [
+        "a1<|end|>",
+        "a2<|end|>",
+    ]
 
 
 @pytest.mark.parametrize("single", [False, True])
@@ -397,17 +509,30 @@ def test_an_end_that_the_last_turn_lacks_is_learned(single):
     ends = [1] if single else [1, 2]
 
     def answers(end):
-        return ["a1" + end, " a2 " + end][:len(ends)]
+        return ["a1" + end, " a2 " + end][: len(ends)]
+
     assert trained(QWEN15, row, tail=["<|im_end|>"]) == answers("<|im_end|>")
-    assert trained(make_tokenizer(QWEN15, eos="<|im_end|>"), row, tail=["<|im_end|>"]) == answers("<|im_end|>")
-    assert trained(make_tokenizer(APERTUS, eos="<|a_end|>", control=CONTROL), row, tail=["<|a_end|>"]) == answers("<|a_end|>")
+    assert trained(make_tokenizer(QWEN15, eos="<|im_end|>"), row, tail=["<|im_end|>"]) == answers(
+        "<|im_end|>"
+    )
+    assert trained(
+        make_tokenizer(APERTUS, eos="<|a_end|>", control=CONTROL), row, tail=["<|a_end|>"]
+    ) == answers("<|a_end|>")
     glm = make_tokenizer(GLM, control=CONTROL)
-    assert trained(glm, row, ["<|user|>", "<|observation|>"], tail=["<|user|>"]) == answers("<|user|>")
-    with pytest.raises(InputError, match=r"nothing behind it would teach the model to stop: .*eos_token_id of generation_config"):
-        trained(glm, row)               # <|user|> ends nothing
+    assert trained(glm, row, ["<|user|>", "<|observation|>"], tail=["<|user|>"]) == answers(
+        "<|user|>"
+    )
+    with pytest.raises(
+        InputError,
+        match=r"nothing behind it would teach the model to stop: .*eos_token_id of generation_config",
+    ):
+        trained(glm, row)  # <|user|> ends nothing
     apriel = make_tokenizer(APRIEL, eos="<|a_end|>", control=CONTROL)
     ids, mask = encode(row, ChatTokenizer(apriel), options())
-    assert apriel.decode(ids) == apriel.apply_chat_template(row["messages"], tokenize=False) + "\n<|a_end|>"
+    assert (
+        apriel.decode(ids)
+        == apriel.apply_chat_template(row["messages"], tokenize=False) + "\n<|a_end|>"
+    )
     assert apriel.decode([t for t, m in zip(ids, mask) if m]) == "".join(answers("\n<|a_end|>"))
 
 
@@ -416,57 +541,108 @@ def test_a_call_of_a_tool_ends_with_what_makes_room_for_its_result():
     ends = ["<|user|>", "<|observation|>"]
     add, sub = "\n<tool_call>add\na: 1\n</tool_call>", "\n<tool_call>sub\nb: x\n</tool_call>"
     assert trained(glm, {"messages": AGENT[:3]}, ends) == [add + sub + "<|observation|>"]
-    assert trained(glm, {"messages": AGENT[:2]}, ends, tail=["<|observation|>"]) == [add + sub + "<|observation|>"]
+    assert trained(glm, {"messages": AGENT[:2]}, ends, tail=["<|observation|>"]) == [
+        add + sub + "<|observation|>"
+    ]
 
 
 def test_what_a_tool_returns_inside_the_turn_of_the_assistant_is_not_learned():
     gemma = make_tokenizer(GEMMA4, eos="<turn|>", control=CONTROL)
-    messages = [*say("q1"), {"role": "assistant", "content": "I add.", "tool_calls": [call("add", a="one")]},
-                {"role": "tool", "content": "the result"}, {"role": "assistant", "content": "It is 2."}, *say("q2", "bye")]
+    messages = [
+        *say("q1"),
+        {"role": "assistant", "content": "I add.", "tool_calls": [call("add", a="one")]},
+        {"role": "tool", "content": "the result"},
+        {"role": "assistant", "content": "It is 2."},
+        *say("q2", "bye"),
+    ]
     add = '<|tool_call>call:add{"a": "one"}<tool_call|><|tool_response>'
     ends = ["<|tool_response>"]
-    assert trained(gemma, {"messages": messages}, ends) == [add, "I add.It is 2.<turn|>", "bye<turn|>"]
-    assert trained(gemma, {"messages": messages[:2]}, ends) == [add.replace("<|tool_r", "I add.<|tool_r")]
-    silent = [{k: v for k, v in m.items() if k != "content" or i != 1} for i, m in enumerate(messages)]
+    assert trained(gemma, {"messages": messages}, ends) == [
+        add,
+        "I add.It is 2.<turn|>",
+        "bye<turn|>",
+    ]
+    assert trained(gemma, {"messages": messages[:2]}, ends) == [
+        add.replace("<|tool_r", "I add.<|tool_r")
+    ]
+    silent = [
+        {k: v for k, v in m.items() if k != "content" or i != 1} for i, m in enumerate(messages)
+    ]
     assert trained(gemma, {"messages": silent}, ends) == [add, "It is 2.<turn|>", "bye<turn|>"]
     only = [m | {"loss_mask": 0} if i == 3 else m for i, m in enumerate(messages)]
     assert trained(gemma, {"messages": only}, ends) == [add, "I add.", "bye<turn|>"]
-    with pytest.raises(InputError, match="message 1 .*nothing behind it would teach the model to stop"):
+    with pytest.raises(
+        InputError, match="message 1 .*nothing behind it would teach the model to stop"
+    ):
         trained(gemma, {"messages": messages})
     # Results in the message itself, as Gemma's own data have them.
     inside = r"""{%- for m in messages %}{{ '<|turn>' + m.role + '\n' }}{% for c in m.tool_calls or [] %}{{ c.function.name }}
         {%- endfor %}{% for r in m.tool_responses or [] %}{{ '<|tool_response>' + r.response }}{% endfor %}
         {{- m.content + '<turn|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|turn>assistant\n' }}{% endif %}"""
     gemma = make_tokenizer(inside, eos="<turn|>", control=CONTROL)
-    answer = {"role": "assistant", "content": "so", "tool_calls": [call("add")], "tool_responses": [{"response": "two"}]}
-    assert trained(gemma, {"messages": [*say("q"), answer]}, ends) == ["add<|tool_response>", "so<turn|>"]
+    answer = {
+        "role": "assistant",
+        "content": "so",
+        "tool_calls": [call("add")],
+        "tool_responses": [{"response": "two"}],
+    }
+    assert trained(gemma, {"messages": [*say("q"), answer]}, ends) == [
+        "add<|tool_response>",
+        "so<turn|>",
+    ]
 
 
-@pytest.mark.parametrize("template", [
-    CHATML.replace("{%- if add_generation_prompt %}", "{%- if true %}"),                        # Hammer 2.1
-    """{%- for m in messages %}{{ '<|turn>' + m.role + '<|a_start|>' + m.content + '<|a_end|><|im_end|>' }}{% endfor %}
-    {{- '<|turn>assistant<|a_start|>' }}"""])                                                   # Command-A
+@pytest.mark.parametrize(
+    "template",
+    [
+        CHATML.replace("{%- if add_generation_prompt %}", "{%- if true %}"),  # Hammer 2.1
+        """{%- for m in messages %}{{ '<|turn>' + m.role + '<|a_start|>' + m.content + '<|a_end|><|im_end|>' }}{% endfor %}
+    {{- '<|turn>assistant<|a_start|>' }}""",
+    ],
+)  # Command-A
 @pytest.mark.parametrize("eos", ["<|im_end|>", "</s>"])
 def test_a_template_that_always_prompts_for_an_answer(template, eos):
     tokenizer = make_tokenizer(template, eos=eos, control=CONTROL)
     end = "<|im_end|>" if "<|im_start|>" in template else "<|a_end|><|im_end|>"
     if end == "<|a_end|><|im_end|>" and eos == "</s>":
-        end = "<|a_end|>"               # what ends a turn is not said: the first added token is taken
+        end = "<|a_end|>"  # what ends a turn is not said: the first added token is taken
     for messages in (say("q1", "a1"), say("q1", "a1", "q2", "a2")):
-        assert trained(tokenizer, {"messages": messages}) == [f"a{i + 1}{end}" for i in range(len(messages) // 2)]
+        assert trained(tokenizer, {"messages": messages}) == [
+            f"a{i + 1}{end}" for i in range(len(messages) // 2)
+        ]
 
 
-CHAT = "{%- for m in messages %}{{ USER if m.role == 'user' else TURN }}{% endfor %}" \
-       "{% if add_generation_prompt %}{{ PROMPT }}{% endif %}"
+CHAT = (
+    "{%- for m in messages %}{{ USER if m.role == 'user' else TURN }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ PROMPT }}{% endif %}"
+)
 
 
-@pytest.mark.parametrize("user, turn, prompt, answers", [
-    # DeepSeek V3.2, GLM 4.7: the prompt opens the thinking that the history closes. Both tags begin alike.
-    ("'<|user|>' + m.content", "'<|assistant|><shut>' + m.content + eos_token", "'<|assistant|><open>'",
-     ["<shut>a1</s>", "<shut>a2</s>"]),
-    # Alpaca, Llama 4: other white space before a header than before the prompt.
-    ("'### User:\\n' + m.content", "'\\n\\n### Answer:\\n' + m.content + eos_token", "'### Answer:\\n'", ["a1</s>", "a2</s>"]),
-    ("'### User:\\n' + m.content", "'### Answer:\\n' + m.content + eos_token", "'\\n\\n### Answer:\\n'", ["a1</s>", "a2</s>"])])
+@pytest.mark.parametrize(
+    "user, turn, prompt, answers",
+    [
+        # DeepSeek V3.2, GLM 4.7: the prompt opens the thinking that the history closes. Both tags begin alike.
+        (
+            "'<|user|>' + m.content",
+            "'<|assistant|><shut>' + m.content + eos_token",
+            "'<|assistant|><open>'",
+            ["<shut>a1</s>", "<shut>a2</s>"],
+        ),
+        # Alpaca, Llama 4: other white space before a header than before the prompt.
+        (
+            "'### User:\\n' + m.content",
+            "'\\n\\n### Answer:\\n' + m.content + eos_token",
+            "'### Answer:\\n'",
+            ["a1</s>", "a2</s>"],
+        ),
+        (
+            "'### User:\\n' + m.content",
+            "'### Answer:\\n' + m.content + eos_token",
+            "'\\n\\n### Answer:\\n'",
+            ["a1</s>", "a2</s>"],
+        ),
+    ],
+)
 def test_headers_that_differ_from_the_prompt(user, turn, prompt, answers):
     template = CHAT.replace("USER", user).replace("TURN", turn).replace("PROMPT", prompt)
     tokenizer = make_tokenizer(template, control=CONTROL)
@@ -475,18 +651,35 @@ def test_headers_that_differ_from_the_prompt(user, turn, prompt, answers):
 
 def test_a_template_that_always_prompts_for_thoughts():
     """Command R7B: not one turn of its history begins as its prompt does."""
-    template = "{%- for m in messages %}{{ '<|turn>' + m.role + ('<|a_start|>' if m.role == 'assistant' else '') }}" \
-               "{{- m.content + '<turn|>' }}{% endfor %}{{- '<|turn>assistant<|assistant|><|u_end|>' }}"
+    template = (
+        "{%- for m in messages %}{{ '<|turn>' + m.role + ('<|a_start|>' if m.role == 'assistant' else '') }}"
+        "{{- m.content + '<turn|>' }}{% endfor %}{{- '<|turn>assistant<|assistant|><|u_end|>' }}"
+    )
     tokenizer = make_tokenizer(template, eos="<turn|>", control=CONTROL)
-    assert trained(tokenizer, {"messages": say("q1", "a1", "q2", "a2")}) == ["<|a_start|>a1<turn|>", "<|a_start|>a2<turn|>"]
+    assert trained(tokenizer, {"messages": say("q1", "a1", "q2", "a2")}) == [
+        "<|a_start|>a1<turn|>",
+        "<|a_start|>a2<turn|>",
+    ]
 
 
 def test_a_second_message_of_the_assistant_without_a_header():
-    template = CHATML.replace("{{ '<|im_start|>' + m.role + '\n' +", "{{ ('' if m.role == 'assistant' and messages[loop.index0 - 1]"
-                              ".role == 'assistant' else '<|im_start|>' + m.role + '\n') +").replace(
-        "if add_generation_prompt", "if add_generation_prompt and messages[-1].role != 'assistant'")
-    row = {"messages": [*say("q1", "one, and more of it"), {"role": "assistant", "content": "two, and more of it"}]}
-    assert trained(template, row) == ["one, and more of it<|im_end|>", "two, and more of it<|im_end|>"]
+    template = CHATML.replace(
+        "{{ '<|im_start|>' + m.role + '\n' +",
+        "{{ ('' if m.role == 'assistant' and messages[loop.index0 - 1]"
+        ".role == 'assistant' else '<|im_start|>' + m.role + '\n') +",
+    ).replace(
+        "if add_generation_prompt", "if add_generation_prompt and messages[-1].role != 'assistant'"
+    )
+    row = {
+        "messages": [
+            *say("q1", "one, and more of it"),
+            {"role": "assistant", "content": "two, and more of it"},
+        ]
+    }
+    assert trained(template, row) == [
+        "one, and more of it<|im_end|>",
+        "two, and more of it<|im_end|>",
+    ]
 
 
 def test_a_turn_that_goes_on_after_its_end_is_an_error():
@@ -494,53 +687,104 @@ def test_a_turn_that_goes_on_after_its_end_is_an_error():
     calling = {"role": "assistant", "content": "I add.", "tool_calls": [call("add", a="one")]}
     for between in ("<|im_end|>\nfunction call<|user|>", "<|im_end|>\n<|im_start|>assistant\n"):
         calls = "{% for c in m.tool_calls or [] %}{{ BETWEEN + c.function.name + c.function.arguments | tojson }}{% endfor %}"
-        template = CHATML.replace("m.content + '", "m.content }}" + calls.replace("BETWEEN", repr(between)) + "{{ '")
+        template = CHATML.replace(
+            "m.content + '", "m.content }}" + calls.replace("BETWEEN", repr(between)) + "{{ '"
+        )
         tokenizer = make_tokenizer(template, eos="<|im_end|>", control=CONTROL)
-        with pytest.raises(InputError, match="message 1 .* the template ends it before '.*add.*You may give the"):
+        with pytest.raises(
+            InputError, match="message 1 .* the template ends it before '.*add.*You may give the"
+        ):
             trained(tokenizer, {"messages": [*say("q1"), calling]})
-        assert trained(tokenizer, {"messages": say("q1", "see <|im_end|>\nno")}) == ["see <|im_end|>\nno<|im_end|>"]
+        assert trained(tokenizer, {"messages": say("q1", "see <|im_end|>\nno")}) == [
+            "see <|im_end|>\nno<|im_end|>"
+        ]
     headed = GEMMA4.replace("not (m.role == 'assistant' and ns.before == 'assistant')", "true")
     gemma = make_tokenizer(headed, eos="<turn|>", control=CONTROL)
-    messages = [*say("q1"), calling, {"role": "tool", "content": "2"}, {"role": "assistant", "content": "It is 2."}]
-    with pytest.raises(InputError, match="message 1 .*nothing behind it would teach the model to stop"):
+    messages = [
+        *say("q1"),
+        calling,
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "It is 2."},
+    ]
+    with pytest.raises(
+        InputError, match="message 1 .*nothing behind it would teach the model to stop"
+    ):
         trained(gemma, {"messages": messages}, ["<|tool_response>"])
 
 
 def test_a_prompt_that_writes_more_than_the_history():
     """Gemma 4: it prompts for thoughts in the open turn, behind what a tool returns, and none are in its history."""
-    template = GEMMA4.replace(r"and messages[-1].role != 'tool' %}{{ '<|turn>assistant\n' }}",
-                              r"%}{{ '' if messages[-1].role == 'tool' else '<|turn>assistant\n' }}{{ '<|u_start|><|u_end|>' }}")
+    template = GEMMA4.replace(
+        r"and messages[-1].role != 'tool' %}{{ '<|turn>assistant\n' }}",
+        r"%}{{ '' if messages[-1].role == 'tool' else '<|turn>assistant\n' }}{{ '<|u_start|><|u_end|>' }}",
+    )
     gemma = make_tokenizer(template, eos="<turn|>", control=CONTROL)
-    messages = [*say("q1"), {"role": "assistant", "tool_calls": [call("add", a="one")]}, {"role": "tool", "content": "the result"},
-                {"role": "assistant", "content": "It is 2."}]
+    messages = [
+        *say("q1"),
+        {"role": "assistant", "tool_calls": [call("add", a="one")]},
+        {"role": "tool", "content": "the result"},
+        {"role": "assistant", "content": "It is 2."},
+    ]
     assert trained(gemma, {"messages": messages}, ["<|tool_response>"]) == [
-        '<|tool_call>call:add{"a": "one"}<tool_call|><|tool_response>', "It is 2.<turn|>"]
+        '<|tool_call>call:add{"a": "one"}<tool_call|><|tool_response>',
+        "It is 2.<turn|>",
+    ]
 
 
 def test_what_others_say_is_never_learned():
-    quoted = "m.content + (' (' + messages[loop.index0 - 1].content + ')' if m.role != 'user' else '')"
+    quoted = (
+        "m.content + (' (' + messages[loop.index0 - 1].content + ')' if m.role != 'user' else '')"
+    )
     tokenizer = make_tokenizer(CHATML.replace("m.content", quoted), eos="<|im_end|>")
     for text in ("q1", "a longer question than that"):
-        with pytest.raises(InputError, match=f"puts '{text}', which message 0 says, where the assistant would learn it"):
+        with pytest.raises(
+            InputError,
+            match=f"puts '{text}', which message 0 says, where the assistant would learn it",
+        ):
             encode({"messages": say(text, "a1")}, ChatTokenizer(tokenizer), options())
     # gpt-oss: the name of the function that was called stands before what it returns.
-    naming = CHATML.replace("m.content", "(messages[loop.index0 - 1].tool_calls[0].function.name + ': ' if m.role == 'tool' "
-                            "else '') + m.content + (m.tool_calls[0].function.name if m.tool_calls else '')")
-    messages = [*say("q1"), {"role": "assistant", "content": "", "tool_calls": [call("add")]}, {"role": "tool", "content": "two"},
-                {"role": "assistant", "content": "so"}]
-    ids, mask = encode({"messages": messages}, ChatTokenizer(tokenizer := make_tokenizer(naming)), options())
+    naming = CHATML.replace(
+        "m.content",
+        "(messages[loop.index0 - 1].tool_calls[0].function.name + ': ' if m.role == 'tool' "
+        "else '') + m.content + (m.tool_calls[0].function.name if m.tool_calls else '')",
+    )
+    messages = [
+        *say("q1"),
+        {"role": "assistant", "content": "", "tool_calls": [call("add")]},
+        {"role": "tool", "content": "two"},
+        {"role": "assistant", "content": "so"},
+    ]
+    ids, mask = encode(
+        {"messages": messages}, ChatTokenizer(tokenizer := make_tokenizer(naming)), options()
+    )
     assert tokenizer.decode([t for t, m in zip(ids, mask) if m]) == "add<|im_end|>so<|im_end|>"
 
 
 def test_tokens_that_take_in_white_space():
     """Phi-3: <|assistant|> takes in what follows it, white space of the answer too, and stays the prompt's."""
-    template = "{%- for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|a_end|>\n' }}{% endfor %}" \
-               "{{- '<|assistant|>\n' if add_generation_prompt }}"
+    template = (
+        "{%- for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|a_end|>\n' }}{% endfor %}"
+        "{{- '<|assistant|>\n' if add_generation_prompt }}"
+    )
     tokenizer = make_tokenizer(template, eos="<|a_end|>")
-    tokenizer.add_tokens([AddedToken(text, rstrip=True, special=True, normalized=False)
-                          for text in ("<|user|>", "<|assistant|>", "<|a_end|>")])
-    ids, mask = encode({"messages": say("q1", "\n a1", "q2", "a2 ")}, ChatTokenizer(tokenizer), options())
-    assert [tokenizer.decode([t]) for t, m in zip(ids, mask) if m] == ["a", "1", "<|a_end|>", "a", "2", " ", "<|a_end|>"]
+    tokenizer.add_tokens(
+        [
+            AddedToken(text, rstrip=True, special=True, normalized=False)
+            for text in ("<|user|>", "<|assistant|>", "<|a_end|>")
+        ]
+    )
+    ids, mask = encode(
+        {"messages": say("q1", "\n a1", "q2", "a2 ")}, ChatTokenizer(tokenizer), options()
+    )
+    assert [tokenizer.decode([t]) for t, m in zip(ids, mask) if m] == [
+        "a",
+        "1",
+        "<|a_end|>",
+        "a",
+        "2",
+        " ",
+        "<|a_end|>",
+    ]
 
 
 def test_weight_0_takes_a_turn_out():
@@ -556,46 +800,75 @@ def test_weight_0_takes_a_turn_out():
 CALLS = """{% for c in m.tool_calls or [] %}{{ 'CALL ' + c.function.name + ' ' + ARGUMENTS }}{% endfor %}"""
 
 
-@pytest.mark.parametrize("content", [
-    "(m.content or '')",
-    "('' if m.content is none else m.content + '')",                    # refuses a message without content
-    "(m.content + '' if 'content' in m else '')",                       # refuses null
-    "m.content + ''"])                                                  # refuses both
+@pytest.mark.parametrize(
+    "content",
+    [
+        "(m.content or '')",
+        "('' if m.content is none else m.content + '')",  # refuses a message without content
+        "(m.content + '' if 'content' in m else '')",  # refuses null
+        "m.content + ''",
+    ],
+)  # refuses both
 def test_content_null_beside_a_call(content):
-    template = CHATML.replace("m.content", content).replace("+ '<|im_end|>", "}}" + CALLS.replace(
-        "ARGUMENTS", "c.function.arguments | tojson") + "{{ '<|im_end|>")
+    template = CHATML.replace("m.content", content).replace(
+        "+ '<|im_end|>",
+        "}}" + CALLS.replace("ARGUMENTS", "c.function.arguments | tojson") + "{{ '<|im_end|>",
+    )
     for message in ({}, {"content": None}):
         message = {"role": "assistant", "tool_calls": [call("add", a=1)]} | message
         tokenizer = make_tokenizer(template)
         ids, mask = encode({"messages": [*say("q"), message]}, ChatTokenizer(tokenizer), options())
-        assert tokenizer.decode([t for t, m in zip(ids, mask) if m]) == 'CALL add {"a": 1}<|im_end|>'
+        assert (
+            tokenizer.decode([t for t, m in zip(ids, mask) if m]) == 'CALL add {"a": 1}<|im_end|>'
+        )
 
 
 def test_a_template_that_writes_calls_for_content_null_alone():
     """DeepSeek R1: it takes a message with a content for an answer."""
-    template = CHATML.replace("m.content", "(m.content if m.content is not none else m.tool_calls[0].function.name)")
+    template = CHATML.replace(
+        "m.content", "(m.content if m.content is not none else m.tool_calls[0].function.name)"
+    )
     message = {"role": "assistant", "content": None, "tool_calls": [call("add", a=1)]}
-    ids, mask = encode({"messages": [*say("q"), message]}, ChatTokenizer(tokenizer := make_tokenizer(template)), options())
+    ids, mask = encode(
+        {"messages": [*say("q"), message]},
+        ChatTokenizer(tokenizer := make_tokenizer(template)),
+        options(),
+    )
     assert tokenizer.decode([t for t, m in zip(ids, mask) if m]) == "add<|im_end|>"
 
 
-@pytest.mark.parametrize("arguments", ["c.function.arguments | tojson",                     # Qwen2.5: an object
-                                       "c.function.arguments",                              # DeepSeek: JSON text
-                                       "c.function.arguments | string",                     # the same, says nothing of an object
-                                       "(c.function.arguments if c.function.arguments is string else "
-                                       "c.function.arguments | tojson)"])                   # Qwen3: either
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "c.function.arguments | tojson",  # Qwen2.5: an object
+        "c.function.arguments",  # DeepSeek: JSON text
+        "c.function.arguments | string",  # the same, says nothing of an object
+        "(c.function.arguments if c.function.arguments is string else "
+        "c.function.arguments | tojson)",
+    ],
+)  # Qwen3: either
 def test_arguments_of_calls_are_encoded_once(arguments):
-    template = CHATML.replace("m.content", "(m.content or '')").replace("+ '<|im_end|>", "}}" + CALLS.replace(
-        "ARGUMENTS", arguments) + "{{ '<|im_end|>")
+    template = CHATML.replace("m.content", "(m.content or '')").replace(
+        "+ '<|im_end|>", "}}" + CALLS.replace("ARGUMENTS", arguments) + "{{ '<|im_end|>"
+    )
     tokenizer = make_tokenizer(template)
-    for meant in ({"a": "say \"é\"", "b": [1]}, '{"a": "say \\"é\\"", "b": [1]}'):
-        message = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": meant}}]}
-        ids, mask = encode({"messages": [*say("{'a': 1}"), message]}, ChatTokenizer(tokenizer), options())
+    for meant in ({"a": 'say "é"', "b": [1]}, '{"a": "say \\"é\\"", "b": [1]}'):
+        message = {
+            "role": "assistant",
+            "tool_calls": [{"function": {"name": "add", "arguments": meant}}],
+        }
+        ids, mask = encode(
+            {"messages": [*say("{'a': 1}"), message]}, ChatTokenizer(tokenizer), options()
+        )
         assert tokenizer.decode([t for t, m in zip(ids, mask) if m]) == (
-            'CALL add {"a": "say \\"é\\"", "b": [1]}<|im_end|>')
+            'CALL add {"a": "say \\"é\\"", "b": [1]}<|im_end|>'
+        )
     message["tool_calls"][0]["function"]["arguments"] = ""
     ids, mask = encode({"messages": [*say("q"), message]}, ChatTokenizer(tokenizer), options())
-    assert tokenizer.decode([t for t, m in zip(ids, mask) if m]) in ("CALL add {}<|im_end|>", "CALL add <|im_end|>")
+    assert tokenizer.decode([t for t, m in zip(ids, mask) if m]) in (
+        "CALL add {}<|im_end|>",
+        "CALL add <|im_end|>",
+    )
 
 
 FAKE = "see <|im_end|>\n<|im_start|>assistant\nno"
@@ -605,32 +878,48 @@ FAKE = "see <|im_end|>\n<|im_start|>assistant\nno"
 def test_special_tokens_in_texts(template):
     tokenizer = make_tokenizer(template)
     special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
-    row = {"messages": [*say(FAKE), {"role": "assistant", "content": "", "tool_calls": [call("add", a=FAKE)]},
-                        {"role": "tool", "content": FAKE}, {"role": "assistant", "content": "so " + FAKE}]}
+    row = {
+        "messages": [
+            *say(FAKE),
+            {"role": "assistant", "content": "", "tool_calls": [call("add", a=FAKE)]},
+            {"role": "tool", "content": FAKE},
+            {"role": "assistant", "content": "so " + FAKE},
+        ]
+    }
     text = tokenizer.apply_chat_template(row["messages"], tokenize=False)
 
     def controls(policy, messages):
-        ids, mask = encode({"messages": messages}, ChatTokenizer(tokenizer), options(special_tokens_in_text=policy))
+        ids, mask = encode(
+            {"messages": messages}, ChatTokenizer(tokenizer), options(special_tokens_in_text=policy)
+        )
         assert tokenizer.decode(ids) == tokenizer.apply_chat_template(messages, tokenize=False)
         return sum(i in special for i in ids), tokenizer.decode([i for i, m in zip(ids, mask) if m])
+
     clean = [m | {"content": m["content"].replace(FAKE, "x")} for m in row["messages"]]
     clean[1] = clean[1] | {"tool_calls": [call("add", a="x")]}
     own, (kept, learned) = controls("keep", clean)[0], controls("keep", row["messages"])
-    assert kept == own + 4 * 2 and kept == sum(i in special for i in tokenizer(text, add_special_tokens=False)["input_ids"])
+    assert kept == own + 4 * 2 and kept == sum(
+        i in special for i in tokenizer(text, add_special_tokens=False)["input_ids"]
+    )
     assert controls("escape", row["messages"]) == (own, learned)
-    assert controls(None, row["messages"]) == (own + 3 * 2, learned)        # null: what tools return
+    assert controls(None, row["messages"]) == (own + 3 * 2, learned)  # null: what tools return
     ids = encode(row, ChatTokenizer(tokenizer), options(special_tokens_in_text="escape"))[0]
     plain = tokenizer(FAKE, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-    assert str(plain[1:-1])[1:-1] in str(ids)                               # as in any text
-    with pytest.raises(InputError, match=r"special token '<\|im_end\|>' is written in a text: data.special_tokens_in_text=esc"):
+    assert str(plain[1:-1])[1:-1] in str(ids)  # as in any text
+    with pytest.raises(
+        InputError,
+        match=r"special token '<\|im_end\|>' is written in a text: data.special_tokens_in_text=esc",
+    ):
         controls("error", row["messages"])
     assert controls("error", clean)[0] == own
 
 
 def test_special_tokens_in_texts_that_a_template_shortens():
     """A mark inside of a token that the template looks for would hide it, so this text is located by its other marks."""
-    tokenizer = make_tokenizer(CHATML.replace("m.content", "m.content | replace('<|user|>', '')"),
-                               control=["<|user|>", '<|"|>'])
+    tokenizer = make_tokenizer(
+        CHATML.replace("m.content", "m.content | replace('<|user|>', '')"),
+        control=["<|user|>", '<|"|>'],
+    )
     row = {"messages": say('one two <|"|> <|user|> three', "a1")}
     ids, _ = encode(row, ChatTokenizer(tokenizer), options(special_tokens_in_text="escape"))
     assert tokenizer.decode(ids) == tokenizer.apply_chat_template(row["messages"], tokenize=False)
@@ -640,7 +929,10 @@ def test_special_tokens_in_texts_that_a_template_shortens():
 def test_special_tokens_in_plain_texts():
     tokenizer = make_tokenizer(None)
     row = {"prompt": "a</s>", "response": "b<|im_end|>"}
-    ids = [encode(row, ChatTokenizer(tokenizer), options(special_tokens_in_text=policy))[0] for policy in (None, "keep", "escape")]
+    ids = [
+        encode(row, ChatTokenizer(tokenizer), options(special_tokens_in_text=policy))[0]
+        for policy in (None, "keep", "escape")
+    ]
     assert ids[0] == ids[1] and len(ids[2]) > len(ids[0]) and ids[2][-1] == tokenizer.eos_token_id
     assert [tokenizer.decode(i) for i in ids] == ["a</s>b<|im_end|></s>"] * 3
     assert not set(ids[2][:-1]) & set(tokenizer.added_tokens_decoder)
@@ -656,9 +948,15 @@ def test_a_template_that_writes_the_time():
 
 def test_texts_that_templates_look_at():
     """Marks in these texts change what the template makes of them, so that each is tried by itself."""
-    template = CHATML.replace("m.content", "(m.content if m.content != 'secret' else 'public') + ("
-                              "' (short)' if m.role == 'user' and m.content.endswith('brief') else '')")
-    assert trained(template, {"messages": say("be brief", "a1", "secret", "a2 secret")}) == ["a1<|im_end|>", "a2 secret<|im_end|>"]
+    template = CHATML.replace(
+        "m.content",
+        "(m.content if m.content != 'secret' else 'public') + ("
+        "' (short)' if m.role == 'user' and m.content.endswith('brief') else '')",
+    )
+    assert trained(template, {"messages": say("be brief", "a1", "secret", "a2 secret")}) == [
+        "a1<|im_end|>",
+        "a2 secret<|im_end|>",
+    ]
     with pytest.raises(InputError, match="cannot locate what message 0 says .*'secret'"):
         shouted = template.replace("'public'", "'secret secret'")
         trained(shouted, {"messages": say("secret", "a1")})
@@ -669,38 +967,66 @@ def test_a_template_that_leaves_out_what_is_said_is_an_error():
         trained(CHATML, {"messages": [{"content": ""} | m for m in AGENT]})
     silent = CHATML.replace("m.content", "('' if 'cat' in m.content | string else m.content)")
     for text in ("hi\nthe cat", [{"type": "text", "text": "the cat"}]):
-        with pytest.raises(InputError, match="leaves out what the assistant says in message 1: 'the cat'. Leave it out of the row"):
+        with pytest.raises(
+            InputError,
+            match="leaves out what the assistant says in message 1: 'the cat'. Leave it out of the row",
+        ):
             encode({"messages": say("q", text)}, ChatTokenizer(make_tokenizer(silent)), options())
 
 
-@pytest.mark.parametrize("content", [
-    "m.content",                                                        # refuses a list
-    "m.content | string",                                               # prints it as Python does
-    "(m.content if m.content is string else m.content | tojson)",       # prints it as JSON
-    "(m.content if m.content is string else '')",                       # leaves it out
-    "(m.content | selectattr('text', 'defined') | map(attribute='text') | join)",           # leaves out strings
-    "m.content[0].text"])                                               # refuses strings
+@pytest.mark.parametrize(
+    "content",
+    [
+        "m.content",  # refuses a list
+        "m.content | string",  # prints it as Python does
+        "(m.content if m.content is string else m.content | tojson)",  # prints it as JSON
+        "(m.content if m.content is string else '')",  # leaves it out
+        "(m.content | selectattr('text', 'defined') | map(attribute='text') | join)",  # leaves out strings
+        "m.content[0].text",
+    ],
+)  # refuses strings
 def test_contents_of_parts_and_of_text_are_read_by_every_template(content):
     tokenizer = make_tokenizer(CHATML.replace("m.content", content))
-    for turns in (("the dog", "the cat"), [[{"type": "text", "text": text}] for text in ("the dog", "the cat")]):
+    for turns in (
+        ("the dog", "the cat"),
+        [[{"type": "text", "text": text}] for text in ("the dog", "the cat")],
+    ):
         ids, mask = encode({"messages": say(*turns)}, ChatTokenizer(tokenizer), options())
-        assert tokenizer.decode(ids) == "<|im_start|>user\nthe dog<|im_end|>\n<|im_start|>assistant\nthe cat<|im_end|>\n"
+        assert (
+            tokenizer.decode(ids)
+            == "<|im_start|>user\nthe dog<|im_end|>\n<|im_start|>assistant\nthe cat<|im_end|>\n"
+        )
         assert tokenizer.decode([t for t, m in zip(ids, mask) if m]) == "the cat<|im_end|>"
 
 
 def test_parts_of_other_kinds_are_the_templates():
     """Thinking as a part, as Magistral has it; what a template leaves out is an error, but for earlier thinking."""
-    template = CHATML.replace("m.content", "said(m, loop.last)").replace("{%- for", """
+    template = CHATML.replace("m.content", "said(m, loop.last)").replace(
+        "{%- for",
+        """
         {%- macro said(m, last) -%}
             {%- if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}
                 {%- if part.type == 'text' %}{{ part.text }}
                 {%- elif part.type == 'thinking' and last %}[THINK]{{ part.thinking }}[/THINK]{% endif %}
             {%- endfor %}{% endif %}
-        {%- endmacro %}{%- for""", 1)
-    thoughtful = {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "yes"}]}
-    assert trained(template, {"messages": [*say("hi"), thoughtful]}) == ["[THINK]hm[/THINK]yes<|im_end|>"]
-    assert trained(template, {"messages": [*say("hi"), thoughtful, *say("and?", "no")]}) == ["yes<|im_end|>", "no<|im_end|>"]
-    lost = {"role": "user", "content": [{"type": "text", "text": "q"}, {"type": "file", "path": "a.txt"}]}
+        {%- endmacro %}{%- for""",
+        1,
+    )
+    thoughtful = {
+        "role": "assistant",
+        "content": [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "yes"}],
+    }
+    assert trained(template, {"messages": [*say("hi"), thoughtful]}) == [
+        "[THINK]hm[/THINK]yes<|im_end|>"
+    ]
+    assert trained(template, {"messages": [*say("hi"), thoughtful, *say("and?", "no")]}) == [
+        "yes<|im_end|>",
+        "no<|im_end|>",
+    ]
+    lost = {
+        "role": "user",
+        "content": [{"type": "text", "text": "q"}, {"type": "file", "path": "a.txt"}],
+    }
     with pytest.raises(InputError, match="leaves out a part of message 0, {'type': 'file'"):
         trained(template, {"messages": [lost, thoughtful]})
 
@@ -717,26 +1043,52 @@ def test_prompt_and_response():
     assert trained(CHATML, renamed, prompt_key="question", response_key="answer") == ["a<|im_end|>"]
 
 
-@pytest.mark.parametrize("row, message", [
-    ({}, '"messages" is missing'),
-    ({"messages": "hi"}, '"messages" must be a list of messages'),
-    ({"messages": []}, '"messages" must be a list of messages'),
-    ({"messages": ["hi"]}, r'"messages\[0\]" must be an object'),
-    ({"messages": [{"role": "human", "content": "x"}]}, r"\"messages\[0\].role\" is 'human'"),
-    ({"messages": [{"role": "user"}]}, r'"messages\[0\].content" is missing'),
-    ({"messages": [{"role": "assistant", "content": None, "tool_calls": []}]}, "content\" is missing"),
-    ({"messages": [{"role": "user", "content": 3}]}, "content\" must be a string"),
-    ({"messages": [{"role": "user", "content": "x", "loss_mask": 1}]}, "only assistant messages"),
-    ({"messages": [{"role": "assistant", "content": "x", "loss_mask": "none"}]}, "must be 0 or 1"),
-    ({"messages": [{"role": "assistant", "tool_calls": ["add"]}]}, 'tool_calls" must be a list of objects'),
-    ({"messages": say("x", "y"), "tools": "none"}, '"tools" must be a list'),
-    ({"messages": say("x", "y"), "enable_thinking": "none"}, '"enable_thinking" is \'none\''),
-    ({"messages": say("x", "y"), "chat_template_kwargs": {"tokenize": True}}, "tokenize\" is not a template argument"),
-    ({"messages": [{"role": "system", "content": "x"}, {"role": "assistant", "content": "x"}]}, "No user query found"),
-    ({"messages": say("x\ud83d", "y")}, "the text has half a character"),
-    ({"prompt": "x"}, '"response" is missing'),
-    ({"prompt": 3, "response": "x"}, '"prompt" must be a list of messages'),
-])
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        ({}, '"messages" is missing'),
+        ({"messages": "hi"}, '"messages" must be a list of messages'),
+        ({"messages": []}, '"messages" must be a list of messages'),
+        ({"messages": ["hi"]}, r'"messages\[0\]" must be an object'),
+        ({"messages": [{"role": "human", "content": "x"}]}, r"\"messages\[0\].role\" is 'human'"),
+        ({"messages": [{"role": "user"}]}, r'"messages\[0\].content" is missing'),
+        (
+            {"messages": [{"role": "assistant", "content": None, "tool_calls": []}]},
+            'content" is missing',
+        ),
+        ({"messages": [{"role": "user", "content": 3}]}, 'content" must be a string'),
+        (
+            {"messages": [{"role": "user", "content": "x", "loss_mask": 1}]},
+            "only assistant messages",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "x", "loss_mask": "none"}]},
+            "must be 0 or 1",
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": ["add"]}]},
+            'tool_calls" must be a list of objects',
+        ),
+        ({"messages": say("x", "y"), "tools": "none"}, '"tools" must be a list'),
+        ({"messages": say("x", "y"), "enable_thinking": "none"}, "\"enable_thinking\" is 'none'"),
+        (
+            {"messages": say("x", "y"), "chat_template_kwargs": {"tokenize": True}},
+            'tokenize" is not a template argument',
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "system", "content": "x"},
+                    {"role": "assistant", "content": "x"},
+                ]
+            },
+            "No user query found",
+        ),
+        ({"messages": say("x\ud83d", "y")}, "the text has half a character"),
+        ({"prompt": "x"}, '"response" is missing'),
+        ({"prompt": 3, "response": "x"}, '"prompt" must be a list of messages'),
+    ],
+)
 def test_malformed_rows(row, message):
     with pytest.raises(InputError, match=message):
         trained(STRICT, row)
@@ -752,17 +1104,22 @@ def test_tokenizers_that_cannot_serve():
         def apply_chat_template(self, *args, tokenize=True, **kwargs):
             out = super().apply_chat_template(*args, tokenize=tokenize, **kwargs)
             return [0, *out] if tokenize else out
+
     odd = Prefixing(tokenizer_object=make_tokenizer().backend_tokenizer, chat_template=CHATML)
     with pytest.raises(InputError, match="other ids"):
         encode({"messages": say("q", "a")}, ChatTokenizer(odd), options())
 
 
 TOKENIZER = make_tokenizer(CHATML)
-CONTENT = st.text(st.sampled_from("ab \n\t<|>é漢😀\u2028") | st.characters(codec="utf-8"), max_size=20)
+CONTENT = st.text(
+    st.sampled_from("ab \n\t<|>é漢😀\u2028") | st.characters(codec="utf-8"), max_size=20
+)
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(CONTENT, CONTENT), min_size=1, max_size=4))
 def test_every_turn_is_its_content_and_the_end(turns):
     messages = say(*(text for turn in turns for text in turn))
-    assert trained(TOKENIZER, {"messages": messages}) == [answer + "<|im_end|>" for _, answer in turns]
+    assert trained(TOKENIZER, {"messages": messages}) == [
+        answer + "<|im_end|>" for _, answer in turns
+    ]

@@ -35,7 +35,10 @@ def tokenizer_dir(tmp_path_factory):
     """One token a byte, and the two of ChatML, so that lengths can be counted by eye."""
     vocabulary = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.pre_tokenizer, backend.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
     made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
     made.chat_template = CHATML
@@ -46,23 +49,40 @@ def tokenizer_dir(tmp_path_factory):
 @pytest.fixture
 def make(tokenizer_dir, tmp_path):
     """make(files, option=value, ...) -> the cache folder."""
+
     def make(files, **changes):
         files = [str(f) for f in files] if isinstance(files, list) else str(files)
         tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_dir)
         return tokenize(files, tokenizer, options(**changes), tmp_path / "cache", tokenizer_dir)
+
     return make
 
 
 def options(**changes):
-    return SimpleNamespace(**dict(
-        messages_key="messages", prompt_key="prompt", response_key="response", images_key="images", tools_key="tools",
-        num_proc=None,
-        template_kwargs_key="chat_template_kwargs", train_on="all", max_length=200, truncation="error",
-        special_tokens_in_text=None) | changes)
+    return SimpleNamespace(
+        **dict(
+            messages_key="messages",
+            prompt_key="prompt",
+            response_key="response",
+            images_key="images",
+            tools_key="tools",
+            num_proc=None,
+            template_kwargs_key="chat_template_kwargs",
+            train_on="all",
+            max_length=200,
+            truncation="error",
+            special_tokens_in_text=None,
+        )
+        | changes
+    )
 
 
 def chat(*texts):
-    return {"messages": [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]}
+    return {
+        "messages": [
+            {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)
+        ]
+    }
 
 
 def write(path, rows):
@@ -73,7 +93,10 @@ def write(path, rows):
 
 def texts(folder, tokenizer_dir, field="loss_mask"):
     """The tokens of each row under a field, decoded."""
-    tokenizer, data = PreTrainedTokenizerFast.from_pretrained(tokenizer_dir), TokenDataset.load(folder)
+    tokenizer, data = (
+        PreTrainedTokenizerFast.from_pretrained(tokenizer_dir),
+        TokenDataset.load(folder),
+    )
     rows = [data.batch([i]) for i in range(len(data))]
     return [tokenizer.decode(row.input_ids[row.fields[field].bool()]) for row in rows]
 
@@ -91,7 +114,10 @@ def test_every_format_gives_the_same_arrays(make, tokenizer_dir, tmp_path):
     write(tmp_path / "b.jsonl", [ROWS[1]])
     for files in ("a.jsonl", "array.json", "lines.json", "a.parquet", "saved"):
         assert texts(make(tmp_path / files), tokenizer_dir) == ANSWERS, files
-    assert texts(make([tmp_path / "a.jsonl", tmp_path / "b.jsonl"]), tokenizer_dir) == [*ANSWERS, ANSWERS[1]]
+    assert texts(make([tmp_path / "a.jsonl", tmp_path / "b.jsonl"]), tokenizer_dir) == [
+        *ANSWERS,
+        ANSWERS[1],
+    ]
 
 
 def test_what_a_name_may_stand_for(make, tokenizer_dir, tmp_path):
@@ -108,12 +134,24 @@ def test_what_a_name_may_stand_for(make, tokenizer_dir, tmp_path):
     rows = datasets.Dataset.from_list(ROWS)
     datasets.DatasetDict({"all": rows}).save_to_disk(tmp_path / "one")
     datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(tmp_path / "splits")
-    for name in ("many", "many/*.jsonl", "m*y/?.jsonl", "mark.jsonl", "mark.json", "packed.jsonl.gz", "array.json.gz", "one",
-                 "splits/test"):
+    for name in (
+        "many",
+        "many/*.jsonl",
+        "m*y/?.jsonl",
+        "mark.jsonl",
+        "mark.json",
+        "packed.jsonl.gz",
+        "array.json.gz",
+        "one",
+        "splits/test",
+    ):
         assert texts(make(tmp_path / name), tokenizer_dir) == ANSWERS, name
     with pytest.raises(InputError) as raised:
         make(tmp_path / "splits")
-    assert str(raised.value) == f"{tmp_path}/splits holds the splits train, test: choose one, e.g. {tmp_path}/splits/train"
+    assert (
+        str(raised.value)
+        == f"{tmp_path}/splits holds the splits train, test: choose one, e.g. {tmp_path}/splits/train"
+    )
     (tmp_path / "packed.jsonl.gz").write_bytes(gzip.compress(lines.encode() + b"nonsense\n"))
     with pytest.raises(InputError, match=r"packed\.jsonl\.gz:3: not JSON"):
         make(tmp_path / "packed.jsonl.gz")
@@ -124,24 +162,53 @@ def test_what_a_name_may_stand_for(make, tokenizer_dir, tmp_path):
 
 def test_csv_cells_are_text(make, tokenizer_dir, tmp_path):
     with open(tmp_path / "a.csv", "w", newline="") as file:
-        csv.writer(file).writerows([["prompt", "response"], ["1+6", "007"], ["two\nlines", "NA"], ["empty", ""]])
-    assert texts(make(tmp_path / "a.csv"), tokenizer_dir) == ["007<|im_end|>", "NA<|im_end|>", "<|im_end|>"]
+        csv.writer(file).writerows(
+            [["prompt", "response"], ["1+6", "007"], ["two\nlines", "NA"], ["empty", ""]]
+        )
+    assert texts(make(tmp_path / "a.csv"), tokenizer_dir) == [
+        "007<|im_end|>",
+        "NA<|im_end|>",
+        "<|im_end|>",
+    ]
 
 
 def test_arrays_and_batches(make, tmp_path):
     folder = make(write(tmp_path / "a.jsonl", ROWS))
     data = TokenDataset.load(folder)
-    assert {p.name for p in folder.iterdir()} == {"cu_seqlens.npy", "input_ids.npy", "loss_mask.npy", "stats.json", "sums.json"}
-    assert [a.dtype for a in (data.input_ids, data.loss_mask, data.cu_seqlens)] == [np.int32, np.uint8, np.int64]
-    assert len(data) == 2 and data.lengths.dtype == np.int64 and data.lengths.sum() == data.stats["tokens"]
-    assert data.stats == {"rows": 2, "dropped_no_loss": 0, "dropped_long": 0, "truncated": 0, "tokens": 82,
-                          "loss_tokens": 6 + 7 + 6, "max_length": 55}
+    assert {p.name for p in folder.iterdir()} == {
+        "cu_seqlens.npy",
+        "input_ids.npy",
+        "loss_mask.npy",
+        "stats.json",
+        "sums.json",
+    }
+    assert [a.dtype for a in (data.input_ids, data.loss_mask, data.cu_seqlens)] == [
+        np.int32,
+        np.uint8,
+        np.int64,
+    ]
+    assert (
+        len(data) == 2
+        and data.lengths.dtype == np.int64
+        and data.lengths.sum() == data.stats["tokens"]
+    )
+    assert data.stats == {
+        "rows": 2,
+        "dropped_no_loss": 0,
+        "dropped_long": 0,
+        "truncated": 0,
+        "tokens": 82,
+        "loss_tokens": 6 + 7 + 6,
+        "max_length": 55,
+    }
     batch = data.batch([1, 0, 1])
     assert batch.cu_seqlens.tolist() == [0, 55, 82, 137]
     assert (batch.input_ids.dtype, batch.cu_seqlens.dtype) == (torch.int64, torch.int64)
     assert set(batch.fields) == {"loss_mask", "answer_mask"}
     assert all(f.dtype == torch.float32 and f.shape == (137,) for f in batch.fields.values())
-    assert batch.input_ids[:55].equal(batch.input_ids[82:]) and batch.input_ids[55:82].equal(data.batch([0]).input_ids)
+    assert batch.input_ids[:55].equal(batch.input_ids[82:]) and batch.input_ids[55:82].equal(
+        data.batch([0]).input_ids
+    )
     empty = data.batch([])
     assert empty.input_ids.shape == (0,) and empty.cu_seqlens.tolist() == [0]
 
@@ -154,7 +221,13 @@ def test_answer_mask_is_the_last_turn(make, tokenizer_dir, tmp_path):
 def test_arguments_of_different_tool_calls_stay_apart(make, tokenizer_dir, tmp_path):
     def row(**arguments):
         call = {"function": {"name": "f", "arguments": arguments}}
-        return {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": [call]}]}
+        return {
+            "messages": [
+                {"role": "user", "content": "q"},
+                {"role": "assistant", "tool_calls": [call]},
+            ]
+        }
+
     rows = [row(a=1), row(b="x"), row(a="mixed"), row(c=None)]
     expected = ['f{"a": 1}<|im_end|>', 'f{"b": "x"}<|im_end|>', 'f{"a": "mixed"}<|im_end|>']
     (tmp_path / "a.json").write_text(json.dumps(rows))
@@ -166,27 +239,36 @@ def test_unicode_line_separators_do_not_end_a_line(make, tokenizer_dir, tmp_path
     path = write(tmp_path / "a.jsonl", [chat("q", "a\u2028b\x85c\x0bd"), "nonsense"])
     with pytest.raises(InputError, match=r"a\.jsonl:2: not JSON"):
         make(path)
-    assert texts(make(write(path, [chat("q", "a\u2028b\x85c")])), tokenizer_dir) == ["a\u2028b\x85c<|im_end|>"]
+    assert texts(make(write(path, [chat("q", "a\u2028b\x85c")])), tokenizer_dir) == [
+        "a\u2028b\x85c<|im_end|>"
+    ]
 
 
-@pytest.mark.parametrize("row, message", [
-    ('{"messages": [', "not JSON: Expecting value at column 15"),
-    ("[1]", "the row must be an object, not list"),
-    ({"text": "x"}, '"messages" is missing'),
-    ({"messages": [{"role": "robot", "content": "x"}]}, "\"messages[0].role\" is 'robot'"),
-])
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        ('{"messages": [', "not JSON: Expecting value at column 15"),
+        ("[1]", "the row must be an object, not list"),
+        ({"text": "x"}, '"messages" is missing'),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "\"messages[0].role\" is 'robot'"),
+    ],
+)
 def test_a_malformed_row_is_named_by_file_and_line(make, tmp_path, row, message):
     path = write(tmp_path / "x.jsonl", [ROWS[0], "", ROWS[1], row, {"also": "bad"}])
     good = write(tmp_path / "good.jsonl", ROWS)
     for num_proc in (1, 2):
         with pytest.raises(InputError) as raised:
             make([good, path], num_proc=num_proc)
-        assert str(raised.value).startswith(f"{path}:4: {message}") and "\n" not in str(raised.value)
+        assert str(raised.value).startswith(f"{path}:4: {message}") and "\n" not in str(
+            raised.value
+        )
     assert not list((tmp_path / "cache").iterdir())
 
 
 def test_rows_of_tables_are_counted_from_1(make, tmp_path):
-    datasets.Dataset.from_list([chat("q", "a"), {"messages": None}]).to_parquet(tmp_path / "a.parquet")
+    datasets.Dataset.from_list([chat("q", "a"), {"messages": None}]).to_parquet(
+        tmp_path / "a.parquet"
+    )
     with pytest.raises(InputError, match=r'a\.parquet:2: "messages" is missing'):
         make(tmp_path / "a.parquet")
     (tmp_path / "a.json").write_text(json.dumps([chat("q", "a"), 3]))
@@ -204,10 +286,19 @@ def test_files_that_cannot_be_read(make, tmp_path):
     (tmp_path / "latin.jsonl").write_bytes(b'{"messages": "\xe9"}\n')
     (tmp_path / "header.csv").write_text("prompt,response\n")
     (tmp_path / "none").mkdir()
-    for name, message in {"absent.jsonl": "no such file", "a.txt": "unknown suffix '.txt'", "empty.jsonl": "is empty",
-                          "none.json": "no rows", "blank.jsonl": "no row is left", "bad.parquet": "cannot be read",
-                          "bad.json": "cannot be read", "latin.jsonl": "cannot be read", "header.csv": "has no rows",
-                          "none": "nor was it written by save_to_disk", "*.jsonlines": "no such file"}.items():
+    for name, message in {
+        "absent.jsonl": "no such file",
+        "a.txt": "unknown suffix '.txt'",
+        "empty.jsonl": "is empty",
+        "none.json": "no rows",
+        "blank.jsonl": "no row is left",
+        "bad.parquet": "cannot be read",
+        "bad.json": "cannot be read",
+        "latin.jsonl": "cannot be read",
+        "header.csv": "has no rows",
+        "none": "nor was it written by save_to_disk",
+        "*.jsonlines": "no such file",
+    }.items():
         with pytest.raises(InputError, match=message) as raised:
             make(tmp_path / name)
         assert "\n" not in str(raised.value), name
@@ -215,25 +306,66 @@ def test_files_that_cannot_be_read(make, tmp_path):
 
 SHAPES = {
     "Alpaca": [
-        ({"instruction": "add", "input": "1+2", "output": "3"}, "user\nadd\n\n1+2<|im_end|>", ["3"]),
-        ({"instruction": "hi", "input": "", "output": "ho", "system": "s", "history": [["q", "a"]]},
-         "system\ns<|im_end|>\n<|im_start|>user\nq<|im_end|>", ["a", "ho"])],
+        (
+            {"instruction": "add", "input": "1+2", "output": "3"},
+            "user\nadd\n\n1+2<|im_end|>",
+            ["3"],
+        ),
+        (
+            {
+                "instruction": "hi",
+                "input": "",
+                "output": "ho",
+                "system": "s",
+                "history": [["q", "a"]],
+            },
+            "system\ns<|im_end|>\n<|im_start|>user\nq<|im_end|>",
+            ["a", "ho"],
+        ),
+    ],
     "ShareGPT": [
-        ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}], "system": "s"},
-         "system\ns<|im_end|>\n<|im_start|>user\nq<|im_end|>", ["a"]),
-        ({"conversations": [{"from": "system", "value": "s"}, {"from": "human", "value": "q"},
-                            {"from": "function_call", "value": '{"name": "f", "arguments": {"a": 1}}'},
-                            {"from": "observation", "value": "2"}, {"from": "gpt", "value": "b"}], "tools": '[{"name": "f"}]'},
-         "tool\n2<|im_end|>", ['f{"a": 1}', "b"]),
-        ({"conversations": chat("q", "a")["messages"]}, "user\nq<|im_end|>", ["a"])],
+        (
+            {
+                "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}],
+                "system": "s",
+            },
+            "system\ns<|im_end|>\n<|im_start|>user\nq<|im_end|>",
+            ["a"],
+        ),
+        (
+            {
+                "conversations": [
+                    {"from": "system", "value": "s"},
+                    {"from": "human", "value": "q"},
+                    {"from": "function_call", "value": '{"name": "f", "arguments": {"a": 1}}'},
+                    {"from": "observation", "value": "2"},
+                    {"from": "gpt", "value": "b"},
+                ],
+                "tools": '[{"name": "f"}]',
+            },
+            "tool\n2<|im_end|>",
+            ['f{"a": 1}', "b"],
+        ),
+        ({"conversations": chat("q", "a")["messages"]}, "user\nq<|im_end|>", ["a"]),
+    ],
     "prompt/completion": [
         ({"prompt": "q", "completion": "a"}, "user\nq<|im_end|>", ["a"]),
-        ({"prompt": chat("q", "x", "r")["messages"], "completion": [{"role": "assistant", "content": "a"}]},
-         "assistant\nx<|im_end|>", ["a"])]}
+        (
+            {
+                "prompt": chat("q", "x", "r")["messages"],
+                "completion": [{"role": "assistant", "content": "a"}],
+            },
+            "assistant\nx<|im_end|>",
+            ["a"],
+        ),
+    ],
+}
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_data_sets_in_common_shapes_are_read_as_they_are(make, tokenizer_dir, tmp_path, capsys, name):
+def test_data_sets_in_common_shapes_are_read_as_they_are(
+    make, tokenizer_dir, tmp_path, capsys, name
+):
     rows, asked, answers = zip(*SHAPES[name], strict=True)
     write(tmp_path / "a.jsonl", [*rows, chat("q", "plain")])
     table = [dict.fromkeys([*rows[0], "messages"]) | row for row in (rows[0], chat("q", "plain"))]
@@ -242,33 +374,62 @@ def test_data_sets_in_common_shapes_are_read_as_they_are(make, tokenizer_dir, tm
     expected = ["".join(f"{answer}<|im_end|>" for answer in row) for row in [*answers, ["plain"]]]
     assert texts(folder, tokenizer_dir) == expected
     assert texts(make(tmp_path / "a.parquet"), tokenizer_dir) == [expected[0], expected[-1]]
-    tokenizer, data = PreTrainedTokenizerFast.from_pretrained(tokenizer_dir), TokenDataset.load(folder)
+    tokenizer, data = (
+        PreTrainedTokenizerFast.from_pretrained(tokenizer_dir),
+        TokenDataset.load(folder),
+    )
     for i, text in enumerate(asked):
         assert f"<|im_start|>{text}" in tokenizer.decode(data.batch([i]).input_ids)
     assert data.stats[name] == len(rows) and data.stats["rows"] == len(rows) + 1
     capsys.readouterr()
-    make(tmp_path / "a.jsonl")          # said of a cache, too
+    make(tmp_path / "a.jsonl")  # said of a cache, too
     assert capsys.readouterr().out.startswith(f"data: {len(rows)} rows have the shape of {name}: ")
 
 
-@pytest.mark.parametrize("row, message", [
-    ({"question": "q", "answer": "a", "level": 3}, '"messages" is missing; the row has question, answer, level: set '
-                                                   "data.prompt_key=question data.response_key=answer"),
-    ({"prompt": "q", "text": "a", "source": "s"}, '"response" is missing or not a string; the row has prompt, text, source: '
-                                                  "set data.response_key=text"),
-    ({"id": 3, "dialog": chat("q", "a")["messages"]}, '"messages" is missing; the row has id, dialog: set '
-                                                      "data.messages_key=dialog"),
-    ({"prompt": None, "n": 1}, '"messages" is missing; the row has n: name the column of messages in data.messages_key'),
-    ({"conversations": [{"from": "robot", "value": "q"}]}, "\"messages[0].from\" is 'robot': must be one of human, gpt,"),
-    ({"conversations": [{"from": "function_call", "value": "f(1)"}]}, "function_call 'f(1)', which is not JSON"),
-])
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        (
+            {"question": "q", "answer": "a", "level": 3},
+            '"messages" is missing; the row has question, answer, level: set '
+            "data.prompt_key=question data.response_key=answer",
+        ),
+        (
+            {"prompt": "q", "text": "a", "source": "s"},
+            '"response" is missing or not a string; the row has prompt, text, source: '
+            "set data.response_key=text",
+        ),
+        (
+            {"id": 3, "dialog": chat("q", "a")["messages"]},
+            '"messages" is missing; the row has id, dialog: set data.messages_key=dialog',
+        ),
+        (
+            {"prompt": None, "n": 1},
+            '"messages" is missing; the row has n: name the column of messages in data.messages_key',
+        ),
+        (
+            {"conversations": [{"from": "robot", "value": "q"}]},
+            "\"messages[0].from\" is 'robot': must be one of human, gpt,",
+        ),
+        (
+            {"conversations": [{"from": "function_call", "value": "f(1)"}]},
+            "function_call 'f(1)', which is not JSON",
+        ),
+    ],
+)
 def test_a_row_in_no_known_shape_is_told_which_key_reads_it(make, tmp_path, row, message):
     path = write(tmp_path / "a.jsonl", [ROWS[0], row])
     with pytest.raises(InputError) as raised:
         make(path)
-    assert str(raised.value).startswith(f"{path}:2: ") and message in str(raised.value) and "\n" not in str(raised.value)
-    if "set data." in message:          # and the keys that it names do
-        keys = dict(pair.removeprefix("data.").split("=") for pair in message.partition(": set ")[2].split())
+    assert (
+        str(raised.value).startswith(f"{path}:2: ")
+        and message in str(raised.value)
+        and "\n" not in str(raised.value)
+    )
+    if "set data." in message:  # and the keys that it names do
+        keys = dict(
+            pair.removeprefix("data.").split("=") for pair in message.partition(": set ")[2].split()
+        )
         make(write(tmp_path / "b.jsonl", [row]), **keys)
 
 
@@ -276,11 +437,18 @@ def test_keys_that_are_set_are_meant(make, tmp_path):
     path = write(tmp_path / "a.jsonl", [{"instruction": "q", "output": "a", "prompt": None}])
     make(path)
     for keys in ({"response_key": "reply"}, {"prompt_key": "ask"}, {"messages_key": "talk"}):
-        with pytest.raises(InputError, match="is missing; the row has instruction, output: set data"):
+        with pytest.raises(
+            InputError, match="is missing; the row has instruction, output: set data"
+        ):
             make(path, **keys)
 
 
-LONG = [chat("q", "a"), chat("q", "b" * 20), chat("q" * 30, "c"), chat("q", "d" * 30)]   # 23, 42, 52 and 52 tokens
+LONG = [
+    chat("q", "a"),
+    chat("q", "b" * 20),
+    chat("q" * 30, "c"),
+    chat("q", "d" * 30),
+]  # 23, 42, 52 and 52 tokens
 
 
 def test_truncation_error_lists_the_rows(make, tmp_path):
@@ -290,7 +458,8 @@ def test_truncation_error_lists_the_rows(make, tmp_path):
     assert str(raised.value) == (
         f"5 of 6 rows are longer than data.max_length=41: {path}:2 (42 tokens), {path}:3 (42 tokens), "
         f"{path}:4 (42 tokens), {path}:5 (52 tokens), {path}:6 (52 tokens); raise it, or set data.truncation to left, "
-        "right or drop")
+        "right or drop"
+    )
     make(path, max_length=52)
     make(path, max_length=None)
 
@@ -303,6 +472,7 @@ def test_truncation(make, tokenizer_dir, tmp_path):
         stats = TokenDataset.load(folder).stats
         counts = [stats[k] for k in ("rows", "dropped_no_loss", "dropped_long", "truncated")]
         return texts(folder, tokenizer_dir), counts
+
     assert made("drop") == (["a<|im_end|>"], [1, 0, 3, 0])
     # 20 tokens before an answer, so 10 of it fit; of the long question none does.
     assert made("right") == (["a<|im_end|>", "b" * 10, "d" * 10], [3, 1, 0, 2])
@@ -317,12 +487,17 @@ def test_rows_without_a_trained_token_are_dropped(make, tokenizer_dir, tmp_path)
     folder = make(write(tmp_path / "a.jsonl", [chat("q"), ROWS[0], masked]))
     assert texts(folder, tokenizer_dir) == ANSWERS[:1]
     assert TokenDataset.load(folder).stats["dropped_no_loss"] == 2
-    with pytest.raises(InputError, match="no row is left: 0 rows are longer than data.max_length=200, 2 have no trained token"):
+    with pytest.raises(
+        InputError,
+        match="no row is left: 0 rows are longer than data.max_length=200, 2 have no trained token",
+    ):
         make(write(tmp_path / "a.jsonl", [chat("q"), masked]))
 
 
 def test_parallel_equals_serial(make, tmp_path):
-    path = write(tmp_path / "a.jsonl", [chat(f"question {i}", "answer " * (i % 7)) for i in range(60)])
+    path = write(
+        tmp_path / "a.jsonl", [chat(f"question {i}", "answer " * (i % 7)) for i in range(60)]
+    )
     serial, parallel = make(path, num_proc=1), None
     before = {p.name: p.read_bytes() for p in serial.iterdir()}
     shutil.rmtree(serial)
@@ -334,9 +509,16 @@ def test_a_cache_is_found_until_something_changes(make, tokenizer_dir, tmp_path)
     path = write(tmp_path / "a.jsonl", ROWS)
     folder = make(path)
     stamp = (folder / "input_ids.npy").stat().st_mtime_ns
-    assert make(path) == folder == make(path, num_proc=2) and (folder / "input_ids.npy").stat().st_mtime_ns == stamp
-    others = {make(path, train_on="last"), make(path, max_length=300), make(path, truncation="left"),
-              make(write(path, ROWS[:1]))}
+    assert (
+        make(path) == folder == make(path, num_proc=2)
+        and (folder / "input_ids.npy").stat().st_mtime_ns == stamp
+    )
+    others = {
+        make(path, train_on="last"),
+        make(path, max_length=300),
+        make(path, truncation="left"),
+        make(write(path, ROWS[:1])),
+    }
     write(path, ROWS)
     template = tokenizer_dir / "chat_template.jinja"
     original = template.read_text()
@@ -368,24 +550,39 @@ def test_a_killed_tokenization_leaves_nothing_for_good(make, tokenizer_dir, tmp_
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
 
     def start(how="wait"):
-        process = subprocess.Popen([*command, how], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            [*command, how],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         assert "ready\n" in iter(process.stdout.readline, ""), "ended too early"
         return process
+
     killed, alive = start(), start()
     assert len(list(cache.glob("*.tmp"))) == 2, "two runs, one pid: they would share a folder"
     killed.kill()
     killed.wait()
     folder = make(path)
-    left, = cache.glob("*.tmp")         # of the run that still lives
-    assert {p.name for p in cache.iterdir()} == {folder.name, left.name, left.with_suffix(".lock").name}
+    (left,) = cache.glob("*.tmp")  # of the run that still lives
+    assert {p.name for p in cache.iterdir()} == {
+        folder.name,
+        left.name,
+        left.with_suffix(".lock").name,
+    }
     assert len(TokenDataset.load(folder)) == 400
     alive.kill()
     alive.wait()
     make(write(path, ROWS))
     assert not list(cache.glob("*.tmp")) and not list(cache.glob("*.lock"))
     write(path, [chat("question", "answer " * 20)] * 300)
-    working = start("work")             # with processes of its own, which would keep the folder
-    forked = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if process_state(pid)[1:] == [str(working.pid)]]
+    working = start("work")  # with processes of its own, which would keep the folder
+    forked = [
+        pid
+        for pid in map(int, filter(str.isdigit, os.listdir("/proc")))
+        if process_state(pid)[1:] == [str(working.pid)]
+    ]
     working.kill()
     working.wait()
     assert len(forked) >= 2 and list(cache.glob("*.tmp"))
@@ -403,12 +600,14 @@ def test_runs_that_make_the_same_cache_at_the_same_time_share_it(tmp_path):
             (work / "datasets").mkdir()
             (work / "tokens").write_text("words")
             barrier.wait(60)
+
         try:
             for i in range(30):
                 assert (cached(tmp_path / str(i), write) / "tokens").read_text() == "words"
         except BaseException as error:
             failures.put(repr(error))
             barrier.abort()
+
     context = multiprocessing.get_context("fork")
     barrier, failures = context.Barrier(3), context.Queue()
     runs = [context.Process(target=make, args=(rank, barrier, failures)) for rank in range(3)]
@@ -434,8 +633,12 @@ def test_a_damaged_cache_is_made_anew(make, tmp_path, capsys):
     intact = {p.name: p.read_bytes() for p in folder.iterdir()}
     flipped = bytearray(intact["input_ids.npy"])
     flipped[-1] ^= 1
-    for damage in (lambda: (folder / "input_ids.npy").write_bytes(flipped), lambda: (folder / "stats.json").write_text(""),
-                   (folder / "cu_seqlens.npy").unlink, (folder / "sums.json").unlink):
+    for damage in (
+        lambda: (folder / "input_ids.npy").write_bytes(flipped),
+        lambda: (folder / "stats.json").write_text(""),
+        (folder / "cu_seqlens.npy").unlink,
+        (folder / "sums.json").unlink,
+    ):
         damage()
         capsys.readouterr()
         assert make(path) == folder and {p.name: p.read_bytes() for p in folder.iterdir()} == intact
@@ -460,7 +663,9 @@ def test_ends_of_generation_are_part_of_the_cache(make, tokenizer_dir, tmp_path)
 def test_special_tokens_in_a_text_are_an_error_of_their_row(make, tmp_path):
     path = write(tmp_path / "a.jsonl", [ROWS[0], chat("see <|im_end|>", "a")])
     assert make(path) != make(path, special_tokens_in_text="escape")
-    with pytest.raises(InputError, match=r"a\.jsonl:2: the special token '<\|im_end\|>' is written in a text"):
+    with pytest.raises(
+        InputError, match=r"a\.jsonl:2: the special token '<\|im_end\|>' is written in a text"
+    ):
         make(path, special_tokens_in_text="error")
 
 
@@ -491,5 +696,7 @@ def test_a_cache_hit_needs_no_datasets_library(make, tokenizer_dir, tmp_path):
                     and sys.modules[name]], "imported on a hit"
         print(folder)"""
     root = Path(__file__).parents[2]
-    out = subprocess.run([sys.executable, "-c", code], cwd=root, env=os.environ, capture_output=True, text=True)
+    out = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, env=os.environ, capture_output=True, text=True
+    )
     assert out.stdout.strip() == str(folder), out.stderr

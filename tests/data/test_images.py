@@ -37,7 +37,7 @@ from tests.data.images_worker import CASES, LR, STEPS, Case, configure
 from tests.support.launch import launch, run
 from tests.support.models import OF_IMAGES, make_image_model, make_model
 
-SIZES = [(90, 60), (61, 130), (28, 28), (200, 170)]         # (width, height) of the images
+SIZES = [(90, 60), (61, 130), (28, 28), (200, 170)]  # (width, height) of the images
 EVERY = [(world, name) for world in CASES for name in CASES[world] if name != "gemma3"]
 
 
@@ -48,24 +48,49 @@ def folder(tmp_path_factory):
         make_image_model(folder / family, family)
     random = np.random.RandomState(0)
     for i, (width, height) in enumerate(SIZES):
-        Image.fromarray(random.randint(0, 256, (height, width, 3)).astype(np.uint8)).save(folder / f"{i}.png")
+        Image.fromarray(random.randint(0, 256, (height, width, 3)).astype(np.uint8)).save(
+            folder / f"{i}.png"
+        )
     url = "data:image/png;base64," + base64.b64encode((folder / "2.png").read_bytes()).decode()
     for name, size in (("small", (9, 3)), ("long", (2000, 5))):
         Image.new("RGB", size).save(folder / f"{name}.png")
     Image.fromarray(np.full((60, 60), 40000, np.uint16)).save(folder / "deep.png")
     Image.fromarray(np.full((60, 60), 0.5, np.float32)).save(folder / "float.tiff")
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [
-        {"messages": chat("no image", "fine")},
-        {"messages": chat([{"type": "image", "image": "0.png"}, {"type": "text", "text": "one"}], "yes, one")},
-        {"messages": chat("<image> and <image>", "two of them"), "images": ["1.png", "2.png"]},
-        {"messages": chat("in front of the text", "there"), "images": "1.png"},
-        {"messages": [*chat([{"type": "image_url", "image_url": {"url": url}}], "a"), *chat("more <image>", "b")],
-         "images": ["3.png"]},
-        {"prompt": "say<image>", "response": "said", "images": [{"path": "0.png", "bytes": None}]}]))
+    (folder / "rows.jsonl").write_text(
+        "".join(
+            json.dumps(row) + "\n"
+            for row in [
+                {"messages": chat("no image", "fine")},
+                {
+                    "messages": chat(
+                        [{"type": "image", "image": "0.png"}, {"type": "text", "text": "one"}],
+                        "yes, one",
+                    )
+                },
+                {
+                    "messages": chat("<image> and <image>", "two of them"),
+                    "images": ["1.png", "2.png"],
+                },
+                {"messages": chat("in front of the text", "there"), "images": "1.png"},
+                {
+                    "messages": [
+                        *chat([{"type": "image_url", "image_url": {"url": url}}], "a"),
+                        *chat("more <image>", "b"),
+                    ],
+                    "images": ["3.png"],
+                },
+                {
+                    "prompt": "say<image>",
+                    "response": "said",
+                    "images": [{"path": "0.png", "bytes": None}],
+                },
+            ]
+        )
+    )
     return folder
 
 
-IMAGES = [[], [0], [1, 2], [1], [2, 3], [0]]            # of the rows
+IMAGES = [[], [0], [1, 2], [1], [2, 3], [0]]  # of the rows
 
 
 def chat(question, answer):
@@ -78,6 +103,7 @@ def results(folder):
     def of(world):
         launch(world, "tests/data/images_worker.py", folder, fresh=True)
         return json.loads((folder / f"{world}.json").read_text())
+
     return of
 
 
@@ -86,8 +112,14 @@ def plain(directory):
     return kind.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
 
 
-TEXTS = ["user\nno image", "user\n<image>one", "user\n<image> and <image>", "user\n<image>in front of the text", "user\n<image>",
-         "user\nsay<image>"]
+TEXTS = [
+    "user\nno image",
+    "user\n<image>one",
+    "user\n<image> and <image>",
+    "user\n<image>in front of the text",
+    "user\n<image>",
+    "user\nsay<image>",
+]
 
 
 @functools.cache
@@ -99,9 +131,16 @@ def plain_rows(folder, family):
     rows = []
     for i, (text, answer) in enumerate(zip(TEXTS, answers)):
         turns = [(text, answer), *[("user\nmore <image>", "b")] * (i == 4)]
-        whole = "".join(f"<|im_start|>{text}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n" for text, answer in turns)
+        whole = "".join(
+            f"<|im_start|>{text}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n"
+            for text, answer in turns
+        )
         own = [images[k] for k in IMAGES[i]]
-        rows.append(processor(text=[whole], images=own or None, return_tensors="pt", add_special_tokens=False))
+        rows.append(
+            processor(
+                text=[whole], images=own or None, return_tensors="pt", add_special_tokens=False
+            )
+        )
     return rows
 
 
@@ -115,16 +154,27 @@ def plain_log_probs(model, row):
 def plain_training(folder, family, masks, frozen):
     """(losses, gradient norms, weights after STEPS steps). frozen: whether the vision tower is."""
     model, rows = plain(folder / family).train(), plain_rows(folder, family)
-    trained = {n: p for n, p in model.named_parameters() if not (frozen and ("visual" in n or "vision_tower" in n))}
+    trained = {
+        n: p
+        for n, p in model.named_parameters()
+        if not (frozen and ("visual" in n or "vision_tower" in n))
+    }
     for n, p in model.named_parameters():
         p.requires_grad_(n in trained)
     decayed = [p for n, p in trained.items() if p.ndim > 1 and not n.endswith("bias")]
     spared = [p for n, p in trained.items() if not (p.ndim > 1 and not n.endswith("bias"))]
-    optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.01}, {"params": spared, "weight_decay": 0.0}], lr=LR,
-                                  betas=(0.9, 0.95), foreach=False)
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.01}, {"params": spared, "weight_decay": 0.0}],
+        lr=LR,
+        betas=(0.9, 0.95),
+        foreach=False,
+    )
     losses, norms = [], []
     for _ in range(STEPS):
-        loss = -sum((plain_log_probs(model, row) * torch.tensor(mask)[1:]).sum() for row, mask in zip(rows, masks))
+        loss = -sum(
+            (plain_log_probs(model, row) * torch.tensor(mask)[1:]).sum()
+            for row, mask in zip(rows, masks)
+        )
         loss = loss / sum(map(sum, masks))
         loss.backward()
         losses.append(loss.item())
@@ -135,7 +185,10 @@ def plain_training(folder, family, masks, frozen):
 
 
 def masks_of(result):
-    return tuple(tuple(mask) for mask in np.split(np.array(result["mask"]), np.cumsum(result["lengths"])[:-1]))
+    return tuple(
+        tuple(mask)
+        for mask in np.split(np.array(result["mask"]), np.cumsum(result["lengths"])[:-1])
+    )
 
 
 @pytest.mark.parametrize("world, name", EVERY)
@@ -143,7 +196,9 @@ def test_rows_are_what_the_processor_makes_of_them(results, folder, world, name)
     result = results(world)[name]
     assert "error" not in result, result["error"]
     rows = np.split(np.array(result["input_ids"]), np.cumsum(result["lengths"])[:-1])
-    assert [row.tolist() for row in rows] == [row["input_ids"][0].tolist() for row in plain_rows(folder, CASES[world][name].family)]
+    assert [row.tolist() for row in rows] == [
+        row["input_ids"][0].tolist() for row in plain_rows(folder, CASES[world][name].family)
+    ]
     assert result["stats"]["images"] == 7
 
 
@@ -151,10 +206,16 @@ def test_rows_are_what_the_processor_makes_of_them(results, folder, world, name)
 def test_training_equals_a_plain_loop(results, folder, world, name):
     result = results(world)[name]
     assert "error" not in result, result["error"]
-    losses, norms, _ = plain_training(folder, CASES[world][name].family, masks_of(result), name == "frozen")
-    rounding = 10 if name == "qwen3_5" else 1       # of three steps, of which Adam and linear attention make more in the fourth
+    losses, norms, _ = plain_training(
+        folder, CASES[world][name].family, masks_of(result), name == "frozen"
+    )
+    rounding = (
+        10 if name == "qwen3_5" else 1
+    )  # of three steps, of which Adam and linear attention make more in the fourth
     assert [step["loss"] for step in result["steps"]] == pytest.approx(losses, rel=2e-6 * rounding)
-    assert [step["grad_norm"] for step in result["steps"]] == pytest.approx(norms, rel=1e-4 * rounding)
+    assert [step["grad_norm"] for step in result["steps"]] == pytest.approx(
+        norms, rel=1e-4 * rounding
+    )
     assert losses[-1] < 0.95 * losses[0]
 
 
@@ -162,13 +223,18 @@ def test_training_equals_a_plain_loop(results, folder, world, name):
 def test_attention_of_a_tower_takes_all_windows_at_once(folder, family):
     """Where it is told of windows: towers of Gemma 3 and LLaVA have rows of images."""
     hf, _ = build(configure(folder, Case(family)), critic=False)
-    assert [tower._attn_implementation for tower in of_towers(hf)] == [WINDOWS] * family.startswith("qwen")
+    assert [tower._attn_implementation for tower in of_towers(hf)] == [WINDOWS] * family.startswith(
+        "qwen"
+    )
 
 
 def test_patches_are_multiplied_and_whole_images_convolved():
-    kinds = [(nn.Conv3d(3, 8, (2, 4, 4), (2, 4, 4), bias=False), (5, 3, 2, 4, 4)),
-             (nn.Conv2d(3, 8, 4, 4, padding="valid"), (5, 3, 4, 4)),
-             (nn.Conv2d(3, 8, 4, 4), (2, 3, 8, 12)), (nn.Conv2d(3, 8, 3, padding=1), (2, 3, 3, 3))]
+    kinds = [
+        (nn.Conv3d(3, 8, (2, 4, 4), (2, 4, 4), bias=False), (5, 3, 2, 4, 4)),
+        (nn.Conv2d(3, 8, 4, 4, padding="valid"), (5, 3, 4, 4)),
+        (nn.Conv2d(3, 8, 4, 4), (2, 3, 8, 12)),
+        (nn.Conv2d(3, 8, 3, padding=1), (2, 3, 3, 3)),
+    ]
     for conv, shape in kinds:
         x = torch.randn(shape)
         want = conv(x)
@@ -187,14 +253,20 @@ def test_exports_are_whole_models(results, folder, world, name):
     before, after = dict(plain(folder / family).named_parameters()), dict(model.named_parameters())
     # Without rotation a softmax does not see the bias of keys: Adam makes steps of what rounding leaves of its gradient.
     seen = [n for n in want if not ("vision_tower" in n and n.endswith("k_proj.bias"))]
-    assert len(seen) > 30 and all((after[n] - want[n]).norm() <= 1e-3 * (want[n] - before[n]).norm() for n in seen)
+    assert len(seen) > 30 and all(
+        (after[n] - want[n]).norm() <= 1e-3 * (want[n] - before[n]).norm() for n in seen
+    )
     tower = [n for n in want if "vision_tower" in n or "visual" in n]
     moved = [n for n in tower if not torch.equal(after[n], before[n])]
     assert not moved if name == "frozen" else len(moved) > 15
     asked = load_file(folder / f"{world} {name}.safetensors")["asked"].split(result["lengths"])
     with torch.no_grad():
-        for row, mask, log_probs in zip(plain_rows(folder, family), masks_of(result), asked, strict=True):
-            assert (plain_log_probs(model, row) * torch.tensor(mask)[1:] - log_probs[1:]).abs().max() < 1e-5
+        for row, mask, log_probs in zip(
+            plain_rows(folder, family), masks_of(result), asked, strict=True
+        ):
+            assert (
+                plain_log_probs(model, row) * torch.tensor(mask)[1:] - log_probs[1:]
+            ).abs().max() < 1e-5
     assert (folder / f"{world} {name}" / "processor_config.json").exists()
 
 
@@ -206,10 +278,23 @@ def test_attention_to_both_sides_is_found_where_packed_sequences_have_none(resul
 
 
 def options(**changes):
-    return SimpleNamespace(**dict(
-        messages_key="messages", prompt_key="prompt", response_key="response", images_key="images", tools_key="tools",
-        num_proc=None, template_kwargs_key="chat_template_kwargs", train_on="all", max_length=200,
-        max_prompt_length=200, truncation="error", special_tokens_in_text=None) | changes)
+    return SimpleNamespace(
+        **dict(
+            messages_key="messages",
+            prompt_key="prompt",
+            response_key="response",
+            images_key="images",
+            tools_key="tools",
+            num_proc=None,
+            template_kwargs_key="chat_template_kwargs",
+            train_on="all",
+            max_length=200,
+            max_prompt_length=200,
+            truncation="error",
+            special_tokens_in_text=None,
+        )
+        | changes
+    )
 
 
 @pytest.fixture(scope="module")
@@ -220,12 +305,20 @@ def reader(folder):
 @pytest.fixture
 def make(folder, reader, tmp_path):
     """make(rows, option=value, ...) -> the dataset, of a file beside the images."""
+
     def make(rows, kind=TokenDataset, of_images=reader, **changes):
         (folder / "some.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         write = tokenize if kind is TokenDataset else tokenize_prompts
-        path = write(str(folder / "some.jsonl"), AutoTokenizer.from_pretrained(folder / "qwen2_5_vl"), options(**changes),
-                     tmp_path / "cache", folder / "qwen2_5_vl", of_images)
+        path = write(
+            str(folder / "some.jsonl"),
+            AutoTokenizer.from_pretrained(folder / "qwen2_5_vl"),
+            options(**changes),
+            tmp_path / "cache",
+            folder / "qwen2_5_vl",
+            of_images,
+        )
         return kind.load(path, of_images)
+
     return make
 
 
@@ -233,46 +326,144 @@ def row(text="<image>", images=("0.png",), **more):
     return {"messages": chat(text, "a"), "images": list(images), **more}
 
 
-TEXT, LITERAL = {"type": "text", "text": "b"}, 'a text has <image>, and the row has no image in "images"'
+TEXT, LITERAL = (
+    {"type": "text", "text": "b"},
+    'a text has <image>, and the row has no image in "images"',
+)
 
 
-@pytest.mark.parametrize("bad, message", [
-    (row("<image><image>", ["0.png", "1.png"]), "nothing between two of its images, which the model could not tell apart"),
-    (row("which tag?", messages=chat("which tag?", "the <image> tag")), "learned has an image, which no model can write"),
-    (row("<image> <video>"), "stands for an image or a video, beside its images"),
-    (row(images=["small.png"]), "of 9 x 3 pixels is too small"),
-    (row(images=["long.png"]), "refuses an image of 2000 x 5 pixels: absolute aspect ratio"),
-    ({"messages": chat([{"type": "text", "text": "a", "image": "0.png"}], "a")}, "both text and an image"),
-    (row(images=["no.png"]), "no.png cannot be read: .*No such file"),
-    (row(images=["rows.jsonl"]), "rows.jsonl cannot be read: cannot identify"),
-    (row(images=["https://a.b/c.png"]), "c.png is on the net: download it"),
-    (row(images=["data:image/png;base64,%%%"]), "an image's base64 cannot be read"),
-    (row("<image> <image>"), 'the messages have 2 images or more that are in "images", which has 1'),
-    (row("<image>", ["0.png", "1.png"]), '"images" has 2 images, and the messages name 1 of them'),
-    (row([{"type": "image", "image": "0.png"}]), '"images" has 1 images, and the messages have others'),
-    ({"messages": chat("say <image>", "a")}, "it has no image, and a text in it has what stands for one"),
-    ({"messages": chat([{"type": "image", "image": "0.png"}, {"type": "text", "text": "<image>"}], "a")},
-     'a text has <image>, and the row has no image in "images"'),
-    (row([{"type": "video", "video": "a.mp4"}], []), "a part of a message is of type video: videos and audio are not read"),
-    (row([{"type": "text", "text": "a"}, {"type": "input_audio", "input_audio": {"data": "x"}}], []), "is of type input_audio:"),
-    ({"messages": chat([{"type": "image_path", "image_path": "0.png"}, TEXT], "a")},
-     "the chat template leaves out a part of message 0, {'type': 'image_path'"),
-    ({"messages": chat([TEXT, {"type": "input_image", "file_id": "x"}], "a")}, "leaves out a part of message 0, {'type': 'input_"),
-    ({"messages": chat([TEXT, {"text": 5}], "a")}, "{'text': 5}, is neither text"),
-    ({"messages": chat([{"type": "image", "image": "0.png", "max_pixels": 9}], "a")}, 'the key "max_pixels", which is not read'),
-    ({"messages": chat([{"type": "image_url", "image_url": {"url": "0.png", "detail": "low"}}], "a")}, 'the key "detail"'),
-    ({"messages": chat([{"type": "image", "source": {"type": "base64", "data": "x"}}], "a")}, 'the key "source"'),
-    ({"messages": chat([TEXT, 5], "a")}, "a part of a message, 5, is neither text nor"),
-    (row([{"type": "image", "index": 1}]), 'has index 1, and "images" has 1 images'),
-    (row([{"type": "image", "index": 0, "image": "0.png"}]), "both an image and an index"),
-    (row([{"type": "image", "index": 0}] * 2, ["0.png", "1.png"]), '"images" has 2 images, and the messages name 1 of them'),
-    *[(row(images=[empty]), "an image is empty: give its path") for empty in (None, {}, "", "data:image/png;base64,")],
-    (row(images=["deep.png"]), "cannot be read: its mode is I;16, save it with 8 bits per channel"),
-    (row(images=["float.tiff"]), "cannot be read: its mode is F, save it with 8 bits per channel"),
-    ({"messages": [{"role": "system", "content": "s <image>"}, *chat([{"type": "image", "image": "0.png"}], "a")]}, LITERAL),
-    ({"messages": chat([{"type": "image", "image": "0.png"}, {"type": "text", "text": "b <image>"}], "a")}, LITERAL),
-    (row("<image>", images=[]) | {"images": "[0].png"}, "\\[0\\].png cannot be read: .*No such file"),
-    (row("<image>" + "long " * 50), "some.jsonl:2 .*longer than data.max_length=200|rows are longer than data.max_length=200")])
+@pytest.mark.parametrize(
+    "bad, message",
+    [
+        (
+            row("<image><image>", ["0.png", "1.png"]),
+            "nothing between two of its images, which the model could not tell apart",
+        ),
+        (
+            row("which tag?", messages=chat("which tag?", "the <image> tag")),
+            "learned has an image, which no model can write",
+        ),
+        (row("<image> <video>"), "stands for an image or a video, beside its images"),
+        (row(images=["small.png"]), "of 9 x 3 pixels is too small"),
+        (row(images=["long.png"]), "refuses an image of 2000 x 5 pixels: absolute aspect ratio"),
+        (
+            {"messages": chat([{"type": "text", "text": "a", "image": "0.png"}], "a")},
+            "both text and an image",
+        ),
+        (row(images=["no.png"]), "no.png cannot be read: .*No such file"),
+        (row(images=["rows.jsonl"]), "rows.jsonl cannot be read: cannot identify"),
+        (row(images=["https://a.b/c.png"]), "c.png is on the net: download it"),
+        (row(images=["data:image/png;base64,%%%"]), "an image's base64 cannot be read"),
+        (
+            row("<image> <image>"),
+            'the messages have 2 images or more that are in "images", which has 1',
+        ),
+        (
+            row("<image>", ["0.png", "1.png"]),
+            '"images" has 2 images, and the messages name 1 of them',
+        ),
+        (
+            row([{"type": "image", "image": "0.png"}]),
+            '"images" has 1 images, and the messages have others',
+        ),
+        (
+            {"messages": chat("say <image>", "a")},
+            "it has no image, and a text in it has what stands for one",
+        ),
+        (
+            {
+                "messages": chat(
+                    [{"type": "image", "image": "0.png"}, {"type": "text", "text": "<image>"}], "a"
+                )
+            },
+            'a text has <image>, and the row has no image in "images"',
+        ),
+        (
+            row([{"type": "video", "video": "a.mp4"}], []),
+            "a part of a message is of type video: videos and audio are not read",
+        ),
+        (
+            row(
+                [
+                    {"type": "text", "text": "a"},
+                    {"type": "input_audio", "input_audio": {"data": "x"}},
+                ],
+                [],
+            ),
+            "is of type input_audio:",
+        ),
+        (
+            {"messages": chat([{"type": "image_path", "image_path": "0.png"}, TEXT], "a")},
+            "the chat template leaves out a part of message 0, {'type': 'image_path'",
+        ),
+        (
+            {"messages": chat([TEXT, {"type": "input_image", "file_id": "x"}], "a")},
+            "leaves out a part of message 0, {'type': 'input_",
+        ),
+        ({"messages": chat([TEXT, {"text": 5}], "a")}, "{'text': 5}, is neither text"),
+        (
+            {"messages": chat([{"type": "image", "image": "0.png", "max_pixels": 9}], "a")},
+            'the key "max_pixels", which is not read',
+        ),
+        (
+            {
+                "messages": chat(
+                    [{"type": "image_url", "image_url": {"url": "0.png", "detail": "low"}}], "a"
+                )
+            },
+            'the key "detail"',
+        ),
+        (
+            {"messages": chat([{"type": "image", "source": {"type": "base64", "data": "x"}}], "a")},
+            'the key "source"',
+        ),
+        ({"messages": chat([TEXT, 5], "a")}, "a part of a message, 5, is neither text nor"),
+        (row([{"type": "image", "index": 1}]), 'has index 1, and "images" has 1 images'),
+        (row([{"type": "image", "index": 0, "image": "0.png"}]), "both an image and an index"),
+        (
+            row([{"type": "image", "index": 0}] * 2, ["0.png", "1.png"]),
+            '"images" has 2 images, and the messages name 1 of them',
+        ),
+        *[
+            (row(images=[empty]), "an image is empty: give its path")
+            for empty in (None, {}, "", "data:image/png;base64,")
+        ],
+        (
+            row(images=["deep.png"]),
+            "cannot be read: its mode is I;16, save it with 8 bits per channel",
+        ),
+        (
+            row(images=["float.tiff"]),
+            "cannot be read: its mode is F, save it with 8 bits per channel",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "system", "content": "s <image>"},
+                    *chat([{"type": "image", "image": "0.png"}], "a"),
+                ]
+            },
+            LITERAL,
+        ),
+        (
+            {
+                "messages": chat(
+                    [{"type": "image", "image": "0.png"}, {"type": "text", "text": "b <image>"}],
+                    "a",
+                )
+            },
+            LITERAL,
+        ),
+        (
+            row("<image>", images=[]) | {"images": "[0].png"},
+            "\\[0\\].png cannot be read: .*No such file",
+        ),
+        (
+            row("<image>" + "long " * 50),
+            "some.jsonl:2 .*longer than data.max_length=200|rows are longer than data.max_length=200",
+        ),
+    ],
+)
 def test_bad_images_are_errors_of_their_rows(make, bad, message):
     with pytest.raises(InputError, match=message) as error:
         make([row(), bad])
@@ -284,30 +475,66 @@ def test_images_need_a_model_of_images(make, folder):
         make([row()], of_images=None)
     assert len(make([{"messages": chat("no", "a")}], of_images=None)) == 1
     with pytest.raises(InputError, match=r"some.jsonl:1: a part of a message is of type audio_url"):
-        make([{"messages": chat([{"type": "audio_url", "audio_url": {"url": "a.wav"}}, {"type": "text", "text": "b"}], "a")}],
-             of_images=None)
-    with pytest.raises(InputError, match="data.drop_processor_keys names pixels; Qwen2_5_VLProcessor says image_grid_thw"):
+        make(
+            [
+                {
+                    "messages": chat(
+                        [
+                            {"type": "audio_url", "audio_url": {"url": "a.wav"}},
+                            {"type": "text", "text": "b"},
+                        ],
+                        "a",
+                    )
+                }
+            ],
+            of_images=None,
+        )
+    with pytest.raises(
+        InputError,
+        match="data.drop_processor_keys names pixels; Qwen2_5_VLProcessor says image_grid_thw",
+    ):
         Reader(folder / "qwen2_5_vl", dropped=["pixels"])
     with pytest.raises(InputError, match="data.drop_processor_keys names input_ids; "):
         Reader(folder / "qwen2_5_vl", dropped=["input_ids"])
     for key in ("pixel_values", "image_grid_thw"):
-        with pytest.raises(InputError, match=f"data.drop_processor_keys names {key}, which the model needs of an image"):
+        with pytest.raises(
+            InputError,
+            match=f"data.drop_processor_keys names {key}, which the model needs of an image",
+        ):
             Reader(folder / "qwen2_5_vl", dropped=[key])
     make_model(folder / "text", "qwen2_tied")
-    with pytest.raises(InputError, match="reads no images: transformers has no processor for model_type=qwen2"):
+    with pytest.raises(
+        InputError, match="reads no images: transformers has no processor for model_type=qwen2"
+    ):
         Reader(folder / "text")
 
 
-@pytest.mark.parametrize("truncation, text, num_rows, num_dropped", [
-    ("left", "<image>" + "long " * 50, 1, 1), ("left", "long " * 50 + "<image>", 2, 0), ("drop", "<image>" + "long " * 50, 1, 0)])
+@pytest.mark.parametrize(
+    "truncation, text, num_rows, num_dropped",
+    [
+        ("left", "<image>" + "long " * 50, 1, 1),
+        ("left", "long " * 50 + "<image>", 2, 0),
+        ("drop", "<image>" + "long " * 50, 1, 0),
+    ],
+)
 def test_truncation_never_cuts_an_image(make, truncation, text, num_rows, num_dropped):
     train = make([row(text), row()], truncation=truncation, max_length=150)
-    assert len(train) == num_rows and train.stats["dropped_images"] == num_dropped and train.stats["images"] == num_rows
+    assert (
+        len(train) == num_rows
+        and train.stats["dropped_images"] == num_dropped
+        and train.stats["images"] == num_rows
+    )
 
 
-@pytest.mark.parametrize("truncation, text, is_kept", [
-    ("left", "long " * 50 + "<image> end", True), ("right", "start <image>" + "long " * 50, True),
-    ("left", "<image>" + "long " * 50, False), ("right", "long " * 50 + "<image>", False)])
+@pytest.mark.parametrize(
+    "truncation, text, is_kept",
+    [
+        ("left", "long " * 50 + "<image> end", True),
+        ("right", "start <image>" + "long " * 50, True),
+        ("left", "<image>" + "long " * 50, False),
+        ("right", "long " * 50 + "<image>", False),
+    ],
+)
 def test_truncation_of_a_prompt_never_cuts_an_image(make, reader, truncation, text, is_kept):
     """vLLM is given what is left, with one placeholder, which it expands to the same tokens."""
     prompts = make([row(text), row()], PromptDataset, truncation=truncation, max_prompt_length=150)
@@ -316,14 +543,20 @@ def test_truncation_of_a_prompt_never_cuts_an_image(make, reader, truncation, te
         prompt = prompts[0]
         assert len(prompt.input_ids) == 150
         before = reader.processor.tokenizer.decode(prompt.before_images)
-        assert reader.expand(before, prompt.images).tokens.ids == prompt.input_ids and prompt.text == before
+        assert (
+            reader.expand(before, prompt.images).tokens.ids == prompt.input_ids
+            and prompt.text == before
+        )
 
 
 @pytest.mark.parametrize("kind", [TokenDataset, PromptDataset])
 @pytest.mark.parametrize("text", ["<image>", "<image>" + "long " * 50])
 def test_an_image_that_changes_is_read_anew(make, folder, capsys, kind, text):
     """Also that of a row which truncation has dropped."""
-    rows, options = [row(text, images=["new.png"]), row()], {"truncation": "left", "max_length": 150, "max_prompt_length": 150}
+    rows, options = (
+        [row(text, images=["new.png"]), row()],
+        {"truncation": "left", "max_length": 150, "max_prompt_length": 150},
+    )
     Image.new("RGB", (28, 28), "red").save(folder / "new.png")
     before = make(rows, kind, **options)
     Image.new("RGB", (28, 28), "blue").save(folder / "new.png")
@@ -331,7 +564,9 @@ def test_an_image_that_changes_is_read_anew(make, folder, capsys, kind, text):
     assert "files that it was made of have changed" in capsys.readouterr().out
     if text != "<image>":
         return
-    assert before.pictures.images[0][0][0, 0].tolist() == [255, 0, 0] and after.pictures.images[0][0][0, 0].tolist() == [0, 0, 255]
+    assert before.pictures.images[0][0][0, 0].tolist() == [255, 0, 0] and after.pictures.images[0][
+        0
+    ][0, 0].tolist() == [0, 0, 255]
 
 
 def test_what_the_processor_leaves_out_is_part_of_a_cache(make, folder, tmp_path):
@@ -341,49 +576,85 @@ def test_what_the_processor_leaves_out_is_part_of_a_cache(make, folder, tmp_path
 
 
 def test_batches_carry_images_along(make):
-    batch = make([row(images=["0.png"]), row("none", []), row("<image> <image>", ["1.png", "2.png"])]).batch([0, 1, 2])
+    batch = make(
+        [row(images=["0.png"]), row("none", []), row("<image> <image>", ["1.png", "2.png"])]
+    ).batch([0, 1, 2])
     shapes = [image.shape for image in batch.images]
     assert [image.shape for image in batch.select([2, 0]).images] == [*shapes[1:], shapes[0]]
-    assert [image.shape for image in Batch.concat([batch.select([2]), batch]).images] == [*shapes[1:], *shapes]
+    assert [image.shape for image in Batch.concat([batch.select([2]), batch]).images] == [
+        *shapes[1:],
+        *shapes,
+    ]
     assert [len(part.images) for part in batch.split([1, 2])] == [1, 2]
 
 
 def test_prompts_have_their_images_and_rewards_their_paths(make, reader):
-    prompts = make([{"prompt": "which <image>", "images": ["0.png"], "answer": "red"}], PromptDataset)
+    prompts = make(
+        [{"prompt": "which <image>", "images": ["0.png"], "answer": "red"}], PromptDataset
+    )
     prompt = prompts[0]
     assert prompt.row == {"prompt": "which <image>", "images": ["0.png"], "answer": "red"}
     assert prompt.text == "<|im_start|>user\nwhich <image><|im_end|>\n<|im_start|>assistant\n"
     placeholder = reader.processor.image_token_id
     assert prompt.before_images.count(placeholder) == 1 and prompt.input_ids.count(placeholder) > 1
-    assert [image.shape for image in prompt.images] == [image.shape for image in prompts.pictures.images[0]]
+    assert [image.shape for image in prompt.images] == [
+        image.shape for image in prompts.pictures.images[0]
+    ]
 
 
 def test_an_image_of_the_reply_is_none_of_the_prompt(make, shades):
-    rows = [{"messages": chat("q", "see <image>"), "images": ["10.png"]},
-            {"messages": chat("<image> q", "see <image>"), "images": ["10.png", "200.png"]}]
+    rows = [
+        {"messages": chat("q", "see <image>"), "images": ["10.png"]},
+        {"messages": chat("<image> q", "see <image>"), "images": ["10.png", "200.png"]},
+    ]
     prompts = make(rows, PromptDataset)
-    assert colours_of(prompts) == [[], [10]] and prompts[0].text == "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        colours_of(prompts) == [[], [10]]
+        and prompts[0].text == "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
 def test_rewards_get_no_pixels(make, folder):
     pixels = base64.b64encode((folder / "0.png").read_bytes()).decode()
     url = f"data:image/png;base64,{pixels}"
-    parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "and"}, {"type": "image", "base64": pixels},
-             {"type": "text", "text": "data: text"}, {"type": "image", "image": "0.png"}]
-    rows = [{"messages": [{"role": "user", "content": parts}]}, row("<image> <image>", [url, "0.png"]),
-            row("<image> <image>") | {"images": json.dumps(["0.png", url])}]
-    in_parts, listed, as_text = [prompt.row for prompt in make(rows, PromptDataset, max_prompt_length=500)]
+    parts = [
+        {"type": "image_url", "image_url": {"url": url}},
+        {"type": "text", "text": "and"},
+        {"type": "image", "base64": pixels},
+        {"type": "text", "text": "data: text"},
+        {"type": "image", "image": "0.png"},
+    ]
+    rows = [
+        {"messages": [{"role": "user", "content": parts}]},
+        row("<image> <image>", [url, "0.png"]),
+        row("<image> <image>") | {"images": json.dumps(["0.png", url])},
+    ]
+    in_parts, listed, as_text = [
+        prompt.row for prompt in make(rows, PromptDataset, max_prompt_length=500)
+    ]
     assert [part.get("text", part) for part in in_parts["messages"][0]["content"]] == [
-        {"type": "image_url", "image_url": {"url": None}}, "and", {"type": "image", "base64": None}, "data: text", parts[-1]]
+        {"type": "image_url", "image_url": {"url": None}},
+        "and",
+        {"type": "image", "base64": None},
+        "data: text",
+        parts[-1],
+    ]
     assert listed["images"] == [None, "0.png"] and json.loads(as_text["images"]) == ["0.png", None]
 
 
-@pytest.mark.parametrize("more, message", [
-    ("engine.context_parallel_size=2", "context_parallel_size=2 with model.images=true"),
-    ("model.lora.rank=4", "model.lora.rank=4 with model.images=true"),
-    ("model_engine=megatron", "model.images=true needs model_engine=fsdp")])
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        ("engine.context_parallel_size=2", "context_parallel_size=2 with model.images=true"),
+        ("model.lora.rank=4", "model.lora.rank=4 with model.images=true"),
+        ("model_engine=megatron", "model.images=true needs model_engine=fsdp"),
+    ],
+)
 def test_what_does_not_go_with_images(folder, more, message):
-    config = load("sft.yaml", [f"model.path={folder / 'qwen2_5_vl'}", "data.train_files=x", "model.images=true", more])
+    config = load(
+        "sft.yaml",
+        [f"model.path={folder / 'qwen2_5_vl'}", "data.train_files=x", "model.images=true", more],
+    )
     with pytest.raises(InputError, match=message):
         engine_class(config.model_engine).check(config, 2)
 
@@ -392,9 +663,15 @@ def test_what_a_processor_says_of_text_and_images_together_reaches_the_model(fol
     call = Qwen2_5_VLProcessor.__call__
 
     def saying_more(self, images=None, text=None, **options):
-        return type(said := call(self, images=images, text=text, **options))({**said, **({"mask": [[1, 0]]} if text else {})})
+        return type(said := call(self, images=images, text=text, **options))(
+            {**said, **({"mask": [[1, 0]]} if text else {})}
+        )
+
     monkeypatch.setattr(Qwen2_5_VLProcessor, "__call__", saying_more)
-    with pytest.raises(InputError, match=r"says mask of a text with images alone, .*data.drop_processor_keys=\[mask\]"):
+    with pytest.raises(
+        InputError,
+        match=r"says mask of a text with images alone, .*data.drop_processor_keys=\[mask\]",
+    ):
         Reader(folder / "qwen2_5_vl")
     assert Reader(folder / "qwen2_5_vl", dropped=["mask"]).of_tokens == ["mm_token_type_ids"]
 
@@ -402,9 +679,15 @@ def test_what_a_processor_says_of_text_and_images_together_reaches_the_model(fol
 def test_a_model_gets_what_it_needs(folder):
     """Qwen2.5-VL counts places by mm_token_type_ids, LLaVA's processor has nothing of the kind, and Gemma 3 computes otherwise."""
     kind = auto_class(config := AutoConfig.from_pretrained(folder / "qwen2_5_vl"))
-    with pytest.raises(InputError, match="needs mm_token_type_ids: take it out of data.drop_processor_keys"):
-        images.Images(kind.from_config(config), Reader(folder / "qwen2_5_vl", dropped=["mm_token_type_ids"]))
-    assert Reader(folder / "llava").of_tokens == [] and Reader(folder / "gemma3").of_tokens == ["token_type_ids"]
+    with pytest.raises(
+        InputError, match="needs mm_token_type_ids: take it out of data.drop_processor_keys"
+    ):
+        images.Images(
+            kind.from_config(config), Reader(folder / "qwen2_5_vl", dropped=["mm_token_type_ids"])
+        )
+    assert Reader(folder / "llava").of_tokens == [] and Reader(folder / "gemma3").of_tokens == [
+        "token_type_ids"
+    ]
     assert Reader(folder / "gemma3", dropped=["token_type_ids"]).of_tokens == []
 
 
@@ -418,26 +701,46 @@ def test_all_models_of_a_run_have_the_same_tokens_for_an_image(folder, tmp_path,
     (smaller / "preprocessor_config.json").write_text(json.dumps(settings))
 
     def load_reader(path):
-        config = load("ppo.yaml", [f"model.path={folder / 'qwen2_5_vl'}", "data.train_files=x", "model.images=true",
-                                   f"{role}.path={path}"])
+        config = load(
+            "ppo.yaml",
+            [
+                f"model.path={folder / 'qwen2_5_vl'}",
+                "data.train_files=x",
+                "model.images=true",
+                f"{role}.path={path}",
+            ],
+        )
         return job.load_reader(config, AutoTokenizer.from_pretrained(folder / "qwen2_5_vl"))
 
     other = make_image_model(tmp_path / "other", "qwen2_5_vl")
-    settings = json.loads((other / "preprocessor_config.json").read_text()) | {"image_mean": [0.1, 0.2, 0.3]}
+    settings = json.loads((other / "preprocessor_config.json").read_text()) | {
+        "image_mean": [0.1, 0.2, 0.3]
+    }
     (other / "preprocessor_config.json").write_text(json.dumps(settings))
     for path in (folder / "gemma3", folder / "llava", smaller, other):
-        with pytest.raises(InputError, match=f"{role}.path={path} reads an image in another way than model.path="):
+        with pytest.raises(
+            InputError, match=f"{role}.path={path} reads an image in another way than model.path="
+        ):
             load_reader(path)
     assert load_reader(make_image_model(tmp_path / "same", "qwen2_5_vl")).image_token == "<image>"
 
 
-@pytest.mark.parametrize("family, dtype", [("qwen2_5_vl", torch.float32), ("qwen2_5_vl", torch.bfloat16),
-                                           ("qwen3_vl", torch.bfloat16), ("llava", torch.float32)])
+@pytest.mark.parametrize(
+    "family, dtype",
+    [
+        ("qwen2_5_vl", torch.float32),
+        ("qwen2_5_vl", torch.bfloat16),
+        ("qwen3_vl", torch.bfloat16),
+        ("llava", torch.float32),
+    ],
+)
 def test_what_images_leave_for_the_backward_pass_is_estimated(folder, family, dtype):
     """Against the storages that autograd keeps, without weights: a tenth, and with recomputation what a layer takes, too."""
     shape, reader = AutoConfig.from_pretrained(folder / family), Reader(folder / family)
     image = np.random.RandomState(0).randint(0, 256, (224, 224, 3)).astype(np.uint8)
-    given = {n: x.to(dtype) if x.is_floating_point() else x for n, x in reader.tensors([image]).items()}
+    given = {
+        n: x.to(dtype) if x.is_floating_point() else x for n, x in reader.tensors([image]).items()
+    }
     num_tokens = sum(reader.expand(reader.image_token, [image]).of_images)
 
     def both(frozen="nothing", checkpointing=False):
@@ -476,7 +779,10 @@ def test_a_thread_makes_pixels_of_the_next_micro_batch(make, folder):
     """Of no more than one, to the same bits; an error there ends the step."""
     batch = make([row(images=[f"{i}.png"]) for i in range(4)]).batch(range(4))
     kind = auto_class(config := AutoConfig.from_pretrained(folder / "qwen2_5_vl"))
-    of_model, noted = images.Images(kind.from_config(config), batch.pictures.reader), Noted(batch.pictures.images)
+    of_model, noted = (
+        images.Images(kind.from_config(config), batch.pictures.reader),
+        Noted(batch.pictures.images),
+    )
     batch = dataclasses.replace(batch, pictures=Pictures(noted, batch.pictures.reader))
     parts = batch.split([1] * 4)
     found = of_model.ahead(iter(parts), packed=True)
@@ -488,17 +794,35 @@ def test_a_thread_makes_pixels_of_the_next_micro_batch(make, folder):
     given += [each for _, each in found]
     for part, each in zip(parts, given, strict=True):
         want = of_model.given(part, part.images, packed=True)
-        assert each.keys() == want.keys() and all(torch.equal(each[name], want[name]) for name in want)
+        assert each.keys() == want.keys() and all(
+            torch.equal(each[name], want[name]) for name in want
+        )
     noted[2] = [np.zeros((4, 2000, 3), np.uint8)]
     with pytest.raises(ValueError, match="aspect ratio"):
         list(of_model.ahead(parts, packed=True))
 
 
 def test_a_dry_run_counts_what_images_leave(folder):
-    config = load("sft.yaml", [f"model.path={folder / 'qwen2_5_vl'}", "data.train_files=x", "model.images=true",
-                               "data.max_tokens_per_micro_batch=1000", "engine.compute_dtype=float32"])
-    kept = images.count_kept(build(config, False)[0], Reader(folder / "qwen2_5_vl"), 4, config.engine.activation_checkpointing)
-    found = [estimates(config, 1, "cpu", role)[0]["activations of images"] * 2**30 for role in ("actor", "reference")]
+    config = load(
+        "sft.yaml",
+        [
+            f"model.path={folder / 'qwen2_5_vl'}",
+            "data.train_files=x",
+            "model.images=true",
+            "data.max_tokens_per_micro_batch=1000",
+            "engine.compute_dtype=float32",
+        ],
+    )
+    kept = images.count_kept(
+        build(config, False)[0],
+        Reader(folder / "qwen2_5_vl"),
+        4,
+        config.engine.activation_checkpointing,
+    )
+    found = [
+        estimates(config, 1, "cpu", role)[0]["activations of images"] * 2**30
+        for role in ("actor", "reference")
+    ]
     assert found == pytest.approx([1000 * kept, 0]) and kept > 0
 
 
@@ -509,18 +833,34 @@ def test_ppo_sees_what_vllm_sees(tmp_path):
     """Two steps with a critic on two ranks: vLLM's log-probabilities are the trainer's before and after an update of the tower, and
     the tower learns. A step's samples have no pixels."""
     run([sys.executable, "examples/colours.py", "build", tmp_path])
-    (tmp_path / "reward.py").write_text("def odd(prompt, response, row):\n    return float(len(response) % 2)\n")
-    settings = ["configs/demo/vlm.yaml", f"model.path={tmp_path / 'model'}", f"critic.path={tmp_path / 'model'}",
-                f"data.train_files={tmp_path / 'train.jsonl'}", "data.val_files=null", f"data.cache_dir={tmp_path / 'cache'}",
-                f"output_dir={tmp_path / 'out'}", "algorithm.adv_estimator=gae", "data.train_batch_size=8", "rollout.n=2",
-                "trainer.total_steps=2", f"reward.function={tmp_path / 'reward.py'}:odd"]
+    (tmp_path / "reward.py").write_text(
+        "def odd(prompt, response, row):\n    return float(len(response) % 2)\n"
+    )
+    settings = [
+        "configs/demo/vlm.yaml",
+        f"model.path={tmp_path / 'model'}",
+        f"critic.path={tmp_path / 'model'}",
+        f"data.train_files={tmp_path / 'train.jsonl'}",
+        "data.val_files=null",
+        f"data.cache_dir={tmp_path / 'cache'}",
+        f"output_dir={tmp_path / 'out'}",
+        "algorithm.adv_estimator=gae",
+        "data.train_batch_size=8",
+        "rollout.n=2",
+        "trainer.total_steps=2",
+        f"reward.function={tmp_path / 'reward.py'}:odd",
+    ]
     launch(2, "train_ppo.py", *settings)
     steps = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
     steps = [step for step in steps if "rollout_corr/log_prob_gap" in step]
     assert len(steps) == 2 and all(step["rollout_corr/log_prob_gap"] < 1e-5 for step in steps)
-    before, after = (load_file(path / "model.safetensors") for path in (tmp_path / "model", tmp_path / "out/hf"))
+    before, after = (
+        load_file(path / "model.safetensors") for path in (tmp_path / "model", tmp_path / "out/hf")
+    )
     tower = [name for name in before if name.startswith("visual.")]
-    assert len(tower) > 20 and all(not torch.equal(before[name], after[name]) for name in tower if "mlp" in name)
+    assert len(tower) > 20 and all(
+        not torch.equal(before[name], after[name]) for name in tower if "mlp" in name
+    )
     line = json.loads(next((tmp_path / "out/rollouts").iterdir()).read_text().splitlines()[0])
     assert line["row"]["messages"][0]["content"][0]["image"].startswith("images/")
 
@@ -529,7 +869,9 @@ def test_ppo_sees_what_vllm_sees(tmp_path):
 
 
 def colours_of(dataset):
-    return [[int(image.mean()) for image in dataset.pictures.images[i]] for i in range(len(dataset))]
+    return [
+        [int(image.mean()) for image in dataset.pictures.images[i]] for i in range(len(dataset))
+    ]
 
 
 @pytest.fixture
@@ -545,15 +887,27 @@ def test_the_same_rows_beside_other_images_are_another_dataset(shades, reader, t
         (tmp_path / str(shade)).mkdir()
         Image.open(shades / f"{shade}.png").save(tmp_path / f"{shade}/a.png")
         (tmp_path / f"{shade}/rows.jsonl").write_text(json.dumps(row(images=["a.png"])) + "\n")
-        path = tokenize(str(tmp_path / f"{shade}/rows.jsonl"), AutoTokenizer.from_pretrained(shades / "qwen2_5_vl"), options(),
-                        tmp_path / "cache", shades / "qwen2_5_vl", reader)
+        path = tokenize(
+            str(tmp_path / f"{shade}/rows.jsonl"),
+            AutoTokenizer.from_pretrained(shades / "qwen2_5_vl"),
+            options(),
+            tmp_path / "cache",
+            shades / "qwen2_5_vl",
+            reader,
+        )
         found += colours_of(TokenDataset.load(path, reader))
     assert found == [[10], [200]]
 
 
-@pytest.mark.parametrize("form", [
-    lambda path: path.name, lambda path: {"path": path.name, "bytes": None}, lambda path: {"url": path.name},
-    lambda path: f"file://{path}"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda path: path.name,
+        lambda path: {"path": path.name, "bytes": None},
+        lambda path: {"url": path.name},
+        lambda path: f"file://{path}",
+    ],
+)
 def test_an_image_that_changes_is_read_again(shades, make, form):
     path, found = shades / "changing.png", []
     for size, shade in ((60, 10), (61, 200)):
@@ -565,17 +919,24 @@ def test_an_image_that_changes_is_read_again(shades, make, form):
 def test_columns_of_images_stay_encoded(shades, reader, tmp_path):
     """Bytes go before the path, which is a name. A bad image is its row's error, and rewards get the path."""
     image = {"bytes": (shades / "200.png").read_bytes(), "path": "10.png"}
-    rows = datasets.Dataset.from_dict({"messages": [chat("<image>", "a")] * 2, "images": [[image], [image | {"bytes": b"no"}]]})
+    rows = datasets.Dataset.from_dict(
+        {"messages": [chat("<image>", "a")] * 2, "images": [[image], [image | {"bytes": b"no"}]]}
+    )
     path, tokenizer = shades / "rows.parquet", AutoTokenizer.from_pretrained(shades / "qwen2_5_vl")
 
     def prompts(rows):
         pq.write_table(rows.data.table, path)
-        written = tokenize_prompts(str(path), tokenizer, options(), tmp_path, shades / "qwen2_5_vl", reader)
+        written = tokenize_prompts(
+            str(path), tokenizer, options(), tmp_path, shades / "qwen2_5_vl", reader
+        )
         return PromptDataset.load(written, reader)
+
     of_images = rows.cast_column("images", datasets.List(datasets.Image()))
     for each in (rows, of_images):
         found = prompts(each.select([0]).flatten_indices())
-        assert colours_of(found) == [[200]] and found[0].row["images"] == [{"bytes": None, "path": "10.png"}]
+        assert colours_of(found) == [[200]] and found[0].row["images"] == [
+            {"bytes": None, "path": "10.png"}
+        ]
     with pytest.raises(InputError, match="rows.parquet:2: an image of type bytes cannot be read"):
         prompts(of_images)
 
@@ -588,16 +949,32 @@ def test_a_cell_of_text_may_be_a_list_of_images(shades, reader, tmp_path):
     rows = {"prompt": texts, "response": ["a", "b"], "images": lists}
     datasets.Dataset.from_dict(rows).to_parquet(shades / "cells.parquet")
     for name in ("cells.csv", "cells.parquet"):
-        path = tokenize(str(shades / name), AutoTokenizer.from_pretrained(shades / "qwen2_5_vl"), options(), tmp_path,
-                        shades / "qwen2_5_vl", reader)
+        path = tokenize(
+            str(shades / name),
+            AutoTokenizer.from_pretrained(shades / "qwen2_5_vl"),
+            options(),
+            tmp_path,
+            shades / "qwen2_5_vl",
+            reader,
+        )
         found.append(colours_of(TokenDataset.load(path, reader)))
     assert found == [[[10, 200], [200, 10]]] * 2
 
 
 def test_a_part_with_an_image_is_one_whatever_its_type(shades, make):
-    parts = [{"image": "10.png"}, "and a string", {"type": "input_image", "image_url": "200.png"}, "beside",
-             {"type": "image", "base64": base64.b64encode((shades / "10.png").read_bytes()).decode()}]
-    dataset = make([{"messages": chat(parts, "a")}, row([{"type": "text", "text": "<image>b"}], images=["10.png"])])
+    parts = [
+        {"image": "10.png"},
+        "and a string",
+        {"type": "input_image", "image_url": "200.png"},
+        "beside",
+        {"type": "image", "base64": base64.b64encode((shades / "10.png").read_bytes()).decode()},
+    ]
+    dataset = make(
+        [
+            {"messages": chat(parts, "a")},
+            row([{"type": "text", "text": "<image>b"}], images=["10.png"]),
+        ]
+    )
     assert colours_of(dataset) == [[10, 200, 10], [10]]
     text = AutoTokenizer.from_pretrained(shades / "qwen2_5_vl").decode(dataset.batch([0]).input_ids)
     assert "and a string" in text
@@ -605,8 +982,15 @@ def test_a_part_with_an_image_is_one_whatever_its_type(shades, make):
 
 def test_contents_have_one_form(shades, make):
     """Of strings, or of parts; with images, without, and without a model that reads them."""
-    parts = [["hello ", "world"], [{"text": "hello "}, {"type": "input_text", "text": "world"}], "hello \nworld"]
-    rows, prompts = [{"messages": chat(content, "a")} for content in parts], [["look ", "at <image> now"], "look at <image> now"]
+    parts = [
+        ["hello ", "world"],
+        [{"text": "hello "}, {"type": "input_text", "text": "world"}],
+        "hello \nworld",
+    ]
+    rows, prompts = (
+        [{"messages": chat(content, "a")} for content in parts],
+        [["look ", "at <image> now"], "look at <image> now"],
+    )
     for dataset in (make(rows), make(rows, of_images=None)):
         ids = [dataset.batch([i]).input_ids.tolist() for i in range(3)]
         assert ids[0] == ids[1] and bytes_of(ids[0], shades) in ("hello world", "hello \nworld")
@@ -616,20 +1000,36 @@ def test_contents_have_one_form(shades, make):
 
 
 def bytes_of(ids, folder):
-    text = re.sub("(<image>)+", "<image>", AutoTokenizer.from_pretrained(folder / "qwen2_5_vl").decode(ids))
+    text = re.sub(
+        "(<image>)+", "<image>", AutoTokenizer.from_pretrained(folder / "qwen2_5_vl").decode(ids)
+    )
     return re.match(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", text, re.DOTALL)[1]
 
 
 def test_an_image_may_be_given_in_many_ways(shades, make):
     encoded = base64.encodebytes((shades / "200.png").read_bytes()).decode()
-    dataset = make([row("<image>", [f"DATA:image/png;base64,{encoded}"]), row("<image>", [{"bytes": "", "path": "10.png"}]),
-                    row([{"type": "image", "index": 1}, {"type": "text", "text": "before"}, {"type": "image", "index": 0}],
-                        ["10.png", "200.png"])])
+    dataset = make(
+        [
+            row("<image>", [f"DATA:image/png;base64,{encoded}"]),
+            row("<image>", [{"bytes": "", "path": "10.png"}]),
+            row(
+                [
+                    {"type": "image", "index": 1},
+                    {"type": "text", "text": "before"},
+                    {"type": "image", "index": 0},
+                ],
+                ["10.png", "200.png"],
+            ),
+        ]
+    )
     assert "\n" in encoded and colours_of(dataset) == [[200], [10], [200, 10]]
 
 
 def test_a_row_that_would_end_with_an_image_is_dropped(make):
-    rows = [{"messages": [*chat("a", "b"), *chat("<image>c", "d")], "images": ["0.png"]}, {"messages": chat("a", "b")}]
+    rows = [
+        {"messages": [*chat("a", "b"), *chat("<image>c", "d")], "images": ["0.png"]},
+        {"messages": chat("a", "b")},
+    ]
     ids = make(rows).batch([0]).input_ids.tolist()
     end = max(i for i, token in enumerate(ids) if token == 258) + 1
     assert make(rows, max_length=end, truncation="right").stats["dropped_images"] == 1
@@ -638,16 +1038,36 @@ def test_a_row_that_would_end_with_an_image_is_dropped(make):
 
 def test_a_template_that_moves_images_is_refused(folder, reader, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(folder / "qwen2_5_vl")
-    tokenizer.chat_template = tokenizer.chat_template.replace("in m.content %}", "in m.content|reverse %}")
-    (folder / "moved.jsonl").write_text(json.dumps(row("<image>a<image>", images=["0.png", "1.png"])) + "\n")
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "in m.content %}", "in m.content|reverse %}"
+    )
+    (folder / "moved.jsonl").write_text(
+        json.dumps(row("<image>a<image>", images=["0.png", "1.png"])) + "\n"
+    )
     with pytest.raises(InputError, match="images in another order"):
-        tokenize(str(folder / "moved.jsonl"), tokenizer, options(), tmp_path, folder / "qwen2_5_vl", reader)
+        tokenize(
+            str(folder / "moved.jsonl"),
+            tokenizer,
+            options(),
+            tmp_path,
+            folder / "qwen2_5_vl",
+            reader,
+        )
 
 
 def test_images_without_a_chat_template_are_an_error(folder, reader, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(folder / "qwen2_5_vl")
     tokenizer.chat_template = None
-    (folder / "plain.jsonl").write_text(json.dumps({"prompt": "a", "response": "b", "images": ["0.png"]}) + "\n")
+    (folder / "plain.jsonl").write_text(
+        json.dumps({"prompt": "a", "response": "b", "images": ["0.png"]}) + "\n"
+    )
     for write in (tokenize, tokenize_prompts):
         with pytest.raises(InputError, match="no chat template: give data.chat_template"):
-            write(str(folder / "plain.jsonl"), tokenizer, options(), tmp_path, folder / "qwen2_5_vl", reader)
+            write(
+                str(folder / "plain.jsonl"),
+                tokenizer,
+                options(),
+                tmp_path,
+                folder / "qwen2_5_vl",
+                reader,
+            )

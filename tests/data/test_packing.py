@@ -9,7 +9,8 @@ from config import InputError
 from data.batching.packing import Batch, global_batch, order, pack, partition, spread
 
 lengths_and_cap = st.integers(1, 400).flatmap(
-    lambda cap: st.tuples(st.lists(st.integers(1, cap), max_size=60), st.just(cap)))
+    lambda cap: st.tuples(st.lists(st.integers(1, cap), max_size=60), st.just(cap))
+)
 
 
 @given(lengths_and_cap, st.booleans(), st.integers(0, 8))
@@ -42,7 +43,9 @@ def test_pack_fills_bins_where_a_naive_cut_overflows():
 
 
 def test_a_sequence_longer_than_the_cap_is_an_error():
-    with pytest.raises(InputError, match="9 tokens is longer than data.max_tokens_per_micro_batch=8"):
+    with pytest.raises(
+        InputError, match="9 tokens is longer than data.max_tokens_per_micro_batch=8"
+    ):
         pack([3, 9], 8)
 
 
@@ -66,11 +69,18 @@ def test_partition_beats_round_robin_on_skewed_work():
 
 def test_very_many_items_are_divided_as_evenly_and_in_no_time():
     """As 64 ranks have them. One that is larger than a whole share is alone."""
-    costs = [24576 * n + n * n for n in np.random.default_rng(0).lognormal(6, 1.2, 30_000).astype(int).tolist()]
+    costs = [
+        24576 * n + n * n
+        for n in np.random.default_rng(0).lognormal(6, 1.2, 30_000).astype(int).tolist()
+    ]
     costs[7] = sum(costs) / 32
     start = time.process_time()
     parts = partition(costs, 64)
-    assert time.process_time() - start < 0.5 and sorted(sum(parts, [])) == list(range(30_000)) and [7] in parts
+    assert (
+        time.process_time() - start < 0.5
+        and sorted(sum(parts, [])) == list(range(30_000))
+        and [7] in parts
+    )
     sums = sorted(sum(costs[i] for i in part) for part in parts)
     assert sums[-2] < 1.0001 * sums[0]
 
@@ -78,7 +88,7 @@ def test_very_many_items_are_divided_as_evenly_and_in_no_time():
 def test_the_order_is_stateless_and_an_epoch_sees_each_row_once():
     batches = [global_batch(103, 10, seed=3, step=k) for k in range(20)]
     for epoch in range(2):
-        rows = np.concatenate(batches[10 * epoch:10 * epoch + 10])
+        rows = np.concatenate(batches[10 * epoch : 10 * epoch + 10])
         assert len(set(rows)) == 100
         assert (rows == order(103, 3, epoch)[:100]).all()
     assert (batches[0] != batches[10]).any()
@@ -87,15 +97,23 @@ def test_the_order_is_stateless_and_an_epoch_sees_each_row_once():
 
 
 def test_select_and_position_ids():
-    batch = Batch(torch.arange(10), torch.tensor([0, 3, 4, 10]), {"loss_mask": torch.arange(10) / 10})
+    batch = Batch(
+        torch.arange(10), torch.tensor([0, 3, 4, 10]), {"loss_mask": torch.arange(10) / 10}
+    )
     assert batch.position_ids.tolist() == [0, 1, 2, 0, 0, 1, 2, 3, 4, 5]
     part = batch.select([2, 0])
     assert part.input_ids.tolist() == [4, 5, 6, 7, 8, 9, 0, 1, 2]
     assert part.cu_seqlens.tolist() == [0, 6, 9] and part.lengths == [6, 3]
     assert torch.equal(part.fields["loss_mask"], part.input_ids / 10)
     first, none, rest = batch.split([1, 0, 2])
-    assert first.input_ids.tolist() == [0, 1, 2] and rest.input_ids.tolist() == [3, 4, 5, 6, 7, 8, 9] and len(none) == 0
-    assert rest.cu_seqlens.tolist() == [0, 1, 7] and torch.equal(rest.fields["loss_mask"], rest.input_ids / 10)
+    assert (
+        first.input_ids.tolist() == [0, 1, 2]
+        and rest.input_ids.tolist() == [3, 4, 5, 6, 7, 8, 9]
+        and len(none) == 0
+    )
+    assert rest.cu_seqlens.tolist() == [0, 1, 7] and torch.equal(
+        rest.fields["loss_mask"], rest.input_ids / 10
+    )
     rest.input_ids[0] = 20
     assert batch.input_ids[3] == 20, "a view"
     empty = batch.select([])

@@ -17,9 +17,16 @@ def seven_b(length: int) -> float:
 
 
 BATCHES = st.tuples(
-    st.lists(st.integers(1, 400), min_size=1, max_size=40), st.integers(1, 13), st.integers(60, 200).map(lambda n: 4 * n),
-    st.sampled_from([lambda size: 1, lambda size: 2 * size if size > 1 else 1, lambda size: 4 * size]), st.booleans(),
-    st.integers(1, 3), st.booleans())
+    st.lists(st.integers(1, 400), min_size=1, max_size=40),
+    st.integers(1, 13),
+    st.integers(60, 200).map(lambda n: 4 * n),
+    st.sampled_from(
+        [lambda size: 1, lambda size: 2 * size if size > 1 else 1, lambda size: 4 * size]
+    ),
+    st.booleans(),
+    st.integers(1, 3),
+    st.booleans(),
+)
 
 
 @settings(max_examples=300, deadline=None)
@@ -42,30 +49,49 @@ def test_every_pass_has_every_rank_and_every_sequence_is_in_one(drawn):
             taken = len(tokens) * max(tokens, default=0) if padded else sum(tokens)
             assert taken <= group.size * max_tokens
             assert group.sequences or group.size == 1, "ranks would share nothing"
-    assert sorted(i for groups in passes for group in groups for i in group.sequences) == list(range(len(lengths)))
-    assert passes == schedule(lengths, costs, num_ranks, max_tokens, multiple, padded, passes_multiple)
+    assert sorted(i for groups in passes for group in groups for i in group.sequences) == list(
+        range(len(lengths))
+    )
+    assert passes == schedule(
+        lengths, costs, num_ranks, max_tokens, multiple, padded, passes_multiple
+    )
 
     plans = [Plan.of(passes, rank, lengths, costs) for rank in range(num_ranks)]
     assert len({len(plan.micro_batches) for plan in plans}) == 1
     for step in zip(*(plan.micro_batches for plan in plans)):
         rank = 0
-        while rank < num_ranks:                             # the members of a group have the same micro-batch
+        while rank < num_ranks:  # the members of a group have the same micro-batch
             size, _ = step[rank]
-            members = [[plans[r].sequences[i] for i in step[r][1]] for r in range(rank, rank + size)]
-            assert all(step[r][0] == size and each == members[0] for r, each in zip(range(rank, rank + size), members))
+            members = [
+                [plans[r].sequences[i] for i in step[r][1]] for r in range(rank, rank + size)
+            ]
+            assert all(
+                step[r][0] == size and each == members[0]
+                for r, each in zip(range(rank, rank + size), members)
+            )
             rank += size
     for rank, plan in enumerate(plans):
-        assert sorted(i for _, part in plan.micro_batches for i in part) == list(range(len(plan.sequences)))
+        assert sorted(i for _, part in plan.micro_batches for i in part) == list(
+            range(len(plan.sequences))
+        )
         first, count = plan.first.tolist(), plan.count.tolist()
-        assert plan.sequences == [i for i in range(len(lengths)) if first[i] <= rank < first[i] + count[i]]
-        assert {*plan.metrics} == {*plans[0].metrics} and 0 < plan.metrics["perf/plan_efficiency"] < 1 + 1e-9
+        assert plan.sequences == [
+            i for i in range(len(lengths)) if first[i] <= rank < first[i] + count[i]
+        ]
+        assert {*plan.metrics} == {*plans[0].metrics} and 0 < plan.metrics[
+            "perf/plan_efficiency"
+        ] < 1 + 1e-9
     assert sum(plan.speaks(rank).sum().item() for rank, plan in enumerate(plans)) == len(lengths)
-    assert sum(amount for name, amount in plans[0].metrics.items() if "/cp_" in name) == sum(lengths)
+    assert sum(amount for name, amount in plans[0].metrics.items() if "/cp_" in name) == sum(
+        lengths
+    )
 
 
 def test_sequences_that_are_as_long_as_others_are_not_shared():
     passes = schedule([100] * 8, [1.0] * 8, 4, 200, lambda size: 1)
-    assert [[(group.size, len(group.sequences)) for group in groups] for groups in passes] == [[(1, 2)] * 4]
+    assert [[(group.size, len(group.sequences)) for group in groups] for groups in passes] == [
+        [(1, 2)] * 4
+    ]
 
 
 def test_a_long_sequence_is_shared_and_short_ones_are_not():
@@ -89,7 +115,9 @@ def test_the_time_of_ranks_is_used():
         lengths = np.random.default_rng(0).lognormal(np.log(6000), 1.3, 8 * num_ranks)
         lengths = lengths.clip(1024, 32768 * num_ranks).astype(int).tolist()
         costs = [seven_b(n) for n in lengths]
-        plan = Plan.of(schedule(lengths, costs, num_ranks, 32768, lambda size: 1), 0, lengths, costs)
+        plan = Plan.of(
+            schedule(lengths, costs, num_ranks, 32768, lambda size: 1), 0, lengths, costs
+        )
         assert plan.metrics["perf/plan_efficiency"] > 0.93, num_ranks
 
 
@@ -101,5 +129,8 @@ def test_plans_that_need_twice_as_many_passes_as_tokens_say_are_soon_found():
 
 
 def test_no_group_can_hold_a_sequence():
-    with pytest.raises(InputError, match="a sequence of 500 tokens is longer than .*micro_batch=100 for each of 4 ranks"):
+    with pytest.raises(
+        InputError,
+        match="a sequence of 500 tokens is longer than .*micro_batch=100 for each of 4 ranks",
+    ):
         schedule([3, 500], [1.0, 2.0], 6, 100, lambda size: 1)

@@ -28,7 +28,8 @@ TOOLS_AND_THINKING = (
     "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
     "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
     "{%- if enable_thinking is defined and not enable_thinking %}{{ '<think></think>' }}{% endif %}{% endif %}"
-    "{%- if style is defined %}{{ style }}{% endif %}")
+    "{%- if style is defined %}{{ style }}{% endif %}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -40,23 +41,37 @@ def tokenizer_dir(tmp_path_factory):
 @pytest.fixture
 def make(tokenizer_dir, tmp_path):
     """make(files, option=value, ...) -> the cache folder."""
+
     def make(files, tokenizer=None, **changes):
         files = [str(f) for f in files] if isinstance(files, list) else str(files)
-        folder = "hub/name" if tokenizer else tokenizer_dir     # another tokenizer has no files there
+        folder = "hub/name" if tokenizer else tokenizer_dir  # another tokenizer has no files there
         tokenizer = tokenizer or PreTrainedTokenizerFast.from_pretrained(tokenizer_dir)
         return tokenize_prompts(files, tokenizer, options(**changes), tmp_path / "cache", folder)
+
     return make
 
 
 def options(**changes):
-    return SimpleNamespace(**dict(
-        messages_key="messages", prompt_key="prompt", images_key="images", tools_key="tools",
-        template_kwargs_key="chat_template_kwargs",
-        max_prompt_length=200, truncation="error", num_proc=None, special_tokens_in_text=None) | changes)
+    return SimpleNamespace(
+        **dict(
+            messages_key="messages",
+            prompt_key="prompt",
+            images_key="images",
+            tools_key="tools",
+            template_kwargs_key="chat_template_kwargs",
+            max_prompt_length=200,
+            truncation="error",
+            num_proc=None,
+            special_tokens_in_text=None,
+        )
+        | changes
+    )
 
 
 def write(path, rows):
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    path.write_text(
+        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+    )
     return path
 
 
@@ -76,24 +91,45 @@ def test_rows_of_the_example(make, tmp_path):
     tokenizer, rows = make_tokenizer(), make_rows()[1][:50]
     folder = make(write(tmp_path / "a.jsonl", rows))
     prompts = PromptDataset.load(folder)
-    assert {p.name for p in folder.iterdir()} == {"input_ids.npy", "cu_seqlens.npy", "records.jsonl",
-                                                  "record_ends.npy", "stats.json", "sums.json"}
+    assert {p.name for p in folder.iterdir()} == {
+        "input_ids.npy",
+        "cu_seqlens.npy",
+        "records.jsonl",
+        "record_ends.npy",
+        "stats.json",
+        "sums.json",
+    }
     assert len(prompts) == 50 and prompts.name == folder.name and len(prompts.name) == 64
-    expected = [tokenizer.apply_chat_template(row["messages"][:-1], add_generation_prompt=True, return_dict=False)
-                for row in rows]
+    expected = [
+        tokenizer.apply_chat_template(
+            row["messages"][:-1], add_generation_prompt=True, return_dict=False
+        )
+        for row in rows
+    ]
     assert [p.input_ids for p in prompts] == expected and type(prompts[0].input_ids[0]) is int
     assert [p.text for p in prompts] == [rendered(row["messages"][0]["content"]) for row in rows]
     assert [p.row for p in prompts] == rows
-    assert prompts.lengths.dtype == np.int64 and prompts.lengths.tolist() == [len(ids) for ids in expected]
-    assert prompts.stats == {"rows": 50, "dropped_long": 0, "truncated": 0, "tokens": sum(map(len, expected)),
-                             "max_length": max(map(len, expected))}
+    assert prompts.lengths.dtype == np.int64 and prompts.lengths.tolist() == [
+        len(ids) for ids in expected
+    ]
+    assert prompts.stats == {
+        "rows": 50,
+        "dropped_long": 0,
+        "truncated": 0,
+        "tokens": sum(map(len, expected)),
+        "max_length": max(map(len, expected)),
+    }
     assert prompts.expected_lengths([7, 3]) == [1, 1]
     prompts.drawn_lengths[[3, 9]] = 20, 40
-    assert prompts.expected_lengths(range(2, 5)) == [20, 20, 20] and prompts.expected_lengths([9, 4, 3]) == [40, 30, 20]
+    assert prompts.expected_lengths(range(2, 5)) == [20, 20, 20] and prompts.expected_lengths(
+        [9, 4, 3]
+    ) == [40, 30, 20]
 
 
 def test_prompts_are_read_in_any_order(make, tmp_path):
-    prompts = PromptDataset.load(make(write(tmp_path / "a.jsonl", [{"prompt": f"q{i}" * i} for i in range(40)])))
+    prompts = PromptDataset.load(
+        make(write(tmp_path / "a.jsonl", [{"prompt": f"q{i}" * i} for i in range(40)]))
+    )
     order = list(range(40))
     random.Random(0).shuffle(order)
     assert [prompts[i].row["prompt"] for i in order] == [f"q{i}" * i for i in order]
@@ -103,22 +139,30 @@ def test_prompts_are_read_in_any_order(make, tmp_path):
             prompts[index]
 
 
-@pytest.mark.parametrize("row, text", [
-    ({"prompt": "q"}, rendered("q")),
-    ({"prompt": [user("q")]}, rendered("q")),
-    ({"prompt": "q", "response": "r"}, rendered("q")),
-    ({"messages": [user("q")]}, rendered("q")),
-    ({"messages": [user("q"), assistant("a"), assistant("b")]}, rendered("q")),
-    ({"messages": [user("q"), assistant("a"), user("r"), assistant("b") | {"loss_mask": 0}]},
-     "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\na<|im_end|>\n" + rendered("r")),
-    ({"messages": None, "prompt": "q"}, rendered("q")),
-    ({"messages": [user("m")], "prompt": "p"}, rendered("m")),
-    ({"instruction": "do", "input": "it", "output": "done"}, rendered("do\n\nit")),
-    ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}, rendered("q")),
-    ({"prompt": "q", "completion": "c"}, rendered("q")),
-])
+@pytest.mark.parametrize(
+    "row, text",
+    [
+        ({"prompt": "q"}, rendered("q")),
+        ({"prompt": [user("q")]}, rendered("q")),
+        ({"prompt": "q", "response": "r"}, rendered("q")),
+        ({"messages": [user("q")]}, rendered("q")),
+        ({"messages": [user("q"), assistant("a"), assistant("b")]}, rendered("q")),
+        (
+            {"messages": [user("q"), assistant("a"), user("r"), assistant("b") | {"loss_mask": 0}]},
+            "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\na<|im_end|>\n" + rendered("r"),
+        ),
+        ({"messages": None, "prompt": "q"}, rendered("q")),
+        ({"messages": [user("m")], "prompt": "p"}, rendered("m")),
+        ({"instruction": "do", "input": "it", "output": "done"}, rendered("do\n\nit")),
+        (
+            {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+            rendered("q"),
+        ),
+        ({"prompt": "q", "completion": "c"}, rendered("q")),
+    ],
+)
 def test_what_belongs_to_the_prompt(make, tmp_path, row, text):
-    prompt, = PromptDataset.load(make(write(tmp_path / "a.jsonl", [row])))
+    (prompt,) = PromptDataset.load(make(write(tmp_path / "a.jsonl", [row])))
     assert prompt.text == text and prompt.row == row
     assert make_tokenizer().decode(prompt.input_ids) == text
     assert text.endswith(rendered(prompt.question)) and prompt.question
@@ -126,47 +170,81 @@ def test_what_belongs_to_the_prompt(make, tmp_path, row, text):
 
 def test_other_columns(make, tmp_path):
     row = {"question": "q", "chat": None}
-    prompt, = PromptDataset.load(make(write(tmp_path / "a.jsonl", [row]), prompt_key="question", messages_key="chat"))
+    (prompt,) = PromptDataset.load(
+        make(write(tmp_path / "a.jsonl", [row]), prompt_key="question", messages_key="chat")
+    )
     assert prompt.text == rendered("q") and prompt.row == row and prompt.question == "q"
     row = {"prompt": [user("q"), assistant("a")]}
-    prompt, = PromptDataset.load(make(write(tmp_path / "a.jsonl", [row]), messages_key="prompt"))
+    (prompt,) = PromptDataset.load(make(write(tmp_path / "a.jsonl", [row]), messages_key="prompt"))
     assert prompt.text == rendered("q") and prompt.row == row
 
 
 def test_the_question_is_the_text_of_the_last_message_of_the_user(make, tmp_path):
     parts = [{"type": "text", "text": "q"}, {"type": "text", "text": "r"}]
-    messages = [user("p"), assistant("a"), user(parts), assistant("b"), {"role": "tool", "content": "t"}]
+    messages = [
+        user("p"),
+        assistant("a"),
+        user(parts),
+        assistant("b"),
+        {"role": "tool", "content": "t"},
+    ]
     path = write(tmp_path / "a.jsonl", [{"messages": messages}])
     tokenizer = make_tokenizer()
     tokenizer.chat_template = TOOLS_AND_THINKING.replace("m.content", "m.content | string")
-    prompt, = PromptDataset.load(make(path, tokenizer))
+    (prompt,) = PromptDataset.load(make(path, tokenizer))
     assert prompt.question == "q\nr"
 
 
 def test_tools_and_template_arguments(make, tmp_path):
     tokenizer = make_tokenizer()
     tokenizer.chat_template = TOOLS_AND_THINKING
-    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
-    rows = [{"prompt": "q", "tools": tools}, {"prompt": "q", "enable_thinking": False},
-            {"prompt": "q", "chat_template_kwargs": {"style": "Short: "}}]
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
+        }
+    ]
+    rows = [
+        {"prompt": "q", "tools": tools},
+        {"prompt": "q", "enable_thinking": False},
+        {"prompt": "q", "chat_template_kwargs": {"style": "Short: "}},
+    ]
     prompts = PromptDataset.load(make(write(tmp_path / "a.jsonl", rows), tokenizer))
     arguments = [{"tools": tools}, {"enable_thinking": False}, {"style": "Short: "}]
     for prompt, row, extra in zip(prompts, rows, arguments, strict=True):
         assert prompt.row == row
         for tokenized, got in ((True, prompt.input_ids), (False, prompt.text)):
-            assert got == tokenizer.apply_chat_template([user("q")], add_generation_prompt=True, tokenize=tokenized,
-                                                        return_dict=False, **extra)
-    assert "add" in prompts[0].text and prompts[1].text.endswith("</think>") and prompts[2].text.endswith("Short: ")
+            assert got == tokenizer.apply_chat_template(
+                [user("q")],
+                add_generation_prompt=True,
+                tokenize=tokenized,
+                return_dict=False,
+                **extra,
+            )
+    assert (
+        "add" in prompts[0].text
+        and prompts[1].text.endswith("</think>")
+        and prompts[2].text.endswith("Short: ")
+    )
 
 
 def test_every_format_gives_the_same_prompts(make, tmp_path):
-    rows = [{"prompt": [user(f"{i} \u00e9\u2028?")], "answer": str(i), "meta": {"level": i, "tags": ["a", "b"]}}
-            for i in range(7)]
+    rows = [
+        {
+            "prompt": [user(f"{i} \u00e9\u2028?")],
+            "answer": str(i),
+            "meta": {"level": i, "tags": ["a", "b"]},
+        }
+        for i in range(7)
+    ]
     write(tmp_path / "a.jsonl", [rows[0], "", *rows[1:], "  "])
     (tmp_path / "a.json").write_text(json.dumps(rows, indent=1))
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
     datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
-    made = [list(PromptDataset.load(make(tmp_path / name))) for name in ("a.jsonl", "a.json", "a.parquet", "saved")]
+    made = [
+        list(PromptDataset.load(make(tmp_path / name)))
+        for name in ("a.jsonl", "a.json", "a.parquet", "saved")
+    ]
     assert [p.row for p in made[0]] == rows and made[0] == made[1] == made[2] == made[3]
     both = list(PromptDataset.load(make([tmp_path / "a.parquet", tmp_path / "a.jsonl"])))
     assert both == made[0] + made[0]
@@ -176,46 +254,66 @@ def test_csv_cells_are_text(make, tmp_path):
     with open(tmp_path / "a.csv", "w", newline="") as file:
         csv.writer(file).writerows([["prompt", "answer"], ["1+6", "007"], ["two\nlines", "NA"]])
     prompts = PromptDataset.load(make(tmp_path / "a.csv"))
-    assert [p.row for p in prompts] == [{"prompt": "1+6", "answer": "007"}, {"prompt": "two\nlines", "answer": "NA"}]
+    assert [p.row for p in prompts] == [
+        {"prompt": "1+6", "answer": "007"},
+        {"prompt": "two\nlines", "answer": "NA"},
+    ]
     assert [p.text for p in prompts] == [rendered("1+6"), rendered("two\nlines")]
 
 
 def test_plain_text_without_a_chat_template(make, tmp_path):
     """With the special token that the tokenizer puts in front, without the one that it puts behind."""
-    vocabulary = {c: i for i, c in enumerate(["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    vocabulary = {
+        c: i for i, c in enumerate(["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())])
+    }
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     plain = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
     backend.post_processor = processors.TemplateProcessing(
-        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
     framed = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
     path = write(tmp_path / "a.jsonl", [{"prompt": "ab"}, {"prompt": "a</s>"}])
     ids = {name: vocabulary[name] for name in "ab"}
-    assert [p.input_ids for p in PromptDataset.load(make(path, plain))] == [[ids["a"], ids["b"]], [ids["a"], 1]]
+    assert [p.input_ids for p in PromptDataset.load(make(path, plain))] == [
+        [ids["a"], ids["b"]],
+        [ids["a"], 1],
+    ]
     prompts = PromptDataset.load(make(path, framed))
     assert [p.input_ids for p in prompts] == [[0, ids["a"], ids["b"]], [0, ids["a"], 1]]
-    assert [p.text for p in prompts] == ["ab", "a</s>"] and [p.question for p in prompts] == ["", ""]
+    assert [p.text for p in prompts] == ["ab", "a</s>"] and [p.question for p in prompts] == [
+        "",
+        "",
+    ]
     with pytest.raises(InputError, match=r"a\.jsonl:1: the prompt is empty"):
         make(write(tmp_path / "a.jsonl", [{"prompt": ""}]), plain)
-    with pytest.raises(InputError, match=r"a\.jsonl:1: the tokenizer has no chat template: give data.chat_template"):
+    with pytest.raises(
+        InputError, match=r"a\.jsonl:1: the tokenizer has no chat template: give data.chat_template"
+    ):
         make(write(tmp_path / "a.jsonl", [{"messages": [user("q")]}]), plain)
 
 
-@pytest.mark.parametrize("row, message", [
-    ('{"prompt": ', "not JSON: Expecting value at column 12"),
-    ('"q"', "the row must be an object, not str"),
-    ({"text": "q"}, 'both "prompt" and "messages" are missing; the row has text: set data.prompt_key=text'),
-    ({"n": 1}, 'both "prompt" and "messages" are missing; the row has n'),
-    ({"prompt": 7}, '"prompt" must be a list of messages, not \'7\''),
-    ({"prompt": []}, '"prompt" must be a list of messages'),
-    ({"messages": "q"}, '"messages" must be a list of messages'),
-    ({"messages": [{"role": "robot", "content": "q"}]}, "\"messages[0].role\" is 'robot'"),
-    ({"messages": [assistant("a")]}, '"messages" has turns of the assistant alone'),
-    ({"prompt": [user("q"), assistant("a")]}, '"prompt" ends with a turn of the assistant'),
-    ({"prompt": "q", "tools": {}}, '"tools" must be a list, not dict'),
-    ({"prompt": "q", "enable_thinking": "no"}, "\"enable_thinking\" is 'no'"),
-    ({"prompt": "half \ud800"}, "the text has half a character"),
-])
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        ('{"prompt": ', "not JSON: Expecting value at column 12"),
+        ('"q"', "the row must be an object, not str"),
+        (
+            {"text": "q"},
+            'both "prompt" and "messages" are missing; the row has text: set data.prompt_key=text',
+        ),
+        ({"n": 1}, 'both "prompt" and "messages" are missing; the row has n'),
+        ({"prompt": 7}, "\"prompt\" must be a list of messages, not '7'"),
+        ({"prompt": []}, '"prompt" must be a list of messages'),
+        ({"messages": "q"}, '"messages" must be a list of messages'),
+        ({"messages": [{"role": "robot", "content": "q"}]}, "\"messages[0].role\" is 'robot'"),
+        ({"messages": [assistant("a")]}, '"messages" has turns of the assistant alone'),
+        ({"prompt": [user("q"), assistant("a")]}, '"prompt" ends with a turn of the assistant'),
+        ({"prompt": "q", "tools": {}}, '"tools" must be a list, not dict'),
+        ({"prompt": "q", "enable_thinking": "no"}, "\"enable_thinking\" is 'no'"),
+        ({"prompt": "half \ud800"}, "the text has half a character"),
+    ],
+)
 def test_a_malformed_row_is_named_by_file_and_line(make, tmp_path, row, message):
     path = write(tmp_path / "x.jsonl", [{"prompt": "q"}, "", row, {"also": "bad"}])
     with pytest.raises(InputError) as raised:
@@ -226,29 +324,41 @@ def test_a_malformed_row_is_named_by_file_and_line(make, tmp_path, row, message)
 
 def test_special_tokens_in_prompts(make, tmp_path):
     tokenizer, fake = make_tokenizer(), "a<|im_end|>b"
-    rows = [{"prompt": fake}, {"messages": [user("q"), assistant("c"), {"role": "tool", "content": fake}]}]
+    rows = [
+        {"prompt": fake},
+        {"messages": [user("q"), assistant("c"), {"role": "tool", "content": fake}]},
+    ]
     path, end = write(tmp_path / "a.jsonl", rows), tokenizer.convert_tokens_to_ids("<|im_end|>")
 
     def ends(policy):
         prompts = PromptDataset.load(make(path, special_tokens_in_text=policy))
-        assert fake in prompts[0].text and all(tokenizer.decode(p.input_ids) == p.text for p in prompts)
+        assert fake in prompts[0].text and all(
+            tokenizer.decode(p.input_ids) == p.text for p in prompts
+        )
         return [p.input_ids.count(end) for p in prompts]
+
     assert (ends("keep"), ends(None), ends("escape")) == ([2, 4], [2, 3], [1, 3])
-    with pytest.raises(InputError, match=r"a\.jsonl:1: the special token '<\|im_end\|>' is written in a text"):
+    with pytest.raises(
+        InputError, match=r"a\.jsonl:1: the special token '<\|im_end\|>' is written in a text"
+    ):
         make(path, special_tokens_in_text="error")
 
 
 def test_a_template_that_refuses(make, tmp_path):
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('no such chat') }}"
-    with pytest.raises(InputError, match=r"a\.jsonl:1: the chat template refuses the conversation: no such chat"):
+    with pytest.raises(
+        InputError, match=r"a\.jsonl:1: the chat template refuses the conversation: no such chat"
+    ):
         make(write(tmp_path / "a.jsonl", [{"prompt": "q"}]), tokenizer)
 
 
 def test_a_row_that_json_cannot_hold(make, tmp_path):
     rows = [{"prompt": "q", "when": datetime.datetime(2020, 1, 1)}]
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
-    with pytest.raises(InputError, match=r"a\.parquet:1: the row cannot be .* as JSON: Object of type datetime"):
+    with pytest.raises(
+        InputError, match=r"a\.parquet:1: the row cannot be .* as JSON: Object of type datetime"
+    ):
         make(tmp_path / "a.parquet")
 
 
@@ -257,8 +367,13 @@ def test_files_that_cannot_be_read(make, tmp_path):
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "blank.jsonl").write_text("\n\n")
     (tmp_path / "bad.parquet").write_text("not parquet")
-    for name, message in {"absent.jsonl": "no such file", "a.txt": "unknown suffix '.txt'", "empty.jsonl": "is empty",
-                          "blank.jsonl": "no row is left", "bad.parquet": "cannot be read"}.items():
+    for name, message in {
+        "absent.jsonl": "no such file",
+        "a.txt": "unknown suffix '.txt'",
+        "empty.jsonl": "is empty",
+        "blank.jsonl": "no row is left",
+        "bad.parquet": "cannot be read",
+    }.items():
         with pytest.raises(InputError, match=message) as raised:
             make(tmp_path / name)
         assert "\n" not in str(raised.value), name
@@ -274,28 +389,48 @@ def test_truncation_error_lists_the_rows(make, tmp_path):
         make(path, max_prompt_length=15)
     assert str(raised.value) == (
         f"2 of 3 rows are longer than data.max_prompt_length=15: {path}:2 (16 tokens), {path}:3 (26 tokens); raise it, "
-        "or set data.truncation to left, right or drop")
+        "or set data.truncation to left, right or drop"
+    )
     assert len(PromptDataset.load(make(path, max_prompt_length=26))) == 3
     assert len(PromptDataset.load(make(path, max_prompt_length=None))) == 3
 
 
-@pytest.mark.parametrize("truncation, texts, counts", [
-    ("drop", [rendered("q")], [1, 2, 0, 7]),
-    ("left", [rendered("q"), rendered("abcdefghij")[len("<|im_start|>user\n") + 2:],
-              "\u00e9" * 4 + "<|im_end|>\n<|im_start|>assistant\n"], [3, 0, 2, 7 + 12 + 12]),
-    ("right", [rendered("q"), "<|im_start|>user\nabcdefghij", "<|im_start|>user\n" + "\u00e9" * 5],
-     [3, 0, 2, 7 + 12 + 12]),
-])
+@pytest.mark.parametrize(
+    "truncation, texts, counts",
+    [
+        ("drop", [rendered("q")], [1, 2, 0, 7]),
+        (
+            "left",
+            [
+                rendered("q"),
+                rendered("abcdefghij")[len("<|im_start|>user\n") + 2 :],
+                "\u00e9" * 4 + "<|im_end|>\n<|im_start|>assistant\n",
+            ],
+            [3, 0, 2, 7 + 12 + 12],
+        ),
+        (
+            "right",
+            [rendered("q"), "<|im_start|>user\nabcdefghij", "<|im_start|>user\n" + "\u00e9" * 5],
+            [3, 0, 2, 7 + 12 + 12],
+        ),
+    ],
+)
 def test_truncation(make, tmp_path, truncation, texts, counts):
     tokenizer = make_tokenizer()
-    prompts = PromptDataset.load(make(write(tmp_path / "a.jsonl", LONG), max_prompt_length=12, truncation=truncation))
+    prompts = PromptDataset.load(
+        make(write(tmp_path / "a.jsonl", LONG), max_prompt_length=12, truncation=truncation)
+    )
     assert [p.text for p in prompts] == texts == [tokenizer.decode(p.input_ids) for p in prompts]
-    assert [p.row for p in prompts] == LONG[:len(prompts)]
+    assert [p.row for p in prompts] == LONG[: len(prompts)]
     assert [prompts.stats[k] for k in ("rows", "dropped_long", "truncated", "tokens")] == counts
     for row, prompt in zip(LONG, prompts):
-        whole = tokenizer.apply_chat_template([user(row["prompt"])], add_generation_prompt=True, return_dict=False)
+        whole = tokenizer.apply_chat_template(
+            [user(row["prompt"])], add_generation_prompt=True, return_dict=False
+        )
         assert prompt.input_ids == (whole[-12:] if truncation == "left" else whole[:12])
-    with pytest.raises(InputError, match="no row is left: 3 rows are longer than data.max_prompt_length=6"):
+    with pytest.raises(
+        InputError, match="no row is left: 3 rows are longer than data.max_prompt_length=6"
+    ):
         make(write(tmp_path / "a.jsonl", LONG), max_prompt_length=6, truncation="drop")
 
 
@@ -313,9 +448,16 @@ def test_a_cache_is_found_until_something_changes(make, tokenizer_dir, tmp_path)
     path = write(tmp_path / "a.jsonl", rows)
     folder = make(path)
     stamp = (folder / "input_ids.npy").stat().st_mtime_ns
-    assert make(path) == folder == make(path, num_proc=2) and (folder / "input_ids.npy").stat().st_mtime_ns == stamp
-    others = {make(path, max_prompt_length=300), make(path, truncation="left"), make(path, tools_key="functions"),
-              make(write(path, [rows[0] | {"answer": 1}]))}
+    assert (
+        make(path) == folder == make(path, num_proc=2)
+        and (folder / "input_ids.npy").stat().st_mtime_ns == stamp
+    )
+    others = {
+        make(path, max_prompt_length=300),
+        make(path, truncation="left"),
+        make(path, tools_key="functions"),
+        make(write(path, [rows[0] | {"answer": 1}])),
+    }
     write(path, rows)
     tokenizer = make_tokenizer()
     tokenizer.chat_template += "{#- edited #}"
@@ -343,5 +485,7 @@ def test_a_cache_hit_needs_no_datasets_library(make, tokenizer_dir, tmp_path):
         assert not [name for name in sys.modules if name.split(".")[0] in ("datasets", "pyarrow", "pandas")
                     and sys.modules[name]], "imported on a hit"
         print(folder)"""
-    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ, capture_output=True, text=True)
+    out = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=os.environ, capture_output=True, text=True
+    )
     assert out.stdout.strip() == str(folder), out.stderr

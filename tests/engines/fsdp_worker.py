@@ -46,13 +46,21 @@ from job import setup as job
 from tests.support.models import MULTIMODAL
 from tests.support.traps import without_checksums
 
-TOTAL_STEPS, TEN, FEW, WARMUP_STEPS = 16, 10, 5, 3                    # batches repeat every four steps
+TOTAL_STEPS, TEN, FEW, WARMUP_STEPS = 16, 10, 5, 3  # batches repeat every four steps
 PEAK_LR, MIN_LR_RATIO, WEIGHT_DECAY, CLIP, BETAS = 2e-3, 0.1, 0.1, 0.5, (0.9, 0.95)
 ENTROPY_BONUS, LONGEST = 0.1, 40
-SETTINGS = ["data.train_files=unused", "engine.compute_dtype=float32", "optim.lr_scheduler_type=cosine",
-            f"optim.lr={PEAK_LR}", f"optim.lr_warmup_steps_ratio={WARMUP_STEPS / TOTAL_STEPS}",
-            f"optim.min_lr_ratio={MIN_LR_RATIO}", f"optim.weight_decay={WEIGHT_DECAY}", f"optim.clip_grad={CLIP}",
-            f"optim.betas=[{BETAS[0]}, {BETAS[1]}]", "engine.log_prob_chunk_size=29"]
+SETTINGS = [
+    "data.train_files=unused",
+    "engine.compute_dtype=float32",
+    "optim.lr_scheduler_type=cosine",
+    f"optim.lr={PEAK_LR}",
+    f"optim.lr_warmup_steps_ratio={WARMUP_STEPS / TOTAL_STEPS}",
+    f"optim.min_lr_ratio={MIN_LR_RATIO}",
+    f"optim.weight_decay={WEIGHT_DECAY}",
+    f"optim.clip_grad={CLIP}",
+    f"optim.betas=[{BETAS[0]}, {BETAS[1]}]",
+    "engine.log_prob_chunk_size=29",
+]
 
 
 @dataclass
@@ -75,93 +83,216 @@ LORA = "rank=4", "alpha=6"
 FREEZE = ["embed_tokens", "layers[.]0[.]", "layers[.]1[.]self_attn", "^model[.]norm"]
 CP2, CP4, PADDED = "context_parallel_size=2", "context_parallel_size=4", "use_remove_padding=false"
 AUTO = "context_parallel_size=auto"
-RECOMPUTE, OFFLOAD, ZERO2 = "activation_checkpointing=true", "cpu_offload=true", "reshard_after_forward=false"
+RECOMPUTE, OFFLOAD, ZERO2 = (
+    "activation_checkpointing=true",
+    "cpu_offload=true",
+    "reshard_after_forward=false",
+)
 MASTER, BF16 = "compute_dtype=bfloat16", "compute_dtype=bfloat16 param_dtype=bfloat16"
 AUX, COMPILED = "router_aux_loss_coef=0.3", "torch_compile=always"
 CASES = {
-    1: {**{f"plain {family}": Case(family, steps=TOTAL_STEPS) for family in ("qwen2_tied", "qwen3", "llama")},
-        "again qwen3": Case("qwen3"), "one micro-batch": Case("llama", cap=1000),
-        "padded": Case("qwen2_tied", PADDED), "recompute": Case("llama", RECOMPUTE), "offload": Case("qwen3", OFFLOAD),
-        "sliding window": Case("sliding"), "padded sliding window": Case("sliding", PADDED),
+    1: {
+        **{
+            f"plain {family}": Case(family, steps=TOTAL_STEPS)
+            for family in ("qwen2_tied", "qwen3", "llama")
+        },
+        "again qwen3": Case("qwen3"),
+        "one micro-batch": Case("llama", cap=1000),
+        "padded": Case("qwen2_tied", PADDED),
+        "recompute": Case("llama", RECOMPUTE),
+        "offload": Case("qwen3", OFFLOAD),
+        "sliding window": Case("sliding"),
+        "padded sliding window": Case("sliding", PADDED),
         "compiled": Case("llama", COMPILED, steps=4),
-        "fp32 master": Case("qwen3", MASTER), "pure bf16": Case("qwen3", BF16),
-        "muon": Case("llama", optimizer="muon"), "frozen": Case("llama", RECOMPUTE, freeze=True),
-        "experts": Case("qwen3_moe"), "experts bf16": Case("qwen3_moe", MASTER),
+        "fp32 master": Case("qwen3", MASTER),
+        "pure bf16": Case("qwen3", BF16),
+        "muon": Case("llama", optimizer="muon"),
+        "frozen": Case("llama", RECOMPUTE, freeze=True),
+        "experts": Case("qwen3_moe"),
+        "experts bf16": Case("qwen3_moe", MASTER),
         "experts aux padded recompute": Case("qwen3_moe", f"{AUX} {PADDED} {RECOMPUTE}", steps=1),
         "experts aux of config.json": Case("qwen3_moe_balanced", steps=1),
-        "lora": Case("qwen2_tied", steps=TEN, lora=True), "lora recompute": Case("llama", RECOMPUTE, TEN, lora=True),
-        "lora bf16": Case("qwen3", MASTER, TEN, lora=True)},
-    2: {**{f"plain {family}": Case(family, steps=TEN) for family in ("qwen2_tied", "qwen3", "llama")},
-        "again qwen3": Case("qwen3"), "one micro-batch": Case("qwen3", cap=1000),
-        "padded": Case("llama", PADDED), "recompute": Case("qwen2_tied", RECOMPUTE),
-        "offload": Case("qwen2_tied", OFFLOAD), "zero2": Case("qwen3", ZERO2), "cp2": Case("qwen3", CP2),
-        "uneven": Case("llama", uneven=True), "uneven padded": Case("qwen3", PADDED, uneven=True),
-        "fp32 master": Case("llama", MASTER), "pure bf16": Case("llama", BF16),
+        "lora": Case("qwen2_tied", steps=TEN, lora=True),
+        "lora recompute": Case("llama", RECOMPUTE, TEN, lora=True),
+        "lora bf16": Case("qwen3", MASTER, TEN, lora=True),
+    },
+    2: {
+        **{
+            f"plain {family}": Case(family, steps=TEN)
+            for family in ("qwen2_tied", "qwen3", "llama")
+        },
+        "again qwen3": Case("qwen3"),
+        "one micro-batch": Case("qwen3", cap=1000),
+        "padded": Case("llama", PADDED),
+        "recompute": Case("qwen2_tied", RECOMPUTE),
+        "offload": Case("qwen2_tied", OFFLOAD),
+        "zero2": Case("qwen3", ZERO2),
+        "cp2": Case("qwen3", CP2),
+        "uneven": Case("llama", uneven=True),
+        "uneven padded": Case("qwen3", PADDED, uneven=True),
+        "fp32 master": Case("llama", MASTER),
+        "pure bf16": Case("llama", BF16),
         "muon offload": Case("qwen2_tied", OFFLOAD, optimizer="muon"),
         "frozen recompute": Case("llama", RECOMPUTE, freeze=True),
         "frozen muon": Case("llama", ZERO2, optimizer="muon", freeze=True),
         "experts cp2 recompute": Case("qwen3_moe", f"{CP2} {RECOMPUTE}"),
         "experts aux uneven": Case("qwen3_moe", AUX, steps=1, uneven=True),
-        "lora padded": Case("qwen2_tied", PADDED, TEN, lora=True), "lora offload": Case("qwen3", OFFLOAD, TEN, lora=True),
-        "lora replicated": Case("qwen3", "fsdp_size=1", TEN, lora=True), "lora cp2": Case("llama", CP2, TEN, lora=True),
-        "auto": Case("qwen3", AUTO, cap=24), "auto padded": Case("qwen2_tied", f"{AUTO} {PADDED}", cap=24),
+        "lora padded": Case("qwen2_tied", PADDED, TEN, lora=True),
+        "lora offload": Case("qwen3", OFFLOAD, TEN, lora=True),
+        "lora replicated": Case("qwen3", "fsdp_size=1", TEN, lora=True),
+        "lora cp2": Case("llama", CP2, TEN, lora=True),
+        "auto": Case("qwen3", AUTO, cap=24),
+        "auto padded": Case("qwen2_tied", f"{AUTO} {PADDED}", cap=24),
         "auto without heads for two": Case("three_heads", f"{AUTO} {RECOMPUTE}", cap=24),
         "cp2 padded": Case("llama", f"{CP2} {PADDED}"),
-        "auto lora": Case("llama", AUTO, TEN, 24, lora=True), "auto experts aux": Case("qwen3_moe", f"{AUTO} {AUX}", 1, cap=24),
-        "apertus": Case("apertus"), "lfm2 padded": Case("lfm2", PADDED), "lfm2": Case("lfm2")},
-    4: {"plain qwen2_tied": Case("qwen2_tied"), "plain llama": Case("llama", steps=TOTAL_STEPS),
-        "uneven": Case("qwen2_tied", uneven=True), "hybrid": Case("qwen3", "fsdp_size=2"),
+        "auto lora": Case("llama", AUTO, TEN, 24, lora=True),
+        "auto experts aux": Case("qwen3_moe", f"{AUTO} {AUX}", 1, cap=24),
+        "apertus": Case("apertus"),
+        "lfm2 padded": Case("lfm2", PADDED),
+        "lfm2": Case("lfm2"),
+    },
+    4: {
+        "plain qwen2_tied": Case("qwen2_tied"),
+        "plain llama": Case("llama", steps=TOTAL_STEPS),
+        "uneven": Case("qwen2_tied", uneven=True),
+        "hybrid": Case("qwen3", "fsdp_size=2"),
         "hybrid cp2": Case("llama", f"fsdp_size=2 {CP2}"),
-        "cp4": Case("llama", CP4, TEN, cap=90), "cp2 dp2": Case("qwen2_tied", CP2),
-        "again cp2 dp2": Case("qwen2_tied", CP2), "sliding window cp2": Case("sliding", CP2),
+        "cp4": Case("llama", CP4, TEN, cap=90),
+        "cp2 dp2": Case("qwen2_tied", CP2),
+        "again cp2 dp2": Case("qwen2_tied", CP2),
+        "sliding window cp2": Case("sliding", CP2),
         "uneven cp2 dp2": Case("qwen3", f"{CP2} {RECOMPUTE}", cap=90, uneven=True),
         "fp32 master cp2": Case("qwen2_tied", f"{MASTER} {CP2}"),
         "muon hybrid": Case("llama", "fsdp_size=2", optimizer="muon"),
         "experts aux cp2 dp2": Case("qwen3_moe", f"{AUX} {CP2}", steps=1),
-        "auto": Case("llama", AUTO, cap=12), "auto hybrid": Case("qwen2_tied", f"{AUTO} fsdp_size=2", cap=24),
-        "auto padded": Case("qwen3", f"{AUTO} {PADDED} {RECOMPUTE}", cap=16), "auto sliding window": Case("sliding", AUTO, cap=16),
-        "auto without heads for two": Case("three_heads", AUTO, cap=12), "again auto": Case("llama", AUTO, cap=12),
+        "auto": Case("llama", AUTO, cap=12),
+        "auto hybrid": Case("qwen2_tied", f"{AUTO} fsdp_size=2", cap=24),
+        "auto padded": Case("qwen3", f"{AUTO} {PADDED} {RECOMPUTE}", cap=16),
+        "auto sliding window": Case("sliding", AUTO, cap=16),
+        "auto without heads for two": Case("three_heads", AUTO, cap=12),
+        "again auto": Case("llama", AUTO, cap=12),
         "auto bf16": Case("qwen2_tied", f"{MASTER} {AUTO}", cap=16),
-        "lora hybrid cp2": Case("qwen3", f"fsdp_size=2 {CP2} {RECOMPUTE}", TEN, lora=True)},
+        "lora hybrid cp2": Case("qwen3", f"fsdp_size=2 {CP2} {RECOMPUTE}", TEN, lora=True),
+    },
 }
 # Those that a CPU compiles for minutes run when they are named: by tests/on_cuda.py, since CUDA is where layers are compiled.
-ON_CUDA = {"experts aux compiled": Case("qwen3_moe", f"{AUX} {COMPILED}", steps=1),
-           "lora compiled": Case("llama", COMPILED, steps=4, lora=True)}
+ON_CUDA = {
+    "experts aux compiled": Case("qwen3_moe", f"{AUX} {COMPILED}", steps=1),
+    "lora compiled": Case("llama", COMPILED, steps=4, lora=True),
+}
 BROKEN = ("no_files", "missing_weight", "wrong_shape")
 # Families whose attention, logits, experts or memory of earlier tokens are not those of llama.
-DELTA_NET = dict(num_hidden_layers=4, head_dim=16, linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8,
-                 linear_value_head_dim=8)
-LATENT = dict(kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=8, num_key_value_heads=4)
+DELTA_NET = dict(
+    num_hidden_layers=4,
+    head_dim=16,
+    linear_num_value_heads=4,
+    linear_num_key_heads=2,
+    linear_key_head_dim=8,
+    linear_value_head_dim=8,
+)
+LATENT = dict(
+    kv_lora_rank=16,
+    q_lora_rank=16,
+    qk_rope_head_dim=8,
+    qk_nope_head_dim=16,
+    v_head_dim=8,
+    num_key_value_heads=4,
+)
 FOREIGN = {
     "mistral": dict(model_type="mistral", sliding_window=7),
-    "granite": dict(model_type="granite", attention_multiplier=0.3, residual_multiplier=0.5, embedding_multiplier=3.0,
-                    logits_scaling=2.0),
-    "gemma2": dict(model_type="gemma2", head_dim=8, final_logit_softcapping=3.0, attn_logit_softcapping=2.0, sliding_window=7),
+    "granite": dict(
+        model_type="granite",
+        attention_multiplier=0.3,
+        residual_multiplier=0.5,
+        embedding_multiplier=3.0,
+        logits_scaling=2.0,
+    ),
+    "gemma2": dict(
+        model_type="gemma2",
+        head_dim=8,
+        final_logit_softcapping=3.0,
+        attn_logit_softcapping=2.0,
+        sliding_window=7,
+    ),
     "gemma3_text": dict(model_type="gemma3_text", head_dim=8, sliding_window=7),
     "cohere2": dict(model_type="cohere2", num_hidden_layers=4, logit_scale=0.25, sliding_window=7),
     "minicpm3": dict(model_type="minicpm3", dim_model_base=16, **LATENT),
-    "gpt_oss": dict(model_type="gpt_oss", head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=7,
-                    rope_parameters=dict(rope_type="default", rope_theta=10000.0)),
-    "mixtral": dict(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2, sliding_window=7),
-    "glm4_moe": dict(model_type="glm4_moe", n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, head_dim=16,
-                     first_k_dense_replace=1, n_group=2, topk_group=1, n_shared_experts=1),
+    "gpt_oss": dict(
+        model_type="gpt_oss",
+        head_dim=8,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=7,
+        rope_parameters=dict(rope_type="default", rope_theta=10000.0),
+    ),
+    "mixtral": dict(
+        model_type="mixtral", num_local_experts=4, num_experts_per_tok=2, sliding_window=7
+    ),
+    "glm4_moe": dict(
+        model_type="glm4_moe",
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        head_dim=16,
+        first_k_dense_replace=1,
+        n_group=2,
+        topk_group=1,
+        n_shared_experts=1,
+    ),
     # Experts beside an MLP; config.json has another name for how many a token goes to.
-    "gemma4 with experts": dict(model_type="gemma4_text", head_dim=8, global_head_dim=16, hidden_size_per_layer_input=0,
-                                vocab_size_per_layer_input=97, enable_moe_block=True, num_experts=4, top_k_experts=2,
-                                moe_intermediate_size=24),
-    "nemotron_h": dict(model_type="nemotron_h", layers_block_type=["mamba", "attention", "mlp", "moe"], mamba_num_heads=4,
-                       mamba_head_dim=8, ssm_state_size=16, n_groups=2, chunk_size=16, head_dim=8, num_experts_per_tok=2,
-                       n_routed_experts=4, moe_intermediate_size=24, moe_shared_expert_intermediate_size=24),
-    "qwen3_next": dict(model_type="qwen3_next", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24,
-                       shared_expert_intermediate_size=24, **DELTA_NET),
+    "gemma4 with experts": dict(
+        model_type="gemma4_text",
+        head_dim=8,
+        global_head_dim=16,
+        hidden_size_per_layer_input=0,
+        vocab_size_per_layer_input=97,
+        enable_moe_block=True,
+        num_experts=4,
+        top_k_experts=2,
+        moe_intermediate_size=24,
+    ),
+    "nemotron_h": dict(
+        model_type="nemotron_h",
+        layers_block_type=["mamba", "attention", "mlp", "moe"],
+        mamba_num_heads=4,
+        mamba_head_dim=8,
+        ssm_state_size=16,
+        n_groups=2,
+        chunk_size=16,
+        head_dim=8,
+        num_experts_per_tok=2,
+        n_routed_experts=4,
+        moe_intermediate_size=24,
+        moe_shared_expert_intermediate_size=24,
+    ),
+    "qwen3_next": dict(
+        model_type="qwen3_next",
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=24,
+        **DELTA_NET,
+    ),
     "qwen3_5": dict(model_type="qwen3_5_text", **DELTA_NET),
     # A layer's convolutions [c, 1, k] are three in the files.
     "olmo_hybrid": dict(model_type="olmo_hybrid", **DELTA_NET),
     # Gives its layers' recurrence positions, and is returned a tuple.
-    "recurrent_gemma": dict(model_type="recurrent_gemma", lru_width=32, attention_window_size=64, conv1d_width=4,
-                            logits_soft_cap=30.0),
-    "bamba": dict(model_type="bamba", mamba_n_heads=8, mamba_d_head=8, mamba_d_state=16, mamba_n_groups=1, mamba_chunk_size=16,
-                  attn_layer_indices=[1]),
+    "recurrent_gemma": dict(
+        model_type="recurrent_gemma",
+        lru_width=32,
+        attention_window_size=64,
+        conv1d_width=4,
+        logits_soft_cap=30.0,
+    ),
+    "bamba": dict(
+        model_type="bamba",
+        mamba_n_heads=8,
+        mamba_d_head=8,
+        mamba_d_state=16,
+        mamba_n_groups=1,
+        mamba_chunk_size=16,
+        attn_layer_indices=[1],
+    ),
 }
 FORMS = {"packed": "", "padded": PADDED}
 
@@ -173,23 +304,32 @@ def make_batch(step: int) -> Batch:
     lengths = [1, LONGEST, 2, *torch.randint(3, LONGEST, (5,), generator=g).tolist()]
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
     ids = torch.randint(3, 97, (sum(lengths),), generator=g)
-    weight, mask = torch.rand(len(ids), generator=g) + 0.5, (torch.rand(len(ids), generator=g) > 0.2).float()
-    mask[cu_seqlens[1]:cu_seqlens[1] + LONGEST * 3 // 4] = 0
-    mask[cu_seqlens[-2]:] = 0
+    weight, mask = (
+        torch.rand(len(ids), generator=g) + 0.5,
+        (torch.rand(len(ids), generator=g) > 0.2).float(),
+    )
+    mask[cu_seqlens[1] : cu_seqlens[1] + LONGEST * 3 // 4] = 0
+    mask[cu_seqlens[-2] :] = 0
     mask[cu_seqlens[:-2]] = 1
     fields = {"weight": weight, "loss_mask": mask}
     if step % 4 == 1:
         others = torch.rand(len(ids), 97, generator=g).argsort(1)[:, :20]
-        fields["kept_words"] = torch.cat([ids[:, None], others.where(others != ids[:, None], -1)], 1).int()
+        fields["kept_words"] = torch.cat(
+            [ids[:, None], others.where(others != ids[:, None], -1)], 1
+        ).int()
     return Batch(ids, cu_seqlens, fields)
 
 
-def kept_logits(logits: torch.Tensor, batch: Batch, tokens: slice) -> tuple[torch.Tensor, torch.Tensor]:
+def kept_logits(
+    logits: torch.Tensor, batch: Batch, tokens: slice
+) -> tuple[torch.Tensor, torch.Tensor]:
     """([n, V] or [n, K], [n]): the logits of the words that each token was drawn from, and its place among them."""
     if "kept_words" not in batch.fields:
         return logits, batch.input_ids[tokens]
     words = batch.kept_words[tokens]
-    return logits.gather(-1, words.clamp(0)).masked_fill(words < 0, -1e9), torch.zeros(len(words), dtype=torch.int64)
+    return logits.gather(-1, words.clamp(0)).masked_fill(words < 0, -1e9), torch.zeros(
+        len(words), dtype=torch.int64
+    )
 
 
 def divide(lengths: list[int], dp_size: int, uneven: bool) -> list[list[int]]:
@@ -203,7 +343,10 @@ def divide(lengths: list[int], dp_size: int, uneven: bool) -> list[list[int]]:
 def make_loss(num_tokens: int):
     def loss_fn(log_probs, entropy, fields):
         weight = fields["weight"] / num_tokens
-        return -((log_probs + ENTROPY_BONUS * entropy) * weight).sum(), {"entropy": (entropy.detach() * weight).sum()}
+        return -((log_probs + ENTROPY_BONUS * entropy) * weight).sum(), {
+            "entropy": (entropy.detach() * weight).sum()
+        }
+
     return loss_fn
 
 
@@ -212,52 +355,101 @@ def main(folder: Path, *names: str) -> None:
         return not names or name in names
 
     this_device, world, results = device.init(), dist.get_world_size(), {}
-    torch.manual_seed(dist.get_rank())           # so that a rank which resumes with another's generator is seen
+    torch.manual_seed(
+        dist.get_rank()
+    )  # so that a rank which resumes with another's generator is seen
     for name, case in (CASES[world] | (ON_CUDA if names else {})).items():
         if not chosen(name):
             continue
         try:
             results[name] = run(folder, this_device, f"{world} {name}", case)
         except Exception:
-            if world > 1:                        # the other ranks would wait for this one
+            if world > 1:  # the other ranks would wait for this one
                 raise
             results[name] = {"error": traceback.format_exc()}
-    for work in (refused, muon_steps, muon_resume, *((non_finite, rotate, publish) if world < 4 else ()),
-                 *((harmed, full, images, frozen) if world == 2 else ()), *((foreign, guarded, renamed) if world < 4 else ()),
-                 *((grouped,) if world == 1 else (first_ratio,)), adapters):
+    for work in (
+        refused,
+        muon_steps,
+        muon_resume,
+        *((non_finite, rotate, publish) if world < 4 else ()),
+        *((harmed, full, images, frozen) if world == 2 else ()),
+        *((foreign, guarded, renamed) if world < 4 else ()),
+        *((grouped,) if world == 1 else (first_ratio,)),
+        adapters,
+    ):
         if chosen(work.__name__):
             results[work.__name__] = work(folder, this_device)
     for family in ("qwen2_tied", "llama", "lora") if not names else ():
-        results[f"checkpoint {family}"] = checkpoint(folder, this_device, family, asynchronous=family == "llama")
+        results[f"checkpoint {family}"] = checkpoint(
+            folder, this_device, family, asynchronous=family == "llama"
+        )
     if dist.get_rank() == 0:
         (folder / f"{world}.json").write_text(json.dumps(results))
     device.shutdown()
 
 
 def run(folder: Path, this_device: torch.device, title: str, case: Case) -> dict:
-    engine = build(folder / case.family, this_device, case.engine, case.cap, case.optimizer, case.lora,
-                   [f"model.freeze={FREEZE}"] if case.freeze else [])
+    engine = build(
+        folder / case.family,
+        this_device,
+        case.engine,
+        case.cap,
+        case.optimizer,
+        case.lora,
+        [f"model.freeze={FREEZE}"] if case.freeze else [],
+    )
     calls = count_calls(engine)
     mine, micro_batches = shared(engine, make_batch(0).lengths, case.uneven)
     plans = dict(gather((engine.dp_rank, [[mine[i] for i in part] for _, part in micro_batches])))
-    result = {"steps": train(engine, range(case.steps), case.uneven), "attention_calls": len(calls),
-              "stored_dtypes": sorted({str(p.dtype) for p in engine.hf.parameters()}),
-              "trained": [name for name, p in engine.hf.named_parameters() if p.requires_grad],
-              "states": sum(len(each.state) for each in engine.optimizers),
-              "micro-batches of the first step": [*{tuple(part) for plan in plans.values() for part in plan if part}],
-              "sizes of groups": sorted({size for plan in gather(micro_batches) for size, part in plan if part})}
+    result = {
+        "steps": train(engine, range(case.steps), case.uneven),
+        "attention_calls": len(calls),
+        "stored_dtypes": sorted({str(p.dtype) for p in engine.hf.parameters()}),
+        "trained": [name for name, p in engine.hf.named_parameters() if p.requires_grad],
+        "states": sum(len(each.state) for each in engine.optimizers),
+        "micro-batches of the first step": [
+            *{tuple(part) for plan in plans.values() for part in plan if part}
+        ],
+        "sizes of groups": sorted(
+            {size for plan in gather(micro_batches) for size, part in plan if part}
+        ),
+    }
     weights, asked = dict(engine.export_weights()), ask(engine, case.uneven)
     if dist.get_rank() == 0:
         save_file({"asked": asked, **weights}, folder / f"{title}.safetensors")
     return result | {"digests": gather(digest(weights))}
 
 
-def build(model: Path, this_device: torch.device, settings: str = "", cap: int = 60, optimizer: str = "adamw",
-          lora: bool = False, more: Sequence[str] = (), critic: bool = False) -> FSDPEngine:
-    adapter = [f"model.lora.{key}" for key in (f"adapter_path={model}_adapter", *LORA)] if lora else []
-    return FSDPEngine(load("sft.yaml", [f"model.path={model}", f"data.max_tokens_per_micro_batch={cap}", *SETTINGS, *adapter,
-                                        f"optim.name={optimizer}", *(f"engine.{s}" for s in settings.split()), *more]),
-                      this_device, TOTAL_STEPS, critic=critic)
+def build(
+    model: Path,
+    this_device: torch.device,
+    settings: str = "",
+    cap: int = 60,
+    optimizer: str = "adamw",
+    lora: bool = False,
+    more: Sequence[str] = (),
+    critic: bool = False,
+) -> FSDPEngine:
+    adapter = (
+        [f"model.lora.{key}" for key in (f"adapter_path={model}_adapter", *LORA)] if lora else []
+    )
+    return FSDPEngine(
+        load(
+            "sft.yaml",
+            [
+                f"model.path={model}",
+                f"data.max_tokens_per_micro_batch={cap}",
+                *SETTINGS,
+                *adapter,
+                f"optim.name={optimizer}",
+                *(f"engine.{s}" for s in settings.split()),
+                *more,
+            ],
+        ),
+        this_device,
+        TOTAL_STEPS,
+        critic=critic,
+    )
 
 
 def train(engine: FSDPEngine, steps, uneven: bool = False) -> list[dict[str, float]]:
@@ -265,11 +457,17 @@ def train(engine: FSDPEngine, steps, uneven: bool = False) -> list[dict[str, flo
     for step in steps:
         batch = make_batch(step)
         mine, micro_batches = shared(engine, batch.lengths, uneven)
-        results.append(engine.train_batch(batch.select(mine), make_loss(len(batch.input_ids)), step, micro_batches))
+        results.append(
+            engine.train_batch(
+                batch.select(mine), make_loss(len(batch.input_ids)), step, micro_batches
+            )
+        )
     return results
 
 
-def shared(engine: FSDPEngine, lengths: list[int], uneven: bool = False) -> tuple[list[int], MicroBatches]:
+def shared(
+    engine: FSDPEngine, lengths: list[int], uneven: bool = False
+) -> tuple[list[int], MicroBatches]:
     """This rank's sequences, and how it goes through them."""
     if follows_batch(engine.config.engine):
         plan = engine.plan(lengths)
@@ -280,11 +478,13 @@ def shared(engine: FSDPEngine, lengths: list[int], uneven: bool = False) -> tupl
 
 def ask(engine: FSDPEngine, uneven: bool = False) -> torch.Tensor:
     """[ranks, 3, T]: log_probs, entropy, greedy of batch 0, of each rank where it has an answer, NaN elsewhere."""
-    batch = Batch(make_batch(0).input_ids, make_batch(0).cu_seqlens)                   # no mask: about every token
+    batch = Batch(make_batch(0).input_ids, make_batch(0).cu_seqlens)  # no mask: about every token
     mine, micro_batches = shared(engine, batch.lengths, uneven)
     where = Batch(torch.arange(len(batch.input_ids)), batch.cu_seqlens).select(mine).input_ids
     answers = torch.full((3, len(batch.input_ids)), torch.nan)
-    answers[:, where] = torch.stack([x.float() for x in engine.log_probs(batch.select(mine), micro_batches)]).cpu()
+    answers[:, where] = torch.stack(
+        [x.float() for x in engine.log_probs(batch.select(mine), micro_batches)]
+    ).cpu()
     return torch.stack(gather(answers))
 
 
@@ -298,6 +498,7 @@ def first_ratio(folder: Path, this_device: torch.device) -> float:
     def loss_fn(log_probs, entropy, fields):
         found.append((log_probs - fields["before"]).abs().max().item() if len(log_probs) else 0.0)
         return log_probs.sum(), {}
+
     engine.train_batch(batch, loss_fn, 0, micro_batches)
     return max(gather(max(found)))
 
@@ -317,11 +518,13 @@ def count_calls(engine: FSDPEngine) -> list:
 
 def digest(values: dict) -> str:
     """A hash of this rank's part of all tensors and numbers in a dictionary of dictionaries, to the last bit."""
+
     def plain(value):
         if isinstance(value, dict):
             return {k: plain(v) for k, v in sorted(value.items())}
         local = value.to_local() if isinstance(value, DTensor) else value
         return local.tolist() if isinstance(local, torch.Tensor) else local
+
     return hashlib.sha256(repr(plain(values)).encode()).hexdigest()
 
 
@@ -330,18 +533,31 @@ def non_finite(folder: Path, this_device: torch.device) -> dict:
     engine = build(folder / "qwen3", this_device)
     before = train(engine, range(2))
     state = digest(engine.state())
-    share = make_batch(2).select(divide(make_batch(2).lengths, engine.dp_size, False)[engine.dp_rank])
-    poison = torch.nan if dist.get_rank() == 0 else 1.0                  # in every micro-batch of this rank alone
+    share = make_batch(2).select(
+        divide(make_batch(2).lengths, engine.dp_size, False)[engine.dp_rank]
+    )
+    poison = torch.nan if dist.get_rank() == 0 else 1.0  # in every micro-batch of this rank alone
     poisoned = engine.train_batch(share, lambda log_probs, *_: (log_probs.sum() * poison, {}), 2)
     untouched = gather(digest(engine.state()) == state)
-    return {"poisoned": poisoned, "untouched": untouched, "with_nan": before + train(engine, [3]),
-            "without": train(build(folder / "qwen3", this_device), [0, 1, 3])}
+    return {
+        "poisoned": poisoned,
+        "untouched": untouched,
+        "with_nan": before + train(engine, [3]),
+        "without": train(build(folder / "qwen3", this_device), [0, 1, 3]),
+    }
 
 
 def muon_steps(folder: Path, this_device: torch.device) -> dict[str, float]:
     """The largest difference between matrices divided over ranks and whole ones, after three steps with equal gradients."""
-    world, worst, sizes = dist.get_world_size(), {}, [(32, 32), (7, 96), (48, 5), (1, 8), (33, 16)]   # some rows left over
-    for name, shape in {"shard": (world,), **({"replicate and shard": (2, 2)} if world == 4 else {})}.items():
+    world, worst, sizes = (
+        dist.get_world_size(),
+        {},
+        [(32, 32), (7, 96), (48, 5), (1, 8), (33, 16)],
+    )  # some rows left over
+    for name, shape in {
+        "shard": (world,),
+        **({"replicate and shard": (2, 2)} if world == 4 else {}),
+    }.items():
         mesh = init_device_mesh(this_device.type, shape)
         placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
         g = torch.Generator().manual_seed(0)
@@ -355,7 +571,9 @@ def muon_steps(folder: Path, this_device: torch.device) -> dict[str, float]:
                 part.grad = distribute_tensor(p.grad, mesh, placements)
             for optimizer in optimizers:
                 optimizer.step()
-        worst[name] = max((p - part.full_tensor()).abs().max().item() for p, part in zip(whole, parts))
+        worst[name] = max(
+            (p - part.full_tensor()).abs().max().item() for p, part in zip(whole, parts)
+        )
     return worst
 
 
@@ -363,7 +581,9 @@ def host_memory(engine: FSDPEngine) -> tuple[list[int], int]:
     """Where an engine's host memory lies once everything is there, and the bytes that are left in the tensors."""
     engine.offload("parameters", "optimizer")
     tensors = engine._host_memory.storages(engine._tensors(("parameters", "optimizer")))
-    return [part.result().data_ptr() for part in engine._host_memory.parts], sum(x.nbytes() for x in tensors)
+    return [part.result().data_ptr() for part in engine._host_memory.parts], sum(
+        x.nbytes() for x in tensors
+    )
 
 
 def muon_resume(folder: Path, this_device: torch.device) -> dict:
@@ -382,9 +602,13 @@ def muon_resume(folder: Path, this_device: torch.device) -> dict:
     engine = build(folder / "qwen3", this_device, optimizer="muon")
     checkpointer.load(folder / "checkpoints_muon" / "step_00000002", engine)
     result["resumed"] = train(engine, range(2, 4))
-    states = [x.to_local() if isinstance(x, DTensor) else x for x in engine._tensors(("optimizer",))]
-    return result | {"resumed_weights": digest(dict(engine.export_weights())),
-                     "state_bytes": gather(sum(x.nbytes for x in states if x.ndim))}
+    states = [
+        x.to_local() if isinstance(x, DTensor) else x for x in engine._tensors(("optimizer",))
+    ]
+    return result | {
+        "resumed_weights": digest(dict(engine.export_weights())),
+        "state_bytes": gather(sum(x.nbytes for x in states if x.ndim)),
+    }
 
 
 def refused(folder: Path, this_device: torch.device) -> dict[str, list[str] | None]:
@@ -421,10 +645,18 @@ def images(folder: Path, this_device: torch.device) -> None:
     for family, lora in (*((family, False) for family in MULTIMODAL), ("gemma3 with images", True)):
         name = f"{family}{' lora' * lora}"
         more = [f"model.lora.{key}" for key in LORA] if lora else []
-        engine, checkpointer = build(folder / family, this_device, more=more), Checkpointer(folder / f"steps {name}", 2, False)
+        engine, checkpointer = (
+            build(folder / family, this_device, more=more),
+            Checkpointer(folder / f"steps {name}", 2, False),
+        )
         train(engine, range(3))
-        progress = {"export_dtype": "float32", "run": {"frozen weights": fingerprint(folder / family)}}
-        checkpointer.save(3, engine, {**progress, "lora": job.adapter(engine.config)}, make_tokenizer())
+        progress = {
+            "export_dtype": "float32",
+            "run": {"frozen weights": fingerprint(folder / family)},
+        }
+        checkpointer.save(
+            3, engine, {**progress, "lora": job.adapter(engine.config)}, make_tokenizer()
+        )
         export_hf(engine, make_tokenizer(), folder / f"hf {name}")
         asked = ask(engine)
         if dist.get_rank() == 0:
@@ -439,8 +671,12 @@ def grouped(folder: Path, this_device: torch.device) -> dict:
     default = engine.hf.config._experts_implementation
     layer = next(module for name, module in engine.hf.named_modules() if name.endswith(".experts"))
     generator, outputs, gradients = torch.Generator().manual_seed(0), {}, {}
-    hidden = torch.randn(40, engine.hf_config.hidden_size, generator=generator).to(this_device, torch.bfloat16)
-    chosen = torch.tensor([[0, 1, 3], [1, 3, 5], [3, 5, 0], [1, 5, 0]], device=this_device).repeat(10, 1)
+    hidden = torch.randn(40, engine.hf_config.hidden_size, generator=generator).to(
+        this_device, torch.bfloat16
+    )
+    chosen = torch.tensor([[0, 1, 3], [1, 3, 5], [3, 5, 0], [1, 5, 0]], device=this_device).repeat(
+        10, 1
+    )
     weights = torch.rand(chosen.shape, generator=generator).to(this_device, torch.bfloat16)
     for kind in ("grouped_mm", "eager"):
         engine.hf.config._experts_implementation = kind
@@ -448,11 +684,18 @@ def grouped(folder: Path, this_device: torch.device) -> dict:
         outputs[kind].float().square().sum().backward()
         gradients[kind] = [expert.float() for p in layer.parameters() for expert in p.grad]
         engine.model.zero_grad()
-    distance = lambda at_once, looped: ((at_once - looped).float().norm() / looped.float().norm()).item()
+    distance = lambda at_once, looped: (
+        (at_once - looped).float().norm() / looped.float().norm()
+    ).item()
     pairs = list(zip(*gradients.values()))
     left = [at_once for at_once, looped in pairs if not looped.any()]
-    return {"default": default, "number": len(left), "left alone": sum(x.abs().sum().item() for x in left),
-            "output": distance(*outputs.values()), "gradient": max(distance(*pair) for pair in pairs if pair[1].any())}
+    return {
+        "default": default,
+        "number": len(left),
+        "left alone": sum(x.abs().sum().item() for x in left),
+        "output": distance(*outputs.values()),
+        "gradient": max(distance(*pair) for pair in pairs if pair[1].any()),
+    }
 
 
 def guarded(folder: Path, this_device: torch.device) -> dict:
@@ -471,7 +714,10 @@ def guarded(folder: Path, this_device: torch.device) -> dict:
     def forgetful(q, k, v, packing, *others):
         return by_sequence(q, k, v, Packing(packing.cu_seqlens, [0, len(q)], len(q)), *others)
 
-    by_sequence, Bounds.by_sequence = Bounds.by_sequence, lambda self, forward, *args, **more: forward(*args, **more)
+    by_sequence, Bounds.by_sequence = (
+        Bounds.by_sequence,
+        lambda self, forward, *args, **more: forward(*args, **more),
+    )
     tell("lfm2")
     Bounds.by_sequence = by_sequence
     by_sequence, attention.by_sequence = attention.by_sequence, forgetful
@@ -491,10 +737,16 @@ def guarded(folder: Path, this_device: torch.device) -> dict:
 
 def traces(engine: FSDPEngine) -> dict:
     modules = list(engine.model.modules())
-    return {"random": digest({"state": torch.get_rng_state()}), "weights": digest(engine.state()),
-            "training": engine.model.training, "hooks": sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in modules),
-            "gradients": sum(p.grad is not None for p in engine.model.parameters()), "step": (engine._step, engine._turn),
-            "attention": engine.hf.config._attn_implementation, "config": engine.config}
+    return {
+        "random": digest({"state": torch.get_rng_state()}),
+        "weights": digest(engine.state()),
+        "training": engine.model.training,
+        "hooks": sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in modules),
+        "gradients": sum(p.grad is not None for p in engine.model.parameters()),
+        "step": (engine._step, engine._turn),
+        "attention": engine.hf.config._attn_implementation,
+        "config": engine.config,
+    }
 
 
 def renamed(folder: Path, this_device: torch.device) -> dict:
@@ -507,7 +759,11 @@ def renamed(folder: Path, this_device: torch.device) -> dict:
     after, weights = ask(engine), dict(engine.export_weights())
     if dist.get_rank() == 0:
         save_file({"asked": before}, folder / f"{dist.get_world_size()} renamed.safetensors")
-    return {"exported": sorted(weights), "kept": sorted(kept), "same": torch.equal(before.nan_to_num(), after.nan_to_num())}
+    return {
+        "exported": sorted(weights),
+        "kept": sorted(kept),
+        "same": torch.equal(before.nan_to_num(), after.nan_to_num()),
+    }
 
 
 def checkpoint(folder: Path, this_device: torch.device, family: str, asynchronous: bool) -> dict:
@@ -517,13 +773,21 @@ def checkpoint(folder: Path, this_device: torch.device, family: str, asynchronou
     checkpointer = Checkpointer(directory, 2, asynchronous)
     if dist.get_world_size() == 4:
         engine, tokenizer = build(model, this_device, CP2, lora=lora), make_tokenizer()
-        more = {"lora": job.adapter(engine.config), "run": {"frozen weights": fingerprint(model)}} if lora else {}
+        more = (
+            {"lora": job.adapter(engine.config), "run": {"frozen weights": fingerprint(model)}}
+            if lora
+            else {}
+        )
         train(engine, range(5))
         listings, stop, whole = set(), threading.Event(), directory / "step_00000005"
-        (watcher := threading.Thread(target=watch, args=(whole, listings, stop), daemon=True)).start()
+        (
+            watcher := threading.Thread(target=watch, args=(whole, listings, stop), daemon=True)
+        ).start()
         checkpointer.save(5, engine, {"step": 5, "export_dtype": "float32"}, tokenizer)
         result["random"] = gather(torch.rand(1).item())
-        result["uninterrupted"] = train(engine, range(5, 10))            # while an asynchronous save is still writing
+        result["uninterrupted"] = train(
+            engine, range(5, 10)
+        )  # while an asynchronous save is still writing
         checkpointer.wait()
         stop.set()
         watcher.join()
@@ -548,15 +812,22 @@ def adapters(folder: Path, this_device: torch.device) -> dict:
         before, frozen = ask(engine), digest(dict(engine.export_weights()))
     train(engine, range(3))
     with engine.without_adapters():
-        result["same"] = [torch.equal(before.nan_to_num(), ask(engine).nan_to_num()),
-                          frozen == digest(dict(engine.export_weights()))]
+        result["same"] = [
+            torch.equal(before.nan_to_num(), ask(engine).nan_to_num()),
+            frozen == digest(dict(engine.export_weights())),
+        ]
     if dist.get_rank() == 0:
         save_file({"asked": before}, folder / f"{dist.get_world_size()} adapters.safetensors")
     result["states"] = sum(len(o.state) for o in engine.optimizers)
     result["dropout"] = []
     for seed in (0, 0, 1):
-        dropping = build(folder / "llama", this_device, RECOMPUTE, lora=True, more=("model.lora.dropout=0.3", "optim.lr=0.0",
-                                                                                   f"trainer.seed={seed}"))
+        dropping = build(
+            folder / "llama",
+            this_device,
+            RECOMPUTE,
+            lora=True,
+            more=("model.lora.dropout=0.3", "optim.lr=0.0", f"trainer.seed={seed}"),
+        )
         result["dropout"].append([train(dropping, [0])[0]["loss"] for _ in range(2)])
     result["told"] = []
     for first_is_called in (False, True):
@@ -568,14 +839,17 @@ def adapters(folder: Path, this_device: torch.device) -> dict:
             result["told"].append(str(error))
         for name, p in engine.hf.named_parameters():
             if ".lora_" in name:
-                p.detach().zero_()                  # neither A nor B has a gradient then
+                p.detach().zero_()  # neither A nor B has a gradient then
         engine.model.zero_grad()
     return result
 
 
 def frozen(folder: Path, this_device: torch.device) -> dict:
     """Two steps and two more without interruption, and from a checkpoint."""
-    checkpointer, freeze = Checkpointer(folder / "checkpoints_frozen", 2, asynchronous=False), [f"model.freeze={FREEZE}"]
+    checkpointer, freeze = (
+        Checkpointer(folder / "checkpoints_frozen", 2, asynchronous=False),
+        [f"model.freeze={FREEZE}"],
+    )
     engine, again = (build(folder / "llama", this_device, more=freeze) for _ in range(2))
     train(engine, range(2))
     checkpointer.save(2, engine, {"step": 2}, make_tokenizer())
@@ -589,14 +863,22 @@ def watch(directory: Path, listings: set, stop: threading.Event) -> None:
     while going:
         going = not stop.wait(0.0005)
         if directory.exists():
-            listings.add(frozenset((str(p.relative_to(directory)), p.stat().st_size)
-                                   for p in directory.rglob("*") if p.is_file()))
+            listings.add(
+                frozenset(
+                    (str(p.relative_to(directory)), p.stat().st_size)
+                    for p in directory.rglob("*")
+                    if p.is_file()
+                )
+            )
 
 
 def rotate(folder: Path, this_device: torch.device) -> dict:
     """Checkpoints 1 and 2 by one process, 3 by another that finds them, and a directory that a kill left behind."""
     directory, steps = folder / "rotation", [1, 2] if dist.get_world_size() == 2 else [3]
-    engine, checkpointer = build(folder / "qwen3", this_device), Checkpointer(directory, 2, asynchronous=False)
+    engine, checkpointer = (
+        build(folder / "qwen3", this_device),
+        Checkpointer(directory, 2, asynchronous=False),
+    )
     if steps == [3]:
         (directory / "step_00000009.tmp").mkdir()
         for name in ("step_00000009.bak", "step_00000009.damaged", "step_9"):
@@ -606,13 +888,23 @@ def rotate(folder: Path, this_device: torch.device) -> dict:
     def note(descriptor):
         synced.add(os.path.relpath(os.readlink(f"/proc/self/fd/{descriptor}"), directory))
         fsync(descriptor)
-    sys.addaudithook(lambda event, arguments: deleted.append(Path(arguments[0]).name) if event == "shutil.rmtree" else None)
+
+    sys.addaudithook(
+        lambda event, arguments: (
+            deleted.append(Path(arguments[0]).name) if event == "shutil.rmtree" else None
+        )
+    )
     os.fsync = note
     for step in steps:
         checkpointer.save(step, engine, {"step": step}, make_tokenizer())
     os.fsync = fsync
-    return {"found": found, "left": sorted(p.name for p in directory.iterdir()), "deleted": list(deleted), "synced": sorted(synced),
-            "latest": [checkpointer.latest().name, (directory / "latest").read_text().strip()]}
+    return {
+        "found": found,
+        "left": sorted(p.name for p in directory.iterdir()),
+        "deleted": list(deleted),
+        "synced": sorted(synced),
+        "latest": [checkpointer.latest().name, (directory / "latest").read_text().strip()],
+    }
 
 
 def flip(path: Path) -> None:
@@ -634,7 +926,9 @@ HARMS = {
     "a bit of .metadata": lambda path: flip(path / "weights" / ".metadata"),
     "a bit of the tokenizer": lambda path: flip(path / "hf" / "tokenizer.json"),
     "the step": lambda path: rewrite(path / "trainer.json", '"step": 10', '"step": 11'),
-    "a checksum": lambda path: rewrite(path / "trainer.json", '"weights/__1_0.distcp": "', '"weights/__1_0.distcp": "0'),
+    "a checksum": lambda path: rewrite(
+        path / "trainer.json", '"weights/__1_0.distcp": "', '"weights/__1_0.distcp": "0'
+    ),
     "a part that is missing": lambda path: (path / "weights" / "__2_0.distcp").unlink(),
     "a part that is cut off": lambda path: os.truncate(path / "weights" / "__1_0.distcp", 10_000),
     "a zero more": lambda path: (path / "weights" / "__1_0.distcp").open("ab").write(b"\0"),
@@ -648,21 +942,37 @@ HARMS = {
 def harmed(folder: Path, this_device: torch.device) -> dict:
     """Which checkpoint two ranks find where the newest one, of four ranks and saved in the background, is damaged."""
     results = {}
-    for name, harm in {"nothing": lambda path: None, "no checksums": without_checksums, **HARMS}.items():
+    for name, harm in {
+        "nothing": lambda path: None,
+        "no checksums": without_checksums,
+        **HARMS,
+    }.items():
         directory = folder / "harmed" / name
         if dist.get_rank() == 0:
             shutil.copytree(folder / "checkpoints_llama", directory)
             harm(directory / "step_00000010")
         dist.barrier()
-        here, elsewhere = Checkpointer(directory, 2, False), Checkpointer(folder / "empty", 2, False)
-        result = {"dry": here.find("auto", dry_run=True).name, "untouched": sorted(p.name for p in directory.iterdir())}
+        here, elsewhere = (
+            Checkpointer(directory, 2, False),
+            Checkpointer(folder / "empty", 2, False),
+        )
+        result = {
+            "dry": here.find("auto", dry_run=True).name,
+            "untouched": sorted(p.name for p in directory.iterdir()),
+        }
         dist.barrier()
         try:
             result["named"] = elsewhere.find(str(directory / "step_00000010")) and "found"
         except InputError as error:
             result["named"] = str(error)
-        result |= {"found": here.find("auto").name, "left": sorted(p.name for p in directory.iterdir())}
-        results[name] = result | {"latest": (directory / "latest").read_text(), "agreed": len(set(gather(str(result)))) == 1}
+        result |= {
+            "found": here.find("auto").name,
+            "left": sorted(p.name for p in directory.iterdir()),
+        }
+        results[name] = result | {
+            "latest": (directory / "latest").read_text(),
+            "agreed": len(set(gather(str(result)))) == 1,
+        }
     if dist.get_rank() == 0:
         flip(directory / "step_00000005" / "hf" / "config.json")
     dist.barrier()
@@ -689,9 +999,13 @@ def full(folder: Path, this_device: torch.device) -> dict:
         except InputError as error:
             results[str(asynchronous)] = {"told": gather(str(error))}
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        results[str(asynchronous)]["left"] = sorted(p.name for p in checkpointer.directory.iterdir())
+        results[str(asynchronous)]["left"] = sorted(
+            p.name for p in checkpointer.directory.iterdir()
+        )
         checkpointer.save(3, engine, {"step": 3}, make_tokenizer())
-        results[str(asynchronous)]["found"] = (checkpointer.wait(), checkpointer.find("auto").name)[1]
+        results[str(asynchronous)]["found"] = (checkpointer.wait(), checkpointer.find("auto").name)[
+            1
+        ]
     return results
 
 
@@ -704,11 +1018,14 @@ class SlowDisk(Checkpointer):
 def publish(folder: Path, this_device: torch.device) -> dict:
     """wait() after an asynchronous save whose renaming is slow, and after one whose renaming is impossible."""
     directory = folder / f"publishing_{dist.get_world_size()}"
-    engine, checkpointer = build(folder / "qwen3", this_device), SlowDisk(directory, -1, asynchronous=True)
+    engine, checkpointer = (
+        build(folder / "qwen3", this_device),
+        SlowDisk(directory, -1, asynchronous=True),
+    )
     checkpointer.save(1, engine, {"step": 1}, make_tokenizer())
     checkpointer.wait()
     result = {"there_after_wait": gather((directory / "step_00000001").is_dir())}
-    time.sleep(1)                                # whatever the answer, nothing of step 1 may run into what follows
+    time.sleep(1)  # whatever the answer, nothing of step 1 may run into what follows
     if dist.get_world_size() == 1:
         (directory / "step_00000002").write_text("in the way")
         checkpointer.save(2, engine, {"step": 2}, make_tokenizer())

@@ -44,7 +44,7 @@ from tests.engines.megatron_worker import (
 MTP = "model.mtp.enable=true model.mtp.enable_train=true model.mtp.mtp_loss_scaling_factor=0.3"
 DETACHED, STEPS, SAVED_AT = "model.mtp.detach_encoder=true", 4, 2
 FROZEN = "model.mtp.enable=true"
-EPS = "optim.eps=1e-5"          # one that Adam notices: no whole step of a rounding error
+EPS = "optim.eps=1e-5"  # one that Adam notices: no whole step of a rounding error
 
 
 @dataclass
@@ -63,13 +63,20 @@ def case(family: str, *settings: str, **others) -> MTPCase:
 
 
 CASES = {
-    "tp2": case("two", TP2, REPLICATED), "tp2 no sp padded": case("mimo", TP2, NO_SP, PADDED, REPLICATED),
-    "tp2 full detached": case("two", TP2, FULL, DETACHED, REPLICATED), "pp2": case("mimo", PP2, REPLICATED, SELECTIVE),
-    "pp2 detached padded": case("two", PP2, DETACHED, PADDED), "pp2 vpp2": case("two", PP2, VPP2),
-    "pp2 vpp2 tied full": case("tied", PP2, VPP2, FULL, REPLICATED), "cp2": case("two", CP2, REPLICATED),
-    "cp2 padded full": case("mimo", CP2, PADDED, FULL, REPLICATED), "dp2 overlap": case("mimo", OVERLAP),
-    "dp2 uneven": case("two", REPLICATED, uneven=True), "tied detached": case("tied", REPLICATED, DETACHED),
-    "bf16 tp2": case("mimo", TP2, BF16), "auto": case("two", AUTO, SHORT, REPLICATED),
+    "tp2": case("two", TP2, REPLICATED),
+    "tp2 no sp padded": case("mimo", TP2, NO_SP, PADDED, REPLICATED),
+    "tp2 full detached": case("two", TP2, FULL, DETACHED, REPLICATED),
+    "pp2": case("mimo", PP2, REPLICATED, SELECTIVE),
+    "pp2 detached padded": case("two", PP2, DETACHED, PADDED),
+    "pp2 vpp2": case("two", PP2, VPP2),
+    "pp2 vpp2 tied full": case("tied", PP2, VPP2, FULL, REPLICATED),
+    "cp2": case("two", CP2, REPLICATED),
+    "cp2 padded full": case("mimo", CP2, PADDED, FULL, REPLICATED),
+    "dp2 overlap": case("mimo", OVERLAP),
+    "dp2 uneven": case("two", REPLICATED, uneven=True),
+    "tied detached": case("tied", REPLICATED, DETACHED),
+    "bf16 tp2": case("mimo", TP2, BF16),
+    "auto": case("two", AUTO, SHORT, REPLICATED),
     "auto padded full": case("mimo", AUTO, SHORT, PADDED, FULL, REPLICATED),
 }
 RESUMES = {"saved": f"{MTP} {EPS} {TP2}", "resumed": f"{MTP} {EPS} {PP2}"}
@@ -89,19 +96,35 @@ def main(folder: Path, *names: str) -> None:
     device.shutdown()
 
 
-def train(engine: MegatronEngine, steps, case: Case, gradients: dict | None = None, batch: Batch | None = None) -> list[dict]:
+def train(
+    engine: MegatronEngine,
+    steps,
+    case: Case,
+    gradients: dict | None = None,
+    batch: Batch | None = None,
+) -> list[dict]:
     """gradients: those of the first step, to fill. batch: in place of the step's"""
     results, update = [], engine._update
 
     def noted(lr: float) -> float:
         if gradients == {}:
-            gradients.update((name, x.clone()) for name, x in bridge.export(
-                engine.mapping, engine.models, torch.float32, engine.device, lambda p: p.main_grad.detach()))
+            gradients.update(
+                (name, x.clone())
+                for name, x in bridge.export(
+                    engine.mapping,
+                    engine.models,
+                    torch.float32,
+                    engine.device,
+                    lambda p: p.main_grad.detach(),
+                )
+            )
         return update(lr)
 
     engine._update = noted
     for step in steps:
-        share, planned, num_tokens = (batch, None, len(batch.input_ids)) if batch else share_of(engine, step, case)
+        share, planned, num_tokens = (
+            (batch, None, len(batch.input_ids)) if batch else share_of(engine, step, case)
+        )
         results.append(engine.train_batch(share, make_loss(num_tokens), step, planned))
     engine._update = update
     return results
@@ -110,8 +133,11 @@ def train(engine: MegatronEngine, steps, case: Case, gradients: dict | None = No
 def run(folder: Path, this_device: torch.device, title: str, case: MTPCase) -> dict:
     print(title, flush=True)
     engine, gradients = build(MegatronEngine, folder / case.family, this_device, case.engine), {}
-    result = {"steps": train(engine, range(case.steps), case, gradients if case.gradients else None),
-              "flops": engine.flops([3, 5], 4), "bytes": gather(count_bytes(engine))}
+    result = {
+        "steps": train(engine, range(case.steps), case, gradients if case.gradients else None),
+        "flops": engine.flops([3, 5], 4),
+        "bytes": gather(count_bytes(engine)),
+    }
     weights = dict(engine.export_weights())
     if dist.get_rank() == 0:
         tensors = weights | {f"gradient of {n}": x for n, x in gradients.items()}
@@ -122,16 +148,29 @@ def run(folder: Path, this_device: torch.device, title: str, case: MTPCase) -> d
 def untouched(folder: Path, this_device: torch.device) -> dict:
     """What ten steps report that leave the MTP layers out; writes the weights after them, and the gradients of the first."""
     results = {}
-    for name, family, settings in (("frozen", "mimo", FROZEN), ("left out", "two", ""), ("bf16", "mimo", f"{FROZEN} {BF16}"),
-                                   ("tied", "tied", "")):
-        engine, gradients = build(MegatronEngine, folder / family, this_device, f"{settings} {EPS} {REPLICATED}"), {}
+    for name, family, settings in (
+        ("frozen", "mimo", FROZEN),
+        ("left out", "two", ""),
+        ("bf16", "mimo", f"{FROZEN} {BF16}"),
+        ("tied", "tied", ""),
+    ):
+        engine, gradients = (
+            build(MegatronEngine, folder / family, this_device, f"{settings} {EPS} {REPLICATED}"),
+            {},
+        )
         results[name] = train(engine, range(10), MTPCase(family), gradients)
-        weights = dict(engine.export_weights()) | {f"gradient of {n}": x for n, x in gradients.items()}
+        weights = dict(engine.export_weights()) | {
+            f"gradient of {n}": x for n, x in gradients.items()
+        }
         if dist.get_rank() == 0:
-            save_file({n: x.contiguous() for n, x in weights.items()}, folder / f"{name}.safetensors")
+            save_file(
+                {n: x.contiguous() for n, x in weights.items()}, folder / f"{name}.safetensors"
+            )
         if name == "frozen":
             progress = {"step": 10, "export_dtype": "float32"}
-            Checkpointer(folder / "checkpoints", 2, asynchronous=False).save(10, engine, progress, make_tokenizer())
+            Checkpointer(folder / "checkpoints", 2, asynchronous=False).save(
+                10, engine, progress, make_tokenizer()
+            )
     return results
 
 
@@ -149,19 +188,33 @@ def empty(folder: Path, this_device: torch.device) -> dict:
     """A step without any token to train, and one where only second tokens are, which no MTP layer predicts."""
     results = {}
     for name in ("none", "second"):
-        engine, batch, gradients = build(MegatronEngine, folder / "mimo", this_device, f"{MTP} {REPLICATED}"), make_batch(0), {}
+        engine, batch, gradients = (
+            build(MegatronEngine, folder / "mimo", this_device, f"{MTP} {REPLICATED}"),
+            make_batch(0),
+            {},
+        )
         batch.fields["loss_mask"] = ((batch.position_ids == 1) & (name == "second")).float()
         step = train(engine, [0], MTPCase("mimo"), gradients, batch)[0]
-        results[name] = step | {"gradients of MTP": sum(x.abs().sum().item() for n, x in gradients.items() if "mtp_layers" in n)}
+        results[name] = step | {
+            "gradients of MTP": sum(
+                x.abs().sum().item() for n, x in gradients.items() if "mtp_layers" in n
+            )
+        }
     return results
 
 
 def resume(folder: Path, this_device: torch.device) -> dict:
     """Whether what is read is exported to the bit; steps after a checkpoint, without interruption and on another layout."""
-    engine, this = build(MegatronEngine, folder / "two", this_device, RESUMES["saved"]), MTPCase("two")
+    engine, this = (
+        build(MegatronEngine, folder / "two", this_device, RESUMES["saved"]),
+        MTPCase("two"),
+    )
     exported = dict(engine.export_weights())
     files = load_file(folder / "two" / "model.safetensors")
-    result = {"round trip": exported.keys() == files.keys() and all(torch.equal(exported[n], x) for n, x in files.items())}
+    result = {
+        "round trip": exported.keys() == files.keys()
+        and all(torch.equal(exported[n], x) for n, x in files.items())
+    }
     train(engine, range(SAVED_AT), this)
     checkpointer = Checkpointer(folder / "checkpoints", 2, asynchronous=False)
     progress = {"step": SAVED_AT, "export_dtype": "float32"}

@@ -14,7 +14,13 @@ def make(num_tokens: int, dtype: torch.dtype = torch.float32, seed: int = 0):
     hidden = torch.randn(num_tokens, HIDDEN, generator=g).to(dtype).requires_grad_()
     weight = (torch.randn(WORDS, HIDDEN, generator=g) / 3).to(dtype).requires_grad_()
     targets = torch.randint(WORDS, (num_tokens,), generator=g)
-    return hidden, weight, targets, torch.randn(num_tokens, generator=g), torch.randn(num_tokens, generator=g)
+    return (
+        hidden,
+        weight,
+        targets,
+        torch.randn(num_tokens, generator=g),
+        torch.randn(num_tokens, generator=g),
+    )
 
 
 def by_formula(hidden, weight, targets, temperature, scale=1.0, softcap=None):
@@ -27,20 +33,36 @@ def by_formula(hidden, weight, targets, temperature, scale=1.0, softcap=None):
 
 
 @pytest.mark.parametrize("chunk_size", [1, 5, 7, 24, 1000])
-@pytest.mark.parametrize("temperature, constants", [(1.0, {}), (0.6, {}), (2.5, {}), (1.0, {"scale": 0.25}), (0.6, {"scale": 3.0}),
-                                                    (1.0, {"softcap": 1.5}), (0.6, {"scale": 2.0, "softcap": 1.5})])
+@pytest.mark.parametrize(
+    "temperature, constants",
+    [
+        (1.0, {}),
+        (0.6, {}),
+        (2.5, {}),
+        (1.0, {"scale": 0.25}),
+        (0.6, {"scale": 3.0}),
+        (1.0, {"softcap": 1.5}),
+        (0.6, {"scale": 2.0, "softcap": 1.5}),
+    ],
+)
 def test_values_and_gradients(chunk_size, temperature, constants):
     hidden, weight, targets, grad_log_probs, grad_entropy = make(24)
-    targets[::3] = (hidden @ weight.T).argmax(-1)[::3]                    # chance alone would make few of them greedy
-    log_probs, entropy, greedy = linear_log_probs(hidden, weight, targets, temperature, chunk_size, **constants)
+    targets[::3] = (hidden @ weight.T).argmax(-1)[::3]  # chance alone would make few of them greedy
+    log_probs, entropy, greedy = linear_log_probs(
+        hidden, weight, targets, temperature, chunk_size, **constants
+    )
     torch.autograd.backward([log_probs, entropy], [grad_log_probs, grad_entropy])
     want = by_formula(hidden, weight, targets, temperature, **constants)
     torch.autograd.backward(want[:2], [grad_log_probs.double(), grad_entropy.double()])
 
     assert log_probs.dtype == entropy.dtype == torch.float32 and greedy.dtype == torch.bool
     assert 8 <= greedy.sum() < 24 and torch.equal(greedy, want[2])
-    for got, exact in ((log_probs, want[0]), (entropy, want[1]),
-                       (hidden.grad, want[3].grad), (weight.grad, want[4].grad)):
+    for got, exact in (
+        (log_probs, want[0]),
+        (entropy, want[1]),
+        (hidden.grad, want[3].grad),
+        (weight.grad, want[4].grad),
+    ):
         torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=1e-5)
 
 
@@ -51,7 +73,9 @@ def test_words_that_sampling_left_out_have_no_probability(chunk_size, softcap):
     hidden, weight, targets, grad_log_probs, grad_entropy = make(24)
     others = torch.rand(24, len(weight)).argsort(1)[:, :6]
     kept = torch.cat([targets[:, None], others.where(others != targets[:, None], -1)], 1)
-    log_probs, entropy, greedy = linear_log_probs(hidden, weight, targets, 0.7, chunk_size, kept_words=kept, softcap=softcap)
+    log_probs, entropy, greedy = linear_log_probs(
+        hidden, weight, targets, 0.7, chunk_size, kept_words=kept, softcap=softcap
+    )
     torch.autograd.backward([log_probs, entropy], [grad_log_probs, grad_entropy])
     want_hidden, want_weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
     logits = want_hidden @ want_weight.T
@@ -60,11 +84,15 @@ def test_words_that_sampling_left_out_have_no_probability(chunk_size, softcap):
     log_p = few.log_softmax(-1)
     want = log_p[:, 0], -(log_p.exp() * log_p).sum(-1)
     torch.autograd.backward(want, [grad_log_probs.double(), grad_entropy.double()])
-    for got, exact in zip((log_probs, entropy, hidden.grad, weight.grad), (*want, want_hidden.grad, want_weight.grad)):
+    for got, exact in zip(
+        (log_probs, entropy, hidden.grad, weight.grad), (*want, want_hidden.grad, want_weight.grad)
+    ):
         torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=1e-5)
     assert torch.equal(greedy, few.argmax(-1) == 0)
     every = linear_log_probs(hidden, weight, targets, 0.7, chunk_size, softcap=softcap)
-    none_left_out = linear_log_probs(hidden, weight, targets, 0.7, chunk_size, kept_words=kept[:, :0], softcap=softcap)
+    none_left_out = linear_log_probs(
+        hidden, weight, targets, 0.7, chunk_size, kept_words=kept[:, :0], softcap=softcap
+    )
     assert all(map(torch.equal, every, none_left_out)) and (log_probs > every[0]).all()
 
 
@@ -82,8 +110,14 @@ def test_numeric_gradient():
     """Finite differences of the function itself. Its statistics are fp32 whatever it is given, hence the wide step
     (rounding of 1e-6 over a step of 1e-2) and the loose bounds."""
     hidden, weight, targets, _, _ = make(3, torch.float64)
-    assert torch.autograd.gradcheck(lambda h, w: linear_log_probs(h, w, targets, 0.7, 2)[:2], (hidden, weight),
-                                    eps=1e-2, atol=1e-3, rtol=1e-3, fast_mode=True)
+    assert torch.autograd.gradcheck(
+        lambda h, w: linear_log_probs(h, w, targets, 0.7, 2)[:2],
+        (hidden, weight),
+        eps=1e-2,
+        atol=1e-3,
+        rtol=1e-3,
+        fast_mode=True,
+    )
 
 
 def test_large_logits_do_not_overflow():
@@ -136,7 +170,9 @@ def test_compiled_equals_eager():
     results = []
     for compiled in (False, True):
         hidden, weight, targets, grad_log_probs, grad_entropy = make(12)
-        log_probs, entropy, greedy = linear_log_probs(hidden, weight, targets, chunk_size=5, compiled=compiled)
+        log_probs, entropy, greedy = linear_log_probs(
+            hidden, weight, targets, chunk_size=5, compiled=compiled
+        )
         torch.autograd.backward([log_probs, entropy], [grad_log_probs, grad_entropy])
         results.append((log_probs, entropy, greedy, hidden.grad, weight.grad))
     for eager, compiled in zip(*results):
@@ -146,8 +182,13 @@ def test_compiled_equals_eager():
 @pytest.mark.parametrize("offset", [0.0, 1000.0])
 def test_an_offset_that_all_logits_share_costs_no_digits(offset):
     hidden, weight, targets, _, _ = make(50)
-    hidden, weight = (torch.cat([x.detach(), torch.full((len(x), 1), value)], 1) for x, value in ((hidden, 1.0), (weight, offset)))
-    p = (hidden @ weight.T).double().softmax(-1)                          # of the logits as fp32 has them
+    hidden, weight = (
+        torch.cat([x.detach(), torch.full((len(x), 1), value)], 1)
+        for x, value in ((hidden, 1.0), (weight, offset))
+    )
+    p = (hidden @ weight.T).double().softmax(-1)  # of the logits as fp32 has them
     log_probs, entropy, _ = linear_log_probs(hidden, weight, targets)
     torch.testing.assert_close(entropy.double(), -(p * p.log()).sum(-1), rtol=0, atol=3e-4)
-    torch.testing.assert_close(log_probs.double(), p[torch.arange(50), targets].log(), rtol=0, atol=3e-4)
+    torch.testing.assert_close(
+        log_probs.double(), p[torch.arange(50), targets].log(), rtol=0, atol=3e-4
+    )

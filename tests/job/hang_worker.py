@@ -23,9 +23,13 @@ def main(out: str, where: str) -> None:
     this_device = device.init()
     trainer = SimpleNamespace(timeout_minutes=MINUTES)
     heartbeat = job.start_heartbeat(SimpleNamespace(output_dir=out, trainer=trainer, dry_run=False))
-    device.set_timeouts(MINUTES + (0.1 if this_device.type == "cpu" else 1))        # NCCL's would end all without a word
+    device.set_timeouts(
+        MINUTES + (0.1 if this_device.type == "cpu" else 1)
+    )  # NCCL's would end all without a word
     ones = torch.ones(1, device=this_device)
-    dist.all_reduce(ones)                   # NCCL connects ranks in their first collective, as any run has before it trains
+    dist.all_reduce(
+        ones
+    )  # NCCL connects ranks in their first collective, as any run has before it trains
     if where.startswith("SIG"):
         device.on_rank0(os.kill, os.getpid(), signal.Signals[where])
     heartbeat.enter("reward", 7)

@@ -15,14 +15,21 @@ from engines.parallel import device
 from job import output
 from tests.support.launch import LIMIT, ROOT, environment, launch, run, wait_for
 
-HOLD = "import sys, time; from pathlib import Path; from job import output; output.Lock(Path(sys.argv[1])); print('held', flush=True); " \
-       "time.sleep(600)"
+HOLD = (
+    "import sys, time; from pathlib import Path; from job import output; output.Lock(Path(sys.argv[1])); print('held', flush=True); "
+    "time.sleep(600)"
+)
 
 
 def hold(directory):
     """A process that has the lock."""
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(directory)], cwd=ROOT, stdout=subprocess.PIPE, text=True,
-                               env=environment())
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(directory)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    )
     assert process.stdout.readline() == "held\n"
     return process
 
@@ -57,33 +64,64 @@ def test_a_lock_of_another_host_holds_as_long_as_it_is_touched(tmp_path, monkeyp
 
 def test_a_directory_that_nodes_do_not_share_is_an_error(tmp_path):
     """Two nodes of one rank, each with a working directory of its own, and a relative path."""
-    code = "from pathlib import Path; from engines.parallel import device; import config; from job import output; config.run(lambda _: (" \
-           "device.init(), output.check_shared(Path(%r), 'output_dir', 1.0), device.shutdown()), 'sft.yaml', '')"
+    code = (
+        "from pathlib import Path; from engines.parallel import device; import config; from job import output; config.run(lambda _: ("
+        "device.init(), output.check_shared(Path(%r), 'output_dir', 1.0), device.shutdown()), 'sft.yaml', '')"
+    )
     processes, ports = [], {"mine": device.free_port(), "ours": device.free_port()}
     for rank in range(2):
         (tmp_path / str(rank)).mkdir()
-        env = environment(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", PYTHONPATH=str(ROOT))
+        env = environment(
+            RANK=str(rank),
+            LOCAL_RANK="0",
+            WORLD_SIZE="2",
+            MASTER_ADDR="127.0.0.1",
+            PYTHONPATH=str(ROOT),
+        )
         for place in ("mine", "ours"):
-            processes.append((place, subprocess.Popen(
-                [sys.executable, "-c", code % ("run" if place == "mine" else str(tmp_path / "run")),
-                 "model.path=m", "data.train_files=t"], cwd=tmp_path / str(rank),
-                env=env | {"MASTER_PORT": ports[place]}, stderr=subprocess.PIPE, text=True)))
+            processes.append(
+                (
+                    place,
+                    subprocess.Popen(
+                        [
+                            sys.executable,
+                            "-c",
+                            code % ("run" if place == "mine" else str(tmp_path / "run")),
+                            "model.path=m",
+                            "data.train_files=t",
+                        ],
+                        cwd=tmp_path / str(rank),
+                        env=env | {"MASTER_PORT": ports[place]},
+                        stderr=subprocess.PIPE,
+                        text=True,
+                    ),
+                )
+            )
     for place, process in processes:
         said = process.communicate(timeout=LIMIT)[1]
-        assert ("output_dir=run on" in said and "all nodes share" in said) == (place == "mine"), said
+        assert ("output_dir=run on" in said and "all nodes share" in said) == (place == "mine"), (
+            said
+        )
         assert process.returncode == (2 if place == "mine" else 0), said
     assert list((tmp_path / "0" / "run").iterdir()) == list((tmp_path / "run").iterdir()) == []
 
 
-HANGS = {where: f"1 rank did not come: rank 1 was last seen in stage '{stage}' of step 7, entered "
-         for where, stage in (("earlier", "reward"), ("same", "actor_update"))}
+HANGS = {
+    where: f"1 rank did not come: rank 1 was last seen in stage '{stage}' of step 7, entered "
+    for where, stage in (("earlier", "reward"), ("same", "actor_update"))
+}
 
 
 @pytest.mark.parametrize("where, said", HANGS.items())
 def test_a_hang_names_the_rank_that_did_not_come(tmp_path, where, said):
-    done = launch(2, "tests/job/hang_worker.py", tmp_path, where, returncode=1, timeout=400)         # less than it would sleep
+    done = launch(
+        2, "tests/job/hang_worker.py", tmp_path, where, returncode=1, timeout=400
+    )  # less than it would sleep
     assert done.stderr.count(said) == 1, done.stderr
-    assert "Traceback (most recent call last)" not in done.stderr.split("error: 1 rank did not come")[0]
+    assert (
+        "Traceback (most recent call last)"
+        not in done.stderr.split("error: 1 rank did not come")[0]
+    )
     # On one rank, which the records of those two would keep from a long stage.
     run([sys.executable, "tests/job/hang_worker.py", tmp_path, "alone"], PYTHONPATH=str(ROOT))
 
@@ -92,31 +130,58 @@ def test_a_hang_names_the_rank_that_did_not_come(tmp_path, where, said):
 def test_a_rank_that_gives_no_sign_of_life_is_named_whatever_the_others_wait_for(tmp_path, number):
     """As on a node without power, whose connections stay, and as on one that reboots. Not under torchrun, which ends a stopped
     rank late."""
-    env = environment(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=device.free_port(), PYTHONPATH=str(ROOT))
-    stopped, waiting = (subprocess.Popen([sys.executable, "tests/job/hang_worker.py", tmp_path, number], cwd=ROOT, text=True,
-                        stderr=subprocess.PIPE, env=env | {"RANK": rank, "LOCAL_RANK": rank}) for rank in "01")
+    env = environment(
+        WORLD_SIZE="2",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=device.free_port(),
+        PYTHONPATH=str(ROOT),
+    )
+    stopped, waiting = (
+        subprocess.Popen(
+            [sys.executable, "tests/job/hang_worker.py", tmp_path, number],
+            cwd=ROOT,
+            text=True,
+            stderr=subprocess.PIPE,
+            env=env | {"RANK": rank, "LOCAL_RANK": rank},
+        )
+        for rank in "01"
+    )
     try:
         if number == "SIGKILL":
             stopped.wait(LIMIT)
             time.sleep(2)
-            waiting.terminate()             # as torchrun does
+            waiting.terminate()  # as torchrun does
         said = waiting.communicate(timeout=LIMIT)[1]
     finally:
         stopped.kill()
         waiting.kill()
-    assert waiting.returncode == 1 and "error: 1 rank did not come: rank 0 was last seen in stage 'start', entered " in said
+    assert (
+        waiting.returncode == 1
+        and "error: 1 rank did not come: rank 0 was last seen in stage 'start', entered " in said
+    )
     assert "Traceback" not in said
 
 
 @pytest.mark.parametrize("when", ["during the imports", "while they train"])
 def test_ranks_end_when_torchrun_is_killed(tmp_path, when):
     code = tmp_path / "sleep.py"
-    begin = "import os, time; from pathlib import Path; from engines.parallel import device; " \
-            f"up = Path({str(tmp_path)!r}, 'up' + os.environ['RANK'])\n"
-    code.write_text(begin + ("up.touch(); time.sleep(5); device.init()" if when == "during the imports" else
-                             "device.init(); up.touch(); time.sleep(600)"))
-    process = subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", code],
-                               env=environment(PYTHONPATH=str(ROOT)), stderr=subprocess.DEVNULL)
+    begin = (
+        "import os, time; from pathlib import Path; from engines.parallel import device; "
+        f"up = Path({str(tmp_path)!r}, 'up' + os.environ['RANK'])\n"
+    )
+    code.write_text(
+        begin
+        + (
+            "up.touch(); time.sleep(5); device.init()"
+            if when == "during the imports"
+            else "device.init(); up.touch(); time.sleep(600)"
+        )
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", code],
+        env=environment(PYTHONPATH=str(ROOT)),
+        stderr=subprocess.DEVNULL,
+    )
     wait_for(lambda: (tmp_path / "up0").exists() and (tmp_path / "up1").exists(), process)
     ranks = psutil.Process(process.pid).children()
     assert len(ranks) == 2

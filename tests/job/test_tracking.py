@@ -16,9 +16,15 @@ from data.prompts import Prompt
 from job import tracking
 from rollout.samples import MAX_WRITTEN, Samples
 
-ROWS = [{"question": "What is 7+8?", "response": "15", "answer": "15", "score": 1.0},
-        {"question": "多位数乘法 " * 30, "response": "a|b\n<think> *x* " + 200 * "y" + " the end", "score": -0.25},
-        {"question": "?", "response": "\ud800\x1b[31m", "answer": "a long answer " * 20, "score": 0.0}]
+ROWS = [
+    {"question": "What is 7+8?", "response": "15", "answer": "15", "score": 1.0},
+    {
+        "question": "多位数乘法 " * 30,
+        "response": "a|b\n<think> *x* " + 200 * "y" + " the end",
+        "score": -0.25,
+    },
+    {"question": "?", "response": "\ud800\x1b[31m", "answer": "a long answer " * 20, "score": 0.0},
+]
 
 
 def configure(out, *more):
@@ -32,29 +38,60 @@ def track(out, rewards, *more):
     for step, values in enumerate(rewards, 1):
         if step == len(rewards):
             tracker.log_samples(step, ROWS)
-        tracker.log(step, {"critic/score/mean": sum(values) / len(values), "critic/rewards/min": min(values),
-                           "critic/rewards/max": max(values), "reward/informative_groups": 0.625, "timing/step": 2.0})
+        tracker.log(
+            step,
+            {
+                "critic/score/mean": sum(values) / len(values),
+                "critic/rewards/min": min(values),
+                "critic/rewards/max": max(values),
+                "reward/informative_groups": 0.625,
+                "timing/step": 2.0,
+            },
+        )
     tracker.close()
 
 
 def test_the_console_names_steps_whose_rewards_are_all_equal(tmp_path, capsys):
-    track(tmp_path, [[0, 1], *[[0, 0]] * 7, [0, 1], *[[1, 1]] * 4, *[[0, 0]] * 5], "trainer.rollout_freq=4")
+    track(
+        tmp_path,
+        [[0, 1], *[[0, 0]] * 7, [0, 1], *[[1, 1]] * 4, *[[0, 0]] * 5],
+        "trainer.rollout_freq=4",
+    )
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "step      1  score 0.500  informative 62%  2.00 s"
-    named = {int(lines[i - 1].split()[1]): line for i, line in enumerate(lines) if line.startswith("warning: ")}
-    assert [*named] == [6, 18], "once for seven steps; four with 1 and one with 0 are not five of one kind"
-    assert named[6] == ("warning: all rewards of the last 5 steps are 0: nothing is learned from them; look at "
-                        f"{tmp_path}/rollouts/step_4.jsonl")
+    named = {
+        int(lines[i - 1].split()[1]): line
+        for i, line in enumerate(lines)
+        if line.startswith("warning: ")
+    }
+    assert [*named] == [6, 18], (
+        "once for seven steps; four with 1 and one with 0 are not five of one kind"
+    )
+    assert named[6] == (
+        "warning: all rewards of the last 5 steps are 0: nothing is learned from them; look at "
+        f"{tmp_path}/rollouts/step_4.jsonl"
+    )
     track(tmp_path / "unwritten", [[1, 1]] * 5, "trainer.rollout_freq=-1")
-    assert "steps are 1: nothing is learned from them; set trainer.rollout_freq=1 to see them" in capsys.readouterr().out
+    assert (
+        "steps are 1: nothing is learned from them; set trainer.rollout_freq=1 to see them"
+        in capsys.readouterr().out
+    )
     track(tmp_path / "single", [[0, 1]], "rollout.n=1")
-    assert "score 0.500  2.00 s" in capsys.readouterr().out, "one response has no other to differ from"
+    assert "score 0.500  2.00 s" in capsys.readouterr().out, (
+        "one response has no other to differ from"
+    )
 
 
-@pytest.mark.parametrize("settings, gaps, named", [
-    ("engine.compute_dtype=float32", [1e-6, 0.016, 0.016], True), ("engine.compute_dtype=float32", [5e-4], False),
-    ("engine.compute_dtype=bfloat16", [0.045], False), ("engine.compute_dtype=bfloat16 rollout.top_p=0.9", [0.3], False),
-    ("engine.compute_dtype=bfloat16 rollout.top_p=0.9 rollout.top_k=8", [0.3, 0.4], True)])
+@pytest.mark.parametrize(
+    "settings, gaps, named",
+    [
+        ("engine.compute_dtype=float32", [1e-6, 0.016, 0.016], True),
+        ("engine.compute_dtype=float32", [5e-4], False),
+        ("engine.compute_dtype=bfloat16", [0.045], False),
+        ("engine.compute_dtype=bfloat16 rollout.top_p=0.9", [0.3], False),
+        ("engine.compute_dtype=bfloat16 rollout.top_p=0.9 rollout.top_k=8", [0.3, 0.4], True),
+    ],
+)
 def test_a_vllm_that_computes_something_else_is_named_once(tmp_path, capsys, settings, gaps, named):
     tracker = tracking.Tracker(configure(tmp_path, *settings.split()), 0, 0, len(gaps))
     for step, gap in enumerate(gaps, 1):
@@ -73,7 +110,7 @@ def test_a_full_disk_is_named(tmp_path):
         tracker.close()
     (tmp_path / "report.png").unlink()
     tracker = tracking.Tracker(configure(tmp_path, "trainer.logger=[tensorboard]"), 0, 1, 2)
-    events, = (tmp_path / "tensorboard").iterdir()
+    (events,) = (tmp_path / "tensorboard").iterdir()
     (tmp_path / "link").symlink_to("/dev/full")
     (tmp_path / "link").replace(events)
     with pytest.raises(InputError, match=rf"the disk is full: {tmp_path}/tensorboard needs"):
@@ -103,9 +140,14 @@ def test_the_table_of_samples_fits_the_terminal(width):
         assert line.isprintable() and len(line) < tracking.columns_of(line) + 1 <= width + 1
         # Of a line in which each character is on one column.
         cells = re.sub("[一-鿿]", "__", line)
-        assert all(cells[start - 1] == " " for start in starts) and cells[starts[3]:] == f"{row['score']:.2f}"
+        assert (
+            all(cells[start - 1] == " " for start in starts)
+            and cells[starts[3] :] == f"{row['score']:.2f}"
+        )
     assert lines[0].split() == ["What", "is", "7+8?", "15", "15", "1.00"]
-    assert "a|b\\n<" in lines[1] and "the end" in lines[1] and "…" in lines[1], "the middle is left out"
+    assert "a|b\\n<" in lines[1] and "the end" in lines[1] and "…" in lines[1], (
+        "the middle is left out"
+    )
     assert r"\ud800\x1b[31m" in lines[2] or width == 60
 
 
@@ -120,12 +162,12 @@ def test_tensorboard_has_metrics_samples_and_the_picture(tmp_path):
     track(tmp_path, [[0, 1]] * 3, "trainer.logger=[tensorboard]")
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [e.value for e in events.Scalars("critic/score/mean")] == [0.5] * 3
-    event, = events.Tensors("val/samples/text_summary")
+    (event,) = events.Tensors("val/samples/text_summary")
     header, _, *lines = event.tensor_proto.string_val[0].decode().splitlines()
     assert event.step == 3 and header == "| question | response | answer | score |"
     assert all(line.count("|") == 5 for line in lines) and unescape(lines[1]).count("|") == 6
     assert "<br>" in lines[1] and "<think> *x*" in unescape(lines[1]) and "<think>" not in lines[1]
-    image, = events.Images("report")
+    (image,) = events.Images("report")
     height, width, _ = imread(tmp_path / "report.png").shape
     assert (image.step, image.height, image.width) == (3, height, width)
 
@@ -133,18 +175,20 @@ def test_tensorboard_has_metrics_samples_and_the_picture(tmp_path):
 def test_wandb_has_metrics_samples_and_the_picture(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_MODE", "offline")
     track(tmp_path, [[0, 1]] * 3, "trainer.logger=[wandb]")
-    run, = (tmp_path / "wandb").glob("offline-run-*")
+    (run,) = (tmp_path / "wandb").glob("offline-run-*")
     assert "reward/informative_groups 0.625\n" in capsys.readouterr().err, "wandb's own summary"
-    table, = (run / "files" / "media" / "table" / "val").glob("samples_*.json")
+    (table,) = (run / "files" / "media" / "table" / "val").glob("samples_*.json")
     table = json.loads(table.read_text())
-    assert table["columns"] == ["question", "response", "answer", "score"] and len(table["data"]) == 3
+    assert (
+        table["columns"] == ["question", "response", "answer", "score"] and len(table["data"]) == 3
+    )
     assert table["data"][0] == [*ROWS[0].values()]
-    picture, = (run / "files" / "media" / "images").glob("report_3_*.png")
+    (picture,) = (run / "files" / "media" / "images").glob("report_3_*.png")
     assert picture.read_bytes() == (tmp_path / "report.png").read_bytes()
 
 
 def test_a_logger_that_is_not_installed_is_a_mistake(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)         # as if it were not
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not
     with pytest.raises(InputError, match="wandb, which is not installed"):
         tracking.check(configure(tmp_path, "trainer.logger=[wandb]"))
 
@@ -154,20 +198,38 @@ def test_a_logger_that_is_not_installed_is_a_mistake(tmp_path, monkeypatch):
 
 def make_samples(rows, groups, questions):
     n, one = len(groups), torch.ones(len(groups), dtype=torch.int64)
-    return Samples(Batch(torch.zeros(n), torch.arange(n + 1), {"loss_mask": torch.ones(n)}), [f"response {i}" for i in range(n)],
-                   [Prompt([1], f"prompt {g}", rows[g], questions[g]) for g in groups], owner=0 * one, rank=0, lengths=one,
-                   response_lengths=one, group=torch.tensor(groups), scores=torch.arange(n) / 2, truncated=one == 0, failures=[],
-                   num_asked=n)
+    return Samples(
+        Batch(torch.zeros(n), torch.arange(n + 1), {"loss_mask": torch.ones(n)}),
+        [f"response {i}" for i in range(n)],
+        [Prompt([1], f"prompt {g}", rows[g], questions[g]) for g in groups],
+        owner=0 * one,
+        rank=0,
+        lengths=one,
+        response_lengths=one,
+        group=torch.tensor(groups),
+        scores=torch.arange(n) / 2,
+        truncated=one == 0,
+        failures=[],
+        num_asked=n,
+    )
 
 
 def test_examples_have_the_question_and_the_true_answer(tmp_path):
     rows = [{"answer": 7}, {"answer": None}, {"answer": "long " * 1000, "tests": ["1" * 5000]}]
     samples = make_samples(rows, [2, 2, 0, 1, 1, 0], ["What?", "", "Why?"])
     long, *examples = samples.examples(3)
-    assert examples == [{"question": "What?", "response": "response 2", "answer": "7", "score": 1.0},
-                        {"question": "prompt 1", "response": "response 3", "score": 1.5}]
+    assert examples == [
+        {"question": "What?", "response": "response 2", "answer": "7", "score": 1.0},
+        {"question": "prompt 1", "response": "response 3", "score": 1.5},
+    ]
     assert len(long["answer"]) == MAX_WRITTEN + 5 and samples.examples(1) == [long]
     samples.write(tmp_path / "written" / "step_1.jsonl")
-    written = [json.loads(line)["row"] for line in (tmp_path / "written" / "step_1.jsonl").read_text().splitlines()]
-    assert written[2:] == [{"answer": 7}, {"answer": None}, {"answer": None}, {"answer": 7}] and written[0] == written[1]
+    written = [
+        json.loads(line)["row"]
+        for line in (tmp_path / "written" / "step_1.jsonl").read_text().splitlines()
+    ]
+    assert (
+        written[2:] == [{"answer": 7}, {"answer": None}, {"answer": None}, {"answer": 7}]
+        and written[0] == written[1]
+    )
     assert written[0] == {"answer": long["answer"], "tests": f'["{"1" * 998} ... {"1" * 998}"]'}

@@ -24,7 +24,13 @@ from tests.support.launch import launch, metrics, run
 from tests.support.models import make_model
 
 CPU = torch.device("cpu")
-MODEL_STAGES = ["actor_compute_log_prob", "ref_compute_log_prob", "compute_values", "critic_update", "actor_update"]
+MODEL_STAGES = [
+    "actor_compute_log_prob",
+    "ref_compute_log_prob",
+    "compute_values",
+    "critic_update",
+    "actor_update",
+]
 
 
 def configure(*more):
@@ -54,8 +60,12 @@ def profile(directory, steps, *more, work=None):
 
 def recorded(directory):
     """{name of a trace: names of its events}"""
-    return {str(path.relative_to(directory / "profile")): {e.get("name") for e in json.loads(path.read_text())["traceEvents"]}
-            for path in (directory / "profile").rglob("*.json")}
+    return {
+        str(path.relative_to(directory / "profile")): {
+            e.get("name") for e in json.loads(path.read_text())["traceEvents"]
+        }
+        for path in (directory / "profile").rglob("*.json")
+    }
 
 
 # -- stages and steps --------------------------------------------------------------------------------------------------
@@ -74,27 +84,73 @@ def test_stages_are_timed_nested_and_repeated():
     assert profiler.end_step() == {}
 
 
-@pytest.mark.parametrize("interval, steps, expected", [
-    ([2, 4], range(1, 7), [2, 3, 4]), ([3, 3], range(1, 7), [3]), ([1, 1], range(1, 3), [1]),
-    ([2, 5], range(1, 4), [2, 3]), ([2, 4], range(3, 7), [3, 4]), ([2, 4], range(5, 7), []), ([-1, -1], range(1, 4), [])],
-    ids=["inside", "one step", "the first", "the run ends before", "resumed inside", "resumed behind", "off"])
+@pytest.mark.parametrize(
+    "interval, steps, expected",
+    [
+        ([2, 4], range(1, 7), [2, 3, 4]),
+        ([3, 3], range(1, 7), [3]),
+        ([1, 1], range(1, 3), [1]),
+        ([2, 5], range(1, 4), [2, 3]),
+        ([2, 4], range(3, 7), [3, 4]),
+        ([2, 4], range(5, 7), []),
+        ([-1, -1], range(1, 4), []),
+    ],
+    ids=[
+        "inside",
+        "one step",
+        "the first",
+        "the run ends before",
+        "resumed inside",
+        "resumed behind",
+        "off",
+    ],
+)
 def test_the_steps_of_the_interval_are_recorded(tmp_path, capsys, interval, steps, expected):
-    ran, results = profile(tmp_path, steps, f"trainer.profile_interval={interval}", "profiler.tool=torch")
+    ran, results = profile(
+        tmp_path, steps, f"trainer.profile_interval={interval}", "profiler.tool=torch"
+    )
     assert ran == {"data": len(steps), "train_batch": len(steps)} and "timing/inside" in results
     traces = recorded(tmp_path) if expected else {}
-    assert set(traces) == {f"step_{n}/{stage}/torch_step{n}_rank0.json" for n in expected for stage in ("data", "train_batch")}
-    assert all({"train_batch", "inside"} <= names for name, names in traces.items() if "train_batch" in name)
-    assert bool(expected) == (tmp_path / "profile").exists(), "nothing is written when nothing is recorded"
+    assert set(traces) == {
+        f"step_{n}/{stage}/torch_step{n}_rank0.json"
+        for n in expected
+        for stage in ("data", "train_batch")
+    }
+    assert all(
+        {"train_batch", "inside"} <= names
+        for name, names in traces.items()
+        if "train_batch" in name
+    )
+    assert bool(expected) == (tmp_path / "profile").exists(), (
+        "nothing is written when nothing is recorded"
+    )
     assert ("records nothing" in capsys.readouterr().out) == (interval == [-1, -1])
 
 
-@pytest.mark.parametrize("steps, name", [(range(1, 6), "2-4"), (range(1, 4), "2-3"), (range(3, 6), "3-4")])
+@pytest.mark.parametrize(
+    "steps, name", [(range(1, 6), "2-4"), (range(1, 4), "2-3"), (range(3, 6), "3-4")]
+)
 def test_one_trace_of_the_whole_interval(tmp_path, steps, name):
-    profile(tmp_path, steps, "trainer.profile_interval=[2,4]", "profiler.tool=[torch]", "profiler.torch.trace=interval",
-            "profiler.torch.record_shapes=true", "profiler.torch.with_stack=true", "profiler.torch.profile_memory=true")
+    profile(
+        tmp_path,
+        steps,
+        "trainer.profile_interval=[2,4]",
+        "profiler.tool=[torch]",
+        "profiler.torch.trace=interval",
+        "profiler.torch.record_shapes=true",
+        "profiler.torch.with_stack=true",
+        "profiler.torch.profile_memory=true",
+    )
     [(path, names)] = recorded(tmp_path).items()
-    assert path == f"step_{name[0]}/interval/torch_step{name}_rank0.json" and {"data", "train_batch", "inside"} <= names
-    shapes = [e for e in json.loads((tmp_path / "profile" / path).read_text())["traceEvents"] if e.get("name") == "aten::mm"]
+    assert (
+        path == f"step_{name[0]}/interval/torch_step{name}_rank0.json"
+        and {"data", "train_batch", "inside"} <= names
+    )
+    shapes = [
+        e
+        for e in json.loads((tmp_path / "profile" / path).read_text())["traceEvents"]
+        if e.get("name") == "aten::mm"
+    ]
     assert shapes[0]["args"]["Input Dims"] == [[8, 8], [8, 8]]
 
 
@@ -108,7 +164,9 @@ def test_a_trace_changes_no_bit(tmp_path):
         (x @ weight + x @ weight.T).pow(2).sum().backward()
         gradients.append(weight.grad)
 
-    profile(tmp_path, range(1, 4), "trainer.profile_interval=[2,2]", "profiler.tool=torch", work=work)
+    profile(
+        tmp_path, range(1, 4), "trainer.profile_interval=[2,2]", "profiler.tool=torch", work=work
+    )
     assert len(gradients) == 3 and all(torch.equal(x, gradients[0]) for x in gradients)
 
 
@@ -121,23 +179,35 @@ def test_an_exception_leaves_its_trace_and_passes_through(tmp_path):
             raise ZeroDivisionError("on purpose")
 
     with pytest.raises(ZeroDivisionError, match="on purpose"):
-        profile(tmp_path, range(1, 6), "trainer.profile_interval=[2,5]", "profiler.tool=torch", work=work)
+        profile(
+            tmp_path,
+            range(1, 6),
+            "trainer.profile_interval=[2,5]",
+            "profiler.tool=torch",
+            work=work,
+        )
     assert done == [1, 2, 3], "no stage runs twice"
-    assert {"train_batch", "inside"} <= recorded(tmp_path)["step_3/train_batch/torch_step3_rank0.json"]
+    assert {"train_batch", "inside"} <= recorded(tmp_path)[
+        "step_3/train_batch/torch_step3_rank0.json"
+    ]
 
 
 def test_a_stages_second_turn_has_a_folder_of_its_own(tmp_path):
-    config = configure(f"output_dir={tmp_path}", "trainer.profile_interval=[1,1]", "profiler.tool=torch")
+    config = configure(
+        f"output_dir={tmp_path}", "trainer.profile_interval=[1,1]", "profiler.tool=torch"
+    )
     profiler = job.start_profiler(config, CPU, 1, [])
     profiler.begin_step(1)
     for _ in range(2):
         with profiler.stage("wake"):
             pass
     profiler.end_step()
-    with profiler.stage("save"):                    # after the step's metrics, and still of this step
+    with profiler.stage("save"):  # after the step's metrics, and still of this step
         pass
     profiler.close()
-    assert set(recorded(tmp_path)) == {f"step_1/{stage}/torch_step1_rank0.json" for stage in ("wake", "wake.2", "save")}
+    assert set(recorded(tmp_path)) == {
+        f"step_1/{stage}/torch_step1_rank0.json" for stage in ("wake", "wake.2", "save")
+    }
 
 
 def test_ranks_are_selected_by_local_rank(monkeypatch):
@@ -155,40 +225,88 @@ def test_ranks_are_selected_by_local_rank(monkeypatch):
 ON, PROBE = "trainer.profile_interval=[1,2]", "profiler.tool=msprobe"
 MISTAKES = {
     "an interval without a tool": ([ON], "profiler.tool is null: name a tool"),
-    "an interval after the end": (["trainer.profile_interval=[11,12]", "profiler.tool=torch"], "after the last step, 10"),
-    "an unknown tool": (["profiler.tool=nsys"], "profiler.tool=nsys must be one of nvtx, mstx, torch, memory, msprobe"),
-    "a rank that is not there": ([ON, "profiler.tool=torch", "profiler.ranks=[0,1]"], "profiler.ranks=[0, 1] names a rank"),
-    "a stage that is not there": ([PROBE, "profiler.msprobe.stages=[critic_update]"],
-                                  "critic_update is not a stage of this run that runs a model; those are train_batch"),
+    "an interval after the end": (
+        ["trainer.profile_interval=[11,12]", "profiler.tool=torch"],
+        "after the last step, 10",
+    ),
+    "an unknown tool": (
+        ["profiler.tool=nsys"],
+        "profiler.tool=nsys must be one of nvtx, mstx, torch, memory, msprobe",
+    ),
+    "a rank that is not there": (
+        [ON, "profiler.tool=torch", "profiler.ranks=[0,1]"],
+        "profiler.ranks=[0, 1] names a rank",
+    ),
+    "a stage that is not there": (
+        [PROBE, "profiler.msprobe.stages=[critic_update]"],
+        "critic_update is not a stage of this run that runs a model; those are train_batch",
+    ),
     "compiled layers": ([PROBE, "engine.torch_compile=always"], "set engine.torch_compile=never"),
-    "no config file": ([PROBE, "profiler.msprobe.config_path=/nowhere.json"], "/nowhere.json: No such file"),
-    "a config file of another task": ([PROBE, "profiler.msprobe.config_path={tmp}/task.json"], "task=nan_check must be one of"),
-    "a config file that selects steps": ([PROBE, "profiler.msprobe.config_path={tmp}/step.json"],
-                                         "leave that list empty and set trainer.profile_interval"),
-    "a config file that is none": ([PROBE, "profiler.msprobe.config_path={tmp}/none.json"], "is not JSON"),
+    "no config file": (
+        [PROBE, "profiler.msprobe.config_path=/nowhere.json"],
+        "/nowhere.json: No such file",
+    ),
+    "a config file of another task": (
+        [PROBE, "profiler.msprobe.config_path={tmp}/task.json"],
+        "task=nan_check must be one of",
+    ),
+    "a config file that selects steps": (
+        [PROBE, "profiler.msprobe.config_path={tmp}/step.json"],
+        "leave that list empty and set trainer.profile_interval",
+    ),
+    "a config file that is none": (
+        [PROBE, "profiler.msprobe.config_path={tmp}/none.json"],
+        "is not JSON",
+    ),
     "two that want CUPTI": (["profiler.tool=[torch,nvtx]"], "torch and nvtx cannot share CUPTI"),
-    "mode of msprobe": ([PROBE, "profiler.msprobe.config_path={tmp}/mode.json"], "mode.json is refused by msprobe: "),
-    "hashes beside tensors": ([PROBE, "profiler.msprobe.task=tensor", "profiler.msprobe.config_path={tmp}/tensor.json"],
-                              "summary_mode md5: only statistics"),
-    "a group that is none": ([PROBE, "profiler.msprobe.config_path={tmp}/list.json"], "list.json is refused by msprobe: "),
-    "a folder with a space": ([PROBE, "output_dir={tmp}/my runs"], "output_dir: msprobe refuses the path {tmp}/my runs/profile"),
-    "a config file with an accent": ([PROBE, "profiler.msprobe.config_path={tmp}/é.json"], "config_path: msprobe refuses the path"),
-    "hashes": ([PROBE, "profiler.msprobe.config_path={tmp}/hash.json"], "summary_mode md5: only statistics can be compared"),
+    "mode of msprobe": (
+        [PROBE, "profiler.msprobe.config_path={tmp}/mode.json"],
+        "mode.json is refused by msprobe: ",
+    ),
+    "hashes beside tensors": (
+        [PROBE, "profiler.msprobe.task=tensor", "profiler.msprobe.config_path={tmp}/tensor.json"],
+        "summary_mode md5: only statistics",
+    ),
+    "a group that is none": (
+        [PROBE, "profiler.msprobe.config_path={tmp}/list.json"],
+        "list.json is refused by msprobe: ",
+    ),
+    "a folder with a space": (
+        [PROBE, "output_dir={tmp}/my runs"],
+        "output_dir: msprobe refuses the path {tmp}/my runs/profile",
+    ),
+    "a config file with an accent": (
+        [PROBE, "profiler.msprobe.config_path={tmp}/é.json"],
+        "config_path: msprobe refuses the path",
+    ),
+    "hashes": (
+        [PROBE, "profiler.msprobe.config_path={tmp}/hash.json"],
+        "summary_mode md5: only statistics can be compared",
+    ),
 }
 ON_A_CPU = {"nvtx": "needs CUDA", "mstx": "needs an Ascend NPU", "memory": "needs an accelerator"}
 
 
 @pytest.mark.parametrize("what", MISTAKES)
 def test_what_cannot_be_recorded_is_an_error_at_start(tmp_path, what):
-    for name, text in (("task", '{"task": "nan_check"}'), ("step", '{"step": [3]}'), ("none", "{"),
-                       ("mode", '{"statistics": {"data_mode": ["bogus"]}}'),
-                       ("hash", '{"statistics": {"summary_mode": "md5"}}'),
-                       ("tensor", '{"task": "tensor", "tensor": {"summary_mode": "md5"}}'), ("list", '{"statistics": [1]}')):
+    for name, text in (
+        ("task", '{"task": "nan_check"}'),
+        ("step", '{"step": [3]}'),
+        ("none", "{"),
+        ("mode", '{"statistics": {"data_mode": ["bogus"]}}'),
+        ("hash", '{"statistics": {"summary_mode": "md5"}}'),
+        ("tensor", '{"task": "tensor", "tensor": {"summary_mode": "md5"}}'),
+        ("list", '{"statistics": [1]}'),
+    ):
         (tmp_path / f"{name}.json").write_text(text)
     more, message = MISTAKES[what]
     with pytest.raises(InputError) as error:
-        job.start_profiler(configure(*(m.replace("{tmp}", str(tmp_path)) for m in more)), CPU, 10, ["train_batch"])
-    assert message.replace("{tmp}", str(tmp_path)) in str(error.value) and "\n" not in str(error.value)
+        job.start_profiler(
+            configure(*(m.replace("{tmp}", str(tmp_path)) for m in more)), CPU, 10, ["train_batch"]
+        )
+    assert message.replace("{tmp}", str(tmp_path)) in str(error.value) and "\n" not in str(
+        error.value
+    )
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="of a machine without an accelerator")
@@ -197,18 +315,32 @@ def test_tools_of_accelerators_are_errors_without_one(tool):
     with pytest.raises(InputError, match=ON_A_CPU[tool]):
         job.start_profiler(configure(f"profiler.tool={tool}"), CPU, 10, [])
     with pytest.raises(InputError, match="cuda is not on this machine"):
-        job.start_profiler(configure("profiler.tool=torch", "profiler.torch.activities=[cpu,cuda]"), CPU, 10, [])
+        job.start_profiler(
+            configure("profiler.tool=torch", "profiler.torch.activities=[cpu,cuda]"), CPU, 10, []
+        )
 
 
 def test_a_missing_package_is_an_error_at_start(monkeypatch):
-    monkeypatch.setitem(sys.modules, "msprobe.pytorch", None)  # how Python itself marks what cannot be imported
+    monkeypatch.setitem(
+        sys.modules, "msprobe.pytorch", None
+    )  # how Python itself marks what cannot be imported
     with pytest.raises(InputError, match="pip install mindstudio-probe"):
         job.start_profiler(configure(PROBE), CPU, 10, ["train_batch"])
 
 
-@pytest.mark.parametrize("pair", ["trainer.profile_interval=[3,2]", "trainer.profile_interval=[0,2]",
-                                  "trainer.profile_interval=[1]", "profiler.ranks=[-1]", "profiler.ranks=some",
-                                  "profiler.msprobe.level=L2", "profiler.torch.trace=always", "profiler.tool=[]"])
+@pytest.mark.parametrize(
+    "pair",
+    [
+        "trainer.profile_interval=[3,2]",
+        "trainer.profile_interval=[0,2]",
+        "trainer.profile_interval=[1]",
+        "profiler.ranks=[-1]",
+        "profiler.ranks=some",
+        "profiler.msprobe.level=L2",
+        "profiler.torch.trace=always",
+        "profiler.tool=[]",
+    ],
+)
 def test_values_are_checked_with_the_configuration(pair):
     with pytest.raises(InputError, match=pair.partition("=")[0]):
         configure(pair)
@@ -218,7 +350,9 @@ def test_values_are_checked_with_the_configuration(pair):
 
 
 def read_dump(run, step, stage, rank=0):
-    return json.loads((run / f"profile/step_{step}/{stage}/step{step}/rank{rank}/dump.json").read_text())["data"]
+    return json.loads(
+        (run / f"profile/step_{step}/{stage}/step{step}/rank{rank}/dump.json").read_text()
+    )["data"]
 
 
 def dumping(directory, *more):
@@ -243,7 +377,7 @@ def test_dumps_hold_their_own_calls_and_a_repeated_step_replaces_what_was_left(t
             with profiler.stage(stage, engine):
                 for _ in range(calls):
                     model(torch.ones(1, 4))
-        model(torch.ones(1, 4))                     # in no stage, in no dump
+        model(torch.ones(1, 4))  # in no stage, in no dump
         assert profiler.end_step()["profiler/failed_dumps"] == 0
     profiler.close()
     ready = json.loads((tmp_path / "profile/msprobe_rank0.json").read_text())
@@ -252,7 +386,10 @@ def test_dumps_hold_their_own_calls_and_a_repeated_step_replaces_what_was_left(t
         for step in (1, 2):
             path = tmp_path / f"profile/step_{step}/{folder}/step{step}"
             assert list(json.loads((path / "rank0/dump.json").read_text())["data"]) == [
-                f"Module.0.{layer}.Linear.forward.{call}" for call in range(calls) for layer in (0, 1)], (folder, step)
+                f"Module.0.{layer}.Linear.forward.{call}"
+                for call in range(calls)
+                for layer in (0, 1)
+            ], (folder, step)
 
 
 def test_a_stage_that_was_named_and_never_ran_is_told(tmp_path, capsys):
@@ -267,7 +404,9 @@ def test_a_stage_that_was_named_and_never_ran_is_told(tmp_path, capsys):
 
 def test_dumps_do_not_nest(tmp_path):
     _, engine = linear()
-    profiler = dumping(tmp_path, "profiler.msprobe.stages=[train_batch,validate]", "profiler.msprobe.strict=false")
+    profiler = dumping(
+        tmp_path, "profiler.msprobe.stages=[train_batch,validate]", "profiler.msprobe.strict=false"
+    )
     profiler.begin_step(1)
     with pytest.raises(RuntimeError, match="cannot dump stage validate inside stage train_batch"):
         with profiler.stage("train_batch", engine), profiler.stage("validate", engine):
@@ -308,48 +447,89 @@ def test_a_dump_that_fails_stops_the_run_or_is_told_once_and_counted(tmp_path, c
 def assets(tmp_path_factory):
     """A model of four layers, the same with more in one matrix, early, late or last, 84 rows, a reward."""
     directory, tokenizer = tmp_path_factory.mktemp("assets"), make_tokenizer()
-    matrices = {"model": (None, 1), "defect": ("model.layers.2.self_attn.k_proj.weight", 1.01),
-                "late": ("model.layers.3.mlp.down_proj.weight", 1.01), "head": ("lm_head.weight", 1.05)}
+    matrices = {
+        "model": (None, 1),
+        "defect": ("model.layers.2.self_attn.k_proj.weight", 1.01),
+        "late": ("model.layers.3.mlp.down_proj.weight", 1.01),
+        "head": ("lm_head.weight", 1.05),
+    }
     for name, (matrix, factor) in matrices.items():
         # vLLM has no attention on CPUs for heads of less than 32 numbers.
-        make_model(directory / name, "qwen3", head_dim=32, num_hidden_layers=4, vocab_size=len(tokenizer),
-                   eos_token_id=tokenizer.eos_token_id)
+        make_model(
+            directory / name,
+            "qwen3",
+            head_dim=32,
+            num_hidden_layers=4,
+            vocab_size=len(tokenizer),
+            eos_token_id=tokenizer.eos_token_id,
+        )
         tokenizer.save_pretrained(directory / name)
         if matrix:
             path = directory / name / "model.safetensors"
             weights = load_file(path)
             weights[matrix] *= factor
             save_file(weights, path, metadata={"format": "pt"})
-    (directory / "train.jsonl").write_text("".join(json.dumps(r) + "\n" for r in make_rows()[0][:84]))
-    (directory / "reward.py").write_text("def letters(prompt, response, row):\n    return len(set(response)) / 10\n")
+    (directory / "train.jsonl").write_text(
+        "".join(json.dumps(r) + "\n" for r in make_rows()[0][:84])
+    )
+    (directory / "reward.py").write_text(
+        "def letters(prompt, response, row):\n    return len(set(response)) / 10\n"
+    )
     return directory
 
 
 def arguments(assets, out, *more):
-    return [f"model.path={assets}/model", f"data.train_files={assets}/train.jsonl", f"output_dir={out}",
-            f"data.cache_dir={assets}/cache", "engine.compute_dtype=float32", "data.train_batch_size=8",
-            "data.max_tokens_per_micro_batch=128", "optim.lr=3e-3", *more]
+    return [
+        f"model.path={assets}/model",
+        f"data.train_files={assets}/train.jsonl",
+        f"output_dir={out}",
+        f"data.cache_dir={assets}/cache",
+        "engine.compute_dtype=float32",
+        "data.train_batch_size=8",
+        "data.max_tokens_per_micro_batch=128",
+        "optim.lr=3e-3",
+        *more,
+    ]
 
 
 @pytest.fixture(scope="module")
 def sft(assets, tmp_path_factory):
     """Three steps without a profile, with the second dumped, and the same with the defect."""
     out = tmp_path_factory.mktemp("sft")
-    for name, model, more in (("plain", "model", []), ("dumped", "model", ["trainer.profile_interval=[2,2]"]),
-                              ("defect", "defect", ["trainer.profile_interval=[2,2]"])):
-        run([sys.executable, "train_sft.py", *arguments(assets, out / name, f"model.path={assets}/{model}", PROBE,
-                                                        "trainer.total_steps=3", *more)])
+    for name, model, more in (
+        ("plain", "model", []),
+        ("dumped", "model", ["trainer.profile_interval=[2,2]"]),
+        ("defect", "defect", ["trainer.profile_interval=[2,2]"]),
+    ):
+        run(
+            [
+                sys.executable,
+                "train_sft.py",
+                *arguments(
+                    assets,
+                    out / name,
+                    f"model.path={assets}/{model}",
+                    PROBE,
+                    "trainer.total_steps=3",
+                    *more,
+                ),
+            ]
+        )
     return out
 
 
 def test_a_dump_changes_nothing_that_is_learned_but_for_rounding(sft):
     """The second step is dumped: its forward pass is the same to the last bit, its gradients are so but for the order of
     their sums, and the third step has the weights that follow."""
-    losses, norms = ([[m[name] for m in metrics(sft / folder)] for folder in ("plain", "dumped")]
-                     for name in ("train/loss", "train/grad_norm"))
+    losses, norms = (
+        [[m[name] for m in metrics(sft / folder)] for folder in ("plain", "dumped")]
+        for name in ("train/loss", "train/grad_norm")
+    )
     assert len(losses[0]) == 3 and losses[0][:2] == losses[1][:2] and norms[0][0] == norms[1][0]
     assert norms[0][1] == pytest.approx(norms[1][1], rel=1e-5)
-    assert losses[0][2] == pytest.approx(losses[1][2], rel=1e-4) and norms[0][2] == pytest.approx(norms[1][2], rel=1e-3)
+    assert losses[0][2] == pytest.approx(losses[1][2], rel=1e-4) and norms[0][2] == pytest.approx(
+        norms[1][2], rel=1e-3
+    )
     assert not (sft / "plain" / "profile").exists()
     assert [p.name for p in (sft / "dumped" / "profile").glob("step_*/*")] == ["train_batch"]
     counted = [m.get("profiler/failed_dumps") for m in metrics(sft / "dumped")]
@@ -358,8 +538,19 @@ def test_a_dump_changes_nothing_that_is_learned_but_for_rounding(sft):
 
 def compared(runs, a, b, step, returncode, *more):
     """What `python -m profiling.compare` says of one step of two runs."""
-    return run([sys.executable, "-m", "profiling.compare", str(runs / a), str(runs / b), "--step", str(step), *more],
-               returncode=returncode).stdout
+    return run(
+        [
+            sys.executable,
+            "-m",
+            "profiling.compare",
+            str(runs / a),
+            str(runs / b),
+            "--step",
+            str(step),
+            *more,
+        ],
+        returncode=returncode,
+    ).stdout
 
 
 PER_MICRO_BATCH = 4 * 7 + 2 + 2
@@ -371,14 +562,31 @@ def test_engines_agree(assets, tmp_path):
     """Calls of functions, which level mix dumps beside those of modules, have the same names in both and are not the same; of
     one engine they agree."""
     for name, engine in (("fsdp", "fsdp"), ("again", "fsdp"), ("megatron", "megatron")):
-        run([sys.executable, "train_sft.py", *arguments(
-            assets, tmp_path / name, PROBE, "profiler.msprobe.level=mix", "trainer.total_steps=1",
-            "trainer.profile_interval=[1,1]", f"model_engine={engine}")])
+        run(
+            [
+                sys.executable,
+                "train_sft.py",
+                *arguments(
+                    assets,
+                    tmp_path / name,
+                    PROBE,
+                    "profiler.msprobe.level=mix",
+                    "trainer.total_steps=1",
+                    "trainer.profile_interval=[1,1]",
+                    f"model_engine={engine}",
+                ),
+            ]
+        )
     assert re.search(r"rank0: \d+ tensors agree; ", compared(tmp_path, "fsdp", "again", 1, 0))
     told = compared(tmp_path, "fsdp", "megatron", 1, 0)
-    agree = re.search(r"\ntrain_batch: (\d+) tensors agree, outputs of forward passes alone; largest", told)
+    agree = re.search(
+        r"\ntrain_batch: (\d+) tensors agree, outputs of forward passes alone; largest", told
+    )
     assert agree and int(agree[1]) > 0 and int(agree[1]) % PER_MICRO_BATCH == 0
-    assert told.startswith("metrics of step 1 agree\n    train/loss ") and "    train/grad_norm " in told
+    assert (
+        told.startswith("metrics of step 1 agree\n    train/loss ")
+        and "    train/grad_norm " in told
+    )
 
 
 def test_the_planted_defect_is_found(sft, tmp_path):
@@ -386,12 +594,19 @@ def test_the_planted_defect_is_found(sft, tmp_path):
     told = compared(sft, "dumped", "defect", 2, 1, "--output", str(tmp_path))
     assert told.startswith("metrics of step 2 agree\n    train/loss ")
     first = next(line for line in told.splitlines() if line.startswith("train_batch"))
-    assert first.startswith("train_batch rank0: diverges at Module.0.hf.model.layers.2.self_attn.k_proj.Linear.forward.0.")
+    assert first.startswith(
+        "train_batch rank0: diverges at Module.0.hf.model.layers.2.self_attn.k_proj.Linear.forward.0."
+    )
     assert "relative difference 0.00" in first or "relative difference 0.01" in first
     table = (tmp_path / "train_batch_rank0.csv").read_text().splitlines()
-    assert len(table) == 1 + int(re.search(r"tensor \d+ of (\d+)", first)[1]) and "A name,A shape,A max" in table[0]
+    assert (
+        len(table) == 1 + int(re.search(r"tensor \d+ of (\d+)", first)[1])
+        and "A name,A shape,A max" in table[0]
+    )
     assert "tensors agree" in compared(sft, "dumped", "defect", 2, 0, "--tolerance", "10")
-    assert compare.compare(sft / "dumped", sft / "defect", 3, None, 1e-4, sft / "scratch") == 2, "no such step"
+    assert compare.compare(sft / "dumped", sft / "defect", 3, None, 1e-4, sft / "scratch") == 2, (
+        "no such step"
+    )
 
 
 def test_what_one_run_alone_ran_is_told(sft):
@@ -402,25 +617,42 @@ def test_what_one_run_alone_ran_is_told(sft):
     dump["data"] = {name: call for name, call in dump["data"].items() if "backward" not in name}
     path.write_text(json.dumps(dump))
     told = compared(sft, "dumped", "less", 2, 1)
-    assert re.search(r"tensors agree, \d+ in one run only; .*\n    the first in one run only: Module\..*\.backward\.0", told)
+    assert re.search(
+        r"tensors agree, \d+ in one run only; .*\n    the first in one run only: Module\..*\.backward\.0",
+        told,
+    )
     shutil.copytree(sft / "dumped", sft / "more")
     shutil.copytree(sft / "more/profile/step_2/train_batch", sft / "more/profile/step_2/validate")
     told = compared(sft, "dumped", "more", 2, 1)
-    assert "metrics of step 2 agree" in told and "in one run only, left out: validate" in told and "tensors agree;" in told
+    assert (
+        "metrics of step 2 agree" in told
+        and "in one run only, left out: validate" in told
+        and "tensors agree;" in told
+    )
     compared(sft, "dumped", "more", 2, 0, "--stage", "train_batch")
     assert [compare.worst(codes) for codes in ([0, 2], [2, 1], [0, 1, 2], [0])] == [2, 1, 1, 0]
 
 
-@pytest.mark.parametrize("a, b, expected", [
-    ((1.0, 0.0), (1.0, 0.0), 0.0), ((1.0, 0.0), (1.1, 0.0), 0.1 / 1.1), ((math.nan, 0.0), (1.0, 0.0), math.inf),
-    ((math.nan, 0.0), (math.nan, 0.0), 0.0), ((None, None), (None, None), 0.0)])
+@pytest.mark.parametrize(
+    "a, b, expected",
+    [
+        ((1.0, 0.0), (1.0, 0.0), 0.0),
+        ((1.0, 0.0), (1.1, 0.0), 0.1 / 1.1),
+        ((math.nan, 0.0), (1.0, 0.0), math.inf),
+        ((math.nan, 0.0), (math.nan, 0.0), 0.0),
+        ((None, None), (None, None), 0.0),
+    ],
+)
 def test_differences_are_relative_to_the_largest_number_there(a, b, expected):
     a, b = (dict(zip(compare.STATISTICS, (*values, None, None), strict=True)) for values in (a, b))
     assert compare.gap(a, b) == pytest.approx(expected)
 
 
 def test_a_loss_that_is_0_but_for_rounding_agrees():
-    gaps = [compare.metric_gap(*x) for x in ((1.0, 1.1), (1e-9, -3e-9), (math.nan, math.nan), (math.nan, 1.0))]
+    gaps = [
+        compare.metric_gap(*x)
+        for x in ((1.0, 1.1), (1e-9, -3e-9), (math.nan, math.nan), (math.nan, 1.0))
+    ]
     assert gaps == pytest.approx([0.1 / 1.1, 4e-7, 0.0, math.inf])
 
 
@@ -449,59 +681,114 @@ def compare_layouts(capsys, a, b):
     return code, capsys.readouterr().out
 
 
-@pytest.mark.parametrize("a, b", [("fsdp", "tp"), ("fsdp", "vpp"), ("fsdp_whole", "sp_whole"), ("tp", "vpp"),
-                                  ("tp_whole", "sp_whole"), ("fsdp", "tp_pp"), ("vpp", "tp_pp")])
+@pytest.mark.parametrize(
+    "a, b",
+    [
+        ("fsdp", "tp"),
+        ("fsdp", "vpp"),
+        ("fsdp_whole", "sp_whole"),
+        ("tp", "vpp"),
+        ("tp_whole", "sp_whole"),
+        ("fsdp", "tp_pp"),
+        ("vpp", "tp_pp"),
+    ],
+)
 def test_layouts_agree(layouts, capsys, a, b):
     """All outputs in both micro-batches, whole (on each of two tensor-parallel ranks) or of joined shards."""
     code, told = compare_layouts(capsys, layouts / a, layouts / b)
-    agree = re.search(r"\nactor_update: (\d+) tensors agree, outputs of forward passes alone; largest", told)
-    assert code == 0 and agree and told.startswith("metrics of step 2 agree") and "compute_values: " in told
+    agree = re.search(
+        r"\nactor_update: (\d+) tensors agree, outputs of forward passes alone; largest", told
+    )
+    assert (
+        code == 0
+        and agree
+        and told.startswith("metrics of step 2 agree")
+        and "compute_values: " in told
+    )
     num_outputs = (1 if "whole" in a else 2) * PER_MICRO_BATCH
-    assert int(agree[1]) == num_outputs if b == "vpp" and a == "fsdp" else num_outputs <= int(agree[1]) <= 2 * num_outputs
+    assert (
+        int(agree[1]) == num_outputs
+        if b == "vpp" and a == "fsdp"
+        else num_outputs <= int(agree[1]) <= 2 * num_outputs
+    )
 
 
 def test_shards_are_joined_by_their_statistics(layouts, capsys):
     """Where sequences are padded, only the head has the same tokens."""
-    a, tp = without_tensors(layouts / "fsdp", "statistics_a"), without_tensors(layouts / "tp", "statistics_tp")
+    a, tp = (
+        without_tensors(layouts / "fsdp", "statistics_a"),
+        without_tensors(layouts / "tp", "statistics_tp"),
+    )
     code, told = compare_layouts(capsys, a, tp)
-    assert code == 0 and re.search(r"actor_update: \d+ tensors agree", told) and "not compared" not in told
-    code, told = compare_layouts(capsys, layouts / "fsdp_whole", without_tensors(layouts / "sp_whole", "statistics_sp"))
+    assert (
+        code == 0
+        and re.search(r"actor_update: \d+ tensors agree", told)
+        and "not compared" not in told
+    )
+    code, told = compare_layouts(
+        capsys, layouts / "fsdp_whole", without_tensors(layouts / "sp_whole", "statistics_sp")
+    )
     assert code == 0 and f"{PER_MICRO_BATCH - 2} not compared: one run alone pads them" in told
 
 
 def test_the_planted_defect_is_found_on_shards(layouts, capsys):
     """On the second pipeline rank, whose layer 1 is the fourth of the model."""
     code, told = compare_layouts(capsys, layouts / "fsdp_whole", layouts / "defect")
-    assert code == 1 and "actor_update: diverges at Module.0.hf.model.layers.3.mlp.down_proj.Linear.forward.0.output.0 / " \
-        "Module.0.decoder.layers.1.mlp.linear_fc2.TorchRowParallelLinear.forward.0.output.0, relative difference 0.0" in told
+    assert (
+        code == 1
+        and "actor_update: diverges at Module.0.hf.model.layers.3.mlp.down_proj.Linear.forward.0.output.0 / "
+        "Module.0.decoder.layers.1.mlp.linear_fc2.TorchRowParallelLinear.forward.0.output.0, relative difference 0.0"
+        in told
+    )
 
 
 def test_another_output_matrix_is_found_at_the_head(layouts, capsys):
     """On the second pipeline rank, behind layers that agree. The critic's head is its own."""
     code, told = compare_layouts(capsys, layouts / "fsdp", layouts / "head")
     assert code == 1 and told.startswith("metrics of step 2 diverge\n    actor/loss ")
-    assert "\nactor_update: diverges at Module.0.head.LogProbHead.forward.0.output.0, relative" in told
-    assert f"; tensor {PER_MICRO_BATCH - 1} of {2 * PER_MICRO_BATCH}, " in told and "\ncompute_values: 62 tensors agree" in told
+    assert (
+        "\nactor_update: diverges at Module.0.head.LogProbHead.forward.0.output.0, relative" in told
+    )
+    assert (
+        f"; tensor {PER_MICRO_BATCH - 1} of {2 * PER_MICRO_BATCH}, " in told
+        and "\ncompute_values: 62 tensors agree" in told
+    )
 
 
 def test_what_cannot_be_compared_is_told(layouts, capsys):
     code, told = compare_layouts(capsys, layouts / "fsdp", layouts / "dp")
-    assert code == 2 and "1 and 2 data parallel ranks see other tokens" in told and "metrics of step 2 agree" in told
+    assert (
+        code == 2
+        and "1 and 2 data parallel ranks see other tokens" in told
+        and "metrics of step 2 agree" in told
+    )
     code, told = compare_layouts(capsys, layouts / "fsdp", layouts / "sp")
     assert code == 2 and "not compared: their micro-batches differ" in told
     code, told = compare_layouts(capsys, layouts / "fsdp", layouts / "recompute")
-    assert code == 0 and f"{2 * 4 * 7} not compared: one run alone calls them again (recomputation)" in told
+    assert (
+        code == 0
+        and f"{2 * 4 * 7} not compared: one run alone calls them again (recomputation)" in told
+    )
     for path in copy(layouts / "tp", "one_rank").glob("profile/step_2/*/step2/rank1"):
         shutil.rmtree(path)
     code, told = compare_layouts(capsys, layouts / "fsdp", layouts / "one_rank")
-    assert code == 2 and "B has the dumps of 1 of 2 tensor x 1 pipeline parallel ranks: set profiler.ranks=all" in told
+    assert (
+        code == 2
+        and "B has the dumps of 1 of 2 tensor x 1 pipeline parallel ranks: set profiler.ranks=all"
+        in told
+    )
 
 
 def test_losses_that_differ_are_found_where_dumps_agree(layouts, capsys):
     path = copy(layouts / "fsdp", "another_loss") / "metrics.jsonl"
     path.write_text(json.dumps({**json.loads(path.read_text()), "actor/loss": 1.87}) + "\n")
     code, told = compare_layouts(capsys, layouts / "fsdp", layouts / "another_loss")
-    assert code == 1 and "diverge" in told.splitlines()[0] and "B 1.87" in told and "actor_update rank0: " in told
+    assert (
+        code == 1
+        and "diverge" in told.splitlines()[0]
+        and "B 1.87" in told
+        and "actor_update rank0: " in told
+    )
     path.unlink()
     code, told = compare_layouts(capsys, layouts / "fsdp", layouts / "another_loss")
     assert code == 0 and told.startswith("metrics of step 2 are not in both runs")
@@ -512,62 +799,140 @@ def ppo_run(assets, tmp_path_factory):
     """Two steps with a critic and a reference on two ranks, the second recorded in both ways by both."""
     out = tmp_path_factory.mktemp("ppo")
     stages = ",".join(["rollout_generate", *MODEL_STAGES])
-    launch(2, "train_ppo.py", *arguments(
-        assets, out, "trainer.total_steps=2", "trainer.profile_interval=[2,2]", "profiler.tool=[torch,msprobe]",
-        "profiler.ranks=all", f"profiler.msprobe.stages=[{stages}]", "algorithm.adv_estimator=gae", "critic.lr=1e-3",
-        "algorithm.use_kl_in_reward=true", "rollout.n=2", "rollout.max_tokens=12", "validation.max_tokens=12",
-        "data.max_prompt_length=40", "rollout.kv_cache_gib=0.05", "reward.num_workers=1",
-        f"reward.function={assets}/reward.py:letters"))
+    launch(
+        2,
+        "train_ppo.py",
+        *arguments(
+            assets,
+            out,
+            "trainer.total_steps=2",
+            "trainer.profile_interval=[2,2]",
+            "profiler.tool=[torch,msprobe]",
+            "profiler.ranks=all",
+            f"profiler.msprobe.stages=[{stages}]",
+            "algorithm.adv_estimator=gae",
+            "critic.lr=1e-3",
+            "algorithm.use_kl_in_reward=true",
+            "rollout.n=2",
+            "rollout.max_tokens=12",
+            "validation.max_tokens=12",
+            "data.max_prompt_length=40",
+            "rollout.kv_cache_gib=0.05",
+            "reward.num_workers=1",
+            f"reward.function={assets}/reward.py:letters",
+        ),
+    )
     return out
 
 
 def test_every_stage_of_a_ppo_step_leaves_a_trace_and_every_model_a_dump_of_its_own(ppo_run):
     assert [p.name for p in (ppo_run / "profile").glob("step_*")] == ["step_2"]
-    assert [m["profiler/failed_dumps"] for m in metrics(ppo_run) if "profiler/failed_dumps" in m] == [0]
-    for stage in ("rollout_generate", "reward", "advantages", "update_weights", "save", *MODEL_STAGES):
+    assert [
+        m["profiler/failed_dumps"] for m in metrics(ppo_run) if "profiler/failed_dumps" in m
+    ] == [0]
+    for stage in (
+        "rollout_generate",
+        "reward",
+        "advantages",
+        "update_weights",
+        "save",
+        *MODEL_STAGES,
+    ):
         for rank in (0, 1):
-            trace = json.loads((ppo_run / f"profile/step_2/{stage}/torch_step2_rank{rank}.json").read_text())
+            trace = json.loads(
+                (ppo_run / f"profile/step_2/{stage}/torch_step2_rank{rank}.json").read_text()
+            )
             assert stage in {e.get("name") for e in trace["traceEvents"]}, (stage, rank)
-    dumps = {(stage, rank): read_dump(ppo_run, 2, stage, rank) for stage in ("rollout_generate", *MODEL_STAGES)
-             for rank in (0, 1)}
+    dumps = {
+        (stage, rank): read_dump(ppo_run, 2, stage, rank)
+        for stage in ("rollout_generate", *MODEL_STAGES)
+        for rank in (0, 1)
+    }
     for (stage, rank), dump in dumps.items():
-        assert any(name.endswith("backward.0") for name in dump) == stage.endswith("_update"), (stage, rank)
-        assert any("layers.3." in name for name in dump) and any(name.endswith(".forward.0") for name in dump)
-    weight = ["Module.0.hf.model.layers.3.mlp.down_proj.Linear.forward.0", "parameters", "weight", "Norm"]
+        assert any(name.endswith("backward.0") for name in dump) == stage.endswith("_update"), (
+            stage,
+            rank,
+        )
+        assert any("layers.3." in name for name in dump) and any(
+            name.endswith(".forward.0") for name in dump
+        )
+    weight = [
+        "Module.0.hf.model.layers.3.mlp.down_proj.Linear.forward.0",
+        "parameters",
+        "weight",
+        "Norm",
+    ]
     norms = {}
     for stage in MODEL_STAGES:
         value = dumps[stage, 0]
         for key in weight:
             value = value[key]
         norms[stage] = value
-    assert norms["actor_compute_log_prob"] == norms["actor_update"] and norms["compute_values"] == norms["critic_update"]
-    assert len(set(norms.values())) == 3, "actor, critic and reference are three models by the second step"
+    assert (
+        norms["actor_compute_log_prob"] == norms["actor_update"]
+        and norms["compute_values"] == norms["critic_update"]
+    )
+    assert len(set(norms.values())) == 3, (
+        "actor, critic and reference are three models by the second step"
+    )
 
 
 def test_the_report_of_a_run_that_has_just_begun(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "val/loss": 2.5, "timing/validate": 3.0}\n{"step": 1, "train/lo')
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 0, "val/loss": 2.5, "timing/validate": 3.0}\n{"step": 1, "train/lo'
+    )
     assert "validate" in report.table(tmp_path) and report.write_report(tmp_path).exists()
 
 
 def test_the_picture_keeps_what_is_0_and_has_bars_for_stages_of_some_steps(tmp_path):
     from matplotlib import pyplot
-    never = {"critic/score/mean": 0.0, "response_length/clip_ratio": 0.0, "perf/mfu": None, "val/failures": 0}
-    lines = [{"step": step, "timing/step": 3.0, "timing/actor_update": 1.0, "timing/reward": 2.0} | never for step in range(1, 21)]
+
+    never = {
+        "critic/score/mean": 0.0,
+        "response_length/clip_ratio": 0.0,
+        "perf/mfu": None,
+        "val/failures": 0,
+    }
+    lines = [
+        {"step": step, "timing/step": 3.0, "timing/actor_update": 1.0, "timing/reward": 2.0} | never
+        for step in range(1, 21)
+    ]
     for line in lines[4::5]:
         line |= {"timing/validate": 6.0, "val/exact_match": 0.0, "val/mine": 0.0}
-    lines += [{"step": 0, "timing/validate": 7.0, "val/mine": 0.0}, {"step": 20, "timing/save": 4.0}]
+    lines += [
+        {"step": 0, "timing/validate": 7.0, "val/mine": 0.0},
+        {"step": 20, "timing/save": 4.0},
+    ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     figure = report.draw(tmp_path)
     panels = {axis.get_title(): axis for axis in figure.axes}
-    assert {*panels} == {"exact match", "score per response", "validation score", "cut off at max_tokens", "time by stage [s]", ""}
+    assert {*panels} == {
+        "exact match",
+        "score per response",
+        "validation score",
+        "cut off at max_tokens",
+        "time by stage [s]",
+        "",
+    }
     assert [panels["score per response"].lines[0].get_ydata()[k] for k in range(20)] == [0.0] * 20
     assert panels["validation score"].lines[0].get_xdata().tolist() == [5, 10, 15, 20, 0]
     axis = panels["time by stage [s]"]
-    bars = {container.get_label(): [(bar.get_center()[0], bar.get_y(), bar.get_height()) for bar in container]
-            for container in axis.containers}
-    assert bars == {"validate 6": [(5, 3, 6), (10, 3, 6), (15, 3, 6), (20, 3, 6), (0, 0, 7)], "save 4": [(20, 9, 4)]}
+    bars = {
+        container.get_label(): [
+            (bar.get_center()[0], bar.get_y(), bar.get_height()) for bar in container
+        ]
+        for container in axis.containers
+    }
+    assert bars == {
+        "validate 6": [(5, 3, 6), (10, 3, 6), (15, 3, 6), (20, 3, 6), (0, 0, 7)],
+        "save 4": [(20, 9, 4)],
+    }
     assert [area.get_label() for area in axis.collections] == ["actor_update 1", "reward 2"]
-    assert {text.get_text() for text in panels[""].get_legend().texts} == {*bars, "actor_update 1", "reward 2"}
+    assert {text.get_text() for text in panels[""].get_legend().texts} == {
+        *bars,
+        "actor_update 1",
+        "reward 2",
+    }
     assert [area.get_datalim(axis.transData).ymax for area in axis.collections] == [1, 3]
     pyplot.close(figure)
 
@@ -576,19 +941,44 @@ def test_the_report_has_every_stage(ppo_run):
     text = (ppo_run / "report.txt").read_text()
     assert text == report.table(ppo_run) + "\n" and (ppo_run / "report.png").stat().st_size > 10_000
     rows = {line.split()[0]: line.split() for line in text.splitlines()}
-    assert {"rollout_generate", "reward", "advantages", "update_weights", "tokens/s", *MODEL_STAGES} <= set(rows)
+    assert {
+        "rollout_generate",
+        "reward",
+        "advantages",
+        "update_weights",
+        "tokens/s",
+        *MODEL_STAGES,
+    } <= set(rows)
     steps = [m for m in metrics(ppo_run) if "timing/step" in m]
-    assert float(rows["actor_update"][3]) == pytest.approx(sum(m["timing/actor_update"] for m in steps), abs=0.01)
+    assert float(rows["actor_update"][3]) == pytest.approx(
+        sum(m["timing/actor_update"] for m in steps), abs=0.01
+    )
     assert rows["step"][4:] == ["100.0%", "2"]
 
 
-@pytest.mark.parametrize("kind, task, more", [
-    ("fsdp", "tensor", []),
-    *(("megatron", task, ["engine.pipeline_model_parallel_size=2", "engine.virtual_pipeline_model_parallel_size=2"])
-      for task in ("statistics", "tensor"))], ids=lambda x: x if isinstance(x, str) else "")
+@pytest.mark.parametrize(
+    "kind, task, more",
+    [
+        ("fsdp", "tensor", []),
+        *(
+            (
+                "megatron",
+                task,
+                [
+                    "engine.pipeline_model_parallel_size=2",
+                    "engine.virtual_pipeline_model_parallel_size=2",
+                ],
+            )
+            for task in ("statistics", "tensor")
+        ),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
 def test_engines_dump_all_they_run(assets, tmp_path, kind, task, more):
     """And what they answer is the same to the last bit with a dump and without, which the worker asserts."""
-    done = launch(2, "tests/profiling/profiling_worker.py", kind, assets / "model", tmp_path, task, *more)
+    done = launch(
+        2, "tests/profiling/profiling_worker.py", kind, assets / "model", tmp_path, task, *more
+    )
     assert "'profiler/failed_dumps': 0" in done.stdout and f"with {task} L0:" in done.stdout
     assert " MB per step and rank" in done.stdout
     for stage in MODEL_STAGES:
@@ -597,24 +987,50 @@ def test_engines_dump_all_they_run(assets, tmp_path, kind, task, more):
             chunks = {name.split(".")[1] for name in dump}
             assert chunks == ({"0", "1"} if kind == "megatron" else {"0"}), (stage, rank)
             assert any(name.endswith("backward.0") for name in dump) == stage.endswith("_update")
-            tensors = list((tmp_path / f"profile/step_2/{stage}/step2/rank{rank}").glob("dump_tensor_data/*.pt"))
+            tensors = list(
+                (tmp_path / f"profile/step_2/{stage}/step2/rank{rank}").glob(
+                    "dump_tensor_data/*.pt"
+                )
+            )
             assert bool(tensors) == (task == "tensor")
     # An adapter's base is asked with the actor's modules: its dump is beside the actor's, not in its place.
     actor, base = (read_dump(tmp_path, 2, stage) for stage in MODEL_STAGES[:2])
     assert list(actor) == list(base)
 
 
-@pytest.mark.parametrize("kind, level, more", [
-    ("fsdp", "mix", ["engine.activation_checkpointing=true"]),
-    ("megatron", "L1", ["engine.recompute=full", "engine.pipeline_model_parallel_size=2"])], ids=["mix", "L1"])
-def test_calls_are_dumped_also_where_backward_runs_forward_again(assets, tmp_path, kind, level, more):
-    done = launch(2, "tests/profiling/profiling_worker.py", kind, assets / "model", tmp_path, "statistics",
-                  f"profiler.msprobe.level={level}", *more)
-    assert "'profiler/failed_dumps': 0" in done.stdout and f"with statistics {level}:" in done.stdout
+@pytest.mark.parametrize(
+    "kind, level, more",
+    [
+        ("fsdp", "mix", ["engine.activation_checkpointing=true"]),
+        ("megatron", "L1", ["engine.recompute=full", "engine.pipeline_model_parallel_size=2"]),
+    ],
+    ids=["mix", "L1"],
+)
+def test_calls_are_dumped_also_where_backward_runs_forward_again(
+    assets, tmp_path, kind, level, more
+):
+    done = launch(
+        2,
+        "tests/profiling/profiling_worker.py",
+        kind,
+        assets / "model",
+        tmp_path,
+        "statistics",
+        f"profiler.msprobe.level={level}",
+        *more,
+    )
+    assert (
+        "'profiler/failed_dumps': 0" in done.stdout and f"with statistics {level}:" in done.stdout
+    )
     for stage in MODEL_STAGES:
         for rank in (0, 1):
-            kinds = Counter((name.split(".")[0], "backward" in name) for name in read_dump(tmp_path, 2, stage, rank))
-            assert (kinds["Module", False] > 0) == (level == "mix") and kinds["Functional", False] > 0
+            kinds = Counter(
+                (name.split(".")[0], "backward" in name)
+                for name in read_dump(tmp_path, 2, stage, rank)
+            )
+            assert (kinds["Module", False] > 0) == (level == "mix") and kinds[
+                "Functional", False
+            ] > 0
             assert (kinds["Functional", True] > 0) == stage.endswith("_update"), (stage, rank)
 
 
@@ -622,26 +1038,66 @@ def test_dumps_that_fail_on_any_rank_are_counted(assets, tmp_path):
     in_the_way = tmp_path / "profile/step_2/actor_update/step2/rank1"
     in_the_way.parent.mkdir(parents=True)
     in_the_way.touch()
-    done = launch(2, "tests/profiling/profiling_worker.py", "fsdp", assets / "model", tmp_path, "statistics",
-                  "profiler.msprobe.strict=false", "profiler.msprobe.stages=[actor_update]")
-    assert "'profiler/failed_dumps': 1" in done.stdout and "rank 1: msprobe could not dump actor_update" in done.stdout
+    done = launch(
+        2,
+        "tests/profiling/profiling_worker.py",
+        "fsdp",
+        assets / "model",
+        tmp_path,
+        "statistics",
+        "profiler.msprobe.strict=false",
+        "profiler.msprobe.stages=[actor_update]",
+    )
+    assert (
+        "'profiler/failed_dumps': 1" in done.stdout
+        and "rank 1: msprobe could not dump actor_update" in done.stdout
+    )
 
 
 def test_a_run_that_ends_with_an_error_writes_its_trace_on_the_first_rank_alone(assets, tmp_path):
-    done = launch(2, "train_sft.py", *arguments(
-        assets, tmp_path, "optim.lr=1e30", "optim.clip_grad=0", "trainer.max_skipped_steps=2", "profiler.tool=torch",
-        "optim.lr_scheduler_type=constant", "optim.lr_warmup_steps_ratio=0", "trainer.profile_interval=[2,9]",
-        "profiler.torch.trace=interval"), returncode=1)
+    done = launch(
+        2,
+        "train_sft.py",
+        *arguments(
+            assets,
+            tmp_path,
+            "optim.lr=1e30",
+            "optim.clip_grad=0",
+            "trainer.max_skipped_steps=2",
+            "profiler.tool=torch",
+            "optim.lr_scheduler_type=constant",
+            "optim.lr_warmup_steps_ratio=0",
+            "trainer.profile_interval=[2,9]",
+            "profiler.torch.trace=interval",
+        ),
+        returncode=1,
+    )
     assert "the gradient was not finite in 3 of 4 updates" in done.stderr
     last = metrics(tmp_path)[-1]["step"] + 1
     [(name, events)] = recorded(tmp_path).items()
-    assert name == f"step_2/interval/torch_step2-{last}_rank0.json" and {"data", "train_batch"} <= events
+    assert (
+        name == f"step_2/interval/torch_step2-{last}_rank0.json"
+        and {"data", "train_batch"} <= events
+    )
 
 
 def test_a_mistake_is_one_line_before_the_model_is_loaded(assets, tmp_path):
-    done = run([sys.executable, "train_ppo.py", *arguments(
-        assets, tmp_path, PROBE, "profiler.msprobe.stages=[compute_values]", "data.max_prompt_length=60",
-        "rollout.max_tokens=60", "validation.max_tokens=60")], returncode=2)
+    done = run(
+        [
+            sys.executable,
+            "train_ppo.py",
+            *arguments(
+                assets,
+                tmp_path,
+                PROBE,
+                "profiler.msprobe.stages=[compute_values]",
+                "data.max_prompt_length=60",
+                "rollout.max_tokens=60",
+                "validation.max_tokens=60",
+            ),
+        ],
+        returncode=2,
+    )
     lines = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert len(lines) == 1 and lines[0].endswith("those are rollout_generate, actor_update")
     assert not (tmp_path / "config.yaml").exists()
@@ -664,11 +1120,18 @@ def test_all_threads_move_to_the_devices_node(tmp_path, cpus):
         pytest.skip("one CPU leaves nothing to choose")
     here = max(cpus)
     (tmp_path / "local_cpulist").write_text(f"{here},4000-4003\n")
-    assert affinity.bind_near(tmp_path) == f"is near 1 of {len(cpus)} CPUs, to which this process is bound"
-    assert all(os.sched_getaffinity(int(thread)) == {here} for thread in os.listdir("/proc/self/task"))
+    assert (
+        affinity.bind_near(tmp_path)
+        == f"is near 1 of {len(cpus)} CPUs, to which this process is bound"
+    )
+    assert all(
+        os.sched_getaffinity(int(thread)) == {here} for thread in os.listdir("/proc/self/task")
+    )
 
 
-@pytest.mark.parametrize("cpulist, message", [("4000-4003\n", "that this process may not use"), ("0-4095\n", "is near ")])
+@pytest.mark.parametrize(
+    "cpulist, message", [("4000-4003\n", "that this process may not use"), ("0-4095\n", "is near ")]
+)
 def test_what_was_set_before_stays(tmp_path, cpus, cpulist, message):
     (tmp_path / "local_cpulist").write_text(cpulist)
     assert message in affinity.bind_near(tmp_path)
@@ -676,7 +1139,10 @@ def test_what_was_set_before_stays(tmp_path, cpus, cpulist, message):
 
 
 def test_on_the_real_machine(cpus):
-    assert affinity.parse_cpulist("0-2,8,10-11\n") == {0, 1, 2, 8, 10, 11} and affinity.parse_cpulist("\n") == set()
+    assert (
+        affinity.parse_cpulist("0-2,8,10-11\n") == {0, 1, 2, 8, 10, 11}
+        and affinity.parse_cpulist("\n") == set()
+    )
     line = affinity.bind(torch.device(torch.accelerator.current_accelerator() or "cpu"))
     assert line.startswith("NUMA affinity: ") and os.sched_getaffinity(0) <= cpus
     assert "CPUs stay as they are, " in affinity.bind(torch.device("meta")), "never fatal"
@@ -687,6 +1153,10 @@ def test_on_the_real_machine(cpus):
 def test_a_process_counts_its_own_memory_and_not_that_of_the_process_that_started_it(tmp_path):
     child = "from engines.parallel import device; print(device.memory()['perf/memory_peak_gib'])"
     (tmp_path / "parent.py").write_text(
-        f"import subprocess, sys\nheld = b'x' * (1 << 30)\nsubprocess.run([sys.executable, '-c', {child!r}], check=True)\n")
-    alone, started = (float(run([sys.executable, *arguments]).stdout) for arguments in (["-c", child], [tmp_path / "parent.py"]))
+        f"import subprocess, sys\nheld = b'x' * (1 << 30)\nsubprocess.run([sys.executable, '-c', {child!r}], check=True)\n"
+    )
+    alone, started = (
+        float(run([sys.executable, *arguments]).stdout)
+        for arguments in (["-c", child], [tmp_path / "parent.py"])
+    )
     assert 0.1 < alone < 0.8 and started == pytest.approx(alone, abs=0.2)

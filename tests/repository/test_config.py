@@ -5,7 +5,19 @@ import jsonschema
 import pytest
 from omegaconf import OmegaConf
 
-from config import CONFIGS, SCRIPTS, InputError, _check_value, _flat, _places, hide_secrets, load, run, schema, without_secrets
+from config import (
+    CONFIGS,
+    SCRIPTS,
+    InputError,
+    _check_value,
+    _flat,
+    _places,
+    hide_secrets,
+    load,
+    run,
+    schema,
+    without_secrets,
+)
 from job import setup as job
 
 NEEDED = ["model.path=m", "data.train_files=t.jsonl"]
@@ -14,7 +26,10 @@ NEEDED = ["model.path=m", "data.train_files=t.jsonl"]
 def test_later_layers_win(tmp_path):
     (tmp_path / "a.yaml").write_text("optim: {lr: 1e-3, weight_decay: 0.5}\n")
     (tmp_path / "b.yaml").write_text("optim: {lr: 2e-3}\n")
-    config = load("sft.yaml", [*NEEDED, "optim.betas=[0.8,0.9]", str(tmp_path / "a.yaml"), str(tmp_path / "b.yaml")])
+    config = load(
+        "sft.yaml",
+        [*NEEDED, "optim.betas=[0.8,0.9]", str(tmp_path / "a.yaml"), str(tmp_path / "b.yaml")],
+    )
     assert (config.optim.lr, config.optim.weight_decay, config.optim.eps) == (2e-3, 0.5, 1e-8)
     assert list(config.optim.betas) == [0.8, 0.9]
     assert load("sft.yaml", [str(tmp_path / "b.yaml"), *NEEDED, "optim.lr=7"]).optim.lr == 7
@@ -29,16 +44,26 @@ def test_secrets_are_shown_and_kept_as_the_variables_that_hold_them(monkeypatch,
     for name in ("PGPASSWORD", "DB_PWD", "GITHUB_PAT"):
         monkeypatch.setenv(name, f"{name}-value")
         assert hide_secrets(f"a {name}-value") == f"a ${{oc.env:{name}}}"
-    config = load("ppo.yaml", [*NEEDED, f"output_dir={tmp_path}", "reward.kwargs.header=Bearer ${oc.env:JUDGE_API_KEY}",
-                               "reward.kwargs.api_key=${oc.env:JUDGE}", "reward.kwargs.twice=${reward.kwargs.header}",
-                               "trainer.project_name=sk-1234567"])
+    config = load(
+        "ppo.yaml",
+        [
+            *NEEDED,
+            f"output_dir={tmp_path}",
+            "reward.kwargs.header=Bearer ${oc.env:JUDGE_API_KEY}",
+            "reward.kwargs.api_key=${oc.env:JUDGE}",
+            "reward.kwargs.twice=${reward.kwargs.header}",
+            "trainer.project_name=sk-1234567",
+        ],
+    )
     shown = without_secrets(config)
     text = OmegaConf.to_yaml(shown)
     job.write_config(config)
     assert (tmp_path / "config.yaml").read_text() == text
     assert "sk-1234567" not in text and "pass-7654321" not in text
     assert "api_key: ${oc.env:JUDGE}" in text and "header: Bearer ${oc.env:JUDGE_API_KEY}" in text
-    assert "messages_key: messages" in text and OmegaConf.to_container(shown, resolve=True) == OmegaConf.to_container(config)
+    assert "messages_key: messages" in text and OmegaConf.to_container(
+        shown, resolve=True
+    ) == OmegaConf.to_container(config)
 
 
 def test_the_configuration_is_read_only():
@@ -46,34 +71,41 @@ def test_the_configuration_is_read_only():
         load("sft.yaml", NEEDED).optim.lr = 1.0
 
 
-@pytest.mark.parametrize("argument, message", [
-    ("optm.lr=1", "unknown key optm.lr; the nearest is optim.lr"),
-    ("data.train_file=x", "the nearest is data.train_files"),
-    ("optim=1", "optim is a group of keys"),
-    ("optim.lr.x=1", "unknown key optim.lr.x"),
-    ("optim.lr=fast", "optim.lr='fast' must be a number"),
-    ("optim.lr=-1", "optim.lr=-1 must be at least 0"),
-    ("optim.betas=[0.9]", "two numbers in [0, 1)"),
-    ("optim.betas={}", "optim.betas is a value, not a group of keys"),
-    ("optim.betas.0=0.5", "unknown key optim.betas.0"),
-    ("optim.kwargs=[1]", "optim.kwargs is a group of keys, not a value: write optim.kwargs.NAME=..."),
-    ("optim.kwargs=x", "optim.kwargs is a group of keys"), ("optim.kwargs=null", "optim.kwargs is a group of keys"),
-    ("optim=[1]", "optim is a group of keys"),
-    ("data.train_batch_size=1.5", "data.train_batch_size=1.5 must be a whole number"),
-    ("data.train_batch_size=0", "must be at least 1"),
-    ("data.train_batch_size=true", "must be a whole number"),
-    ("dry_run=1", "dry_run=1 must be true or false"),
-    ("data.truncation=none", "must be one of error, left, right, drop"),
-    ("data.num_proc=x", "must be a whole number or null"),
-    ("trainer.save_freq=0", "must be above 0, or -1 for never"),
-    ("trainer.logger=[console,neptune]", "not 'neptune'"),
-    ("trainer.logger=console", "must be a list"),
-    ("model_engine=ray", "model_engine=ray must be one of fsdp"),
-    ("model.path=7", "must be a string"),
-    ("a={", "is not YAML"),
-    ("absent.yaml", "absent.yaml: No such file"),
-    ("output_dir=${nowhere}", "nowhere"),
-])
+@pytest.mark.parametrize(
+    "argument, message",
+    [
+        ("optm.lr=1", "unknown key optm.lr; the nearest is optim.lr"),
+        ("data.train_file=x", "the nearest is data.train_files"),
+        ("optim=1", "optim is a group of keys"),
+        ("optim.lr.x=1", "unknown key optim.lr.x"),
+        ("optim.lr=fast", "optim.lr='fast' must be a number"),
+        ("optim.lr=-1", "optim.lr=-1 must be at least 0"),
+        ("optim.betas=[0.9]", "two numbers in [0, 1)"),
+        ("optim.betas={}", "optim.betas is a value, not a group of keys"),
+        ("optim.betas.0=0.5", "unknown key optim.betas.0"),
+        (
+            "optim.kwargs=[1]",
+            "optim.kwargs is a group of keys, not a value: write optim.kwargs.NAME=...",
+        ),
+        ("optim.kwargs=x", "optim.kwargs is a group of keys"),
+        ("optim.kwargs=null", "optim.kwargs is a group of keys"),
+        ("optim=[1]", "optim is a group of keys"),
+        ("data.train_batch_size=1.5", "data.train_batch_size=1.5 must be a whole number"),
+        ("data.train_batch_size=0", "must be at least 1"),
+        ("data.train_batch_size=true", "must be a whole number"),
+        ("dry_run=1", "dry_run=1 must be true or false"),
+        ("data.truncation=none", "must be one of error, left, right, drop"),
+        ("data.num_proc=x", "must be a whole number or null"),
+        ("trainer.save_freq=0", "must be above 0, or -1 for never"),
+        ("trainer.logger=[console,neptune]", "not 'neptune'"),
+        ("trainer.logger=console", "must be a list"),
+        ("model_engine=ray", "model_engine=ray must be one of fsdp"),
+        ("model.path=7", "must be a string"),
+        ("a={", "is not YAML"),
+        ("absent.yaml", "absent.yaml: No such file"),
+        ("output_dir=${nowhere}", "nowhere"),
+    ],
+)
 def test_a_mistake_names_the_key_and_what_to_change(argument, message):
     with pytest.raises(InputError) as caught:
         load("sft.yaml", [*NEEDED, argument])
@@ -86,90 +118,140 @@ def told(script, *arguments):
     return str(caught.value)
 
 
-@pytest.mark.parametrize("argument, message", [
-    ("rollout.top_k=0", "between 1 and 1024, or be -1 for all words"), ("validation.top_k=5000", "between 1 and 1024"),
-    ("rollout.temperature=0.0", "at least 0.01"), ("validation.temperature=0.001", "must be 0 (greedy) or at least 0.01")])
+@pytest.mark.parametrize(
+    "argument, message",
+    [
+        ("rollout.top_k=0", "between 1 and 1024, or be -1 for all words"),
+        ("validation.top_k=5000", "between 1 and 1024"),
+        ("rollout.temperature=0.0", "at least 0.01"),
+        ("validation.temperature=0.001", "must be 0 (greedy) or at least 0.01"),
+    ],
+)
 def test_bounds_of_sampling(argument, message):
     assert message in told("ppo", argument)
 
 
-@pytest.mark.parametrize("script, key, advice", [
-    # The first group wins.
-    ("ppo", "lr", "the nearest is optim.lr"),
-    ("ppo", "n", "the nearest is rollout.n"),
-    ("ppo", "max_tokens", "the nearest is rollout.max_tokens"),
-    ("ppo", "validatoin.n", "the nearest is validation.n"),
-    # Nothing is near.
-    ("sft", "optim.momentum", "--help lists the keys"),
-    ("sft", "zzz", "--help lists the keys"),
-    ("ppo", "model.x.y.z", "--help lists the keys"),
-    ("ppo", "actor_rollout_ref.profiler.enable", "--help lists the keys"),
-    ("ppo", "data.custom_cls.path", "--help lists the keys"),
-    # Something is near, and it is something else.
-    ("ppo", "data.val_batch_size", "all rows of data.val_files are validated at once"),
-    ("ppo", "reward_model.reward_kwargs.overlong_buffer_cfg.len", "the nearest is reward.overlong_buffer"),
-    ("ppo", "critic.enable", "algorithm.adv_estimator=gae has a critic"),
-    ("sft", "num_workers", "data.num_proc processes tokenize"),
-    ("sft", "stage", "train_sft.py and train_ppo.py are the stages"),
-    ("ppo", "optimizer", "the nearest is optim.name"),
-    # A key that another script or engine reads.
-    ("sft", "rollout.n", "it is a key of train_ppo.py alone"),
-    ("sft", "engine.tensor_model_parallel_size", "it is a key of model_engine=megatron alone"),
-    ("sft", "num_generations", "the nearest is rollout.n (a key of train_ppo.py)"),
-    # verl
-    ("ppo", "actor_rollout_ref.actor.optim.lr", "the nearest is optim.lr"),
-    ("ppo", "critic.optim.lr", "the nearest is critic.lr"),
-    ("ppo", "actor_rollout_ref.model.path", "the nearest is model.path"),
-    ("ppo", "critic.model.path", "the nearest is critic.path"),
-    ("ppo", "data.max_response_length", "the nearest is rollout.max_tokens"),
-    ("ppo", "actor_rollout_ref.actor.ppo_mini_batch_size", "the nearest is algorithm.ppo_mini_batch_size"),
-    ("ppo", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", "data.max_tokens_per_micro_batch"),
-    ("ppo", "actor_rollout_ref.actor.use_dynamic_bsz", "always on"),
-    ("ppo", "actor_rollout_ref.actor.clip_ratio_high", "the nearest is algorithm.clip_ratio_high"),
-    ("ppo", "actor_rollout_ref.actor.kl_loss_coef", "the nearest is algorithm.kl_loss_coef"),
-    ("ppo", "actor_rollout_ref.actor.ulysses_sequence_parallel_size", "the nearest is engine.context_parallel_size"),
-    ("ppo", "actor_rollout_ref.actor.fsdp_config.param_offload", "offload.parameters"),
-    ("ppo", "actor_rollout_ref.actor.fsdp_config.fsdp_size", "the nearest is engine.fsdp_size"),
-    ("ppo", "actor_rollout_ref.actor.megatron.tensor_model_parallel_size", "the nearest is engine.tensor_model_parallel_size"),
-    ("ppo", "actor_rollout_ref.rollout.tensor_model_parallel_size", "the nearest is rollout.tensor_parallel_size"),
-    ("ppo", "actor_rollout_ref.rollout.val_kwargs.n", "the nearest is validation.n"),
-    ("ppo", "actor_rollout_ref.rollout.name", "vLLM always generates"),
-    ("ppo", "algorithm.rollout_correction.rollout_is", "the nearest is algorithm.rollout_is"),
-    ("ppo", "custom_reward_function.path", "use reward.function="),
-    ("ppo", "reward_model.model.path", "there are no reward models here"),
-    ("ppo", "trainer.n_gpus_per_node", "torchrun --nproc-per-node"),
-    ("ppo", "trainer.total_training_steps", "the nearest is trainer.total_steps"),
-    ("ppo", "trainer.default_local_dir", "the nearest is output_dir"),
-    ("sft", "optim.warmup_steps_ratio", "the nearest is optim.lr_warmup_steps_ratio"),
-    # TRL, Hugging Face, PEFT
-    ("sft", "learning_rate", "the nearest is optim.lr"),
-    ("sft", "optim.learning_rate", "the nearest is optim.lr"),
-    ("sft", "gradient_accumulation_steps", "data.train_batch_size is a step's batch"),
-    ("sft", "warmup_steps", "optim.lr_warmup_steps_ratio is the share"),
-    ("sft", "bf16", "engine.param_dtype=bfloat16"),
-    ("sft", "max_seq_length", "the nearest is data.max_length"),
-    ("sft", "target_modules", "the nearest is model.lora.target_modules"),
-    ("ppo", "max_completion_length", "the nearest is rollout.max_tokens"),
-    ("ppo", "epsilon_high", "the nearest is algorithm.clip_ratio_high"),
-])
+@pytest.mark.parametrize(
+    "script, key, advice",
+    [
+        # The first group wins.
+        ("ppo", "lr", "the nearest is optim.lr"),
+        ("ppo", "n", "the nearest is rollout.n"),
+        ("ppo", "max_tokens", "the nearest is rollout.max_tokens"),
+        ("ppo", "validatoin.n", "the nearest is validation.n"),
+        # Nothing is near.
+        ("sft", "optim.momentum", "--help lists the keys"),
+        ("sft", "zzz", "--help lists the keys"),
+        ("ppo", "model.x.y.z", "--help lists the keys"),
+        ("ppo", "actor_rollout_ref.profiler.enable", "--help lists the keys"),
+        ("ppo", "data.custom_cls.path", "--help lists the keys"),
+        # Something is near, and it is something else.
+        ("ppo", "data.val_batch_size", "all rows of data.val_files are validated at once"),
+        (
+            "ppo",
+            "reward_model.reward_kwargs.overlong_buffer_cfg.len",
+            "the nearest is reward.overlong_buffer",
+        ),
+        ("ppo", "critic.enable", "algorithm.adv_estimator=gae has a critic"),
+        ("sft", "num_workers", "data.num_proc processes tokenize"),
+        ("sft", "stage", "train_sft.py and train_ppo.py are the stages"),
+        ("ppo", "optimizer", "the nearest is optim.name"),
+        # A key that another script or engine reads.
+        ("sft", "rollout.n", "it is a key of train_ppo.py alone"),
+        ("sft", "engine.tensor_model_parallel_size", "it is a key of model_engine=megatron alone"),
+        ("sft", "num_generations", "the nearest is rollout.n (a key of train_ppo.py)"),
+        # verl
+        ("ppo", "actor_rollout_ref.actor.optim.lr", "the nearest is optim.lr"),
+        ("ppo", "critic.optim.lr", "the nearest is critic.lr"),
+        ("ppo", "actor_rollout_ref.model.path", "the nearest is model.path"),
+        ("ppo", "critic.model.path", "the nearest is critic.path"),
+        ("ppo", "data.max_response_length", "the nearest is rollout.max_tokens"),
+        (
+            "ppo",
+            "actor_rollout_ref.actor.ppo_mini_batch_size",
+            "the nearest is algorithm.ppo_mini_batch_size",
+        ),
+        (
+            "ppo",
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+            "data.max_tokens_per_micro_batch",
+        ),
+        ("ppo", "actor_rollout_ref.actor.use_dynamic_bsz", "always on"),
+        (
+            "ppo",
+            "actor_rollout_ref.actor.clip_ratio_high",
+            "the nearest is algorithm.clip_ratio_high",
+        ),
+        ("ppo", "actor_rollout_ref.actor.kl_loss_coef", "the nearest is algorithm.kl_loss_coef"),
+        (
+            "ppo",
+            "actor_rollout_ref.actor.ulysses_sequence_parallel_size",
+            "the nearest is engine.context_parallel_size",
+        ),
+        ("ppo", "actor_rollout_ref.actor.fsdp_config.param_offload", "offload.parameters"),
+        ("ppo", "actor_rollout_ref.actor.fsdp_config.fsdp_size", "the nearest is engine.fsdp_size"),
+        (
+            "ppo",
+            "actor_rollout_ref.actor.megatron.tensor_model_parallel_size",
+            "the nearest is engine.tensor_model_parallel_size",
+        ),
+        (
+            "ppo",
+            "actor_rollout_ref.rollout.tensor_model_parallel_size",
+            "the nearest is rollout.tensor_parallel_size",
+        ),
+        ("ppo", "actor_rollout_ref.rollout.val_kwargs.n", "the nearest is validation.n"),
+        ("ppo", "actor_rollout_ref.rollout.name", "vLLM always generates"),
+        ("ppo", "algorithm.rollout_correction.rollout_is", "the nearest is algorithm.rollout_is"),
+        ("ppo", "custom_reward_function.path", "use reward.function="),
+        ("ppo", "reward_model.model.path", "there are no reward models here"),
+        ("ppo", "trainer.n_gpus_per_node", "torchrun --nproc-per-node"),
+        ("ppo", "trainer.total_training_steps", "the nearest is trainer.total_steps"),
+        ("ppo", "trainer.default_local_dir", "the nearest is output_dir"),
+        ("sft", "optim.warmup_steps_ratio", "the nearest is optim.lr_warmup_steps_ratio"),
+        # TRL, Hugging Face, PEFT
+        ("sft", "learning_rate", "the nearest is optim.lr"),
+        ("sft", "optim.learning_rate", "the nearest is optim.lr"),
+        ("sft", "gradient_accumulation_steps", "data.train_batch_size is a step's batch"),
+        ("sft", "warmup_steps", "optim.lr_warmup_steps_ratio is the share"),
+        ("sft", "bf16", "engine.param_dtype=bfloat16"),
+        ("sft", "max_seq_length", "the nearest is data.max_length"),
+        ("sft", "target_modules", "the nearest is model.lora.target_modules"),
+        ("ppo", "max_completion_length", "the nearest is rollout.max_tokens"),
+        ("ppo", "epsilon_high", "the nearest is algorithm.clip_ratio_high"),
+    ],
+)
 def test_a_key_that_is_not_known_is_answered_with_ours(script, key, advice):
     message = told(script, f"{key}=1")
     assert message.startswith(f"unknown key {key}; ") and advice in message
     assert advice.startswith("the nearest is") or "the nearest" not in message
 
 
-@pytest.mark.parametrize("arguments, advice", [
-    (["--learning_rate", "1e-5"], "write optim.lr=1e-5"), (["--learning_rate=1e-5"], "write optim.lr=1e-5"),
-    (["--lr=3"], "write optim.lr=3"), (["-optim.lr", "3"], "write optim.lr=3"), (["--use_remove_padding", "my.yaml"],
-                                                                             "write engine.use_remove_padding=..."),
-    (["--tensor-model-parallel-size", "2"], "write engine.tensor_model_parallel_size=2 (a key of model_engine=megatron)"),
-    (["+optim.lr=3"], "write optim.lr=3"), (["++trainer.total_training_steps=3"], "write trainer.total_steps=3"),
-    (["~optim.lr"], "write optim.lr=..."), (["--bf16", "--fp16"], "engine.param_dtype=bfloat16"),
-    (["--nproc-per-node=8"], "torchrun --nproc-per-node"), (["--verbose"], "--help lists the keys"),
-])
+@pytest.mark.parametrize(
+    "arguments, advice",
+    [
+        (["--learning_rate", "1e-5"], "write optim.lr=1e-5"),
+        (["--learning_rate=1e-5"], "write optim.lr=1e-5"),
+        (["--lr=3"], "write optim.lr=3"),
+        (["-optim.lr", "3"], "write optim.lr=3"),
+        (["--use_remove_padding", "my.yaml"], "write engine.use_remove_padding=..."),
+        (
+            ["--tensor-model-parallel-size", "2"],
+            "write engine.tensor_model_parallel_size=2 (a key of model_engine=megatron)",
+        ),
+        (["+optim.lr=3"], "write optim.lr=3"),
+        (["++trainer.total_training_steps=3"], "write trainer.total_steps=3"),
+        (["~optim.lr"], "write optim.lr=..."),
+        (["--bf16", "--fp16"], "engine.param_dtype=bfloat16"),
+        (["--nproc-per-node=8"], "torchrun --nproc-per-node"),
+        (["--verbose"], "--help lists the keys"),
+    ],
+)
 def test_arguments_of_argparse_and_hydra_are_answered_with_the_form_to_use(arguments, advice):
     message = told("sft", *arguments)
-    assert message.startswith(f"{arguments[0]}: {advice}") and message.endswith("; arguments are YAML files and key=value pairs")
+    assert message.startswith(f"{arguments[0]}: {advice}") and message.endswith(
+        "; arguments are YAML files and key=value pairs"
+    )
 
 
 def test_every_key_that_advice_names_exists():
@@ -178,9 +260,15 @@ def test_every_key_that_advice_names_exists():
     assert len(names) > 150
     for name, advice in names.items():
         assert name not in places, f"{name} is a key of ours"
-        words = advice.split("=")[0].split() if " " not in advice else re.findall(r"\b[a-z_]+(?:\.[a-z_]+)+\b", advice)
+        words = (
+            advice.split("=")[0].split()
+            if " " not in advice
+            else re.findall(r"\b[a-z_]+(?:\.[a-z_]+)+\b", advice)
+        )
         for word in words:
-            assert word in places or re.search(r"\.(py|yaml)$", word), f"{name}: {advice}: {word} is no key of ours"
+            assert word in places or re.search(r"\.(py|yaml)$", word), (
+                f"{name}: {advice}: {word} is no key of ours"
+            )
 
 
 def test_a_missing_value_and_a_broken_file(tmp_path):
@@ -193,21 +281,54 @@ def test_a_missing_value_and_a_broken_file(tmp_path):
     with pytest.raises(InputError, match="must hold keys and values"):
         load("sft.yaml", [*NEEDED, str(tmp_path / "list.yaml")])
     (tmp_path / "dots.yaml").write_text("trainer: {seed: 1}\noptim.lr: 1\n")
-    with pytest.raises(InputError, match=r"optim.lr: a YAML file has no dots in its keys; write a group, optim: {lr: ...}"):
+    with pytest.raises(
+        InputError,
+        match=r"optim.lr: a YAML file has no dots in its keys; write a group, optim: {lr: ...}",
+    ):
         load("sft.yaml", [*NEEDED, str(tmp_path / "dots.yaml")])
 
 
-VALUES = [-1, 0, 1, 2, 3, 0.5, 1.5, -0.5, True, "", "x", "token", "all", "tensor", None, [], [0.5, 0.9], [1, 2], [-1, -1], [0],
-          [True, True], ["console"], ["x", "y"], [""]]
+VALUES = [
+    -1,
+    0,
+    1,
+    2,
+    3,
+    0.5,
+    1.5,
+    -0.5,
+    True,
+    "",
+    "x",
+    "token",
+    "all",
+    "tensor",
+    None,
+    [],
+    [0.5, 0.9],
+    [1, 2],
+    [-1, -1],
+    [0],
+    [True, True],
+    ["console"],
+    ["x", "y"],
+    [""],
+]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_the_schema_of_the_yaml_files(script):
     path = CONFIGS / "schema" / f"{script}.json"
-    assert json.loads(path.read_text()) == schema(script), "out of date: run python -m config schema"
+    assert json.loads(path.read_text()) == schema(script), (
+        "out of date: run python -m config schema"
+    )
     jsonschema.Draft202012Validator.check_schema(schema(script))
     validator = jsonschema.Draft202012Validator(schema(script))
-    demos = [file for file in CONFIGS.glob("demo/*.yaml") if f"schema/{script}.json\n" in file.read_text()]
+    demos = [
+        file
+        for file in CONFIGS.glob("demo/*.yaml")
+        if f"schema/{script}.json\n" in file.read_text()
+    ]
     assert len(demos) >= 3
     files = [CONFIGS / f"{script}.yaml", *demos, *CONFIGS.glob("model_engine/*.yaml")]
     for file in files:
@@ -218,9 +339,17 @@ def test_the_schema_of_the_yaml_files(script):
 
     # An editor refuses what a run refuses, and nothing else.
     tensor_parallel = {"engine": {"tensor_model_parallel_size": 2}}
-    assert validator.is_valid(tensor_parallel | {"model_engine": "megatron"}) and validator.is_valid(tensor_parallel)
-    for wrong in ({"optim": {"learning_rate": 1.0}}, {"optm": {}}, {"optim": 1}, {"model_engine": "ray"},
-                  tensor_parallel | {"model_engine": "fsdp"}, {"engine": {"tensor_parallel": 2}}):
+    assert validator.is_valid(
+        tensor_parallel | {"model_engine": "megatron"}
+    ) and validator.is_valid(tensor_parallel)
+    for wrong in (
+        {"optim": {"learning_rate": 1.0}},
+        {"optm": {}},
+        {"optim": 1},
+        {"model_engine": "ray"},
+        tensor_parallel | {"model_engine": "fsdp"},
+        {"engine": {"tensor_parallel": 2}},
+    ):
         assert not validator.is_valid(wrong), wrong
     for key, default in _flat(OmegaConf.load(CONFIGS / f"{script}.yaml")).items():
         for value in VALUES if key != "model_engine" else []:
@@ -233,29 +362,51 @@ def test_the_schema_of_the_yaml_files(script):
             for part in reversed(key.split(".")):
                 tree = {part: tree}
             assert validator.is_valid(tree) == fits, f"{key}={value!r}"
-    assert validator.is_valid({"optim": {"lr": "${oc.env:LR}"}, "data": {"num_proc": "${oc.env:CPUS}"}})
+    assert validator.is_valid(
+        {"optim": {"lr": "${oc.env:LR}"}, "data": {"num_proc": "${oc.env:CPUS}"}}
+    )
 
     trainer = schema(script)["properties"]["trainer"]["properties"]
-    assert trainer["seed"]["default"] == 0 and trainer["log_freq"]["description"].startswith("steps between lines on the console")
-    assert trainer["resume_override"]["description"].endswith("rows are seen twice or not at all"), "comments of several lines"
-    assert "\n" not in trainer["resume_override"]["description"] and "#" not in trainer["resume_override"]["description"]
+    assert trainer["seed"]["default"] == 0 and trainer["log_freq"]["description"].startswith(
+        "steps between lines on the console"
+    )
+    assert trainer["resume_override"]["description"].endswith(
+        "rows are seen twice or not at all"
+    ), "comments of several lines"
+    assert (
+        "\n" not in trainer["resume_override"]["description"]
+        and "#" not in trainer["resume_override"]["description"]
+    )
     assert schema(script)["properties"]["profiler"]["description"].startswith("wall time by stage")
 
 
-@pytest.mark.parametrize("rank, local_rank, said", [
-    (None, None, "error: {}\n"), ("0", "0", "error: {}\n"), ("1", "1", ""), ("1", None, ""), ("8", "0", "error on rank 8: {}\n")])
+@pytest.mark.parametrize(
+    "rank, local_rank, said",
+    [
+        (None, None, "error: {}\n"),
+        ("0", "0", "error: {}\n"),
+        ("1", "1", ""),
+        ("1", None, ""),
+        ("8", "0", "error on rank 8: {}\n"),
+    ],
+)
 def test_an_error_is_one_line_a_node_and_exit_code_2(monkeypatch, capsys, rank, local_rank, said):
     monkeypatch.setattr("sys.argv", ["train_sft.py", *NEEDED])
     for name, value in (("RANK", rank), ("LOCAL_RANK", local_rank)):
-        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(
+            name, value
+        )
 
     monkeypatch.setenv("HUB_TOKEN", "hf_123456")
 
     def main(config):
         raise InputError("broken hf_123456")
+
     with pytest.raises(SystemExit) as left:
         run(main, "sft.yaml", "")
-    assert left.value.code == 2 and capsys.readouterr().err == said.format("broken ${oc.env:HUB_TOKEN}")
+    assert left.value.code == 2 and capsys.readouterr().err == said.format(
+        "broken ${oc.env:HUB_TOKEN}"
+    )
 
 
 def test_help_lists_every_key(monkeypatch, capsys):

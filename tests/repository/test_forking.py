@@ -38,14 +38,20 @@ def fork(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def configure(title, *more):
-        for name, code in re.findall(r"```python\n# (\w+\.py)\n(.*?)```", SECTIONS[title], re.DOTALL):
+        for name, code in re.findall(
+            r"```python\n# (\w+\.py)\n(.*?)```", SECTIONS[title], re.DOTALL
+        ):
             (tmp_path / name).write_text(code)
-        command, = re.findall(r"```sh\n(.*?)```", SECTIONS[title], re.DOTALL)
+        (command,) = re.findall(r"```sh\n(.*?)```", SECTIONS[title], re.DOTALL)
         words = shlex.split(command.replace("\\\n", ""))
         script = words.index(next(word for word in words if word.startswith("train_")))
         assert words[script + 1] == "my.yaml"
         settings = ["model.path=unused", "data.train_files=unused", "engine.compute_dtype=float32"]
-        return load(words[script].removeprefix("train_").replace(".py", ".yaml"), [*settings, *words[script + 2:], *more])
+        return load(
+            words[script].removeprefix("train_").replace(".py", ".yaml"),
+            [*settings, *words[script + 2 :], *more],
+        )
+
     return configure
 
 
@@ -55,11 +61,24 @@ def loss_of(config, **fields):
     half = torch.tensor([0.5, 0.5])
     fields = {name: torch.tensor(values) for name, values in fields.items()}
     log_probs = torch.tensor([-1.5, -0.5], requires_grad=True)
-    loss, amounts = ppo.actor_loss(config, 2)(log_probs, torch.tensor([1.0, 3.0]), {
-        "loss_weight": half, "token_weight": half, "sequence": torch.tensor([0, 1]), "loss_mask": torch.ones(2),
-        "rollout_log_probs": log_probs.detach(), **fields})
+    loss, amounts = ppo.actor_loss(config, 2)(
+        log_probs,
+        torch.tensor([1.0, 3.0]),
+        {
+            "loss_weight": half,
+            "token_weight": half,
+            "sequence": torch.tensor([0, 1]),
+            "loss_mask": torch.ones(2),
+            "rollout_log_probs": log_probs.detach(),
+            **fields,
+        },
+    )
     loss.backward()
-    return loss.item(), {name: amount.item() for name, amount in amounts.items()}, log_probs.grad.tolist()
+    return (
+        loss.item(),
+        {name: amount.item() for name, amount in amounts.items()},
+        log_probs.grad.tolist(),
+    )
 
 
 def test_a_reward_of_a_group(fork, tmp_path):
@@ -68,8 +87,10 @@ def test_a_reward_of_a_group(fork, tmp_path):
     responses, row = ["the answer is 7", "7", "8", "  7"], {"answer": 7}
     results = grader.grade([("3+4", response, row) for response in responses], [0] * 4)
     grader.close()
-    assert [result.parts for result in results] == [{"correct": c, "short": pytest.approx(s)} for c, s in (
-        (1, 1 / 3), (1, 1), (0, 0), (1, 2 / 3))]
+    assert [result.parts for result in results] == [
+        {"correct": c, "short": pytest.approx(s)}
+        for c, s in ((1, 1 / 3), (1, 1), (0, 0), (1, 2 / 3))
+    ]
     assert [result.score for result in results] == pytest.approx([1 + 1 / 6, 1.5, 0, 1 + 1 / 3])
 
 
@@ -81,7 +102,11 @@ def test_add_an_advantage(fork):
     fields = samples.batch.fields
     assert on_responses(samples, fields["advantages"]) == [-0.5, 1.5, 1.5, 0, 0, 0, 0, 0]
     assert on_responses(samples, fields["returns"]) == [1, 5, 5, 2, 2, 2, 7, 7]
-    assert metrics["critic/advantages/max"] == 1.5 and "group" not in fields and list(ppo.roles(config)) == ["actor"]
+    assert (
+        metrics["critic/advantages/max"] == 1.5
+        and "group" not in fields
+        and list(ppo.roles(config)) == ["actor"]
+    )
 
 
 def test_add_a_policy_loss(fork):
@@ -90,14 +115,19 @@ def test_add_a_policy_loss(fork):
     ratios, advantages = [math.exp(-0.5), math.exp(0.5)], [1.0, -2.0]
     gates = [1 / (1 + math.exp(-2 * (r - 1))) for r in ratios]
     assert loss == pytest.approx(sum(-a * 2 * gate / 2 for a, gate in zip(advantages, gates)))
-    assert gradient == pytest.approx([-a * 2 * 2 * gate * (1 - gate) * r / 2 for a, gate, r in zip(advantages, gates, ratios)])
+    assert gradient == pytest.approx(
+        [-a * 2 * 2 * gate * (1 - gate) * r / 2 for a, gate, r in zip(advantages, gates, ratios)]
+    )
     assert metrics["gate"] == pytest.approx(sum(gates) / 2) and "pg_clipfrac" not in metrics
 
 
 def test_distil_a_teacher(fork):
     config = fork("Distil a teacher")
     roles = ppo.roles(config)
-    assert roles["reference"].model.path == "Qwen/Qwen2.5-32B-Instruct" and set(roles) == {"actor", "reference"}
+    assert roles["reference"].model.path == "Qwen/Qwen2.5-32B-Instruct" and set(roles) == {
+        "actor",
+        "reference",
+    }
     loss, metrics, gradient = loss_of(config, ref_log_probs=[-3.5, -0.25], advantages=[0.0, 0.0])
     assert gradient == [1.0, -0.125], "the first token is too likely, the second not likely enough"
     assert metrics["teacher_kl"] == (2 - 0.25) / 2
@@ -106,8 +136,12 @@ def test_distil_a_teacher(fork):
 
 def test_add_a_metric(fork):
     fields = {"old_log_probs": [-1.0, -1.0], "advantages": [1.0, -2.0]}
-    loss, metrics, gradient = loss_of(fork("Add a metric", "algorithm.clip_ratio_high=0.1"), **fields)
-    plain = loss_of(fork("Add a metric", "algorithm.clip_ratio_high=0.1", "algorithm.loss_mode=ppo"), **fields)
+    loss, metrics, gradient = loss_of(
+        fork("Add a metric", "algorithm.clip_ratio_high=0.1"), **fields
+    )
+    plain = loss_of(
+        fork("Add a metric", "algorithm.clip_ratio_high=0.1", "algorithm.loss_mode=ppo"), **fields
+    )
     assert metrics.pop("surprise") == 1 and (loss, metrics, gradient) == plain
 
 
@@ -127,17 +161,28 @@ def this_device():
 def test_another_optimizer(fork, this_device, tmp_path):
     """SGD's steps, by hand; a resume; a group with a learning rate of its own keeps its ratio."""
     model = make_model(tmp_path / "model", "llama", num_hidden_layers=1)
-    config = fork("Another optimizer", f"model.path={model}", "optim.clip_grad=0", "data.max_tokens_per_micro_batch=1000")
+    config = fork(
+        "Another optimizer",
+        f"model.path={model}",
+        "optim.clip_grad=0",
+        "data.max_tokens_per_micro_batch=1000",
+    )
     FSDPEngine.check(config, 1)
+
     def steps(engine, numbers):
         batches = [make_batch(n) for n in numbers]
-        return [engine.train_batch(b, make_loss(len(b.input_ids)), n)["lr"] for n, b in zip(numbers, batches)]
+        return [
+            engine.train_batch(b, make_loss(len(b.input_ids)), n)["lr"]
+            for n, b in zip(numbers, batches)
+        ]
 
     engine = FSDPEngine(config, this_device, 4)
     gradients, before = [], {n: p.detach().clone() for n, p in engine.hf.named_parameters()}
-    sgd, = engine.optimizers
+    (sgd,) = engine.optimizers
     assert isinstance(sgd, torch.optim.SGD)
-    sgd.register_step_pre_hook(lambda *_: gradients.append({n: p.grad.clone() for n, p in engine.hf.named_parameters()}))
+    sgd.register_step_pre_hook(
+        lambda *_: gradients.append({n: p.grad.clone() for n, p in engine.hf.named_parameters()})
+    )
     rates = steps(engine, [0, 1])
     for name, p in engine.hf.named_parameters():
         decay = config.optim.weight_decay if p.ndim > 1 else 0.0
@@ -153,21 +198,39 @@ def test_another_optimizer(fork, this_device, tmp_path):
     again = FSDPEngine(config, this_device, 4)
     checkpointer.load(tmp_path / "checkpoints" / "step_00000002", again)
     steps(again, [2, 3])
-    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(engine.export_weights(), again.export_weights()))
+    assert all(
+        torch.equal(a, b) for (_, a), (_, b) in zip(engine.export_weights(), again.export_weights())
+    )
 
-    (tmp_path / "slow.py").write_text("import torch\ndef slow(params, lr, **_):\n    params[-1]['lr'] = lr / 4\n"
-                                      "    return [torch.optim.SGD([g], lr=lr) for g in params]\n")
-    engine = FSDPEngine(load("sft.yaml", [f"model.path={model}", "data.train_files=unused", "optim.name=slow.py:slow"]),
-                        this_device, 4)
-    rate, = steps(engine, [1])
-    assert [g["lr"] for o in engine.optimizers for g in o.param_groups] == [rate, rate, rate / 4] and len(engine.optimizers) == 3
+    (tmp_path / "slow.py").write_text(
+        "import torch\ndef slow(params, lr, **_):\n    params[-1]['lr'] = lr / 4\n"
+        "    return [torch.optim.SGD([g], lr=lr) for g in params]\n"
+    )
+    engine = FSDPEngine(
+        load(
+            "sft.yaml",
+            [f"model.path={model}", "data.train_files=unused", "optim.name=slow.py:slow"],
+        ),
+        this_device,
+        4,
+    )
+    (rate,) = steps(engine, [1])
+    assert [g["lr"] for o in engine.optimizers for g in o.param_groups] == [
+        rate,
+        rate,
+        rate / 4,
+    ] and len(engine.optimizers) == 3
     (tmp_path / "wrong.py").write_text("def wrong(**_): pass\n")
-    with pytest.raises(InputError, match="optim.name=wrong.py:wrong must return a torch.optim.Optimizer"):
+    with pytest.raises(
+        InputError, match="optim.name=wrong.py:wrong must return a torch.optim.Optimizer"
+    ):
         optimizer.build(engine.model, [], fork("A schedule", "optim.name=wrong.py:wrong").optim)
 
 
 def test_a_schedule(fork):
-    config = fork("A schedule", "optim.lr_warmup_steps_ratio=0.2", "optim.min_lr_ratio=0.1", "optim.lr=1.0")
+    config = fork(
+        "A schedule", "optim.lr_warmup_steps_ratio=0.2", "optim.min_lr_ratio=0.1", "optim.lr=1.0"
+    )
     schedule.check(config.optim)
     rates = [schedule.learning_rate(config.optim, step, 10) for step in (0, 1, 2, 6, 10)]
     assert rates == pytest.approx([0.5, 1, 1, 0.1 + 0.9 * 0.25, 0.1])
@@ -177,56 +240,121 @@ def test_dpo(tmp_path):
     """The copies with the edits train as autograd does on DPO's loss itself; pairs are divided over ranks and micro-batches."""
     root, tokenizer, beta, rate = tmp_path / "fork", arithmetic.make_tokenizer(), 0.5, 3e-3
     copy_with_edits(root, "DPO")
-    model = make_model(tmp_path / "model", "qwen3", head_dim=32, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+    model = make_model(
+        tmp_path / "model",
+        "qwen3",
+        head_dim=32,
+        vocab_size=len(tokenizer),
+        eos_token_id=tokenizer.eos_token_id,
+    )
     tokenizer.save_pretrained(model)
-    rows = [{"prompt": f"What is {n}+{n}", "response": answer} for n in range(8) for answer in (str(2 * n), "no idea" + "?" * n)]
+    rows = [
+        {"prompt": f"What is {n}+{n}", "response": answer}
+        for n in range(8)
+        for answer in (str(2 * n), "no idea" + "?" * n)
+    ]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    launch(2, root / "train_dpo.py", f"model.path={model}", f"data.train_files={tmp_path}/pairs.jsonl",
-           f"output_dir={tmp_path}/out", f"data.cache_dir={tmp_path}/cache", "data.train_batch_size=8", "trainer.total_steps=3",
-           f"algorithm.beta={beta}", "data.max_tokens_per_micro_batch=64", "engine.compute_dtype=float32", "optim.weight_decay=0",
-           f"optim.lr={rate}", "optim.lr_scheduler_type=constant", "optim.lr_warmup_steps_ratio=0", "optim.clip_grad=0")
-    policy, _ = both = [AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32) for _ in range(2)]
+    launch(
+        2,
+        root / "train_dpo.py",
+        f"model.path={model}",
+        f"data.train_files={tmp_path}/pairs.jsonl",
+        f"output_dir={tmp_path}/out",
+        f"data.cache_dir={tmp_path}/cache",
+        "data.train_batch_size=8",
+        "trainer.total_steps=3",
+        f"algorithm.beta={beta}",
+        "data.max_tokens_per_micro_batch=64",
+        "engine.compute_dtype=float32",
+        "optim.weight_decay=0",
+        f"optim.lr={rate}",
+        "optim.lr_scheduler_type=constant",
+        "optim.lr_warmup_steps_ratio=0",
+        "optim.clip_grad=0",
+    )
+    policy, _ = both = [
+        AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32) for _ in range(2)
+    ]
     adamw = torch.optim.AdamW(policy.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0)
-    tokens, = (tmp_path / "cache").rglob("input_ids.npy")
+    (tokens,) = (tmp_path / "cache").rglob("input_ids.npy")
     batch = TokenDataset.load(tokens.parent).batch(range(16))
-    rows = list(zip(*(x.split(batch.lengths) for x in (batch.input_ids, batch.fields["loss_mask"]))))
+    rows = list(
+        zip(*(x.split(batch.lengths) for x in (batch.input_ids, batch.fields["loss_mask"])))
+    )
     told = metrics(tmp_path / "out")
-    assert len(told) == 3 and told[0]["train/loss"] == pytest.approx(math.log(2)) and told[2]["train/accuracy"] > 0.5
+    assert (
+        len(told) == 3
+        and told[0]["train/loss"] == pytest.approx(math.log(2))
+        and told[2]["train/accuracy"] > 0.5
+    )
     for step in told:
         margins = []
         for pair in zip(rows[::2], rows[1::2]):
             ratios = []
             for ids, mask in pair:
-                now, first = (m(ids[None]).logits[0, :-1].log_softmax(-1)[range(len(ids) - 1), ids[1:]] for m in both)
+                now, first = (
+                    m(ids[None]).logits[0, :-1].log_softmax(-1)[range(len(ids) - 1), ids[1:]]
+                    for m in both
+                )
                 ratios.append(((now - first.detach()) * mask[1:]).sum())
             margins.append(beta * (ratios[0] - ratios[1]))
         loss = -torch.nn.functional.logsigmoid(torch.stack(margins)).mean()
         adamw.zero_grad()
         loss.backward()
         norm = torch.nn.utils.get_total_norm([p.grad for p in policy.parameters()]).item()
-        assert (step["train/loss"], step["train/grad_norm"]) == pytest.approx((loss.item(), norm), rel=1e-3)
+        assert (step["train/loss"], step["train/grad_norm"]) == pytest.approx(
+            (loss.item(), norm), rel=1e-3
+        )
         adamw.step()
 
 
 def test_a_turn_of_a_tool(tmp_path):
     """A model of random weights calls more often if any two digits are a call. Its log-probabilities are vLLM's in the second
     turn, too, so the result stands where the trainer has it, and is not learned."""
-    root, tokenizer, (code,) = tmp_path / "fork", arithmetic.make_tokenizer(), re.findall(
-        r"```python\n# tool_rollout.py\n(.*?)```", SECTIONS["A turn of a tool"], re.DOTALL)
+    root, tokenizer, (code,) = (
+        tmp_path / "fork",
+        arithmetic.make_tokenizer(),
+        re.findall(
+            r"```python\n# tool_rollout.py\n(.*?)```", SECTIONS["A turn of a tool"], re.DOTALL
+        ),
+    )
     copy_with_edits(root, "A turn of a tool")
     pattern = r'r"(\d+)\+(\d+)=$"'
     assert code.count(pattern) == 1
     (root / "tool_rollout.py").write_text(code.replace(pattern, r'r"([0-9]).*([0-9])"'))
-    model = make_model(tmp_path / "model", "qwen3", head_dim=32, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+    model = make_model(
+        tmp_path / "model",
+        "qwen3",
+        head_dim=32,
+        vocab_size=len(tokenizer),
+        eos_token_id=tokenizer.eos_token_id,
+    )
     tokenizer.save_pretrained(model)
     rows = [{"prompt": f"What is {n}+{n}", "answer": 2 * n} for n in range(8)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    launch(1, root / "train_ppo.py", f"model.path={model}", f"data.train_files={tmp_path}/prompts.jsonl",
-           f"output_dir={tmp_path}/out", f"data.cache_dir={tmp_path}/cache", "data.train_batch_size=8", "data.max_prompt_length=64",
-           "rollout.n=4", "rollout.max_tokens=32", "validation.max_tokens=32", "trainer.total_steps=1", "trainer.rollout_freq=1",
-           "rollout.kv_cache_gib=0.1", "engine.compute_dtype=float32", "data.max_tokens_per_micro_batch=256")
-    step, = metrics(tmp_path / "out")
-    rows = [json.loads(line) for line in (tmp_path / "out" / "rollouts" / "step_1.jsonl").read_text().splitlines()]
+    launch(
+        1,
+        root / "train_ppo.py",
+        f"model.path={model}",
+        f"data.train_files={tmp_path}/prompts.jsonl",
+        f"output_dir={tmp_path}/out",
+        f"data.cache_dir={tmp_path}/cache",
+        "data.train_batch_size=8",
+        "data.max_prompt_length=64",
+        "rollout.n=4",
+        "rollout.max_tokens=32",
+        "validation.max_tokens=32",
+        "trainer.total_steps=1",
+        "trainer.rollout_freq=1",
+        "rollout.kv_cache_gib=0.1",
+        "engine.compute_dtype=float32",
+        "data.max_tokens_per_micro_batch=256",
+    )
+    (step,) = metrics(tmp_path / "out")
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "out" / "rollouts" / "step_1.jsonl").read_text().splitlines()
+    ]
     assert sum(row["length"] > 32 for row in rows) > 3, "no response has a second turn"
     assert step["rollout_corr/log_prob_gap"] < 1e-4
 
@@ -234,10 +362,14 @@ def test_a_turn_of_a_tool(tmp_path):
 def copy_with_edits(root, title):
     """A copy of the repository in which the diffs of a section are applied."""
     shutil.copytree(ROOT, root, ignore=shutil.ignore_patterns(".*", "runs", "tests", "docs"))
-    for source, name, edits in re.findall(r"```diff\n--- (\S+)\n\+\+\+ (\S+)\n(.*?)```", SECTIONS[title], re.DOTALL):
+    for source, name, edits in re.findall(
+        r"```diff\n--- (\S+)\n\+\+\+ (\S+)\n(.*?)```", SECTIONS[title], re.DOTALL
+    ):
         if source != name:
             shutil.copy(root / source, root / name)
-        subprocess.run(["patch", "--no-backup-if-mismatch", root / name], input=edits, text=True, check=True)
+        subprocess.run(
+            ["patch", "--no-backup-if-mismatch", root / name], input=edits, text=True, check=True
+        )
 
 
 def test_the_arguments_are_those_that_the_text_names():
@@ -246,30 +378,50 @@ def test_the_arguments_are_those_that_the_text_names():
         assert set(ppo.NAMED[key][1].split()) == set(named)
     keys = re.findall(r"`((?:algorithm|optim|reward)\.\w+)`", TEXT)
     config = load("ppo.yaml", ["model.path=unused", "data.train_files=unused"])
-    assert len(set(keys)) > 10 and all(key.partition(".")[2] in config[key.partition(".")[0]] for key in keys)
+    assert len(set(keys)) > 10 and all(
+        key.partition(".")[2] in config[key.partition(".")[0]] for key in keys
+    )
 
 
 def test_the_table_counts_the_snippets():
-    rows = dict(re.findall(r"^\| ([^|]*?) \| 1 of yours \| (\d+) \|$", SECTIONS["What a change costs"], re.MULTILINE))
-    titles = {"an advantage": "Add an advantage", "a policy loss with a parameter": "Add a policy loss",
-              "distillation": "Distil a teacher", "a metric of tokens": "Add a metric", "an optimizer": "Another optimizer",
-              "a reward of a group": "A reward of a group",
-              "a schedule": "A schedule"}
+    rows = dict(
+        re.findall(
+            r"^\| ([^|]*?) \| 1 of yours \| (\d+) \|$",
+            SECTIONS["What a change costs"],
+            re.MULTILINE,
+        )
+    )
+    titles = {
+        "an advantage": "Add an advantage",
+        "a policy loss with a parameter": "Add a policy loss",
+        "distillation": "Distil a teacher",
+        "a metric of tokens": "Add a metric",
+        "an optimizer": "Another optimizer",
+        "a reward of a group": "A reward of a group",
+        "a schedule": "A schedule",
+    }
     assert rows.keys() == titles.keys()
     for row, title in (("DPO", "DPO"), ("a turn of a tool", "A turn of a tool")):
-        counts = [sum(bool(line.strip()) for line in code.splitlines())
-                  for code in re.findall(r"```python\n# \w+\.py\n(.*?)```", SECTIONS[title], re.DOTALL)]
-        counts += [sum(bool(line.strip()) for line in re.findall(r"^\+(?!\+)(.*)", edits, re.MULTILINE))
-                   for edits in re.findall(r"```diff\n(.*?)```", SECTIONS[title], re.DOTALL)]
-        assert [int(n) for n in re.search(rf"\| {row} \| 2: .* \| (\d+) new ones, and (\d+) \|", TEXT).groups()] == counts
+        counts = [
+            sum(bool(line.strip()) for line in code.splitlines())
+            for code in re.findall(r"```python\n# \w+\.py\n(.*?)```", SECTIONS[title], re.DOTALL)
+        ]
+        counts += [
+            sum(bool(line.strip()) for line in re.findall(r"^\+(?!\+)(.*)", edits, re.MULTILINE))
+            for edits in re.findall(r"```diff\n(.*?)```", SECTIONS[title], re.DOTALL)
+        ]
+        assert [
+            int(n)
+            for n in re.search(rf"\| {row} \| 2: .* \| (\d+) new ones, and (\d+) \|", TEXT).groups()
+        ] == counts
     for name, title in titles.items():
-        code, = re.findall(r"```python\n# \w+\.py\n(.*?)```", SECTIONS[title], re.DOTALL)
+        (code,) = re.findall(r"```python\n# \w+\.py\n(.*?)```", SECTIONS[title], re.DOTALL)
         assert int(rows[name]) == sum(bool(line.strip()) for line in code.splitlines()), name
 
 
 # -- what a function names ---------------------------------------------------------------------------------------------
 
-NAMES = '''
+NAMES = """
 import torch
 def plain(rewards, mask, num_sequences, **_): return rewards, rewards
 def valued(rewards, num_sequences, values, **_): return rewards, rewards
@@ -294,43 +446,99 @@ def mean_gap(log_probs, ref_log_probs, **_): return (log_probs - ref_log_probs).
 def square(log_probs, ref_log_probs, **_): return (log_probs - ref_log_probs) ** 2
 def halves(lengths, **_): return torch.full_like(lengths, 0.5)
 def of_tokens(mask, **_): return mask / mask.sum()
-'''
+"""
 
 
 @pytest.fixture
 def named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my.py").write_text(NAMES)
-    return lambda *pairs: load("ppo.yaml", ["model.path=unused", "data.train_files=unused", *(
-        pair if pair.startswith(("rollout.", "data.")) else f"algorithm.{pair}" for pair in pairs)])
+    return lambda *pairs: load(
+        "ppo.yaml",
+        [
+            "model.path=unused",
+            "data.train_files=unused",
+            *(
+                pair if pair.startswith(("rollout.", "data.")) else f"algorithm.{pair}"
+                for pair in pairs
+            ),
+        ],
+    )
 
 
-@pytest.mark.parametrize("pairs, roles", [
-    (["adv_estimator=my.py:plain"], {"actor"}), (["adv_estimator=my.py:valued"], {"actor", "critic"}),
-    (["adv_estimator=my.py:referred"], {"actor", "reference"}), (["loss_mode=my.py:loss"], {"actor"}),
-    (["loss_mode=my.py:loss_of_all"], {"actor", "critic"})])
+@pytest.mark.parametrize(
+    "pairs, roles",
+    [
+        (["adv_estimator=my.py:plain"], {"actor"}),
+        (["adv_estimator=my.py:valued"], {"actor", "critic"}),
+        (["adv_estimator=my.py:referred"], {"actor", "reference"}),
+        (["loss_mode=my.py:loss"], {"actor"}),
+        (["loss_mode=my.py:loss_of_all"], {"actor", "critic"}),
+    ],
+)
 def test_what_is_named_is_built(named, pairs, roles):
     ppo.check(named(*pairs))
     assert set(ppo.roles(named(*pairs))) == roles
-    assert ppo.needs_old_log_probs(named(*pairs), 1, 0) == (pairs == ["adv_estimator=my.py:referred"])
+    assert ppo.needs_old_log_probs(named(*pairs), 1, 0) == (
+        pairs == ["adv_estimator=my.py:referred"]
+    )
 
 
-@pytest.mark.parametrize("pairs, message", [
-    (["adv_estimator=my.py:plan"], "adv_estimator=my.py:plan: {my} has no function 'plan'; the nearest is my.py:plain"),
-    (["adv_estimator=your.py:plain"], "your.py: no such file"),
-    (["adv_estimator=my.py:needy"], "adv_estimator=my.py:needy: missing a required argument: 'alpha'; it is called with rewards,"),
-    (["adv_estimator=my.py:narrow"], "got an unexpected keyword argument 'mask'"),
-    (["adv_kwargs.beta=1"], "algorithm.adv_kwargs.beta: grpo has no such parameter of its own, nor any other"),
-    (["adv_estimator=my.py:needy", "adv_kwargs.alpha=1", "adv_kwargs.alhpa=1"], "adv_kwargs.alhpa: my.py:needy has no such"),
-    (["loss_mode=my.py:loss", "loss_kwargs.bta=1"], "loss_kwargs.bta: my.py:loss has no such parameter of its own, only beta"),
-    (["loss_mode=my.py:loss", "loss_kwargs.log_probs=1"], "loss_kwargs.log_probs: my.py:loss has no such parameter of its own"),
-    (["loss_mode=my.py:loss", "clip_ratio_high=0.3"], "clip_ratio_high=0.3 does nothing without algorithm.loss_mode=ppo or gspo"),
-    (["adv_estimator=my.py:plain", "gamma=0.5"], "does nothing without algorithm.adv_estimator=gae or reinforce_plus_plus"),
-    (["adv_estimator=my.py:unrewarded", "use_kl_in_reward=true"], "does nothing without an advantage that names rewards"),
-    (["adv_estimator=my.py:of_the_step"], "names mask, which is of one rank's tokens: name outcome instead"),
-    (["loss_agg_mode=my.py:of_tokens"], "missing a required argument: 'mask'; it is called with lengths, max_tokens by name"),
-    (["kl_loss_type=my.py:plain", "use_kl_loss=true"], "kl_loss_type=my.py:plain: missing a required argument: 'rewards'"),
-])
+@pytest.mark.parametrize(
+    "pairs, message",
+    [
+        (
+            ["adv_estimator=my.py:plan"],
+            "adv_estimator=my.py:plan: {my} has no function 'plan'; the nearest is my.py:plain",
+        ),
+        (["adv_estimator=your.py:plain"], "your.py: no such file"),
+        (
+            ["adv_estimator=my.py:needy"],
+            "adv_estimator=my.py:needy: missing a required argument: 'alpha'; it is called with rewards,",
+        ),
+        (["adv_estimator=my.py:narrow"], "got an unexpected keyword argument 'mask'"),
+        (
+            ["adv_kwargs.beta=1"],
+            "algorithm.adv_kwargs.beta: grpo has no such parameter of its own, nor any other",
+        ),
+        (
+            ["adv_estimator=my.py:needy", "adv_kwargs.alpha=1", "adv_kwargs.alhpa=1"],
+            "adv_kwargs.alhpa: my.py:needy has no such",
+        ),
+        (
+            ["loss_mode=my.py:loss", "loss_kwargs.bta=1"],
+            "loss_kwargs.bta: my.py:loss has no such parameter of its own, only beta",
+        ),
+        (
+            ["loss_mode=my.py:loss", "loss_kwargs.log_probs=1"],
+            "loss_kwargs.log_probs: my.py:loss has no such parameter of its own",
+        ),
+        (
+            ["loss_mode=my.py:loss", "clip_ratio_high=0.3"],
+            "clip_ratio_high=0.3 does nothing without algorithm.loss_mode=ppo or gspo",
+        ),
+        (
+            ["adv_estimator=my.py:plain", "gamma=0.5"],
+            "does nothing without algorithm.adv_estimator=gae or reinforce_plus_plus",
+        ),
+        (
+            ["adv_estimator=my.py:unrewarded", "use_kl_in_reward=true"],
+            "does nothing without an advantage that names rewards",
+        ),
+        (
+            ["adv_estimator=my.py:of_the_step"],
+            "names mask, which is of one rank's tokens: name outcome instead",
+        ),
+        (
+            ["loss_agg_mode=my.py:of_tokens"],
+            "missing a required argument: 'mask'; it is called with lengths, max_tokens by name",
+        ),
+        (
+            ["kl_loss_type=my.py:plain", "use_kl_loss=true"],
+            "kl_loss_type=my.py:plain: missing a required argument: 'rewards'",
+        ),
+    ],
+)
 def test_functions_that_cannot_be_called_so(named, tmp_path, pairs, message):
     with pytest.raises(InputError) as error:
         ppo.check(named(*pairs))
@@ -340,38 +548,85 @@ def test_functions_that_cannot_be_called_so(named, tmp_path, pairs, message):
 def test_discounts_kwargs_and_weights_reach_them(named):
     ppo.check(named("adv_estimator=my.py:discounted", "gamma=0.5"))
     ppo.check(named("adv_estimator=my.py:needy", "adv_kwargs.alpha=1"))
-    assert plugins.parameters(ppo.named(named("loss_mode=my.py:loss", "loss_kwargs.beta=3"), "loss_mode")) \
-        == {"log_probs", "advantages", "beta"}
-    config = named("loss_mode=my.py:loss", "loss_kwargs.beta=3", "use_kl_loss=true", "kl_loss_type=my.py:square",
-                   "kl_loss_coef=0.5")
+    assert plugins.parameters(
+        ppo.named(named("loss_mode=my.py:loss", "loss_kwargs.beta=3"), "loss_mode")
+    ) == {"log_probs", "advantages", "beta"}
+    config = named(
+        "loss_mode=my.py:loss",
+        "loss_kwargs.beta=3",
+        "use_kl_loss=true",
+        "kl_loss_type=my.py:square",
+        "kl_loss_coef=0.5",
+    )
     loss, metrics, _ = loss_of(config, advantages=[1.0, -2.0], ref_log_probs=[-1.0, -1.0])
-    assert loss == pytest.approx(3 * (1.5 - 2 * 0.5) / 2 + 0.5 * 0.25) and metrics["kl_loss"] == 0.25
+    assert (
+        loss == pytest.approx(3 * (1.5 - 2 * 0.5) / 2 + 0.5 * 0.25) and metrics["kl_loss"] == 0.25
+    )
     samples = make_samples([1, 2, 3], [1, 5, 2], [4, 4, 6])
-    ppo.set_advantages(named("loss_mode=my.py:loss_of_all", "loss_agg_mode=my.py:halves"), samples, whole(samples), 0.0)
+    ppo.set_advantages(
+        named("loss_mode=my.py:loss_of_all", "loss_agg_mode=my.py:halves"),
+        samples,
+        whole(samples),
+        0.0,
+    )
     fields = samples.batch.fields
     assert on_responses(samples, fields["group"]) == [4, 4, 4, 6, 6, 6]
     assert on_responses(samples, fields["scores"]) == [1, 5, 5, 2, 2, 2]
     assert on_responses(samples, fields["loss_weight"]) == [0.5] * 6
     ppo.set_advantages(named("adv_estimator=my.py:counted"), samples, whole(samples), 0.0)
-    assert on_responses(samples, fields["advantages"]) == pytest.approx([3 / 8, 0, 15 / 8, 0, 0, 3 / 4])
+    assert on_responses(samples, fields["advantages"]) == pytest.approx(
+        [3 / 8, 0, 15 / 8, 0, 0, 3 / 4]
+    )
 
 
 def test_shapes_that_a_broadcast_would_hide(named):
     samples = make_samples([2, 3], [1, 5], [0, 0])
-    for function, said in (("of_sequences", r"token, .*9\], not \[2\]"), ("of_none", r"response, .*2\], not \[\]")):
-        with pytest.raises(InputError, match=f"adv_estimator=my.py:{function} must return one number per {said}"):
-            ppo.set_advantages(named(f"adv_estimator=my.py:{function}"), samples, whole(samples), 0.0)
-    samples.batch.fields |= {name: torch.zeros(9) for name in ("old_log_probs", "ref_log_probs", "rollout_log_probs")}
-    for pairs, message in ((["adv_estimator=my.py:one"], "one must return two things, advantages and returns"),
-                           (["loss_agg_mode=my.py:total"], "total must return one number per response, shape [2], not []"),
-                           (["use_kl_in_reward=true", "kl_penalty=my.py:mean_gap"], "mean_gap must return one number per token")):
-        with pytest.raises(InputError, match=re.escape(f"algorithm.{pairs[-1].partition(':')[0]}:{message}")):
+    for function, said in (
+        ("of_sequences", r"token, .*9\], not \[2\]"),
+        ("of_none", r"response, .*2\], not \[\]"),
+    ):
+        with pytest.raises(
+            InputError, match=f"adv_estimator=my.py:{function} must return one number per {said}"
+        ):
+            ppo.set_advantages(
+                named(f"adv_estimator=my.py:{function}"), samples, whole(samples), 0.0
+            )
+    samples.batch.fields |= {
+        name: torch.zeros(9) for name in ("old_log_probs", "ref_log_probs", "rollout_log_probs")
+    }
+    for pairs, message in (
+        (["adv_estimator=my.py:one"], "one must return two things, advantages and returns"),
+        (
+            ["loss_agg_mode=my.py:total"],
+            "total must return one number per response, shape [2], not []",
+        ),
+        (
+            ["use_kl_in_reward=true", "kl_penalty=my.py:mean_gap"],
+            "mean_gap must return one number per token",
+        ),
+    ):
+        with pytest.raises(
+            InputError, match=re.escape(f"algorithm.{pairs[-1].partition(':')[0]}:{message}")
+        ):
             ppo.set_advantages(named(*pairs), samples, whole(samples), 0.0)
-    for pairs, message in ((["loss_mode=my.py:summed"], "summed must return one number per token, shape [2], not []"),
-                           (["loss_mode=my.py:alone"], "alone must return two things, losses and a dictionary of metrics"),
-                           (["loss_mode=my.py:measured"], "measured must return one number per token, shape [2], not 0.5"),
-                           (["use_kl_loss=true", "kl_loss_type=my.py:mean_gap"], "mean_gap must return one number per token")):
-        with pytest.raises(InputError, match=re.escape(f"algorithm.{pairs[-1].partition(':')[0]}:{message}")):
+    for pairs, message in (
+        (["loss_mode=my.py:summed"], "summed must return one number per token, shape [2], not []"),
+        (
+            ["loss_mode=my.py:alone"],
+            "alone must return two things, losses and a dictionary of metrics",
+        ),
+        (
+            ["loss_mode=my.py:measured"],
+            "measured must return one number per token, shape [2], not 0.5",
+        ),
+        (
+            ["use_kl_loss=true", "kl_loss_type=my.py:mean_gap"],
+            "mean_gap must return one number per token",
+        ),
+    ):
+        with pytest.raises(
+            InputError, match=re.escape(f"algorithm.{pairs[-1].partition(':')[0]}:{message}")
+        ):
             loss_of(named(*pairs), advantages=[1.0, -2.0], ref_log_probs=[-1.0, -1.0])
 
 
@@ -380,8 +635,18 @@ def test_a_greedy_response_is_drawn_for_who_names_a_baseline(named):
 
     def draw(dataset, rows, sampling, *seed, first_group):
         drawn.append((sampling.n, sampling.temperature))
-        return make_samples([1] * 2 * sampling.n, range(2 * sampling.n), [g for g in range(2) for _ in range(sampling.n)])
+        return make_samples(
+            [1] * 2 * sampling.n,
+            range(2 * sampling.n),
+            [g for g in range(2) for _ in range(sampling.n)],
+        )
+
     for name, calls in (("plain", [(2, 1.0)]), ("greedy", [(2, 1.0), (1, 0.0)])):
         drawn.clear()
-        samples, _ = ppo.collect(named(f"adv_estimator=my.py:{name}", "rollout.n=2", "data.train_batch_size=2"), draw, range(4), 0)
+        samples, _ = ppo.collect(
+            named(f"adv_estimator=my.py:{name}", "rollout.n=2", "data.train_batch_size=2"),
+            draw,
+            range(4),
+            0,
+        )
         assert drawn == calls and (samples.baseline is None) == (name == "plain")

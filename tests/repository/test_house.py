@@ -29,10 +29,14 @@ def test_the_product_is_what_is_checked_here():
 def test_every_key_has_a_comment(path):
     for number, line in enumerate(path.read_text().splitlines(), 1):
         is_key = re.match(r"\s*[\w.]+:\s*\S", line) and not line.lstrip().startswith("#")
-        assert not is_key or re.search(r"\s#\s*\S", line), f"{path}:{number} says nothing of its key"
+        assert not is_key or re.search(r"\s#\s*\S", line), (
+            f"{path}:{number} says nothing of its key"
+        )
 
 
-@pytest.mark.parametrize("path", [p for p in CONFIGS if "demo" not in p.parts], ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "path", [p for p in CONFIGS if "demo" not in p.parts], ids=lambda p: str(p.relative_to(ROOT))
+)
 def test_every_key_is_read_by_the_code(path):
     code = "\n".join(p.read_text() for p in PRODUCT if p.name != "config.py")
     for key in leaves(OmegaConf.to_container(OmegaConf.load(path))):
@@ -45,6 +49,7 @@ def test_every_key_is_read_by_the_code(path):
 
 def test_shipped_configurations_load():
     from config import load
+
     for path in CONFIGS:
         if "demo" in path.parts:
             script = re.search(r"schema/(\w+)\.json", path.read_text())[1]
@@ -55,12 +60,25 @@ def test_slurm_scripts_wait_for_what_the_trainers_say():
     for script in SCRIPTS:
         batch = ROOT / f"examples/slurm/{script.stem.removeprefix('train_')}.sbatch"
         subprocess.run(["bash", "-n", batch], check=True)
-        assert re.search('grep "(.*)"', batch.read_text())[1] in script.read_text() and script.name in batch.read_text()
+        assert (
+            re.search('grep "(.*)"', batch.read_text())[1] in script.read_text()
+            and script.name in batch.read_text()
+        )
 
 
 # A module imports from its own room and from those behind it: scripts, rollout, engines, data, and what stands alone.
-ROOMS = {"algorithms": 0, "profiling": 0, "config": 0, "common": 1, "data": 2, "engines": 3, "rewards": 3,
-         "rollout": 4, "job": 5, "rl": 5}
+ROOMS = {
+    "algorithms": 0,
+    "profiling": 0,
+    "config": 0,
+    "common": 1,
+    "data": 2,
+    "engines": 3,
+    "rewards": 3,
+    "rollout": 4,
+    "job": 5,
+    "rl": 5,
+}
 SCRIPT = 6
 
 
@@ -68,8 +86,13 @@ def imports(path):
     """The modules of this repository that a file imports, anywhere in it, as paths."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
-        modules = [a.name for a in node.names] if isinstance(node, ast.Import) else \
-            [node.module, *(f"{node.module}.{a.name}" for a in node.names)] if isinstance(node, ast.ImportFrom) else []
+        modules = (
+            [a.name for a in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module, *(f"{node.module}.{a.name}" for a in node.names)]
+            if isinstance(node, ast.ImportFrom)
+            else []
+        )
         for module in modules:
             place = ROOT / module.replace(".", "/")
             found |= {p for p in (place.with_suffix(".py"), place / "__init__.py") if p.is_file()}
@@ -86,9 +109,17 @@ def test_imports_go_one_way_and_in_no_circle():
     for path, others in graph.items():
         for other in others:
             (name, level), (other_name, other_level) = room(path), room(other)
-            assert other_name == name or other_level < level or level == other_level == SCRIPT, f"{path} imports {other}"
-    assert not any(other.parent.name == "megatron" for other in graph[ROOT / "engines/fsdp/engine.py"])
-    assert not any(other.parent.name == "fsdp" for path in (ROOT / "engines/megatron").glob("*.py") for other in graph[path])
+            assert other_name == name or other_level < level or level == other_level == SCRIPT, (
+                f"{path} imports {other}"
+            )
+    assert not any(
+        other.parent.name == "megatron" for other in graph[ROOT / "engines/fsdp/engine.py"]
+    )
+    assert not any(
+        other.parent.name == "fsdp"
+        for path in (ROOT / "engines/megatron").glob("*.py")
+        for other in graph[path]
+    )
     # Ends when every module that is left imports another that is left.
     left = dict(graph)
     while free := [path for path in left if not left[path] & left.keys()]:

@@ -12,7 +12,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data.batching.packing import global_batch
 from examples.arithmetic import make_rows, make_tokenizer
-from tests.support.launch import LIMIT, checkpoints, imported, kill_all, launch, metrics, run, start, wait_for
+from tests.support.launch import (
+    LIMIT,
+    checkpoints,
+    imported,
+    kill_all,
+    launch,
+    metrics,
+    run,
+    start,
+    wait_for,
+)
 from tests.support.models import make_model
 
 GAE, FILTER = "algorithm.adv_estimator=gae", "algorithm.filter_groups.enable=true"
@@ -62,8 +72,14 @@ def assets(tmp_path_factory):
     """A model, rewards, 84 prompts to train and 8 to validate on, 16 with moods, and a cache that all runs share."""
     directory, tokenizer = tmp_path_factory.mktemp("assets"), make_tokenizer()
     # vLLM has no attention on CPUs for heads of less than 32 numbers.
-    make_model(directory / "model", "qwen3", num_hidden_layers=2, head_dim=32, vocab_size=len(tokenizer),
-               eos_token_id=tokenizer.eos_token_id)
+    make_model(
+        directory / "model",
+        "qwen3",
+        num_hidden_layers=2,
+        head_dim=32,
+        vocab_size=len(tokenizer),
+        eos_token_id=tokenizer.eos_token_id,
+    )
     tokenizer.save_pretrained(directory / "model")
     (directory / "reward.py").write_text(REWARDS)
     (directory / "leaves.py").write_text("import os\nos._exit(0)\n")
@@ -75,36 +91,86 @@ def assets(tmp_path_factory):
 
 
 def arguments(assets, out, reward, *more):
-    return [f"model.path={assets}/model", f"data.train_files={assets}/train.jsonl", f"output_dir={out}",
-            f"data.cache_dir={assets}/cache", "engine.compute_dtype=float32", "data.train_batch_size=8",
-            "data.max_prompt_length=40", "data.max_tokens_per_micro_batch=200", "rollout.n=4", "rollout.max_tokens=12",
-            "validation.max_tokens=12", "rollout.kv_cache_gib=0.05", "optim.lr=3e-3", "reward.num_workers=1",
-            f"reward.function={assets}/reward.py:{reward}", *more]
+    return [
+        f"model.path={assets}/model",
+        f"data.train_files={assets}/train.jsonl",
+        f"output_dir={out}",
+        f"data.cache_dir={assets}/cache",
+        "engine.compute_dtype=float32",
+        "data.train_batch_size=8",
+        "data.max_prompt_length=40",
+        "data.max_tokens_per_micro_batch=200",
+        "rollout.n=4",
+        "rollout.max_tokens=12",
+        "validation.max_tokens=12",
+        "rollout.kv_cache_gib=0.05",
+        "optim.lr=3e-3",
+        "reward.num_workers=1",
+        f"reward.function={assets}/reward.py:{reward}",
+        *more,
+    ]
 
 
 def layout(assets, out, *more):
     """Three steps of two mini-batches and two epochs, with whatever makes the loss longer."""
-    return arguments(assets, out, "letters", "trainer.total_steps=3", "algorithm.ppo_mini_batch_size=4",
-                     "algorithm.ppo_epochs=2", "algorithm.use_kl_loss=true", "algorithm.kl_loss_coef=0.1",
-                     "algorithm.entropy_coeff=0.01", "algorithm.rollout_is=token", "algorithm.rollout_rs=geometric",
-                     f"data.val_files={assets}/val.jsonl", *more)
+    return arguments(
+        assets,
+        out,
+        "letters",
+        "trainer.total_steps=3",
+        "algorithm.ppo_mini_batch_size=4",
+        "algorithm.ppo_epochs=2",
+        "algorithm.use_kl_loss=true",
+        "algorithm.kl_loss_coef=0.1",
+        "algorithm.entropy_coeff=0.01",
+        "algorithm.rollout_is=token",
+        "algorithm.rollout_rs=geometric",
+        f"data.val_files={assets}/val.jsonl",
+        *more,
+    )
 
 
 def resumable(assets, out):
     """A critic, an adaptive coefficient, groups that are drawn again, failures, and adapters on frozen weights."""
-    return arguments(assets, out, "coin", GAE, *LORA, "critic.lr=1e-3",
-                     "critic.warmup_steps=1", "rollout.n=2", "algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive",
-                     "algorithm.kl_ctrl.kl_coef=0.1", "algorithm.kl_ctrl.horizon=50",
-                     "algorithm.kl_ctrl.target_kl=0.002", FILTER,
-                     "reward.max_failure_rate=0.5", "trainer.total_steps=8", "trainer.save_freq=2",
-                     f"data.val_files={assets}/val.jsonl", "trainer.seed=3")
+    return arguments(
+        assets,
+        out,
+        "coin",
+        GAE,
+        *LORA,
+        "critic.lr=1e-3",
+        "critic.warmup_steps=1",
+        "rollout.n=2",
+        "algorithm.use_kl_in_reward=true",
+        "algorithm.kl_ctrl.type=adaptive",
+        "algorithm.kl_ctrl.kl_coef=0.1",
+        "algorithm.kl_ctrl.horizon=50",
+        "algorithm.kl_ctrl.target_kl=0.002",
+        FILTER,
+        "reward.max_failure_rate=0.5",
+        "trainer.total_steps=8",
+        "trainer.save_freq=2",
+        f"data.val_files={assets}/val.jsonl",
+        "trainer.seed=3",
+    )
 
 
 def moody(assets, out, max_failure_rate):
-    return arguments(assets, out, "moody", f"data.train_files={assets}/moods.jsonl", "data.train_batch_size=16",
-                     "rollout.n=2", "algorithm.adv_estimator=remax", "trainer.total_steps=1", "reward.timeout=4",
-                     "reward.num_workers=2", f"reward.max_failure_rate={max_failure_rate}", "reward.weights.letters=1.0",
-                     f"data.val_files={assets}/val.jsonl")
+    return arguments(
+        assets,
+        out,
+        "moody",
+        f"data.train_files={assets}/moods.jsonl",
+        "data.train_batch_size=16",
+        "rollout.n=2",
+        "algorithm.adv_estimator=remax",
+        "trainer.total_steps=1",
+        "reward.timeout=4",
+        "reward.num_workers=2",
+        f"reward.max_failure_rate={max_failure_rate}",
+        "reward.weights.letters=1.0",
+        f"data.val_files={assets}/val.jsonl",
+    )
 
 
 def interrupted(assets, out):
@@ -123,7 +189,14 @@ def interrupted(assets, out):
     stopped, left = steps(out)[-1]["step"], checkpoints(out)
     exported = (out / "hf").exists()
     run(command)
-    return {"killed": killed, "resumed": resumed, "stopped": stopped, "code": code, "left": left, "exported": exported}
+    return {
+        "killed": killed,
+        "resumed": resumed,
+        "stopped": stopped,
+        "code": code,
+        "left": left,
+        "exported": exported,
+    }
 
 
 def stopped_in_its_last_step(assets, out):
@@ -141,27 +214,44 @@ def alone(assets, tmp_path_factory):
     new = {name: tmp_path_factory.mktemp(name) for name in names}
     runs = {
         "interrupted": lambda out: interrupted(assets, out),
-        "straight": lambda out: run([sys.executable, "-c", IN_TERMINAL, out / "terminal", *COMMAND, *resumable(assets, out)],
-                                    TQDM_MININTERVAL="0"),
+        "straight": lambda out: run(
+            [
+                sys.executable,
+                "-c",
+                IN_TERMINAL,
+                out / "terminal",
+                *COMMAND,
+                *resumable(assets, out),
+            ],
+            TQDM_MININTERVAL="0",
+        ),
         "failures": lambda out: stopped_in_its_last_step(assets, out),
         "too_many": lambda out: run([*COMMAND, *moody(assets, out, 0.2)], returncode=2),
         "layout1": lambda out: run([*COMMAND, *layout(assets, out)]),
         "lora1": lambda out: run([*COMMAND, *layout(assets, out, *LORA)]),
     }
-    with ThreadPoolExecutor(1) as pool:          # first, since it fills the cache
-        futures = {"dry": pool.submit(run, [*COMMAND, *resumable(assets, new["dry"]), "dry_run=true"])}
+    with ThreadPoolExecutor(1) as pool:  # first, since it fills the cache
+        futures = {
+            "dry": pool.submit(run, [*COMMAND, *resumable(assets, new["dry"]), "dry_run=true"])
+        }
     with ThreadPoolExecutor(2) as pool:
         futures |= {name: pool.submit(work, new[name]) for name, work in runs.items()}
     return lambda name: (new[name], futures[name].result())
 
 
 VLLM2, MEGATRON = "rollout.tensor_parallel_size=2", "model_engine=megatron"
-SHARING = "engine.context_parallel_size=auto", "data.max_tokens_per_micro_batch=28"         # of 52 that a sequence may have
-LAYOUTS = {"2 ranks": (2, []), "4 ranks": (4, [VLLM2, *SHARING]),
-           "Megatron PP2": (2, [MEGATRON, "engine.pipeline_model_parallel_size=2", VLLM2]),
-           # Of one rank with adapters, vLLM has the trainer's frozen weights; here it has merged ones, or its own.
-           "2 ranks, LoRA": (2, [*LORA, *SHARING, VLLM2, "model.lora.merge=true"]),
-           "Megatron TP2, LoRA": (2, [*LORA, MEGATRON, "engine.tensor_model_parallel_size=2"])}
+SHARING = (
+    "engine.context_parallel_size=auto",
+    "data.max_tokens_per_micro_batch=28",
+)  # of 52 that a sequence may have
+LAYOUTS = {
+    "2 ranks": (2, []),
+    "4 ranks": (4, [VLLM2, *SHARING]),
+    "Megatron PP2": (2, [MEGATRON, "engine.pipeline_model_parallel_size=2", VLLM2]),
+    # Of one rank with adapters, vLLM has the trainer's frozen weights; here it has merged ones, or its own.
+    "2 ranks, LoRA": (2, [*LORA, *SHARING, VLLM2, "model.lora.merge=true"]),
+    "Megatron TP2, LoRA": (2, [*LORA, MEGATRON, "engine.tensor_model_parallel_size=2"]),
+}
 
 
 @pytest.fixture(scope="module")
@@ -170,13 +260,20 @@ def layouts(alone, assets, tmp_path_factory):
     directories = {"1 rank": alone("layout1")[0], "1 rank, LoRA": alone("lora1")[0]}
     for name, (ranks, more) in LAYOUTS.items():
         directories[name] = tmp_path_factory.mktemp(name.replace(" ", "_"))
-        launch(ranks, "train_ppo.py", *layout(assets, directories[name], *more), fresh=name == "2 ranks")
+        launch(
+            ranks,
+            "train_ppo.py",
+            *layout(assets, directories[name], *more),
+            fresh=name == "2 ranks",
+        )
     return directories
 
 
 def steps(out):
     """Of every step, what does not depend on the clock or the machine."""
-    return [{k: v for k, v in m.items() if not k.startswith(("timing/", "perf/"))} for m in metrics(out)]
+    return [
+        {k: v for k, v in m.items() if not k.startswith(("timing/", "perf/"))} for m in metrics(out)
+    ]
 
 
 def rollouts(out, folder="rollouts"):
@@ -184,7 +281,9 @@ def rollouts(out, folder="rollouts"):
 
 
 def rollout_lines(out, step, folder="rollouts"):
-    return [json.loads(line) for line in (out / folder / f"step_{step}.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (out / folder / f"step_{step}.jsonl").read_text().splitlines()
+    ]
 
 
 def screen(sent):
@@ -197,7 +296,7 @@ def screen(sent):
         elif part == "\r":
             column = 0
         else:
-            lines[row] = lines[row].ljust(column)[:column] + part + lines[row][column + len(part):]
+            lines[row] = lines[row].ljust(column)[:column] + part + lines[row][column + len(part) :]
             column += len(part)
     return lines
 
@@ -215,38 +314,73 @@ def test_nothing_that_is_learned_depends_on_the_layout(layouts, name):
         assert a == pytest.approx(b, rel=1e-5, abs=1e-6)
     assert all(m["actor/grad_norm"] > 0.1 and abs(m["actor/pg_loss"]) > 0.01 for m in one[1:])
     assert all(m["actor/ppo_kl"] != 0 for m in one[1:]), "later mini-batches have another policy"
-    assert all(0 < m["rollout_corr/log_prob_gap"] < 1e-4 for m in many[1:]), "of vLLM with TP 1 and 2, after updates too"
+    assert all(0 < m["rollout_corr/log_prob_gap"] < 1e-4 for m in many[1:]), (
+        "of vLLM with TP 1 and 2, after updates too"
+    )
     lines = metrics(layouts[name])[1:] if SHARING[0] in LAYOUTS[name][1] else []
     for line in lines:
         tokens = {key: x for key, x in line.items() if key.startswith("perf/cp_")}
-        assert 0.5 < line["perf/plan_efficiency"] <= 1 and sum(tokens.values()) > tokens["perf/cp_1"]
-        assert sum(tokens.values()) == pytest.approx(32 * (line["prompt_length/mean"] + line["response_length/mean"]))
+        assert (
+            0.5 < line["perf/plan_efficiency"] <= 1 and sum(tokens.values()) > tokens["perf/cp_1"]
+        )
+        assert sum(tokens.values()) == pytest.approx(
+            32 * (line["prompt_length/mean"] + line["response_length/mean"])
+        )
 
 
 def test_a_run_leaves_what_it_promises(layouts, assets):
     out, lines = layouts["1 rank"], metrics(layouts["1 rank"])
     assert sorted(rollouts(out)) == ["step_1.jsonl", "step_2.jsonl", "step_3.jsonl"]
-    assert checkpoints(out) == ["latest", "step_00000003"] and (out / "report.png").stat().st_size > 10_000
+    assert (
+        checkpoints(out) == ["latest", "step_00000003"]
+        and (out / "report.png").stat().st_size > 10_000
+    )
     assert "kl_loss_coef: 0.1" in (out / "config.yaml").read_text()
-    stages = ("rollout_generate", "reward", "actor_compute_log_prob", "ref_compute_log_prob", "actor_update", "step")
+    stages = (
+        "rollout_generate",
+        "reward",
+        "actor_compute_log_prob",
+        "ref_compute_log_prob",
+        "actor_update",
+        "step",
+    )
     needed = {f"timing/{stage}" for stage in stages} | {
-        "perf/tokens_per_second", "perf/memory_peak_gib", "perf/rollout_idle", "perf/rollout_idle_max"}
+        "perf/tokens_per_second",
+        "perf/memory_peak_gib",
+        "perf/rollout_idle",
+        "perf/rollout_idle_max",
+    }
     assert all(needed <= m.keys() for m in lines[1:])
     first = rollout_lines(out, 1)
-    prompts = [json.loads(line)["messages"][0]["content"] for line in (assets / "train.jsonl").read_text().splitlines()]
+    prompts = [
+        json.loads(line)["messages"][0]["content"]
+        for line in (assets / "train.jsonl").read_text().splitlines()
+    ]
     wanted = [prompts[row] for row in global_batch(84, 8, 0, 0) for _ in range(4)]
     assert [line["group"] for line in first] == [i // 4 for i in range(32)]
-    assert all(f"user\n{prompt}<" in line["prompt"] for prompt, line in zip(wanted, first, strict=True))
+    assert all(
+        f"user\n{prompt}<" in line["prompt"] for prompt, line in zip(wanted, first, strict=True)
+    )
     assert lines[1]["critic/score/mean"] == pytest.approx(sum(line["score"] for line in first) / 32)
-    assert len({line["response"] for line in first}) == 32 and {line["truncated"] for line in first} == {True, False}
+    assert len({line["response"] for line in first}) == 32 and {
+        line["truncated"] for line in first
+    } == {True, False}
 
 
 def test_responses_are_shown_and_written_beside_the_true_answers(layouts, alone, assets):
     out, done = alone("layout1")
-    train, val = ([json.loads(line) for line in (assets / f"{name}.jsonl").read_text().splitlines()] for name in ("train", "val"))
-    assert [line["row"] for line in rollout_lines(out, 1)] == [train[row] for row in global_batch(84, 8, 0, 0) for _ in range(4)]
+    train, val = (
+        [json.loads(line) for line in (assets / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("train", "val")
+    )
+    assert [line["row"] for line in rollout_lines(out, 1)] == [
+        train[row] for row in global_batch(84, 8, 0, 0) for _ in range(4)
+    ]
     assert sorted(rollouts(out, "validation")) == ["step_0.jsonl", "step_3.jsonl"]
-    assert rollouts(out, "validation")["step_0.jsonl"] == rollouts(layouts["4 ranks"], "validation")["step_0.jsonl"]
+    assert (
+        rollouts(out, "validation")["step_0.jsonl"]
+        == rollouts(layouts["4 ranks"], "validation")["step_0.jsonl"]
+    )
     for step, line in ((0, metrics(out)[0]), (3, metrics(out)[-1])):
         written = rollout_lines(out, step, "validation")
         assert [w["row"] for w in written] == val
@@ -255,16 +389,29 @@ def test_responses_are_shown_and_written_beside_the_true_answers(layouts, alone,
         assert header.split() == ["response", "answer", "score"]
         for row, w, text in zip(val, written, shown):
             question, *_, answer, score = text.split("  ")[1:2] + text.split()
-            assert (question, answer, score) == (row["messages"][0]["content"], row["answer"], f"{w['score']:.2f}")
+            assert (question, answer, score) == (
+                row["messages"][0]["content"],
+                row["answer"],
+                f"{w['score']:.2f}",
+            )
 
 
 def test_one_bar_per_generation_which_disappears(alone):
     sent = (alone("straight")[0] / "terminal").read_bytes().decode()
     left = screen(sent)
-    assert re.search(r"generate \| {20}\| 0/16 responses", sent), "of 8 prompts; there is less to see of so short a generation"
+    assert re.search(r"generate \| {20}\| 0/16 responses", sent), (
+        "of 8 prompts; there is less to see of so short a generation"
+    )
     assert re.search(r"\d/8 responses, [\d.]+k? tokens/s", sent), "the first one takes longer"
-    assert sum("step/s" in line or "s/step" in line for line in left) == 1 and sum("step      8" in line for line in left) == 1
-    assert not any(bar in line for line in left for bar in ("generate", "Rendering prompts", "Processed prompts"))
+    assert (
+        sum("step/s" in line or "s/step" in line for line in left) == 1
+        and sum("step      8" in line for line in left) == 1
+    )
+    assert not any(
+        bar in line
+        for line in left
+        for bar in ("generate", "Rendering prompts", "Processed prompts")
+    )
     assert "Processed prompts" not in sent and re.search(r"informative \d+%", sent)
 
 
@@ -275,9 +422,15 @@ def test_the_export_is_the_policy_that_was_trained(layouts, assets):
     model = AutoModelForCausalLM.from_pretrained(out / "hf", dtype=torch.float32)
     tokenizer, scores = AutoTokenizer.from_pretrained(out / "hf"), []
     for line in (assets / "val.jsonl").read_text().splitlines():
-        prompt = tokenizer.apply_chat_template(json.loads(line)["messages"][:1], add_generation_prompt=True,
-                                               return_tensors="pt", return_dict=True)
-        reply = model.generate(**prompt, do_sample=False, max_new_tokens=12)[0, prompt["input_ids"].shape[1]:]
+        prompt = tokenizer.apply_chat_template(
+            json.loads(line)["messages"][:1],
+            add_generation_prompt=True,
+            return_tensors="pt",
+            return_dict=True,
+        )
+        reply = model.generate(**prompt, do_sample=False, max_new_tokens=12)[
+            0, prompt["input_ids"].shape[1] :
+        ]
         scores.append(letters["letters"]("", tokenizer.decode(reply, skip_special_tokens=True), {}))
     before, *_, after = (m["val/letters"] for m in metrics(out) if "val/letters" in m)
     assert after == pytest.approx(sum(scores) / 8, rel=1e-6) and abs(after - before) > 0.1
@@ -288,15 +441,24 @@ def test_the_export_is_the_policy_that_was_trained(layouts, assets):
 
 def test_a_killed_and_stopped_run_repeats_every_step_to_the_last_bit(alone):
     (out, seen), (straight, _) = alone("interrupted"), alone("straight")
-    assert 2 <= seen["killed"] < 8 and seen["resumed"] in (2, 4, 6) and seen["resumed"] <= seen["killed"]
+    assert (
+        2 <= seen["killed"] < 8
+        and seen["resumed"] in (2, 4, 6)
+        and seen["resumed"] <= seen["killed"]
+    )
     assert seen["code"] == 0 and seen["resumed"] < seen["stopped"] < 8 and not seen["exported"]
     assert f"step_{seen['stopped']:08d}" in seen["left"]
     assert "the same command goes on" in (out / "log2").read_text()
     assert steps(out) == steps(straight) and [m["step"] for m in steps(straight)] == list(range(9))
     assert rollouts(out) == rollouts(straight) and len(rollouts(straight)) == 8
     failures = (out / "failures.jsonl").read_text()
-    assert failures == (straight / "failures.jsonl").read_text() and failures.count("\n") > 2, "none twice"
-    progress = [json.loads((run / "checkpoints/step_00000008/trainer.json").read_text()) for run in (out, straight)]
+    assert failures == (straight / "failures.jsonl").read_text() and failures.count("\n") > 2, (
+        "none twice"
+    )
+    progress = [
+        json.loads((run / "checkpoints/step_00000008/trainer.json").read_text())
+        for run in (out, straight)
+    ]
     for each in progress:
         assert each.pop("checksums"), "of files whose order is not that of the run"
     assert progress[0] == progress[1]
@@ -309,23 +471,40 @@ def test_what_the_straight_run_has_to_remember(alone):
     out = alone("straight")[0]
     before, *lines = steps(out)
     progress = json.loads((out / "checkpoints" / "step_00000008" / "trainer.json").read_text())
-    assert progress["step"] == 8 < progress["batch"] <= 80 and "val/coin" in before.keys() & lines[-1].keys()
-    assert "actor/loss" not in lines[0] and all("actor/loss" in m for m in lines[1:]), "the critic warms up alone"
+    assert (
+        progress["step"] == 8 < progress["batch"] <= 80
+        and "val/coin" in before.keys() & lines[-1].keys()
+    )
+    assert "actor/loss" not in lines[0] and all("actor/loss" in m for m in lines[1:]), (
+        "the critic warms up alone"
+    )
     coefficients = [m["actor/kl_coef"] for m in lines]
     assert len({*coefficients, progress["kl_coef"]}) == 9
     last = metrics(out)[-1]
     assert last["timing/step"] > last["timing/validate"] + last["timing/actor_update"]
-    assert coefficients[2] < coefficients[1] < coefficients[0] == 0.1 < progress["kl_coef"], "there is no divergence at first"
+    assert coefficients[2] < coefficients[1] < coefficients[0] == 0.1 < progress["kl_coef"], (
+        "there is no divergence at first"
+    )
     failed = [sum("failure" in line for line in rollout_lines(out, step)) for step in range(1, 9)]
-    assert [m["reward/failures"] for m in lines] == [sum(failed[:i + 1]) for i in range(8)] and sum(failed) > 1
+    assert [m["reward/failures"] for m in lines] == [
+        sum(failed[: i + 1]) for i in range(8)
+    ] and sum(failed) > 1
     assert all(m["rollout/num_gen_batches"] > 1 for m in lines), "steps draw again"
-    assert all(0 < m["reward/informative_groups"] <= 1 for m in lines) and len({m["critic/score/mean"] for m in lines}) > 1
-    assert lines[-1]["critic/vf_loss"] < lines[0]["critic/vf_loss"] and lines[0]["critic/values/mean"] == 0
+    assert (
+        all(0 < m["reward/informative_groups"] <= 1 for m in lines)
+        and len({m["critic/score/mean"] for m in lines}) > 1
+    )
+    assert (
+        lines[-1]["critic/vf_loss"] < lines[0]["critic/vf_loss"]
+        and lines[0]["critic/values/mean"] == 0
+    )
 
 
 def test_with_one_mini_batch_and_epoch_the_ratio_is_exactly_1(alone):
     for line in steps(alone("straight")[0])[2:]:
-        assert line["actor/ppo_kl"] == 0 == line["actor/pg_clipfrac"] and line["actor/grad_norm"] > 0
+        assert (
+            line["actor/ppo_kl"] == 0 == line["actor/pg_clipfrac"] and line["actor/grad_norm"] > 0
+        )
 
 
 # -- rewards that fail -------------------------------------------------------------------------------------------------
@@ -335,19 +514,31 @@ def test_failures_below_the_limit_are_counted_and_written_down(alone):
     out, code = alone("failures")
     lines, (_, line) = rollout_lines(out, 1), metrics(out)
     failed = [line for line in lines if "failure" in line]
-    assert sorted((f["row"]["mood"], f["failure"]) for f in failed) == sorted([*KINDS.items()] * 3), "remax's greedy ones too"
+    assert sorted((f["row"]["mood"], f["failure"]) for f in failed) == sorted(
+        [*KINDS.items()] * 3
+    ), "remax's greedy ones too"
     traces = {f["row"]["mood"]: f["trace"] for f in failed}
     assert "ValueError: a bad mood" in traces["raise"] and "took more than 4 s" in traces["hang"]
     assert "exit code 3" in traces["die"] and "nan" in traces["nan"]
     graded = [line for line in lines if "failure" not in line]
     assert len(graded) == 24 and len({line["group"] for line in graded}) == 12
-    assert line["reward/failures"] == 12 and line["reward/failure_rate"] == 0.25 and line["actor/grad_norm"] > 0
+    assert (
+        line["reward/failures"] == 12
+        and line["reward/failure_rate"] == 0.25
+        and line["actor/grad_norm"] > 0
+    )
     written = [json.loads(line) for line in (out / "failures.jsonl").read_text().splitlines()]
-    assert [line for line in written if line["step"] == 1] == [{"step": 1, **line} for line in failed]
+    assert [line for line in written if line["step"] == 1] == [
+        {"step": 1, **line} for line in failed
+    ]
     for one in graded:
-        assert one["score"] == one["parts"]["letters"] and one["parts"]["length"] == len(one["response"])
+        assert one["score"] == one["parts"]["letters"] and one["parts"]["length"] == len(
+            one["response"]
+        )
     assert sum(line["step"] == 0 for line in written) == metrics(out)[0]["val/failures"]
-    assert line["reward/length/mean"] == pytest.approx(sum(one["parts"]["length"] for one in graded) / 24)
+    assert line["reward/length/mean"] == pytest.approx(
+        sum(one["parts"]["length"] for one in graded) / 24
+    )
     before = metrics(out)[0]
     assert before["val/moody/letters"] == before["val/moody"] and before["val/moody/length"] > 1
     assert "in a mood: good" in (out / "reward_output" / "rank_0.txt").read_text()
@@ -358,23 +549,42 @@ def test_a_signal_in_the_last_step_leaves_out_its_validation_alone(alone):
     out, code = alone("failures")
     before, line = metrics(out)
     assert code == 0 and "val/moody" in before and "val/moody" not in line
-    assert checkpoints(out) == ["latest", "step_00000001"] and (out / "hf" / "model.safetensors").exists()
+    assert (
+        checkpoints(out) == ["latest", "step_00000001"]
+        and (out / "hf" / "model.safetensors").exists()
+    )
 
 
 def first_failure():
     order = [MOODS[row] for row in global_batch(16, 16, 0, 0) if row in MOODS]
-    return {"raise": "a bad mood", "hang": "took more than", "die": "exit code 3", "nan": "'letters': nan"}[order[0]]
+    return {
+        "raise": "a bad mood",
+        "hang": "took more than",
+        "die": "exit code 3",
+        "nan": "'letters': nan",
+    }[order[0]]
 
 
 def test_failures_above_the_limit_stop_the_run_with_the_first_trace(alone):
     out, done = alone("too_many")
     errors = [line for line in done.stderr.splitlines() if "error: " in line]
     # Two workers: the last one may have failed while the other's stopped the grading.
-    count = sum(line["step"] == 1 for line in map(json.loads, (out / "failures.jsonl").read_text().splitlines()))
-    assert len(errors) == 1 and count in (7, 8) and f"{count} of 32 samples ({count / 32:.1%}) could not be graded" in errors[0]
+    count = sum(
+        line["step"] == 1
+        for line in map(json.loads, (out / "failures.jsonl").read_text().splitlines())
+    )
+    assert (
+        len(errors) == 1
+        and count in (7, 8)
+        and f"{count} of 32 samples ({count / 32:.1%}) could not be graded" in errors[0]
+    )
     assert "reward.max_failure_rate=0.2" in errors[0] and first_failure() in errors[0]
     assert "Traceback (most recent call last):\n" not in done.stderr
-    assert [m["step"] for m in metrics(out)] == [0] and not (out / "checkpoints").exists() and not (out / "hf").exists()
+    assert (
+        [m["step"] for m in metrics(out)] == [0]
+        and not (out / "checkpoints").exists()
+        and not (out / "hf").exists()
+    )
 
 
 # -- before anything starts --------------------------------------------------------------------------------------------
@@ -382,60 +592,135 @@ def test_failures_above_the_limit_stop_the_run_with_the_first_trace(alone):
 
 def test_dry_run_prints_the_plan_and_starts_nothing(alone):
     out, done = alone("dry")
-    for part in ("kl_coef: 0.1", "1 ranks on cpu = 1 data-parallel to train, 1 vLLM x 1 tensor",
-                 "rows 84,", "rows 8,", "\nsteps: 8\n", ":coin gives ",
-                 "for the actor", "for the critic", "vLLM's KV cache: 0.05 GiB; it decodes 16 responses at once\n"):
+    for part in (
+        "kl_coef: 0.1",
+        "1 ranks on cpu = 1 data-parallel to train, 1 vLLM x 1 tensor",
+        "rows 84,",
+        "rows 8,",
+        "\nsteps: 8\n",
+        ":coin gives ",
+        "for the actor",
+        "for the critic",
+        "vLLM's KV cache: 0.05 GiB; it decodes 16 responses at once\n",
+    ):
         assert done.stdout.count(part) == 1, part
-    assert sorted(p.name for p in out.iterdir()) == ["reward_output"], "where the reward would have printed"
+    assert sorted(p.name for p in out.iterdir()) == ["reward_output"], (
+        "where the reward would have printed"
+    )
 
 
 MISTAKES = {
-    "a mini-batch that does not divide": (["algorithm.ppo_mini_batch_size=3"], "ppo_mini_batch_size=3 does not divide"),
-    "a critic without gae": (["critic.path=/nowhere"], "does nothing without algorithm.adv_estimator=gae"),
+    "a mini-batch that does not divide": (
+        ["algorithm.ppo_mini_batch_size=3"],
+        "ppo_mini_batch_size=3 does not divide",
+    ),
+    "a critic without gae": (
+        ["critic.path=/nowhere"],
+        "does nothing without algorithm.adv_estimator=gae",
+    ),
     "an unknown reward": (["reward.function=exact_mach"], "the nearest is exact_match"),
-    "an unknown function in a file": (lambda assets: [f"reward.function={assets}/reward.py:moods"],
-                                      "the nearest is reward.py:moody"),
-    "a reward that ends its process": (lambda assets: [f"reward.function={assets}/leaves.py:f"], "ended with exit code 0"),
-    "a group's reward for remax": (lambda assets: [f"reward.function={assets}/reward.py:rank", "algorithm.adv_estimator=remax"],
-                                   "grades the responses of a group together"),
-    "a reward for other rows": (lambda assets: [f"reward.function={assets}/reward.py:compute_score"],
-                                "compute_score: the row has no data_source, only"),
-    "sampling without a temperature": (["rollout.temperature=0"], "rollout.temperature=0 must be at least 0.01"),
+    "an unknown function in a file": (
+        lambda assets: [f"reward.function={assets}/reward.py:moods"],
+        "the nearest is reward.py:moody",
+    ),
+    "a reward that ends its process": (
+        lambda assets: [f"reward.function={assets}/leaves.py:f"],
+        "ended with exit code 0",
+    ),
+    "a group's reward for remax": (
+        lambda assets: [
+            f"reward.function={assets}/reward.py:rank",
+            "algorithm.adv_estimator=remax",
+        ],
+        "grades the responses of a group together",
+    ),
+    "a reward for other rows": (
+        lambda assets: [f"reward.function={assets}/reward.py:compute_score"],
+        "compute_score: the row has no data_source, only",
+    ),
+    "sampling without a temperature": (
+        ["rollout.temperature=0"],
+        "rollout.temperature=0 must be at least 0.01",
+    ),
     "an unknown estimator": (["algorithm.adv_estimator=ppo"], "must be one of gae, grpo"),
-    "too much tensor parallelism": (["rollout.tensor_parallel_size=2"], "does not divide the 1 ranks"),
+    "too much tensor parallelism": (
+        ["rollout.tensor_parallel_size=2"],
+        "does not divide the 1 ranks",
+    ),
     "a critic that is not there": ([GAE, "critic.path=/nowhere"], "/nowhere"),
 }
-FIRST, LAST = "sampling without a temperature", "a critic that is not there"           # in the order in which they are found
+FIRST, LAST = (
+    "sampling without a temperature",
+    "a critic that is not there",
+)  # in the order in which they are found
 
 
 def test_ctrl_c_before_the_signals_are_heeded_says_nothing(assets, tmp_path):
-    (tmp_path / "slow.py").write_text(f"import time\nopen({str(tmp_path / 'up')!r}, 'w')\ntime.sleep(600)\n")
-    process = start([*COMMAND, *arguments(assets, tmp_path / "out", "letters", f"reward.function={tmp_path}/slow.py:f")],
-                    tmp_path / "log")
+    (tmp_path / "slow.py").write_text(
+        f"import time\nopen({str(tmp_path / 'up')!r}, 'w')\ntime.sleep(600)\n"
+    )
+    process = start(
+        [
+            *COMMAND,
+            *arguments(
+                assets, tmp_path / "out", "letters", f"reward.function={tmp_path}/slow.py:f"
+            ),
+        ],
+        tmp_path / "log",
+    )
     wait_for((tmp_path / "up").exists, process)
     process.send_signal(signal.SIGINT)
     assert process.wait(LIMIT) == 130 and (tmp_path / "log").read_text() == ""
 
 
 def test_an_actor_that_skips_every_update_is_an_error_whatever_the_critic_learns(assets, tmp_path):
-    (tmp_path / "loss.py").write_text("def nan(log_probs, **_):\n    return log_probs * float('nan'), {}\n")
-    done = run([*COMMAND, *arguments(assets, tmp_path / "out", "letters", GAE, f"algorithm.loss_mode={tmp_path}/loss.py:nan",
-                                     "trainer.total_steps=1")], returncode=2)
-    assert "the gradient was not finite in 1 of 1 updates" in done.stderr and not (tmp_path / "out" / "hf").exists()
+    (tmp_path / "loss.py").write_text(
+        "def nan(log_probs, **_):\n    return log_probs * float('nan'), {}\n"
+    )
+    done = run(
+        [
+            *COMMAND,
+            *arguments(
+                assets,
+                tmp_path / "out",
+                "letters",
+                GAE,
+                f"algorithm.loss_mode={tmp_path}/loss.py:nan",
+                "trainer.total_steps=1",
+            ),
+        ],
+        returncode=2,
+    )
+    assert (
+        "the gradient was not finite in 1 of 1 updates" in done.stderr
+        and not (tmp_path / "out" / "hf").exists()
+    )
 
 
 @pytest.mark.parametrize("what", MISTAKES)
 def test_a_mistake_is_one_line_and_exit_code_2(alone, assets, tmp_path, what):
     more, message = MISTAKES[what]
-    done = run([*COMMAND, *arguments(assets, tmp_path / "out", "letters", *(more(assets) if callable(more) else more))],
-               returncode=2)
+    done = run(
+        [
+            *COMMAND,
+            *arguments(
+                assets, tmp_path / "out", "letters", *(more(assets) if callable(more) else more)
+            ),
+        ],
+        returncode=2,
+    )
     lines = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert len(lines) == 1 and message in lines[0] and "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("what", [FIRST, LAST])
 def test_a_mistake_is_found_before_what_is_slow_to_import(alone, assets, tmp_path, what):
-    modules = imported(run([*COMMAND, *arguments(assets, tmp_path / "out", "letters", *MISTAKES[what][0])], returncode=2,
-                           PYTHONPROFILEIMPORTTIME="1").stderr)
+    modules = imported(
+        run(
+            [*COMMAND, *arguments(assets, tmp_path / "out", "letters", *MISTAKES[what][0])],
+            returncode=2,
+            PYTHONPROFILEIMPORTTIME="1",
+        ).stderr
+    )
     assert "omegaconf" in modules and not modules & {"vllm", "megatron", "msprobe"}
     assert ("torch" in modules) == (what == LAST)

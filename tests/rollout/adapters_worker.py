@@ -26,11 +26,22 @@ from tests.engines.fsdp_worker import gather
 from tests.rollout.rollout_worker import make_prompts, told
 
 NUM_UPDATES, COUNT, MAX_PROMPT = 5, 12, 64
-BLOCK = 32                          # tokens of a block of the KV cache; prompts have several, which must not outlive their weights
-SETTINGS = ["data.train_files=unused", "engine.compute_dtype=float32", "engine.log_prob_chunk_size=29", "optim.lr=0.02",
-            "optim.weight_decay=0", f"data.max_prompt_length={MAX_PROMPT}", "rollout.max_tokens=24", "validation.max_tokens=24",
-            "rollout.kv_cache_gib=0.05", "data.max_tokens_per_micro_batch=400", "rollout.temperature=0.7",
-            "model.lora.rank=4", "model.lora.alpha=12"]
+BLOCK = 32  # tokens of a block of the KV cache; prompts have several, which must not outlive their weights
+SETTINGS = [
+    "data.train_files=unused",
+    "engine.compute_dtype=float32",
+    "engine.log_prob_chunk_size=29",
+    "optim.lr=0.02",
+    "optim.weight_decay=0",
+    f"data.max_prompt_length={MAX_PROMPT}",
+    "rollout.max_tokens=24",
+    "validation.max_tokens=24",
+    "rollout.kv_cache_gib=0.05",
+    "data.max_tokens_per_micro_batch=400",
+    "rollout.temperature=0.7",
+    "model.lora.rank=4",
+    "model.lora.alpha=12",
+]
 
 
 @dataclass
@@ -40,19 +51,25 @@ class Launch:
     more: str
 
 
-HOLES = "model.lora.exclude_modules=[k_proj,up_proj]"           # parts of vLLM's fused layers without adapter
-LAUNCHES = {"merged": Launch(1, "tied", "model.lora.merge=true"),
-            "swapped": Launch(1, "gemma3 with images", f"rollout.share_base=never {HOLES}"),
-            "shared": Launch(1, "mistral3 with images", "rollout.share_base=always"),
-            "shared_replicated": Launch(2, "qwen3", "engine.fsdp_size=1"),
-            "merged_tp2": Launch(2, "qwen3", "model.lora.merge=true rollout.tensor_parallel_size=2"),
-            "swapped_tp2": Launch(2, "qwen3", f"rollout.tensor_parallel_size=2 {HOLES}")}
+HOLES = (
+    "model.lora.exclude_modules=[k_proj,up_proj]"  # parts of vLLM's fused layers without adapter
+)
+LAUNCHES = {
+    "merged": Launch(1, "tied", "model.lora.merge=true"),
+    "swapped": Launch(1, "gemma3 with images", f"rollout.share_base=never {HOLES}"),
+    "shared": Launch(1, "mistral3 with images", "rollout.share_base=always"),
+    "shared_replicated": Launch(2, "qwen3", "engine.fsdp_size=1"),
+    "merged_tp2": Launch(2, "qwen3", "model.lora.merge=true rollout.tensor_parallel_size=2"),
+    "swapped_tp2": Launch(2, "qwen3", f"rollout.tensor_parallel_size=2 {HOLES}"),
+}
 
 
 def main(folder: Path, name: str) -> None:
     this_device, launch, results = device.init(), LAUNCHES[name], {}
     vllm.LLM = functools.partial(vllm.LLM, block_size=BLOCK)
-    config = load("ppo.yaml", [f"model.path={folder / launch.family}", *SETTINGS, *launch.more.split()])
+    config = load(
+        "ppo.yaml", [f"model.path={folder / launch.family}", *SETTINGS, *launch.more.split()]
+    )
     torch.manual_seed(dist.get_rank())
     roles = Roles(config, this_device, None, None, Profiler(), NUM_UPDATES)
     roles.start_rollout()
@@ -61,7 +78,9 @@ def main(folder: Path, name: str) -> None:
     results["updates"] = [update(roles, config, step) for step in range(NUM_UPDATES + 1)]
     results["base updates"] = results["base updates"]()
     results["protocol"] = protocol(roles)
-    results["traps"] = {trap.__name__: gather(told(lambda: trap(roles))) for trap in TRAPS[name.partition("_")[0]]}
+    results["traps"] = {
+        trap.__name__: gather(told(lambda: trap(roles))) for trap in TRAPS[name.partition("_")[0]]
+    }
     if dist.get_rank() == 0:
         (folder / f"{name}.json").write_text(json.dumps(results))
     dist.barrier()
@@ -81,8 +100,11 @@ def update(roles: Roles, config, step: int) -> dict:
     if step > 0 and step % 2 == 0:
         scatter(roles)
     roles.wake()
-    question = (make_prompts(COUNT, MAX_PROMPT), [request_seed(step, i) for i in range(COUNT)],
-                OmegaConf.merge(config.rollout, {"stop": []}))
+    question = (
+        make_prompts(COUNT, MAX_PROMPT),
+        [request_seed(step, i) for i in range(COUNT)],
+        OmegaConf.merge(config.rollout, {"stop": []}),
+    )
     batch, _ = rollout.generate(*question)
     closed = rollout.own_steps
     rollout.llm.reset_prefix_cache()
@@ -96,12 +118,21 @@ def update(roles: Roles, config, step: int) -> dict:
 
     def loss_fn(log_probs, entropy, fields):
         return -(log_probs * fields["loss_mask"]).sum() / 100, {}
+
     if step % 2 == 0:
         actor.train_batch(batch.select(range(actor.dp_rank, COUNT, actor.dp_size)), loss_fn, step)
-    return {"gap": gather((own.cpu() - batch.fields["rollout_log_probs"])[asked].abs().max().item()), "closed": closed,
-            "as vLLM's": all(torch.equal(x, y) for x, y in ((batch.input_ids, vllms.input_ids), *(
-                (batch.fields[k], vllms.fields[k]) for k in batch.fields))),
-            "effect": (own - base).cpu()[asked].abs().max().item()}
+    return {
+        "gap": gather((own.cpu() - batch.fields["rollout_log_probs"])[asked].abs().max().item()),
+        "closed": closed,
+        "as vLLM's": all(
+            torch.equal(x, y)
+            for x, y in (
+                (batch.input_ids, vllms.input_ids),
+                *((batch.fields[k], vllms.fields[k]) for k in batch.fields),
+            )
+        ),
+        "effect": (own - base).cpu()[asked].abs().max().item(),
+    }
 
 
 def scatter(roles: Roles, seed: int = 0, factor: float = 1.0) -> None:
@@ -109,7 +140,11 @@ def scatter(roles: Roles, seed: int = 0, factor: float = 1.0) -> None:
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in roles.actor.hf.named_parameters():
         if ".lora_" in name:
-            full = torch.randn(parameter.shape, generator=generator) * 0.1 * (factor if "lora_B" in name else 1)
+            full = (
+                torch.randn(parameter.shape, generator=generator)
+                * 0.1
+                * (factor if "lora_B" in name else 1)
+            )
             local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
             rows = full.chunk(dist.get_world_size())
             with torch.no_grad():
@@ -119,13 +154,20 @@ def scatter(roles: Roles, seed: int = 0, factor: float = 1.0) -> None:
 def protocol(roles: Roles) -> list:
     """What each call does that comes too early; all are asleep before."""
     rollout, actor = roles.rollout, roles.actor
-    generate = lambda: rollout.generate(make_prompts(2), [0, 1], OmegaConf.merge(actor.config.rollout, {"stop": []}))
+    generate = lambda: rollout.generate(
+        make_prompts(2), [0, 1], OmegaConf.merge(actor.config.rollout, {"stop": []})
+    )
     steps = [("generate asleep", generate)]
     if rollout.adapter:
         steps += [("adapter asleep", lambda: rollout.update_adapter(actor.export_adapter()))]
-    steps += [("wake weights", lambda: rollout.wake("weights")), ("generate before the adapter", generate),
-              ("cache before the adapter", lambda: rollout.wake("kv_cache")), ("all", roles.wake), ("generate", generate),
-              ("sleep", roles.sleep)]
+    steps += [
+        ("wake weights", lambda: rollout.wake("weights")),
+        ("generate before the adapter", generate),
+        ("cache before the adapter", lambda: rollout.wake("kv_cache")),
+        ("all", roles.wake),
+        ("generate", generate),
+        ("sleep", roles.sleep),
+    ]
     return [(what, gather(told(action))) for what, action in steps]
 
 
@@ -170,7 +212,10 @@ def tiny(roles: Roles) -> None:
 
 def views(roles: Roles) -> None:
     """Matrices that begin inside a larger storage, as collectives may return them."""
-    exported = [(name, torch.cat([x.new_zeros(3), x.flatten()])[3:].view_as(x)) for name, x in roles.actor.export_adapter()]
+    exported = [
+        (name, torch.cat([x.new_zeros(3), x.flatten()])[3:].view_as(x))
+        for name, x in roles.actor.export_adapter()
+    ]
     with replaced(roles.actor, export_adapter=lambda: iter(exported)):
         fresh_adapter(roles)
 
@@ -203,8 +248,11 @@ def replaced(whose, **attributes):
 
 
 SWAPPED_TRAPS = (views, applied_twice, not_applied, tiny_not_applied, tiny)
-TRAPS = {"merged": (not_merged, tiny), "shared": (*SWAPPED_TRAPS, merged_base),
-         "swapped": (*SWAPPED_TRAPS, merged_base, other_base)}
+TRAPS = {
+    "merged": (not_merged, tiny),
+    "shared": (*SWAPPED_TRAPS, merged_base),
+    "swapped": (*SWAPPED_TRAPS, merged_base, other_base),
+}
 
 
 if __name__ == "__main__":

@@ -24,16 +24,28 @@ from rollout.vllm.images import Shown
 MAX_TOKENS, GROUP = 12, 3
 # One after the other, the sizes (height, width) of a prompt's images: tokens are 28 x 28 pixels.
 SIZES = [[], [(56, 84)], [(28, 112), (56, 56)], [(84, 28)], []]
-MANY = [[(28 * 16, 28 * 14)]] * 12      # of 224 tokens each: prompts have two blocks of the KV cache, of 16, and soon need a third
-KEPT = 500                              # tokens that vLLM keeps the features of, as if steps in flight had all others
+MANY = [
+    [(28 * 16, 28 * 14)]
+] * 12  # of 224 tokens each: prompts have two blocks of the KV cache, of 16, and soon need a third
+KEPT = 500  # tokens that vLLM keeps the features of, as if steps in flight had all others
 
 
 def main(folder: Path) -> None:
     this_device, results = device.init(), {}
-    config = load("ppo.yaml", [
-        f"model.path={folder / 'model'}", "model.images=true", "data.train_files=unused", "engine.compute_dtype=float32",
-        "data.max_prompt_length=300", f"rollout.max_tokens={MAX_TOKENS}", "validation.max_tokens=1", "rollout.kv_cache_gib=0.0032",
-        "rollout.max_num_seqs=20"])
+    config = load(
+        "ppo.yaml",
+        [
+            f"model.path={folder / 'model'}",
+            "model.images=true",
+            "data.train_files=unused",
+            "engine.compute_dtype=float32",
+            "data.max_prompt_length=300",
+            f"rollout.max_tokens={MAX_TOKENS}",
+            "validation.max_tokens=1",
+            "rollout.kv_cache_gib=0.0032",
+            "rollout.max_num_seqs=20",
+        ],
+    )
     processor = AutoProcessor.from_pretrained(folder / "model")
     rollout = Rollout(config, this_device)
 
@@ -44,9 +56,15 @@ def main(folder: Path) -> None:
         rollout.wake("kv_cache")
 
     def ask(sizes, n=GROUP, **sampling):
-        inputs, shown = zip(*(asked(processor, *each) for each in enumerate(sizes) for _ in range(n)))
-        return rollout.generate([x["input_ids"][0].tolist() for x in inputs], range(len(inputs)),
-                                OmegaConf.merge(config.rollout, sampling), shown)
+        inputs, shown = zip(
+            *(asked(processor, *each) for each in enumerate(sizes) for _ in range(n))
+        )
+        return rollout.generate(
+            [x["input_ids"][0].tolist() for x in inputs],
+            range(len(inputs)),
+            OmegaConf.merge(config.rollout, sampling),
+            shown,
+        )
 
     for name in WEIGHTS:
         push(name)
@@ -59,12 +77,17 @@ def main(folder: Path) -> None:
     features.cache_size = features.num_free_slots = features.num_freeable_slots = KEPT
     results["many"] = written(*ask(MANY, 1))
     results["steps"] = scheduler.num_steps, scheduler.num_preempting
-    rollout.scheduler = None                    # vLLM's own code
+    rollout.scheduler = None  # vLLM's own code
     results["vLLM's"], results["vLLM's many"] = written(*ask(SIZES)), written(*ask(MANY, 1))
     inputs, (ids, _) = asked(processor, 2, SIZES[2])
     for said, size in (("another size", (56, 84, 3)), ("too long", (448, 448, 3))):
         try:
-            rollout.generate(inputs["input_ids"].tolist(), [0], config.rollout, [Shown(ids, [np.zeros(size, np.uint8)] * 2)])
+            rollout.generate(
+                inputs["input_ids"].tolist(),
+                [0],
+                config.rollout,
+                [Shown(ids, [np.zeros(size, np.uint8)] * 2)],
+            )
         except InputError as error:
             results[said] = str(error)
     (folder / "results.json").write_text(json.dumps(results))
@@ -75,11 +98,19 @@ def main(folder: Path) -> None:
 # What vLLM is given: name -> the changed tensors.
 WEIGHTS = {
     "as they are": lambda weights: {},
-    "another tower": lambda weights: {name: x + torch.randn(x.shape, generator=torch.Generator().manual_seed(1)) / 5
-                                      for name, x in weights.items() if name.startswith("visual.") and "layers.1.mlp" in name},
-    "another projector": lambda weights: {name: x * 1.5 for name, x in weights.items() if name == "mlp_AR.linear_1.weight"},
+    "another tower": lambda weights: {
+        name: x + torch.randn(x.shape, generator=torch.Generator().manual_seed(1)) / 5
+        for name, x in weights.items()
+        if name.startswith("visual.") and "layers.1.mlp" in name
+    },
+    "another projector": lambda weights: {
+        name: x * 1.5 for name, x in weights.items() if name == "mlp_AR.linear_1.weight"
+    },
     # The model often says what stands for an image.
-    "placeholders": lambda weights: {"lm_head.weight": weights["lm_head.weight"] * (1 + 8 * (torch.arange(266) == 262)[:, None])}}
+    "placeholders": lambda weights: {
+        "lm_head.weight": weights["lm_head.weight"] * (1 + 8 * (torch.arange(266) == 262)[:, None])
+    },
+}
 
 
 def weights_of(path: Path, name: str) -> dict[str, torch.Tensor]:
@@ -89,18 +120,29 @@ def weights_of(path: Path, name: str) -> dict[str, torch.Tensor]:
 
 def asked(processor, number: int, sizes: list) -> tuple[dict, Shown]:
     """Prompt number `number`, with images of these sizes: what the trainer has of it, and what vLLM is shown."""
-    images = [np.random.default_rng([number, i]).integers(0, 256, (*size, 3), np.uint8) for i, size in enumerate(sizes)]
+    images = [
+        np.random.default_rng([number, i]).integers(0, 256, (*size, 3), np.uint8)
+        for i, size in enumerate(sizes)
+    ]
     content = [{"type": "text", "text": f"Number {number}: "}]
     for _ in images:
         content += [{"type": "image"}, {"type": "text", "text": " and"}]
-    text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False)
-    found = processor(text=[text], images=[*map(Image.fromarray, images)] or None, return_tensors="pt")
+    text = processor.apply_chat_template(
+        [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
+    )
+    found = processor(
+        text=[text], images=[*map(Image.fromarray, images)] or None, return_tensors="pt"
+    )
     return found, Shown(processor.tokenizer(text)["input_ids"], images)
 
 
 def written(batch, truncated) -> dict:
-    return {"input_ids": batch.input_ids.tolist(), "lengths": batch.lengths, "truncated": truncated.tolist(),
-            **{name: values.tolist() for name, values in batch.fields.items()}}
+    return {
+        "input_ids": batch.input_ids.tolist(),
+        "lengths": batch.lengths,
+        "truncated": truncated.tolist(),
+        **{name: values.tolist() for name, values in batch.fields.items()},
+    }
 
 
 if __name__ == "__main__":

@@ -28,24 +28,28 @@ LIMIT, SLACK, PATIENCE = 1.5, 20.0, 300.0
 
 # ---- rewards ----
 
-@pytest.mark.parametrize("response, answer, score", [
-    ("85", "85", 1.0),
-    (" 85\n", "85", 1.0),
-    ("7+8=15, 4+3+1=8, 85", "85", 1.0),
-    ("7+8=15\n4+3+1=8\n85", 85, 1.0),
-    ("7+8=15,\n  85", "85", 1.0),
-    ("7+8=15, 4+3+1=8, 86", "85", 0.0),
-    ("7+8=85", "85", 0.0),
-    ("85, 4+3+1=8", "85", 0.0),
-    ("7+8=15, 185", "85", 0.0),
-    ("the answer is 85", "85", 0.0),
-    ("x,85", "85", 0.0),
-    ("85.", "85", 0.0),
-    ("", "85", 0.0),
-    ("1,000", "1,000", 1.0),
-    ("1, 2", "1, 2", 1.0),
-    ("-7", -7, 1.0),
-])
+
+@pytest.mark.parametrize(
+    "response, answer, score",
+    [
+        ("85", "85", 1.0),
+        (" 85\n", "85", 1.0),
+        ("7+8=15, 4+3+1=8, 85", "85", 1.0),
+        ("7+8=15\n4+3+1=8\n85", 85, 1.0),
+        ("7+8=15,\n  85", "85", 1.0),
+        ("7+8=15, 4+3+1=8, 86", "85", 0.0),
+        ("7+8=85", "85", 0.0),
+        ("85, 4+3+1=8", "85", 0.0),
+        ("7+8=15, 185", "85", 0.0),
+        ("the answer is 85", "85", 0.0),
+        ("x,85", "85", 0.0),
+        ("85.", "85", 0.0),
+        ("", "85", 0.0),
+        ("1,000", "1,000", 1.0),
+        ("1, 2", "1, 2", 1.0),
+        ("-7", -7, 1.0),
+    ],
+)
 def test_exact_match(response, answer, score):
     assert rewards.exact_match("any", response, {"answer": answer}) == score
 
@@ -56,34 +60,41 @@ def test_exact_match_takes_every_reply_of_the_example_and_no_other():
     assert any(", " in reply for reply in replies) and any(", " not in reply for reply in replies)
     for row, reply in zip(rows, replies):
         assert rewards.exact_match("", reply, row) == 1.0
-        assert rewards.exact_match("", reply + "0", row) == rewards.exact_match("", "1" + reply, {"answer": "x"}) == 0.0
+        assert (
+            rewards.exact_match("", reply + "0", row)
+            == rewards.exact_match("", "1" + reply, {"answer": "x"})
+            == 0.0
+        )
 
 
-@pytest.mark.parametrize("response, answer, score", [
-    (r"so it is \boxed{\frac{1}{2}}", "0.5", 1.0),
-    (r"\boxed{\dfrac{2}{4}}", r"\frac{1}{2}", 1.0),
-    ("The answer is 1/2", r"$\frac12$", 1.0),
-    (r"First \boxed{3}. That is not right. Try again: \boxed{4}", "4", 1.0),
-    (r"First \boxed{4}. That is not right. Try again: \boxed{3}", "4", 0.0),
-    (r"either \boxed{3} or \boxed{4}", "4", 0.0),
-    (r"either \boxed{3} or \boxed{4}", r"\{3, 4\}", 1.0),
-    (r"$\{2, 1\}$", r"\{1, 2\}", 1.0),
-    (r"\boxed{\{1, 3\}}", r"\{1, 2\}", 0.0),
-    (r"\boxed{\sqrt{12}}", r"2\sqrt{3}", 1.0),
-    (r"\boxed{2}", r"2\sqrt{3}", 0.0),
-    (r"\boxed{(1, 2]}", "(1,2]", 1.0),
-    (r"\boxed{(1, 2)}", "(1,2]", 0.0),
-    (r"\boxed{x^2 + 2x + 1}", "(x+1)^2", 1.0),
-    (r"\boxed{x = 5}", "5", 1.0),
-    ("That makes 1,234 apples.", "1234", 1.0),
-    ("50%", "0.5", 1.0),
-    (r"\boxed{B}", "B", 1.0),
-    (r"\boxed{\pi}", "3.14", 0.0),
-    ("no idea", "5", 0.0),
-    ("", "5", 0.0),
-    (r"\boxed{\frac{1}{", "5", 0.0),
-    ("85", 85, 1.0),
-])
+@pytest.mark.parametrize(
+    "response, answer, score",
+    [
+        (r"so it is \boxed{\frac{1}{2}}", "0.5", 1.0),
+        (r"\boxed{\dfrac{2}{4}}", r"\frac{1}{2}", 1.0),
+        ("The answer is 1/2", r"$\frac12$", 1.0),
+        (r"First \boxed{3}. That is not right. Try again: \boxed{4}", "4", 1.0),
+        (r"First \boxed{4}. That is not right. Try again: \boxed{3}", "4", 0.0),
+        (r"either \boxed{3} or \boxed{4}", "4", 0.0),
+        (r"either \boxed{3} or \boxed{4}", r"\{3, 4\}", 1.0),
+        (r"$\{2, 1\}$", r"\{1, 2\}", 1.0),
+        (r"\boxed{\{1, 3\}}", r"\{1, 2\}", 0.0),
+        (r"\boxed{\sqrt{12}}", r"2\sqrt{3}", 1.0),
+        (r"\boxed{2}", r"2\sqrt{3}", 0.0),
+        (r"\boxed{(1, 2]}", "(1,2]", 1.0),
+        (r"\boxed{(1, 2)}", "(1,2]", 0.0),
+        (r"\boxed{x^2 + 2x + 1}", "(x+1)^2", 1.0),
+        (r"\boxed{x = 5}", "5", 1.0),
+        ("That makes 1,234 apples.", "1234", 1.0),
+        ("50%", "0.5", 1.0),
+        (r"\boxed{B}", "B", 1.0),
+        (r"\boxed{\pi}", "3.14", 0.0),
+        ("no idea", "5", 0.0),
+        ("", "5", 0.0),
+        (r"\boxed{\frac{1}{", "5", 0.0),
+        ("85", 85, 1.0),
+    ],
+)
 def test_math(response, answer, score):
     assert rewards.math("any", response, {"answer": answer}) == score
 
@@ -91,7 +102,9 @@ def test_math(response, answer, score):
 def test_math_works_in_a_thread():
     """Where the library's own time limits, which are signals, do not."""
     scores = []
-    thread = threading.Thread(target=lambda: scores.append(rewards.math("", r"\boxed{\frac{2}{4}}", {"answer": "0.5"})))
+    thread = threading.Thread(
+        target=lambda: scores.append(rewards.math("", r"\boxed{\frac{2}{4}}", {"answer": "0.5"}))
+    )
     thread.start()
     thread.join()
     assert scores == [1.0]
@@ -102,22 +115,25 @@ def test_math_refuses_an_answer_that_it_cannot_read():
         rewards.math("", "5", {"answer": ""})
 
 
-@pytest.mark.parametrize("prompt, response, row, score", [
-    ("q", "<think>a\nb</think>\n<answer>5</answer>", {}, 1.0),
-    ("q", " <think></think><answer></answer>\n", {}, 1.0),
-    ("q", "well <think>a</think><answer>5</answer>", {}, 0.0),
-    ("q", "<think>a</think> so <answer>5</answer>", {}, 0.0),
-    ("q", "<think>a</think><answer>5</answer><answer>6</answer>", {}, 0.0),
-    ("q", "<think>a<think>b</think><answer>5</answer>", {}, 0.0),
-    ("q", "<answer>5</answer><think>a</think>", {}, 0.0),
-    ("q", "a</think><answer>5</answer>", {}, 0.0),
-    ("<|im_start|>assistant\n<think>\n", "a</think><answer>5</answer>", {}, 1.0),
-    ("q", "5", {}, 0.0),
-    ("q", "x = 5", {"format": r"x = \d+"}, 1.0),
-    ("q", "x = 5.", {"format": r"x = \d+"}, 0.0),
-    ("q", "a\nb", {"format": "a.b"}, 1.0),
-    ("<think>", "a</think><answer>5</answer>", {"format": r"a</think>.*"}, 1.0),
-])
+@pytest.mark.parametrize(
+    "prompt, response, row, score",
+    [
+        ("q", "<think>a\nb</think>\n<answer>5</answer>", {}, 1.0),
+        ("q", " <think></think><answer></answer>\n", {}, 1.0),
+        ("q", "well <think>a</think><answer>5</answer>", {}, 0.0),
+        ("q", "<think>a</think> so <answer>5</answer>", {}, 0.0),
+        ("q", "<think>a</think><answer>5</answer><answer>6</answer>", {}, 0.0),
+        ("q", "<think>a<think>b</think><answer>5</answer>", {}, 0.0),
+        ("q", "<answer>5</answer><think>a</think>", {}, 0.0),
+        ("q", "a</think><answer>5</answer>", {}, 0.0),
+        ("<|im_start|>assistant\n<think>\n", "a</think><answer>5</answer>", {}, 1.0),
+        ("q", "5", {}, 0.0),
+        ("q", "x = 5", {"format": r"x = \d+"}, 1.0),
+        ("q", "x = 5.", {"format": r"x = \d+"}, 0.0),
+        ("q", "a\nb", {"format": "a.b"}, 1.0),
+        ("<think>", "a</think><answer>5</answer>", {"format": r"a</think>.*"}, 1.0),
+    ],
+)
 def test_format(prompt, response, row, score):
     assert rewards.format(prompt, response, row) == score
 
@@ -131,16 +147,21 @@ def test_a_missing_answer_is_an_error(name):
 
 # ---- finding a function ----
 
+
 def test_names_and_files(tmp_path):
     assert {name: find(name) for name in REWARDS} == REWARDS
     (tmp_path / "beside.py").write_text("BONUS = 2\n")
     (tmp_path / "config.py").write_text(
         "from beside import BONUS\nfrom rewards import exact_match\n\n"
-        "def twice(prompt, response, row):\n    return BONUS * exact_match(prompt, response, row)\n")
+        "def twice(prompt, response, row):\n    return BONUS * exact_match(prompt, response, row)\n"
+    )
     function = find(f"{tmp_path}/config.py:twice")
     assert function("", "5", {"answer": 5}) == 2.0
     import config
-    assert Path(config.__file__) == ROOT / "config.py", "a user's file must not take the place of ours"
+
+    assert Path(config.__file__) == ROOT / "config.py", (
+        "a user's file must not take the place of ours"
+    )
 
 
 BROKEN = {
@@ -159,8 +180,11 @@ BROKEN = {
 @pytest.fixture
 def broken(tmp_path, monkeypatch):
     for name, text in {
-            "good": "NUMBER = 1\ndef length(prompt, response, row): return len(response)\n",
-            "empty": "", "syntax": "def f(:\n", "missing": "\nimport not_there\n", "leaves": "raise SystemExit(0)\n",
+        "good": "NUMBER = 1\ndef length(prompt, response, row): return len(response)\n",
+        "empty": "",
+        "syntax": "def f(:\n",
+        "missing": "\nimport not_there\n",
+        "leaves": "raise SystemExit(0)\n",
     }.items():
         (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.chdir(tmp_path)
@@ -170,7 +194,9 @@ def broken(tmp_path, monkeypatch):
 def test_what_cannot_be_found_says_what_to_change(broken, function):
     with pytest.raises(InputError) as raised:
         find(function)
-    assert str(raised.value).startswith(f"reward.function={function}") and BROKEN[function] in str(raised.value)
+    assert str(raised.value).startswith(f"reward.function={function}") and BROKEN[function] in str(
+        raised.value
+    )
 
 
 def test_importing_is_light():
@@ -181,9 +207,17 @@ def test_importing_is_light():
 
 # ---- how a function is called ----
 
-VERL_ROW = {"data_source": "gsm8k", "prompt": [{"role": "user", "content": "q"}], "extra_info": {"index": 3},
-            "reward_model": {"style": "rule", "ground_truth": "5"}}
-TRL_ROW = {"prompt": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "before"}], "solution": "5", "level": 2}
+VERL_ROW = {
+    "data_source": "gsm8k",
+    "prompt": [{"role": "user", "content": "q"}],
+    "extra_info": {"index": 3},
+    "reward_model": {"style": "rule", "ground_truth": "5"},
+}
+TRL_ROW = {
+    "prompt": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "before"}],
+    "solution": "5",
+    "level": 2,
+}
 
 
 def call(function, row, kwargs, responses=("5", "6")):
@@ -199,35 +233,103 @@ def turn(text):
 
 
 CALLS = {
-    "ours": (lambda prompt, response, row: 0, {"a": 1}, {}, {"prompt": "q", "response": "5", "row": {"a": 1}}),
-    "in another order": (lambda row, prompt, response: 0, {"a": 1}, {}, {"prompt": "q", "response": "5", "row": {"a": 1}}),
+    "ours": (
+        lambda prompt, response, row: 0,
+        {"a": 1},
+        {},
+        {"prompt": "q", "response": "5", "row": {"a": 1}},
+    ),
+    "in another order": (
+        lambda row, prompt, response: 0,
+        {"a": 1},
+        {},
+        {"prompt": "q", "response": "5", "row": {"a": 1}},
+    ),
     "one of ours": (lambda response: 0, {"a": 1}, {}, {"response": "5"}),
     "by name alone": (lambda *, row: 0, {"a": 1}, {}, {"row": {"a": 1}}),
-    "all that there is": (lambda response, **more: 0, {"a": 1}, {}, {"prompt": "q", "response": "5", "row": {"a": 1}}),
-    "a part of the row": (lambda response, ground_truth: 0, VERL_ROW, {"ground_truth": "reward_model.ground_truth"},
-                          {"response": "5", "ground_truth": "5"}),
+    "all that there is": (
+        lambda response, **more: 0,
+        {"a": 1},
+        {},
+        {"prompt": "q", "response": "5", "row": {"a": 1}},
+    ),
+    "a part of the row": (
+        lambda response, ground_truth: 0,
+        VERL_ROW,
+        {"ground_truth": "reward_model.ground_truth"},
+        {"response": "5", "ground_truth": "5"},
+    ),
     "a column": (lambda answer: 0, {"a": 1}, {"answer": "a"}, {"answer": 1}),
     "a default": (lambda response, scale=2: 0, {"a": 1}, {}, {"response": "5"}),
-    "a group": (lambda prompts, responses, rows: 0, {"a": 1}, {},
-                {"prompts": ["q", "q"], "responses": ["5", "6"], "rows": [{"a": 1}, {"a": 1}]}),
-    "a group's column": (lambda responses, answers: 0, {"a": 1}, {"answers": "a"},
-                         {"responses": ["5", "6"], "answers": [1, 1]}),
-    "verl": (lambda data_source, solution_str, ground_truth, extra_info=None: 0, VERL_ROW, {},
-             {"data_source": "gsm8k", "solution_str": "5", "ground_truth": "5", "extra_info": {"index": 3}}),
-    "verl on rows of ours": (lambda solution_str, ground_truth, extra_info: 0, {"answer": "5"}, {},
-                             {"solution_str": "5", "ground_truth": "5", "extra_info": {}}),
-    "verl from another column": (lambda solution_str, ground_truth: 0, VERL_ROW, {"ground_truth": "data_source"},
-                                 {"solution_str": "5", "ground_truth": "gsm8k"}),
-    "verl's batch": (lambda data_sources, solution_strs, ground_truths, extra_infos: 0, VERL_ROW, {},
-                     {"data_sources": ["gsm8k"] * 2, "solution_strs": ["5", "6"], "ground_truths": ["5"] * 2,
-                      "extra_infos": [{"index": 3}] * 2}),
-    "TRL": (lambda completions, solution, **kwargs: 0, TRL_ROW, {},
-            {"prompts": [TRL_ROW["prompt"][:1]] * 2, "completions": [turn("5"), turn("6")], "solution": ["5", "5"],
-             "level": [2, 2]}),
-    "TRL on text": (lambda prompts, completions, solution=None: 0, {"prompt": "q", "solution": "5", "level": 2}, {},
-                    {"prompts": ["q", "q"], "completions": ["5", "6"], "solution": ["5", "5"]}),
-    "TRL from another column": (lambda completions, solution: 0, {"answer": "5"}, {"solution": "answer"},
-                                {"completions": ["5", "6"], "solution": ["5", "5"]}),
+    "a group": (
+        lambda prompts, responses, rows: 0,
+        {"a": 1},
+        {},
+        {"prompts": ["q", "q"], "responses": ["5", "6"], "rows": [{"a": 1}, {"a": 1}]},
+    ),
+    "a group's column": (
+        lambda responses, answers: 0,
+        {"a": 1},
+        {"answers": "a"},
+        {"responses": ["5", "6"], "answers": [1, 1]},
+    ),
+    "verl": (
+        lambda data_source, solution_str, ground_truth, extra_info=None: 0,
+        VERL_ROW,
+        {},
+        {
+            "data_source": "gsm8k",
+            "solution_str": "5",
+            "ground_truth": "5",
+            "extra_info": {"index": 3},
+        },
+    ),
+    "verl on rows of ours": (
+        lambda solution_str, ground_truth, extra_info: 0,
+        {"answer": "5"},
+        {},
+        {"solution_str": "5", "ground_truth": "5", "extra_info": {}},
+    ),
+    "verl from another column": (
+        lambda solution_str, ground_truth: 0,
+        VERL_ROW,
+        {"ground_truth": "data_source"},
+        {"solution_str": "5", "ground_truth": "gsm8k"},
+    ),
+    "verl's batch": (
+        lambda data_sources, solution_strs, ground_truths, extra_infos: 0,
+        VERL_ROW,
+        {},
+        {
+            "data_sources": ["gsm8k"] * 2,
+            "solution_strs": ["5", "6"],
+            "ground_truths": ["5"] * 2,
+            "extra_infos": [{"index": 3}] * 2,
+        },
+    ),
+    "TRL": (
+        lambda completions, solution, **kwargs: 0,
+        TRL_ROW,
+        {},
+        {
+            "prompts": [TRL_ROW["prompt"][:1]] * 2,
+            "completions": [turn("5"), turn("6")],
+            "solution": ["5", "5"],
+            "level": [2, 2],
+        },
+    ),
+    "TRL on text": (
+        lambda prompts, completions, solution=None: 0,
+        {"prompt": "q", "solution": "5", "level": 2},
+        {},
+        {"prompts": ["q", "q"], "completions": ["5", "6"], "solution": ["5", "5"]},
+    ),
+    "TRL from another column": (
+        lambda completions, solution: 0,
+        {"answer": "5"},
+        {"solution": "answer"},
+        {"completions": ["5", "6"], "solution": ["5", "5"]},
+    ),
 }
 
 
@@ -238,22 +340,69 @@ def test_parameters_are_bound_by_name(what):
 
 
 REFUSED = {
-    "names of nobody": (lambda p, r, row: 0, {}, {}, "its parameter p is not known beside response: it may take prompt,"),
+    "names of nobody": (
+        lambda p, r, row: 0,
+        {},
+        {},
+        "its parameter p is not known beside response: it may take prompt,",
+    ),
     "no names": (lambda *arguments: 0, {}, {}, "it names no parameter that is known: it may"),
     "any names": (lambda **arguments: 0, {}, {}, "it names no parameter that is known: it may"),
     "positions": (lambda prompt, response, row, /: 0, {}, {}, "its parameter prompt is not known"),
-    "a name that is no key": (lambda response, truth: 0, {"truth": 1}, {}, "as in reward.kwargs.truth=COLUMN"),
-    "one and many": (lambda prompt, responses: 0, {}, {}, "its parameter prompt is not known beside responses"),
-    "two names for one thing": (lambda response, completions: 0, {}, {}, "it takes response and completions"),
-    "a key that is no name": (lambda response: 0, {}, {"truth": "a"}, "it has no parameter truth, which reward.kwargs names"),
-    "a column that is not there": (lambda response, truth: 0, {"a": {"b": 1}, "c": None, "d": 2}, {"truth": "a.x"},
-                                   "the row has no a.x, only a, a.b, d"),
-    "verl's without a source": (lambda data_source, solution_str, ground_truth: 0, {"answer": 5}, {},
-                                "the row has no data_source, only answer"),
-    "verl's without a truth": (lambda solution_str, ground_truth: 0, {"result": 5}, {},
-                               "the row has no reward_model.ground_truth, only result"),
-    "TRL's without its column": (lambda completions, solution: 0, {"answer": 5}, {}, "the row has no solution, only answer"),
-    "TRL's internals": (lambda completions, trainer_state: 0, {"answer": 5}, {}, "the row has no trainer_state"),
+    "a name that is no key": (
+        lambda response, truth: 0,
+        {"truth": 1},
+        {},
+        "as in reward.kwargs.truth=COLUMN",
+    ),
+    "one and many": (
+        lambda prompt, responses: 0,
+        {},
+        {},
+        "its parameter prompt is not known beside responses",
+    ),
+    "two names for one thing": (
+        lambda response, completions: 0,
+        {},
+        {},
+        "it takes response and completions",
+    ),
+    "a key that is no name": (
+        lambda response: 0,
+        {},
+        {"truth": "a"},
+        "it has no parameter truth, which reward.kwargs names",
+    ),
+    "a column that is not there": (
+        lambda response, truth: 0,
+        {"a": {"b": 1}, "c": None, "d": 2},
+        {"truth": "a.x"},
+        "the row has no a.x, only a, a.b, d",
+    ),
+    "verl's without a source": (
+        lambda data_source, solution_str, ground_truth: 0,
+        {"answer": 5},
+        {},
+        "the row has no data_source, only answer",
+    ),
+    "verl's without a truth": (
+        lambda solution_str, ground_truth: 0,
+        {"result": 5},
+        {},
+        "the row has no reward_model.ground_truth, only result",
+    ),
+    "TRL's without its column": (
+        lambda completions, solution: 0,
+        {"answer": 5},
+        {},
+        "the row has no solution, only answer",
+    ),
+    "TRL's internals": (
+        lambda completions, trainer_state: 0,
+        {"answer": 5},
+        {},
+        "the row has no trainer_state",
+    ),
 }
 
 
@@ -267,7 +416,7 @@ def test_what_cannot_be_bound_is_refused_with_what_there_is(what):
 
 # ---- grading ----
 
-BEHAVE = '''
+BEHAVE = """
 import ctypes, os, re, signal, subprocess, sys, time
 from pathlib import Path
 
@@ -312,7 +461,7 @@ def behave(prompt, response, row):
     if response == "pid":
         return os.getpid()
     return eval(response)
-'''
+"""
 
 
 @pytest.fixture(scope="module")
@@ -325,11 +474,22 @@ def behave(tmp_path_factory):
 @pytest.fixture(scope="module")
 def make(tmp_path_factory):
     """A grader of this function, so many workers and seconds; its config, to ask for its output_dir."""
+
     def make(function, num_workers, timeout, *more, startup_timeout=300.0):
-        config = load("ppo.yaml", ["model.path=unused", "data.train_files=unused", f"output_dir={tmp_path_factory.mktemp('out')}",
-                                   f"reward.function={function}", f"reward.num_workers={num_workers}",
-                                   f"reward.timeout={timeout}", *more])
+        config = load(
+            "ppo.yaml",
+            [
+                "model.path=unused",
+                "data.train_files=unused",
+                f"output_dir={tmp_path_factory.mktemp('out')}",
+                f"reward.function={function}",
+                f"reward.num_workers={num_workers}",
+                f"reward.timeout={timeout}",
+                *more,
+            ],
+        )
         return Grader(config, startup_timeout)
+
     return make
 
 
@@ -356,13 +516,16 @@ def wait_until(condition):
 
 def grade(grader, *responses, **row):
     """Scores, and failures as they are."""
-    results = grader.grade([("prompt", response, row) for response in responses], range(len(responses)))
+    results = grader.grade(
+        [("prompt", response, row) for response in responses], range(len(responses))
+    )
     return [r.score if isinstance(r, Reward) else r for r in results]
 
 
 def test_order_is_kept(make, tmp_path):
     (tmp_path / "late.py").write_text(
-        "import time\ndef late(prompt, response, row):\n    time.sleep(row['seconds'])\n    return int(response)\n")
+        "import time\ndef late(prompt, response, row):\n    time.sleep(row['seconds'])\n    return int(response)\n"
+    )
     with closing(make(f"{tmp_path}/late.py:late", 3, 30)) as grader:
         items = [("", str(i), {"seconds": (i * 7 % 5) / 100}) for i in range(40)]
         assert grader.grade(items, range(40)) == [Reward(float(i), {}) for i in range(40)]
@@ -372,49 +535,103 @@ def test_order_is_kept(make, tmp_path):
 def test_items_are_graded_side_by_side(make, behave, tmp_path):
     a, b = str(tmp_path / "a"), str(tmp_path / "b")
     with closing(make(behave, 2, SLACK)) as grader:
-        assert not any(isinstance(r, Failure) and r.kind == "timed out" for r in grader.grade(
-            [("", "meet", {"mine": a, "other": b}), ("", "meet", {"mine": b, "other": a})], [0, 0]))
+        assert not any(
+            isinstance(r, Failure) and r.kind == "timed out"
+            for r in grader.grade(
+                [("", "meet", {"mine": a, "other": b}), ("", "meet", {"mine": b, "other": a})],
+                [0, 0],
+            )
+        )
     with closing(make(behave, 1, LIMIT)) as grader:
         a, b = str(tmp_path / "c"), str(tmp_path / "d")
-        first, _ = grader.grade([("", "meet", {"mine": a, "other": b}), ("", "meet", {"mine": b, "other": a})], [0, 0])
+        first, _ = grader.grade(
+            [("", "meet", {"mine": a, "other": b}), ("", "meet", {"mine": b, "other": a})], [0, 0]
+        )
         assert first.kind == "timed out", "the pair above met only because there were two workers"
 
 
 def test_numbers(shared):
-    good = {"1": 1.0, "True": 1.0, "-0.1": -0.1, "10**20": 1e20, "environment": 1.0,
-            "__import__('numpy').float32(0.5)": 0.5, "__import__('fractions').Fraction(1, 4)": 0.25}
+    good = {
+        "1": 1.0,
+        "True": 1.0,
+        "-0.1": -0.1,
+        "10**20": 1e20,
+        "environment": 1.0,
+        "__import__('numpy').float32(0.5)": 0.5,
+        "__import__('fractions').Fraction(1, 4)": 0.25,
+    }
     assert grade(shared, *good) == list(good.values())
     assert all(type(r) is float for r in grade(shared, *good))
-    bad = ["float('nan')", "float('inf')", "None", "'1'", "b'1'", "[1.0]", "1j", "3.5e+38", "-3.5e+38", "{}", "10**400"]
+    bad = [
+        "float('nan')",
+        "float('inf')",
+        "None",
+        "'1'",
+        "b'1'",
+        "[1.0]",
+        "1j",
+        "3.5e+38",
+        "-3.5e+38",
+        "{}",
+        "10**400",
+    ]
     results = grade(shared, *bad)
     assert [r.kind for r in results] == ["not a number"] * len(bad)
     shown = ["nan", "inf", *bad[2:-1], "1" + "0" * 199]
-    assert [r.trace for r in results] == [f"the function returned {value}, not a number that is finite in fp32" for value in shown]
+    assert [r.trace for r in results] == [
+        f"the function returned {value}, not a number that is finite in fp32" for value in shown
+    ]
     largest = torch.finfo(torch.float32).max
     assert grade(shared, repr(largest)) == [largest] and torch.tensor(3.5e38).isinf()
 
 
 def test_named_parts(make, behave):
     with closing(make(behave, 1, SLACK)) as grader:
-        results = grader.grade([("", "{'correct': True, 'format': 0.2}", {}), ("", "{'a': 1.0, 'b': None}", {})], [0, 0])
-        assert results[0] == Reward(1.2, {"correct": 1.0, "format": 0.2}) and results[1].kind == "not a number"
-        assert results[1].said == "not a number: the function returned {'a': 1.0, 'b': None}, whose parts and sum are not all " \
+        results = grader.grade(
+            [("", "{'correct': True, 'format': 0.2}", {}), ("", "{'a': 1.0, 'b': None}", {})],
+            [0, 0],
+        )
+        assert (
+            results[0] == Reward(1.2, {"correct": 1.0, "format": 0.2})
+            and results[1].kind == "not a number"
+        )
+        assert (
+            results[1].said
+            == "not a number: the function returned {'a': 1.0, 'b': None}, whose parts and sum are not all "
             "numbers that are finite in fp32"
-    with closing(make(behave, 1, SLACK, "reward.weights.correct=2", "reward.weights.format=-0.5")) as grader:
-        texts = ["{'correct': 1, 'format': 0.2, 'length': 9}", "{'correct': 1, 'fromat': 0.2}", "1.0",
-                 "{'correct': 3e38, 'format': 0}"]
+        )
+    with closing(
+        make(behave, 1, SLACK, "reward.weights.correct=2", "reward.weights.format=-0.5")
+    ) as grader:
+        texts = [
+            "{'correct': 1, 'format': 0.2, 'length': 9}",
+            "{'correct': 1, 'fromat': 0.2}",
+            "1.0",
+            "{'correct': 3e38, 'format': 0}",
+        ]
         weighted, *failed = grader.grade([("", text, {}) for text in texts], range(4))
-        assert weighted == Reward(1.9, {"correct": 1.0, "format": 0.2, "length": 9.0}), "a part without a weight is logged only"
+        assert weighted == Reward(1.9, {"correct": 1.0, "format": 0.2, "length": 9.0}), (
+            "a part without a weight is logged only"
+        )
         assert [f.kind for f in failed] == ["missing part", "missing part", "not a number"]
-        assert all("without the part 'format'" in f.trace or "without the part 'correct'" in f.trace for f in failed[:2])
+        assert all(
+            "without the part 'format'" in f.trace or "without the part 'correct'" in f.trace
+            for f in failed[:2]
+        )
 
 
 def test_parts_are_the_same_for_all(shared):
-    items = [("", text, {"row": i}) for i, text in enumerate(["1/0", "{'a': 1, 'b': 2}", "{'b': 1, 'a': 2}", "{'a': 1}", "1"])]
+    items = [
+        ("", text, {"row": i})
+        for i, text in enumerate(["1/0", "{'a': 1, 'b': 2}", "{'b': 1, 'a': 2}", "{'a': 1}", "1"])
+    ]
     results = shared.same_parts(items, shared.grade(items, range(5)))
     kinds = [r.kind if isinstance(r, Failure) else r.score for r in results]
     assert kinds == ["raised", 3.0, 3.0, "other parts", "other parts"]
-    assert results[3].row == {"row": 3} and results[3].trace == "the function returned the parts a, and at first a, b"
+    assert (
+        results[3].row == {"row": 3}
+        and results[3].trace == "the function returned the parts a, and at first a, b"
+    )
     assert results[4].trace == "the function returned the parts none, and at first a, b"
     later = shared.same_parts(items[3:4], shared.grade(items[3:4], [0]))
     assert later[0].kind == "other parts", "of a later batch, too"
@@ -500,11 +717,24 @@ def test_a_function_of_groups_gets_each_in_one_call(make, file):
         texts = ["b", "x", "a", "raise", "c", "y", "fewer", "d", "nan", "e", "text", "z"]
         groups = [7, 3, 7, 4, 7, 4, 5, 5, 6, 6, 8, 8]
         results = grader.grade([("", text, {"text": text}) for text in texts], groups)
-        assert [r.parts["rank"] for r in (results[0], results[2], results[4], results[1], results[9])] == [1, 0, 2, 0, 0]
-        assert [r.parts["size"] for r in (results[0], results[1], results[9])] == [3, 1, 2] and results[9].parts["calls"] == 5
+        assert [
+            r.parts["rank"] for r in (results[0], results[2], results[4], results[1], results[9])
+        ] == [1, 0, 2, 0, 0]
+        assert [r.parts["size"] for r in (results[0], results[1], results[9])] == [
+            3,
+            1,
+            2,
+        ] and results[9].parts["calls"] == 5
         failed = {i: (results[i].kind, results[i].row["text"]) for i in (3, 5, 6, 7, 8, 10, 11)}
-        assert failed == {3: ("raised", "raise"), 5: ("raised", "y"), 6: ("not a list", "fewer"), 7: ("not a list", "d"),
-                          8: ("not a number", "nan"), 10: ("not a list", "text"), 11: ("not a list", "z")}
+        assert failed == {
+            3: ("raised", "raise"),
+            5: ("raised", "y"),
+            6: ("not a list", "fewer"),
+            7: ("not a list", "d"),
+            8: ("not a number", "nan"),
+            10: ("not a list", "text"),
+            11: ("not a list", "z"),
+        }
         assert "not a list of 2" in results[6].trace
         assert "all responses of a group" in grader.check({})
 
@@ -512,8 +742,13 @@ def test_a_function_of_groups_gets_each_in_one_call(make, file):
 def test_an_async_function_has_several_calls_in_flight(make, file):
     with closing(make(f"{file}:judge", 2, SLACK, "reward.concurrency=5")) as grader:
         results = grader.grade([("", "a" * i, {}) for i in range(20)], range(20))
-        assert [r.parts["length"] for r in results] == list(range(20)), "each answer goes to its own item"
-        assert max(r.parts["most"] for r in results) == 5 and len({r.parts["process"] for r in results}) == 2
+        assert [r.parts["length"] for r in results] == list(range(20)), (
+            "each answer goes to its own item"
+        )
+        assert (
+            max(r.parts["most"] for r in results) == 5
+            and len({r.parts["process"] for r in results}) == 2
+        )
     with closing(make(f"{file}:judge_group", 1, SLACK, "reward.concurrency=4")) as grader:
         assert grade(grader, "a", "b") == [1.0, 1.0]
     with pytest.raises(InputError, match="reward.concurrency=2 does nothing .* not async"):
@@ -526,29 +761,50 @@ def test_an_async_call_that_is_late_is_cancelled_and_one_that_blocks_is_found(ma
         assert (results[1].kind, results[1].trace) == ("timed out", "took more than 1.5 s")
         assert results[2].kind == "raised" and "TimeoutError: of its own" in results[2].trace
         again = grader.grade([("", "ccc", {})], [0])
-        assert results[0].parts["process"] == results[3].parts["process"] == again[0].parts["process"], "the worker lives on"
+        assert (
+            results[0].parts["process"] == results[3].parts["process"] == again[0].parts["process"]
+        ), "the worker lives on"
         texts = ["a", "block", "bb", "exit", "ccc", "dddd"]
         results = grader.grade([("", text, {}) for text in texts], range(6))
         assert [r.kind for r in results if isinstance(r, Failure)] == ["timed out", "died"]
-        assert [r.parts["length"] for r in results if isinstance(r, Reward)] == [1, 2, 3, 4], "those in flight are asked again"
-        assert results[1].trace == f"took more than {LIMIT + LATE:g} s" and results[3].trace == "ended with exit code 3"
+        assert [r.parts["length"] for r in results if isinstance(r, Reward)] == [1, 2, 3, 4], (
+            "those in flight are asked again"
+        )
+        assert (
+            results[1].trace == f"took more than {LIMIT + LATE:g} s"
+            and results[3].trace == "ended with exit code 3"
+        )
 
 
 def test_functions_of_verl_and_trl_are_called_as_these_do(make, file):
     with closing(make(f"{file}:compute_score", 1, SLACK)) as grader:
-        assert grader.check(VERL_ROW) == f"reward.function={file}:compute_score: it is called as verl does; ground_truth is " \
+        assert (
+            grader.check(VERL_ROW)
+            == f"reward.function={file}:compute_score: it is called as verl does; ground_truth is "
             "the row's reward_model.ground_truth, else ground_truth, else answer"
+        )
         right, wrong = grader.grade([("q", "5", VERL_ROW), ("q", "6", VERL_ROW)], [0, 0])
-        assert right == Reward(1.0, {"score": 1.0, "acc": 1.0}) and wrong == Reward(0.0, {"score": 0.0, "acc": 0.0})
-        with pytest.raises(InputError, match=r"file.py:compute_score: the row has no data_source, only answer"):
+        assert right == Reward(1.0, {"score": 1.0, "acc": 1.0}) and wrong == Reward(
+            0.0, {"score": 0.0, "acc": 0.0}
+        )
+        with pytest.raises(
+            InputError, match=r"file.py:compute_score: the row has no data_source, only answer"
+        ):
             grader.check({"answer": 5})
     with closing(make(f"{file}:accuracy", 1, SLACK)) as grader:
-        said = "as TRL does, with a group and the columns of its rows; log_extra stays at its default"
+        said = (
+            "as TRL does, with a group and the columns of its rows; log_extra stays at its default"
+        )
         assert grader.check(TRL_ROW).endswith(said)
-        assert [r.score for r in grader.grade([("q", "5", TRL_ROW), ("q", "6", TRL_ROW)], [0, 0])] == [1.0, 0.0]
+        assert [
+            r.score for r in grader.grade([("q", "5", TRL_ROW), ("q", "6", TRL_ROW)], [0, 0])
+        ] == [1.0, 0.0]
     with closing(make("exact_match", 1, SLACK)) as grader:
         assert grader.check({"answer": 5}) == "", "ours need no words"
-        with pytest.raises(InputError, match='reward.function=exact_match: the row has no "answer", only solution; rename'):
+        with pytest.raises(
+            InputError,
+            match='reward.function=exact_match: the row has no "answer", only solution; rename',
+        ):
             grader.check({"solution": 5})
 
 
@@ -562,7 +818,11 @@ def test_what_a_module_remembers_is_its_workers_and_lost_with_it(make, file):
 def test_a_worker_has_a_limit_of_memory_and_goes_first(make, file):
     with closing(make(f"{file}:allocate", 1, SLACK, "reward.memory_gib=0.5")) as grader:
         small, large, after = grade(grader, str(2**20), str(2**30), "1")
-        assert (small, after) == (2.0**20, 1.0) and large.kind == "raised" and "MemoryError" in large.trace
+        assert (
+            (small, after) == (2.0**20, 1.0)
+            and large.kind == "raised"
+            and "MemoryError" in large.trace
+        )
 
 
 def test_secrets_do_not_reach_a_worker_but_what_reward_env_names(make, file, monkeypatch):
@@ -571,9 +831,16 @@ def test_secrets_do_not_reach_a_worker_but_what_reward_env_names(make, file, mon
     monkeypatch.setenv("PYTHON_SECRET", "secret")
     for more, seen in (([], 0.0), (["reward.env=[JUDGE_KEY]"], 1.0)):
         with closing(make(f"{file}:environment", 1, SLACK, *more)) as grader:
-            assert grader.grade([("", "", {})], [0])[0].parts == {"secret": seen, "other": 0.0, "home": 1.0, "oom": 1000.0}
+            assert grader.grade([("", "", {})], [0])[0].parts == {
+                "secret": seen,
+                "other": 0.0,
+                "home": 1.0,
+                "oom": 1000.0,
+            }
     monkeypatch.delenv("JUDGE_KEY")
-    with pytest.raises(InputError, match="reward.env names JUDGE_KEY, which the environment does not have"):
+    with pytest.raises(
+        InputError, match="reward.env names JUDGE_KEY, which the environment does not have"
+    ):
         make(f"{file}:environment", 1, SLACK, "reward.env=[JUDGE_KEY]")
 
 
@@ -586,16 +853,23 @@ def test_what_is_written_into_the_pipe_of_the_answers_is_none(make, file):
 def test_grading_ends_when_too_many_have_failed(make, behave):
     with closing(make(behave, 1, 600)) as grader:
         responses = ["1", "raise", "2", "raise", "raise"] + ["time.sleep(600)"] * 40
-        results = grader.grade([("", response, {"zero": 0}) for response in responses], range(45), max_failures=2)
-        assert [r.kind for r in results if isinstance(r, Failure)] == ["raised"] * 3 and results[5:] == [None] * 40
+        results = grader.grade(
+            [("", response, {"zero": 0}) for response in responses], range(45), max_failures=2
+        )
+        assert [r.kind for r in results if isinstance(r, Failure)] == ["raised"] * 3 and results[
+            5:
+        ] == [None] * 40
 
 
-@pytest.mark.parametrize("setting, message", [
-    ("reward.weights.a=much", "reward.weights.a=much must be a number"),
-    ("reward.weights.a=yes", "reward.weights.a=True must be a number"),
-    ("reward.kwargs.a=5", "reward.kwargs.a=5 must be a column of the rows"),
-    ("reward.kwargs.a=b", "exact_match: it has no parameter a"),
-])
+@pytest.mark.parametrize(
+    "setting, message",
+    [
+        ("reward.weights.a=much", "reward.weights.a=much must be a number"),
+        ("reward.weights.a=yes", "reward.weights.a=True must be a number"),
+        ("reward.kwargs.a=5", "reward.kwargs.a=5 must be a column of the rows"),
+        ("reward.kwargs.a=b", "exact_match: it has no parameter a"),
+    ],
+)
 def test_keys_of_ones_own_are_checked(make, setting, message):
     with pytest.raises(InputError) as raised:
         make("exact_match", 1, SLACK, setting)
@@ -603,8 +877,12 @@ def test_keys_of_ones_own_are_checked(make, setting, message):
 
 
 def test_a_class_is_refused_and_its_objects_are_called(make, tmp_path):
-    (tmp_path / "judge.py").write_text("class Judge:\n    def __call__(self, response): return 0.5\njudge = Judge()\n")
-    with pytest.raises(InputError, match="judge.py:Judge is a class: name a function, or an object of the class"):
+    (tmp_path / "judge.py").write_text(
+        "class Judge:\n    def __call__(self, response): return 0.5\njudge = Judge()\n"
+    )
+    with pytest.raises(
+        InputError, match="judge.py:Judge is a class: name a function, or an object of the class"
+    ):
         make(f"{tmp_path}/judge.py:Judge", 1, SLACK)
     with closing(make(f"{tmp_path}/judge.py:judge", 1, SLACK)) as grader:
         assert grade(grader, "5") == [0.5]
@@ -614,8 +892,14 @@ def test_a_function_that_raises(shared, behave):
     result, leaving = grade(shared, "raise", "leave", zero=0)
     assert (result.kind, result.row, result.response) == ("raised", {"zero": 0}, "raise")
     line = BEHAVE.split("\n").index('        return 1 / row["zero"]') + 1
-    assert f'behave.py", line {line}, in behave' in result.trace and "ZeroDivisionError" in result.trace
-    assert result.said == f"raised: ZeroDivisionError: division by zero ({behave.removesuffix(':behave')}:{line})"
+    assert (
+        f'behave.py", line {line}, in behave' in result.trace
+        and "ZeroDivisionError" in result.trace
+    )
+    assert (
+        result.said
+        == f"raised: ZeroDivisionError: division by zero ({behave.removesuffix(':behave')}:{line})"
+    )
     assert leaving.kind == "raised" and "SystemExit: 3" in leaving.trace
 
 
@@ -626,7 +910,9 @@ def test_functions_that_hang_are_killed(make, behave, tmp_path):
         results = grade(grader, "1", "hang", "2", "stubborn", "3", "parent", "4", pid=str(pid))
         assert LIMIT <= time.monotonic() - start
         assert results[::2] == [1.0, 2.0, 3.0, 4.0]
-        assert [(r.kind, r.trace) for r in results[1::2]] == [("timed out", "took more than 1.5 s")] * 3
+        assert [(r.kind, r.trace) for r in results[1::2]] == [
+            ("timed out", "took more than 1.5 s")
+        ] * 3
         wait_until(lambda: gone(int(pid.read_text())))
         assert grade(grader, "5", "6", "7") == [5.0, 6.0, 7.0]
 
@@ -636,10 +922,12 @@ def test_functions_that_end_their_process(make, shared, behave, tmp_path):
     results = grade(shared, "1", "exit", "2", "crash", "3", "killed", "4")
     assert results[::2] == [1.0, 2.0, 3.0, 4.0]
     assert [(r.kind, r.trace) for r in results[1::2]] == [
-        ("died", "ended with exit code 3"), ("died", "ended by signal SIGSEGV"),
-        ("died", "ended by signal SIGKILL (out of memory?)")]
+        ("died", "ended with exit code 3"),
+        ("died", "ended by signal SIGSEGV"),
+        ("died", "ended by signal SIGKILL (out of memory?)"),
+    ]
     with closing(make(behave, 1, SLACK)) as grader:
-        forked, = grade(grader, "fork", pid=str(pid))
+        (forked,) = grade(grader, "fork", pid=str(pid))
         assert forked.trace == "ended with exit code 3", "its time was not up"
     wait_until(lambda: gone(int(pid.read_text())))
 
@@ -649,10 +937,12 @@ def test_what_a_function_prints_and_reads_is_not_the_protocol(make, tmp_path, ca
     with closing(make(f"{tmp_path}/talks.py:behave", 1, SLACK)) as grader:
         output = Path(grader.settings["output"])
         assert not output.exists(), "a dry run leaves nothing"
-        assert grade(grader, "print", "2", "print", "crash") [:3] == [1.0, 2.0, 1.0]
+        assert grade(grader, "print", "2", "print", "crash")[:3] == [1.0, 2.0, 1.0]
         assert output.parts[-2:] == ("reward_output", "rank_0.txt")
         text = output.read_text()
-    assert text.startswith("hello from the import\n") and all(text.count(f'{{"reward": {n}}}') == 2 for n in (5, 6, 7))
+    assert text.startswith("hello from the import\n") and all(
+        text.count(f'{{"reward": {n}}}') == 2 for n in (5, 6, 7)
+    )
     assert "Segmentation fault" in text
     out, err = capfd.readouterr()
     assert out == err == ""
@@ -667,9 +957,13 @@ def test_workers_start_when_needed_and_live_on(make, behave):
     me = psutil.Process()
     before = set(me.children())
     with closing(make(behave, 3, SLACK)) as grader:
-        first, = grade(grader, "pid")
+        (first,) = grade(grader, "pid")
         assert [p.pid for p in set(me.children()) - before] == [first]
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):      # as slurm sends them to every process
+        for number in (
+            signal.SIGTERM,
+            signal.SIGUSR1,
+            signal.SIGINT,
+        ):  # as slurm sends them to every process
             os.kill(int(first), number)
         pids, items = set(), ["time.sleep(0.5) or os.getpid()"] * 3
         thread = threading.Thread(target=lambda: pids.update(grade(grader, *items)))
@@ -686,7 +980,7 @@ def test_workers_die_with_a_killed_parent(behave, tmp_path):
     code = f"""if True:
         from config import load
         from rollout.grading.grader import Grader
-        items = [("", response, {{"pid": {str(tmp_path / 'pid')!r}}}) for response in ("hang", "parent", "1", "1")]
+        items = [("", response, {{"pid": {str(tmp_path / "pid")!r}}}) for response in ("hang", "parent", "1", "1")]
         config = load("ppo.yaml", ["model.path=unused", "data.train_files=unused", "output_dir={tmp_path}",
                                    "reward.function={behave}", "reward.num_workers=3", "reward.timeout=600"])
         Grader(config).grade(items, range(4))"""
@@ -708,7 +1002,9 @@ def test_workers_die_with_a_killed_parent(behave, tmp_path):
 def test_the_working_directory_is_the_users_and_shadows_nothing(tmp_path):
     for name in ("rollout.grading", "rewards", "config", "json"):
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('shadowed')\n")
-    (tmp_path / "mine.py").write_text("def f(prompt, response, row):\n    return len(open('note.txt').read())\n")
+    (tmp_path / "mine.py").write_text(
+        "def f(prompt, response, row):\n    return len(open('note.txt').read())\n"
+    )
     (tmp_path / "note.txt").write_text("12345")
     code = f"""if True:
         import sys
@@ -731,28 +1027,43 @@ def test_a_function_that_cannot_be_imported_is_an_error_at_once(make, broken, fu
 
 def test_an_import_may_be_slow_but_not_hang_or_die(make, tmp_path):
     text = "import os, time\n{}\ndef f(prompt, response, row):\n    return 1\n"
-    for name, line in {"slow": f"time.sleep({2 * LIMIT})", "hangs": "time.sleep(600)", "dies": "os._exit(4)",
-                       "leaves": "os._exit(0)"}.items():
+    for name, line in {
+        "slow": f"time.sleep({2 * LIMIT})",
+        "hangs": "time.sleep(600)",
+        "dies": "os._exit(4)",
+        "leaves": "os._exit(0)",
+    }.items():
         (tmp_path / f"{name}.py").write_text(text.format(line))
     with closing(make(f"{tmp_path}/slow.py:f", 1, LIMIT)) as grader:
         assert grade(grader, "x") == [1.0]
     with pytest.raises(InputError, match="while it was imported, its process took more than 1 s"):
         make(f"{tmp_path}/hangs.py:f", 1, LIMIT, startup_timeout=1)
     for name, code in {"dies": 4, "leaves": 0}.items():
-        with pytest.raises(InputError, match=f"while it was imported, its process ended with exit code {code}"):
+        with pytest.raises(
+            InputError, match=f"while it was imported, its process ended with exit code {code}"
+        ):
             make(f"{tmp_path}/{name}.py:f", 1, LIMIT)
 
 
 def test_math_that_never_ends_is_one_failure(make):
-    with closing(make("math", 1, 10)) as grader:         # a slow machine's first answer takes seconds
+    with closing(make("math", 1, 10)) as grader:  # a slow machine's first answer takes seconds
         row = {"answer": r"\frac{1}{2}"}
         results = grade(grader, r"\boxed{0.5}", r"\boxed{9^{9^{9^{9}}}}", r"\boxed{0.25}", **row)
         assert [results[0], results[2]] == [1.0, 0.0]
         assert (results[1].kind, results[1].row) == ("timed out", row)
 
 
-@pytest.mark.parametrize("num_failures, rate, stops", [
-    (0, 0.0, False), (1, 0.0, True), (1, 0.25, False), (2, 0.25, True), (4, 1.0, False), (4, 0.99, True)])
+@pytest.mark.parametrize(
+    "num_failures, rate, stops",
+    [
+        (0, 0.0, False),
+        (1, 0.0, True),
+        (1, 0.25, False),
+        (2, 0.25, True),
+        (4, 1.0, False),
+        (4, 0.99, True),
+    ],
+)
 def test_the_share_of_failures_has_a_limit(num_failures, rate, stops):
     trace = 'Traceback\n  File "a.py", line 3, in f\n    1/0\nZero\n  division {}\n'
     failures = [Failure("raised", trace.format(i), {}, "1/0") for i in range(num_failures)]
@@ -763,7 +1074,8 @@ def test_the_share_of_failures_has_a_limit(num_failures, rate, stops):
     assert str(raised.value) == (
         f"{num_failures} of 4 samples ({num_failures / 4:.1%}) could not be graded, more than reward.max_failure_rate="
         f"{rate}; the first: raised: Zero division 0 (a.py:3), for the response '1/0' (all: failures.jsonl; what the "
-        "function printed: reward_output/)")
+        "function printed: reward_output/)"
+    )
 
 
 def test_no_samples_are_no_failures():

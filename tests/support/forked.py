@@ -42,14 +42,17 @@ def serve(*modules: str) -> None:
         if name != "__main__" and is_own(vars(module)):
             del sys.modules[name]
     assert len(os.listdir("/proc/self/task")) == 1, "a fork would lack the other threads"
-    sys.path[:] = ["", *(path for path in sys.path if path not in ("", ROOT))]       # first comes the folder of a script
-    atexit._clear()                                     # some of it is for the interpreter's own end, and speaks of leaks
+    sys.path[:] = [
+        "",
+        *(path for path in sys.path if path not in ("", ROOT)),
+    ]  # first comes the folder of a script
+    atexit._clear()  # some of it is for the interpreter's own end, and speaks of leaks
     for work in (multiprocessing.util._exit_function, weakref.finalize._exitfunc, logging.shutdown):
         atexit.register(work)
     os.register_at_fork(after_in_child=np.random.seed)
     gc.freeze()
     sys.stdout.flush()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)       # nobody waits for those who watch
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who watch
     for line in sys.stdin:
         if os.fork() == 0:
             try:
@@ -76,7 +79,7 @@ def watch(folder: Path, added: dict[str, str]) -> None:
         become(folder, request["command"], request["cwd"], {**added, **request["env"]})
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     with suppress(ChildProcessError):
-        while True:                                     # for what is left behind, as a reader of a pipe would
+        while True:  # for what is left behind, as a reader of a pipe would
             os.wait()
     write(folder / "code", code)
 
@@ -122,10 +125,20 @@ def run(command: list[str]) -> None:
     first, *others = command
     if command[:2] == ["-m", "torch.distributed.run"]:
         from torch.distributed.run import get_args_parser, main
+
         given = get_args_parser().parse_args(others[1:])
-        options = others[1:len(others) - len(given.training_script_args) - 1]
-        main([*options, "--run-path", "--start-method=fork", os.path.abspath(__file__), "rank", given.training_script,
-              *given.training_script_args])
+        options = others[1 : len(others) - len(given.training_script_args) - 1]
+        main(
+            [
+                *options,
+                "--run-path",
+                "--start-method=fork",
+                os.path.abspath(__file__),
+                "rank",
+                given.training_script,
+                *given.training_script_args,
+            ]
+        )
     elif first == "-m":
         sys.path[0], sys.argv = os.getcwd(), others
         runpy.run_module(others[0], run_name="__main__", alter_sys=True)
