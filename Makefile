@@ -71,9 +71,8 @@ test: $(filter .venv,$(VENV))         ## all tests; none found is a failure too
 soak: $(filter .venv,$(VENV))         ## runs that are killed at random moments, compared with runs left alone: 20 minutes
 	$(VENV)/bin/python -m tests.soak
 
-lint: $(filter .venv,$(VENV))         ## ruff, and the budgets of lines (tests/sizes.py)
-	$(VENV)/bin/ruff check .
-	@$(VENV)/bin/python -m tests.sizes
+lint: $(filter .venv,$(VENV))         ## how the code reads: ruff's rules and format, and tests/lint.py
+	$(VENV)/bin/python -m tests.lint
 
 clean:              ## remove the demo's run and what Python and pytest left behind; .venv and other runs stay
 	rm -rf runs/demo .pytest_cache .hypothesis

@@ -7,7 +7,13 @@ import subprocess
 import pytest
 from omegaconf import OmegaConf
 
-from tests.sizes import PRODUCT, ROOT, SCRIPTS
+from tests.support.launch import ROOT
+
+PRODUCT_ROOMS = ("algorithms", "common", "data", "engines", "job", "profiling", "rl", "rollout")
+SCRIPTS = sorted(ROOT.glob("train_*.py"))
+PRODUCT = sorted(
+    [*ROOT.glob("*.py"), *(p for room in PRODUCT_ROOMS for p in (ROOT / room).rglob("*.py"))]
+)
 
 CONFIGS = sorted(p for p in (ROOT / "configs").rglob("*.yaml") if p.name != "names.yaml")
 
