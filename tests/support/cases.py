@@ -1,7 +1,8 @@
 """Worker cases that run only if a selected test needs them.
 
-Starting torchrun and importing an engine takes longer than most cases, so all cases for one number of ranks share a
-launch. A test names the cases whose results it judges, and `pytest -k` then launches those alone:
+Starting torchrun and importing an engine takes longer than most cases, so all cases for one
+number of ranks share a launch. A test names the cases whose results it judges, and `pytest -k` then
+launches those alone:
 
     @needs((2, "offload"), (2, "dp2"))
     def test_offload(results): ...
@@ -44,7 +45,7 @@ def case_params(
 def selected_cases(request: pytest.FixtureRequest) -> dict[int, list[str]]:
     """Return the cases that the selected tests need, by number of ranks, in the order of the tests.
 
-    Only tests that use the requesting fixture count, so that two workers may have cases of the same name.
+    Only tests that use the requesting fixture count: two workers may have cases of the same name.
     """
     selected: dict[int, list[str]] = {}
     for item in request.session.items:
