@@ -11,7 +11,7 @@ REQUIREMENTS := $(shell if nvidia-smi >/dev/null 2>&1; then echo requirements.tx
 endif
 PIP := .venv/bin/python -m pip install --disable-pip-version-check -qq
 
-.PHONY: help .venv demo-assets demo demo-images test soak lint clean
+.PHONY: help .venv demo-assets demo demo-images test quick soak lint clean
 .DEFAULT_GOAL := help
 
 help:               ## this list
@@ -65,8 +65,11 @@ demo-images: $(filter .venv,$(VENV))  ## the same with images: a model learns to
 	@echo "After reinforcement learning:"
 	@$(VENV)/bin/python examples/colours.py ask runs/demo/vlm/hf
 
-test: $(filter .venv,$(VENV))         ## all tests; none found is a failure too
-	$(VENV)/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests
+test: $(filter .venv,$(VENV))         ## all tests, and the ten slowest; none found is a failure too
+	$(VENV)/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations 10 tests
+
+quick: $(filter .venv,$(VENV))        ## the tests that start no torchrun: under 90 seconds
+	$(VENV)/bin/python -m pytest -q -n 2 --dist loadfile -m "not slow" --durations 10 tests
 
 soak: $(filter .venv,$(VENV))         ## runs that are killed at random moments, compared with runs left alone: 20 minutes
 	$(VENV)/bin/python -m tests.soak

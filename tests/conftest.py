@@ -1,15 +1,32 @@
-class Failures:
-    """Shows a failure when it happens: pytest does so at its end, which a run that is stopped does not reach."""
+"""Show failures at once, and keep `make quick` free of torchrun."""
 
-    def __init__(self, config):
+import pytest
+
+from tests.support.launch import QuickGuard
+
+
+class ShowFailures:
+    """Prints a failure when it happens.
+
+    Pytest prints failures at its end, which a run that is stopped by a time limit never reaches.
+    """
+
+    def __init__(self, config: pytest.Config):
         self.config = config
 
-    def pytest_runtest_logreport(self, report):
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
             reporter = self.config.pluginmanager.get_plugin("terminalreporter")
             reporter.write_line(f"\n{report.nodeid} ({report.when})\n{report.longreprtext}")
 
 
-def pytest_configure(config):
-    if not hasattr(config, "workerinput"):
-        config.pluginmanager.register(Failures(config))
+def pytest_configure(config: pytest.Config) -> None:
+    is_worker = hasattr(config, "workerinput")
+    if not is_worker:
+        config.pluginmanager.register(ShowFailures(config))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    is_quick_run = "not slow" in item.config.option.markexpr
+    QuickGuard.item = item if is_quick_run else None

@@ -2,15 +2,18 @@
 
     python -m tests.lint [FILE ...]
 
-Ruff's rules are in pyproject.toml. The rules below come from the same standard (CONTRIBUTING.md, "Style"):
+Ruff's rules are in pyproject.toml. The rules below come from the same standard, which
+CONTRIBUTING.md describes:
 
-    function-length     a function has at most 60 lines
-    file-length         a file has at most 500 lines
-    packed-assignment   no `a, b = x, y`, except to swap names
-    nested-comprehension, nested-conditional    name the inner result instead
-    expression-statement    no `x and f()`, `x or f()`, `f() if x else g()` as a statement
+    function-length         a function has at most 60 lines
+    file-length             a file has at most 500 lines
+    packed-assignment       no `a, b = x, y`, except to swap names
+    nested-comprehension    name the result of the inner comprehension
+    nested-conditional      name the inner result, or write an if statement
+    expression-statement    no `x and f()`, `x or f()` or `f() if x else g()` as a statement
 
-Tests and benchmarks may be long; every other rule holds for them too. Exits with code 1 and one line per violation.
+Tests and benchmarks may be long; every other rule holds for them too. Exits with code 1 and
+prints one line per violation.
 """
 
 import ast

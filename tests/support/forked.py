@@ -1,13 +1,16 @@
-"""A Python that has imported torch, transformers and vLLM, and that forks for every command: importing them takes longer than most
-runs of the tests.
+"""An interpreter that has imported torch, transformers and vLLM, and forks for every command.
 
-    python -m tests.support.forked serve MODULE ...     of each line on standard input, a folder, runs the command in its request.json
-    python tests/support/forked.py rank SCRIPT ...      what torchrun's ranks run, forks as well
+    python -m tests.support.forked serve MODULE ...    reads folders from standard input
+    python tests/support/forked.py rank SCRIPT ...     a rank that torchrun starts
 
-The repository's own modules are imported anew. What differs from a Python of its own: strings have the same hashes in all ranks and
-runs, other packages' submodules may have been imported by others, and the interpreter is not taken down at the end.
-A command's standard output and error and its exit code are files in its folder. The code comes last, when all that the command has
-started has ended, too.
+Importing these packages takes longer than most test runs. The server imports them once. For every
+folder named on standard input it forks and runs the command in the folder's `request.json`. The
+command's output goes to `stdout` and `stderr` in the folder; its exit code goes to `code`, last,
+after every process that it started has ended.
+
+The repository's own modules are imported again by each command. Three things differ from a fresh
+interpreter: strings hash alike in all ranks and runs, more submodules of other packages may be
+imported, and the interpreter is not torn down at the end.
 """
 
 import atexit
@@ -24,93 +27,117 @@ import signal
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
 ROOT = str(Path(__file__).resolve().parents[2])
-PR_SET_CHILD_SUBREAPER = 36
+PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
 def serve(*modules: str) -> None:
-    before = {**os.environ}
+    """Import these modules, then fork for every folder named on standard input."""
+    environment_before = dict(os.environ)
     for name in modules:
         importlib.import_module(name)
-    added = {name: value for name, value in os.environ.items() if before.get(name) != value}
-    for name, module in list(sys.modules.items()):
-        if name != "__main__" and is_own(vars(module)):
-            del sys.modules[name]
+    # Some packages set variables of the environment when they are imported.
+    set_by_imports = {
+        name: value for name, value in os.environ.items() if environment_before.get(name) != value
+    }
+    forget_own_modules()
     assert len(os.listdir("/proc/self/task")) == 1, "a fork would lack the other threads"
-    sys.path[:] = [
-        "",
-        *(path for path in sys.path if path not in ("", ROOT)),
-    ]  # first comes the folder of a script
-    atexit._clear()  # some of it is for the interpreter's own end, and speaks of leaks
-    for work in (multiprocessing.util._exit_function, weakref.finalize._exitfunc, logging.shutdown):
-        atexit.register(work)
+    other_paths = [path for path in sys.path if path not in ("", ROOT)]
+    sys.path[:] = ["", *other_paths]  # run() replaces the first entry by the script's folder
+    replace_exit_functions()
     os.register_at_fork(after_in_child=np.random.seed)
     gc.freeze()
     sys.stdout.flush()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who watch
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the watchers
     for line in sys.stdin:
         if os.fork() == 0:
             try:
-                watch(Path(line.rstrip("\n")), added)
+                watch(Path(line.rstrip("\n")), set_by_imports)
             finally:
                 os._exit(0)
     os._exit(0)
 
 
-def is_own(module: dict) -> bool:
-    """Whether these are the names of a module of the repository; a package of folders has a path alone."""
-    where = module.get("__file__") or next(iter(module.get("__path__", ())), "")
-    return where.startswith(ROOT + os.sep) and not where.startswith(sys.prefix + os.sep)
+def forget_own_modules() -> None:
+    """Remove the repository's modules from sys.modules, so that every command imports them."""
+    for name, module in list(sys.modules.items()):
+        if name != "__main__" and is_own(module):
+            del sys.modules[name]
 
 
-def watch(folder: Path, added: dict[str, str]) -> None:
-    """Fork for the command; write down how it ended."""
+def is_own(module) -> bool:
+    """Return whether a module belongs to this repository and not to a package in its .venv."""
+    paths = list(getattr(module, "__path__", ()))
+    location = getattr(module, "__file__", None) or next(iter(paths), "")
+    in_repository = location.startswith(ROOT + os.sep)
+    in_environment = location.startswith(sys.prefix + os.sep)
+    return in_repository and not in_environment
+
+
+def replace_exit_functions() -> None:
+    """Keep only the exit functions a forked command needs.
+
+    The others belong to the end of the server's interpreter and would report leaks.
+    """
+    atexit._clear()
+    atexit.register(multiprocessing.util._exit_function)
+    atexit.register(weakref.finalize._exitfunc)
+    atexit.register(logging.shutdown)
+
+
+def watch(folder: Path, set_by_imports: dict[str, str]) -> None:
+    """Fork for the command in `folder` and write down its exit code."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-    write(folder / "watcher", os.getpid())
+    write_number(folder / "watcher", os.getpid())
     pid = os.fork()
     if pid == 0:
         request = json.loads((folder / "request.json").read_text())
-        become(folder, request["command"], request["cwd"], {**added, **request["env"]})
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        environment = {**set_by_imports, **request["env"]}
+        run_request(folder, request["command"], request["cwd"], environment)
+    _, status = os.waitpid(pid, 0)
     with suppress(ChildProcessError):
-        while True:  # for what is left behind, as a reader of a pipe would
+        while True:  # wait for orphans too, as a reader of the command's pipe would
             os.wait()
-    write(folder / "code", code)
+    write_number(folder / "code", os.waitstatus_to_exitcode(status))
 
 
-def write(file: Path, number: int) -> None:
-    file.with_suffix(".tmp").write_text(str(number))
-    file.with_suffix(".tmp").rename(file)
+def write_number(file: Path, number: int) -> None:
+    """Write a file that is never seen half written."""
+    unfinished = file.with_suffix(".tmp")
+    unfinished.write_text(str(number))
+    unfinished.rename(file)
 
 
-def become(folder: Path, command: list[str], cwd: str, env: dict[str, str]) -> None:
-    """What `python *command` would be. Does not return."""
+def run_request(folder: Path, command: list[str], cwd: str, env: dict[str, str]) -> None:
+    """Turn this process into `python *command`, and exit."""
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
-    sys.path[1:1] = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
+    python_path = env.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[1:1] = filter(None, python_path)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.stdin = open(0)
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        os.dup2(os.open(folder / name, os.O_WRONLY | os.O_APPEND), number)
-    os._exit(ended(run, command))
+    os.dup2(os.open(folder / "stdout", os.O_WRONLY | os.O_APPEND), 1)
+    os.dup2(os.open(folder / "stderr", os.O_WRONLY | os.O_APPEND), 2)
+    os._exit(exit_code_of(run, command))
 
 
-def ended(work, *arguments) -> int:
-    """The exit code of work(*arguments), behind the end of its threads and what was registered for the end."""
+def exit_code_of(work: Callable, *arguments) -> int:
+    """Call `work` and everything that an interpreter does at its end; return the exit code."""
     code = 0
     try:
         work(*arguments)
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        if isinstance(end.code, str):
-            print(end.code, file=sys.stderr)
+    except SystemExit as exit:
+        code = exit.code if isinstance(exit.code, int) else int(exit.code is not None)
+        if isinstance(exit.code, str):
+            print(exit.code, file=sys.stderr)
     except BaseException:
         sys.excepthook(*sys.exc_info())
         code = 1
@@ -122,39 +149,43 @@ def ended(work, *arguments) -> int:
 
 
 def run(command: list[str]) -> None:
-    first, *others = command
+    """Run `python *command` in this interpreter."""
     if command[:2] == ["-m", "torch.distributed.run"]:
-        from torch.distributed.run import get_args_parser, main
-
-        given = get_args_parser().parse_args(others[1:])
-        options = others[1 : len(others) - len(given.training_script_args) - 1]
-        main(
-            [
-                *options,
-                "--run-path",
-                "--start-method=fork",
-                os.path.abspath(__file__),
-                "rank",
-                given.training_script,
-                *given.training_script_args,
-            ]
-        )
-    elif first == "-m":
-        sys.path[0], sys.argv = os.getcwd(), others
-        runpy.run_module(others[0], run_name="__main__", alter_sys=True)
+        run_torchrun(command[2:])
+    elif command[0] == "-m":
+        sys.path[0] = os.getcwd()
+        sys.argv = command[1:]
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
     else:
-        sys.path[0], sys.argv = os.path.dirname(os.path.abspath(first)), command
-        runpy.run_path(first, run_name="__main__")
+        sys.path[0] = os.path.dirname(os.path.abspath(command[0]))
+        sys.argv = command
+        runpy.run_path(command[0], run_name="__main__")
+
+
+def run_torchrun(arguments: list[str]) -> None:
+    """Run torchrun so that its ranks are forks of this interpreter too."""
+    from torch.distributed.run import get_args_parser, main
+
+    parsed = get_args_parser().parse_args(arguments)
+    num_script_words = len(parsed.training_script_args) + 1
+    options = arguments[: len(arguments) - num_script_words]
+    this_file = os.path.abspath(__file__)
+    script = [parsed.training_script, *parsed.training_script_args]
+    main([*options, "--run-path", "--start-method=fork", this_file, "rank", *script])
 
 
 def rank(command: list[str]) -> None:
-    """What torchrun has done to its own process is undone; its ranks write without a buffer."""
+    """Run a script as one of torchrun's ranks.
+
+    Undoes what torchrun has changed in its own process, and writes without a buffer.
+    """
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     faulthandler.disable()
     sys.stdout.reconfigure(write_through=True)
-    if code := ended(run, command):
+    code = exit_code_of(run, command)
+    if code != 0:
         sys.exit(code)
 
 

@@ -1,7 +1,8 @@
-"""Start scripts on one rank or several, end them, and read what they leave.
+"""Start scripts on one rank or several, end them, and read the files they leave.
 
-start() starts them as their users do. run() and launch() wait for their end, and unless told that it is to be a fresh Python, fork
-them off one that has imported torch (tests/support/forked.py), if they are scripts or modules of this repository.
+`start()` starts a command as a user would. `run()` and `launch()` wait for it to end; unless told
+to use a fresh interpreter, they fork it off one that has already imported torch
+(tests/support/forked.py), which saves 10 to 20 seconds per command.
 """
 
 import json
@@ -14,36 +15,22 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
 import psutil
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-# Seconds: for a run that takes one or two minutes, and for all cases of an engine, which take ten.
-LIMIT, LONG_LIMIT = 900, 2400
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+# Seconds. Most runs take one or two minutes; all cases of an engine together take ten.
+LIMIT = 900
+LONG_LIMIT = 2400
+# After SIGTERM torchrun has this many seconds to end its ranks.
+SECONDS_TO_END = 40
 
-
-def launch_each(launches: dict, run: Callable) -> Callable:
-    """name -> run(name) of every launch: those of one rank two at a time, then the others by themselves, since two ranks fill two
-    cores. The values of `launches` have a number of ranks."""
-    runs, lone = {}, [name for name in launches if launches[name].ranks == 1]
-    for at_once, names in ((2, lone), (1, [name for name in launches if name not in lone])):
-        with ThreadPoolExecutor(at_once) as pool:
-            runs |= {name: pool.submit(run, name) for name in names}
-    return lambda name: runs[name].result()
-
-
-def environment(**more):
-    return {
-        **{k: v for k, v in os.environ.items() if not k.startswith("SLURM")},
-        "OMP_NUM_THREADS": "1",
-        **more,
-    }
-
-
-# What is imported before forks: for every command, and for those that generate.
+# Modules that are imported before forking: for every command, and for those that generate.
 TRAINING = (
     "torch.distributed.run",
     "job.setup",
@@ -63,15 +50,56 @@ ROLLOUT = (
     "vllm.model_executor.models.qwen2",
     "compressed_tensors.compressors",
 )
-GENERATING = re.compile(
+GENERATES = re.compile(
     r"train_ppo|/(rollout|rollout_images|scheduler|speculation|adapters)_worker|"
     r"/(generation_profile|speculative_h200|weight_sync_h200)"
 )
-SERVERS = threading.Lock()
+# Two threads that both find no server would start two.
+SERVER_LOCK = threading.Lock()
+
+
+class QuickGuard:
+    """Fails a test that starts torchrun although `make quick` selected it.
+
+    tests/conftest.py sets `item`, the running test, when pytest deselects slow tests.
+    """
+
+    item: pytest.Item | None = None
+
+    @classmethod
+    def check(cls, command: list[str]) -> None:
+        starts_torchrun = "torch.distributed.run" in command
+        if starts_torchrun and cls.item is not None:
+            pytest.fail(f"{cls.item.nodeid} starts torchrun: mark it with @pytest.mark.slow")
+
+
+def launch_each(launches: dict, run: Callable) -> Callable:
+    """Call `run(name)` for every launch and return a function that maps a name to its result.
+
+    Launches of one rank run two at a time; the others run alone, since two ranks fill two cores.
+
+    Args:
+        launches: name -> an object with the attribute `ranks`.
+    """
+    single = [name for name in launches if launches[name].ranks == 1]
+    several = [name for name in launches if launches[name].ranks > 1]
+    runs: dict[str, Future] = {}
+    for num_threads, names in ((2, single), (1, several)):
+        with ThreadPoolExecutor(num_threads) as pool:
+            for name in names:
+                runs[name] = pool.submit(run, name)
+    return lambda name: runs[name].result()
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """Return this process's environment for a run: one thread per rank, and no Slurm job."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+    return {**inherited, "OMP_NUM_THREADS": "1", **variables}
 
 
 @cache
 def fork_server(modules: tuple[str, ...]) -> subprocess.Popen:
+    """Return an interpreter that has imported these modules and forks for every request."""
     return subprocess.Popen(
         [sys.executable, "-m", "tests.support.forked", "serve", *modules],
         cwd=ROOT,
@@ -83,76 +111,95 @@ def fork_server(modules: tuple[str, ...]) -> subprocess.Popen:
 
 
 def script_of(command: list[str], cwd: Path, env: dict[str, str]) -> str | None:
-    """The script or module of this repository that a command of this Python's runs, if it is one."""
+    """Return the script or module of this repository that a Python command runs, or None."""
     if command[0] != sys.executable or command[1] == "-c":
         return None
     if command[1] == "-m" and command[2] != "torch.distributed.run":
-        found = str(ROOT) in (str(cwd), *env.get("PYTHONPATH", "").split(os.pathsep))
+        search_path = [str(cwd), *env.get("PYTHONPATH", "").split(os.pathsep)]
         module = ROOT / command[2].replace(".", "/")
         exists = module.with_suffix(".py").exists() or (module / "__main__.py").exists()
-        return command[2] if found and exists else None
+        return command[2] if exists and str(ROOT) in search_path else None
     script = next((word for word in command[1:] if word.endswith(".py")), None)
-    return script if script and (cwd / script).resolve().is_relative_to(ROOT) else None
+    if script is None or not (cwd / script).resolve().is_relative_to(ROOT):
+        return None
+    return script
 
 
-def end_of(
+def run_to_end(
     command: list, cwd: Path, env: dict[str, str], timeout: float, fresh: bool
 ) -> subprocess.CompletedProcess:
-    """Run a command to its end. If that takes more than timeout [s], it is stopped and has no exit code."""
-    command = [*map(str, command)]
+    """Run a command to its end, forked where that is possible.
+
+    After `timeout` seconds the command is stopped; its return code is then None.
+    """
+    command = [str(word) for word in command]
+    QuickGuard.check(command)
     script = None if fresh else script_of(command, cwd, env)
-    if script:
-        return end_of_fork(
-            command, ROLLOUT if GENERATING.search(script) else TRAINING, cwd, env, timeout
-        )
+    if script is not None:
+        modules = ROLLOUT if GENERATES.search(script) else TRAINING
+        return fork_to_end(command, modules, cwd, env, timeout)
     process = subprocess.Popen(
         command, cwd=cwd, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        process.terminate()  # not kill: torchrun takes its ranks along only when asked to end
+        process.terminate()  # SIGKILL would leave torchrun's ranks behind
         out, err = process.communicate()
         return subprocess.CompletedProcess(command, None, out, f"{err}\nstopped after {timeout} s")
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
-def end_of_fork(
+def fork_to_end(
     command: list[str], modules: tuple[str, ...], cwd: Path, env: dict[str, str], timeout: float
 ) -> subprocess.CompletedProcess:
-    """The same of a fork of a Python that has imported these modules."""
+    """Run a command to its end in a fork of an interpreter that has imported `modules`."""
+    deadline = time.monotonic() + timeout
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
-        folder, deadline, late = Path(name), time.monotonic() + timeout, ""
-        code, said = folder / "code", [folder / "stdout", folder / "stderr"]
-        for file in said:
-            file.touch()
-        (folder / "request.json").write_text(
-            json.dumps({"command": command[1:], "cwd": str(cwd), "env": env})
-        )
-        with SERVERS:  # of which two threads would start two
-            server = fork_server(modules)
-            server.stdin.write(f"{folder}\n")
-            server.stdin.flush()
+        folder = Path(name)
+        code_file = folder / "code"
+        (folder / "stdout").touch()
+        (folder / "stderr").touch()
+        request = {"command": command[1:], "cwd": str(cwd), "env": env}
+        (folder / "request.json").write_text(json.dumps(request))
+        server = send_request(modules, folder)
         try:
-            while not code.exists() and time.monotonic() < deadline:
-                assert server.poll() is None, (
-                    f"no Python to fork from: exit code {server.returncode}"
-                )
+            while not code_file.exists() and time.monotonic() < deadline:
+                assert server.poll() is None, f"the fork server ended with code {server.returncode}"
                 time.sleep(0.02)
         finally:
-            if not code.exists() and (folder / "watcher").exists():
-                late = f"\nstopped after {timeout} s"
-                family = psutil.Process(int((folder / "watcher").read_text())).children(
-                    recursive=True
-                )
-                for process in family[:1]:
-                    process.terminate()  # torchrun takes its ranks along
-                for process in psutil.wait_procs(family, 40)[1]:
-                    process.kill()
-        out, err = (file.read_text() for file in said)
-        return subprocess.CompletedProcess(
-            command, None if late or not code.exists() else int(code.read_text()), out, err + late
-        )
+            ended = code_file.exists()
+            if not ended:
+                stop_fork(folder)
+        out = (folder / "stdout").read_text()
+        err = (folder / "stderr").read_text()
+        if not ended:
+            err += f"\nstopped after {timeout} s"
+        code = int(code_file.read_text()) if ended else None
+        return subprocess.CompletedProcess(command, code, out, err)
+
+
+def send_request(modules: tuple[str, ...], folder: Path) -> subprocess.Popen:
+    """Ask the server with these modules to run the request in `folder`; return the server."""
+    with SERVER_LOCK:
+        server = fork_server(modules)
+        server.stdin.write(f"{folder}\n")
+        server.stdin.flush()
+    return server
+
+
+def stop_fork(folder: Path) -> None:
+    """End the command of a request and all its descendants."""
+    watcher_file = folder / "watcher"
+    if not watcher_file.exists():
+        return
+    watcher = psutil.Process(int(watcher_file.read_text()))
+    descendants = watcher.children(recursive=True)
+    if descendants:
+        descendants[0].terminate()  # torchrun ends its ranks
+    _, alive = psutil.wait_procs(descendants, SECONDS_TO_END)
+    for process in alive:
+        process.kill()
 
 
 def launch(
@@ -163,63 +210,62 @@ def launch(
     timeout: float = LIMIT,
     fresh: bool = False,
 ) -> subprocess.CompletedProcess:
-    """Run a script (a path from the repository root) under torchrun; unless it exits with returncode within timeout [s], fail
-    with the beginning and the end of what it printed."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={num_ranks}",
-        script,
-        *arguments,
-    ]
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = end_of(command, ROOT, environment(PYTHONPATH=path), timeout, fresh)
-    out, err = done.stdout, done.stderr
-    # The other ranks complain of the first one's end, at length.
+    """Run a script under torchrun and assert its exit code.
+
+    Args:
+        script: path from the root of the repository.
+        timeout: seconds; a run that takes longer fails.
+        fresh: start a new interpreter instead of forking one.
+    """
+    ranks = ["--standalone", f"--nproc-per-node={num_ranks}"]
+    command = [*TORCHRUN, *ranks, script, *arguments]
+    inherited_path = filter(None, [os.environ.get("PYTHONPATH")])
+    path = os.pathsep.join([str(ROOT), *inherited_path])
+    done = run_to_end(command, ROOT, environment(PYTHONPATH=path), timeout, fresh)
+    # The first traceback is the cause; the other ranks report its consequences at length.
+    cause = max(0, done.stderr.find("Traceback"))
     assert done.returncode == returncode, (
         f"{script} on {num_ranks} ranks: exit code {done.returncode}, not {returncode}\n"
-        f"{out[-2000:]}\n{err[max(0, err.find('Traceback')) :][:8000]}\n...\n{err[-4000:]}"
+        f"{done.stdout[-2000:]}\n{done.stderr[cause:][:8000]}\n...\n{done.stderr[-4000:]}"
     )
     return done
 
 
-def run(command, returncode=0, cwd=ROOT, fresh=False, **env):
-    """One command, to its end; if it has environment variables of its own other than PYTHONPATH, in a fresh Python."""
-    done = end_of(
-        command, cwd, environment(**env), LIMIT, fresh or bool(env.keys() - {"PYTHONPATH"})
-    )
+def run(
+    command: list, returncode: int = 0, cwd: Path = ROOT, fresh: bool = False, **env: str
+) -> subprocess.CompletedProcess:
+    """Run a command to its end and assert its exit code.
+
+    A command with environment variables of its own (other than PYTHONPATH) is never forked: the
+    imports that it would share may have read them.
+    """
+    needs_own_imports = bool(env.keys() - {"PYTHONPATH"})
+    done = run_to_end(command, cwd, environment(**env), LIMIT, fresh or needs_own_imports)
     assert done.returncode == returncode, (done.stdout + done.stderr)[-9000:]
     return done
 
 
-def export(checkpoint: Path, directory: Path, *more, returncode=0, fresh=False) -> str:
-    """What the offline export of a checkpoint says to standard error."""
-    return run(
-        [sys.executable, "-m", "engines.checkpoint", "export", checkpoint, directory, *more],
-        returncode,
-        fresh=fresh,
-    ).stderr
+def export(checkpoint: Path, directory: Path, *options, returncode=0, fresh=False) -> str:
+    """Export a checkpoint offline; return what the command prints to standard error."""
+    command = [sys.executable, "-m", "engines.checkpoint", "export", checkpoint, directory]
+    return run([*command, *options], returncode, fresh=fresh).stderr
 
 
-def imported(stderr):
-    """The modules that a process started with PYTHONPROFILEIMPORTTIME=1 imported."""
-    return {
-        line.rsplit("|", 1)[1].strip()
-        for line in stderr.splitlines()
-        if line.startswith("import time:")
-    }
+def imported(stderr: str) -> set[str]:
+    """Return the modules imported by a process that ran with PYTHONPROFILEIMPORTTIME=1."""
+    lines = [line for line in stderr.splitlines() if line.startswith("import time:")]
+    return {line.rsplit("|", 1)[1].strip() for line in lines}
 
 
-def heed_signals():
-    """In a child: the signals that nohup, and a shell that starts something in the background, let their children ignore."""
+def heed_signals() -> None:
+    """Restore the signals that nohup, or a shell that starts a job in the background, ignores."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
 
 
-def start(command, log, **env):
-    """A process to wait for, or to end; log: the file for what it prints."""
+def start(command: list, log: Path, **env: str) -> subprocess.Popen:
+    """Start a command as a user does, in a fresh interpreter; `log` receives its output."""
+    QuickGuard.check([str(word) for word in command])
     with open(log, "w") as file:
         return subprocess.Popen(
             command,
@@ -231,7 +277,8 @@ def start(command, log, **env):
         )
 
 
-def wait_for(condition, process, seconds=LIMIT):
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen, seconds=LIMIT) -> None:
+    """Wait until `condition()` holds while `process` is alive."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert process.poll() is None, "the run ended too early"
@@ -239,19 +286,23 @@ def wait_for(condition, process, seconds=LIMIT):
         time.sleep(0.002)
 
 
-def kill_all(process):
-    """kill -9 to every rank at once, as a node that goes down does; then to torchrun."""
-    family = psutil.Process(process.pid)
-    for member in [*family.children(recursive=True), family]:
+def kill_all(process: subprocess.Popen) -> None:
+    """Send SIGKILL to every rank and to torchrun at once, as if the node went down."""
+    parent = psutil.Process(process.pid)
+    for member in [*parent.children(recursive=True), parent]:
         member.kill()
     process.wait()
 
 
-def metrics(out):
-    """Of every step, and of validation before the first; without the line that has only the last checkpoint's time."""
+def metrics(out: Path) -> list[dict]:
+    """Return the metrics of every step of a run, and of a validation before the first step.
+
+    The last line, which holds only the time of the last checkpoint, is left out.
+    """
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if line.keys() != {"step", "timing/save"}]
 
 
-def checkpoints(out):
-    return sorted(p.name for p in (out / "checkpoints").iterdir())
+def checkpoints(out: Path) -> list[str]:
+    """Return the names of a run's checkpoint directories, in order."""
+    return sorted(path.name for path in (out / "checkpoints").iterdir())

@@ -1,4 +1,4 @@
-"""Two nodes on this machine: each has a network and a host name of its own, and a cable (a veth pair) between them.
+"""Two nodes on this machine, each with its own network and host name, joined by a veth pair.
 
 Needs root, ip (iproute2) and unshare (util-linux).
 """
@@ -6,115 +6,82 @@ Needs root, ip (iproute2) and unshare (util-linux).
 import os
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
-from tests.support.launch import start
+from tests.support.launch import TORCHRUN, start
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
+RENDEZVOUS_PORT = 29400
 
 
 class Nodes:
+    """Two network namespaces. Raises RuntimeError where namespaces or veth pairs are forbidden."""
+
     def __init__(self):
-        """Raises RuntimeError with what was refused where namespaces or veth pairs are not allowed."""
         self.names = [f"soak{os.getpid()}n{i}" for i in range(2)]
         self.cables = [f"v{os.getpid()}n{i}" for i in range(2)]  # at most 15 characters
         try:
-            for name in self.names:
-                ip("netns", "add", name)
-            ip(
-                "link",
-                "add",
-                self.cables[0],
-                "netns",
-                self.names[0],
-                "type",
-                "veth",
-                "peer",
-                "name",
-                self.cables[1],
-                "netns",
-                self.names[1],
-            )
-            for name, cable, address in zip(self.names, self.cables, ADDRESSES):
-                ip("-n", name, "addr", "add", f"{address}/24", "dev", cable)
-                ip("-n", name, "link", "set", "lo", "up")
-                ip("-n", name, "link", "set", cable, "up")
+            self._connect()
         except RuntimeError:
             self.close()
             raise
 
+    def _connect(self) -> None:
+        for name in self.names:
+            ip("netns", "add", name)
+        first_end = [self.cables[0], "netns", self.names[0]]
+        second_end = [self.cables[1], "netns", self.names[1]]
+        ip("link", "add", *first_end, "type", "veth", "peer", "name", *second_end)
+        for name, cable, address in zip(self.names, self.cables, ADDRESSES):
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", cable)
+            ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", name, "link", "set", cable, "up")
+
     def torchrun(
         self, node: int, log: Path, rendezvous: str, script: str, *arguments, before: str = "true"
     ) -> subprocess.Popen:
-        """One rank of a script on a node. rendezvous: c10d | static. before: a shell command that the node runs first, in a mount
-        namespace of its own."""
-        how = {
-            "c10d": [
-                "--rdzv-backend",
-                "c10d",
-                "--rdzv-endpoint",
-                f"{ADDRESSES[0]}:29400",
-                "--rdzv-id",
-                "soak",
-                "--rdzv-conf",
-                f"is_host={int(node == 0)}",
-            ],
-            "static": [
-                "--node-rank",
-                str(node),
-                "--master-addr",
-                ADDRESSES[0],
-                "--master-port",
-                "29400",
-            ],
-        }[rendezvous]
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--nnodes",
-            "2",
-            "--nproc-per-node",
-            "1",
-            *how,
-            "--local-addr",
-            ADDRESSES[node],
-            script,
-            *map(str, arguments),
-        ]
+        """Start one rank of a script on a node.
+
+        Args:
+            rendezvous: "c10d" or "static", as torchrun calls them.
+            before: a shell command that the node runs first, in a mount namespace of its own.
+        """
+        layout = ["--nnodes", "2", "--nproc-per-node", "1", "--local-addr", ADDRESSES[node]]
+        command = [*TORCHRUN, *layout, *rendezvous_options(node, rendezvous)]
+        command += [script, *(str(argument) for argument in arguments)]
         shell = f"echo node{node} > /proc/sys/kernel/hostname; {before}; exec {shlex.join(command)}"
-        return start(
-            [
-                "ip",
-                "netns",
-                "exec",
-                self.names[node],
-                "unshare",
-                "--uts",
-                "--mount",
-                "sh",
-                "-ec",
-                shell,
-            ],
-            log,
-            GLOO_SOCKET_IFNAME=self.cables[node],
-        )
+        enter = ["ip", "netns", "exec", self.names[node], "unshare", "--uts", "--mount"]
+        interface = self.cables[node]
+        return start([*enter, "sh", "-ec", shell], log, GLOO_SOCKET_IFNAME=interface)
 
     def pull(self, node: int) -> None:
-        """The node's cable."""
+        """Pull out a node's cable."""
         ip("-n", self.names[node], "link", "set", self.cables[node], "down")
 
     def plug(self) -> None:
+        """Plug in both cables."""
         for name, cable in zip(self.names, self.cables):
             ip("-n", name, "link", "set", cable, "up")
 
     def close(self) -> None:
+        """Remove the namespaces that exist, and the cables with them."""
         for name in self.names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)  # it may not be there
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def rendezvous_options(node: int, rendezvous: str) -> list[str]:
+    """Return torchrun's options for a rendezvous on the first node."""
+    if rendezvous == "c10d":
+        endpoint = f"{ADDRESSES[0]}:{RENDEZVOUS_PORT}"
+        is_host = int(node == 0)
+        options = ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "soak"]
+        return [*options, "--rdzv-conf", f"is_host={is_host}"]
+    master = ["--master-addr", ADDRESSES[0], "--master-port", str(RENDEZVOUS_PORT)]
+    return ["--node-rank", str(node), *master]
 
 
 def ip(*arguments: str) -> None:
+    """Run `ip`; raises RuntimeError with its message if it fails."""
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True)
-    if done.returncode:
+    if done.returncode != 0:
         raise RuntimeError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
