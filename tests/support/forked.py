@@ -72,9 +72,13 @@ def forget_own_modules() -> None:
 
 
 def is_own(module) -> bool:
-    """Return whether a module belongs to this repository and not to a package in its .venv."""
-    paths = list(getattr(module, "__path__", ()))
-    location = getattr(module, "__file__", None) or next(iter(paths), "")
+    """Return whether a module belongs to this repository and not to a package in its .venv.
+
+    Reads the module's own dictionary: torch.ops answers to every attribute.
+    """
+    attributes = vars(module)
+    paths = list(attributes.get("__path__", ()))  # a package without __init__.py has only a path
+    location = attributes.get("__file__") or next(iter(paths), "")
     in_repository = location.startswith(ROOT + os.sep)
     in_environment = location.startswith(sys.prefix + os.sep)
     return in_repository and not in_environment
