@@ -1,0 +1,171 @@
+"""Checkpoints of one rank, with an engine that is only a dictionary of tensors."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from omegaconf import OmegaConf
+from safetensors.torch import load_file
+
+from config import InputError
+from engines.checkpoint.checkpointer import Checkpointer, export_checkpoint
+from engines.checkpoint.storage import Writer
+from tests.support.models import make_model
+
+
+class Killed(BaseException):
+    """Stands for kill -9: no handler of an ordinary exception sees it."""
+
+
+class StubEngine:
+    """The part of an engine that a checkpoint needs: named tensors of a model directory."""
+
+    leaves_alone = False
+
+    def __init__(self, model: Path):
+        self.config = OmegaConf.create({"model": {"path": str(model)}})
+        self.weights = load_file(model / "model.safetensors")
+
+    def state(self, loading: bool = False) -> dict:
+        return {"model": self.weights}
+
+    def load_state(self, state: dict) -> None:
+        self.weights = state["model"]
+
+    def write(self, states: dict, directory: Path, group: dist.ProcessGroup | None) -> None:
+        dcp.save(states, storage_writer=Writer(directory))
+
+    def read(self, states: dict, directory: Path) -> dict:
+        dcp.load(states, checkpoint_id=directory)
+        return states
+
+    def save_config(self, directory: Path) -> None:
+        shutil.copy(Path(self.config.model.path) / "config.json", directory)
+
+
+class StubTokenizer:
+    def save_pretrained(self, directory: Path) -> None:
+        (directory / "tokenizer.json").write_text('{"tokens": "a b c"}')
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "qwen2", "qwen2_tied")
+
+
+@pytest.fixture
+def engine(model) -> StubEngine:
+    return StubEngine(model)
+
+
+@pytest.fixture
+def checkpointer(tmp_path) -> Checkpointer:
+    return Checkpointer(tmp_path / "checkpoints", max_checkpoints=3, asynchronous=False)
+
+
+def save(checkpointer: Checkpointer, step: int, engine: StubEngine) -> Path:
+    progress = {"step": step, "export_dtype": "float32"}
+    checkpointer.save(step, engine, progress, StubTokenizer())
+    return checkpointer.directory / f"step_{step:08d}"
+
+
+def flip_bit(path: Path) -> None:
+    """Flip one bit in the middle of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def kill_at_rename(monkeypatch, name: str) -> None:
+    """Let the process die when a file or directory of this name is about to be renamed."""
+    rename = Path.rename
+
+    def rename_or_die(path: Path, target: Path):
+        if path.name == name:
+            raise Killed
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename_or_die)
+
+
+# step_00000002.tmp: before the checkpoint has its name. latest.tmp: after that, before `latest` names it.
+@pytest.mark.parametrize("renamed", ["step_00000002.tmp", "latest.tmp"])
+def test_a_crash_while_publishing_leaves_latest_on_a_complete_checkpoint(
+    checkpointer, engine, monkeypatch, renamed
+):
+    save(checkpointer, 1, engine)
+    kill_at_rename(monkeypatch, renamed)
+    with pytest.raises(Killed):
+        save(checkpointer, 2, engine)
+
+    latest = checkpointer.directory / "latest"
+    assert latest.read_text() == "step_00000001\n"
+    assert (checkpointer.directory / "step_00000001" / "trainer.json").is_file()
+
+
+def test_latest_names_the_checkpoint_that_was_saved_last(checkpointer, engine):
+    for step in (1, 2):
+        saved = save(checkpointer, step, engine)
+        assert (checkpointer.directory / "latest").read_text() == saved.name + "\n"
+        assert checkpointer.latest() == saved
+
+
+def test_loading_restores_weights_progress_and_random_numbers(checkpointer, engine, model):
+    saved = save(checkpointer, 1, engine)
+    expected = torch.rand(3)
+
+    other = StubEngine(model)
+    for tensor in other.weights.values():
+        tensor.zero_()
+    progress = checkpointer.load(saved, other)
+
+    assert progress == {"step": 1, "export_dtype": "float32"}
+    assert torch.equal(torch.rand(3), expected)
+    for name, tensor in engine.weights.items():
+        assert torch.equal(other.weights[name], tensor), name
+
+
+DAMAGED = ("hf/tokenizer.json", "weights/__0_0.distcp", "weights/.metadata")
+
+
+@pytest.mark.parametrize("file", DAMAGED)
+def test_a_damaged_checkpoint_is_not_resumed_from(checkpointer, engine, file):
+    intact = save(checkpointer, 1, engine)
+    damaged = save(checkpointer, 2, engine)
+    flip_bit(damaged / file)
+
+    assert checkpointer.find("auto") == intact
+    assert not damaged.exists()
+    assert damaged.with_name("step_00000002.damaged").is_dir()
+    assert (checkpointer.directory / "latest").read_text() == "step_00000001\n"
+
+
+@pytest.mark.parametrize("file", DAMAGED)
+def test_a_damaged_checkpoint_is_not_exported(checkpointer, engine, tmp_path, file):
+    damaged = save(checkpointer, 1, engine)
+    flip_bit(damaged / file)
+
+    with pytest.raises(InputError, match=f"step_00000001 is damaged.*{file}"):
+        export_checkpoint(damaged, tmp_path / "exported")
+    assert not (tmp_path / "exported").exists()
+
+
+def test_an_export_holds_the_weights_of_the_checkpoint(checkpointer, engine, tmp_path):
+    export_checkpoint(save(checkpointer, 1, engine), tmp_path / "exported")
+
+    exported = load_file(tmp_path / "exported" / "model.safetensors")
+    assert exported.keys() == engine.weights.keys()
+    for name, tensor in engine.weights.items():
+        assert torch.equal(exported[name], tensor), name
+    assert (tmp_path / "exported" / "tokenizer.json").is_file()
+    assert (tmp_path / "exported" / "config.json").is_file()
