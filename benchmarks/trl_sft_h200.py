@@ -29,6 +29,7 @@ from config import load
 from data.batching.packing import pack
 from engines.base import Engine
 from engines.fsdp.engine import build
+from engines.heads import Head
 from engines.model.hf import count_flops, read_hf_config
 from engines.parallel import device
 
@@ -124,7 +125,7 @@ def main():
         "sft.yaml",
         [f"model.path={path}", "data.train_files=none", f"model.lora.rank={arguments.lora}"],
     )
-    numbers = SimpleNamespace(_flops=count_flops(build(settings, hf_config, False)[0], hf_config))
+    numbers = SimpleNamespace(_flops=count_flops(build(settings, Head.LOG_PROBS)[0], hf_config))
     flops = sum(Engine.flops(numbers, lengths[step]) for step in range(3)) / 3
     num_tokens = sum(map(sum, lengths)) / len(lengths)
     name = f"TRL{', Liger' * arguments.liger}{f', peft of rank {arguments.lora}' * (arguments.lora > 0)}"

@@ -4,10 +4,21 @@ A head has no parameters, so it changes no name in a checkpoint: it is called wi
 (tied to the embedding, gathered, divided over ranks). It is a module so that hooks see its inputs and outputs.
 """
 
+from enum import Enum
+
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from engines.logprobs import linear_log_probs
+
+
+class Head(Enum):
+    """What an engine computes from the last hidden states."""
+
+    LOG_PROBS = "log_probs"
+    """Log-probabilities of tokens: actors and references."""
+    VALUES = "values"
+    """Values of states: critics."""
 
 
 class LogProbHead(nn.Module):

@@ -13,6 +13,7 @@ from data.images.processor import Reader
 from engines.base import fixed_cp, follows_batch
 from engines.fsdp import vision as images
 from engines.fsdp.engine import build, is_replicated, is_sharded, is_zigzag, uses_compile
+from engines.heads import Head
 from engines.model import freeze, mtp
 from engines.model.experts import num_chosen, stacks
 from engines.model.hf import (
@@ -38,6 +39,10 @@ MAX_NUM_SEQS, LOGIT_COPIES = (
     1024,
     3,
 )  # LOGIT_COPIES: what sampling holds at once of a response's logits, in fp32
+
+
+def head_of(role: str) -> Head:
+    return Head.VALUES if role == "critic" else Head.LOG_PROBS
 
 
 def estimates(
@@ -74,25 +79,25 @@ def estimates(
 
 def checkpoint_bytes(config: DictConfig, role: str = "actor") -> int:
     """What a checkpoint holds of one engine: its weights and Adam's state, without what formats add."""
-    engine, critic = config.engine, role == "critic"
+    engine, head = config.engine, head_of(role)
     if config.model_engine == "megatron":
         hf, lora = (
             build_on_meta(
                 read_hf_config(config.model.path),
                 torch.float32,
-                critic,
+                head,
                 with_mtp=mtp.is_trained(config),
             ),
             config.model.lora,
         )
         if lora.rank:
-            inject(hf, lora, critic)
-        freeze.apply(config, hf, critic)
+            inject(hf, lora, head)
+        freeze.apply(config, hf, head)
         dtype = getattr(torch, lora.dtype if lora.rank else engine.compute_dtype)
         # Weights, moments, and masters of such as are not fp32; of adapters' model nothing.
         trained, frozen = 12 if dtype is torch.float32 else 14, 0 if lora.rank else dtype.itemsize
         return sum(p.numel() * (trained if p.requires_grad else frozen) for p in hf.parameters())
-    hf, adapted = build(config, critic)
+    hf, adapted = build(config, head)
     trained = [p for p in hf.parameters() if p.requires_grad]
     return sum(x.nbytes for x in (trained if adapted else hf.state_dict().values())) + 2 * sum(
         p.nbytes for p in trained
@@ -112,8 +117,8 @@ def estimate(
     counted as if all tokens of a micro-batch stood for images.
     """
     engine, shape = config.engine, read_hf_config(config.model.path).get_text_config()
-    hf, _ = build(config, role == "critic")
-    num_outputs = 0 if role == "critic" else shape.vocab_size
+    hf, _ = build(config, head_of(role))
+    num_outputs = 0 if head_of(role) is Head.VALUES else shape.vocab_size
     layers = whole_modules(hf, hf)  # none where transformers does not say what they are
     num_layers = len(whole_modules(hf, hf.get_decoder())) or shape.num_hidden_layers
     whole, replicated = list(hf.parameters()), is_replicated(config, world_size)
@@ -231,13 +236,13 @@ def estimate_megatron(
         engine[f"{name}_parallel_size"]
         for name in ("tensor_model", "pipeline_model", "virtual_pipeline_model")
     )
-    critic, with_mtp, ep = (
-        role == "critic",
+    head, with_mtp, ep = (
+        head_of(role),
         mtp.is_trained(config),
         engine.expert_model_parallel_size,
     )
     hf, num_layers = (
-        build_on_meta(shape, torch.float32, critic, with_mtp=with_mtp),
+        build_on_meta(shape, torch.float32, head, with_mtp=with_mtp),
         shape.num_hidden_layers,
     )
     rank, compute = config.model.lora.rank, getattr(torch, engine.compute_dtype).itemsize
@@ -247,8 +252,8 @@ def estimate_megatron(
     gradient = 4 if engine.override_ddp_config.get("grad_reduce_in_fp32", True) else trained
     state = 8 if trained == 4 else 12  # Adam's moments, and fp32 masters of weights that are not
     if rank:
-        inject(hf, config.model.lora, critic)
-    freeze.apply(config, hf, critic)
+        inject(hf, config.model.lora, head)
+    freeze.apply(config, hf, head)
     sizes = defaultdict(int)  # of one rank's part: (number of a layer or name, kind) -> numbers
     for name, p in hf.named_parameters():
         is_row, layer = (
@@ -269,8 +274,8 @@ def estimate_megatron(
         else:
             number = p.numel() // (ep if ".experts." in name else 1 if whole else tp)
         sizes[int(layer[1]) if layer else "mtp" if ".mtp_layers." in name else name, kind] += number
-    output = EMBEDDING if shape.tie_word_embeddings and not critic else HEAD
-    num_outputs = 0 if critic else -(-shape.vocab_size // tp)
+    output = EMBEDDING if shape.tie_word_embeddings and head is not Head.VALUES else HEAD
+    num_outputs = 0 if head is Head.VALUES else -(-shape.vocab_size // tp)
 
     hidden, intermediate, topk = shape.hidden_size, shape.intermediate_size, num_chosen(shape)
     q, kv = attention_widths(shape)

@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 
 from engines.build import engine_class
 from engines.checkpoint.checkpointer import Checkpointer, export_hf
+from engines.heads import Head
 from engines.parallel import device
 from profiling import Profiler
 from rl import ppo
@@ -75,7 +76,7 @@ class Roles:
                 this_device,
                 steps,
                 optimize=role != "reference",
-                critic=role == "critic",
+                head=Head.VALUES if role == "critic" else Head.LOG_PROBS,
                 temperature=config.rollout.temperature,
                 **({"base": self.rollout.base} if role == "actor" and self.rollout else {}),
             )

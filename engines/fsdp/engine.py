@@ -50,7 +50,7 @@ from engines.checkpoint.storage import Writer
 from engines.fsdp import tracing as shapes, vision as images
 from engines.fsdp.attention import WINDOWS, Packing, attending, of_towers
 from engines.fsdp.recurrence import Bounds, recurrent_layers
-from engines.heads import LogProbHead, ValueHead
+from engines.heads import Head, LogProbHead, ValueHead
 from engines.microbatch import MicroBatch, lay_out
 from engines.model import experts, freeze, guard, lora, mtp
 from engines.model.hf import (
@@ -87,21 +87,21 @@ class FSDPEngine(Engine):
         device: torch.device,
         total_steps: int,
         optimize: bool = True,
-        critic: bool = False,
+        head: Head = Head.LOG_PROBS,
         temperature: float = 1.0,
         base: dict[str, Tensor] | None = None,
     ):
         """Build the model of config.model.path on the meta device, shard it, and stream its weights in.
 
-        optimize: with an optimizer; False for a model that is only evaluated. critic: a value head (zeros, unless the
-        directory has one) in place of the output matrix. temperature: the logits are divided by it, as in sampling.
+        optimize: with an optimizer; False for a model that is only evaluated. head: Head.VALUES puts a value head (zeros, unless
+        the directory has one) in place of the output matrix. temperature: the logits are divided by it, as in sampling.
         base: with adapters, tensors that shall hold the frozen weights; others have them, too, and they stay where they are.
         Raises InputError for a model or a layout that cannot work.
         """
         self.config, self.device, self.total_steps = config, device, total_steps
         engine, self.optim = config.engine, config.optim
         self.world_size, cp = dist.get_world_size(), fixed_cp(engine)
-        self.hf_config = self.check(config, self.world_size, critic)
+        self.hf_config = self.check(config, self.world_size, head)
         self.dp_rank, self.dp_size = dist.get_rank() // cp, self.world_size // cp
         mesh = init_device_mesh(device.type, (self.dp_size, cp), mesh_dim_names=("dp", "cp"))
         self.dp_group, self.cp_group = mesh["dp"].get_group(), mesh["cp"].get_group()
@@ -113,7 +113,7 @@ class FSDPEngine(Engine):
 
         self.compute_dtype, self.lora = getattr(torch, engine.compute_dtype), config.model.lora
         compiled = uses_compile(engine, device.type)
-        self.hf, self._adapted = build(config, critic)
+        self.hf, self._adapted = build(config, head)
         names, parts = model_names(self.hf, Path(config.model.path)), stacked(self.hf)
         self.names, self._file_names = (
             names,
@@ -121,12 +121,12 @@ class FSDPEngine(Engine):
         )
         self._parts = {name: found for name, found in parts.items() if name not in self._file_names}
         self._unproven = (
-            bool(self._adapted) and not critic
-        )  # a critic's gradient comes through its head, which is zero
+            bool(self._adapted) and head is not Head.VALUES
+        )  # a value head's gradient passes through the head's weights, which start at zero
         self.model = PackedModel(
             self.hf,
             ValueHead()
-            if critic
+            if head is Head.VALUES
             else LogProbHead(
                 temperature,
                 engine.log_prob_chunk_size,
@@ -161,7 +161,7 @@ class FSDPEngine(Engine):
             torch.device("cpu") if engine.cpu_offload else device,
             device,
             self.compute_dtype,
-            critic,
+            head,
             base,
         )
         keep_short_frequencies(self.hf)
@@ -179,7 +179,7 @@ class FSDPEngine(Engine):
         guard.check(self)
 
     @staticmethod
-    def check(config: DictConfig, world_size: int, critic: bool = False):
+    def check(config: DictConfig, world_size: int, head: Head = Head.LOG_PROBS):
         """The configuration of the layers; raises InputError for what this engine cannot do, before anything is built."""
         whole = read_hf_config(config.model.path)
         hf_config = whole.get_text_config()
@@ -187,18 +187,18 @@ class FSDPEngine(Engine):
         check_rope(hf_config, config)
         check_windows(hf_config, config.model.path)
         mtp.check(config, whole)
-        hf = build_on_meta(whole, torch.float32, critic, images=config.model.images)
+        hf = build_on_meta(whole, torch.float32, head, images=config.model.images)
         if shares_sequences(config.engine) and recurrent_layers(hf):
             raise InputError(
                 f"engine.context_parallel_size={config.engine.context_parallel_size}: layers of {type(hf).__name__} "
                 "carry a state from token to token: ranks cannot share a sequence"
             )
-        if not critic:
+        if head is not Head.VALUES:
             logit_constants(hf)
         experts.check(hf, hf_config, config.model.path)
-        check_files(hf, Path(config.model.path), critic)
+        check_files(hf, Path(config.model.path), head)
         shapes.check(hf, config)
-        freeze.apply(config, hf, critic)
+        freeze.apply(config, hf, head)
         lora.check(config, hf)
         return hf_config
 
@@ -350,7 +350,7 @@ class FSDPEngine(Engine):
         )
 
     def _forward(self, batch: MicroBatch) -> tuple[Tensor, ...]:
-        """log_probs, entropy, greedy (a critic: values), each [T] on the device, entry t about token t."""
+        """log_probs, entropy, greedy (with a value head: values), each [T] on the device, entry t about token t."""
         given = batch.given or {
             "input_ids": batch.input_ids,
             "position_ids": batch.positions.expand_as(batch.input_ids),
@@ -535,14 +535,14 @@ class PackedModel(nn.Module):
         return self.head(hidden, weight, targets, kept_words)
 
 
-def build(config: DictConfig, critic: bool) -> tuple[nn.Module, list[nn.Module]]:
-    """The model on the meta device, and its layers with adapters. A critic's value head is trained beside these."""
+def build(config: DictConfig, head: Head) -> tuple[nn.Module, list[nn.Module]]:
+    """The model on the meta device, and its layers with adapters. A value head is trained beside these."""
     engine, settings = config.engine, config.model.lora
     # Frozen weights need no more precision than the pass that reads them.
     hf = build_on_meta(
         read_hf_config(config.model.path),
         getattr(torch, engine.compute_dtype if settings.rank else engine.param_dtype),
-        critic,
+        head,
         images=config.model.images,
     )
     divided = engine.use_remove_padding or shares_sequences(engine)
@@ -551,8 +551,8 @@ def build(config: DictConfig, critic: bool) -> tuple[nn.Module, list[nn.Module]]
         tower._attn_implementation = WINDOWS  # set_attn_implementation() would look for a package
     images.multiply_patches(hf)
     hf.get_decoder().config.output_router_logits = False  # which experts.Routers notes
-    freeze.apply(config, hf, critic)
-    return hf, lora.inject(hf, settings, critic) if settings.rank else []
+    freeze.apply(config, hf, head)
+    return hf, lora.inject(hf, settings, head) if settings.rank else []
 
 
 def check_layout(config: DictConfig, hf_config, world_size: int) -> None:

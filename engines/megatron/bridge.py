@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from config import InputError
+from engines.heads import Head
 from engines.megatron import mtp_layers as mtp
 from engines.megatron.layers import Adaptable, PackedRotaryEmbedding, install
 from engines.megatron.mapping import Mapping, global_parameters
@@ -158,14 +159,14 @@ def check(hf_config, path: str, kind: str) -> None:
             )
 
 
-def make_mapping(kind: str, hf_config, dtype: torch.dtype, critic: bool):
+def make_mapping(kind: str, hf_config, dtype: torch.dtype, head: Head):
     """kind: engine.bridge"""
     if kind == "own":
-        return Mapping(hf_config, critic)
+        return Mapping(hf_config, head)
     # The package is slow to import, and may be absent.
     from engines.megatron.mbridge import MBridge
 
-    return MBridge(hf_config, dtype, critic)
+    return MBridge(hf_config, dtype, head)
 
 
 def make_config(
@@ -269,7 +270,7 @@ def build(
     mapping: Mapping,
     hf: nn.Module,
     path: Path,
-    critic: bool,
+    head: Head,
     dtype: torch.dtype,
     num_mtp_layers: int = 0,
     detached: bool = False,
@@ -314,7 +315,8 @@ def build(
                 max_sequence_length=hf_config.max_position_embeddings,
                 pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
                 post_process=post_process,
-                share_embeddings_and_output_weights=hf_config.tie_word_embeddings and not critic,
+                share_embeddings_and_output_weights=hf_config.tie_word_embeddings
+                and head is not Head.VALUES,
             )
         )
     for model in models:
@@ -323,21 +325,21 @@ def build(
         frequencies, _ = rope(hf_config, model.rotary_pos_emb.inv_freq.device)
         if frequencies is not None:
             model.rotary_pos_emb.inv_freq = frequencies
-        if critic and model.post_process:
+        if head is Head.VALUES and model.post_process:
             model.output_layer = nn.Identity()  # so that nobody looks for its weight in the files
         mark_division(model)
     mapping.load(models, path)
     for model in models:
-        if critic and model.post_process:
+        if head is Head.VALUES and model.post_process:
             model.output_layer = ValueMatrix(config)
             load_value_head(model.output_layer, path)
             mark_division(model.output_layer)
     return models
 
 
-def check_files(hf: nn.Module, path: Path, critic: bool) -> None:
+def check_files(hf: nn.Module, path: Path, head: Head) -> None:
     """weights.check_files with each expert's matrices by themselves, as files hold them."""
-    weights.check_files(hf, path, critic, Mapping(hf.config, critic).in_files(hf))
+    weights.check_files(hf, path, head, Mapping(hf.config, head).in_files(hf))
 
 
 def mark_division(module: nn.Module) -> None:

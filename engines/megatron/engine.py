@@ -35,7 +35,7 @@ from data.batching.packing import Batch
 from data.batching.plan import MicroBatches
 from engines import schedule
 from engines.base import Engine, LossFn, follows_batch
-from engines.heads import LogProbHead, ValueHead
+from engines.heads import Head, LogProbHead, ValueHead
 from engines.megatron import adapted_layers as adapters, bridge, layout, sharded_state as checkpoint
 from engines.megatron.layers import Packing
 from engines.megatron.mapping import Mapping, global_parameters
@@ -76,18 +76,18 @@ class MegatronEngine(Engine):
         device: torch.device,
         total_steps: int,
         optimize: bool = True,
-        critic: bool = False,
+        head: Head = Head.LOG_PROBS,
         temperature: float = 1.0,
     ):
         """Build this rank's part of the model of config.model.path and load its weights.
 
-        optimize: with DDP and an optimizer; False for a model that is only evaluated. critic: a value head (zeros, unless
+        optimize: with DDP and an optimizer; False for a model that is only evaluated. head: Head.VALUES puts a value head (zeros, unless
         the directory has one) in place of the output matrix. temperature: the logits are divided by it, as in sampling.
         Raises InputError for a model or a layout that cannot work.
         """
         self.config, self.device, self.total_steps = config, device, total_steps
-        self.critic, self.optim, engine = critic, config.optim, config.engine
-        self.hf_config = self.check(config, dist.get_world_size(), critic)
+        self.head_kind, self.optim, engine = head, config.optim, config.engine
+        self.hf_config = self.check(config, dist.get_world_size(), head)
         self.compute_dtype = getattr(torch, engine.compute_dtype)
         layout.initialize(engine)
         self.dp_rank, self.dp_size = (
@@ -116,24 +116,22 @@ class MegatronEngine(Engine):
             mtp.is_trained(config),
             config.model.lora,
         )
-        hf = build_on_meta(self.hf_config, torch.float32, critic, with_mtp=with_mtp)
+        hf = build_on_meta(self.hf_config, torch.float32, head, with_mtp=with_mtp)
         self.num_mtp_layers = mtp.num_layers(self.hf_config) if with_mtp else 0
         frozen, own = (
-            freeze.apply(config, hf, critic, Mapping(self.hf_config, critic).holder),
+            freeze.apply(config, hf, head, Mapping(self.hf_config, head).holder),
             hf.state_dict().keys(),
         )
         self.names = {
             name: None if name not in own and is_ignored(hf, name) else name
             for name in shapes_in_files(path)
         }
-        self.mapping = bridge.make_mapping(
-            engine.bridge, self.hf_config, self.compute_dtype, critic
-        )
+        self.mapping = bridge.make_mapping(engine.bridge, self.hf_config, self.compute_dtype, head)
         self.models = bridge.build(
             self.mapping,
             hf,
             path,
-            critic,
+            head,
             self.compute_dtype,
             self.num_mtp_layers,
             config.model.mtp.detach_encoder,
@@ -155,11 +153,15 @@ class MegatronEngine(Engine):
             if self.lora.rank
             else {}
         )
-        if self._adapters and critic and mpu.is_pipeline_last_stage(ignore_virtual=True):
+        if (
+            self._adapters
+            and head is Head.VALUES
+            and mpu.is_pipeline_last_stage(ignore_virtual=True)
+        ):
             self.models[-1].output_layer.to(getattr(torch, self.lora.dtype)).requires_grad_()
         self._unproven = (
-            self.lora.rank > 0 and not critic
-        )  # a critic's gradient comes through its head, which is zero
+            self.lora.rank > 0 and head is not Head.VALUES
+        )  # a value head's gradient passes through the head's weights, which start at zero
         for model in self.models:
             if (
                 model.pre_process and engine.recompute == "full"
@@ -171,7 +173,7 @@ class MegatronEngine(Engine):
                 self._keep_zero_rows(model.embedding.word_embeddings)
         self.head = (
             ValueHead()
-            if critic
+            if head is Head.VALUES
             else LogProbHead(
                 temperature,
                 engine.log_prob_chunk_size,
@@ -197,7 +199,7 @@ class MegatronEngine(Engine):
         guard.check(self)
 
     @staticmethod
-    def check(config: DictConfig, world_size: int, critic: bool = False):
+    def check(config: DictConfig, world_size: int, head: Head = Head.LOG_PROBS):
         """The model's configuration; raises InputError for what this engine cannot do, before anything is built."""
         if config.model.images:
             raise InputError(
@@ -207,9 +209,9 @@ class MegatronEngine(Engine):
         bridge.check(hf_config, config.model.path, config.engine.bridge)
         layout.check_layout(config, hf_config, world_size)
         mtp.check(config, hf_config)
-        hf = build_on_meta(hf_config, torch.float32, critic, with_mtp=mtp.is_trained(config))
-        bridge.check_files(hf, Path(config.model.path), critic)
-        freeze.apply(config, hf, critic, Mapping(hf_config, critic).holder)
+        hf = build_on_meta(hf_config, torch.float32, head, with_mtp=mtp.is_trained(config))
+        bridge.check_files(hf, Path(config.model.path), head)
+        freeze.apply(config, hf, head, Mapping(hf_config, head).holder)
         adapters.check(config, hf_config, hf)
         return hf_config
 
@@ -461,9 +463,11 @@ class MegatronEngine(Engine):
         # Where ranks divide the vocabulary, each has a part of hidden's gradient; where they all have a value head, the whole.
         if self.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(
-                hidden, tensor_parallel_output_grad=not self.critic, group=self.tp_group
+                hidden,
+                tensor_parallel_output_grad=self.head_kind is not Head.VALUES,
+                group=self.tp_group,
             )
-        elif not self.critic:
+        elif self.head_kind is not Head.VALUES:
             hidden = copy_to_tensor_model_parallel_region(hidden, group=self.tp_group)
         return hidden.flatten(0, 1)
 

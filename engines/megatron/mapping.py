@@ -16,6 +16,7 @@ from megatron.core import parallel_state as mpu
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from engines.heads import Head
 from engines.model.hf import head_dim
 from engines.model.weights import weight_files
 
@@ -61,13 +62,13 @@ IN_TRANSFORMERS = {
 class Mapping:
     """Between the files of a model and Megatron's parameters, which are called as if one module had all layers."""
 
-    def __init__(self, hf_config, critic: bool = False):
+    def __init__(self, hf_config, head: Head = Head.LOG_PROBS):
         self.hf_config = hf_config
         self.outside, self.in_layer = (
             dict(OUTSIDE),
             IN_LAYER | (MIXTRAL if hf_config.model_type == "mixtral" else {}),
         )
-        if hf_config.tie_word_embeddings and not critic:
+        if hf_config.tie_word_embeddings and head is not Head.VALUES:
             self.outside["output_layer.weight"] = "model.embed_tokens.weight"
 
     def names(self, name: str, expert: int = 0) -> list[str]:

@@ -13,14 +13,15 @@ from mbridge.core.bridge import _MODEL_REGISTRY
 from megatron.core import parallel_state as mpu
 from torch import Tensor, nn
 
+from engines.heads import Head
 from engines.megatron.mapping import Mapping, global_parameters
 
 
 class MBridge:
     """What Mapping is, on the layout that parallel_state has now."""
 
-    def __init__(self, hf_config, dtype: torch.dtype, critic: bool = False):
-        own, num_ranks = Mapping(hf_config, critic), mpu.get_tensor_model_parallel_world_size()
+    def __init__(self, hf_config, dtype: torch.dtype, head: Head = Head.LOG_PROBS):
+        own, num_ranks = Mapping(hf_config, head), mpu.get_tensor_model_parallel_world_size()
         self.hf_config, self.in_turn = hf_config, own.in_turn
         hf_config = copy.deepcopy(hf_config)
         hf_config.rope_theta = hf_config.rope_parameters["rope_theta"]

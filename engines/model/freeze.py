@@ -10,17 +10,21 @@ from omegaconf import DictConfig
 from torch import nn
 
 from config import InputError
+from engines.heads import Head
 from engines.model.weights import model_names, stacked
 
 
 def apply(
-    config: DictConfig, hf: nn.Module, critic: bool = False, holder: Callable[[str], str] = str
+    config: DictConfig,
+    hf: nn.Module,
+    head: Head = Head.LOG_PROBS,
+    holder: Callable[[str], str] = str,
 ) -> set[str]:
     """Let the parameters that model.freeze matches need no gradient. Returns their names in the files of model.path.
 
-    hf: the model on the meta device; a critic's value head is always trained. holder: a name in the files -> a name for the
+    hf: the model on the meta device; a value head is always trained. holder: a name in the files -> a name for the
     engine's parameter that holds this tensor, perhaps with others. Raises InputError for a pattern that matches no parameter
-    (unless of a critic, whose model may be another), and for patterns that match all parameters, or only a part of one.
+    (unless the model has a value head: it may be another model), and for patterns that match all parameters, or only a part of one.
     """
     path, patterns, rank = config.model.path, list(config.model.freeze), config.model.lora.rank
     if not patterns:
@@ -52,12 +56,12 @@ def apply(
             raise InputError(
                 f"model.freeze: {pattern!r} is no regular expression: {error}"
             ) from None
-        if found and not found & built and not critic:
+        if found and not found & built and head is not Head.VALUES:
             raise InputError(
                 f"model.freeze: {pattern!r} matches only weights that this run leaves alone, such as {min(found)}: "
                 "leave it out, or train them with model.images or model.mtp.enable_train"
             )
-        if not found and not critic:
+        if not found and head is not Head.VALUES:
             near = get_close_matches(
                 pattern, {re.sub(r"\d+", "0", name) for name in known} & known, 3, 0
             )
@@ -65,7 +69,7 @@ def apply(
                 f"model.freeze: {pattern!r} matches no name in the files of model.path={path}; the nearest are "
                 f"{', '.join(near)}"
             )
-    if critic:
+    if head is Head.VALUES:
         del held[hf.get_output_embeddings().weight]
     frozen = {
         name

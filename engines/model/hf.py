@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from config import InputError
+from engines.heads import Head
 from engines.model import mtp  # which also makes transformers know MiMo
 from engines.model.experts import num_chosen, stacks
 
@@ -80,16 +81,16 @@ def auto_class(hf_config):
 def build_on_meta(
     hf_config,
     dtype: torch.dtype,
-    critic: bool = False,
+    head: Head = Head.LOG_PROBS,
     attention: str | None = None,
     with_mtp: bool = False,
     images: bool = False,
 ) -> nn.Module:
-    """The model without memory for its weights, with a configuration of its own, or what text goes through of one that has more. A
-    critic's output matrix has one row. attention: None for transformers' choice. with_mtp: with its layers for multi-token
+    """The model without memory for its weights, with a configuration of its own, or what text goes through of one that has more.
+    For Head.VALUES, the output matrix has one row. attention: None for transformers' choice. with_mtp: with its layers for multi-token
     prediction, which compute nothing here. images: with all that images go through."""
     hf_config = copy.deepcopy(hf_config)
-    if critic:
+    if head is Head.VALUES:
         hf_config.tie_word_embeddings = False
     kind = auto_class(hf_config)
     try:
@@ -106,7 +107,7 @@ def build_on_meta(
     hf.get_input_embeddings().padding_idx = None
     if hf.get_output_embeddings().bias is not None:
         raise InputError("a bias on the output matrix is not supported")
-    if critic:
+    if head is Head.VALUES:
         width = hf.get_output_embeddings().in_features
         hf.set_output_embeddings(nn.Linear(width, 1, bias=False, dtype=dtype, device="meta"))
     if with_mtp:

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from config import InputError, defaults
+from engines.heads import Head
 from engines.model.experts import stacks
 
 PREFIX = "base_model.model."
@@ -45,9 +46,9 @@ HARMLESS = """task_type auto_mapping peft_version base_model_name_or_path revisi
 INITS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 
 
-def inject(hf: nn.Module, lora: DictConfig, critic: bool = False) -> list[nn.Module]:
+def inject(hf: nn.Module, lora: DictConfig, head: Head = Head.LOG_PROBS) -> list[nn.Module]:
     """Let PEFT put adapters, without memory, beside a model's linear layers; returns the layers that have one. All of the model
-    is frozen but for them, and for a critic's value head, which gets their dtype. Raises InputError for names that mean no
+    is frozen but for them, and for a value head, which gets their dtype. Raises InputError for names that mean no
     linear layer of a decoder layer."""
     from peft import LoraConfig, inject_adapter_in_model  # slow: only for those who use it
     from peft.tuners.lora import Linear
@@ -109,7 +110,7 @@ def inject(hf: nn.Module, lora: DictConfig, critic: bool = False) -> list[nn.Mod
         layer.cast_input_dtype_enabled = False
         for matrix in (*layer.lora_A.values(), *layer.lora_B.values()):
             matrix.to(getattr(torch, lora.dtype)).__class__ = CastLinear
-    if critic:
+    if head is Head.VALUES:
         hf.get_output_embeddings().to(getattr(torch, lora.dtype)).requires_grad_()
     return list(layers.values())
 

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from config import InputError
 from engines.checkpoint.storage import checksum
+from engines.heads import Head
 from engines.model import lora
 
 
@@ -27,7 +28,7 @@ def load_weights(
     device: torch.device,
     buffer_device: torch.device,
     buffer_dtype: torch.dtype,
-    critic: bool = False,
+    head: Head = Head.LOG_PROBS,
     base: dict[str, Tensor] | None = None,
 ) -> None:
     """Allocate the sharded parameters and read this rank's rows of each from the safetensors files, and the persistent buffers,
@@ -54,7 +55,7 @@ def load_weights(
     tensors = {lora.plain_name(name): x for name, x in stored_tensors(hf)}
     parts = {name: (stack, rows) for stack, found in stacked(hf).items() for name, rows in found}
     with torch.no_grad():
-        if critic:
+        if head is Head.VALUES:
             hf.get_output_embeddings().weight.zero_()
         for file in weight_files(path):
             with safe_open(file, framework="pt") as opened:
@@ -229,7 +230,7 @@ def shapes_in_files(path: Path) -> dict[str, list[int]]:
 
 
 def check_files(
-    hf: nn.Module, path: Path, critic: bool, parameters: Iterable[tuple[str, Tensor]] | None = None
+    hf: nn.Module, path: Path, head: Head, parameters: Iterable[tuple[str, Tensor]] | None = None
 ) -> None:
     """Raise InputError unless the files hold exactly the weights of hf, the model on the meta device; only headers are read, and
     tied matrices of which a file holds both.
@@ -248,7 +249,7 @@ def check_files(
     }
     # A file may hold the output matrix of a tied model once more.
     known = expected.keys() | hf.state_dict().keys()
-    if critic:
+    if head is Head.VALUES:
         expected.pop(
             next(
                 name for name, p in hf.named_parameters() if p is hf.get_output_embeddings().weight

@@ -30,6 +30,7 @@ from engines.build import engine_class
 from engines.fsdp import vision as images
 from engines.fsdp.attention import WINDOWS, of_towers
 from engines.fsdp.engine import build
+from engines.heads import Head
 from engines.memory import estimates
 from engines.model.hf import auto_class
 from job import setup as job
@@ -222,7 +223,7 @@ def test_training_equals_a_plain_loop(results, folder, world, name):
 @pytest.mark.parametrize("family", OF_IMAGES)
 def test_attention_of_a_tower_takes_all_windows_at_once(folder, family):
     """Where it is told of windows: towers of Gemma 3 and LLaVA have rows of images."""
-    hf, _ = build(configure(folder, Case(family)), critic=False)
+    hf, _ = build(configure(folder, Case(family)), Head.LOG_PROBS)
     assert [tower._attn_implementation for tower in of_towers(hf)] == [WINDOWS] * family.startswith(
         "qwen"
     )
@@ -814,7 +815,7 @@ def test_a_dry_run_counts_what_images_leave(folder):
         ],
     )
     kept = images.count_kept(
-        build(config, False)[0],
+        build(config, Head.LOG_PROBS)[0],
         Reader(folder / "qwen2_5_vl"),
         4,
         config.engine.activation_checkpointing,

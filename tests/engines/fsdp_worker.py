@@ -38,6 +38,7 @@ from engines.fsdp import attention
 from engines.fsdp.attention import Packing
 from engines.fsdp.engine import FSDPEngine
 from engines.fsdp.recurrence import Bounds
+from engines.heads import Head
 from engines.model import guard
 from engines.model.weights import fingerprint
 from engines.optimizer import ShardedMuon
@@ -428,7 +429,7 @@ def build(
     optimizer: str = "adamw",
     lora: bool = False,
     more: Sequence[str] = (),
-    critic: bool = False,
+    head: Head = Head.LOG_PROBS,
 ) -> FSDPEngine:
     adapter = (
         [f"model.lora.{key}" for key in (f"adapter_path={model}_adapter", *LORA)] if lora else []
@@ -448,7 +449,7 @@ def build(
         ),
         this_device,
         TOTAL_STEPS,
-        critic=critic,
+        head=head,
     )
 
 
@@ -706,7 +707,8 @@ def guarded(folder: Path, this_device: torch.device) -> dict:
     def tell(model: str, **more: str) -> None:
         for name, settings in (layouts | more).items():
             try:
-                build(folder / model, this_device, settings, critic=name == "critic")
+                head = Head.VALUES if name == "critic" else Head.LOG_PROBS
+                build(folder / model, this_device, settings, head=head)
                 told[f"{model} {name}"] = None
             except InputError as error:
                 told[f"{model} {name}"] = gather(str(error))

@@ -36,6 +36,7 @@ from engines.base import Engine
 from engines.checkpoint.checkpointer import Checkpointer, export_hf
 from engines.checkpoint.storage import Writer
 from engines.fsdp.engine import FSDPEngine
+from engines.heads import Head
 from engines.megatron import layout, mapping, sharded_state as checkpoint
 from engines.megatron.engine import MegatronEngine
 from engines.megatron.layers import Packing, TorchAttention
@@ -71,6 +72,10 @@ class Case:
     steps: int = FEW
     critic: bool = False
     uneven: bool = False
+
+    @property
+    def head(self) -> Head:
+        return Head.VALUES if self.critic else Head.LOG_PROBS
 
     @property
     def moe(self) -> bool:
@@ -369,7 +374,8 @@ def guarded(folder: Path, this_device: torch.device) -> dict[str, list[str] | No
     }
     for name, settings in layouts.items():
         try:
-            build(MegatronEngine, folder / "qwen3", this_device, settings, critic=name == "critic")
+            head = Head.VALUES if name == "critic" else Head.LOG_PROBS
+            build(MegatronEngine, folder / "qwen3", this_device, settings, head=head)
             told[name] = None
         except InputError as error:
             told[name] = [None] * dist.get_world_size()
@@ -455,7 +461,7 @@ def run(
 ) -> dict:
     print(title, flush=True)
     engine, passes = (
-        build(kind, folder / case.family, this_device, case.engine, critic=case.critic),
+        build(kind, folder / case.family, this_device, case.engine, head=case.head),
         [],
     )
     attentions = [
@@ -613,7 +619,7 @@ def roles(folder: Path, this_device: torch.device) -> dict:
 
     def engines():
         actor = build(MegatronEngine, folder / "qwen2_tied", this_device, TP2)
-        critic = MegatronEngine(actor.config, this_device, TOTAL_STEPS, critic=True)
+        critic = MegatronEngine(actor.config, this_device, TOTAL_STEPS, head=Head.VALUES)
         return (
             actor,
             critic,
@@ -723,7 +729,7 @@ def bridges(folder: Path, this_device: torch.device) -> list[dict]:
             folder / case.family,
             this_device,
             f"{case.engine} bridge={kind}",
-            critic=case.critic,
+            head=case.head,
             optimize=False,
         )
         held = {

@@ -30,6 +30,7 @@ from config import InputError, load
 from engines import optimizer, schedule
 from engines.checkpoint.checkpointer import merged, write_safetensors
 from engines.fsdp.engine import FSDPEngine, build, by_heads
+from engines.heads import Head
 from engines.memory import GIB, checkpoint_bytes, estimates, max_num_seqs
 from engines.model import experts, lora
 from engines.model.hf import (
@@ -580,7 +581,9 @@ def test_flops_and_memory_of_frozen_parameters(folder):
 
     def measured(*pairs):
         settings, numbers = config(folder, *pairs), {}
-        numbers["flops"] = count_flops(build(settings, False)[0], read_hf_config(folder / "llama"))
+        numbers["flops"] = count_flops(
+            build(settings, Head.LOG_PROBS)[0], read_hf_config(folder / "llama")
+        )
         return numbers | estimates(settings, 2, "cuda")[0]
 
     whole, frozen = measured(), measured(f"model.freeze={FREEZE}")
@@ -643,15 +646,15 @@ def test_what_cannot_be_frozen(folder, family, pairs, message):
 
 def test_what_can_be_frozen(folder):
     """A critic's value head is trained whatever the patterns say, and its model need not have the names."""
-    for patterns, critic, kept in (
-        ("[.]", True, {"lm_head.weight"}),
-        ("[visual, embed]", True, None),
-        ("[embed, head]", False, None),
+    for patterns, head, kept in (
+        ("[.]", Head.VALUES, {"lm_head.weight"}),
+        ("[visual, embed]", Head.VALUES, None),
+        ("[embed, head]", Head.LOG_PROBS, None),
     ):
         settings = config(folder, f"model.path={folder / 'qwen2_tied'}", f"model.freeze={patterns}")
-        FSDPEngine.check(settings, 1, critic)
+        FSDPEngine.check(settings, 1, head)
         trained = {
-            name for name, p in build(settings, critic)[0].named_parameters() if p.requires_grad
+            name for name, p in build(settings, head)[0].named_parameters() if p.requires_grad
         }
         assert (
             trained == kept
@@ -1270,7 +1273,7 @@ def test_flops_of_frozen_weights_are_four_each(folder):
             config(folder, f"model.path={folder / 'llama'}", *pairs),
             read_hf_config(folder / "llama"),
         )
-        hf, _ = build(engine, False)
+        hf, _ = build(engine, Head.LOG_PROBS)
         numbers = SimpleNamespace(_flops=count_flops(hf, hf_config))
         return numbers._flops, FSDPEngine.flops(numbers, [10, 20])
 
@@ -1785,7 +1788,7 @@ def test_dry_run_of_a_model_that_does_not_say_what_its_layers_are(folder, tmp_pa
         attn_pdrop=0.0,
     )
     settings = config(folder, f"model.path={tmp_path}", "engine.use_remove_padding=false")
-    assert not whole_modules(hf := build(settings, False)[0], hf)
+    assert not whole_modules(hf := build(settings, Head.LOG_PROBS)[0], hf)
     sizes = estimates(settings, 2, "cpu")[0]
     assert sizes["gathered weights"] * GIB == 2 * sum(p.numel() for p in hf.parameters()), (
         "all at once, in bf16"

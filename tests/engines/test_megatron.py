@@ -480,7 +480,7 @@ def test_training_of_adapters_equals_peft(launches, folder, world, name):
     )
     shape = read_hf_config(folder / case.family)
     layers, head_size, attention = (
-        x / 6 for x in count_flops(build_on_meta(shape, torch.float32, case.critic), shape)
+        x / 6 for x in count_flops(build_on_meta(shape, torch.float32, case.head), shape)
     )
     learned = sum(x.numel() for x in adapter.values())
     assert result["flops"] == 4 * (8 * layers + 4 * head_size) + 6 * (8 * learned + 34 * attention)

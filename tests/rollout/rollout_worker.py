@@ -25,6 +25,7 @@ from data.batching.packing import Batch
 from data.prompts import Prompt, PromptDataset
 from engines.checkpoint.checkpointer import Checkpointer, export_hf
 from engines.fsdp.engine import FSDPEngine
+from engines.heads import Head
 from engines.parallel import device
 from examples.arithmetic import make_tokenizer
 from profiling import Profiler
@@ -602,7 +603,7 @@ def critic(folder: Path, name: str) -> dict:
 
     def build(path):
         settings = OmegaConf.merge(config, {"model": {"path": str(path)}})
-        return FSDPEngine(settings, this_device, CRITIC_STEPS, critic=True)
+        return FSDPEngine(settings, this_device, CRITIC_STEPS, head=Head.VALUES)
 
     def train(engine, loss_fn, steps):
         return [engine.train_batch(shared(engine, batch).batch, loss_fn, s) for s in steps]
