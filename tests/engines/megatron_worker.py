@@ -37,7 +37,7 @@ from engines.checkpoint.checkpointer import Checkpointer, export_hf
 from engines.checkpoint.storage import Writer
 from engines.fsdp.engine import FSDPEngine
 from engines.heads import Head
-from engines.megatron import layout, mapping, sharded_state as checkpoint
+from engines.megatron import adapted_layers, layout, mapping, sharded_state as checkpoint
 from engines.megatron.engine import MegatronEngine
 from engines.megatron.layers import Packing, TorchAttention
 from engines.megatron.without_cuda import cuda_is_cpu
@@ -309,6 +309,7 @@ def main(folder: Path, *names: str) -> None:
     results["attention"] = attention(this_device)
     for work in (
         adapters,
+        dropout_masks,
         bridges,
         roles,
         background,
@@ -698,6 +699,31 @@ def adapters(folder: Path, this_device: torch.device) -> dict:
         result[settings] = learn(f"{settings} model.lora.dropout=0.5")
     result["again"] = learn(f"{TP2} model.lora.dropout=0.5")
     return result | {"lost": lost}
+
+
+def dropout_masks(folder: Path, this_device: torch.device) -> dict[str, list[list[str]]]:
+    """Digests of the dropout masks of one step, by layout: a list per rank, one mask for each call of an adapter.
+
+    Data-parallel ranks train on the same batch, so that their masks have the same shapes.
+    """
+    batch = make_batch(0)
+    results = {}
+    for settings in ("", CP2, PP2):
+        with_dropout = f"{LORA} {settings} model.lora.dropout=0.5"
+        engine = build(MegatronEngine, folder / "qwen2_tied", this_device, with_dropout)
+        masks = []
+        dropped = adapted_layers.Adapter.dropped
+
+        def dropped_and_noted(adapter: adapted_layers.Adapter, x: torch.Tensor) -> torch.Tensor:
+            result = dropped(adapter, x)
+            masks.append(digest({"mask": (result == 0).float()}))
+            return result
+
+        adapted_layers.Adapter.dropped = dropped_and_noted
+        engine.train_batch(batch, make_loss(len(batch.input_ids)), 0)
+        adapted_layers.Adapter.dropped = dropped
+        results[settings] = gather(masks)
+    return results
 
 
 def bridges(folder: Path, this_device: torch.device) -> list[dict]:

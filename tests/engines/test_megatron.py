@@ -556,6 +556,15 @@ def test_dropout_of_adapters(launches):
         assert len(set(result[settings]["whole"])) == 1
 
 
+@pytest.mark.parametrize("settings", ["", CP2, PP2])
+def test_ranks_drop_different_units(launches, settings):
+    """Data-parallel, context-parallel and pipeline-parallel ranks draw masks of their own."""
+    first, second = launches[2]["dropout_masks"][settings]
+    assert len(first) == len(second) > 10
+    assert len(set(first)) == len(first), "every call draws a mask of its own"
+    assert not set(first) & set(second)
+
+
 def test_auxiliary_loss_makes_a_difference(launches):
     """What the comparison rests on: of the gradient, and of which expert a token goes to."""
     without, with_it = launches[2]["moe dp2"]["steps"], launches[2]["moe ep2"]["steps"]
