@@ -23,7 +23,8 @@ def main(config):
 
     from data.batching.packing import global_batch
     from engines.build import engine_class
-    from engines.checkpoint.checkpointer import Checkpointer, export_hf
+    from engines.checkpoint.checkpointer import Checkpointer
+    from engines.checkpoint.export import export_hf
     from engines.parallel import device
     from job import setup as job, tracking
 

@@ -16,7 +16,7 @@ import torch
 from filelock import FileLock
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
-from engines.checkpoint.checkpointer import write_safetensors
+from engines.checkpoint.export import write_safetensors
 from engines.model import mtp
 from engines.model.hf import auto_class
 from engines.model.weights import in_files, stacked

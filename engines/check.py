@@ -22,7 +22,7 @@ from torch import Tensor
 from config import InputError, run
 from data.batching.packing import Batch
 from engines.build import engine_class
-from engines.checkpoint.checkpointer import write_safetensors
+from engines.checkpoint.export import write_safetensors
 from engines.model import guard
 from engines.model.hf import auto_class, read_hf_config
 from engines.model.weights import weight_files

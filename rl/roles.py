@@ -13,7 +13,8 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 
 from engines.build import engine_class
-from engines.checkpoint.checkpointer import Checkpointer, export_hf
+from engines.checkpoint.checkpointer import Checkpointer
+from engines.checkpoint.export import export_hf
 from engines.heads import Head
 from engines.parallel import device
 from profiling import Profiler

@@ -1,24 +1,32 @@
 """Export a checkpoint to Hugging Face format.
 
-python -m engines.checkpoint export CHECKPOINT OUT             its weights as a model directory; adapters as PEFT has them
-python -m engines.checkpoint export CHECKPOINT OUT --merge     the frozen model with its adapters added
+    python -m engines.checkpoint export CHECKPOINT OUT
+    python -m engines.checkpoint export CHECKPOINT OUT --merge
+
+OUT becomes a model directory or, for a run with adapters, a PEFT adapter. With --merge it becomes
+the frozen model with the adapters added.
 """
 
 import sys
 from pathlib import Path
 
 from config import InputError
-from engines.checkpoint.checkpointer import export_checkpoint
+from engines.checkpoint.export import export_checkpoint
 
-if __name__ == "__main__":
-    if (
-        len(sys.argv) not in (4, 5)
-        or sys.argv[1] != "export"
-        or sys.argv[4:] not in ([], ["--merge"])
-    ):
+
+def main(arguments: list[str]) -> None:
+    is_export = len(arguments) >= 3 and arguments[0] == "export"
+    options = arguments[3:]
+    if not is_export or options not in ([], ["--merge"]):
         sys.exit(__doc__)
+    checkpoint = Path(arguments[1])
+    out = Path(arguments[2])
     try:
-        export_checkpoint(Path(sys.argv[2]), Path(sys.argv[3]), merge=len(sys.argv) == 5)
+        export_checkpoint(checkpoint, out, merge=bool(options))
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

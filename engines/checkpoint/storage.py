@@ -7,6 +7,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,20 +18,29 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from common import disk
+from common.checksum import checksum
 from config import InputError
 
-# What torch writes into .metadata besides its dtypes.
-METADATA = {
+# The classes that torch pickles into .metadata, by module; dtypes are allowed as well.
+METADATA_CLASSES = {
     "torch": ["Size"],
     "torch.serialization": ["_get_layout"],
     "pathlib": ["PosixPath"],
     "torch.distributed.checkpoint.filesystem": ["_StorageInfo"],
     "torch.distributed.checkpoint.metadata": [*metadata.__all__, "_MEM_FORMAT_ENCODING"],
 }
+# Environment variables that make torch.load() reject pickles that hold more than data.
+WEIGHTS_ONLY = {
+    "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1",
+    "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "0",
+}
 
 
 class Writer(FileSystemWriter):
-    """torch's, which raises InputError on all ranks if the disk is full; before the first byte if free space shows it."""
+    """torch's writer, but a full disk is an InputError on all ranks.
+
+    If the free space is already too small, the error comes before the first byte is written.
+    """
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         disk.require(self.path, sum(map(num_bytes, plans)))
@@ -42,146 +52,168 @@ class Writer(FileSystemWriter):
 
 
 def num_bytes(plan: SavePlan) -> int:
-    """Bytes of the tensors that one rank writes."""
+    """Return the number of bytes of all tensors that one rank writes."""
     tensors = [item.tensor_data for item in plan.items if item.tensor_data is not None]
     return sum(tensor.chunk.sizes.numel() * tensor.properties.dtype.itemsize for tensor in tensors)
 
 
 @contextmanager
-def unwrapped() -> Iterator[None]:
-    """Raise what the first rank that failed raised instead of torch's CheckpointException, which is no Exception."""
+def original_errors() -> Iterator[None]:
+    """Raise the error of the first rank that failed in place of torch's CheckpointException.
+
+    CheckpointException is not an Exception, so the usual handlers would miss it.
+    """
     try:
         yield
     except CheckpointException as error:
-        raise next(iter(error.failures.values()))[0] from error
+        first_failure = next(iter(error.failures.values()))
+        raise first_failure[0] from error
 
 
-# -- checksums ---------------------------------------------------------------------------------------------------------
+def read_tensors(
+    checkpoint: Path, prefix: str, is_left_out: Callable[[str], bool]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name without the prefix, tensor) for every stored name that starts with `prefix`.
+
+    Tensors are read one at a time, in the dtype in which they were stored. Needs no process group.
+
+    Args:
+        is_left_out: receives a name without the prefix; True if that tensor is not to be read.
+    """
+    reader = FileSystemReader(checkpoint / "weights")
+    for key, entry in reader.read_metadata().state_dict_metadata.items():
+        name = key.removeprefix(prefix)
+        if name == key or is_left_out(name):
+            continue
+        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+        dcp.load({key: tensor}, storage_reader=reader, no_dist=True)
+        yield name, tensor
 
 
-def checksum(path: Path) -> str:
-    """crc32 and length of a file, which is on the disk when this returns."""
-    size = crc = 0
-    with open(path, "rb") as file:
-        while chunk := file.read(2**22):
-            size, crc = size + len(chunk), zlib.crc32(chunk, crc)
-        os.fsync(file.fileno())
-    return f"{crc:08x} {size}"
+# -- checksums -------------------------------------------------------------------------------------
 
 
-def sync_directory(path: Path) -> None:
-    """Return when the names in a directory are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
+@dataclass(frozen=True)
+class Manifest:
+    """The contents of trainer.json, the last file of a checkpoint to be written."""
+
+    # What the script needs to continue: the step, its place in the data, the adapters' settings...
+    progress: dict
+    # Path relative to the checkpoint -> checksum, of every other file. Empty in checkpoints of
+    # early versions.
+    checksums: dict[str, str]
 
 
-def write_trainer(checkpoint: Path, progress: dict, checksums: dict[str, str]) -> None:
-    """Write trainer.json, the last file of a checkpoint: progress and, under "checksums", the checksum of every file, its own
-    being that of progress. checksums: those that are known already."""
-    rest = {
-        str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file()
-    } - checksums.keys()
-    checksums |= {name: checksum(checkpoint / name) for name in rest} | {
-        "trainer.json": checksum_of(progress)
-    }
-    (checkpoint / "trainer.json").write_text(
-        json.dumps(progress | {"checksums": checksums}, indent=1)
-    )
-    checksum(checkpoint / "trainer.json")
+def write_manifest(checkpoint: Path, progress: dict, checksums: dict[str, str]) -> None:
+    """Write trainer.json and wait until the whole checkpoint is on the disk.
+
+    Under "checksums" it lists every file of the checkpoint. Its own entry is the checksum of
+    `progress`.
+
+    Args:
+        checksums: of the files whose checksum is already known; the others are computed here.
+    """
+    files = {str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file()}
+    for name in files - checksums.keys():
+        checksums[name] = checksum(checkpoint / name)
+    checksums["trainer.json"] = progress_checksum(progress)
+
+    trainer_file = checkpoint / "trainer.json"
+    trainer_file.write_text(json.dumps(progress | {"checksums": checksums}, indent=1))
+    checksum(trainer_file)  # for its fsync
     for directory in {checkpoint, *(path.parent for path in checkpoint.rglob("*"))}:
         sync_directory(directory)
 
 
-def read_trainer(checkpoint: Path) -> tuple[dict, dict[str, str]]:
-    """progress and the checksums of the other files ({}: an earlier version wrote none). Raises InputError if trainer.json is
-    not as it was written."""
+def read_manifest(checkpoint: Path) -> Manifest:
+    """Read trainer.json. Raises InputError if it is missing, or not as it was written."""
     try:
         progress = json.loads((checkpoint / "trainer.json").read_text())
     except (OSError, ValueError) as error:
         raise InputError(
-            f"{checkpoint} is no checkpoint, or damaged: trainer.json: {error}"
+            f"{checkpoint} is not a checkpoint, or it is damaged: trainer.json: {error}"
         ) from None
     checksums = progress.pop("checksums", {})
-    if checksums and checksums.pop("trainer.json", None) != checksum_of(progress):
+    if checksums and checksums.pop("trainer.json", None) != progress_checksum(progress):
         raise InputError(f"{checkpoint} is damaged: trainer.json is not as it was written")
-    return progress, checksums
+    return Manifest(progress, checksums)
 
 
-def checksum_of(progress: dict) -> str:
+def progress_checksum(progress: dict) -> str:
     return f"{zlib.crc32(json.dumps(progress).encode()):08x}"
 
 
 def find_damage(
     checkpoint: Path, checksums: dict[str, str], rank: int = 0, world_size: int = 1
 ) -> list[str]:
-    """What is wrong with this rank's share of the files."""
+    """Verify this rank's share of a checkpoint's files, and return one message per problem."""
     damage = []
-    if rank == 0 and not checksums:
-        print(
-            f"{checkpoint} has no checksums, an earlier version wrote it: it is not verified",
-            flush=True,
-        )
-    elif rank == 0:
-        there = {f"weights/{path.name}" for path in (checkpoint / "weights").glob("*")}
-        damage += [f"{name} was not written with it" for name in there - checksums.keys()]
+    if rank == 0:
+        damage += find_unlisted_files(checkpoint, checksums)
     for name in sorted(checksums)[rank::world_size]:
         try:
-            if checksum(checkpoint / name) != checksums[name]:
-                damage.append(f"{name} is not as it was written")
+            is_intact = checksum(checkpoint / name) == checksums[name]
         except OSError as error:
             damage.append(f"{name}: {error.strerror}")
+            continue
+        if not is_intact:
+            damage.append(f"{name} is not as it was written")
     return damage
 
 
-def stored_tensors(
-    checkpoint: Path, prefix: str, left_out: Callable[[str], bool]
-) -> Iterator[tuple[str, Tensor]]:
-    """(name without the prefix, tensor as it was stored), one at a time, without a process group."""
-    reader = FileSystemReader(checkpoint / "weights")
-    for key, entry in reader.read_metadata().state_dict_metadata.items():
-        name = key.removeprefix(prefix)
-        if name != key and not left_out(name):
-            tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
-            dcp.load({key: tensor}, storage_reader=reader, no_dist=True)
-            yield name, tensor
+def find_unlisted_files(checkpoint: Path, checksums: dict[str, str]) -> list[str]:
+    """Return one message for every file of weights that has no checksum."""
+    if not checksums:
+        print(
+            f"{checkpoint} has no checksums, since an earlier version wrote it: it is not verified",
+            flush=True,
+        )
+        return []
+    files = {f"weights/{path.name}" for path in (checkpoint / "weights").glob("*")}
+    return [f"{name} was not written with it" for name in files - checksums.keys()]
 
 
-# -- pickles -----------------------------------------------------------------------------------------------------------
+def sync_directory(path: Path) -> None:
+    """Wait until the names in a directory are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+# -- pickles ---------------------------------------------------------------------------------------
 
 
 class MetadataUnpickler(pickle.Unpickler):
-    """For .metadata. A pickle names functions to call: only harmless ones are allowed."""
+    """Unpickle .metadata. A pickle names functions to call; only harmless ones are allowed."""
 
     def find_class(self, module: str, name: str):
-        if (
-            name in METADATA.get(module, ())
-            or module == "torch"
-            and isinstance(getattr(torch, name, None), torch.dtype)
-        ):
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or name in METADATA_CLASSES.get(module, ()):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"GLOBAL {module}.{name}")
 
 
 @contextmanager
-def data_alone(checkpoint: Path) -> Iterator[None]:
-    """Around code that reads a checkpoint's weights. torch and Megatron unpickle .metadata, common.pt and parts of other
-    files, and a pickle can run commands: raises InputError for one that holds more than tensors, numbers and text."""
-    forced = {
-        "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1",
-        "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "0",
-    }  # for torch.load
-    before = {name: os.environ.get(name, "0") for name in forced}
-    os.environ.update(forced)
+def data_only(checkpoint: Path) -> Iterator[None]:
+    """Reject pickles that run code, while the block reads a checkpoint's weights.
+
+    torch and Megatron unpickle .metadata, common.pt and parts of other files, and a pickle can run
+    commands.
+
+    Raises:
+        InputError: if a pickle holds more than tensors, numbers and text.
+    """
+    before = {name: os.environ.get(name, "0") for name in WEIGHTS_ONLY}
+    os.environ.update(WEIGHTS_ONLY)
     try:
-        with unwrapped(), open(checkpoint / "weights" / ".metadata", "rb") as file:
+        with original_errors(), open(checkpoint / "weights" / ".metadata", "rb") as file:
             MetadataUnpickler(file).load()
             yield
     except pickle.UnpicklingError as error:
-        named = re.search(r"GLOBAL (\S+)", str(error))
+        function = re.search(r"GLOBAL (\S+)", str(error))
+        call = function[1] if function else error
         raise InputError(
-            f"{checkpoint} is not loaded: it is not data alone, a pickle in it calls "
-            f"{named[1] if named else error}"
+            f"{checkpoint} is not loaded: it holds more than data, a pickle in it calls {call}"
         ) from None
     finally:
         os.environ.update(before)

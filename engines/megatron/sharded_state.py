@@ -34,7 +34,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from engines.checkpoint.storage import Writer, stored_tensors
+from engines.checkpoint.storage import Writer, read_tensors
 from engines.megatron import adapted_layers as lora, bridge
 from engines.megatron.mapping import Mapping
 
@@ -261,7 +261,7 @@ def read(states: dict[str, dict], directory: Path) -> dict[str, dict]:
 def hf_weights(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, tensor as it was stored) for every weight of a checkpoint, or of one with adapters, for every matrix
     of those. For a process without a group."""
-    tensors = stored_tensors(
+    tensors = read_tensors(
         checkpoint, "engine.", lambda name: name.startswith("optimizer.") or "_extra_state" in name
     )
     first = next(tensors)

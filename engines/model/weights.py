@@ -15,8 +15,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from common.checksum import checksum
 from config import InputError
-from engines.checkpoint.storage import checksum
 from engines.heads import Head
 from engines.model import lora
 

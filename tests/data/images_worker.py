@@ -21,7 +21,7 @@ from config import InputError, load
 from data.batching.packing import partition
 from data.dataset import TokenDataset, tokenize
 from data.images.processor import Reader
-from engines.checkpoint.checkpointer import export_hf
+from engines.checkpoint.export import export_hf
 from engines.fsdp.engine import FSDPEngine
 from engines.parallel import device
 

@@ -33,7 +33,8 @@ from config import InputError, load
 from data.batching.packing import Batch, partition
 from data.batching.plan import MicroBatches
 from engines.base import follows_batch
-from engines.checkpoint.checkpointer import Checkpointer, export_hf
+from engines.checkpoint.checkpointer import Checkpointer
+from engines.checkpoint.export import export_hf
 from engines.fsdp import attention
 from engines.fsdp.attention import Packing
 from engines.fsdp.engine import FSDPEngine

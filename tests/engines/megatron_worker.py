@@ -33,7 +33,8 @@ from config import InputError, load
 from data.batching.packing import Batch
 from data.batching.plan import MicroBatches
 from engines.base import Engine
-from engines.checkpoint.checkpointer import Checkpointer, export_hf
+from engines.checkpoint.checkpointer import Checkpointer
+from engines.checkpoint.export import export_hf
 from engines.checkpoint.storage import Writer
 from engines.fsdp.engine import FSDPEngine
 from engines.heads import Head

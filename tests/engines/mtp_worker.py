@@ -16,7 +16,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from data.batching.packing import Batch
-from engines.checkpoint.checkpointer import Checkpointer, export_hf
+from engines.checkpoint.checkpointer import Checkpointer
+from engines.checkpoint.export import export_hf
 from engines.megatron import bridge
 from engines.megatron.engine import MegatronEngine
 from engines.parallel import device

@@ -11,7 +11,8 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from config import InputError
-from engines.checkpoint.checkpointer import Checkpointer, export_checkpoint
+from engines.checkpoint.checkpointer import Checkpointer
+from engines.checkpoint.export import export_checkpoint
 from engines.checkpoint.storage import Writer
 from tests.support.models import make_model
 
@@ -98,7 +99,8 @@ def kill_at_rename(monkeypatch, name: str) -> None:
     monkeypatch.setattr(Path, "rename", rename_or_die)
 
 
-# step_00000002.tmp: before the checkpoint has its name. latest.tmp: after that, before `latest` names it.
+# step_00000002.tmp: before the checkpoint has its name. latest.tmp: after that, before `latest`
+# names it.
 @pytest.mark.parametrize("renamed", ["step_00000002.tmp", "latest.tmp"])
 def test_a_crash_while_publishing_leaves_latest_on_a_complete_checkpoint(
     checkpointer, engine, monkeypatch, renamed

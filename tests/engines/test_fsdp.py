@@ -28,7 +28,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from config import InputError, load
 from engines import optimizer, schedule
-from engines.checkpoint.checkpointer import merged, write_safetensors
+from engines.checkpoint.export import merged_weights, write_safetensors
 from engines.fsdp.engine import FSDPEngine, build, by_heads
 from engines.heads import Head
 from engines.memory import GIB, checkpoint_bytes, estimates, max_num_seqs
@@ -1249,14 +1249,14 @@ def test_merging_offline_rounds_as_the_run_does(folder, tmp_path):
         f"{name}.lora_B.weight": torch.randn(128, 2),
     }
     before = load_file(tmp_path / "base" / "model.safetensors")
-    after = dict(merged(tmp_path / "base", adapter, settings, torch.float32))
+    after = dict(merged_weights(tmp_path / "base", adapter, settings, torch.float32))
     changed = {n for n in before if not torch.equal(after[n].double(), before[n].double())}
     assert len(changed) == 1 and (one := changed.pop()).endswith("layers.1.self_attn.q_proj.weight")
     assert torch.equal(after[one], lora.merge(before[one].float(), *adapter.values(), settings))
     assert after["vision_tower.ids"].dtype == torch.int64
     with pytest.raises(InputError, match="has no weight for model.layers.9"):
         dict(
-            merged(
+            merged_weights(
                 tmp_path / "base",
                 {"model.layers.9.q_proj.lora_A.weight": torch.ones(2, 2)},
                 settings,

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from config import InputError, load
 from engines import schedule
 from engines.build import engine_class
-from engines.checkpoint.checkpointer import export_checkpoint
+from engines.checkpoint.export import export_checkpoint
 from engines.memory import checkpoint_bytes, estimate_megatron
 from engines.model import mtp
 from engines.model.hf import build_on_meta, count_flops, read_hf_config

@@ -23,7 +23,8 @@ from algorithms.advantages import ADVANTAGES
 from config import InputError, load
 from data.batching.packing import Batch
 from data.prompts import Prompt, PromptDataset
-from engines.checkpoint.checkpointer import Checkpointer, export_hf
+from engines.checkpoint.checkpointer import Checkpointer
+from engines.checkpoint.export import export_hf
 from engines.fsdp.engine import FSDPEngine
 from engines.heads import Head
 from engines.parallel import device

@@ -1,0 +1,332 @@
+"""Write Hugging Face models and PEFT adapters, from an engine or from a checkpoint."""
+
+import itertools
+import json
+import shutil
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig, OmegaConf
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from common import disk
+from config import InputError
+from engines.base import SIDE_FILES, Engine
+from engines.checkpoint import storage
+from engines.checkpoint.checkpointer import removed_on_failure
+from engines.model import lora
+from engines.model.weights import (
+    fingerprint,
+    ignored_weights,
+    in_files,
+    model_names,
+    stacked,
+    weight_files,
+)
+from engines.parallel.device import on_rank0
+
+MAX_FILE_BYTES = 4 * 2**30
+
+
+# -- from an engine --------------------------------------------------------------------------------
+
+
+def export_hf(engine: Engine, tokenizer, directory: Path) -> None:
+    """Write what the engine trains, in the form that transformers, peft and vLLM load.
+
+    That is a model directory or, if the engine has adapters, a PEFT adapter. An existing
+    `directory` is replaced once the new one is complete. Called by all ranks.
+    """
+    temporary = directory.with_name(directory.name + ".tmp")
+    has_adapters = engine.config.model.lora.rank > 0
+    weights = engine.export_adapter() if has_adapters else engine.export_weights()
+
+    def write_on_rank0() -> None:
+        shutil.rmtree(temporary, ignore_errors=True)
+        try:
+            write_export(engine, tokenizer, weights, temporary)
+        finally:
+            # The other ranks gather every tensor, even if this one could not write the first.
+            exhaust(weights)
+        shutil.rmtree(directory, ignore_errors=True)
+        temporary.rename(directory)
+
+    with removed_on_failure(temporary):
+        if dist.get_rank() > 0:
+            exhaust(weights)
+        on_rank0(write_on_rank0, group=dist.group.WORLD)
+
+
+def write_export(
+    engine: Engine, tokenizer, weights: Iterable[tuple[str, Tensor]], directory: Path
+) -> None:
+    """Write the tokenizer with either the adapters or config.json and all weights."""
+    model = engine.config.model
+    with disk.writing(directory):
+        directory.mkdir(parents=True)
+        tokenizer.save_pretrained(directory)
+        if model.lora.rank:
+            lora.write(weights, model.lora, model.path, directory, engine.leaves_alone)
+            return
+        engine.save_config(directory)
+    write_safetensors(weights, directory)
+
+
+def exhaust(iterator: Iterable) -> None:
+    """Consume an iterator without keeping its items."""
+    deque(iterator, maxlen=0)
+
+
+# -- safetensors files -----------------------------------------------------------------------------
+
+
+def write_safetensors(
+    weights: Iterable[tuple[str, Tensor]], directory: Path, max_bytes: int = MAX_FILE_BYTES
+) -> None:
+    """Write model.safetensors or, beyond max_bytes, several files and their index.
+
+    The files are then called model-0000i-of-0000n.safetensors. Tensors are taken from `weights` one
+    at a time; only those of one file are in memory together.
+    """
+    writer = SafetensorsWriter(directory)
+    for name, tensor in weights:
+        num_bytes = tensor.numel() * tensor.element_size()
+        if writer.tensors and writer.num_bytes + num_bytes > max_bytes:
+            writer.close_file()
+        writer.add(name, tensor)
+    writer.close_file()
+    writer.name_files()
+
+
+class SafetensorsWriter:
+    """Writes part-0, part-1..., and renames them once the number of files is known."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        # The open file: its tensors and their size.
+        self.tensors: dict[str, Tensor] = {}
+        self.num_bytes = 0
+        # The closed files: the names of the tensors in each, and the size of all.
+        self.closed_files: list[list[str]] = []
+        self.total_bytes = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        num_bytes = tensor.numel() * tensor.element_size()
+        self.tensors[name] = tensor.cpu().contiguous()
+        self.num_bytes += num_bytes
+        self.total_bytes += num_bytes
+
+    def close_file(self) -> None:
+        """Write the open file. The next tensor begins another one."""
+        file = self.directory / f"part-{len(self.closed_files)}"
+        with disk.writing(self.directory, self.num_bytes):
+            save_file(self.tensors, file, metadata={"format": "pt"})
+        self.closed_files.append(list(self.tensors))
+        self.tensors.clear()
+        self.num_bytes = 0
+
+    def name_files(self) -> None:
+        """Rename the files to what transformers expects, and index them if there are several."""
+        num_files = len(self.closed_files)
+        if num_files == 1:
+            (self.directory / "part-0").rename(self.directory / "model.safetensors")
+            return
+        weight_map = {}
+        for number, names in enumerate(self.closed_files):
+            file = f"model-{number + 1:05d}-of-{num_files:05d}.safetensors"
+            (self.directory / f"part-{number}").rename(self.directory / file)
+            weight_map |= dict.fromkeys(names, file)
+        index = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
+        index_file = self.directory / "model.safetensors.index.json"
+        index_file.write_text(json.dumps(index, indent=1))
+
+
+# -- from a checkpoint -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """What a checkpoint says about the model in it (see trainer.json)."""
+
+    checkpoint: Path
+    # The dtype of exported weights.
+    dtype: torch.dtype
+    # The settings of the run's adapters, with the directory of the frozen model under "base". None
+    # without adapters.
+    adapter: DictConfig | None
+    # Checksum of the frozen model, if there are adapters.
+    base_fingerprint: str | None
+    # The model directory with the weights that the engine leaves alone, such as a vision tower.
+    # None: there are none.
+    rest: Path | None
+
+    @classmethod
+    def of(cls, checkpoint: Path, progress: dict) -> "StoredModel":
+        adapter = progress.get("lora")
+        rest = progress.get("rest")
+        return cls(
+            checkpoint,
+            dtype=getattr(torch, progress["export_dtype"]),
+            adapter=OmegaConf.create(adapter) if adapter else None,
+            base_fingerprint=progress.get("run", {}).get("frozen weights"),
+            rest=Path(rest) if rest else None,
+        )
+
+    @property
+    def base(self) -> Path:
+        return Path(self.adapter.base)
+
+
+def export_checkpoint(checkpoint: Path, out: Path, merge: bool = False) -> None:
+    """Export a checkpoint to Hugging Face format, tensor by tensor, without a process group.
+
+    Args:
+        out: a directory that does not exist yet. It appears when it is complete.
+        merge: of a run with adapters, write the frozen model with the adapters added, not the
+            adapters.
+
+    Raises:
+        InputError: if the checkpoint is damaged, or a model directory that the export needs is
+            missing.
+    """
+    manifest = storage.read_manifest(checkpoint)
+    if out.exists():
+        raise InputError(f"{out} exists already: remove it, or export to another directory")
+    damage = storage.find_damage(checkpoint, manifest.checksums)
+    if damage:
+        raise InputError(f"{checkpoint} is damaged: {damage[0]}")
+    stored = StoredModel.of(checkpoint, manifest.progress)
+    if merge:
+        check_merge(stored)
+    if stored.rest and not stored.adapter and not stored.rest.is_dir():
+        raise InputError(
+            f"{checkpoint} holds only the weights that were trained, and {stored.rest}, "
+            "which had the other weights, is not there: put the model back"
+        )
+
+    temporary = out.with_name(out.name + ".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        with disk.writing(temporary), storage.data_only(checkpoint):
+            if stored.adapter and not merge:
+                write_stored_adapter(stored, temporary)
+            else:
+                write_stored_model(stored, temporary, merge)
+        temporary.rename(out)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def check_merge(stored: StoredModel) -> None:
+    """Raise InputError unless there are adapters, and the model that they were trained with."""
+    if not stored.adapter:
+        raise InputError(f"--merge: {stored.checkpoint} has no adapters: leave out --merge")
+    if not stored.base.is_dir():
+        raise InputError(
+            f"--merge: the frozen model was in {stored.base}, which is not there: put it back"
+        )
+    if fingerprint(stored.base) != stored.base_fingerprint:
+        raise InputError(
+            f"--merge: {stored.base} is not the model whose adapters {stored.checkpoint} holds: "
+            "put that model back"
+        )
+
+
+def write_stored_adapter(stored: StoredModel, directory: Path) -> None:
+    """Write the adapters of a checkpoint as PEFT does, with the tokenizer."""
+    model_files = shutil.ignore_patterns("config.json", *SIDE_FILES)
+    shutil.copytree(stored.checkpoint / "hf", directory, ignore=model_files)
+    weights = stored_weights(stored.checkpoint)
+    lora.write(weights, stored.adapter, stored.base, directory, stored.rest is not None)
+
+
+def write_stored_model(stored: StoredModel, directory: Path, merge: bool) -> None:
+    """Write a model directory from a checkpoint.
+
+    Args:
+        merge: add the checkpoint's adapters to the frozen model.
+    """
+    shutil.copytree(stored.checkpoint / "hf", directory)
+    weights = stored_weights(stored.checkpoint)
+    if merge:
+        weights = merged_weights(stored.base, dict(weights), stored.adapter, stored.dtype)
+    else:
+        weights = ((name, tensor.to(stored.dtype)) for name, tensor in weights)
+    # Buffers keep the dtypes that they were stored in.
+    buffers = dict(storage.read_tensors(stored.checkpoint, "engine.buffers.", lambda name: False))
+    parameters = ((name, tensor) for name, tensor in weights if name not in buffers)
+    untrained = ()
+    if stored.rest and not merge:
+        untrained = ignored_weights(stored.rest, names_in(stored.rest))
+    write_safetensors(itertools.chain(parameters, buffers.items(), untrained), directory)
+
+
+def stored_weights(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield (Hugging Face name, tensor as it was stored) of the exported engine."""
+    # This file is one of megatron.core.dist_checkpointing.
+    if (checkpoint / "weights" / "metadata.json").exists():
+        from engines.megatron.sharded_state import hf_weights
+
+        return hf_weights(checkpoint)
+    return stored_fsdp_weights(checkpoint)
+
+
+def stored_fsdp_weights(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield (Hugging Face name, tensor as it was stored); a tied output matrix is left out."""
+    from engines.model.hf import build_on_meta, read_hf_config
+
+    hf_config = read_hf_config(str(checkpoint / "hf"))
+    hf = build_on_meta(hf_config, torch.float32)
+
+    def is_tied(name: str) -> bool:
+        return hf_config.tie_word_embeddings and name.endswith("lm_head.weight")
+
+    tensors = storage.read_tensors(checkpoint, "engine.model.", is_tied)
+    plainly_named = ((lora.plain_name(name), tensor) for name, tensor in tensors)
+    return in_files(plainly_named, stacked(hf))
+
+
+def names_in(model: Path) -> dict[str, str | None]:
+    """Return model_names() of the model in a directory."""
+    from engines.model.hf import build_on_meta, read_hf_config
+
+    return model_names(build_on_meta(read_hf_config(str(model)), torch.float32), model)
+
+
+def merged_weights(
+    base: Path, adapter: dict[str, Tensor], settings: DictConfig, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name in the files, tensor) of the model in `base` with an adapter added.
+
+    Weights have `dtype`, as the run computed with them. Those that are not part of the model, such
+    as a vision tower, stay as the files have them.
+
+    Args:
+        adapter: its matrices by name, as in lora.py.
+
+    Raises:
+        InputError: if the adapter has a matrix for a layer that `base` lacks.
+    """
+    names = names_in(base)
+    unused = dict(adapter)
+    for file in weight_files(base):
+        with safe_open(file, framework="pt") as tensors:
+            for file_name in tensors.keys():
+                weight = tensors.get_tensor(file_name)
+                name = names[file_name]
+                if name is not None:
+                    weight = weight.to(dtype)
+                    layer = name.removesuffix("weight")
+                    a = unused.pop(f"{layer}lora_A.weight", None)
+                    b = unused.pop(f"{layer}lora_B.weight", None)
+                    if a is not None and b is not None:
+                        weight = lora.merge(weight, a, b, settings)
+                yield file_name, weight
+    if unused:
+        raise InputError(f"--merge: {base} has no weight for {min(unused)}")
