@@ -1,28 +1,44 @@
-"""Advantages: what each token was worth, from the rewards of the whole global batch. Computed on the host, in float64.
+"""Advantages: how much better each response, or each token, was than expected.
 
-Every rank knows the numbers of all n responses of the step:
-    outcome  [n] fp32: the score, minus penalties for length and the KL penalties of its tokens if they are configured
-    lengths  [n] int64, response tokens;  baseline [n] fp32: the score of the greedy response to the same prompt
-    group    [n] int64: the prompt of each response, any numbers, groups of any sizes
-An advantage that names no more returns advantages and returns, each [n] fp32, which hold for every token of the response.
+Computed on the host, in float64, from the rewards of the whole global batch. Each function names
+the arguments it needs, and is called with them by name.
 
-Of tokens a rank has those that it trains on:
-    rewards  [T] fp32: the score on the last response token, minus the KL penalties if they are configured
-    mask     [T] fp32: 1 on response tokens; tokens in between that were not sampled (tool results) are stepped over
-    sequence [T] int64: the response of each token, in 0..n-1; and num_sequences, which is n
-    values   [T] fp32: V(x_<t); and old_log_probs, ref_log_probs, rollout_log_probs, each [T] fp32
-An advantage that names these returns advantages and returns, each [T] in the rewards' dtype and 0 outside the mask. What it must
-know of other ranks' tokens is a sum, total(x [T]): scalar float64, over all response tokens of the step.
+Every rank knows these numbers of all n responses of the step:
 
-gamma and lam are the discount and the lambda of Schulman's lambda-return; 1 by default.
+    outcome   [n] fp32: the score, minus the length penalty and the KL penalties of its tokens where
+              they are configured
+    lengths   [n] int64: response tokens
+    baseline  [n] fp32: the score of the greedy response to the same prompt
+    group     [n] int64: the prompt of each response; any numbers, groups of any size
+
+An estimator that names only these returns (advantages, returns), each [n] fp32; they hold for every
+token of the response.
+
+Of tokens, a rank holds those that it trains on:
+
+    rewards   [T] fp32: the score on the last response token, minus KL penalties where configured
+    mask      [T] fp32: 1 on response tokens; tokens in between that were not sampled, such as tool
+              results, are stepped over
+    sequence  [T] int64: the response of each token, in 0..n-1
+    num_sequences  n
+    values    [T] fp32: V(x_<t)
+    old_log_probs, ref_log_probs, rollout_log_probs    [T] fp32 each
+    total     sums x [T] over all response tokens of the step, on every rank: a float64 scalar
+
+An estimator that names one of these returns (advantages, returns), each [T] in the dtype of the
+rewards and 0 outside the mask.
+
+gamma and lam are the discount and the lambda of Schulman's lambda-return; both are 1 by default.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from algorithms.packed import Total, next_in_sequence, sum_by_sequence, sum_to_go, whiten
 
-Pair = tuple[Tensor, Tensor]
+AdvantagesAndReturns = tuple[Tensor, Tensor]
 
 
 def gae(
@@ -36,51 +52,58 @@ def gae(
     lam: float = 1.0,
     total: Total = Tensor.sum,
     **_,
-) -> Pair:
-    """Generalized advantage estimation (Schulman 2016), whitened over the batch.
+) -> AdvantagesAndReturns:
+    """Generalized advantage estimation (Schulman et al. 2016), whitened over the batch.
 
-    delta_t = r_t + gamma V_{t+1} - V_t, with V = 0 after the last token;  A_t = delta_t + gamma lam A_{t+1}
-    returns: A + V, before A is whitened
+    delta_t = r_t + gamma V_{t+1} - V_t, with V = 0 after the last token
+    A_t = delta_t + gamma lam A_{t+1}
+
+    The returns are A + V, before A is whitened.
     """
-    rewards_, values_ = _inside(rewards, mask), _inside(values, mask)
-    delta = rewards_ + gamma * next_in_sequence(values_, mask, sequence) - values_
+    rewards_inside = _inside(rewards, mask)
+    values_inside = _inside(values, mask)
+    next_values = next_in_sequence(values_inside, mask, sequence)
+    delta = rewards_inside + gamma * next_values - values_inside
     advantages = sum_to_go(delta, mask, sequence, num_sequences, gamma * lam)
-    return whiten(advantages, mask, total).to(rewards.dtype), (advantages + values_).to(
-        rewards.dtype
-    )
+    returns = advantages + values_inside
+    whitened = whiten(advantages, mask, total)
+    return whitened.to(rewards.dtype), returns.to(rewards.dtype)
 
 
-def grpo(outcome: Tensor, group: Tensor, **_) -> Pair:
-    """Group relative (Shao 2024): (outcome - mean) / (unbiased std + 1e-6) over the group; a group of one: the outcome.
+def grpo(outcome: Tensor, group: Tensor, **_) -> AdvantagesAndReturns:
+    """Group-relative advantages (Shao et al. 2024).
 
-    returns: the outcome
+    (outcome - mean) / (unbiased standard deviation + 1e-6), both over the group. In a group of one
+    the advantage is the outcome. The returns are the outcomes.
     """
-    deviation, size, index = _deviation(outcome, group)
-    variance = sum_by_sequence(deviation.square(), index, len(group))[index] / (size - 1).clamp(
-        min=1
-    )
-    advantages = torch.where(size > 1, deviation / (variance.sqrt() + 1e-6), deviation)
+    groups = _group_statistics(outcome, group)
+    squares = sum_by_sequence(groups.deviation.square(), groups.index, len(group))
+    variance = squares[groups.index] / (groups.size - 1).clamp(min=1)
+    normalized = groups.deviation / (variance.sqrt() + 1e-6)
+    advantages = torch.where(groups.size > 1, normalized, groups.deviation)
     return advantages.to(outcome.dtype), outcome
 
 
-def dr_grpo(outcome: Tensor, group: Tensor, **_) -> Pair:
-    """GRPO without its division (Liu 2025): outcome - mean over the group; a group of one: the outcome.
+def dr_grpo(outcome: Tensor, group: Tensor, **_) -> AdvantagesAndReturns:
+    """GRPO without the division by the standard deviation (Liu et al. 2025).
 
-    returns: the outcome
+    outcome - mean over the group. In a group of one the advantage is the outcome. The returns are
+    the outcomes.
     """
-    return _deviation(outcome, group)[0].to(outcome.dtype), outcome
+    groups = _group_statistics(outcome, group)
+    return groups.deviation.to(outcome.dtype), outcome
 
 
-def rloo(outcome: Tensor, group: Tensor, **_) -> Pair:
-    """Leave one out (Ahmadian 2024): outcome - mean of the k-1 others in its group = k/(k-1) (outcome - mean); a group of
-    one: the outcome.
+def rloo(outcome: Tensor, group: Tensor, **_) -> AdvantagesAndReturns:
+    """REINFORCE leave-one-out (Ahmadian et al. 2024).
 
-    returns: the outcome
+    outcome - mean of the k-1 other outcomes in its group = k / (k-1) * (outcome - mean). In a group
+    of one the advantage is the outcome. The returns are the outcomes.
     """
-    deviation, size, _ = _deviation(outcome, group)
-    return torch.where(size > 1, deviation * size / (size - 1), deviation).to(
-        outcome.dtype
-    ), outcome
+    groups = _group_statistics(outcome, group)
+    left_out = groups.deviation * groups.size / (groups.size - 1)
+    advantages = torch.where(groups.size > 1, left_out, groups.deviation)
+    return advantages.to(outcome.dtype), outcome
 
 
 def reinforce_plus_plus(
@@ -92,35 +115,37 @@ def reinforce_plus_plus(
     gamma: float = 1.0,
     total: Total = Tensor.sum,
     **_,
-) -> Pair:
-    """REINFORCE++ (Hu 2025): the discounted reward-to-go G_t = r_t + gamma G_{t+1}, whitened over the batch.
+) -> AdvantagesAndReturns:
+    """REINFORCE++ (Hu 2025): the discounted reward-to-go, whitened over the batch.
 
-    returns: G before whitening
+    G_t = r_t + gamma G_{t+1}. The returns are G before whitening.
     """
     to_go = sum_to_go(_inside(rewards, mask), mask, sequence, num_sequences, gamma)
-    return whiten(to_go, mask, total).to(rewards.dtype), to_go.to(rewards.dtype)
+    whitened = whiten(to_go, mask, total)
+    return whitened.to(rewards.dtype), to_go.to(rewards.dtype)
 
 
-def reinforce_plus_plus_baseline(outcome: Tensor, group: Tensor, lengths: Tensor, **_) -> Pair:
-    """REINFORCE++-baseline (Hu 2025): outcome - mean over the group (a group of one: the outcome), whitened over
-    the tokens of the batch.
+def reinforce_plus_plus_baseline(
+    outcome: Tensor, group: Tensor, lengths: Tensor, **_
+) -> AdvantagesAndReturns:
+    """REINFORCE++-baseline (Hu 2025): outcome - mean over the group, whitened over all tokens.
 
-    returns: the outcome
+    In a group of one the value before whitening is the outcome. The returns are the outcomes.
     """
-    return whiten(dr_grpo(outcome, group)[0], lengths), outcome
+    advantages, _ = dr_grpo(outcome, group)
+    return whiten(advantages, lengths), outcome
 
 
 def remax(
     rewards: Tensor, mask: Tensor, sequence: Tensor, num_sequences: int, *, baseline: Tensor, **_
-) -> Pair:
-    """ReMax (Li 2023): the undiscounted reward-to-go minus the score of the greedy response, baseline[i].
+) -> AdvantagesAndReturns:
+    """ReMax (Li et al. 2023): the undiscounted reward-to-go minus the greedy response's score.
 
-    returns: the reward-to-go
+    The returns are the reward-to-go.
     """
     to_go = sum_to_go(_inside(rewards, mask), mask, sequence, num_sequences, 1.0)
-    return _inside(to_go - baseline.double()[sequence], mask).to(rewards.dtype), to_go.to(
-        rewards.dtype
-    )
+    advantages = _inside(to_go - baseline.double()[sequence], mask)
+    return advantages.to(rewards.dtype), to_go.to(rewards.dtype)
 
 
 ADVANTAGES = {
@@ -134,14 +159,32 @@ ADVANTAGES = {
 }
 
 
-def _inside(x: Tensor, mask: Tensor) -> Tensor:
-    return torch.where(mask > 0, x, 0).double()
+@dataclass
+class _GroupStatistics:
+    """Per response, each [n].
+
+    deviation: float64, outcome - mean of the group; the mean of a group of one counts as 0.
+    size: float64, the number of responses in the group.
+    index: int64, the group's number in 0..n-1.
+    """
+
+    deviation: Tensor
+    size: Tensor
+    index: Tensor
 
 
-def _deviation(outcome: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """outcome - mean of the group (a group of one has mean 0), the size of the group, and its index in 0..n-1; each [n]."""
-    n, outcome, index = len(group), outcome.double(), group.unique(return_inverse=True)[1]
+def _group_statistics(outcome: Tensor, group: Tensor) -> _GroupStatistics:
+    n = len(group)
+    # In float64 the mean of equal fp32 numbers is exact. In fp32 it is not, and grpo would divide
+    # the rounding error by 1e-6.
+    outcome = outcome.double()
+    _, index = group.unique(return_inverse=True)
     size = sum_by_sequence(torch.ones_like(outcome), index, n)[index]
-    # In float64 the mean of equal fp32 numbers is exact; grpo would divide what rounding leaves over by 1e-6.
     mean = sum_by_sequence(outcome, index, n)[index] / size
-    return torch.where(size > 1, outcome - mean, outcome), size, index
+    deviation = torch.where(size > 1, outcome - mean, outcome)
+    return _GroupStatistics(deviation, size, index)
+
+
+def _inside(x: Tensor, mask: Tensor) -> Tensor:
+    """Return x in float64, 0 outside the mask."""
+    return torch.where(mask > 0, x, 0).double()

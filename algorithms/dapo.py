@@ -1,28 +1,41 @@
-"""DAPO (Yu 2025): which groups teach anything, and a soft limit on length. The rest of it is clip_high and token-mean."""
+"""Two parts of DAPO (Yu et al. 2025): which groups teach anything, and a soft limit on length.
+
+The other two are clip_high (policy_losses.py) and token-mean (aggregation.py).
+"""
 
 import torch
 from torch import Tensor
 
 
 def informative(scores: Tensor, group: Tensor) -> Tensor:
-    """[n] bool: whether the scores in the sequence's group differ. In a group of one they do not.
+    """Return whether the scores in each response's group differ; never in a group of one.
 
-    scores [n] fp32, group [n] int64: the prompt of each sequence, any numbers
+    Args:
+        scores: [n] fp32.
+        group: [n] int64, the prompt of each response; any numbers.
+
+    Returns:
+        [n] bool.
     """
-    index = group.unique(return_inverse=True)[1]
-    low, high = (
-        torch.zeros_like(scores).scatter_reduce(0, index, scores, extreme, include_self=False)[
-            index
-        ]
-        for extreme in ("amin", "amax")
-    )
-    return low < high
+    _, index = group.unique(return_inverse=True)
+    zeros = torch.zeros_like(scores)
+    lowest = zeros.scatter_reduce(0, index, scores, "amin", include_self=False)
+    highest = zeros.scatter_reduce(0, index, scores, "amax", include_self=False)
+    return lowest[index] < highest[index]
 
 
 def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, factor: float) -> Tensor:
-    """[n] fp32, to be added to the scores: 0 up to max_length - buffer tokens, then linear, -factor from max_length on.
+    """Return the penalty for responses close to the length limit, to be added to their scores.
 
-    factor * clip((max_length - buffer - length) / buffer, -1, 0); lengths [n] int64; all lengths in tokens
+    factor * clip((max_length - buffer - length) / buffer, -1, 0)
+
+    It is 0 up to max_length - buffer tokens, then falls linearly to -factor at max_length.
+
+    Args:
+        lengths: [n] int64; all lengths are in tokens.
+
+    Returns:
+        [n] fp32.
     """
     assert buffer >= 1, "overlong_penalty needs a buffer of at least one token"
     return factor * ((max_length - buffer - lengths).float() / buffer).clamp(-1, 0)

@@ -6,10 +6,17 @@ from torch import Tensor
 
 
 def pass_at_k(num_right: Tensor, n: int, k: int) -> float:
-    """The unbiased estimate from n >= k samples per prompt (Chen 2021): mean over prompts of 1 - C(n - c, k) / C(n, k).
+    """Return the unbiased estimate from n >= k samples per prompt (Chen et al. 2021).
 
-    num_right [m] int64: c, the number of right samples among the n of each prompt. Without a prompt: 0
+    mean over prompts of 1 - C(n - c, k) / C(n, k)
+
+    Args:
+        num_right: [m] int64: c, the number of right samples among the n of each prompt.
+
+    Returns:
+        A number in 0..1; 0 without a prompt.
     """
     if not 1 <= k <= n:
         raise ValueError(f"pass@{k} cannot be estimated from {n} samples")
-    return sum(1 - comb(n - c, k) / comb(n, k) for c in num_right.tolist()) / max(len(num_right), 1)
+    passing = [1 - comb(n - c, k) / comb(n, k) for c in num_right.tolist()]
+    return sum(passing) / max(len(passing), 1)

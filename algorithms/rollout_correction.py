@@ -1,9 +1,14 @@
-"""The rollout engine's probabilities differ slightly from the trainer's: how much, and the correction.
+"""How far vLLM's probabilities are from the trainer's, and how to correct for the difference.
 
-Every function takes old_log_probs and rollout_log_probs [T] fp32 (the trainer's and the engine's, for the same tokens
-and weights), mask [T] fp32, and, if it works by sequence, sequence [T] int64 and num_sequences, with whole sequences. A
-token's importance ratio is exp(old_log_probs - rollout_log_probs); log-ratios of tokens and of sequences are clamped to
-+-20. Nothing here has a gradient or waits for the accelerator.
+Every function takes
+
+    old_log_probs, rollout_log_probs  [T] fp32: the trainer's and vLLM's log-probabilities of the
+                                      same tokens under the same weights
+    mask                              [T] fp32
+    sequence, num_sequences           [T] int64 and n, if it works by sequence; whole sequences
+
+The importance ratio of a token is exp(old_log_probs - rollout_log_probs). Log-ratios of tokens and
+of sequences are clamped to +-20. Nothing here has a gradient or waits for the accelerator.
 """
 
 from torch import Tensor
@@ -21,19 +26,19 @@ def correction_weights(
     level: str,
     threshold: float,
 ) -> Tensor:
-    """[T] fp32: truncated importance weights min(ratio, threshold) (Ionides 2008), for the losses; 0 outside the mask.
+    """Return truncated importance weights min(ratio, threshold) for the losses (Ionides 2008).
 
-    level "token": each token's ratio; "sequence": the product over its sequence, on all of its tokens
+    Args:
+        level: "token" takes each token's ratio; "sequence" takes the product over the sequence, on
+            all of its tokens.
+
+    Returns:
+        [T] fp32; 0 outside the mask.
     """
-    ratio = _ratio(
-        old_log_probs,
-        rollout_log_probs,
-        mask,
-        sequence,
-        num_sequences,
-        level,
-        ("token", "sequence"),
-    )
+    if level not in ("token", "sequence"):
+        raise ValueError(f"level {level!r} is none of token, sequence")
+    log_ratios = log_ratio(old_log_probs, rollout_log_probs, mask).detach()
+    ratio = _ratio_at(level, log_ratios, mask, sequence, num_sequences)
     return ratio.clamp(max=threshold) * mask
 
 
@@ -48,53 +53,61 @@ def keep_mask(
     low: float,
     high: float,
 ) -> Tensor:
-    """[T] fp32: the mask, with 0 where the ratio is outside [low, high].
+    """Return the mask with 0 where the ratio is outside [low, high].
 
-    level "token": each token's ratio; whole sequences by "sequence": the product, "geometric": the geometric mean
-    Rejected tokens leave the denominator too: compute the loss weights afterwards, from the mask that this returns.
+    Rejected tokens leave the denominator too: compute the loss weights afterwards, from the mask
+    that this returns.
+
+    Args:
+        level: "token" judges each token by its ratio. "sequence" and "geometric" judge whole
+            sequences, by the product and the geometric mean of their ratios.
+
+    Returns:
+        [T] fp32.
     """
-    levels = ("token", "sequence", "geometric")
-    ratio = _ratio(old_log_probs, rollout_log_probs, mask, sequence, num_sequences, level, levels)
+    if level not in ("token", "sequence", "geometric"):
+        raise ValueError(f"level {level!r} is none of token, sequence, geometric")
+    log_ratios = log_ratio(old_log_probs, rollout_log_probs, mask).detach()
+    ratio = _ratio_at(level, log_ratios, mask, sequence, num_sequences)
     return mask * ((ratio >= low) & (ratio <= high))
 
 
 def off_policy(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """How far the engine is from the trainer: each [T] fp32, 0 outside the mask, for the caller to average.
+    """Measure how far vLLM is from the trainer.
 
-    log_prob_gap         |old_log_probs - rollout_log_probs|
-    kl                   r - 1 - log r, where r = p/q (p: trainer, q: rollout) and the tokens are sampled from q:
-                         E_q[r] = 1 (q > 0 wherever p is), so its mean is E_q[log q/p] = KL(rollout || trainer)
-    ratio, ratio_squared r and r^2, for effective_sample_size
+    Returns:
+        Each [T] fp32 and 0 outside the mask, for the caller to average:
+
+        log_prob_gap          |old_log_probs - rollout_log_probs|
+        kl                    r - 1 - log r, where r = p / q, p is the trainer's probability and q
+                              is vLLM's. The tokens are sampled from q, and E_q[r] = 1, so its
+                              mean is E_q[log q/p] = KL(rollout || trainer).
+        ratio, ratio_squared  r and r^2, for `effective_sample_size`
     """
-    of_token = log_ratio(old_log_probs, rollout_log_probs, mask).detach()
-    ratio = bounded_exp(of_token) * mask
+    log_ratios = log_ratio(old_log_probs, rollout_log_probs, mask).detach()
+    ratio = bounded_exp(log_ratios) * mask
     return {
-        "log_prob_gap": of_token.abs(),
-        "kl": bounded_exp(of_token) - 1 - of_token,
+        "log_prob_gap": log_ratios.abs(),
+        "kl": bounded_exp(log_ratios) - 1 - log_ratios,
         "ratio": ratio,
         "ratio_squared": ratio.square(),
     }
 
 
 def effective_sample_size(ratio: float, ratio_squared: float) -> float:
-    """mean(r)^2 / mean(r^2), from the two means (Kong 1992): the share of samples that would be as good without weights."""
+    """Return mean(r)^2 / mean(r^2) from the two means (Kong 1992).
+
+    This is the share of the samples that would be as good if they needed no weights.
+    """
     return ratio * ratio / ratio_squared if ratio_squared else 0.0
 
 
-def _ratio(
-    old_log_probs: Tensor,
-    rollout_log_probs: Tensor,
-    mask: Tensor,
-    sequence: Tensor,
-    num_sequences: int,
-    level: str,
-    levels: tuple[str, ...],
+def _ratio_at(
+    level: str, log_ratios: Tensor, mask: Tensor, sequence: Tensor, num_sequences: int
 ) -> Tensor:
-    if level not in levels:
-        raise ValueError(f"level {level!r} is none of {', '.join(levels)}")
-    logs = log_ratio(old_log_probs, rollout_log_probs, mask).detach()
+    """Return the ratio of each token, or of its sequence on each of its tokens: [T] fp32."""
     if level == "sequence":
-        logs = sum_by_sequence(logs, sequence, num_sequences)[sequence]
+        log_ratios = sum_by_sequence(log_ratios, sequence, num_sequences)[sequence]
     elif level == "geometric":
-        logs = mean_by_sequence(logs, mask, sequence, num_sequences)[sequence]
-    return bounded_exp(logs)
+        log_ratios = mean_by_sequence(log_ratios, mask, sequence, num_sequences)[sequence]
+    return bounded_exp(log_ratios)

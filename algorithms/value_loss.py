@@ -9,25 +9,37 @@ from algorithms.packed import Total, from_mean
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, clip_range: float
 ) -> tuple[Tensor, Tensor]:
-    """max((v - R)^2, (clip(v, old - c, old + c) - R)^2) / 2 per token, as in the code of PPO (Schulman 2017).
+    """The clipped value loss of PPO's reference code (Schulman et al. 2017), per token.
 
-    values [T] fp32, with gradient; old_values, returns [T] fp32; clip_range c, inf for none
-    returns loss [T] fp32 and clipped [T] fp32, 1 where the clipped value decides (and the gradient is 0)
+    max((v - R)^2, (clip(v, old - c, old + c) - R)^2) / 2
+
+    Args:
+        values: [T] fp32, with gradient.
+        old_values, returns: [T] fp32.
+        clip_range: c; inf for no clipping.
+
+    Returns:
+        The loss [T] fp32, and [T] fp32 with 1 where the clipped value decides (its gradient is 0).
     """
-    free = (values - returns).square()
-    bounded = (values.clamp(old_values - clip_range, old_values + clip_range) - returns).square()
-    return torch.maximum(free, bounded) / 2, (bounded > free).float()
+    unclipped = (values - returns).square()
+    clipped_values = values.clamp(old_values - clip_range, old_values + clip_range)
+    clipped = (clipped_values - returns).square()
+    return torch.maximum(unclipped, clipped) / 2, (clipped > unclipped).float()
 
 
 def explained_variance(
     values: Tensor, returns: Tensor, mask: Tensor, total: Total = Tensor.sum
 ) -> float:
-    """1 - var(returns - values) / var(returns) over the masked tokens; 0 if the returns do not vary. For the host.
+    """Return 1 - var(returns - values) / var(returns) over the masked tokens. For the host.
 
-    values, returns, mask [T] fp32; total: a sum over [T], and over the other ranks' tokens
+    Args:
+        values, returns, mask: [T] fp32.
+        total: sums over [T], and over the tokens of other ranks.
+
+    Returns:
+        0 if the returns do not vary.
     """
     errors = returns.double() - values.double()
-    of_errors, of_returns = (
-        total(from_mean(x, mask, total).square()).item() for x in (errors, returns)
-    )
-    return 1 - of_errors / of_returns if of_returns else 0.0
+    error_squares = total(from_mean(errors, mask, total).square()).item()
+    return_squares = total(from_mean(returns, mask, total).square()).item()
+    return 1 - error_squares / return_squares if return_squares else 0.0

@@ -31,7 +31,11 @@ MAY_BE_LONG = ("tests", "benchmarks")
 LENGTH_RULES = ("function-length", "file-length", "PLR0915")
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 # (file, rule): the reason why the rule does not hold there.
-EXCEPTIONS: dict[tuple[str, str], str] = {}
+EXCEPTIONS: dict[tuple[str, str], str] = {
+    ("algorithms/advantages.py", "PLR0913"): "called by argument name; names are the interface",
+    ("algorithms/policy_losses.py", "PLR0913"): "called by argument name; names are the interface",
+    ("algorithms/rollout_correction.py", "PLR0913"): "called by argument name, as above",
+}
 # Files written before these rules. They leave this list as they are rewritten.
 BACKLOG = ROOT / "tests" / "lint_backlog.txt"
 

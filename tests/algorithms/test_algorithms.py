@@ -5,6 +5,7 @@ import itertools
 import math
 import statistics
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -641,3 +642,38 @@ def test_algorithms_import_torch_only():
         "torch",
         "algorithms",
     }
+
+
+def whiten_on_two_ranks(x, mask, rank_of_token):
+    """Whiten the tokens of two ranks at once; their totals are added up as all-reduce does."""
+    barrier = threading.Barrier(2)
+    partial_sums = [0.0, 0.0]
+    results = [None, None]
+
+    def run(rank):
+        def total(values):
+            partial_sums[rank] = values.sum()
+            barrier.wait()
+            result = partial_sums[0] + partial_sums[1]
+            barrier.wait()
+            return result
+
+        inside = rank_of_token == rank
+        results[rank] = whiten(x[inside], mask[inside], total)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def test_whitening_takes_mean_and_variance_over_all_ranks():
+    batch = Packed(3)
+    x = batch.random(scale=2.0)
+    rank_of_token = batch.sequence % 2
+    expected = whiten(x, batch.mask)
+    results = whiten_on_two_ranks(x, batch.mask, rank_of_token)
+    for rank, result in enumerate(results):
+        close(result, expected[rank_of_token == rank])
