@@ -19,7 +19,7 @@ from data.batching.packing import Batch, bounds
 from engines.fsdp.engine import FSDPEngine
 from engines.model.hf import auto_class, read_hf_config
 from engines.parallel import device
-from tests.engines.fsdp_worker import FOREIGN
+from tests.support.foreign import FOREIGN
 from tests.support.models import FAMILIES, MULTIMODAL, write_model
 
 BOUND = 2e-5  # of log-probabilities [nats], and of gradients relative to the largest

@@ -19,31 +19,30 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
 from engines.fsdp.attention import WINDOWS
 from tests.engines.fsdp_worker import CASES as FSDP_CASES, ON_CUDA
 from tests.engines.megatron_worker import BF16, CASES, LORA, SAVED_AT
-from tests.engines.test_fsdp import (
-    FOREIGN,
-    FORMS,
-    check_grouped,
-    column,
-    make_adapter,
-    make_batch,
-    plain,
-    plain_answers,
-    plain_loss,
-    plain_training as plain_fsdp,
-    worst,
-)
+from tests.engines.test_fsdp import FORMS, check_grouped
 from tests.engines.test_megatron import (
     WHOLE,
     distance,
-    folder,
+    folder,  # noqa: F401
     lora_reference,
     plain_training,
     reference,
-)  # noqa: F401  folder: a fixture
+)
 from tests.job.test_output import HANGS
 from tests.profiling.test_profiling import profile
+from tests.support.foreign import FOREIGN
 from tests.support.launch import launch
 from tests.support.models import make_model
+from tests.support.plain import (
+    column,
+    make_adapter,
+    plain_answers,
+    plain_loss,
+    plain_model,
+    plain_training as plain_fsdp,
+    worst,
+)
+from tests.support.training import make_batch
 
 BOUND, ROUNDED_BOUND = 1e-5, 0.02
 CHOSEN = {
@@ -149,9 +148,9 @@ def test_training_of_experts_on_fsdp_and_of_adapters_equals_a_plain_loop_on_a_cp
     """In fp32, and in bf16 but for rounding; compiled, as torch_compile=auto has it."""
     (folder, results), errors, case = fsdp, {}, (FSDP_CASES[1] | ON_CUDA)[name]
     assert "error" not in results[name], results[name]["error"]
-    losses, norms, _ = plain_fsdp(folder / case.family, lora=case.lora)
+    plain = plain_fsdp(folder / case.family, lora=case.lora)
     steps = results[name]["steps"]
-    for key, want in (("loss", losses), ("grad_norm", norms)):
+    for key, want in (("loss", plain.losses), ("grad_norm", plain.norms)):
         errors[key] = worst(column(steps, key), want[: len(steps)])
     print(f"\n{name}", errors)
     assert len(steps) == case.steps and errors["loss"] < bound and errors["grad_norm"] < 5 * bound
@@ -174,7 +173,7 @@ def test_other_families_answer_and_train_as_on_a_cpu(fsdp, family, form):
         load_file(folder / f"{family} {form}.safetensors")["asked"][0, 0],
         plain_answers(folder / family)[0],
     )
-    loss, _ = plain_loss(plain(folder / family), make_batch(0))
+    loss, _ = plain_loss(plain_model(folder / family), make_batch(0))
     print(f"\n{family} {form} {(asked - want).abs().max():.1e}")
     assert (asked - want).abs().max() < 1e-4 and worst(
         [results["foreign"][f"{family} {form}"]["loss"]], [loss.item()]

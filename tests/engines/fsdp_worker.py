@@ -6,7 +6,6 @@ Reads models from FOLDER/{family}; writes FOLDER/{N}.json, and FOLDER/{N} {case}
 what log_probs answered. 4 ranks write checkpoints that all launches read.
 """
 
-import hashlib
 import io
 import json
 import os
@@ -24,15 +23,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from transformers import PreTrainedTokenizerFast
 
 from config import InputError, load
-from data.batching.packing import Batch, partition
-from data.batching.plan import MicroBatches
-from engines.base import follows_batch
+from data.batching.packing import Batch
 from engines.checkpoint.checkpointer import Checkpointer
 from engines.checkpoint.export import export_hf
 from engines.fsdp import attention
@@ -45,24 +40,22 @@ from engines.model.weights import fingerprint
 from engines.optimizer import ShardedMuon
 from engines.parallel import device, offload
 from job import setup as job
+from tests.support.foreign import FOREIGN
 from tests.support.models import MULTIMODAL
+from tests.support.plain import FEW, TEN
+from tests.support.training import (
+    SETTINGS,
+    TOTAL_STEPS,
+    digest,
+    divide,
+    flip_bit,
+    gather,
+    make_batch,
+    make_loss,
+    make_tokenizer,
+    share_of,
+)
 from tests.support.traps import without_checksums
-
-TOTAL_STEPS, TEN, FEW, WARMUP_STEPS = 16, 10, 5, 3  # batches repeat every four steps
-PEAK_LR, MIN_LR_RATIO, WEIGHT_DECAY, CLIP, BETAS = 2e-3, 0.1, 0.1, 0.5, (0.9, 0.95)
-ENTROPY_BONUS, LONGEST = 0.1, 40
-SETTINGS = [
-    "data.train_files=unused",
-    "engine.compute_dtype=float32",
-    "optim.lr_scheduler_type=cosine",
-    f"optim.lr={PEAK_LR}",
-    f"optim.lr_warmup_steps_ratio={WARMUP_STEPS / TOTAL_STEPS}",
-    f"optim.min_lr_ratio={MIN_LR_RATIO}",
-    f"optim.weight_decay={WEIGHT_DECAY}",
-    f"optim.clip_grad={CLIP}",
-    f"optim.betas=[{BETAS[0]}, {BETAS[1]}]",
-    "engine.log_prob_chunk_size=29",
-]
 
 
 @dataclass
@@ -82,7 +75,7 @@ class Case:
 
 LORA = "rank=4", "alpha=6"
 # At the bottom a whole layer, above it and outside of layers some of several parameters.
-FREEZE = ["embed_tokens", "layers[.]0[.]", "layers[.]1[.]self_attn", "^model[.]norm"]
+FREEZE = ("embed_tokens", "layers[.]0[.]", "layers[.]1[.]self_attn", "^model[.]norm")
 CP2, CP4, PADDED = "context_parallel_size=2", "context_parallel_size=4", "use_remove_padding=false"
 AUTO = "context_parallel_size=auto"
 RECOMPUTE, OFFLOAD, ZERO2 = (
@@ -183,173 +176,7 @@ ON_CUDA = {
     "lora compiled": Case("llama", COMPILED, steps=4, lora=True),
 }
 BROKEN = ("no_files", "missing_weight", "wrong_shape")
-# Families whose attention, logits, experts or memory of earlier tokens are not those of llama.
-DELTA_NET = dict(
-    num_hidden_layers=4,
-    head_dim=16,
-    linear_num_value_heads=4,
-    linear_num_key_heads=2,
-    linear_key_head_dim=8,
-    linear_value_head_dim=8,
-)
-LATENT = dict(
-    kv_lora_rank=16,
-    q_lora_rank=16,
-    qk_rope_head_dim=8,
-    qk_nope_head_dim=16,
-    v_head_dim=8,
-    num_key_value_heads=4,
-)
-FOREIGN = {
-    "mistral": dict(model_type="mistral", sliding_window=7),
-    "granite": dict(
-        model_type="granite",
-        attention_multiplier=0.3,
-        residual_multiplier=0.5,
-        embedding_multiplier=3.0,
-        logits_scaling=2.0,
-    ),
-    "gemma2": dict(
-        model_type="gemma2",
-        head_dim=8,
-        final_logit_softcapping=3.0,
-        attn_logit_softcapping=2.0,
-        sliding_window=7,
-    ),
-    "gemma3_text": dict(model_type="gemma3_text", head_dim=8, sliding_window=7),
-    "cohere2": dict(model_type="cohere2", num_hidden_layers=4, logit_scale=0.25, sliding_window=7),
-    "minicpm3": dict(model_type="minicpm3", dim_model_base=16, **LATENT),
-    "gpt_oss": dict(
-        model_type="gpt_oss",
-        head_dim=8,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        sliding_window=7,
-        rope_parameters=dict(rope_type="default", rope_theta=10000.0),
-    ),
-    "mixtral": dict(
-        model_type="mixtral", num_local_experts=4, num_experts_per_tok=2, sliding_window=7
-    ),
-    "glm4_moe": dict(
-        model_type="glm4_moe",
-        n_routed_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=24,
-        head_dim=16,
-        first_k_dense_replace=1,
-        n_group=2,
-        topk_group=1,
-        n_shared_experts=1,
-    ),
-    # Experts beside an MLP; config.json has another name for how many a token goes to.
-    "gemma4 with experts": dict(
-        model_type="gemma4_text",
-        head_dim=8,
-        global_head_dim=16,
-        hidden_size_per_layer_input=0,
-        vocab_size_per_layer_input=97,
-        enable_moe_block=True,
-        num_experts=4,
-        top_k_experts=2,
-        moe_intermediate_size=24,
-    ),
-    "nemotron_h": dict(
-        model_type="nemotron_h",
-        layers_block_type=["mamba", "attention", "mlp", "moe"],
-        mamba_num_heads=4,
-        mamba_head_dim=8,
-        ssm_state_size=16,
-        n_groups=2,
-        chunk_size=16,
-        head_dim=8,
-        num_experts_per_tok=2,
-        n_routed_experts=4,
-        moe_intermediate_size=24,
-        moe_shared_expert_intermediate_size=24,
-    ),
-    "qwen3_next": dict(
-        model_type="qwen3_next",
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=24,
-        shared_expert_intermediate_size=24,
-        **DELTA_NET,
-    ),
-    "qwen3_5": dict(model_type="qwen3_5_text", **DELTA_NET),
-    # A layer's convolutions [c, 1, k] are three in the files.
-    "olmo_hybrid": dict(model_type="olmo_hybrid", **DELTA_NET),
-    # Gives its layers' recurrence positions, and is returned a tuple.
-    "recurrent_gemma": dict(
-        model_type="recurrent_gemma",
-        lru_width=32,
-        attention_window_size=64,
-        conv1d_width=4,
-        logits_soft_cap=30.0,
-    ),
-    "bamba": dict(
-        model_type="bamba",
-        mamba_n_heads=8,
-        mamba_d_head=8,
-        mamba_d_state=16,
-        mamba_n_groups=1,
-        mamba_chunk_size=16,
-        attn_layer_indices=[1],
-    ),
-}
 FORMS = {"packed": "", "padded": PADDED}
-
-
-def make_batch(step: int) -> Batch:
-    """Four batches of 8 sequences in turn, so that there is something to learn. Traps: a sequence of one token, one with a loss
-    on its end only, one without any loss, and first tokens whose loss_mask is 1. One batch says which words were kept."""
-    g = torch.Generator().manual_seed(step % 4)
-    lengths = [1, LONGEST, 2, *torch.randint(3, LONGEST, (5,), generator=g).tolist()]
-    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
-    ids = torch.randint(3, 97, (sum(lengths),), generator=g)
-    weight, mask = (
-        torch.rand(len(ids), generator=g) + 0.5,
-        (torch.rand(len(ids), generator=g) > 0.2).float(),
-    )
-    mask[cu_seqlens[1] : cu_seqlens[1] + LONGEST * 3 // 4] = 0
-    mask[cu_seqlens[-2] :] = 0
-    mask[cu_seqlens[:-2]] = 1
-    fields = {"weight": weight, "loss_mask": mask}
-    if step % 4 == 1:
-        others = torch.rand(len(ids), 97, generator=g).argsort(1)[:, :20]
-        fields["kept_words"] = torch.cat(
-            [ids[:, None], others.where(others != ids[:, None], -1)], 1
-        ).int()
-    return Batch(ids, cu_seqlens, fields)
-
-
-def kept_logits(
-    logits: torch.Tensor, batch: Batch, tokens: slice
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """([n, V] or [n, K], [n]): the logits of the words that each token was drawn from, and its place among them."""
-    if "kept_words" not in batch.fields:
-        return logits, batch.input_ids[tokens]
-    words = batch.kept_words[tokens]
-    return logits.gather(-1, words.clamp(0)).masked_fill(words < 0, -1e9), torch.zeros(
-        len(words), dtype=torch.int64
-    )
-
-
-def divide(lengths: list[int], dp_size: int, uneven: bool) -> list[list[int]]:
-    """Indices by data-parallel rank; uneven: the last rank has none, others one, the first all the rest."""
-    if not uneven:
-        return partition(lengths, dp_size)
-    rest = len(lengths) - (dp_size - 2)
-    return [list(range(rest)), *([i] for i in range(rest, len(lengths))), []]
-
-
-def make_loss(num_tokens: int):
-    def loss_fn(log_probs, entropy, fields):
-        weight = fields["weight"] / num_tokens
-        return -((log_probs + ENTROPY_BONUS * entropy) * weight).sum(), {
-            "entropy": (entropy.detach() * weight).sum()
-        }
-
-    return loss_fn
 
 
 def main(folder: Path, *names: str) -> None:
@@ -398,10 +225,10 @@ def run(folder: Path, this_device: torch.device, title: str, case: Case) -> dict
         case.cap,
         case.optimizer,
         case.lora,
-        [f"model.freeze={FREEZE}"] if case.freeze else [],
+        [f"model.freeze={[*FREEZE]}"] if case.freeze else [],
     )
     calls = count_calls(engine)
-    mine, micro_batches = shared(engine, make_batch(0).lengths, case.uneven)
+    mine, micro_batches = share_of(engine, make_batch(0).lengths, case.uneven)
     plans = dict(gather((engine.dp_rank, [[mine[i] for i in part] for _, part in micro_batches])))
     result = {
         "steps": train(engine, range(case.steps), case.uneven),
@@ -458,7 +285,7 @@ def train(engine: FSDPEngine, steps, uneven: bool = False) -> list[dict[str, flo
     results = []
     for step in steps:
         batch = make_batch(step)
-        mine, micro_batches = shared(engine, batch.lengths, uneven)
+        mine, micro_batches = share_of(engine, batch.lengths, uneven)
         results.append(
             engine.train_batch(
                 batch.select(mine), make_loss(len(batch.input_ids)), step, micro_batches
@@ -467,21 +294,10 @@ def train(engine: FSDPEngine, steps, uneven: bool = False) -> list[dict[str, flo
     return results
 
 
-def shared(
-    engine: FSDPEngine, lengths: list[int], uneven: bool = False
-) -> tuple[list[int], MicroBatches]:
-    """This rank's sequences, and how it goes through them."""
-    if follows_batch(engine.config.engine):
-        plan = engine.plan(lengths)
-        return plan.sequences, plan.micro_batches
-    mine = divide(lengths, engine.dp_size, uneven)[engine.dp_rank]
-    return mine, engine._micro_batches([lengths[i] for i in mine])
-
-
 def ask(engine: FSDPEngine, uneven: bool = False) -> torch.Tensor:
     """[ranks, 3, T]: log_probs, entropy, greedy of batch 0, of each rank where it has an answer, NaN elsewhere."""
     batch = Batch(make_batch(0).input_ids, make_batch(0).cu_seqlens)  # no mask: about every token
-    mine, micro_batches = shared(engine, batch.lengths, uneven)
+    mine, micro_batches = share_of(engine, batch.lengths, uneven)
     where = Batch(torch.arange(len(batch.input_ids)), batch.cu_seqlens).select(mine).input_ids
     answers = torch.full((3, len(batch.input_ids)), torch.nan)
     answers[:, where] = torch.stack(
@@ -493,7 +309,7 @@ def ask(engine: FSDPEngine, uneven: bool = False) -> torch.Tensor:
 def first_ratio(folder: Path, this_device: torch.device) -> float:
     """How far the log-probabilities of a batch are, in the first update on it, from those asked for before."""
     engine, batch = build(folder / "qwen3", this_device, AUTO, cap=24), make_batch(0)
-    mine, micro_batches = shared(engine, batch.lengths)
+    mine, micro_batches = share_of(engine, batch.lengths)
     batch, found = batch.select(mine), []
     batch.fields["before"] = engine.log_probs(batch, micro_batches)[0].cpu()
 
@@ -505,29 +321,11 @@ def first_ratio(folder: Path, this_device: torch.device) -> float:
     return max(gather(max(found)))
 
 
-def gather(value) -> list:
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
 def count_calls(engine: FSDPEngine) -> list:
     """A list that grows with every forward pass through the attention, or the convolution, of the first layer."""
     calls, layer = [], engine.hf.base_model.layers[0]
     next(layer.children()).register_forward_hook(lambda *_: calls.append(None))
     return calls
-
-
-def digest(values: dict) -> str:
-    """A hash of this rank's part of all tensors and numbers in a dictionary of dictionaries, to the last bit."""
-
-    def plain(value):
-        if isinstance(value, dict):
-            return {k: plain(v) for k, v in sorted(value.items())}
-        local = value.to_local() if isinstance(value, DTensor) else value
-        return local.tolist() if isinstance(local, torch.Tensor) else local
-
-    return hashlib.sha256(repr(plain(values)).encode()).hexdigest()
 
 
 def non_finite(folder: Path, this_device: torch.device) -> dict:
@@ -832,6 +630,7 @@ def adapters(folder: Path, this_device: torch.device) -> dict:
             more=("model.lora.dropout=0.3", "optim.lr=0.0", f"trainer.seed={seed}"),
         )
         result["dropout"].append([train(dropping, [0])[0]["loss"] for _ in range(2)])
+    result["dropout by rank"] = gather(log_probs_in_training(dropping, make_batch(0), step=1))
     result["told"] = []
     for first_is_called in (False, True):
         engine._adapted[0]._disable_adapters = not first_is_called
@@ -847,11 +646,23 @@ def adapters(folder: Path, this_device: torch.device) -> dict:
     return result
 
 
+def log_probs_in_training(engine: FSDPEngine, batch: Batch, step: int) -> list[float]:
+    """Train on a batch that all data-parallel ranks have, and return its log-probabilities here."""
+    log_probs = []
+
+    def loss_fn(outputs, *_):
+        log_probs.extend(outputs.tolist())
+        return outputs.sum(), {}
+
+    engine.train_batch(batch, loss_fn, step)
+    return log_probs
+
+
 def frozen(folder: Path, this_device: torch.device) -> dict:
     """Two steps and two more without interruption, and from a checkpoint."""
     checkpointer, freeze = (
         Checkpointer(folder / "checkpoints_frozen", 2, asynchronous=False),
-        [f"model.freeze={FREEZE}"],
+        [f"model.freeze={[*FREEZE]}"],
     )
     engine, again = (build(folder / "llama", this_device, more=freeze) for _ in range(2))
     train(engine, range(2))
@@ -910,13 +721,6 @@ def rotate(folder: Path, this_device: torch.device) -> dict:
     }
 
 
-def flip(path: Path) -> None:
-    """One bit in the middle of a file."""
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
 def rewrite(path: Path, old: str, new: str) -> None:
     text = path.read_text()
     assert old in text
@@ -924,10 +728,10 @@ def rewrite(path: Path, old: str, new: str) -> None:
 
 
 HARMS = {
-    "a bit of rank 0's part": lambda path: flip(path / "weights" / "__0_0.distcp"),
-    "a bit of rank 3's part": lambda path: flip(path / "weights" / "__3_0.distcp"),
-    "a bit of .metadata": lambda path: flip(path / "weights" / ".metadata"),
-    "a bit of the tokenizer": lambda path: flip(path / "hf" / "tokenizer.json"),
+    "a bit of rank 0's part": lambda path: flip_bit(path / "weights" / "__0_0.distcp"),
+    "a bit of rank 3's part": lambda path: flip_bit(path / "weights" / "__3_0.distcp"),
+    "a bit of .metadata": lambda path: flip_bit(path / "weights" / ".metadata"),
+    "a bit of the tokenizer": lambda path: flip_bit(path / "hf" / "tokenizer.json"),
     "the step": lambda path: rewrite(path / "trainer.json", '"step": 10', '"step": 11'),
     "a checksum": lambda path: rewrite(
         path / "trainer.json", '"weights/__1_0.distcp": "', '"weights/__1_0.distcp": "0'
@@ -977,7 +781,7 @@ def harmed(folder: Path, this_device: torch.device) -> dict:
             "agreed": len(set(gather(str(result)))) == 1,
         }
     if dist.get_rank() == 0:
-        flip(directory / "step_00000005" / "hf" / "config.json")
+        flip_bit(directory / "step_00000005" / "hf" / "config.json")
     dist.barrier()
     try:
         here.find("auto")
@@ -1037,12 +841,6 @@ def publish(folder: Path, this_device: torch.device) -> dict:
         except Exception as error:
             result["raised"] = str(error)
     return result
-
-
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    backend = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1, "b": 2}, unk_token="[UNK]"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="a")
 
 
 if __name__ == "__main__":

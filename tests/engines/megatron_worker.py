@@ -48,16 +48,16 @@ from engines.parallel import collectives as groups, device, offload as host
 from engines.parallel.varlen import Zigzag
 from job.setup import adapter
 from rollout.vllm.engine import Rollout
-from tests.engines.fsdp_worker import (
+from tests.support.training import (
     SETTINGS,
     digest,
     divide,
-    flip,
+    flip_bit as flip,
     gather,
     make_batch,
     make_loss,
     make_tokenizer,
-    shared,
+    share_of as shared,
 )
 from tests.support.traps import TRAPS, set_trap
 

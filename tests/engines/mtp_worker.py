@@ -21,7 +21,6 @@ from engines.checkpoint.export import export_hf
 from engines.megatron import bridge
 from engines.megatron.engine import MegatronEngine
 from engines.parallel import device
-from tests.engines.fsdp_worker import gather, make_batch, make_loss, make_tokenizer
 from tests.engines.megatron_worker import (
     AUTO,
     BF16,
@@ -41,6 +40,7 @@ from tests.engines.megatron_worker import (
     count_bytes,
     share_of,
 )
+from tests.support.training import gather, make_batch, make_loss, make_tokenizer
 
 MTP = "model.mtp.enable=true model.mtp.enable_train=true model.mtp.mtp_loss_scaling_factor=0.3"
 DETACHED, STEPS, SAVED_AT = "model.mtp.detach_encoder=true", 4, 2

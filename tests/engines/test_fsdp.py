@@ -3,27 +3,21 @@
 One launch of fsdp_worker.py for each number of ranks runs all its cases; every case is a test here.
 """
 
-import copy
 import functools
 import json
 import math
-import re
 import shutil
-import tempfile
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from omegaconf import OmegaConf
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPTNeoXConfig
-from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from config import InputError, load
@@ -48,36 +42,29 @@ from engines.model.weights import weight_files
 from engines.optimizer import OPTIMIZERS
 from engines.parallel import offload
 from tests import families
-from tests.engines.fsdp_worker import (
-    BETAS,
-    BROKEN,
-    CASES,
-    CLIP,
-    ENTROPY_BONUS,
-    FEW,
-    FOREIGN,
-    FORMS,
-    FREEZE,
-    HARMS,
-    LATENT,
-    LONGEST,
-    LORA,
-    MIN_LR_RATIO,
-    PEAK_LR,
-    TEN,
-    TOTAL_STEPS,
-    WARMUP_STEPS,
-    WEIGHT_DECAY,
-    divide,
-    kept_logits,
-    make_batch,
-)
+from tests.engines.fsdp_worker import BROKEN, CASES, FORMS, FREEZE, HARMS, LORA
+from tests.support.foreign import FOREIGN, LATENT
 from tests.support.launch import LONG_LIMIT, export, launch
 from tests.support.models import FAMILIES, MULTIMODAL, make_model, write_model
+from tests.support.plain import (
+    LOG_PROB_BOUND,
+    LOSS_BOUND,
+    NORM_BOUND,
+    WEIGHT_BOUND,
+    check_answers,
+    column,
+    learning_rate,
+    make_adapter,
+    matches_any,
+    plain_answers,
+    plain_loss,
+    plain_model,
+    plain_training,
+    tensor_bytes,
+    worst,
+)
+from tests.support.training import CLIP, LONGEST, TOTAL_STEPS, make_batch
 
-# Adam divides a gradient by its own size, so a rounding error in a small one is a whole step of that weight.
-LOSS_BOUND, NORM_BOUND = 2e-6, 5e-5  # relative
-WEIGHT_BOUND, LOG_PROB_BOUND = 0.01 * PEAK_LR, 1e-5  # absolute: a hundredth of one step; nats
 # torch's Muon orthogonalizes in bfloat16, in which a rounding error of a gradient now and then flips a bit.
 MUON_BOUND = 50
 EXACT = [
@@ -200,19 +187,6 @@ def rewrite(directory, change):
     )
 
 
-def make_adapter(directory):
-    """An adapter of peft's whose two matrices are both random, beside a model."""
-    torch.manual_seed(1)
-    model = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(directory),
-        LoraConfig(r=4, lora_alpha=6, target_modules="all-linear", task_type="CAUSAL_LM"),
-    )
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            parameter.detach().normal_(std=0.1)
-    model.save_pretrained(f"{directory}_adapter")
-
-
 def run(num_ranks, folder):
     launch(num_ranks, "tests/engines/fsdp_worker.py", folder, timeout=LONG_LIMIT, fresh=True)
     return json.loads((folder / f"{num_ranks}.json").read_text())
@@ -242,150 +216,6 @@ def results(request):
 # -- the plain loop ----------------------------------------------------------------------------------------------------
 
 
-def learning_rate(step):
-    if step < WARMUP_STEPS:
-        return PEAK_LR * (step + 1) / WARMUP_STEPS
-    t = (step - WARMUP_STEPS) / (TOTAL_STEPS - WARMUP_STEPS)
-    return PEAK_LR * (MIN_LR_RATIO + (1 - MIN_LR_RATIO) * (1 + math.cos(math.pi * t)) / 2)
-
-
-def sequences(batch):
-    """(start, tokens) of every sequence with something to predict."""
-    bounds = batch.cu_seqlens.tolist()
-    return [(a, batch.input_ids[a:b]) for a, b in zip(bounds, bounds[1:]) if b - a > 1]
-
-
-def plain(directory):
-    kind = auto_class(AutoConfig.from_pretrained(directory))
-    return kind.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
-    )
-
-
-def plain_loss(model, batch, chosen=None):
-    """The loss of a batch, or of the sequences `chosen`, one at a time; and the routers' logits of each."""
-    weight, total, routers = (
-        batch.fields["weight"] * batch.fields["loss_mask"] / len(batch.input_ids),
-        0.0,
-        [],
-    )
-    with_routers = {} if chosen is None else {"output_router_logits": True}
-    for number, (start, ids) in enumerate(
-        zip(batch.cu_seqlens.tolist(), batch.input_ids.split(batch.lengths))
-    ):
-        if chosen is not None and number not in chosen or not with_routers and len(ids) == 1:
-            continue
-        out, tokens = (
-            model(ids[None], use_cache=False, **with_routers),
-            slice(start + 1, start + len(ids)),
-        )
-        if with_routers:
-            routers.append(out.router_logits)
-        if len(ids) > 1:
-            logits, targets = kept_logits(out.logits[0, :-1], batch, tokens)
-            nll = F.cross_entropy(logits, targets, reduction="none")
-            entropy = torch.distributions.Categorical(logits=logits).entropy()
-            total = total + ((nll - ENTROPY_BONUS * entropy) * weight[tokens]).sum()
-    return total, routers
-
-
-@functools.cache
-def plain_training(directory, with_muon=False, lora=False, freeze=False):
-    """(losses, gradient norms before clipping, weights after FEW, TEN and TOTAL_STEPS steps), one sequence at a time. lora: peft
-    trains the adapter beside the model, and the weights are merged. freeze: without what FREEZE means."""
-    model = plain(directory)
-    for name, p in model.named_parameters():
-        p.requires_grad_(not (freeze and is_frozen(name)))
-    if lora:
-        model = PeftModel.from_pretrained(model, f"{directory}_adapter", is_trainable=True)
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    spared = [p for n, p in named.items() if "norm" in n or ".act_fn." in n or n.endswith("bias")]
-    hidden = [p for n, p in named.items() if with_muon and "_proj.weight" in n]
-    decayed = [p for p in named.values() if all(p is not s for s in [*spared, *hidden])]
-    optimizers = [
-        torch.optim.AdamW(
-            [
-                {"params": decayed, "weight_decay": WEIGHT_DECAY},
-                {"params": spared, "weight_decay": 0.0},
-            ],
-            betas=BETAS,
-            foreach=False,
-        )
-    ]
-    if with_muon:
-        optimizers.append(
-            torch.optim.Muon(hidden, weight_decay=WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw")
-        )
-    losses, norms, weights = [], [], {}
-    for step in range(TOTAL_STEPS):
-        loss, _ = plain_loss(model, make_batch(step))
-        loss.backward()
-        losses.append(loss.item())
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
-        for each in optimizers:
-            for group in each.param_groups:
-                group["lr"] = learning_rate(step)
-            each.step()
-            each.zero_grad()
-        if step + 1 in (FEW, TEN, TOTAL_STEPS):
-            whole = copy.deepcopy(model).merge_and_unload() if lora else model
-            whole = {n: p.detach().clone() for n, p in stored(whole).items()}
-            weights[step + 1] = whole if lora else revert_weight_conversion(model, whole)
-    return losses, norms, weights
-
-
-def is_frozen(name):
-    return any(re.search(pattern, name) for pattern in FREEZE)
-
-
-def stored(model):
-    """Parameters, tied ones once, and the buffers that are saved with them."""
-    return {
-        **dict(model.named_parameters()),
-        **{n: x for n, x in model.named_buffers() if n in model.state_dict()},
-    }
-
-
-def plain_answers(directory, weights=None):
-    """log_probs, entropy, greedy of batch 0, [3, T], by the model of directory, with these weights if given."""
-    model = plain(directory).eval()
-    if weights is not None:
-        assert revert_weight_conversion(model, stored(model)).keys() == weights.keys()
-        with tempfile.TemporaryDirectory() as trained:
-            model.config.save_pretrained(trained)
-            save_file(weights, f"{trained}/model.safetensors", metadata={"format": "pt"})
-            model = plain(trained).eval()
-    batch = make_batch(0)
-    answers = torch.zeros(3, len(batch.input_ids))
-    for start, ids in sequences(batch):
-        with torch.no_grad():
-            log_p = model(ids[None], use_cache=False).logits[0, :-1].log_softmax(-1)
-        greedy = log_p.argmax(-1) == ids[1:]
-        answers[:, start + 1 : start + len(ids)] = torch.stack(
-            [log_p.gather(-1, ids[1:, None])[:, 0], -(log_p.exp() * log_p).sum(-1), greedy.float()]
-        )
-    return answers
-
-
-def worst(got, want):
-    """Largest relative error of a list of numbers."""
-    assert len(got) == len(want)
-    return max(abs(a - b) / abs(b) for a, b in zip(got, want))
-
-
-def tensor_bytes(metadata):
-    """Of all tensors in a checkpoint but those of the random generators."""
-    return sum(
-        entry.size.numel() * entry.properties.dtype.itemsize
-        for name, entry in metadata.state_dict_metadata.items()
-        if not name.startswith("rng") and isinstance(entry, TensorStorageMetadata)
-    )
-
-
-def column(steps, name):
-    return [s[name] for s in steps]
-
-
 # -- training and asking -----------------------------------------------------------------------------------------------
 
 
@@ -393,9 +223,10 @@ def column(steps, name):
 def test_training_equals_a_plain_loop(results, folder, world, name):
     case, result = CASES[world][name], results(world)[name]
     assert "error" not in result, result["error"]
-    losses, norms, weights = plain_training(
-        folder / case.family, case.optimizer == "muon", case.lora, case.freeze
+    plain = plain_training(
+        folder / case.family, case.optimizer == "muon", case.lora, FREEZE if case.freeze else ()
     )
+    losses, norms, weights = plain.losses, plain.norms, plain.weights
     # Adam makes a whole step of a rounding error in a gradient that is next to nothing, as some in experts are.
     steps, factor = (
         result["steps"],
@@ -422,7 +253,8 @@ def test_training_equals_a_plain_loop(results, folder, world, name):
 def test_the_plain_loop_could_tell(folder, family):
     """What the comparison above rests on: the loss falls, all steps are clipped, and every weight moves much further
     than the bound on its error."""
-    losses, norms, weights = plain_training(folder / family)
+    plain = plain_training(folder / family)
+    losses, norms, weights = plain.losses, plain.norms, plain.weights
     assert losses[-1] < 0.9 * losses[(TOTAL_STEPS - 1) % 4]  # the same batch
     assert min(norms) > CLIP
     before = load_file(folder / family / "model.safetensors")
@@ -443,24 +275,6 @@ def test_log_probs_equal_transformers(results, folder, world, name):
     assert case.steps < TOTAL_STEPS or want[2].sum() > 10, "too few greedy tokens to tell"
 
 
-def check_answers(asked, want, cp=1, uneven=False):
-    """asked [ranks, 3, T]: every rank has answers for its share, all of them right. cp: None if it follows the batch."""
-    batch = make_batch(0)
-    first, shares = batch.cu_seqlens[:-1], cp and divide(batch.lengths, len(asked) // cp, uneven)
-    assert not asked[:, 0].isnan().all(0).any()
-    for rank, (log_probs, entropy, greedy) in enumerate(asked):
-        mine = ~log_probs.isnan()
-        whole = [i for i, part in enumerate(mine.split(batch.lengths)) if part.all()]
-        assert sum(batch.lengths[i] for i in whole) == mine.sum()
-        assert cp is None or whole == shares[rank // cp]
-        if mine.any():
-            assert (log_probs - want[0])[mine].abs().max() < LOG_PROB_BOUND
-            assert (entropy - want[1])[mine].abs().max() < LOG_PROB_BOUND
-            assert torch.equal(greedy[mine], want[2][mine])
-        for values in (log_probs, entropy, greedy):
-            assert (values[first][mine[first]] == 0).all()
-
-
 @pytest.mark.parametrize("world", [2, 4])
 def test_the_first_ratio_is_1_where_ranks_share_some_sequences(results, world):
     assert results(world)["first_ratio"] == 0
@@ -469,7 +283,7 @@ def test_the_first_ratio_is_1_where_ranks_share_some_sequences(results, world):
 @pytest.mark.parametrize("world, name", ROUNDED)
 def test_bfloat16_is_near(results, folder, world, name):
     case, result = CASES[world][name], results(world)[name]
-    losses, _, _ = plain_training(folder / case.family, lora=case.lora)
+    losses = plain_training(folder / case.family, lora=case.lora).losses
     got = column(result["steps"], "loss")
     master = "param_dtype" not in case.engine
     assert 10 * LOSS_BOUND < worst(got, losses[: case.steps]) < (0.01 if master else 0.05)
@@ -560,13 +374,16 @@ def test_frozen_parameters_stay_to_the_bit(results, folder, world, name):
         for file in (folder / "llama/model.safetensors", folder / f"{world} {name}.safetensors")
     )
     kept = {n for n, x in before.items() if torch.equal(x, after[n])}
-    assert kept == {n for n in before if is_frozen(n)} and 10 < len(kept) < len(before) / 2 + 1
+    assert (
+        kept == {n for n in before if matches_any(FREEZE, n)}
+        and 10 < len(kept) < len(before) / 2 + 1
+    )
     assert set(results(world)[name]["trained"]) == before.keys() - kept
     assert results(world)[name]["states"] == len(before.keys() - kept)
 
 
 def test_a_run_with_frozen_parameters_resumes(ranks2, folder):
-    result, freeze = ranks2["frozen"], f"model.freeze={FREEZE}"
+    result, freeze = ranks2["frozen"], f"model.freeze={[*FREEZE]}"
     assert result["resumed"] == result["uninterrupted"]
     metadata = FileSystemReader(
         folder / "checkpoints_frozen" / "step_00000002" / "weights"
@@ -586,7 +403,7 @@ def test_flops_and_memory_of_frozen_parameters(folder):
         )
         return numbers | estimates(settings, 2, "cuda")[0]
 
-    whole, frozen = measured(), measured(f"model.freeze={FREEZE}")
+    whole, frozen = measured(), measured(f"model.freeze={[*FREEZE]}")
     attention = 2 * 32 * 32 + 2 * 32 * 16
     layer = attention + 3 * 32 * 48
     assert whole["flops"] == (6 * 3 * layer, 6 * 97 * 32, 6 * 3 * 4 * 8)
@@ -598,7 +415,9 @@ def test_flops_and_memory_of_frozen_parameters(folder):
     above = measured("model.freeze=[layers.1, lm_head]")["flops"]
     assert above == ((6 + 4 + 6) * layer, 4 * 97 * 32, 6 * 3 * 4 * 8)
     sizes = {n: x.numel() for n, x in load_file(folder / "llama/model.safetensors").items()}
-    trained = sum(size for n, size in sizes.items() if not is_frozen(n)) / sum(sizes.values())
+    trained = sum(size for n, size in sizes.items() if not matches_any(FREEZE, n)) / sum(
+        sizes.values()
+    )
     assert frozen["parameters"] == whole["parameters"] and trained < 0.7
     for part in ("gradients", "optimizer"):
         assert frozen[part] == pytest.approx(whole[part] * trained)
@@ -907,7 +726,7 @@ def test_resume_on_any_number_of_ranks(results, folder, family, world):
         if family == "lora"
         else plain_training(folder / family)
     )
-    assert worst(column(whole["uninterrupted"], "loss"), plain[0][5:10]) < LOSS_BOUND
+    assert worst(column(whole["uninterrupted"], "loss"), plain.losses[5:10]) < LOSS_BOUND
     assert (
         worst(column(result["resumed"], "loss"), column(whole["uninterrupted"], "loss"))
         < LOSS_BOUND
@@ -1090,6 +909,8 @@ def test_without_adapters_the_model_is_the_frozen_one(results, folder, world):
     assert result["states"] == 2 * 7 * 3, "the optimizer knows adapters alone"
     assert "no gradient reaches model.layers.0.self_attn.q_proj.lora_A" in result["told"][0]
     assert "the gradient of every adapter is exactly 0" in result["told"][1]
+    by_rank = {tuple(log_probs) for log_probs in result["dropout by rank"]}
+    assert len(by_rank) == world, "data-parallel ranks drop the same units"
     first, again, other = result["dropout"]
     assert first == again != other and first[0] != first[1], (
         "of another seed; the second is the same batch of the same step"
@@ -1233,7 +1054,7 @@ def test_files_name_no_more_layers_than_have_adapters(folder, tmp_path):
         folder / "llama",
         tmp_path,
     )
-    model = PeftModel.from_pretrained(plain(folder / "llama"), tmp_path)
+    model = PeftModel.from_pretrained(plain_model(folder / "llama"), tmp_path)
     assert sum(".lora_" in name for name, _ in model.named_parameters()) == 2
 
 
@@ -1565,7 +1386,7 @@ def test_experts_that_transformers_transposes_where_they_do_not_fit(tmp_path):
         match="transformers converts .*down_proj .* and save it with save_original_format=False",
     ):
         FSDPEngine.check(config(made, f"model.path={made}"), 1)
-    plain(made).save_pretrained(saved, save_original_format=False)
+    plain_model(made).save_pretrained(saved, save_original_format=False)
     FSDPEngine.check(config(saved, f"model.path={saved}"), 1)
 
 
@@ -1585,7 +1406,7 @@ def test_other_families(results, folder, world, family, form):
     asked, files, model = (
         weights.pop("asked"),
         load_file(folder / family / "model.safetensors"),
-        plain(folder / family),
+        plain_model(folder / family),
     )
     assert weights.keys() == files.keys() and all(torch.equal(weights[n], files[n]) for n in files)
     check_answers(asked, plain_answers(folder / family), cp=world)
@@ -1668,7 +1489,7 @@ def test_adapters_of_a_model_of_images(ranks2, folder, tmp_path):
     export(folder / f"steps {name}" / "step_00000003", tmp_path / "merged", "--merge")
     check_whole(tmp_path / "merged", family, folder)
     check_answers(asked, plain_answers(tmp_path / "merged"))
-    model = PeftModel.from_pretrained(plain(folder / family), folder / f"hf {name}")
+    model = PeftModel.from_pretrained(plain_model(folder / family), folder / f"hf {name}")
     assert not any("lora_" in n and "vision" in n for n, _ in model.named_parameters())
     model.merge_and_unload().save_pretrained(tmp_path / "by peft")
     check_answers(asked, plain_answers(tmp_path / "by peft"))
@@ -1696,7 +1517,7 @@ def test_the_auxiliary_loss_of_routers(results, folder, world, name):
     result, batch, model, aux = (
         results(world)[name],
         make_batch(0),
-        plain(folder / CASES[world][name].family),
+        plain_model(folder / CASES[world][name].family),
         0.0,
     )
     assert "error" not in result, result["error"]
@@ -1739,7 +1560,7 @@ def test_a_coefficient_of_config_json_weighs_as_in_transformers():
 
 
 def test_biases_of_experts_are_not_decayed_and_no_matrices_for_muon(folder):
-    hf = plain(folder / "gpt_oss")
+    hf = plain_model(folder / "gpt_oss")
     muon, adamw = optimizer.build(
         hf, hf.model.layers, config(folder, "optim.name=muon", "optim.weight_decay=0.5").optim
     )

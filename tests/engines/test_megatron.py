@@ -30,15 +30,6 @@ from engines.memory import checkpoint_bytes, estimate_megatron
 from engines.model import lora
 from engines.model.hf import build_on_meta, count_flops, read_hf_config
 from job.setup import find_resume
-from tests.engines.fsdp_worker import (
-    BETAS,
-    CLIP,
-    SETTINGS,
-    WEIGHT_DECAY,
-    kept_logits,
-    make_batch,
-    make_loss,
-)
 from tests.engines.megatron_worker import (
     AUTO,
     AUX,
@@ -64,9 +55,18 @@ from tests.engines.megatron_worker import (
     keys,
     value_loss,
 )
-from tests.engines.test_fsdp import check_answers, column, plain_answers, tensor_bytes, worst
 from tests.support.launch import LONG_LIMIT, export, launch
 from tests.support.models import make_model
+from tests.support.plain import check_answers, column, plain_answers, tensor_bytes, worst
+from tests.support.training import (
+    BETAS,
+    CLIP,
+    SETTINGS,
+    WEIGHT_DECAY,
+    kept_logits,
+    make_batch,
+    make_loss,
+)
 from tests.support.traps import TRAPS
 
 BOUND, ROUNDED_BOUND = 1e-5, 0.02

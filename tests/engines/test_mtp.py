@@ -22,7 +22,12 @@ from engines.model import mtp
 from engines.model.hf import build_on_meta, count_flops, read_hf_config
 from examples.arithmetic import make_rows, make_tokenizer
 from job.setup import tell_of_mtp
-from tests.engines.fsdp_worker import (
+from tests.engines.megatron_worker import BF16, TOTAL_STEPS, keys
+from tests.engines.mtp_worker import CASES, MTP, SAVED_AT, MTPCase
+from tests.support.launch import launch, run
+from tests.support.models import make_model
+from tests.support.plain import column, tensor_bytes, worst
+from tests.support.training import (
     BETAS,
     CLIP,
     SETTINGS,
@@ -31,11 +36,6 @@ from tests.engines.fsdp_worker import (
     make_batch,
     make_loss,
 )
-from tests.engines.megatron_worker import BF16, TOTAL_STEPS, keys
-from tests.engines.mtp_worker import CASES, MTP, SAVED_AT, MTPCase
-from tests.engines.test_fsdp import column, tensor_bytes, worst
-from tests.support.launch import launch, run
-from tests.support.models import make_model
 
 BOUND = 1e-6
 GENERATE = """

@@ -19,7 +19,6 @@ from config import InputError, load
 from data.batching.packing import global_batch
 from examples.arithmetic import make_rows, make_tokenizer
 from job.setup import find_resume
-from tests.engines.fsdp_worker import flip
 from tests.support.launch import (
     LIMIT,
     ROOT,
@@ -34,6 +33,7 @@ from tests.support.launch import (
     wait_for,
 )
 from tests.support.models import make_model
+from tests.support.training import flip_bit
 from tests.support.traps import set_trap
 
 PYTHON = [sys.executable, "train_sft.py"]
@@ -603,7 +603,7 @@ def test_a_run_goes_on_from_the_older_checkpoint_when_the_newest_is_damaged(
     """To the last bit, past a copy that is no checkpoint and a broken line of metrics, and says so."""
     out = tmp_path / "out"
     shutil.copytree(uninterrupted, out)
-    flip(out / "checkpoints" / "step_00000020" / "weights" / "__1_0.distcp")
+    flip_bit(out / "checkpoints" / "step_00000020" / "weights" / "__1_0.distcp")
     shutil.copytree(
         out / "checkpoints" / "step_00000015", out / "checkpoints" / "step_00000030.bak"
     )

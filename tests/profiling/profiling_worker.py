@@ -17,8 +17,8 @@ import torch.distributed as dist
 from config import load
 from engines.parallel import device
 from job import setup as job
-from tests.engines.fsdp_worker import SETTINGS, divide, make_batch, make_loss
 from tests.engines.megatron_worker import new_layout, value_loss
+from tests.support.training import SETTINGS, divide, make_batch, make_loss
 
 STAGES = [
     "actor_compute_log_prob",

@@ -20,10 +20,10 @@ from engines.parallel import device
 from examples import arithmetic
 from rl import ppo
 from rollout.grading.grader import Grader
-from tests.engines.fsdp_worker import make_batch, make_loss, make_tokenizer
 from tests.rl.test_ppo import make_samples, on_responses, whole
 from tests.support.launch import ROOT, launch, metrics
 from tests.support.models import make_model
+from tests.support.training import make_batch, make_loss, make_tokenizer
 
 TEXT = (ROOT / "docs" / "forking.md").read_text()
 SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", TEXT, re.MULTILINE | re.DOTALL))

@@ -22,8 +22,8 @@ from engines.parallel import device
 from profiling import Profiler
 from rl.roles import Roles
 from rollout.vllm.engine import request_seed
-from tests.engines.fsdp_worker import gather
 from tests.rollout.rollout_worker import make_prompts, told
+from tests.support.training import gather
 
 NUM_UPDATES, COUNT, MAX_PROMPT = 5, 12, 64
 BLOCK = 32  # tokens of a block of the KV cache; prompts have several, which must not outlive their weights

@@ -35,7 +35,7 @@ from rollout.grading.grader import Grader, check_failures
 from rollout.samples import Samples, draw_samples
 from rollout.sharing import Share, divide
 from rollout.vllm.engine import Rollout, request_seed
-from tests.engines.fsdp_worker import digest, gather
+from tests.support.training import digest, gather
 
 NUM_UPDATES, CRITIC_STEPS, LONG_PROMPT, MAX_TOKENS = 5, 40, 330, 24
 SETTINGS = [
