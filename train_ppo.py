@@ -40,7 +40,7 @@ def main(config):
     from engines.parallel import device
     from job import setup as job, tracking
     from rl.roles import Roles
-    from rollout.vllm import engine as vllm
+    from rollout.vllm.settings import check_rollout, check_vllm_model
 
     agreed = job.Agreement(config.trainer.save_freq, config.trainer.save_minutes)
     this_device = device.init(config.trainer.timeout_minutes)
@@ -51,7 +51,7 @@ def main(config):
     job.bind_cpus(config, this_device)
     config = job.with_local_model(config)
     hf_config = ppo.check_models(config, world_size)
-    vllm.check(config, world_size)
+    check_rollout(config, world_size)
     tracking.check(config)
     job.tell_of_mtp(config, hf_config)
     tokenizer = job.load_tokenizer(config)
@@ -68,7 +68,7 @@ def main(config):
         raise InputError(
             f"critic.warmup_steps={config.critic.warmup_steps} leaves the actor none of the {total_steps} steps"
         )
-    vllm.check_model(config)
+    check_vllm_model(config)
     profiler = job.start_profiler(
         config, this_device, total_steps, ppo.model_stages(config, this_device.type)
     )

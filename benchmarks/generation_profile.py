@@ -76,7 +76,7 @@ def main():
     ) -> tuple[float, Responses]:
         sampling = OmegaConf.merge(config.rollout, {"stop": []})
         params = [
-            rollout._params(OmegaConf.merge(sampling, {"max_tokens": limit}), seed)
+            rollout.sampling_params(OmegaConf.merge(sampling, {"max_tokens": limit}), seed)
             for seed, limit in enumerate(limits)
         ]
         if not log_probs:
@@ -85,7 +85,7 @@ def main():
             scheduler.__class__ = without_log_probs(type(scheduler))
         rollout.scheduler, responses = scheduler, Responses(len(prompts), max(limits), 0)
         start = time.perf_counter()
-        rollout._run(prompts, params, responses, None)
+        rollout.fill(responses, prompts, params)
         seconds = time.perf_counter() - start
         if not log_probs:
             scheduler.__class__ = type(scheduler).__base__

@@ -29,8 +29,8 @@ from config import load
 from engines.model.weights import weight_files
 from engines.parallel import device
 from rollout.responses import Responses
-from rollout.vllm import speculation
 from rollout.vllm.engine import Rollout
+from rollout.vllm.speculation import draft_metrics
 
 FEW = 16  # long responses
 LONGEST = 6  # times the mean, of log-normal lengths
@@ -150,7 +150,7 @@ def measure(arguments) -> None:
 
     def generate(limits: list[int], temperature: float) -> tuple[float, Responses]:
         params = [
-            rollout._params(
+            rollout.sampling_params(
                 OmegaConf.merge(config.rollout, {"max_tokens": limit, "temperature": temperature}),
                 seed,
             )
@@ -160,7 +160,7 @@ def measure(arguments) -> None:
         rollout.drafts.counts.zero_()
         rollout.llm.reset_prefix_cache()
         start = time.perf_counter()
-        rollout._run(prompts[: len(limits)], params, responses, None)
+        rollout.fill(responses, prompts[: len(limits)], params)
         return time.perf_counter() - start, responses
 
     generate([8] * len(prompts), 1.0)  # compiles what is compiled at first use
@@ -181,7 +181,7 @@ def measure(arguments) -> None:
             tokens = int(responses.lengths.sum())
             rates = {
                 key.removeprefix("mtp/"): value
-                for key, value in speculation.metrics(rollout.drafts.counts).items()
+                for key, value in draft_metrics(rollout.drafts.counts).items()
             }
             texts = [
                 str(hash(tuple(row[:n].tolist())))

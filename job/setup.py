@@ -373,13 +373,13 @@ def print_plan(
             )
             + f"; it decodes {memory.max_num_seqs(config, world, capacity(device))} responses at once"
         )
-        if adapters.are_swapped(config):
-            reason = adapters.why_not_shared(config, world) or "rollout.share_base=never"
+        if adapters.has_separate_adapter(config):
+            reason = adapters.sharing_obstacle(config, world) or "rollout.share_base=never"
             print(
                 "frozen weights: "
                 + (
                     "vLLM uses the trainer's own"
-                    if adapters.is_shared(config, world)
+                    if adapters.shares_base(config, world)
                     else f"vLLM has a copy, because {reason}"
                 )
             )

@@ -23,7 +23,8 @@ from rollout.grading.grader import Grader, check_failures
 from rollout.samples import Samples, draw_samples
 from rollout.sharing import Share, divide
 from rollout.vllm import adapters, probe
-from rollout.vllm.engine import Rollout, used_gib
+from rollout.vllm.device_memory import used_gib
+from rollout.vllm.engine import Rollout
 
 
 class Roles:
@@ -64,7 +65,7 @@ class Roles:
         self.reference_waiting = ["parameters"] * waits["reference"]
         self.rollout = (
             Rollout(config, this_device)
-            if adapters.is_shared(config, dist.get_world_size())
+            if adapters.shares_base(config, dist.get_world_size())
             else None
         )
         self.probe = probe.Probe(config) if config.model.lora.rank else None
@@ -79,7 +80,11 @@ class Roles:
                 optimize=role != "reference",
                 head=Head.VALUES if role == "critic" else Head.LOG_PROBS,
                 temperature=config.rollout.temperature,
-                **({"base": self.rollout.base} if role == "actor" and self.rollout else {}),
+                **(
+                    {"base": self.rollout.shared_weights}
+                    if role == "actor" and self.rollout
+                    else {}
+                ),
             )
             engines[role].offload(
                 *(self.reference_waiting if role == "reference" else self.waiting)
@@ -111,7 +116,7 @@ class Roles:
         with self.profiler.stage("wake"):
             self.rollout.wake("weights")
         with self.profiler.stage("update_weights"):
-            if "base" not in self.rollout.valid:
+            if not self.rollout.has_base:
                 with self.actor.without_adapters() if self.rollout.adapter else nullcontext():
                     # A drafter's layers may be no part of the actor; what else it leaves alone is not vLLM's.
                     self.rollout.update_weights(
@@ -121,14 +126,14 @@ class Roles:
                 self.rollout.update_adapter(self.actor.export_adapter())
         if self.probe:
             with self.profiler.stage("probe"):
-                self.probe.ask(self.actor)
+                self.probe.record_trainer(self.actor)
         with self.profiler.stage("offload"):
             self.actor.offload(*self.waiting)
         with self.profiler.stage("wake"):
             self.rollout.wake("kv_cache")
         if self.probe:
             with self.profiler.stage("probe"):
-                self.probe.judge(self.rollout)
+                self.probe.check_vllm(self.rollout)
 
     def draw(
         self,

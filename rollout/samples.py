@@ -22,9 +22,10 @@ from data.batching.packing import Batch, partition
 from data.prompts import Prompt
 from engines.parallel.device import on_rank0
 from rollout.grading.grader import Failure, Grader, Reward
-from rollout.vllm import speculation
-from rollout.vllm.engine import Rollout, request_seed
-from rollout.vllm.images import Shown
+from rollout.vllm.engine import Rollout
+from rollout.vllm.image_prompts import ImagePrompt
+from rollout.vllm.sampling import request_seed
+from rollout.vllm.speculation import draft_metrics
 
 MAX_WRITTEN = 2000  # characters of a value of a row in a file of samples, and of a text in a table
 
@@ -283,8 +284,8 @@ def draw_samples(
         if dataset.pictures:
             row_of = torch.tensor([*map(int, rows)])[place]
             shown = {
-                "shown": [
-                    Shown(prompts[p].before_images or prompts[p].input_ids, prompts[p].images)
+                "image_prompts": [
+                    ImagePrompt(prompts[p].before_images or prompts[p].input_ids, prompts[p].images)
                     for p in places
                 ]
             }
@@ -300,7 +301,7 @@ def draw_samples(
             0, torch.tensor(rank), time.perf_counter() - start
         )
         drafts = (
-            speculation.metrics(summed(rollout.drafts.counts.clone(), host_group))
+            draft_metrics(summed(rollout.drafts.counts.clone(), host_group))
             if rollout.drafter
             else {}
         )

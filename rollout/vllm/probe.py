@@ -1,5 +1,8 @@
-"""A few fixed tokens, of which vLLM and the trainer must say the same, with adapters: neither without them nor with them
-applied twice."""
+"""A check that vLLM computes what the trainer does, adapters included.
+
+It compares log-probabilities of a few fixed tokens, and detects adapters that are not applied, or
+applied twice.
+"""
 
 import torch
 from omegaconf import DictConfig
@@ -10,60 +13,69 @@ from engines.base import Engine
 from engines.model.hf import read_hf_config
 from rollout.vllm.engine import Rollout
 
-NUM_SEQUENCES, LENGTH = (
-    4,
-    9,
-)  # shorter than a block of the KV cache, so that nothing is kept of them
-# Nats, of the root mean square: what rounding may make of it. Random words have flat distributions, whose bf16 logits differ by
-# more than a model's own responses do.
-BOUND = {"float32": 1e-3, "bfloat16": 0.25}
+NUM_SEQUENCES = 4
+LENGTH = 9  # shorter than a block of the KV cache, so that the prefix cache keeps nothing of them
+# The largest root mean square of differences that rounding may cause, in nats, by compute dtype.
+# Distributions after random tokens are flat, and their logits differ more in bfloat16 than those
+# of a model's own responses.
+MAX_GAP = {"float32": 1e-3, "bfloat16": 0.25}
 NUM_SIGMAS = 6  # by chance once in 1e7 syncs
 
 
 class Probe:
-    """Asked of the trainer while its parameters are on the device, and judged when vLLM can answer."""
+    """Records the trainer's log-probabilities, and later compares vLLM's with them.
+
+    The trainer's parameters have left the device by the time vLLM can answer.
+    """
 
     def __init__(self, config: DictConfig):
         vocab_size = read_hf_config(config.model.path).get_text_config().vocab_size
         length = min(LENGTH, config.data.max_prompt_length + config.rollout.max_tokens)
-        ids = torch.randint(
-            vocab_size, (NUM_SEQUENCES * length,), generator=torch.Generator().manual_seed(0)
-        )
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(vocab_size, (NUM_SEQUENCES * length,), generator=generator)
         self.batch = Batch(ids, torch.arange(0, len(ids) + 1, length))
         self.batch.fields["loss_mask"] = (self.batch.position_ids > 0).float()
-        self.temperature, self.bound = (
-            config.rollout.temperature,
-            BOUND[config.engine.compute_dtype],
-        )
-        self.base: Tensor | None = None
+        self.temperature = config.rollout.temperature
+        self.max_gap = MAX_GAP[config.engine.compute_dtype]
+        self.trainer_log_probs: Tensor | None = None
+        self.base_log_probs: Tensor | None = None  # without adapters; these never change
 
-    def ask(self, engine: Engine) -> None:
-        """Note what the trainer says now, and once what its frozen base does. All ranks take part."""
+    def record_trainer(self, engine: Engine) -> None:
+        """Record the trainer's log-probabilities, and once those of its frozen base.
 
-        def log_probs():
-            return (
-                engine.log_probs(self.batch)[0].cpu()[self.batch.fields["loss_mask"] > 0].double()
-            )
-
-        self.adapted = log_probs()
-        if self.base is None:
-            with engine.without_adapters():
-                self.base = log_probs()
-
-    def judge(self, rollout: Rollout) -> None:
-        """Raise RuntimeError unless vLLM's log-probabilities are the trainer's, but for rounding.
-
-        What adapters change is a direction. Along it vLLM's answer is off by -1 of the change if adapters are not applied, and by
-        about +1 if they are applied twice. What it is off by in all other directions is rounding, and says how large that is.
+        Called by all ranks together.
         """
-        off = rollout.log_probs(self.batch, self.temperature).double() - self.adapted
-        change = self.adapted - self.base
-        size, gap = change.norm(), off.square().mean().sqrt()
-        along = off @ change / size if size > 0 else torch.zeros(())
-        rounding = ((off.square().sum() - along.square()).clamp(min=0) / (len(off) - 1)).sqrt()
-        if not gap <= self.bound or along.abs() > size / 2 + NUM_SIGMAS * rounding:
-            share = 1 + along / size
+        self.trainer_log_probs = self._log_probs(engine)
+        if self.base_log_probs is None:
+            with engine.without_adapters():
+                self.base_log_probs = self._log_probs(engine)
+
+    def _log_probs(self, engine: Engine) -> Tensor:
+        is_compared = self.batch.fields["loss_mask"] > 0
+        return engine.log_probs(self.batch)[0].cpu()[is_compared].double()
+
+    def check_vllm(self, rollout: Rollout) -> None:
+        """Raise RuntimeError unless vLLM's log-probabilities are the trainer's up to rounding.
+
+        The change that adapters make to the log-probabilities is a direction. Along it, vLLM's
+        error is -1 times the change if adapters are not applied, and about +1 times the change if
+        they are applied twice. The error in all other directions is rounding, and tells how large
+        rounding is.
+        """
+        vllm_log_probs = rollout.log_probs(self.batch, self.temperature).double()
+        error = vllm_log_probs - self.trainer_log_probs
+        change = self.trainer_log_probs - self.base_log_probs
+        change_size = change.norm()
+        gap = error.square().mean().sqrt()
+        error_along = error @ change / change_size if change_size > 0 else torch.zeros(())
+        squares_across = (error.square().sum() - error_along.square()).clamp(min=0)
+        rounding = (squares_across / (len(error) - 1)).sqrt()
+        is_adapter_wrong = error_along.abs() > change_size / 2 + NUM_SIGMAS * rounding
+        # `not <=`, so that a gap of NaN is an error, too.
+        if not gap <= self.max_gap or is_adapter_wrong:
+            applied_share = 1 + error_along / change_size
             raise RuntimeError(
-                f"vLLM does not compute what the trainer does: log-probabilities are {gap:.3g} apart, and of what "
-                f"adapters change, {share:.2f} is seen in them (1: right, 0: nothing, 2: they are applied twice)"
+                f"vLLM does not compute what the trainer does: log-probabilities are {gap:.3g} "
+                f"nats apart (root mean square) and contain {applied_share:.2f} of the adapters' "
+                "effect (1: right, 0: not applied, 2: applied twice)"
             )

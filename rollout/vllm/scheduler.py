@@ -1,19 +1,23 @@
-"""vLLM's scheduler for a closed batch: all prompts are known, and nobody waits for a single response.
+"""vLLM's scheduler for a closed batch: all prompts are known, and nobody waits for one response.
 
-Between two events (a request ends, one is admitted, memory is short) every running request gets one more token, and nothing
-else changes. So this scheduler works on arrays of all requests: it asks for a block where a request's last one is full,
-compares the new tokens with those that end a response, and keeps them in arrays until it ends. Every event is left to
-vLLM's own code, which finds the requests of the event as it would have left them. So the results are vLLM's, bit for bit.
+Most steps are uneventful: every running request gets one more token, and nothing else changes. This
+scheduler handles these with arrays over all requests. It allocates a block where a request's last
+one is full, compares the new tokens with those that end a response, and keeps the tokens in arrays.
 
-Tested with vLLM 0.25.1 (V2 model runner, asynchronous) and 0.32.0 (V1 model runner on a CPU).
+The rest are events: a request ends, one is admitted, memory is short. These are left to vLLM's own
+code. Before that, the requests of the event are brought to the state in which vLLM's own code would
+have left them. So the results are vLLM's, bit for bit.
+
+No Python runs per token, only per step and per event.
+
+vLLM-private: `scheduler_cls` is an option, but vLLM declares the interface of schedulers as not
+public. All that this file overrides or touches may change with any release.
 """
 
-from collections import defaultdict
 from copy import copy
 from itertools import compress
 
 import numpy as np
-from vllm import __version__
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -21,232 +25,281 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from rollout.responses import Responses
+from rollout.vllm.versions import SUPPORTED, installed_version
 
-VERSION = __version__.partition("+")[0]
-# The attributes that limit the number of running requests.
-MAX_RUNNING = {
-    "0.25.1": ("max_num_running_reqs",),
-    "0.32.0": ("max_num_running_reqs", "max_num_active_reqs"),
-}[VERSION]
-COUNTS_IN_FLIGHT = (
-    VERSION == "0.32.0"
-)  # the tokens that a request's steps in flight compute, its prompt's too
+RELEASE = SUPPORTED[installed_version()]
 
 
-def skip_ranks() -> None:
-    """Let vLLM's sampler on CUDA not count how many words are likelier than the drawn one, which nobody here asks. It reads all
-    logits for that, and takes a third of the time of log-probabilities."""
-    from vllm.v1.worker.gpu.sample import logprob
+class RequestArrays:
+    """The state of all requests of a batch, one row each, in the order in which they were added.
 
-    logprob._ranks_kernel = defaultdict(
-        lambda: lambda *arguments, **options: None
-    )  # launched as kernel[grid](...)
+    Attributes:
+        row_of: {request id: row}.
+        num_prompt: int64 [n], tokens of the prompt.
+        num_computed: int64 [n], tokens in the KV cache once the steps in flight have ended.
+        last_computed: int64 [n], `num_computed` when the step in flight draws the last token that
+            the limits on lengths permit.
+        num_prefilled: int64 [n], tokens of the prompt computed by the step with which the request
+            began to run, less one.
+        num_known: int64 [n], tokens of the response that were known before that step.
+        is_tracked: bool [n], whether the request runs and only its row is kept up to date. The
+            others belong to vLLM's own code: they wait, were preempted, or have ended.
+        is_alive: bool [n + 1], whether the request has not ended. The last entry, which index -1
+            reads, is False: it stands for requests of earlier batches.
+        running: int64 [running], the rows of the scheduler's list of running requests.
+    """
+
+    def __init__(self, num_requests: int):
+        self.row_of: dict[str, int] = {}
+        self.num_prompt = np.zeros(num_requests, np.int64)
+        self.num_computed = np.zeros(num_requests, np.int64)
+        self.last_computed = np.zeros(num_requests, np.int64)
+        self.num_prefilled = np.zeros(num_requests, np.int64)
+        self.num_known = np.zeros(num_requests, np.int64)
+        self.is_tracked = np.zeros(num_requests, bool)
+        self.is_alive = np.arange(num_requests + 1) < num_requests
+        self.running = np.zeros(0, np.int64)
 
 
 class ClosedBatchScheduler(AsyncScheduler):
-    """vLLM's own, but between begin() and end().
+    """vLLM's own scheduler, except between begin() and end().
 
-    Each request is a row, numbered in the order in which they are added. For each row:
-    prompt    tokens of its prompt
-    computed  tokens in the KV cache, those of the steps in flight included
-    prefill   tokens of its prompt that the step computes with which it began to run, less one, and
-    begun     tokens of its response that were known then
-    last      the value of `computed` with which its last token is drawn, if nothing ends it before
-    inside    it runs, and only the arrays are kept up to date; else vLLM's own code has it: it waits, was preempted, or ended
-    alive     it has not ended
+    Attributes:
+        responses: Where the tokens of the batch go; None outside of a batch.
+        batch: The state of its requests.
+        ends_response: bool [vocabulary], the tokens that end a response.
+        num_steps: The steps of the batch so far.
+        num_vllm_steps: Those of them that were left to vLLM's own code as a whole.
     """
 
     responses: Responses | None = None
 
     def begin(self, responses: Responses) -> bool:
-        """The next requests are a closed batch, one for each row of `responses`. False where vLLM's own path has to be taken:
-        for a model or a feature whose steps differ from each other in more than their tokens."""
+        """Declare the next requests to be a closed batch, one for each row of `responses`.
+
+        Returns:
+            False if the batch has to take vLLM's own path, because a model or a feature makes
+            steps differ in more than their tokens.
+        """
+        if not self._supports_closed_batches():
+            return False
+        self.responses = responses
+        self.batch = RequestArrays(len(responses.lengths))
+        vocab_size = self.vllm_config.model_config.get_vocab_size()
+        self.ends_response = np.zeros(vocab_size, bool)
+        self.num_steps = 0
+        self.num_vllm_steps = 0
+        return True
+
+    def _supports_closed_batches(self) -> bool:
         groups = self.kv_cache_config.kv_cache_groups
-        if (
+        has_several_adapters = self.lora_config and self.lora_config.max_loras > 1
+        is_special = (
             self.use_pp
             or self.num_spec_tokens
             or self.connector
-            or len(groups) != 1
-            or self.lora_config
-            and self.lora_config.max_loras > 1
-            or not isinstance(groups[0].kv_cache_spec, FullAttentionSpec)
+            or has_several_adapters
             or self.requests
-        ):
+        )
+        if is_special or len(groups) != 1:
             return False
-        n, vocab_size = len(responses.lengths), self.vllm_config.model_config.get_vocab_size()
-        self.responses, self.row, self.rows = (
-            responses,
-            {},
-            np.zeros(0, np.int64),
-        )  # rows: of self.running
-        self.prompt, self.computed, self.prefill, self.begun, self.last = (
-            np.zeros(n, np.int64) for _ in range(5)
-        )
-        self.inside, self.alive, self.ends = (
-            np.zeros(n, bool),
-            np.arange(n + 1) < n,
-            np.zeros(vocab_size, bool),
-        )
-        self.num_steps = self.num_preempting = 0
-        return True
+        return isinstance(groups[0].kv_cache_spec, FullAttentionSpec)
 
     def end(self) -> float:
-        """Back to vLLM's own path. The share of the steps that were not left to it, because memory was short."""
+        """Return to vLLM's own path.
+
+        Returns:
+            The share of the batch's steps that were not left to vLLM because memory was short.
+        """
         self.responses = None
-        return 1 - self.num_preempting / max(self.num_steps, 1)
+        return 1 - self.num_vllm_steps / max(self.num_steps, 1)
 
     def add_request(self, request: Request) -> None:
         super().add_request(request)
         if self.responses is None:
             return
-        row, params = (
-            self.row.setdefault(request.request_id, len(self.row)),
-            request.sampling_params,
-        )
-        self.prompt[row] = request.num_prompt_tokens
-        self.last[row] = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len) - 1
-        self.ends[
-            [
-                token
-                for token in (params.eos_token_id, *(params.stop_token_ids or ()))
-                if token is not None
-            ]
-        ] = True
+        batch = self.batch
+        row = batch.row_of.setdefault(request.request_id, len(batch.row_of))
+        batch.num_prompt[row] = request.num_prompt_tokens
+        max_length = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
+        batch.last_computed[row] = max_length - 1
+        params = request.sampling_params
+        end_tokens = [params.eos_token_id, *(params.stop_token_ids or ())]
+        self.ends_response[[token for token in end_tokens if token is not None]] = True
 
     def _try_schedule_encoder_inputs(
-        self, request: Request, num_computed: int, num_new: int, budget: int, *args, **more
+        self, request: Request, num_computed: int, num_new: int, budget: int, *args, **options
     ) -> tuple:
-        """Let a prompt wait whose images do not fit yet beside those of the steps in flight: vLLM would cut it before them."""
-        found = super()._try_schedule_encoder_inputs(
-            request, num_computed, num_new, budget, *args, **more
-        )
-        return found if found[1] == num_new else ([], 0, budget, *([] for _ in found[3:]))
+        """Let a prompt wait while its images do not fit beside those of the steps in flight.
 
-    # -- what the next step computes -------------------------------------------------------------------------------------
+        vLLM would cut the prompt before these images, but prompts are not to be cut into chunks.
+        """
+        scheduled = super()._try_schedule_encoder_inputs(
+            request, num_computed, num_new, budget, *args, **options
+        )
+        num_schedulable = scheduled[1]
+        if num_schedulable == num_new:
+            return scheduled
+        no_other_inputs = [[] for _ in scheduled[3:]]
+        return ([], 0, budget, *no_other_inputs)
+
+    # -- what the next step computes --------------------------------------------------------------
 
     def schedule(self, *args) -> SchedulerOutput:
         if self.responses is None:
             return super().schedule(*args)
         self.num_steps += 1
-        goes_on = (
-            self.computed[self.rows] < self.last[self.rows]
-        )  # else its last token is in flight
-        rows = self.rows[goes_on]
-        full = np.flatnonzero(self.computed[rows] % self.block_size == 0)
-        if len(full) > self.kv_cache_manager.block_pool.get_num_free_blocks():
-            return self._preempt(*args)
-        requests = list(compress(self.running, goes_on.tolist()))
-        blocks = [None] * len(requests)
-        for i in full.tolist():
-            requests[i].num_computed_tokens = int(self.computed[rows[i]])
-            blocks[i] = self.kv_cache_manager.allocate_slots(requests[i], 1).get_block_ids(
-                allow_none=True
-            )
+        batch = self.batch
+        # The last token of the other running requests is in flight.
+        continues = batch.num_computed[batch.running] < batch.last_computed[batch.running]
+        rows = batch.running[continues]
+        num_computed = batch.num_computed[rows]
+        needs_block = np.flatnonzero(num_computed % self.block_size == 0)
+        if len(needs_block) > self.kv_cache_manager.block_pool.get_num_free_blocks():
+            return self._leave_step_to_vllm(*args)
+        requests = list(compress(self.running, continues.tolist()))
+        new_blocks = [None] * len(requests)
+        for index in needs_block.tolist():
+            new_blocks[index] = self._allocate_block(requests[index], int(num_computed[index]))
 
         output = self._admit(len(requests), *args)
-        ids, computed, cached = (
-            [r.request_id for r in requests],
-            self.computed[rows],
-            output.scheduled_cached_reqs,
-        )
+        request_ids = [request.request_id for request in requests]
         if not self.use_v2_model_runner:
-            self.prev_step_scheduled_req_ids.update(ids)
-        output.num_scheduled_tokens = dict.fromkeys(ids, 1) | output.num_scheduled_tokens
-        output.total_num_scheduled_tokens += len(ids)
-        cached.req_ids, cached.new_block_ids = ids + cached.req_ids, blocks + cached.new_block_ids
-        cached.num_computed_tokens = computed.tolist() + cached.num_computed_tokens
-        cached.num_output_tokens = (
-            computed - self.prompt[rows] + 1
-        ).tolist() + cached.num_output_tokens
-        self.computed[rows] += 1
+            self.prev_step_scheduled_req_ids.update(request_ids)
+        output.num_scheduled_tokens = dict.fromkeys(request_ids, 1) | output.num_scheduled_tokens
+        output.total_num_scheduled_tokens += len(request_ids)
+        num_output = num_computed - batch.num_prompt[rows] + 1
+        cached = output.scheduled_cached_reqs
+        cached.req_ids = request_ids + cached.req_ids
+        cached.new_block_ids = new_blocks + cached.new_block_ids
+        cached.num_computed_tokens = num_computed.tolist() + cached.num_computed_tokens
+        cached.num_output_tokens = num_output.tolist() + cached.num_output_tokens
+        batch.num_computed[rows] += 1
         return output
 
+    def _allocate_block(self, request: Request, num_computed: int):
+        """Return the ids of the new block for a request's next token."""
+        request.num_computed_tokens = num_computed
+        blocks = self.kv_cache_manager.allocate_slots(request, 1)
+        return blocks.get_block_ids(allow_none=True)
+
     def _admit(self, num_scheduled: int, *args) -> SchedulerOutput:
-        """Let vLLM's own code admit requests that wait, into the room that the running ones leave."""
-        running, self.running = self.running, []
-        for name in MAX_RUNNING:
+        """Let vLLM's own code admit waiting requests into the room that the running ones leave.
+
+        It sees no running requests, and limits that are smaller by what these take.
+        """
+        running = self.running
+        self.running = []
+        for name in RELEASE.running_limits:
             setattr(self, name, getattr(self, name) - len(running))
         self.max_num_scheduled_tokens -= num_scheduled
         output = super().schedule(*args)
         self.max_num_scheduled_tokens += num_scheduled
-        for name in MAX_RUNNING:
+        for name in RELEASE.running_limits:
             setattr(self, name, getattr(self, name) + len(running))
-        self._enter(self.running)
+        self._track(self.running)
         self.running = running + self.running
         return output
 
-    def _preempt(self, *args) -> SchedulerOutput:
-        """Leave a whole step to vLLM's own code, because there are not enough free blocks."""
-        self.num_preempting += 1
-        for request, row in zip(self.running, self.rows.tolist()):
-            self._catch_up(request, row, self.responses.lengths[row])
+    def _leave_step_to_vllm(self, *args) -> SchedulerOutput:
+        """Leave a whole step to vLLM's own code, which preempts requests if blocks are short."""
+        self.num_vllm_steps += 1
+        batch = self.batch
+        for request, row in zip(self.running, batch.running.tolist()):
+            self._update_request(request, row, self.responses.lengths[row])
         output = super().schedule(*args)
-        self.inside[self.rows], self.rows = False, self.rows[:0]
-        self._enter(self.running)
+        batch.is_tracked[batch.running] = False
+        batch.running = batch.running[:0]
+        self._track(self.running)
         return output
 
-    def _enter(self, requests: list[Request]) -> None:
-        rows = np.array([self.row[request.request_id] for request in requests], np.int64)
-        self.inside[rows], self.begun[rows] = True, self.responses.lengths[rows]
-        self.computed[rows] = [request.num_computed_tokens for request in requests]
-        if COUNTS_IN_FLIGHT:
-            self.prefill[rows] = [
+    def _track(self, requests: list[Request]) -> None:
+        """Append requests that vLLM's own code has just scheduled to the rows of running ones."""
+        batch = self.batch
+        rows = np.array([batch.row_of[request.request_id] for request in requests], np.int64)
+        batch.is_tracked[rows] = True
+        batch.num_known[rows] = self.responses.lengths[rows]
+        batch.num_computed[rows] = [request.num_computed_tokens for request in requests]
+        if RELEASE.counts_tokens_in_flight:
+            batch.num_prefilled[rows] = [
                 request.num_in_flight_tokens - request.num_output_placeholders
                 for request in requests
             ]
-        self.rows = np.concatenate([self.rows, rows])
+        batch.running = np.concatenate([batch.running, rows])
 
-    def _catch_up(self, request: Request, row: int, num_tokens: int) -> None:
-        """Bring a Request to where vLLM's own code would have it once it knows num_tokens of the response."""
-        request.append_output_token_ids(
-            self.responses.tokens[row, request.num_output_tokens : num_tokens].tolist()
-        )
-        request.num_computed_tokens = int(self.computed[row])
-        known = request.num_tokens - 1  # the newest token's keys and values are yet to be computed
-        request.num_output_placeholders = request.num_computed_tokens - known
-        if COUNTS_IN_FLIGHT:
-            prefill = int(self.prefill[row]) if num_tokens == self.begun[row] else 0
-            request.num_in_flight_tokens = request.num_output_placeholders + prefill
-        self.kv_cache_manager.cache_blocks(request, known)
+    def _update_request(self, request: Request, row: int, num_tokens: int) -> None:
+        """Bring a Request to the state that it would have in vLLM's own code.
 
-    # -- what a step has drawn -------------------------------------------------------------------------------------------
+        Args:
+            num_tokens: How many tokens of the response vLLM is to know.
+        """
+        batch = self.batch
+        new_tokens = self.responses.tokens[row, request.num_output_tokens : num_tokens]
+        request.append_output_token_ids(new_tokens.tolist())
+        request.num_computed_tokens = int(batch.num_computed[row])
+        # The keys and values of the newest token are not computed yet.
+        num_cached = request.num_tokens - 1
+        request.num_output_placeholders = request.num_computed_tokens - num_cached
+        if RELEASE.counts_tokens_in_flight:
+            is_first_step_in_flight = num_tokens == batch.num_known[row]
+            num_prefilled = int(batch.num_prefilled[row]) if is_first_step_in_flight else 0
+            request.num_in_flight_tokens = request.num_output_placeholders + num_prefilled
+        self.kv_cache_manager.cache_blocks(request, num_cached)
+
+    # -- what a step has drawn --------------------------------------------------------------------
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput
     ) -> dict:
         if self.responses is None or not model_output.req_ids:
             return super().update_from_output(scheduler_output, model_output)
-        # A step may have begun before its request was known to have ended; with the last of a batch, in the next one.
-        rows = np.array([self.row.get(name, -1) for name in model_output.req_ids])
-        places = np.flatnonzero(self.alive[rows])
-        rows, (token_ids, log_probs) = rows[places], (x[places] for x in model_output.logprobs[:2])
+        batch = self.batch
+        # A step may have been scheduled before its request was known to have ended, possibly as the
+        # last one of an earlier batch.
+        rows = np.array([batch.row_of.get(name, -1) for name in model_output.req_ids])
+        places = np.flatnonzero(batch.is_alive[rows])
+        rows = rows[places]
+        token_ids, log_probs = (values[places] for values in model_output.logprobs[:2])
         self.responses.append(rows, token_ids, log_probs)
         num_tokens = self.responses.lengths[rows]
-        begun = num_tokens == self.begun[rows] + 1
-        for place in places[begun].tolist() if self.max_num_encoder_input_tokens else ():
-            self.encoder_cache_manager.free(
-                self.requests[model_output.req_ids[place]]
-            )  # its images are in the KV cache
-        event = (
-            self.ends[token_ids[:, 0]]
-            | (self.prompt[rows] + num_tokens > self.last[rows])
-            | ~self.inside[rows]
+        if self.max_num_encoder_input_tokens:
+            is_first_token = num_tokens == batch.num_known[rows] + 1
+            self._free_images(model_output, places[is_first_token])
+        is_event = (
+            self.ends_response[token_ids[:, 0]]
+            | (batch.num_prompt[rows] + num_tokens > batch.last_computed[rows])
+            | ~batch.is_tracked[rows]
         )
-        if not event.any():
+        if not is_event.any():
             return {}
-        ids = [model_output.req_ids[place] for place in places[event]]
-        rows, num_tokens = rows[event], num_tokens[event]
-        for name, row, number in zip(ids, rows.tolist(), num_tokens.tolist()):
-            if self.inside[row]:
-                self._catch_up(
-                    self.requests[name], row, number - 1
-                )  # the newest one is vLLM's own code to append
-        step, drawn = copy(scheduler_output), copy(model_output)
-        step.num_scheduled_tokens, drawn.logprobs = (
-            {name: scheduler_output.num_scheduled_tokens[name] for name in ids},
-            None,
-        )
-        outputs = super().update_from_output(step, drawn)
-        self.alive[rows] = [name in self.requests for name in ids]
-        self.rows = self.rows[self.alive[self.rows]]
+        event_ids = [model_output.req_ids[place] for place in places[is_event]]
+        event_rows = rows[is_event]
+        for name, row, length in zip(event_ids, event_rows.tolist(), num_tokens[is_event].tolist()):
+            if batch.is_tracked[row]:
+                # vLLM's own code appends the newest token itself.
+                self._update_request(self.requests[name], row, length - 1)
+        outputs = self._leave_events_to_vllm(scheduler_output, model_output, event_ids)
+        batch.is_alive[event_rows] = [name in self.requests for name in event_ids]
+        batch.running = batch.running[batch.is_alive[batch.running]]
         return outputs
+
+    def _free_images(self, model_output: ModelRunnerOutput, places: np.ndarray) -> None:
+        """Free the features of images whose prompts are now in the KV cache."""
+        for place in places.tolist():
+            request = self.requests[model_output.req_ids[place]]
+            self.encoder_cache_manager.free(request)
+
+    def _leave_events_to_vllm(
+        self,
+        scheduler_output: SchedulerOutput,
+        model_output: ModelRunnerOutput,
+        request_ids: list[str],
+    ) -> dict:
+        """Let vLLM's own code process what a step has drawn, for some of its requests."""
+        step = copy(scheduler_output)
+        step.num_scheduled_tokens = {
+            name: scheduler_output.num_scheduled_tokens[name] for name in request_ids
+        }
+        drawn = copy(model_output)
+        drawn.logprobs = None  # these are in self.responses
+        return super().update_from_output(step, drawn)

@@ -1,13 +1,14 @@
-"""Speculative decoding: a drafter guesses the next tokens of a response, and one step of the model checks all of them.
+"""Speculative decoding: a drafter guesses the next tokens of a response, and one step of the model
+verifies all of them.
 
-Each token is drawn as it would be without drafts, from the same random numbers of its request, and a draft is accepted when it is
-that token. vLLM's drafts are single tokens, so this accepts as many as rejection sampling (Leviathan et al. 2023) does: a draft of
-probability p with probability p. But a response then depends neither on its drafts nor on the requests beside it.
-
-For vLLM 0.25.1 (V2 model runner; V1 with ngram and suffix) and 0.32.0 (V1 model runner on a CPU).
+Each token is drawn as it would be without drafts, from the same random numbers of its request, and
+a draft is accepted if it is that token. vLLM's drafts are single tokens instead of distributions,
+so this accepts as many as rejection sampling (Leviathan et al. 2023) does: a draft of probability p
+with probability p. In contrast to rejection sampling, a response depends neither on its drafts nor
+on other requests.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -19,266 +20,342 @@ from torch import Tensor, nn
 from config import InputError
 from engines.model import mtp
 from engines.model.hf import RECURRENT, read_hf_config
+from rollout.vllm.versions import SUPPORTED, SUPPORTED_NAMES
 
-VERSIONS = ("0.25.1", "0.32.0")  # of vLLM
-NGRAM = {
-    "prompt_lookup_min": 2,
-    "prompt_lookup_max": 4,
-}  # tokens that have occurred before, with what followed them
+# ngram proposes what has followed the last 2 to 4 tokens where they occurred before.
+NGRAM_ARGUMENTS = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
 MAX_GRAPH_TOKENS = 1024  # larger steps keep an accelerator busy without CUDA graphs
+# Drafter -> (the module it needs, what to install).
+PACKAGES = {
+    "suffix": ("arctic_inference", "arctic-inference==0.1.1"),
+    "ngram": ("numba", "numba"),
+}
 
 
-def check(config: DictConfig) -> None:
-    """Raise InputError for what vLLM cannot do, or would do wrongly, with drafts."""
+# -- the configuration ----------------------------------------------------------------------------
+
+
+def check_drafter(config: DictConfig) -> None:
+    """Raise InputError for what vLLM cannot do, or would do wrongly, with a drafter."""
     drafter = mtp.drafter(config)
     if drafter is None:
         return
-    hf_config = read_hf_config(config.model.path)
+    speculative = config.rollout.speculative
     key = "model.mtp.enable_rollout=true" if drafter == "mtp" else f"rollout.speculative={drafter}"
-    if drafter == "mtp" and config.rollout.speculative:
+    if drafter == "mtp" and speculative:
         raise InputError(
-            f"{key} and rollout.speculative={config.rollout.speculative} are two drafters: choose one"
+            f"{key} and rollout.speculative={speculative} are two drafters: choose one"
         )
     if torch.accelerator.is_available() and torch.accelerator.current_accelerator().type == "npu":
-        raise InputError(
-            f"{key} is not there on an NPU, whose vLLM draws tokens with code of its own"
-        )
-    for name, package, module in (
-        ("suffix", "arctic-inference==0.1.1", "arctic_inference"),
-        ("ngram", "numba", "numba"),
-    ):
-        if drafter == name and find_spec(module) is None:
+        raise InputError(f"{key} is not supported on an NPU, where vLLM has a sampler of its own")
+    if drafter in PACKAGES:
+        module, package = PACKAGES[drafter]
+        if find_spec(module) is None:
             raise InputError(f"{key} needs a package: pip install {package}")
+    check_drafted_sampling(config, key)
+    hf_config = read_hf_config(config.model.path)
+    layer_types = getattr(hf_config.get_text_config(), "layer_types", None) or ()
+    if RECURRENT & set(layer_types):
+        raise InputError(
+            f"{key} is not supported for recurrent layers, whose states cannot forget rejected "
+            "drafts"
+        )
+    if drafter == "mtp":
+        check_mtp_drafter(config, key, hf_config)
+
+
+def check_drafted_sampling(config: DictConfig, key: str) -> None:
+    """Raise InputError for sampling parameters that vLLM does not support with a drafter."""
     for name in ("rollout", "validation"):
-        if config[name].min_p > 0:
-            raise InputError(f"{name}.min_p={config[name].min_p:g}: vLLM has no min_p with {key}")
-        if config[
-            name
-        ].stop:  # which vLLM finds after a step, behind which it keeps the tokens of the step
+        sampling = config[name]
+        if sampling.min_p > 0:
+            raise InputError(f"{name}.min_p={sampling.min_p:g}: vLLM has no min_p with {key}")
+        if sampling.stop:
+            # vLLM would keep all tokens of the step in which it finds the string.
             raise InputError(
-                f"{name}.stop: vLLM looks for strings once per step, and with {key} a step has several tokens"
+                f"{name}.stop: vLLM looks for strings once per step, and with {key} a step has "
+                "several tokens"
             )
-    if RECURRENT & set(getattr(hf_config.get_text_config(), "layer_types", None) or ()):
+
+
+def check_mtp_drafter(config: DictConfig, key: str, hf_config) -> None:
+    """Raise InputError for models and adapters with which MTP layers cannot draft."""
+    path = config.model.path
+    if hf_config.model_type != "mimo":
         raise InputError(
-            f"{key} is not there for recurrent layers, whose states would have to forget what is not accepted"
+            f"{key} is supported for MiMo only, and model.path={path} is {hf_config.model_type}"
         )
-    if drafter == "mtp" and hf_config.model_type != "mimo":
+    num_tokens = config.model.mtp.num_speculative_tokens
+    num_layers = mtp.num_layers(hf_config)
+    if num_tokens % max(num_layers, 1):
         raise InputError(
-            f"{key} is there for MiMo alone, and model.path={config.model.path} is {hf_config.model_type}"
+            f"model.mtp.num_speculative_tokens={num_tokens}: vLLM needs a multiple of the "
+            f"{num_layers} MTP layers of model.path={path}"
         )
-    number, num_layers = config.model.mtp.num_speculative_tokens, mtp.num_layers(hf_config)
-    if drafter == "mtp" and number % max(num_layers, 1):
+    if config.model.lora.rank and not config.model.lora.merge:
         raise InputError(
-            f"model.mtp.num_speculative_tokens={number}: vLLM wants a multiple of the {num_layers} MTP layers of "
-            f"model.path={config.model.path}"
+            f"{key} with adapters needs model.lora.merge=true: vLLM has no adapters for drafters"
         )
-    if drafter == "mtp" and config.model.lora.rank and not config.model.lora.merge:
-        raise InputError(
-            f"{key} with adapters needs model.lora.merge=true: vLLM has no adapters beside its drafter"
-        )
+
+
+def drafter_arguments(config: DictConfig) -> dict:
+    """Return vLLM's speculative_config."""
+    arguments = {
+        "method": mtp.drafter(config),
+        "num_speculative_tokens": mtp.num_drafted(config),
+    }
+    if arguments["method"] == "ngram":
+        arguments |= NGRAM_ARGUMENTS
+    return arguments
 
 
 def graph_tokens(num_seqs: int, num_drafted: int) -> int:
-    """Tokens of the largest step that vLLM has a CUDA graph for."""
+    """Return the tokens of the largest step that vLLM captures a CUDA graph for."""
     return min(num_seqs * (1 + num_drafted), max(num_seqs, MAX_GRAPH_TOKENS))
 
 
-class Drafts:
-    """Counts them, as vLLM's scheduler does for its log, and what responses get from them: not what is behind their ends.
+# -- metrics --------------------------------------------------------------------------------------
 
-    counts: int64 [4], of the responses' steps with drafts: how many there were, tokens drafted, tokens accepted, and those of them
-    that responses have got
+
+class DraftCounter:
+    """Counts drafts, and the tokens that responses got from them.
+
+    Attributes:
+        counts: int64 [4], over the steps of responses with drafts: the number of these steps, the
+            tokens drafted, the tokens accepted, and the accepted tokens that responses kept. A
+            response keeps none after its end.
     """
 
     def __init__(self, scheduler):
-        self.counts, self.drafted, self.append = (
-            torch.zeros(4, dtype=torch.int64),
-            False,
-            scheduler._update_request_with_output,
-        )
-        scheduler.make_spec_decoding_stats, scheduler._update_request_with_output = (
-            self._count,
-            self._count_kept,
-        )
+        self.counts = torch.zeros(4, dtype=torch.int64)
+        # vLLM-private: the scheduler is the only place that knows which tokens a response keeps.
+        # It calls these two methods in turn for each response, the first one only with drafts.
+        self.update_request = scheduler._update_request_with_output
+        self.had_drafts = False
+        scheduler.make_spec_decoding_stats = self._count_drafts
+        scheduler._update_request_with_output = self._count_kept
 
-    def _count(self, stats, num_draft_tokens: int, num_accepted_tokens: int, **others) -> None:
+    def _count_drafts(
+        self, stats, num_draft_tokens: int, num_accepted_tokens: int, **options
+    ) -> None:
         self.counts += torch.tensor([1, num_draft_tokens, num_accepted_tokens, 0])
-        self.drafted = True
+        self.had_drafts = True
 
-    def _count_kept(self, *given, **more) -> tuple[list[int], bool]:
-        """Called for the same response right after _count(), if it had drafts."""
-        tokens, ended = self.append(*given, **more)
-        self.counts[3] += max(len(tokens) - 1, 0) if self.drafted else 0
-        self.drafted = False
-        return tokens, ended
+    def _count_kept(self, *arguments, **options) -> tuple[list[int], bool]:
+        tokens, has_ended = self.update_request(*arguments, **options)
+        if self.had_drafts:
+            self.counts[3] += max(len(tokens) - 1, 0)
+        self.had_drafts = False
+        return tokens, has_ended
 
 
-def metrics(counts: Tensor) -> dict[str, float]:
-    """mtp/accept_rate, the share of drafted tokens that were accepted; mtp/accept_length, the tokens that a response got from a
-    step with drafts."""
-    steps, drafted, accepted, kept = counts.tolist()
+def draft_metrics(counts: Tensor) -> dict[str, float]:
+    """Return the metrics of `DraftCounter.counts`.
+
+    mtp/accept_rate is the share of drafted tokens that were accepted, mtp/accept_length the mean
+    number of tokens that a response got from a step with drafts.
+    """
+    num_steps, num_drafted, num_accepted, num_kept = counts.tolist()
     return {
-        "mtp/accept_rate": accepted / max(drafted, 1),
-        "mtp/accept_length": 1 + kept / max(steps, 1),
+        "mtp/accept_rate": num_accepted / max(num_drafted, 1),
+        "mtp/accept_length": 1 + num_kept / max(num_steps, 1),
     }
 
 
-# -- drawing tokens ------------------------------------------------------------------------------------------------------
+# -- drawing tokens -------------------------------------------------------------------------------
 
 
-def start(config: DictConfig, version: str, device_type: str) -> dict:
-    """Replace vLLM's rejection samplers; returns what vLLM is then told of the drafter. Raises InputError for another version of
-    vLLM."""
-    if version not in VERSIONS:
+def replace_samplers(config: DictConfig, vllm_version: str, device_type: str) -> None:
+    """Replace vLLM's rejection samplers by the one described above. Call before vLLM starts.
+
+    Raises:
+        InputError: This version of vLLM is not supported.
+    """
+    release = SUPPORTED.get(vllm_version)
+    if release is None:
         raise InputError(
-            f"speculative decoding is there for vLLM {' and '.join(VERSIONS)}, and this is {version}"
+            f"speculative decoding supports vLLM {SUPPORTED_NAMES}, and {vllm_version} is "
+            "installed: install one of these, or turn speculative decoding off"
         )
-    arguments = {"method": mtp.drafter(config), "num_speculative_tokens": mtp.num_drafted(config)}
     if dist.get_rank() == 0:
         print(
-            "rollout: {method} drafts up to {num_speculative_tokens} tokens at once, with vLLM's own scheduler".format(
-                **arguments
-            ),
+            f"rollout: {mtp.drafter(config)} drafts up to {mtp.num_drafted(config)} tokens at "
+            "once, with vLLM's own scheduler",
             flush=True,
         )
+    # vLLM-private: no option exchanges the rejection sampler.
     from vllm.v1.sample.rejection_sampler import RejectionSampler
 
-    RejectionSampler.forward = draw_v1
+    RejectionSampler.forward = sample_and_verify
     if device_type == "cuda":
-        from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
-        from vllm.v1.worker.gpu.spec_decode import rejection_sampler
-
-        more = {} if version == "0.25.1" else {"is_drafting": False}
-
-        def draw(*given, use_fp64=False, **others):
-            (
-                logits,
-                _,
-                drafts,
-                ends,
-                positions,
-                _,
-                request_of_row,
-                _,
-                temperature,
-                seeds,
-                num_tokens,
-            ) = given[:11]
-            drawn = gumbel_sample(
-                logits,
-                request_of_row,
-                temperature,
-                seeds,
-                positions,
-                apply_temperature=False,
-                use_fp64=use_fp64,
-                **more,
-            )
-            return accepted(drawn, drafts, ends, num_tokens)
-
-        rejection_sampler.rejection_sample = draw
-    return arguments | (NGRAM if arguments["method"] == "ngram" else {})
+        replace_v2_sampler(release.gumbel_sample_options)
 
 
-def accepted(drawn: Tensor, drafts: Tensor, ends: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """For vLLM's V2 model runner. drawn: [rows] int64, a token drawn at every place of every request, one request behind the other;
-    drafts: [rows], what each place was given as input; ends: [requests + 1], where each request's rows begin and end.
+def replace_v2_sampler(gumbel_sample_options: dict[str, bool]) -> None:
+    """Replace the rejection sampler of vLLM's V2 model runner."""
+    from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+    from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
-    Returns (drawn [requests, 1 + num_tokens], how many of them count [requests] int32): a place counts where what follows from the
-    places before it is what it was given.
+    def sample_and_count(*arguments, use_fp64=False, **options):
+        # vLLM passes these by position. Names that begin with "_" are not needed.
+        (
+            logits,
+            _draft_logits,
+            drafts,
+            ends,
+            positions,
+            _position_indices,
+            request_of_row,
+            _local_positions,
+            temperature,
+            seeds,
+            num_tokens,
+        ) = arguments[:11]
+        drawn = gumbel_sample(
+            logits,
+            request_of_row,
+            temperature,
+            seeds,
+            positions,
+            apply_temperature=False,
+            use_fp64=use_fp64,
+            **gumbel_sample_options,
+        )
+        return accepted_tokens(drawn, drafts, ends, num_tokens)
+
+    rejection_sampler.rejection_sample = sample_and_count
+
+
+def accepted_tokens(
+    drawn: Tensor, drafts: Tensor, ends: Tensor, num_tokens: int
+) -> tuple[Tensor, Tensor]:
+    """Return the tokens drawn for each request, and how many of them count.
+
+    For vLLM's V2 model runner. The tokens of one request are consecutive rows. The first counts,
+    and each later one counts if all drafts before it are the tokens that were drawn there.
+
+    Args:
+        drawn: int64 [rows], the token drawn in each row.
+        drafts: [rows], the input token of each row; the first one of a request is no draft.
+        ends: [requests + 1], the first row of each request, and at last the number of rows.
+        num_tokens: The largest number of drafts per request.
+
+    Returns:
+        int64 [requests, 1 + num_tokens] and int32 [requests].
     """
     rows = ends[:-1, None] + torch.arange(1 + num_tokens, device=ends.device)
-    given = rows[:, 1:] < ends[1:, None]
+    is_drafted = rows[:, 1:] < ends[1:, None]
     rows = rows.clamp(max=len(drawn) - 1).long()
-    right = given & (drawn[rows[:, :-1]] == drafts[rows[:, 1:]])
-    return drawn[rows], 1 + right.cumprod(1).sum(1, dtype=torch.int32)
+    is_right = is_drafted & (drawn[rows[:, :-1]] == drafts[rows[:, 1:]])
+    num_accepted = is_right.cumprod(1).sum(1, dtype=torch.int32)
+    return drawn[rows], 1 + num_accepted
 
 
-def draw_v1(self: nn.Module, metadata, draft_probs: Tensor | None, logits: Tensor, sampling):
-    """RejectionSampler.forward() for vLLM's V1 model runner, whose requests have generators: place by place, for the requests
-    whose drafts were right so far. logits: [drafts and one more of each request, words], one request behind the other."""
+def sample_and_verify(
+    self: nn.Module, metadata, draft_probs: Tensor | None, logits: Tensor, sampling
+):
+    """Sample one token after the other, for the requests whose drafts were right so far.
+
+    This is RejectionSampler.forward() of vLLM's V1 model runner, whose requests have generators.
+
+    Args:
+        logits: [rows, vocabulary]. A request has a row for each draft and one more; the rows of a
+            request are consecutive.
+        sampling: vLLM's SamplingMetadata of all requests.
+    """
     from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 
-    num_drafts = torch.tensor(metadata.num_draft_tokens, device=logits.device)
-    width = 1 + max(metadata.num_draft_tokens)
-    first = (num_drafts + 1).cumsum(0) - num_drafts - 1
-    tokens = torch.full(
-        (len(num_drafts), width), -1, dtype=torch.int32, device=logits.device
-    )  # -1: none, to vLLM
-    alive, log_probs = torch.arange(len(num_drafts), device=logits.device), None
-    for place in range(width):
-        drawn = self.sampler(logits[first[alive] + place], of_requests(sampling, alive))
-        tokens[alive, place] = drawn.sampled_token_ids[:, 0]
-        if drawn.logprobs_tensors is not None:
-            log_probs = log_probs or [
-                x.new_zeros(*tokens.shape, *x.shape[1:]) for x in drawn.logprobs_tensors[:3]
-            ]
-            for all_of_them, x in zip(log_probs, drawn.logprobs_tensors):
-                all_of_them[alive, place] = x
-        alive = alive[place < num_drafts[alive]]
-        draft = metadata.draft_token_ids[first[alive] - alive + place]
-        alive = alive[tokens[alive, place] == draft]
-        if not len(alive):
+    device = logits.device
+    num_drafts = torch.tensor(metadata.num_draft_tokens, device=device)
+    num_requests = len(num_drafts)
+    max_tokens = 1 + max(metadata.num_draft_tokens)
+    first_row = (num_drafts + 1).cumsum(0) - num_drafts - 1
+    first_draft = first_row - torch.arange(num_requests, device=device)
+    # -1 is vLLM's value for no token.
+    tokens = torch.full((num_requests, max_tokens), -1, dtype=torch.int32, device=device)
+    log_probs = None
+    requests = torch.arange(num_requests, device=device)  # those with right drafts so far
+    for place in range(max_tokens):
+        sampled = self.sampler(logits[first_row[requests] + place], select(sampling, requests))
+        tokens[requests, place] = sampled.sampled_token_ids[:, 0]
+        if sampled.logprobs_tensors is not None:
+            if log_probs is None:
+                log_probs = allocate_log_probs(sampled.logprobs_tensors, num_requests, max_tokens)
+            for all_values, values in zip(log_probs, sampled.logprobs_tensors):
+                all_values[requests, place] = values
+        requests = requests[place < num_drafts[requests]]
+        draft = metadata.draft_token_ids[first_draft[requests] + place]
+        requests = requests[tokens[requests, place] == draft]
+        if not len(requests):
             break
-    return SamplerOutput(
-        sampled_token_ids=tokens,
-        logprobs_tensors=log_probs and LogprobsTensors(*(x.flatten(0, 1) for x in log_probs)),
-    )
+    logprobs_tensors = None
+    if log_probs is not None:
+        logprobs_tensors = LogprobsTensors(*(values.flatten(0, 1) for values in log_probs))
+    return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=logprobs_tensors)
 
 
-def of_requests(sampling, requests: Tensor):
-    """vLLM's SamplingMetadata of some of its requests, as far as anybody here sets it."""
-    numbers = requests.tolist()
-    return replace(
-        sampling,
-        **{
-            name: x if x is None else x[requests]
-            for name, x in (
-                ("temperature", sampling.temperature),
-                ("top_p", sampling.top_p),
-                ("top_k", sampling.top_k),
-            )
-        },
-        generators={
-            i: sampling.generators[n] for i, n in enumerate(numbers) if n in sampling.generators
-        },
-    )
+def allocate_log_probs(step_tensors, num_requests: int, max_tokens: int) -> list[Tensor]:
+    """Return zeros for the token ids, log-probabilities and ranks of all tokens of a step."""
+    return [
+        values.new_zeros(num_requests, max_tokens, *values.shape[1:]) for values in step_tensors[:3]
+    ]
 
 
-# -- the drafter's weights -----------------------------------------------------------------------------------------------
+def select(sampling, requests: Tensor):
+    """Return the part of vLLM's SamplingMetadata that belongs to some of its requests.
+
+    Only the fields that `sampling.sampling_params` may set are selected.
+    """
+    selected = {}
+    for name in ("temperature", "top_p", "top_k"):
+        values = getattr(sampling, name)
+        selected[name] = None if values is None else values[requests]
+    generators = {
+        new_index: sampling.generators[index]
+        for new_index, index in enumerate(requests.tolist())
+        if index in sampling.generators
+    }
+    return replace(sampling, **selected, generators=generators)
 
 
-def drafter(llm) -> nn.Module:
-    """The MTP layers in vLLM on this rank; embedding and output matrix are the model's own."""
+# -- the drafter's weights ------------------------------------------------------------------------
+
+
+def drafter_module(llm) -> nn.Module:
+    """Return the MTP layers in vLLM on this rank, which use the model's embedding and output."""
 
     def find(worker):
+        # vLLM-private: apply_model() reaches the model, but not its drafter.
         runner = worker.model_runner
-        return (runner.speculator if worker.use_v2_model_runner else runner.drafter).model
+        drafter = runner.speculator if worker.use_v2_model_runner else runner.drafter
+        return drafter.model
 
     return llm.collective_rpc(find)[0]
 
 
-def noting(
-    weights: Iterable[tuple[str, Tensor]], drafters: list[tuple[str, Tensor]]
-) -> Iterable[tuple[str, Tensor]]:
-    """Let them pass, and note those of the MTP layers."""
+def collect_drafter_weights(
+    weights: Iterable[tuple[str, Tensor]], drafter_weights: list[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield all weights, and append those of the MTP layers to `drafter_weights`."""
     for name, tensor in weights:
         if ".mtp_layers." in name:
-            drafters.append((name, tensor))
+            drafter_weights.append((name, tensor))
         yield name, tensor
 
 
-def update(llm, weights: list[tuple[str, Tensor]], device_type: str) -> None:
-    """Give the drafter its weights, which vLLM's model has passed over."""
-    model = drafter(llm)
+def load_drafter(llm, weights: list[tuple[str, Tensor]], device_type: str) -> None:
+    """Copy the MTP layers' weights into vLLM's drafter. vLLM's model ignores them."""
+    drafter = drafter_module(llm)
     if device_type == "cuda":
-        model.load_weights(weights)
-    else:
-        from vllm.model_executor.model_loader.reload import (
-            finalize_layerwise_reload,
-            initialize_layerwise_reload,
-        )
+        drafter.load_weights(weights)
+        return
+    # vLLM-private: reload_weights() is for the model only. A CPU's kernels keep weights in a layout
+    # of their own, which these functions undo and redo.
+    from vllm.model_executor.model_loader.reload import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+    )
 
-        initialize_layerwise_reload(model)  # a CPU's kernels keep weights in a layout of their own
-        model.load_weights(iter(weights))
-        finalize_layerwise_reload(model, llm.llm_engine.vllm_config.model_config)
+    initialize_layerwise_reload(drafter)
+    drafter.load_weights(iter(weights))
+    finalize_layerwise_reload(drafter, llm.llm_engine.vllm_config.model_config)

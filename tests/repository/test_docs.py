@@ -24,7 +24,7 @@ from engines.build import engine_class
 from examples.arithmetic import build
 from rl import ppo
 from rollout.grading.grader import Grader
-from rollout.vllm import engine as vllm
+from rollout.vllm.settings import check_rollout
 from tests import families
 from tests.repository.test_benchmarks import NOT_RUN, SMOKES
 from tests.repository.test_house import PRODUCT
@@ -207,7 +207,7 @@ def check_launch(words: list[str]) -> None:
         engine_class(config.model_engine).check(config, num_ranks)
         if defaults == "ppo.yaml":
             ppo.check(config)
-            vllm.check(config, num_ranks)
+            check_rollout(config, num_ranks)
     except InputError as error:
         assert f"error: {error}" in "\n".join(PAGES.values())
 

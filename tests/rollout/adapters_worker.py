@@ -21,7 +21,7 @@ from config import load
 from engines.parallel import device
 from profiling import Profiler
 from rl.roles import Roles
-from rollout.vllm.engine import request_seed
+from rollout.vllm.sampling import request_seed
 from tests.rollout.rollout_worker import make_prompts, told
 from tests.support.training import gather
 
@@ -106,7 +106,7 @@ def update(roles: Roles, config, step: int) -> dict:
         OmegaConf.merge(config.rollout, {"stop": []}),
     )
     batch, _ = rollout.generate(*question)
-    closed = rollout.own_steps
+    closed = rollout.closed_batch_share
     rollout.llm.reset_prefix_cache()
     with replaced(rollout, scheduler=None):
         vllms = rollout.generate(*question)[0]
@@ -196,7 +196,7 @@ def applied_twice(roles: Roles) -> None:
 
 
 def not_applied(roles: Roles) -> None:
-    with replaced(roles.rollout, request=None):
+    with replaced(roles.rollout, lora_request=None):
         fresh_adapter(roles)
 
 

@@ -19,7 +19,7 @@ from transformers import AutoProcessor
 from config import InputError, load
 from engines.parallel import device
 from rollout.vllm.engine import Rollout
-from rollout.vllm.images import Shown
+from rollout.vllm.image_prompts import ImagePrompt
 
 MAX_TOKENS, GROUP = 12, 3
 # One after the other, the sizes (height, width) of a prompt's images: tokens are 28 x 28 pixels.
@@ -76,7 +76,7 @@ def main(folder: Path) -> None:
     scheduler, features = rollout.scheduler, rollout.scheduler.encoder_cache_manager
     features.cache_size = features.num_free_slots = features.num_freeable_slots = KEPT
     results["many"] = written(*ask(MANY, 1))
-    results["steps"] = scheduler.num_steps, scheduler.num_preempting
+    results["steps"] = scheduler.num_steps, scheduler.num_vllm_steps
     rollout.scheduler = None  # vLLM's own code
     results["vLLM's"], results["vLLM's many"] = written(*ask(SIZES)), written(*ask(MANY, 1))
     inputs, (ids, _) = asked(processor, 2, SIZES[2])
@@ -86,7 +86,7 @@ def main(folder: Path) -> None:
                 inputs["input_ids"].tolist(),
                 [0],
                 config.rollout,
-                [Shown(ids, [np.zeros(size, np.uint8)] * 2)],
+                [ImagePrompt(ids, [np.zeros(size, np.uint8)] * 2)],
             )
         except InputError as error:
             results[said] = str(error)
@@ -118,7 +118,7 @@ def weights_of(path: Path, name: str) -> dict[str, torch.Tensor]:
     return weights | WEIGHTS[name](weights)
 
 
-def asked(processor, number: int, sizes: list) -> tuple[dict, Shown]:
+def asked(processor, number: int, sizes: list) -> tuple[dict, ImagePrompt]:
     """Prompt number `number`, with images of these sizes: what the trainer has of it, and what vLLM is shown."""
     images = [
         np.random.default_rng([number, i]).integers(0, 256, (*size, 3), np.uint8)
@@ -133,7 +133,7 @@ def asked(processor, number: int, sizes: list) -> tuple[dict, Shown]:
     found = processor(
         text=[text], images=[*map(Image.fromarray, images)] or None, return_tensors="pt"
     )
-    return found, Shown(processor.tokenizer(text)["input_ids"], images)
+    return found, ImagePrompt(processor.tokenizer(text)["input_ids"], images)
 
 
 def written(batch, truncated) -> dict:

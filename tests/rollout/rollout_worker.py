@@ -34,7 +34,8 @@ from rl import ppo
 from rollout.grading.grader import Grader, check_failures
 from rollout.samples import Samples, draw_samples
 from rollout.sharing import Share, divide
-from rollout.vllm.engine import Rollout, request_seed
+from rollout.vllm.engine import Rollout
+from rollout.vllm.sampling import request_seed
 from tests.support.training import digest, gather
 
 NUM_UPDATES, CRITIC_STEPS, LONG_PROMPT, MAX_TOKENS = 5, 40, 330, 24

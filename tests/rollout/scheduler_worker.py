@@ -24,7 +24,8 @@ from omegaconf import OmegaConf
 from config import load
 from engines.fsdp.engine import FSDPEngine
 from engines.parallel import device
-from rollout.vllm.engine import Rollout, request_seed
+from rollout.vllm.engine import Rollout
+from rollout.vllm.sampling import request_seed
 
 COUNT, GROUP = 12, 4
 BLOCK = 32  # tokens of a block of the KV cache
@@ -102,7 +103,7 @@ def compare(rollout: Rollout, config, sampling: dict, number: int) -> dict:
     ]
     n = 1 if sampling.temperature == 0 else GROUP
     prompts *= GROUP // n
-    params = [rollout._params(sampling, request_seed(number, i)) for i in range(len(prompts))]
+    params = [rollout.sampling_params(sampling, request_seed(number, i)) for i in range(len(prompts))]
     rollout.llm.reset_prefix_cache()
     with calls(number == 1) as own_calls:
         batch, truncated = rollout.generate(
@@ -162,8 +163,8 @@ def compare(rollout: Rollout, config, sampling: dict, number: int) -> dict:
         "tokens": num_tokens,
         "truncated": int(truncated.sum()),
         "steps": scheduler.num_steps,
-        "preempting": scheduler.num_preempting,
-        "own steps": rollout.own_steps,
+        "preempting": scheduler.num_vllm_steps,
+        "own steps": rollout.closed_batch_share,
         "fields": sorted(batch.fields),
         "requests left": len(scheduler.requests),
         "calls per token": [own_calls[0] / num_tokens, vllm_calls[0] / num_tokens],

@@ -19,7 +19,8 @@ from config import load
 from engines.fsdp.engine import FSDPEngine
 from engines.parallel import device
 from rollout.vllm import speculation
-from rollout.vllm.engine import Rollout, request_seed
+from rollout.vllm.engine import Rollout
+from rollout.vllm.sampling import request_seed
 
 COUNT, MAX_PROMPT, MAX_TOKENS, BLOCK = 24, 48, 40, 32
 SETTINGS = [
@@ -115,7 +116,7 @@ def generate(rollout: Rollout, engine: FSDPEngine, config, changes: dict) -> dic
         said["gap"] = (
             (engine.log_probs(batch)[0] - batch.fields["rollout_log_probs"]).abs().max().item()
         )
-    return said | (speculation.metrics(rollout.drafts.counts) if rollout.drafter else {})
+    return said | (speculation.draft_metrics(rollout.drafts.counts) if rollout.drafter else {})
 
 
 def draw(rollout: Rollout, config) -> list[list[int]]:
@@ -128,7 +129,7 @@ def draw(rollout: Rollout, config) -> list[list[int]]:
 
 def without_a_check(self, metadata, draft_probs, logits, sampling):
     """As a sampler that takes the first draft of every request for what the model drew."""
-    drawn, place = speculation.draw_v1(self, metadata, draft_probs, logits, sampling), 0
+    drawn, place = speculation.sample_and_verify(self, metadata, draft_probs, logits, sampling), 0
     for row, number in enumerate(metadata.num_draft_tokens):
         if number:
             drawn.sampled_token_ids[row, 0] = metadata.draft_token_ids[place]

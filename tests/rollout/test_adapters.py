@@ -9,7 +9,7 @@ import pytest
 
 from config import InputError, load
 from examples.arithmetic import make_tokenizer
-from rollout.vllm import engine as vllm
+from rollout.vllm.settings import check_rollout, check_vllm_model
 from tests.rollout.adapters_worker import LAUNCHES, NUM_UPDATES
 from tests.rollout.test_rollout import ROLLOUT_BOUND
 from tests.support.launch import launch, launch_each
@@ -134,7 +134,7 @@ def test_the_probe_stops_what_is_not_the_trainers(results, name):
             1,
             "model_engine=megatron keeps",
         ),
-        ("model.lora.rank=513", 1, "model.lora.rank=513 is more than vLLM takes, 512"),
+        ("model.lora.rank=513", 1, "model.lora.rank=513 is larger than vLLM's largest, 512"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_built(folder, more, ranks, said):
@@ -142,5 +142,5 @@ def test_mistakes_are_told_before_anything_is_built(folder, more, ranks, said):
         "ppo.yaml", [f"model.path={folder / 'qwen3'}", "data.train_files=unused", *more.split()]
     )
     with pytest.raises(InputError, match=said):
-        vllm.check(config, ranks)
-        vllm.check_model(config)
+        check_rollout(config, ranks)
+        check_vllm_model(config)

@@ -19,9 +19,11 @@ from config import InputError, load
 from engines.check import in_vllm
 from engines.model.weights import model_names
 from examples.arithmetic import make_tokenizer
-from rollout.vllm import images
-from rollout.vllm.engine import PREFILL_TOKENS, check, check_model, request_seed, stop_token_ids
-from rollout.vllm.names import names_in_vllm
+from rollout.vllm.arguments import MAX_PREFILL_TOKENS
+from rollout.vllm.image_prompts import image_arguments
+from rollout.vllm.sampling import find_stop_token_ids, request_seed
+from rollout.vllm.settings import check_rollout, check_vllm_model
+from rollout.vllm.weight_names import vllm_weight_names
 from tests.rollout.rollout_images_worker import GROUP, MANY, SIZES, WEIGHTS, asked, weights_of
 from tests.rollout.rollout_worker import (
     CRITIC_STEPS,
@@ -415,7 +417,7 @@ def test_the_trainers_random_generators_are_untouched(result, name, after):
 
 
 def test_more_prompt_tokens_than_one_forward_pass_takes(result):
-    assert result["long_prompts"]["prompt_tokens"] > PREFILL_TOKENS
+    assert result["long_prompts"]["prompt_tokens"] > MAX_PREFILL_TOKENS
     assert result["long_prompts"]["gap"] < ROLLOUT_BOUND
     assert result["long_prompts"]["last"] == result["long_prompts"]["last alone"]
 
@@ -447,7 +449,7 @@ PROTOCOL = [
     ("wake again", None),
     ("generate with old weights", STALE),
     ("cache with old weights", CACHE),
-    ("a name that is none", "wake('all')"),
+    ("a name that is none", "wake('all'): there are"),
     ("update again", None),
     ("cache again", None),
     ("generate again", None),
@@ -662,7 +664,7 @@ def test_the_processor_normalises_pixels_for_vllm_too():
     """vLLM 0.32 would hand the tower raw bytes where preprocessor_config.json has no mean, and the processor's class has one."""
     from vllm import EngineArgs
 
-    told = EngineArgs(model="m", **images.arguments())
+    told = EngineArgs(model="m", **image_arguments())
     assert vars(told).get("mm_device_do_normalize") is (
         False if "mm_device_do_normalize" in vars(EngineArgs) else None
     )
@@ -674,7 +676,7 @@ def test_vllm_and_the_trainer_must_see_the_same_image_tokens(with_images):
         "vLLM sees 12 image tokens in a prompt of 40 tokens with images of 84 x 56, 84 x 56 "
         "pixels, and the trainer 8 in 36 tokens"
     )
-    assert "vLLM refuses a prompt with images" in results["too long"]
+    assert "vLLM rejects a prompt with images" in results["too long"]
 
 
 @pytest.mark.parametrize(
@@ -692,9 +694,9 @@ def test_what_does_not_go_with_images(with_images, more, message):
         [f"model.path={with_images[1]}", "data.train_files=x", "model.images=true", *more.split()],
     )
     if message is None:
-        return check(config, 1)
+        return check_rollout(config, 1)
     with pytest.raises(InputError, match="model.images=true.*" + re.escape(message)):
-        check(config, 1)
+        check_rollout(config, 1)
 
 
 def test_a_model_for_which_vllm_needs_torchvision(tmp_path, monkeypatch):
@@ -714,7 +716,7 @@ def test_a_model_for_which_vllm_needs_torchvision(tmp_path, monkeypatch):
     with pytest.raises(
         InputError, match="Gemma3ForConditionalGeneration: .*pip install torchvision"
     ):
-        check_model(config)
+        check_vllm_model(config)
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -745,15 +747,15 @@ def test_layouts(folder, tp, world, message):
         [f"model.path={folder}/tied", "data.train_files=x", f"rollout.tensor_parallel_size={tp}"],
     )
     if message is None:
-        return check(config, world)
+        return check_rollout(config, world)
     with pytest.raises(InputError) as error:
-        check(config, world)
+        check_rollout(config, world)
     assert str(error.value) == message
 
 
 def test_names_that_vllm_would_not_know_are_replaced(folder):
-    assert names_in_vllm(folder / "qwen3", False) == {}
-    names = names_in_vllm(folder / "tied_unsaid", False)
+    assert vllm_weight_names(folder / "qwen3", False) == {}
+    names = vllm_weight_names(folder / "tied_unsaid", False)
     assert (
         names
         and all(own == f"model.{name}" for name, own in names.items())
@@ -768,15 +770,15 @@ def test_a_class_that_vllm_has_is_no_excuse(folder, tmp_path):
 
 
 def test_end_tokens_come_from_both_files(folder, tmp_path):
-    assert stop_token_ids(folder / "tied") == END_TOKENS
+    assert find_stop_token_ids(folder / "tied") == END_TOKENS
     shutil.copy(folder / "tied" / "config.json", tmp_path)
-    assert stop_token_ids(tmp_path) == END_TOKENS[-1:]
+    assert find_stop_token_ids(tmp_path) == END_TOKENS[-1:]
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": None}))
     (tmp_path / "generation_config.json").write_text("{}")
     with pytest.raises(InputError, match="has an eos_token_id"):
-        stop_token_ids(tmp_path)
+        find_stop_token_ids(tmp_path)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 0}')
-    assert stop_token_ids(tmp_path) == [0]
+    assert find_stop_token_ids(tmp_path) == [0]
 
 
 def test_seeds_are_apart_and_fit_into_64_bits():

@@ -172,22 +172,22 @@ def chance_of(counts: torch.Tensor, chances: torch.Tensor) -> float:
         ),
         (
             f"{MTP}=3 model.path=TWO",
-            "num_speculative_tokens=3: vLLM wants a multiple of the 2 MTP layers",
+            "num_speculative_tokens=3: vLLM needs a multiple of the 2 MTP layers",
         ),
     ],
 )
 def test_what_drafters_cannot_do_is_one_line(model, settings, said):
     settings = settings.replace("TWO", str(model.parent / "two")).split()
     with pytest.raises(InputError, match=said):
-        speculation.check(
+        speculation.check_drafter(
             load("ppo.yaml", [f"model.path={model}", "data.train_files=unused", *settings])
         )
 
 
 def test_a_model_without_mtp_layers_that_vllm_knows_is_one_line(tmp_path):
     make_model(tmp_path / "qwen3", "qwen3")
-    with pytest.raises(InputError, match="MiMo alone"):
-        speculation.check(
+    with pytest.raises(InputError, match="MiMo only"):
+        speculation.check_drafter(
             load(
                 "ppo.yaml",
                 [
@@ -208,6 +208,6 @@ def test_accepted_tokens_on_an_accelerator():
     drafts = torch.tensor(
         [0, 0, 6, 0, 1, 9, 3, 0, 7]
     )  # what follows what was drawn: 6 is right; 1 is, 9 is not; 7 is not
-    tokens, counts = speculation.accepted(drawn, drafts, ends, 3)
+    tokens, counts = speculation.accepted_tokens(drawn, drafts, ends, 3)
     assert counts.tolist() == [1, 2, 2, 1] and counts.dtype == torch.int32
     assert [row[:n] for row, n in zip(tokens.tolist(), counts)] == [[5], [6, 7], [1, 2], [8]]

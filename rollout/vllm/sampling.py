@@ -1,0 +1,124 @@
+"""How requests are sampled: their parameters, seeds and end tokens, and global random states."""
+
+import hashlib
+import json
+import random
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from omegaconf import DictConfig
+
+from config import InputError
+
+# Tokens that may be as likely as the last one of the top_k. Sampling keeps all of them.
+NUM_TIES = 8
+
+
+def num_candidates(sampling: DictConfig, vocab_size: int) -> int:
+    """Return how many of the likeliest tokens vLLM has to report for each sampled token.
+
+    All tokens that sampling keeps are among them. The number is 0 if sampling is greedy, or if it
+    may keep any number of tokens.
+    """
+    if sampling.temperature == 0 or sampling.top_k <= 0:
+        return 0
+    return min(sampling.top_k + NUM_TIES, vocab_size)
+
+
+def sampling_params(sampling: DictConfig, seed: int, stop_token_ids: list[int], vocab_size: int):
+    """Return vLLM's SamplingParams of one request.
+
+    Args:
+        sampling: temperature (0: greedy), top_p, top_k (-1: all), min_p, max_tokens, stop.
+    """
+    from vllm import SamplingParams
+
+    is_greedy = sampling.temperature == 0
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=1.0 if is_greedy else sampling.top_p,
+        top_k=0 if is_greedy else max(sampling.top_k, 0),
+        min_p=0.0 if is_greedy else sampling.min_p,
+        max_tokens=sampling.max_tokens,
+        stop=list(sampling.stop) or None,
+        stop_token_ids=stop_token_ids,
+        seed=seed,
+        logprobs=num_candidates(sampling, vocab_size),
+        flat_logprobs=True,
+        # A stop string may contain special tokens.
+        detokenize=bool(sampling.stop),
+        skip_special_tokens=False,
+        spaces_between_special_tokens=False,
+    )
+
+
+def next_token_params(temperature: float, token_id: int):
+    """Return vLLM's SamplingParams to get the log-probability of one token as the next one."""
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        temperature=temperature,
+        max_tokens=1,
+        seed=0,
+        detokenize=False,
+        logprob_token_ids=[token_id],
+    )
+
+
+def find_stop_token_ids(model_path: Path) -> list[int]:
+    """Return the ids that end a response, in ascending order.
+
+    They are eos_token_id of generation_config.json and of config.json together.
+
+    Raises:
+        InputError: Neither file has one.
+    """
+    ids = set()
+    for name in ("generation_config.json", "config.json"):
+        file = model_path / name
+        if not file.is_file():
+            continue
+        eos_token_id = json.loads(file.read_text()).get("eos_token_id")
+        if isinstance(eos_token_id, list):
+            ids.update(eos_token_id)
+        elif eos_token_id is not None:
+            ids.add(eos_token_id)
+    if not ids:
+        raise InputError(
+            f"model.path={model_path}: neither generation_config.json nor config.json has an "
+            "eos_token_id. Add the id of the token that ends a response to one of them."
+        )
+    return sorted(ids)
+
+
+def request_seed(*numbers: int) -> int:
+    """Return a request's seed, e.g. from (trainer.seed, step, prompt, sample).
+
+    It is 62 bits of the numbers' SHA-256, so that seeds of different responses are unrelated.
+    """
+    digest = hashlib.sha256(repr(numbers).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 2
+
+
+@contextmanager
+def preserved_random_state():
+    """Restore the states of Python's, NumPy's and torch's global random generators at the end.
+
+    vLLM seeds them, and draws from them even if every request has its own seed.
+    """
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    cpu_state = torch.get_rng_state()
+    device_state = None
+    if torch.accelerator.is_available():
+        device_state = torch.get_device_module().get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(cpu_state)
+        if device_state is not None:
+            torch.get_device_module().set_rng_state(device_state)

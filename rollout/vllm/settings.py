@@ -1,0 +1,64 @@
+"""Errors in the configuration that vLLM would report only after models have been loaded."""
+
+from omegaconf import DictConfig
+
+from config import InputError
+from engines.model.hf import layer_configs, read_hf_config
+from rollout.vllm import adapters, image_prompts, speculation
+from rollout.vllm.arguments import model_arguments
+from rollout.vllm.startup import quiet_vllm
+
+
+def check_rollout(config: DictConfig, world_size: int) -> None:
+    """Raise InputError if vLLM cannot run this configuration on this many ranks.
+
+    Reads the model's config.json. Does not import vLLM.
+    """
+    check_tensor_parallel_size(config, world_size)
+    image_prompts.check_images(config)
+    adapters.check_adapter(config, world_size)
+    speculation.check_drafter(config)
+
+
+def check_tensor_parallel_size(config: DictConfig, world_size: int) -> None:
+    tp_size = config.rollout.tensor_parallel_size
+    if world_size % tp_size:
+        raise InputError(
+            f"rollout.tensor_parallel_size={tp_size} does not divide the {world_size} ranks"
+        )
+    text_config = read_hf_config(config.model.path).get_text_config()
+    for layer in layer_configs(text_config):
+        num_heads = getattr(layer, "num_attention_heads", tp_size)
+        if num_heads % tp_size:
+            raise InputError(
+                f"rollout.tensor_parallel_size={tp_size} does not divide the model's {num_heads} "
+                "attention heads"
+            )
+
+
+def check_vllm_model(config: DictConfig) -> None:
+    """Raise InputError if vLLM rejects the model, its adapter, or the length of its sequences.
+
+    Importing vLLM takes seconds.
+    """
+    quiet_vllm()
+    from vllm.config import ModelConfig
+
+    arguments = model_arguments(config)
+    if adapters.has_separate_adapter(config):
+        adapters.adapter_arguments(config)
+    image_prompts.check_packages(config)
+    try:
+        ModelConfig(**arguments)
+    except ValueError as error:
+        raise InputError(
+            f"vLLM rejects model.path={config.model.path} with data.max_prompt_length + max_tokens "
+            f"= {arguments['max_model_len']}: {reason_of(error)}"
+        ) from error
+
+
+def reason_of(error: ValueError) -> str:
+    """Return the reason in a validation error of pydantic, in one line."""
+    message = str(error).split("Value error, ")[-1]
+    one_line = " ".join(message.split())
+    return one_line.split(" [type=")[0]

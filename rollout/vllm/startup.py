@@ -1,0 +1,97 @@
+"""What has to be changed in this process before vLLM starts."""
+
+import logging
+import os
+import sys
+import warnings
+from collections import defaultdict
+
+import torch.distributed as dist
+from omegaconf import DictConfig
+
+from engines.model import mtp
+from engines.model.experts import num_chosen
+from engines.model.hf import read_hf_config
+from rollout.vllm import cpu, speculation
+from rollout.vllm.arguments import Host, is_eager
+from rollout.vllm.versions import SUPPORTED, SUPPORTED_NAMES
+
+
+def quiet_vllm() -> None:
+    """Let vLLM log errors alone, unless the user has chosen a level. Call before importing vLLM."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+
+def prepare_process(config: DictConfig, host: Host, shares_base: bool) -> None:
+    """Change what vLLM's arguments cannot change: environment variables, and some of its code.
+
+    Raises:
+        InputError: There is a drafter, and no support for one in this version of vLLM.
+    """
+    if host.is_cpu:
+        prepare_cpu(config, shares_base)
+    else:
+        choose_model_runner(config, host)
+    if not is_eager(config, host.device_type):
+        print_graph_capture()
+    if mtp.drafter(config):
+        speculation.replace_samplers(config, host.vllm_version, host.device_type)
+    if host.vllm_version not in SUPPORTED:
+        warnings.warn(
+            f"vLLM {host.vllm_version} is installed, and rollout/vllm/scheduler.py was tested with "
+            f"{SUPPORTED_NAMES} only. vLLM's own scheduler is used instead, with which small "
+            "models take up to three times as long.",
+            stacklevel=3,
+        )
+    elif host.device_type == "cuda":
+        skip_ranks_of_tokens()
+
+
+def prepare_cpu(config: DictConfig, shares_base: bool) -> None:
+    tp_size = config.rollout.tensor_parallel_size
+    replica, tp_rank = divmod(dist.get_rank(), tp_size)
+    ranks = range(replica * tp_size, (replica + 1) * tp_size)
+    cpu.free_shared_memory(ranks, tp_rank)
+    if shares_base:
+        cpu.keep_plain_weights()
+
+
+def choose_model_runner(config: DictConfig, host: Host) -> None:
+    """Choose the V2 model runner for mixtures of experts where vLLM has it only on request."""
+    release = SUPPORTED.get(host.vllm_version)
+    if release is None or not release.has_optional_v2_runner_for_experts:
+        return
+    needs_v1_runner = mtp.drafter(config) in ("ngram", "suffix")
+    text_config = read_hf_config(config.model.path).get_text_config()
+    if num_chosen(text_config) and not needs_v1_runner:
+        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
+
+
+def print_graph_capture() -> None:
+    """Let rank 0 print how much time and memory vLLM's CUDA graphs took."""
+    if dist.get_rank() != 0:
+        return
+    # The modules of the V2 and of the V1 model runner.
+    for name in ("gpu.model_runner", "gpu_model_runner"):
+        handler = logging.StreamHandler(sys.stdout)
+        handler.addFilter(lambda record: "Graph capturing finished" in record.msg)
+        handler.setFormatter(logging.Formatter("vLLM: %(message)s"))
+        logger = logging.getLogger(f"vllm.v1.worker.{name}")
+        logger.setLevel(logging.INFO)
+        logger.addHandler(handler)
+
+
+def skip_ranks_of_tokens() -> None:
+    """Keep vLLM's sampler on CUDA from computing how many tokens are likelier than the sampled one.
+
+    Nothing here needs that rank. Computing it reads all logits and takes a third of the time of
+    log-probabilities.
+    """
+    # vLLM-private: the sampler computes ranks with every log-probability; no option avoids it.
+    from vllm.v1.worker.gpu.sample import logprob
+
+    def do_nothing(*arguments, **options):
+        return None
+
+    # vLLM launches the kernel as `_ranks_kernel[grid](...)`.
+    logprob._ranks_kernel = defaultdict(lambda: do_nothing)

@@ -1,0 +1,68 @@
+"""The vLLM releases that are supported, and how their interfaces differ.
+
+To support another release, add it to `SUPPORTED` and run the tests in tests/rollout on a CPU and on
+a GPU. Nothing outside this file depends on a version number.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Release:
+    """How one release of vLLM differs from others.
+
+    Attributes:
+        running_limits: Attributes of vLLM's scheduler that limit the number of running requests.
+        counts_tokens_in_flight: Whether `Request.num_in_flight_tokens` exists: the tokens computed
+            by the request's steps in flight, tokens of its prompt included.
+        gumbel_sample_options: Keyword arguments with which the V2 model runner's `gumbel_sample`
+            samples a token that is not a draft.
+        has_optional_v2_runner_for_experts: Whether mixtures of experts can run in the V2 model
+            runner, which is faster, but some families only on request.
+    """
+
+    running_limits: tuple[str, ...]
+    counts_tokens_in_flight: bool
+    gumbel_sample_options: dict[str, bool]
+    has_optional_v2_runner_for_experts: bool
+
+
+SUPPORTED = {
+    # Tested on CUDA, where requests run in the V2 model runner, asynchronously. With the drafters
+    # ngram and suffix it is the V1 model runner.
+    "0.25.1": Release(
+        running_limits=("max_num_running_reqs",),
+        counts_tokens_in_flight=False,
+        gumbel_sample_options={},
+        has_optional_v2_runner_for_experts=True,
+    ),
+    # Tested on a CPU, in the V1 model runner.
+    "0.32.0": Release(
+        running_limits=("max_num_running_reqs", "max_num_active_reqs"),
+        counts_tokens_in_flight=True,
+        gumbel_sample_options={"is_drafting": False},
+        has_optional_v2_runner_for_experts=False,
+    ),
+}
+SUPPORTED_NAMES = " and ".join(SUPPORTED)
+
+
+def installed_version() -> str:
+    """Return the installed vLLM's version without its local part, e.g. "0.32.0". Imports vLLM."""
+    from vllm import __version__
+
+    return __version__.partition("+")[0]
+
+
+def keep_pixels_normalized() -> dict[str, bool]:
+    """Return engine arguments with which the image processor normalizes pixels.
+
+    Releases from 0.32 on would normalize pixels on the device, and skip that where
+    preprocessor_config.json has no mean although the processor's class has one. The vision tower
+    would then read raw bytes. Earlier releases have no such argument.
+    """
+    from vllm import EngineArgs
+
+    if "mm_device_do_normalize" in vars(EngineArgs):
+        return {"mm_device_do_normalize": False}
+    return {}

@@ -1,0 +1,37 @@
+"""The names that a model's weights have in vLLM."""
+
+from pathlib import Path
+
+import torch
+
+from engines.model.hf import build_on_meta, read_hf_config, text_name
+from engines.model.weights import model_names
+from rollout.vllm.arguments import standalone_text_class
+
+
+def vllm_weight_names(model_path: Path, with_images: bool) -> dict[str, str | None]:
+    """Return {name in the model's files: name in vLLM} for the names that may differ.
+
+    None stands for weights that vLLM does without, such as the vision tower of a vision-language
+    model that is used without images. A text model's names differ if its files leave out the
+    prefix of the base model: transformers adds it on loading, and vLLM does not.
+    """
+    hf_config = read_hf_config(model_path)
+    model = build_on_meta(hf_config, torch.float32, images=with_images)
+    name_in_model = model_names(model, model_path)
+    if hf_config.get_text_config() is hf_config:
+        return {
+            name: own_name
+            for name, own_name in name_in_model.items()
+            if own_name == f"{model.base_model_prefix}.{name}"
+        }
+    is_text_alone = not with_images and standalone_text_class(hf_config) is not None
+    name_in_vllm = {}
+    for name, own_name in name_in_model.items():
+        if own_name is None:
+            name_in_vllm[name] = None
+        elif is_text_alone:
+            name_in_vllm[name] = text_name(model, own_name)
+        else:
+            name_in_vllm[name] = name
+    return name_in_vllm

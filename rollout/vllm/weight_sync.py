@@ -1,0 +1,87 @@
+"""Copying the trainer's weights into vLLM's model."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+
+from torch import Tensor
+
+from rollout.vllm import cpu, speculation
+from rollout.vllm.adapters import Adapter
+
+NamedWeights = Iterable[tuple[str, Tensor]]
+
+
+class WeightSync:
+    """Copies weights into vLLM's model, and its drafter, on this rank."""
+
+    def __init__(
+        self,
+        llm,
+        device_type: str,
+        vllm_names: dict[str, str | None],
+        adapter: Adapter | None,
+        drafter: str | None,
+    ):
+        """
+        Args:
+            vllm_names: As `weight_names.vllm_weight_names` returns.
+        """
+        self.llm = llm
+        self.device_type = device_type
+        self.vllm_names = vllm_names
+        self.adapter = adapter
+        self.drafter = drafter
+        # Whether vLLM's output matrix has to get the weights of the embedding.
+        self.needs_output_matrix = False
+
+    def untie_output_matrix(self, vllm_model) -> None:
+        """Send the embedding of a tied model to vLLM's output matrix, too, if it has one.
+
+        Some families stay tied in vLLM whatever hf_overrides demands, and have no output matrix.
+        """
+        layer_names = [name for name, _ in vllm_model.named_modules()]
+        self.needs_output_matrix = any(name.endswith("lm_head") for name in layer_names)
+
+    def load(self, weights: NamedWeights) -> None:
+        """Copy all weights of the model, as Engine.export_weights() yields them.
+
+        Called by all ranks together: `weights` may run collectives.
+        """
+        drafter_weights: list[tuple[str, Tensor]] = []
+        weights = speculation.collect_drafter_weights(self.renamed(weights), drafter_weights)
+        with self.adapter.unwrapped() if self.adapter else nullcontext():
+            self.load_model(weights)
+        # Should vLLM have stopped early, other ranks still wait in the remaining collectives.
+        for _ in weights:
+            pass
+        if self.drafter == "mtp":
+            speculation.load_drafter(self.llm, drafter_weights, self.device_type)
+        if self.adapter:
+            self.adapter.register()
+        self.llm.reset_prefix_cache()
+        # Features that the old vision tower computed are cached by image.
+        self.llm.llm_engine.reset_encoder_cache()
+
+    def renamed(self, weights: NamedWeights) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights that vLLM has, under their names there."""
+        for name, tensor in weights:
+            vllm_name = self.vllm_names.get(name, name)
+            if vllm_name is None:
+                continue
+            yield vllm_name, tensor
+            if self.needs_output_matrix and vllm_name.endswith("embed_tokens.weight"):
+                yield "lm_head.weight", tensor
+
+    def load_model(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Let vLLM's model read the weights, in the way that works on this device."""
+        if self.device_type == "cuda":
+            # In place, and ten times as fast as reload_weights.
+            def load_in_place(model) -> None:
+                model.load_weights(weights)
+
+            self.llm.apply_model(load_in_place)
+            return
+        if self.device_type == "cpu":
+            self.llm.apply_model(cpu.forget_packed_experts)
+        # On a CPU, linear layers are packed once they are loaded. This packs them again.
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})

@@ -1,0 +1,125 @@
+"""The arguments of `vllm.LLM`: for each supported release, on each kind of device."""
+
+import os
+
+import pytest
+
+from config import InputError, load
+from rollout.vllm import speculation, startup
+from rollout.vllm.arguments import MAX_PREFILL_TOKENS, Host, engine_arguments
+from rollout.vllm.scheduler import ClosedBatchScheduler
+from rollout.vllm.versions import SUPPORTED
+from tests.support.models import make_model
+
+UNKNOWN_VERSION = "0.0.1"
+GPU_BYTES = 80 * 2**30
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("arguments")
+    make_model(folder / "dense", "qwen2_tied")
+    make_model(folder / "experts", "qwen3_moe")
+    make_model(folder / "recurrent", "lfm2")
+    return folder
+
+
+def make_config(path, *settings: str):
+    lengths = ["data.max_prompt_length=100", "rollout.max_tokens=50", "validation.max_tokens=60"]
+    return load("ppo.yaml", [f"model.path={path}", "data.train_files=x", *lengths, *settings])
+
+
+def make_host(device_type: str, version: str = "0.32.0", world_size: int = 1) -> Host:
+    device_bytes = 0 if device_type == "cpu" else GPU_BYTES
+    return Host(world_size, device_type, device_bytes, version)
+
+
+def test_a_cpu_has_no_graphs_and_no_sleep_mode(folder):
+    arguments = engine_arguments(make_config(folder / "dense"), make_host("cpu"), False)
+    assert arguments["enforce_eager"] is True
+    assert arguments["skip_mm_profiling"] is True
+    assert arguments["kv_cache_memory_bytes"] == 2**30
+    assert arguments["max_num_batched_tokens"] == MAX_PREFILL_TOKENS
+    assert arguments["max_model_len"] == 160
+    assert arguments["hf_overrides"] == {"tie_word_embeddings": False}
+    absent = {"compilation_config", "enable_sleep_mode", "gpu_memory_utilization", "moe_backend"}
+    assert absent.isdisjoint(arguments)
+
+
+@pytest.mark.parametrize("version", SUPPORTED)
+def test_a_gpu_has_graphs_and_sleeps(folder, version):
+    config = make_config(folder / "dense", "rollout.max_num_seqs=700", "rollout.top_k=5")
+    arguments = engine_arguments(config, make_host("cuda", version), False)
+    assert arguments["enforce_eager"] is False
+    assert arguments["compilation_config"] == {"max_cudagraph_capture_size": 700}
+    assert arguments["enable_sleep_mode"] is True
+    assert arguments["gpu_memory_utilization"] == config.rollout.gpu_memory_utilization
+    assert arguments["scheduler_cls"] is ClosedBatchScheduler
+    assert arguments["max_logprobs"] == 13
+    assert arguments["enable_chunked_prefill"] is False
+    assert "kv_cache_memory_bytes" not in arguments
+
+
+def test_a_shared_base_stays_tied(folder):
+    config = make_config(folder / "dense", "model.lora.rank=4")
+    arguments = engine_arguments(config, make_host("cuda"), shares_base=True)
+    assert arguments["hf_overrides"] == {"tie_word_embeddings": True}
+    assert arguments["enable_lora"] is True
+    assert arguments["max_lora_rank"] == 8
+
+
+def test_an_unknown_version_keeps_its_scheduler(folder):
+    host = make_host("cuda", UNKNOWN_VERSION)
+    arguments = engine_arguments(make_config(folder / "dense"), host, False)
+    assert "scheduler_cls" not in arguments
+
+
+def test_a_drafter_replaces_the_scheduler(folder):
+    config = make_config(
+        folder / "dense", "rollout.speculative=ngram", "rollout.num_speculative_tokens=3"
+    )
+    arguments = engine_arguments(config, make_host("cuda"), False)
+    assert "scheduler_cls" not in arguments
+    assert arguments["speculative_config"] == {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_min": 2,
+        "prompt_lookup_max": 4,
+    }
+
+
+def test_experts_keep_their_layout_on_a_gpu(folder):
+    config = make_config(folder / "experts")
+    assert engine_arguments(config, make_host("cuda"), False)["moe_backend"] == "triton"
+    assert "moe_backend" not in engine_arguments(config, make_host("cpu"), False)
+
+
+def test_recurrent_layers_have_no_prefix_cache(folder):
+    recurrent = engine_arguments(make_config(folder / "recurrent"), make_host("cuda"), False)
+    assert recurrent["enable_prefix_caching"] is False
+    dense = engine_arguments(make_config(folder / "dense"), make_host("cuda"), False)
+    assert "enable_prefix_caching" not in dense
+
+
+@pytest.mark.parametrize(
+    "version, family, settings, expected",
+    [
+        ("0.25.1", "experts", [], "1"),
+        ("0.25.1", "experts", ["rollout.speculative=ngram"], None),
+        ("0.25.1", "dense", [], None),
+        ("0.32.0", "experts", [], None),
+        (UNKNOWN_VERSION, "experts", [], None),
+    ],
+)
+def test_the_model_runner_of_experts(folder, monkeypatch, version, family, settings, expected):
+    # setenv() first, so that monkeypatch restores the variable if the product sets it.
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "")
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
+    startup.choose_model_runner(make_config(folder / family, *settings), make_host("cuda", version))
+    assert os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == expected
+
+
+def test_drafters_need_a_supported_version(folder):
+    config = make_config(folder / "dense", "rollout.speculative=ngram")
+    with pytest.raises(InputError, match=f"0.25.1 and 0.32.0, and {UNKNOWN_VERSION} is installed"):
+        speculation.replace_samplers(config, UNKNOWN_VERSION, "cuda")
