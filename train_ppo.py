@@ -248,7 +248,7 @@ def grade_one(config, grader, train) -> None:
     if isinstance(result, Failure):
         raise InputError(
             f"reward.function={config.reward.function} cannot grade the response {response[:60]!r} to the first "
-            f"prompt: {result.said}"
+            f"prompt: {result.summary}"
         )
     parts = "".join(f", {name} {value:g}" for name, value in result.parts.items())
     print(

@@ -1,46 +1,36 @@
-"""Grades samples in child processes that can be killed, since a reward function may hang, crash or take all memory.
-
-A child (reward_worker.py) is a new program, neither a fork (this process holds a GPU and threads) nor multiprocessing. It
-runs in a session of its own, so that what it started is killed with it; it is the first to go when memory runs out; and of
-the environment it gets ENVIRONMENT and reward.env alone, so that no secret reaches it by accident. It has the rights of
-this process all the same: code that is not trusted needs a sandbox of its own.
-"""
+"""Grading samples in worker processes, in parallel and in order."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import re
-import secrets
-import signal
-import subprocess
-import sys
-import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice, takewhile
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from config import SECRET, InputError
+from config import InputError
+from rollout.grading.process import Call, WorkerProcess
 
-ROOT = Path(__file__).parents[2]
-# What programs need to find their files, their language and the network; and all that begins with PYTHON or LC_.
-ENVIRONMENT = """PATH HOME USER LOGNAME SHELL LANG LANGUAGE TZ TMPDIR VIRTUAL_ENV CONDA_PREFIX LD_LIBRARY_PATH LD_PRELOAD
-    XDG_CACHE_HOME HF_HOME HF_HUB_CACHE HF_HUB_OFFLINE NLTK_DATA SSL_CERT_FILE SSL_CERT_DIR REQUESTS_CA_BUNDLE CURL_CA_BUNDLE
-    http_proxy https_proxy no_proxy all_proxy HTTP_PROXY HTTPS_PROXY NO_PROXY ALL_PROXY RANK LOCAL_RANK WORLD_SIZE""".split()
-LATE = 5.0  # seconds by which an event loop may be late in ending a call whose time is up
-LONGEST_ANSWER = 2**26  # bytes
+# An event loop may be this many seconds late in ending a call whose time is up.
+EVENT_LOOP_DELAY = 5.0
+# In a traceback, the last frame that belongs to the worker's own program.
+WORKER_FRAME = 'grading/worker.py", line '
 
 
 @dataclass(frozen=True)
 class Reward:
-    """score: the number that is learned from. parts: those that it is the weighted sum of; none where it came alone."""
+    """What a reward function gave one response.
+
+    Attributes:
+        score: the number that is learned from.
+        parts: the named parts of which the score is the weighted sum; empty if there are none.
+    """
 
     score: float
     parts: dict[str, float]
@@ -48,10 +38,11 @@ class Reward:
 
 @dataclass(frozen=True)
 class Failure:
-    """A sample that has no reward, which is not a reward of 0.
+    """A sample without a reward, which is not the same as a reward of 0.
 
-    kind: raised, timed out, died, forged, not a number, not a list, missing part, or other parts. trace: the traceback,
-    or a sentence. said: both in one line, with the line of the function.
+    Attributes:
+        kind: raised, timed out, died, forged, not a number, not a list, missing part, other parts.
+        trace: the traceback, or a sentence.
     """
 
     kind: str
@@ -60,303 +51,247 @@ class Failure:
     response: str
 
     @property
-    def said(self) -> str:
-        place = re.search(
-            r'File "(.*)", line (\d+)', self.trace.rpartition('reward_worker.py", line ')[2]
-        )
-        error = " ".join(
-            re.split(r'(?m)^  File ".*\n(?:  .*\n)*', self.trace)[-1].split()
-        )  # behind the last frame
-        return f"{self.kind}: {error}" + (f" ({place[1]}:{place[2]})" if place else "")
+    def summary(self) -> str:
+        """Kind and error in one line, with the line of the user's file that raised it."""
+        _, _, user_frames = self.trace.rpartition(WORKER_FRAME)
+        place = re.search(r'File "(.*)", line (\d+)', user_frames)
+        after_last_frame = re.split(r'(?m)^  File ".*\n(?:  .*\n)*', self.trace)[-1]
+        error = " ".join(after_last_frame.split())
+        location = f" ({place[1]}:{place[2]})" if place else ""
+        return f"{self.kind}: {error}{location}"
 
 
 Item = tuple[str, str, dict]  # prompt, response, row
 Result = Reward | Failure
-Call = list[int]  # places of the items that the function gets at once
+
+
+class _Job:
+    """The calls of one `grade()`, shared by the threads that wait for workers."""
+
+    def __init__(self, items: Sequence[Item], calls: Iterator[Call], max_failures: float):
+        self.items = items
+        self.results: list[Result | None] = [None] * len(items)
+        self._calls = calls
+        self._max_failures = max_failures
+        self._num_failures = 0
+        self._lock = threading.Lock()
+
+    def next_calls(self, count: int) -> list[Call]:
+        """Return up to so many calls that nobody has taken; none after too many failures."""
+        taken = []
+        with self._lock:
+            while len(taken) < count and self._num_failures <= self._max_failures:
+                call = next(self._calls, None)
+                if call is None:
+                    break
+                taken.append(call)
+        return taken
+
+    def request(self, call: Call) -> dict:
+        prompts = [self.items[i][0] for i in call]
+        responses = [self.items[i][1] for i in call]
+        rows = [self.items[i][2] for i in call]
+        return {"check": False, "prompts": prompts, "responses": responses, "rows": rows}
+
+    def record(self, call: Call, answers: list[dict]) -> None:
+        """Turn a worker's answers into results."""
+        for i, answer in zip(call, answers, strict=True):
+            _, response, row = self.items[i]
+            if "score" in answer:
+                self.results[i] = Reward(**answer)
+            else:
+                self.results[i] = Failure(**answer, row=row, response=response)
+                with self._lock:
+                    self._num_failures += 1
 
 
 class Grader:
-    """Processes that call one reward function, as the group `reward` of a configuration says.
+    """Worker processes that call one reward function, as the group `reward` configures it.
 
-    The first starts here, so that a function that cannot be imported or called is an InputError at once; the others when
-    there is work for them, and in place of those that died. startup_timeout [s] is for Python and the function's imports.
-    What the function prints goes to {output_dir}/reward_output/rank_{rank}.txt.
+    The first worker starts in the constructor, so that a function which cannot be imported or
+    called is an InputError at once. Others start when there is work for them, and in place of
+    workers that died. What the function prints goes to {output_dir}/reward_output/rank_{rank}.txt.
+
+    Args:
+        startup_timeout: seconds for starting Python and importing the function.
+
+    Attributes:
+        takes_groups: whether the function takes all responses of a group at once.
+        parts: the names of the parts that every reward must have; None before the first reward.
     """
 
     def __init__(self, config: DictConfig, startup_timeout: float = 300.0):
-        reward, self.startup_timeout = config.reward, startup_timeout
-        self.function, self.num_workers, self.concurrency = (
-            reward.function,
-            reward.num_workers,
-            reward.concurrency,
-        )
-        check_settings(reward)
-        output = Path(
-            config.output_dir, "reward_output", f"rank_{os.environ.get('RANK', 0)}.txt"
-        ).absolute()
+        reward = config.reward
+        check_free_groups(reward)
+        self.startup_timeout = startup_timeout
+        self.function = reward.function
+        self.num_workers = reward.num_workers
+        self.concurrency = reward.concurrency
+        rank = os.environ.get("RANK", 0)
+        output = Path(config.output_dir, "reward_output", f"rank_{rank}.txt").absolute()
         self.settings = {
             **OmegaConf.to_container(reward),
             "output": str(output),
             "conversation_keys": [config.data.messages_key, config.data.prompt_key],
         }
         self.parts: list[str] | None = None
-        worker = Worker(self.settings, startup_timeout)
-        self.idle, self.takes_groups = [worker], worker.ready["takes_groups"]
-        self.seconds = reward.timeout + (LATE if worker.ready["is_async"] else 0)
-        if self.concurrency > 1 and not worker.ready["is_async"]:
+        worker = WorkerProcess(self.settings, startup_timeout)
+        self.idle = [worker]
+        self.takes_groups = worker.ready["takes_groups"]
+        is_async = worker.ready["is_async"]
+        self.seconds_per_call = reward.timeout + (EVENT_LOOP_DELAY if is_async else 0)
+        if self.concurrency > 1 and not is_async:
             raise InputError(
-                f"reward.concurrency={self.concurrency} does nothing for reward.function={self.function}, which is "
-                "not async: define it with `async def`, or raise reward.num_workers"
+                f"reward.concurrency={self.concurrency} has no effect, because reward.function="
+                f"{self.function} is not async: define it with `async def`, or raise "
+                "reward.num_workers"
             )
 
     def check(self, row: dict) -> str:
-        """What to say at start of the function's parameters; raises InputError when this row lacks what they need."""
+        """Return what the user should know about how the function is called; "" if nothing.
+
+        Raises:
+            InputError: this row lacks something that the function's parameters need.
+        """
         request = {"check": True, "prompts": [""], "responses": [""], "rows": [row]}
-        return self.idle[-1].question(request, self.startup_timeout)["said"]
+        return self.idle[-1].question(request, self.startup_timeout)["notice"]
 
     def grade(
         self, items: Sequence[Item], groups: Sequence[int], max_failures: float = math.inf
     ) -> list[Result | None]:
-        """The rewards of (prompt, response, row), in this order; a row must be what JSON can hold. Items with one number in
-        groups [n] go into one call of a function that takes groups. Behind more than max_failures nothing is asked: None."""
+        """Return the results of (prompt, response, row) in the same order.
+
+        Args:
+            items: a row must be representable in JSON.
+            groups: [n]; items of one group go into one call of a function that takes groups.
+            max_failures: after more failures than this, the remaining items are not graded: None.
+        """
         calls: dict[int, Call] = {}
         for i, group in enumerate(groups):
-            calls.setdefault(group if self.takes_groups else i, []).append(i)
-        results: list[Result | None] = [None] * len(items)
-        failed: list[int] = []
-
-        def record(call: Call, answers: list[dict]) -> None:
-            for i, answer in zip(call, answers, strict=True):
-                results[i] = (
-                    Reward(**answer)
-                    if "score" in answer
-                    else Failure(**answer, row=items[i][2], response=items[i][1])
-                )
-                failed.extend([i] * isinstance(results[i], Failure))
-
-        todo = takewhile(lambda call: len(failed) <= max_failures, calls.values())
+            key = group if self.takes_groups else i
+            calls.setdefault(key, []).append(i)
+        job = _Job(items, iter(calls.values()), max_failures)
         num_threads = min(self.num_workers, math.ceil(len(calls) / self.concurrency))
         with ThreadPoolExecutor(max(num_threads, 1)) as pool:  # a thread waits for each worker
-            for thread in [
-                pool.submit(self._work, items, todo, record) for _ in range(num_threads)
-            ]:
+            threads = [pool.submit(self._work, job) for _ in range(num_threads)]
+            for thread in threads:
                 thread.result()
-        return results
+        return job.results
 
     def same_parts(
         self, items: Sequence[Item], results: Sequence[Result | None]
     ) -> list[Result | None]:
-        """The results, those as failures whose parts are not those of this grader's first reward: what is missing is no 0."""
+        """Replace rewards whose parts differ from the first reward's by failures.
+
+        A missing part is not a part of 0.
+        """
         rewards = [result for result in results if isinstance(result, Reward)]
-        self.parts = (
-            self.parts if self.parts is not None or not rewards else sorted(rewards[0].parts)
-        )
-
-        def same(item: Item, result: Result | None) -> Result | None:
-            if not isinstance(result, Reward) or sorted(result.parts) == self.parts:
-                return result
-            had, first = (
-                ", ".join(parts) or "none" for parts in (sorted(result.parts), self.parts)
-            )
-            return Failure(
-                "other parts",
-                f"the function returned the parts {had}, and at first {first}",
-                item[2],
-                item[1],
-            )
-
-        return list(map(same, items, results))
+        if self.parts is None and rewards:
+            self.parts = sorted(rewards[0].parts)
+        checked: list[Result | None] = []
+        for (_, response, row), result in zip(items, results, strict=True):
+            if isinstance(result, Reward) and sorted(result.parts) != self.parts:
+                returned = ", ".join(sorted(result.parts)) or "none"
+                expected = ", ".join(self.parts) or "none"
+                trace = f"the function returned the parts {returned}, and at first {expected}"
+                result = Failure("other parts", trace, row, response)
+            checked.append(result)
+        return checked
 
     def close(self) -> None:
         """End the workers."""
         while self.idle:
             self.idle.pop().kill()
 
-    def _work(self, items: Sequence[Item], todo: Iterator[Call], record: Callable) -> None:
-        """Do what there is to do, with one worker after another."""
-        worker = None
+    def _work(self, job: _Job) -> None:
+        """Grade calls of a job until none is left, with one worker after another."""
+        worker: WorkerProcess | None = None
         while True:
-            for call in islice(todo, self.concurrency - (len(worker.asked) if worker else 0)):
-                worker = worker or self._take()
-                prompts, responses, rows = zip(*(items[i] for i in call))
-                worker.ask(
-                    {"check": False, "prompts": prompts, "responses": responses, "rows": rows},
-                    self.seconds,
-                    call,
-                )
-            if not worker or not worker.asked:
+            num_pending = len(worker.pending) if worker else 0
+            for call in job.next_calls(self.concurrency - num_pending):
+                if worker is None:
+                    worker = self._take_worker()
+                worker.send(job.request(call), self.seconds_per_call, call)
+            if worker is None or not worker.pending:
                 break
-            answered = worker.receive()
-            if answered:
-                record(answered[0], answered[1]["answers"])
-            elif len(worker.asked) == 1 and worker.expired in (None, *worker.asked):
-                (call,) = worker.asked.values()
-                record(call, [worker.end] * len(call))
-            else:  # one of several has ended it, nobody knows which: each is asked again, alone
-                for call in worker.asked.values():
-                    self._work(items, iter([call]), record)
-            worker = worker if worker.alive else None
-        if worker:
+            received = worker.receive()
+            if received is not None:
+                call, answer = received
+                job.record(call, answer["answers"])
+            else:
+                self._handle_ending(worker, job)
+            if not worker.alive:
+                worker = None
+        if worker is not None:
             self.idle.append(worker)
 
-    def _take(self) -> Worker:
+    def _handle_ending(self, worker: WorkerProcess, job: _Job) -> None:
+        """Record the failure of the call that ended a worker.
+
+        If several calls were in flight, nobody knows which one ended it: each is graded again,
+        alone.
+        """
+        calls = list(worker.pending.values())
+        is_sure = len(calls) == 1 and worker.expired in (None, *worker.pending)
+        if is_sure:
+            failure = {"kind": worker.ending.kind, "trace": worker.ending.trace}
+            job.record(calls[0], [failure] * len(calls[0]))
+            return
+        for call in calls:
+            self._grade_alone(call, job)
+
+    def _grade_alone(self, call: Call, job: _Job) -> None:
+        worker = self._take_worker()
+        worker.send(job.request(call), self.seconds_per_call, call)
+        received = worker.receive()
+        if received is not None:
+            _, answer = received
+            job.record(call, answer["answers"])
+        else:
+            self._handle_ending(worker, job)
+        if worker.alive:
+            self.idle.append(worker)
+
+    def _take_worker(self) -> WorkerProcess:
         with contextlib.suppress(IndexError):
             return self.idle.pop()
         try:
-            return Worker(self.settings, self.startup_timeout)
-        except (
-            InputError
-        ) as error:  # it was importable before: this is one rank's trouble alone, no mistake
+            return WorkerProcess(self.settings, self.startup_timeout)
+        except InputError as error:
+            # The function was importable before, so this is a problem of this rank, not a mistake.
             raise RuntimeError(
                 f"a new process for reward.function={self.function} could not be started"
             ) from error
 
 
-def check_settings(reward: DictConfig) -> None:
-    """Raise InputError for a value that a free group cannot have, and for a variable that is not set."""
-    for key, kind, kind_name in (
-        ("weights", (int, float), "a number"),
-        ("kwargs", str, "a column of the rows, or a place: a.b"),
-    ):
-        for name, value in reward[key].items():
-            if not isinstance(value, kind) or isinstance(value, bool):
-                raise InputError(f"reward.{key}.{name}={value} must be {kind_name}")
+def check_free_groups(reward: DictConfig) -> None:
+    """Check the values of reward.weights and reward.kwargs, and the variables of reward.env.
+
+    Raises:
+        InputError: a value has the wrong type, or a variable is not set.
+    """
+    for name, value in reward.weights.items():
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise InputError(f"reward.weights.{name}={value} must be a number")
+    for name, value in reward.kwargs.items():
+        if not isinstance(value, str):
+            raise InputError(
+                f"reward.kwargs.{name}={value} must be a column of the rows, or a place: a.b"
+            )
     for name in reward.env:
         if name not in os.environ:
-            raise InputError(f"reward.env names {name}, which the environment does not have")
+            raise InputError(f"reward.env names {name}, which is not set in the environment")
 
 
-class Worker:
-    """One child, ready for calls. Raises InputError when it cannot get ready, with the cause.
-
-    ready: what it said then. asked: token -> call, of what it has not answered. When it has ended: `expired`, the token of
-    the call whose time was up, and `end`, the kind and trace of that failure.
-    """
-
-    def __init__(self, settings: dict, startup_timeout: float):
-        # Nothing is ever written to this pipe: the child dies when our end closes, however we end.
-        its_end, self.lifeline = os.pipe()
-        kept = {
-            name: value
-            for name, value in os.environ.items()
-            if name in (*ENVIRONMENT, *settings["env"])
-            or name.startswith(("PYTHON", "LC_"))
-            and not SECRET.search(name)
-        }
-        with (
-            tempfile.TemporaryFile() as printed
-        ):  # until its first call, which knows a better place
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "rollout.grading.worker", str(its_end)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=printed,
-                pass_fds=[its_end],
-                start_new_session=True,
-                env={
-                    **kept,
-                    "CUDA_VISIBLE_DEVICES": "",
-                    "OMP_NUM_THREADS": "1",
-                    "PYTHONPATH": os.pathsep.join(
-                        [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-                    ),
-                },
-            )
-        os.close(its_end)
-        self.name, self.alive = f"reward.function={settings['function']}", True
-        self.expired: str | None = None
-        self.end: dict = {}
-        self.asked: dict[str, Call] = {}
-        self.timers: dict[str, threading.Timer] = {}
-        self.ready = self.question(settings, startup_timeout)
-
-    def question(self, request: dict, seconds: float) -> dict:
-        """Ask and wait. An error is an InputError, and the end of the child."""
-        self.ask(request, seconds, [])
-        _, answer = self.receive() or (
-            None,
-            {"error": f"{self.name}: while it was imported, its process {self.end['trace']}"},
-        )
-        if "error" in answer:
-            self.kill()
-            raise InputError(answer["error"])
-        return answer
-
-    def ask(self, request: dict, seconds: float, call: Call) -> None:
-        """Send a request. The child is killed when it is not answered in time."""
-        token = secrets.token_hex(8)
-        self.asked[token], self.timers[token] = (
-            call,
-            threading.Timer(seconds, self.expire, [token, seconds]),
-        )
-        self.timers[token].daemon = True
-        self.timers[token].start()
-        with contextlib.suppress(
-            BrokenPipeError
-        ):  # it died since the last answer: reading says so too
-            self.process.stdin.write(json.dumps({**request, "token": token}).encode() + b"\n")
-            self.process.stdin.flush()
-
-    def receive(self) -> tuple[Call, dict] | None:
-        """Wait for the next answer; None when the child has come to its end instead."""
-        line = self.process.stdout.readline(LONGEST_ANSWER)
-        try:
-            answer = json.loads(line)
-            token = answer.pop("token")
-            call = self.asked.pop(token)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            return self.kill(forged=line.endswith(b"\n") or len(line) == LONGEST_ANSWER)
-        timer = self.timers.pop(token)
-        timer.cancel()
-        timer.join()
-        if self.expired and not self.asked:
-            self.kill()
-        return call, answer
-
-    def expire(self, token: str, seconds: float) -> None:
-        self.expired, self.end = (
-            token,
-            {"kind": "timed out", "trace": f"took more than {seconds:g} s"},
-        )
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-
-    def kill(self, forged: bool = False) -> None:
-        """End the child and what it started, unless that has left its session."""
-        if not self.alive:
-            return
-        self.alive = False
-        for timer in self.timers.values():
-            timer.cancel()
-            timer.join()
-        with contextlib.suppress(
-            ProcessLookupError
-        ):  # not waited for yet, so the number is still its own
-            os.killpg(self.process.pid, signal.SIGKILL)
-        code = self.process.wait()
-        os.close(self.lifeline)
-        self.process.stdout.close()
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
-        if forged:
-            self.end = {"kind": "forged", "trace": "wrote into the pipe of the answers"}
-        elif not self.expired or code != -signal.SIGKILL:
-            died = (
-                f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-            )
-            self.end = {
-                "kind": "died",
-                "trace": f"ended {died}" + " (out of memory?)" * (code == -signal.SIGKILL),
-            }
-
-
-def check_failures(failures: Sequence[Failure], num_asked: int, max_failure_rate: float) -> None:
-    """Raises InputError, with the first trace, when more than this share of the samples are failures."""
-    if failures and len(failures) > max_failure_rate * num_asked:
-        first = failures[0]
-        raise InputError(
-            f"{len(failures)} of {num_asked} samples ({len(failures) / num_asked:.1%}) could not be "
-            f"graded, more than reward.max_failure_rate={max_failure_rate}; the first: {first.said}, "
-            f"for the response {first.response[:200]!r} (all: failures.jsonl; what the "
-            "function printed: reward_output/)"
-        )
+def check_failures(failures: Sequence[Failure], num_samples: int, max_failure_rate: float) -> None:
+    """Raise InputError, with the first failure, when too large a share of the samples failed."""
+    if not failures or len(failures) <= max_failure_rate * num_samples:
+        return
+    first = failures[0]
+    raise InputError(
+        f"{len(failures)} of {num_samples} samples ({len(failures) / num_samples:.1%}) could not "
+        f"be graded, more than reward.max_failure_rate={max_failure_rate}; the first: "
+        f"{first.summary}, "
+        f"for the response {first.response[:200]!r} (all failures are in failures.jsonl; what the "
+        "function printed is in reward_output/)"
+    )

@@ -1,89 +1,118 @@
-"""How a reward function is called: each of its parameters is bound by its name, never by its place.
+"""How a reward function is called: each parameter is bound by its name, never by its position.
 
-The names are ours, verl's or TRL's, or those that reward.kwargs gives to places in the row. A name that is none of these
-is an error, since a function that is handed the wrong thing gives a score like any other.
+The names are rankwise's, verl's or TRL's, or those that reward.kwargs gives to places in the row.
+Any other name is an error, since a function that gets the wrong argument returns a score all the
+same.
 """
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from config import InputError
 
-Value = Callable[
-    [str, str, dict], object
-]  # (prompt, response, row) -> what a parameter gets for one response
-GROUND_TRUTHS = (
-    "reward_model.ground_truth",
-    "ground_truth",
-    "answer",
-)  # the first of these that a row has
+# (prompt, response, row) -> the argument for one response
+Value = Callable[[str, str, dict], object]
+# The first of these that a row has is the ground truth of functions written for verl.
+GROUND_TRUTHS = ("reward_model.ground_truth", "ground_truth", "answer")
+# Columns that TRL does not pass on to reward functions.
+NOT_PASSED_BY_TRL = {"prompt", "completion", "completion_ids"}
 
 
 @dataclass(frozen=True)
 class Convention:
-    """values: its parameters. lists: each is a list over all responses of a group. columns: any other name is a column
-    of the rows. verls: a dictionary that is returned has a "score". said: what to say of it at start."""
+    """One way of calling reward functions.
 
-    values: dict[str, Value]
-    lists: bool = False
-    columns: bool = False
-    verls: bool = False
-    said: str = ""
+    Attributes:
+        response_name: the name of the parameter that gets the response.
+        values: parameter -> its value.
+        takes_groups: each argument is a list over all responses of a group.
+        takes_columns: any other parameter is a column of the rows.
+        is_verl: a dictionary that is returned has a "score", and texts for people.
+        notice: what the user should know about it.
+    """
+
+    response_name: str = ""
+    values: dict[str, Value] = field(default_factory=dict)
+    takes_groups: bool = False
+    takes_columns: bool = False
+    is_verl: bool = False
+    notice: str = ""
+
+
+OURS: dict[str, Value] = {
+    "prompt": lambda prompt, response, row: prompt,
+    "response": lambda prompt, response, row: response,
+    "row": lambda prompt, response, row: row,
+}
+VERL: dict[str, Value] = {
+    "data_source": lambda prompt, response, row: value_at(row, "data_source"),
+    "solution_str": lambda prompt, response, row: response,
+    "ground_truth": lambda prompt, response, row: ground_truth(row),
+    "extra_info": lambda prompt, response, row: row.get("extra_info") or {},
+}
+
+
+def ground_truth(row: dict):
+    available = places_in(row)
+    path = next((path for path in GROUND_TRUTHS if path in available), GROUND_TRUTHS[0])
+    return value_at(row, path)
+
+
+def trl_values(conversation_keys: list[str]) -> dict[str, Value]:
+    """Return TRL's parameters: lists of messages where the row's prompt is one, else strings."""
+
+    def messages_of(row: dict) -> list[dict] | None:
+        candidates = (row.get(key) for key in conversation_keys)
+        return next((value for value in candidates if isinstance(value, list)), None)
+
+    def prompt_of(prompt: str, response: str, row: dict):
+        messages = messages_of(row)
+        if messages is None:
+            return prompt
+        while messages and messages[-1]["role"] == "assistant":
+            messages = messages[:-1]
+        return messages
+
+    def completion_of(prompt: str, response: str, row: dict):
+        if messages_of(row) is None:
+            return response
+        return [{"role": "assistant", "content": response}]
+
+    return {"prompts": prompt_of, "completions": completion_of}
 
 
 def conventions(conversation_keys: list[str]) -> dict[str, Convention]:
-    """By the name that the response has in each. conversation_keys: the columns in which a prompt may be messages."""
+    """Return the conventions by the name that the response has in each.
 
-    def messages(row):
-        return next((row[key] for key in conversation_keys if isinstance(row.get(key), list)), None)
-
-    def question(prompt, response, row):
-        turns = messages(row)
-        while turns and turns[-1]["role"] == "assistant":
-            turns = turns[:-1]
-        return prompt if turns is None else turns
-
-    def completion(prompt, response, row):
-        return response if messages(row) is None else [{"role": "assistant", "content": response}]
-
-    def ground_truth(prompt, response, row):
-        return at(
-            row, next((path for path in GROUND_TRUTHS if path in columns(row)), GROUND_TRUTHS[0])
-        )
-
-    ours: dict[str, Value] = {
-        "prompt": lambda prompt, response, row: prompt,
-        "response": lambda prompt, response, row: response,
-        "row": lambda prompt, response, row: row,
-    }
-    verl: dict[str, Value] = {
-        "data_source": lambda prompt, response, row: at(row, "data_source"),
-        "solution_str": ours["response"],
-        "ground_truth": ground_truth,
-        "extra_info": lambda prompt, response, row: row.get("extra_info") or {},
-    }
-    trl: dict[str, Value] = {"prompts": question, "completions": completion}
+    Args:
+        conversation_keys: columns in which a prompt may be a list of messages.
+    """
     places = f"ground_truth is the row's {', else '.join(GROUND_TRUTHS)}"
-    return {
-        "response": Convention(ours),
-        "responses": Convention(
-            plural(ours), lists=True, said="it is given all responses of a group"
+    known = [
+        Convention("response", OURS),
+        Convention(
+            "responses", plural(OURS), takes_groups=True, notice="it gets all responses of a group"
         ),
-        "solution_str": Convention(verl, verls=True, said=f"it is called as verl does; {places}"),
-        "solution_strs": Convention(
-            plural(verl),
-            lists=True,
-            verls=True,
-            said=f"it is called as verl does for a batch, which is a group here; {places}",
+        Convention(
+            "solution_str", VERL, is_verl=True, notice=f"it is called as verl does; {places}"
         ),
-        "completions": Convention(
-            trl,
-            lists=True,
-            columns=True,
-            said="it is called as TRL does, with a group and the columns of its rows",
+        Convention(
+            "solution_strs",
+            plural(VERL),
+            takes_groups=True,
+            is_verl=True,
+            notice=f"it is called as verl does for a batch, which is a group here; {places}",
         ),
-    }
+        Convention(
+            "completions",
+            trl_values(conversation_keys),
+            takes_groups=True,
+            takes_columns=True,
+            notice="it is called as TRL does, with a group and the columns of its rows",
+        ),
+    ]
+    return {convention.response_name: convention for convention in known}
 
 
 def plural(values: dict[str, Value]) -> dict[str, Value]:
@@ -91,114 +120,153 @@ def plural(values: dict[str, Value]) -> dict[str, Value]:
 
 
 class Signature:
-    """The parameters of a function, bound. Raises InputError for an unknown one.
+    """The parameters of a reward function, bound by name.
 
-    kwargs: parameter -> a column of the row, or a place inside one, "reward_model.ground_truth".
+    Args:
+        kwargs: parameter -> a column of the row, or a place in one: "reward_model.ground_truth".
+        conversation_keys: columns in which a prompt may be a list of messages.
+
+    Raises:
+        InputError: the function has a parameter that is not known, or lacks one of kwargs.
     """
 
     def __init__(self, function: Callable, kwargs: dict[str, str], conversation_keys: list[str]):
-        parameters = inspect.signature(function).parameters.values()
-        named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        takes_all = any(p.kind == p.VAR_KEYWORD for p in parameters)
-        self.required = [
-            p.name
-            for p in parameters
-            if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+        parameters = list(inspect.signature(function).parameters.values())
+        by_name = [
+            p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
         ]
-        known = conventions(conversation_keys)
-        marks = [mark for mark in known if mark in named and mark not in kwargs]
-        if len(marks) > 1:
-            raise InputError(
-                f"it takes {' and '.join(marks)}, which are names for the same thing: leave one out"
-            )
-        marks = (
-            marks
-            or [mark for mark in known if set(named) & known[mark].values.keys() - kwargs.keys()]
-            or ["response"] * bool(set(named) & kwargs.keys())
-        )
-        self.convention = known[marks[0]] if marks else Convention({})
-        values = self.convention.values | {
-            name: lambda prompt, response, row, path=path: at(row, path)
-            for name, path in kwargs.items()
+        self.takes_all = any(p.kind == p.VAR_KEYWORD for p in parameters)
+        self.names = set(by_name)
+        self.required = [p.name for p in parameters if is_required(p)]
+        self.optional = [name for name in by_name if name not in self.required]
+        convention = find_convention(by_name, kwargs, conventions(conversation_keys))
+        self.convention = convention or Convention()
+        self.values = self._bind(kwargs)
+        positional_only = [p.name for p in parameters if p.kind == p.POSITIONAL_ONLY]
+        self._check_known(positional_only, convention is not None)
+
+    def _bind(self, kwargs: dict[str, str]) -> dict[str, Value]:
+        for name in kwargs:
+            if name not in self.names and not self.takes_all:
+                raise InputError(f"it has no parameter {name}, which reward.kwargs names")
+        values = dict(self.convention.values)
+        for name, path in kwargs.items():
+            values[name] = value_reader(path)
+        return {
+            name: value for name, value in values.items() if name in self.names or self.takes_all
         }
-        if unused := [name for name in kwargs if name not in named and not takes_all]:
-            raise InputError(f"it has no parameter {unused[0]}, which reward.kwargs names")
-        self.values = {name: value for name, value in values.items() if name in named or takes_all}
-        self.wanted = None if takes_all else set(named)
-        self.optional = [name for name in named if name not in self.required]
-        positional = [p.name for p in parameters if p.kind == p.POSITIONAL_ONLY]
-        unknown = positional or [
-            name
-            for name in self.required
-            if name not in self.values and not self.convention.columns
-        ]
-        if unknown or not marks:
-            problem = (
-                f"its parameter {unknown[0]} is not known{f' beside {marks[0]}' if marks else ''}"
-                if unknown
-                else "it names no parameter that is known"
-            )
-            raise InputError(
-                f"{problem}: it may take prompt, response and row; or prompts, responses and rows, the lists of a "
-                "group; or what verl or TRL call theirs; or the places of a row that reward.kwargs names, as in "
-                f"reward.kwargs.{unknown[0] if unknown else 'NAME'}=COLUMN"
-            )
+
+    def _check_known(self, positional_only: list[str], has_convention: bool) -> None:
+        unbound = [name for name in self.required if name not in self.values]
+        unknown = positional_only or ([] if self.convention.takes_columns else unbound)
+        if has_convention and not unknown:
+            return
+        problem = "it names no parameter that is known"
+        if unknown:
+            problem = f"its parameter {unknown[0]} is not known"
+            if has_convention:
+                problem += f" beside {self.convention.response_name}"
+        example = unknown[0] if unknown else "NAME"
+        raise InputError(
+            f"{problem}: it may take prompt, response and row; or prompts, responses and rows, the "
+            "lists of a group; or the parameters of verl's or TRL's reward functions; or places of "
+            f"the row that reward.kwargs names, as in reward.kwargs.{example}=COLUMN"
+        )
 
     def arguments(self, prompts: list[str], responses: list[str], rows: list[dict]) -> dict:
-        """For the responses of a call: one, or those of a group. Raises InputError for what a row does not have."""
-        triples = list(zip(prompts, responses, rows, strict=True))
-        given = {
-            name: [value(*triple) for triple in triples] for name, value in self.values.items()
-        }
-        if self.convention.columns:
-            free = (
-                rows[0].keys() - given.keys() - {"prompt", "completion", "completion_ids"}
-            )  # as TRL leaves out
-            given |= {
-                name: [row.get(name) for row in rows]
-                for name in (free if self.wanted is None else free & self.wanted)
-            }
-            for name in self.required:
-                if name not in given:
-                    at(rows[0], name)
-        return given if self.convention.lists else {name: value for name, (value,) in given.items()}
+        """Return the arguments of a call for one response, or for those of a group.
 
-    def said(self, given: dict) -> str:
-        """What is not plain from its names, in one line; empty when all is."""
-        left = [name for name in self.optional if name not in given]
-        return "; ".join(
-            filter(
-                None,
-                [self.convention.said, f"{', '.join(left)} stays at its default" if left else ""],
-            )
+        Raises:
+            InputError: a row lacks something that the function needs.
+        """
+        samples = list(zip(prompts, responses, rows, strict=True))
+        arguments: dict[str, list] = {}
+        for name, value in self.values.items():
+            arguments[name] = [value(*sample) for sample in samples]
+        if self.convention.takes_columns:
+            self._add_columns(arguments, rows)
+        if self.convention.takes_groups:
+            return arguments
+        return {name: value for name, (value,) in arguments.items()}
+
+    def _add_columns(self, arguments: dict[str, list], rows: list[dict]) -> None:
+        columns = rows[0].keys() - arguments.keys() - NOT_PASSED_BY_TRL
+        if not self.takes_all:
+            columns &= self.names
+        for name in columns:
+            arguments[name] = [row.get(name) for row in rows]
+        for name in self.required:
+            if name not in arguments:
+                value_at(rows[0], name)  # raises the error that names the row's columns
+
+    def notice(self, arguments: dict) -> str:
+        """Return what the function's names alone do not tell the user, in one line; or ""."""
+        at_default = [name for name in self.optional if name not in arguments]
+        notices = [self.convention.notice]
+        if at_default:
+            notices.append(f"{', '.join(at_default)} keeps its default")
+        return "; ".join(filter(None, notices))
+
+
+def is_required(parameter: inspect.Parameter) -> bool:
+    is_variadic = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+    return parameter.default is parameter.empty and not is_variadic
+
+
+def find_convention(
+    names: list[str], kwargs: dict[str, str], known: dict[str, Convention]
+) -> Convention | None:
+    """Return the convention of a function with these parameters.
+
+    It is the one whose name for the response the function has; else one of whose other names it
+    has; else ours, if reward.kwargs binds any of its parameters.
+
+    Raises:
+        InputError: the function has the response under two names.
+    """
+    own_names = [name for name in known if name in names and name not in kwargs]
+    if len(own_names) > 1:
+        raise InputError(
+            f"it takes {' and '.join(own_names)}, which are names for the same thing: leave one out"
         )
+    if own_names:
+        return known[own_names[0]]
+    for convention in known.values():
+        if set(names) & (convention.values.keys() - kwargs.keys()):
+            return convention
+    if set(names) & kwargs.keys():
+        return known["response"]
+    return None
 
 
-def at(row: dict, path: str):
-    """row["a"]["b"] for "a.b". Raises InputError, with what the row has, where there is nothing or None."""
+def value_reader(path: str) -> Value:
+    return lambda prompt, response, row: value_at(row, path)
+
+
+def value_at(row: dict, path: str):
+    """Return row["a"]["b"] for "a.b".
+
+    Raises:
+        InputError: there is nothing, or None; the message names what the row has.
+    """
     value = row
     for key in path.split("."):
         value = value.get(key) if isinstance(value, dict) else None
     if value is None:
         raise InputError(
-            f"the row has no {path}, only {', '.join(columns(row))}: reward.kwargs.PARAMETER=COLUMN says where "
-            "a parameter is to be found"
+            f"the row has no {path}, only {', '.join(places_in(row))}: set "
+            "reward.kwargs.PARAMETER=COLUMN to take a parameter from another column"
         )
     return value
 
 
-def columns(row: dict) -> list[str]:
-    """The names that at() takes, down to the second level."""
-    return [
-        name
-        for key, value in row.items()
-        if value is not None
-        for name in [
-            key,
-            *(
-                f"{key}.{k}"
-                for k, v in (value.items() if isinstance(value, dict) else ())
-                if v is not None
-            ),
-        ]
-    ]
+def places_in(row: dict) -> list[str]:
+    """Return the names that `value_at` accepts for this row, down to the second level."""
+    places = []
+    for key, value in row.items():
+        if value is None:
+            continue
+        places.append(key)
+        if isinstance(value, dict):
+            places += [f"{key}.{inner}" for inner in value if value[inner] is not None]
+    return places

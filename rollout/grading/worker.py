@@ -1,7 +1,9 @@
-"""The program of a reward's worker: it calls one reward function with what rollout/grading/grader.py sends, a line of JSON per call.
+"""The program of a reward worker: calls one reward function as rollout/grading/process.py requests.
 
-A request has a random token, which its answer repeats and the function does not know: nothing that the function, or what
-it has started, writes into our descriptors passes for an answer.
+Requests come from standard input and answers go to standard output, one line of JSON each. A
+request has a random token, which its answer repeats and which the function does not know. So
+nothing that the function, or a program it started, writes into our descriptors passes for an
+answer.
 """
 
 import asyncio
@@ -15,7 +17,7 @@ import resource
 import signal
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,30 +26,27 @@ from rewards import REWARDS, find
 from rollout.grading.signature import Signature
 
 FP32_MAX = (2 - 2**-23) * 2.0**127
+MAX_PRINTED_BYTES = 2**20  # of what is printed before the first call
 
 
 def main(lifeline: int) -> None:
-    """Answer requests from stdin until it ends. The first holds the settings: the group `reward` and what Grader adds."""
+    """Answer requests until standard input ends.
+
+    The first request holds the settings: the group `reward` and what Grader adds to it.
+    """
     die_with_parent(lifeline)
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-        signal.SIGUSR1,
-    ):  # slurm's, to all: the parent decides what to do
-        signal.signal(
-            number, lambda *_: None
-        )  # not SIG_IGN, which programs that the function starts would inherit
+    ignore_signals()
     faulthandler.enable()
-    # What the function reads and prints is not the protocol.
-    requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    # The function must neither read the requests nor print among the answers.
+    requests = os.fdopen(os.dup(0))
+    answers = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     sys.stdout = sys.stderr
-    os.register_at_fork(
-        after_in_child=answers.close
-    )  # a child left behind must not keep the pipe open
+    # A process that the function leaves behind must not keep the pipe open.
+    os.register_at_fork(after_in_child=answers.close)
 
-    def say(token: str, **answer) -> None:
+    def reply(token: str, **answer) -> None:
         print(json.dumps({"token": token, **answer}), file=answers, flush=True)
 
     settings = json.loads(requests.readline())
@@ -55,47 +54,58 @@ def main(lifeline: int) -> None:
     try:
         reward = RewardFunction(settings)
     except InputError as error:
-        return say(settings["token"], error=str(error))
-    say(settings["token"], takes_groups=reward.signature.convention.lists, is_async=reward.is_async)
+        reply(settings["token"], error=str(error))
+        return
+    takes_groups = reward.signature.convention.takes_groups
+    reply(settings["token"], takes_groups=takes_groups, is_async=reward.is_async)
     if reward.is_async:
-        return asyncio.run(serve(reward, requests, say))
+        asyncio.run(serve_async(reward, requests, reply))
+    else:
+        serve(reward, requests, reply)
+
+
+def serve(reward: "RewardFunction", requests, reply: Callable) -> None:
+    """Answer one request after another."""
     for line in requests:
         request = json.loads(line)
-        say(
-            request["token"],
-            **(reward.check(request) if request["check"] else {"answers": reward.grade(request)}),
-        )
+        if request["check"]:
+            answer = reward.check(request)
+        else:
+            answer = {"answers": reward.grade(request)}
+        reply(request["token"], **answer)
 
 
-async def serve(reward, requests, say) -> None:
-    """As many calls at a time as the parent sends, all in one event loop."""
+async def serve_async(reward: "RewardFunction", requests, reply: Callable) -> None:
+    """Answer as many requests at a time as the parent sends, in one event loop."""
 
-    async def answer(request):
-        say(
-            request["token"],
-            **(
-                reward.check(request)
-                if request["check"]
-                else {"answers": await reward.grade_async(request)}
-            ),
-        )
+    async def respond(request: dict) -> None:
+        if request["check"]:
+            answer = reward.check(request)
+        else:
+            answer = {"answers": await reward.grade_async(request)}
+        reply(request["token"], **answer)
 
-    tasks, reader = set(), ThreadPoolExecutor(1)  # its own thread: the function may fill the loop's
-    while line := await asyncio.get_running_loop().run_in_executor(reader, requests.readline):
-        tasks.add(task := asyncio.create_task(answer(json.loads(line))))
+    loop = asyncio.get_running_loop()
+    # The reader has a thread of its own: the function may fill the threads of the loop.
+    reader = ThreadPoolExecutor(1)
+    tasks = set()
+    while line := await loop.run_in_executor(reader, requests.readline):
+        task = asyncio.create_task(respond(json.loads(line)))
+        tasks.add(task)
         task.add_done_callback(tasks.discard)
 
 
 class RewardFunction:
-    """A function, called as its parameters want, and what it returns as answers: one for each response of a call,
-    {"score", "parts"} or the {"kind", "trace"} of a failure."""
+    """The user's function, called with the parameters that it names.
+
+    Its return values become answers, one per response of a call: {"score", "parts"}, or the
+    {"kind", "trace"} of a failure.
+    """
 
     def __init__(self, settings: dict):
-        self.settings, self.name, self.output = (
-            settings,
-            f"reward.function={settings['function']}",
-            settings["output"],
-        )
+        self.settings = settings
+        self.name = f"reward.function={settings['function']}"
+        self.output: str | None = settings["output"]
         self.function = find(settings["function"])
         if inspect.isclass(self.function):
             raise InputError(f"{self.name} is a class: name a function, or an object of the class")
@@ -103,32 +113,33 @@ class RewardFunction:
             self.signature = Signature(
                 self.function, settings["kwargs"], settings["conversation_keys"]
             )
-        except ValueError as error:  # of inspect, for what is written in C
+        except ValueError as error:  # inspect cannot read functions that are written in C
             raise InputError(f"{self.name}: {error}") from error
-        self.is_async = any(
-            map(inspect.iscoroutinefunction, (self.function, self.function.__call__))
-        )
+        callables = (self.function, self.function.__call__)
+        self.is_async = any(inspect.iscoroutinefunction(f) for f in callables)
 
     def check(self, request: dict) -> dict:
-        """{"error"} when the row does not have what the function takes, else {"said"}. Only ours, which are quick, are called."""
-        ours = self.function in REWARDS.values()
+        """Check that a row has what the function needs; built-in functions are called with it.
+
+        Returns:
+            {"error": message}, or {"notice": what the user should know, or ""}.
+        """
+        is_built_in = self.function in REWARDS.values()
         try:
-            said = self.signature.said(self.arguments(request))
-            if ours:
-                self.function(**self.arguments(request))
+            arguments = self.arguments(request)
+            notice = self.signature.notice(arguments)
+            if is_built_in:
+                self.function(**arguments)
         except (KeyError, ValueError) as error:
-            return {
-                "error": f"{self.name}: {error.args[0]}{'; rename the column, or name a function of yours' * ours}"
-            }
-        return {"said": f"{self.name}: {said}" if said else ""}
+            advice = "; rename the column, or name your own function" if is_built_in else ""
+            return {"error": f"{self.name}: {error.args[0]}{advice}"}
+        return {"notice": f"{self.name}: {notice}" if notice else ""}
 
     def grade(self, request: dict) -> list[dict]:
         try:
-            self.print_to_file()
+            self.redirect_prints()
             value = self.function(**self.arguments(request))
-        except (
-            BaseException
-        ):  # sys.exit() in a function is its failure, not the end of this process
+        except BaseException:  # sys.exit() in a function fails its call and does not end us
             return failures(request, "raised", traceback.format_exc())
         return self.answers(value, request)
 
@@ -136,7 +147,7 @@ class RewardFunction:
         seconds = self.settings["timeout"]
         try:
             async with asyncio.timeout(seconds) as limit:
-                self.print_to_file()
+                self.redirect_prints()
                 value = await self.function(**self.arguments(request))
         except BaseException:
             if limit.expired():
@@ -148,92 +159,120 @@ class RewardFunction:
         return self.signature.arguments(request["prompts"], request["responses"], request["rows"])
 
     def answers(self, value, request: dict) -> list[dict]:
-        if not self.signature.convention.lists:
+        """Turn a return value into one answer per response."""
+        if not self.signature.convention.takes_groups:
             return [self.answer(value)]
-        count = len(request["responses"])
-        try:
-            values = [] if isinstance(value, (str, bytes, Mapping)) else list(value)
-        except TypeError:
-            values = []
-        if len(values) != count:
-            return failures(
-                request,
-                "not a list",
-                f"the function returned {value!r:.200}, not a list of {count}",
-            )
+        num_responses = len(request["responses"])
+        values = as_list(value)
+        if len(values) != num_responses:
+            trace = f"the function returned {value!r:.200}, not a list of {num_responses}"
+            return failures(request, "not a list", trace)
         return [self.answer(value) for value in values]
 
     def answer(self, value) -> dict:
-        parts, weights = value if isinstance(value, Mapping) else {}, self.settings["weights"]
-        if parts and self.signature.convention.verls:  # whose texts are for people
-            parts = {
-                name: part
-                for name, part in parts.items()
-                if not isinstance(part, (str, list, dict, type(None)))
-            }
+        """Turn what the function returned for one response into a score and its parts."""
+        parts = value if isinstance(value, Mapping) else {}
+        weights = self.settings["weights"]
+        if parts and self.signature.convention.is_verl:
+            parts = numeric_parts(parts)
             weights = weights or {"score": 1.0}
-        if missing := [name for name in weights if name not in parts]:
-            return {
-                "kind": "missing part",
-                "trace": f"the function returned {value!r:.200}, without the part {missing[0]!r}",
-            }
+        for name in weights:
+            if name not in parts:
+                trace = f"the function returned {value!r:.200}, without the part {name!r}"
+                return {"kind": "missing part", "trace": trace}
         try:
             parts = {str(name): finite(part) for name, part in parts.items()}
-            score = (
-                sum(weights.get(name, 0 if weights else 1) * part for name, part in parts.items())
-                if parts
-                else value
-            )
+            score = weighted_sum(parts, weights) if parts else value
             return {"score": finite(score), "parts": parts}
         except (TypeError, ValueError, OverflowError, RuntimeError):
-            what = (
-                "whose parts and sum are not all numbers that are"
-                if parts
-                else "not a number that is"
-            )
-            return {
-                "kind": "not a number",
-                "trace": f"the function returned {value!r:.200}, {what} finite in fp32",
-            }
+            problem = "not a number that is finite in fp32"
+            if parts:
+                problem = "whose parts and sum are not all numbers that are finite in fp32"
+            trace = f"the function returned {value!r:.200}, {problem}"
+            return {"kind": "not a number", "trace": trace}
 
-    def print_to_file(self) -> None:
-        """From the first call on, prints go to the end of the output file; those of the import come first."""
+    def redirect_prints(self) -> None:
+        """From the first call on, append everything printed to the output file.
+
+        What was printed during the import is copied there first.
+        """
         if self.output is None:
             return
-        path, self.output = Path(self.output), None
+        path = Path(self.output)
+        self.output = None
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "ab", buffering=0) as file:
-            file.write(os.pread(2, 2**20, 0))
+            file.write(os.pread(2, MAX_PRINTED_BYTES, 0))
             for descriptor in (1, 2):
                 os.dup2(file.fileno(), descriptor)
 
 
+def as_list(value) -> list:
+    """Return the values of a list, tuple, array or tensor; [] for anything else."""
+    if isinstance(value, str | bytes | Mapping):
+        return []
+    try:
+        return list(value)
+    except TypeError:
+        return []
+
+
+def numeric_parts(parts: Mapping) -> dict:
+    """Leave out the texts that functions written for verl return for people to read."""
+    texts = (str, list, dict, type(None))
+    return {name: part for name, part in parts.items() if not isinstance(part, texts)}
+
+
+def weighted_sum(parts: dict[str, float], weights: dict[str, float]) -> float:
+    """Add up the parts by their weights. Without any weights, every part counts once."""
+    default = 0 if weights else 1
+    return sum(weights.get(name, default) * part for name, part in parts.items())
+
+
 def failures(request: dict, kind: str, trace: str) -> list[dict]:
+    """Return the same failure for every response of a call."""
     return [{"kind": kind, "trace": trace}] * len(request["responses"])
 
 
 def finite(value) -> float:
-    """Numbers of numpy and torch too, but not what float() would parse. Raises ValueError beyond fp32's range."""
-    number = math.nan if isinstance(value, (str, bytes, bytearray)) else float(value)
+    """Convert a number, of numpy and torch too; text that float() would parse is not a number.
+
+    Raises:
+        ValueError: the number is not finite in fp32.
+    """
+    is_text = isinstance(value, str | bytes | bytearray)
+    number = math.nan if is_text else float(value)
     if not abs(number) <= FP32_MAX:
         raise ValueError
     return number
 
 
+def ignore_signals() -> None:
+    """Ignore the signals that Slurm and terminals send to all processes: the parent decides.
+
+    SIG_IGN would be inherited by programs that the function starts, so a function does nothing.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda *_: None)
+
+
 def die_with_parent(lifeline: int) -> None:
-    # Asynchronous I/O on a pipe: the kernel signals our whole process group when its other end closes, even while the
-    # function holds the interpreter's lock, as a regular expression does. A thread could not, and PR_SET_PDEATHSIG
-    # comes already when the thread ends that started us.
+    """Have the kernel kill our process group when the other end of this pipe closes.
+
+    Asynchronous I/O works even while the function holds the interpreter's lock, as a regular
+    expression does. A thread could not do that, and PR_SET_PDEATHSIG fires already when the thread
+    ends that started us.
+    """
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC)
     os.set_inheritable(lifeline, False)
 
 
-def limit_memory(limit: int) -> None:
-    """More [bytes] is a MemoryError here; and where the machine runs out of memory, this process goes before the trainer."""
-    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-    limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+def limit_memory(num_bytes: int) -> None:
+    """Make larger allocations a MemoryError, and offer this process first when memory runs out."""
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = num_bytes if hard == resource.RLIM_INFINITY else min(num_bytes, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     Path("/proc/self/oom_score_adj").write_text("1000")
 

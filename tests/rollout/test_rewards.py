@@ -18,7 +18,7 @@ import rewards
 from config import InputError, load
 from examples.arithmetic import make_rows
 from rewards import REWARDS, find
-from rollout.grading.grader import LATE, Failure, Grader, Reward, check_failures
+from rollout.grading.grader import EVENT_LOOP_DELAY as LATE, Failure, Grader, Reward, check_failures
 from rollout.grading.signature import Signature
 
 ROOT = Path(__file__).parents[2]
@@ -223,7 +223,7 @@ TRL_ROW = {
 def call(function, row, kwargs, responses=("5", "6")):
     """What a function gets for these responses to one prompt: its arguments."""
     signature = Signature(function, kwargs, ["messages", "prompt"])
-    if not signature.convention.lists:
+    if not signature.convention.takes_groups:
         responses = responses[:1]
     return signature.arguments(["q"] * len(responses), list(responses), [row] * len(responses))
 
@@ -596,7 +596,7 @@ def test_named_parts(make, behave):
             and results[1].kind == "not a number"
         )
         assert (
-            results[1].said
+            results[1].summary
             == "not a number: the function returned {'a': 1.0, 'b': None}, whose parts and sum are not all "
             "numbers that are finite in fp32"
         )
@@ -751,7 +751,7 @@ def test_an_async_function_has_several_calls_in_flight(make, file):
         )
     with closing(make(f"{file}:judge_group", 1, SLACK, "reward.concurrency=4")) as grader:
         assert grade(grader, "a", "b") == [1.0, 1.0]
-    with pytest.raises(InputError, match="reward.concurrency=2 does nothing .* not async"):
+    with pytest.raises(InputError, match="reward.concurrency=2 has no effect.* is not async"):
         make(f"{file}:remember", 1, SLACK, "reward.concurrency=2")
 
 
@@ -793,7 +793,7 @@ def test_functions_of_verl_and_trl_are_called_as_these_do(make, file):
             grader.check({"answer": 5})
     with closing(make(f"{file}:accuracy", 1, SLACK)) as grader:
         said = (
-            "as TRL does, with a group and the columns of its rows; log_extra stays at its default"
+            "as TRL does, with a group and the columns of its rows; log_extra keeps its default"
         )
         assert grader.check(TRL_ROW).endswith(said)
         assert [
@@ -839,7 +839,7 @@ def test_secrets_do_not_reach_a_worker_but_what_reward_env_names(make, file, mon
             }
     monkeypatch.delenv("JUDGE_KEY")
     with pytest.raises(
-        InputError, match="reward.env names JUDGE_KEY, which the environment does not have"
+        InputError, match="reward.env names JUDGE_KEY, which is not set in the environment"
     ):
         make(f"{file}:environment", 1, SLACK, "reward.env=[JUDGE_KEY]")
 
@@ -888,6 +888,23 @@ def test_a_class_is_refused_and_its_objects_are_called(make, tmp_path):
         assert grade(grader, "5") == [0.5]
 
 
+def workers_of_this_process() -> set[int]:
+    children = psutil.Process().children()
+    return {child.pid for child in children if "rollout.grading.worker" in child.cmdline()}
+
+
+def test_a_worker_that_reports_an_error_is_ended(make, tmp_path):
+    (tmp_path / "needs.py").write_text("def needs(response, truth): return 0.0\n")
+    before = workers_of_this_process()
+    with pytest.raises(InputError, match="its parameter truth is not known"):
+        make(f"{tmp_path}/needs.py:needs", 1, SLACK)
+    assert workers_of_this_process() == before
+    grader = make(f"{tmp_path}/needs.py:needs", 1, SLACK, "reward.kwargs.truth=column")
+    with pytest.raises(InputError, match="the row has no column"):
+        grader.check({"other": 1})
+    assert workers_of_this_process() == before
+
+
 def test_a_function_that_raises(shared, behave):
     result, leaving = grade(shared, "raise", "leave", zero=0)
     assert (result.kind, result.row, result.response) == ("raised", {"zero": 0}, "raise")
@@ -897,7 +914,7 @@ def test_a_function_that_raises(shared, behave):
         and "ZeroDivisionError" in result.trace
     )
     assert (
-        result.said
+        result.summary
         == f"raised: ZeroDivisionError: division by zero ({behave.removesuffix(':behave')}:{line})"
     )
     assert leaving.kind == "raised" and "SystemExit: 3" in leaving.trace
@@ -1072,9 +1089,10 @@ def test_the_share_of_failures_has_a_limit(num_failures, rate, stops):
     with pytest.raises(InputError) as raised:
         check_failures(failures, 4, rate)
     assert str(raised.value) == (
-        f"{num_failures} of 4 samples ({num_failures / 4:.1%}) could not be graded, more than reward.max_failure_rate="
-        f"{rate}; the first: raised: Zero division 0 (a.py:3), for the response '1/0' (all: failures.jsonl; what the "
-        "function printed: reward_output/)"
+        f"{num_failures} of 4 samples ({num_failures / 4:.1%}) could not be graded, more than "
+        f"reward.max_failure_rate={rate}; the first: raised: Zero division 0 (a.py:3), for the "
+        "response '1/0' (all failures are in failures.jsonl; what the function printed is in "
+        "reward_output/)"
     )
 
 

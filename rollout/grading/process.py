@@ -1,0 +1,194 @@
+"""A worker process seen from the trainer: started, sent requests, and killed when it is too late.
+
+A worker (rollout/grading/worker.py) is a new program. It is not a fork, since this process holds
+an accelerator and threads, and not a child of multiprocessing, which would unpickle whatever the
+worker sends. It runs in a session of its own, so that everything it started is killed with it. It
+is the first to go when memory runs out. Of the environment it gets only ENVIRONMENT and reward.env,
+so that no secret reaches it by accident. It still has the rights of this process: code that is not
+trusted needs a sandbox.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from config import SECRET, InputError
+
+ROOT = Path(__file__).parents[2]
+# What programs need to find their files, their language and the network. Variables that begin with
+# PYTHON or LC_ are passed on as well, unless their names sound like secrets.
+ENVIRONMENT = """
+    PATH HOME USER LOGNAME SHELL LANG LANGUAGE TZ TMPDIR VIRTUAL_ENV CONDA_PREFIX
+    LD_LIBRARY_PATH LD_PRELOAD XDG_CACHE_HOME HF_HOME HF_HUB_CACHE HF_HUB_OFFLINE NLTK_DATA
+    SSL_CERT_FILE SSL_CERT_DIR REQUESTS_CA_BUNDLE CURL_CA_BUNDLE
+    http_proxy https_proxy no_proxy all_proxy HTTP_PROXY HTTPS_PROXY NO_PROXY ALL_PROXY
+    RANK LOCAL_RANK WORLD_SIZE
+""".split()
+MAX_ANSWER_BYTES = 2**26
+
+Call = list[int]  # indices of the samples that the function gets at once
+
+
+@dataclass
+class Ending:
+    """Why a worker ended: the kind and the trace of the failure."""
+
+    kind: str
+    trace: str
+
+
+class WorkerProcess:
+    """One worker, ready for calls.
+
+    Attributes:
+        ready: the worker's first answer, with takes_groups and is_async.
+        pending: token -> call, for requests that are not answered yet.
+        expired: the token of the call whose time ran out, or None.
+        ending: why the worker has ended, or None.
+
+    Raises:
+        InputError: the function cannot be imported or called; the message says why.
+    """
+
+    def __init__(self, settings: dict, startup_timeout: float):
+        self.name = f"reward.function={settings['function']}"
+        self.alive = True
+        self.expired: str | None = None
+        self.ending: Ending | None = None
+        self.pending: dict[str, Call] = {}
+        self.timers: dict[str, threading.Timer] = {}
+        self._start(settings)
+        self.ready = self.question(settings, startup_timeout)
+
+    def _start(self, settings: dict) -> None:
+        # Nothing is ever written to this pipe. The worker dies when our end closes, however we end.
+        its_end, self.lifeline = os.pipe()
+        # The worker's prints go to this file until its first call, when it opens the output file.
+        with tempfile.TemporaryFile() as early_prints:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "rollout.grading.worker", str(its_end)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=early_prints,
+                pass_fds=[its_end],
+                start_new_session=True,
+                env=worker_environment(settings["env"]),
+            )
+        os.close(its_end)
+
+    def question(self, request: dict, seconds: float) -> dict:
+        """Send a request and wait for its answer.
+
+        Raises:
+            InputError: the answer is an error, or the worker ended. The worker is gone then.
+        """
+        self.send(request, seconds, [])
+        received = self.receive()
+        if received is None:
+            message = f"while it was imported, its process {self.ending.trace}"
+            answer = {"error": f"{self.name}: {message}"}
+        else:
+            _, answer = received
+        if "error" in answer:
+            self.kill()
+            raise InputError(answer["error"])
+        return answer
+
+    def send(self, request: dict, seconds: float, call: Call) -> None:
+        """Send a request. The worker is killed unless it answers within so many seconds."""
+        token = secrets.token_hex(8)
+        timer = threading.Timer(seconds, self.expire, [token, seconds])
+        timer.daemon = True
+        self.pending[token] = call
+        self.timers[token] = timer
+        timer.start()
+        line = json.dumps({**request, "token": token}).encode() + b"\n"
+        # A worker that died since its last answer breaks the pipe; reading reports that too.
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(line)
+            self.process.stdin.flush()
+
+    def receive(self) -> tuple[Call, dict] | None:
+        """Wait for the next answer; return (call, answer), or None if the worker has ended."""
+        line = self.process.stdout.readline(MAX_ANSWER_BYTES)
+        try:
+            answer = json.loads(line)
+            token = answer.pop("token")
+            call = self.pending.pop(token)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            is_whole_line = line.endswith(b"\n") or len(line) == MAX_ANSWER_BYTES
+            self.kill(forged=is_whole_line)
+            return None
+        timer = self.timers.pop(token)
+        timer.cancel()
+        timer.join()
+        if self.expired and not self.pending:
+            self.kill()
+        return call, answer
+
+    def expire(self, token: str, seconds: float) -> None:
+        """Kill the worker because a call takes too long."""
+        self.expired = token
+        self.ending = Ending("timed out", f"took more than {seconds:g} s")
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def kill(self, forged: bool = False) -> None:
+        """End the worker and all processes it started that are still in its session.
+
+        Args:
+            forged: whether something else than an answer arrived.
+        """
+        if not self.alive:
+            return
+        self.alive = False
+        for timer in self.timers.values():
+            timer.cancel()
+            timer.join()
+        # The process has not been waited for yet, so its number cannot belong to another one.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        code = self.process.wait()
+        os.close(self.lifeline)
+        self.process.stdout.close()
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        if forged:
+            self.ending = Ending("forged", "wrote into the pipe of the answers")
+        elif not self.expired or code != -signal.SIGKILL:
+            self.ending = Ending("died", describe_exit(code))
+
+
+def describe_exit(code: int) -> str:
+    """Describe the exit code of a process, negative for a signal, as the end of a sentence."""
+    if code == -signal.SIGKILL:
+        return "ended by signal SIGKILL (out of memory?)"
+    if code < 0:
+        return f"ended by signal {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
+
+
+def worker_environment(names: list[str]) -> dict[str, str]:
+    """Return the environment of a worker: ENVIRONMENT, and the variables of these names."""
+
+    def is_passed_on(name: str) -> bool:
+        if name in ENVIRONMENT or name in names:
+            return True
+        return name.startswith(("PYTHON", "LC_")) and not SECRET.search(name)
+
+    environment = {name: value for name, value in os.environ.items() if is_passed_on(name)}
+    own_path = filter(None, [os.environ.get("PYTHONPATH")])
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *own_path])
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    environment["OMP_NUM_THREADS"] = "1"
+    return environment
