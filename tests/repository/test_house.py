@@ -1,82 +1,23 @@
-"""The repository's own promises: configuration keys that are commented and read, imports that go one way."""
+"""The repository's own promises: every key is commented and read, and imports go one way."""
 
 import ast
 import re
 import subprocess
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 
+from config import load
 from tests.support.launch import ROOT
 
-PRODUCT_ROOMS = ("algorithms", "common", "data", "engines", "job", "profiling", "rl", "rollout")
-SCRIPTS = sorted(ROOT.glob("train_*.py"))
-PRODUCT = sorted(
-    [*ROOT.glob("*.py"), *(p for room in PRODUCT_ROOMS for p in (ROOT / room).rglob("*.py"))]
-)
-
-CONFIGS = sorted(p for p in (ROOT / "configs").rglob("*.yaml") if p.name != "names.yaml")
-
-
-def leaves(tree, prefix=""):
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}"
-
-
-def test_the_product_is_what_is_checked_here():
-    assert len(SCRIPTS) == 2 and len(PRODUCT) > 40
-    assert {path.relative_to(ROOT).parts[0].removesuffix(".py") for path in PRODUCT} > ROOMS.keys()
-
-
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: str(p.relative_to(ROOT)))
-def test_every_key_has_a_comment(path):
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        is_key = re.match(r"\s*[\w.]+:\s*\S", line) and not line.lstrip().startswith("#")
-        assert not is_key or re.search(r"\s#\s*\S", line), (
-            f"{path}:{number} says nothing of its key"
-        )
-
-
-@pytest.mark.parametrize(
-    "path", [p for p in CONFIGS if "demo" not in p.parts], ids=lambda p: str(p.relative_to(ROOT))
-)
-def test_every_key_is_read_by_the_code(path):
-    code = "\n".join(p.read_text() for p in PRODUCT if p.name != "config.py")
-    for key in leaves(OmegaConf.to_container(OmegaConf.load(path))):
-        name = key.rpartition(".")[2]
-        # config.optim.lr, optim.lr, engine["param_dtype"]; model_engine itself is read in config.py
-        read = re.search(rf"\.{name}\b|[\"']{name}[\"']", code) or name == "model_engine"
-        dtype = name.endswith("_dtype") and 'engine[f"{k}_dtype"]' in code
-        assert read or dtype, f"{key} is in {path.name} and nothing reads it"
-
-
-def test_shipped_configurations_load():
-    from config import load
-
-    for path in CONFIGS:
-        if "demo" in path.parts:
-            script = re.search(r"schema/(\w+)\.json", path.read_text())[1]
-            load(f"{script}.yaml", [str(path)])
-
-
-def test_slurm_scripts_wait_for_what_the_trainers_say():
-    for script in SCRIPTS:
-        batch = ROOT / f"examples/slurm/{script.stem.removeprefix('train_')}.sbatch"
-        subprocess.run(["bash", "-n", batch], check=True)
-        assert (
-            re.search('grep "(.*)"', batch.read_text())[1] in script.read_text()
-            and script.name in batch.read_text()
-        )
-
-
-# A module imports from its own room and from those behind it: scripts, rollout, engines, data, and what stands alone.
-ROOMS = {
+# A module imports from its own room and from rooms of a lower level.
+LEVELS = {
     "algorithms": 0,
-    "profiling": 0,
     "config": 0,
+    "configs": 0,
+    "profiling": 0,
     "common": 1,
     "data": 2,
     "engines": 3,
@@ -85,50 +26,133 @@ ROOMS = {
     "job": 5,
     "rl": 5,
 }
-SCRIPT = 6
+SCRIPT_LEVEL = 6
+SCRIPTS = sorted(ROOT.glob("train_*.py"))
+CONFIGS = sorted(path for path in ROOT.glob("configs/**/*.yaml") if path.name != "names.yaml")
 
 
-def imports(path):
-    """The modules of this repository that a file imports, anywhere in it, as paths."""
-    found = set()
+def product_files() -> list[Path]:
+    """Return every Python file of the product: all but tests, benchmarks and examples."""
+    files = list(ROOT.glob("*.py"))
+    for room in LEVELS:
+        files += (ROOT / room).rglob("*.py")
+    return sorted(files)
+
+
+PRODUCT = product_files()
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def leaves(tree: dict, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted names of all keys that are not groups."""
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
+
+
+def test_no_room_is_left_out():
+    assert len(SCRIPTS) >= 2
+    tracked = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True)
+    rooms = {name.partition("/")[0] for name in tracked.stdout.split() if "/" in name}
+    assert rooms - {"tests", "benchmarks", "examples"} <= LEVELS.keys()
+
+
+def test_only_scripts_config_and_rewards_lie_at_the_root():
+    names = {path.name for path in ROOT.glob("*.py")}
+    scripts = {path.name for path in SCRIPTS}
+    assert names == scripts | {"config.py", "rewards.py"}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=relative)
+def test_every_key_has_a_comment(path):
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        is_comment = line.lstrip().startswith("#")
+        has_value = re.match(r"\s*[\w.]+:\s*\S", line)
+        if has_value and not is_comment:
+            assert re.search(r"\s#\s*\S", line), f"{path}:{number} does not explain its key"
+
+
+@pytest.mark.parametrize("path", [p for p in CONFIGS if "demo" not in p.parts], ids=relative)
+def test_every_key_is_read_by_the_code(path):
+    readers = [p for p in PRODUCT if p.name != "config.py" and p.parent.name != "configs"]
+    code = "\n".join(reader.read_text() for reader in readers)
+    for key in leaves(OmegaConf.to_container(OmegaConf.load(path))):
+        if key == "model_engine":
+            continue  # read in config.py
+        name = key.rpartition(".")[2]
+        pattern = rf"\.{name}\b|[\"']{name}[\"']"
+        assert re.search(pattern, code), f"{key} is in {path.name} and nothing reads it"
+
+
+@pytest.mark.parametrize("path", [p for p in CONFIGS if "demo" in p.parts], ids=relative)
+def test_demo_configurations_load(path):
+    script = re.search(r"schema/(\w+)\.json", path.read_text())[1]
+    load(f"{script}.yaml", [str(path)])
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=relative)
+def test_slurm_scripts_wait_for_what_the_trainers_print(script):
+    batch_script = ROOT / f"examples/slurm/{script.stem.removeprefix('train_')}.sbatch"
+    subprocess.run(["bash", "-n", batch_script], check=True)
+    text = batch_script.read_text()
+    awaited = re.search('grep "(.*)"', text)[1]
+    printed = "\n".join(path.read_text() for path in [script, *ROOT.glob("job/*.py")])
+    assert awaited in printed
+    assert script.name in text
+
+
+def imports(path: Path) -> set[Path]:
+    """Return the files of this repository that a file imports, anywhere in it."""
+    modules = set()
     for node in ast.walk(ast.parse(path.read_text())):
-        modules = (
-            [a.name for a in node.names]
-            if isinstance(node, ast.Import)
-            else [node.module, *(f"{node.module}.{a.name}" for a in node.names)]
-            if isinstance(node, ast.ImportFrom)
-            else []
-        )
-        for module in modules:
-            place = ROOT / module.replace(".", "/")
-            found |= {p for p in (place.with_suffix(".py"), place / "__init__.py") if p.is_file()}
-    return found - {path}
+        if isinstance(node, ast.Import):
+            modules |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            modules.add(node.module)
+            modules |= {f"{node.module}.{alias.name}" for alias in node.names}
+    files = set()
+    for module in modules:
+        location = ROOT / module.replace(".", "/")
+        candidates = (location.with_suffix(".py"), location / "__init__.py")
+        files |= {candidate for candidate in candidates if candidate.is_file()}
+    return files - {path}
 
 
-def test_imports_go_one_way_and_in_no_circle():
-    graph = {path: imports(path) for path in PRODUCT}
+IMPORTS = {path: imports(path) for path in PRODUCT}
 
-    def room(path):
-        name = path.relative_to(ROOT).parts[0].removesuffix(".py")
-        return name, ROOMS.get(name, SCRIPT)
 
-    for path, others in graph.items():
-        for other in others:
-            (name, level), (other_name, other_level) = room(path), room(other)
-            assert other_name == name or other_level < level or level == other_level == SCRIPT, (
-                f"{path} imports {other}"
-            )
-    assert not any(
-        other.parent.name == "megatron" for other in graph[ROOT / "engines/fsdp/engine.py"]
-    )
-    assert not any(
-        other.parent.name == "fsdp"
-        for path in (ROOT / "engines/megatron").glob("*.py")
-        for other in graph[path]
-    )
-    # Ends when every module that is left imports another that is left.
-    left = dict(graph)
-    while free := [path for path in left if not left[path] & left.keys()]:
+def room_of(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def test_imports_go_one_way():
+    for path, imported in IMPORTS.items():
+        level = LEVELS.get(room_of(path), SCRIPT_LEVEL)
+        for other in imported:
+            is_same_room = room_of(other) == room_of(path)
+            is_lower = LEVELS.get(room_of(other), SCRIPT_LEVEL) < level
+            assert is_same_room or is_lower, f"{relative(path)} imports {relative(other)}"
+
+
+def test_the_two_engines_do_not_know_each_other():
+    for path, imported in IMPORTS.items():
+        for engine, other_engine in (("fsdp", "megatron"), ("megatron", "fsdp")):
+            if path.parent.name == engine:
+                names = [relative(p) for p in imported if p.parent.name == other_engine]
+                assert not names, f"{relative(path)} imports {names}"
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    remaining = dict(IMPORTS)
+    while True:
+        free = [path for path in remaining if not remaining[path] & remaining.keys()]
+        if not free:
+            break
         for path in free:
-            del left[path]
-    assert not left, f"in a circle: {sorted(str(path.relative_to(ROOT)) for path in left)}"
+            del remaining[path]
+    assert not remaining, f"in a circle: {[relative(path) for path in remaining]}"
