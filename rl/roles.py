@@ -80,10 +80,8 @@ class Roles:
                 optimize=role != "reference",
                 head=Head.VALUES if role == "critic" else Head.LOG_PROBS,
                 temperature=config.rollout.temperature,
-                **(
-                    {"base": self.rollout.shared_weights}
-                    if role == "actor" and self.rollout
-                    else {}
+                shared_weights=(
+                    self.rollout.shared_weights if role == "actor" and self.rollout else None
                 ),
             )
             engines[role].offload(

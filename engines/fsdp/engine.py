@@ -89,13 +89,13 @@ class FSDPEngine(Engine):
         optimize: bool = True,
         head: Head = Head.LOG_PROBS,
         temperature: float = 1.0,
-        base: dict[str, Tensor] | None = None,
+        shared_weights: dict[str, Tensor] | None = None,
     ):
         """Build the model of config.model.path on the meta device, shard it, and stream its weights in.
 
         optimize: with an optimizer; False for a model that is only evaluated. head: Head.VALUES puts a value head (zeros, unless
         the directory has one) in place of the output matrix. temperature: the logits are divided by it, as in sampling.
-        base: with adapters, tensors that shall hold the frozen weights; others have them, too, and they stay where they are.
+        shared_weights: with adapters, tensors of another owner (vLLM) by name that hold the frozen weights and never move.
         Raises InputError for a model or a layout that cannot work.
         """
         self.config, self.device, self.total_steps = config, device, total_steps
@@ -162,7 +162,7 @@ class FSDPEngine(Engine):
             device,
             self.compute_dtype,
             head,
-            base,
+            shared_weights,
         )
         keep_short_frequencies(self.hf)
         load_adapter(self.hf, self.lora, config.trainer.seed)
@@ -175,7 +175,7 @@ class FSDPEngine(Engine):
             group["lr"] / self.optim.lr if self.optim.lr else 1.0 for group in self._groups()
         ]
         self._flops = count_flops(self.hf, self.hf_config)
-        self._host_memory, self._shares_base = HostMemory(device), base is not None
+        self._host_memory, self._shares_weights = HostMemory(device), shared_weights is not None
         guard.check(self)
 
     @staticmethod
@@ -406,7 +406,7 @@ class FSDPEngine(Engine):
     def _tensors(self, parts: tuple[str, ...]) -> Iterator[Tensor]:
         if "parameters" in parts:
             yield from (
-                p for p in self.model.parameters() if p.requires_grad or not self._shares_base
+                p for p in self.model.parameters() if p.requires_grad or not self._shares_weights
             )
         if "optimizer" in parts:
             states = (state for each in self.optimizers for state in each.state.values())

@@ -78,13 +78,17 @@ class MegatronEngine(Engine):
         optimize: bool = True,
         head: Head = Head.LOG_PROBS,
         temperature: float = 1.0,
+        shared_weights: dict[str, Tensor] | None = None,
     ):
         """Build this rank's part of the model of config.model.path and load its weights.
 
         optimize: with DDP and an optimizer; False for a model that is only evaluated. head: Head.VALUES puts a value head (zeros, unless
         the directory has one) in place of the output matrix. temperature: the logits are divided by it, as in sampling.
+        shared_weights: must be None, since Megatron fuses and splits the weights and cannot use another owner's tensors.
         Raises InputError for a model or a layout that cannot work.
         """
+        if shared_weights is not None:
+            raise InputError("model_engine=megatron cannot use vLLM's weights as its own: set rollout.share_base=never")
         self.config, self.device, self.total_steps = config, device, total_steps
         self.head_kind, self.optim, engine = head, config.optim, config.engine
         self.hf_config = self.check(config, dist.get_world_size(), head)

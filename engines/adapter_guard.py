@@ -1,0 +1,64 @@
+"""Proof that adapters learn: a loss that has a gradient must reach every adapter.
+
+Activation recomputation can lose the gradient without an error, and some kernels read a layer's matrix directly and
+so bypass its adapter. Training would go on and learn nothing. The guard watches the first steps and raises an error.
+"""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engines.base import LossFn
+
+
+class AdapterGuard:
+    """Watches training until a gradient has reached the adapters, then does nothing.
+
+    is_active  whether adapters still have to prove that they learn; False from the start without adapters
+    """
+
+    def __init__(self, device: torch.device, is_active: bool):
+        self.device = device
+        self.is_active = is_active
+        self._loss_gradient = torch.zeros((), device=device)
+
+    def watch(self, loss_fn: LossFn) -> LossFn:
+        """Return loss_fn, made to record the size of its gradient with respect to the head's first output."""
+        if not self.is_active:
+            return loss_fn
+        self._loss_gradient = torch.zeros((), device=self.device)
+
+        def record(gradient: Tensor) -> None:
+            self._loss_gradient += gradient.abs().sum()
+
+        def watched_loss(outputs: Tensor, *arguments):
+            # The outputs require no gradient by themselves where recomputation has broken the graph.
+            outputs.requires_grad_().register_hook(record)
+            return loss_fn(outputs, *arguments)
+
+        return watched_loss
+
+    def check(self, grad_norm: float, without_gradient: Iterable[str] = ()) -> None:
+        """Raise RuntimeError if the loss has a gradient but the adapters, or some of them, have none.
+
+        Called by all ranks after the backward passes of a step. grad_norm: of all adapters. without_gradient: names
+        of adapter matrices that got no gradient.
+        """
+        if not self.is_active:
+            return
+        dist.all_reduce(self._loss_gradient)
+        loss_has_gradient = bool(self._loss_gradient > 0)
+        name = min(without_gradient, default=None)
+        if grad_norm == 0 and loss_has_gradient:
+            raise RuntimeError(
+                "the gradient of every adapter is exactly 0, but the gradient of the loss is not: model.lora learns "
+                "nothing with this configuration"
+            )
+        if name and loss_has_gradient:
+            raise RuntimeError(
+                f"no gradient reaches {name}, because the model does not call that layer: leave it out with "
+                "model.lora.exclude_modules"
+            )
+        self.is_active = grad_norm == 0

@@ -1,0 +1,26 @@
+"""The files of an exported model besides its weights and its tokenizer."""
+
+import shutil
+from pathlib import Path
+
+import torch
+
+from engines.model import mtp
+from engines.model.hf import auto_class, read_hf_config
+
+# generation_config.json tells how a response ends, *processor_config.json how images are read. Code is not run here,
+# but programs that load the export need it if config.json names it as auto_map.
+SIDE_FILES = ("generation_config.json", "*processor_config.json", "*.py")
+
+
+def save_model_config(model_path: Path, dtype: torch.dtype, directory: Path) -> None:
+    """Write config.json for weights of this dtype, and copy SIDE_FILES of the model, into an export's directory."""
+    hf_config = read_hf_config(model_path)
+    hf_config.get_text_config().dtype = dtype
+    hf_config.dtype = dtype
+    hf_config.architectures = [auto_class(hf_config)._model_mapping[type(hf_config)].__name__]
+    mtp.write_class(hf_config, directory)
+    hf_config.save_pretrained(directory)
+    for pattern in SIDE_FILES:
+        for file in model_path.glob(pattern):
+            shutil.copy(file, directory)

@@ -1,0 +1,86 @@
+"""Which sequences of a batch each data-parallel rank works on, and in which micro-batches."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig
+from torch.distributed import ProcessGroup
+
+from data.batching.packing import pack, partition, spread
+from data.batching.plan import MicroBatches, Plan, schedule
+from engines.context_parallel import fixed_cp_size, has_dynamic_cp
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Divides batches over the data-parallel ranks of one engine.
+
+    config                  the configuration of the engine
+    dp_rank, dp_group       this rank among the data-parallel ranks, and their group
+    device                  where collectives of dp_group take their tensors from
+    padding_multiple        context-parallel group size -> the number of tokens that each sequence is padded to a
+                            multiple of
+    micro_batches_multiple  the number of micro-batches is a multiple of this
+    """
+
+    config: DictConfig
+    dp_rank: int
+    dp_group: ProcessGroup
+    device: torch.device
+    padding_multiple: Callable[[int], int]
+    micro_batches_multiple: int
+
+    def plan(self, lengths: list[int], costs: Sequence[float]) -> Plan:
+        """Return this rank's part of a batch.
+
+        lengths: tokens of each sequence, the same on all ranks. costs: FLOPs of each sequence.
+        """
+        if has_dynamic_cp(self.config.engine):
+            return self._plan_dynamic(lengths, costs)
+        shares = partition(costs, self.dp_group.size())
+        first_rank = torch.empty(len(lengths), dtype=torch.int64)
+        for dp_rank, share in enumerate(shares):
+            first_rank[share] = dp_rank
+        own_share = shares[self.dp_rank]
+        micro_batches = self.divide_share([lengths[i] for i in own_share])
+        return Plan(own_share, micro_batches, first_rank, torch.ones_like(first_rank))
+
+    def _plan_dynamic(self, lengths: list[int], costs: Sequence[float]) -> Plan:
+        """Choose a group of ranks for every sequence."""
+        passes = schedule(
+            lengths,
+            costs,
+            self.dp_group.size(),
+            self.config.data.max_tokens_per_micro_batch,
+            self.padding_multiple,
+            not self.config.engine.use_remove_padding,
+            self.micro_batches_multiple,
+        )
+        return Plan.of(passes, self.dp_rank, lengths, costs)
+
+    def divide_share(self, lengths: Sequence[int]) -> MicroBatches:
+        """Pack this rank's sequences into micro-batches for groups of the fixed context-parallel size.
+
+        Every data-parallel rank gets the same number of micro-batches, since each pass has collectives. Padding
+        counts toward the token cap. Called by all data-parallel ranks together.
+        """
+        group_size = fixed_cp_size(self.config.engine)
+        multiple = self.padding_multiple(group_size)
+        padded_lengths = [round_up(length, multiple) for length in lengths]
+        bins = pack(
+            padded_lengths,
+            self.config.data.max_tokens_per_micro_batch,
+            padded=not self.config.engine.use_remove_padding,
+        )
+        max_num_bins = torch.tensor(len(bins), device=self.device)
+        dist.all_reduce(max_num_bins, op=dist.ReduceOp.MAX, group=self.dp_group)
+        num_bins = round_up(int(max_num_bins), self.micro_batches_multiple)
+        bins = spread(bins, num_bins, padded_lengths)
+        return [(group_size, members) for members in bins]
+
+
+def round_up(number: int, multiple: int) -> int:
+    """Return the smallest multiple that is not less than number."""
+    return -(-number // multiple) * multiple
