@@ -213,7 +213,7 @@ def load_data(config, files, tokenizer, reader):
     import torch.distributed as dist
 
     from data.dataset import TokenDataset, tokenize
-    from engines.base import longest_sequence
+    from engines.context_parallel import sequence_limit
     from engines.parallel.device import on_rank0
     from job import setup as job
 
@@ -233,7 +233,7 @@ def load_data(config, files, tokenizer, reader):
     )
     longest, (most, said) = (
         int(dataset.lengths.max()),
-        longest_sequence(config, dist.get_world_size()),
+        sequence_limit(config, dist.get_world_size()),
     )
     if longest > most:
         raise InputError(

@@ -1,7 +1,8 @@
 """Proof that adapters learn: a loss that has a gradient must reach every adapter.
 
-Activation recomputation can lose the gradient without an error, and some kernels read a layer's matrix directly and
-so bypass its adapter. Training would go on and learn nothing. The guard watches the first steps and raises an error.
+Activation recomputation can lose the gradient without an error, and some kernels read a layer's
+matrix directly and so bypass its adapter. Training would go on and learn nothing. The guard watches
+the first steps and raises an error.
 """
 
 from collections.abc import Iterable
@@ -16,7 +17,8 @@ from engines.base import LossFn
 class AdapterGuard:
     """Watches training until a gradient has reached the adapters, then does nothing.
 
-    is_active  whether adapters still have to prove that they learn; False from the start without adapters
+    is_active  whether adapters still have to prove that they learn; False from the start without
+               adapters
     """
 
     def __init__(self, device: torch.device, is_active: bool):
@@ -25,7 +27,7 @@ class AdapterGuard:
         self._loss_gradient = torch.zeros((), device=device)
 
     def watch(self, loss_fn: LossFn) -> LossFn:
-        """Return loss_fn, made to record the size of its gradient with respect to the head's first output."""
+        """Return loss_fn, made to record the size of its gradient."""
         if not self.is_active:
             return loss_fn
         self._loss_gradient = torch.zeros((), device=self.device)
@@ -34,17 +36,18 @@ class AdapterGuard:
             self._loss_gradient += gradient.abs().sum()
 
         def watched_loss(outputs: Tensor, *arguments):
-            # The outputs require no gradient by themselves where recomputation has broken the graph.
+            # The outputs require no gradient by themselves where recomputation has broken the
+            # graph.
             outputs.requires_grad_().register_hook(record)
             return loss_fn(outputs, *arguments)
 
         return watched_loss
 
     def check(self, grad_norm: float, without_gradient: Iterable[str] = ()) -> None:
-        """Raise RuntimeError if the loss has a gradient but the adapters, or some of them, have none.
+        """Raise RuntimeError if the loss has a gradient but some or all adapters have none.
 
-        Called by all ranks after the backward passes of a step. grad_norm: of all adapters. without_gradient: names
-        of adapter matrices that got no gradient.
+        Called by all ranks after the backward passes of a step. grad_norm: of all adapters.
+        without_gradient: names of adapter matrices that got no gradient.
         """
         if not self.is_active:
             return
@@ -53,12 +56,12 @@ class AdapterGuard:
         name = min(without_gradient, default=None)
         if grad_norm == 0 and loss_has_gradient:
             raise RuntimeError(
-                "the gradient of every adapter is exactly 0, but the gradient of the loss is not: model.lora learns "
-                "nothing with this configuration"
+                "the gradient of every adapter is exactly 0, but the gradient of the loss is not: "
+                "model.lora learns nothing with this configuration"
             )
         if name and loss_has_gradient:
             raise RuntimeError(
-                f"no gradient reaches {name}, because the model does not call that layer: leave it out with "
-                "model.lora.exclude_modules"
+                f"no gradient reaches {name}, because the model does not call that layer: "
+                "leave it out with model.lora.exclude_modules"
             )
         self.is_active = grad_norm == 0

@@ -1,9 +1,7 @@
-"""What an engine is: a model's weights, divided over ranks, that can be trained, asked and written out."""
+"""The interface of an engine: a model divided over ranks, to train, evaluate and export."""
 
-import shutil
-import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,243 +13,272 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from config import InputError
-from data.batching.packing import Batch, pack, partition, spread
-from data.batching.plan import MicroBatches, Plan, schedule
+from data.batching.packing import Batch
+from data.batching.plan import MicroBatches, Plan
 from data.images.processor import Reader
+from engines.context_parallel import has_dynamic_cp
 from engines.model.weights import ignored_weights
+from engines.planning import Planner
 
-# (log_probs [T], entropy [T], fields {name: [T]}) -> (loss to add up, {name: amount to add up}).
-# Sums, not means: the caller divides by a denominator of the whole batch, so that micro-batches do not matter.
 LossFn = Callable[[Tensor, Tensor, dict[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
+"""(log_probs [T], entropy [T], fields {name: [T]}) -> (loss, {metric name: amount}).
 
-
-# A model's files besides its weights and tokenizer: how to end a response, how to read images, and code, which is not run here, but
-# which others may need where config.json names it as auto_map.
-SIDE_FILES = ("generation_config.json", "*processor_config.json", "*.py")
+Loss and amounts are sums over tokens, not means. Whoever writes the loss divides it by a
+denominator of the whole batch, so that the result does not depend on how the batch is cut into
+micro-batches.
+"""
 
 
 class Engine(ABC):
-    """One rank's share of a model. Every method is called by all ranks together.
+    """One rank's part of a model. All ranks call every method together.
 
-    dp_rank, dp_size  which of how many shares of a batch this rank works on; ranks with the same dp_rank (tensor parallel, or
-                      context parallel of a fixed size) are handed the same batch and all get its results
-    cp_groups         by their size, the groups of ranks that may share a micro-batch: one, or where context parallelism follows the
-                      batch several, of data-parallel ranks
+    Attributes:
+        config: the configuration of the run, with model.path of this engine's model.
+        hf_config: the configuration of the model's decoder in transformers.
+        device: where this rank computes.
+        compute_dtype: the dtype of matrix products.
+        dp_rank, dp_size, dp_group: the data-parallel rank, their number and their group. Ranks with
+            the same dp_rank (tensor-parallel ranks, and context-parallel ranks of a fixed size) get
+            the same batch and return the same results.
+        cp_groups: group size -> the ranks that may share a micro-batch with this rank. One group if
+            engine.context_parallel_size is a number; several groups of data-parallel ranks if it is
+            "auto".
+        head: the module in engines/heads.py that follows the last hidden state.
+        reader: reads images, for a vision-language model.
+        micro_batches_multiple: a batch is divided into a multiple of this number of micro-batches.
+        names: name in the files of model.path -> name in the model. None: the engine does not use
+            that weight.
     """
 
     config: DictConfig
-    hf_config: Any  # transformers' configuration of the model
+    hf_config: Any
     device: torch.device
     compute_dtype: torch.dtype
     dp_rank: int
     dp_size: int
     dp_group: ProcessGroup
     cp_groups: dict[int, ProcessGroup]
-    head: nn.Module  # of engines/heads.py
-    reader: Reader | None = None  # of images, for a model of them
-    micro_batches_multiple: int = (
-        1  # a batch is divided into a multiple of this number of micro-batches
-    )
-    names: dict[
-        str, str | None
-    ]  # name in the files of model.path -> in the model; None: no part of it, see left_alone()
-    _step: int | None = None  # of the last train_batch, and how many of this step came before it
-    _turn: int = 0
-    _unproven: bool = (
-        False  # whether there are adapters, and no gradient has been seen to reach them
-    )
+    head: nn.Module
+    reader: Reader | None = None
+    micro_batches_multiple: int = 1
+    names: dict[str, str | None]
     _flops: tuple[int, int, int]  # see count_flops in engines/model/hf.py
+    _image_flops: float
+
+    # -- batches ---------------------------------------------------------------------------------
 
     def plan(self, lengths: list[int], image_flops: list[float] | None = None) -> Plan:
-        """What this rank does of a batch with sequences of these lengths; every pass over it that is given this plan has the same
-        micro-batches. image_flops: of each sequence, where there are images."""
-        of_length, engine = {n: self.flops([n]) for n in {*lengths}}, self.config.engine
-        costs = [
-            of_length[n] + more for n, more in zip(lengths, image_flops or [0.0] * len(lengths))
-        ]
-        if follows_batch(engine):
-            passes = schedule(
-                lengths,
-                costs,
-                self.dp_size,
-                self.config.data.max_tokens_per_micro_batch,
-                self.multiple,
-                not engine.use_remove_padding,
-                self.micro_batches_multiple,
-            )
-            return Plan.of(passes, self.dp_rank, lengths, costs)
-        shares = partition(costs, self.dp_size)
-        first = torch.empty(len(lengths), dtype=torch.int64)
-        for dp_rank, share in enumerate(shares):
-            first[share] = dp_rank
-        share = shares[self.dp_rank]
-        return Plan(
-            share, self._micro_batches([lengths[i] for i in share]), first, torch.ones_like(first)
-        )
+        """Return the sequences of a batch that this rank works on, and its micro-batches.
 
-    def _micro_batches(self, lengths: list[int]) -> MicroBatches:
-        """Of a share with sequences of these lengths, in groups of a fixed size; of a rank alone where context parallelism follows
-        the batch. The same number on every data-parallel rank, because passes have collectives. Padding counts."""
-        size, engine = fixed_cp(self.config.engine), self.config.engine
-        multiple = self.multiple(size)
-        lengths = [-(-n // multiple) * multiple for n in lengths]
-        bins = pack(
-            lengths,
-            self.config.data.max_tokens_per_micro_batch,
-            padded=not engine.use_remove_padding,
+        All passes over a batch that use the same plan have the same micro-batches.
+
+        Args:
+            lengths: tokens of each sequence of the batch, the same on all ranks.
+            image_flops: FLOPs for the images of each sequence, see image_flops().
+        """
+        flops_of_length = {length: self.flops([length]) for length in {*lengths}}
+        image_flops = image_flops or [0.0] * len(lengths)
+        costs = [flops_of_length[length] + flops for length, flops in zip(lengths, image_flops)]
+        return self._planner().plan(lengths, costs)
+
+    def divide_share(self, lengths: list[int]) -> MicroBatches:
+        """Return the micro-batches of this rank's share, which has sequences of these lengths.
+
+        They are for groups of the fixed context-parallel size: one rank, if sizes are chosen per
+        batch.
+        """
+        return self._planner().divide_share(lengths)
+
+    def _planner(self) -> Planner:
+        return Planner(
+            self.config,
+            self.dp_rank,
+            self.dp_size,
+            self.dp_group,
+            self.device,
+            self.multiple,
+            self.micro_batches_multiple,
         )
-        count = torch.tensor(len(bins), device=self.device)
-        dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self.dp_group)
-        bins = spread(
-            bins,
-            -(-int(count) // self.micro_batches_multiple) * self.micro_batches_multiple,
-            lengths,
-        )
-        return [(size, members) for members in bins]
 
     @abstractmethod
     def multiple(self, size: int) -> int:
-        """In a group of this size each sequence is padded to a multiple of this number of tokens."""
+        """Return the multiple of tokens that sequences are padded to in a group of this size."""
 
-    def _speaks(self, group: ProcessGroup) -> bool:
-        """Whether this rank, of a group that shares a micro-batch, counts in sum_over_dp()."""
-        return not follows_batch(self.config.engine) or group.rank() == 0
+    def counts_group(self, group: ProcessGroup) -> bool:
+        """Return whether this rank contributes the micro-batches of a group to sum_over_dp().
 
-    def _counted(self, batch: Batch, micro_batches: MicroBatches) -> Batch:
-        """Of this rank's share what counts in sum_over_dp()."""
-        return batch.select(
-            [
-                i
-                for size, members in micro_batches
-                if self._speaks(self.cp_groups[size])
-                for i in members
-            ]
-        )
+        With dynamic context parallelism several data-parallel ranks have the same micro-batch; one
+        of them counts.
+        """
+        return not has_dynamic_cp(self.config.engine) or group.rank() == 0
+
+    def counted_sequences(self, batch: Batch, micro_batches: MicroBatches) -> Batch:
+        """Return the sequences of this rank's share that it contributes to sum_over_dp()."""
+        counted = []
+        for size, members in micro_batches:
+            if self.counts_group(self.cp_groups[size]):
+                counted.extend(members)
+        return batch.select(counted)
+
+    def sum_over_dp(self, amounts: Tensor) -> Tensor:
+        """Return the sum of the tensors of all data-parallel ranks, on every one of them.
+
+        Several ranks may have the same sequences, see Plan.speaks().
+        """
+        amounts = amounts.to(self.device)
+        dist.all_reduce(amounts, group=self.dp_group)
+        return amounts
+
+    @contextmanager
+    def padded(self) -> Iterator[None]:
+        """Within this block, compute as with engine.use_remove_padding=false."""
+        packed_config = self.config
+        self.config = OmegaConf.merge(packed_config, {"engine": {"use_remove_padding": False}})
+        try:
+            yield
+        finally:
+            self.config = packed_config
+
+    # -- training and evaluation -----------------------------------------------------------------
 
     @abstractmethod
     def train_batch(
         self, batch: Batch, loss_fn: LossFn, step: int, micro_batches: MicroBatches | None = None
     ) -> dict[str, float]:
-        """One optimizer step on this rank's share of a global batch. micro_batches: as plan() has them; None: as many as the token
-        cap requires of this share.
+        """Take one optimizer step on a global batch, of which `batch` is this rank's share.
 
-        Log-probabilities are computed for the tokens whose fields["loss_mask"] is not 0 (without that field: for all but
-        first tokens) and are 0 elsewhere: the output matrix costs as much as several layers. With fields["kept_words"]
-        [T, K] they, and the entropy, are of the words that sampling kept.
-        Returns loss and loss_fn's amounts (summed over micro-batches and data-parallel ranks), grad_norm (before
-        clipping), lr (of this step, counted from 0), skipped (1.0 if the weights were left alone, for a non-finite gradient).
+        Log-probabilities are computed only for tokens whose fields["loss_mask"] is not 0 (without
+        that field, for all but the first token of each sequence), and are 0 elsewhere: the output
+        matrix costs as much as several layers. With fields["kept_words"] [T, K], they and the
+        entropy are normalized over the tokens that sampling kept.
+
+        Args:
+            batch: this rank's share.
+            loss_fn: see LossFn. An engine with a value head calls loss_fn(values, fields) instead.
+            step: the number of the step, from 0; it determines the learning rate.
+            micro_batches: from plan(). None: as many as the token cap requires.
+
+        Returns:
+            "loss" and the amounts of loss_fn, summed over micro-batches and data-parallel ranks;
+            "grad_norm" before clipping; "lr" of this step; "skipped", which is 1.0 if the weights
+            were not updated because the gradient was not finite.
         """
 
     def log_probs(
         self, batch: Batch, micro_batches: MicroBatches | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Without gradient: log p(x_t | x_<t) [T] fp32, the entropy there [T] fp32 (nats), and whether x_t was the
-        likeliest token [T] bool. Where fields["loss_mask"] is 0, and on the first token of a sequence: 0, 0, False."""
-        log_probs, entropy, greedy = self.ask(batch, micro_batches)
-        return log_probs, entropy, greedy > 0
+        """Compute log-probabilities without gradient.
+
+        Returns:
+            log p(x_t | x_<t) [T] fp32, the entropy of that distribution [T] fp32 in nats, and
+            whether x_t is its most likely token [T] bool. Where fields["loss_mask"] is 0, and for
+            the first token of a sequence: 0, 0, False.
+        """
+        log_probs, entropy, is_greedy = self.ask(batch, micro_batches)
+        return log_probs, entropy, is_greedy > 0
 
     def values(self, batch: Batch, micro_batches: MicroBatches | None = None) -> Tensor:
-        """Without gradient, of an engine built as a critic: V(x_<t) [T] fp32, the value of the tokens before t; 0 where
-        fields["loss_mask"] is 0. Its train_batch calls loss_fn(values, fields)."""
+        """Compute values without gradient; for engines built with Head.VALUES.
+
+        Returns V(x_<t) [T] fp32, the value of the state before token t; 0 where fields["loss_mask"]
+        is 0.
+        """
         return self.ask(batch, micro_batches)[0]
 
     @abstractmethod
     def ask(self, batch: Batch, micro_batches: MicroBatches | None = None) -> Tensor:
-        """Without gradient: what the head says, [outputs, T] fp32 on every rank that has the batch."""
+        """Return the head's outputs [outputs, T] fp32 without gradient."""
 
     @abstractmethod
     def one_at_a_time(self, batch: Batch) -> Tensor:
-        """ask(), of sequences that are alone in their micro-batch, by transformers' own attention where there is one; the same
-        on all ranks."""
+        """Return the same as ask(), computed with every sequence alone in its micro-batch.
+
+        Where transformers has its own attention for the model, that is used: the reference for the
+        guard.
+        """
 
     @abstractmethod
     def layers(self) -> list[list[tuple[int, nn.Module]]]:
-        """(number in the whole model from 0, module) of the decoder layers in each of modules(). Their first argument is hidden
-        states, and so is what they return, or the first of it."""
+        """Return (number in the whole model, module) of the decoder layers of each of modules().
 
-    @contextmanager
-    def padded(self) -> Iterator[None]:
-        """Meanwhile as with engine.use_remove_padding=false."""
-        before, self.config = (
-            self.config,
-            OmegaConf.merge(self.config, {"engine": {"use_remove_padding": False}}),
-        )
-        try:
-            yield
-        finally:
-            self.config = before
-
-    @contextmanager
-    def _seeded(self, step: int, *ranks: int) -> Iterator[None]:
-        """Around the passes of a train_batch: the dropout of adapters depends on trainer.seed, the step, how many batches of it
-        came before, and these ranks alone."""
-        self._turn = self._turn + 1 if step == self._step else 0
-        self._step = step
-        if not (self.config.model.lora.rank and self.config.model.lora.dropout):
-            yield
-            return
-        accelerators = (
-            [torch.accelerator.current_device_index()] if torch.accelerator.is_available() else []
-        )
-        with torch.random.fork_rng(accelerators):
-            torch.manual_seed(
-                zlib.crc32(repr((self.config.trainer.seed, step, self._turn, *ranks)).encode())
-            )
-            yield
-
-    def _watched(self, loss_fn: LossFn) -> LossFn:
-        """A loss that notes, until adapters are known to learn, whether it has a gradient at all."""
-        if not self._unproven:
-            return loss_fn
-
-        def note(gradient: Tensor) -> None:
-            self._asked += gradient.abs().sum()
-
-        def watched(outputs: Tensor, *others):
-            outputs.requires_grad_().register_hook(
-                note
-            )  # also where recomputation has lost its way back
-            return loss_fn(outputs, *others)
-
-        self._asked = torch.zeros((), device=self.device)
-        return watched
-
-    def _prove(self, grad_norm: float, unreached: Iterable[str] = ()) -> None:
-        """Raise RuntimeError if a loss with a gradient gave adapters none: recomputation, for one, can lose it in silence.
-        unreached: adapters' matrices without one, as where a kernel reads a layer's matrix past its adapter."""
-        if self._unproven:
-            dist.all_reduce(self._asked)
-            name = min(unreached, default=None)
-            if grad_norm == 0 and self._asked > 0:
-                raise RuntimeError(
-                    "the gradient of every adapter is exactly 0, but the loss has one: model.lora learns nothing "
-                    "with this configuration"
-                )
-            if name and self._asked > 0:
-                raise RuntimeError(
-                    f"no gradient reaches {name}, since the model does not call that layer: leave it out with "
-                    "model.lora.exclude_modules"
-                )
-            self._unproven = grad_norm == 0
-
-    @abstractmethod
-    def offload(self, *parts: str) -> None:
-        """Move "parameters", "optimizer" or both to host memory, so that others can use the device's. They come back by themselves
-        when a method needs them. Before the first step a thread takes memory for the optimizer's state, and the next call waits."""
+        A layer's first argument is the hidden states; it returns the new hidden states, or a tuple
+        that begins with them.
+        """
 
     @abstractmethod
     def modules(self) -> list[nn.Module]:
-        """What this rank runs of the model: one module, or the chunks of a virtual pipeline in their order."""
+        """Return this rank's part of the model: one module, or the virtual pipeline's chunks."""
 
     @abstractmethod
     def coordinates(self) -> dict:
-        """What modules() are of the whole model: {dp, cp, tp, pp: [this rank, how many], first_layers: the number of the
-        first layer of each module, and what else divides tensors}. Recorded with a dump, for comparison with other layouts."""
+        """Return the place of modules() in the whole model, to compare dumps of different layouts.
+
+        {dp, cp, tp, pp: [rank, size], first_layers: number of the first layer of each module}, and
+        the other settings that divide tensors.
+        """
+
+    # -- FLOPs -----------------------------------------------------------------------------------
+
+    def flops(self, lengths: list[int], num_asked: int | None = None) -> float:
+        """Return the FLOPs of forward and backward on sequences of these lengths.
+
+        They are the matrix products, and causal attention by the sum of squared lengths.
+        Recomputation is not counted.
+
+        Args:
+            lengths: tokens of each sequence.
+            num_asked: for how many tokens the output matrix is applied. None: for all.
+        """
+        flops_in_layers, flops_in_head, flops_in_attention = self._flops
+        num_tokens = sum(lengths)
+        num_outputs = num_tokens if num_asked is None else num_asked
+        return float(
+            flops_in_layers * num_tokens
+            + flops_in_head * num_outputs
+            + flops_in_attention * sum(length * length for length in lengths)
+        )
+
+    def image_flops(self, batch: Batch) -> list[float]:
+        """Return the FLOPs of forward and backward in the vision tower for each sequence.
+
+        Attention among the patches of an image is not counted.
+        """
+        if self.reader is None:
+            return [0.0] * len(batch)
+        is_image_token = self.reader.token_types([batch.input_ids.tolist()])[0] > 0
+        image_flops = float(self._image_flops)
+        return [image_flops * int(part.sum()) for part in is_image_token.split(batch.lengths)]
+
+    # -- memory ----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def offload(self, *parts: str) -> None:
+        """Move "parameters", "optimizer" or both to host memory, to free the device for others.
+
+        They return by themselves when a method needs them. Before the first step a background
+        thread allocates host memory for the optimizer's future state; the next call waits for it.
+        """
+
+    # -- weights ---------------------------------------------------------------------------------
+
+    @abstractmethod
+    def export_weights(self, whole: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """Yield (Hugging Face name, full tensor in the compute dtype).
+
+        The order is the same on all ranks. A tied output matrix is left out. Adapters are merged
+        into the weights. whole: yield left_alone() at the end.
+        """
+
+    @abstractmethod
+    def export_adapter(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name as in engines/model/lora.py, full tensor in model.lora.dtype) of adapters.
+
+        The order is the same on all ranks. Yields nothing without adapters.
+        """
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
-        """Meanwhile the model is the frozen one alone: what it computes without gradient, and what export_weights() gives."""
+        """Within this block, adapters are disabled: in evaluation, and in export_weights()."""
         self._use_adapters(False)
         try:
             yield
@@ -261,130 +288,47 @@ class Engine(ABC):
     @abstractmethod
     def _use_adapters(self, use: bool) -> None: ...
 
-    @abstractmethod
-    def export_adapter(self) -> Iterator[tuple[str, Tensor]]:
-        """(name as engines/model/lora.py has it, full tensor in model.lora.dtype) of each adapter matrix, in the same order on all
-        ranks; nothing without adapters."""
-
-    def sum_over_dp(self, amounts: Tensor) -> Tensor:
-        """The sum of every data-parallel rank's tensor, on all of them. Several may have the same sequences, see Plan.speaks()."""
-        amounts = amounts.to(self.device)
-        dist.all_reduce(amounts, group=self.dp_group)
-        return amounts
-
-    def flops(self, lengths: list[int], num_asked: int | None = None) -> float:
-        """FLOPs of forward and backward on sequences of these lengths: of matrix products (of the output matrix only for
-        num_asked tokens; None: all) and, by the sum of squared lengths, of causal attention. Recomputation is not counted."""
-        in_layers, in_head, in_attention = self._flops
-        num_tokens = sum(lengths)
-        return float(
-            in_layers * num_tokens
-            + in_head * (num_tokens if num_asked is None else num_asked)
-            + in_attention * sum(n * n for n in lengths)
-        )
-
-    def image_flops(self, batch: Batch) -> list[float]:
-        """FLOPs of forward and backward in what images go through, for each sequence. Attention among an image's patches is not
-        counted."""
-        if self.reader is None:
-            return [0.0] * len(batch)
-        of_images = self.reader.token_types([batch.input_ids.tolist()])[0] > 0
-        return [
-            float(self._image_flops) * int(part.sum()) for part in of_images.split(batch.lengths)
-        ]
-
-    @abstractmethod
-    def export_weights(self, whole: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor in the compute dtype), in the same order on all ranks; a tied output matrix
-        is left out. With adapters: merged weights. whole: left_alone() behind them."""
-
     @property
     def leaves_alone(self) -> bool:
+        """Whether model.path has weights that this engine does not use, such as a vision tower."""
         return None in self.names.values()
 
     def left_alone(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) of what model.path has besides the model, such as a vision tower, read from its files as it is."""
+        """Yield (name, tensor) of the weights in model.path that this engine does not use."""
         for name, tensor in ignored_weights(Path(self.config.model.path), self.names):
             yield name, tensor.to(self.device)
 
+    def save_config(self, directory: Path) -> None:
+        """Write an export's files besides weights and tokenizer; called on rank 0 alone."""
+        # Imported here: transformers takes seconds to import.
+        from engines.checkpoint.model_config import save_model_config
+
+        save_model_config(Path(self.config.model.path), self.compute_dtype, directory)
+
+    # -- checkpoints -----------------------------------------------------------------------------
+
     @abstractmethod
     def state(self, loading: bool = False) -> dict:
-        """This engine's part of a checkpoint, in the form that write() takes, or when loading, in the form that read() takes."""
+        """Return this engine's part of a checkpoint, as write() or (if loading) read() takes it."""
 
     @abstractmethod
     def load_state(self, state: dict) -> None:
-        """Take over a state that read() returned."""
+        """Restore a state that read() returned."""
 
     @abstractmethod
     def write(
         self, states: dict[str, dict], directory: Path, group: ProcessGroup | None
     ) -> Future | None:
-        """Write the states of engines of this kind by name, and this rank's generators under "rng", into a new
-        directory. With a group (gloo) in the background: done when the Future of rank 0 is."""
+        """Write a checkpoint into a new directory.
+
+        Args:
+            states: engine name -> state() of engines of this class; and this rank's random
+                generators as "rng".
+            directory: where to write.
+            group: a gloo group of all ranks, to write in the background. The checkpoint is complete
+                when the returned Future of rank 0 is done. None: write before returning.
+        """
 
     @abstractmethod
     def read(self, states: dict[str, dict], directory: Path) -> dict[str, dict]:
-        """The states as write() left them."""
-
-    def save_config(self, directory: Path) -> None:
-        """Write config.json and SIDE_FILES; called on rank 0 alone."""
-        from engines.model import mtp  # slow: not for those who only want the interface
-        from engines.model.hf import auto_class, read_hf_config
-
-        path = Path(self.config.model.path)
-        hf_config = read_hf_config(path)
-        hf_config.dtype = hf_config.get_text_config().dtype = self.compute_dtype
-        hf_config.architectures = [auto_class(hf_config)._model_mapping[type(hf_config)].__name__]
-        mtp.write_class(hf_config, directory)
-        hf_config.save_pretrained(directory)
-        for file in (file for pattern in SIDE_FILES for file in path.glob(pattern)):
-            shutil.copy(file, directory)
-
-
-def follows_batch(engine: DictConfig) -> bool:
-    return engine.context_parallel_size == "auto"
-
-
-def shares_sequences(engine: DictConfig) -> bool:
-    return engine.context_parallel_size != 1
-
-
-def fixed_cp(engine: DictConfig) -> int:
-    """The ranks that share every sequence; others may share some where context parallelism follows the batch."""
-    return 1 if follows_batch(engine) else engine.context_parallel_size
-
-
-def longest_sequence(config: DictConfig, world_size: int) -> tuple[int, str]:
-    """The most tokens that a sequence may have, and the keys that say so."""
-    cap, engine = config.data.max_tokens_per_micro_batch, config.engine
-    said = f"data.max_tokens_per_micro_batch={cap}"
-    if not follows_batch(engine):
-        return cap, said
-    ranks = world_size // (
-        engine.get("tensor_model_parallel_size", 1) * engine.get("pipeline_model_parallel_size", 1)
-    )
-    size = 1 << max(0, ranks.bit_length() - 1)
-    return cap * size, f"{said} for each of {size} ranks"
-
-
-def check_batch_size(config: DictConfig, num_shares: int) -> None:
-    """Raise InputError for steps of fewer sequences than data-parallel ranks, unless these share them."""
-    if follows_batch(config.engine):
-        return
-    size, what = (
-        config.data.train_batch_size,
-        f"data.train_batch_size={config.data.train_batch_size}",
-    )
-    if "rollout" in config:
-        size, what = size * config.rollout.n, f"{what} x rollout.n={config.rollout.n}"
-    if size < num_shares:
-        raise InputError(f"{what} is less than the {num_shares} data-parallel ranks")
-
-
-def check_cap(config: DictConfig, multiple: int) -> None:
-    """Raise InputError if a sequence as long as a rank, or a group, has room for would not fit once it is padded."""
-    if config.data.max_tokens_per_micro_batch % multiple:
-        raise InputError(
-            f"data.max_tokens_per_micro_batch={config.data.max_tokens_per_micro_batch} must be a multiple of "
-            f"{multiple}, which this layout pads every sequence to"
-        )
+        """Return the states that write() wrote."""

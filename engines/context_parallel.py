@@ -1,7 +1,8 @@
-"""Rules of context parallelism that both engines share: group sizes, and what they require of lengths and batches.
+"""Rules of context parallelism for both engines: group sizes, and limits on lengths and batches.
 
-`engine.context_parallel_size` is either a number of ranks that share every sequence, or "auto": then the plan of
-each batch chooses a group size for every micro-batch (dynamic context parallelism).
+`engine.context_parallel_size` is either a number of ranks that share every sequence, or "auto":
+then the plan of each batch chooses a group size for every micro-batch (dynamic context
+parallelism).
 """
 
 from typing import NamedTuple
@@ -22,7 +23,7 @@ def shares_sequences(engine: DictConfig) -> bool:
 
 
 def fixed_cp_size(engine: DictConfig) -> int:
-    """Return the number of ranks that share every sequence: 1 if group sizes are chosen per batch."""
+    """Return how many ranks share every sequence: 1 if sizes are chosen per batch."""
     if has_dynamic_cp(engine):
         return 1
     return engine.context_parallel_size
@@ -51,9 +52,7 @@ def sequence_limit(config: DictConfig, world_size: int) -> SequenceLimit:
     pipeline_parallel_size = engine.get("pipeline_model_parallel_size", 1)
     num_ranks = world_size // (tensor_parallel_size * pipeline_parallel_size)
     largest_group = 1 << max(0, num_ranks.bit_length() - 1)
-    return SequenceLimit(
-        max_tokens * largest_group, f"{reason} for each of {largest_group} ranks"
-    )
+    return SequenceLimit(max_tokens * largest_group, f"{reason} for each of {largest_group} ranks")
 
 
 def check_batch_size(config: DictConfig, num_dp_ranks: int) -> None:
@@ -70,7 +69,8 @@ def check_batch_size(config: DictConfig, num_dp_ranks: int) -> None:
         reason = f"{reason} x rollout.n={config.rollout.n}"
     if num_sequences < num_dp_ranks:
         raise InputError(
-            f"{reason} is less than the {num_dp_ranks} data-parallel ranks: raise it, or use fewer ranks"
+            f"{reason} is less than the {num_dp_ranks} data-parallel ranks: "
+            "raise it, or use fewer ranks"
         )
 
 

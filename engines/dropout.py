@@ -11,8 +11,9 @@ from omegaconf import DictConfig
 class DropoutSeeds:
     """Seeds the generators around the passes of each train_batch().
 
-    The seed depends only on trainer.seed, the step, how many batches of this step were trained on before, and the
-    ranks. So a resumed run draws the same numbers, and the user's own generators stay as they are.
+    The seed depends only on trainer.seed, the step, how many batches of this step were trained on
+    before, and the ranks. So a resumed run draws the same numbers, and the user's own generators
+    stay as they are.
     """
 
     def __init__(self, config: DictConfig):
@@ -24,7 +25,10 @@ class DropoutSeeds:
 
     @contextmanager
     def seeded(self, step: int, *ranks: int) -> Iterator[None]:
-        """Within this block, generators start from this step's seed. ranks: those whose masks must differ."""
+        """Within this block, random generators start from this step's seed.
+
+        ranks: numbers that tell apart the ranks whose masks must differ.
+        """
         if step == self._step:
             self._batch_of_step += 1
         else:

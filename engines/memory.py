@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from torch import nn
 
 from data.images.processor import Reader
-from engines.base import fixed_cp, follows_batch
+from engines.context_parallel import fixed_cp_size, has_dynamic_cp
 from engines.fsdp import vision as images
 from engines.fsdp.engine import build, is_replicated, is_sharded, is_zigzag, uses_compile
 from engines.heads import Head
@@ -141,7 +141,7 @@ def estimate(
         ) * compute
         unreduced = sum(root_and_layer(trained, layers)) * (compute + reduce)
 
-    tokens = config.data.max_tokens_per_micro_batch / fixed_cp(engine)
+    tokens = config.data.max_tokens_per_micro_batch / fixed_cp_size(engine)
     hidden, intermediate, at_once = shape.hidden_size, shape.intermediate_size, 0
     if stacks(hf):
         at_once = num_chosen(shape)
@@ -206,8 +206,8 @@ def keys_per_token(
     """How many tokens' keys and values a rank keeps for each token of its own. In a group that gathers them: those of all its
     ranks, and half a token's more, since both of a rank's chunks keep the first ones. In another: more than one where heads are
     repeated."""
-    size = fixed_cp(config.engine)
-    if follows_batch(config.engine):  # as many as the longest sequence needs
+    size = fixed_cp_size(config.engine)
+    if has_dynamic_cp(config.engine):  # as many as the longest sequence needs
         needed = math.ceil(longest_sequence(config)[0] / config.data.max_tokens_per_micro_batch)
         size = 1 << min((needed - 1).bit_length(), num_ranks.bit_length() - 1)
     if size > 1 and gathers(size):
@@ -279,7 +279,7 @@ def estimate_megatron(
 
     hidden, intermediate, topk = shape.hidden_size, shape.intermediate_size, num_chosen(shape)
     q, kv = attention_widths(shape)
-    tokens = config.data.max_tokens_per_micro_batch / fixed_cp(engine)
+    tokens = config.data.max_tokens_per_micro_batch / fixed_cp_size(engine)
     sp = tp if engine.sequence_parallel else 1
     in_expert = getattr(shape, "moe_intermediate_size", intermediate)
     in_mlp = topk * (2 * hidden + 4 * in_expert) / sp if topk else 3 * intermediate / tp

@@ -18,15 +18,17 @@ class Planner:
     """Divides batches over the data-parallel ranks of one engine.
 
     config                  the configuration of the engine
-    dp_rank, dp_group       this rank among the data-parallel ranks, and their group
+    dp_rank, dp_size        this rank among the data-parallel ranks, and their number
+    dp_group                their group
     device                  where collectives of dp_group take their tensors from
-    padding_multiple        context-parallel group size -> the number of tokens that each sequence is padded to a
-                            multiple of
+    padding_multiple        context-parallel group size -> the number of tokens that each sequence
+                            is padded to a multiple of
     micro_batches_multiple  the number of micro-batches is a multiple of this
     """
 
     config: DictConfig
     dp_rank: int
+    dp_size: int
     dp_group: ProcessGroup
     device: torch.device
     padding_multiple: Callable[[int], int]
@@ -39,7 +41,7 @@ class Planner:
         """
         if has_dynamic_cp(self.config.engine):
             return self._plan_dynamic(lengths, costs)
-        shares = partition(costs, self.dp_group.size())
+        shares = partition(costs, self.dp_size)
         first_rank = torch.empty(len(lengths), dtype=torch.int64)
         for dp_rank, share in enumerate(shares):
             first_rank[share] = dp_rank
@@ -52,7 +54,7 @@ class Planner:
         passes = schedule(
             lengths,
             costs,
-            self.dp_group.size(),
+            self.dp_size,
             self.config.data.max_tokens_per_micro_batch,
             self.padding_multiple,
             not self.config.engine.use_remove_padding,
@@ -61,10 +63,11 @@ class Planner:
         return Plan.of(passes, self.dp_rank, lengths, costs)
 
     def divide_share(self, lengths: Sequence[int]) -> MicroBatches:
-        """Pack this rank's sequences into micro-batches for groups of the fixed context-parallel size.
+        """Pack this rank's sequences into micro-batches, for groups of the fixed size.
 
-        Every data-parallel rank gets the same number of micro-batches, since each pass has collectives. Padding
-        counts toward the token cap. Called by all data-parallel ranks together.
+        Every data-parallel rank gets the same number of micro-batches, since each pass has
+        collectives. Padding counts toward the token cap. Called by all data-parallel ranks
+        together.
         """
         group_size = fixed_cp_size(self.config.engine)
         multiple = self.padding_multiple(group_size)

@@ -32,8 +32,9 @@ from common import plugins
 from config import CONFIGS, InputError, defaults
 from data.batching.packing import Batch, global_batch
 from data.batching.plan import MicroBatches, Plan
-from engines.base import Engine, LossFn, longest_sequence
+from engines.base import Engine, LossFn
 from engines.build import engine_class
+from engines.context_parallel import sequence_limit
 from rollout.samples import Samples, concat
 from rollout.sharing import Share
 
@@ -149,7 +150,7 @@ def check(config: DictConfig) -> None:
             flush=True,
         )
     longest = config.data.max_prompt_length + rollout.max_tokens
-    most, said = longest_sequence(config, int(os.environ.get("WORLD_SIZE", 1)))
+    most, said = sequence_limit(config, int(os.environ.get("WORLD_SIZE", 1)))
     if longest > most:
         raise InputError(
             f"data.max_prompt_length + rollout.max_tokens = {longest} is more than {said}: raise it, or lower them"

@@ -8,16 +8,16 @@ import torch
 from engines.model import mtp
 from engines.model.hf import auto_class, read_hf_config
 
-# generation_config.json tells how a response ends, *processor_config.json how images are read. Code is not run here,
-# but programs that load the export need it if config.json names it as auto_map.
+# generation_config.json tells how a response ends, *processor_config.json how images are read. Code
+# is not run here, but programs that load the export need it if config.json names it as auto_map.
 SIDE_FILES = ("generation_config.json", "*processor_config.json", "*.py")
 
 
 def save_model_config(model_path: Path, dtype: torch.dtype, directory: Path) -> None:
-    """Write config.json for weights of this dtype, and copy SIDE_FILES of the model, into an export's directory."""
+    """Write config.json for weights of this dtype, and copy SIDE_FILES, into a directory."""
     hf_config = read_hf_config(model_path)
-    hf_config.get_text_config().dtype = dtype
     hf_config.dtype = dtype
+    hf_config.get_text_config().dtype = dtype
     hf_config.architectures = [auto_class(hf_config)._model_mapping[type(hf_config)].__name__]
     mtp.write_class(hf_config, directory)
     hf_config.save_pretrained(directory)

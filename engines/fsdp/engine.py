@@ -37,16 +37,17 @@ from data.batching.packing import Batch
 from data.batching.plan import MicroBatches
 from data.images.processor import Reader
 from engines import optimizer, schedule
-from engines.base import (
-    Engine,
-    LossFn,
+from engines.adapter_guard import AdapterGuard
+from engines.base import Engine, LossFn
+from engines.checkpoint.storage import Writer
+from engines.context_parallel import (
     check_batch_size,
-    check_cap,
-    fixed_cp,
-    follows_batch,
+    check_micro_batch_cap,
+    fixed_cp_size,
+    has_dynamic_cp,
     shares_sequences,
 )
-from engines.checkpoint.storage import Writer
+from engines.dropout import DropoutSeeds
 from engines.fsdp import tracing as shapes, vision as images
 from engines.fsdp.attention import WINDOWS, Packing, attending, of_towers
 from engines.fsdp.recurrence import Bounds, recurrent_layers
@@ -100,14 +101,14 @@ class FSDPEngine(Engine):
         """
         self.config, self.device, self.total_steps = config, device, total_steps
         engine, self.optim = config.engine, config.optim
-        self.world_size, cp = dist.get_world_size(), fixed_cp(engine)
+        self.world_size, cp = dist.get_world_size(), fixed_cp_size(engine)
         self.hf_config = self.check(config, self.world_size, head)
         self.dp_rank, self.dp_size = dist.get_rank() // cp, self.world_size // cp
         mesh = init_device_mesh(device.type, (self.dp_size, cp), mesh_dim_names=("dp", "cp"))
         self.dp_group, self.cp_group = mesh["dp"].get_group(), mesh["cp"].get_group()
         self.cp_groups = (
             groups_of(self.dp_group, self.cp_group)
-            if follows_batch(engine)
+            if has_dynamic_cp(engine)
             else {cp: self.cp_group}
         )
 
@@ -120,9 +121,10 @@ class FSDPEngine(Engine):
             {name: file_name for file_name, name in names.items() if name},
         )
         self._parts = {name: found for name, found in parts.items() if name not in self._file_names}
-        self._unproven = (
-            bool(self._adapted) and head is not Head.VALUES
-        )  # a value head's gradient passes through the head's weights, which start at zero
+        # The gradient of values passes through the head's weights, which start at zero: it proves nothing.
+        has_provable_adapters = bool(self._adapted) and head is not Head.VALUES
+        self.adapter_guard = AdapterGuard(device, has_provable_adapters)
+        self.dropout_seeds = DropoutSeeds(config)
         self.model = PackedModel(
             self.hf,
             ValueHead()
@@ -211,17 +213,17 @@ class FSDPEngine(Engine):
         self, batch: Batch, loss_fn: LossFn, step: int, micro_batches: MicroBatches | None = None
     ) -> dict[str, float]:
         self._onload("parameters", "optimizer")
-        micro_batches = micro_batches or self._micro_batches(batch.lengths)
+        micro_batches = micro_batches or self.divide_share(batch.lengths)
         amounts, loss_fn = (
             defaultdict(lambda: torch.zeros((), device=self.device)),
-            self._watched(loss_fn),
+            self.adapter_guard.watch(loss_fn),
         )
         aux_losses, num_tokens = torch.zeros((), device=self.device), 1.0
         if self._aux_loss_coef:
             num_tokens = self.sum_over_dp(
-                torch.tensor(float(len(self._counted(batch, micro_batches).input_ids)))
+                torch.tensor(float(len(self.counted_sequences(batch, micro_batches).input_ids)))
             ).item()
-        with self._seeded(step, dist.get_rank()):
+        with self.dropout_seeds.seeded(step, dist.get_rank()):
             for micro_batch in self._laid_out(batch, micro_batches):
                 with self._routers.noted() if self._routers else nullcontext([]) as router_logits:
                     outputs = self._forward(micro_batch)
@@ -241,9 +243,9 @@ class FSDPEngine(Engine):
                 # FSDP averages gradients over ranks; ours are parts of one sum.
                 ((loss + self._aux_loss_coef * aux_loss) * self.world_size).backward()
                 for name, amount in {"loss": loss, **extra}.items():
-                    amounts[name] += amount.detach() * self._speaks(micro_batch.group)
+                    amounts[name] += amount.detach() * self.counts_group(micro_batch.group)
         grad_norm = self._clip()
-        self._prove(
+        self.adapter_guard.check(
             grad_norm,
             (
                 lora.plain_name(name)
@@ -271,7 +273,7 @@ class FSDPEngine(Engine):
         answers = torch.zeros(self.model.head.num_outputs, len(batch.input_ids), device=self.device)
         where = Batch(torch.arange(len(batch.input_ids)), batch.cu_seqlens)
         self.model.eval()
-        micro_batches = micro_batches or self._micro_batches(batch.lengths)
+        micro_batches = micro_batches or self.divide_share(batch.lengths)
         for (_, members), micro_batch in zip(micro_batches, self._laid_out(batch, micro_batches)):
             outputs = self._forward(micro_batch)
             answers[:, where.select(members).input_ids.to(self.device)] = torch.stack(
@@ -556,7 +558,7 @@ def build(config: DictConfig, head: Head) -> tuple[nn.Module, list[nn.Module]]:
 
 
 def check_layout(config: DictConfig, hf_config, world_size: int) -> None:
-    engine, cp = config.engine, fixed_cp(config.engine)
+    engine, cp = config.engine, fixed_cp_size(config.engine)
     schedule.check(config.optim)
     optimizer.check(config)
     if any(
@@ -578,10 +580,10 @@ def check_layout(config: DictConfig, hf_config, world_size: int) -> None:
         images.check(config)
     check_batch_size(config, world_size // cp)
     sizes = (
-        [1 << level for level in range(world_size.bit_length())] if follows_batch(engine) else [cp]
+        [1 << level for level in range(world_size.bit_length())] if has_dynamic_cp(engine) else [cp]
     )
     if any(size > 1 and is_zigzag(engine, hf_config, size) for size in sizes):
-        check_cap(config, 2 if follows_batch(engine) else 2 * cp)
+        check_micro_batch_cap(config, 2 if has_dynamic_cp(engine) else 2 * cp)
     experts.aux_loss_coef(engine.router_aux_loss_coef, hf_config)
 
 

@@ -8,7 +8,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from config import InputError
-from engines.base import shares_sequences
+from engines.context_parallel import shares_sequences
 from engines.fsdp.attention import NOT_CAUSAL, WINDOW, Packing
 from engines.fsdp.recurrence import recurrent_layers
 from engines.model.hf import BOTH_WAYS, keep_short_frequencies, plain_attention, without

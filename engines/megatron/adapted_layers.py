@@ -31,7 +31,7 @@ class Adapter(nn.Module):
     each tensor-parallel rank.
 
     All parts see the input through one dropout mask. It depends on the seed that stands when the pass begins (see
-    Engine._seeded), so that recomputation repeats it.
+    DropoutSeeds), so that recomputation repeats it.
     """
 
     def __init__(

@@ -34,7 +34,10 @@ from config import InputError
 from data.batching.packing import Batch
 from data.batching.plan import MicroBatches
 from engines import schedule
-from engines.base import Engine, LossFn, follows_batch
+from engines.adapter_guard import AdapterGuard
+from engines.base import Engine, LossFn
+from engines.context_parallel import has_dynamic_cp
+from engines.dropout import DropoutSeeds
 from engines.heads import Head, LogProbHead, ValueHead
 from engines.megatron import adapted_layers as adapters, bridge, layout, sharded_state as checkpoint
 from engines.megatron.layers import Packing
@@ -88,7 +91,9 @@ class MegatronEngine(Engine):
         Raises InputError for a model or a layout that cannot work.
         """
         if shared_weights is not None:
-            raise InputError("model_engine=megatron cannot use vLLM's weights as its own: set rollout.share_base=never")
+            raise InputError(
+                "model_engine=megatron cannot use vLLM's weights as its own: set rollout.share_base=never"
+            )
         self.config, self.device, self.total_steps = config, device, total_steps
         self.head_kind, self.optim, engine = head, config.optim, config.engine
         self.hf_config = self.check(config, dist.get_world_size(), head)
@@ -109,7 +114,7 @@ class MegatronEngine(Engine):
         self.sequence_parallel = engine.sequence_parallel and self.tp_group.size() > 1
         self.cp_groups = (
             groups_of(self.dp_group, self.cp_group)
-            if follows_batch(engine)
+            if has_dynamic_cp(engine)
             else {self.cp_group.size(): self.cp_group}
         )
         if engine.virtual_pipeline_model_parallel_size > 1:  # as the interleaved schedule needs it
@@ -163,9 +168,10 @@ class MegatronEngine(Engine):
             and mpu.is_pipeline_last_stage(ignore_virtual=True)
         ):
             self.models[-1].output_layer.to(getattr(torch, self.lora.dtype)).requires_grad_()
-        self._unproven = (
-            self.lora.rank > 0 and head is not Head.VALUES
-        )  # a value head's gradient passes through the head's weights, which start at zero
+        # The gradient of values passes through the head's weights, which start at zero: it proves nothing.
+        has_provable_adapters = self.lora.rank > 0 and head is not Head.VALUES
+        self.adapter_guard = AdapterGuard(device, has_provable_adapters)
+        self.dropout_seeds = DropoutSeeds(config)
         for model in self.models:
             if (
                 model.pre_process and engine.recompute == "full"
@@ -283,11 +289,11 @@ class MegatronEngine(Engine):
         self, batch: Batch, loss_fn: LossFn, step: int, micro_batches: MicroBatches | None = None
     ) -> dict[str, float]:
         self._onload("parameters", "optimizer")
-        micro_batches = micro_batches or self._micro_batches(batch.lengths)
+        micro_batches = micro_batches or self.divide_share(batch.lengths)
         amounts = defaultdict(lambda: torch.zeros((), device=self.device))
         num_tokens, loss_fn = (
             torch.zeros((), dtype=torch.int, device=self.device),
-            self._watched(loss_fn),
+            self.adapter_guard.watch(loss_fn),
         )
 
         def loss_of(micro_batch: MicroBatch, hidden: Tensor):
@@ -295,7 +301,7 @@ class MegatronEngine(Engine):
             outputs = self._answers(micro_batch, hidden)[: self.head.num_differentiable]
             loss, extra = loss_fn(*outputs, micro_batch.fields)
             for name, amount in {"loss": loss, **extra}.items():
-                amounts[name] += amount.detach() * self._speaks(micro_batch.group)
+                amounts[name] += amount.detach() * self.counts_group(micro_batch.group)
             for k, (question, hidden) in enumerate(zip(micro_batch.ahead, ahead)):
                 part = self._mtp_loss(question, hidden) / num_ahead[k]
                 mtp_losses[k] += part.detach()
@@ -305,7 +311,7 @@ class MegatronEngine(Engine):
                 )
             return loss, num_tokens, {}
 
-        counted = self._counted(batch, micro_batches)
+        counted = self.counted_sequences(batch, micro_batches)
         coefficient = self._begin_routers(len(counted.input_ids))
         mtp_losses = torch.zeros(self.num_mtp_layers, device=self.device)
         if self.num_mtp_layers:
@@ -313,7 +319,9 @@ class MegatronEngine(Engine):
         for stage in self.stages:
             stage.zero_grad_buffer()
         self.optimizer.zero_grad()
-        with self._seeded(step, self.dp_rank, self.cp_group.rank(), self.pp_group.rank()):
+        with self.dropout_seeds.seeded(
+            step, self.dp_rank, self.cp_group.rank(), self.pp_group.rank()
+        ):
             self._run(batch, micro_batches, loss_of, forward_only=False)
         lr = schedule.learning_rate(self.optim, step, self.total_steps)
         grad_norm = self._update(lr)
@@ -363,7 +371,7 @@ class MegatronEngine(Engine):
         self._onload("parameters")
         answers = torch.zeros(self.head.num_outputs, len(batch.input_ids), device=self.device)
         where = Batch(torch.arange(len(batch.input_ids)), batch.cu_seqlens)
-        micro_batches = micro_batches or self._micro_batches(batch.lengths)
+        micro_batches = micro_batches or self.divide_share(batch.lengths)
         micro_batches = micro_batches + -len(micro_batches) % self.micro_batches_multiple * [
             (min(self.cp_groups), [])
         ]
@@ -488,8 +496,8 @@ class MegatronEngine(Engine):
         """Clip and step; the gradient norm before clipping. A gradient that is not finite leaves the weights alone."""
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
-        if self._unproven:
-            self._prove(min(grad_norm, self._least_gradient()))
+        if self.adapter_guard.is_active:
+            self.adapter_guard.check(min(grad_norm, self._least_gradient()))
         if math.isfinite(grad_norm):
             for group in self.optimizer.param_groups:  # wd_mult is 0 for norms and biases
                 group["lr"], group["weight_decay"] = lr, self.optim.weight_decay * group["wd_mult"]

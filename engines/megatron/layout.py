@@ -9,7 +9,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from config import InputError
 from engines import optimizer, schedule
-from engines.base import check_batch_size, check_cap, fixed_cp, follows_batch
+from engines.context_parallel import (
+    check_batch_size,
+    check_micro_batch_cap,
+    fixed_cp_size,
+    has_dynamic_cp,
+)
 from engines.model.experts import aux_loss_coef
 
 # The other fields concern features that the rest of the engine does not support, or are never read by Megatron's DDP.
@@ -37,7 +42,7 @@ def check_layout(config: DictConfig, hf_config, world_size: int) -> None:
     tp, pp, cp = (
         engine.tensor_model_parallel_size,
         engine.pipeline_model_parallel_size,
-        fixed_cp(engine),
+        fixed_cp_size(engine),
     )
     vpp, model_parallel = engine.virtual_pipeline_model_parallel_size, tp * pp * cp
     heads, layers = hf_config.num_attention_heads, hf_config.num_hidden_layers
@@ -64,14 +69,14 @@ def check_layout(config: DictConfig, hf_config, world_size: int) -> None:
         raise InputError(
             f"pipeline ({pp}) x virtual pipeline ({vpp}) stages are more than the model's {layers} layers"
         )
-    check_cap(
-        config, multiple_of(engine, 2) // 2 if follows_batch(engine) else multiple_of(engine, cp)
+    check_micro_batch_cap(
+        config, multiple_of(engine, 2) // 2 if has_dynamic_cp(engine) else multiple_of(engine, cp)
     )
-    if follows_batch(engine) and HAVE_TE:
+    if has_dynamic_cp(engine) and HAVE_TE:
         raise InputError(
             "engine.context_parallel_size=auto is not supported with TransformerEngine: give a number"
         )
-    if follows_batch(engine) and (
+    if has_dynamic_cp(engine) and (
         coefficient := aux_loss_coef(engine.router_aux_loss_coef, hf_config)
     ):
         raise InputError(
@@ -162,7 +167,7 @@ def initialize(engine: DictConfig) -> None:
         tensor_model_parallel_size=engine.tensor_model_parallel_size,
         pipeline_model_parallel_size=engine.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
-        context_parallel_size=fixed_cp(engine),
+        context_parallel_size=fixed_cp_size(engine),
         expert_model_parallel_size=engine.expert_model_parallel_size,
         expert_tensor_parallel_size=1,
     )

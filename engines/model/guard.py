@@ -21,7 +21,8 @@ from torch import Tensor
 from config import InputError
 from data.batching.packing import Batch, bounds
 from data.images.processor import Pictures
-from engines.base import Engine, follows_batch, shares_sequences
+from engines.base import Engine
+from engines.context_parallel import has_dynamic_cp, shares_sequences
 from engines.heads import ValueHead
 from engines.model.hf import BOTH_WAYS, without
 
@@ -45,7 +46,7 @@ def check(engine: Engine) -> tuple[float, float]:
     path, (alone, among, joined) = engine.config.model.path, sequences(engine)
     sizes = (
         [size for size in POWERS if size <= engine.dp_size]
-        if follows_batch(engine.config.engine)
+        if has_dynamic_cp(engine.config.engine)
         else [*engine.cp_groups]
     )
 

@@ -180,7 +180,7 @@ def passes(folder: Path, this_device: torch.device) -> list[int]:
     engine, ran, batch = build(MegatronEngine, folder / "mimo", this_device, MTP), [], make_batch(0)
     engine.models[-1].mtp.layers[0].register_forward_hook(lambda *_: ran.append(1))
     train(engine, [0], MTPCase("mimo"), batch=batch)
-    in_step, planned = len(ran), len(engine._micro_batches(batch.lengths))
+    in_step, planned = len(ran), len(engine.divide_share(batch.lengths))
     engine.log_probs(batch)
     return [in_step, planned, len(ran) - in_step]
 

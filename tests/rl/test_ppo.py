@@ -13,7 +13,7 @@ from config import InputError, load
 from data.batching.packing import Batch, global_batch
 from data.batching.plan import Plan
 from data.prompts import Prompt
-from engines.base import check_batch_size
+from engines.context_parallel import check_batch_size
 from engines.fsdp.engine import FSDPEngine
 from engines.parallel import device
 from rl import ppo
