@@ -18,9 +18,9 @@ from torch import Tensor
 from common import disk
 from config import InputError
 from engines.base import Engine
-from engines.checkpoint.model_config import SIDE_FILES
 from engines.checkpoint import storage
 from engines.checkpoint.checkpointer import removed_on_failure
+from engines.checkpoint.model_config import SIDE_FILES
 from engines.model import lora
 from engines.model.weights import (
     fingerprint,

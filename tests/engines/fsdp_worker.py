@@ -27,16 +27,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from config import InputError, load
-<<<<<<< HEAD
 from data.batching.packing import Batch
 from engines.checkpoint.checkpointer import Checkpointer
 from engines.checkpoint.export import export_hf
-=======
-from data.batching.packing import Batch, partition
-from data.batching.plan import MicroBatches
-from engines.checkpoint.checkpointer import Checkpointer, export_hf
-from engines.context_parallel import has_dynamic_cp
->>>>>>> 38096a9 (engines/base.py is the interface alone: planning, context-parallel rules, the adapters' guard, dropout seeds and config export have files of their own)
 from engines.fsdp import attention
 from engines.fsdp.attention import Packing
 from engines.fsdp.engine import FSDPEngine
@@ -301,20 +294,6 @@ def train(engine: FSDPEngine, steps, uneven: bool = False) -> list[dict[str, flo
     return results
 
 
-<<<<<<< HEAD
-=======
-def shared(
-    engine: FSDPEngine, lengths: list[int], uneven: bool = False
-) -> tuple[list[int], MicroBatches]:
-    """This rank's sequences, and how it goes through them."""
-    if has_dynamic_cp(engine.config.engine):
-        plan = engine.plan(lengths)
-        return plan.sequences, plan.micro_batches
-    mine = divide(lengths, engine.dp_size, uneven)[engine.dp_rank]
-    return mine, engine.divide_share([lengths[i] for i in mine])
-
-
->>>>>>> 38096a9 (engines/base.py is the interface alone: planning, context-parallel rules, the adapters' guard, dropout seeds and config export have files of their own)
 def ask(engine: FSDPEngine, uneven: bool = False) -> torch.Tensor:
     """[ranks, 3, T]: log_probs, entropy, greedy of batch 0, of each rank where it has an answer, NaN elsewhere."""
     batch = Batch(make_batch(0).input_ids, make_batch(0).cu_seqlens)  # no mask: about every token

@@ -16,7 +16,8 @@ from transformers import PreTrainedTokenizerFast
 
 from data.batching.packing import Batch, partition
 from data.batching.plan import MicroBatches
-from engines.base import Engine, follows_batch
+from engines.base import Engine
+from engines.context_parallel import has_dynamic_cp
 
 NUM_BATCHES = 4  # batches repeat after so many steps
 VOCAB_SIZE = 97
@@ -113,11 +114,11 @@ def share_of(
     engine: Engine, lengths: list[int], uneven: bool = False
 ) -> tuple[list[int], MicroBatches]:
     """Return this rank's sequences of a batch, and their micro-batches."""
-    if follows_batch(engine.config.engine):
+    if has_dynamic_cp(engine.config.engine):
         plan = engine.plan(lengths)
         return plan.sequences, plan.micro_batches
     sequences = divide(lengths, engine.dp_size, uneven)[engine.dp_rank]
-    return sequences, engine._micro_batches([lengths[i] for i in sequences])
+    return sequences, engine.divide_share([lengths[i] for i in sequences])
 
 
 # -- ranks ----------------------------------------------------------------------------------------
