@@ -23,12 +23,13 @@ from config import InputError, run
 
 def main(config):
     # Imported here, so that --help and a mistake in the configuration answer at once; transformers takes its time.
-    from rl import ppo
+    from rl.functions import inputs_read
+    from rl.settings import check_settings
     from rollout.grading.grader import Grader
 
-    ppo.check(config)
+    check_settings(config)
     grader = Grader(config)
-    if grader.takes_groups and "baseline" in ppo.reads(config, "adv_estimator"):
+    if grader.takes_groups and "baseline" in inputs_read(config, "adv_estimator"):
         raise InputError(
             f"reward.function={config.reward.function} grades the responses of a group together, but "
             f"algorithm.adv_estimator={config.algorithm.adv_estimator} has a greedy response graded alone"
@@ -39,7 +40,10 @@ def main(config):
     from engines.checkpoint.checkpointer import Checkpointer
     from engines.parallel import device
     from job import setup as job, tracking
+    from rl import models
+    from rl.estimation import next_kl_coef
     from rl.roles import Roles
+    from rollout.records import write_samples
     from rollout.vllm.settings import check_rollout, check_vllm_model
 
     agreed = job.Agreement(config.trainer.save_freq, config.trainer.save_minutes)
@@ -50,7 +54,7 @@ def main(config):
     heartbeat = job.start_heartbeat(config)
     job.bind_cpus(config, this_device)
     config = job.with_local_model(config)
-    hf_config = ppo.check_models(config, world_size)
+    hf_config = models.check_models(config, world_size)
     check_rollout(config, world_size)
     tracking.check(config)
     job.tell_of_mtp(config, hf_config)
@@ -70,7 +74,7 @@ def main(config):
         )
     check_vllm_model(config)
     profiler = job.start_profiler(
-        config, this_device, total_steps, ppo.model_stages(config, this_device.type)
+        config, this_device, total_steps, models.hooked_stages(config, this_device.type)
     )
     checkpointer = Checkpointer(out / "checkpoints", trainer.max_checkpoints, trainer.async_save)
     progress = {
@@ -83,7 +87,7 @@ def main(config):
         | {
             "rollout.n": config.rollout.n,
             "algorithm.adv_estimator": algorithm.adv_estimator,
-            "critic": ppo.uses_critic(config),
+            "critic": models.uses_critic(config),
         },
         "export_dtype": config.engine.compute_dtype,
         "lora": job.adapter(config),
@@ -98,7 +102,7 @@ def main(config):
     if config.dry_run:
         device.on_rank0(
             job.print_plan,
-            ppo.roles(config),
+            models.role_configs(config),
             this_device,
             {"train": train, "val": val},
             total_steps,
@@ -147,12 +151,12 @@ def main(config):
         metrics |= roles.memory()
         step += 1
         for role in (role for role in ("actor", "critic") if f"{role}/skipped" in metrics):
-            progress[f"{role}_updates"] += share.num_minis * algorithm.ppo_epochs
+            progress[f"{role}_updates"] += share.num_mini_batches * algorithm.ppo_epochs
             progress[f"{role}_skipped"] += int(metrics[f"{role}/skipped"])
         progress |= {
             "step": step,
             "failures": progress["failures"] + len(samples.failures),
-            "kl_coef": ppo.next_kl_coef(config, progress["kl_coef"], metrics, len(samples)),
+            "kl_coef": next_kl_coef(config, progress["kl_coef"], metrics, len(samples)),
         }
         agreed.after(step, this_device)
         last = step == total_steps
@@ -161,7 +165,7 @@ def main(config):
                 trainer, progress[f"{role}_skipped"], progress[f"{role}_updates"], last
             )
         if trainer.rollout_freq > 0 and step % trainer.rollout_freq == 0:
-            samples.write(out / "rollouts" / f"step_{step}.jsonl", roles.host_group)
+            write_samples(samples, out / "rollouts" / f"step_{step}.jsonl", roles.host_group)
         seconds = time.perf_counter() - start
         # Not when asked to stop: the time that is left is for the checkpoint.
         if (
@@ -204,15 +208,16 @@ def main(config):
 
 def validate(config, roles, val, tracker, step: int) -> dict[str, float]:
     """Metrics of responses to all of val, which are written to a file; some are shown."""
-    from rl import ppo
+    from rl.validation import validation_metrics
+    from rollout.records import examples, write_samples
 
     samples = roles.validate(val, step)
-    tracker.log_samples(step, samples.examples(16, roles.host_group))
+    tracker.log_samples(step, examples(samples, 16, roles.host_group))
     if config.trainer.rollout_freq > 0:
-        samples.write(
-            Path(config.output_dir) / "validation" / f"step_{step}.jsonl", roles.host_group
+        write_samples(
+            samples, Path(config.output_dir) / "validation" / f"step_{step}.jsonl", roles.host_group
         )
-    return ppo.validation_metrics(samples, config.reward.function, config.validation.n)
+    return validation_metrics(samples, config.reward.function, config.validation.n)
 
 
 def load_prompts(config, files, tokenizer, reader):

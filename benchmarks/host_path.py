@@ -2,7 +2,7 @@
 
     python benchmarks/host_path.py [--tokens 1000000] [--ranks 1 8 64] [--estimators grpo gae] [--group 8]
 
-Measured is the work of rank 0 of N, each case in a process of its own: draw_samples, divide and set_advantages of this repository
+Measured is the work of rank 0 of N, each case in a process of its own: Sampler.draw, divide and set_advantages of this repository
 on --tokens tokens of log-normal length (mean 256, sigma 1), whatever N. Generation, decoding, grading and the models are left out;
 what they would return is there beforehand. The other N - 1 ranks are simulated: a collective brings what they would send, as copies
 of this rank's numbers and tokens. So nothing waits and nothing goes over a wire, but arrays have their true sizes, and the bytes
@@ -35,9 +35,10 @@ def measure(num_ranks: int, estimator: str, num_tokens: int, group_size: int, re
     from data.prompts import Prompt, PromptDataset
     from engines.base import Engine
     from profiling import Profiler
-    from rl import ppo
+    from rl.estimation import set_advantages
+    from rl.models import mini_batch_prompts, uses_critic
+    from rollout.drawing import Request, Sampler
     from rollout.grading.grader import Reward
-    from rollout.samples import draw_samples
     from rollout.sharing import divide
 
     torch.set_num_threads(1)
@@ -116,24 +117,15 @@ def measure(num_ranks: int, estimator: str, num_tokens: int, group_size: int, re
     def step() -> list[float]:
         dataset.drawn_lengths[:] = np.nan
         clock = [time.process_time()]
-        samples = draw_samples(
-            rollout,
-            grader,
-            dataset,
-            range(len(dataset)),
-            config.rollout,
-            (0,),
-            tokenizer,
-            Profiler(),
-            None,
-            1,
-        )
+        sampler = Sampler(rollout, grader, tokenizer, host_group=None, max_failure_rate=1)
+        request = Request(dataset, range(len(dataset)), config.rollout, seed=(0,))
+        samples = sampler.draw(request, Profiler())
         clock.append(time.process_time())
-        share = divide(samples, ppo.mini_batches(config, samples), engine)
+        share = divide(samples, samples.mini_batches(mini_batch_prompts(config)), engine)
         clock.append(time.process_time())
-        if "values" in ppo.reads(config, "adv_estimator"):  # as the critic would say them
+        if uses_critic(config):  # as the critic would say them
             share.batch.fields["values"] = share.batch.fields["loss_mask"] / 2
-        ppo.set_advantages(config, samples, share, 0.0)
+        set_advantages(config, samples, share, 0.0)
         assert sum(len(part) for part, _ in share.parts) == len(share.batch)
         clock.append(time.process_time())
         return [after - before for before, after in zip(clock, clock[1:])]

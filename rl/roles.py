@@ -1,7 +1,7 @@
-"""Who takes part in a step of PPO, all in this process: actor, critic and reference engines, vLLM, and the grader.
+"""Who takes part in a step of PPO, all in this process: engines, vLLM and the grader.
 
-The methods are the stages of a step in the order in which train_ppo.py calls them. To change one stage, change its method,
-or override it in a subclass.
+The methods are the stages of a step, in the order in which train_ppo.py calls them. To change one
+stage, change its method, or override it in a subclass.
 """
 
 from collections.abc import Sequence
@@ -9,129 +9,175 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
 
+from engines.base import Engine
 from engines.build import engine_class
 from engines.checkpoint.checkpointer import Checkpointer
 from engines.checkpoint.export import export_hf
 from engines.heads import Head
 from engines.parallel import device
 from profiling import Profiler
-from rl import ppo
+from rl import collecting, estimation, updates
+from rl.losses import ActorLoss, critic_loss
+from rl.models import mini_batch_prompts, needs_old_log_probs, role_configs, uses_reference
+from rollout.drawing import Request, Sampler
 from rollout.grading.grader import Grader, check_failures
-from rollout.samples import Samples, draw_samples
+from rollout.records import append_failures
+from rollout.samples import Samples
 from rollout.sharing import Share, divide
 from rollout.vllm import adapters, probe
 from rollout.vllm.device_memory import used_gib
 from rollout.vllm.engine import Rollout
 
+VALIDATION_SEED = -1  # in place of the number of a prompt batch
+
 
 class Roles:
-    """They share one device. wake() hands it to vLLM and sleep() takes it back; an engine whose tensors wait in host memory
-    brings them back by itself when it is used.
+    """The engines, vLLM and the grader, which share one device.
 
-    actor              the engine that is trained, generates through vLLM, and is exported
-    critic, reference  engines, or None where the configuration has none; with adapters the reference is the actor
-                       without them
-    rollout            vLLM, which holds the actor's weights while it is awake
-    grader             processes that call the reward function
+    wake() hands the device to vLLM, and sleep() takes it back. An engine whose tensors wait in host
+    memory brings them back by itself when it is used.
+
+    actor      the engine that is trained, generates through vLLM, and is exported
+    critic     an engine with a value head, or None if nothing reads values
+    reference  an engine, or None if nothing reads its log-probabilities; with adapters, the actor
+               without them is the reference
+    rollout    vLLM, which holds the actor's weights while it is awake
+    grader     processes that call the reward function
     """
 
     def __init__(
         self,
         config: DictConfig,
-        this_device,
+        this_device: torch.device,
         tokenizer,
         grader: Grader,
         profiler: Profiler,
         total_steps: int,
     ):
-        """Build the engines, one after another; start_rollout() comes once they hold the weights to begin with. Where vLLM's frozen
-        weights are the actor's, too, vLLM is built first."""
-        self.config, self.device, self.tokenizer, self.grader, self.profiler = (
-            config,
-            this_device,
-            tokenizer,
-            grader,
-            profiler,
-        )
+        """Build the engines, one after another.
+
+        start_rollout() follows, once they hold the weights to begin with. Only if vLLM and the
+        actor share their frozen weights is vLLM built here, before the engines.
+        """
+        self.config = config
+        self.device = this_device
+        self.tokenizer = tokenizer
+        self.grader = grader
+        self.profiler = profiler
         self.host_group = dist.new_group(backend="gloo")
-        # What waits in host memory while somebody else needs the device; a CPU has no other memory.
-        waits = (
-            config.offload if this_device.type != "cpu" else dict.fromkeys(config.offload, False)
-        )
-        self.waiting = [part for part in ("parameters", "optimizer") if waits[part]]
-        self.reference_waiting = ["parameters"] * waits["reference"]
-        self.rollout = (
-            Rollout(config, this_device)
-            if adapters.shares_base(config, dist.get_world_size())
-            else None
-        )
+        self._choose_offloads()
+        self.rollout = None
+        if adapters.shares_base(config, dist.get_world_size()):
+            self.rollout = Rollout(config, this_device)
         self.probe = probe.Probe(config) if config.model.lora.rank else None
-        engines = {}
-        for role, settings in ppo.roles(config).items():
-            # The schedule of the actor begins where the critic's head start ends.
-            steps = total_steps - config.critic.warmup_steps if role == "actor" else total_steps
-            engines[role] = engine_class(config.model_engine)(
-                settings,
-                this_device,
-                steps,
-                optimize=role != "reference",
-                head=Head.VALUES if role == "critic" else Head.LOG_PROBS,
-                temperature=config.rollout.temperature,
-                shared_weights=(
-                    self.rollout.shared_weights if role == "actor" and self.rollout else None
-                ),
-            )
-            engines[role].offload(
-                *(self.reference_waiting if role == "reference" else self.waiting)
-            )
-        self.actor, self.critic, self.reference = (
-            engines.get(role) for role in ("actor", "critic", "reference")
+        role_config = role_configs(config)
+        # The schedule of the actor begins when the critic has warmed up.
+        actor_steps = total_steps - config.critic.warmup_steps
+        self.actor = self._build_actor(role_config["actor"], actor_steps)
+        self.critic = None
+        if "critic" in role_config:
+            self.critic = self._build_critic(role_config["critic"], total_steps)
+        self.reference = None
+        if "reference" in role_config:
+            self.reference = self._build_reference(role_config["reference"], total_steps)
+
+    def _choose_offloads(self) -> None:
+        """Decide what waits in host memory while its engine does not need the device.
+
+        A CPU has no other memory, so there nothing is moved.
+        """
+        offload = self.config.offload
+        moves = self.device.type != "cpu"
+        trained_parts = ("parameters", "optimizer")
+        self.offloaded = [part for part in trained_parts if moves and offload[part]]
+        self.reference_offloaded = ["parameters"] if moves and offload["reference"] else []
+
+    def _build_actor(self, config: DictConfig, num_steps: int) -> Engine:
+        return self._build(
+            config,
+            num_steps,
+            self.offloaded,
+            optimize=True,
+            head=Head.LOG_PROBS,
+            shared_weights=self.rollout.shared_weights if self.rollout else None,
         )
+
+    def _build_critic(self, config: DictConfig, num_steps: int) -> Engine:
+        return self._build(config, num_steps, self.offloaded, optimize=True, head=Head.VALUES)
+
+    def _build_reference(self, config: DictConfig, num_steps: int) -> Engine:
+        offloaded = self.reference_offloaded
+        return self._build(config, num_steps, offloaded, optimize=False, head=Head.LOG_PROBS)
+
+    def _build(
+        self, config: DictConfig, num_steps: int, offloaded: Sequence[str], **options
+    ) -> Engine:
+        """Build an engine and offload it, so that the next one finds the device empty."""
+        build = engine_class(config.model_engine)
+        temperature = self.config.rollout.temperature
+        engine = build(config, self.device, num_steps, temperature=temperature, **options)
+        engine.offload(*offloaded)
+        return engine
 
     def start_rollout(self) -> None:
-        for engine in (self.actor, *self._others().values()):
-            engine.offload(*self.waiting)  # a resume has filled them
-        self.rollout = self.rollout or Rollout(self.config, self.device)
+        """Offload the trained engines, which a resume has filled, and start vLLM."""
+        self._offload_trained()
+        if self.rollout is None:
+            self.rollout = Rollout(self.config, self.device)
 
-    def _others(self) -> dict:
-        """The engines that are trained besides the actor."""
+    def _trained_with_actor(self) -> dict[str, Engine]:
+        """Return the engines that are trained besides the actor, by role."""
         return {"critic": self.critic} if self.critic else {}
 
-    # -- generating ------------------------------------------------------------------------------------------------------
+    def _offload_trained(self) -> None:
+        for engine in (self.actor, *self._trained_with_actor().values()):
+            engine.offload(*self.offloaded)
+
+    # -- generating --------------------------------------------------------------------------------
 
     def wake(self) -> None:
-        """Send the actor's weights, or its adapter, to vLLM and make it ready to generate. With an adapter RuntimeError is raised
-        when vLLM then does not compute what the actor does."""
-        if self.rollout.is_current:  # it has validated since the last update
+        """Send the actor's weights, or its adapter, to vLLM and make it ready to generate.
+
+        Does nothing if vLLM is still awake after a validation. With an adapter, RuntimeError is
+        raised if vLLM then does not compute what the actor does.
+        """
+        if self.rollout.is_current:
             return
         with self.profiler.stage("offload"):
-            self.actor.offload(*(part for part in self.waiting if part == "optimizer"))
-            for engine in self._others().values():
-                engine.offload(*self.waiting)
+            self.actor.offload(*(part for part in self.offloaded if part == "optimizer"))
+            for engine in self._trained_with_actor().values():
+                engine.offload(*self.offloaded)
         with self.profiler.stage("wake"):
             self.rollout.wake("weights")
         with self.profiler.stage("update_weights"):
-            if not self.rollout.has_base:
-                with self.actor.without_adapters() if self.rollout.adapter else nullcontext():
-                    # A drafter's layers may be no part of the actor; what else it leaves alone is not vLLM's.
-                    self.rollout.update_weights(
-                        self.actor.export_weights(whole=self.rollout.drafter == "mtp")
-                    )
-            if self.rollout.adapter:
-                self.rollout.update_adapter(self.actor.export_adapter())
+            self._send_weights()
         if self.probe:
             with self.profiler.stage("probe"):
                 self.probe.record_trainer(self.actor)
         with self.profiler.stage("offload"):
-            self.actor.offload(*self.waiting)
+            self.actor.offload(*self.offloaded)
         with self.profiler.stage("wake"):
             self.rollout.wake("kv_cache")
         if self.probe:
             with self.profiler.stage("probe"):
                 self.probe.check_vllm(self.rollout)
+
+    def _send_weights(self) -> None:
+        if not self.rollout.has_base:
+            without_adapters = (
+                self.actor.without_adapters() if self.rollout.adapter else nullcontext()
+            )
+            # An MTP drafter's layers may not be part of the actor's model, and come from its files.
+            # Other weights that the actor leaves out are not part of vLLM's model either.
+            whole = self.rollout.drafter == "mtp"
+            with without_adapters:
+                self.rollout.update_weights(self.actor.export_weights(whole=whole))
+        if self.rollout.adapter:
+            self.rollout.update_adapter(self.actor.export_adapter())
 
     def draw(
         self,
@@ -139,138 +185,137 @@ class Roles:
         dataset,
         rows: Sequence[int],
         sampling: DictConfig,
-        *seed: int,
+        seed: int,
         first_group: int = 0,
         profiler: Profiler | None = None,
     ) -> Samples:
-        """Graded responses to rows of a PromptDataset; seed: what sets this draw apart. Those that could not be graded are
-        written down first; then too many of them are an InputError."""
-        samples = draw_samples(
-            self.rollout,
-            self.grader,
-            dataset,
-            rows,
-            sampling,
-            (self.config.trainer.seed, *seed),
-            self.tokenizer,
-            profiler or self.profiler,
-            self.host_group,
-            self.config.reward.max_failure_rate,
-            first_group,
+        """Return graded responses to rows of a PromptDataset.
+
+        step: for the file of failures. seed: what sets this draw apart from others of the run.
+
+        Responses that could not be graded are written to failures.jsonl first; then too many of
+        them are an InputError.
+        """
+        max_failure_rate = self.config.reward.max_failure_rate
+        sampler = Sampler(
+            self.rollout, self.grader, self.tokenizer, self.host_group, max_failure_rate
         )
+        seeds = (self.config.trainer.seed, seed)
+        request = Request(dataset, rows, sampling, seeds, first_group)
+        samples = sampler.draw(request, profiler or self.profiler)
         if dist.get_rank() == 0:
-            samples.append_failures(Path(self.config.output_dir) / "failures.jsonl", step)
-        check_failures(samples.failures, samples.num_asked, self.config.reward.max_failure_rate)
+            append_failures(samples, Path(self.config.output_dir) / "failures.jsonl", step)
+        check_failures(samples.failures, samples.num_drawn, max_failure_rate)
         return samples
 
     def collect(self, dataset, batch_index: int, step: int) -> tuple[Samples, int]:
-        """The samples of a step, and the number of the prompt batch that the next step begins with."""
-        return ppo.collect(self.config, partial(self.draw, step), dataset, batch_index)
+        """Return the samples of a step, and the number of the next step's first prompt batch."""
+        return collecting.collect(self.config, partial(self.draw, step), dataset, batch_index)
 
     def validate(self, dataset, step: int) -> Samples:
-        """Responses to every row, drawn as `validation` says."""
+        """Return responses to every row, drawn with the settings of `validation`."""
         self.wake()
+        rows = range(len(dataset))
+        # Its stages are not those of a step: only their sum is reported, as "validate".
+        unreported = Profiler()
         with self.profiler.stage("validate"):
             return self.draw(
-                step, dataset, range(len(dataset)), self.config.validation, -1, profiler=Profiler()
+                step, dataset, rows, self.config.validation, VALIDATION_SEED, profiler=unreported
             )
 
     def sleep(self) -> dict[str, float]:
-        """Take the device back from vLLM; metrics of its memory."""
+        """Take the device back from vLLM, and return metrics of its memory."""
         with self.profiler.stage("sleep"):
             return self.rollout.sleep()
 
-    # -- asking the engines ----------------------------------------------------------------------------------------------
+    # -- before the update -------------------------------------------------------------------------
 
     def divide(self, samples: Samples) -> Share:
-        """What this rank trains on. Its tokens come from the ranks that drew them."""
+        """Return what this rank trains on; its tokens come from the ranks that drew them."""
+        mini_batches = samples.mini_batches(mini_batch_prompts(self.config))
         with self.profiler.stage("divide"):
-            return divide(
-                samples, ppo.mini_batches(self.config, samples), self.actor, self.host_group
-            )
+            return divide(samples, mini_batches, self.actor, self.host_group)
 
     def compute_log_probs(self, share: Share, step: int) -> None:
-        """Fill old_log_probs (where something before the update reads them) and ref_log_probs."""
-        if ppo.needs_old_log_probs(self.config, share.num_minis, step):
+        """Fill old_log_probs and ref_log_probs, where something reads them."""
+        fields = share.batch.fields
+        if needs_old_log_probs(self.config, share.num_mini_batches, step):
             with self.profiler.stage("actor_compute_log_prob", self.actor):
-                share.batch.fields["old_log_probs"] = ppo.log_probs(self.actor, share)
+                fields["old_log_probs"] = updates.log_probs(self.actor, share)
         if self.reference:
             with self.profiler.stage("ref_compute_log_prob", self.reference):
-                share.batch.fields["ref_log_probs"] = ppo.log_probs(self.reference, share)
-                self.reference.offload(*self.reference_waiting)
-        elif ppo.uses_reference(self.config):
-            with (
-                self.profiler.stage("ref_compute_log_prob", self.actor),
-                self.actor.without_adapters(),
-            ):
-                share.batch.fields["ref_log_probs"] = ppo.log_probs(self.actor, share)
+                fields["ref_log_probs"] = updates.log_probs(self.reference, share)
+                self.reference.offload(*self.reference_offloaded)
+        elif uses_reference(self.config):
+            with self.profiler.stage("ref_compute_log_prob", self.actor):
+                with self.actor.without_adapters():
+                    fields["ref_log_probs"] = updates.log_probs(self.actor, share)
 
     def compute_values(self, share: Share) -> None:
-        """Fill values, where there is a critic."""
+        """Fill values, if there is a critic."""
         if self.critic:
             with self.profiler.stage("compute_values", self.critic):
-                share.batch.fields["values"] = ppo.ask(self.critic.values, share)
+                share.batch.fields["values"] = updates.compute(self.critic.values, share)
 
     def compute_advantages(
         self, samples: Samples, share: Share, kl_coef: float
     ) -> dict[str, float]:
-        """Fill what the losses read; metrics of the samples."""
+        """Fill what the losses read, and return metrics of the samples."""
         with self.profiler.stage("advantages"):
-            return ppo.set_advantages(self.config, samples, share, kl_coef)
+            return estimation.set_advantages(self.config, samples, share, kl_coef)
 
-    # -- learning --------------------------------------------------------------------------------------------------------
+    # -- learning ----------------------------------------------------------------------------------
 
     def update_critic(self, share: Share, step: int) -> dict[str, float]:
+        """Train the critic on this step, if there is one. step: from 0."""
         if not self.critic:
             return {}
+        num_epochs = self.config.algorithm.ppo_epochs
+        loss_fn = critic_loss(self.config)
         with self.profiler.stage("critic_update", self.critic):
-            metrics = ppo.update(
-                self.critic,
-                share.parts,
-                ppo.critic_loss(self.config),
-                step,
-                self.config.algorithm.ppo_epochs,
-                "critic",
-            )
-            self.critic.offload(*self.waiting)
+            metrics = updates.update(self.critic, share.parts, loss_fn, step, num_epochs, "critic")
+            self.critic.offload(*self.offloaded)
         return metrics
 
     def update_actor(self, share: Share, step: int) -> dict[str, float]:
-        step -= self.config.critic.warmup_steps
-        if step < 0:
+        """Train the actor on this step, unless only the critic learns yet. step: from 0."""
+        actor_step = step - self.config.critic.warmup_steps
+        if actor_step < 0:
             return {}
+        num_epochs = self.config.algorithm.ppo_epochs
+        loss_fn = ActorLoss(self.config, len(share.batch))
         with self.profiler.stage("actor_update", self.actor):
-            return ppo.update(
-                self.actor,
-                share.parts,
-                ppo.actor_loss(self.config, len(share.batch)),
-                step,
-                self.config.algorithm.ppo_epochs,
-                "actor",
-            )
+            return updates.update(self.actor, share.parts, loss_fn, actor_step, num_epochs, "actor")
 
     def memory(self) -> dict[str, float]:
-        """GiB in use on the device, of everybody; on a CPU this process's peak."""
+        """Return the GiB in use on the device, of all processes; on a CPU this process's peak."""
         used = used_gib(self.device)
-        return device.memory() if used is None else {"perf/memory_training_gib": used}
+        if used is None:
+            return device.memory()
+        return {"perf/memory_training_gib": used}
 
-    # -- keeping ---------------------------------------------------------------------------------------------------------
+    # -- keeping -----------------------------------------------------------------------------------
 
-    def load(self, checkpointer: Checkpointer, path) -> dict:
-        """Take over a checkpoint; returns its progress."""
-        return checkpointer.load(path, self.actor, **self._others())
+    def load(self, checkpointer: Checkpointer, path: Path) -> dict:
+        """Load the trained engines from a checkpoint, and return its progress."""
+        return checkpointer.load(path, self.actor, **self._trained_with_actor())
 
     def save(self, checkpointer: Checkpointer, step: int, progress: dict) -> None:
-        if self.rollout.awake:  # a checkpoint takes what waits in host memory back to the device
-            self.rollout.sleep()
-        with self.profiler.stage("save"):
-            checkpointer.save(step, self.actor, progress, self.tokenizer, **self._others())
+        """Write a checkpoint of the trained engines.
 
-    def export(self, directory) -> None:
+        vLLM goes to sleep first: saving brings what waits in host memory back to the device.
+        """
+        if self.rollout.awake:
+            self.rollout.sleep()
+        trained = self._trained_with_actor()
+        with self.profiler.stage("save"):
+            checkpointer.save(step, self.actor, progress, self.tokenizer, **trained)
+
+    def export(self, directory: Path) -> None:
+        """Write the actor, or its adapter, as Hugging Face files."""
         export_hf(self.actor, self.tokenizer, directory)
 
     def close(self) -> None:
-        """End vLLM, which wakes for that, and with it the process group."""
-        for engine in (self.actor, *self._others().values()):
-            engine.offload(*self.waiting)
+        """Stop vLLM, which wakes for that, and with it the process group."""
+        self._offload_trained()
         self.rollout.shutdown()

@@ -1,9 +1,10 @@
-"""The part of a step that a rank trains on, and how it learns what must be known of the rest.
+"""The part of a step that a rank trains on, and how it learns what it must know of the rest.
 
-Tokens move once, from the rank that drew a response to the ranks that train on it. All else that ranks tell each other are
-numbers per response, so that only the work on these, and hardly the memory of a rank's host, grows with the number of ranks. Sums
-over the step are sums of such numbers in the order of the responses, and therefore the same, to the last bit, however these are
-divided.
+Tokens move once, from the rank that drew a response to the ranks that train on it. Everything else
+that ranks tell each other are numbers per response, so that only the work on these grows with the
+number of ranks, and a rank's host memory hardly does. Sums over the step are sums of such numbers
+in the order of the responses, and are therefore the same, to the last bit, however the responses
+are divided.
 """
 
 from __future__ import annotations
@@ -17,110 +18,160 @@ from torch import Tensor
 from data.batching.packing import Batch, bounds
 from data.batching.plan import Plan
 from engines.base import Engine
-from rollout.samples import Samples, summed
+from rollout.exchange import sum_over_ranks
+from rollout.samples import Samples
 
 
 @dataclass
 class Share:
     """m of the n responses of a step.
 
-    batch    their tokens, those of one mini-batch behind those of another
-    places   [m] int64: which of the n they are
-    minis    [n] int64: the mini-batch of each
-    plans    how each mini-batch is divided; every pass over it has the same micro-batches, so that the first ratio is 1
-    speaks   [m] bool: of the ranks that have a response the first, which tells the others
-    group    of all ranks, for tensors on the host; None: the default group, or a process alone
+    batch         their tokens, one mini-batch after another
+    indices       [m] int64: which of the n they are
+    mini_batches  [n] int64: the mini-batch of each response
+    plans         how each mini-batch is divided. Every pass over it has the same micro-batches, so
+                  that the first ratio is exactly 1
+    is_reporter   [m] bool: whether this rank reports the numbers of a response to the others; the
+                  first of the ranks that hold it does
+    group         of all ranks, for tensors on the host; None: the default group, or a process alone
     """
 
     batch: Batch
-    places: Tensor
-    minis: Tensor
+    indices: Tensor
+    mini_batches: Tensor
     plans: list[Plan]
-    speaks: Tensor
+    is_reporter: Tensor
     group: dist.ProcessGroup | None = None
 
     @property
-    def num_minis(self) -> int:
-        return int(self.minis.max()) + 1
+    def num_mini_batches(self) -> int:
+        return int(self.mini_batches.max()) + 1
 
     @property
     def parts(self) -> list[tuple[Batch, Plan]]:
-        """What the batch holds of each mini-batch: views."""
-        return list(zip(self.batch.split([len(plan.sequences) for plan in self.plans]), self.plans))
+        """The share of each mini-batch, as views of the batch, and its plan."""
+        batches = self.batch.split([len(plan.sequences) for plan in self.plans])
+        return list(zip(batches, self.plans))
 
     @property
     def metrics(self) -> dict[str, float]:
-        """How many tokens groups of ranks of each size work on, and the mean of other metrics of the plans."""
-        return {
-            name: sum(plan.metrics[name] for plan in self.plans)
-            / (1 if name.startswith("perf/cp_") else self.num_minis)
-            for name in self.plans[0].metrics
-        }
+        """The metrics of the plans: sums of perf/cp_*, the tokens that groups of ranks of each size
+        work on, and means of the others."""
+        metrics = {}
+        for name in self.plans[0].metrics:
+            total = sum(plan.metrics[name] for plan in self.plans)
+            is_sum = name.startswith("perf/cp_")
+            metrics[name] = total / (1 if is_sum else self.num_mini_batches)
+        return metrics
 
     def on_tokens(self, x: Tensor) -> Tensor:
-        """Numbers per response of all [n] -> on each token of this share [T]."""
-        return torch.repeat_interleave(x[self.places], self.batch.cu_seqlens.diff())
+        """Repeat a number per response of the step [n] on each token of this share [T]."""
+        return torch.repeat_interleave(x[self.indices], self.batch.cu_seqlens.diff())
 
     def of_all(self, x: Tensor) -> Tensor:
-        """Numbers per response of this share [m, ...] -> of all [n, ...], on every rank."""
-        gathered = x.new_zeros(len(self.minis), *x.shape[1:])
-        gathered[self.places[self.speaks]] = x[self.speaks]
-        return summed(gathered, self.group)
+        """Return numbers of all responses [n, ...], on every rank; x [m, ...]: of this share."""
+        gathered = x.new_zeros(len(self.mini_batches), *x.shape[1:])
+        gathered[self.indices[self.is_reporter]] = x[self.is_reporter]
+        return sum_over_ranks(gathered, self.group)
+
+
+@dataclass(frozen=True)
+class Routes:
+    """Which data-parallel ranks train on each response.
+
+    plans         of the mini-batches
+    first, count  [n] int64: data-parallel ranks first : first + count
+    """
+
+    plans: list[Plan]
+    first: Tensor
+    count: Tensor
+
+    def lead_to(self, dp_rank: int) -> Tensor:
+        """Return whether a data-parallel rank trains on each response: [n] bool."""
+        return (self.first <= dp_rank) & (dp_rank < self.first + self.count)
 
 
 def divide(
-    samples: Samples, minis: Tensor, engine: Engine, group: dist.ProcessGroup | None = None
+    samples: Samples, mini_batches: Tensor, engine: Engine, group: dist.ProcessGroup | None = None
 ) -> Share:
-    """Move the tokens to where they are trained on. Each mini-batch is divided over data-parallel ranks once."""
-    rank, world_size, lengths, owner = (
-        dist.get_rank(),
-        dist.get_world_size(),
-        samples.lengths,
-        samples.owner,
-    )
-    dp_ranks = summed(
-        torch.zeros(world_size, dtype=torch.int64).index_fill(
-            0, torch.tensor(rank), engine.dp_rank
-        ),
-        group,
-    )
-    of_images, held, plans = torch.zeros(len(samples), dtype=torch.float64), samples.here, []
+    """Move the tokens of a step to the ranks that train on them.
+
+    mini_batches: [n] int64, that of each response. Each mini-batch is divided over data-parallel
+    ranks once. Called by all ranks.
+    """
+    dp_rank_of_rank = gather_dp_ranks(engine, group)
+    routes = plan_mini_batches(samples, mini_batches, engine, group)
+    arriving = routes.lead_to(engine.dp_rank).nonzero()[:, 0]
+    # In the order in which they arrive: by the rank that sends them.
+    arriving = arriving[samples.owner[arriving].argsort(stable=True)]
+    batch = exchange_tokens(samples, routes, dp_rank_of_rank, arriving, group)
+    order = (mini_batches[arriving] * len(samples) + arriving).argsort()
+    indices = arriving[order]
+    # Ranks with the same dp_rank have the same responses: the first of them reports.
+    is_first_of_dp_rank = dp_rank_of_rank.index(engine.dp_rank) == dist.get_rank()
+    is_reporter = (routes.first[indices] == engine.dp_rank) & is_first_of_dp_rank
+    return Share(batch.select(order), indices, mini_batches, routes.plans, is_reporter, group)
+
+
+def gather_dp_ranks(engine: Engine, group: dist.ProcessGroup | None) -> list[int]:
+    """Return the data-parallel rank of every rank."""
+    rank = torch.tensor(dist.get_rank())
+    dp_ranks = torch.zeros(dist.get_world_size(), dtype=torch.int64)
+    dp_ranks = dp_ranks.index_fill(0, rank, engine.dp_rank)
+    return sum_over_ranks(dp_ranks, group).tolist()
+
+
+def plan_mini_batches(
+    samples: Samples, mini_batches: Tensor, engine: Engine, group: dist.ProcessGroup | None
+) -> Routes:
+    """Divide each mini-batch over data-parallel ranks, by the work that its responses are."""
+    image_flops = torch.zeros(len(samples), dtype=torch.float64)
     if samples.batch.pictures:
-        of_images[held] = torch.tensor(engine.image_flops(samples.batch), dtype=torch.float64)
-        of_images = summed(of_images, group)
-    first, count = torch.empty(2, len(samples), dtype=torch.int64)
-    for mini in range(int(minis.max()) + 1):
-        places = (minis == mini).nonzero()[:, 0]
-        plans.append(engine.plan(lengths[places].tolist(), of_images[places].tolist()))
-        first[places], count[places] = plans[-1].first, plans[-1].count
-    mine = (first <= engine.dp_rank) & (engine.dp_rank < first + count)
-    going = [
-        ((first[held] <= dp_rank) & (dp_rank < (first + count)[held])).nonzero()[:, 0]
-        for dp_rank in dp_ranks
-    ]
-    coming = mine.nonzero()[:, 0]
-    coming = coming[owner[coming].argsort(stable=True)]
-    sent = [int(lengths[held[part]].sum()) for part in going]
-    received = (
-        torch.zeros(world_size, dtype=torch.int64)
-        .index_add(0, owner[coming], lengths[coming])
-        .tolist()
-    )
+        own_flops = engine.image_flops(samples.batch)
+        image_flops[samples.held] = torch.tensor(own_flops, dtype=torch.float64)
+        image_flops = sum_over_ranks(image_flops, group)
+    plans = []
+    first = torch.empty(len(samples), dtype=torch.int64)
+    count = torch.empty(len(samples), dtype=torch.int64)
+    for mini_batch in range(int(mini_batches.max()) + 1):
+        inside = (mini_batches == mini_batch).nonzero()[:, 0]
+        plan = engine.plan(samples.lengths[inside].tolist(), image_flops[inside].tolist())
+        first[inside] = plan.first
+        count[inside] = plan.count
+        plans.append(plan)
+    return Routes(plans, first, count)
 
-    def move(x: Tensor) -> Tensor:
-        moved = x.new_empty(sum(received), *x.shape[1:])
-        dist.all_to_all_single(moved, x, received, sent, group=group)
-        return moved
 
-    batch = samples.batch.select(torch.cat(going))
-    batch = Batch(
-        move(batch.input_ids),
-        bounds(lengths[coming]),
-        {name: move(x) for name, x in batch.fields.items()},
-        batch.pictures and samples.rows[coming],
-        batch.pictures,
+def exchange_tokens(
+    samples: Samples,
+    routes: Routes,
+    dp_rank_of_rank: list[int],
+    arriving: Tensor,
+    group: dist.ProcessGroup | None,
+) -> Batch:
+    """Send the responses that this rank holds, and return those that it trains on.
+
+    arriving: the indices of the latter, among the n, in the order in which they are received.
+    """
+    held = samples.held
+    leaving = [routes.lead_to(dp_rank)[held].nonzero()[:, 0] for dp_rank in dp_rank_of_rank]
+    tokens_sent = [int(samples.lengths[held[part]].sum()) for part in leaving]
+    lengths = samples.lengths[arriving]
+    tokens_received = torch.zeros(len(dp_rank_of_rank), dtype=torch.int64)
+    tokens_received = tokens_received.index_add(0, samples.owner[arriving], lengths).tolist()
+
+    def exchange(x: Tensor) -> Tensor:
+        received = x.new_empty(sum(tokens_received), *x.shape[1:])
+        dist.all_to_all_single(received, x, tokens_received, tokens_sent, group=group)
+        return received
+
+    sent = samples.batch.select(torch.cat(leaving))
+    has_pictures = sent.pictures is not None
+    return Batch(
+        exchange(sent.input_ids),
+        bounds(lengths),
+        {name: exchange(x) for name, x in sent.fields.items()},
+        samples.rows[arriving] if has_pictures else None,
+        sent.pictures,
     )
-    order = (minis[coming] * len(samples) + coming).argsort()
-    places = coming[order]
-    speaks = (first[places] == engine.dp_rank) & (dp_ranks.tolist().index(engine.dp_rank) == rank)
-    return Share(batch.select(order), places, minis, plans, speaks, group)

@@ -14,7 +14,8 @@ from config import InputError, load
 from data.batching.packing import Batch
 from data.prompts import Prompt
 from job import tracking
-from rollout.samples import MAX_WRITTEN, Samples
+from rollout.records import MAX_WRITTEN, examples, write_samples
+from rollout.samples import Samples
 
 ROWS = [
     {"question": "What is 7+8?", "response": "15", "answer": "15", "score": 1.0},
@@ -210,20 +211,20 @@ def make_samples(rows, groups, questions):
         scores=torch.arange(n) / 2,
         truncated=one == 0,
         failures=[],
-        num_asked=n,
+        num_drawn=n,
     )
 
 
 def test_examples_have_the_question_and_the_true_answer(tmp_path):
     rows = [{"answer": 7}, {"answer": None}, {"answer": "long " * 1000, "tests": ["1" * 5000]}]
     samples = make_samples(rows, [2, 2, 0, 1, 1, 0], ["What?", "", "Why?"])
-    long, *examples = samples.examples(3)
-    assert examples == [
+    long, *others = examples(samples, 3)
+    assert others == [
         {"question": "What?", "response": "response 2", "answer": "7", "score": 1.0},
         {"question": "prompt 1", "response": "response 3", "score": 1.5},
     ]
-    assert len(long["answer"]) == MAX_WRITTEN + 5 and samples.examples(1) == [long]
-    samples.write(tmp_path / "written" / "step_1.jsonl")
+    assert len(long["answer"]) == MAX_WRITTEN + 5 and examples(samples, 1) == [long]
+    write_samples(samples, tmp_path / "written" / "step_1.jsonl")
     written = [
         json.loads(line)["row"]
         for line in (tmp_path / "written" / "step_1.jsonl").read_text().splitlines()

@@ -22,7 +22,7 @@ from data.chat.conversation import in_step
 from data.chat.tokens import ChatTokenizer
 from engines.build import engine_class
 from examples.arithmetic import build
-from rl import ppo
+from rl.settings import check_settings
 from rollout.grading.grader import Grader
 from rollout.vllm.settings import check_rollout
 from tests import families
@@ -206,7 +206,7 @@ def check_launch(words: list[str]) -> None:
         config = load(defaults, [model, "data.train_files=train.jsonl", *arguments])
         engine_class(config.model_engine).check(config, num_ranks)
         if defaults == "ppo.yaml":
-            ppo.check(config)
+            check_settings(config)
             check_rollout(config, num_ranks)
     except InputError as error:
         assert f"error: {error}" in "\n".join(PAGES.values())
@@ -358,7 +358,7 @@ def test_stages_are_called_what_the_page_calls_them():
     for script, stages in re.findall(
         r"^\| (train_\w+.py) \| (.*) \|$", PAGES["docs/profiling.md"], re.MULTILINE
     ):
-        files = [script, *("rl/roles.py", "rollout/samples.py") * (script == "train_ppo.py")]
+        files = [script, *("rl/roles.py", "rollout/drawing.py") * (script == "train_ppo.py")]
         code = "".join((ROOT / file).read_text() for file in files)
         assert set(stages.split(", ")) == set(re.findall(r'\.stage\("(\w+)"', code)), script
 
@@ -500,7 +500,7 @@ def loads(defaults: str, engine: str, settings: list[str]) -> bool:
         if defaults == "ppo.yaml" and not re.search(
             r"my\.py:name|_kwargs\.", " ".join(settings)
         ):  # of any file of yours
-            ppo.check(config)
+            check_settings(config)
         return True
     except InputError:
         return False

@@ -18,7 +18,12 @@ from engines.checkpoint.checkpointer import Checkpointer
 from engines.fsdp.engine import FSDPEngine
 from engines.parallel import device
 from examples import arithmetic
-from rl import ppo
+from rl import models
+from rl.collecting import collect
+from rl.estimation import set_advantages
+from rl.functions import FUNCTIONS, find_function
+from rl.losses import ActorLoss
+from rl.settings import check_settings
 from rollout.grading.grader import Grader
 from tests.rl.test_ppo import make_samples, on_responses, whole
 from tests.support.launch import ROOT, launch, metrics
@@ -54,11 +59,11 @@ def fork(tmp_path, monkeypatch):
 
 def loss_of(config, **fields):
     """(loss, metrics, gradient) of actor_loss for two responses of one token each, each of a weight of 0.5."""
-    ppo.check(config)
+    check_settings(config)
     half = torch.tensor([0.5, 0.5])
     fields = {name: torch.tensor(values) for name, values in fields.items()}
     log_probs = torch.tensor([-1.5, -0.5], requires_grad=True)
-    loss, amounts = ppo.actor_loss(config, 2)(
+    loss, amounts = ActorLoss(config, 2)(
         log_probs,
         torch.tensor([1.0, 3.0]),
         {
@@ -93,16 +98,16 @@ def test_a_reward_of_a_group(fork, tmp_path):
 
 def test_add_an_advantage(fork):
     config = fork("Add an advantage")
-    ppo.check(config)
+    check_settings(config)
     samples = make_samples([1, 2, 3, 2], [1, 5, 2, 7], [0, 0, 0, 1])
-    metrics = ppo.set_advantages(config, samples, whole(samples), 0.0)
+    metrics = set_advantages(config, samples, whole(samples), 0.0)
     fields = samples.batch.fields
     assert on_responses(samples, fields["advantages"]) == [-0.5, 1.5, 1.5, 0, 0, 0, 0, 0]
     assert on_responses(samples, fields["returns"]) == [1, 5, 5, 2, 2, 2, 7, 7]
     assert (
         metrics["critic/advantages/max"] == 1.5
         and "group" not in fields
-        and list(ppo.roles(config)) == ["actor"]
+        and list(models.role_configs(config)) == ["actor"]
     )
 
 
@@ -120,7 +125,7 @@ def test_add_a_policy_loss(fork):
 
 def test_distil_a_teacher(fork):
     config = fork("Distil a teacher")
-    roles = ppo.roles(config)
+    roles = models.role_configs(config)
     assert roles["reference"].model.path == "Qwen/Qwen2.5-32B-Instruct" and set(roles) == {
         "actor",
         "reference",
@@ -292,7 +297,7 @@ def test_a_turn_of_a_tool(tmp_path):
 def test_the_arguments_are_those_that_the_text_names():
     for key, title in (("adv_estimator", "Add an advantage"), ("loss_mode", "Add a policy loss")):
         named = re.findall(r"`(\w+)(?: \[\w\])?`", SECTIONS[title])
-        assert set(ppo.NAMED[key][1].split()) == set(named)
+        assert set(FUNCTIONS[key].vocabulary) == set(named)
     keys = re.findall(r"`((?:algorithm|optim|reward)\.\w+)`", TEXT)
     config = load("ppo.yaml", ["model.path=unused", "data.train_files=unused"])
     assert len(set(keys)) > 10 and all(
@@ -358,9 +363,9 @@ def named(tmp_path, monkeypatch):
     ],
 )
 def test_what_is_named_is_built(named, pairs, roles):
-    ppo.check(named(*pairs))
-    assert set(ppo.roles(named(*pairs))) == roles
-    assert ppo.needs_old_log_probs(named(*pairs), 1, 0) == (
+    check_settings(named(*pairs))
+    assert set(models.role_configs(named(*pairs))) == roles
+    assert models.needs_old_log_probs(named(*pairs), 1, 0) == (
         pairs == ["adv_estimator=my.py:referred"]
     )
 
@@ -404,11 +409,11 @@ def test_what_is_named_is_built(named, pairs, roles):
         ),
         (
             ["adv_estimator=my.py:unrewarded", "use_kl_in_reward=true"],
-            "does nothing without an advantage that names rewards",
+            "does nothing without an adv_estimator that reads rewards",
         ),
         (
             ["adv_estimator=my.py:of_the_step"],
-            "names mask, which is of one rank's tokens: name outcome instead",
+            "names mask, which covers one rank's tokens: name outcome instead",
         ),
         (
             ["loss_agg_mode=my.py:of_tokens"],
@@ -422,15 +427,15 @@ def test_what_is_named_is_built(named, pairs, roles):
 )
 def test_functions_that_cannot_be_called_so(named, tmp_path, pairs, message):
     with pytest.raises(InputError) as error:
-        ppo.check(named(*pairs))
+        check_settings(named(*pairs))
     assert message.replace("{my}", str(tmp_path / "my.py")) in str(error.value)
 
 
 def test_discounts_kwargs_and_weights_reach_them(named):
-    ppo.check(named("adv_estimator=my.py:discounted", "gamma=0.5"))
-    ppo.check(named("adv_estimator=my.py:needy", "adv_kwargs.alpha=1"))
+    check_settings(named("adv_estimator=my.py:discounted", "gamma=0.5"))
+    check_settings(named("adv_estimator=my.py:needy", "adv_kwargs.alpha=1"))
     assert plugins.parameters(
-        ppo.named(named("loss_mode=my.py:loss", "loss_kwargs.beta=3"), "loss_mode")
+        find_function(named("loss_mode=my.py:loss", "loss_kwargs.beta=3"), "loss_mode")
     ) == {"log_probs", "advantages", "beta"}
     config = named(
         "loss_mode=my.py:loss",
@@ -444,7 +449,7 @@ def test_discounts_kwargs_and_weights_reach_them(named):
         loss == pytest.approx(3 * (1.5 - 2 * 0.5) / 2 + 0.5 * 0.25) and metrics["kl_loss"] == 0.25
     )
     samples = make_samples([1, 2, 3], [1, 5, 2], [4, 4, 6])
-    ppo.set_advantages(
+    set_advantages(
         named("loss_mode=my.py:loss_of_all", "loss_agg_mode=my.py:halves"),
         samples,
         whole(samples),
@@ -454,7 +459,7 @@ def test_discounts_kwargs_and_weights_reach_them(named):
     assert on_responses(samples, fields["group"]) == [4, 4, 4, 6, 6, 6]
     assert on_responses(samples, fields["scores"]) == [1, 5, 5, 2, 2, 2]
     assert on_responses(samples, fields["loss_weight"]) == [0.5] * 6
-    ppo.set_advantages(named("adv_estimator=my.py:counted"), samples, whole(samples), 0.0)
+    set_advantages(named("adv_estimator=my.py:counted"), samples, whole(samples), 0.0)
     assert on_responses(samples, fields["advantages"]) == pytest.approx(
         [3 / 8, 0, 15 / 8, 0, 0, 3 / 4]
     )
@@ -469,9 +474,7 @@ def test_shapes_that_a_broadcast_would_hide(named):
         with pytest.raises(
             InputError, match=f"adv_estimator=my.py:{function} must return one number per {said}"
         ):
-            ppo.set_advantages(
-                named(f"adv_estimator=my.py:{function}"), samples, whole(samples), 0.0
-            )
+            set_advantages(named(f"adv_estimator=my.py:{function}"), samples, whole(samples), 0.0)
     samples.batch.fields |= {
         name: torch.zeros(9) for name in ("old_log_probs", "ref_log_probs", "rollout_log_probs")
     }
@@ -489,7 +492,7 @@ def test_shapes_that_a_broadcast_would_hide(named):
         with pytest.raises(
             InputError, match=re.escape(f"algorithm.{pairs[-1].partition(':')[0]}:{message}")
         ):
-            ppo.set_advantages(named(*pairs), samples, whole(samples), 0.0)
+            set_advantages(named(*pairs), samples, whole(samples), 0.0)
     for pairs, message in (
         (["loss_mode=my.py:summed"], "summed must return one number per token, shape [2], not []"),
         (
@@ -524,7 +527,7 @@ def test_a_greedy_response_is_drawn_for_who_names_a_baseline(named):
 
     for name, calls in (("plain", [(2, 1.0)]), ("greedy", [(2, 1.0), (1, 0.0)])):
         drawn.clear()
-        samples, _ = ppo.collect(
+        samples, _ = collect(
             named(f"adv_estimator=my.py:{name}", "rollout.n=2", "data.train_batch_size=2"),
             draw,
             range(4),

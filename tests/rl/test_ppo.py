@@ -16,7 +16,14 @@ from data.prompts import Prompt
 from engines.context_parallel import check_batch_size
 from engines.fsdp.engine import FSDPEngine
 from engines.parallel import device
-from rl import ppo
+from rl import updates
+from rl.collecting import collect as collect_samples, penalized_scores
+from rl.estimation import next_kl_coef, set_advantages
+from rl.losses import ActorLoss, critic_loss
+from rl.models import head_of, mini_batch_prompts, needs_old_log_probs, role_configs
+from rl.settings import check_settings
+from rl.validation import validation_metrics
+from rollout.records import append_failures, write_samples
 from rollout.grading.grader import Failure
 from rollout.samples import Samples, concat
 from rollout.sharing import Share, divide
@@ -48,7 +55,7 @@ def make_samples(lengths, scores, group, baseline=None, failures=()):
         scores=torch.tensor(scores, dtype=torch.float32),
         truncated=torch.tensor([length > 3 for length in lengths], dtype=torch.bool),
         failures=list(failures),
-        num_asked=len(lengths) + len(failures),
+        num_drawn=len(lengths) + len(failures),
         baseline=None if baseline is None else torch.tensor(baseline),
     )
 
@@ -137,9 +144,9 @@ def test_mini_batches_hold_whole_groups_whatever_their_numbers_and_sizes():
         "no last one of a single prompt, which would get a whole step"
     )
     config = configure("data.train_batch_size=4")
-    assert ppo.mini_batches(config, samples).tolist() == [0] * 7
+    assert samples.mini_batches(mini_batch_prompts(config)).tolist() == [0] * 7
     config = configure("data.train_batch_size=4", "algorithm.ppo_mini_batch_size=1")
-    assert ppo.mini_batches(config, samples).tolist() == [0, 0, 1, 2, 2, 2, 3]
+    assert samples.mini_batches(mini_batch_prompts(config)).tolist() == [0, 0, 1, 2, 2, 2, 3]
 
 
 def test_ranks_divide_responses():
@@ -152,9 +159,8 @@ def test_ranks_divide_responses():
 
 
 def test_samples_are_written_with_their_failures(tmp_path):
-    make_samples([4, 2], [0.5, 1], [0, 6], failures=[failure(3)]).write(
-        tmp_path / "new" / "step_1.jsonl"
-    )
+    samples = make_samples([4, 2], [0.5, 1], [0, 6], failures=[failure(3)])
+    write_samples(samples, tmp_path / "new" / "step_1.jsonl")
     lines = [
         json.loads(line) for line in (tmp_path / "new" / "step_1.jsonl").read_text().splitlines()
     ]
@@ -183,11 +189,11 @@ def test_samples_are_written_with_their_failures(tmp_path):
 
 def test_a_full_disk_is_told_with_the_file_and_its_bytes(tmp_path):
     samples = make_samples([4, 2], [0.5, 1], [0, 6], failures=[failure(3)])
-    samples.write(tmp_path / "whole.jsonl")
+    write_samples(samples, tmp_path / "whole.jsonl")
     num_bytes = (tmp_path / "whole.jsonl").stat().st_size
     for write, needs in (
-        (samples.write, f"{num_bytes} bytes"),
-        (lambda path: samples.append_failures(path, 1), "more than 0 bytes"),
+        (lambda path: write_samples(samples, path), f"{num_bytes} bytes"),
+        (lambda path: append_failures(samples, path, 1), "more than 0 bytes"),
     ):
         (tmp_path / "full").mkdir()
         (tmp_path / "full" / "step_1.jsonl").symlink_to("/dev/full")
@@ -214,7 +220,7 @@ def test_a_full_disk_is_told_with_the_file_and_its_bytes(tmp_path):
     ],
 )
 def test_old_log_probs_are_asked_for_where_they_are_needed(num_minis, more, needed):
-    assert ppo.needs_old_log_probs(configure(*more), num_minis, 2) == needed
+    assert needs_old_log_probs(configure(*more), num_minis, 2) == needed
 
 
 # -- collecting --------------------------------------------------------------------------------------------------------
@@ -241,12 +247,12 @@ def collect(agreeing, *more, batch_index=1, failing=()):
             [1 + row % 3 for _, row, _ in kept], scores, [group for group, *_ in kept]
         )
         drawn.failures = [failure(row) for row in rows.tolist() if row in failing]
-        drawn.num_asked = len(rows) * sampling.n
+        drawn.num_drawn = len(rows) * sampling.n
         return drawn
 
     config = configure(f"data.train_batch_size={SIZE}", "rollout.n=2", *more)
     try:
-        return *ppo.collect(config, draw, range(PROMPTS), batch_index), calls
+        return *collect_samples(config, draw, range(PROMPTS), batch_index), calls
     except InputError as error:
         return str(error), calls
 
@@ -339,7 +345,7 @@ def test_remax_draws_a_greedy_response_more():
         samples.group.tolist() == [0, 0, 2, 2]
         and samples.baseline.tolist() == samples.scores.tolist()
     )
-    assert samples.failures == [failure(row)] * 2 and samples.num_asked == SIZE * 3, "of both draws"
+    assert samples.failures == [failure(row)] * 2 and samples.num_drawn == SIZE * 3, "of both draws"
 
 
 def test_the_baseline_of_remax_has_the_penalty_for_long_responses_too():
@@ -351,7 +357,7 @@ def test_the_baseline_of_remax_has_the_penalty_for_long_responses_too():
         "reward.overlong_penalty=0.5",
     )
     penalty = (
-        ppo.shaped_rewards(
+        penalized_scores(
             configure(
                 "reward.overlong_buffer=4", "rollout.max_tokens=4", "reward.overlong_penalty=0.5"
             ),
@@ -391,7 +397,7 @@ def test_failures_of_all_draws_are_kept():
     assert (
         len(calls) == 2
         and samples.failures == [failure(row) for row in rows]
-        and samples.num_asked == 2 * SIZE * 2
+        and samples.num_drawn == 2 * SIZE * 2
     )
 
 
@@ -406,7 +412,7 @@ def advantages(samples, *more, minis=None, kl_coef=0.001, **fields):
             mask > 0, torch.tensor(values)
         )
     config = configure(*more)
-    metrics = ppo.set_advantages(config, samples, whole(samples, minis), kl_coef)
+    metrics = set_advantages(config, samples, whole(samples, minis), kl_coef)
     return samples.batch.fields, metrics
 
 
@@ -468,7 +474,7 @@ def test_loss_weights_are_of_one_mini_batch(mode, weights):
 
 @pytest.mark.parametrize("name", BY_FORMULA)
 def test_advantages_are_those_of_the_estimator_and_the_discounts_that_are_configured(name):
-    """Those that an estimator has no use for (ppo.check refuses them) change nothing."""
+    """Those that an estimator has no use for (check_settings refuses them) change nothing."""
     scores, group, baseline = [1, 3, -2, 0.5], [0, 0, 4, 4], [0.25, 0.25, 4.0, 4.0]
     values = [[0.5, -1.0, 2.0], [1.5, 0.25], [-0.75], [2.0, 1.0, 0.0, -1.0]]
     samples = make_samples(list(map(len, values)), scores, group, baseline)
@@ -566,10 +572,10 @@ def test_the_coefficient_adapts(reference, factor):
         minis=[0, 0, 0, 1, 1],
     )
     assert metrics["actor/kl_coef"] == 0.5, "the one that this step's rewards have"
-    assert ppo.next_kl_coef(configure(*settings), 0.5, metrics, 5) == pytest.approx(
+    assert next_kl_coef(configure(*settings), 0.5, metrics, 5) == pytest.approx(
         0.5 * factor, rel=1e-4
     )
-    assert ppo.next_kl_coef(configure(*KL), 0.5, metrics, 5) == 0.5
+    assert next_kl_coef(configure(*KL), 0.5, metrics, 5) == 0.5
 
 
 @pytest.mark.parametrize(
@@ -658,7 +664,7 @@ def loss_of(log_probs, *more, entropy=(1.0, 3.0), **fields):
         "sequence": torch.tensor([0, 1])
     }
     log_probs = torch.tensor(log_probs, requires_grad=True)
-    loss, amounts = ppo.actor_loss(configure(*more), 2)(log_probs, torch.tensor(entropy), tensors)
+    loss, amounts = ActorLoss(configure(*more), 2)(log_probs, torch.tensor(entropy), tensors)
     loss.backward()
     return (
         loss.item(),
@@ -721,7 +727,7 @@ def learn(lengths, scores, log_probs, *more, **fields):
         .masked_scatter(f["loss_mask"] > 0, torch.tensor(log_probs))
         .requires_grad_()
     )
-    loss, amounts = ppo.actor_loss(configure(*more), len(samples))(
+    loss, amounts = ActorLoss(configure(*more), len(samples))(
         log_probs, torch.zeros_like(log_probs), f
     )
     loss.backward()
@@ -875,7 +881,7 @@ def test_values_move_no_further_than_their_clip(clip, loss, share):
             ("token_weight", [0.5, 0.5]),
         )
     }
-    value, amounts = ppo.critic_loss(configure(f"critic.cliprange_value={clip}"))(
+    value, amounts = critic_loss(configure(f"critic.cliprange_value={clip}"))(
         torch.tensor([0.0, 2.0]), fields
     )
     assert value.item() == amounts["vf_loss"].item() == pytest.approx(loss)
@@ -891,7 +897,7 @@ def test_pass_at_k():
     samples = make_samples(
         [4] + [1] * 14, scores, [0] * 4 + [1] * 4 + [5] * 4 + [7] * 3, failures=[failure(0)]
     )
-    metrics = ppo.validation_metrics(samples, "some/file.py:score", 4)
+    metrics = validation_metrics(samples, "some/file.py:score", 4)
     mean = sum(scores) / 15
     assert metrics == pytest.approx(
         {
@@ -908,13 +914,13 @@ def test_pass_at_k():
 
 def test_validation_with_one_response_and_with_an_odd_number():
     samples = make_samples([1, 1, 1], [0, 1, 0], [0, 0, 0])
-    assert set(ppo.validation_metrics(samples, "exact_match", 1)) == {
+    assert set(validation_metrics(samples, "exact_match", 1)) == {
         "val/exact_match",
         "val/response_length",
         "val/truncated",
         "val/failures",
     }
-    metrics = ppo.validation_metrics(samples, "exact_match", 3)
+    metrics = validation_metrics(samples, "exact_match", 3)
     assert (
         metrics["val/exact_match/pass@2"] == pytest.approx(2 / 3)
         and metrics["val/exact_match/pass@3"] == 1
@@ -967,7 +973,7 @@ CONTRADICTIONS = {
             "algorithm.lam=0.5": GAE,
             "algorithm.gamma=0.5": f"{GAE} or reinforce_plus_plus",
             "algorithm.kl_penalty=k2": "algorithm.use_kl_in_reward=true",
-            "algorithm.kl_ctrl.kl_coef=1": "algorithm.use_kl_in_reward=",
+            "algorithm.kl_ctrl.kl_coef=1": "algorithm.use_kl_in_reward=true",
             "algorithm.kl_ctrl.type=adaptive": "algorithm.use_kl_in_reward=true",
             "algorithm.kl_ctrl.horizon=2": "algorithm.kl_ctrl.type=adaptive",
             "algorithm.kl_loss_coef=1": "algorithm.use_kl_loss=true",
@@ -1005,7 +1011,7 @@ CONTRADICTIONS = {
 def test_contradictions_are_input_errors(what):
     more, message = CONTRADICTIONS[what]
     with pytest.raises(InputError) as error:
-        ppo.check(configure(*more))
+        check_settings(configure(*more))
     assert message in str(error.value)
 
 
@@ -1028,16 +1034,16 @@ def test_contradictions_are_input_errors(what):
     ],
 )
 def test_what_contradicts_nothing_is_accepted(more):
-    ppo.check(configure(*more))
+    check_settings(configure(*more))
 
 
 def test_a_policy_that_samples_from_fewer_words_is_warned_of_unless_the_trainer_knows_them(capsys):
-    ppo.check(configure("rollout.min_p=0.1"))
+    check_settings(configure("rollout.min_p=0.1"))
     assert (
-        "warning: rollout.min_p=0.1: responses are drawn from fewer words"
+        "warning: rollout.min_p=0.1: responses are drawn from fewer tokens"
         in capsys.readouterr().err
     )
-    ppo.check(configure("rollout.min_p=0.1", "rollout.top_k=50"))
+    check_settings(configure("rollout.min_p=0.1", "rollout.top_k=50"))
     assert not capsys.readouterr().err
 
 
@@ -1046,19 +1052,19 @@ def test_critic_and_reference_begin_with_their_own_model_or_the_policys():
     config = configure(
         *both, "critic.path=c", "critic.lr=0.5", "reference.path=r", "model.freeze=[x]", path="p"
     )
-    roles = ppo.roles(config)
+    roles = role_configs(config)
     assert [list(role.model.freeze) for role in roles.values()] == [["x"], ["x"], []]
     assert [(name, role.model.path, role.optim.lr) for name, role in roles.items()] == [
         ("actor", "p", config.optim.lr),
         ("critic", "c", 0.5),
         ("reference", "r", config.optim.lr),
     ]
-    assert [role.model.path for role in ppo.roles(configure(*both, path="p")).values()] == [
+    assert [role.model.path for role in role_configs(configure(*both, path="p")).values()] == [
         "p",
         "p",
         "p",
     ]
-    assert list(ppo.roles(configure(path="p"))) == ["actor"]
+    assert list(role_configs(configure(path="p"))) == ["actor"]
 
 
 # -- with a real engine ------------------------------------------------------------------------------------------------
@@ -1105,14 +1111,14 @@ def bandit_samples(indices=None):
         scores=ARM_SCORES.flatten()[indices],
         truncated=torch.zeros(len(indices), dtype=torch.bool),
         failures=[],
-        num_asked=len(indices),
+        num_drawn=len(indices),
     )
 
 
 def choices(engine):
     """[2, 5]: how likely the policy is to choose each arm, of these."""
     samples = bandit_samples()
-    log_probs = ppo.log_probs(engine, whole(samples))
+    log_probs = updates.log_probs(engine, whole(samples))
     of_arm = torch.stack([x.sum() for x in log_probs.split(samples.lengths.tolist())]).view(2, 5)
     return of_arm.softmax(1)
 
@@ -1121,9 +1127,9 @@ def play(config, this_device, steps):
     """Train on arms that the policy chose; the policy's expected score before and after each step."""
     engines = {
         role: FSDPEngine(
-            settings, this_device, steps, optimize=role != "reference", critic=role == "critic"
+            settings, this_device, steps, optimize=role != "reference", head=head_of(role)
         )
-        for role, settings in ppo.roles(config).items()
+        for role, settings in role_configs(config).items()
     }
     actor, critic, reference = (engines.get(role) for role in ("actor", "critic", "reference"))
     generator, scores, kl_coef = (
@@ -1137,27 +1143,27 @@ def play(config, this_device, steps):
         drawn = torch.multinomial(likely, 16, replacement=True, generator=generator)
         samples = bandit_samples((drawn + torch.tensor([[0], [5]])).flatten().tolist())
         samples.baseline = ARM_SCORES.gather(1, likely.argmax(1)[:, None])[samples.group, 0]
-        share = divide(samples, ppo.mini_batches(config, samples), actor)
+        share = divide(samples, samples.mini_batches(mini_batch_prompts(config)), actor)
         fields = share.batch.fields
-        fields["old_log_probs"] = fields["rollout_log_probs"] = ppo.log_probs(actor, share)
+        fields["old_log_probs"] = fields["rollout_log_probs"] = updates.log_probs(actor, share)
         if reference:
-            fields["ref_log_probs"] = ppo.log_probs(reference, share)
+            fields["ref_log_probs"] = updates.log_probs(reference, share)
         if critic:
-            fields["values"] = ppo.ask(critic.values, share)
-        kl_coef = ppo.next_kl_coef(
-            config, kl_coef, ppo.set_advantages(config, samples, share, kl_coef), len(samples)
+            fields["values"] = updates.compute(critic.values, share)
+        kl_coef = next_kl_coef(
+            config, kl_coef, set_advantages(config, samples, share, kl_coef), len(samples)
         )
         if critic:
-            ppo.update(
+            updates.update(
                 critic,
                 share.parts,
-                ppo.critic_loss(config),
+                critic_loss(config),
                 step,
                 config.algorithm.ppo_epochs,
                 "critic",
             )
-        loss_fn = ppo.actor_loss(config, len(samples))
-        metrics = ppo.update(
+        loss_fn = ActorLoss(config, len(samples))
+        metrics = updates.update(
             actor, share.parts, loss_fn, step, config.algorithm.ppo_epochs, "actor"
         )
         assert metrics["actor/skipped"] == 0
@@ -1210,11 +1216,11 @@ def test_divergence_from_the_reference_holds_the_policy_back(this_device, model,
 def first_update(config, this_device):
     """An actor, and the mini-batches of two groups of unequal scores with all that its first update needs."""
     actor, samples = FSDPEngine(config, this_device, 10), bandit_samples()
-    share = divide(samples, ppo.mini_batches(config, samples), actor)
+    share = divide(samples, samples.mini_batches(mini_batch_prompts(config)), actor)
     fields = share.batch.fields
-    fields["old_log_probs"] = ppo.log_probs(actor, share)
+    fields["old_log_probs"] = updates.log_probs(actor, share)
     fields["rollout_log_probs"] = fields["old_log_probs"] - 0.1 * fields["loss_mask"]
-    ppo.set_advantages(config, samples, share, 0.0)
+    set_advantages(config, samples, share, 0.0)
     return actor, share.parts
 
 
@@ -1222,15 +1228,15 @@ def test_the_first_mini_batch_of_an_update_has_a_ratio_of_exactly_1(this_device,
     """In several micro-batches; the second has another policy already."""
     config = configure(*BANDIT, "data.max_tokens_per_micro_batch=12", path=model)
     actor, parts = first_update(config, this_device)
-    loss_fn = ppo.actor_loss(config, 10)
+    loss_fn = ActorLoss(config, 10)
     assert [len(part) for part, _ in parts] == [5, 5] and sum(parts[0][0].lengths) > 12
-    first = ppo.update(actor, parts[:1], loss_fn, 0, 1, "actor")
+    first = updates.update(actor, parts[:1], loss_fn, 0, 1, "actor")
     assert (
         first["actor/ppo_kl"] == 0
         and first["actor/pg_clipfrac"] == 0
         and first["actor/grad_norm"] > 0
     )
-    second = ppo.update(actor, parts[1:], loss_fn, 0, 1, "actor")
+    second = updates.update(actor, parts[1:], loss_fn, 0, 1, "actor")
     assert second["actor/ppo_kl"] != 0
 
 
@@ -1238,8 +1244,8 @@ def test_an_update_is_a_step_for_each_mini_batch_and_epoch(this_device, model):
     """Its metrics are means over the steps."""
     config = configure(*BANDIT, "algorithm.ppo_epochs=3", path=model)
     actor, parts = first_update(config, this_device)
-    twin, loss_fn = FSDPEngine(config, this_device, 10), ppo.actor_loss(config, 10)
-    updated = ppo.update(actor, parts, loss_fn, 4, 3, "actor")
+    twin, loss_fn = FSDPEngine(config, this_device, 10), ActorLoss(config, 10)
+    updated = updates.update(actor, parts, loss_fn, 4, 3, "actor")
     results = [twin.train_batch(part, loss_fn, 4) for _ in range(3) for part, _ in parts]
     for key in ("loss", "pg_loss", "pg_clipfrac", "entropy", "ppo_kl", "grad_norm", "lr"):
         assert updated[f"actor/{key}"] == pytest.approx(
@@ -1248,7 +1254,7 @@ def test_an_update_is_a_step_for_each_mini_batch_and_epoch(this_device, model):
     assert updated["actor/skipped"] == 0 and not any("rollout" in key for key in updated)
     weights = [dict(engine.export_weights()) for engine in (actor, twin)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-    poisoned = ppo.update(
+    poisoned = updates.update(
         actor, parts, lambda log_probs, *_: (log_probs.sum() * math.nan, {}), 4, 3, "critic"
     )
     assert poisoned["critic/skipped"] == 6, "a count, not a mean"
@@ -1260,18 +1266,16 @@ def test_what_is_said_of_the_rollout_is_of_all_tokens_wherever_it_is_said(this_d
     def measure(*more):
         config = configure(*BANDIT, "algorithm.ppo_mini_batch_size=null", *more, path=model)
         actor, samples = FSDPEngine(config, this_device, 10), bandit_samples()
-        share = divide(samples, ppo.mini_batches(config, samples), actor)
+        share = divide(samples, samples.mini_batches(mini_batch_prompts(config)), actor)
         fields = share.batch.fields
-        old, mask = ppo.log_probs(actor, share), fields["loss_mask"]
+        old, mask = updates.log_probs(actor, share), fields["loss_mask"]
         fields["rollout_log_probs"] = old - mask * torch.where(
             torch.arange(len(mask)) % 3 == 0, 0.1, 0.3
         )
         if more:
             fields["old_log_probs"] = old
-        said = ppo.set_advantages(config, samples, share, 0.0)
-        updated = ppo.update(
-            actor, share.parts, ppo.actor_loss(config, len(samples)), 0, 1, "actor"
-        )
+        said = set_advantages(config, samples, share, 0.0)
+        updated = updates.update(actor, share.parts, ActorLoss(config, len(samples)), 0, 1, "actor")
         assert any("gap" in key for key in updated) != any("gap" in key for key in said)
         return {
             key: x for key, x in (said | updated).items() if key.startswith("rollout_corr/")

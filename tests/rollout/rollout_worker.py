@@ -30,9 +30,11 @@ from engines.heads import Head
 from engines.parallel import device
 from examples.arithmetic import make_tokenizer
 from profiling import Profiler
-from rl import ppo
+from rl.estimation import set_advantages
+from rl.updates import compute
+from rollout.drawing import Request, Sampler
 from rollout.grading.grader import Grader, check_failures
-from rollout.samples import Samples, draw_samples
+from rollout.samples import Samples
 from rollout.sharing import Share, divide
 from rollout.vllm.engine import Rollout
 from rollout.vllm.sampling import request_seed
@@ -339,7 +341,7 @@ class Prompts(PromptDataset):
 
 
 def samples(folder: Path, rollout: Rollout, engine: FSDPEngine) -> dict:
-    """What draw_samples makes of 5 prompts; for one of them the reward often raises. And of 3 with a reward of groups. And what
+    """What Sampler.draw() makes of 5 prompts; for one of them the reward often raises. And of 3 with a reward of groups. And what
     the first of these teach."""
     dataset, generate, num_local = Prompts(), rollout.generate, []
     rollout.generate = lambda prompts, *others: (
@@ -355,25 +357,15 @@ def samples(folder: Path, rollout: Rollout, engine: FSDPEngine) -> dict:
 
     def draw(grader, rows, n, max_failure_rate=0.5):
         sampling = OmegaConf.merge(engine.config.rollout, {"n": n, "stop": []})
-        drawn = draw_samples(
-            rollout,
-            grader,
-            dataset,
-            rows,
-            sampling,
-            (7, 1),
-            tokenizer,
-            Profiler(),
-            host_group,
-            max_failure_rate,
-            first_group=10,
-        )
-        check_failures(drawn.failures, drawn.num_asked, max_failure_rate)
+        sampler = Sampler(rollout, grader, tokenizer, host_group, max_failure_rate)
+        request = Request(dataset, rows, sampling, seed=(7, 1), first_group=10)
+        drawn = sampler.draw(request, Profiler())
+        check_failures(drawn.failures, drawn.num_drawn, max_failure_rate)
         return drawn
 
     def told_of(drawn):
         batches, texts, prompts, held = zip(
-            *gather((drawn.batch, drawn.texts, [p.text for p in drawn.prompts], drawn.here))
+            *gather((drawn.batch, drawn.texts, [p.text for p in drawn.prompts], drawn.held))
         )
         order = torch.cat(held).argsort()
         return {
@@ -467,7 +459,7 @@ def learned(drawn: Samples, engine: FSDPEngine, folder: Path, *more: str) -> dic
         f[name] = -(ids * factor % 101 + 1) / 50 * f["loss_mask"]
     f["rollout_log_probs"] = f["old_log_probs"] + (ids % 5 - 2) / 20 * f["loss_mask"]
     with counted_bytes() as told:
-        metrics = ppo.set_advantages(config, drawn, share, 0.1)
+        metrics = set_advantages(config, drawn, share, 0.1)
     fields = {
         name: of_all(share, f[name])
         for name in ("advantages", "returns", "loss_weight", "token_weight")
@@ -483,7 +475,7 @@ def learned(drawn: Samples, engine: FSDPEngine, folder: Path, *more: str) -> dic
 def of_all(share: Share, x: torch.Tensor) -> list[float]:
     """Numbers per token of this share -> of all responses, one behind the other."""
     shares = gather(
-        (share.places.tolist(), [part.tolist() for part in x.split(share.batch.lengths)])
+        (share.indices.tolist(), [part.tolist() for part in x.split(share.batch.lengths)])
     )
     of_response = {
         place: numbers for places, parts in shares for place, numbers in zip(places, parts)
@@ -612,7 +604,7 @@ def critic(folder: Path, name: str) -> dict:
 
     def values(engine, batch=batch):
         share = shared(engine, batch)
-        return of_all(share, ppo.ask(engine.values, share))
+        return of_all(share, compute(engine.values, share))
 
     engine = build(config.model.path)
     result = {

@@ -1,0 +1,348 @@
+"""From a step's scores to what the losses read: shape the rewards, estimate, reject, weigh.
+
+Every rank knows the numbers of all n responses of a step, such as scores and lengths, and holds the
+T tokens that it trains on. Advantages and denominators follow from the numbers, and from sums over
+the tokens of each response, so they do not depend on the number of ranks.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor
+
+from algorithms.aggregation import token_mean
+from algorithms.dapo import informative
+from algorithms.kl import adapt
+from algorithms.rollout_correction import keep_mask, off_policy
+from algorithms.value_loss import explained_variance
+from rl.collecting import penalized_scores, spread
+from rl.functions import (
+    AdvantageInputs,
+    call,
+    check_pair,
+    check_shapes,
+    find_function,
+    inputs_read,
+    reads_tokens,
+)
+from rl.updates import off_policy_metrics
+from rollout.samples import Samples
+from rollout.sharing import Share
+
+Metrics = dict[str, float]
+
+
+@dataclass(frozen=True)
+class ShapedRewards:
+    """The scores, minus the penalties that are configured.
+
+    outcome  [n] fp32: of each response
+    rewards  [T] fp32: of each token; the outcome is on the last token of a response, the penalty
+             for the divergence from the reference on the token that causes it
+    """
+
+    outcome: Tensor
+    rewards: Tensor
+    metrics: Metrics
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """advantages, returns: [T] fp32, 0 outside responses."""
+
+    advantages: Tensor
+    returns: Tensor
+    metrics: Metrics
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """The response tokens that the trainer learns from.
+
+    mask     [T] fp32: the loss mask, without rejected tokens
+    lengths  [n] fp32: how many tokens of each response are left
+    """
+
+    mask: Tensor
+    lengths: Tensor
+    metrics: Metrics
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What a token counts for in its mini-batch; both [T] fp32, 0 on rejected tokens.
+
+    loss   in the loss, as algorithm.loss_agg_mode determines
+    token  in means over tokens
+    """
+
+    loss: Tensor
+    token: Tensor
+
+
+class ResponseTokens:
+    """Reductions over the response tokens of a share, whose results all ranks know.
+
+    mask  [T] fp32: 1 on response tokens
+    """
+
+    def __init__(self, share: Share):
+        self.share = share
+        self.mask = share.batch.fields["loss_mask"]
+        self.indices = self.mask.nonzero()[:, 0]
+        self.lengths = torch.searchsorted(self.indices, share.batch.cu_seqlens).diff()
+
+    def reduce(self, *reductions: tuple[Tensor, str]) -> Tensor:
+        """Reduce tensors over the tokens of each response.
+
+        reductions: pairs of x [T] and "sum", "max" or "min". Returns [n, len(reductions)] float64.
+        """
+        reduced = [
+            torch.segment_reduce(
+                x[self.indices].double(), reduction, lengths=self.lengths, unsafe=True
+            )
+            for x, reduction in reductions
+        ]
+        return self.share.of_all(torch.stack(reduced, 1))
+
+    def total(self, x: Tensor) -> Tensor:
+        """Return the sum of x [T] over all response tokens of the step: a float64 scalar."""
+        return self.reduce((x, "sum")).sum()
+
+
+def set_advantages(
+    config: DictConfig, samples: Samples, share: Share, kl_coef: float
+) -> dict[str, float]:
+    """Fill the fields of the share that the losses read, and return metrics of all samples.
+
+    All are [T] fp32, except sequence and group (int64):
+
+    sequence                   the response of the share that a token belongs to
+    advantages, returns        0 outside responses
+    loss_weight, token_weight  what a token counts for in its mini-batch: in the loss, as
+                               algorithm.loss_agg_mode determines, and in means over tokens.
+                               Rejected tokens count for nothing, and are in no denominator
+    group, scores              those of the token's response, if the policy loss reads them
+    """
+    fields = share.batch.fields
+    tokens = ResponseTokens(share)
+    fields["sequence"] = sequence_in_share(share)
+
+    shaped = shape_rewards(config, samples, tokens, kl_coef)
+    estimate = estimate_advantages(config, samples, tokens, shaped)
+    fields["advantages"] = estimate.advantages
+    fields["returns"] = estimate.returns
+    off_policy_gap = measure_off_policy(samples, tokens)
+    rejection = reject_tokens(config, samples, tokens)
+    loss_reads = inputs_read(config, "loss_mode")
+    if "group" in loss_reads:
+        fields["group"] = share.on_tokens(samples.group)
+    if "scores" in loss_reads:
+        fields["scores"] = share.on_tokens(samples.scores)
+    weights = weigh_tokens(config, share, rejection)
+    fields["loss_weight"] = weights.loss
+    fields["token_weight"] = weights.token
+    return {
+        **shaped.metrics,
+        **estimate.metrics,
+        **off_policy_gap,
+        **rejection.metrics,
+        **value_metrics(samples, tokens),
+        **sample_metrics(samples),
+        **samples.metrics,
+        **share.metrics,
+    }
+
+
+def sequence_in_share(share: Share) -> Tensor:
+    """Return [T] int64: the response of the share that each token belongs to."""
+    num_responses = len(share.batch)
+    return torch.repeat_interleave(torch.arange(num_responses), share.batch.cu_seqlens.diff())
+
+
+def shape_rewards(
+    config: DictConfig, samples: Samples, tokens: ResponseTokens, kl_coef: float
+) -> ShapedRewards:
+    """Subtract the penalties for length and for the divergence from the reference.
+
+    The metrics critic/rewards/... report the outcome before the latter.
+    """
+    share = tokens.share
+    outcome = penalized_scores(config, samples)
+    metrics = spread("critic/score", samples.scores) | spread("critic/rewards", outcome)
+    last_tokens = share.batch.cu_seqlens[1:] - 1
+    rewards = torch.zeros_like(tokens.mask).index_copy(0, last_tokens, outcome[share.indices])
+    if config.algorithm.use_kl_in_reward:
+        fields = share.batch.fields
+        divergence = find_function(config, "kl_penalty")(
+            log_probs=fields["old_log_probs"], ref_log_probs=fields["ref_log_probs"]
+        )
+        check_shapes(config, "kl_penalty", tokens.mask, divergence)
+        divergence_of_response = tokens.reduce((divergence, "sum"))[:, 0]
+        rewards = rewards - kl_coef * (divergence * tokens.mask)
+        outcome = (outcome - kl_coef * divergence_of_response).float()
+        num_tokens = samples.response_lengths.sum().item()
+        metrics["actor/reward_kl"] = divergence_of_response.sum().item() / num_tokens
+        metrics["actor/kl_coef"] = kl_coef
+    return ShapedRewards(outcome, rewards, metrics)
+
+
+def estimate_advantages(
+    config: DictConfig, samples: Samples, tokens: ResponseTokens, shaped: ShapedRewards
+) -> Estimate:
+    """Call the advantage estimator, and spread what it returns over the tokens."""
+    share = tokens.share
+    fields = share.batch.fields
+    n = len(samples)
+    inputs = AdvantageInputs(
+        rewards=shaped.rewards,
+        mask=tokens.mask,
+        sequence=share.on_tokens(torch.arange(n)),
+        group=samples.group,
+        values=fields.get("values"),
+        baseline=samples.baseline,
+        old_log_probs=fields.get("old_log_probs"),
+        ref_log_probs=fields.get("ref_log_probs"),
+        rollout_log_probs=fields.get("rollout_log_probs"),
+        outcome=shaped.outcome,
+        lengths=samples.response_lengths,
+        num_sequences=n,
+        total=tokens.total,
+        gamma=config.algorithm.gamma,
+        lam=config.algorithm.lam,
+    )
+    key = "adv_estimator"
+    result = call(find_function(config, key), inputs)
+    check_pair(config, key, result, Tensor, "advantages and returns")
+    if reads_tokens(config):
+        check_shapes(config, key, tokens.mask, *result)
+        advantages, returns = result
+        metrics = token_metrics("critic/advantages", advantages, samples, tokens)
+        metrics |= token_metrics("critic/returns", returns, samples, tokens)
+        return Estimate(advantages, returns, metrics)
+    check_shapes(config, key, shaped.outcome, *result, unit="response")
+    advantages, returns = result
+    metrics = response_metrics("critic/advantages", advantages, samples)
+    metrics |= response_metrics("critic/returns", returns, samples)
+    return Estimate(
+        share.on_tokens(advantages) * tokens.mask, share.on_tokens(returns) * tokens.mask, metrics
+    )
+
+
+def token_metrics(name: str, x: Tensor, samples: Samples, tokens: ResponseTokens) -> Metrics:
+    """Return the mean, maximum and minimum of x [T] over the response tokens of the step."""
+    return extremes(name, tokens.reduce((x, "sum"), (x, "max"), (x, "min")), samples)
+
+
+def response_metrics(name: str, x: Tensor, samples: Samples) -> Metrics:
+    """Return the same of x [n], which holds for each token of a response."""
+    return extremes(name, torch.stack([x * samples.response_lengths, x, x], 1).double(), samples)
+
+
+def extremes(name: str, reduced: Tensor, samples: Samples) -> Metrics:
+    """Return metrics from the sum, maximum and minimum over each response: [n, 3] float64."""
+    lengths = samples.response_lengths
+    sums, maxima, minima = reduced[lengths > 0].unbind(1)
+    return {
+        f"{name}/mean": sums.sum().item() / lengths.sum().item(),
+        f"{name}/max": maxima.max().item(),
+        f"{name}/min": minima.min().item(),
+    }
+
+
+def measure_off_policy(samples: Samples, tokens: ResponseTokens) -> Metrics:
+    """Return how far vLLM's probabilities are from the trainer's, if these are known already.
+
+    Otherwise the update reports it (rl/losses.py).
+    """
+    fields = tokens.share.batch.fields
+    if "old_log_probs" not in fields:
+        return {}
+    gaps = off_policy(fields["old_log_probs"], fields["rollout_log_probs"], tokens.mask)
+    sums = tokens.reduce(*((x, "sum") for x in gaps.values())).sum(0)
+    means = sums / samples.response_lengths.sum().item()
+    return off_policy_metrics(dict(zip(gaps, means.tolist())))
+
+
+def reject_tokens(config: DictConfig, samples: Samples, tokens: ResponseTokens) -> Rejection:
+    """Leave out the tokens that algorithm.rollout_rs finds too far off the trainer's policy."""
+    algorithm = config.algorithm
+    share = tokens.share
+    if algorithm.rollout_rs == "none":
+        return Rejection(tokens.mask, samples.response_lengths.float(), {})
+    mask = keep_mask(
+        share.batch.fields["old_log_probs"],
+        share.batch.fields["rollout_log_probs"],
+        tokens.mask,
+        sequence_in_share(share),
+        len(share.batch),
+        level=algorithm.rollout_rs,
+        low=algorithm.rollout_rs_threshold_lower,
+        high=algorithm.rollout_rs_threshold,
+    )
+    lengths = tokens.reduce((mask, "sum"))[:, 0].float()
+    kept_share = lengths.sum().item() / samples.response_lengths.sum().item()
+    return Rejection(mask, lengths, {"rollout_corr/rejected": 1 - kept_share})
+
+
+def weigh_tokens(config: DictConfig, share: Share, rejection: Rejection) -> Weights:
+    """Return the weights that turn losses of tokens into the mean loss of each mini-batch."""
+    aggregate = find_function(config, "loss_agg_mode")
+    loss_weight = torch.zeros(len(rejection.lengths))
+    token_weight = torch.zeros(len(rejection.lengths))
+    for mini_batch in range(share.num_mini_batches):
+        is_inside = (share.mini_batches == mini_batch).float()
+        lengths = rejection.lengths * is_inside
+        loss_weight_inside = aggregate(lengths=lengths, max_tokens=config.rollout.max_tokens)
+        check_shapes(
+            config, "loss_agg_mode", rejection.lengths, loss_weight_inside, unit="response"
+        )
+        loss_weight += loss_weight_inside * is_inside
+        token_weight += token_mean(lengths) * is_inside
+    return Weights(
+        share.on_tokens(loss_weight) * rejection.mask,
+        share.on_tokens(token_weight) * rejection.mask,
+    )
+
+
+def value_metrics(samples: Samples, tokens: ResponseTokens) -> Metrics:
+    """Return how well the critic's values explain the returns, if there is a critic."""
+    fields = tokens.share.batch.fields
+    if "values" not in fields:
+        return {}
+    values = fields["values"]
+    explained = explained_variance(values, fields["returns"], tokens.mask, tokens.total)
+    num_tokens = samples.response_lengths.sum().item()
+    return {
+        "critic/vf_explained_var": explained,
+        "critic/values/mean": tokens.total(values).item() / num_tokens,
+    }
+
+
+def sample_metrics(samples: Samples) -> Metrics:
+    """Return the metrics of lengths, scores and failures."""
+    lengths = samples.response_lengths
+    is_informative = informative(samples.scores, samples.group)
+    return {
+        **spread("response_length", lengths.float()),
+        **spread("prompt_length", (samples.lengths - lengths).float()),
+        "response_length/clip_ratio": samples.truncated.float().mean().item(),
+        "reward/informative_groups": is_informative.float().mean().item(),
+        "reward/failure_rate": len(samples.failures) / samples.num_drawn,
+    }
+
+
+def next_kl_coef(
+    config: DictConfig, kl_coef: float, metrics: dict[str, float], num_responses: int
+) -> float:
+    """Return the coefficient of the divergence in the rewards of the next step.
+
+    kl_coef: this step's. metrics: of set_advantages(). With algorithm.kl_ctrl.type=fixed the
+    coefficient stays as it is.
+    """
+    control = config.algorithm.kl_ctrl
+    if control.type == "fixed":
+        return kl_coef
+    divergence = metrics["actor/reward_kl"]
+    return adapt(kl_coef, divergence, control.target_kl, control.horizon, num_responses)

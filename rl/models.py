@@ -1,0 +1,123 @@
+"""Which models a run has: the actor always, a critic and a reference where something reads them."""
+
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from config import InputError, defaults
+from engines.build import engine_class
+from engines.heads import Head
+from rl.functions import inputs_read
+
+
+def uses_critic(config: DictConfig) -> bool:
+    """Return whether the advantage estimator or the policy loss reads a critic's values."""
+    return "values" in inputs_read(config, "adv_estimator", "loss_mode")
+
+
+def uses_reference(config: DictConfig) -> bool:
+    """Return whether anything reads the log-probabilities of a reference model."""
+    algorithm = config.algorithm
+    if algorithm.use_kl_loss or algorithm.use_kl_in_reward:
+        return True
+    return "ref_log_probs" in inputs_read(config, "adv_estimator", "loss_mode")
+
+
+def role_configs(config: DictConfig) -> dict[str, DictConfig]:
+    """Return the configuration of each engine of this run, by role.
+
+    The roles are actor, critic and reference, in the order in which they are built. With adapters,
+    the actor without them serves as the reference, unless that is another model.
+    """
+    roles = {"actor": config}
+    if uses_critic(config):
+        roles["critic"] = critic_config(config)
+    if uses_reference(config) and (config.reference.path or not config.model.lora.rank):
+        roles["reference"] = reference_config(config)
+    return roles
+
+
+def critic_config(config: DictConfig) -> DictConfig:
+    """Return the critic's configuration: its own model and learning rate, else the actor's."""
+    model = {
+        "path": config.critic.path or config.model.path,
+        "lora": {"adapter_path": None},
+        "mtp": defaults("model.mtp"),
+    }
+    return OmegaConf.merge(config, {"model": model, "optim": {"lr": config.critic.lr}})
+
+
+def reference_config(config: DictConfig) -> DictConfig:
+    """Return the reference's configuration: a model with nothing frozen, adapted or drafting."""
+    model = {
+        "path": config.reference.path or config.model.path,
+        "freeze": [],
+        "lora": defaults("model.lora"),
+        "mtp": defaults("model.mtp"),
+    }
+    return OmegaConf.merge(config, {"model": model})
+
+
+def head_of(role: str) -> Head:
+    """Return what the model of a role computes."""
+    return Head.VALUES if role == "critic" else Head.LOG_PROBS
+
+
+def check_models(config: DictConfig, world_size: int) -> Any:
+    """Check the models of all roles, and return the actor's Hugging Face configuration.
+
+    Raises InputError for a model that its engine cannot run, and for a critic or reference whose
+    vocabulary differs from the actor's.
+    """
+    check_model = engine_class(config.model_engine).check
+    hf_configs = {
+        role: check_model(settings, world_size, head_of(role))
+        for role, settings in role_configs(config).items()
+    }
+    actor = hf_configs["actor"]
+    for role, hf_config in hf_configs.items():
+        if hf_config.vocab_size != actor.vocab_size:
+            raise InputError(
+                f"{role}.path={config[role].path} has another vocabulary ({hf_config.vocab_size} "
+                f"tokens) than model.path={config.model.path} ({actor.vocab_size} tokens): choose "
+                "models that share one"
+            )
+    return actor
+
+
+def mini_batch_prompts(config: DictConfig) -> int:
+    """Return the number of prompts in one optimizer step."""
+    return config.algorithm.ppo_mini_batch_size or config.data.train_batch_size
+
+
+def needs_old_log_probs(config: DictConfig, num_mini_batches: int, step: int) -> bool:
+    """Return whether step `step` (from 0) computes log-probabilities before the update.
+
+    With one update per rollout, the policy that is updated is the one that sampled, and its
+    log-probabilities come from the update's own forward pass. A separate pass is needed if
+    something before the update reads them, or if only the critic is updated.
+    """
+    algorithm = config.algorithm
+    return (
+        num_mini_batches * algorithm.ppo_epochs > 1
+        or algorithm.use_kl_in_reward
+        or algorithm.rollout_rs != "none"
+        or "old_log_probs" in inputs_read(config, "adv_estimator")
+        or step < config.critic.warmup_steps
+    )
+
+
+def hooked_stages(config: DictConfig, device_type: str) -> list[str]:
+    """Return the stages of a step whose module hooks fire, for tools such as msprobe."""
+    num_mini_batches = config.data.train_batch_size // mini_batch_prompts(config)
+    has_critic = "critic" in role_configs(config)
+    fires = {
+        # CUDA graphs call no hooks.
+        "rollout_generate": device_type == "cpu" or config.rollout.enforce_eager,
+        "actor_compute_log_prob": needs_old_log_probs(config, num_mini_batches, 0),
+        "ref_compute_log_prob": uses_reference(config),
+        "compute_values": has_critic,
+        "critic_update": has_critic,
+        "actor_update": True,
+    }
+    return [stage for stage, does_fire in fires.items() if does_fire]

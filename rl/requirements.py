@@ -1,0 +1,157 @@
+"""What each configuration key requires, as its comment in configs/ppo.yaml states it.
+
+Setting a key that has no effect in this run is an error. The key's comment says when it has one:
+
+    kl_loss_coef: 0.001   # coefficient of the divergence (needs algorithm.use_kl_loss=true)
+
+A requirement is one condition, or several joined by "or":
+
+    (needs algorithm.use_kl_loss=true)           a key has this value
+    (needs rollout.speculative)                  a key is set: neither null, none nor false
+    (needs validation.temperature above 0)       a key is larger than a number
+    (needs an adv_estimator that reads gamma)    the function that this key names reads an input
+
+The last form may name two functions, one of which must read the input, and two inputs, one of which
+must be read: "an adv_estimator or loss_mode that reads rewards or outcome".
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from config import CONFIGS, InputError
+from rl.functions import FUNCTIONS, built_in_readers, inputs_read
+
+REQUIREMENT = re.compile(r"\(needs ([^()]*)\)")
+KEY_LINE = re.compile(r"( *)(\w+):")
+INDENT = 2  # spaces per level of the YAML file
+UNSET = (None, "none", False)
+
+FORMS = {
+    "reads": re.compile(r"an? (\w+)(?: or (\w+))? that reads (\w+)(?: or (\w+))?"),
+    "above": re.compile(r"([\w.]+) above (\d+)"),
+    "equals": re.compile(r"([\w.]+)=(\w+)"),
+    "is set": re.compile(r"\w+\.[\w.]+"),
+}
+
+
+@dataclass(frozen=True)
+class Condition:
+    """One alternative of a requirement.
+
+    text   as the comment has it
+    form   a key of FORMS
+    parts  the groups of the form's pattern, without those that are missing
+    """
+
+    text: str
+    form: str
+    parts: tuple[str | None, ...]
+
+    def holds(self, config: DictConfig) -> bool:
+        """Return whether the configuration meets this condition."""
+        if self.form == "reads":
+            function_keys, inputs = self._reading()
+            return bool(inputs & inputs_read(config, *function_keys))
+        if self.form == "is set":
+            return OmegaConf.select(config, self.text) not in UNSET
+        key, operand = self.parts
+        value = OmegaConf.select(config, key)
+        if self.form == "above":
+            return value > float(operand)
+        return str(value).lower() == operand
+
+    def describe(self) -> str:
+        """Return the condition for an error message, with the built-in functions that meet it."""
+        if self.form != "reads":
+            return self.text
+        function_keys, inputs = self._reading()
+        described = []
+        for key in function_keys:
+            readers = [name for name in FUNCTIONS[key].built_in if reads_any(key, name, inputs)]
+            if readers and len(inputs) == 1:
+                described.append(f"algorithm.{key}={' or '.join(readers)}")
+        return " or ".join(described) or self.text
+
+    def _reading(self) -> tuple[list[str], set[str]]:
+        """Return the keys of the functions, and the inputs of which they must read one."""
+        function_keys = [key for key in self.parts[:2] if key]
+        inputs = {name for name in self.parts[2:] if name}
+        return function_keys, inputs
+
+
+def reads_any(key: str, name: str, inputs: set[str]) -> bool:
+    """Return whether a built-in function of algorithm.{key} reads one of the inputs."""
+    return any(name in built_in_readers(key, input_name) for input_name in inputs)
+
+
+def parse(text: str) -> list[Condition]:
+    """Return the alternatives of a requirement.
+
+    Raises ValueError for text that has none of the forms.
+    """
+    conditions = []
+    rest = text
+    while rest:
+        condition, rest = parse_first(rest)
+        conditions.append(condition)
+    return conditions
+
+
+def parse_first(text: str) -> tuple[Condition, str]:
+    """Return the first condition of a requirement, and the text after the "or" that follows it."""
+    for form, pattern in FORMS.items():
+        match = pattern.match(text)
+        if match is None:
+            continue
+        rest = text[match.end() :]
+        if not rest or rest.startswith(" or "):
+            return Condition(match[0], form, match.groups()), rest.removeprefix(" or ")
+    raise ValueError(f"no condition begins with {text!r}: rl/requirements.py lists the forms")
+
+
+def read_comments(path: Path) -> dict[str, str]:
+    """Return the comment of each key of a YAML file, e.g. {"optim.lr": "peak learning rate"}.
+
+    Comment lines directly below a key continue its comment.
+    """
+    comments: dict[str, str] = {}
+    parents: list[str] = []
+    key = None
+    for line in path.read_text().splitlines():
+        code, _, comment = line.partition("# ")
+        match = KEY_LINE.match(code)
+        if match:
+            parents[len(match[1]) // INDENT :] = [match[2]]
+            key = ".".join(parents)
+            comments[key] = comment
+        elif key and code and not code.strip():
+            comments[key] += f" {comment}"
+        else:
+            key = None
+    return comments
+
+
+def read_requirements(path: Path) -> dict[str, list[Condition]]:
+    """Return the alternatives that each key of a YAML file requires, for keys that do."""
+    requirements = {}
+    for key, comment in read_comments(path).items():
+        match = REQUIREMENT.search(comment)
+        if match:
+            requirements[key] = parse(match[1])
+    return requirements
+
+
+def check_keys_have_an_effect(config: DictConfig) -> None:
+    """Raise InputError for a key that differs from its default although nothing reads it."""
+    path = CONFIGS / "ppo.yaml"
+    defaults = OmegaConf.load(path)
+    for key, conditions in read_requirements(path).items():
+        value = OmegaConf.select(config, key)
+        if value == OmegaConf.select(defaults, key):
+            continue
+        if not any(condition.holds(config) for condition in conditions):
+            needed = " or ".join(condition.describe() for condition in conditions)
+            raise InputError(f"{key}={value} does nothing without {needed}: leave it out")

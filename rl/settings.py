@@ -1,0 +1,114 @@
+"""Checks of the configuration before anything is loaded."""
+
+import os
+import sys
+
+from omegaconf import DictConfig
+
+from config import InputError
+from engines.context_parallel import sequence_limit
+from rl.functions import FUNCTIONS, find_function, inputs_read, reads_tokens
+from rl.models import mini_batch_prompts
+from rl.requirements import check_keys_have_an_effect
+
+
+def check_settings(config: DictConfig) -> None:
+    """Raise InputError for unknown functions and for settings that contradict each other."""
+    check_mini_batch_size(config)
+    for key in FUNCTIONS:
+        find_function(config, key)
+    check_advantage_inputs(config)
+    check_keys_have_an_effect(config)
+    check_sampling(config)
+    check_cut_off_tokens(config)
+    check_longest_sequence(config)
+
+
+def check_mini_batch_size(config: DictConfig) -> None:
+    """Raise InputError unless mini-batches divide the batch of a step."""
+    num_prompts = mini_batch_prompts(config)
+    if config.data.train_batch_size % num_prompts:
+        raise InputError(
+            f"algorithm.ppo_mini_batch_size={num_prompts} does not divide "
+            f"data.train_batch_size={config.data.train_batch_size}: set one of its divisors"
+        )
+
+
+def check_advantage_inputs(config: DictConfig) -> None:
+    """Raise InputError for an estimator that would mistake one rank's tokens for all of them."""
+    token_inputs = reads_tokens(config)
+    if token_inputs and "num_sequences" not in inputs_read(config, "adv_estimator"):
+        raise InputError(
+            f"algorithm.adv_estimator={config.algorithm.adv_estimator} names {min(token_inputs)}, "
+            "which covers one rank's tokens: name outcome instead, which covers all responses, or "
+            "name num_sequences too, and let total add up over all ranks (docs/forking.md)"
+        )
+
+
+def check_sampling(config: DictConfig) -> None:
+    """Raise InputError for settings of generation and rewards that contradict each other."""
+    validation = config.validation
+    if validation.n > 1 and validation.temperature == 0:
+        raise InputError(
+            f"validation.n={validation.n} gives that many equal responses with "
+            "validation.temperature=0: raise the temperature"
+        )
+    if config.algorithm.filter_groups.enable and config.rollout.n < 2:
+        raise InputError(
+            "algorithm.filter_groups.enable=true needs rollout.n of 2 or more: one response always "
+            "agrees with itself"
+        )
+    overlong_buffer = config.reward.overlong_buffer
+    if overlong_buffer > config.rollout.max_tokens:
+        raise InputError(
+            f"reward.overlong_buffer={overlong_buffer} is more than "
+            f"rollout.max_tokens={config.rollout.max_tokens}: lower it"
+        )
+
+
+def check_cut_off_tokens(config: DictConfig) -> None:
+    """Check that the trainer knows which tokens were sampled from, if any were cut off.
+
+    With top_k, few enough tokens are kept that vLLM can report them, and the trainer's
+    log-probabilities cover the same ones. With top_p or min_p alone, their ratio to vLLM's is
+    meaningless, which is an error if the ratio is used, and else a warning.
+    """
+    cut_off = cut_off_settings(config)
+    if not cut_off:
+        return
+    algorithm = config.algorithm
+    if algorithm.rollout_is != "none" or algorithm.rollout_rs != "none":
+        raise InputError(
+            f"{cut_off} with algorithm.rollout_is or rollout_rs: vLLM's log-probabilities cover "
+            "only the tokens that were kept, the trainer's cover the full vocabulary, and their "
+            "ratio is meaningless; set rollout.top_k (e.g. 64), so that both cover the kept tokens"
+        )
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(
+            f"warning: {cut_off}: responses are drawn from fewer tokens than the trainer's "
+            "log-probabilities cover, so the policy that is trained is not quite the one that "
+            "sampled; with rollout.top_k (e.g. 64) it is",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def cut_off_settings(config: DictConfig) -> str:
+    """Return the settings that exclude tokens without telling the trainer which; "" if none do."""
+    rollout = config.rollout
+    if rollout.top_k > 0:
+        return ""
+    neutral = {"top_p": 1.0, "min_p": 0.0}
+    changed = [key for key, value in neutral.items() if rollout[key] != value]
+    return ", ".join(f"rollout.{key}={rollout[key]}" for key in changed)
+
+
+def check_longest_sequence(config: DictConfig) -> None:
+    """Raise InputError if a prompt and its response may not fit into a micro-batch."""
+    longest = config.data.max_prompt_length + config.rollout.max_tokens
+    limit, description = sequence_limit(config, int(os.environ.get("WORLD_SIZE", 1)))
+    if longest > limit:
+        raise InputError(
+            f"data.max_prompt_length + rollout.max_tokens = {longest} is more than {description}: "
+            "raise it, or lower them"
+        )

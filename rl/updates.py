@@ -1,0 +1,70 @@
+"""Running an engine over a rank's share of a step: a pass without a gradient, or one update."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from algorithms.rollout_correction import effective_sample_size
+from data.batching.packing import Batch
+from data.batching.plan import MicroBatches, Plan
+from engines.base import Engine, LossFn
+from rollout.sharing import Share
+
+ROLLOUT_PREFIX = "rollout_corr/"
+
+
+def compute(function: Callable[[Batch, MicroBatches], Tensor], share: Share) -> Tensor:
+    """Return function(batch, micro_batches), e.g. engine.values, for the tokens of a share.
+
+    Returns [T] fp32 on the host. The function is called once for each mini-batch.
+    """
+    results = [function(batch, plan.micro_batches).cpu() for batch, plan in share.parts]
+    return torch.cat(results)
+
+
+def log_probs(engine: Engine, share: Share) -> Tensor:
+    """Return the log-probability of each token of a share: [T] fp32 on the host."""
+    return compute(lambda batch, micro_batches: engine.log_probs(batch, micro_batches)[0], share)
+
+
+def update(
+    engine: Engine,
+    parts: list[tuple[Batch, Plan]],
+    loss_fn: LossFn,
+    step: int,
+    num_epochs: int,
+    name: str,
+) -> dict[str, float]:
+    """Take one optimizer step for each mini-batch and epoch, on this rank's share of them.
+
+    parts: the mini-batches, as in Share.parts. name: the engine's role, for its metrics.
+
+    Returns {name}/...: means over the optimizer steps, except for the number that were skipped; and
+    rollout_corr/... if the loss reports it, which it does only if there is a single step.
+    """
+    results = [
+        engine.train_batch(batch, loss_fn, step, plan.micro_batches)
+        for _ in range(num_epochs)
+        for batch, plan in parts
+    ]
+    metrics = {}
+    off_policy_means = {}
+    for key in results[0]:
+        if key.startswith(ROLLOUT_PREFIX):
+            off_policy_means[key.removeprefix(ROLLOUT_PREFIX)] = results[0][key]
+            continue
+        full_name = key if "/" in key else f"{name}/{key}"
+        metrics[full_name] = sum(result[key] for result in results) / len(results)
+    metrics[f"{name}/skipped"] = sum(result["skipped"] for result in results)
+    if off_policy_means:
+        metrics |= off_policy_metrics(off_policy_means)
+    return metrics
+
+
+def off_policy_metrics(means: dict[str, float]) -> dict[str, float]:
+    """Return rollout_corr/... from the means over tokens of what off_policy() returns."""
+    sample_size = effective_sample_size(means["ratio"], means["ratio_squared"])
+    metrics = means | {"effective_sample_size": sample_size}
+    del metrics["ratio_squared"]
+    return {f"{ROLLOUT_PREFIX}{name}": value for name, value in metrics.items()}

@@ -1,0 +1,47 @@
+"""Metrics of a validation."""
+
+import torch
+
+from algorithms.pass_at_k import pass_at_k
+from rollout.samples import Samples
+
+PASSING_SCORE = 1
+
+
+def validation_metrics(samples: Samples, function: str, n: int) -> dict[str, float]:
+    """Return the metrics of n responses to each prompt.
+
+    function: reward.function, after which the mean score is named: val/{function}, and
+    val/{function}/{part} for each of its parts. With more than one response per prompt there are
+    also mean@n, the mean score under its usual name, and pass@k for k = 2, 4, ..., n.
+    """
+    function_name = function.rpartition(":")[2]
+    name = f"val/{function_name}"
+    metrics = {
+        name: samples.scores.mean().item(),
+        "val/response_length": samples.response_lengths.float().mean().item(),
+        "val/truncated": samples.truncated.float().mean().item(),
+        "val/failures": len(samples.failures),
+    }
+    for part, values in samples.parts.items():
+        metrics[f"{name}/{part}"] = values.mean().item()
+    if n > 1:
+        metrics[f"{name}/mean@{n}"] = metrics[name]
+        for k, rate in pass_rates(samples, n).items():
+            metrics[f"{name}/pass@{k}"] = rate
+    return metrics
+
+
+def pass_rates(samples: Samples, n: int) -> dict[int, float]:
+    """Return k -> pass@k for k = 2, 4, 8, ... and n.
+
+    Only groups whose n responses could all be graded count; without any, the result is empty.
+    """
+    _, index, counts = samples.group.unique(return_inverse=True, return_counts=True)
+    is_complete = counts == n
+    if not is_complete.any():
+        return {}
+    passes = (samples.scores >= PASSING_SCORE).long()
+    num_passes = torch.zeros_like(counts).index_add_(0, index, passes)[is_complete]
+    powers_of_two = {2**i for i in range(1, n.bit_length())}
+    return {k: pass_at_k(num_passes, n, k) for k in sorted(powers_of_two | {n})}

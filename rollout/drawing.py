@@ -1,0 +1,346 @@
+"""Prompts -> responses -> scores, in four steps: assign, generate, grade, share.
+
+Prompts are assigned to replicas of vLLM. Each replica generates its responses, which all of its
+ranks get. Each rank grades some of them, and keeps their tokens and texts. The numbers of all
+responses are then shared by all ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig
+from torch import Tensor
+
+from data.batching.packing import Batch, partition
+from data.prompts import Prompt, PromptDataset
+from profiling import Profiler
+from rollout.exchange import gather_on_all_ranks, sum_over_ranks
+from rollout.grading.grader import Failure, Grader, Result, Reward
+from rollout.samples import Samples
+from rollout.vllm.engine import Rollout
+from rollout.vllm.image_prompts import ImagePrompt
+from rollout.vllm.sampling import request_seed
+from rollout.vllm.speculation import draft_metrics
+
+
+@dataclass(frozen=True)
+class Request:
+    """The responses that one draw is to bring.
+
+    dataset      has the prompts
+    rows         one for each group of responses
+    sampling     the group `rollout` or `validation`: n responses per prompt, temperature, ...
+    seed         what sets this draw apart. A response follows from it, its row and its number in
+                 its group, however many ranks there are
+    first_group  the number of the first group
+    """
+
+    dataset: PromptDataset
+    rows: Sequence[int]
+    sampling: DictConfig
+    seed: tuple[int, ...]
+    first_group: int = 0
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Which rank draws and grades each of the n responses, in the order of their rows.
+
+    position  [n] int64: the prompt of each, as a position in the request's rows
+    owner     [n] int64: the rank that grades each, and keeps its tokens
+    replica   [r] int64: the indices, among the n, of what this rank's replica generates
+    held      [r] bool: which of these this rank keeps
+    """
+
+    position: Tensor
+    owner: Tensor
+    replica: Tensor
+    held: Tensor
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The r responses of this rank's replica.
+
+    batch      prompts and responses, packed
+    truncated  [r] bool: ended by max_tokens
+    prompts    of each response
+    seconds    [ranks] fp32: what generation took; 0 for other ranks
+    metrics    of speculative decoding
+    """
+
+    batch: Batch
+    truncated: Tensor
+    prompts: list[Prompt]
+    seconds: Tensor
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Graded:
+    """The m responses that this rank keeps, and their results.
+
+    index             [m] int64: which of the n they are
+    response_lengths  [m] int64: tokens that the model sampled
+    results           None for responses that were not graded, after too many failures
+    """
+
+    index: Tensor
+    batch: Batch
+    texts: list[str]
+    prompts: list[Prompt]
+    truncated: Tensor
+    response_lengths: Tensor
+    results: list[Result | None]
+
+
+@dataclass(frozen=True)
+class ResponseNumbers:
+    """What every rank knows of each response. Tensors of one entry per response, in float64.
+
+    is_graded  1 where there is a reward; otherwise score and parts are 0
+    parts      by name, those of the reward
+    """
+
+    length: Tensor
+    response_length: Tensor
+    truncated: Tensor
+    is_graded: Tensor
+    score: Tensor
+    parts: dict[str, Tensor] = field(default_factory=dict)
+
+    @staticmethod
+    def of(graded: Graded, part_names: Sequence[str]) -> ResponseNumbers:
+        """Return the numbers of the m responses of this rank."""
+        rewards = [r if isinstance(r, Reward) else None for r in graded.results]
+        parts = {}
+        for name in part_names:
+            parts[name] = float64([reward.parts[name] if reward else 0.0 for reward in rewards])
+        return ResponseNumbers(
+            length=graded.batch.cu_seqlens.diff().double(),
+            response_length=graded.response_lengths.double(),
+            truncated=graded.truncated.double(),
+            is_graded=float64([1.0 if reward else 0.0 for reward in rewards]),
+            score=float64([reward.score if reward else 0.0 for reward in rewards]),
+            parts=parts,
+        )
+
+    def on_all_ranks(
+        self, index: Tensor, num_responses: int, group: dist.ProcessGroup | None
+    ) -> ResponseNumbers:
+        """Return the numbers of all responses, of which those at `index` are from this rank."""
+        columns = [
+            self.length,
+            self.response_length,
+            self.truncated,
+            self.is_graded,
+            self.score,
+            *self.parts.values(),
+        ]
+        # One collective for all columns.
+        table = torch.zeros(num_responses, len(columns), dtype=torch.float64)
+        table[index] = torch.stack(columns, 1)
+        length, response_length, truncated, is_graded, score, *parts = sum_over_ranks(
+            table, group
+        ).unbind(1)
+        return ResponseNumbers(
+            length, response_length, truncated, is_graded, score, dict(zip(self.parts, parts))
+        )
+
+
+def float64(values: list[float]) -> Tensor:
+    """Return a tensor of these numbers."""
+    return torch.tensor(values, dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Draws graded responses.
+
+    rollout           vLLM, which must be awake
+    grader            of the reward function
+    tokenizer         turns responses into texts
+    host_group        gloo, of all ranks
+    max_failure_rate  grading ends early when more than this share of a draw has failed
+    """
+
+    rollout: Rollout
+    grader: Grader
+    tokenizer: object
+    host_group: dist.ProcessGroup | None
+    max_failure_rate: float
+
+    def draw(self, request: Request, profiler: Profiler) -> Samples:
+        """Return the responses to a request, generated by all replicas and graded by all ranks.
+
+        Called by all ranks. The numbers of all responses are the same on every rank; the tokens
+        and texts of a response are on the rank that has graded it. Responses that could not be
+        graded are only among the failures.
+        """
+        assignment = assign(request, self.rollout)
+        with profiler.stage("rollout_generate", self.rollout):
+            generation = self.generate(request, assignment)
+        with profiler.stage("reward"):
+            graded = self.grade(assignment, generation)
+            samples, is_graded = self.share(request, assignment, generation, graded)
+        if is_graded.all():
+            return samples
+        return samples.select(is_graded)
+
+    def generate(self, request: Request, assignment: Assignment) -> Generation:
+        """Generate the responses of this rank's replica."""
+        positions = assignment.position[assignment.replica].tolist()
+        prompt_at = {p: request.dataset[int(request.rows[p])] for p in dict.fromkeys(positions)}
+        prompts = [prompt_at[p] for p in positions]
+        start = time.perf_counter()
+        batch, truncated = self.rollout.generate(
+            [prompt.input_ids for prompt in prompts],
+            response_seeds(request, assignment),
+            request.sampling,
+            **image_arguments(request.dataset, prompts),
+        )
+        if request.dataset.pictures:
+            rows = dataset_rows(request, assignment)[assignment.replica]
+            batch = replace(batch, rows=rows, pictures=request.dataset.pictures)
+        rank = torch.tensor(dist.get_rank())
+        seconds = torch.zeros(dist.get_world_size())
+        seconds = seconds.index_fill(0, rank, time.perf_counter() - start)
+        metrics = {}
+        if self.rollout.drafter:
+            counts = sum_over_ranks(self.rollout.drafts.counts.clone(), self.host_group)
+            metrics = draft_metrics(counts)
+        return Generation(batch, truncated, prompts, seconds, metrics)
+
+    def grade(self, assignment: Assignment, generation: Generation) -> Graded:
+        """Grade the responses that this rank keeps."""
+        kept = assignment.held.nonzero()[:, 0]
+        index = assignment.replica[kept]
+        batch = generation.batch
+        if len(kept) < len(batch):
+            batch = batch.select(kept)
+        prompts = [generation.prompts[i] for i in kept.tolist()]
+        tokens = batch.fields["loss_mask"].nonzero()[:, 0]
+        response_lengths = torch.searchsorted(tokens, batch.cu_seqlens).diff()
+        responses = batch.input_ids[tokens].split(response_lengths.tolist())
+        texts = self.tokenizer.batch_decode(
+            [response.tolist() for response in responses], skip_special_tokens=True
+        )
+        items = [(prompt.text, text, prompt.row) for prompt, text in zip(prompts, texts)]
+        groups = assignment.position[index].tolist()
+        max_failures = self.max_failure_rate * len(assignment.owner)
+        results = self.grader.grade(items, groups, max_failures)
+        self.agree_on_parts(index, results)
+        results = self.grader.same_parts(items, results)
+        truncated = generation.truncated[kept]
+        return Graded(index, batch, texts, prompts, truncated, response_lengths, results)
+
+    def agree_on_parts(self, index: Tensor, results: list[Result | None]) -> None:
+        """Let all ranks expect the parts of the first reward of the run."""
+        if self.grader.parts is not None:
+            return
+        rewards = [
+            (i, sorted(result.parts))
+            for i, result in zip(index.tolist(), results)
+            if isinstance(result, Reward)
+        ]
+        first_of_rank = gather_on_all_ranks(rewards[:1], self.host_group)
+        _, self.grader.parts = min(first_of_rank, default=(0, None))
+
+    def share(
+        self, request: Request, assignment: Assignment, generation: Generation, graded: Graded
+    ) -> tuple[Samples, Tensor]:
+        """Tell all ranks the numbers of all responses.
+
+        Returns samples of all n responses, and which of them have been graded, [n] bool. The
+        dataset remembers how long the responses to each of its rows were.
+        """
+        failures = self.all_failures(graded)
+        num_responses = len(assignment.owner)
+        own_numbers = ResponseNumbers.of(graded, self.grader.parts or [])
+        numbers = own_numbers.on_all_ranks(graded.index, num_responses, self.host_group)
+        seconds = sum_over_ranks(generation.seconds, self.host_group)
+        idle = 1 - seconds / seconds.max()
+        mean_lengths = numbers.response_length.view(len(request.rows), -1).float().mean(1)
+        request.dataset.drawn_lengths[request.rows] = mean_lengths
+        samples = Samples(
+            batch=graded.batch,
+            texts=graded.texts,
+            prompts=graded.prompts,
+            owner=assignment.owner,
+            rank=dist.get_rank(),
+            lengths=numbers.length.long(),
+            response_lengths=numbers.response_length.long(),
+            group=request.first_group + assignment.position,
+            scores=numbers.score.float(),
+            truncated=numbers.truncated.bool(),
+            failures=failures,
+            num_drawn=num_responses,
+            metrics={
+                "perf/rollout_idle": idle.mean().item(),
+                "perf/rollout_idle_max": idle.max().item(),
+                **generation.metrics,
+            },
+            parts={name: values.float() for name, values in numbers.parts.items()},
+            rows=dataset_rows(request, assignment) if request.dataset.pictures else None,
+        )
+        return samples, numbers.is_graded.bool()
+
+    def all_failures(self, graded: Graded) -> list[Failure]:
+        """Return the failures of all ranks, in the order of the responses."""
+        failures = [
+            (i, result)
+            for i, result in zip(graded.index.tolist(), graded.results)
+            if isinstance(result, Failure)
+        ]
+        failures = gather_on_all_ranks(failures, self.host_group)
+        return [failure for _, failure in sorted(failures, key=lambda pair: pair[0])]
+
+
+def assign(request: Request, rollout: Rollout) -> Assignment:
+    """Divide the prompts over the replicas, and the responses of a replica over its ranks.
+
+    Replicas finish at the same time if responses are as long as the last time. Groups stay whole,
+    for reward functions that take them so.
+    """
+    num_prompts = len(request.rows)
+    ranks_per_replica = dist.get_world_size() // rollout.num_replicas
+    owner_of_prompt = torch.empty(num_prompts, dtype=torch.int64)
+    lengths = request.dataset.expected_lengths(request.rows)
+    for replica, prompts in enumerate(partition(lengths, rollout.num_replicas)):
+        rank_in_replica = torch.arange(len(prompts)) % ranks_per_replica
+        owner_of_prompt[prompts] = replica * ranks_per_replica + rank_in_replica
+    position = torch.arange(num_prompts).repeat_interleave(request.sampling.n)
+    owner = owner_of_prompt[position]
+    of_replica = (owner // ranks_per_replica == rollout.replica).nonzero()[:, 0]
+    held = owner[of_replica] == dist.get_rank()
+    return Assignment(position, owner, of_replica, held)
+
+
+def response_seeds(request: Request, assignment: Assignment) -> list[int]:
+    """Return the seed of each response of this rank's replica."""
+    seeds = []
+    for i in assignment.replica.tolist():
+        row = int(request.rows[int(assignment.position[i])])
+        seeds.append(request_seed(*request.seed, row, i % request.sampling.n))
+    return seeds
+
+
+def dataset_rows(request: Request, assignment: Assignment) -> Tensor:
+    """Return the row of the dataset of each response: [n] int64."""
+    rows = torch.tensor([int(row) for row in request.rows])
+    return rows[assignment.position]
+
+
+def image_arguments(dataset: PromptDataset, prompts: list[Prompt]) -> dict:
+    """Return what Rollout.generate() is told of the prompts' images, if the dataset has any."""
+    if not dataset.pictures:
+        return {}
+    image_prompts = [
+        ImagePrompt(prompt.before_images or prompt.input_ids, prompt.images) for prompt in prompts
+    ]
+    return {"image_prompts": image_prompts}

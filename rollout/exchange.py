@@ -1,0 +1,34 @@
+"""What ranks tell each other on the host: sums of tensors, and small Python objects."""
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+def sum_over_ranks(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Replace x by the sum of every rank's x, and return it. For a lone process, that is x."""
+    if dist.is_initialized():
+        dist.all_reduce(x, group=group)
+    return x
+
+
+def gather_on_all_ranks(items: list, group: dist.ProcessGroup | None) -> list:
+    """Return the items of all ranks, rank by rank, on every rank. Meant for few items."""
+    items_of_rank = [None] * dist.get_world_size()
+    dist.all_gather_object(items_of_rank, items, group=group)
+    return sum(items_of_rank, [])
+
+
+def gather_on_first_rank(
+    items: list[tuple[int, Any]], group: dist.ProcessGroup | None
+) -> list[Any]:
+    """Return the items of all ranks, sorted by their positions, on rank 0; elsewhere an empty list.
+
+    items: pairs of a position and an item.
+    """
+    if dist.is_initialized():
+        items_of_rank = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object(items, items_of_rank, group=group)
+        items = sum(items_of_rank or [], [])
+    return [item for _, item in sorted(items, key=lambda pair: pair[0])]
