@@ -23,8 +23,8 @@ from rl.losses import ActorLoss, critic_loss
 from rl.models import head_of, mini_batch_prompts, needs_old_log_probs, role_configs
 from rl.settings import check_settings
 from rl.validation import validation_metrics
-from rollout.records import append_failures, write_samples
 from rollout.grading.grader import Failure
+from rollout.records import append_failures, write_samples
 from rollout.samples import Samples, concat
 from rollout.sharing import Share, divide
 from tests.algorithms.test_algorithms import BY_FORMULA, policy_loss_by_formula
