@@ -28,7 +28,7 @@ from benchmarks.shapes import SHAPES, make_model
 from config import load
 from data.batching.packing import pack
 from engines.base import Engine
-from engines.fsdp.engine import build
+from engines.fsdp.transforms import build_model
 from engines.heads import Head
 from engines.model.hf import count_flops, read_hf_config
 from engines.parallel import device
@@ -125,7 +125,9 @@ def main():
         "sft.yaml",
         [f"model.path={path}", "data.train_files=none", f"model.lora.rank={arguments.lora}"],
     )
-    numbers = SimpleNamespace(_flops=count_flops(build(settings, Head.LOG_PROBS)[0], hf_config))
+    numbers = SimpleNamespace(
+        _flops=count_flops(build_model(settings, Head.LOG_PROBS)[0], hf_config)
+    )
     flops = sum(Engine.flops(numbers, lengths[step]) for step in range(3)) / 3
     num_tokens = sum(map(sum, lengths)) / len(lengths)
     name = f"TRL{', Liger' * arguments.liger}{f', peft of rank {arguments.lora}' * (arguments.lora > 0)}"

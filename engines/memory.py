@@ -12,7 +12,9 @@ from torch import nn
 from data.images.processor import Reader
 from engines.context_parallel import fixed_cp_size, has_dynamic_cp
 from engines.fsdp import vision as images
-from engines.fsdp.engine import build, is_replicated, is_sharded, is_zigzag, uses_compile
+from engines.fsdp.attention import gathers_keys
+from engines.fsdp.sharding import is_replicated, is_sharded
+from engines.fsdp.transforms import build_model, uses_compile
 from engines.heads import Head
 from engines.model import freeze, mtp
 from engines.model.experts import num_chosen, stacks
@@ -97,7 +99,7 @@ def checkpoint_bytes(config: DictConfig, role: str = "actor") -> int:
         # Weights, moments, and masters of such as are not fp32; of adapters' model nothing.
         trained, frozen = 12 if dtype is torch.float32 else 14, 0 if lora.rank else dtype.itemsize
         return sum(p.numel() * (trained if p.requires_grad else frozen) for p in hf.parameters())
-    hf, adapted = build(config, head)
+    hf, adapted = build_model(config, head)
     trained = [p for p in hf.parameters() if p.requires_grad]
     return sum(x.nbytes for x in (trained if adapted else hf.state_dict().values())) + 2 * sum(
         p.nbytes for p in trained
@@ -117,7 +119,7 @@ def estimate(
     counted as if all tokens of a micro-batch stood for images.
     """
     engine, shape = config.engine, read_hf_config(config.model.path).get_text_config()
-    hf, _ = build(config, head_of(role))
+    hf, _ = build_model(config, head_of(role))
     num_outputs = 0 if head_of(role) is Head.VALUES else shape.vocab_size
     layers = whole_modules(hf, hf)  # none where transformers does not say what they are
     num_layers = len(whole_modules(hf, hf.get_decoder())) or shape.num_hidden_layers
@@ -148,7 +150,7 @@ def estimate(
         intermediate = at_once * (getattr(shape, "moe_intermediate_size", None) or intermediate)
     q, kv = attention_widths(shape)
     num_keys = keys_per_token(
-        config, shape, world_size, lambda size: is_zigzag(engine, shape, size)
+        config, shape, world_size, lambda size: gathers_keys(engine, shape, size)
     )
     in_one_layer = (
         4 * hidden + 3 * q + (1 + 2 * num_keys) * kv + 3 * intermediate + 2 * at_once * hidden

@@ -16,7 +16,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
     Qwen2_5_VisionTransformerPretrainedModel,
 )
 
-from engines.fsdp.attention import WINDOWS
+from engines.fsdp.tower_attention import WINDOWS
 from tests.engines.fsdp_worker import CASES as FSDP_CASES, ON_CUDA
 from tests.engines.megatron_worker import BF16, CASES, LORA, SAVED_AT
 from tests.engines.test_fsdp import FORMS, check_grouped

@@ -1,46 +1,53 @@
-"""Causal attention for Hugging Face models, packed or padded, with sequences that ranks share by heads (Ulysses) or by tokens; and
-that of vision towers.
+"""Causal attention for Hugging Face models: packed, padded, and shared between ranks.
 
-Importing this file registers the attention implementations "packed", "padded" and WINDOWS with transformers. The layout of packed
-sequences (where they begin, which ranks share them) reaches the first as the model's keyword argument `packing`.
+Ranks share sequences by heads (Ulysses) or, where heads cannot be divided, by tokens (zigzag: each
+rank gathers the keys and values of the others).
+
+Importing this file registers the attention implementations "packed" and "padded" with transformers.
+The layout of packed sequences (where they begin, which ranks share them) reaches the first as the
+model's keyword argument `packing`.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from omegaconf import DictConfig
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from config import InputError
+from engines.context_parallel import shares_sequences
+from engines.model.hf import layer_configs
 from engines.parallel.collectives import AllToAll
 from engines.parallel.device import to_device
 from engines.parallel.varlen import Zigzag, by_kernel, by_segment, explicit_attention
 
-# Arguments that models pass to their attention and that mean nothing to it.
+# Arguments that models pass to their attention and that do not change its result.
 HARMLESS = {"position_ids", "use_cache", "cache_position", "output_attentions", "is_causal"}
-WINDOW = "only a mask limits its attention to a window"
+NEEDS_WINDOW_MASK = "only a mask limits its attention to a window"
 NOT_CAUSAL = "is_causal=False"
-WINDOWS = "windows_flash"  # transformers says where windows begin to implementations with "flash" in their name alone
 
 
 @dataclass
 class Packing:
     """Where the sequences of one packed micro-batch lie.
 
-    cu_seqlens  [n+1] int32 on the model's device, over all T tokens (padding at the end is a sequence of its own)
+    cu_seqlens  [n+1] int32 on the model's device, over all T tokens (padding at the end is a
+                sequence of its own)
     bounds      the same numbers as a list
-    max_length  longest sequence, tokens, or more
+    max_length  length of the longest sequence in tokens, or more
     group       ranks among which the T tokens are divided (Ulysses); None: this rank has them all
-    zigzag      how ranks divide each sequence, and gather its keys and values, instead; also of rows with one sequence each
+    zigzag      how ranks divide each sequence and gather its keys and values instead; also used for
+                padded rows with one sequence each
     """
 
     cu_seqlens: Tensor
@@ -55,113 +62,129 @@ class Packing:
     ) -> Packing:
         bounds = [0, *accumulate(lengths)]
         # A power of two, so that compiled code sees few different values.
-        longest = 1 << (max(lengths) - 1).bit_length()
+        max_length = 1 << (max(lengths) - 1).bit_length()
         return Packing(
             to_device(torch.tensor(bounds, dtype=torch.int32), device),
             bounds,
-            longest,
+            max_length,
             group if group.size() > 1 and not zigzag else None,
             Zigzag(bounds, group, device) if zigzag else None,
         )
 
     def arguments(self) -> dict:
-        """The model's keyword arguments. The mask of four dimensions is not read; it keeps transformers from building one, for
-        which it would wait for the device."""
-        return {
-            "packing": self,
-            "attention_mask": torch.empty(1, 1, 1, 1, device=self.cu_seqlens.device),
-        }
+        """Return the model's keyword arguments.
+
+        Nothing reads the four-dimensional mask. It keeps transformers from building one of its own,
+        which would block until the device is idle.
+        """
+        unread_mask = torch.empty(1, 1, 1, 1, device=self.cu_seqlens.device)
+        return {"packing": self, "attention_mask": unread_mask}
+
+
+class Scoring(NamedTuple):
+    """How scores are computed, in the order of the arguments in engines/parallel/varlen.py.
+
+    scaling  factor of the scores; None: 1 / sqrt(dim)
+    window   number of keys that a query attends to, itself included; 0: all before it
+    softcap  scores are squashed to (-softcap, softcap); None: they are not
+    sinks    [heads] logits that take part in each softmax without a value; None: none
+    """
+
+    scaling: float | None
+    window: int
+    softcap: float | None
+    sinks: Tensor | None
+
+
+# -- packed sequences ------------------------------------------------------------------------------
 
 
 def packed_attention(
-    module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    packing: Packing | None = None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **others,
+    module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options
 ) -> tuple[Tensor, None]:
-    """Causal attention inside each sequence; the signature is transformers' attention interface.
+    """Attend causally within each sequence; the signature is transformers' attention interface.
 
-    query [1, heads, T', dim], key and value [1, kv_heads, T', dim] -> [1, T', heads, dim], T' this rank's tokens; or with zigzag
-    rows of T' tokens each.
-    Soft caps and sinks (s_aux [heads]) take memory for all scores of a sequence. Raises InputError for a model that asks its
-    attention for something else: biases, dropout.
+    query: [1, heads, T', dim]; key and value: [1, kv_heads, T', dim], where T' are this rank's
+    tokens. With zigzag, rows of T' tokens each.
+    options: packing, scaling, sliding_window, softcap and s_aux (sinks [heads]). Soft caps and
+    sinks take memory for all scores of a sequence.
+    Returns [1, T', heads, dim].
+    Raises InputError for a model that needs something else from its attention, such as biases or
+    dropout.
     """
-    refuse(dropout, others)
+    packing = options.pop("packing", None)
+    scoring = Scoring(
+        options.pop("scaling", None),
+        options.pop("sliding_window", None) or 0,
+        options.pop("softcap", None),
+        options.pop("s_aux", None),
+    )
+    reject_unsupported(options)
     if packing is None:
         raise InputError("its layers do not pass on to their attention where sequences begin")
-    if (
-        attention_mask is not None
-        and attention_mask.is_meta
-        and attention_mask.shape[2:] not in ((1, 1), (2, sliding_window or 0))
-    ):
-        raise InputError(f"{WINDOW} of {attention_mask.shape[-1]} tokens")
-    window = sliding_window or 0
+    reject_window_mask(attention_mask, scoring.window)
     if packing.zigzag:
         by_token = (x.permute(2, 0, 1, 3) for x in (query, key, value))
-        return packing.zigzag.attention(*by_token, scaling, window, softcap, s_aux).transpose(
-            0, 1
-        ), None
+        attended = packing.zigzag.attention(*by_token, *scoring)
+        return attended.transpose(0, 1), None
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T', heads, dim]
     attend = whole_sequences if packing.group is None else shared_by_heads
-    return attend(q, k, v, packing, scaling, window, softcap, s_aux)[None], None
+    return attend(q, k, v, packing, scoring)[None], None
 
 
-def whole_sequences(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    packing: Packing,
-    scaling: float | None,
-    window: int,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """[T, heads, dim] of all tokens -> the same."""
-    if q.is_cuda and q.dtype != torch.float32 and not softcap and sinks is None:
+def whole_sequences(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scoring: Scoring) -> Tensor:
+    """Attend with [T, heads, dim] of all tokens; returns the same shape."""
+    has_kernel = not scoring.softcap and scoring.sinks is None
+    if q.is_cuda and q.dtype != torch.float32 and has_kernel:
+        cu_seqlens = packing.cu_seqlens
+        longest = packing.max_length
         return by_kernel(
-            q,
-            k,
-            v,
-            packing.cu_seqlens,
-            packing.cu_seqlens,
-            packing.max_length,
-            packing.max_length,
-            scaling,
-            window,
+            q, k, v, cu_seqlens, cu_seqlens, longest, longest, scoring.scaling, scoring.window
         )
-    return by_sequence(q, k, v, packing, scaling, window, softcap, sinks)  # there is no such kernel
+    return by_sequence(q, k, v, packing, *scoring)
 
 
-# Not compiled: it would be compiled again for every group of ranks, without any gain for collectives.
+# Not compiled: every new set of lengths would cause a recompilation.
 @torch.compiler.disable
-def shared_by_heads(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    packing: Packing,
-    scaling: float | None,
-    window: int,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """[T', heads, dim] of this rank's tokens -> the same (Ulysses): meanwhile it has some heads of all tokens."""
+def by_sequence(q: Tensor, k: Tensor, v: Tensor, packing: Packing, *scoring) -> Tensor:
+    """whole_sequences(), one sequence after another."""
+    segments = [(start, end, start, end) for start, end in pairwise(packing.bounds)]
+    return by_segment(q[:, None], k[:, None], v[:, None], segments, *scoring)[:, 0]
+
+
+# Not compiled: every group of ranks would cause a recompilation, and collectives gain nothing.
+@torch.compiler.disable
+def shared_by_heads(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scoring: Scoring) -> Tensor:
+    """Attend with [T', heads, dim] of this rank's tokens; returns the same shape (Ulysses).
+
+    In between, this rank has some of the heads of all tokens.
+    """
     group = packing.group
-    repeats = max(1, group.size() // k.shape[1])  # every rank needs a KV head of its own
-    k, v = (x.repeat_interleave(repeats, dim=1) if repeats > 1 else x for x in (k, v))
+    num_ranks = group.size()
+    repeats = max(1, num_ranks // k.shape[1])  # every rank needs a KV head of its own
+    if repeats > 1:
+        k = k.repeat_interleave(repeats, dim=1)
+        v = v.repeat_interleave(repeats, dim=1)
     q, k, v = (exchange(x, group, True) for x in (q, k, v))  # [T, heads / ranks, dim]
-    sinks = None if sinks is None else sinks.chunk(group.size())[group.rank()]
-    return exchange(
-        whole_sequences(q, k, v, packing, scaling, window, softcap, sinks), group, False
-    )
+    if scoring.sinks is not None:
+        scoring = scoring._replace(sinks=scoring.sinks.chunk(num_ranks)[group.rank()])
+    return exchange(whole_sequences(q, k, v, packing, scoring), group, False)
+
+
+def exchange(x: Tensor, group: dist.ProcessGroup, scatter_heads: bool) -> Tensor:
+    """Trade tokens for heads (Ulysses, Jacobs et al. 2023).
+
+    scatter_heads: [T / ranks, heads, dim] -> [T, heads / ranks, dim]; otherwise the way back.
+    """
+    num_ranks = group.size()
+    if scatter_heads:
+        by_rank = x.unflatten(1, (num_ranks, -1)).transpose(0, 1)
+        return AllToAll.apply(by_rank, group).flatten(0, 1)
+    by_rank = x.unflatten(0, (num_ranks, -1))
+    return AllToAll.apply(by_rank, group).transpose(0, 1).flatten(1, 2)
+
+
+# -- padded rows -----------------------------------------------------------------------------------
 
 
 def padded_attention(
@@ -173,116 +196,103 @@ def padded_attention(
     *,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **others,
+    **options,
 ) -> tuple[Tensor, None]:
-    """transformers' attention for a sequence in each row, query [b, heads, n, dim] -> [b, n, heads, dim], with the soft caps and
-    sinks that it leaves out in silence. attention_mask [b, 1, n, n] bool, None: causal."""
+    """Attend in rows of one sequence each: [b, heads, n, dim] -> [b, n, heads, dim].
+
+    transformers' own attention silently ignores soft caps and sinks; this one does not.
+    attention_mask: [b, 1, n, n] bool; None: causal.
+    """
     if softcap is None and s_aux is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **others)
-    refuse(others.get("dropout"), {})
-    length = query.shape[2]
-    seen = (
-        torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
-        if attention_mask is None
-        else attention_mask
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    reject_unsupported({"dropout": options.get("dropout")})
+    if attention_mask is None:
+        length = query.shape[2]
+        ones = torch.ones(length, length, dtype=torch.bool, device=query.device)
+        attention_mask = ones.tril()
+    attended = explicit_attention(
+        query, key, value, attention_mask, options.get("scaling"), softcap, s_aux
     )
-    return explicit_attention(
-        query, key, value, seen, others.get("scaling"), softcap, s_aux
-    ).transpose(1, 2), None
+    return attended.transpose(1, 2), None
 
 
-def windows_attention(
-    module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    cu_seq_lens_q: Tensor,
-    max_length_q: int,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    is_causal: bool = False,
-    cu_seq_lens_k: Tensor | None = None,
-    max_length_k: int | None = None,
-    packing: Packing | None = None,
-    **others,
-) -> tuple[Tensor, None]:
-    """Attention of all to all inside each image, or each window of one, for vision towers: query, key and value
-    [1, heads, T, dim] -> [1, T, heads, dim]; cu_seq_lens_q [n+1] int32: where windows begin. packing is the text's."""
-    refuse(dropout, others | {"a mask": attention_mask, "is_causal=True": is_causal or None})
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, dim]
-    if q.is_cuda and q.dtype != torch.float32:
-        return by_kernel(
-            q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scaling, causal=False
-        )[None], None
-    segments = [(a, b, a, b) for a, b in pairwise(cu_seq_lens_q.tolist())]
-    return by_segment(q[:, None], k[:, None], v[:, None], segments, scaling, causal=False)[
-        None, :, 0
-    ], None
+# -- which ranks can share what --------------------------------------------------------------------
 
 
-def of_towers(hf: nn.Module) -> list:
-    """The configurations of vision towers whose attention always takes `cu_seqlens`. With WINDOWS transformers calls that once in a
-    layer, and with any implementation of another name once for each window, which are hundreds."""
-    text, told = {*hf.get_decoder().modules()}, {}
-    for module in hf.modules():
-        if module not in text and hasattr(module, "is_causal"):
-            windows = inspect.signature(module.forward).parameters.get("cu_seqlens")
-            told.setdefault(id(module.config), (module.config, []))[1].append(
-                windows is not None and windows.default is windows.empty and not module.is_causal
-            )
-    return [config for config, knows in told.values() if all(knows)]
+def gathers_keys(engine: DictConfig, hf_config, group_size: int) -> bool:
+    """Whether the ranks of a group gather each other's keys and values (zigzag).
+
+    They do for padded rows, and where Ulysses has no whole heads for so many ranks.
+    """
+    if not shares_sequences(engine):
+        return False
+    return not (engine.use_remove_padding and has_whole_heads(hf_config, group_size))
+
+
+def has_whole_heads(hf_config, num_ranks: int) -> bool:
+    """Whether heads can be divided over ranks, as Ulysses needs. KV heads may be repeated."""
+    if getattr(hf_config, "is_heterogeneous", False):
+        return all(has_whole_heads(layer, num_ranks) for layer in layer_configs(hf_config))
+    num_heads = hf_config.num_attention_heads
+    num_kv_heads = getattr(hf_config, "num_key_value_heads", None) or num_heads
+    num_heads_by_layer = getattr(hf_config, "num_attention_heads_per_layer", None) or [num_heads]
+    if any(number % num_ranks for number in num_heads_by_layer):
+        return False
+    return num_kv_heads % num_ranks == 0 or num_ranks % num_kv_heads == 0
+
+
+# -- what models ask for ---------------------------------------------------------------------------
 
 
 @contextmanager
-def attending(hf: nn.Module, attention: str) -> Iterator[None]:
-    """Meanwhile layers of the text model have this implementation of attention."""
+def attention_set_to(hf: nn.Module, implementation: str) -> Iterator[None]:
+    """Within this block, the text model's layers use this implementation of attention."""
     decoder = hf.get_decoder()
     before = decoder.config._attn_implementation
-    decoder.set_attn_implementation(attention)
+    decoder.set_attn_implementation(implementation)
     try:
         yield
     finally:
         decoder.set_attn_implementation(before)
 
 
-def refuse(dropout: float, others: dict) -> None:
-    asked = [name for name, value in others.items() if value is not None and name not in HARMLESS]
-    asked += [NOT_CAUSAL] * (others.get("is_causal") is False)
-    if dropout or asked:
-        raise InputError(
-            f"the model wants {'dropout' if dropout else asked[0]} in its attention, which is not supported"
-        )
+def reject_unsupported(options: dict) -> None:
+    """Raise InputError if a model passes its attention options that would change the result."""
+    wanted = [
+        name
+        for name, value in options.items()
+        if value is not None and name not in HARMLESS and name != "dropout"
+    ]
+    if options.get("dropout"):
+        wanted.insert(0, "dropout")
+    if options.get("is_causal") is False:
+        wanted.append(NOT_CAUSAL)
+    if wanted:
+        raise InputError(f"the model wants {wanted[0]} in its attention, which is not supported")
 
 
-# Not compiled: it would be compiled again for every new set of lengths, without any gain for collectives.
-@torch.compiler.disable
-def by_sequence(q: Tensor, k: Tensor, v: Tensor, packing: Packing, *others) -> Tensor:
-    segments = [(a, b, a, b) for a, b in zip(packing.bounds, packing.bounds[1:])]
-    return by_segment(q[:, None], k[:, None], v[:, None], segments, *others)[:, 0]
+def reject_window_mask(attention_mask: Tensor | None, window: int) -> None:
+    """Raise InputError if a model limits its attention to a window by nothing but a mask.
+
+    Only passes over shapes show that: see window_as_mask().
+    """
+    if attention_mask is None or not attention_mask.is_meta:
+        return
+    if attention_mask.shape[2:] not in ((1, 1), (2, window)):
+        raise InputError(f"{NEEDS_WINDOW_MASK} of {attention_mask.shape[-1]} tokens")
 
 
-def exchange(x: Tensor, group: dist.ProcessGroup, scatter_heads: bool) -> Tensor:
-    """Ulysses (Jacobs et al. 2023): trade tokens for heads. scatter_heads: [T/R, H, D] -> [T, H/R, D], else back."""
-    ranks = group.size()
-    if scatter_heads:
-        return AllToAll.apply(x.unflatten(1, (ranks, -1)).transpose(0, 1), group).flatten(0, 1)
-    return AllToAll.apply(x.unflatten(0, (ranks, -1)), group).transpose(0, 1).flatten(1, 2)
+def window_as_mask(*_, device: torch.device, local_size: int | None = None, **__) -> Tensor | None:
+    """Build no mask; in a pass over shapes, one whose last dimension is the window, or 0.
 
-
-def window_of(*_, device: torch.device, local_size: int | None = None, **__) -> Tensor | None:
-    """In place of transformers' mask, where Packing.arguments() gave none: in a pass over shapes, what window the mask has."""
-    return (
-        torch.empty(1, 1, 2, local_size or 0, device="meta")
-        if torch.device(device).type == "meta"
-        else None
-    )
+    transformers calls this where Packing.arguments() has passed no mask.
+    """
+    if torch.device(device).type != "meta":
+        return None
+    return torch.empty(1, 1, 2, local_size or 0, device="meta")
 
 
 AttentionInterface.register("packed", packed_attention)
-AttentionMaskInterface.register("packed", window_of)
+AttentionMaskInterface.register("packed", window_as_mask)
 AttentionInterface.register("padded", padded_attention)
 AttentionMaskInterface.register("padded", sdpa_mask)
-AttentionInterface.register(WINDOWS, windows_attention)
-AttentionMaskInterface.register(WINDOWS, sdpa_mask)

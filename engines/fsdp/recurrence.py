@@ -1,57 +1,79 @@
-"""Layers that carry a state from token to token (gated delta nets, Mamba, short convolutions) over packed sequences."""
+"""Recurrent layers over packed sequences: gated delta nets, Mamba, short convolutions."""
 
 from collections import defaultdict
+from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+Segment = tuple[int, int]  # where a sequence begins and ends in the row
+
 
 def recurrent_layers(hf: nn.Module) -> list[nn.Module]:
-    """All such layers have a causal convolution of their own in front."""
-    return [
-        module
-        for module in hf.modules()
-        if any(isinstance(child, nn.Conv1d) for child in module.children())
-    ]
+    """Return the recurrent layers, all of which begin with a causal convolution of their own."""
+    return [module for module in hf.modules() if has_convolution(module)]
+
+
+def has_convolution(module: nn.Module) -> bool:
+    return any(isinstance(child, nn.Conv1d) for child in module.children())
 
 
 class Bounds:
-    """Where the sequences of the micro-batch begin that is being computed, and the end; None: a row is a sequence."""
+    """Makes recurrent layers begin every packed sequence with a fresh state.
+
+    now  where the sequences of the current micro-batch begin, and the end of the last; None: every
+         row is one sequence
+    """
 
     def __init__(self, hf: nn.Module):
-        """Let the recurrent layers of a model begin every sequence anew."""
         self.now: list[int] | None = None
         for layer in recurrent_layers(hf):
             layer.forward = partial(self.by_sequence, layer.forward)
 
-    # Not compiled: it would be compiled again for every new set of lengths.
+    # Not compiled: every new set of lengths would cause a recompilation.
     @torch.compiler.disable
-    def by_sequence(self, forward, hidden_states: Tensor, *others, **more) -> Tensor:
-        """[1, T, h] -> [1, T, h], or a tuple that begins with it. Sequences of about the same length are the rows of one call: the
-        kernels of transformers that need nothing installed do not know where sequences begin, and a call for each would be slow.
-        Other arguments of [1, T], such as positions, are divided alike."""
+    def by_sequence(self, forward: Callable, hidden_states: Tensor, *args, **kwargs):
+        """Run a layer on [1, T, h], sequence by sequence.
+
+        Returns [1, T, h], or a tuple that begins with it.
+
+        Sequences of similar lengths become the rows of one call: the kernels that transformers has
+        without further packages do not know where sequences begin, and a call for each sequence
+        would be slow. Arguments of shape [1, T, ...], such as positions, are divided in the same
+        way.
+        """
         if self.now is None:
-            return forward(hidden_states, *others, **more)
-
-        def rows_of(x):
-            if not isinstance(x, Tensor) or x.shape[:2] != hidden_states.shape[:2]:
-                return x
-            return pad_sequence([x[0, a:b] for a, b in group], batch_first=True)
-
-        groups, outputs, rest = defaultdict(list), {}, []
-        for start, end in zip(self.now, self.now[1:]):
-            groups[(end - start - 1).bit_length()].append((start, end))
-        for group in groups.values():
-            rows = forward(
-                rows_of(hidden_states),
-                *map(rows_of, others),
-                **{name: rows_of(x) for name, x in more.items()},
-            )
-            rows, *rest = rows if isinstance(rows, tuple) else (rows,)
-            outputs |= {a: row[: b - a] for (a, b), row in zip(group, rows)}
+            return forward(hidden_states, *args, **kwargs)
+        whole_shape = hidden_states.shape[:2]
+        outputs = {}
+        further_outputs = []
+        for segments in similar_segments(self.now):
+            divide = partial(rows_of, segments=segments, whole_shape=whole_shape)
+            row_kwargs = {name: divide(x) for name, x in kwargs.items()}
+            result = forward(divide(hidden_states), *map(divide, args), **row_kwargs)
+            rows, *further_outputs = result if isinstance(result, tuple) else (result,)
+            for (start, end), row in zip(segments, rows):
+                outputs[start] = row[: end - start]
         joined = torch.cat([outputs[start] for start in self.now[:-1]])[None]
-        return (
-            (joined, *[None] * len(rest)) if rest else joined
-        )  # a state, which training has no use for
+        if further_outputs:
+            # The layer's last state, which training has no use for.
+            return (joined, *[None] * len(further_outputs))
+        return joined
+
+
+def similar_segments(bounds: list[int]) -> list[list[Segment]]:
+    """Group sequences whose lengths have the same next power of two."""
+    groups = defaultdict(list)
+    for start, end in pairwise(bounds):
+        groups[(end - start - 1).bit_length()].append((start, end))
+    return list(groups.values())
+
+
+def rows_of(value, segments: list[Segment], whole_shape: torch.Size):
+    """Return the segments of a tensor as padded rows; anything that is not [1, T, ...] as it is."""
+    if not isinstance(value, Tensor) or value.shape[:2] != whole_shape:
+        return value
+    return pad_sequence([value[0, start:end] for start, end in segments], batch_first=True)

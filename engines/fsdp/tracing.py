@@ -1,4 +1,6 @@
-"""What passes over shapes alone, on the meta device, tell of a model before any weight is read."""
+"""What passes over shapes alone reveal about a model before any weight is read."""
+
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -9,117 +11,187 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from config import InputError
 from engines.context_parallel import shares_sequences
-from engines.fsdp.attention import NOT_CAUSAL, WINDOW, Packing
+from engines.fsdp.attention import NEEDS_WINDOW_MASK, NOT_CAUSAL, Packing
 from engines.fsdp.recurrence import recurrent_layers
 from engines.model.hf import BOTH_WAYS, keep_short_frequencies, plain_attention, without
 
-ALONE = "transformers has it with"
-# Of four tokens; models cannot make one kind or another without values.
-MASKS = [torch.empty(size, device="meta") for size in ((1, 1, 4, 4), (1, 4))]
+OTHER_ATTENTION = "transformers has it with"
+# Masks for four tokens. Without values, some models can only make the first kind, others only the
+# second.
+MASK_SHAPES = ((1, 1, 4, 4), (1, 4))
 
 
-class Dropout(TorchFunctionMode):
-    """Around a pass: notes the probabilities with which something would be dropped in training."""
+class DropoutRecorder(TorchFunctionMode):
+    """Records the probabilities with which a forward pass would drop something in training."""
 
     def __init__(self):
         super().__init__()
-        self.found = set()
+        self.probabilities = set()
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function is F.dropout and kwargs["training"]:
-            self.found |= {kwargs["p"]} - {0}
+        if function is F.dropout and kwargs["training"] and kwargs["p"] != 0:
+            self.probabilities.add(kwargs["p"])
         return function(*args, **(kwargs or {}))
 
 
-class Noise(TorchDispatchMode):
-    """Around a pass: notes whether anything is random but dropout, as routers' jitter is."""
+class RandomnessRecorder(TorchDispatchMode):
+    """Records random operations other than dropout, such as routers' jitter."""
 
     def __init__(self):
         super().__init__()
-        self.found = set()
+        self.operations = set()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if torch.Tag.nondeterministic_seeded in function.tags:
-            self.found.add(function.overloadpacket.__name__)
+            self.operations.add(function.overloadpacket.__name__)
         return function(*args, **(kwargs or {}))
 
 
-def check(hf: nn.Module, config: DictConfig) -> None:
-    """Raise InputError for a model on the meta device whose attention takes no packed sequences, where they are configured, or
-    that fails, or drops anything in training. Whether it computes what it should, engines/model/guard.py sees."""
-    decoder, path, name = hf.get_decoder(), config.model.path, type(hf).__name__
-    decoder.config._experts_implementation = "batched_mm"  # which is defined without memory, too
-    dropout, noise = Dropout(), Noise()
+@dataclass
+class PlainPass:
+    """What a pass without packing reveals.
+
+    failure        what is wrong, in a line; None: nothing
+    probabilities  of dropout
+    operations     names of random operations other than dropout
+    """
+
+    failure: str | None = None
+    probabilities: set[float] = field(default_factory=set)
+    operations: set[str] = field(default_factory=set)
+
+
+def check_forward_pass(hf: nn.Module, config: DictConfig) -> None:
+    """Raise InputError for a model that fails, is random in training, or cannot be packed.
+
+    hf: the model on the meta device. Whether it computes the right numbers, engines/model/guard.py
+    sees.
+    """
+    decoder = hf.get_decoder()
+    decoder.config._experts_implementation = "batched_mm"  # also defined without memory
     keep_short_frequencies(hf)
-    with dropout, noise:
-        failed = failure(hf, "eager")  # with which the guard runs one sequence at a time
-        if failed and failed.startswith(ALONE):
-            failed = failure(hf, plain_attention(hf))
-    if dropout.found:
+    reject_randomness_and_failure(hf, config, plain_pass(hf))
+    if config.engine.use_remove_padding or shares_sequences(config.engine):
+        check_packed_sequences(hf, config)
+
+
+def plain_pass(hf: nn.Module) -> PlainPass:
+    """Run the model on four tokens as the guard runs single sequences."""
+    with DropoutRecorder() as dropout, RandomnessRecorder() as randomness:
+        failure = failure_with(hf, "eager")
+        if failure and failure.startswith(OTHER_ATTENTION):
+            failure = failure_with(hf, plain_attention(hf))
+    return PlainPass(failure, dropout.probabilities, randomness.operations)
+
+
+def reject_randomness_and_failure(hf: nn.Module, config: DictConfig, plain: PlainPass) -> None:
+    path = config.model.path
+    name = type(hf).__name__
+    hf_config = hf.get_decoder().config
+    if plain.probabilities:
+        keys = dropout_keys(hf_config, plain.probabilities)
         raise InputError(
-            f"model.path={path}: dropout is not supported: set {keys(decoder.config, dropout.found)} to 0 in "
-            "config.json"
+            f"model.path={path}: dropout is not supported: set {keys} to 0 in config.json"
         )
-    if noise.found:
+    if plain.operations:
         raise InputError(
-            f"model.path={path}: {name} computes with random numbers in training ({min(noise.found)}), which is not "
-            "supported" + without(decoder.config, "jitter", "0")
+            f"model.path={path}: {name} computes with random numbers in training "
+            f"({min(plain.operations)}), which is not supported{without(hf_config, 'jitter', '0')}"
         )
-    if failed:
-        raise InputError(f"model.path={path}: {name} fails: {failed}")
-    packed, shared = config.engine.use_remove_padding, shares_sequences(config.engine)
-    others = packed * ["engine.use_remove_padding=false"] + shared * [
-        "engine.context_parallel_size=1"
-    ]
-    instead = f": give {' and '.join(others)}"
-    if not others:
-        return
-    if decoder._is_stateful and not recurrent_layers(hf):
+    if plain.failure:
+        raise InputError(f"model.path={path}: {name} fails: {plain.failure}")
+
+
+def check_packed_sequences(hf: nn.Module, config: DictConfig) -> None:
+    """Raise InputError for a model that would mix up the sequences of a row."""
+    path = config.model.path
+    name = type(hf).__name__
+    hf_config = hf.get_decoder().config
+    advice = f": set {' and '.join(padding_settings(config))}"
+    if hf.get_decoder()._is_stateful and not recurrent_layers(hf):
         raise InputError(
-            f"model.path={path}: {name} carries a state from token to token, and so from one packed sequence to the "
-            f"next{instead}"
+            f"model.path={path}: {name} carries a state from token to token, and so from one "
+            f"packed sequence to the next{advice}"
         )
+    failure = packed_failure(hf)
+    if failure:
+        if NOT_CAUSAL in failure:
+            advice = without(hf_config, BOTH_WAYS, "null")
+        raise InputError(
+            f"model.path={path}: {name} does not take packed sequences: {failure}{advice}"
+        )
+
+
+def padding_settings(config: DictConfig) -> list[str]:
+    """Return the settings without which this run would not pack or share sequences."""
+    settings = []
+    if config.engine.use_remove_padding:
+        settings.append("engine.use_remove_padding=false")
+    if shares_sequences(config.engine):
+        settings.append("engine.context_parallel_size=1")
+    return settings
+
+
+def packed_failure(hf: nn.Module) -> str | None:
+    """Return what is wrong with a pass over two packed sequences, in a line."""
     packing = Packing(torch.zeros(3, dtype=torch.int32, device="meta"), [0, 2, 4], 2)
-    failed = failure(hf, "packed", **packing.arguments())
-    if not failed and (said := failure(hf, "packed", attention_mask=MASKS[1], packing=packing)):
-        # That transformers cannot make its masks without values is no fault of the model.
-        failed = said if said.startswith(WINDOW) else None
-    if failed:
-        instead = without(decoder.config, BOTH_WAYS, "null") if NOT_CAUSAL in failed else instead
-        raise InputError(
-            f"model.path={path}: {name} does not take packed sequences: {failed}{instead}"
-        )
+    failure = failure_with(hf, "packed", **packing.arguments())
+    if failure:
+        return failure
+    row_mask = make_mask(MASK_SHAPES[1])
+    failure = failure_with(hf, "packed", attention_mask=row_mask, packing=packing)
+    # That transformers cannot make its masks without values is no fault of the model.
+    return failure if failure and failure.startswith(NEEDS_WINDOW_MASK) else None
 
 
-def failure(hf: nn.Module, attention: str, **arguments) -> str | None:
-    """What is wrong with a forward pass, in a line."""
+def failure_with(hf: nn.Module, attention: str, **arguments) -> str | None:
+    """Return what is wrong with a forward pass over four tokens, in a line.
+
+    arguments: of the decoder; without any, the pass may succeed with either kind of mask.
+    """
     decoder = hf.get_decoder()
     decoder.set_attn_implementation(attention)
-    if decoder.config._attn_implementation != attention:
-        return f"{ALONE} {decoder.config._attn_implementation} attention alone"
-    ids, said = torch.zeros(1, 4, dtype=torch.int64, device="meta"), None
-    for options in [arguments] if arguments else [{"attention_mask": mask} for mask in MASKS]:
-        try:
-            with torch.device("meta"), torch.no_grad():
-                decoder(input_ids=ids, position_ids=ids, use_cache=False, **options)
+    available = decoder.config._attn_implementation
+    if available != attention:
+        return f"{OTHER_ATTENTION} {available} attention alone"
+    choices = [arguments]
+    if not arguments:
+        choices = [{"attention_mask": make_mask(shape)} for shape in MASK_SHAPES]
+    first_failure = None
+    for choice in choices:
+        failure = failure_of_call(decoder, choice)
+        if failure is None:
             return None
-        except InputError as error:
-            said = said or str(error)
-        except NotImplementedError:
-            said = (
-                said
-                or "its layers decide by values what to compute, so that it cannot be checked before they are loaded"
-            )
-        except Exception as error:  # a model may raise anything where it is not made for this
-            said = said or f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-    return said
+        first_failure = first_failure or failure
+    return first_failure
 
 
-def keys(hf_config, values: set[float]) -> str:
-    """The keys of config.json that say so."""
-    found = [
+def failure_of_call(decoder: nn.Module, arguments: dict) -> str | None:
+    ids = torch.zeros(1, 4, dtype=torch.int64, device="meta")
+    try:
+        with torch.device("meta"), torch.no_grad():
+            decoder(input_ids=ids, position_ids=ids, use_cache=False, **arguments)
+    except InputError as error:
+        return str(error)
+    except NotImplementedError:
+        return (
+            "its layers decide by values what to compute, so that it cannot be checked before "
+            "they are loaded"
+        )
+    except Exception as error:  # a model may raise anything where it is not made for this
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return None
+
+
+def make_mask(shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.empty(shape, device="meta")
+
+
+def dropout_keys(hf_config, probabilities: set[float]) -> str:
+    """Return the keys of config.json that set these probabilities of dropout."""
+    keys = [
         f"{key}={value}"
         for key, value in hf_config.to_dict().items()
-        if "drop" in key and value in values
+        if "drop" in key and value in probabilities
     ]
-    return ", ".join(found) or "its dropout"
+    return ", ".join(keys) or "its dropout"

@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from config import InputError
-from engines.fsdp.engine import is_replicated
+from engines.fsdp.sharding import is_replicated
 from engines.model import lora
 from engines.model.experts import stacks
 from engines.model.hf import build_on_meta, read_hf_config, text_name

@@ -28,8 +28,8 @@ from data.images.processor import Pictures, Reader, load_processor
 from data.prompts import PromptDataset, tokenize_prompts
 from engines.build import engine_class
 from engines.fsdp import vision as images
-from engines.fsdp.attention import WINDOWS, of_towers
-from engines.fsdp.engine import build
+from engines.fsdp.tower_attention import WINDOWS, vision_tower_configs
+from engines.fsdp.transforms import build_model
 from engines.heads import Head
 from engines.memory import estimates
 from engines.model.hf import auto_class
@@ -223,10 +223,10 @@ def test_training_equals_a_plain_loop(results, folder, world, name):
 @pytest.mark.parametrize("family", OF_IMAGES)
 def test_attention_of_a_tower_takes_all_windows_at_once(folder, family):
     """Where it is told of windows: towers of Gemma 3 and LLaVA have rows of images."""
-    hf, _ = build(configure(folder, Case(family)), Head.LOG_PROBS)
-    assert [tower._attn_implementation for tower in of_towers(hf)] == [WINDOWS] * family.startswith(
-        "qwen"
-    )
+    hf, _ = build_model(configure(folder, Case(family)), Head.LOG_PROBS)
+    assert [tower._attn_implementation for tower in vision_tower_configs(hf)] == [
+        WINDOWS
+    ] * family.startswith("qwen")
 
 
 def test_patches_are_multiplied_and_whole_images_convolved():
@@ -786,7 +786,7 @@ def test_a_thread_makes_pixels_of_the_next_micro_batch(make, folder):
     )
     batch = dataclasses.replace(batch, pictures=Pictures(noted, batch.pictures.reader))
     parts = batch.split([1] * 4)
-    found = of_model.ahead(iter(parts), packed=True)
+    found = of_model.prepare_ahead(iter(parts), packed=True)
     given = [next(found)[1]]
     deadline = time.monotonic() + 30
     while 1 not in noted.read and time.monotonic() < deadline:
@@ -794,13 +794,13 @@ def test_a_thread_makes_pixels_of_the_next_micro_batch(make, folder):
     assert noted.read == [0, 1], "while the first one is computed with"
     given += [each for _, each in found]
     for part, each in zip(parts, given, strict=True):
-        want = of_model.given(part, part.images, packed=True)
+        want = of_model.inputs(part, part.images, packed=True)
         assert each.keys() == want.keys() and all(
             torch.equal(each[name], want[name]) for name in want
         )
     noted[2] = [np.zeros((4, 2000, 3), np.uint8)]
     with pytest.raises(ValueError, match="aspect ratio"):
-        list(of_model.ahead(parts, packed=True))
+        list(of_model.prepare_ahead(parts, packed=True))
 
 
 def test_a_dry_run_counts_what_images_leave(folder):
@@ -815,7 +815,7 @@ def test_a_dry_run_counts_what_images_leave(folder):
         ],
     )
     kept = images.count_kept(
-        build(config, Head.LOG_PROBS)[0],
+        build_model(config, Head.LOG_PROBS)[0],
         Reader(folder / "qwen2_5_vl"),
         4,
         config.engine.activation_checkpointing,

@@ -380,7 +380,7 @@ def muon_steps(folder: Path, this_device: torch.device) -> dict[str, float]:
 def host_memory(engine: FSDPEngine) -> tuple[list[int], int]:
     """Where an engine's host memory lies once everything is there, and the bytes that are left in the tensors."""
     engine.offload("parameters", "optimizer")
-    tensors = engine._host_memory.storages(engine._tensors(("parameters", "optimizer")))
+    tensors = engine._host_memory.storages(engine.tensors_of("parameters", "optimizer"))
     return [part.result().data_ptr() for part in engine._host_memory.parts], sum(
         x.nbytes() for x in tensors
     )
@@ -402,9 +402,7 @@ def muon_resume(folder: Path, this_device: torch.device) -> dict:
     engine = build(folder / "qwen3", this_device, optimizer="muon")
     checkpointer.load(folder / "checkpoints_muon" / "step_00000002", engine)
     result["resumed"] = train(engine, range(2, 4))
-    states = [
-        x.to_local() if isinstance(x, DTensor) else x for x in engine._tensors(("optimizer",))
-    ]
+    states = [x.to_local() if isinstance(x, DTensor) else x for x in engine.tensors_of("optimizer")]
     return result | {
         "resumed_weights": digest(dict(engine.export_weights())),
         "state_bytes": gather(sum(x.nbytes for x in states if x.ndim)),
@@ -633,7 +631,8 @@ def adapters(folder: Path, this_device: torch.device) -> dict:
     result["dropout by rank"] = gather(log_probs_in_training(dropping, make_batch(0), step=1))
     result["told"] = []
     for first_is_called in (False, True):
-        engine._adapted[0]._disable_adapters = not first_is_called
+        adapted_layer = next(m for m in engine.hf.modules() if hasattr(m, "lora_A"))
+        adapted_layer._disable_adapters = not first_is_called
         engine.adapter_guard.is_active = True
         try:
             train(engine, [3])

@@ -23,7 +23,9 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 from config import InputError, load
 from engines import optimizer, schedule
 from engines.checkpoint.export import merged_weights, write_safetensors
-from engines.fsdp.engine import FSDPEngine, build, by_heads
+from engines.fsdp.attention import has_whole_heads
+from engines.fsdp.engine import FSDPEngine
+from engines.fsdp.transforms import build_model
 from engines.heads import Head
 from engines.memory import GIB, checkpoint_bytes, estimates, max_num_seqs
 from engines.model import experts, lora
@@ -399,7 +401,7 @@ def test_flops_and_memory_of_frozen_parameters(folder):
     def measured(*pairs):
         settings, numbers = config(folder, *pairs), {}
         numbers["flops"] = count_flops(
-            build(settings, Head.LOG_PROBS)[0], read_hf_config(folder / "llama")
+            build_model(settings, Head.LOG_PROBS)[0], read_hf_config(folder / "llama")
         )
         return numbers | estimates(settings, 2, "cuda")[0]
 
@@ -473,7 +475,7 @@ def test_what_can_be_frozen(folder):
         settings = config(folder, f"model.path={folder / 'qwen2_tied'}", f"model.freeze={patterns}")
         FSDPEngine.check(settings, 1, head)
         trained = {
-            name for name, p in build(settings, head)[0].named_parameters() if p.requires_grad
+            name for name, p in build_model(settings, head)[0].named_parameters() if p.requires_grad
         }
         assert (
             trained == kept
@@ -1094,7 +1096,7 @@ def test_flops_of_frozen_weights_are_four_each(folder):
             config(folder, f"model.path={folder / 'llama'}", *pairs),
             read_hf_config(folder / "llama"),
         )
-        hf, _ = build(engine, Head.LOG_PROBS)
+        hf, _ = build_model(engine, Head.LOG_PROBS)
         numbers = SimpleNamespace(_flops=count_flops(hf, hf_config))
         return numbers._flops, FSDPEngine.flops(numbers, [10, 20])
 
@@ -1207,12 +1209,14 @@ def test_layouts_that_cannot_work(folder, world, pairs, message):
 def test_ranks_for_which_there_are_no_whole_heads():
     """Each needs as many as others; key-value heads can be repeated."""
     shape = SimpleNamespace(num_attention_heads=12, num_key_value_heads=3)
-    assert [size for size in range(1, 13) if by_heads(shape, size)] == [1, 3, 6, 12]
+    assert [size for size in range(1, 13) if has_whole_heads(shape, size)] == [1, 3, 6, 12]
     assert [
-        size for size in (1, 2, 4, 8) if by_heads(SimpleNamespace(num_attention_heads=4), size)
+        size
+        for size in (1, 2, 4, 8)
+        if has_whole_heads(SimpleNamespace(num_attention_heads=4), size)
     ] == [1, 2, 4]
     laguna = SimpleNamespace(num_attention_heads=4, num_attention_heads_per_layer=[4, 6, 4])
-    assert [size for size in (1, 2, 4, 8) if by_heads(laguna, size)] == [1, 2]
+    assert [size for size in (1, 2, 4, 8) if has_whole_heads(laguna, size)] == [1, 2]
     gemma4 = AutoConfig.for_model(
         "gemma4_text",
         num_attention_heads=12,
@@ -1221,7 +1225,7 @@ def test_ranks_for_which_there_are_no_whole_heads():
         attention_k_eq_v=True,
     )
     assert gemma4.is_heterogeneous and [
-        size for size in range(1, 13) if by_heads(gemma4, size)
+        size for size in range(1, 13) if has_whole_heads(gemma4, size)
     ] == [1, 3, 6, 12]
 
 
@@ -1265,7 +1269,7 @@ def test_logits_that_are_computed_in_another_way_are_refused(folder):
         (
             "bamba",
             ["engine.context_parallel_size=2"],
-            "BambaForCausalLM carry a state from token to token: ranks cannot share",
+            "BambaForCausalLM carry a state from token to token, so ranks cannot share",
         ),
     ],
 )
@@ -1318,7 +1322,7 @@ def test_configurations_without_a_longest_length_or_one_head_dim():
         attention_k_eq_v=True,
     )
     assert attention_widths(gemma) == (4 * 16, 3 * 8)
-    assert [by_heads(gemma, size) for size in (1, 2)] == [True, False]
+    assert [has_whole_heads(gemma, size) for size in (1, 2)] == [True, False]
     step = AutoConfig.for_model(
         "step3p5",
         num_hidden_layers=2,
@@ -1329,7 +1333,7 @@ def test_configurations_without_a_longest_length_or_one_head_dim():
         num_key_value_heads=2,
     )
     assert attention_widths(step) == (6 * 8, 2 * 8) and [
-        by_heads(step, size) for size in (2, 4)
+        has_whole_heads(step, size) for size in (2, 4)
     ] == [True, False]
 
 
@@ -1609,7 +1613,7 @@ def test_dry_run_of_a_model_that_does_not_say_what_its_layers_are(folder, tmp_pa
         attn_pdrop=0.0,
     )
     settings = config(folder, f"model.path={tmp_path}", "engine.use_remove_padding=false")
-    assert not whole_modules(hf := build(settings, Head.LOG_PROBS)[0], hf)
+    assert not whole_modules(hf := build_model(settings, Head.LOG_PROBS)[0], hf)
     sizes = estimates(settings, 2, "cpu")[0]
     assert sizes["gathered weights"] * GIB == 2 * sum(p.numel() for p in hf.parameters()), (
         "all at once, in bf16"
@@ -1708,7 +1712,7 @@ def test_renamed_weights_keep_the_names_of_their_files(results, folder, world):
     )
 
 
-PADDING = "give engine.use_remove_padding=false"
+PADDING = "set engine.use_remove_padding=false"
 LONGROPE = dict(
     rope_type="longrope",
     rope_theta=10000.0,
@@ -1745,7 +1749,7 @@ LONGROPE = dict(
         (
             dict(model_type="falcon"),
             ["engine.context_parallel_size=auto", "engine.use_remove_padding=false"],
-            "alone: give engine.context_parallel_size=1",
+            "alone: set engine.context_parallel_size=1",
         ),
         (
             dict(model_type="stablelm"),

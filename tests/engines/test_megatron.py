@@ -692,11 +692,7 @@ def test_background_save_is_of_its_moment_and_appears_complete(launches):
 @pytest.mark.parametrize("trap", TRAPS)
 def test_a_checkpoint_that_runs_commands_is_not_loaded(launches, folder, trap):
     told = launches[2]["trapped"][trap]
-    assert (
-        len(told) == 2
-        and told[0] == told[1]
-        and "a pickle in it calls posix.system" in told[0]
-    )
+    assert len(told) == 2 and told[0] == told[1] and "a pickle in it calls posix.system" in told[0]
     assert launches[2]["trapped"][f"{trap} ran"] is False
     if trap == ".metadata":
         checkpoint, mark = (

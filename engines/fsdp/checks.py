@@ -1,0 +1,113 @@
+"""What this engine rejects before it reads any weights.
+
+engines/model/guard.py checks later, by computing, that the loaded model is right.
+"""
+
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig
+from torch import nn
+
+from config import InputError
+from engines import optimizer, schedule
+from engines.context_parallel import (
+    check_batch_size,
+    check_micro_batch_cap,
+    fixed_cp_size,
+    has_dynamic_cp,
+    shares_sequences,
+)
+from engines.fsdp import tracing, vision
+from engines.fsdp.attention import gathers_keys
+from engines.fsdp.recurrence import recurrent_layers
+from engines.heads import Head
+from engines.model import experts, freeze, lora, mtp
+from engines.model.hf import (
+    build_on_meta,
+    check_rope,
+    check_windows,
+    layer_configs,
+    logit_constants,
+    read_hf_config,
+)
+from engines.model.weights import check_files
+
+
+def check_model_and_layout(config: DictConfig, world_size: int, head: Head):
+    """Return the text model's configuration.
+
+    Raises InputError for a model, a layout or settings that this engine cannot work with.
+    """
+    whole_config = read_hf_config(config.model.path)
+    hf_config = whole_config.get_text_config()
+    check_layout(config, hf_config, world_size)
+    check_rope(hf_config, config)
+    check_windows(hf_config, config.model.path)
+    mtp.check(config, whole_config)
+    hf = build_on_meta(whole_config, torch.float32, head, images=config.model.images)
+    check_recurrence(config, hf)
+    if head is not Head.VALUES:
+        logit_constants(hf)
+    experts.check(hf, hf_config, config.model.path)
+    check_files(hf, Path(config.model.path), head)
+    tracing.check_forward_pass(hf, config)
+    freeze.apply(config, hf, head)
+    lora.check(config, hf)
+    return hf_config
+
+
+def check_layout(config: DictConfig, hf_config, world_size: int) -> None:
+    """Raise InputError for an optimizer, a schedule, or a number of ranks that cannot work."""
+    engine = config.engine
+    cp = fixed_cp_size(engine)
+    schedule.check(config.optim)
+    optimizer.check(config)
+    check_attention_heads(config, hf_config)
+    if world_size % cp:
+        raise InputError(
+            f"engine.context_parallel_size={cp} does not divide the {world_size} ranks"
+        )
+    if engine.fsdp_size > 0 and world_size % engine.fsdp_size:
+        raise InputError(
+            f"engine.fsdp_size={engine.fsdp_size} does not divide the {world_size} ranks"
+        )
+    if config.model.images:
+        vision.check_images(config)
+    check_batch_size(config, world_size // cp)
+    check_token_cap(config, hf_config, world_size)
+    experts.aux_loss_coef(engine.router_aux_loss_coef, hf_config)
+
+
+def check_attention_heads(config: DictConfig, hf_config) -> None:
+    """Raise InputError for a layer without attention heads."""
+    for layer_config in layer_configs(hf_config):
+        if getattr(layer_config, "num_attention_heads", None) is None:
+            raise InputError(
+                f"model.path={config.model.path}: model_type={hf_config.model_type} has no "
+                "attention heads (num_attention_heads in config.json), which is not supported"
+            )
+
+
+def check_token_cap(config: DictConfig, hf_config, world_size: int) -> None:
+    """Raise InputError for a token cap that a padded sequence could exceed.
+
+    Sequences are padded where a group of ranks gathers their keys and values.
+    """
+    engine = config.engine
+    if has_dynamic_cp(engine):
+        group_sizes = [1 << level for level in range(world_size.bit_length())]
+    else:
+        group_sizes = [fixed_cp_size(engine)]
+    if any(size > 1 and gathers_keys(engine, hf_config, size) for size in group_sizes):
+        check_micro_batch_cap(config, 2 if has_dynamic_cp(engine) else 2 * fixed_cp_size(engine))
+
+
+def check_recurrence(config: DictConfig, hf: nn.Module) -> None:
+    """Raise InputError if ranks would share sequences that layers read token by token."""
+    if shares_sequences(config.engine) and recurrent_layers(hf):
+        raise InputError(
+            f"engine.context_parallel_size={config.engine.context_parallel_size}: layers of "
+            f"{type(hf).__name__} carry a state from token to token, so ranks cannot share a "
+            "sequence: set it to 1"
+        )

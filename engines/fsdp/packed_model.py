@@ -1,0 +1,45 @@
+"""The module that FSDP shards: a Hugging Face model that ends in a head of engines/heads.py."""
+
+from torch import Tensor, nn
+
+from engines.fsdp.attention import Packing
+from engines.fsdp.recurrence import Bounds
+
+
+class PackedModel(nn.Module):
+    """A Hugging Face model with a head in place of its last matrix product.
+
+    The head is called inside the root module's forward pass, where FSDP has gathered the output
+    matrix.
+    """
+
+    def __init__(self, hf: nn.Module, head: nn.Module):
+        super().__init__()
+        self.hf = hf
+        self.head = head
+        self.bounds = Bounds(hf)
+
+    def forward(
+        self,
+        place: Tensor,
+        targets: Tensor,
+        kept_words: Tensor,
+        packing: Packing | None = None,
+        **inputs: Tensor,
+    ):
+        """Return the head's outputs for k tokens.
+
+        place: [k], for each token the index of the token before it, in [length * rows].
+        targets: [k], the tokens themselves. kept_words: [k, K], the tokens that sampling kept.
+        packing: None if every row holds one sequence.
+        inputs: input_ids and position_ids [rows, length] and, with images, what else the model
+        reads.
+        """
+        self.bounds.now = packing.bounds if packing else None
+        attention = packing.arguments() if packing else {}
+        has_images = len(inputs) > 2
+        body = self.hf.base_model if has_images else self.hf.get_decoder()
+        outputs = body(use_cache=False, **attention, **inputs)
+        hidden = outputs[0].transpose(0, 1).flatten(0, 1).index_select(0, place)
+        weight = self.hf.get_output_embeddings().weight.to(hidden.dtype)
+        return self.head(hidden, weight, targets, kept_words)

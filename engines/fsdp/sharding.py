@@ -1,0 +1,83 @@
+"""How FSDP2 divides a model over ranks."""
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+
+
+def shard(
+    model: nn.Module, layers: list[nn.Module], config: DictConfig, device_type: str, world_size: int
+) -> None:
+    """Shard each layer, then the rest of the model, in place."""
+    if not is_sharded(config, world_size):
+        return
+    engine = config.engine
+    options = {
+        "mesh": fsdp_mesh(engine, device_type, world_size),
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=getattr(torch, engine.compute_dtype),
+            reduce_dtype=getattr(torch, engine.reduce_dtype),
+        ),
+        "offload_policy": offload_policy(engine, device_type),
+    }
+    if is_replicated(config, world_size):
+        options["ignored_params"] = {p for p in model.parameters() if not p.requires_grad}
+    for layer in layers:
+        fully_shard(layer, reshard_after_forward=engine.reshard_after_forward, **options)
+    fully_shard(model, reshard_after_forward=False, **options)
+
+
+def is_sharded(config: DictConfig, world_size: int) -> bool:
+    """Whether FSDP has anything to do.
+
+    A single rank has nothing to divide. If it computes in the dtype that it stores (adapters are
+    cast by their layers, see engines/model/lora.py), FSDP would only copy every weight through its
+    buffers.
+    """
+    engine = config.engine
+    has_adapters = config.model.lora.rank > 0
+    needs_cast = engine.param_dtype != engine.compute_dtype and not has_adapters
+    return world_size > 1 or engine.cpu_offload or needs_cast
+
+
+def is_replicated(config: DictConfig, world_size: int) -> bool:
+    """Whether each rank holds all frozen weights, so that FSDP only has the adapters to divide."""
+    engine = config.engine
+    has_whole_model = world_size == 1 or engine.fsdp_size == 1
+    return config.model.lora.rank > 0 and not engine.cpu_offload and has_whole_model
+
+
+def fsdp_mesh(engine: DictConfig, device_type: str, world_size: int) -> DeviceMesh:
+    """Return the mesh that parameters are sharded over, with an axis of replicas if needed."""
+    size = engine.fsdp_size if engine.fsdp_size > 0 else world_size
+    if size == world_size:
+        return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
+    shape = (world_size // size, size)
+    return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def offload_policy(engine: DictConfig, device_type: str) -> OffloadPolicy:
+    if engine.cpu_offload:
+        return CPUOffloadPolicy(pin_memory=device_type != "cpu")
+    return OffloadPolicy()
+
+
+def reshard(model: nn.Module) -> None:
+    """Free all gathered parameters."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def full(tensor: Tensor) -> Tensor:
+    """Return the whole tensor on every rank."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
