@@ -272,7 +272,7 @@ def stored_weights(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
     """Yield (Hugging Face name, tensor as it was stored) of the exported engine."""
     # This file is one of megatron.core.dist_checkpointing.
     if (checkpoint / "weights" / "metadata.json").exists():
-        from engines.megatron.sharded_state import hf_weights
+        from engines.megatron.checkpoint_files import hf_weights
 
         return hf_weights(checkpoint)
     return stored_fsdp_weights(checkpoint)

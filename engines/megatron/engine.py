@@ -1,7 +1,6 @@
-"""megatron-core: tensor, sequence, pipeline, context and data parallelism around a Hugging Face model's weights."""
+"""The Megatron engine: Megatron-core's parallelism around a Hugging Face model's weights."""
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
@@ -11,22 +10,12 @@ import torch
 import torch.distributed as dist
 
 if torch.accelerator.is_available() and torch.accelerator.current_accelerator().type == "npu":
-    import mindspeed.megatron_adaptor  # noqa: F401  replaces parts of megatron.core, so it comes before it
+    # It replaces parts of megatron.core, so it must be imported first.
+    import mindspeed.megatron_adaptor  # noqa: F401
 
 from megatron.core import parallel_state as mpu
-from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
-from megatron.core.optimizer import (
-    USING_PYTORCH_OPTIMIZER,
-    OptimizerConfig,
-    clip_grads,
-    get_megatron_optimizer,
-)
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
+from megatron.core.optimizer import MegatronOptimizer
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
@@ -39,39 +28,41 @@ from engines.base import Engine, LossFn
 from engines.context_parallel import has_dynamic_cp
 from engines.dropout import DropoutSeeds
 from engines.heads import Head, LogProbHead, ValueHead
-from engines.megatron import adapted_layers as adapters, bridge, layout, sharded_state as checkpoint
-from engines.megatron.layers import Packing
-from engines.megatron.mapping import Mapping, global_parameters
+from engines.megatron import (
+    bridge,
+    checkpoint_files,
+    device_tensors,
+    distributed_optimizer,
+    layout,
+    sharded_state,
+    transforms,
+)
+from engines.megatron.adapters import check_adapters, export_adapters
+from engines.megatron.families import check_family
+from engines.megatron.gpt import ModelDescription, build_models
+from engines.megatron.mapping import Mapping
 from engines.megatron.moe import Router
+from engines.megatron.outputs import TokenOutputs
+from engines.megatron.pipeline import run_schedule
+from engines.megatron.step_loss import MTPLoss, StepLoss, count_mtp_targets
+from engines.megatron.torch_layers import Packing
 from engines.megatron.without_cuda import cuda_is_cpu
-from engines.microbatch import Ahead, MicroBatch, lay_out
+from engines.microbatch import MicroBatch, lay_out
 from engines.model import freeze, guard, lora, mtp
 from engines.model.experts import aux_loss_weight
-from engines.model.hf import build_on_meta, count_flops, keep_zero_rows, read_hf_config
+from engines.model.hf import build_on_meta, count_flops, read_hf_config
 from engines.model.weights import is_ignored, shapes_in_files
 from engines.parallel.collectives import groups_of
 from engines.parallel.offload import HostMemory
 
-RECOMPUTE = {
-    "none": {},
-    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-    "full": {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    },
-}
-
-
-def count_ahead(batch: Batch, num_layers: int) -> Tensor:
-    """[num_layers]: for how many tokens of a batch each layer of multi-token prediction is asked."""
-    asked = batch.fields.get("loss_mask", torch.ones(len(batch.input_ids))) != 0
-    return torch.tensor(
-        [float((asked & (batch.position_ids > k)).sum()) for k in range(1, num_layers + 1)]
-    )
-
 
 class MegatronEngine(Engine):
+    """Trains and evaluates one model with Megatron-core; see Engine for the interface.
+
+    models: this rank's part of the model, one module for each virtual pipeline stage
+    stages: what the schedule calls: the models, wrapped in DDP if there is an optimizer
+    """
+
     @cuda_is_cpu()
     def __init__(
         self,
@@ -85,204 +76,151 @@ class MegatronEngine(Engine):
     ):
         """Build this rank's part of the model of config.model.path and load its weights.
 
-        optimize: with DDP and an optimizer; False for a model that is only evaluated. head: Head.VALUES puts a value head (zeros, unless
-        the directory has one) in place of the output matrix. temperature: the logits are divided by it, as in sampling.
-        shared_weights: must be None, since Megatron fuses and splits the weights and cannot use another owner's tensors.
+        optimize: with DDP and an optimizer; False for a model that is only evaluated
+        head: Head.VALUES puts a value head in place of the output matrix; it is zero unless the
+            directory has one
+        temperature: the logits are divided by it, as in sampling
+        shared_weights: must be None, since Megatron fuses and divides weights
         Raises InputError for a model or a layout that cannot work.
         """
         if shared_weights is not None:
             raise InputError(
-                "model_engine=megatron cannot use vLLM's weights as its own: set rollout.share_base=never"
+                "model_engine=megatron cannot use vLLM's weights as its own: set "
+                "rollout.share_base=never"
             )
-        self.config, self.device, self.total_steps = config, device, total_steps
-        self.head_kind, self.optim, engine = head, config.optim, config.engine
+        self.config = config
+        self.device = device
+        self.total_steps = total_steps
+        self.head_kind = head
+        self.optim = config.optim
+        self.lora = config.model.lora
         self.hf_config = self.check(config, dist.get_world_size(), head)
-        self.compute_dtype = getattr(torch, engine.compute_dtype)
-        layout.initialize(engine)
-        self.dp_rank, self.dp_size = (
-            mpu.get_data_parallel_rank(),
-            mpu.get_data_parallel_world_size(),
-        )
-        self.dp_group, self.cp_group = (
-            mpu.get_data_parallel_group(),
-            mpu.get_context_parallel_group(),
-        )
-        self.tp_group, self.pp_group = (
-            mpu.get_tensor_model_parallel_group(),
-            mpu.get_pipeline_model_parallel_group(),
-        )
-        self.sequence_parallel = engine.sequence_parallel and self.tp_group.size() > 1
-        self.cp_groups = (
-            groups_of(self.dp_group, self.cp_group)
-            if has_dynamic_cp(engine)
-            else {self.cp_group.size(): self.cp_group}
-        )
-        if engine.virtual_pipeline_model_parallel_size > 1:  # as the interleaved schedule needs it
-            self.micro_batches_multiple = self.pp_group.size()
-
-        path, with_mtp, self.lora = (
-            Path(config.model.path),
-            mtp.is_trained(config),
-            config.model.lora,
-        )
-        hf = build_on_meta(self.hf_config, torch.float32, head, with_mtp=with_mtp)
-        self.num_mtp_layers = mtp.num_layers(self.hf_config) if with_mtp else 0
-        frozen, own = (
-            freeze.apply(config, hf, head, Mapping(self.hf_config, head).holder),
-            hf.state_dict().keys(),
-        )
-        self.names = {
-            name: None if name not in own and is_ignored(hf, name) else name
-            for name in shapes_in_files(path)
-        }
-        self.mapping = bridge.make_mapping(engine.bridge, self.hf_config, self.compute_dtype, head)
-        self.models = bridge.build(
-            self.mapping,
-            hf,
-            path,
-            head,
-            self.compute_dtype,
-            self.num_mtp_layers,
-            config.model.mtp.detach_encoder,
-            sequence_parallel=self.sequence_parallel,
-            # The loss has its own denominator already: the schedule and DDP must not divide it again.
-            calculate_per_token_loss=True,
-            gradient_accumulation_fusion=False,
-            bias_activation_fusion=device.type != "cpu",
-            **RECOMPUTE[engine.recompute],
-        )
-        for model in self.models:
-            for name, p in global_parameters(model):
-                p.requires_grad_(self.mapping.names(name)[0] not in frozen)
-        if self.lora.rank:
-            lora.inject(hf, self.lora)
-        self._flops = count_flops(hf, self.hf_config)
-        self._adapters = (
-            adapters.attach(self.mapping, self.models, config, lora.shapes(hf))
-            if self.lora.rank
-            else {}
-        )
-        if (
-            self._adapters
-            and head is Head.VALUES
-            and mpu.is_pipeline_last_stage(ignore_virtual=True)
-        ):
-            self.models[-1].output_layer.to(getattr(torch, self.lora.dtype)).requires_grad_()
-        # The gradient of values passes through the head's weights, which start at zero: it proves nothing.
-        has_provable_adapters = self.lora.rank > 0 and head is not Head.VALUES
-        self.adapter_guard = AdapterGuard(device, has_provable_adapters)
-        self.dropout_seeds = DropoutSeeds(config)
-        for model in self.models:
-            if (
-                model.pre_process and engine.recompute == "full"
-            ):  # which takes layers behind frozen ones to need no gradient
-                model.embedding.register_forward_hook(
-                    lambda module, inputs, output: output.requires_grad_()
-                )
-            if model.pre_process or model.mtp_process:
-                self._keep_zero_rows(model.embedding.word_embeddings)
-        self.head = (
-            ValueHead()
-            if head is Head.VALUES
-            else LogProbHead(
-                temperature,
-                engine.log_prob_chunk_size,
-                device.type == "cuda",
-                self.hf_config.vocab_size,
-                self.tp_group,
-            )
-        )
-        if mpu.is_pipeline_last_stage(ignore_virtual=True):
-            self.models[
-                -1
-            ].head = self.head  # called after the schedule's forward pass, and seen by hooks
-        self.routers = [
-            module
-            for model in self.models
-            for module in model.modules()
-            if isinstance(module, Router)
-        ]
-        self.stages, self.optimizer = self.models, None  # stages: what the schedule calls, in DDP
+        self.compute_dtype = getattr(torch, config.engine.compute_dtype)
+        self._join_groups()
+        self._build_model()
+        self._build_head(temperature)
+        self._prepare_training()
+        self.stages: list[nn.Module] = self.models
+        self.optimizer: MegatronOptimizer | None = None
         if optimize:
-            self._build_optimizer()
+            self.stages = distributed_optimizer.wrap_in_ddp(self.models, config.engine)
+            trained_dtype = self.compute_dtype
+            if self.lora.rank:
+                trained_dtype = getattr(torch, self.lora.dtype)
+            self.optimizer = distributed_optimizer.build_optimizer(
+                self.stages, config, trained_dtype
+            )
         self._host_memory = HostMemory(device)
         guard.check(self)
 
     @staticmethod
     def check(config: DictConfig, world_size: int, head: Head = Head.LOG_PROBS):
-        """The model's configuration; raises InputError for what this engine cannot do, before anything is built."""
+        """Return the model's configuration.
+
+        Raises InputError for what this engine cannot do, before anything is built.
+        """
         if config.model.images:
             raise InputError(
-                "model.images=true needs model_engine=fsdp: model_engine=megatron has no vision towers"
+                "model.images=true needs model_engine=fsdp: model_engine=megatron has no vision "
+                "towers"
             )
-        hf_config = read_hf_config(config.model.path)
-        bridge.check(hf_config, config.model.path, config.engine.bridge)
+        path = config.model.path
+        hf_config = read_hf_config(path)
+        check_family(hf_config, path, config.engine.bridge)
         layout.check_layout(config, hf_config, world_size)
         mtp.check(config, hf_config)
         hf = build_on_meta(hf_config, torch.float32, head, with_mtp=mtp.is_trained(config))
-        bridge.check_files(hf, Path(config.model.path), head)
-        freeze.apply(config, hf, head, Mapping(hf_config, head).holder)
-        adapters.check(config, hf_config, hf)
+        bridge.check_files(hf, Path(path), head)
+        freeze.apply(config, hf, head, Mapping(hf_config, head).parameter_key)
+        check_adapters(config, hf_config, hf)
         return hf_config
 
-    def _keep_zero_rows(self, words: nn.Module) -> None:
-        zero = [
-            torch.empty(len(words.weight), dtype=torch.bool, device=self.device)
-            for _ in range(self.tp_group.size())
-        ]
-        dist.all_gather(zero, (words.weight.detach() == 0).all(1), group=self.tp_group)
-        share = self.tp_group.rank(), self.tp_group.size()
-        keep_zero_rows(
-            words,
-            torch.cat(zero),
-            lambda mask: (
-                mask.t().chunk(share[1])[share[0]] if words.reduce_scatter_embeddings else mask
-            ),
-        )
+    def _join_groups(self) -> None:
+        """Create the process groups and record this rank's place in them."""
+        engine = self.config.engine
+        layout.initialize(engine)
+        self.dp_rank = mpu.get_data_parallel_rank()
+        self.dp_size = mpu.get_data_parallel_world_size()
+        self.dp_group = mpu.get_data_parallel_group()
+        self.cp_group = mpu.get_context_parallel_group()
+        self.tp_group = mpu.get_tensor_model_parallel_group()
+        self.pp_group = mpu.get_pipeline_model_parallel_group()
+        self.sequence_parallel = engine.sequence_parallel and self.tp_group.size() > 1
+        if has_dynamic_cp(engine):
+            self.cp_groups = groups_of(self.dp_group, self.cp_group)
+        else:
+            self.cp_groups = {self.cp_group.size(): self.cp_group}
+        if engine.virtual_pipeline_model_parallel_size > 1:
+            # The interleaved schedule needs a multiple of the number of pipeline stages.
+            self.micro_batches_multiple = self.pp_group.size()
 
-    def _build_optimizer(self) -> None:
-        engine, optim, config = self.config.engine, self.optim, self.models[0].config
-        trained = getattr(torch, self.lora.dtype) if self.lora.rank else self.compute_dtype
-        self.stages = [
-            DistributedDataParallel(
-                config, layout.ddp_config(engine), model, disable_bucketing=i > 0
+    def _build_model(self) -> None:
+        """Build the model, load its weights and apply the transforms."""
+        config = self.config
+        path = Path(config.model.path)
+        with_mtp = mtp.is_trained(config)
+        hf = build_on_meta(self.hf_config, torch.float32, self.head_kind, with_mtp=with_mtp)
+        self.num_mtp_layers = mtp.num_layers(self.hf_config) if with_mtp else 0
+        parameter_key = Mapping(self.hf_config, self.head_kind).parameter_key
+        frozen = freeze.apply(config, hf, self.head_kind, parameter_key)
+        names_in_model = hf.state_dict().keys()
+        self.names = {}
+        for name in shapes_in_files(path):
+            is_left_out = name not in names_in_model and is_ignored(hf, name)
+            self.names[name] = None if is_left_out else name
+
+        self.mapping = bridge.make_mapping(
+            config.engine.bridge, self.hf_config, self.compute_dtype, self.head_kind
+        )
+        description = ModelDescription(
+            hf,
+            path,
+            self.head_kind,
+            self.compute_dtype,
+            self.num_mtp_layers,
+            config.model.mtp.detach_encoder,
+            transforms.config_fields(config, self.device, self.sequence_parallel),
+        )
+        self.models = build_models(self.mapping, description)
+        if self.lora.rank:
+            lora.inject(hf, self.lora)
+        self._flops = count_flops(hf, self.hf_config)
+        changes = transforms.Changes(config, self.head_kind, self.models, self.mapping, hf, frozen)
+        transforms.apply_transforms(changes)
+        self._adapters = changes.adapters
+        modules = [module for model in self.models for module in model.modules()]
+        self.routers = [module for module in modules if isinstance(module, Router)]
+
+    def _build_head(self, temperature: float) -> None:
+        """Create the head that follows the last hidden state."""
+        if self.head_kind is Head.VALUES:
+            self.head = ValueHead()
+        else:
+            self.head = LogProbHead(
+                temperature,
+                self.config.engine.log_prob_chunk_size,
+                self.device.type == "cuda",
+                self.hf_config.vocab_size,
+                self.tp_group,
             )
-            for i, model in enumerate(self.models)
-        ]
-        self.optimizer = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam",
-                lr=optim.lr,
-                weight_decay=optim.weight_decay,
-                adam_beta1=optim.betas[0],
-                adam_beta2=optim.betas[1],
-                adam_eps=optim.eps,
-                clip_grad=optim.clip_grad,
-                bf16=trained is torch.bfloat16,
-                params_dtype=trained,
-                use_distributed_optimizer=engine.use_distributed_optimizer,
-            ),
-            self.stages,
-        )
-        # Where all but experts is frozen, the optimizer of the rest is an empty shell.
-        self.optimizer.chained_optimizers = [
-            o for o in self.optimizer.chained_optimizers if not o.is_stub_optimizer
-        ]
-        if USING_PYTORCH_OPTIMIZER:  # else TransformerEngine's, which is fused anyway
-            for group in self.optimizer.param_groups:
-                group["fused"] = True
-        # Without the number of tokens, by which it would divide.
-        config.finalize_model_grads_func = lambda stages, _, **groups: finalize_model_grads(
-            stages, None, **groups
-        )
-        if self.stages[0].ddp_config.overlap_grad_reduce:
-            syncs = [stage.no_sync for stage in self.stages]
-            config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
+        last_model = self.models[-1]
+        if mpu.is_pipeline_last_stage(ignore_virtual=True):
+            # As a submodule it is seen by hooks. It is called after the schedule's forward pass.
+            last_model.head = self.head
+        self.outputs = TokenOutputs(last_model, self.head, self.tp_group, self.sequence_parallel)
 
-    # -- training and asking -------------------------------------------------------------------------------------------
+    def _prepare_training(self) -> None:
+        """Set up what watches over adapters."""
+        # The gradient of values passes through the value head's weights, which start at zero: it
+        # proves nothing.
+        has_provable_adapters = self.lora.rank > 0 and self.head_kind is not Head.VALUES
+        self.adapter_guard = AdapterGuard(self.device, has_provable_adapters)
+        self.dropout_seeds = DropoutSeeds(self.config)
+
+    # -- training ----------------------------------------------------------------------------------
 
     def multiple(self, size: int) -> int:
-        return layout.multiple_of(self.config.engine, size)
+        return layout.length_multiple(self.config.engine, size)
 
     @cuda_is_cpu()
     def train_batch(
@@ -290,234 +228,181 @@ class MegatronEngine(Engine):
     ) -> dict[str, float]:
         self._onload("parameters", "optimizer")
         micro_batches = micro_batches or self.divide_share(batch.lengths)
-        amounts = defaultdict(lambda: torch.zeros((), device=self.device))
-        num_tokens, loss_fn = (
-            torch.zeros((), dtype=torch.int, device=self.device),
-            self.adapter_guard.watch(loss_fn),
-        )
-
-        def loss_of(micro_batch: MicroBatch, hidden: Tensor):
-            hidden, *ahead = hidden.chunk(1 + self.num_mtp_layers)
-            outputs = self._answers(micro_batch, hidden)[: self.head.num_differentiable]
-            loss, extra = loss_fn(*outputs, micro_batch.fields)
-            for name, amount in {"loss": loss, **extra}.items():
-                amounts[name] += amount.detach() * self.counts_group(micro_batch.group)
-            for k, (question, hidden) in enumerate(zip(micro_batch.ahead, ahead)):
-                part = self._mtp_loss(question, hidden) / num_ahead[k]
-                mtp_losses[k] += part.detach()
-                loss = (
-                    loss
-                    + self.config.model.mtp.mtp_loss_scaling_factor / self.num_mtp_layers * part
-                )
-            return loss, num_tokens, {}
-
         counted = self.counted_sequences(batch, micro_batches)
-        coefficient = self._begin_routers(len(counted.input_ids))
-        mtp_losses = torch.zeros(self.num_mtp_layers, device=self.device)
-        if self.num_mtp_layers:
-            num_ahead = self.sum_over_dp(count_ahead(counted, self.num_mtp_layers)).clamp(min=1)
+        has_aux_loss = self._begin_routers(len(counted.input_ids))
+        step_loss = StepLoss(
+            self.adapter_guard.watch(loss_fn),
+            self.outputs,
+            self.counts_group,
+            self.device,
+            self._mtp_loss(counted),
+        )
         for stage in self.stages:
             stage.zero_grad_buffer()
         self.optimizer.zero_grad()
-        with self.dropout_seeds.seeded(
-            step, self.dp_rank, self.cp_group.rank(), self.pp_group.rank()
-        ):
-            self._run(batch, micro_batches, loss_of, forward_only=False)
+        ranks = (self.dp_rank, self.cp_group.rank(), self.pp_group.rank())
+        with self.dropout_seeds.seeded(step, *ranks):
+            self._run_schedule(batch, micro_batches, step_loss, forward_only=False)
         lr = schedule.learning_rate(self.optim, step, self.total_steps)
-        grad_norm = self._update(lr)
-        totals = {}
-        if mpu.is_pipeline_last_stage(ignore_virtual=True):
-            totals = dict(
-                zip(amounts, self.sum_over_dp(torch.stack(list(amounts.values()))).tolist())
-            )
-            if self.num_mtp_layers:
-                dist.all_reduce(
-                    mtp_losses, group=mpu.get_data_parallel_group(with_context_parallel=True)
-                )
-            totals |= {f"mtp/loss_{k}": loss for k, loss in enumerate(mtp_losses.tolist(), 1)}
-        if self.pp_group.size() > 1:
-            box = [totals]
-            dist.broadcast_object_list(
-                box, mpu.get_pipeline_model_parallel_last_rank(), self.pp_group, self.device
-            )
-            totals = box[0]
-        if coefficient:
-            aux_losses = torch.stack([router.aux_loss for router in self.routers]).sum()
-            dist.all_reduce(aux_losses)
-            totals["router_aux_loss"] = aux_losses.item() / self.hf_config.num_hidden_layers
+        grad_norm = self.step_optimizer(lr)
+        metrics = self._reduce_metrics(step_loss)
+        if has_aux_loss:
+            metrics["router_aux_loss"] = self._reduce_aux_loss()
         return {
-            **totals,
+            **metrics,
             "grad_norm": grad_norm,
             "lr": lr,
             "skipped": float(not math.isfinite(grad_norm)),
         }
 
-    def _begin_routers(self, num_tokens: int) -> float:
-        """The weight of the routers' auxiliary loss. num_tokens: in this data-parallel rank's share of the batch."""
+    def _begin_routers(self, num_tokens: int) -> bool:
+        """Prepare the routers' auxiliary loss; return whether there is one.
+
+        num_tokens: in this data-parallel rank's share of the batch
+        """
         coefficient = aux_loss_weight(
             self.config.engine.router_aux_loss_coef,
             self.hf_config,
             self.hf_config.num_hidden_layers,
         )
-        if coefficient:
-            num_tokens = self.sum_over_dp(torch.tensor(float(num_tokens))).item()
-            for router in self.routers:
-                router.begin(coefficient, num_tokens)
-        return coefficient
+        if not coefficient:
+            return False
+        num_tokens = self.sum_over_dp(torch.tensor(float(num_tokens))).item()
+        for router in self.routers:
+            router.begin_batch(coefficient, num_tokens)
+        return True
+
+    def _mtp_loss(self, counted: Batch) -> MTPLoss | None:
+        """Return how MTP layers enter the loss; None without such layers.
+
+        counted: the sequences of the batch that this rank counts
+        """
+        if not self.num_mtp_layers:
+            return None
+        num_targets = self.sum_over_dp(count_mtp_targets(counted, self.num_mtp_layers))
+        weight = self.config.model.mtp.mtp_loss_scaling_factor / self.num_mtp_layers
+        sums = torch.zeros(self.num_mtp_layers, device=self.device)
+        return MTPLoss(num_targets.clamp(min=1), weight, sums)
+
+    @torch.no_grad()
+    def step_optimizer(self, lr: float) -> float:
+        """Clip the gradients and take a step; return the gradient norm before clipping.
+
+        Leaves the weights alone if the gradient is not finite.
+        """
+        self.optimizer.prepare_grads()
+        grad_norm = float(self.optimizer.get_grad_norm())
+        if self.adapter_guard.is_active:
+            smallest = distributed_optimizer.smallest_stage_gradient(
+                self.stages, self.pp_group, self.device
+            )
+            self.adapter_guard.check(min(grad_norm, smallest))
+        if math.isfinite(grad_norm):
+            distributed_optimizer.apply_gradients(self.optimizer, self.optim, lr, grad_norm)
+        return grad_norm
+
+    def _reduce_metrics(self, step_loss: StepLoss) -> dict[str, float]:
+        """Return the metrics of a step, summed over data-parallel ranks, on every stage."""
+        metrics = {}
+        if mpu.is_pipeline_last_stage(ignore_virtual=True):
+            amounts = step_loss.amounts
+            sums = self.sum_over_dp(torch.stack(list(amounts.values())))
+            metrics = dict(zip(amounts, sums.tolist()))
+            if step_loss.mtp is not None:
+                group = mpu.get_data_parallel_group(with_context_parallel=True)
+                dist.all_reduce(step_loss.mtp.sums, group=group)
+                for layer, loss in enumerate(step_loss.mtp.sums.tolist(), 1):
+                    metrics[f"mtp/loss_{layer}"] = loss
+        if self.pp_group.size() > 1:
+            box = [metrics]
+            last_rank = mpu.get_pipeline_model_parallel_last_rank()
+            dist.broadcast_object_list(box, last_rank, self.pp_group, self.device)
+            metrics = box[0]
+        return metrics
+
+    def _reduce_aux_loss(self) -> float:
+        """Return the routers' auxiliary loss of a step, as the mean over layers."""
+        aux_loss = torch.stack([router.aux_loss for router in self.routers]).sum()
+        dist.all_reduce(aux_loss)
+        return aux_loss.item() / self.hf_config.num_hidden_layers
+
+    # -- evaluation --------------------------------------------------------------------------------
 
     @cuda_is_cpu()
     @torch.no_grad()
     def ask(self, batch: Batch, micro_batches: MicroBatches | None = None) -> Tensor:
         self._onload("parameters")
-        answers = torch.zeros(self.head.num_outputs, len(batch.input_ids), device=self.device)
-        where = Batch(torch.arange(len(batch.input_ids)), batch.cu_seqlens)
+        num_tokens = len(batch.input_ids)
+        outputs = torch.zeros(self.head.num_outputs, num_tokens, device=self.device)
         micro_batches = micro_batches or self.divide_share(batch.lengths)
-        micro_batches = micro_batches + -len(micro_batches) % self.micro_batches_multiple * [
-            (min(self.cp_groups), [])
-        ]
-        indices = iter(
-            [where.select(members).input_ids.to(self.device) for _, members in micro_batches]
+        num_missing = -len(micro_batches) % self.micro_batches_multiple
+        empty = (min(self.cp_groups), [])
+        micro_batches = micro_batches + num_missing * [empty]
+
+        # Which tokens of the batch each micro-batch holds.
+        token_numbers = Batch(torch.arange(num_tokens), batch.cu_seqlens)
+        tokens_of_micro_batches = iter(
+            [
+                token_numbers.select(members).input_ids.to(self.device)
+                for _, members in micro_batches
+            ]
         )
 
         def collect(micro_batch: MicroBatch, hidden: Tensor, non_loss_data: bool) -> None:
-            answers[:, next(indices)] = torch.stack(
-                [x.float() for x in self._answers(micro_batch, hidden)]
-            )
+            of_tokens = self.outputs.of_tokens(micro_batch, hidden)
+            outputs[:, next(tokens_of_micro_batches)] = torch.stack([x.float() for x in of_tokens])
 
         for model in self.models:
-            model.eval()  # recomputes nothing
-        self._run(batch, micro_batches, collect, forward_only=True)
+            model.eval()  # Otherwise activations would be recomputed.
+        self._run_schedule(batch, micro_batches, collect, forward_only=True)
         for model in self.models:
             model.train()
         if self.pp_group.size() > 1:
-            dist.broadcast(answers, mpu.get_pipeline_model_parallel_last_rank(), self.pp_group)
-        return answers
+            dist.broadcast(outputs, mpu.get_pipeline_model_parallel_last_rank(), self.pp_group)
+        return outputs
 
     def one_at_a_time(self, batch: Batch) -> Tensor:
-        return self.ask(batch, [(min(self.cp_groups), [i]) for i in range(len(batch))])
+        smallest_group = min(self.cp_groups)
+        return self.ask(batch, [(smallest_group, [number]) for number in range(len(batch))])
 
-    def layers(self) -> list[list[tuple[int, nn.Module]]]:
-        return [
-            [(layer.layer_number - 1, layer) for layer in model.decoder.layers]
-            for model in self.models
-        ]
-
-    def _run(
+    def _run_schedule(
         self, batch: Batch, planned: MicroBatches, of_hidden: Callable, forward_only: bool
     ) -> None:
-        """Forward and (unless forward_only) backward; the last pipeline stage calls of_hidden(micro-batch, hidden states)."""
-        packed, micro_batches = self.config.engine.use_remove_padding, []
-        for size, members in planned:
-            group = self.cp_groups[size]
-            packing_of = (
-                partial(Packing.of, group=group, device=self.device)
-                if packed or not HAVE_TE
-                else None
-            )
-            micro_batches.append(
-                lay_out(
-                    batch.select(members),
-                    packed,
-                    packing_of,
-                    group,
-                    self.device,
-                    self.multiple(size),
-                    zigzag=True,
-                    num_ahead=0 if forward_only else self.num_mtp_layers,
-                )
-            )
+        """Lay out the planned micro-batches and run the schedule over them; see run_schedule."""
+        num_ahead = 0 if forward_only else self.num_mtp_layers
+        micro_batches = [
+            self._lay_out(batch.select(members), size, num_ahead) for size, members in planned
+        ]
+        run_schedule(self.stages, micro_batches, of_hidden, forward_only)
 
-        def forward(remaining: Iterator[MicroBatch], stage: nn.Module):
-            micro_batch = next(remaining)
-            hidden = stage(
-                micro_batch.input_ids,
-                None,
-                None,
-                packed_seq_params=micro_batch.packing,
-                padding_mask=micro_batch.padding,
-                labels=[x.input_ids for x in micro_batch.ahead],
-            )
-            return hidden, partial(of_hidden, micro_batch)
+    def _lay_out(self, batch: Batch, cp_size: int, num_ahead: int) -> MicroBatch:
+        """Return a micro-batch as this rank of a context-parallel group sees it.
 
-        get_forward_backward_func()(
-            forward_step_func=forward,
-            data_iterator=[iter(micro_batches) for _ in self.stages],
-            model=self.stages,
-            num_microbatches=len(micro_batches),
-            seq_length=1,
-            micro_batch_size=1,  # stages send each other the shapes
-            forward_only=forward_only,
-            collect_non_loss_data=forward_only,
+        num_ahead: for how many MTP layers to lay out the tokens ahead
+        """
+        is_packed = self.config.engine.use_remove_padding
+        group = self.cp_groups[cp_size]
+        packing_of = None
+        if is_packed or not HAVE_TE:
+            packing_of = partial(Packing.from_lengths, group=group, device=self.device)
+        return lay_out(
+            batch,
+            is_packed,
+            packing_of,
+            group,
+            self.device,
+            self.multiple(cp_size),
+            zigzag=True,
+            num_ahead=num_ahead,
         )
 
-    def _answers(self, micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, ...]:
-        """The head's outputs, each [T], from hidden states [s, b, h] of the last stage."""
-        outputs = self.head(
-            self._whole(hidden).index_select(0, micro_batch.place),
-            self._output_matrix().to(hidden.dtype),
-            micro_batch.targets,
-            micro_batch.kept_words,
-        )
-        return tuple(micro_batch.to_tokens(x) for x in outputs)
+    # -- modules -----------------------------------------------------------------------------------
 
-    def _mtp_loss(self, ahead: Ahead, hidden: Tensor) -> Tensor:
-        """The cross-entropy of what this rank is asked ahead, added up; hidden [s, b, h]. The output matrix gets no gradient."""
-        of_all_words = ahead.targets.new_empty(len(ahead.targets), 0)
-        return -self.head(
-            self._whole(hidden).index_select(0, ahead.place),
-            self._output_matrix().detach().to(hidden.dtype),
-            ahead.targets,
-            of_all_words,
-        )[0].sum()
-
-    def _whole(self, hidden: Tensor) -> Tensor:
-        """[s, b, h] of the last stage -> [places, h] on every tensor-parallel rank."""
-        # Where ranks divide the vocabulary, each has a part of hidden's gradient; where they all have a value head, the whole.
-        if self.sequence_parallel:
-            hidden = gather_from_sequence_parallel_region(
-                hidden,
-                tensor_parallel_output_grad=self.head_kind is not Head.VALUES,
-                group=self.tp_group,
-            )
-        elif self.head_kind is not Head.VALUES:
-            hidden = copy_to_tensor_model_parallel_region(hidden, group=self.tp_group)
-        return hidden.flatten(0, 1)
-
-    def _output_matrix(self) -> Tensor:
-        model = self.models[-1]
-        return (
-            model.shared_embedding_or_output_weight()
-            if model.output_layer.weight is None
-            else model.output_layer.weight
-        )
-
-    @torch.no_grad()
-    def _update(self, lr: float) -> float:
-        """Clip and step; the gradient norm before clipping. A gradient that is not finite leaves the weights alone."""
-        self.optimizer.prepare_grads()
-        grad_norm = float(self.optimizer.get_grad_norm())
-        if self.adapter_guard.is_active:
-            self.adapter_guard.check(min(grad_norm, self._least_gradient()))
-        if math.isfinite(grad_norm):
-            for group in self.optimizer.param_groups:  # wd_mult is 0 for norms and biases
-                group["lr"], group["weight_decay"] = lr, self.optim.weight_decay * group["wd_mult"]
-            if self.optim.clip_grad > 0:
-                for optimizer in self.optimizer.chained_optimizers:
-                    clip_grads.clip_grad_by_total_norm_fp32(
-                        optimizer.get_parameters(), self.optim.clip_grad, grad_norm
-                    )
-            self.optimizer.step_with_ready_grads()
-        return grad_norm
-
-    def _least_gradient(self) -> float:
-        """The largest gradient of the pipeline stage, virtual or not, whose largest is the least."""
-        largest = torch.zeros(len(self.stages), self.pp_group.size(), device=self.device)
-        for i, stage in enumerate(self.stages):
-            largest[i, self.pp_group.rank()] = torch.stack(
-                [buffer.grad_data.abs().max() for buffer in stage.buffers]
-            ).max()
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        return largest.min().item()
+    def layers(self) -> list[list[tuple[int, nn.Module]]]:
+        layers = []
+        for model in self.models:
+            layers.append([(layer.layer_number - 1, layer) for layer in model.decoder.layers])
+        return layers
 
     def modules(self) -> list[nn.Module]:
         return self.models
@@ -535,59 +420,41 @@ class MegatronEngine(Engine):
             "sequence_parallel": self.sequence_parallel,
         }
 
-    # -- memory --------------------------------------------------------------------------------------------------------
+    # -- memory ------------------------------------------------------------------------------------
 
     def offload(self, *parts: str) -> None:
-        self._host_memory.offload(self._tensors(parts))
+        self._host_memory.offload(self.tensors_of(*parts))
         if "optimizer" in parts and self.optimizer is not None:
-            # Before the first step there is no state yet: two moments.
-            self._host_memory.reserve(
-                2
-                * [
-                    x
-                    for o in self.optimizer.chained_optimizers
-                    if not o.state
-                    for x in o.get_parameters()
-                ]
-            )
-            self.optimizer.zero_grad()  # the fp32 copies of bf16 gradients
-            for storage in self._host_memory.storages(self._gradients()):
-                storage.resize_(0)  # not kept: every step begins with zeros
+            # Before the first step Adam's two moments do not exist yet.
+            without_state = device_tensors.weights_without_state(self.optimizer)
+            self._host_memory.reserve(2 * without_state)
+            self.optimizer.zero_grad()  # frees the fp32 copies of bf16 gradients
+            # Gradients are not kept: every step begins with zeros.
+            for storage in self._host_memory.storages(self.gradient_buffers()):
+                storage.resize_(0)
 
     def _onload(self, *parts: str) -> None:
-        self._host_memory.onload(self._tensors(parts))
+        self._host_memory.onload(self.tensors_of(*parts))
         if "optimizer" in parts:
-            for gradients in self._gradients():
+            for gradients in self.gradient_buffers():
                 gradients.untyped_storage().resize_(gradients.numel() * gradients.element_size())
 
-    def _tensors(self, parts: tuple[str, ...]) -> list[Tensor]:
-        """Parameters are views of DDP's few large buffers, and where they are fp32 the optimizer's are views of those."""
-        parameters = [x for model in self.models for x in model.parameters()]
-        tensors = parameters if "parameters" in parts else []
+    def tensors_of(self, *parts: str) -> list[Tensor]:
+        """Return the tensors of "parameters", "optimizer" or both, without gradients."""
+        tensors = []
+        if "parameters" in parts:
+            tensors += device_tensors.parameters_of(self.models)
         if "optimizer" in parts and self.optimizer is not None:
-            of_parameters = {x.untyped_storage()._cdata for x in parameters}
-            of_optimizer = [
-                x
-                for optimizer in self.optimizer.chained_optimizers
-                for x in (
-                    *optimizer.get_parameters(),
-                    *(v for state in optimizer.state.values() for v in state.values()),
-                )
-            ]
-            tensors = tensors + [
-                x for x in of_optimizer if x.untyped_storage()._cdata not in of_parameters
-            ]
+            tensors += device_tensors.optimizer_tensors(self.models, self.optimizer)
         return tensors
 
-    def _gradients(self) -> list[Tensor]:
-        wrapped = self.stages if self.optimizer is not None else []
-        return [
-            buffer.grad_data
-            for stage in wrapped
-            for buffer in (*stage.buffers, *stage.expert_parallel_buffers)
-        ]
+    def gradient_buffers(self) -> list[Tensor]:
+        """Return DDP's buffers of gradients; none without an optimizer."""
+        if self.optimizer is None:
+            return []
+        return device_tensors.gradient_buffers(self.stages)
 
-    # -- weights -------------------------------------------------------------------------------------------------------
+    # -- weights and checkpoints -------------------------------------------------------------------
 
     def _use_adapters(self, use: bool) -> None:
         for adapter in self._adapters.values():
@@ -595,39 +462,39 @@ class MegatronEngine(Engine):
 
     def export_weights(self, whole: bool = True) -> Iterator[tuple[str, Tensor]]:
         self._onload("parameters")
-        merged = {weight: adapter for weight, adapter in self._adapters.items() if adapter.enabled}
-        yield from bridge.export(
-            self.mapping,
-            self.models,
-            self.compute_dtype,
-            self.device,
-            lambda weight: (merged[weight].merged(weight) if weight in merged else weight).detach(),
-        )
+        enabled = {weight: adapter for weight, adapter in self._adapters.items() if adapter.enabled}
+
+        def merged(weight: nn.Parameter) -> Tensor:
+            if weight in enabled:
+                return enabled[weight].merged(weight).detach()
+            return weight.detach()
+
+        yield from bridge.export(self.mapping, self.models, self.compute_dtype, self.device, merged)
         if whole:
             yield from self.left_alone()
 
     def export_adapter(self) -> Iterator[tuple[str, Tensor]]:
         self._onload("parameters")
-        yield from adapters.export(self.models, getattr(torch, self.lora.dtype), self.device)
+        yield from export_adapters(self.models, getattr(torch, self.lora.dtype), self.device)
 
     @cuda_is_cpu()
     def state(self, loading: bool = False) -> dict:
         self._onload("parameters", "optimizer")
-        return checkpoint.sharded_state(
-            self.models, self.optimizer, loading, by_layer=bool(self.config.model.freeze)
+        return sharded_state.sharded_state(
+            self.models, self.optimizer, loading, has_frozen_layers=bool(self.config.model.freeze)
         )
 
     @cuda_is_cpu()
     def load_state(self, state: dict) -> None:
         self._onload("parameters", "optimizer")
-        checkpoint.load(self.models, self.optimizer, state)
+        sharded_state.load_state(self.models, self.optimizer, state)
 
     @cuda_is_cpu()
     def write(
         self, states: dict[str, dict], directory: Path, group: dist.ProcessGroup | None
     ) -> Future | None:
-        return checkpoint.write(states, directory, group)
+        return checkpoint_files.write(states, directory, group)
 
     @cuda_is_cpu()
     def read(self, states: dict[str, dict], directory: Path) -> dict[str, dict]:
-        return checkpoint.read(states, directory)
+        return checkpoint_files.read(states, directory)

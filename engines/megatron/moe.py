@@ -1,8 +1,10 @@
-"""A mixture of experts instead of Megatron's MoELayer, in plain PyTorch.
+"""A mixture of experts in plain PyTorch, in place of Megatron's MoELayer.
 
-megatron-core 0.16.1 routes with functions of TransformerEngine, and weighs the routers' auxiliary loss by the tokens of
-one tensor- and context-parallel rank instead of the micro-batch's. Experts are divided over ranks whole, never sliced:
-every rank computes its own tokens (so tensor parallelism needs sequence parallelism) and the experts that it has.
+megatron-core 0.16.1 routes with functions of TransformerEngine, and weights the routers' auxiliary
+loss by the tokens of one tensor- and context-parallel rank instead of the micro-batch's.
+
+Ranks divide the experts between them but never slice one: every rank routes its own tokens (so
+tensor parallelism needs sequence parallelism) and computes the experts that it holds.
 """
 
 import torch
@@ -17,140 +19,194 @@ from torch import Tensor, nn
 
 
 class MixtureOfExperts(MegatronModule):
+    """A router and the experts to which it sends tokens; takes the place of a layer's MLP."""
+
     def __init__(self, config):
         super().__init__(config)
-        self.router, self.experts = Router(config), Experts(config)
+        self.router = Router(config)
+        self.experts = Experts(config)
 
     def forward(self, hidden: Tensor, padding_mask: Tensor) -> tuple[Tensor, None]:
-        """hidden [s, b, h] of this rank's tokens, padding_mask [b, s] bool -> ([s, b, h], no bias)"""
+        """Compute the experts' weighted sum for this rank's tokens.
+
+        hidden: [s, b, h]
+        padding_mask: [b, s] bool, True where there is no token
+        Returns ([s, b, h], None): the output, and no bias.
+        """
         tokens = hidden.flatten(0, 1)
         weights, chosen = self.router(tokens, padding_mask.T.flatten())
         return self.experts(tokens, weights, chosen).view_as(hidden), None
 
 
 class Router(MegatronModule):
-    """Chooses the experts of every token. Its auxiliary loss asks them to be chosen alike (Switch Transformer, Fedus et
-    al. 2021): of a micro-batch num_experts * sum over experts of (share of choices) * (mean probability), which is 1 if
-    they are. A batch has the mean over its micro-batches, by tokens."""
+    """Chooses the experts of every token.
+
+    Its auxiliary loss rewards balanced choices (Switch Transformer, Fedus et al. 2021). For a
+    micro-batch it is num_experts times the sum, over experts, of (share of choices) times (mean
+    probability), which is 1 when all experts are chosen equally often. The loss of a batch is the
+    mean over its micro-batches, weighted by their numbers of tokens.
+    """
 
     def __init__(self, config):
         super().__init__(config)
         self.weight = new_weight(config, config.num_moe_experts, config.hidden_size)
-        self.weight.sequence_parallel = (
-            config.sequence_parallel
-        )  # each rank sees its own tokens: gradients add up
-        self.begin(0.0, 1)
+        # Each tensor-parallel rank routes its own tokens, so gradients are summed over the ranks.
+        self.weight.sequence_parallel = config.sequence_parallel
+        self.begin_batch(0.0, 1)
 
-    def begin(self, coefficient: float, num_tokens: int) -> None:
-        """Before a batch: set the auxiliary loss's weight and the number of tokens of all micro-batches and ranks."""
-        self.coefficient, self.num_tokens = coefficient, num_tokens
+    def begin_batch(self, coefficient: float, num_tokens: int) -> None:
+        """Reset the auxiliary loss before a batch.
+
+        coefficient: the weight of the auxiliary loss
+        num_tokens: in all micro-batches of the batch, on all ranks
+        """
+        self.coefficient = coefficient
+        self.num_tokens = num_tokens
         self.aux_loss = torch.zeros((), device=self.weight.device)
 
     def forward(self, tokens: Tensor, padding: Tensor) -> tuple[Tensor, Tensor]:
-        """tokens [t, h], padding [t] bool -> the weights [t, k] of the chosen experts and their numbers [t, k]"""
+        """Choose k experts for each token.
+
+        tokens: [t, h]
+        padding: [t] bool
+        Returns the weights of the chosen experts and their numbers, both [t, k].
+        """
         probs = F.linear(tokens, self.weight).softmax(-1, dtype=torch.float32)
         weights, chosen = probs.topk(self.config.moe_router_topk)
         if not self.config.moe_router_pre_softmax:
             weights = weights / weights.sum(-1, keepdim=True)
         if self.coefficient and torch.is_grad_enabled():
-            real = (~padding).float()[:, None]
-            choices = (torch.zeros_like(probs).scatter(1, chosen, 1.0) * real).sum(0)
-            dist.all_reduce(choices, group=mpu.get_tensor_and_context_parallel_group())
-            share = choices / choices.sum().clamp(min=1)
-            aux_loss = (
-                len(share) * (share * (probs * real).sum(0)).sum() / self.num_tokens
-            )  # this rank's part
+            aux_loss = self._aux_loss(probs, chosen, padding)
             self.aux_loss += aux_loss.detach()
-            # When weights get their gradient, so does this loss, on whatever pipeline stage that is.
+            # The auxiliary loss gets its gradient when the weights get theirs, on any stage.
             weights = MoEAuxLossAutoScaler.apply(weights, self.coefficient * aux_loss)
         return weights.to(tokens.dtype), chosen
 
+    def _aux_loss(self, probs: Tensor, chosen: Tensor, padding: Tensor) -> Tensor:
+        """Return this rank's part of the auxiliary loss of a micro-batch."""
+        is_token = (~padding).float()[:, None]
+        choices = (torch.zeros_like(probs).scatter(1, chosen, 1.0) * is_token).sum(0)
+        dist.all_reduce(choices, group=mpu.get_tensor_and_context_parallel_group())
+        share = choices / choices.sum().clamp(min=1)
+        return len(share) * (share * (probs * is_token).sum(0)).sum() / self.num_tokens
+
 
 class Experts(MegatronModule):
-    """This rank's experts, stacked: linear_fc1 [n, 2 * f, h] (gate, then up), linear_fc2 [n, h, f]."""
+    """This rank's experts, stacked.
+
+    linear_fc1: [n, 2 * f, h], for each of n experts the rows of gate, then of up
+    linear_fc2: [n, h, f]
+    """
 
     def __init__(self, config):
         super().__init__(config)
         self.group = mpu.get_expert_model_parallel_group()
-        number, width = config.num_moe_experts // self.group.size(), config.moe_ffn_hidden_size
-        self.linear_fc1 = new_weight(config, number, 2 * width, config.hidden_size)
-        self.linear_fc2 = new_weight(config, number, config.hidden_size, width)
+        num_experts = config.num_moe_experts // self.group.size()
+        width = config.moe_ffn_hidden_size
+        self.linear_fc1 = new_weight(config, num_experts, 2 * width, config.hidden_size)
+        self.linear_fc2 = new_weight(config, num_experts, config.hidden_size, width)
         for weight in self.parameters():
-            weight.allreduce = False  # reduced over the ranks with the same experts, not over all
-            weight.tensor_model_parallel = True  # counts in the gradient norm of every such rank
+            # Reduce gradients only over the ranks that hold the same experts.
+            weight.allreduce = False
+            # Count the gradient norm of every rank that holds other experts.
+            weight.tensor_model_parallel = True
 
     def forward(self, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """tokens [t, h], weights and chosen [t, k] -> [t, h], each the weighted sum of k experts' outputs"""
+        """Return the weighted sum of k experts' outputs for each token.
+
+        tokens: [t, h]
+        weights, chosen: [t, k], as returned by Router
+        Returns [t, h].
+        """
         order = chosen.flatten().argsort(stable=True)  # t * k copies of tokens, by expert
-        counts = order.new_zeros(self.config.num_moe_experts).scatter_add_(
-            0, chosen.flatten(), torch.ones_like(order)
-        )
-        copies = Copies.apply(tokens, order, chosen.shape[1])
-        outputs = (
-            self.on_their_ranks(copies, counts)
-            if self.group.size() > 1
-            else self.compute(copies, counts)
-        )
+        counts = order.new_zeros(self.config.num_moe_experts)
+        counts = counts.scatter_add_(0, chosen.flatten(), torch.ones_like(order))
+        copies = CopyTokens.apply(tokens, order, chosen.shape[1])
+        if self.group.size() > 1:
+            outputs = self._compute_on_owners(copies, counts)
+        else:
+            outputs = self._compute(copies, counts)
         outputs = outputs.index_select(0, inverse(order)).view(*chosen.shape, -1)
         return torch.einsum("tk,tkh->th", weights, outputs)
 
-    def on_their_ranks(self, copies: Tensor, counts: Tensor) -> Tensor:
-        """Each copy's output, computed by the rank that has its expert."""
-        incoming = torch.empty_like(counts)  # [ranks, experts here], flat
-        dist.all_to_all_single(incoming, counts, group=self.group)
-        incoming = incoming.view(self.group.size(), -1)
-        send, receive = counts.view_as(incoming).sum(1).tolist(), incoming.sum(1).tolist()
-        here = torch.arange(incoming.shape[1], device=counts.device).repeat(self.group.size())
-        order = here.repeat_interleave(incoming.flatten(), output_size=sum(receive)).argsort(
-            stable=True
-        )
-        copies = all_to_all(self.group, copies, receive, send).index_select(0, order)
-        outputs = self.compute(copies, incoming.sum(0)).index_select(0, inverse(order))
-        return all_to_all(self.group, outputs, send, receive)
+    def _compute_on_owners(self, copies: Tensor, counts: Tensor) -> Tensor:
+        """Send each copy to the rank that holds its expert, compute it there and return it.
 
-    def compute(self, copies: Tensor, counts: Tensor) -> Tensor:
-        """[c, h], the first counts[0] for the first expert here, and so on -> [c, h]"""
+        copies: [c, h], sorted by expert
+        counts: [all experts], how many of the copies go to each
+        Returns [c, h].
+        """
+        num_ranks = self.group.size()
+        incoming = torch.empty_like(counts)
+        dist.all_to_all_single(incoming, counts, group=self.group)
+        incoming = incoming.view(num_ranks, -1)  # [sending rank, expert held here]
+        num_sent = counts.view_as(incoming).sum(1).tolist()
+        num_received = incoming.sum(1).tolist()
+
+        # Copies arrive sorted by sending rank; sort them by expert.
+        expert_numbers = torch.arange(incoming.shape[1], device=counts.device).repeat(num_ranks)
+        expert_of_copy = expert_numbers.repeat_interleave(
+            incoming.flatten(), output_size=sum(num_received)
+        )
+        order = expert_of_copy.argsort(stable=True)
+        received = all_to_all(self.group, copies, num_received, num_sent).index_select(0, order)
+        outputs = self._compute(received, incoming.sum(0)).index_select(0, inverse(order))
+        return all_to_all(self.group, outputs, num_sent, num_received)
+
+    def _compute(self, copies: Tensor, counts: Tensor) -> Tensor:
+        """Compute [c, h] -> [c, h], the first counts[0] rows by this rank's first expert, etc."""
         gate, up = grouped_linear(copies, self.linear_fc1, counts).chunk(2, dim=-1)
         return grouped_linear(F.silu(gate) * up, self.linear_fc2, counts)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict:
-        layers = len(sharded_offsets)
+        """Describe the experts to dist_checkpointing as parts of one stack of all experts."""
+        num_leading_axes = len(sharded_offsets)
+        expert_offset = (num_leading_axes, self.group.rank(), self.group.size())
         return {
             f"{prefix}{name}": ShardedTensor.from_rank_offsets(
                 f"{prefix}{name}",
                 weight,
                 *sharded_offsets,
-                (layers, self.group.rank(), self.group.size()),
+                expert_offset,
                 replica_id=(0, 0, mpu.get_expert_data_parallel_rank()),
-                prepend_axis_num=layers,
+                prepend_axis_num=num_leading_axes,
             )
             for name, weight in self.named_parameters()
         }
 
 
 def new_weight(config, *shape: int) -> nn.Parameter:
-    return nn.Parameter(
-        torch.empty(shape, dtype=config.params_dtype, device=torch.cuda.current_device())
-    )
+    """Return an uninitialized parameter on this rank's device."""
+    device = torch.cuda.current_device()
+    return nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """x [c, in], of which counts [n] rows in turn go to each matrix of weight [n, out, in] -> [c, out]"""
+    """Multiply consecutive groups of rows by one matrix each.
+
+    x: [c, in]
+    weight: [n, out, in]
+    counts: [n] int64, the number of rows for each matrix
+    Returns [c, out].
+    """
     if x.is_cuda and x.dtype == torch.bfloat16 and len(x):
         return F.grouped_mm(x, weight.transpose(1, 2), offs=counts.cumsum(0, dtype=torch.int32))
-    return torch.cat(
-        [F.linear(rows, matrix) for rows, matrix in zip(x.split(counts.tolist()), weight.unbind())]
-    )
+    groups = x.split(counts.tolist())
+    return torch.cat([F.linear(rows, matrix) for rows, matrix in zip(groups, weight.unbind())])
 
 
 def inverse(order: Tensor) -> Tensor:
+    """Return the inverse of a permutation [n] int64."""
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
-class Copies(torch.autograd.Function):
-    """k copies of every token, in this order. Its gradient is a sum in a fixed order, and so deterministic, unlike indexing's."""
+class CopyTokens(torch.autograd.Function):
+    """Makes k copies of every token, in a given order.
+
+    Its gradient sums the copies in a fixed order, and so is deterministic, unlike indexing's.
+    """
 
     @staticmethod
     def forward(ctx, tokens: Tensor, order: Tensor, k: int) -> Tensor:
@@ -160,8 +216,6 @@ class Copies(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return (
-            grad.index_select(0, inverse(*ctx.saved_tensors)).unflatten(0, (-1, ctx.k)).sum(1),
-            None,
-            None,
-        )
+        (order,) = ctx.saved_tensors
+        by_token = grad.index_select(0, inverse(order)).unflatten(0, (-1, ctx.k))
+        return by_token.sum(1), None, None

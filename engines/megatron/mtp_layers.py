@@ -1,8 +1,9 @@
-"""Layers of multi-token prediction in a Megatron model, on the pipeline stage of its last layer.
+"""Layers for multi-token prediction (MTP), on the pipeline stage of the last decoder layer.
 
-Of each place the k-th layer sees what the one before it made (the first: the last decoder layer), and the token k places behind,
-and predicts the next one. megatron-core's own layer asks for whole logits on every pass, and divides its loss by the tokens of a
-micro-batch.
+At each position, the k-th MTP layer reads the hidden state of the layer before it (the first one:
+of the last decoder layer) and the token k positions ahead, and predicts the token after that.
+megatron-core's own layers compute full logits on every pass and divide their loss by the tokens of
+one micro-batch.
 """
 
 from functools import partial
@@ -16,33 +17,31 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-from torch import Tensor
+from torch import Tensor, nn
 
 from engines.megatron.moe import new_weight
 
 
 class MTPLayer(MegatronModule):
-    """MiMo's. Every tensor-parallel rank has the whole matrix that joins hidden state and token: with sequence parallelism it
-    joins those of its own places."""
+    """An MTP layer of MiMo.
+
+    Every tensor-parallel rank holds the whole matrix that joins hidden state and token. With
+    sequence parallelism it joins those at the rank's own positions.
+    """
 
     def __init__(
         self, config, decoder_layer: ModuleSpec, layer_number: int, vp_stage: int | None, **_
     ):
         super().__init__(config)
         self.layer_number = layer_number  # from 1; Megatron's block reads it
-        self.token_layernorm, self.hidden_layernorm, self.final_layernorm = (
-            gpt_layer_specs.TENorm(
-                config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
-            )
-            for _ in range(3)
-        )
+        self.token_layernorm = self._new_norm()
+        self.hidden_layernorm = self._new_norm()
+        self.final_layernorm = self._new_norm()
         self.input_proj = new_weight(config, config.hidden_size, 2 * config.hidden_size)
-        self.input_proj.sequence_parallel = (
-            config.sequence_parallel
-        )  # each rank sees its own tokens: gradients add up
-        offset = get_transformer_layer_offset(
-            config, vp_stage
-        )  # which the layer adds to its number
+        # Each tensor-parallel rank sees its own tokens, so gradients are summed over the ranks.
+        self.input_proj.sequence_parallel = config.sequence_parallel
+        # The layer adds this offset to its number by itself.
+        offset = get_transformer_layer_offset(config, vp_stage)
         self.transformer_layer = build_module(
             decoder_layer,
             config=config,
@@ -50,37 +49,66 @@ class MTPLayer(MegatronModule):
             layer_number=config.num_layers + layer_number - offset,
         )
 
-    def forward(self, hidden: Tensor, tokens: Tensor, **others) -> Tensor:
-        """hidden, tokens (their embeddings): [s, b, h] of this rank's places -> [s, b, h]. others: as a decoder layer gets them"""
-        compute = partial(self._compute, **others)
+    def _new_norm(self) -> nn.Module:
+        return gpt_layer_specs.TENorm(
+            config=self.config,
+            hidden_size=self.config.hidden_size,
+            eps=self.config.layernorm_epsilon,
+        )
+
+    def forward(self, hidden: Tensor, tokens: Tensor, **layer_inputs) -> Tensor:
+        """Compute the layer's hidden states.
+
+        hidden: [s, b, h], those of the layer before
+        tokens: [s, b, h], the embeddings of the tokens ahead
+        layer_inputs: further arguments of a decoder layer
+        Returns [s, b, h]. All three are for this rank's positions.
+        """
+        compute = partial(self._compute, **layer_inputs)
         if self.config.recompute_granularity == "full":
             return checkpoint(compute, False, hidden, tokens)
         return compute(hidden, tokens)
 
-    def _compute(self, hidden: Tensor, tokens: Tensor, **others) -> Tensor:
+    def _compute(self, hidden: Tensor, tokens: Tensor, **layer_inputs) -> Tensor:
         joined = torch.cat([self.hidden_layernorm(hidden), self.token_layernorm(tokens)], -1)
-        hidden, _ = self.transformer_layer(F.linear(joined, self.input_proj), None, **others)
+        projected = F.linear(joined, self.input_proj)
+        hidden, _ = self.transformer_layer(projected, None, **layer_inputs)
         return self.final_layernorm(hidden)
 
 
-def block_of(decoder_layer: ModuleSpec, number: int) -> MultiTokenPredictionBlockSubmodules:
-    """The specification of so many layers."""
+def mtp_block_spec(
+    decoder_layer: ModuleSpec, num_layers: int
+) -> MultiTokenPredictionBlockSubmodules:
+    """Return the specification of a block of MTP layers around such decoder layers."""
     layer = ModuleSpec(module=MTPLayer, params={"decoder_layer": decoder_layer})
-    return MultiTokenPredictionBlockSubmodules(layer_specs=[layer] * number)
+    return MultiTokenPredictionBlockSubmodules(layer_specs=[layer] * num_layers)
 
 
-def hidden_ahead(model, hidden: Tensor, ids: list[Tensor], **others) -> list[Tensor]:
-    """What each layer makes of its places, [s, b, h]. hidden: the last decoder layer's, before the last norm; ids [b, s] for each
-    layer: the token behind each place, or -1 for none, whose embedding is zero."""
-    group, results = mpu.get_tensor_model_parallel_group(), []
-    # Recomputation needs inputs with a gradient.
-    cut = (lambda x: x.detach().requires_grad_()) if model.detached else (lambda x: x)
-    hidden = cut(hidden)
-    for layer, behind in zip(model.mtp.layers, ids, strict=True):
-        there = (behind >= 0).T[..., None]
+def mtp_hidden_states(
+    model, hidden: Tensor, ids_ahead: list[Tensor], **layer_inputs
+) -> list[Tensor]:
+    """Return the hidden states [s, b, h] of each MTP layer of a model.
+
+    hidden: [s, b, h] of the last decoder layer, before the last norm
+    ids_ahead: for each MTP layer, [b, s] int64, the token ahead of each position; where it is -1
+        there is none, and its embedding is zero
+    layer_inputs: further arguments of a decoder layer
+    """
+    group = mpu.get_tensor_model_parallel_group()
+    results = []
+    hidden = detach_inputs(model, hidden)
+    for layer, ids in zip(model.mtp.layers, ids_ahead, strict=True):
+        has_token = (ids >= 0).T[..., None]
         if model.config.sequence_parallel:
-            there = there.chunk(group.size())[group.rank()]
-        tokens = torch.where(there, model.embedding(behind.clamp(min=0), None), 0)
-        hidden = layer(hidden, cut(tokens), **others)
+            has_token = has_token.chunk(group.size())[group.rank()]
+        tokens = torch.where(has_token, model.embedding(ids.clamp(min=0), None), 0)
+        hidden = layer(hidden, detach_inputs(model, tokens), **layer_inputs)
         results.append(hidden)
     return results
+
+
+def detach_inputs(model, x: Tensor) -> Tensor:
+    """Cut the gradient from MTP layers to the rest of the model, if the model is set to do so."""
+    if not model.detach_mtp:
+        return x
+    return x.detach().requires_grad_()  # Recomputation needs inputs that require a gradient.

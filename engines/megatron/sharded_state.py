@@ -1,141 +1,161 @@
-"""Checkpoints of Megatron engines: megatron.core.dist_checkpointing, readable at any layout of ranks."""
+"""The state of a Megatron model and its optimizer, in a form that any layout of ranks can read.
 
-import warnings
+The optimizer's state is described per weight, in the same way for each of Megatron's optimizers.
+"""
+
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from itertools import chain
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from megatron.core import dist_checkpointing, parallel_state as mpu
+from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
-from megatron.core.dist_checkpointing.strategies.fully_parallel import (
-    FullyParallelLoadStrategyWrapper,
-    FullyParallelSaveStrategyWrapper,
-)
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreSavePlanner,
-    TorchDistLoadShardedStrategy,
-    TorchDistSaveShardedStrategy,
-    _replace_state_dict_keys_with_sharded_keys,
-    mcore_to_pyt_state_dict,
-)
-from megatron.core.dist_checkpointing.utils import (
-    add_prefix_for_sharding,
-    extract_sharded_tensors_and_factories,
-)
-from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER, MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
-from transformers import AutoConfig
 
-from engines.checkpoint.storage import Writer, read_tensors
-from engines.megatron import adapted_layers as lora, bridge
-from engines.megatron.mapping import Mapping
+from engines.megatron.adapters import adapter_names, sharded_adapter_state
 
-# The distributed optimizer's state is stored by whole weights, which any layout can read. One of the ranks that share it
-# gathers it in host memory. (Otherwise each of them gathers it, through the device, at 4 bytes per parameter.)
+# The distributed optimizer's state is stored by whole weights, which any layout can read. One of
+# the ranks that share it gathers it in host memory. (Otherwise each of them would gather it,
+# through the device, at 4 bytes per parameter.)
 METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "distrib_optim_fully_reshardable_mem_efficient": True,
 }
 
 
-def sharded_state(models: list[nn.Module], optimizer, loading: bool, by_layer: bool) -> dict:
-    """One engine's state, as write() and read() take it. loading: for read(), which fills it. by_layer: every layer's tensors have
-    names of their own, since frozen ones have no optimizer state, and what Megatron stacks must be whole."""
+def sharded_state(
+    models: list[nn.Module],
+    optimizer: MegatronOptimizer | None,
+    loading: bool,
+    has_frozen_layers: bool,
+) -> dict:
+    """Return an engine's state as checkpoint_files.write() and read() take it.
+
+    loading: for read(), which fills the state
+    has_frozen_layers: give the tensors of every layer names of their own. Megatron stacks layers
+        otherwise, and so would need optimizer state for frozen ones.
+    """
     metadata = {
         **METADATA,
-        "non_homogeneous_layers": by_layer,
+        "non_homogeneous_layers": has_frozen_layers,
         "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True),
     }
-    names = [f"model{i}" for i in range(len(models))] if len(models) > 1 else ["model"]
-    state = {
-        name: lora.sharded_state(model)
-        if lora.names_in(model)
-        else model.sharded_state_dict(metadata=metadata)
-        for name, model in zip(names, models)
-    }
+    state = {}
+    for name, model in zip(model_keys(models), models):
+        if adapter_names(model):
+            state[name] = sharded_adapter_state(model)
+        else:
+            state[name] = model.sharded_state_dict(metadata=metadata)
     if optimizer is not None:
-        optimizers = optimizer.chained_optimizers  # experts have one of their own
-        states = [optimizer_state(o, dict(state), loading) for o in optimizers]
-        state["optimizer"] = {
-            i: tensors for i, tensors in enumerate(states) if tensors
-        }  # a stage may have nothing to train
-        step = torch.tensor(
-            max(map(get_step, optimizers)), device=next(models[0].parameters()).device
-        )
-        dist.all_reduce(step, dist.ReduceOp.MAX)  # such a stage counts none
-        state["optimizer"]["step"] = step.item()
+        device = next(models[0].parameters()).device
+        state["optimizer"] = sharded_optimizer_state(optimizer, dict(state), loading, device)
     return state
 
 
-def load(models: list[nn.Module], optimizer, state: dict) -> None:
-    for i, model in enumerate(models):
-        missing, unexpected = model.load_state_dict(
-            state[f"model{i}" if len(models) > 1 else "model"], strict=False
-        )
-        frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+def model_keys(models: list[nn.Module]) -> list[str]:
+    """Return the keys of virtual pipeline stages in the state."""
+    if len(models) == 1:
+        return ["model"]
+    return [f"model{number}" for number in range(len(models))]
+
+
+def load_state(models: list[nn.Module], optimizer: MegatronOptimizer | None, state: dict) -> None:
+    """Load a state that was read."""
+    for name, model in zip(model_keys(models), models):
+        missing, unexpected = model.load_state_dict(state[name], strict=False)
+        frozen = {
+            name for name, parameter in model.named_parameters() if not parameter.requires_grad
+        }
+        # The extra state is TransformerEngine's, for fp8.
         missing = [
-            n for n in missing if n not in frozen and not n.endswith("_extra_state")
-        ]  # TransformerEngine's, for fp8
-        assert not missing and not unexpected, (missing, unexpected)
-    for i, o in enumerate(optimizer.chained_optimizers if optimizer is not None else []):
-        load_optimizer(o, state["optimizer"].get(i, {}))
-        set_step(o, state["optimizer"]["step"])
+            name for name in missing if name not in frozen and not name.endswith("_extra_state")
+        ]
+        assert not missing, missing
+        assert not unexpected, unexpected
+    if optimizer is not None:
+        for number, inner in enumerate(optimizer.chained_optimizers):
+            load_optimizer_state(inner, state["optimizer"].get(number, {}))
+            set_step(inner, state["optimizer"]["step"])
 
 
-# -- optimizers: the same state per weight, whichever of Megatron's optimizers holds it --------------------------------
+# -- optimizers ------------------------------------------------------------------------------------
 
 
-def optimizer_state(optimizer, model_state: dict, loading: bool) -> dict[int, dict]:
-    """For each weight of an optimizer: exp_avg, exp_avg_sq and, if the weight is not fp32 itself, fp32_param."""
-    optimizer.init_state_fn(
-        optimizer.optimizer, optimizer.config
-    )  # before the first step there is none
-    set_step(optimizer, get_step(optimizer))  # which that call leaves out
+def sharded_optimizer_state(
+    optimizer: MegatronOptimizer, model_state: dict, loading: bool, device: torch.device
+) -> dict:
+    """Return the state of all chained optimizers by number, and the "step".
+
+    Experts have an optimizer of their own. A pipeline stage may have nothing to train: then it has
+    no state, and counts no steps.
+    """
+    chained = optimizer.chained_optimizers
+    states = [weight_states(inner, dict(model_state), loading) for inner in chained]
+    state = {number: tensors for number, tensors in enumerate(states) if tensors}
+    step = torch.tensor(max(map(get_step, chained)), device=device)
+    dist.all_reduce(step, dist.ReduceOp.MAX)
+    state["step"] = step.item()
+    return state
+
+
+def weight_states(optimizer, model_state: dict, loading: bool) -> dict[int, dict]:
+    """Return the state of each weight of an optimizer, by the number of the weight.
+
+    It consists of exp_avg, exp_avg_sq and, if the weight itself is not fp32, fp32_param.
+    """
+    # Before the first step there is no state. Creating it leaves out the step, hence set_step().
+    optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
+    set_step(optimizer, get_step(optimizer))
     if isinstance(optimizer, DistributedOptimizer):
-        count_padding(optimizer)
-        state = (
-            optimizer.sharded_param_state_fully_reshardable(model_state, loading, METADATA) or {}
-        )
-        if loading:  # only what this rank has a piece of
-            state = {i: state[i] for i, _ in pieces(optimizer)}
-        for tensors in state.values():
-            main = tensors.pop("param")
-            if optimizer.config.bf16:
-                tensors["fp32_param"] = replace(
-                    main, key=main.key.replace("state.param", "state.fp32_param", 1)
-                )
-        return state
-    sharded = {
-        id(x.data): x for x in nested_values(extract_sharded_tensors_and_factories(model_state)[0])
-    }
-    return {
-        i: {
+        return distributed_weight_states(optimizer, model_state, loading)
+    sharded_tensors = extract_sharded_tensors_and_factories(model_state)[0]
+    sharded_by_id = {id(sharded.data): sharded for sharded in nested_values(sharded_tensors)}
+    states = {}
+    for number, (weight, tensors) in enumerate(replicated_states(optimizer)):
+        states[number] = {
             name: make_sharded_optimizer_tensor(
-                sharded[id(weight)], tensor, f"optimizer.state.{name}"
+                sharded_by_id[id(weight)], tensor, f"optimizer.state.{name}"
             )
             for name, tensor in tensors.items()
         }
-        for i, (weight, tensors) in enumerate(replicated_states(optimizer))
-    }
+    return states
 
 
-def pieces(optimizer: DistributedOptimizer) -> Iterator[tuple[int, Tensor]]:
-    """(number in the state, weight) for each weight of which this data-parallel rank has a piece."""
-    weights = enumerate(chain(*(buffer.param_index_map for buffer in optimizer.buffers)))
-    return ((i, weight) for i, weight in weights if weight in optimizer.model_param_gbuf_map)
+def distributed_weight_states(
+    optimizer: DistributedOptimizer, model_state: dict, loading: bool
+) -> dict[int, dict]:
+    """Return the same for the distributed optimizer. When loading, only this rank's weights."""
+    keep_bucket_padding(optimizer)
+    states = optimizer.sharded_param_state_fully_reshardable(model_state, loading, METADATA) or {}
+    if loading:
+        states = {number: states[number] for number, _ in own_weights(optimizer)}
+    for tensors in states.values():
+        main = tensors.pop("param")
+        if optimizer.config.bf16:
+            key = main.key.replace("state.param", "state.fp32_param", 1)
+            tensors["fp32_param"] = replace(main, key=key)
+    return states
 
 
-def count_padding(optimizer: DistributedOptimizer) -> None:
-    """Keep the padding between buckets when the state is gathered. megatron-core 0.16.1 leaves it out, but still looks for
-    each weight where it would be with padding, and so stores the state of all later weights shifted."""
+def own_weights(optimizer: DistributedOptimizer) -> Iterator[tuple[int, Tensor]]:
+    """Yield (number in the state, weight) of which this data-parallel rank has a piece."""
+    weights = chain.from_iterable(buffer.param_index_map for buffer in optimizer.buffers)
+    for number, weight in enumerate(weights):
+        if weight in optimizer.model_param_gbuf_map:
+            yield number, weight
+
+
+def keep_bucket_padding(optimizer: DistributedOptimizer) -> None:
+    """Keep the padding between buckets when the state is gathered.
+
+    megatron-core 0.16.1 leaves it out, but still looks for each weight where it would lie with
+    padding. So it would store the state of all later weights shifted.
+    """
     for buffer in optimizer.buffers:
         buffer.numel_unpadded = buffer.numel
         for bucket in buffer.buckets:
@@ -143,147 +163,51 @@ def count_padding(optimizer: DistributedOptimizer) -> None:
 
 
 def replicated_states(optimizer) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-    """(weight, its state) of an optimizer that is not distributed."""
-    mains = optimizer.get_parameters()
-    for weight, main in zip(
-        chain(*optimizer.float16_groups) if optimizer.config.bf16 else mains, mains, strict=True
-    ):
-        state = optimizer.optimizer.state[main]
+    """Yield (weight, its state) of an optimizer that is not distributed."""
+    main_weights = optimizer.get_parameters()
+    weights = main_weights
+    if optimizer.config.bf16:
+        weights = chain.from_iterable(optimizer.float16_groups)
+    for weight, main_weight in zip(weights, main_weights, strict=True):
+        state = optimizer.optimizer.state[main_weight]
         tensors = {name: state[name] for name in ("exp_avg", "exp_avg_sq")}
-        yield weight, tensors | ({"fp32_param": main} if optimizer.config.bf16 else {})
+        if optimizer.config.bf16:
+            tensors["fp32_param"] = main_weight
+        yield weight, tensors
 
 
 @torch.no_grad()
-def load_optimizer(optimizer, state: dict[int, dict[str, Tensor]]) -> None:
+def load_optimizer_state(optimizer, states: dict[int, dict[str, Tensor]]) -> None:
+    """Copy the states of weights into an optimizer."""
     if not isinstance(optimizer, DistributedOptimizer):
-        for i, (_, tensors) in enumerate(replicated_states(optimizer)):
+        for number, (_, tensors) in enumerate(replicated_states(optimizer)):
             for name, tensor in tensors.items():
-                tensor.copy_(state[i][name])
+                tensor.copy_(states[number][name])
         return
-    for i, weight in pieces(optimizer):
-        piece, mine = (
-            of(weight)
-            for of in (
-                optimizer._get_model_param_range_map,
-                optimizer._get_main_param_and_optimizer_states,
-            )
-        )
-        for name, tensor in state[i].items():
-            mine["param" if name == "fp32_param" else name].copy_(
-                tensor.flatten()[piece["param"].start : piece["param"].end]
-            )
+    for number, weight in own_weights(optimizer):
+        own_range = optimizer._get_model_param_range_map(weight)["param"]
+        own_tensors = optimizer._get_main_param_and_optimizer_states(weight)
+        for name, tensor in states[number].items():
+            own_name = "param" if name == "fp32_param" else name
+            own_tensors[own_name].copy_(tensor.flatten()[own_range.start : own_range.end])
 
 
 def get_step(optimizer) -> float:
-    """torch counts steps per weight, TransformerEngine and apex per group of weights."""
+    """Return how many steps an optimizer has taken.
+
+    torch counts them per weight, TransformerEngine and apex per group of weights.
+    """
     inner = optimizer.optimizer
     counters = inner.state.values() if USING_PYTORCH_OPTIMIZER else inner.param_groups
     return max((float(counter.get("step", 0)) for counter in counters), default=0.0)
 
 
 def set_step(optimizer, step: float) -> None:
+    """Set how many steps an optimizer has taken."""
     if USING_PYTORCH_OPTIMIZER:
         for state in optimizer.optimizer.state.values():
-            state["step"] = torch.tensor(
-                step, device=state["exp_avg"].device
-            )  # the fused step counts there
+            # The fused step counts on the device.
+            state["step"] = torch.tensor(step, device=state["exp_avg"].device)
     else:
         for group in optimizer.optimizer.param_groups:
             group["step"] = int(step)
-
-
-# -- files -------------------------------------------------------------------------------------------------------------
-
-
-class TorchWriter(TorchDistSaveShardedStrategy):
-    """Megatron's format, written by torch. Megatron's own writer forks this process, with all its threads, even when it writes
-    in the foreground; in the background it ends with collectives of the groups that train."""
-
-    def __init__(self, group: dist.ProcessGroup | None):
-        super().__init__("torch_dist", 1)
-        self.group, self.writing = group, None
-
-    def save(self, sharded_state_dict: dict, checkpoint_dir: Path) -> None:
-        parts = _replace_state_dict_keys_with_sharded_keys(
-            sharded_state_dict, keep_only_main_replica=True
-        )[0]
-        for part in (
-            x for same_key in parts.values() for x in same_key if isinstance(x, ShardedTensor)
-        ):
-            if self.group is not None:
-                part.data = part.data.detach().to(
-                    "cpu", copy=True
-                )  # training goes on with the original
-        arguments = dict(
-            state_dict=mcore_to_pyt_state_dict(parts),
-            storage_writer=Writer(checkpoint_dir),
-            planner=MCoreSavePlanner(flatten_state_dict=False),
-        )
-        if self.group is None:
-            dcp.save(**arguments)
-            return
-        background = ThreadPoolExecutor(max_workers=1)
-        self.writing = background.submit(dcp.save, **arguments, process_group=self.group)
-        background.shutdown(wait=False)
-
-
-def write(
-    states: dict[str, dict], directory: Path, group: dist.ProcessGroup | None
-) -> Future | None:
-    """states: engines by name, and "rng": {"rank_0": tensor} of this rank. Called by all ranks. With a group (gloo) the
-    files are written in the background; when the Future is done on rank 0 all of them and their index are complete."""
-    if dist.get_rank() == 0:
-        directory.mkdir(parents=True)
-    dist.barrier()
-    writer = TorchWriter(group)
-    strategy = FullyParallelSaveStrategyWrapper(
-        writer, mpu.get_data_parallel_group(with_context_parallel=True)
-    )
-    with warnings.catch_warnings(action="ignore"):  # torch's, about how Megatron uses it
-        dist_checkpointing.save(
-            _prefixed(states), str(directory), strategy, content_metadata=METADATA
-        )
-    return writer.writing
-
-
-def read(states: dict[str, dict], directory: Path) -> dict[str, dict]:
-    """The states as they were written."""
-    strategy = FullyParallelLoadStrategyWrapper(
-        TorchDistLoadShardedStrategy(), mpu.get_data_parallel_group(with_context_parallel=True)
-    )
-    with warnings.catch_warnings(action="ignore"):
-        # Its validation expects every rank to take every weight's state.
-        return dist_checkpointing.load(
-            _prefixed(states), str(directory), strategy, validate_access_integrity=False
-        )
-
-
-def hf_weights(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, tensor as it was stored) for every weight of a checkpoint, or of one with adapters, for every matrix
-    of those. For a process without a group."""
-    tensors = read_tensors(
-        checkpoint, "engine.", lambda name: name.startswith("optimizer.") or "_extra_state" in name
-    )
-    first = next(tensors)
-    tensors = chain([first], tensors)
-    if ".lora_" in first[0]:  # adapters are stored under their own names
-        yield from tensors
-        return
-    yield from bridge.export_tensors(
-        Mapping(AutoConfig.from_pretrained(checkpoint / "hf")), tensors
-    )
-
-
-def _prefixed(states: dict[str, dict]) -> dict:
-    """With keys that tell engines apart, and every rank's generators under a key of its own."""
-    prefixed = {}
-    for name, state in states.items():
-        if name == "rng":
-            state = {
-                rank: ShardedObject(f"rng.{rank}", tensor, (1,), (0,))
-                for rank, tensor in state.items()
-            }
-        else:
-            add_prefix_for_sharding(state, f"{name}.")
-        prefixed[name] = state
-    return prefixed

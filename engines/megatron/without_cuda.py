@@ -1,7 +1,8 @@
-"""megatron-core on a machine without an accelerator: inside cuda_is_cpu(), what it asks of CUDA is answered by the CPU.
+"""megatron-core without an accelerator: inside cuda_is_cpu(), the CPU answers for CUDA.
 
-Megatron names the device "cuda" in many places. Where there is an accelerator, cuda_is_cpu() does nothing; without one
-it holds for the block alone, so that transformers and vLLM in the same process never meet it.
+Megatron hard-codes the device "cuda" in many places. Where there is an accelerator, cuda_is_cpu()
+does nothing. Without one it holds only inside the block, so that transformers and vLLM in the same
+process are not affected.
 """
 
 from collections.abc import Iterator
@@ -12,7 +13,10 @@ from torch.overrides import TorchFunctionMode
 
 
 class CudaToCpu(TorchFunctionMode):
-    """device="cuda" means the CPU, nothing is pinned, and tensors report the type names that Megatron compares with."""
+    """Makes device="cuda" mean the CPU and ignores pinning.
+
+    Tensors report the type names that Megatron compares with, such as torch.cuda.FloatTensor.
+    """
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -29,20 +33,22 @@ class CudaToCpu(TorchFunctionMode):
 
 @contextmanager
 def cuda_is_cpu() -> Iterator[None]:
-    """Also a decorator of functions, but not of generators: code that runs between their items would be inside."""
+    """Let the CPU stand in for CUDA where there is no accelerator.
+
+    Also works as a decorator of functions, but not of generators: the caller's code between two
+    items would run inside it.
+    """
     if torch.accelerator.is_available():
         yield
         return
     from megatron.core.tensor_parallel import random
 
+    # One function object per name: dynamo rejects duplicates. torch.manual_seed itself must not
+    # become torch.cuda.manual_seed either, hence the lambda. CPU operators draw from its generator.
     replacements = [
         (torch.cuda, "current_device", lambda: torch.device("cpu")),
         (torch.cuda, "synchronize", lambda *_: None),
-        (
-            torch.cuda,
-            "manual_seed",
-            lambda seed: torch.manual_seed(seed),
-        ),  # CPU operators draw from this one
+        (torch.cuda, "manual_seed", lambda seed: torch.manual_seed(seed)),
         (torch.cuda, "get_rng_state", lambda *_, **__: torch.get_rng_state()),
         (random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
         (random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
@@ -51,7 +57,7 @@ def cuda_is_cpu() -> Iterator[None]:
         for module, name, function in replacements:
             undo.callback(setattr, module, name, getattr(module, name))
             setattr(module, name, function)
-        # Megatron compiles a few small functions, which on a CPU takes longer than it saves.
+        # Megatron compiles a few small functions. On a CPU that takes longer than it saves.
         undo.enter_context(torch.compiler.set_stance("force_eager"))
         undo.enter_context(CudaToCpu())
         yield

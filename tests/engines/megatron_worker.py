@@ -38,9 +38,10 @@ from engines.checkpoint.export import export_hf
 from engines.checkpoint.storage import Writer
 from engines.fsdp.engine import FSDPEngine
 from engines.heads import Head
-from engines.megatron import adapted_layers, layout, mapping, sharded_state as checkpoint
+from engines.megatron import checkpoint_files as checkpoint, layout, mapping
+from engines.megatron.adapters import Adapter
 from engines.megatron.engine import MegatronEngine
-from engines.megatron.layers import Packing, TorchAttention
+from engines.megatron.torch_layers import Packing, TorchAttention
 from engines.megatron.without_cuda import cuda_is_cpu
 from engines.model import guard, lora
 from engines.model.weights import fingerprint
@@ -408,7 +409,7 @@ def attention(this_device: torch.device) -> list[float]:
         *inputs, gradient = (
             torch.randn(sum(lengths), 1, n, 64).to(this_device, dtype) for n in (*heads, heads[0])
         )
-        packing = Packing.of(lengths, mpu.get_context_parallel_group(), this_device)
+        packing = Packing.from_lengths(lengths, mpu.get_context_parallel_group(), this_device)
         first = (
             torch.tensor([0, *lengths])
             .cumsum(0)[:-1]
@@ -713,16 +714,16 @@ def dropout_masks(folder: Path, this_device: torch.device) -> dict[str, list[lis
         with_dropout = f"{LORA} {settings} model.lora.dropout=0.5"
         engine = build(MegatronEngine, folder / "qwen2_tied", this_device, with_dropout)
         masks = []
-        dropped = adapted_layers.Adapter.dropped
+        dropped = Adapter.dropped
 
-        def dropped_and_noted(adapter: adapted_layers.Adapter, x: torch.Tensor) -> torch.Tensor:
+        def dropped_and_noted(adapter: Adapter, x: torch.Tensor) -> torch.Tensor:
             result = dropped(adapter, x)
             masks.append(digest({"mask": (result == 0).float()}))
             return result
 
-        adapted_layers.Adapter.dropped = dropped_and_noted
+        Adapter.dropped = dropped_and_noted
         engine.train_batch(batch, make_loss(len(batch.input_ids)), 0)
-        adapted_layers.Adapter.dropped = dropped
+        Adapter.dropped = dropped
         results[settings] = gather(masks)
     return results
 
@@ -922,7 +923,7 @@ def offload(folder: Path, this_device: torch.device) -> dict:
         parts = [len(engine._host_memory.parts)]
         steps = train(engine, range(2), case)
         engine.offload("parameters", "optimizer")
-        everything = [*engine._tensors(("parameters", "optimizer")), *engine._gradients()]
+        everything = [*engine.tensors_of("parameters", "optimizer"), *engine.gradient_buffers()]
         bytes_left = sum(storage.nbytes() for storage in engine._host_memory.storages(everything))
         left = sum(
             x.grad is not None

@@ -105,7 +105,7 @@ def train(
     batch: Batch | None = None,
 ) -> list[dict]:
     """gradients: those of the first step, to fill. batch: in place of the step's"""
-    results, update = [], engine._update
+    results, update = [], engine.step_optimizer
 
     def noted(lr: float) -> float:
         if gradients == {}:
@@ -121,13 +121,13 @@ def train(
             )
         return update(lr)
 
-    engine._update = noted
+    engine.step_optimizer = noted
     for step in steps:
         share, planned, num_tokens = (
             (batch, None, len(batch.input_ids)) if batch else share_of(engine, step, case)
         )
         results.append(engine.train_batch(share, make_loss(num_tokens), step, planned))
-    engine._update = update
+    engine.step_optimizer = update
     return results
 
 

@@ -24,7 +24,7 @@ from engines import schedule
 from engines.checkpoint.export import export_checkpoint
 from engines.fsdp.engine import FSDPEngine
 from engines.megatron.engine import MegatronEngine
-from engines.megatron.layout import ddp_config
+from engines.megatron.distributed_optimizer import ddp_config
 from engines.megatron.mapping import Mapping
 from engines.memory import checkpoint_bytes, estimate_megatron
 from engines.model import lora
@@ -373,7 +373,7 @@ def plain_training(directory, case, micro_batches):
     batch = make_batch(0)
     with torch.no_grad():
         asked = torch.cat([answer(batch.select([i]))[0][0] for i in range(len(batch))])
-    in_files = Mapping(shape).in_files(model)
+    in_files = Mapping(shape).hf_parameters(model)
     return (
         steps,
         {

@@ -1,0 +1,147 @@
+"""Checkpoint files of Megatron engines, in the format of megatron.core.dist_checkpointing."""
+
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain
+from pathlib import Path
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from megatron.core import dist_checkpointing, parallel_state as mpu
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistLoadShardedStrategy,
+    TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+from torch import Tensor
+from transformers import AutoConfig
+
+from engines.checkpoint.storage import Writer, read_tensors
+from engines.megatron.bridge import export_stored
+from engines.megatron.mapping import Mapping
+from engines.megatron.sharded_state import METADATA
+
+
+class TorchWriter(TorchDistSaveShardedStrategy):
+    """Writes Megatron's format with torch.
+
+    Megatron's own writer forks this process, with all its threads, even to write in the foreground.
+    In the background it ends with collectives of the groups that train.
+
+    group: a gloo group to write in the background, or None to write in the foreground
+    writing: done when the files are complete; None in the foreground
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None):
+        super().__init__("torch_dist", 1)
+        self.group = group
+        self.writing: Future | None = None
+
+    def save(self, sharded_state_dict: dict, checkpoint_dir: Path) -> None:
+        parts = _replace_state_dict_keys_with_sharded_keys(
+            sharded_state_dict, keep_only_main_replica=True
+        )[0]
+        if self.group is not None:
+            copy_to_host(parts)
+        arguments = {
+            "state_dict": mcore_to_pyt_state_dict(parts),
+            "storage_writer": Writer(checkpoint_dir),
+            "planner": MCoreSavePlanner(flatten_state_dict=False),
+        }
+        if self.group is None:
+            dcp.save(**arguments)
+            return
+        background = ThreadPoolExecutor(max_workers=1)
+        self.writing = background.submit(dcp.save, **arguments, process_group=self.group)
+        background.shutdown(wait=False)
+
+
+def copy_to_host(parts: dict[str, list]) -> None:
+    """Replace tensors by copies, because training goes on with the originals."""
+    for part in chain.from_iterable(parts.values()):
+        if isinstance(part, ShardedTensor):
+            part.data = part.data.detach().to("cpu", copy=True)
+
+
+def write(
+    states: dict[str, dict], directory: Path, group: dist.ProcessGroup | None
+) -> Future | None:
+    """Write engines' states into a new directory; called by all ranks.
+
+    states: engines' sharded states by name, and "rng": {"rank_0": tensor} of this rank
+    group: a gloo group to write in the background, or None
+    Returns a Future with a group: when it is done on rank 0, all files are complete.
+    """
+    if dist.get_rank() == 0:
+        directory.mkdir(parents=True)
+    dist.barrier()
+    writer = TorchWriter(group)
+    strategy = FullyParallelSaveStrategyWrapper(
+        writer, mpu.get_data_parallel_group(with_context_parallel=True)
+    )
+    # torch warns about how Megatron uses it.
+    with warnings.catch_warnings(action="ignore"):
+        dist_checkpointing.save(
+            with_prefixes(states), str(directory), strategy, content_metadata=METADATA
+        )
+    return writer.writing
+
+
+def read(states: dict[str, dict], directory: Path) -> dict[str, dict]:
+    """Return the states as they were written.
+
+    states: as for write(), from sharded_state() with loading=True
+    """
+    strategy = FullyParallelLoadStrategyWrapper(
+        TorchDistLoadShardedStrategy(), mpu.get_data_parallel_group(with_context_parallel=True)
+    )
+    with warnings.catch_warnings(action="ignore"):
+        # Megatron's validation expects every rank to take every weight's state.
+        return dist_checkpointing.load(
+            with_prefixes(states), str(directory), strategy, validate_access_integrity=False
+        )
+
+
+def with_prefixes(states: dict[str, dict]) -> dict:
+    """Return the states with keys that distinguish engines, and ranks' random generators."""
+    prefixed = {}
+    for name, state in states.items():
+        if name == "rng":
+            prefixed[name] = {
+                rank: ShardedObject(f"rng.{rank}", tensor, (1,), (0,))
+                for rank, tensor in state.items()
+            }
+        else:
+            add_prefix_for_sharding(state, f"{name}.")
+            prefixed[name] = state
+    return prefixed
+
+
+def hf_weights(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield (Hugging Face name, stored tensor) of a checkpoint, without a process group.
+
+    For a checkpoint with adapters, yields their matrices under their own names.
+    """
+    tensors = read_tensors(checkpoint, "engine.", is_no_weight)
+    first = next(tensors)
+    tensors = chain([first], tensors)
+    first_name = first[0]
+    if ".lora_" in first_name:
+        yield from tensors
+        return
+    mapping = Mapping(AutoConfig.from_pretrained(checkpoint / "hf"))
+    yield from export_stored(mapping, tensors)
+
+
+def is_no_weight(name: str) -> bool:
+    """Return whether a stored tensor is something else than a weight of the model."""
+    return name.startswith("optimizer.") or "_extra_state" in name

@@ -1,0 +1,74 @@
+"""From the hidden states of the last pipeline stage to the head's output for each token."""
+
+import torch.distributed as dist
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from torch import Tensor, nn
+
+from engines.heads import ValueHead
+from engines.megatron.gpt import HiddenStates
+from engines.microbatch import Ahead, MicroBatch
+
+
+class TokenOutputs:
+    """Applies a head to hidden states that tensor- and context-parallel ranks divide."""
+
+    def __init__(
+        self,
+        model: HiddenStates,
+        head: nn.Module,
+        tp_group: dist.ProcessGroup,
+        sequence_parallel: bool,
+    ):
+        self.model = model
+        self.head = head
+        self.tp_group = tp_group
+        self.sequence_parallel = sequence_parallel
+        self.has_value_head = isinstance(head, ValueHead)
+
+    def of_tokens(self, micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, ...]:
+        """Return the head's outputs, each [T], from hidden states [s, b, h]."""
+        outputs = self.head(
+            self.gather_hidden(hidden).index_select(0, micro_batch.place),
+            self.output_matrix().to(hidden.dtype),
+            micro_batch.targets,
+            micro_batch.kept_words,
+        )
+        return tuple(micro_batch.to_tokens(output) for output in outputs)
+
+    def mtp_loss(self, ahead: Ahead, hidden: Tensor) -> Tensor:
+        """Return the sum of an MTP layer's cross-entropies on this rank.
+
+        hidden: [s, b, h] of the MTP layer
+        The output matrix gets no gradient from it.
+        """
+        full_vocabulary = ahead.targets.new_empty(len(ahead.targets), 0)
+        log_probs = self.head(
+            self.gather_hidden(hidden).index_select(0, ahead.place),
+            self.output_matrix().detach().to(hidden.dtype),
+            ahead.targets,
+            full_vocabulary,
+        )[0]
+        return -log_probs.sum()
+
+    def gather_hidden(self, hidden: Tensor) -> Tensor:
+        """Return hidden states [s, b, h] as [positions, h], whole on every tensor-parallel rank.
+
+        Where ranks divide the vocabulary, each of them computes a part of the gradient of the
+        hidden states; with a value head, each computes all of it.
+        """
+        if self.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=not self.has_value_head, group=self.tp_group
+            )
+        elif not self.has_value_head:
+            hidden = copy_to_tensor_model_parallel_region(hidden, group=self.tp_group)
+        return hidden.flatten(0, 1)
+
+    def output_matrix(self) -> Tensor:
+        """Return this rank's rows of the output matrix, which may be tied to the embedding."""
+        if self.model.output_layer.weight is None:
+            return self.model.shared_embedding_or_output_weight()
+        return self.model.output_layer.weight

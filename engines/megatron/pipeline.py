@@ -1,0 +1,47 @@
+"""Megatron's schedule of forward and backward passes over pipeline stages and micro-batches."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor, nn
+
+from engines.microbatch import MicroBatch
+
+
+def run_schedule(
+    stages: list[nn.Module],
+    micro_batches: list[MicroBatch],
+    of_hidden: Callable,
+    forward_only: bool,
+) -> None:
+    """Run the forward passes and, unless forward_only, the backward passes of micro-batches.
+
+    stages: this rank's virtual pipeline stages, wrapped in DDP if they are trained
+    of_hidden: called by the last stage with each micro-batch and its hidden states; see StepLoss
+        for what it returns. With forward_only it gets non_loss_data=True besides.
+    """
+
+    def forward(remaining: Iterator[MicroBatch], stage: nn.Module) -> tuple[Tensor, Callable]:
+        micro_batch = next(remaining)
+        hidden = stage(
+            micro_batch.input_ids,
+            None,
+            None,
+            packed_seq_params=micro_batch.packing,
+            padding_mask=micro_batch.padding,
+            labels=[ahead.input_ids for ahead in micro_batch.ahead],
+        )
+        return hidden, partial(of_hidden, micro_batch)
+
+    get_forward_backward_func()(
+        forward_step_func=forward,
+        data_iterator=[iter(micro_batches) for _ in stages],
+        model=stages,
+        num_microbatches=len(micro_batches),
+        # Stages send each other the actual shapes.
+        seq_length=1,
+        micro_batch_size=1,
+        forward_only=forward_only,
+        collect_non_loss_data=forward_only,
+    )

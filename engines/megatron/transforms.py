@@ -1,0 +1,144 @@
+"""Changes to a model before it is wrapped in DDP, in the order in which they are applied.
+
+Some features are fields of Megatron's configuration, so they are chosen before the model is built:
+config_fields() collects them. The others change the built modules: TRANSFORMS lists them. To add
+one, write a function that takes a Changes and append it to the list.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from omegaconf import DictConfig
+from torch import Tensor, nn
+
+from engines.heads import Head
+from engines.megatron.adapters import Adapter, attach_adapters
+from engines.megatron.bridge import WeightMapping
+from engines.megatron.gpt import HiddenStates
+from engines.megatron.mapping import global_parameters
+from engines.model import lora
+from engines.model.hf import keep_zero_rows
+
+# engine.recompute -> fields of TransformerConfig.
+RECOMPUTE_FIELDS = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "full": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+}
+
+
+@dataclass
+class Changes:
+    """A model that transforms change, and what they read and leave behind.
+
+    models: this rank's part of it, one module for each virtual pipeline stage
+    hf: the model on the meta device, with PEFT's adapters if the run has adapters
+    frozen: names in the files of the weights that model.freeze matches
+    adapters: the attached adapters by the weight that they adapt; filled by adapt()
+    """
+
+    config: DictConfig
+    head: Head
+    models: list[HiddenStates]
+    mapping: WeightMapping
+    hf: nn.Module
+    frozen: set[str]
+    adapters: dict[nn.Parameter, Adapter] = field(default_factory=dict)
+
+
+def config_fields(
+    config: DictConfig, device: torch.device, sequence_parallel: bool
+) -> dict[str, Any]:
+    """Return the fields of TransformerConfig that features of this run set."""
+    return {
+        "sequence_parallel": sequence_parallel,
+        # The loss has its own denominator: neither the schedule nor DDP may divide it again.
+        "calculate_per_token_loss": True,
+        "gradient_accumulation_fusion": False,
+        "bias_activation_fusion": device.type != "cpu",
+        **RECOMPUTE_FIELDS[config.engine.recompute],
+    }
+
+
+def freeze(changes: Changes) -> None:
+    """Freeze the parameters that model.freeze matches."""
+    for model in changes.models:
+        for name, parameter in global_parameters(model):
+            hf_name = changes.mapping.hf_names(name)[0]
+            parameter.requires_grad_(hf_name not in changes.frozen)
+
+
+def adapt(changes: Changes) -> None:
+    """Freeze the model and attach adapters to it; a value head is still trained."""
+    settings = changes.config.model.lora
+    if not settings.rank:
+        return
+    changes.adapters = attach_adapters(
+        changes.mapping, changes.models, changes.config, lora.shapes(changes.hf)
+    )
+    has_value_head = changes.head is Head.VALUES
+    if changes.adapters and has_value_head and mpu.is_pipeline_last_stage(ignore_virtual=True):
+        value_head = changes.models[-1].output_layer
+        value_head.to(getattr(torch, settings.dtype)).requires_grad_()
+
+
+def recompute_behind_frozen_embedding(changes: Changes) -> None:
+    """Let the embedding's output require a gradient.
+
+    Full recomputation takes the layers after a frozen embedding to need no gradient, without an
+    error.
+    """
+    if changes.config.engine.recompute != "full":
+        return
+    for model in changes.models:
+        if model.pre_process:
+            model.embedding.register_forward_hook(require_gradient)
+
+
+def require_gradient(_: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
+    return output.requires_grad_()
+
+
+def keep_zero_embeddings(changes: Changes) -> None:
+    """Send no gradient to rows of the embedding that are zero; see keep_zero_rows."""
+    for model in changes.models:
+        if model.pre_process or model.mtp_process:
+            keep_zero_rows_of_ranks(model.embedding.word_embeddings)
+
+
+def keep_zero_rows_of_ranks(embedding: nn.Module) -> None:
+    """Apply keep_zero_rows to an embedding whose rows tensor-parallel ranks divide."""
+    group = mpu.get_tensor_model_parallel_group()
+    own_is_zero = (embedding.weight.detach() == 0).all(1)
+    is_zero = [torch.empty_like(own_is_zero) for _ in range(group.size())]
+    dist.all_gather(is_zero, own_is_zero, group=group)
+
+    def to_output_layout(mask: Tensor) -> Tensor:
+        """Bring a mask [b, s] into the layout of the embedding's output."""
+        if embedding.reduce_scatter_embeddings:
+            return mask.t().chunk(group.size())[group.rank()]
+        return mask
+
+    keep_zero_rows(embedding, torch.cat(is_zero), to_output_layout)
+
+
+TRANSFORMS: list[Callable[[Changes], None]] = [
+    freeze,
+    adapt,
+    recompute_behind_frozen_embedding,
+    keep_zero_embeddings,
+]
+
+
+def apply_transforms(changes: Changes) -> None:
+    """Apply all transforms in their order."""
+    for transform in TRANSFORMS:
+        transform(changes)
