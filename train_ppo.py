@@ -16,13 +16,76 @@ from which mini-batches, advantages and denominators follow. So nothing that is 
 """
 
 import time
-from pathlib import Path
+from dataclasses import dataclass
 
-from config import InputError, run
+from config import InputError, run as run_script
+from job.progress import Progress, adapter, identify
+
+
+@dataclass(kw_only=True)
+class PpoProgress(Progress):
+    """How far a run of PPO is.
+
+    Attributes:
+        batch: number of prompt batches that have been drawn.
+        failures: number of responses that could not be graded.
+        kl_coef: the weight of the KL penalty, which an adaptive controller changes.
+        actor_updates, critic_updates: optimizer steps, including the skipped ones.
+        actor_skipped, critic_skipped: updates skipped because a gradient was not finite.
+    """
+
+    batch: int = 0
+    failures: int = 0
+    kl_coef: float = 0.0
+    actor_updates: int = 0
+    actor_skipped: int = 0
+    critic_updates: int = 0
+    critic_skipped: int = 0
 
 
 def main(config):
-    # Imported here, so that --help and a mistake in the configuration answer at once; transformers takes its time.
+    # Imported here, so that --help and mistakes in the configuration are answered at once.
+    import torch.distributed as dist
+
+    from engines.parallel import device
+    from job import tracking
+    from job.plan import print_plan
+    from rl.models import role_configs
+    from rl.roles import Roles
+
+    grader = check(config)
+    run = set_up(config, grader)
+    config = run.config
+    if config.dry_run:
+        device.on_rank0(print_plan, run, role_configs(config))
+        device.on_rank0(grade_one, config, grader, run.train)
+        return device.shutdown()
+
+    roles = Roles(config, run.device, run.tokenizer, grader, run.profiler, run.total_steps)
+    if run.resume_from:
+        run.progress.take_counters(roles.load(run.checkpointer, run.resume_from))
+        if config.algorithm.kl_ctrl.type == "fixed":
+            run.progress.kl_coef = config.algorithm.kl_ctrl.kl_coef
+    roles.start_rollout()
+    last_step = run.progress.step if run.resume_from else -1
+    device.on_rank0(tracking.supersede, run.output_dir / "failures.jsonl", last_step)
+    run.start(
+        f"{len(run.train)} prompts, {roles.actor.dp_size} data-parallel ranks and "
+        f"{roles.rollout.num_replicas} of vLLM on {run.device.type}"
+    )
+    train(run, roles)
+    run.end_loop()
+    grader.close()
+    if run.is_complete:
+        roles.export(run.output_dir / "hf")
+    run.close()
+    dist.barrier()
+    roles.close()
+    device.shutdown()
+
+
+def check(config):
+    """Check the parts of the configuration that concern PPO; return the Grader."""
     from rl.functions import inputs_read
     from rl.settings import check_settings
     from rollout.grading.grader import Grader
@@ -31,215 +94,148 @@ def main(config):
     grader = Grader(config)
     if grader.takes_groups and "baseline" in inputs_read(config, "adv_estimator"):
         raise InputError(
-            f"reward.function={config.reward.function} grades the responses of a group together, but "
-            f"algorithm.adv_estimator={config.algorithm.adv_estimator} has a greedy response graded alone"
+            f"reward.function={config.reward.function} grades the responses of a group together, "
+            f"but algorithm.adv_estimator={config.algorithm.adv_estimator} has a greedy response "
+            "graded alone"
         )
+    return grader
 
-    import torch.distributed as dist
 
-    from engines.checkpoint.checkpointer import Checkpointer
-    from engines.parallel import device
-    from job import setup as job, tracking
+def set_up(config, grader):
+    """Return a job.run.Run with everything but the models.
+
+    Mistakes of the user are found here, cheap checks first, before weights are loaded.
+    """
+    from job.run import Run
     from rl import models
-    from rl.estimation import next_kl_coef
-    from rl.roles import Roles
-    from rollout.records import write_samples
     from rollout.vllm.settings import check_rollout, check_vllm_model
 
-    agreed = job.Agreement(config.trainer.save_freq, config.trainer.save_minutes)
-    this_device = device.init(config.trainer.timeout_minutes)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    out, trainer, algorithm = Path(config.output_dir), config.trainer, config.algorithm
-    job.check_directories(config)
-    heartbeat = job.start_heartbeat(config)
-    job.bind_cpus(config, this_device)
-    config = job.with_local_model(config)
-    hf_config = models.check_models(config, world_size)
-    check_rollout(config, world_size)
-    tracking.check(config)
-    job.tell_of_mtp(config, hf_config)
-    tokenizer = job.load_tokenizer(config)
-    reader = job.load_reader(config, tokenizer)
-    train, val = (
-        load_prompts(config, files, tokenizer, reader)
-        for files in (config.data.train_files, config.data.val_files)
-    )
-    for said in {grader.check(prompts[0].row) for prompts in (train, val) if prompts}:
-        if said and rank == 0:
-            print(said, flush=True)
-    steps_per_epoch, total_steps = job.count_steps(config, train)
-    if config.critic.warmup_steps >= total_steps > 0:
+    run = Run.begin(config)
+    config = run.config
+    hf_config = models.check_models(config, run.world_size)
+    check_rollout(config, run.world_size)
+    run.load_tokenizer(hf_config)
+    run.train = load_prompts(run, config.data.train_files)
+    run.val = load_prompts(run, config.data.val_files)
+    warnings = {grader.check(prompts[0].row) for prompts in (run.train, run.val) if prompts}
+    for warning in warnings:
+        if warning and run.rank == 0:
+            print(warning, flush=True)
+    run.count_steps()
+    if config.critic.warmup_steps >= run.total_steps > 0:
         raise InputError(
-            f"critic.warmup_steps={config.critic.warmup_steps} leaves the actor none of the {total_steps} steps"
+            f"critic.warmup_steps={config.critic.warmup_steps} leaves the actor none of the "
+            f"{run.total_steps} steps"
         )
     check_vllm_model(config)
-    profiler = job.start_profiler(
-        config, this_device, total_steps, models.hooked_stages(config, this_device.type)
-    )
-    checkpointer = Checkpointer(out / "checkpoints", trainer.max_checkpoints, trainer.async_save)
-    progress = {
-        "step": 0,
-        "batch": 0,
-        "failures": 0,
-        "kl_coef": algorithm.kl_ctrl.kl_coef,
-        **{f"{role}_{what}": 0 for role in ("actor", "critic") for what in ("updates", "skipped")},
-        "run": job.identity(config, hf_config, train)
-        | {
-            "rollout.n": config.rollout.n,
-            "algorithm.adv_estimator": algorithm.adv_estimator,
-            "critic": models.uses_critic(config),
-        },
-        "export_dtype": config.engine.compute_dtype,
-        "lora": job.adapter(config),
+    run.start_profiler(models.hooked_stages(config, run.device.type))
+    identity = identify(config, hf_config, run.train) | {
+        "rollout.n": config.rollout.n,
+        "algorithm.adv_estimator": config.algorithm.adv_estimator,
+        "critic": models.uses_critic(config),
     }
-    resume_from = device.on_rank0(
-        job.find_resume,
-        config,
-        checkpointer.find(trainer.resume, config.dry_run),
-        progress,
-        total_steps,
+    progress = PpoProgress(
+        identity=identity,
+        export_dtype=config.engine.compute_dtype,
+        lora=adapter(config),
+        kl_coef=config.algorithm.kl_ctrl.kl_coef,
     )
-    if config.dry_run:
-        device.on_rank0(
-            job.print_plan,
-            models.role_configs(config),
-            this_device,
-            {"train": train, "val": val},
-            total_steps,
-            resume_from,
-        )
-        device.on_rank0(grade_one, config, grader, train)
-        return device.shutdown()
+    run.find_checkpoint(progress)
+    return run
 
-    roles = Roles(config, this_device, tokenizer, grader, profiler, total_steps)
-    if resume_from:
-        progress |= roles.load(checkpointer, resume_from) | {
-            key: progress[key] for key in ("run", "export_dtype", "lora")
-        }
-        if algorithm.kl_ctrl.type == "fixed":
-            progress["kl_coef"] = algorithm.kl_ctrl.kl_coef
-    roles.start_rollout()
-    step = progress["step"]
-    device.on_rank0(job.write_config, config)
-    device.on_rank0(tracking.supersede, out / "failures.jsonl", step if resume_from else -1)
-    tracker = tracking.Tracker(config, rank, step, total_steps)
-    tracker.say(
-        f"{'resuming from ' + str(resume_from) if resume_from else 'starting'}: step {step} of {total_steps}, "
-        f"{steps_per_epoch} per epoch, {len(train)} prompts, {roles.actor.dp_size} data-parallel ranks and "
-        f"{roles.rollout.num_replicas} of vLLM on {this_device.type}"
-    )
-    tracker.say(agreed.begin(total_steps))
-    profiler.on_stage = heartbeat.enter
-    device.set_timeouts(
-        trainer.timeout_minutes + 1
-    )  # after the heartbeat's limit, which has more to say
-    if step == 0 < total_steps and val and trainer.val_before_train:
-        tracker.log(0, validate(config, roles, val, tracker, step) | profiler.end_step())
 
-    while step < total_steps and not agreed.stop:
+def train(run, roles) -> None:
+    """Train until the last step, or until a rank is asked to stop."""
+    from job.setup import check_skipped
+    from rl.estimation import next_kl_coef
+    from rollout.records import write_samples
+
+    config = run.config
+    trainer = config.trainer
+    progress = run.progress
+    profiler = run.profiler
+    if progress.step == 0 < run.total_steps and run.val and trainer.val_before_train:
+        run.tracker.log(0, validate(run, roles) | profiler.end_step())
+
+    while run.goes_on:
         start = time.perf_counter()
-        profiler.begin_step(step + 1)
+        profiler.begin_step(progress.step + 1)
         roles.wake()
-        samples, progress["batch"] = roles.collect(train, progress["batch"], step + 1)
+        samples, progress.batch = roles.collect(run.train, progress.batch, progress.step + 1)
         metrics = roles.sleep()
         share = roles.divide(samples)
-        roles.compute_log_probs(share, step)
+        roles.compute_log_probs(share, progress.step)
         roles.compute_values(share)
-        metrics |= roles.compute_advantages(samples, share, progress["kl_coef"])
-        metrics |= roles.update_critic(share, step)
-        metrics |= roles.update_actor(share, step)
+        metrics |= roles.compute_advantages(samples, share, progress.kl_coef)
+        metrics |= roles.update_critic(share, progress.step)
+        metrics |= roles.update_actor(share, progress.step)
         metrics |= roles.memory()
-        step += 1
-        for role in (role for role in ("actor", "critic") if f"{role}/skipped" in metrics):
-            progress[f"{role}_updates"] += share.num_mini_batches * algorithm.ppo_epochs
-            progress[f"{role}_skipped"] += int(metrics[f"{role}/skipped"])
-        progress |= {
-            "step": step,
-            "failures": progress["failures"] + len(samples.failures),
-            "kl_coef": next_kl_coef(config, progress["kl_coef"], metrics, len(samples)),
-        }
-        agreed.after(step, this_device)
-        last = step == total_steps
-        for role in ("actor", "critic"):
-            job.check_skipped(
-                trainer, progress[f"{role}_skipped"], progress[f"{role}_updates"], last
-            )
-        if trainer.rollout_freq > 0 and step % trainer.rollout_freq == 0:
-            write_samples(samples, out / "rollouts" / f"step_{step}.jsonl", roles.host_group)
+        progress.step += 1
+        num_updates = share.num_mini_batches * config.algorithm.ppo_epochs
+        if "actor/skipped" in metrics:
+            progress.actor_updates += num_updates
+            progress.actor_skipped += int(metrics["actor/skipped"])
+        if "critic/skipped" in metrics:
+            progress.critic_updates += num_updates
+            progress.critic_skipped += int(metrics["critic/skipped"])
+        progress.failures += len(samples.failures)
+        progress.kl_coef = next_kl_coef(config, progress.kl_coef, metrics, len(samples))
+        run.agreement.update(progress.step, run.device)
+        is_last = run.is_complete
+        check_skipped(trainer, progress.actor_skipped, progress.actor_updates, is_last)
+        check_skipped(trainer, progress.critic_skipped, progress.critic_updates, is_last)
+        if run.is_due(trainer.rollout_freq):
+            file = run.output_dir / "rollouts" / f"step_{progress.step}.jsonl"
+            write_samples(samples, file, roles.host_group)
         seconds = time.perf_counter() - start
-        # Not when asked to stop: the time that is left is for the checkpoint.
-        if (
-            val
-            and not agreed.stop
-            and (last or trainer.test_freq > 0 and step % trainer.test_freq == 0)
-        ):
-            metrics |= validate(config, roles, val, tracker, step)
-        tracker.log(
-            step,
-            metrics
-            | profiler.end_step()
-            | {
-                "train/epoch": progress["batch"] / steps_per_epoch,
-                "train/skipped": progress["actor_skipped"] + progress["critic_skipped"],
-                "reward/failures": progress["failures"],
-                "timing/step": time.perf_counter() - start,
-                "perf/tokens_per_second": samples.lengths.sum().item() / seconds / world_size,
-            },
-        )
-        # After the step's line: a run that is killed in between would go on without it.
-        if agreed.save:
-            roles.save(checkpointer, step, progress)
-
-    heartbeat.close()
-    profiler.close()
-    checkpointer.wait()
-    tracker.log_rest(step, profiler.end_step())
-    grader.close()
-    if step < total_steps:
-        tracker.say(f"stopped by a signal after step {step}; the same command goes on from there")
-    else:
-        roles.export(out / "hf")
-        tracker.say(f"{'adapter' if config.model.lora.rank else 'model'}: {out / 'hf'}")
-    tracker.close()
-    dist.barrier()
-    roles.close()
-    device.shutdown()
+        if run.is_validation_due:
+            metrics |= validate(run, roles)
+        metrics |= profiler.end_step()
+        tokens_per_second = samples.lengths.sum().item() / seconds
+        metrics |= {
+            "train/epoch": progress.batch / run.steps_per_epoch,
+            "train/skipped": progress.actor_skipped + progress.critic_skipped,
+            "reward/failures": progress.failures,
+            "timing/step": time.perf_counter() - start,
+            "perf/tokens_per_second": tokens_per_second / run.world_size,
+        }
+        run.tracker.log(progress.step, metrics)
+        # After the step's line: a run that is killed in between would continue without it.
+        if run.agreement.save:
+            roles.save(run.checkpointer, progress.step, progress.to_json())
 
 
-def validate(config, roles, val, tracker, step: int) -> dict[str, float]:
-    """Metrics of responses to all of val, which are written to a file; some are shown."""
+def validate(run, roles) -> dict[str, float]:
+    """Return metrics of responses to all of run.val; write them to a file and show some."""
     from rl.validation import validation_metrics
     from rollout.records import examples, write_samples
 
-    samples = roles.validate(val, step)
-    tracker.log_samples(step, examples(samples, 16, roles.host_group))
-    if config.trainer.rollout_freq > 0:
-        write_samples(
-            samples, Path(config.output_dir) / "validation" / f"step_{step}.jsonl", roles.host_group
-        )
-    return validation_metrics(samples, config.reward.function, config.validation.n)
+    step = run.progress.step
+    samples = roles.validate(run.val, step)
+    run.tracker.log_samples(step, examples(samples, 16, roles.host_group))
+    if run.config.trainer.rollout_freq > 0:
+        file = run.output_dir / "validation" / f"step_{step}.jsonl"
+        write_samples(samples, file, roles.host_group)
+    return validation_metrics(samples, run.config.reward.function, run.config.validation.n)
 
 
-def load_prompts(config, files, tokenizer, reader):
-    """The prompts of files (None: None). Rank 0 tokenizes what is not in the cache, the others read it."""
+def load_prompts(run, files):
+    """Return the prompts of `files`, or None for None.
+
+    Rank 0 tokenizes prompts that are not in the cache; the other ranks read them from there.
+    """
     from data.prompts import PromptDataset, tokenize_prompts
     from engines.parallel.device import on_rank0
-    from job import setup as job
+    from job.setup import cache_directory
 
     if files is None:
         return None
-    return PromptDataset.load(
-        on_rank0(
-            tokenize_prompts,
-            files,
-            tokenizer,
-            config.data,
-            job.cache_directory(config),
-            config.model.path,
-            reader,
-        ),
-        reader,
+    config = run.config
+    cache = cache_directory(config)
+    tokenized = on_rank0(
+        tokenize_prompts, files, run.tokenizer, config.data, cache, config.model.path, run.reader
     )
+    return PromptDataset.load(tokenized, run.reader)
 
 
 def grade_one(config, grader, train) -> None:
@@ -262,4 +258,4 @@ def grade_one(config, grader, train) -> None:
 
 
 if __name__ == "__main__":
-    run(main, "ppo.yaml", __doc__)
+    run_script(main, "ppo.yaml", __doc__)

@@ -1,247 +1,237 @@
 """Supervised fine-tuning: every rank builds its share of the model and runs this loop.
 
-    python train_sft.py model.path=DIR data.train_files=train.jsonl                        one process, CPU or GPU
-    torchrun --nproc-per-node 8 train_sft.py my.yaml optim.lr=2e-5                         one node
-    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 train_sft.py my.yaml
-    sbatch examples/slurm/sft.sbatch my.yaml                                               slurm, srun starts the ranks
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 train_sft.py configs/demo/sft.yaml       a laptop's CPU
+    python train_sft.py model.path=DIR data.train_files=train.jsonl     one process, CPU or GPU
+    torchrun --nproc-per-node 8 train_sft.py my.yaml optim.lr=2e-5      one node
+    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d \\
+        --rdzv-endpoint HOST:29500 train_sft.py my.yaml                 two nodes
+    sbatch examples/slurm/sft.sbatch my.yaml                            Slurm: srun starts the ranks
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 \\
+        train_sft.py configs/demo/sft.yaml                              a laptop's CPU
 
-Arguments are YAML files and key=value pairs, later ones win; configs/sft.yaml lists every key. SIGTERM, SIGUSR1 or Ctrl-C saves
-a checkpoint and exits 0; the same command goes on from there. (torchrun does not forward SIGUSR1, and kills after
-30 s: give it --signals-to-handle SIGTERM,SIGUSR1 --shutdown-timeout 600.) A mistake is one line per node and exit code 2.
+Arguments are YAML files and key=value pairs; later ones win. configs/sft.yaml lists every key.
+SIGTERM, SIGUSR1 or Ctrl-C saves a checkpoint and exits with code 0; the same command continues from
+there. (torchrun does not forward SIGUSR1, and kills its ranks after 30 s: give it
+--signals-to-handle SIGTERM,SIGUSR1 --shutdown-timeout 600.) A mistake in the configuration or the
+data prints one line per node and exits with code 2.
 """
 
 import time
-from pathlib import Path
+from dataclasses import dataclass
 
-from config import InputError, run
+from config import InputError, run as run_script
+from job.progress import Progress, adapter, identify
+
+
+@dataclass(kw_only=True)
+class SftProgress(Progress):
+    """`skipped` counts the updates that were skipped because a gradient was not finite."""
+
+    skipped: int = 0
 
 
 def main(config):
-    # Imported here, so that --help and a mistake in the configuration answer at once.
-    import torch.distributed as dist
-
-    from data.batching.packing import global_batch
+    # Imported here, so that --help and mistakes in the configuration are answered at once.
     from engines.build import engine_class
-    from engines.checkpoint.checkpointer import Checkpointer
     from engines.checkpoint.export import export_hf
     from engines.parallel import device
-    from job import setup as job, tracking
+    from job.plan import print_plan
 
-    agreed = job.Agreement(config.trainer.save_freq, config.trainer.save_minutes)
-    this_device = device.init(config.trainer.timeout_minutes)
-    rank, out, trainer = dist.get_rank(), Path(config.output_dir), config.trainer
-    job.check_directories(config)
-    heartbeat = job.start_heartbeat(config)
-    job.bind_cpus(config, this_device)
-    config = job.with_local_model(config)
-    hf_config = engine_class(config.model_engine).check(config, dist.get_world_size())
-    tracking.check(config)
-    job.tell_of_mtp(config, hf_config)
-    tokenizer = job.load_tokenizer(config)
-    reader = job.load_reader(config, tokenizer)
-    train, val = (
-        load_data(config, files, tokenizer, reader)
-        for files in (config.data.train_files, config.data.val_files)
-    )
-    job.warn_of_length(
-        hf_config, max(int(dataset.lengths.max()) for dataset in (train, val) if dataset)
-    )
-    steps_per_epoch, total_steps = job.count_steps(config, train)
-    profiler = job.start_profiler(
-        config, this_device, total_steps, ["train_batch", *["validate"] * bool(val)]
-    )
-    checkpointer = Checkpointer(out / "checkpoints", trainer.max_checkpoints, trainer.async_save)
-    progress = {
-        "step": 0,
-        "skipped": 0,
-        "run": job.identity(config, hf_config, train),
-        "export_dtype": config.engine.compute_dtype,
-        "lora": job.adapter(config),
-    }
-    resume_from = device.on_rank0(
-        job.find_resume,
-        config,
-        checkpointer.find(trainer.resume, config.dry_run),
-        progress,
-        total_steps,
-    )
+    run = set_up(config)
     if config.dry_run:
-        device.on_rank0(
-            job.print_plan,
-            {None: config},
-            this_device,
-            {"train": train, "val": val},
-            total_steps,
-            resume_from,
-        )
+        device.on_rank0(print_plan, run, {None: run.config})
         return device.shutdown()
-
-    engine = engine_class(config.model_engine)(config, this_device, total_steps)
-    if resume_from:
-        progress = checkpointer.load(resume_from, engine) | {
-            key: progress[key] for key in ("run", "export_dtype", "lora")
-        }
-    step = progress["step"]
-    device.on_rank0(job.write_config, config)
-    tracker = tracking.Tracker(config, rank, step, total_steps)
-    tracker.say(
-        f"{'resuming from ' + str(resume_from) if resume_from else 'starting'}: step {step} of {total_steps}, "
-        f"{steps_per_epoch} per epoch, {len(train)} rows, {engine.dp_size} data-parallel ranks on {this_device.type}"
-    )
-    tracker.say(agreed.begin(total_steps))
-    profiler.on_stage = heartbeat.enter
-    device.set_timeouts(
-        trainer.timeout_minutes + 1
-    )  # after the heartbeat's limit, which has more to say
-    if step == 0 and val and trainer.val_before_train:
-        with profiler.stage("validate", engine):
-            metrics = validate(engine, val, config.data.train_batch_size)
-        tracker.log(0, metrics | profiler.end_step())
-
-    peak = device.peak_flops(this_device)
-    while step < total_steps and not agreed.stop:
-        start = time.perf_counter()
-        profiler.begin_step(step + 1)
-        with profiler.stage("data"):
-            rows = global_batch(len(train), config.data.train_batch_size, trainer.seed, step)
-            batch = train.batch(rows)
-            num_trained = int(batch.fields["loss_mask"].sum())
-            of_images = engine.image_flops(batch)
-            plan = engine.plan(batch.lengths, of_images)
-        with profiler.stage("train_batch", engine):
-            results = engine.train_batch(
-                batch.select(plan.sequences), sft_loss(num_trained), step, plan.micro_batches
-            )
-        seconds = time.perf_counter() - start
-        step += 1
-        progress |= {"step": step, "skipped": progress["skipped"] + int(results["skipped"])}
-        metrics = {k if "/" in k else f"train/{k}": v for k, v in results.items()} | {
-            "train/epoch": step / steps_per_epoch,
-            "train/skipped": progress["skipped"],
-            "perf/tokens_per_second": len(batch.input_ids) / seconds / dist.get_world_size(),
-            **plan.metrics,
-            **device.memory(),
-        }
-        if peak:
-            flops = engine.flops(batch.lengths, num_trained) + sum(of_images)
-            metrics["perf/mfu"] = flops / seconds / dist.get_world_size() / peak
-        agreed.after(step, this_device)
-        last = step == total_steps
-        job.check_skipped(trainer, progress["skipped"], step, last)
-        # Not when asked to stop: the time that is left is for the checkpoint.
-        if (
-            val
-            and not agreed.stop
-            and (last or trainer.test_freq > 0 and step % trainer.test_freq == 0)
-        ):
-            with profiler.stage("validate", engine):
-                metrics |= validate(engine, val, config.data.train_batch_size)
-        tracker.log(
-            step, metrics | profiler.end_step() | {"timing/step": time.perf_counter() - start}
-        )
-        # Behind the step's line: a run that is killed in between would go on without it.
-        if agreed.save:
-            with profiler.stage("save"):
-                checkpointer.save(step, engine, progress, tokenizer)
-
-    heartbeat.close()
-    profiler.close()
-    checkpointer.wait()
-    tracker.log_rest(step, profiler.end_step())
-    if step < total_steps:
-        tracker.say(f"stopped by a signal after step {step}; the same command goes on from there")
-    else:
-        export_hf(engine, tokenizer, out / "hf")
-        tracker.say(f"{'adapter' if config.model.lora.rank else 'model'}: {out / 'hf'}")
-    tracker.close()
+    engine = engine_class(config.model_engine)(run.config, run.device, run.total_steps)
+    if run.resume_from:
+        run.progress.take_counters(run.checkpointer.load(run.resume_from, engine))
+    run.start(f"{len(run.train)} rows, {engine.dp_size} data-parallel ranks on {run.device.type}")
+    train(run, engine)
+    run.end_loop()
+    if run.is_complete:
+        export_hf(engine, run.tokenizer, run.output_dir / "hf")
+    run.close()
     device.shutdown()
 
 
-def sft_loss(num_tokens):
-    """Mean negative log-likelihood over the num_tokens trained tokens of the whole batch, as a sum of parts."""
+def set_up(config):
+    """Return a job.run.Run with everything but the model.
+
+    Mistakes of the user are found here, cheap checks first, before weights are loaded.
+    """
+    from engines.build import engine_class
+    from job.models import warn_of_length
+    from job.run import Run
+
+    run = Run.begin(config)
+    config = run.config
+    hf_config = engine_class(config.model_engine).check(config, run.world_size)
+    run.load_tokenizer(hf_config)
+    run.train = load_data(run, config.data.train_files)
+    run.val = load_data(run, config.data.val_files)
+    datasets = [dataset for dataset in (run.train, run.val) if dataset]
+    warn_of_length(hf_config, max(int(dataset.lengths.max()) for dataset in datasets))
+    run.count_steps()
+    run.start_profiler(["train_batch", "validate"] if run.val else ["train_batch"])
+    progress = SftProgress(
+        identity=identify(config, hf_config, run.train),
+        export_dtype=config.engine.compute_dtype,
+        lora=adapter(config),
+    )
+    run.find_checkpoint(progress)
+    return run
+
+
+def train(run, engine) -> None:
+    """Train until the last step, or until a rank is asked to stop."""
+    from data.batching.packing import global_batch
+    from engines.parallel import device
+    from job.setup import check_skipped
+
+    trainer = run.config.trainer
+    progress = run.progress
+    profiler = run.profiler
+    batch_size = run.config.data.train_batch_size
+    if progress.step == 0 and run.val and trainer.val_before_train:
+        with profiler.stage("validate", engine):
+            metrics = validate(engine, run.val, batch_size)
+        run.tracker.log(0, metrics | profiler.end_step())
+
+    while run.goes_on:
+        start = time.perf_counter()
+        profiler.begin_step(progress.step + 1)
+        with profiler.stage("data"):
+            rows = global_batch(len(run.train), batch_size, trainer.seed, progress.step)
+            batch = run.train.batch(rows)
+            num_trained = int(batch.fields["loss_mask"].sum())
+            image_flops = engine.image_flops(batch)
+            plan = engine.plan(batch.lengths, image_flops)
+        with profiler.stage("train_batch", engine):
+            share = batch.select(plan.sequences)
+            loss_fn = sft_loss(num_trained)
+            results = engine.train_batch(share, loss_fn, progress.step, plan.micro_batches)
+        seconds = time.perf_counter() - start
+        progress.step += 1
+        progress.skipped += int(results["skipped"])
+        flops = engine.flops(batch.lengths, num_trained) + sum(image_flops)
+        metrics = {
+            **with_prefix("train", results),
+            "train/epoch": progress.step / run.steps_per_epoch,
+            "train/skipped": progress.skipped,
+            **throughput(run, len(batch.input_ids) / seconds, flops / seconds),
+            **plan.metrics,
+            **device.memory(),
+        }
+        run.agreement.update(progress.step, run.device)
+        check_skipped(trainer, progress.skipped, progress.step, run.is_complete)
+        if run.is_validation_due:
+            with profiler.stage("validate", engine):
+                metrics |= validate(engine, run.val, batch_size)
+        metrics |= profiler.end_step()
+        metrics["timing/step"] = time.perf_counter() - start
+        run.tracker.log(progress.step, metrics)
+        # After the step's line: a run that is killed in between would continue without it.
+        if run.agreement.save:
+            with profiler.stage("save"):
+                run.checkpointer.save(progress.step, engine, progress.to_json(), run.tokenizer)
+
+
+def sft_loss(num_tokens: int):
+    """Return the loss function: the mean negative log-likelihood of the trained tokens.
+
+    It returns the part of a micro-batch; the parts of a batch add up to the mean.
+
+    Args:
+        num_tokens: number of trained tokens in the whole batch, over all ranks.
+    """
 
     def loss_fn(log_probs, entropy, fields):
         mask = fields["loss_mask"]
-        return -(log_probs * mask).sum() / num_tokens, {
-            "entropy": (entropy.detach() * mask).sum() / num_tokens
-        }
+        mean_entropy = (entropy.detach() * mask).sum() / num_tokens
+        return -(log_probs * mask).sum() / num_tokens, {"entropy": mean_entropy}
 
     return loss_fn
 
 
+def with_prefix(prefix: str, metrics: dict[str, float]) -> dict[str, float]:
+    """Return metrics with a prefix for every name that has none."""
+    return {name if "/" in name else f"{prefix}/{name}": x for name, x in metrics.items()}
+
+
+def throughput(run, tokens_per_second: float, flops_per_second: float) -> dict[str, float]:
+    """Return the speed of one device, from that of all of them.
+
+    Model FLOPs utilization (MFU) is left out where the device's peak is unknown.
+    """
+    from engines.parallel.device import peak_flops
+
+    metrics = {"perf/tokens_per_second": tokens_per_second / run.world_size}
+    peak = peak_flops(run.device)
+    if peak:
+        metrics["perf/mfu"] = flops_per_second / run.world_size / peak
+    return metrics
+
+
 def validate(engine, val, batch_size: int) -> dict[str, float]:
-    """Over every row of val: the mean negative log-likelihood of trained tokens, and the share of rows whose last answer
-    greedy decoding would reproduce whole. (It does exactly when each of its tokens is the likeliest one behind the true
-    ones, so one forward pass tells, without decoding.)"""
+    """Return the loss and the share of exact matches over every row of `val`.
+
+    The loss is the mean negative log-likelihood of the trained tokens. A row matches exactly if
+    greedy decoding would reproduce its last answer: if each token of the answer is the most likely
+    one after the true tokens before it. So one forward pass suffices, without decoding.
+    """
     import torch
     import torch.distributed as dist
     from tqdm import tqdm
 
-    totals = torch.zeros(
-        4, dtype=torch.float64
-    )  # negative log-likelihood, tokens, exact rows, rows
-    for start in tqdm(
-        range(0, len(val), batch_size),
-        desc="validate",
-        leave=False,
-        disable=dist.get_rank() != 0 or None,
-    ):
+    # Negative log-likelihood, tokens, exact rows, rows.
+    totals = torch.zeros(4, dtype=torch.float64)
+    starts = range(0, len(val), batch_size)
+    is_quiet = dist.get_rank() != 0 or None  # None: quiet unless standard error is a terminal
+    for start in tqdm(starts, desc="validate", leave=False, disable=is_quiet):
         rows = range(start, min(start + batch_size, len(val)))
         plan = engine.plan(val.lengths[rows].tolist())
         batch = val.batch([rows[i] for i in plan.sequences])
-        log_probs, _, greedy = (x.cpu() for x in engine.log_probs(batch, plan.micro_batches))
-        mask, wrong = batch.fields["loss_mask"], (batch.fields["answer_mask"] > 0) & ~greedy
+        log_probs, _, is_greedy = engine.log_probs(batch, plan.micro_batches)
+        log_probs = log_probs.cpu()
+        is_wrong = (batch.fields["answer_mask"] > 0) & ~is_greedy.cpu()
         row_of_token = torch.repeat_interleave(torch.arange(len(batch)), batch.cu_seqlens.diff())
-        wrong_rows = torch.zeros(len(batch)).index_add_(0, row_of_token, wrong.float()) > 0
-        counted = plan.speaks(engine.dp_rank)  # a row that ranks share counts once
-        mask = mask * counted[row_of_token]
-        totals += torch.tensor(
-            [
-                -(log_probs.double() * mask).sum(),
-                mask.sum(),
-                (counted & ~wrong_rows).sum(),
-                counted.sum(),
-            ]
-        )
-    loss, tokens, exact, num_rows = engine.sum_over_dp(totals).tolist()
-    return {"val/loss": loss / tokens, "val/exact_match": exact / num_rows}
+        num_wrong = torch.zeros(len(batch)).index_add_(0, row_of_token, is_wrong.float())
+        is_exact = ~(num_wrong > 0)
+        # A row that several ranks share counts once.
+        is_counted = plan.speaks(engine.dp_rank)
+        mask = batch.fields["loss_mask"] * is_counted[row_of_token]
+        nll = -(log_probs.double() * mask).sum()
+        num_exact = (is_counted & is_exact).sum()
+        totals += torch.tensor([nll, mask.sum(), num_exact, is_counted.sum()])
+    nll, num_tokens, num_exact, num_rows = engine.sum_over_dp(totals).tolist()
+    return {"val/loss": nll / num_tokens, "val/exact_match": num_exact / num_rows}
 
 
-def load_data(config, files, tokenizer, reader):
-    """The tokenized rows of files (None: None). Rank 0 tokenizes what is not in the cache, the others read it."""
-    import torch.distributed as dist
+def load_data(run, files):
+    """Return the tokenized rows of `files`, or None for None.
 
+    Rank 0 tokenizes rows that are not in the cache; the other ranks read them from there.
+    """
     from data.dataset import TokenDataset, tokenize
     from engines.context_parallel import sequence_limit
     from engines.parallel.device import on_rank0
-    from job import setup as job
+    from job.setup import cache_directory
 
     if files is None:
         return None
-    dataset = TokenDataset.load(
-        on_rank0(
-            tokenize,
-            files,
-            tokenizer,
-            config.data,
-            job.cache_directory(config),
-            config.model.path,
-            reader,
-        ),
-        reader,
+    config = run.config
+    cache = cache_directory(config)
+    tokenized = on_rank0(
+        tokenize, files, run.tokenizer, config.data, cache, config.model.path, run.reader
     )
-    longest, (most, said) = (
-        int(dataset.lengths.max()),
-        sequence_limit(config, dist.get_world_size()),
-    )
-    if longest > most:
+    dataset = TokenDataset.load(tokenized, run.reader)
+    longest = int(dataset.lengths.max())
+    limit, setting = sequence_limit(config, run.world_size)
+    if longest > limit:
         raise InputError(
-            f"a row of {files} has {longest} tokens, more than {said}: raise it, or lower data.max_length with "
-            "data.truncation=left, right or drop"
+            f"a row of {files} has {longest} tokens, more than {setting}: raise it, or lower "
+            "data.max_length with data.truncation=left, right or drop"
         )
     return dataset
 
 
 if __name__ == "__main__":
-    run(main, "sft.yaml", __doc__)
+    run_script(main, "sft.yaml", __doc__)

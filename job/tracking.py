@@ -42,7 +42,7 @@ GAPS = {
 }  # nats: more than rounding makes of the mean rollout_corr/log_prob_gap
 
 
-def check(config: DictConfig) -> None:
+def check_loggers(config: DictConfig) -> None:
     """Raise InputError for a logger whose package is not installed."""
     if "wandb" in config.trainer.logger and importlib.util.find_spec("wandb") is None:
         raise InputError("trainer.logger names wandb, which is not installed: pip install wandb")

@@ -33,7 +33,7 @@ from engines.fsdp.transforms import build_model
 from engines.heads import Head
 from engines.memory import estimates
 from engines.model.hf import auto_class
-from job import setup as job
+from job.models import load_reader
 from tests.data.images_worker import CASES, LR, STEPS, Case, configure
 from tests.support.launch import launch, run
 from tests.support.models import OF_IMAGES, make_image_model, make_model
@@ -711,7 +711,7 @@ def test_all_models_of_a_run_have_the_same_tokens_for_an_image(folder, tmp_path,
                 f"{role}.path={path}",
             ],
         )
-        return job.load_reader(config, AutoTokenizer.from_pretrained(folder / "qwen2_5_vl"))
+        return load_reader(config, AutoTokenizer.from_pretrained(folder / "qwen2_5_vl"))
 
     other = make_image_model(tmp_path / "other", "qwen2_5_vl")
     settings = json.loads((other / "preprocessor_config.json").read_text()) | {

@@ -39,7 +39,7 @@ from engines.model import guard
 from engines.model.weights import fingerprint
 from engines.optimizer import ShardedMuon
 from engines.parallel import device, offload
-from job import setup as job
+from job import progress as job
 from tests.support.foreign import FOREIGN
 from tests.support.models import MULTIMODAL
 from tests.support.plain import FEW, TEN

@@ -47,7 +47,7 @@ from engines.model import guard, lora
 from engines.model.weights import fingerprint
 from engines.parallel import collectives as groups, device, offload as host
 from engines.parallel.varlen import Zigzag
-from job.setup import adapter
+from job.progress import adapter
 from rollout.vllm.engine import Rollout
 from tests.support.training import (
     SETTINGS,

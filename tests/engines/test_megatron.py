@@ -29,7 +29,8 @@ from engines.megatron.mapping import Mapping
 from engines.memory import checkpoint_bytes, estimate_megatron
 from engines.model import lora
 from engines.model.hf import build_on_meta, count_flops, read_hf_config
-from job.setup import find_resume
+from job.progress import Progress
+from job.resume import find_resume
 from tests.engines.megatron_worker import (
     AUTO,
     AUX,
@@ -1127,11 +1128,13 @@ def test_what_cannot_be_frozen(folder, family, patterns, message):
 def test_resume_in_another_dtype_is_refused(folder, tmp_path):
     written = {"run": {"model_engine": "megatron"}, "export_dtype": "float32"}
     (tmp_path / "trainer.json").write_text(json.dumps(written))
-    assert find_resume(config(folder), tmp_path, written, 1) == tmp_path
+    same = Progress(identity=written["run"], export_dtype="float32")
+    assert find_resume(config(folder), tmp_path, same, 1) == tmp_path
+    other = Progress(identity=written["run"], export_dtype="bfloat16")
     with pytest.raises(
         InputError, match="with engine.compute_dtype=float32, now it is bfloat16: set it back"
     ):
-        find_resume(config(folder), tmp_path, written | {"export_dtype": "bfloat16"}, 1)
+        find_resume(config(folder), tmp_path, other, 1)
 
 
 @pytest.mark.parametrize(

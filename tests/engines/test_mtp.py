@@ -21,7 +21,7 @@ from engines.memory import checkpoint_bytes, estimate_megatron
 from engines.model import mtp
 from engines.model.hf import build_on_meta, count_flops, read_hf_config
 from examples.arithmetic import make_rows, make_tokenizer
-from job.setup import tell_of_mtp
+from job.models import report_unused_mtp
 from tests.engines.megatron_worker import BF16, TOTAL_STEPS, keys
 from tests.engines.mtp_worker import CASES, MTP, SAVED_AT, MTPCase
 from tests.support.launch import launch, run
@@ -284,7 +284,7 @@ def test_export_of_a_checkpoint_takes_layers_that_were_not_trained_along(results
 
 def test_layers_that_are_left_out_are_told(folder, capsys):
     for settings, said in ((MTP, False), ("model.mtp.enable=true", True), ("", True)):
-        tell_of_mtp(
+        report_unused_mtp(
             config(folder / "two", MTPCase("two", settings)), read_hf_config(folder / "two")
         )
         assert ("the model is built without its 2 MTP layers" in capsys.readouterr().out) is said

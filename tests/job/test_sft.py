@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from config import InputError, load
 from data.batching.packing import global_batch
 from examples.arithmetic import make_rows, make_tokenizer
-from job.setup import find_resume
+from job.progress import Progress
+from job.resume import find_resume
 from tests.support.launch import (
     LIMIT,
     ROOT,
@@ -197,7 +198,7 @@ def test_checkpoints_by_time_a_second_run_and_ctrl_c(assets, tmp_path):
 
 
 def test_a_second_ctrl_c_and_one_before_the_first_step_stop_at_once(tmp_path):
-    code = "import sys, time; from job import setup; a = setup.Agreement(-1, 30); {}; print('up', flush=True); time.sleep(60); time.sleep(60)"
+    code = "import sys, time; from job import signals; a = signals.Agreement(-1, 30); {}; print('up', flush=True); time.sleep(60); time.sleep(60)"
     for begun, number in (
         (False, signal.SIGINT),
         (False, signal.SIGHUP),
@@ -277,7 +278,7 @@ def test_sigterm_saves_and_a_second_run_of_a_finished_one_changes_nothing(assets
     wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and len(curve(tmp_path)) >= 2, process)
     process.send_signal(signal.SIGTERM)
     assert process.wait(LIMIT) == 0
-    assert "the same command goes on" in (tmp_path / "log").read_text()
+    assert "the same command continues" in (tmp_path / "log").read_text()
     run(command)
     before = curve(tmp_path), checkpoints(tmp_path)
     assert len(before[0]) == 20
@@ -546,22 +547,22 @@ def test_a_run_goes_on_with_ranks_that_share_the_long_rows_alone(assets, uninter
         (
             ["trainer.resume=auto", "trainer.resume_override=[trainer.seed]"],
             {},
-            "no checkpoint to go on from: set trainer.resume to",
+            "there is no checkpoint to continue from: set trainer.resume to",
         ),
         (
             ["trainer.resume_override=[trainer.seed]"],
             {"trainer.seed": 1, "data.train_batch_size": 4},
-            "with data.train_batch_size=8, now it is 4: set it back, name it in trainer.resume_override, or start anew",
+            "with data.train_batch_size=8, now it is 4: set it back, name it in trainer.resume_override, or start a new run",
         ),
         (
             ["trainer.resume_override=[trainer.seed]"],
             {"trainer.seed": 1, "the model": "qwen3 of 4 layers"},
-            "with the model=qwen3 of 2 layers, now it is qwen3 of 4 layers: set it back, or start anew",
+            "with the model=qwen3 of 2 layers, now it is qwen3 of 4 layers: set it back, or start a new run",
         ),
         (
             [],
             {"model.mtp.enable_train": True},
-            "with model.mtp.enable_train=False, now it is True: set it back, or start anew",
+            "with model.mtp.enable_train=False, now it is True: set it back, or start a new run",
         ),
         (
             ["trainer.resume_override=[trainer.seed]"],
@@ -571,12 +572,12 @@ def test_a_run_goes_on_with_ranks_that_share_the_long_rows_alone(assets, uninter
         (
             ["trainer.resume_override=[algorithm.adv_estimator]"],
             {"algorithm.adv_estimator": "gae", "critic": True},
-            "with critic=False, now it is True: set it back, or start anew",
+            "with critic=False, now it is True: set it back, or start a new run",
         ),
         (
             [],
             {"model.freeze": ["visual"]},
-            "with model.freeze=[], now it is ['visual']: set it back, or start anew",
+            "with model.freeze=[], now it is ['visual']: set it back, or start a new run",
         ),
         (
             ["model.lora.rank=4", "model.lora.adapter_path=new"],
@@ -593,7 +594,7 @@ def test_what_a_resume_may_not_change(tmp_path, pairs, run, message):
         "sft.yaml", ["model.path=m", "data.train_files=t", f"trainer.resume={tmp_path}", *pairs]
     )
     with pytest.raises(InputError) as caught:
-        find_resume(config, None, {"run": saved | run}, 20)
+        find_resume(config, None, Progress(identity=saved | run), 20)
     assert message in str(caught.value)
 
 
@@ -628,7 +629,7 @@ def test_a_run_goes_on_from_the_older_checkpoint_when_the_newest_is_damaged(
         == 1
     )
     assert (
-        f"going on from {out}/checkpoints/step_00000015" in planned.stdout
+        f"continuing from {out}/checkpoints/step_00000015" in planned.stdout
         and planned.stdout.count("checkpoint: ") == 1
     )
     assert "step_00000020" in checkpoints(out)
@@ -762,7 +763,7 @@ def test_a_full_disk_is_one_line(assets, uninterrupted, tmp_path, what):
         assert checkpoints(kept / "out") == ["latest", "step_00000002", "step_00000004"]
         again = run([*PYTHON, *arguments(assets, kept / "out", "dry_run=true")])
         assert (
-            f"going on from {kept}/out/checkpoints/step_00000004" in again.stdout
+            f"continuing from {kept}/out/checkpoints/step_00000004" in again.stdout
             and "damaged" not in again.stdout
         )
 

@@ -191,7 +191,7 @@ def test_wandb_has_metrics_samples_and_the_picture(tmp_path, monkeypatch, capsys
 def test_a_logger_that_is_not_installed_is_a_mistake(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not
     with pytest.raises(InputError, match="wandb, which is not installed"):
-        tracking.check(configure(tmp_path, "trainer.logger=[wandb]"))
+        tracking.check_loggers(configure(tmp_path, "trainer.logger=[wandb]"))
 
 
 # -- what is shown -----------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from config import (
     schema,
     without_secrets,
 )
-from job import setup as job
+from job.setup import write_config
 
 NEEDED = ["model.path=m", "data.train_files=t.jsonl"]
 
@@ -57,7 +57,7 @@ def test_secrets_are_shown_and_kept_as_the_variables_that_hold_them(monkeypatch,
     )
     shown = without_secrets(config)
     text = OmegaConf.to_yaml(shown)
-    job.write_config(config)
+    write_config(config)
     assert (tmp_path / "config.yaml").read_text() == text
     assert "sk-1234567" not in text and "pass-7654321" not in text
     assert "api_key: ${oc.env:JUDGE}" in text and "header: Bearer ${oc.env:JUDGE_API_KEY}" in text

@@ -448,7 +448,7 @@ def test_a_killed_and_stopped_run_repeats_every_step_to_the_last_bit(alone):
     )
     assert seen["code"] == 0 and seen["resumed"] < seen["stopped"] < 8 and not seen["exported"]
     assert f"step_{seen['stopped']:08d}" in seen["left"]
-    assert "the same command goes on" in (out / "log2").read_text()
+    assert "the same command continues" in (out / "log2").read_text()
     assert steps(out) == steps(straight) and [m["step"] for m in steps(straight)] == list(range(9))
     assert rollouts(out) == rollouts(straight) and len(rollouts(straight)) == 8
     failures = (out / "failures.jsonl").read_text()

@@ -33,8 +33,7 @@ SECONDS_TO_END = 40
 # Modules that are imported before forking: for every command, and for those that generate.
 TRAINING = (
     "torch.distributed.run",
-    "job.setup",
-    "job.tracking",
+    "job.run",
     "rl.roles",
     "engines.fsdp.engine",
     "data.dataset",

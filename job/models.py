@@ -1,0 +1,122 @@
+"""Find the models of a run, their tokenizer and their image processor; no weights are loaded."""
+
+import os
+from pathlib import Path
+
+from config import InputError
+
+# Files of a model on the hub: weights, tokenizer, chat template, and code of its own.
+MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
+
+
+def with_local_models(config):
+    """Return the configuration with a directory for every model.
+
+    The name of a model on the hub is replaced by its directory in the cache, after a download where
+    that is needed.
+    """
+    from omegaconf import OmegaConf
+
+    paths = {}
+    for role in ("model", "critic", "reference"):
+        path = path_of(config, role)
+        if path is not None and not Path(path).is_dir():
+            paths[role] = {"path": download(path, f"{role}.path")}
+    return OmegaConf.merge(config, paths)
+
+
+def path_of(config, role: str) -> str | None:
+    """Return the model of a role, None where the script lacks the role or it has no own model."""
+    return config[role].path if role in config else None
+
+
+def download(name: str, key: str) -> str:
+    """Return the directory of a model on the hub; `key` is the configuration key that names it."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        if name.startswith((".", "/", "~")):
+            raise FileNotFoundError("no such directory")
+        return snapshot_download(name, allow_patterns=MODEL_FILES)
+    except (OSError, ValueError, RuntimeError) as error:  # the hub raises errors of these types
+        reason = str(error).splitlines()[0]
+        raise InputError(
+            f"{key}={name} is neither a directory nor a model on the hub: {reason}"
+        ) from None
+
+
+def load_tokenizer(config):
+    """Return the tokenizer of model.path, with the template of data.chat_template if it is set."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(f"no tokenizer in model.path={config.model.path}: {error}") from None
+    template = config.data.chat_template
+    if template is not None:
+        try:
+            tokenizer.chat_template = Path(template).read_text()
+        except OSError as error:
+            raise InputError(f"data.chat_template={template}: {error.strerror}") from None
+    return tokenizer
+
+
+def load_reader(config, tokenizer):
+    """Return the data.images.processor.Reader of model.path; None when model.images is false.
+
+    Raises InputError for a critic or a reference that processes images differently, since it
+    receives the actor's tokens.
+    """
+    dropped_keys = config.data.drop_processor_keys
+    if not config.model.images:
+        if dropped_keys:
+            raise InputError(
+                "data.drop_processor_keys has no effect with model.images=false: set "
+                "model.images=true"
+            )
+        return None
+    from data.images.processor import Reader
+
+    reader = Reader(config.model.path, tokenizer, dropped_keys)
+    for role in ("critic", "reference"):
+        path = path_of(config, role)
+        if not path or path == config.model.path:
+            continue
+        if not reader.reads_as(Reader(path, dropped=dropped_keys)):
+            raise InputError(
+                f"{role}.path={path} processes images differently from "
+                f"model.path={config.model.path}: give both the same processor"
+            )
+    # Older models keep the chat template with the processor.
+    tokenizer.chat_template = tokenizer.chat_template or reader.processor.chat_template
+    return reader
+
+
+def report_unused_mtp(config, hf_config) -> None:
+    """Print on rank 0 that layers for multi-token prediction stay as they are."""
+    from engines.model import mtp
+
+    number = mtp.num_layers(hf_config)
+    is_rank0 = int(os.environ.get("RANK", 0)) == 0
+    if number and not mtp.is_trained(config) and is_rank0:
+        layers = "layer" if number == 1 else "layers"
+        print(
+            f"the model is built without its {number} MTP {layers} (model.mtp.enable_train=false): "
+            "exports copy them unchanged from the files of model.path",
+            flush=True,
+        )
+
+
+def warn_of_length(hf_config, longest: int) -> None:
+    """Warn on rank 0 about rows longer than the model's context, `longest` tokens."""
+    import torch.distributed as dist
+
+    limit = getattr(hf_config, "max_position_embeddings", None)
+    if limit is not None and longest > limit and dist.get_rank() == 0:
+        print(
+            f"warning: a row has {longest:,} tokens, more than the model's "
+            f"max_position_embeddings={limit:,}: lower data.max_length unless the model is meant "
+            "to learn longer positions",
+            flush=True,
+        )

@@ -1,0 +1,101 @@
+"""The plan that dry_run=true prints: configuration, layout, steps, and estimated memory."""
+
+import math
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from common import disk
+from config import without_secrets
+from job.run import Run
+
+
+def print_plan(run: Run, roles: dict[str | None, DictConfig]) -> None:
+    """Print the plan of a run. Called by rank 0.
+
+    Args:
+        roles: the configuration of each engine by the name of its role, or by None where the run
+            has a single engine.
+    """
+    config = next(iter(roles.values()))
+    print(OmegaConf.to_yaml(without_secrets(config)))
+    print(f"layout: {run.world_size} ranks on {run.device.type} = {layout(config, run.world_size)}")
+    for name, dataset in (("train", run.train), ("val", run.val)):
+        if dataset:
+            counts = [f"{quantity} {count:,}" for quantity, count in dataset.stats.items()]
+            print(f"{name}: {', '.join(counts)}")
+    origin = f", continuing from {run.resume_from}" if run.resume_from else ""
+    print(f"steps: {run.total_steps}{origin}")
+    for role, settings in roles.items():
+        print_memory(settings, run, role)
+    if "rollout" in config:
+        print_rollout(config, run)
+
+
+def layout(config, world_size: int) -> str:
+    """Describe how the ranks are divided."""
+    engine = config.engine
+    sizes = {
+        "tensor": engine.get("tensor_model_parallel_size", 1),
+        "context": engine.get("context_parallel_size", 1),
+        "pipeline": engine.get("pipeline_model_parallel_size", 1),
+    }
+    is_dynamic = sizes["context"] == "auto"
+    if is_dynamic:
+        sizes["context"] = 1
+    data_parallel_size = world_size // math.prod(sizes.values())
+    factors = [f"{data_parallel_size} data-parallel"]
+    factors += [f"{size} {name}-parallel" for name, size in sizes.items() if size > 1]
+    text = " x ".join(factors)
+    if is_dynamic:
+        text += ", which share long sequences"
+    num_expert_ranks = engine.get("expert_model_parallel_size", 1)
+    if num_expert_ranks > 1:
+        text += f"; experts divided by {num_expert_ranks} within a pipeline stage"
+    if "rollout" not in config:
+        return text
+    tensor_size = config.rollout.tensor_parallel_size
+    num_replicas = world_size // tensor_size
+    return f"{text} to train, {num_replicas} vLLM x {tensor_size} tensor-parallel to generate"
+
+
+def print_memory(config, run: Run, role: str | None) -> None:
+    """Print the estimated memory of one rank in GiB, and the size of a checkpoint."""
+    from engines.memory import checkpoint_bytes, estimates
+
+    head = role or "actor"
+    stages = estimates(config, run.world_size, run.device.type, head)
+    for_role = f" for the {role}" if role else ""
+    for_stages = " for each pipeline stage" if len(stages) > 1 else ""
+    print(f"memory of one rank{for_role} [GiB], estimated{for_stages}:")
+    for name in stages[0]:
+        columns = [f"{stage[name]:9.2f}" for stage in stages]
+        print(f"  {name:<30}{''.join(columns)}")
+    if role == "reference":
+        return
+    of_role = f" of the {role}" if role else ""
+    size = disk.amount(checkpoint_bytes(config, head))
+    free = disk.amount(disk.free(Path(config.output_dir)))
+    print(f"checkpoint{of_role}: {size}; {free} are free in {config.output_dir}")
+
+
+def print_rollout(config, run: Run) -> None:
+    """Print the memory of vLLM, and whether it uses the trainer's frozen weights."""
+    from engines import memory
+    from engines.parallel.device import capacity
+    from rollout.vllm import adapters
+
+    rollout = config.rollout
+    if run.device.type != "cpu":
+        share = f"vLLM while awake: {rollout.gpu_memory_utilization:.0%} of the device"
+    else:
+        share = f"vLLM's KV cache: {rollout.kv_cache_gib or memory.CPU_KV_CACHE_GIB} GiB"
+    num_sequences = memory.max_num_seqs(config, run.world_size, capacity(run.device))
+    print(f"{share}; it decodes {num_sequences} responses at once")
+    if not adapters.has_separate_adapter(config):
+        return
+    if adapters.shares_base(config, run.world_size):
+        print("frozen weights: vLLM uses the trainer's own")
+    else:
+        reason = adapters.sharing_obstacle(config, run.world_size) or "rollout.share_base=never"
+        print(f"frozen weights: vLLM has a copy, because {reason}")

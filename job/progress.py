@@ -1,0 +1,121 @@
+"""Which step a run has reached and what identifies it: trainer.json of a checkpoint."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+# Values that earlier versions did not record, because there was no choice then.
+IMPLIED_BY_OLD_CHECKPOINTS = {
+    "optim.name": "adamw",
+    "model.lora": "none",
+    "model.mtp.enable_train": False,
+    "model.freeze": [],
+}
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """The part of a run's state that is not a tensor. Scripts extend it with counters of their own.
+
+    Attributes:
+        identity: settings that must not change between a checkpoint and its resume, by the name
+            that an error message gives them. See `identify()`.
+        export_dtype: dtype of exported weights, such as "bfloat16".
+        lora: what an export must know about the adapters; None without adapters.
+        step: number of completed steps.
+    """
+
+    identity: dict[str, Any]
+    export_dtype: str | None = None
+    lora: dict[str, Any] | None = None
+    step: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the content of trainer.json, where `identity` is called "run"."""
+        values = asdict(self)
+        values["run"] = values.pop("identity")
+        return values
+
+    @classmethod
+    def load(cls, checkpoint: Path) -> Self:
+        """Read a checkpoint that this version or an earlier one wrote.
+
+        Raises InputError if trainer.json is damaged.
+        """
+        from engines.checkpoint.storage import read_manifest
+
+        saved = read_manifest(checkpoint).progress
+        identity = IMPLIED_BY_OLD_CHECKPOINTS | saved["run"]
+        identity.setdefault("critic", identity.get("algorithm.adv_estimator") == "gae")
+        progress = cls(identity=identity)
+        progress.export_dtype = saved.get("export_dtype")
+        progress.lora = saved.get("lora")
+        progress.take_counters(saved)
+        return progress
+
+    def take_counters(self, saved: dict[str, Any]) -> None:
+        """Continue counting where a checkpoint ended.
+
+        Identity, export dtype and adapters stay this run's own; so does a counter that the
+        checkpoint, written by an earlier version, lacks.
+
+        Args:
+            saved: the content of the checkpoint's trainer.json.
+        """
+        own = ("identity", "export_dtype", "lora")
+        for name in vars(self):
+            if name in saved and name not in own:
+                setattr(self, name, saved[name])
+
+
+def identify(config, hf_config, train) -> dict[str, Any]:
+    """Return the settings that must not change between a checkpoint and its resume.
+
+    The rows of every step and the shapes of the weights follow from them. With adapters they
+    include a fingerprint of the frozen weights, which a checkpoint does not hold. Called by all
+    ranks; rank 0 reads the files.
+    """
+    from engines.model import mtp
+
+    identity = {
+        "model.lora": "none",
+        "model.mtp.enable_train": mtp.is_trained(config),
+        "model.freeze": list(config.model.freeze),
+    }
+    if config.model.lora.rank:
+        identity |= identify_adapters(config)
+    num_layers = hf_config.num_hidden_layers
+    return identity | {
+        "model_engine": config.model_engine,
+        "data.train_batch_size": config.data.train_batch_size,
+        "trainer.seed": config.trainer.seed,
+        "optim.name": config.optim.name,
+        "data.train_files": f"{train.name[:16]} (a hash of data, tokenizer and their options)",
+        "the model": f"{hf_config.model_type} of {num_layers} layers of {hf_config.hidden_size}",
+    }
+
+
+def identify_adapters(config) -> dict[str, Any]:
+    """Return the shape of the adapters and fingerprints of the weights that they adapt."""
+    from engines.model.weights import fingerprint
+    from engines.parallel.device import on_rank0
+
+    lora = config.model.lora
+    identity = {
+        "model.lora": f"rank {lora.rank}, alpha {lora.alpha}, on {lora.target_modules} without "
+        f"{lora.exclude_modules}",
+        "frozen weights": on_rank0(fingerprint, Path(config.model.path)),
+    }
+    if "critic" in config and config.critic.path:
+        identity["frozen weights of the critic"] = on_rank0(fingerprint, Path(config.critic.path))
+    return identity
+
+
+def adapter(config) -> dict[str, Any] | None:
+    """Return what an export must know about the adapters besides their weights, None without."""
+    from omegaconf import OmegaConf
+
+    if not config.model.lora.rank:
+        return None
+    base = str(Path(config.model.path).absolute())
+    return OmegaConf.to_container(config.model.lora) | {"base": base}

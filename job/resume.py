@@ -1,0 +1,120 @@
+"""Which checkpoint a run continues from, and whether the two fit together."""
+
+from pathlib import Path
+from typing import Any
+
+from config import InputError
+from job.progress import Progress
+
+# The part of a run's identity that trainer.resume_override may name: the rest describes weights.
+OVERRIDABLE = (
+    "data.train_batch_size",
+    "data.train_files",
+    "trainer.seed",
+    "rollout.n",
+    "algorithm.adv_estimator",
+)
+
+
+def find_resume(config, latest: Path | None, fresh: Progress, total_steps: int) -> Path | None:
+    """Return the checkpoint to continue from, or None.
+
+    Args:
+        latest: the newest checkpoint of this run.
+        fresh: the progress of a run that has not begun.
+
+    Raises InputError when the checkpoint does not fit this run: fresh.identity must be the
+    checkpoint's, except for the keys in trainer.resume_override.
+    """
+    check_override(config, fresh)
+    path = choose_checkpoint(config, latest)
+    if path is None:
+        return None
+    saved = type(fresh).load(path)
+    check_adapter_path(config, path, saved)
+    has_changed = check_identity(config, path, saved, fresh)
+    if has_changed and saved.step >= total_steps:
+        raise InputError(
+            f"{path} is of step {saved.step}, and this run has {total_steps} steps: raise "
+            "trainer.total_epochs or set trainer.total_steps"
+        )
+    return path
+
+
+def overridable(fresh: Progress) -> list[str]:
+    """Return the settings of this run that trainer.resume_override may name."""
+    return [key for key in OVERRIDABLE if key in fresh.identity]
+
+
+def check_override(config, fresh: Progress) -> None:
+    allowed = overridable(fresh)
+    for key in config.trainer.resume_override:
+        if key not in allowed:
+            raise InputError(
+                f"trainer.resume_override names {key}: only {', '.join(allowed)} can change "
+                "during a run"
+            )
+
+
+def choose_checkpoint(config, latest: Path | None) -> Path | None:
+    """Return the checkpoint that trainer.resume selects, or None for a new run."""
+    resume = config.trainer.resume
+    if latest is not None and resume == "never":
+        raise InputError(
+            f"trainer.resume=never, but {latest} exists: set trainer.resume=auto to continue from "
+            "it, or another output_dir to keep it"
+        )
+    path = latest
+    if path is None and resume not in ("auto", "never"):
+        path = Path(resume)
+    if path is None:
+        if config.trainer.resume_override:
+            raise InputError(
+                "trainer.resume_override is set, but there is no checkpoint to continue from: set "
+                "trainer.resume to its path"
+            )
+        return None
+    if not (path / "trainer.json").is_file():
+        raise InputError(
+            f"trainer.resume={resume} is neither auto, never, nor a checkpoint directory"
+        )
+    return path
+
+
+def check_adapter_path(config, path: Path, saved: Progress) -> None:
+    """Raise InputError if this run would begin with other adapters than the checkpoint's run."""
+    adapter_path = config.model.lora.adapter_path
+    if adapter_path and adapter_path != (saved.lora or {}).get("adapter_path"):
+        raise InputError(
+            f"model.lora.adapter_path={adapter_path} is where a run begins, and {path} has "
+            "adapters of its own: leave it out, or start a new run in another output_dir"
+        )
+
+
+def check_identity(config, path: Path, saved: Progress, fresh: Progress) -> bool:
+    """Return whether trainer.resume_override changes the run; InputError for any other change."""
+    old = compared_settings(config, saved)
+    new = compared_settings(config, fresh)
+    changed = [key for key, value in new.items() if old.get(key) != value]
+    for key in changed:
+        change = f"{path} was written with {key}={old.get(key)}, now it is {new[key]}"
+        if key not in config.trainer.resume_override:
+            name_it = ""
+            if key in overridable(fresh):
+                name_it = "name it in trainer.resume_override, "
+            raise InputError(
+                f"{change}: set it back, {name_it}or start a new run in another output_dir"
+            )
+        print(f"{change}, as trainer.resume_override allows", flush=True)
+    return bool(changed)
+
+
+def compared_settings(config, progress: Progress) -> dict[str, Any]:
+    """Return the settings of a run that a resume compares."""
+    if config.model_engine != "megatron":
+        return progress.identity
+    # Megatron's weights have the compute dtype, and whether fp32 masters exist depends on it.
+    return progress.identity | {
+        "engine.compute_dtype": progress.export_dtype,
+        "model.lora.dtype": (progress.lora or {}).get("dtype"),
+    }

@@ -1,0 +1,184 @@
+"""The parts of a run that surround its training loop."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig
+
+from engines.checkpoint.checkpointer import Checkpointer
+from engines.parallel import device as devices
+from engines.parallel.device import on_rank0
+from job import models, setup, tracking
+from job.heartbeat import Heartbeat
+from job.progress import Progress
+from job.resume import find_resume
+from job.signals import Agreement
+from profiling import Profiler
+
+
+@dataclass
+class Run:
+    """Everything around the loop of a script, filled in the order of its methods.
+
+    All ranks call the methods together. Each of them raises InputError for mistakes of the user,
+    and none loads weights: cheap checks come first.
+
+    Attributes, from begin():
+        config: the configuration, with a local directory for every model.
+        device: the device of this rank.
+        rank, world_size: of the process group.
+        output_dir: the run's directory.
+        heartbeat: knows which stage every rank is in; None in a dry run.
+        agreement: whether to stop and whether to save, after every step.
+    From load_tokenizer():
+        tokenizer: of the actor.
+        reader: reads images; None when model.images is false.
+    From the script:
+        train, val: the data sets; val may be None.
+    From count_steps():
+        steps_per_epoch, total_steps: counted from the beginning, also in a resumed run.
+    From start_profiler():
+        profiler: times the stages of every step and records the selected ones.
+    From find_checkpoint():
+        checkpointer: writes and reads checkpoints.
+        progress: of a new run, until a checkpoint is loaded.
+        resume_from: the checkpoint to continue from, or None.
+    From start():
+        tracker: writes metrics and the lines of the log.
+    """
+
+    config: DictConfig
+    device: torch.device
+    rank: int
+    world_size: int
+    output_dir: Path
+    heartbeat: Heartbeat | None
+    agreement: Agreement
+    tokenizer: Any = field(init=False)
+    reader: Any = field(init=False)
+    train: Any = field(init=False)
+    val: Any = field(init=False)
+    steps_per_epoch: int = field(init=False)
+    total_steps: int = field(init=False)
+    profiler: Profiler = field(init=False)
+    checkpointer: Checkpointer = field(init=False)
+    progress: Progress = field(init=False)
+    resume_from: Path | None = field(init=False)
+    tracker: tracking.Tracker = field(init=False)
+
+    @classmethod
+    def begin(cls, config: DictConfig) -> Self:
+        """Join the other ranks, claim the output directory and find the models."""
+        trainer = config.trainer
+        agreement = Agreement(trainer.save_freq, trainer.save_minutes)
+        device = devices.init(trainer.timeout_minutes)
+        setup.check_directories(config)
+        heartbeat = setup.start_heartbeat(config)
+        setup.bind_cpus(config, device)
+        return cls(
+            config=models.with_local_models(config),
+            device=device,
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            output_dir=Path(config.output_dir),
+            heartbeat=heartbeat,
+            agreement=agreement,
+        )
+
+    def load_tokenizer(self, hf_config) -> None:
+        tracking.check_loggers(self.config)
+        models.report_unused_mtp(self.config, hf_config)
+        self.tokenizer = models.load_tokenizer(self.config)
+        self.reader = models.load_reader(self.config, self.tokenizer)
+
+    def count_steps(self) -> None:
+        self.steps_per_epoch, self.total_steps = setup.count_steps(self.config, self.train)
+
+    def start_profiler(self, model_stages: list[str]) -> None:
+        """
+        Args:
+            model_stages: the stages of this run in which a model computes.
+        """
+        self.profiler = setup.start_profiler(
+            self.config, self.device, self.total_steps, model_stages
+        )
+
+    def find_checkpoint(self, progress: Progress) -> None:
+        """Find the checkpoint to continue from and check that it fits this run.
+
+        Args:
+            progress: of a run that has not begun.
+        """
+        trainer = self.config.trainer
+        self.progress = progress
+        self.checkpointer = Checkpointer(
+            self.output_dir / "checkpoints", trainer.max_checkpoints, trainer.async_save
+        )
+        latest = self.checkpointer.find(trainer.resume, self.config.dry_run)
+        self.resume_from = on_rank0(find_resume, self.config, latest, progress, self.total_steps)
+
+    def start(self, description: str) -> None:
+        """Open the logs. From now on a signal waits for the end of its step.
+
+        Args:
+            description: rows and ranks of this run, for the first line of the log.
+        """
+        on_rank0(setup.write_config, self.config)
+        step = self.progress.step
+        self.tracker = tracking.Tracker(self.config, self.rank, step, self.total_steps)
+        origin = f"resuming from {self.resume_from}" if self.resume_from else "starting"
+        self.tracker.say(
+            f"{origin}: step {step} of {self.total_steps}, {self.steps_per_epoch} per epoch, "
+            f"{description}"
+        )
+        self.agreement.begin(self.total_steps)
+        self.tracker.say(self.agreement.describe())
+        self.profiler.on_stage = self.heartbeat.enter
+        # One minute after the heartbeat, which names the missing ranks.
+        devices.set_timeouts(self.config.trainer.timeout_minutes + 1)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the last step is done."""
+        return self.progress.step >= self.total_steps
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether there is another step to do, and no rank was asked to stop."""
+        return not self.is_complete and not self.agreement.stop
+
+    @property
+    def is_validation_due(self) -> bool:
+        """Whether to validate after this step: every trainer.test_freq steps and after the last.
+
+        A run that stops skips validation: the remaining time is for the checkpoint.
+        """
+        if not self.val or self.agreement.stop:
+            return False
+        return self.is_complete or self.is_due(self.config.trainer.test_freq)
+
+    def is_due(self, frequency: int) -> bool:
+        """Return whether something that happens every `frequency` steps (-1: never) is due."""
+        return frequency > 0 and self.progress.step % frequency == 0
+
+    def end_loop(self) -> None:
+        """End what accompanies the steps, and wait until the last checkpoint is written."""
+        self.heartbeat.close()
+        self.profiler.close()
+        self.checkpointer.wait()
+        self.tracker.log_rest(self.progress.step, self.profiler.end_step())
+
+    def close(self) -> None:
+        """Report how the run ended, and close the logs."""
+        if self.is_complete:
+            kind = "adapter" if self.config.model.lora.rank else "model"
+            self.tracker.say(f"{kind}: {self.output_dir / 'hf'}")
+        else:
+            self.tracker.say(
+                f"stopped by a signal after step {self.progress.step}; the same command continues "
+                "from there"
+            )
+        self.tracker.close()

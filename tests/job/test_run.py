@@ -1,0 +1,104 @@
+"""What happens around a loop, without a model."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import train_sft
+from config import load
+from job.progress import Progress
+from job.run import Run
+from job.signals import Agreement
+from profiling import Profiler
+
+CPU = torch.device("cpu")
+
+
+class Recorder:
+    """In place of a Heartbeat."""
+
+    def __init__(self):
+        self.entered = []
+
+    def enter(self, stage: str, step: int | None = None) -> None:
+        self.entered.append((stage, step))
+
+
+def make_run(out, *pairs, step: int = 0, total_steps: int = 10) -> Run:
+    """Return a run that is ready to start."""
+    needed = ["model.path=m", "data.train_files=t", f"output_dir={out}"]
+    config = load("sft.yaml", [*needed, "trainer.logger=[console]", *pairs])
+    run = Run(
+        config=config,
+        device=CPU,
+        rank=0,
+        world_size=1,
+        output_dir=out,
+        heartbeat=Recorder(),
+        agreement=Agreement(save_freq=-1, save_minutes=0),
+    )
+    run.steps_per_epoch = 5
+    run.total_steps = total_steps
+    run.train = [0]
+    run.val = [0]
+    run.profiler = Profiler()
+    run.progress = Progress(identity={}, step=step)
+    run.resume_from = None
+    return run
+
+
+@pytest.fixture
+def run(own_signals, tmp_path) -> Run:
+    return make_run(tmp_path, "trainer.test_freq=4")
+
+
+def test_the_heartbeat_hears_of_every_stage(run):
+    run.start("1 row")
+    run.profiler.begin_step(3)
+    with run.profiler.stage("data"):
+        pass
+    with run.profiler.stage("train_batch"):
+        pass
+    assert run.heartbeat.entered == [("data", 3), ("train_batch", 3)]
+
+
+def test_the_first_lines_say_where_a_run_begins(run, capsys):
+    run.start("1 row")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [
+        "starting: step 0 of 10, 5 per epoch, 1 row",
+        "checkpoints: when asked to stop, and after the last step",
+    ]
+
+
+def test_validation_is_due_every_few_steps_and_after_the_last(run):
+    due = []
+    while run.goes_on:
+        run.progress.step += 1
+        if run.is_validation_due:
+            due.append(run.progress.step)
+    assert due == [4, 8, 10]
+    run.agreement.stop = True
+    assert not run.is_validation_due, "the remaining time is for the checkpoint"
+
+
+def test_a_run_ends_when_it_is_asked_to_stop(run):
+    assert run.goes_on
+    run.agreement.stop = True
+    assert not run.goes_on
+    assert not run.is_complete
+
+
+def test_nothing_is_due_with_a_frequency_of_minus_one(run):
+    run.progress.step = 4
+    assert run.is_due(2)
+    assert not run.is_due(3)
+    assert not run.is_due(-1)
+
+
+def test_speed_is_of_one_device(monkeypatch):
+    run = SimpleNamespace(world_size=4, device=CPU)
+    assert train_sft.throughput(run, 100.0, 8e12) == {"perf/tokens_per_second": 25.0}
+    monkeypatch.setattr("engines.parallel.device.peak_flops", lambda device: 8e12)
+    assert train_sft.throughput(run, 100.0, 8e12)["perf/mfu"] == 0.25

@@ -1,0 +1,133 @@
+"""When a run saves and when it stops."""
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from job import signals
+from tests.support.launch import LIMIT, ROOT, environment, heed_signals
+
+CPU = torch.device("cpu")
+WAIT_FOR_SIGNALS = """
+import sys, time
+from job import signals
+agreement = signals.Agreement(-1, 30)
+if {begins}:
+    agreement.begin(1)
+print("up", flush=True)
+time.sleep(60)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def one_rank(own_signals):
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that stands still; tests set `now` in seconds."""
+
+    class Clock:
+        now = 0.0
+
+        def monotonic(self) -> float:
+            return self.now
+
+    clock = Clock()
+    monkeypatch.setattr(signals, "time", clock)
+    return clock
+
+
+def saves(agreement: signals.Agreement, step: int) -> bool:
+    agreement.update(step, CPU)
+    return agreement.save
+
+
+def test_time_until_a_checkpoint_counts_from_the_loop_and_from_the_last_checkpoint(one_rank, clock):
+    agreement = signals.Agreement(save_freq=-1, save_minutes=1)
+    clock.now = 100
+    agreement.begin(total_steps=10)
+    clock.now = 150
+    assert not saves(agreement, 1), "the minutes before the loop do not count"
+    clock.now = 160
+    assert saves(agreement, 2)
+    clock.now = 170
+    assert not saves(agreement, 3), "a checkpoint was saved ten seconds ago"
+    clock.now = 220
+    assert saves(agreement, 4)
+    assert not agreement.stop
+
+
+def test_checkpoints_by_steps_and_after_the_last_one(one_rank):
+    agreement = signals.Agreement(save_freq=3, save_minutes=0)
+    agreement.begin(total_steps=7)
+    saved = [step for step in range(1, 8) if saves(agreement, step)]
+    assert saved == [3, 6, 7]
+
+
+def test_a_signal_saves_and_stops_after_the_step(one_rank, capfd):
+    agreement = signals.Agreement(save_freq=-1, save_minutes=0)
+    agreement.begin(total_steps=7)
+    assert not saves(agreement, 1)
+    signal.raise_signal(signal.SIGUSR1)
+    assert saves(agreement, 2)
+    assert agreement.stop
+    assert "SIGUSR1: a checkpoint will be saved after this step" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("save_freq, save_minutes, occasions", [
+    (5, 0.5, "every 5 steps, every 0.5 minutes, when asked to stop"),
+    (-1, 0, "when asked to stop"),
+])
+def test_the_log_says_when_checkpoints_are_saved(own_signals, save_freq, save_minutes, occasions):
+    agreement = signals.Agreement(save_freq, save_minutes)
+    assert agreement.describe() == f"checkpoints: {occasions}, and after the last step"
+
+
+def start_waiting(begins: bool) -> subprocess.Popen:
+    """Start a process that has an Agreement and waits for signals."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", WAIT_FOR_SIGNALS.format(begins=begins)],
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(),
+        preexec_fn=heed_signals,
+    )
+    assert process.stdout.readline() == "up\n"
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_signal_before_the_first_step_stops_at_once(number):
+    process = start_waiting(begins=False)
+    process.send_signal(number)
+    lines = process.communicate(timeout=LIMIT)[1].splitlines()
+    assert lines == ["", f"{number.name}: stopped at once"]
+    assert process.returncode == 128 + number
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_second_ctrl_c_stops_at_once(number):
+    process = start_waiting(begins=True)
+    process.send_signal(number)
+    assert process.stderr.readline() == "\n"
+    first = process.stderr.readline()
+    assert first.startswith(f"{number.name}: a checkpoint will be saved after this step")
+    time.sleep(signals.SECONDS_OF_ONE_CTRL_C + 0.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    lines = process.communicate(timeout=LIMIT)[1].splitlines()
+    assert lines == ["", "SIGINT: stopped at once"]
+    assert process.returncode == 128 + signal.SIGINT
