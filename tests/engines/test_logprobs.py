@@ -192,3 +192,19 @@ def test_an_offset_that_all_logits_share_costs_no_digits(offset):
     torch.testing.assert_close(
         log_probs.double(), p[torch.arange(50), targets].log(), rtol=0, atol=3e-4
     )
+
+
+def test_a_bf16_weight_gradient_is_summed_over_chunks_in_fp32():
+    """A sum in bf16 stops growing once it is 256 times as large as the next chunk's part."""
+    num_tokens, chunk_size = 4096, 4
+    hidden, weight, targets, _, _ = make(1, torch.bfloat16)
+    hidden = hidden.detach().expand(num_tokens, -1).contiguous()
+    targets = targets.expand(num_tokens).contiguous()
+    upstream = torch.ones(num_tokens)
+    log_probs, _, _ = linear_log_probs(hidden, weight, targets, chunk_size=chunk_size)
+    log_probs.backward(upstream)
+
+    exact = by_formula(hidden, weight, targets, 1.0)
+    exact[0].backward(upstream.double())
+    error = (weight.grad - exact[4].grad).abs().max()
+    assert error < 0.01 * exact[4].grad.abs().max()
