@@ -1,4 +1,12 @@
-"""A micro-batch as a rank sees it: padded, its share of the tokens, and the way back from places to tokens."""
+"""A micro-batch as one rank sees it: padded, this rank's share of the tokens, and the way back.
+
+Vocabulary of this file: a *token* is an index into the T tokens of the micro-batch. A *slot* is a
+place in a rank's [b, s] input, padding included. Slots are numbered as in hidden states [s, b, h]
+flattened to [s * b, h]. The hidden state in the slot of token t - 1 predicts token t.
+
+The index arithmetic is done first, on the host (Grid, place_tokens); then tensors are built and
+moved to the device (lay_out).
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,16 +21,32 @@ from data.batching.packing import Batch
 from engines.parallel.collectives import AllGather
 from engines.parallel.device import to_device
 from engines.parallel.varlen import Zigzag
+from engines.planning import round_up
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How sequences are arranged in rows and divided over a context-parallel group.
+
+    is_packed         all sequences lie in one row; else each has a row, padded to a common length
+    padding_multiple  the length of every sequence is padded to a multiple of this
+    is_zigzag         of the 2 * ranks chunks of each sequence, rank r has the r-th from both ends;
+                      else rank r has the r-th part of all sequences laid end to end
+    """
+
+    is_packed: bool
+    padding_multiple: int = 1
+    is_zigzag: bool = False
 
 
 @dataclass
 class Ahead:
-    """What k places further on stands in the same sequence.
+    """What a layer of multi-token prediction needs to predict k tokens further ahead.
 
-    input_ids  [b, s] int64: the token k places behind each place; -1 behind the end of its sequence, and for its first place, where
-               vLLM's drafters see no token either
-    place      [own] int64: into the [s * b] places, what is k + 1 places before an asked token
-    targets    [own] int64: that token
+    input_ids  [b, s] int64: the token k positions after each slot's; -1 past the end of its
+               sequence, and in its first slot, where vLLM's drafters see no token either
+    place      [own] int64: the slots that predict, k + 1 positions before their targets
+    targets    [own] int64: the tokens to predict
     """
 
     input_ids: Tensor
@@ -32,22 +56,23 @@ class Ahead:
 
 @dataclass
 class MicroBatch:
-    """T tokens, of which k are asked about. This rank has `size` places, padding included, and answers some of the k.
+    """T tokens, k of which are predicted. This rank has `size` slots and predicts some of the k.
 
-    input_ids  [b, s] int64: this rank's share; packed: b = 1, all sequences in one row
-    padding    [b, s] bool: where there is no token
-    lengths    of the sequences, padding included; the last one may be padding alone
-    packing    where the sequences lie, as the engine's attention reads it; None for plain attention in padded rows
-    positions  [s] int64: the place of each token in its sequence, padding included
-    group      the context-parallel ranks that share the micro-batch
-    place      [own] int64: into the [s * b] places of the hidden states [s, b, h], what precedes an asked token
-    targets    [own] int64: the token that follows each
-    kept_words [own, K] int64: the words that it was drawn from, see Batch
-    token      [k] int64: into the T tokens, those asked about
-    source     [k] int64: into the [ranks * size] places of all context-parallel ranks, the answer of each
-    fields     name -> [T]
-    ahead      for each k from 1 on, as multi-token prediction needs it
-    given      of a model of images, what it is given instead of input_ids
+    input_ids   [b, s] int64: this rank's slots; b = 1 if packed
+    padding     [b, s] bool: slots without a token
+    lengths     of the sequences, padding included; the last one may consist of padding alone
+    packing     where sequences lie, as the engine's attention takes it; None for plain attention
+    positions   [s] int64: each slot's position in its sequence
+    group       the context-parallel ranks that share the micro-batch
+    place       [own] int64: the slots of this rank that predict
+    targets     [own] int64: the token that each of them predicts
+    kept_words  [own, K] int64: the tokens that sampling kept for each target, see Batch
+    token       [k] int64: the predicted tokens, of all ranks
+    source      [k] int64: where the prediction of each is, in [ranks * size] slots of all ranks
+    fields      name -> [T]
+    num_tokens  T
+    ahead       for k = 1, 2, ...: see Ahead
+    given       inputs of a vision-language model, in place of input_ids
     """
 
     input_ids: Tensor
@@ -63,109 +88,219 @@ class MicroBatch:
     source: Tensor
     fields: dict[str, Tensor]
     num_tokens: int
-    ahead: list["Ahead"]
+    ahead: list[Ahead]
     given: dict[str, Tensor] = field(default_factory=dict)
 
-    def to_tokens(self, answers: Tensor) -> Tensor:
-        """[own] of this rank -> [T], 0 where nothing was asked; the same on all ranks of the context-parallel group."""
+    def to_tokens(self, predictions: Tensor) -> Tensor:
+        """Scatter this rank's predictions [own] to tokens [T], with 0 for tokens not predicted.
+
+        The result is the same on all ranks of the context-parallel group.
+        """
         if self.group.size() > 1:
-            places = answers.new_zeros(self.input_ids.numel()).index_copy(0, self.place, answers)
-            answers = AllGather.apply(places, self.group).index_select(0, self.source)
-        return answers.new_zeros(self.num_tokens).index_copy(0, self.token, answers)
+            slots = predictions.new_zeros(self.input_ids.numel())
+            slots = slots.index_copy(0, self.place, predictions)
+            predictions = AllGather.apply(slots, self.group).index_select(0, self.source)
+        return predictions.new_zeros(self.num_tokens).index_copy(0, self.token, predictions)
+
+
+# -- index arithmetic -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Slots:
+    """[n] int64 each: the ranks that have some tokens, and their slots on those ranks."""
+
+    rank: Tensor
+    slot: Tensor
+
+    def on(self, rank: int) -> Tensor:
+        """Return [n] bool: which of the tokens this rank has."""
+        return self.rank == rank
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Where each position of each sequence lies.
+
+    lengths     [n] int64: of the sequences, padding included
+    starts      [n] int64: where each begins, with all sequences laid end to end
+    num_slots   on each rank
+    num_ranks   in the context-parallel group
+    """
+
+    layout: Layout
+    lengths: Tensor
+    starts: Tensor
+    num_slots: int
+    num_ranks: int
+
+    def locate(self, sequence: Tensor, position: Tensor) -> Slots:
+        """Return the slots of the tokens at these positions [m] of these sequences [m]."""
+        if self.num_ranks == 1:
+            rank = torch.zeros_like(sequence)
+            start = self.starts[sequence]
+            offset = position
+        elif self.layout.is_zigzag:
+            rank, start, offset = self._locate_zigzag(sequence, position)
+        else:
+            place = self.starts[sequence] + position
+            rank = place // self.num_slots
+            start = 0
+            offset = place % self.num_slots
+        if self.layout.is_packed:
+            return Slots(rank, start + offset)
+        return Slots(rank, offset * len(self.lengths) + sequence)
+
+    def _locate_zigzag(self, sequence: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the rank, where its part of the sequence begins, and the offset in that part."""
+        chunk_length = self.lengths[sequence] // (2 * self.num_ranks)
+        chunk = position // chunk_length
+        is_second_half = chunk >= self.num_ranks
+        rank = torch.where(is_second_half, 2 * self.num_ranks - 1 - chunk, chunk)
+        offset = position % chunk_length + is_second_half * chunk_length
+        return rank, self.starts[sequence] // self.num_ranks, offset
+
+
+def make_grid(lengths: list[int], layout: Layout, num_ranks: int, filler: int) -> Grid:
+    """Pad sequences, and add one of padding alone where ranks need equal shares, or any tokens.
+
+    filler: the length of that last sequence, if there must be one anyway; for one rank.
+    """
+    padded = [round_up(length, layout.padding_multiple) for length in lengths]
+    if filler:
+        num_missing = filler
+    elif padded:
+        num_missing = -sum(padded) % num_ranks
+    else:
+        num_missing = max(layout.padding_multiple, num_ranks)
+    if num_missing:
+        padded.append(num_missing)
+    padded_lengths = torch.tensor(padded)
+    if not layout.is_packed:
+        padded_lengths = padded_lengths.max().expand(len(padded_lengths))
+    starts = padded_lengths.cumsum(0) - padded_lengths
+    num_slots = int(padded_lengths.sum()) // num_ranks
+    return Grid(layout, padded_lengths, starts, num_slots, num_ranks)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which tokens a rank reads and predicts, on the host.
+
+    input_ids  [b, s] int64: the token in each slot of this rank, -1 if there is none
+    predicted  [k] int64: the tokens that are predicted, on all ranks
+    slots      [k]: the slots that predict them
+    """
+
+    input_ids: Tensor
+    predicted: Tensor
+    slots: Slots
+
+
+def place_tokens(batch: Batch, grid: Grid, rank: int, ahead: int = 0) -> Placement:
+    """Put the token that comes `ahead` positions later into each slot of a rank.
+
+    Every token with loss_mask is predicted from the slot 1 + ahead positions before it; tokens with
+    no more than `ahead` tokens before them are not predicted.
+    """
+    num_tokens = len(batch.input_ids)
+    sequence = torch.repeat_interleave(torch.arange(len(batch)), batch.cu_seqlens.diff())
+    position = batch.position_ids
+
+    # The first slot of a sequence gets no token from further ahead, see Ahead.
+    first_read = ahead + 1 if ahead else 0
+    is_read = position >= first_read
+    slots = grid.locate(sequence[is_read], position[is_read] - ahead)
+    is_own = slots.on(rank)
+    own_ids = batch.input_ids[is_read][is_own]
+    input_ids = torch.full((grid.num_slots,), -1).index_copy(0, slots.slot[is_own], own_ids)
+    if grid.layout.is_packed:
+        input_ids = input_ids[None]
+    else:
+        input_ids = input_ids.view(-1, len(grid.lengths)).T
+
+    if "loss_mask" in batch.fields:
+        has_loss = batch.fields["loss_mask"] != 0
+    else:
+        has_loss = torch.ones(num_tokens, dtype=torch.bool)
+    predicted = (has_loss & (position > ahead)).nonzero()[:, 0]
+    predicting = grid.locate(sequence[predicted], position[predicted] - 1 - ahead)
+    return Placement(input_ids, predicted, predicting)
+
+
+# -- tensors --------------------------------------------------------------------------------------
 
 
 def lay_out(
     batch: Batch,
-    packed: bool,
-    packing_of: Callable[[list[int]], Any] | None,
+    layout: Layout,
     group: ProcessGroup,
     device: torch.device,
-    multiple: int = 1,
-    zigzag: bool = False,
+    make_packing: Callable[[list[int]], Any] | None = None,
     num_ahead: int = 0,
     filler: int = 0,
 ) -> MicroBatch:
-    """A batch in host memory, divided over the context-parallel group. T may be 0: a sequence of padding takes part in
-    the collectives that other ranks wait for. filler: the length of such a sequence, if there has to be one; for a group of one.
+    """Build this rank's part of a micro-batch on the device.
 
-    packed: in one row; else each sequence in a row, padded to one length. packing_of: the lengths of what is in a row ->
-    MicroBatch.packing. multiple: that of every sequence's length. Of the tokens of all sequences rank r has the r-th part; zigzag:
-    of each sequence's 2 * ranks chunks the r-th from both ends. num_ahead: for how many k there is MicroBatch.ahead.
+    T may be 0: then a sequence of padding takes part in the collectives that other ranks wait for.
+
+    Args:
+        batch: in host memory, the same on all ranks of the group.
+        layout: rows, padding and the division over ranks.
+        group: the context-parallel ranks that share the micro-batch.
+        device: where the tensors go.
+        make_packing: lengths of the sequences in a row -> MicroBatch.packing. None: no packing.
+        num_ahead: the number of layers of multi-token prediction, see MicroBatch.ahead.
+        filler: the length of a sequence of padding to add; only for a group of one. 0: none unless
+            it is needed.
     """
-    cp, rank, num_tokens = group.size(), group.rank(), len(batch.input_ids)
-    padded = [-(-n // multiple) * multiple for n in batch.lengths]
-    missing = filler or (-sum(padded) % cp if padded else max(multiple, cp))
-    padded = torch.tensor(padded + [missing] * (missing > 0))
-    if not packed:
-        padded = padded.max().expand(len(padded))
-    chunk, starts, size = padded // (2 * cp), padded.cumsum(0) - padded, int(padded.sum()) // cp
+    rank = group.rank()
+    grid = make_grid(batch.lengths, layout, group.size(), filler)
+    placement = place_tokens(batch, grid, rank)
+    is_own = placement.slots.on(rank)
+    own_targets = placement.predicted[is_own]
+    lengths = grid.lengths.tolist()
+    row_lengths = lengths if layout.is_packed else lengths[:1]
 
-    def locate(row: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-        """(rank, place there) of the tokens at these positions of these sequences"""
-        owner, local, start = torch.zeros_like(row), position, starts[row]
-        if cp > 1 and zigzag:
-            part = position // chunk[row]
-            owner = torch.where(part < cp, part, 2 * cp - 1 - part)
-            local, start = position % chunk[row] + (part >= cp) * chunk[row], start // cp
-        elif cp > 1:
-            owner, local, start = (start + position) // size, (start + position) % size, 0
-        return owner, start + local if packed else local * len(padded) + row
+    def move(tensor: Tensor) -> Tensor:
+        return to_device(tensor, device)
 
-    row = torch.repeat_interleave(torch.arange(len(batch)), batch.cu_seqlens.diff())
-    position = batch.position_ids
-    asked = (
-        batch.fields["loss_mask"] != 0
-        if "loss_mask" in batch.fields
-        else torch.ones(num_tokens, dtype=torch.bool)
-    )
-
-    def behind(k: int) -> tuple[Tensor, ...]:
-        """[b, s]: the token k places behind each place, -1 where there is none; and of tokens that are asked about, and have more
-        than k before them: which of the T, and the rank and place there k + 1 places before."""
-        there = position >= k + (k > 0)
-        owner, place = locate(row[there], position[there] - k)
-        mine, token = (
-            owner == rank,
-            (asked & (position > k)).nonzero()[:, 0],
-        )  # nothing predicts a first token
-        ids = torch.full((size,), -1).index_copy(0, place[mine], batch.input_ids[there][mine])
-        return (
-            ids[None] if packed else ids.view(-1, len(padded)).T,
-            token,
-            *locate(row[token], position[token] - 1 - k),
-        )
-
-    ids, token, owner, place = behind(0)
-    mine, ahead = owner == rank, []
-    on_device = {
-        name: to_device(x, device)
-        for name, x in dict(
-            input_ids=ids.clamp(min=0),
-            padding=ids < 0,
-            place=place[mine],
-            targets=batch.input_ids[token[mine]],
-            kept_words=batch.kept_words[token[mine]],
-            token=token,
-            source=owner * size + place,
-        ).items()
-    }
-    for k in range(1, num_ahead + 1):
-        ids, token, owner, place = behind(k)
-        of_mine = ids, place[owner == rank], batch.input_ids[token[owner == rank]]
-        ahead.append(Ahead(*(to_device(x, device) for x in of_mine)))
-    lengths = padded.tolist()
-    in_row = lengths if packed else lengths[:1]
-    if zigzag:
-        positions = Zigzag([0, *accumulate(in_row)], group, device).positions
-    else:
-        positions = torch.cat([torch.arange(n) for n in in_row]).chunk(cp)[rank]
     return MicroBatch(
+        input_ids=move(placement.input_ids.clamp(min=0)),
+        padding=move(placement.input_ids < 0),
         lengths=lengths,
-        packing=packing_of(in_row) if packing_of else None,
-        num_tokens=num_tokens,
-        ahead=ahead,
-        positions=to_device(positions, device),
+        packing=make_packing(row_lengths) if make_packing else None,
+        positions=move(slot_positions(row_lengths, layout, group, device)),
         group=group,
-        fields={name: to_device(values, device) for name, values in batch.fields.items()},
-        **on_device,
+        place=move(placement.slots.slot[is_own]),
+        targets=move(batch.input_ids[own_targets]),
+        kept_words=move(batch.kept_words[own_targets]),
+        token=move(placement.predicted),
+        source=move(placement.slots.rank * grid.num_slots + placement.slots.slot),
+        fields={name: move(values) for name, values in batch.fields.items()},
+        num_tokens=len(batch.input_ids),
+        ahead=[
+            lay_out_ahead(batch, place_tokens(batch, grid, rank, k), rank, device)
+            for k in range(1, num_ahead + 1)
+        ],
     )
+
+
+def lay_out_ahead(batch: Batch, placement: Placement, rank: int, device: torch.device) -> Ahead:
+    """Build this rank's part of a placement of later tokens on the device."""
+    is_own = placement.slots.on(rank)
+    return Ahead(
+        input_ids=to_device(placement.input_ids, device),
+        place=to_device(placement.slots.slot[is_own], device),
+        targets=to_device(batch.input_ids[placement.predicted[is_own]], device),
+    )
+
+
+def slot_positions(
+    row_lengths: list[int], layout: Layout, group: ProcessGroup, device: torch.device
+) -> Tensor:
+    """Return [s] int64: the position of each of this rank's slots in its sequence."""
+    if layout.is_zigzag:
+        return Zigzag([0, *accumulate(row_lengths)], group, device).positions
+    positions = torch.cat([torch.arange(length) for length in row_lengths])
+    return positions.chunk(group.size())[group.rank()]

@@ -35,7 +35,7 @@ from engines.fsdp.sharding import full, reshard, shard
 from engines.fsdp.state import ModelState, future_optimizer_tensors, optimizer_tensors
 from engines.fsdp.transforms import build_model, prepare_layers, uses_compile
 from engines.heads import Head, LogProbHead, ValueHead
-from engines.microbatch import MicroBatch, lay_out
+from engines.microbatch import Layout, MicroBatch, lay_out
 from engines.model import guard, lora
 from engines.model.hf import (
     count_flops,
@@ -340,9 +340,11 @@ class FSDPEngine(Engine):
             packing_of = partial(Packing.of, group=group, device=self.device, zigzag=zigzag)
         if image_inputs is None:
             multiple = self.multiple(group.size())
-            return lay_out(batch, packed, packing_of, group, self.device, multiple, zigzag)
+            layout = Layout(packed, multiple, zigzag)
+            return lay_out(batch, layout, group, self.device, packing_of)
         filler = 0 if batch.images else len(self._images.filler)
-        laid_out = lay_out(batch, packed, packing_of, group, self.device, filler=filler)
+        layout = Layout(packed)
+        laid_out = lay_out(batch, layout, group, self.device, packing_of, filler=filler)
         given = {name: to_device(x, self.device) for name, x in image_inputs.items()}
         return replace(laid_out, given=given)
 

@@ -47,7 +47,7 @@ from engines.megatron.pipeline import run_schedule
 from engines.megatron.step_loss import MTPLoss, StepLoss, count_mtp_targets
 from engines.megatron.torch_layers import Packing
 from engines.megatron.without_cuda import cuda_is_cpu
-from engines.microbatch import MicroBatch, lay_out
+from engines.microbatch import Layout, MicroBatch, lay_out
 from engines.model import freeze, guard, lora, mtp
 from engines.model.experts import aux_loss_weight
 from engines.model.hf import build_on_meta, count_flops, read_hf_config
@@ -385,16 +385,8 @@ class MegatronEngine(Engine):
         packing_of = None
         if is_packed or not HAVE_TE:
             packing_of = partial(Packing.from_lengths, group=group, device=self.device)
-        return lay_out(
-            batch,
-            is_packed,
-            packing_of,
-            group,
-            self.device,
-            self.multiple(cp_size),
-            zigzag=True,
-            num_ahead=num_ahead,
-        )
+        arrangement = Layout(is_packed, self.multiple(cp_size), is_zigzag=True)
+        return lay_out(batch, arrangement, group, self.device, packing_of, num_ahead)
 
     # -- modules -----------------------------------------------------------------------------------
 
