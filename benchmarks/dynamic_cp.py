@@ -40,7 +40,8 @@ def draw(count: int, seed: int, shortest: int, longest: int, median: int) -> lis
 
 def flops_of(shape: str):
     """A function of a sequence's length."""
-    from engines.model.hf import build_on_meta, count_flops
+    from engines.model.flops import count_flops
+    from engines.model.hf import build_on_meta
 
     vocab_size, hidden, intermediate, layers, heads, kv_heads, tied = SHAPES[shape]
     config = AutoConfig.for_model(

@@ -19,7 +19,7 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 from engines.checkpoint.export import write_safetensors
 from engines.model import mtp
 from engines.model.hf import auto_class
-from engines.model.weights import in_files, stacked
+from engines.model.names import in_files, stacked
 from examples.arithmetic import make_tokenizer
 from examples.colours import CHAT_TEMPLATE, TOKENS
 

@@ -26,7 +26,7 @@ from transformers import AutoTokenizer
 from benchmarks.generation_profile import log_normal_lengths
 from benchmarks.shapes import CIRCLE, MTP, make_model
 from config import load
-from engines.model.weights import weight_files
+from engines.model.model_files import weight_files
 from engines.parallel import device
 from rollout.responses import Responses
 from rollout.vllm.engine import Rollout

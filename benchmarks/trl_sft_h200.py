@@ -30,7 +30,8 @@ from data.batching.packing import pack
 from engines.base import Engine
 from engines.fsdp.transforms import build_model
 from engines.heads import Head
-from engines.model.hf import count_flops, read_hf_config
+from engines.model.flops import count_flops
+from engines.model.hf import read_hf_config
 from engines.parallel import device
 
 WARM, MICRO_BATCHES, TOKENS = 3, 4, 16384

@@ -17,7 +17,7 @@ from data.batching.packing import Batch
 from data.batching.plan import MicroBatches, Plan
 from data.images.processor import Reader
 from engines.context_parallel import has_dynamic_cp
-from engines.model.weights import ignored_weights
+from engines.model.model_files import ignored_weights
 from engines.planning import Planner
 
 LossFn = Callable[[Tensor, Tensor, dict[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]

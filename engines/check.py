@@ -25,7 +25,7 @@ from engines.build import engine_class
 from engines.checkpoint.export import write_safetensors
 from engines.model import guard
 from engines.model.hf import auto_class, read_hf_config
-from engines.model.weights import weight_files
+from engines.model.model_files import weight_files
 from engines.parallel import device
 
 KERNELS = {
@@ -47,12 +47,12 @@ def main(config: DictConfig) -> None:
     kind, dtype = engine_class(config.model_engine), getattr(torch, config.engine.compute_dtype)
     try:
         engine = kind(config, this_device, total_steps=1)
-        found, bound = guard.check(engine)
+        found, bound = guard.check_isolation(engine)
         way = "packed" if config.engine.use_remove_padding else "padded"
         tell(
             f"guard: {way} sequences and one at a time are {found:.1g} nats apart, {bound:.1g} are allowed"
         )
-        batch = guard.sequences(engine)[0]
+        batch = guard.make_batches(engine).alone
         said = engine.log_probs(batch)[0].cpu()
         weights = engine.export_weights()
         if dist.get_rank() == 0:

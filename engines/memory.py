@@ -17,17 +17,11 @@ from engines.fsdp.sharding import is_replicated, is_sharded
 from engines.fsdp.transforms import build_model, uses_compile
 from engines.heads import Head
 from engines.model import freeze, mtp
-from engines.model.experts import num_chosen, stacks
-from engines.model.hf import (
-    attention_widths,
-    build_on_meta,
-    head_dim,
-    longest_sequence,
-    read_hf_config,
-    stages_of_layers,
-    whole_modules,
-)
+from engines.model.experts import expert_weights, experts_per_token
+from engines.model.hf import build_on_meta, read_hf_config, whole_modules
+from engines.model.lengths import longest_sequence
 from engines.model.lora import inject
+from engines.model.shape import attention_widths, head_dim, stages_of_layers
 from engines.optimizer import OPTIMIZERS
 
 GIB = 2**30
@@ -145,8 +139,8 @@ def estimate(
 
     tokens = config.data.max_tokens_per_micro_batch / fixed_cp_size(engine)
     hidden, intermediate, at_once = shape.hidden_size, shape.intermediate_size, 0
-    if stacks(hf):
-        at_once = num_chosen(shape)
+    if expert_weights(hf):
+        at_once = experts_per_token(shape)
         intermediate = at_once * (getattr(shape, "moe_intermediate_size", None) or intermediate)
     q, kv = attention_widths(shape)
     num_keys = keys_per_token(
@@ -279,7 +273,7 @@ def estimate_megatron(
     output = EMBEDDING if shape.tie_word_embeddings and head is not Head.VALUES else HEAD
     num_outputs = 0 if head is Head.VALUES else -(-shape.vocab_size // tp)
 
-    hidden, intermediate, topk = shape.hidden_size, shape.intermediate_size, num_chosen(shape)
+    hidden, intermediate, topk = shape.hidden_size, shape.intermediate_size, experts_per_token(shape)
     q, kv = attention_widths(shape)
     tokens = config.data.max_tokens_per_micro_batch / fixed_cp_size(engine)
     sp = tp if engine.sequence_parallel else 1

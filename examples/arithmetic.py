@@ -169,7 +169,7 @@ def make_model(tokenizer, kind: str = "qwen3"):
 def build(directory: Path) -> None:
     from transformers.utils import logging
 
-    from engines.model import mtp
+    from engines.model import mimo
 
     logging.disable_progress_bar()
     directory.mkdir(parents=True, exist_ok=True)
@@ -177,7 +177,7 @@ def build(directory: Path) -> None:
     for name, kind in (("mimo", "mimo"), ("model", "qwen3")):
         model = make_model(tokenizer, kind)
         (directory / name).mkdir(exist_ok=True)
-        mtp.write_class(model.config, directory / name)
+        mimo.write_config_class(model.config, directory / name)
         model.save_pretrained(directory / name)
         tokenizer.save_pretrained(directory / name)
     (directory / "worked").mkdir(exist_ok=True)

@@ -97,7 +97,7 @@ def identify(config, hf_config, train) -> dict[str, Any]:
 
 def identify_adapters(config) -> dict[str, Any]:
     """Return the shape of the adapters and fingerprints of the weights that they adapt."""
-    from engines.model.weights import fingerprint
+    from engines.model.model_files import fingerprint
     from engines.parallel.device import on_rank0
 
     lora = config.model.lora

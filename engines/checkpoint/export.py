@@ -22,14 +22,8 @@ from engines.checkpoint import storage
 from engines.checkpoint.checkpointer import removed_on_failure
 from engines.checkpoint.model_config import SIDE_FILES
 from engines.model import lora
-from engines.model.weights import (
-    fingerprint,
-    ignored_weights,
-    in_files,
-    model_names,
-    stacked,
-    weight_files,
-)
+from engines.model.model_files import fingerprint, ignored_weights, weight_files
+from engines.model.names import in_files, model_names, stacked
 from engines.parallel.device import on_rank0
 
 MAX_FILE_BYTES = 4 * 2**30

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from engines.model import mtp
+from engines.model import mimo
 from engines.model.hf import auto_class, read_hf_config
 
 # generation_config.json tells how a response ends, *processor_config.json how images are read. Code
@@ -19,7 +19,7 @@ def save_model_config(model_path: Path, dtype: torch.dtype, directory: Path) -> 
     hf_config.dtype = dtype
     hf_config.get_text_config().dtype = dtype
     hf_config.architectures = [auto_class(hf_config)._model_mapping[type(hf_config)].__name__]
-    mtp.write_class(hf_config, directory)
+    mimo.write_config_class(hf_config, directory)
     hf_config.save_pretrained(directory)
     for pattern in SIDE_FILES:
         for file in model_path.glob(pattern):

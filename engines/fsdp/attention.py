@@ -26,7 +26,7 @@ from transformers.masking_utils import sdpa_mask
 
 from config import InputError
 from engines.context_parallel import shares_sequences
-from engines.model.hf import layer_configs
+from engines.model.shape import layer_configs
 from engines.parallel.collectives import AllToAll
 from engines.parallel.device import to_device
 from engines.parallel.varlen import Zigzag, by_kernel, by_segment, explicit_attention

@@ -23,14 +23,10 @@ from engines.fsdp.attention import gathers_keys
 from engines.fsdp.recurrence import recurrent_layers
 from engines.heads import Head
 from engines.model import experts, freeze, lora, mtp
-from engines.model.hf import (
-    build_on_meta,
-    check_rope,
-    check_windows,
-    layer_configs,
-    logit_constants,
-    read_hf_config,
-)
+from engines.model.hf import build_on_meta, read_hf_config
+from engines.model.lengths import check_rope, check_windows
+from engines.model.logits import logit_constants
+from engines.model.shape import layer_configs
 from engines.model.weights import check_files
 
 
@@ -44,16 +40,16 @@ def check_model_and_layout(config: DictConfig, world_size: int, head: Head):
     check_layout(config, hf_config, world_size)
     check_rope(hf_config, config)
     check_windows(hf_config, config.model.path)
-    mtp.check(config, whole_config)
+    mtp.check_config(config, whole_config)
     hf = build_on_meta(whole_config, torch.float32, head, images=config.model.images)
     check_recurrence(config, hf)
     if head is not Head.VALUES:
         logit_constants(hf)
-    experts.check(hf, hf_config, config.model.path)
+    experts.check_experts_per_token(hf, hf_config, config.model.path)
     check_files(hf, Path(config.model.path), head)
     tracing.check_forward_pass(hf, config)
     freeze.apply(config, hf, head)
-    lora.check(config, hf)
+    lora.check_config(config, hf)
     return hf_config
 
 

@@ -37,15 +37,11 @@ from engines.fsdp.transforms import build_model, prepare_layers, uses_compile
 from engines.heads import Head, LogProbHead, ValueHead
 from engines.microbatch import Layout, MicroBatch, lay_out
 from engines.model import guard, lora
-from engines.model.hf import (
-    count_flops,
-    keep_short_frequencies,
-    keep_zero_rows,
-    logit_constants,
-    plain_attention,
-    whole_modules,
-)
-from engines.model.weights import load_adapter, load_weights
+from engines.model.flops import count_flops
+from engines.model.hf import keep_zero_rows, plain_attention, whole_modules
+from engines.model.lengths import keep_short_frequencies
+from engines.model.logits import logit_constants
+from engines.model.weights import Placement, load_adapter, load_weights
 from engines.parallel.collectives import groups_of
 from engines.parallel.device import to_device
 from engines.parallel.offload import HostMemory
@@ -96,7 +92,7 @@ class FSDPEngine(Engine):
         self._flops = count_flops(self.hf, self.hf_config)
         self._host_memory = HostMemory(device)
         self._shares_weights = shared_weights is not None
-        guard.check(self)
+        guard.check_isolation(self)
 
     @staticmethod
     def check(config: DictConfig, world_size: int, head: Head = Head.LOG_PROBS):
@@ -161,13 +157,16 @@ class FSDPEngine(Engine):
 
     def _load(self, head: Head, shared_weights: dict[str, Tensor] | None) -> None:
         """Allocate the parameters and read this rank's share of the files."""
+        parameter_device = torch.device("cpu") if self.config.engine.cpu_offload else self.device
         load_weights(
             self.hf,
             Path(self.config.model.path),
             self.names,
-            torch.device("cpu") if self.config.engine.cpu_offload else self.device,
-            self.device,
-            self.compute_dtype,
+            Placement(
+                parameter_device=parameter_device,
+                buffer_device=self.device,
+                buffer_dtype=self.compute_dtype,
+            ),
             head,
             shared_weights,
         )

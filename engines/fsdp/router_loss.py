@@ -25,7 +25,7 @@ class RouterLoss:
         self.routers = experts.Routers(hf.get_decoder())
         num_routers = len(self.routers.modules)
         self.weight = experts.aux_loss_weight(coefficient, hf_config, num_routers)
-        self.num_chosen = experts.num_chosen(hf_config)
+        self.num_chosen = experts.experts_per_token(hf_config)
         self.num_tokens = 1.0
         self.total = torch.zeros(())
 

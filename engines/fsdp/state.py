@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from engines.fsdp.sharding import full
 from engines.model import lora
-from engines.model.weights import in_files, model_names, stacked, stored_tensors
+from engines.model.names import in_files, model_names, stacked, stored_tensors
 
 FLATTENED = StateDictOptions(flatten_optimizer_state_dict=True)
 

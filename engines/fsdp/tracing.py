@@ -13,7 +13,9 @@ from config import InputError
 from engines.context_parallel import shares_sequences
 from engines.fsdp.attention import NEEDS_WINDOW_MASK, NOT_CAUSAL, Packing
 from engines.fsdp.recurrence import recurrent_layers
-from engines.model.hf import BOTH_WAYS, keep_short_frequencies, plain_attention, without
+from engines.model.hf import plain_attention
+from engines.model.lengths import keep_short_frequencies
+from engines.model.quirks import BIDIRECTIONAL, config_json_fix
 
 OTHER_ATTENTION = "transformers has it with"
 # Masks for four tokens. Without values, some models can only make the first kind, others only the
@@ -94,9 +96,10 @@ def reject_randomness_and_failure(hf: nn.Module, config: DictConfig, plain: Plai
             f"model.path={path}: dropout is not supported: set {keys} to 0 in config.json"
         )
     if plain.operations:
+        fix = config_json_fix(hf_config, "jitter", "0")
         raise InputError(
             f"model.path={path}: {name} computes with random numbers in training "
-            f"({min(plain.operations)}), which is not supported{without(hf_config, 'jitter', '0')}"
+            f"({min(plain.operations)}), which is not supported{fix}"
         )
     if plain.failure:
         raise InputError(f"model.path={path}: {name} fails: {plain.failure}")
@@ -116,7 +119,7 @@ def check_packed_sequences(hf: nn.Module, config: DictConfig) -> None:
     failure = packed_failure(hf)
     if failure:
         if NOT_CAUSAL in failure:
-            advice = without(hf_config, BOTH_WAYS, "null")
+            advice = config_json_fix(hf_config, BIDIRECTIONAL, "null")
         raise InputError(
             f"model.path={path}: {name} does not take packed sequences: {failure}{advice}"
         )

@@ -17,7 +17,8 @@ from torch.nn.utils.rnn import pad_sequence
 from config import InputError
 from data.batching.packing import Batch
 from data.images.processor import Reader
-from engines.model.hf import matrix_flops, whole_modules
+from engines.model.flops import matrix_flops
+from engines.model.hf import whole_modules
 
 FP32_BYTES = 4
 

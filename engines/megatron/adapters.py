@@ -23,7 +23,7 @@ from config import InputError
 from engines.megatron.bridge import WeightMapping, adaptable_layers, gather_parts, on_all_stages
 from engines.megatron.torch_layers import AdaptableLinear, TorchRowParallelLinear
 from engines.model import lora
-from engines.model.hf import stages_of_layers
+from engines.model.shape import stages_of_layers
 
 
 class Adapter(nn.Module):
@@ -160,7 +160,7 @@ def check_adapters(config: DictConfig, hf_config, hf: nn.Module) -> None:
     """
     settings = config.model.lora
     tp = config.engine.tensor_model_parallel_size
-    lora.check(config, hf)
+    lora.check_config(config, hf)
     if not settings.rank:
         return
     if gpt_layer_specs.HAVE_TE:

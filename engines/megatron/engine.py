@@ -50,8 +50,9 @@ from engines.megatron.without_cuda import cuda_is_cpu
 from engines.microbatch import Layout, MicroBatch, lay_out
 from engines.model import freeze, guard, lora, mtp
 from engines.model.experts import aux_loss_weight
-from engines.model.hf import build_on_meta, count_flops, read_hf_config
-from engines.model.weights import is_ignored, shapes_in_files
+from engines.model.flops import count_flops
+from engines.model.hf import build_on_meta, read_hf_config
+from engines.model.names import literal_names
 from engines.parallel.collectives import groups_of
 from engines.parallel.offload import HostMemory
 
@@ -111,7 +112,7 @@ class MegatronEngine(Engine):
                 self.stages, config, trained_dtype
             )
         self._host_memory = HostMemory(device)
-        guard.check(self)
+        guard.check_isolation(self)
 
     @staticmethod
     def check(config: DictConfig, world_size: int, head: Head = Head.LOG_PROBS):
@@ -128,7 +129,7 @@ class MegatronEngine(Engine):
         hf_config = read_hf_config(path)
         check_family(hf_config, path, config.engine.bridge)
         layout.check_layout(config, hf_config, world_size)
-        mtp.check(config, hf_config)
+        mtp.check_config(config, hf_config)
         hf = build_on_meta(hf_config, torch.float32, head, with_mtp=mtp.is_trained(config))
         bridge.check_files(hf, Path(path), head)
         freeze.apply(config, hf, head, Mapping(hf_config, head).parameter_key)
@@ -163,11 +164,7 @@ class MegatronEngine(Engine):
         self.num_mtp_layers = mtp.num_layers(self.hf_config) if with_mtp else 0
         parameter_key = Mapping(self.hf_config, self.head_kind).parameter_key
         frozen = freeze.apply(config, hf, self.head_kind, parameter_key)
-        names_in_model = hf.state_dict().keys()
-        self.names = {}
-        for name in shapes_in_files(path):
-            is_left_out = name not in names_in_model and is_ignored(hf, name)
-            self.names[name] = None if is_left_out else name
+        self.names = literal_names(hf, path)
 
         self.mapping = bridge.make_mapping(
             config.engine.bridge, self.hf_config, self.compute_dtype, self.head_kind

@@ -1,7 +1,7 @@
 """The models that the Megatron engine computes as transformers does, and errors for all others."""
 
 from config import InputError
-from engines.model.hf import check_windows
+from engines.model.lengths import check_windows
 
 # Values of model_type in config.json, by engine.bridge.
 FAMILIES = ("llama", "mimo", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")

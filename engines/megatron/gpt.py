@@ -21,7 +21,7 @@ from engines.megatron.moe import MixtureOfExperts
 from engines.megatron.mtp_layers import mtp_block_spec, mtp_hidden_states
 from engines.megatron.torch_layers import PackedRotaryEmbedding, install_torch_layers
 from engines.megatron.transformer_config import make_transformer_config, rope_parameters
-from engines.model.weights import weight_files
+from engines.model.model_files import weight_files
 
 install_torch_layers()
 

@@ -23,8 +23,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from engines.heads import Head
-from engines.model.hf import head_dim
-from engines.model.weights import weight_files
+from engines.model.model_files import weight_files
+from engines.model.shape import head_dim
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"

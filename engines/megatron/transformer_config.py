@@ -9,7 +9,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from engines.model.hf import head_dim, stages_of_layers
+from engines.model.shape import head_dim, stages_of_layers
 
 
 def make_transformer_config(

@@ -1,4 +1,4 @@
-"""Mixtures of experts as transformers has them: each layer's experts in stacked parameters, [n, ...] with n experts."""
+"""Mixtures of experts as transformers has them: the experts of a layer in stacked parameters."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,65 +9,92 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from config import InputError
+from engines.model.quirks import EXPERTS_PER_TOKEN_KEYS
 
 
-def stacks(hf: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The weights of all experts, without their biases: (name, [n, ...])."""
-    return [(name, p) for name, p in hf.named_parameters() if ".experts." in name and p.ndim == 3]
+def expert_weights(hf: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return (name, [num_experts, ...]) of all experts' weights, without biases."""
+    return [
+        (name, parameter)
+        for name, parameter in hf.named_parameters()
+        if ".experts." in name and parameter.ndim == 3
+    ]
 
 
-def num_chosen(hf_config) -> int:
-    """How many experts a token goes to; 0 for a configuration that does not say it, in one number for all layers."""
-    values = (
-        getattr(hf_config, key, None)
-        for key in ("num_experts_per_tok", "top_k_experts", "moe_topk")
-    )
-    return next((value for value in values if isinstance(value, int)), 0)
+def experts_per_token(hf_config) -> int:
+    """Return how many experts a token goes to; 0 if config.json has no single number for it."""
+    for key in EXPERTS_PER_TOKEN_KEYS:
+        value = getattr(hf_config, key, None)
+        if isinstance(value, int):
+            return value
+    return 0
 
 
-def check(hf: nn.Module, hf_config, path: str) -> None:
-    """Raise InputError for a mixture of experts that does not say how many a token goes to."""
-    if stacks(hf) and not num_chosen(hf_config):
+def check_experts_per_token(hf: nn.Module, hf_config, path: str) -> None:
+    """Raise InputError for a mixture of experts without a number of experts per token."""
+    if expert_weights(hf) and not experts_per_token(hf_config):
         raise InputError(
-            f"model.path={path}: config.json does not say how many experts a token goes to (num_experts_per_tok), "
-            f"in one number for all layers, which {type(hf).__name__} needs"
+            f"model.path={path}: {type(hf).__name__} needs one number of experts per token for all "
+            "layers, and config.json has none (num_experts_per_tok)"
         )
 
 
 def leave_uncompiled(hf: nn.Module) -> None:
-    """Before layers are compiled: experts, whose numbers of tokens a graph does not know."""
-    for name in sorted({name.rpartition(".")[0] for name, _ in stacks(hf)}):
+    """Exclude experts from compilation: a graph does not know how many tokens each one gets.
+
+    Call this before layers are compiled.
+    """
+    for name in sorted({name.rpartition(".")[0] for name, _ in expert_weights(hf)}):
         module = hf.get_submodule(name)
         module.forward = torch.compiler.disable(module.forward)
 
 
+# -- the auxiliary loss --------------------------------------------------------------------------
+
+
 def aux_loss_coef(coefficient: float | None, hf_config) -> float:
-    """The weight of the routers' auxiliary loss: engine.router_aux_loss_coef or, where that is null, config.json's if its
-    output_router_logits is true, as in transformers. Raises InputError for a model without such a loss."""
+    """Return the coefficient of the routers' auxiliary loss.
+
+    Args:
+        coefficient: engine.router_aux_loss_coef. None: the one in config.json applies if its
+            output_router_logits is true, as in transformers.
+
+    Raises:
+        InputError: if there is a coefficient, and the model has no such loss.
+    """
     own = getattr(hf_config, "router_aux_loss_coef", None)
     if coefficient is not None and own is None:
         raise InputError(
-            f"engine.router_aux_loss_coef={coefficient} needs a mixture of experts whose routers have an auxiliary "
-            f"loss in transformers; model_type={hf_config.model_type} has none"
+            f"engine.router_aux_loss_coef={coefficient} needs a mixture of experts whose routers "
+            f"have an auxiliary loss in transformers; model_type={hf_config.model_type} has none"
         )
-    if coefficient is None:
-        coefficient = own if own and hf_config.output_router_logits else 0.0
-    return coefficient
+    if coefficient is not None:
+        return coefficient
+    return own if own and hf_config.output_router_logits else 0.0
 
 
 def aux_loss_weight(coefficient: float | None, hf_config, num_routers: int) -> float:
-    """What aux_loss(), which is the number of routers if experts are chosen alike, is multiplied by. For the same routers the loss
-    that config.json's coefficient is meant for is the number of experts that a token goes to."""
+    """Return the factor of aux_loss(), which is num_routers if experts are chosen evenly.
+
+    The coefficient in config.json is meant for a loss that is then the number of experts per token.
+    """
     weight = aux_loss_coef(coefficient, hf_config)
-    return weight * num_chosen(hf_config) / num_routers if coefficient is None else weight
+    if coefficient is not None:
+        return weight
+    return weight * experts_per_token(hf_config) / num_routers
 
 
 class Routers:
-    """Notes what a model's routers say. transformers could, too, but notes nothing inside compiled layers with torch 2.11: so
-    routers are left out of compilation here."""
+    """Records the outputs of a model's routers.
+
+    transformers can do so too, but with torch 2.11 it records nothing inside compiled layers. So
+    routers are excluded from compilation here.
+
+    Args:
+        hf: the model, before its layers are compiled.
+    """
 
     def __init__(self, hf: nn.Module):
-        """Before layers are compiled."""
         self.logits: list[Tensor] | None = None
         recorder = hf._can_record_outputs["router_logits"]
         self.modules = [
@@ -82,21 +109,24 @@ class Routers:
 
     def _forward(self, forward: Callable, index: int, *args) -> Tensor | tuple[Tensor, ...]:
         output = forward(*args)
-        if self.logits is not None:  # and not while a layer is computed once more
+        # Outside noted(), a layer is being recomputed for the backward pass.
+        if self.logits is not None:
             self.logits.append(output[index] if isinstance(output, tuple) else output)
         return output
 
     @contextmanager
     def noted(self) -> Iterator[list[Tensor]]:
-        """Around a forward pass: [t, n] of each layer, t tokens and n experts."""
-        self.logits = logits = []
+        """Record a forward pass: [num_tokens, num_experts] for each layer."""
+        logits: list[Tensor] = []
+        self.logits = logits
         try:
             yield logits
         finally:
             self.logits = None
         if len(logits) != len(self.modules):
             raise RuntimeError(
-                f"{len(self.modules)} routers told {len(logits)} times what they choose"
+                f"{len(logits)} outputs of routers were recorded, but there are "
+                f"{len(self.modules)} routers"
             )
 
 
@@ -107,24 +137,38 @@ def aux_loss(
     num_tokens: float,
     group: dist.ProcessGroup,
 ) -> Tensor:
-    """This rank's part of the auxiliary loss (Switch Transformer, Fedus et al. 2021), a scalar with a gradient: of a
-    micro-batch num_experts * sum over experts of (share of choices) * (mean probability), which is 1 if experts are chosen alike;
-    added up over layers. A batch of num_tokens has the mean over its micro-batches, by tokens.
+    """Compute this rank's part of the auxiliary loss (Switch Transformer, Fedus et al. 2021).
 
-    router_logits: [t, n] of each layer; padding [t] bool; group: the ranks that divide the micro-batch's tokens
+    For a micro-batch and a layer, the loss is num_experts * sum over experts of (share of choices)
+    * (mean probability), which is 1 if experts are chosen evenly. Layers are added up. A batch has
+    the mean over its micro-batches, weighted by tokens.
+
+    Args:
+        router_logits: [t, num_experts] for each layer.
+        padding: [t] bool.
+        num_chosen: experts per token.
+        num_tokens: the number of tokens of the whole batch.
+        group: the ranks that divide the tokens of the micro-batch.
+
+    Returns:
+        A scalar with a gradient.
     """
     real = (~padding).float()[:, None]
     probs = [logits.softmax(-1, dtype=torch.float32) for logits in router_logits]
-    choices = torch.stack(
-        [
-            (torch.zeros_like(p).scatter(1, p.topk(num_chosen).indices, 1.0) * real).sum(0)
-            for p in probs
-        ]
-    )
+    choices = torch.stack([count_choices(p, num_chosen, real) for p in probs])
     dist.all_reduce(choices, group=group)
     share = choices / choices.sum(1, keepdim=True).clamp(min=1)
-    return (
-        share.shape[1]
-        * (share * torch.stack([(p * real).sum(0) for p in probs])).sum()
-        / num_tokens
-    )
+    num_experts = share.shape[1]
+    sums_of_probs = torch.stack([(p * real).sum(0) for p in probs])
+    return num_experts * (share * sums_of_probs).sum() / num_tokens
+
+
+def count_choices(probs: Tensor, num_chosen: int, real: Tensor) -> Tensor:
+    """Return how often each expert is among the num_chosen likeliest of a token: [num_experts].
+
+    Args:
+        probs: [t, num_experts].
+        real: [t, 1] fp32, 0 for padding.
+    """
+    is_chosen = torch.zeros_like(probs).scatter(1, probs.topk(num_chosen).indices, 1.0)
+    return (is_chosen * real).sum(0)

@@ -11,7 +11,7 @@ from torch import nn
 
 from config import InputError
 from engines.heads import Head
-from engines.model.weights import model_names, stacked
+from engines.model.names import model_names, stacked
 
 
 def apply(
@@ -20,79 +20,134 @@ def apply(
     head: Head = Head.LOG_PROBS,
     holder: Callable[[str], str] = str,
 ) -> set[str]:
-    """Let the parameters that model.freeze matches need no gradient. Returns their names in the files of model.path.
+    """Set requires_grad of a model's parameters according to model.freeze.
 
-    hf: the model on the meta device; a value head is always trained. holder: a name in the files -> a name for the
-    engine's parameter that holds this tensor, perhaps with others. Raises InputError for a pattern that matches no parameter
-    (unless the model has a value head: it may be another model), and for patterns that match all parameters, or only a part of one.
+    A value head is always trained.
+
+    Args:
+        hf: the model on the meta device.
+        holder: maps a name in the files to a name for the engine's parameter that holds this
+            tensor, perhaps together with others.
+
+    Returns:
+        The names of the frozen tensors in the files of model.path.
+
+    Raises:
+        InputError: if a pattern matches nothing (unless the model has a value head: it may be
+            another model), or the patterns match all parameters, or only a part of one.
     """
-    path, patterns, rank = config.model.path, list(config.model.freeze), config.model.lora.rank
+    patterns = list(config.model.freeze)
     if not patterns:
         return set()
+    rank = config.model.lora.rank
     if rank:
         raise InputError(
-            f"model.freeze={patterns} does nothing with model.lora.rank={rank}, whose adapters alone are trained: "
-            "leave it out"
+            f"model.freeze={patterns} does nothing with model.lora.rank={rank}, which trains only "
+            "adapters: leave it out"
         )
-    names, parts, held, together = (
-        model_names(hf, Path(path)),
-        stacked(hf),
-        defaultdict(list),
-        defaultdict(list),
-    )
-    file_names = {name: file_name for file_name, name in names.items()}
-    for name, p in hf.named_parameters(remove_duplicate=False):
-        held[p] += (
-            [file_names[name]]
-            if name in file_names
-            else [part for part, _ in parts.get(name, [(name, None)])]
-        )
-    built = {name for own in held.values() for name in own}
-    known = {*names, *built}
+    path = Path(config.model.path)
+    names = model_names(hf, path)
+    names_of_parameter = file_names_of_parameters(hf, names)
+    in_model = {name for file_names in names_of_parameter.values() for name in file_names}
     for pattern in patterns:
-        try:
-            found = {name for name in known if re.search(pattern, name)}
-        except re.error as error:
-            raise InputError(
-                f"model.freeze: {pattern!r} is no regular expression: {error}"
-            ) from None
-        if found and not found & built and head is not Head.VALUES:
-            raise InputError(
-                f"model.freeze: {pattern!r} matches only weights that this run leaves alone, such as {min(found)}: "
-                "leave it out, or train them with model.images or model.mtp.enable_train"
-            )
-        if not found and head is not Head.VALUES:
-            near = get_close_matches(
-                pattern, {re.sub(r"\d+", "0", name) for name in known} & known, 3, 0
-            )
-            raise InputError(
-                f"model.freeze: {pattern!r} matches no name in the files of model.path={path}; the nearest are "
-                f"{', '.join(near)}"
-            )
+        matches = matching(pattern, {*names, *in_model})
+        if head is not Head.VALUES:
+            check_matches(pattern, matches, in_model, {*names, *in_model}, path)
     if head is Head.VALUES:
-        del held[hf.get_output_embeddings().weight]
-    frozen = {
-        name
-        for own in held.values()
-        for name in own
-        if any(re.search(pattern, name) for pattern in patterns)
-    }
-    for p, own in held.items():
-        p.requires_grad_(own[0] not in frozen)
-        together[holder(own[0])] += own
-    for own in together.values():
-        if 0 < len(frozen.intersection(own)) < len(own):
-            raise InputError(
-                f"model.freeze={patterns} matches {min(frozen.intersection(own))} but not {min({*own} - frozen)}, "
-                f"which model_engine={config.model_engine} holds in the same parameter: freeze both, or neither"
-            )
-    if config.model.mtp.detach_encoder and not any(
-        p.requires_grad for name, p in hf.named_parameters() if "mtp_layers" in name
-    ):
-        raise InputError(
-            f"model.freeze={patterns} and model.mtp.detach_encoder=true leave the loss of the MTP layers nothing to "
-            "train: set model.mtp.enable_train=false"
-        )
-    if not any(p.requires_grad for p in hf.parameters()):
-        raise InputError(f"model.freeze={patterns} leaves nothing to train")
+        del names_of_parameter[hf.get_output_embeddings().weight]
+
+    trainable_names = {name for file_names in names_of_parameter.values() for name in file_names}
+    frozen = {name for pattern in patterns for name in matching(pattern, trainable_names)}
+    names_of_holder = defaultdict(list)
+    for parameter, file_names in names_of_parameter.items():
+        parameter.requires_grad_(file_names[0] not in frozen)
+        names_of_holder[holder(file_names[0])] += file_names
+    check_whole_parameters(config, frozen, list(names_of_holder.values()))
+    check_something_is_trained(config, hf)
     return frozen
+
+
+def file_names_of_parameters(
+    hf: nn.Module, names: dict[str, str | None]
+) -> dict[nn.Parameter, list[str]]:
+    """Return the names in the files of what each parameter holds: several for tied or stacked ones.
+
+    Args:
+        names: name in the files -> name in the model.
+    """
+    file_names = {name: file_name for file_name, name in names.items()}
+    stacks = stacked(hf)
+    names_of_parameter = defaultdict(list)
+    for name, parameter in hf.named_parameters(remove_duplicate=False):
+        if name in file_names:
+            own_names = [file_names[name]]
+        elif name in stacks:
+            own_names = [part.name for part in stacks[name]]
+        else:
+            own_names = [name]
+        names_of_parameter[parameter] += own_names
+    return names_of_parameter
+
+
+def matching(pattern: str, names: set[str]) -> set[str]:
+    """Return the names that a pattern of model.freeze matches."""
+    try:
+        return {name for name in names if re.search(pattern, name)}
+    except re.error as error:
+        raise InputError(f"model.freeze: {pattern!r} is no regular expression: {error}") from None
+
+
+def check_matches(
+    pattern: str, matches: set[str], in_model: set[str], known: set[str], path: Path
+) -> None:
+    """Raise InputError for a pattern that matches no parameter of the model.
+
+    Args:
+        in_model: names of weights that are parameters of the model.
+        known: these, and the names of weights in the files that the run leaves alone.
+    """
+    if not matches:
+        without_numbers = {re.sub(r"\d+", "0", name) for name in known}
+        nearest = get_close_matches(pattern, without_numbers & known, n=3, cutoff=0)
+        raise InputError(
+            f"model.freeze: {pattern!r} matches no name in the files of model.path={path}; the "
+            f"nearest are {', '.join(nearest)}"
+        )
+    if not matches & in_model:
+        raise InputError(
+            f"model.freeze: {pattern!r} matches only weights that this run leaves alone, such as "
+            f"{min(matches)}: leave it out, or train them with model.images or "
+            "model.mtp.enable_train"
+        )
+
+
+def check_whole_parameters(
+    config: DictConfig, frozen: set[str], parameters: list[list[str]]
+) -> None:
+    """Raise InputError if only a part of one of the engine's parameters is frozen.
+
+    Args:
+        parameters: for each, the names in the files of what it holds.
+    """
+    for names in parameters:
+        frozen_part = frozen.intersection(names)
+        trained_part = {*names} - frozen
+        if frozen_part and trained_part:
+            raise InputError(
+                f"model.freeze={list(config.model.freeze)} matches {min(frozen_part)} but not "
+                f"{min(trained_part)}, which model_engine={config.model_engine} holds in the same "
+                "parameter: freeze both, or neither"
+            )
+
+
+def check_something_is_trained(config: DictConfig, hf: nn.Module) -> None:
+    """Raise InputError if a loss has no parameter to train."""
+    patterns = list(config.model.freeze)
+    trained = [name for name, parameter in hf.named_parameters() if parameter.requires_grad]
+    if config.model.mtp.detach_encoder and not any("mtp_layers" in name for name in trained):
+        raise InputError(
+            f"model.freeze={patterns} and model.mtp.detach_encoder=true leave the loss of the MTP "
+            "layers nothing to train: set model.mtp.enable_train=false"
+        )
+    if not trained:
+        raise InputError(f"model.freeze={patterns} leaves nothing to train")

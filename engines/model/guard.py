@@ -1,22 +1,34 @@
-"""Before the first step: an engine must compute sequences side by side as it does each by itself.
+"""Before the first step: prove that sequences which share a batch do not see each other.
 
-A few short sequences of random tokens go through the real model with its real weights, the way the run is configured to take them
-(packed or padded, divided over context-parallel ranks), and one at a time. Rounding, which each layer amplifies, may hide a leak in
-bfloat16. So this happens once more with layers that do not read each other: they all have the input of the first one, and what they
-add to it is summed up. What rounding may make of either is seen by adding noise of its size.
+The bug. For speed, several sequences go through a model at once: packed one after the other,
+padded to the same length, or divided over context-parallel ranks. That is right only if every
+layer treats them as separate. A layer that does not know where a sequence begins (a convolution,
+a recurrence, an attention that ignores cu_seqlens) mixes them. Training then works, and learns
+something else.
 
-What cannot be seen so: a leak through weights that are still zero, and one that is smaller than rounding. Windows longer than these
-sequences engines/fsdp/tracing.py compares. Adapters, and a critic's head, work on each token alone.
+The idea. We keep no list of families that work. We compute, with the real model and its real
+weights: a few short sequences of random tokens once together, in the way in which the run is
+configured, and once each by itself. The log-probabilities must be the same up to rounding. The
+effect of rounding is measured on the same model, by adding noise of its size to every layer.
+
+The refinement. Every layer amplifies rounding, and in bfloat16 that may hide a small leak. So
+there are two comparisons. In the first one, layers are independent: all of them read the input of
+the first layer, and their increments are added up. Nothing is amplified, and each layer still has
+to keep sequences apart. The second comparison takes the model as it is.
+
+What this cannot find: a leak through weights that are still zero, and one smaller than rounding.
+Windows longer than these sequences are compared in engines/fsdp/tracing.py. Adapters, and a value
+head, work on each token by itself.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from config import InputError
 from data.batching.packing import Batch, bounds
@@ -24,200 +36,308 @@ from data.images.processor import Pictures
 from engines.base import Engine
 from engines.context_parallel import has_dynamic_cp, shares_sequences
 from engines.heads import ValueHead
-from engines.model.hf import BOTH_WAYS, without
+from engines.model.quirks import BIDIRECTIONAL, config_json_fix
 
-LENGTHS, SHARED = (
-    (24, 9),
-    15,
-)  # words; a third sequence is the first one without its last words, so that positions count, too
-BEFORE = 5  # words of the first one before its image, if the model is one of images
-BOUND = 1e-4  # nats, in fp32
-MARGIN = 4  # times what rounding changes
-POWERS = [1 << k for k in range(20)]
+# Tokens of the first two sequences. The third sequence repeats the first tokens of the first one:
+# a mistake in positions then shows, too.
+LENGTHS = (24, 9)
+SHARED_LENGTH = 15
+# Tokens of the first sequence before its image, for a model that reads images.
+TOKENS_BEFORE_IMAGE = 5
+# Differences below this are accepted in any case [nats, in fp32].
+MIN_BOUND = 1e-4
+# Differences up to this multiple of the effect of rounding are accepted.
+MARGIN = 4
+POWERS_OF_TWO = [1 << exponent for exponent in range(20)]
 
-Change = Callable[
-    [int, Tensor, Tensor], Tensor
-]  # (number of a layer, its input, its output) -> another output
+# (number of a layer, its input, its output) -> the output to use in place of its own.
+Change = Callable[[int, Tensor, Tensor], Tensor]
 
 
-def check(engine: Engine) -> tuple[float, float]:
-    """Raise InputError, on all ranks, if the model computes a sequence differently among others. Returns the largest difference of
-    a token's answers, and the bound that rounding sets. Leaves nothing behind."""
-    path, (alone, among, joined) = engine.config.model.path, sequences(engine)
-    sizes = (
-        [size for size in POWERS if size <= engine.dp_size]
-        if has_dynamic_cp(engine.config.engine)
-        else [*engine.cp_groups]
-    )
+@dataclass(frozen=True)
+class ProbeBatches:
+    """The same random tokens on every rank, in three arrangements."""
 
-    def with_third(values: Tensor) -> Tensor:
-        """[..., tokens] of two sequences -> of three."""
-        return torch.cat([values, values[..., : among.lengths[2]]], -1)
+    # Two sequences.
+    alone: Batch
+    # The two, and a third one that is the beginning of the first.
+    among: Batch
+    # All tokens of `among` as a single sequence: what a model would see that mixes sequences.
+    joined: Batch
 
-    # Compiled for these shapes it would take a minute.
+    def with_third(self, values: Tensor) -> Tensor:
+        """Extend [..., T] from the sequences of `alone` to those of `among`."""
+        third_length = self.among.lengths[2]
+        return torch.cat([values, values[..., :third_length]], -1)
+
+
+def check_isolation(engine: Engine) -> tuple[float, float]:
+    """Check that a model computes a sequence the same, whether by itself or among others.
+
+    Leaves no trace in the engine. Called by all ranks.
+
+    Returns:
+        The largest difference of a token's outputs, and the bound that rounding sets [nats].
+
+    Raises:
+        InputError: on all ranks, if a difference exceeds the bound.
+    """
+    batches = make_batches(engine)
+    # Compiling for these shapes would take a minute.
     with quiet(engine), torch.compiler.set_stance("force_eager"):
-        for apart in (True, False):
-
-            def difference(size: int, num_layers: int | None = None, apart: bool = apart) -> float:
-                with changed(engine, partial(first_layers, num_layers), apart):
-                    return largest(
-                        engine, ask(engine, among, size) - with_third(one_at_a_time(engine, alone))
-                    )
-
-            with changed(engine, partial(first_layers, None), apart):
-                expected = one_at_a_time(engine, alone)
-                found, size = max(
-                    (largest(engine, ask(engine, among, size) - with_third(expected)), size)
-                    for size in sizes
-                )
-            if largest(engine, expected) == torch.inf:
-                raise InputError(f"model.path={path}: what the model says is not finite")
-            with changed(engine, noise(engine), apart):
-                bound = max(
-                    BOUND, MARGIN * largest(engine, one_at_a_time(engine, alone) - expected)
-                )
-            if found > bound:
-                raise InputError(
-                    f"model.path={path}: {explain(engine, found, bound, partial(difference, size))}"
-                )
-        leak = ask(engine, joined, sizes[0]) - with_third(expected)
-        if largest(engine, leak[:, among.position_ids > 0]) <= bound and dist.get_rank() == 0:
-            print(
-                f"model.path={path}: what the model says of a token depends so little on earlier ones that nobody can see "
-                "whether it keeps sequences apart",
-                flush=True,
-            )
-    return found, bound
+        compare(engine, batches, independent_layers=True)
+        comparison = compare(engine, batches, independent_layers=False)
+        warn_if_blind(engine, batches, comparison)
+    return comparison.difference, comparison.bound
 
 
-def first_layers(count: int | None, number: int, before: Tensor, after: Tensor) -> Tensor:
-    """Of a model that has but `count` layers; None: all."""
-    return after if count is None or number < count else before
+@dataclass(frozen=True)
+class Comparison:
+    # [outputs, T]: the outputs for `alone`, one sequence at a time.
+    expected: Tensor
+    # The largest difference to them, and the largest that rounding may explain.
+    difference: float
+    bound: float
 
 
-def noise(engine: Engine) -> Change:
-    """Of the size of rounding to the compute dtype, or some more; the same on ranks that hold the same."""
-    eps, generator = (
-        torch.finfo(engine.compute_dtype).eps,
-        torch.Generator(engine.device).manual_seed(0),
-    )
-    return lambda number, before, after: (
-        after
-        + eps
-        * after
-        * torch.randn(after.shape, generator=generator, device=after.device).to(after.dtype)
-    )
+def compare(engine: Engine, batches: ProbeBatches, independent_layers: bool) -> Comparison:
+    """Compute the sequences together and one at a time; raise InputError if they differ."""
+    path = engine.config.model.path
+    with changed_layers(engine, keep_output, independent_layers):
+        expected = one_at_a_time(engine, batches.alone)
+        differences = []
+        for size in group_sizes(engine):
+            together = run_together(engine, batches.among, size)
+            difference = largest(engine, together - batches.with_third(expected))
+            differences.append((difference, size))
+    difference, size = max(differences)
+    if largest(engine, expected) == torch.inf:
+        raise InputError(f"model.path={path}: the outputs of the model are not finite")
+
+    with changed_layers(engine, add_noise(engine), independent_layers):
+        noisy = one_at_a_time(engine, batches.alone)
+        bound = max(MIN_BOUND, MARGIN * largest(engine, noisy - expected))
+    if difference > bound:
+
+        def difference_of_first_layers(num_layers: int | None) -> float:
+            """Return the difference that a model with only its first layers has. None: all."""
+            with changed_layers(engine, keep_first_layers(num_layers), independent_layers):
+                together = run_together(engine, batches.among, size)
+                single = one_at_a_time(engine, batches.alone)
+                return largest(engine, together - batches.with_third(single))
+
+        reason = explain(engine, difference, bound, difference_of_first_layers)
+        raise InputError(f"model.path={path}: {reason}")
+    return Comparison(expected, difference, bound)
 
 
-def sequences(engine: Engine) -> tuple[Batch, Batch, Batch]:
-    """(two of random words, always the same; with a third, which is the beginning of the first; as if they were one). With an image
-    in the first and the third."""
-    generator, reader = torch.Generator().manual_seed(0), engine.reader
-    first, second = torch.randint(
-        engine.hf_config.vocab_size, (sum(LENGTHS),), generator=generator
-    ).split(LENGTHS)
-    pictures, num_shared = None, SHARED
-    if reader:
-        image = reader.resized(
-            torch.randint(256, (60, 90, 3), dtype=torch.uint8, generator=generator).numpy()
+def group_sizes(engine: Engine) -> list[int]:
+    """Return the sizes of the groups of ranks that may share a micro-batch."""
+    if has_dynamic_cp(engine.config.engine):
+        return [size for size in POWERS_OF_TWO if size <= engine.dp_size]
+    return [*engine.cp_groups]
+
+
+def warn_if_blind(engine: Engine, batches: ProbeBatches, comparison: Comparison) -> None:
+    """Report a model for which the comparison proves nothing.
+
+    That is one whose outputs stay the same even if the sequences are one.
+    """
+    size = group_sizes(engine)[0]
+    together = run_together(engine, batches.joined, size)
+    leak = together - batches.with_third(comparison.expected)
+    # The first token of a sequence has no output.
+    leak = leak[:, batches.among.position_ids > 0]
+    if largest(engine, leak) <= comparison.bound and dist.get_rank() == 0:
+        print(
+            f"model.path={engine.config.model.path}: the outputs for a token depend so little on "
+            "earlier tokens that nobody can see whether it keeps sequences apart",
+            flush=True,
         )
-        ids = torch.tensor(reader.expand(reader.image_token, [image]).tokens.ids)
-        first = torch.cat(
-            [reader.without_images(first[:BEFORE]), ids, reader.without_images(first[BEFORE:])]
-        )
-        second, num_shared = reader.without_images(second), SHARED + len(ids)
+
+
+# -- what is computed ----------------------------------------------------------------------------
+
+
+def make_batches(engine: Engine) -> ProbeBatches:
+    """Draw random tokens, with an image in the first sequence if the model reads images."""
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = engine.hf_config.vocab_size
+    tokens = torch.randint(vocabulary, (sum(LENGTHS),), generator=generator)
+    first, second = tokens.split(LENGTHS)
+    pictures = None
+    shared_length = SHARED_LENGTH
+    if engine.reader:
+        reader = engine.reader
+        pixels = torch.randint(256, (60, 90, 3), dtype=torch.uint8, generator=generator)
+        image = reader.resized(pixels.numpy())
+        image_tokens = torch.tensor(reader.expand(reader.image_token, [image]).tokens.ids)
+        before = reader.without_images(first[:TOKENS_BEFORE_IMAGE])
+        after = reader.without_images(first[TOKENS_BEFORE_IMAGE:])
+        first = torch.cat([before, image_tokens, after])
+        second = reader.without_images(second)
+        shared_length += len(image_tokens)
         pictures = Pictures([[image], [], [image, image]], reader)
-    parts = [first, second, first[:num_shared]]
+    third = first[:shared_length]
 
-    def batch(parts: list[Tensor], rows: list[int]) -> Batch:
-        return Batch(
-            torch.cat(parts),
-            bounds(torch.tensor([len(part) for part in parts])),
-            {},
-            torch.tensor(rows),
-            pictures,
-        )
+    def batch(sequences: list[Tensor], rows_of_pictures: list[int]) -> Batch:
+        lengths = torch.tensor([len(sequence) for sequence in sequences])
+        rows = torch.tensor(rows_of_pictures)
+        return Batch(torch.cat(sequences), bounds(lengths), {}, rows, pictures)
 
-    return batch(parts[:2], [0, 1]), batch(parts, [0, 1, 0]), batch([torch.cat(parts)], [2])
-
-
-def explain(
-    engine: Engine, found: float, bound: float, difference: Callable[[int | None], float]
-) -> str:
-    """A line: where the two ways diverge, and what would help."""
-    config, total = engine.config, engine.hf_config.get_text_config().num_hidden_layers
-    low, high = 0, total  # the first layers, of which none and all diverge
-    if difference(0) > bound:
-        where = "in the embedding"
-    else:
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if difference(middle) > bound else (middle, high)
-        where = f"in layer {low} of 0 to {total - 1}"
-    way, help = (
-        "padded",
-        f"model_engine={config.model_engine} cannot train it"
-        + without(engine.hf_config.get_text_config(), BOTH_WAYS, "null"),
+    return ProbeBatches(
+        alone=batch([first, second], [0, 1]),
+        among=batch([first, second, third], [0, 1, 0]),
+        joined=batch([torch.cat([first, second, third])], [2]),
     )
-    if shares_sequences(config.engine):
-        way = f"{'packed' if config.engine.use_remove_padding else 'padded'} and shared"
-        help = "give engine.context_parallel_size=1"
-    elif config.engine.use_remove_padding:
-        way = "packed"
-        with engine.padded():
-            if difference() <= bound:
-                help = "give engine.use_remove_padding=false"
-    return f"{way} sequences and one at a time differ, first {where}: by {found:.2g} where rounding may make {bound:.2g}; {help}"
 
 
 def one_at_a_time(engine: Engine, batch: Batch) -> Tensor:
+    """Return the outputs [outputs, T] for sequences computed one at a time."""
     return engine.one_at_a_time(batch)[: engine.head.num_differentiable]
 
 
-def ask(engine: Engine, batch: Batch, size: int) -> Tensor:
-    """Of a batch that is one micro-batch for groups of this size, or of the largest that a rank has."""
-    return engine.ask(batch, [(min(size, max(engine.cp_groups)), list(range(len(batch))))])[
-        : engine.head.num_differentiable
-    ]
+def run_together(engine: Engine, batch: Batch, size: int) -> Tensor:
+    """Return the outputs [outputs, T] for a batch that is one micro-batch.
+
+    Args:
+        size: the ranks that share it, at most as many as this rank's largest group has.
+    """
+    size = min(size, max(engine.cp_groups))
+    micro_batches = [(size, list(range(len(batch))))]
+    return engine.ask(batch, micro_batches)[: engine.head.num_differentiable]
 
 
 def largest(engine: Engine, values: Tensor) -> float:
-    """The largest amount, over all ranks; infinite where one is no number."""
+    """Return the largest absolute value on all ranks; infinity if one is not a number."""
     value = values.abs().nan_to_num(torch.inf).max()
     dist.all_reduce(value, op=dist.ReduceOp.MAX)
     return value.item()
 
 
-@contextmanager
-def changed(engine: Engine, change: Change, apart: bool) -> Iterator[None]:
-    """Meanwhile layers have other outputs. apart: all layers of a module read what the first of them does, and what they add to it
-    is summed up."""
-    handles = []
+def explain(
+    engine: Engine,
+    difference: float,
+    bound: float,
+    difference_of_first_layers: Callable[[int | None], float],
+) -> str:
+    """Return one line: where the two ways diverge, and what to change."""
+    place = find_divergence(engine, bound, difference_of_first_layers)
+    config = engine.config
+    text_config = engine.hf_config.get_text_config()
+    bidirectional_fix = config_json_fix(text_config, BIDIRECTIONAL, "null")
+    fix = f"model_engine={config.model_engine} cannot train it{bidirectional_fix}"
+    way = "packed" if config.engine.use_remove_padding else "padded"
+    if shares_sequences(config.engine):
+        way += " and shared"
+        fix = "give engine.context_parallel_size=1"
+    elif config.engine.use_remove_padding:
+        with engine.padded():
+            if difference_of_first_layers(None) <= bound:
+                fix = "give engine.use_remove_padding=false"
+    return (
+        f"{way} sequences and one at a time differ, first {place}: by {difference:.2g}, where "
+        f"rounding explains at most {bound:.2g}; {fix}"
+    )
 
-    def before(state: SimpleNamespace, first: bool, _, args: tuple, kwargs: dict):
-        names = [*range(len(args)), *kwargs]
-        hidden = (args or kwargs)[names[0]]
-        if first or not apart:
-            state.input, state.added = hidden, 0.0
+
+def find_divergence(
+    engine: Engine, bound: float, difference_of_first_layers: Callable[[int | None], float]
+) -> str:
+    """Search by bisection for the first layer after which the outputs differ."""
+    num_layers = engine.hf_config.get_text_config().num_hidden_layers
+    if difference_of_first_layers(0) > bound:
+        return "in the embedding"
+    # With the first `agree` layers the outputs agree; with the first `differ` layers they do not.
+    agree = 0
+    differ = num_layers
+    while differ - agree > 1:
+        middle = (agree + differ) // 2
+        if difference_of_first_layers(middle) > bound:
+            differ = middle
+        else:
+            agree = middle
+    return f"in layer {agree} of 0 to {num_layers - 1}"
+
+
+# -- changes of a model --------------------------------------------------------------------------
+
+
+def keep_output(number: int, layer_input: Tensor, layer_output: Tensor) -> Tensor:
+    return layer_output
+
+
+def keep_first_layers(num_layers: int | None) -> Change:
+    """Return a change that leaves a model only its first layers. None: all layers."""
+
+    def change(number: int, layer_input: Tensor, layer_output: Tensor) -> Tensor:
+        is_kept = num_layers is None or number < num_layers
+        return layer_output if is_kept else layer_input
+
+    return change
+
+
+def add_noise(engine: Engine) -> Change:
+    """Return a change by about as much as rounding to the compute dtype, or a little more.
+
+    Ranks that hold the same tensors add the same noise.
+    """
+    eps = torch.finfo(engine.compute_dtype).eps
+    generator = torch.Generator(engine.device).manual_seed(0)
+
+    def change(number: int, layer_input: Tensor, layer_output: Tensor) -> Tensor:
+        noise = torch.randn(layer_output.shape, generator=generator, device=layer_output.device)
+        return layer_output + eps * layer_output * noise.to(layer_output.dtype)
+
+    return change
+
+
+class IndependentLayers:
+    """Lets every layer of a module read the input of the first one, and adds up their increments.
+
+    With is_active=False, layers read what they always read.
+    """
+
+    def __init__(self, change: Change, is_active: bool):
+        self.change = change
+        self.is_active = is_active
+        # The input of the layer that runs: the first one's, if layers are independent.
+        self.input: Tensor | None = None
+        # The sum of the increments so far, in fp32.
+        self.increments: Tensor | float = 0.0
+
+    def before_layer(self, is_first: bool, _, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Forward pre-hook: replace a layer's hidden states, its first argument."""
+        first_name = None if args else next(iter(kwargs))
+        hidden = args[0] if args else kwargs[first_name]
+        if is_first or not self.is_active:
+            self.input = hidden
+            self.increments = 0.0
         if args:
-            return (state.input, *args[1:]), kwargs
-        return args, {**kwargs, names[0]: state.input}
+            return (self.input, *args[1:]), kwargs
+        return args, {**kwargs, first_name: self.input}
 
-    def after(state: SimpleNamespace, number: int, _, args: tuple, output):
-        hidden, *others = output if isinstance(output, tuple) else (output,)
-        hidden = change(number, state.input, hidden)
-        if apart:
-            state.added = state.added + (hidden.float() - state.input.float())
-            hidden = (state.input.float() + state.added).to(hidden.dtype)
-        return (hidden, *others) if isinstance(output, tuple) else hidden
+    def after_layer(self, number: int, _, args: tuple, output):
+        """Forward hook: change a layer's hidden states, the first of its outputs."""
+        hidden, *other_outputs = output if isinstance(output, tuple) else (output,)
+        hidden = self.change(number, self.input, hidden)
+        if self.is_active:
+            self.increments = self.increments + (hidden.float() - self.input.float())
+            hidden = (self.input.float() + self.increments).to(hidden.dtype)
+        return (hidden, *other_outputs) if isinstance(output, tuple) else hidden
 
+
+@contextmanager
+def changed_layers(engine: Engine, change: Change, independent: bool) -> Iterator[None]:
+    """Within this block, layers have changed outputs and, if asked for, are independent."""
+    handles = []
     for layers in engine.layers():
-        state = SimpleNamespace()
-        for i, (number, layer) in enumerate(layers):
-            handles += [
-                layer.register_forward_pre_hook(partial(before, state, i == 0), with_kwargs=True),
-                layer.register_forward_hook(partial(after, state, number)),
-            ]
+        hooks = IndependentLayers(change, is_active=independent)
+        for position, (number, layer) in enumerate(layers):
+            before = partial(hooks.before_layer, position == 0)
+            after = partial(hooks.after_layer, number)
+            handles.append(layer.register_forward_pre_hook(before, with_kwargs=True))
+            handles.append(layer.register_forward_hook(after))
     try:
         yield
     finally:
@@ -227,31 +347,18 @@ def changed(engine: Engine, change: Change, apart: bool) -> Iterator[None]:
 
 @contextmanager
 def quiet(engine: Engine) -> Iterator[None]:
-    """Meanwhile a critic's head, which may be zero, has a fixed direction, and all tokens go to the same experts, since rounding
-    may choose others; then what was gathered is given back."""
+    """Within this block, outputs depend on nothing but the layers; afterwards, free memory.
 
-    def directed(_, args: tuple):
-        hidden, weight, *others = args
-        return (
-            hidden,
-            torch.arange(weight.numel(), device=weight.device)
-            .cos()
-            .view_as(weight)
-            .to(weight.dtype),
-            *others,
-        )
-
-    handles = (
-        [engine.head.register_forward_pre_hook(directed)]
-        if isinstance(engine.head, ValueHead)
-        else []
-    )
-    handles += [
-        module.register_forward_pre_hook(to_first_experts)
-        for model in engine.modules()
-        for name, module in model.named_modules()
-        if name.endswith(".experts") and any(p.ndim == 3 for p in module.parameters(recurse=False))
-    ]
+    A value head, which may be zero, gets a fixed direction. All tokens go to the same experts,
+    since rounding may change which ones are chosen.
+    """
+    handles = []
+    if isinstance(engine.head, ValueHead):
+        handles.append(engine.head.register_forward_pre_hook(use_fixed_direction))
+    for model in engine.modules():
+        for name, module in model.named_modules():
+            if name.endswith(".experts") and has_stacked_weights(module):
+                handles.append(module.register_forward_pre_hook(use_first_experts))
     try:
         yield
     finally:
@@ -262,15 +369,32 @@ def quiet(engine: Engine) -> Iterator[None]:
             torch.accelerator.empty_cache()
 
 
-def to_first_experts(_, args: tuple) -> tuple:
-    """Of [t, h] tokens, and in any order the chosen experts' numbers [t, k] int64 and weights [t, k]: the same weights, the largest
-    first, for experts 0 to k - 1."""
-    chosen = next(x for x in args if not x.is_floating_point())
-    return tuple(
-        torch.arange(x.shape[1], device=x.device).expand_as(x)
-        if x is chosen
-        else x.sort(descending=True).values
-        if x.shape == chosen.shape
-        else x
-        for x in args
-    )
+def has_stacked_weights(experts: nn.Module) -> bool:
+    return any(parameter.ndim == 3 for parameter in experts.parameters(recurse=False))
+
+
+def use_fixed_direction(_, args: tuple) -> tuple:
+    """Forward pre-hook of a value head: replace its weight."""
+    hidden, weight, *other_args = args
+    angles = torch.arange(weight.numel(), device=weight.device)
+    direction = angles.cos().view_as(weight).to(weight.dtype)
+    return (hidden, direction, *other_args)
+
+
+def use_first_experts(_, args: tuple) -> tuple:
+    """Forward pre-hook of experts: send every token to experts 0 to k - 1.
+
+    Args:
+        args: in any order, hidden states [t, h], the numbers of the chosen experts [t, k] int64,
+            and their weights [t, k], which are sorted here, the largest first.
+    """
+    chosen = next(tensor for tensor in args if not tensor.is_floating_point())
+
+    def replacement(tensor: Tensor) -> Tensor:
+        if tensor is chosen:
+            return torch.arange(tensor.shape[1], device=tensor.device).expand_as(tensor)
+        if tensor.shape == chosen.shape:
+            return tensor.sort(descending=True).values
+        return tensor
+
+    return tuple(replacement(tensor) for tensor in args)

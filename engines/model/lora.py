@@ -1,8 +1,9 @@
-"""LoRA (Hu et al. 2021): a frozen matrix W and its adapter, y = W x + alpha / rank * B A x. What both engines share: which
-matrices get adapters, what adapters begin with, and PEFT's files.
+"""LoRA (Hu et al. 2021): y = W x + alpha / rank * B A x, with a frozen W and an adapter A, B.
 
-Adapters are named as in PEFT's files, without its prefix: model.layers.0.self_attn.q_proj.lora_A.weight [rank, in features],
-and lora_B [out features, rank].
+This is what both engines share: which matrices get adapters, their initial values, PEFT's files.
+
+Adapters are named as in PEFT's files, without its prefix: for example
+model.layers.0.self_attn.q_proj.lora_A.weight [rank, in features] and lora_B [out features, rank].
 """
 
 import json
@@ -20,10 +21,13 @@ from torch import Tensor, nn
 
 from config import InputError, defaults
 from engines.heads import Head
-from engines.model.experts import stacks
+from engines.model.experts import expert_weights
 
+# The prefix of names in PEFT's files.
 PREFIX = "base_model.model."
-# Of adapter_config.json: what would make another adapter of the same two matrices,
+
+# Keys of adapter_config.json that would change what the same two matrices compute, with the values
+# that plain LoRA has.
 PLAIN = {
     "peft_type": "LORA",
     "bias": "none",
@@ -38,180 +42,273 @@ PLAIN = {
     "use_qalora": False,
     "alora_invocation_tokens": None,
 }
-# and what would not. Any other key that is set may be a variant that PEFT has since got.
-HARMLESS = """task_type auto_mapping peft_version base_model_name_or_path revision inference_mode r lora_alpha lora_dropout
-    target_modules exclude_modules layers_to_transform layers_pattern megatron_config megatron_core qalora_group_size
-    loftq_config eva_config corda_config lora_ga_config runtime_config ensure_weight_tying init_lora_weights""".split()
-# Of init_lora_weights: those after which the frozen weights are still the model's own.
-INITS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
-
-
-def inject(hf: nn.Module, lora: DictConfig, head: Head = Head.LOG_PROBS) -> list[nn.Module]:
-    """Let PEFT put adapters, without memory, beside a model's linear layers; returns the layers that have one. All of the model
-    is frozen but for them, and for a value head, which gets their dtype. Raises InputError for names that mean no
-    linear layer of a decoder layer."""
-    from peft import LoraConfig, inject_adapter_in_model  # slow: only for those who use it
-    from peft.tuners.lora import Linear
-
-    keys = OmegaConf.to_container(lora)
-    try:
-        inject_adapter_in_model(
-            LoraConfig(
-                r=lora.rank,
-                lora_alpha=lora.alpha,
-                lora_dropout=lora.dropout,
-                target_modules=keys["target_modules"],
-                exclude_modules=keys["exclude_modules"] or None,
-            ),
-            hf,
-            low_cpu_mem_usage=True,
-        )
-    except (ValueError, re.error) as error:
-        reason, _, block = str(error).partition(
-            "(\n"
-        )  # PEFT prints all of a module that it cannot adapt
-        raise InputError(
-            f"model.lora.target_modules={lora.target_modules}: {reason}"
-            f"{' is no linear layer' * bool(block)}"
-        ) from None
-    layers = {name: module for name, module in hf.named_modules() if isinstance(module, Linear)}
-    inside = [
-        m
-        for layer in hf.modules()
-        if type(layer).__name__ in hf._no_split_modules
-        for m in layer.modules()
-    ]
-    strange = [
-        name
-        for name, p in hf.named_parameters()
-        if ".lora_" in name and name.split(".lora_")[0] not in layers
-    ]
-    # Conv1D, of GPT-2, has its matrix the other way round.
-    strange += [
-        name for name, module in layers.items() if module not in inside or module.fan_in_fan_out
-    ]
-    if strange:
-        raise InputError(
-            f"model.lora.target_modules={lora.target_modules} names {strange[0].split('.lora_')[0]}: adapters "
-            "belong to the linear layers of decoder layers (nn.Linear); model.lora.exclude_modules leaves others out"
-        )
-    linear = [
-        f".{name}" for name, module in hf.named_modules() if isinstance(module, (nn.Linear, Linear))
-    ]
-    for key in ("target_modules", "exclude_modules"):
-        for given in keys[key] if isinstance(keys[key], list) else ():
-            if not any(
-                name.endswith(f".{given}") for name in linear
-            ):  # of a block of layers PEFT would exclude none
-                raise InputError(f"model.lora.{key}: the model has no linear layer named {given}")
-    for name, parameter in hf.named_parameters():
-        parameter.requires_grad_(".lora_" in name)
-    for layer in layers.values():
-        layer.cast_input_dtype_enabled = False
-        for matrix in (*layer.lora_A.values(), *layer.lora_B.values()):
-            matrix.to(getattr(torch, lora.dtype)).__class__ = CastLinear
-    if head is Head.VALUES:
-        hf.get_output_embeddings().to(getattr(torch, lora.dtype)).requires_grad_()
-    return list(layers.values())
-
-
-class CastLinear(nn.Linear):
-    """Computes in the dtype of its input. PEFT would take it to the dtype of the adapter, fp32, which is slow."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype))
-
-
-def shapes(hf: nn.Module) -> dict[str, tuple[int, ...]]:
-    """name -> shape of each adapter matrix of a model after inject()."""
-    return {
-        plain_name(name): tuple(p.shape) for name, p in hf.named_parameters() if ".lora_" in name
-    }
+# Keys that change nothing. Any other key that is set may be a variant that PEFT has added since.
+HARMLESS = (
+    "task_type",
+    "auto_mapping",
+    "peft_version",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+    "r",
+    "lora_alpha",
+    "lora_dropout",
+    "target_modules",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
+    "megatron_config",
+    "megatron_core",
+    "qalora_group_size",
+    "loftq_config",
+    "eva_config",
+    "corda_config",
+    "lora_ga_config",
+    "runtime_config",
+    "ensure_weight_tying",
+    "init_lora_weights",
+)
+# Values of init_lora_weights that leave the frozen weights as the model has them.
+SUPPORTED_INITS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 
 
 def plain_name(name: str) -> str:
-    """Of a parameter after inject(): its name in the files of the model, or of an adapter."""
+    """Return a parameter's name in the files, given its name in a model after inject()."""
     return name.replace(".base_layer.", ".").replace(".default.", ".")
 
 
-def check(config: DictConfig, hf: nn.Module) -> None:
-    """Raise InputError for adapters that cannot work; hf: the model on the meta device, into which they are put."""
+# -- adapters in a model -------------------------------------------------------------------------
+
+
+def check_config(config: DictConfig, hf: nn.Module) -> None:
+    """Raise InputError for settings of model.lora that have no effect or cannot work.
+
+    Args:
+        hf: the model on the meta device. Adapters are put into it.
+    """
     lora = config.model.lora
     if not lora.rank:
         for key, default in defaults("model.lora").items():
             if lora.get(key, default) != default:
                 raise InputError(
-                    f"model.lora.{key}={lora[key]} does nothing with model.lora.rank=0: give model.lora.rank"
+                    f"model.lora.{key}={lora[key]} does nothing with model.lora.rank=0: give "
+                    "model.lora.rank"
                 )
         return
-    if lora.target_modules == "all-linear" and stacks(hf):
+    if lora.target_modules == "all-linear" and expert_weights(hf):
         raise InputError(
-            "model.lora.target_modules=all-linear would adapt experts and routers too, which is not supported: give "
-            "model.lora.target_modules=[q_proj, k_proj, v_proj, o_proj]"
+            "model.lora.target_modules=all-linear would adapt experts and routers too, which is "
+            "not supported: give model.lora.target_modules=[q_proj, k_proj, v_proj, o_proj]"
         )
     inject(hf, lora)
     if lora.adapter_path:
         read(lora, shapes(hf))
 
 
+def inject(hf: nn.Module, lora: DictConfig, head: Head = Head.LOG_PROBS) -> list[nn.Module]:
+    """Let PEFT put adapters, on the meta device, beside a model's linear layers.
+
+    All other parameters are frozen, except for a value head, which gets the adapters' dtype.
+
+    Returns:
+        The layers that have an adapter.
+
+    Raises:
+        InputError: if a name in the settings means anything but linear layers of decoder layers.
+    """
+    from peft.tuners.lora import Linear  # imported here because it is slow
+
+    inject_with_peft(hf, lora)
+    layers = {name: module for name, module in hf.named_modules() if isinstance(module, Linear)}
+    check_adapted_layers(hf, lora, layers)
+    check_names(hf, lora)
+
+    dtype = getattr(torch, lora.dtype)
+    for name, parameter in hf.named_parameters():
+        parameter.requires_grad_(".lora_" in name)
+    for layer in layers.values():
+        layer.cast_input_dtype_enabled = False
+        for matrix in (*layer.lora_A.values(), *layer.lora_B.values()):
+            matrix.to(dtype).__class__ = CastLinear
+    if head is Head.VALUES:
+        hf.get_output_embeddings().to(dtype).requires_grad_()
+    return list(layers.values())
+
+
+def inject_with_peft(hf: nn.Module, lora: DictConfig) -> None:
+    from peft import LoraConfig, inject_adapter_in_model
+
+    settings = OmegaConf.to_container(lora)
+    try:
+        peft_config = LoraConfig(
+            r=lora.rank,
+            lora_alpha=lora.alpha,
+            lora_dropout=lora.dropout,
+            target_modules=settings["target_modules"],
+            exclude_modules=settings["exclude_modules"] or None,
+        )
+        inject_adapter_in_model(peft_config, hf, low_cpu_mem_usage=True)
+    except (ValueError, re.error) as error:
+        # For a module that it cannot adapt, PEFT prints the whole module after "(\n".
+        reason, separator, _ = str(error).partition("(\n")
+        if separator:
+            reason += " is not a linear layer"
+        raise InputError(f"model.lora.target_modules={lora.target_modules}: {reason}") from None
+
+
+def check_adapted_layers(hf: nn.Module, lora: DictConfig, layers: dict[str, nn.Module]) -> None:
+    """Raise InputError for adapters outside the linear layers of decoder layers.
+
+    Args:
+        layers: the linear layers with an adapter, by name.
+    """
+    decoder_layers = [
+        module for module in hf.modules() if type(module).__name__ in hf._no_split_modules
+    ]
+    inside = {module for layer in decoder_layers for module in layer.modules()}
+    adapted = [name.split(".lora_")[0] for name, _ in hf.named_parameters() if ".lora_" in name]
+    unsupported = [name for name in adapted if name not in layers]
+    # fan_in_fan_out: GPT-2's Conv1D, whose matrix is transposed.
+    unsupported += [
+        name for name, module in layers.items() if module not in inside or module.fan_in_fan_out
+    ]
+    if unsupported:
+        raise InputError(
+            f"model.lora.target_modules={lora.target_modules} names {unsupported[0]}: adapters "
+            "belong to the linear layers of decoder layers (nn.Linear); exclude others with "
+            "model.lora.exclude_modules"
+        )
+
+
+def check_names(hf: nn.Module, lora: DictConfig) -> None:
+    """Raise InputError for a name that no linear layer has.
+
+    For the name of a block of layers, PEFT would exclude nothing.
+    """
+    from peft.tuners.lora import Linear
+
+    linear_layers = [
+        f".{name}" for name, module in hf.named_modules() if isinstance(module, (nn.Linear, Linear))
+    ]
+    settings = OmegaConf.to_container(lora)
+    for key in ("target_modules", "exclude_modules"):
+        names = settings[key] if isinstance(settings[key], list) else ()
+        for name in names:
+            if not any(layer.endswith(f".{name}") for layer in linear_layers):
+                raise InputError(f"model.lora.{key}: the model has no linear layer named {name}")
+
+
+class CastLinear(nn.Linear):
+    """A linear layer that computes in the dtype of its input.
+
+    PEFT would compute in the dtype of the adapter, fp32, which is slow.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+def shapes(hf: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each adapter matrix, by name, of a model after inject()."""
+    return {
+        plain_name(name): tuple(parameter.shape)
+        for name, parameter in hf.named_parameters()
+        if ".lora_" in name
+    }
+
+
+# -- values --------------------------------------------------------------------------------------
+
+
 def start(lora: DictConfig, shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, Tensor]:
-    """What adapters of these shapes begin with, by name, whole: those of model.lora.adapter_path, or new ones."""
-    return (
-        read(lora, shapes)
-        if lora.adapter_path
-        else {name: initial(name, shape, seed) for name, shape in shapes.items()}
-    )
+    """Return the whole matrices of adapters before the first step, by name.
+
+    They come from model.lora.adapter_path, or are new.
+    """
+    if lora.adapter_path:
+        return read(lora, shapes)
+    return {name: initial(name, shape, seed) for name, shape in shapes.items()}
 
 
 def initial(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """What a new adapter matrix begins with, [shape] fp32: B zeros, A uniform in +-1 / sqrt(in features), as in PEFT. The same
-    for every engine and layout of ranks."""
+    """Return a new adapter matrix, in fp32, the same for every engine and layout of ranks.
+
+    As in PEFT, B is zero, and A uniform in +-1 / sqrt(in features).
+    """
     if "lora_B" in name:
         return torch.zeros(shape)
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     return nn.init.kaiming_uniform_(torch.empty(shape), a=5**0.5, generator=generator)
 
 
+def merge(weight: Tensor, a: Tensor, b: Tensor, lora: DictConfig) -> Tensor:
+    """Return W + alpha / rank * B A, computed in fp32, in the dtype of W."""
+    scale = lora.alpha / lora.rank
+    merged = torch.addmm(weight.float(), b.float(), a.float(), alpha=scale)
+    return merged.to(weight.dtype)
+
+
+# -- PEFT's files --------------------------------------------------------------------------------
+
+
 def read(lora: DictConfig, expected: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """The adapter in model.lora.adapter_path, by name. Raises InputError unless it is what the other keys describe."""
+    """Read the adapter in model.lora.adapter_path.
+
+    Args:
+        expected: the shape of each matrix by name.
+
+    Raises:
+        InputError: if it is not a plain LoRA with the rank, alpha and layers of the other keys.
+    """
     path = Path(lora.adapter_path)
     try:
         settings = json.loads((path / "adapter_config.json").read_text())
         tensors = {
-            name.removeprefix(PREFIX): x
-            for name, x in load_file(path / "adapter_model.safetensors").items()
+            name.removeprefix(PREFIX): tensor
+            for name, tensor in load_file(path / "adapter_model.safetensors").items()
         }
     except (OSError, ValueError, SafetensorError) as error:
         raise InputError(
             f"model.lora.adapter_path={path} is not a directory with a PEFT adapter: {error}"
         ) from None
-    rank, alpha, method = (settings.get(key) for key in ("r", "lora_alpha", "init_lora_weights"))
-    strange = [
-        f"{key}={x}"
-        for key, x in settings.items()
-        if key not in HARMLESS and x and x != PLAIN.get(key)
-    ]
-    strange += [f"init_lora_weights={method}"] * (method not in INITS)
-    strange += [f"lora_alpha={alpha}"] * (isinstance(alpha, float) and not alpha.is_integer())
-    if strange:
-        raise InputError(
-            f"model.lora.adapter_path={path}: {strange[0]} in adapter_config.json is not supported"
-        )
+    check_is_plain(settings, path)
+    rank = settings.get("r")
+    alpha = settings.get("lora_alpha")
     if (rank, alpha) != (lora.rank, lora.alpha):
         raise InputError(
-            f"model.lora.adapter_path={path} has r={rank} and lora_alpha={alpha}: give model.lora.rank={rank} "
-            f"model.lora.alpha={alpha}"
+            f"model.lora.adapter_path={path} has r={rank} and lora_alpha={alpha}: give "
+            f"model.lora.rank={rank} model.lora.alpha={alpha}"
         )
-    found = {name: tuple(x.shape) for name, x in tensors.items()}
-    different = [
-        name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)
-    ]
+    in_file = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    names = expected.keys() | in_file.keys()
+    different = [name for name in names if expected.get(name) != in_file.get(name)]
     if different:
         raise InputError(
-            f"model.lora.adapter_path={path} and model.lora.target_modules={lora.target_modules} differ in "
-            f"{len(different)} matrices, {min(different)} among them"
+            f"model.lora.adapter_path={path} and "
+            f"model.lora.target_modules={lora.target_modules} differ in {len(different)} "
+            f"matrices, such as {min(different)}"
         )
     return tensors
+
+
+def check_is_plain(settings: dict, path: Path) -> None:
+    """Raise InputError if adapter_config.json describes a variant of LoRA."""
+    unsupported = [
+        f"{key}={value}"
+        for key, value in settings.items()
+        if key not in HARMLESS and value and value != PLAIN.get(key)
+    ]
+    init = settings.get("init_lora_weights")
+    if init not in SUPPORTED_INITS:
+        unsupported.append(f"init_lora_weights={init}")
+    alpha = settings.get("lora_alpha")
+    if isinstance(alpha, float) and not alpha.is_integer():
+        unsupported.append(f"lora_alpha={alpha}")
+    if unsupported:
+        raise InputError(
+            f"model.lora.adapter_path={path}: {unsupported[0]} in adapter_config.json is not "
+            "supported"
+        )
 
 
 def write(
@@ -221,41 +318,40 @@ def write(
     directory: Path,
     is_part: bool = False,
 ) -> None:
-    """adapter_model.safetensors and adapter_config.json, as peft and vLLM load them. base: the frozen model's directory; is_part:
-    it has more than the model with the adapter, maybe layers of the same names."""
-    adapter = {PREFIX + name: x.cpu().contiguous() for name, x in adapter}
-    modules = {name.removeprefix(PREFIX).split(".lora_")[0] for name in adapter}
-    given = (
-        lora.target_modules
-    )  # as [layers.0.self_attn.q_proj], where q_proj alone would mean more
-    by_name = (
-        given == "all-linear"
-        or not isinstance(given, str)
-        and not any("." in name for name in given)
-    )
-    if by_name and not lora.exclude_modules and not is_part:
+    """Write adapter_model.safetensors and adapter_config.json, as peft and vLLM load them.
+
+    Args:
+        base: the directory of the frozen model.
+        is_part: `base` holds more than the model with the adapter, perhaps with layers of the same
+            names, such as a vision tower.
+    """
+    tensors = {PREFIX + name: tensor.cpu().contiguous() for name, tensor in adapter}
+    modules = {name.removeprefix(PREFIX).split(".lora_")[0] for name in tensors}
+    if selects_by_last_name(lora) and not is_part:
         modules = {name.rpartition(".")[2] for name in modules}
-    save_file(adapter, directory / "adapter_model.safetensors", metadata={"format": "pt"})
-    (directory / "adapter_config.json").write_text(
-        json.dumps(
-            {
-                **PLAIN,
-                "task_type": "CAUSAL_LM",
-                "base_model_name_or_path": str(Path(base).absolute()),
-                "r": lora.rank,
-                "lora_alpha": lora.alpha,
-                "lora_dropout": lora.dropout,
-                "target_modules": sorted(modules),
-                "inference_mode": True,
-            },
-            indent=2,
-        )
-        + "\n"
-    )
+    save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+    settings = {
+        **PLAIN,
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(Path(base).absolute()),
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "target_modules": sorted(modules),
+        "inference_mode": True,
+    }
+    text = json.dumps(settings, indent=2) + "\n"
+    (directory / "adapter_config.json").write_text(text)
 
 
-def merge(weight: Tensor, a: Tensor, b: Tensor, lora: DictConfig) -> Tensor:
-    """W + alpha / rank * B A, in fp32, in the dtype of W."""
-    return torch.addmm(weight.float(), b.float(), a.float(), alpha=lora.alpha / lora.rank).to(
-        weight.dtype
-    )
+def selects_by_last_name(lora: DictConfig) -> bool:
+    """Return whether all layers with the same last name, such as q_proj, have adapters.
+
+    Not so for a name such as layers.0.self_attn.q_proj, or with excluded modules.
+    """
+    if lora.exclude_modules:
+        return False
+    targets = lora.target_modules
+    if isinstance(targets, str):
+        return targets == "all-linear"
+    return not any("." in name for name in targets)

@@ -1,6 +1,7 @@
-"""Multi-token prediction (MTP): layers behind the last one that predict one token more each (DeepSeek-V3, 2024; MiMo, 2025).
+"""Multi-token prediction (MTP): layers after the last one that each predict one token further.
 
-transformers has no class for MiMo. It is a Qwen2 with such layers, whose weights are called model.mtp_layers.* in its files.
+See DeepSeek-V3 (2024) and MiMo (2025). They can be trained (model.mtp.enable_train), and can draft
+tokens in vLLM (model.mtp.enable_rollout).
 """
 
 from pathlib import Path
@@ -8,18 +9,17 @@ from pathlib import Path
 import torch
 from omegaconf import DictConfig
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
-from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RMSNorm
 
 from config import InputError, defaults
-from engines.model.weights import shapes_in_files
+from engines.model.mimo import MiMoLayer
+from engines.model.model_files import shapes_in_files
+from engines.model.quirks import NUM_MTP_LAYERS_KEYS
 
-FIELDS = (
-    "num_nextn_predict_layers",
-    "mtp_num_hidden_layers",
-)  # of config.json: the number of MTP layers
-# Keys of model.mtp that do nothing without another.
-NEEDS = {
+# model_type -> the class of MTP layers that model_engine=megatron can train.
+LAYERS = {"mimo": MiMoLayer}
+
+# A key of model.mtp -> the key that must be true for it to have an effect.
+REQUIRED_KEYS = {
     "enable_train": "enable",
     "enable_rollout": "enable",
     "detach_encoder": "enable_train",
@@ -27,53 +27,17 @@ NEEDS = {
 }
 
 
-class MiMoConfig(Qwen2Config):
-    model_type = "mimo"
-
-
-class MiMoForCausalLM(Qwen2ForCausalLM):
-    """Without its MTP layers, which transformers leaves out of every model."""
-
-    config_class = MiMoConfig
-    _keys_to_ignore_on_load_unexpected = [r"^model\.mtp_layers\."]
-
-
-class MiMoLayer(Qwen2DecoderLayer):
-    """The weights of an MTP layer, under their names in the files; it computes nothing."""
-
-    def __init__(self, hf_config):
-        super().__init__(hf_config, 0)
-        size = hf_config.hidden_size
-        for name in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
-            self.add_module(name, Qwen2RMSNorm(size, hf_config.rms_norm_eps))
-        self.input_proj = nn.Linear(2 * size, size, bias=False)
-
-
-AutoConfig.register("mimo", MiMoConfig)
-AutoModelForCausalLM.register(MiMoConfig, MiMoForCausalLM)
-LAYERS = {"mimo": MiMoLayer}  # by model_type: those that model_engine=megatron can train
-CONFIGURATION = '''"""For transformers, which has no class for this model's config.json."""
-
-from transformers import Qwen2Config
-
-
-class MiMoConfig(Qwen2Config):
-    model_type = "mimo"
-'''
-
-
 def num_layers(hf_config) -> int:
-    """How many MTP layers a model has."""
-    shapes = (hf_config, hf_config.get_text_config())
-    return max(getattr(shape, field, None) or 0 for shape in shapes for field in FIELDS)
+    """Return the number of a model's MTP layers."""
+    configs = (hf_config, hf_config.get_text_config())
+    return max(getattr(config, key, None) or 0 for config in configs for key in NUM_MTP_LAYERS_KEYS)
 
 
-def write_class(hf_config, directory: Path) -> None:
-    """Put the class of a configuration that transformers does not know beside its config.json, which is written after that. With
-    trust_remote_code=True others can read it then."""
-    if hf_config.model_type in LAYERS and not getattr(hf_config, "auto_map", None):
-        hf_config.auto_map = {"AutoConfig": "configuration_mimo.MiMoConfig"}
-        (directory / "configuration_mimo.py").write_text(CONFIGURATION)
+def layers(hf_config) -> nn.ModuleList:
+    """Build the MTP layers of a model on the meta device."""
+    layer_class = LAYERS[hf_config.model_type]
+    with torch.device("meta"):
+        return nn.ModuleList(layer_class(hf_config) for _ in range(num_layers(hf_config)))
 
 
 def is_trained(config: DictConfig) -> bool:
@@ -81,64 +45,83 @@ def is_trained(config: DictConfig) -> bool:
 
 
 def drafter(config: DictConfig) -> str | None:
-    """Who drafts tokens in vLLM: mtp, ngram, suffix, or None."""
+    """Return what drafts tokens in vLLM: "mtp", "ngram", "suffix", or None."""
     return "mtp" if config.model.mtp.enable_rollout else config.rollout.speculative
 
 
 def num_drafted(config: DictConfig) -> int:
-    """The most tokens that are drafted at once; 0 without a drafter."""
-    return {"mtp": config.model.mtp.num_speculative_tokens, None: 0}.get(
-        drafter(config), config.rollout.num_speculative_tokens
-    )
+    """Return the most tokens that are drafted at once; 0 without a drafter."""
+    method = drafter(config)
+    if method is None:
+        return 0
+    if method == "mtp":
+        return config.model.mtp.num_speculative_tokens
+    return config.rollout.num_speculative_tokens
 
 
-def layers(hf_config) -> nn.ModuleList:
-    """The MTP layers of a model, on the meta device."""
-    with torch.device("meta"):
-        return nn.ModuleList(
-            LAYERS[hf_config.model_type](hf_config) for _ in range(num_layers(hf_config))
-        )
+def check_config(config: DictConfig, hf_config) -> None:
+    """Raise InputError for settings of model.mtp that have no effect or cannot work."""
+    check_required_keys(config.model.mtp)
+    if config.model.mtp.enable:
+        check_has_layers(hf_config, config.model.path)
+    if is_trained(config):
+        check_trainable(config, hf_config)
 
 
-def check(config: DictConfig, hf_config) -> None:
-    """Raise InputError for MTP layers that are asked for, and cannot be trained or used."""
-    mtp, path, default = config.model.mtp, config.model.path, defaults("model.mtp")
-    for key, needs in NEEDS.items():
-        if mtp.get(key, default[key]) != default[key] and not mtp[needs]:
+def check_required_keys(mtp: DictConfig) -> None:
+    """Raise InputError for a key that has no effect without another one."""
+    default = defaults("model.mtp")
+    for key, required in REQUIRED_KEYS.items():
+        is_set = mtp.get(key, default[key]) != default[key]
+        if is_set and not mtp[required]:
             raise InputError(
-                f"model.mtp.{key}={mtp[key]} does nothing with model.mtp.{needs}=false: set model.mtp.{needs}=true"
+                f"model.mtp.{key}={mtp[key]} does nothing with model.mtp.{required}=false: set "
+                f"model.mtp.{required}=true"
             )
-    if mtp.enable and not num_layers(hf_config):
-        said = " and ".join(f"{field}={getattr(hf_config, field, None)}" for field in FIELDS)
+
+
+def check_has_layers(hf_config, path: str) -> None:
+    """Raise InputError unless the model has MTP layers, and their weights if we know the names."""
+    number = num_layers(hf_config)
+    if not number:
+        settings = [f"{key}={getattr(hf_config, key, None)}" for key in NUM_MTP_LAYERS_KEYS]
         raise InputError(
-            f"model.mtp.enable=true, but model.path={path} has no MTP layers: its config.json says {said}"
-        )
-    if mtp.enable and hf_config.model_type in LAYERS:
-        wanted = {f"model.mtp_layers.{name}" for name in layers(hf_config).state_dict()}
-        if lost := sorted(wanted - shapes_in_files(Path(path)).keys()):
-            raise InputError(
-                f"model.mtp.enable=true, but the files of model.path={path} lack {len(lost)} of the {len(wanted)} "
-                f"weights of its {num_layers(hf_config)} MTP layers, such as {lost[0]}"
-            )
-    if not is_trained(config):
-        return
-    if config.model_engine != "megatron":
-        raise InputError(
-            f"model.mtp.enable_train=true needs model_engine=megatron: transformers has no MTP layers for "
-            f"model_type={hf_config.model_type}"
+            f"model.mtp.enable=true, but model.path={path} has no MTP layers: its config.json has "
+            f"{' and '.join(settings)}"
         )
     if hf_config.model_type not in LAYERS:
+        return
+    expected = {f"model.mtp_layers.{name}" for name in layers(hf_config).state_dict()}
+    missing = sorted(expected - shapes_in_files(Path(path)).keys())
+    if missing:
         raise InputError(
-            f"model.mtp.enable_train=true: model_engine=megatron has no MTP layers for model_type="
-            f"{hf_config.model_type}, only for {', '.join(LAYERS)}"
+            f"model.mtp.enable=true, but the files of model.path={path} lack {len(missing)} of the "
+            f"{len(expected)} weights of its {number} MTP layers, such as {missing[0]}"
+        )
+
+
+def check_trainable(config: DictConfig, hf_config) -> None:
+    """Raise InputError for MTP layers that cannot be trained."""
+    model_type = hf_config.model_type
+    if config.model_engine != "megatron":
+        raise InputError(
+            "model.mtp.enable_train=true needs model_engine=megatron: transformers has no MTP "
+            f"layers for model_type={model_type}"
+        )
+    if model_type not in LAYERS:
+        raise InputError(
+            "model.mtp.enable_train=true: model_engine=megatron has no MTP layers for "
+            f"model_type={model_type}, only for {', '.join(LAYERS)}"
         )
     if getattr(hf_config, "sliding_window", None):
         raise InputError(
-            f"model.mtp.enable_train=true: sliding_window={hf_config.sliding_window} in config.json is not "
-            "supported: it does not say whether MTP layers have it"
+            f"model.mtp.enable_train=true: sliding_window={hf_config.sliding_window} in "
+            "config.json is not supported: it does not tell whether MTP layers have the window"
         )
-    if config.model.lora.rank:
+    rank = config.model.lora.rank
+    if rank:
         raise InputError(
-            f"model.mtp.enable_train=true trains whole layers, model.lora.rank={config.model.lora.rank} adapters "
-            "alone: set model.mtp.enable_train=false, or model.lora.rank=0"
+            "model.mtp.enable_train=true trains whole layers, but with model.lora.rank="
+            f"{rank} only adapters are trained: set model.mtp.enable_train=false, or "
+            "model.lora.rank=0"
         )

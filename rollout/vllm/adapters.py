@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from config import InputError
 from engines.fsdp.sharding import is_replicated
 from engines.model import lora
-from engines.model.experts import stacks
-from engines.model.hf import build_on_meta, read_hf_config, text_name
+from engines.model.experts import expert_weights
+from engines.model.hf import build_on_meta, read_hf_config
+from engines.model.names import text_name
 from rollout.vllm.copies import CopyRecorder
 
 ADAPTER_ID = 1  # vLLM's ids begin here; 0 stands for no adapter
@@ -43,7 +44,7 @@ def sharing_obstacle(config: DictConfig, world_size: int) -> str | None:
     tp_size = config.rollout.tensor_parallel_size
     if tp_size > 1:
         return f"rollout.tensor_parallel_size={tp_size} divides vLLM's weights"
-    if stacks(model_on_meta(config)):
+    if expert_weights(model_on_meta(config)):
         return "vLLM keeps experts in another layout"
     if not is_replicated(config, world_size):
         return (

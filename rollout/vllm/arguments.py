@@ -8,8 +8,9 @@ from transformers import AutoModelForCausalLM
 
 from engines.memory import CPU_KV_CACHE_GIB, max_num_seqs
 from engines.model import mtp
-from engines.model.experts import num_chosen
-from engines.model.hf import RECURRENT, read_hf_config
+from engines.model.experts import experts_per_token
+from engines.model.hf import read_hf_config
+from engines.model.quirks import RECURRENT_LAYER_TYPES
 from engines.parallel.device import capacity
 from rollout.vllm import adapters, image_prompts, speculation
 from rollout.vllm.sampling import NUM_TIES
@@ -195,11 +196,11 @@ def graph_arguments(config: DictConfig, host: Host, num_seqs: int) -> dict:
 def architecture_limits(text_config, host: Host) -> dict:
     """Return the arguments that avoid what vLLM does wrongly for some architectures."""
     arguments = {}
-    if num_chosen(text_config) and not host.is_cpu:
+    if experts_per_token(text_config) and not host.is_cpu:
         # Other backends keep experts in another layout, in which weights cannot be updated.
         arguments["moe_backend"] = "triton"
     layer_types = getattr(text_config, "layer_types", None) or ()
-    if RECURRENT & set(layer_types):
+    if RECURRENT_LAYER_TYPES & set(layer_types):
         # The states of recurrent layers are cached only where prompts are cut into chunks.
         arguments["enable_prefix_caching"] = False
     return arguments

@@ -3,7 +3,8 @@
 from omegaconf import DictConfig
 
 from config import InputError
-from engines.model.hf import layer_configs, read_hf_config
+from engines.model.hf import read_hf_config
+from engines.model.shape import layer_configs
 from rollout.vllm import adapters, image_prompts, speculation
 from rollout.vllm.arguments import model_arguments
 from rollout.vllm.startup import quiet_vllm

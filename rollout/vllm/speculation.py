@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from config import InputError
 from engines.model import mtp
-from engines.model.hf import RECURRENT, read_hf_config
+from engines.model.hf import read_hf_config
+from engines.model.quirks import RECURRENT_LAYER_TYPES
 from rollout.vllm.versions import SUPPORTED, SUPPORTED_NAMES
 
 # ngram proposes what has followed the last 2 to 4 tokens where they occurred before.
@@ -55,7 +56,7 @@ def check_drafter(config: DictConfig) -> None:
     check_drafted_sampling(config, key)
     hf_config = read_hf_config(config.model.path)
     layer_types = getattr(hf_config.get_text_config(), "layer_types", None) or ()
-    if RECURRENT & set(layer_types):
+    if RECURRENT_LAYER_TYPES & set(layer_types):
         raise InputError(
             f"{key} is not supported for recurrent layers, whose states cannot forget rejected "
             "drafts"

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 
 from engines.model import mtp
-from engines.model.experts import num_chosen
+from engines.model.experts import experts_per_token
 from engines.model.hf import read_hf_config
 from rollout.vllm import cpu, speculation
 from rollout.vllm.arguments import Host, is_eager
@@ -63,7 +63,7 @@ def choose_model_runner(config: DictConfig, host: Host) -> None:
         return
     needs_v1_runner = mtp.drafter(config) in ("ngram", "suffix")
     text_config = read_hf_config(config.model.path).get_text_config()
-    if num_chosen(text_config) and not needs_v1_runner:
+    if experts_per_token(text_config) and not needs_v1_runner:
         os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
 
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch
 
-from engines.model.hf import build_on_meta, read_hf_config, text_name
-from engines.model.weights import model_names
+from engines.model.hf import build_on_meta, read_hf_config
+from engines.model.names import model_names, text_name
 from rollout.vllm.arguments import standalone_text_class
 
 

@@ -36,7 +36,7 @@ from engines.fsdp.engine import FSDPEngine
 from engines.fsdp.recurrence import Bounds
 from engines.heads import Head
 from engines.model import guard
-from engines.model.weights import fingerprint
+from engines.model.model_files import fingerprint
 from engines.optimizer import ShardedMuon
 from engines.parallel import device, offload
 from job import progress as job
@@ -527,7 +527,7 @@ def guarded(folder: Path, this_device: torch.device) -> dict:
 
     engine = build(folder / "llama", this_device, RECOMPUTE, lora=True)
     before = traces(engine)
-    told["found"] = guard.check(engine)
+    told["found"] = guard.check_isolation(engine)
     told["same"] = gather(before == traces(engine))
     with redirect_stdout(io.StringIO()) as said:
         build(folder / "deaf", this_device)

@@ -29,18 +29,12 @@ from engines.fsdp.transforms import build_model
 from engines.heads import Head
 from engines.memory import GIB, checkpoint_bytes, estimates, max_num_seqs
 from engines.model import experts, lora
-from engines.model.hf import (
-    attention_widths,
-    auto_class,
-    build_on_meta,
-    check_rope,
-    count_flops,
-    head_dim,
-    logit_constants,
-    read_hf_config,
-    whole_modules,
-)
-from engines.model.weights import weight_files
+from engines.model.flops import count_flops
+from engines.model.hf import auto_class, build_on_meta, read_hf_config, whole_modules
+from engines.model.lengths import check_rope
+from engines.model.logits import logit_constants
+from engines.model.model_files import weight_files
+from engines.model.shape import attention_widths, head_dim
 from engines.optimizer import OPTIMIZERS
 from engines.parallel import offload
 from tests import families
@@ -438,7 +432,7 @@ def test_flops_and_memory_of_frozen_parameters(folder):
         (
             "llama",
             ["[norm]", "model.lora.rank=4"],
-            "does nothing with model.lora.rank=4, whose adapters alone are trained",
+            "does nothing with model.lora.rank=4, which trains only adapters",
         ),
         (
             "qwen2_tied",
@@ -1342,7 +1336,7 @@ def test_configurations_without_a_longest_length_or_one_head_dim():
     "name, message",
     [
         ("no_files", "lacks model.safetensors"),
-        ("missing_weight", "lacks 1 weights of LlamaForCausalLM, model.norm.weight among them"),
+        ("missing_weight", "lacks 1 weights of LlamaForCausalLM, such as model.norm.weight"),
         ("wrong_shape", "lm_head.weight has shape [96, 32] in the file, [97, 32] by config.json"),
     ],
 )
@@ -1818,7 +1812,7 @@ LONGROPE = dict(
                 **LATENT,
             ),
             [],
-            "config.json does not say how many experts a token goes to (num_experts_per_tok)",
+            "config.json has none (num_experts_per_tok)",
         ),
         (
             dict(model_type="hrm_text"),
@@ -1857,7 +1851,7 @@ def test_values_of_config_json_that_transformers_does_not_know(tmp_path, changes
         FSDPEngine.check(config(tmp_path, f"model.path={tmp_path}"), 1)
     assert (
         str(error.value)
-        == f"model.path={tmp_path}: transformers cannot build what config.json says: {message}"
+        == f"model.path={tmp_path}: transformers cannot build the model that config.json describes: {message}"
     )
 
 

@@ -23,12 +23,13 @@ from config import InputError, load
 from engines import schedule
 from engines.checkpoint.export import export_checkpoint
 from engines.fsdp.engine import FSDPEngine
-from engines.megatron.engine import MegatronEngine
 from engines.megatron.distributed_optimizer import ddp_config
+from engines.megatron.engine import MegatronEngine
 from engines.megatron.mapping import Mapping
 from engines.memory import checkpoint_bytes, estimate_megatron
 from engines.model import lora
-from engines.model.hf import build_on_meta, count_flops, read_hf_config
+from engines.model.flops import count_flops
+from engines.model.hf import build_on_meta, read_hf_config
 from job.progress import Progress
 from job.resume import find_resume
 from tests.engines.megatron_worker import (
@@ -864,7 +865,7 @@ def test_offline_export(launches, folder, tmp_path, name):
     "name, message",
     [
         ("no_files", "lacks model.safetensors"),
-        ("missing_weight", "lacks 1 weights of LlamaForCausalLM, model.norm.weight among them"),
+        ("missing_weight", "lacks 1 weights of LlamaForCausalLM, such as model.norm.weight"),
         ("wrong_shape", "lm_head.weight has shape [96, 32] in the file, [97, 32] by config.json"),
     ],
 )
@@ -1221,7 +1222,7 @@ def test_files_that_config_json_does_not_fit(folder, tmp_path):
         ):
             check(kind, name)
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(InputError, match="model.safetensors is damaged, or not whole"):
+    with pytest.raises(InputError, match="model.safetensors is damaged or incomplete"):
         check()
     shape = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(shape | {"head_dim": 7}))

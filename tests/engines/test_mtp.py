@@ -19,7 +19,8 @@ from engines.build import engine_class
 from engines.checkpoint.export import export_checkpoint
 from engines.memory import checkpoint_bytes, estimate_megatron
 from engines.model import mtp
-from engines.model.hf import build_on_meta, count_flops, read_hf_config
+from engines.model.flops import count_flops
+from engines.model.hf import build_on_meta, read_hf_config
 from examples.arithmetic import make_rows, make_tokenizer
 from job.models import report_unused_mtp
 from tests.engines.megatron_worker import BF16, TOTAL_STEPS, keys
@@ -343,7 +344,7 @@ def test_round_trip_and_resume_on_another_layout(results, folder, tmp_path):
         (
             "mimo",
             "enable=true enable_train=true model.lora.rank=4",
-            "model.lora.rank=4 adapters alone",
+            "with model.lora.rank=4 only adapters are trained",
         ),
         ("mimo", "enable=true enable_train=true engine.bridge=mbridge", "has no mimo models"),
         (

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 
 from config import InputError, load
 from engines.check import in_vllm
-from engines.model.weights import model_names
+from engines.model.names import model_names
 from examples.arithmetic import make_tokenizer
 from rollout.vllm.arguments import MAX_PREFILL_TOKENS
 from rollout.vllm.image_prompts import image_arguments

@@ -1,0 +1,71 @@
+"""How a model turns its last hidden states into logits."""
+
+from operator import itemgetter
+
+import torch
+from torch import Tensor, nn
+
+from config import InputError
+
+# A hidden state in the linear range of any soft cap, and one that reaches the cap.
+SMALL = 2.0**-10
+HUGE = 2.0**60
+
+
+def logit_constants(hf: nn.Module) -> tuple[float, float | None]:
+    """Return (scale, soft cap), with which the engines compute a model's logits.
+
+    The logits are z = scale * hidden @ weight.T or, with a soft cap c, c * tanh(z / c). The
+    constants are read off the model's own forward pass on known hidden states, with the output
+    matrix replaced by the identity.
+
+    Raises:
+        InputError: if the model computes its logits in another way.
+    """
+    samples = [SMALL, HUGE, *torch.linspace(-100, 100, 41)]
+    hidden = torch.tensor(samples).view(1, 1, -1)
+    logits = logits_of_hidden_states(hf, hidden)
+    if logits is None or logits.is_meta:
+        raise InputError(
+            f"{type(hf).__name__} does not take its hidden states from its base model, which is "
+            "not supported"
+        )
+    scale = logits[0, 0, 0].item() / SMALL
+    largest = logits[0, 0, 1].item()
+    if largest == scale * HUGE:
+        softcap = None
+        expected = scale * hidden
+    else:
+        softcap = largest
+        expected = softcap * torch.tanh(scale * hidden / softcap)
+    if not torch.allclose(logits.float(), expected, rtol=1e-5):
+        raise InputError(f"{type(hf).__name__} computes its logits in a way that is not supported")
+    return scale, softcap
+
+
+def logits_of_hidden_states(hf: nn.Module, hidden: Tensor) -> Tensor | None:
+    """Return the logits that a model with an identity as output matrix makes of hidden states.
+
+    None if its forward pass fails.
+    """
+    base = hf.base_model
+    output_matrix = hf.get_output_embeddings()
+    base.forward = lambda *_, **__: BaseModelOutput([hidden])
+    output_matrix.forward = lambda x: x
+    try:
+        input_ids = torch.zeros(1, 1, dtype=torch.int64, device="meta")
+        return hf(input_ids=input_ids).logits
+    except Exception:  # a model that is not made for this may raise anything
+        return None
+    finally:
+        del base.forward
+        del output_matrix.forward
+
+
+class BaseModelOutput(tuple):
+    """What a base model returns: hidden states, and None for any other attribute."""
+
+    last_hidden_state = property(itemgetter(0))
+
+    def __getattr__(self, name: str) -> None:
+        return None

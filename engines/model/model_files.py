@@ -1,0 +1,75 @@
+"""The safetensors files of a model directory."""
+
+import json
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from common.checksum import checksum
+from config import InputError
+
+
+def weight_files(path: Path) -> list[Path]:
+    """Return the files that the index names or, without an index, model.safetensors.
+
+    Other files beside them may be variants of the same weights.
+
+    Raises:
+        InputError: if a file is missing, or its name leads out of the directory. (A link in the
+            directory may lead elsewhere, as in the hub's cache.)
+    """
+    index = path / "model.safetensors.index.json"
+    if index.exists():
+        names = set(json.loads(index.read_text())["weight_map"].values())
+    else:
+        names = {"model.safetensors"}
+    for name in names:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise InputError(f"{index} names {name}, which is not in the model's directory")
+    files = sorted(path / name for name in names)
+    for file in files:
+        if not file.exists():
+            raise InputError(f"model.path={path} lacks {file.name}")
+    return files
+
+
+def shapes_in_files(path: Path) -> dict[str, list[int]]:
+    """Return the shape of every tensor in the files by name; reads only their headers.
+
+    Raises:
+        InputError: if a file is damaged.
+    """
+    shapes = {}
+    for file in weight_files(path):
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():
+                    shapes[name] = tensors.get_slice(name).get_shape()
+        except SafetensorError as error:
+            raise InputError(f"{file} is damaged or incomplete: {error}") from None
+    return shapes
+
+
+def ignored_weights(path: Path, names: dict[str, str | None]) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name in the files, tensor) of what the files hold and the model lacks.
+
+    Args:
+        names: as from model_names() in names.py.
+    """
+    for file in weight_files(path):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():
+                if names[name] is None:
+                    yield name, tensors.get_tensor(name)
+
+
+def fingerprint(path: Path) -> str:
+    """Return a CRC-32 of a model's configuration and weights."""
+    files = [path / "config.json", *weight_files(path)]
+    with ThreadPoolExecutor() as pool:
+        checksums = " ".join(pool.map(checksum, files))
+    return f"{zlib.crc32(checksums.encode()):08x}"

@@ -1,0 +1,146 @@
+"""The guard's two comparisons, with layers and an engine that fit on a page."""
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+
+from config import InputError
+from data.batching.packing import Batch
+from engines.heads import LogProbHead
+from engines.model import guard
+
+VOCABULARY = 97
+WIDTH = 8
+
+
+class RunningMean(nn.Module):
+    """A layer in which every token sees the ones before it in its row."""
+
+    def __init__(self, leaks: bool):
+        super().__init__()
+        self.leaks = leaks
+
+    def forward(self, hidden: Tensor, starts: list[int]) -> Tensor:
+        """hidden [T, WIDTH]; starts: where sequences begin, which a leaking layer ignores."""
+        borders = [0] if self.leaks else starts
+        sequences = hidden.tensor_split(borders[1:])
+        return hidden + torch.cat([self.mean(sequence) for sequence in sequences])
+
+    def mean(self, sequence: Tensor) -> Tensor:
+        counts = torch.arange(1, len(sequence) + 1)[:, None]
+        return sequence.cumsum(0) / counts
+
+
+class StubEngine:
+    """An engine of one rank that packs sequences."""
+
+    dp_size = 1
+    cp_groups = {1: None}
+    compute_dtype = torch.float32
+    device = torch.device("cpu")
+    reader = None
+
+    def __init__(self, leaking_layer: int | None, num_layers: int = 4):
+        torch.manual_seed(0)
+        self.embedding = torch.randn(VOCABULARY, WIDTH)
+        self.stack = [RunningMean(leaks=number == leaking_layer) for number in range(num_layers)]
+        self.head = LogProbHead(1.0, 16, False, VOCABULARY)
+        text_config = SimpleNamespace(num_hidden_layers=num_layers, to_dict=dict)
+        self.hf_config = SimpleNamespace(vocab_size=VOCABULARY, get_text_config=lambda: text_config)
+        engine = {"context_parallel_size": 1, "use_remove_padding": True}
+        self.config = OmegaConf.create(
+            {"model": {"path": "stub"}, "model_engine": "fsdp", "engine": engine}
+        )
+
+    def layers(self) -> list[list[tuple[int, nn.Module]]]:
+        return [list(enumerate(self.stack))]
+
+    def modules(self) -> list[nn.Module]:
+        return self.stack
+
+    def offload(self) -> None:
+        pass
+
+    @contextmanager
+    def padded(self):
+        yield
+
+    def outputs(self, input_ids: Tensor, starts: list[int]) -> Tensor:
+        hidden = self.embedding[input_ids]
+        for layer in self.stack:
+            hidden = layer(hidden, starts)
+        outputs = torch.zeros(3, len(input_ids))
+        outputs[:2] = hidden[:, :2].T
+        return outputs
+
+    def ask(self, batch: Batch, micro_batches: list) -> Tensor:
+        return self.outputs(batch.input_ids, batch.cu_seqlens[:-1].tolist())
+
+    def one_at_a_time(self, batch: Batch) -> Tensor:
+        sequences = batch.input_ids.split(batch.lengths)
+        return torch.cat([self.outputs(sequence, [0]) for sequence in sequences], dim=1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_layers_that_keep_sequences_apart_pass():
+    difference, bound = guard.check_isolation(StubEngine(leaking_layer=None))
+    assert difference <= bound
+    assert bound == pytest.approx(guard.MIN_BOUND)
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_the_first_leaking_layer_is_named(number):
+    with pytest.raises(InputError, match=f"differ, first in layer {number} of 0 to 3"):
+        guard.check_isolation(StubEngine(leaking_layer=number))
+
+
+def test_hooks_are_removed_after_an_error():
+    engine = StubEngine(leaking_layer=1)
+    with pytest.raises(InputError):
+        guard.check_isolation(engine)
+    for layer in engine.stack:
+        assert not layer._forward_hooks
+        assert not layer._forward_pre_hooks
+
+
+def test_a_model_that_sees_no_earlier_token_is_reported(capsys):
+    engine = StubEngine(leaking_layer=None, num_layers=1)
+    engine.stack[0].forward = lambda hidden, starts: hidden
+    guard.check_isolation(engine)
+    assert "nobody can see whether it keeps sequences apart" in capsys.readouterr().out
+
+
+def test_infinite_outputs_are_an_error():
+    engine = StubEngine(leaking_layer=None)
+    engine.embedding[:] = torch.inf
+    with pytest.raises(InputError, match="not finite"):
+        guard.check_isolation(engine)
+
+
+def test_independent_layers_read_the_first_input():
+    """Layers that each double their input make 1 + 1 + 1 of 1, not 8."""
+    engine = StubEngine(leaking_layer=None, num_layers=2)
+    for layer in engine.stack:
+        layer.forward = lambda hidden, starts: 2 * hidden
+
+    def run() -> Tensor:
+        hidden = torch.ones(1, WIDTH)
+        for layer in engine.stack:
+            hidden = layer(hidden, [0])
+        return hidden
+
+    with guard.changed_layers(engine, guard.keep_output, independent=True):
+        assert torch.equal(run(), torch.full((1, WIDTH), 3.0))
+    with guard.changed_layers(engine, guard.keep_output, independent=False):
+        assert torch.equal(run(), torch.full((1, WIDTH), 4.0))

@@ -1,0 +1,190 @@
+"""Names, files and loading of a model's weights, in one process without an engine."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from config import InputError
+from engines.heads import Head
+from engines.model.experts import expert_weights, experts_per_token
+from engines.model.hf import build_on_meta, read_hf_config
+from engines.model.model_files import fingerprint, ignored_weights, shapes_in_files
+from engines.model.names import in_files, model_names, stacked, stored_tensors
+from engines.model.shape import stages_of_layers
+from engines.model.weights import Placement, check_files, copy_rows, load_weights
+from tests.support.models import make_model
+
+CPU = torch.device("cpu")
+FAMILIES = ("qwen2_tied", "apertus", "qwen3_moe", "mixtral", "gemma3 with images")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    """Return a directory with a model of each of FAMILIES."""
+    folder = tmp_path_factory.mktemp("models")
+    for family in FAMILIES:
+        make_model(folder / family, family)
+    return folder
+
+
+def on_meta(path: Path, head: Head = Head.LOG_PROBS) -> nn.Module:
+    return build_on_meta(read_hf_config(path), torch.float32, head)
+
+
+def loaded(path: Path, **options) -> nn.Module:
+    hf = on_meta(path, options.get("head", Head.LOG_PROBS))
+    placement = Placement(CPU, CPU, torch.float32)
+    load_weights(hf, path, model_names(hf, path), placement, **options)
+    return hf
+
+
+def change_file(path: Path, changes: dict[str, torch.Tensor]) -> None:
+    """Replace or add tensors in model.safetensors."""
+    weights = load_file(path / "model.safetensors")
+    save_file(weights | changes, path / "model.safetensors", metadata={"format": "pt"})
+
+
+# -- loading ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES[:4])
+def test_loaded_weights_and_buffers_are_those_of_transformers(models, family):
+    path = models / family
+    expected = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    hf = loaded(path)
+
+    tensors = dict(hf.state_dict())
+    assert tensors.keys() == expected.state_dict().keys()
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(tensors[name], tensor), name
+    # Those that are in no file, such as rotary frequencies.
+    buffers = dict(hf.named_buffers())
+    for name, buffer in expected.named_buffers():
+        assert torch.equal(buffers[name], buffer), name
+
+
+def test_a_new_value_head_is_zero(models):
+    hf = loaded(models / "qwen3_moe", head=Head.VALUES)
+    assert hf.get_output_embeddings().weight.shape == (1, 32)
+    assert not hf.get_output_embeddings().weight.any()
+
+
+def test_shared_weights_are_filled_in_place(models):
+    name = "model.layers.0.self_attn.q_proj.weight"
+    path = models / "qwen2_tied"
+    shared = torch.zeros(shapes_in_files(path)[name])
+    hf = loaded(path, shared_weights={name: shared})
+
+    assert dict(hf.named_parameters())[name].data_ptr() == shared.data_ptr()
+    assert torch.equal(shared, load_file(path / "model.safetensors")[name])
+
+
+def test_copy_rows_of_a_part_of_a_stack():
+    stack = nn.Parameter(torch.zeros(2, 3, 4))
+    source = torch.arange(8.0).view(2, 4)
+    with torch.no_grad():
+        # The last row of the first matrix, and the first row of the second one.
+        copy_rows(stack, source, range(2, 4))
+
+    assert torch.equal(stack[0, 2], source[0])
+    assert torch.equal(stack[1, 0], source[1])
+    assert stack.count_nonzero() == 7
+
+
+# -- names -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_leave_as_the_files_have_them(models, family):
+    path = models / family
+    hf = loaded(path)
+    names = model_names(hf, path)
+    file_names = {name: file_name for file_name, name in names.items() if name}
+    stacks = {name: parts for name, parts in stacked(hf).items() if name not in file_names}
+
+    written = dict(in_files(stored_tensors(hf), stacks))
+    written = {file_names.get(name, name): tensor for name, tensor in written.items()}
+    written |= dict(ignored_weights(path, names))
+
+    in_file = load_file(path / "model.safetensors")
+    assert written.keys() == in_file.keys()
+    for name, tensor in in_file.items():
+        assert torch.equal(written[name], tensor), name
+
+
+def test_a_vision_tower_is_no_part_of_the_model(models):
+    path = models / "gemma3 with images"
+    names = model_names(on_meta(path), path)
+    ignored = {file_name for file_name, name in names.items() if name is None}
+    assert any("vision_tower" in name for name in ignored)
+    assert not any("language_model" in name for name in ignored)
+
+
+# -- checks of the files ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def changed(models, tmp_path) -> Path:
+    """Return a copy of a tied model, to be changed by a test."""
+    return shutil.copytree(models / "qwen2_tied", tmp_path / "changed")
+
+
+def test_files_may_hold_a_tied_matrix_twice(changed):
+    embedding = load_file(changed / "model.safetensors")["model.embed_tokens.weight"]
+    change_file(changed, {"lm_head.weight": embedding.clone()})
+    check_files(on_meta(changed), changed, Head.LOG_PROBS)
+
+
+def test_tied_matrices_with_different_values_are_rejected(changed):
+    embedding = load_file(changed / "model.safetensors")["model.embed_tokens.weight"]
+    embedding[-1, -1] += 1
+    change_file(changed, {"lm_head.weight": embedding.clone()})
+    with pytest.raises(InputError, match="different values, but config.json ties them"):
+        check_files(on_meta(changed), changed, Head.LOG_PROBS)
+
+
+def test_unknown_weights_are_rejected(changed):
+    change_file(changed, {"model.extra.weight": torch.zeros(2)})
+    with pytest.raises(InputError, match="1 weights that Qwen2ForCausalLM does not have"):
+        check_files(on_meta(changed), changed, Head.LOG_PROBS)
+
+
+def test_a_damaged_file_is_rejected(changed):
+    file = changed / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(InputError, match="model.safetensors is damaged or incomplete"):
+        shapes_in_files(changed)
+
+
+def test_the_fingerprint_depends_on_weights_and_configuration(changed):
+    before = fingerprint(changed)
+    assert fingerprint(changed) == before
+
+    change_file(changed, {"model.norm.weight": torch.zeros(32)})
+    with_other_weights = fingerprint(changed)
+    assert with_other_weights != before
+
+    config_file = changed / "config.json"
+    config_file.write_text(config_file.read_text() + " ")
+    assert fingerprint(changed) not in (before, with_other_weights)
+
+
+# -- shapes ----------------------------------------------------------------------------------------
+
+
+def test_experts_are_found_by_their_stacks(models):
+    hf = on_meta(models / "mixtral")
+    num_layers = 4
+    assert len(expert_weights(hf)) == 2 * num_layers
+    assert experts_per_token(hf.config) == 3
+    assert experts_per_token(read_hf_config(models / "apertus")) == 0
+
+
+def test_the_first_stages_have_one_layer_more():
+    assert stages_of_layers(5, 2) == [3, 2]
+    assert stages_of_layers(8, 4) == [2, 2, 2, 2]
