@@ -25,9 +25,9 @@ from rl.functions import FUNCTIONS, find_function
 from rl.losses import ActorLoss
 from rl.settings import check_settings
 from rollout.grading.grader import Grader
-from tests.rl.test_ppo import make_samples, on_responses, whole
 from tests.support.launch import ROOT, launch, metrics
 from tests.support.models import make_model
+from tests.support.samples import make_samples, on_responses, whole
 from tests.support.training import make_batch, make_loss, make_tokenizer
 
 TEXT = (ROOT / "docs" / "forking.md").read_text()
@@ -104,11 +104,9 @@ def test_add_an_advantage(fork):
     fields = samples.batch.fields
     assert on_responses(samples, fields["advantages"]) == [-0.5, 1.5, 1.5, 0, 0, 0, 0, 0]
     assert on_responses(samples, fields["returns"]) == [1, 5, 5, 2, 2, 2, 7, 7]
-    assert (
-        metrics["critic/advantages/max"] == 1.5
-        and "group" not in fields
-        and list(models.role_configs(config)) == ["actor"]
-    )
+    assert metrics["critic/advantages/max"] == 1.5
+    assert "group" not in fields
+    assert list(models.role_configs(config)) == ["actor"]
 
 
 def test_add_a_policy_loss(fork):
@@ -120,13 +118,15 @@ def test_add_a_policy_loss(fork):
     assert gradient == pytest.approx(
         [-a * 2 * 2 * gate * (1 - gate) * r / 2 for a, gate, r in zip(advantages, gates, ratios)]
     )
-    assert metrics["gate"] == pytest.approx(sum(gates) / 2) and "pg_clipfrac" not in metrics
+    assert metrics["gate"] == pytest.approx(sum(gates) / 2)
+    assert "pg_clipfrac" not in metrics
 
 
 def test_distil_a_teacher(fork):
     config = fork("Distil a teacher")
     roles = models.role_configs(config)
-    assert roles["reference"].model.path == "Qwen/Qwen2.5-32B-Instruct" and set(roles) == {
+    assert roles["reference"].model.path == "Qwen/Qwen2.5-32B-Instruct"
+    assert set(roles) == {
         "actor",
         "reference",
     }
@@ -144,7 +144,8 @@ def test_add_a_metric(fork):
     plain = loss_of(
         fork("Add a metric", "algorithm.clip_ratio_high=0.1", "algorithm.loss_mode=ppo"), **fields
     )
-    assert metrics.pop("surprise") == 1 and (loss, metrics, gradient) == plain
+    assert metrics.pop("surprise") == 1
+    assert (loss, metrics, gradient) == plain
 
 
 @pytest.fixture(scope="module")
@@ -221,7 +222,8 @@ def test_another_optimizer(fork, this_device, tmp_path):
         rate,
         rate,
         rate / 4,
-    ] and len(engine.optimizers) == 3
+    ]
+    assert len(engine.optimizers) == 3
     (tmp_path / "wrong.py").write_text("def wrong(**_): pass\n")
     with pytest.raises(
         InputError, match="optim.name=wrong.py:wrong must return a torch.optim.Optimizer"
@@ -300,9 +302,8 @@ def test_the_arguments_are_those_that_the_text_names():
         assert set(FUNCTIONS[key].vocabulary) == set(named)
     keys = re.findall(r"`((?:algorithm|optim|reward)\.\w+)`", TEXT)
     config = load("ppo.yaml", ["model.path=unused", "data.train_files=unused"])
-    assert len(set(keys)) > 10 and all(
-        key.partition(".")[2] in config[key.partition(".")[0]] for key in keys
-    )
+    assert len(set(keys)) > 10
+    assert all(key.partition(".")[2] in config[key.partition(".")[0]] for key in keys)
 
 
 # -- what a function names ---------------------------------------------------------------------------------------------
@@ -445,9 +446,8 @@ def test_discounts_kwargs_and_weights_reach_them(named):
         "kl_loss_coef=0.5",
     )
     loss, metrics, _ = loss_of(config, advantages=[1.0, -2.0], ref_log_probs=[-1.0, -1.0])
-    assert (
-        loss == pytest.approx(3 * (1.5 - 2 * 0.5) / 2 + 0.5 * 0.25) and metrics["kl_loss"] == 0.25
-    )
+    assert loss == pytest.approx(3 * (1.5 - 2 * 0.5) / 2 + 0.5 * 0.25)
+    assert metrics["kl_loss"] == 0.25
     samples = make_samples([1, 2, 3], [1, 5, 2], [4, 4, 6])
     set_advantages(
         named("loss_mode=my.py:loss_of_all", "loss_agg_mode=my.py:halves"),
@@ -533,4 +533,5 @@ def test_a_greedy_response_is_drawn_for_who_names_a_baseline(named):
             range(4),
             0,
         )
-        assert drawn == calls and (samples.baseline is None) == (name == "plain")
+        assert drawn == calls
+        assert (samples.baseline is None) == (name == "plain")

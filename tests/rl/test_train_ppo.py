@@ -25,7 +25,8 @@ from tests.support.launch import (
 )
 from tests.support.models import make_model
 
-GAE, FILTER = "algorithm.adv_estimator=gae", "algorithm.filter_groups.enable=true"
+GAE = "algorithm.adv_estimator=gae"
+FILTER = "algorithm.filter_groups.enable=true"
 LORA = "model.lora.rank=4", "model.lora.alpha=8"
 
 REWARDS = """
@@ -48,7 +49,8 @@ def moody(prompt, response, row):
     if mood == "die":
         os._exit(3)
     print("in a mood:", mood)
-    return {"letters": float("nan") if mood == "nan" else letters(prompt, response, row), "length": len(response)}
+    score = float("nan") if mood == "nan" else letters(prompt, response, row)
+    return {"letters": score, "length": len(response)}
 
 def rank(responses):
     return [sorted(responses).index(response) for response in responses]
@@ -59,18 +61,20 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 MOODS = {1: "raise", 5: "hang", 8: "die", 14: "nan"}
 KINDS = {"raise": "raised", "hang": "timed out", "die": "died", "nan": "not a number"}
 COMMAND = [sys.executable, "train_ppo.py"]
-# Runs the command that follows in a terminal and writes what is sent there to the file that comes first.
+# Arguments: a file, and a command, which runs in a terminal whose output is written to the file.
 IN_TERMINAL = """
 import os, pty, sys
 os.dup2(os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT), 1)
-sys.exit(os.waitstatus_to_exitcode(pty.spawn(["sh", "-c", 'stty cols 200 rows 50; exec "$@"', "sh", *sys.argv[2:]])))
+shell = ["sh", "-c", 'stty cols 200 rows 50; exec "$@"', "sh"]
+sys.exit(os.waitstatus_to_exitcode(pty.spawn([*shell, *sys.argv[2:]])))
 """
 
 
 @pytest.fixture(scope="module")
 def assets(tmp_path_factory):
-    """A model, rewards, 84 prompts to train and 8 to validate on, 16 with moods, and a cache that all runs share."""
-    directory, tokenizer = tmp_path_factory.mktemp("assets"), make_tokenizer()
+    """Make a model, rewards, and prompts: 84 to train on, 8 to validate on, 16 with moods."""
+    directory = tmp_path_factory.mktemp("assets")
+    tokenizer = make_tokenizer()
     # vLLM has no attention on CPUs for heads of less than 32 numbers.
     make_model(
         directory / "model",
@@ -131,7 +135,7 @@ def layout(assets, out, *more):
 
 
 def resumable(assets, out):
-    """A critic, an adaptive coefficient, groups that are drawn again, failures, and adapters on frozen weights."""
+    """A critic, an adaptive coefficient, groups that are drawn again, failures, and adapters."""
     return arguments(
         assets,
         out,
@@ -174,7 +178,10 @@ def moody(assets, out, max_failure_rate):
 
 
 def interrupted(assets, out):
-    """Killed behind step 2, stopped by a signal after it has gone on, and run once more. Returns the steps seen."""
+    """Kill a run after step 2, resume it, stop it by a signal, and run it to its end.
+
+    Returns the steps at which this happened.
+    """
     command = [*COMMAND, *resumable(assets, out)]
     process = start(command, out / "log1")
     wait_for((out / "checkpoints" / "step_00000002").exists, process)
@@ -186,7 +193,8 @@ def interrupted(assets, out):
     wait_for(lambda: steps(out)[-1]["step"] > resumed, process)
     process.send_signal(signal.SIGTERM)
     code = process.wait(LIMIT)
-    stopped, left = steps(out)[-1]["step"], checkpoints(out)
+    stopped = steps(out)[-1]["step"]
+    left = checkpoints(out)
     exported = (out / "hf").exists()
     run(command)
     return {
@@ -239,7 +247,8 @@ def alone(assets, tmp_path_factory):
     return lambda name: (new[name], futures[name].result())
 
 
-VLLM2, MEGATRON = "rollout.tensor_parallel_size=2", "model_engine=megatron"
+VLLM2 = "rollout.tensor_parallel_size=2"
+MEGATRON = "model_engine=megatron"
 SHARING = (
     "engine.context_parallel_size=auto",
     "data.max_tokens_per_micro_batch=28",
@@ -248,7 +257,7 @@ LAYOUTS = {
     "2 ranks": (2, []),
     "4 ranks": (4, [VLLM2, *SHARING]),
     "Megatron PP2": (2, [MEGATRON, "engine.pipeline_model_parallel_size=2", VLLM2]),
-    # Of one rank with adapters, vLLM has the trainer's frozen weights; here it has merged ones, or its own.
+    # With one rank, vLLM uses the trainer's frozen weights; here it has merged ones, or its own.
     "2 ranks, LoRA": (2, [*LORA, *SHARING, VLLM2, "model.lora.merge=true"]),
     "Megatron TP2, LoRA": (2, [*LORA, MEGATRON, "engine.tensor_model_parallel_size=2"]),
 }
@@ -270,10 +279,12 @@ def layouts(alone, assets, tmp_path_factory):
 
 
 def steps(out):
-    """Of every step, what does not depend on the clock or the machine."""
-    return [
-        {k: v for k, v in m.items() if not k.startswith(("timing/", "perf/"))} for m in metrics(out)
-    ]
+    """Return the metrics of each step that do not depend on the clock or the machine."""
+    return [without_times(line) for line in metrics(out)]
+
+
+def without_times(line):
+    return {k: v for k, v in line.items() if not k.startswith(("timing/", "perf/"))}
 
 
 def rollouts(out, folder="rollouts"):
@@ -281,14 +292,26 @@ def rollouts(out, folder="rollouts"):
 
 
 def rollout_lines(out, step, folder="rollouts"):
-    return [
-        json.loads(line) for line in (out / folder / f"step_{step}.jsonl").read_text().splitlines()
-    ]
+    return json_lines(out / folder / f"step_{step}.jsonl")
+
+
+def json_lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def num_failures(out, step):
+    """Return how many responses of a step could not be graded."""
+    return sum("failure" in line for line in rollout_lines(out, step))
 
 
 def screen(sent):
-    """The lines that are left of what was sent to a terminal, by programs that go to the line's start, up and down."""
-    lines, row, column = [""], 0, 0
+    """Return the lines that a terminal shows in the end.
+
+    sent: text in which programs move to the start of a line, up and down.
+    """
+    lines = [""]
+    row = 0
+    column = 0
     for part in re.findall(r"\x1b\[A|[\r\n]|[^\x1b\r\n]+", sent):
         if part in ("\x1b[A", "\n"):
             row += 1 if part == "\n" else -1
@@ -301,13 +324,14 @@ def screen(sent):
     return lines
 
 
-# -- layouts -----------------------------------------------------------------------------------------------------------
+# -- layouts ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_nothing_that_is_learned_depends_on_the_layout(layouts, name):
     rank = layouts["1 rank, LoRA" if "LoRA" in name else "1 rank"]
-    one, many = steps(rank), steps(layouts[name])
+    one = steps(rank)
+    many = steps(layouts[name])
     assert [m["step"] for m in many] == [0, 1, 2, 3]
     assert rollouts(layouts[name])["step_1.jsonl"] == rollouts(rank)["step_1.jsonl"]
     for a, b in zip(one, many, strict=True):
@@ -320,21 +344,19 @@ def test_nothing_that_is_learned_depends_on_the_layout(layouts, name):
     lines = metrics(layouts[name])[1:] if SHARING[0] in LAYOUTS[name][1] else []
     for line in lines:
         tokens = {key: x for key, x in line.items() if key.startswith("perf/cp_")}
-        assert (
-            0.5 < line["perf/plan_efficiency"] <= 1 and sum(tokens.values()) > tokens["perf/cp_1"]
-        )
+        assert 0.5 < line["perf/plan_efficiency"] <= 1
+        assert sum(tokens.values()) > tokens["perf/cp_1"]
         assert sum(tokens.values()) == pytest.approx(
             32 * (line["prompt_length/mean"] + line["response_length/mean"])
         )
 
 
 def test_a_run_leaves_what_it_promises(layouts, assets):
-    out, lines = layouts["1 rank"], metrics(layouts["1 rank"])
+    out = layouts["1 rank"]
+    lines = metrics(layouts["1 rank"])
     assert sorted(rollouts(out)) == ["step_1.jsonl", "step_2.jsonl", "step_3.jsonl"]
-    assert (
-        checkpoints(out) == ["latest", "step_00000003"]
-        and (out / "report.png").stat().st_size > 10_000
-    )
+    assert checkpoints(out) == ["latest", "step_00000003"]
+    assert (out / "report.png").stat().st_size > 10_000
     assert "kl_loss_coef: 0.1" in (out / "config.yaml").read_text()
     stages = (
         "rollout_generate",
@@ -362,17 +384,14 @@ def test_a_run_leaves_what_it_promises(layouts, assets):
         f"user\n{prompt}<" in line["prompt"] for prompt, line in zip(wanted, first, strict=True)
     )
     assert lines[1]["critic/score/mean"] == pytest.approx(sum(line["score"] for line in first) / 32)
-    assert len({line["response"] for line in first}) == 32 and {
-        line["truncated"] for line in first
-    } == {True, False}
+    assert len({line["response"] for line in first}) == 32
+    assert {line["truncated"] for line in first} == {True, False}
 
 
 def test_responses_are_shown_and_written_beside_the_true_answers(layouts, alone, assets):
     out, done = alone("layout1")
-    train, val = (
-        [json.loads(line) for line in (assets / f"{name}.jsonl").read_text().splitlines()]
-        for name in ("train", "val")
-    )
+    train = json_lines(assets / "train.jsonl")
+    val = json_lines(assets / "val.jsonl")
     assert [line["row"] for line in rollout_lines(out, 1)] == [
         train[row] for row in global_batch(84, 8, 0, 0) for _ in range(4)
     ]
@@ -403,24 +422,25 @@ def test_one_bar_per_generation_which_disappears(alone):
         "of 8 prompts; there is less to see of so short a generation"
     )
     assert re.search(r"\d/8 responses, [\d.]+k? tokens/s", sent), "the first one takes longer"
-    assert (
-        sum("step/s" in line or "s/step" in line for line in left) == 1
-        and sum("step      8" in line for line in left) == 1
-    )
+    assert sum("step/s" in line or "s/step" in line for line in left) == 1
+    assert sum("step      8" in line for line in left) == 1
     assert not any(
         bar in line
         for line in left
         for bar in ("generate", "Rendering prompts", "Processed prompts")
     )
-    assert "Processed prompts" not in sent and re.search(r"informative \d+%", sent)
+    assert "Processed prompts" not in sent
+    assert re.search(r"informative \d+%", sent)
 
 
 def test_the_export_is_the_policy_that_was_trained(layouts, assets):
-    """Its greedy responses have the score of the last validation, which is not that of the first."""
-    out, letters = layouts["1 rank"], {}
+    """Its greedy responses score as in the last validation, and not as in the first."""
+    out = layouts["1 rank"]
+    letters = {}
     exec(REWARDS, letters)
     model = AutoModelForCausalLM.from_pretrained(out / "hf", dtype=torch.float32)
-    tokenizer, scores = AutoTokenizer.from_pretrained(out / "hf"), []
+    tokenizer = AutoTokenizer.from_pretrained(out / "hf")
+    scores = []
     for line in (assets / "val.jsonl").read_text().splitlines():
         prompt = tokenizer.apply_chat_template(
             json.loads(line)["messages"][:1],
@@ -433,28 +453,31 @@ def test_the_export_is_the_policy_that_was_trained(layouts, assets):
         ]
         scores.append(letters["letters"]("", tokenizer.decode(reply, skip_special_tokens=True), {}))
     before, *_, after = (m["val/letters"] for m in metrics(out) if "val/letters" in m)
-    assert after == pytest.approx(sum(scores) / 8, rel=1e-6) and abs(after - before) > 0.1
+    assert after == pytest.approx(sum(scores) / 8, rel=1e-6)
+    assert abs(after - before) > 0.1
 
 
-# -- interruptions -----------------------------------------------------------------------------------------------------
+# -- interruptions ---------------------------------------------------------------------------------
 
 
 def test_a_killed_and_stopped_run_repeats_every_step_to_the_last_bit(alone):
-    (out, seen), (straight, _) = alone("interrupted"), alone("straight")
-    assert (
-        2 <= seen["killed"] < 8
-        and seen["resumed"] in (2, 4, 6)
-        and seen["resumed"] <= seen["killed"]
-    )
-    assert seen["code"] == 0 and seen["resumed"] < seen["stopped"] < 8 and not seen["exported"]
+    (out, seen) = alone("interrupted")
+    (straight, _) = alone("straight")
+    assert 2 <= seen["killed"] < 8
+    assert seen["resumed"] in (2, 4, 6)
+    assert seen["resumed"] <= seen["killed"]
+    assert seen["code"] == 0
+    assert seen["resumed"] < seen["stopped"] < 8
+    assert not seen["exported"]
     assert f"step_{seen['stopped']:08d}" in seen["left"]
     assert "the same command continues" in (out / "log2").read_text()
-    assert steps(out) == steps(straight) and [m["step"] for m in steps(straight)] == list(range(9))
-    assert rollouts(out) == rollouts(straight) and len(rollouts(straight)) == 8
+    assert steps(out) == steps(straight)
+    assert [m["step"] for m in steps(straight)] == list(range(9))
+    assert rollouts(out) == rollouts(straight)
+    assert len(rollouts(straight)) == 8
     failures = (out / "failures.jsonl").read_text()
-    assert failures == (straight / "failures.jsonl").read_text() and failures.count("\n") > 2, (
-        "none twice"
-    )
+    assert failures == (straight / "failures.jsonl").read_text(), "none twice"
+    assert failures.count("\n") > 2
     progress = [
         json.loads((run / "checkpoints/step_00000008/trainer.json").read_text())
         for run in (out, straight)
@@ -471,13 +494,10 @@ def test_what_the_straight_run_has_to_remember(alone):
     out = alone("straight")[0]
     before, *lines = steps(out)
     progress = json.loads((out / "checkpoints" / "step_00000008" / "trainer.json").read_text())
-    assert (
-        progress["step"] == 8 < progress["batch"] <= 80
-        and "val/coin" in before.keys() & lines[-1].keys()
-    )
-    assert "actor/loss" not in lines[0] and all("actor/loss" in m for m in lines[1:]), (
-        "the critic warms up alone"
-    )
+    assert progress["step"] == 8 < progress["batch"] <= 80
+    assert "val/coin" in before.keys() & lines[-1].keys()
+    assert "actor/loss" not in lines[0], "the critic warms up alone"
+    assert all("actor/loss" in m for m in lines[1:])
     coefficients = [m["actor/kl_coef"] for m in lines]
     assert len({*coefficients, progress["kl_coef"]}) == 9
     last = metrics(out)[-1]
@@ -485,74 +505,71 @@ def test_what_the_straight_run_has_to_remember(alone):
     assert coefficients[2] < coefficients[1] < coefficients[0] == 0.1 < progress["kl_coef"], (
         "there is no divergence at first"
     )
-    failed = [sum("failure" in line for line in rollout_lines(out, step)) for step in range(1, 9)]
-    assert [m["reward/failures"] for m in lines] == [
-        sum(failed[: i + 1]) for i in range(8)
-    ] and sum(failed) > 1
+    failed = [num_failures(out, step) for step in range(1, 9)]
+    assert [m["reward/failures"] for m in lines] == [sum(failed[: i + 1]) for i in range(8)]
+    assert sum(failed) > 1
     assert all(m["rollout/num_gen_batches"] > 1 for m in lines), "steps draw again"
-    assert (
-        all(0 < m["reward/informative_groups"] <= 1 for m in lines)
-        and len({m["critic/score/mean"] for m in lines}) > 1
-    )
-    assert (
-        lines[-1]["critic/vf_loss"] < lines[0]["critic/vf_loss"]
-        and lines[0]["critic/values/mean"] == 0
-    )
+    assert all(0 < m["reward/informative_groups"] <= 1 for m in lines)
+    assert len({m["critic/score/mean"] for m in lines}) > 1
+    assert lines[-1]["critic/vf_loss"] < lines[0]["critic/vf_loss"]
+    assert lines[0]["critic/values/mean"] == 0
 
 
 def test_with_one_mini_batch_and_epoch_the_ratio_is_exactly_1(alone):
     for line in steps(alone("straight")[0])[2:]:
-        assert (
-            line["actor/ppo_kl"] == 0 == line["actor/pg_clipfrac"] and line["actor/grad_norm"] > 0
-        )
+        assert line["actor/ppo_kl"] == 0 == line["actor/pg_clipfrac"]
+        assert line["actor/grad_norm"] > 0
 
 
-# -- rewards that fail -------------------------------------------------------------------------------------------------
+# -- rewards that fail -----------------------------------------------------------------------------
 
 
 def test_failures_below_the_limit_are_counted_and_written_down(alone):
     out, code = alone("failures")
-    lines, (_, line) = rollout_lines(out, 1), metrics(out)
+    lines = rollout_lines(out, 1)
+    (_, line) = metrics(out)
     failed = [line for line in lines if "failure" in line]
     assert sorted((f["row"]["mood"], f["failure"]) for f in failed) == sorted(
         [*KINDS.items()] * 3
     ), "remax's greedy ones too"
     traces = {f["row"]["mood"]: f["trace"] for f in failed}
-    assert "ValueError: a bad mood" in traces["raise"] and "took more than 4 s" in traces["hang"]
-    assert "exit code 3" in traces["die"] and "nan" in traces["nan"]
+    assert "ValueError: a bad mood" in traces["raise"]
+    assert "took more than 4 s" in traces["hang"]
+    assert "exit code 3" in traces["die"]
+    assert "nan" in traces["nan"]
     graded = [line for line in lines if "failure" not in line]
-    assert len(graded) == 24 and len({line["group"] for line in graded}) == 12
-    assert (
-        line["reward/failures"] == 12
-        and line["reward/failure_rate"] == 0.25
-        and line["actor/grad_norm"] > 0
-    )
+    assert len(graded) == 24
+    assert len({line["group"] for line in graded}) == 12
+    assert line["reward/failures"] == 12
+    assert line["reward/failure_rate"] == 0.25
+    assert line["actor/grad_norm"] > 0
     written = [json.loads(line) for line in (out / "failures.jsonl").read_text().splitlines()]
     assert [line for line in written if line["step"] == 1] == [
         {"step": 1, **line} for line in failed
     ]
     for one in graded:
-        assert one["score"] == one["parts"]["letters"] and one["parts"]["length"] == len(
-            one["response"]
-        )
+        assert one["score"] == one["parts"]["letters"]
+        assert one["parts"]["length"] == len(one["response"])
     assert sum(line["step"] == 0 for line in written) == metrics(out)[0]["val/failures"]
     assert line["reward/length/mean"] == pytest.approx(
         sum(one["parts"]["length"] for one in graded) / 24
     )
     before = metrics(out)[0]
-    assert before["val/moody/letters"] == before["val/moody"] and before["val/moody/length"] > 1
+    assert before["val/moody/letters"] == before["val/moody"]
+    assert before["val/moody/length"] > 1
     assert "in a mood: good" in (out / "reward_output" / "rank_0.txt").read_text()
-    assert "in a mood" not in (out / "log").read_text() and code == 0
+    assert "in a mood" not in (out / "log").read_text()
+    assert code == 0
 
 
 def test_a_signal_in_the_last_step_leaves_out_its_validation_alone(alone):
     out, code = alone("failures")
     before, line = metrics(out)
-    assert code == 0 and "val/moody" in before and "val/moody" not in line
-    assert (
-        checkpoints(out) == ["latest", "step_00000001"]
-        and (out / "hf" / "model.safetensors").exists()
-    )
+    assert code == 0
+    assert "val/moody" in before
+    assert "val/moody" not in line
+    assert checkpoints(out) == ["latest", "step_00000001"]
+    assert (out / "hf" / "model.safetensors").exists()
 
 
 def first_failure():
@@ -573,21 +590,18 @@ def test_failures_above_the_limit_stop_the_run_with_the_first_trace(alone):
         line["step"] == 1
         for line in map(json.loads, (out / "failures.jsonl").read_text().splitlines())
     )
-    assert (
-        len(errors) == 1
-        and count in (7, 8)
-        and f"{count} of 32 samples ({count / 32:.1%}) could not be graded" in errors[0]
-    )
-    assert "reward.max_failure_rate=0.2" in errors[0] and first_failure() in errors[0]
+    assert len(errors) == 1
+    assert count in (7, 8)
+    assert f"{count} of 32 samples ({count / 32:.1%}) could not be graded" in errors[0]
+    assert "reward.max_failure_rate=0.2" in errors[0]
+    assert first_failure() in errors[0]
     assert "Traceback (most recent call last):\n" not in done.stderr
-    assert (
-        [m["step"] for m in metrics(out)] == [0]
-        and not (out / "checkpoints").exists()
-        and not (out / "hf").exists()
-    )
+    assert [m["step"] for m in metrics(out)] == [0]
+    assert not (out / "checkpoints").exists()
+    assert not (out / "hf").exists()
 
 
-# -- before anything starts --------------------------------------------------------------------------------------------
+# -- before anything starts ------------------------------------------------------------------------
 
 
 def test_dry_run_prints_the_plan_and_starts_nothing(alone):
@@ -649,10 +663,9 @@ MISTAKES = {
     ),
     "a critic that is not there": ([GAE, "critic.path=/nowhere"], "/nowhere"),
 }
-FIRST, LAST = (
-    "sampling without a temperature",
-    "a critic that is not there",
-)  # in the order in which they are found
+# in the order in which they are found
+FIRST = "sampling without a temperature"
+LAST = "a critic that is not there"
 
 
 def test_ctrl_c_before_the_signals_are_heeded_says_nothing(assets, tmp_path):
@@ -670,7 +683,8 @@ def test_ctrl_c_before_the_signals_are_heeded_says_nothing(assets, tmp_path):
     )
     wait_for((tmp_path / "up").exists, process)
     process.send_signal(signal.SIGINT)
-    assert process.wait(LIMIT) == 130 and (tmp_path / "log").read_text() == ""
+    assert process.wait(LIMIT) == 130
+    assert (tmp_path / "log").read_text() == ""
 
 
 def test_an_actor_that_skips_every_update_is_an_error_whatever_the_critic_learns(assets, tmp_path):
@@ -691,10 +705,8 @@ def test_an_actor_that_skips_every_update_is_an_error_whatever_the_critic_learns
         ],
         returncode=2,
     )
-    assert (
-        "the gradient was not finite in 1 of 1 updates" in done.stderr
-        and not (tmp_path / "out" / "hf").exists()
-    )
+    assert "the gradient was not finite in 1 of 1 updates" in done.stderr
+    assert not (tmp_path / "out" / "hf").exists()
 
 
 @pytest.mark.parametrize("what", MISTAKES)
@@ -710,7 +722,9 @@ def test_a_mistake_is_one_line_and_exit_code_2(alone, assets, tmp_path, what):
         returncode=2,
     )
     lines = [line for line in done.stderr.splitlines() if line.startswith("error:")]
-    assert len(lines) == 1 and message in lines[0] and "Traceback" not in done.stderr
+    assert len(lines) == 1
+    assert message in lines[0]
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("what", [FIRST, LAST])
@@ -722,5 +736,6 @@ def test_a_mistake_is_found_before_what_is_slow_to_import(alone, assets, tmp_pat
             PYTHONPROFILEIMPORTTIME="1",
         ).stderr
     )
-    assert "omegaconf" in modules and not modules & {"vllm", "megatron", "msprobe"}
+    assert "omegaconf" in modules
+    assert not modules & {"vllm", "megatron", "msprobe"}
     assert ("torch" in modules) == (what == LAST)

@@ -1,0 +1,190 @@
+"""The samples of a step: how many batches are drawn, and what is kept of them."""
+
+import statistics
+
+import pytest
+
+from config import InputError
+from data.batching.packing import global_batch
+from rl.collecting import collect as collect_samples, penalized_scores
+from tests.support.samples import (
+    configure,
+    failure,
+    make_samples,
+)
+
+FILTER = "algorithm.filter_groups.enable=true"
+
+PROMPTS = 12
+SIZE = 3
+
+
+def collect(agreeing, *more, batch_index=1, failing=()):
+    """Collect from 12 prompts, 3 in a batch, with 2 responses each.
+
+    Responses score row + 1; the second one scores the negative unless its row is among `agreeing`.
+    Those to failing rows cannot be graded. Returns the result, or the error, and the calls of
+    draw().
+    """
+    calls = []
+
+    def draw(dataset, rows, sampling, *seed, first_group):
+        assert len(dataset) == PROMPTS
+        calls.append((rows.tolist(), sampling.n, sampling.temperature, seed, first_group))
+        kept = [
+            (first_group + place, row, k)
+            for place, row in enumerate(rows.tolist())
+            if row not in failing
+            for k in range(sampling.n)
+        ]
+        scores = [row + 1 if k == 0 or row in agreeing else -row - 1 for _, row, k in kept]
+        drawn = make_samples(
+            [1 + row % 3 for _, row, _ in kept], scores, [group for group, *_ in kept]
+        )
+        drawn.failures = [failure(row) for row in rows.tolist() if row in failing]
+        drawn.num_drawn = len(rows) * sampling.n
+        return drawn
+
+    config = configure(f"data.train_batch_size={SIZE}", "rollout.n=2", *more)
+    try:
+        return *collect_samples(config, draw, range(PROMPTS), batch_index), calls
+    except InputError as error:
+        return str(error), calls
+
+
+def batches(*indices):
+    return [global_batch(PROMPTS, SIZE, 0, i).tolist() for i in indices]
+
+
+def test_collect_draws_one_batch():
+    samples, following, calls = collect(agreeing=range(PROMPTS))
+    assert following == 2
+    assert calls == [(batches(1)[0], 2, 1.0, (1,), 0)]
+    assert samples.scores.tolist() == [row + 1 for row in batches(1)[0] for _ in range(2)]
+
+
+def test_filter_groups_draws_until_there_are_enough_and_keeps_the_first():
+    """The epoch ends after batch 3: batch 4 is the first of the next."""
+    drawn = [row for batch in batches(3, 4) for row in batch]
+    teaching = {drawn[0], drawn[2], drawn[4]}
+    places = [i for i, row in enumerate(drawn) if row in teaching]
+    assert [place < 3 for place in places].count(True) == 2
+    assert len(places) == 5, "more than are needed"
+    samples, following, calls = collect({*range(PROMPTS)} - teaching, FILTER, batch_index=3)
+    assert following == 5
+    assert calls == [(drawn[:3], 2, 1.0, (3,), 0), (drawn[3:], 2, 1.0, (4,), 3)]
+    assert samples.group.tolist() == [place for place in places[:SIZE] for _ in range(2)]
+    assert samples.scores.abs().tolist() == [
+        drawn[place] + 1 for place in places[:SIZE] for _ in range(2)
+    ]
+    scores = [(row + 1) * sign for row in drawn for sign in (1, -1 if row in teaching else 1)]
+    assert samples.metrics == pytest.approx(
+        {
+            "rollout/num_gen_batches": 2,
+            "critic/score/mean": statistics.mean(scores),
+            "critic/score/max": max(scores),
+            "critic/score/min": min(scores),
+            "reward/informative_groups": 5 / 6,
+        }
+    ), "of all that was drawn"
+
+
+def test_filter_groups_goes_on_with_what_it_has_after_the_last_batch():
+    only = batches(2)[0][2]
+    samples, following, calls = collect(
+        {*range(PROMPTS)} - {only}, FILTER, "algorithm.filter_groups.max_num_gen_batches=2"
+    )
+    assert following == 3
+    assert len(calls) == 2
+    assert len(samples.group.unique()) == 1
+    assert samples.scores.tolist() == [only + 1, -only - 1]
+
+
+def test_filter_groups_with_nothing_left_takes_what_was_drawn_last():
+    """A step without an advantage, rather than the end of the run."""
+    first = batches(1)[0][0]
+    samples, following, calls = collect(
+        range(PROMPTS), FILTER, "algorithm.filter_groups.max_num_gen_batches=2", failing=[first]
+    )
+    assert following == 3
+    assert len(calls) == 2
+    assert samples.failures == [failure(first)]
+    assert samples.group.tolist() == [3, 3, 4, 4, 5, 5]
+    assert samples.scores.tolist() == [row + 1 for row in batches(2)[0] for _ in range(2)]
+    samples, *_ = collect(
+        range(PROMPTS),
+        FILTER,
+        "algorithm.filter_groups.max_num_gen_batches=2",
+        failing=batches(2)[0],
+    )
+    assert samples.group.tolist() == [0, 0, 1, 1, 2, 2], "that of which something was graded"
+
+
+def test_nothing_graded_is_an_error():
+    message, calls = collect(
+        (), FILTER, "algorithm.filter_groups.max_num_gen_batches=2", failing=range(PROMPTS)
+    )
+    assert len(calls) == 2
+    assert "no response to 2 batches could be graded" in message
+    assert "raised: trace" in message
+
+
+def test_remax_draws_a_greedy_response_more():
+    row = batches(1)[0][1]
+    samples, following, calls = collect(
+        {*range(PROMPTS)}, "algorithm.adv_estimator=remax", failing=[row]
+    )
+    assert following == 2
+    assert calls == [(batches(1)[0], 2, 1.0, (1,), 0), (batches(1)[0], 1, 0.0, (1,), 0)]
+    assert samples.group.tolist() == [0, 0, 2, 2]
+    assert samples.baseline.tolist() == samples.scores.tolist()
+    assert samples.failures == [failure(row)] * 2, "of both draws"
+    assert samples.num_drawn == SIZE * 3, "of both draws"
+
+
+def test_the_baseline_of_remax_has_the_penalty_for_long_responses_too():
+    samples, *_ = collect(
+        {*range(PROMPTS)},
+        "algorithm.adv_estimator=remax",
+        "reward.overlong_buffer=4",
+        "rollout.max_tokens=4",
+        "reward.overlong_penalty=0.5",
+    )
+    penalty = (
+        penalized_scores(
+            configure(
+                "reward.overlong_buffer=4", "rollout.max_tokens=4", "reward.overlong_penalty=0.5"
+            ),
+            samples,
+        )
+        - samples.scores
+    )
+    assert (penalty < 0).all()
+    assert (samples.baseline - samples.scores).tolist() == pytest.approx(penalty.tolist())
+
+
+def test_remax_draws_a_greedy_response_to_each_prompt_of_each_draw():
+    """Two draws for one step: greedy responses belong to the groups of their own draw."""
+    (first, _, _), (*_, last) = batches(1, 2)
+    samples, following, calls = collect(
+        {*range(PROMPTS)} - {first, last},
+        FILTER,
+        "algorithm.adv_estimator=remax",
+        "algorithm.filter_groups.max_num_gen_batches=2",
+    )
+    assert following == 3
+    assert calls == [
+        (rows, n, temperature, (seed,), group)
+        for seed, group, rows in zip((1, 2), (0, SIZE), batches(1, 2))
+        for n, temperature in ((2, 1.0), (1, 0.0))
+    ]
+    assert samples.group.tolist() == [0, 0, 5, 5]
+    assert samples.baseline.tolist() == [first + 1] * 2 + [last + 1] * 2
+
+
+def test_failures_of_all_draws_are_kept():
+    rows = [batches(1)[0][0], batches(2)[0][0]]
+    samples, _, calls = collect((), FILTER, failing=rows)
+    assert len(calls) == 2
+    assert samples.failures == [failure(row) for row in rows]
+    assert samples.num_drawn == 2 * SIZE * 2

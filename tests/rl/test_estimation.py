@@ -1,0 +1,231 @@
+"""Advantages, rejection and weights, against numbers worked out by hand."""
+
+import math
+
+import pytest
+import torch
+
+from rl.estimation import next_kl_coef
+from tests.algorithms.test_algorithms import BY_FORMULA
+from tests.support.samples import (
+    DIVERGENCES,
+    advantages,
+    configure,
+    failure,
+    make_samples,
+    on_responses,
+)
+
+GAE = "algorithm.adv_estimator=gae"
+
+
+def test_group_advantages_and_weights_of_two_mini_batches():
+    samples = make_samples([1, 2, 3, 2], [1, 0, 2, 2], [0, 0, 1, 1], failures=[failure(0)])
+    f, metrics = advantages(samples, minis=[0, 0, 1, 1])
+    root = math.sqrt(0.5)
+    assert f["sequence"].tolist() == [0] * 3 + [1] * 4 + [2] * 5 + [3] * 4
+    assert f["sequence"].dtype == torch.int64
+    assert on_responses(samples, f["advantages"]) == pytest.approx(
+        [root, -root, -root, 0, 0, 0, 0, 0], abs=1e-5
+    )
+    third = 1 / 3
+    fifth = 1 / 5
+    for name in ("loss_weight", "token_weight"):
+        assert on_responses(samples, f[name]) == pytest.approx([third] * 3 + [fifth] * 5)
+    for name in ("advantages", "returns", "loss_weight", "token_weight"):
+        assert (f[name][f["loss_mask"] == 0] == 0).all()
+    expected = {
+        "critic/score/mean": 1.25,
+        "critic/score/max": 2,
+        "critic/score/min": 0,
+        "critic/rewards/mean": 1.25,
+        "response_length/mean": 2,
+        "response_length/max": 3,
+        "response_length/min": 1,
+        "prompt_length/mean": 2,
+        "response_length/clip_ratio": 0,
+        "reward/informative_groups": 0.5,
+        "reward/failure_rate": 0.2,
+        "critic/advantages/max": root,
+        "critic/advantages/min": -root,
+    }
+    assert {k: metrics[k] for k in expected} == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "mode, weights",
+    [
+        ("token-mean", [1 / 3] * 3 + [1 / 5] * 5),
+        ("seq-mean-token-sum", [1 / 2] * 8),
+        ("seq-mean-token-sum-norm", [1 / 2 / 50] * 8),
+        ("seq-mean-token-mean", [1 / 2, 1 / 4, 1 / 4, 1 / 6, 1 / 6, 1 / 6, 1 / 4, 1 / 4]),
+    ],
+)
+def test_loss_weights_are_of_one_mini_batch(mode, weights):
+    samples = make_samples([1, 2, 3, 2], [1, 0, 2, 2], [0, 0, 1, 1])
+    f, _ = advantages(
+        samples, f"algorithm.loss_agg_mode={mode}", "rollout.max_tokens=50", minis=[0, 0, 1, 1]
+    )
+    assert on_responses(samples, f["loss_weight"]) == pytest.approx(weights)
+    assert on_responses(samples, f["token_weight"]) == pytest.approx([1 / 3] * 3 + [1 / 5] * 5)
+
+
+@pytest.mark.parametrize("name", BY_FORMULA)
+def test_advantages_are_those_of_the_estimator_and_the_discounts_that_are_configured(name):
+    """Discounts that an estimator does not read (check_settings rejects them) change nothing."""
+    scores = [1, 3, -2, 0.5]
+    group = [0, 0, 4, 4]
+    baseline = [0.25, 0.25, 4.0, 4.0]
+    values = [[0.5, -1.0, 2.0], [1.5, 0.25], [-0.75], [2.0, 1.0, 0.0, -1.0]]
+    samples = make_samples(list(map(len, values)), scores, group, baseline)
+    f, _ = advantages(
+        samples,
+        f"algorithm.adv_estimator={name}",
+        "algorithm.gamma=0.9",
+        "algorithm.lam=0.7",
+        values=sum(values, []),
+    )
+    rewards = [[0] * (len(row) - 1) + [score] for row, score in zip(values, scores)]
+    for got, want in zip(
+        (f["advantages"], f["returns"]),
+        BY_FORMULA[name](rewards, group, values, baseline, 0.9, 0.7),
+    ):
+        assert on_responses(samples, got) == pytest.approx(sum(want, []), abs=1e-5)
+
+
+KL = ["algorithm.use_kl_in_reward=true", "algorithm.kl_penalty=k1"]
+
+
+def test_divergence_comes_off_the_reward_of_each_token():
+    """With values of 0, gamma and lambda of 1, the returns are rewards to go."""
+    samples = make_samples([2, 1], [1, 3], [0, 1])
+    f, metrics = advantages(
+        samples,
+        GAE,
+        *KL,
+        kl_coef=0.5,
+        old_log_probs=[-1.0, -2.0, -3.0],
+        ref_log_probs=[-2.0, -5.0, -2.0],
+        values=[0.0, 0.0, 0.0],
+    )
+    assert on_responses(samples, f["returns"]) == pytest.approx(
+        [1 - 0.5 * 4, 1 - 0.5 * 3, 3 + 0.5 * 1]
+    )
+    assert metrics["actor/reward_kl"] == pytest.approx((1 + 3 - 1) / 3)
+    assert metrics["actor/kl_coef"] == 0.5
+    assert metrics["critic/rewards/mean"] == 2, (
+        "rewards of sequences are reported without the divergence"
+    )
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_the_divergence_in_the_reward_is_the_one_that_is_configured(name):
+    """Not discounted, REINFORCE++'s returns are rewards to go."""
+    samples = make_samples([2, 1], [1, 3], [0, 1])
+    f, metrics = advantages(
+        samples,
+        "algorithm.adv_estimator=reinforce_plus_plus",
+        "algorithm.use_kl_in_reward=true",
+        f"algorithm.kl_penalty={name}",
+        kl_coef=0.5,
+        old_log_probs=[-1.0, -2.5, -2.0],
+        ref_log_probs=[-2.0, -1.0, -1.5],
+    )
+    kl = [DIVERGENCES[name](d)[0] for d in (1.0, -1.5, -0.5)]
+    to_go = [1 - 0.5 * (kl[0] + kl[1]), 1 - 0.5 * kl[1], 3 - 0.5 * kl[2]]
+    assert on_responses(samples, f["returns"]) == pytest.approx(to_go, abs=1e-6)
+    assert metrics["actor/reward_kl"] == pytest.approx(sum(kl) / 3)
+
+
+@pytest.mark.parametrize(
+    "reference, factor",
+    [(-1.1, 1 + 0.2 * 5 / 40), (-1.0, 1 - 0.2 * 5 / 40), (-1.011, 1 + 0.1 * 5 / 40)],
+)
+def test_the_coefficient_adapts(reference, factor):
+    """It moves by 0.2 at most, less near the target, times 5 responses / a horizon of 40.
+
+    Neither groups nor mini-batches count.
+    """
+    samples = make_samples([2, 1, 1, 2, 3], [1, 3, 1, 2, 0], [0, 0, 0, 1, 1])
+    settings = (
+        *KL,
+        "algorithm.kl_ctrl.type=adaptive",
+        "algorithm.kl_ctrl.target_kl=0.01",
+        "algorithm.kl_ctrl.horizon=40",
+    )
+    _, metrics = advantages(
+        samples,
+        *settings,
+        kl_coef=0.5,
+        old_log_probs=[-1.0] * 9,
+        ref_log_probs=[reference] * 9,
+        minis=[0, 0, 0, 1, 1],
+    )
+    assert metrics["actor/kl_coef"] == 0.5, "the one that this step's rewards have"
+    assert next_kl_coef(configure(*settings), 0.5, metrics, 5) == pytest.approx(
+        0.5 * factor, rel=1e-4
+    )
+    assert next_kl_coef(configure(*KL), 0.5, metrics, 5) == 0.5
+
+
+@pytest.mark.parametrize(
+    "level, kept",
+    [("sequence", [0, 0, 1, 1, 1]), ("geometric", [1, 1, 1, 1, 1]), ("token", [0, 1, 1, 1, 1])],
+)
+def test_what_is_rejected_is_in_no_denominator(level, kept):
+    """The first response's ratios are e^0.8 = 2.2 and 1, and their geometric mean e^0.4 = 1.5."""
+    samples = make_samples([2, 3], [1, 0], [0, 0])
+    f, metrics = advantages(
+        samples,
+        f"algorithm.rollout_rs={level}",
+        "algorithm.loss_agg_mode=seq-mean-token-mean",
+        old_log_probs=[-0.2, -1.0, -1.0, -0.9, -1.1],
+    )
+    assert on_responses(samples, f["token_weight"]) == pytest.approx([k / sum(kept) for k in kept])
+    assert f["loss_weight"].sum() == pytest.approx(1)
+    assert f["token_weight"].sum() == pytest.approx(1)
+    assert (f["loss_weight"] > 0).tolist() == (f["token_weight"] > 0).tolist()
+    assert metrics["rollout_corr/rejected"] == pytest.approx(1 - sum(kept) / 5)
+    root = math.sqrt(0.5)
+    assert on_responses(samples, f["advantages"]) == pytest.approx(
+        [root, root, -root, -root, -root], abs=1e-5
+    )
+
+
+def test_everything_rejected_leaves_nothing_and_no_nan():
+    samples = make_samples([2, 3], [1, 0], [0, 0])
+    f, metrics = advantages(samples, "algorithm.rollout_rs=token", old_log_probs=[-5.0] * 5)
+    assert not f["loss_weight"].any()
+    assert not f["token_weight"].any()
+    assert metrics["rollout_corr/rejected"] == 1
+
+
+def test_remax_takes_off_the_greedy_score():
+    samples = make_samples([1, 2], [1, 3], [0, 1], baseline=[0.25, 4.0])
+    f, _ = advantages(samples, "algorithm.adv_estimator=remax")
+    assert on_responses(samples, f["advantages"]) == [0.75, -1, -1]
+
+
+def test_overlong_responses_are_penalised_but_their_score_is_not():
+    samples = make_samples([6, 8, 10], [1, 1, 1], [0, 0, 0])
+    f, metrics = advantages(
+        samples,
+        "algorithm.adv_estimator=dr_grpo",
+        "rollout.max_tokens=10",
+        "reward.overlong_buffer=4",
+        "reward.overlong_penalty=0.6",
+    )
+    outcome = [1, 1 - 0.3, 1 - 0.6]
+    assert on_responses(samples, f["returns"]) == pytest.approx(
+        [outcome[0]] * 6 + [outcome[1]] * 8 + [outcome[2]] * 10
+    )
+    assert metrics["critic/score/mean"] == 1
+    assert metrics["critic/rewards/mean"] == pytest.approx(0.7)
+    assert metrics["reward/informative_groups"] == 0, "groups are compared by score"
+
+
+def test_values_are_explained():
+    samples = make_samples([1, 1, 1, 1], [0, 2, 0, 2], [0, 1, 2, 3])
+    _, metrics = advantages(samples, GAE, values=[0.5, 1.5, 0.5, 1.5])
+    assert metrics["critic/vf_explained_var"] == pytest.approx(0.75)
+    assert metrics["critic/values/mean"] == 1

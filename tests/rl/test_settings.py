@@ -1,0 +1,193 @@
+"""Settings that contradict each other, and the models that the others ask for."""
+
+import pytest
+
+from config import CONFIGS, InputError
+from engines.context_parallel import check_batch_size
+from rl.models import needs_old_log_probs, role_configs
+from rl.requirements import parse, read_requirements
+from rl.settings import check_settings
+from tests.support.samples import (
+    configure,
+)
+
+GAE = "algorithm.adv_estimator=gae"
+FILTER = "algorithm.filter_groups.enable=true"
+
+CONTRADICTIONS = {
+    "a mini-batch that does not divide": (
+        ["data.train_batch_size=8", "algorithm.ppo_mini_batch_size=3"],
+        "algorithm.ppo_mini_batch_size=3 does not divide data.train_batch_size=8",
+    ),
+    "a mini-batch larger than the batch": (
+        ["data.train_batch_size=8", "algorithm.ppo_mini_batch_size=16"],
+        "does not divide",
+    ),
+    "an estimator that is not there": (
+        ["algorithm.adv_estimator=ppo"],
+        "must be one of gae, grpo,",
+    ),
+    "a loss that is not there": (
+        ["algorithm.loss_mode=grpo"],
+        "algorithm.loss_mode=grpo must be one of ppo, gspo, cispo",
+    ),
+    "an aggregation that is not there": (
+        ["algorithm.loss_agg_mode=mean"],
+        "must be one of token-mean, seq-mean-token-sum",
+    ),
+    "a divergence that is not there": (
+        ["algorithm.kl_penalty=k4"],
+        "algorithm.kl_penalty=k4 must be one of k1, k2, k3, abs",
+    ),
+    "corrected sampling from an unknown number of words": (
+        ["rollout.top_p=0.9", "algorithm.rollout_is=token"],
+        "set rollout.top_k (e.g. 64)",
+    ),
+    "equal responses of a validation": (
+        ["validation.n=4"],
+        "validation.n=4 gives that many equal responses",
+    ),
+    **{
+        f"{pair}, which nothing reads": ([pair], f"{pair} does nothing without {needs}")
+        for pair, needs in {
+            "critic.path=there": GAE,
+            "critic.lr=1": GAE,
+            "critic.cliprange_value=1": GAE,
+            "critic.warmup_steps=3": GAE,
+            "algorithm.lam=0.5": GAE,
+            "algorithm.gamma=0.5": f"{GAE} or reinforce_plus_plus",
+            "algorithm.kl_penalty=k2": "algorithm.use_kl_in_reward=true",
+            "algorithm.kl_ctrl.kl_coef=1": "algorithm.use_kl_in_reward=true",
+            "algorithm.kl_ctrl.type=adaptive": "algorithm.use_kl_in_reward=true",
+            "algorithm.kl_ctrl.horizon=2": "algorithm.kl_ctrl.type=adaptive",
+            "algorithm.kl_loss_coef=1": "algorithm.use_kl_loss=true",
+            "algorithm.kl_loss_type=k1": "algorithm.use_kl_loss=true",
+            "reference.path=there": "algorithm.use_kl_loss=true or",
+            "offload.reference=False": "algorithm.use_kl_loss=true or",
+            "algorithm.rollout_is_threshold=3.0": "algorithm.rollout_is",
+            "algorithm.rollout_rs_threshold=3.0": "algorithm.rollout_rs",
+            "reward.overlong_penalty=2.0": "reward.overlong_buffer",
+            "validation.top_p=0.5": "validation.temperature above 0",
+            "algorithm.filter_groups.max_num_gen_batches=2": FILTER,
+        }.items()
+    },
+    "a bound that cispo has not": (
+        ["algorithm.loss_mode=cispo", "algorithm.clip_ratio_c=2.0"],
+        "does nothing without",
+    ),
+    "groups of one that are filtered": ([FILTER, "rollout.n=1"], "needs rollout.n of 2 or more"),
+    "a buffer longer than a response": (
+        ["rollout.max_tokens=10", "reward.overlong_buffer=11"],
+        "is more than rollout.max_tokens=10",
+    ),
+    "responses longer than a micro-batch": (
+        [
+            "data.max_prompt_length=50",
+            "rollout.max_tokens=51",
+            "data.max_tokens_per_micro_batch=100",
+        ],
+        "rollout.max_tokens = 101 is more than",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", CONTRADICTIONS)
+def test_contradictions_are_input_errors(what):
+    more, message = CONTRADICTIONS[what]
+    with pytest.raises(InputError) as error:
+        check_settings(configure(*more))
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        [],
+        ["data.train_batch_size=8", "algorithm.ppo_mini_batch_size=8"],
+        [GAE, "critic.path=there", "critic.warmup_steps=3"],
+        ["reference.path=there", "algorithm.use_kl_loss=true"],
+        ["reference.path=there", "algorithm.use_kl_in_reward=true"],
+        [FILTER, "rollout.n=2"],
+        ["rollout.top_k=20", "rollout.top_p=0.9", "algorithm.rollout_is=token"],
+        ["rollout.max_tokens=10", "reward.overlong_buffer=10"],
+        [
+            "data.max_prompt_length=50",
+            "rollout.max_tokens=50",
+            "data.max_tokens_per_micro_batch=100",
+        ],
+    ],
+)
+def test_what_contradicts_nothing_is_accepted(more):
+    check_settings(configure(*more))
+
+
+def test_every_requirement_in_the_comments_can_be_read_and_is_met_by_its_own_words():
+    requirements = read_requirements(CONFIGS / "ppo.yaml")
+    assert len(requirements) == 30
+    assert [c.form for c in requirements["reference.path"]] == ["equals", "equals", "reads"]
+    (condition,) = requirements["critic.lr"]
+    assert not condition.holds(configure())
+    assert condition.holds(configure(GAE))
+
+
+@pytest.mark.parametrize("text", ["a critic", "algorithm.use_kl_loss=true and more", "gamma"])
+def test_a_requirement_in_another_form_is_an_error(text):
+    with pytest.raises(ValueError, match="no condition begins with"):
+        parse(text)
+
+
+def test_a_policy_that_samples_from_fewer_words_is_warned_of_unless_the_trainer_knows_them(capsys):
+    check_settings(configure("rollout.min_p=0.1"))
+    assert (
+        "warning: rollout.min_p=0.1: responses are drawn from fewer tokens"
+        in capsys.readouterr().err
+    )
+    check_settings(configure("rollout.min_p=0.1", "rollout.top_k=50"))
+    assert not capsys.readouterr().err
+
+
+def test_critic_and_reference_begin_with_their_own_model_or_the_policys():
+    both = ["algorithm.adv_estimator=gae", "algorithm.use_kl_loss=true"]
+    config = configure(
+        *both, "critic.path=c", "critic.lr=0.5", "reference.path=r", "model.freeze=[x]", path="p"
+    )
+    roles = role_configs(config)
+    assert [list(role.model.freeze) for role in roles.values()] == [["x"], ["x"], []]
+    assert [(name, role.model.path, role.optim.lr) for name, role in roles.items()] == [
+        ("actor", "p", config.optim.lr),
+        ("critic", "c", 0.5),
+        ("reference", "r", config.optim.lr),
+    ]
+    assert [role.model.path for role in role_configs(configure(*both, path="p")).values()] == [
+        "p",
+        "p",
+        "p",
+    ]
+    assert list(role_configs(configure(path="p"))) == ["actor"]
+
+
+@pytest.mark.parametrize(
+    "num_minis, more, needed",
+    [
+        (1, [], False),
+        (2, [], True),
+        (1, ["algorithm.ppo_epochs=2"], True),
+        (1, ["algorithm.use_kl_in_reward=true"], True),
+        (1, ["algorithm.rollout_rs=token"], True),
+        (1, ["algorithm.use_kl_loss=true", "algorithm.rollout_is=token"], False),
+        (1, ["algorithm.adv_estimator=gae"], False),
+        (1, ["algorithm.adv_estimator=gae", "critic.warmup_steps=2"], False),
+        (1, ["algorithm.adv_estimator=gae", "critic.warmup_steps=3"], True),
+    ],
+)
+def test_old_log_probs_are_asked_for_where_they_are_needed(num_minis, more, needed):
+    assert needs_old_log_probs(configure(*more), num_minis, 2) == needed
+
+
+def test_ranks_divide_responses():
+    config = configure("data.train_batch_size=2", "rollout.n=2")
+    check_batch_size(config, 4)
+    with pytest.raises(
+        InputError, match="train_batch_size=2 x rollout.n=2 is less than the 5 data-parallel ranks"
+    ):
+        check_batch_size(config, 5)
