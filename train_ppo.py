@@ -1,18 +1,26 @@
-"""PPO, GRPO and their relatives: every rank trains its share of the model and generates with vLLM in the same process.
+"""PPO, GRPO and their relatives: every rank trains its share of the model and generates with vLLM.
 
-    torchrun --nproc-per-node 8 train_ppo.py my.yaml rollout.tensor_parallel_size=2        one node
-    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 train_ppo.py my.yaml
-    sbatch examples/slurm/ppo.sbatch my.yaml                                               slurm, srun starts the ranks
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 train_ppo.py configs/demo/ppo.yaml       a laptop's CPU
+On one node, on several, under slurm (srun starts the ranks), and on a laptop's CPU:
 
-Arguments are YAML files and key=value pairs, later ones win; configs/ppo.yaml lists every key. Rewards: rewards.py, or
-reward.function=my_file.py:name. SIGTERM, SIGUSR1 or Ctrl-C saves a checkpoint and exits 0; the same command goes on from there.
-(torchrun does not forward SIGUSR1, and kills after 30 s: give it --signals-to-handle SIGTERM,SIGUSR1
---shutdown-timeout 600.) A mistake is one line per node and exit code 2.
+    torchrun --nproc-per-node 8 train_ppo.py my.yaml rollout.tensor_parallel_size=2
+    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \
+        train_ppo.py my.yaml
+    sbatch examples/slurm/ppo.sbatch my.yaml
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 train_ppo.py configs/demo/ppo.yaml
 
-A step: vLLM wakes with the new weights -> prompts -> responses -> rewards -> sleep -> each rank gets the tokens that it trains
-on -> log-probabilities and values -> advantages -> critic, actor. Every rank knows the score and the length of every response,
-from which mini-batches, advantages and denominators follow. So nothing that is learned depends on the number of ranks.
+Arguments are YAML files and key=value pairs, of which later ones win; configs/ppo.yaml lists every
+key. Rewards are functions in rewards.py, or your own: reward.function=my_file.py:name.
+
+SIGTERM, SIGUSR1 or Ctrl-C saves a checkpoint after the current step and exits with code 0; the same
+command then continues from there. (torchrun does not forward SIGUSR1, and kills its ranks after
+30 s: give it --signals-to-handle SIGTERM,SIGUSR1 --shutdown-timeout 600.) A mistake in the
+configuration is reported in one line per node, with exit code 2.
+
+In each step, vLLM wakes with the new weights and generates responses, which are graded, and goes to
+sleep. Each rank receives the tokens that it trains on, computes their log-probabilities, values and
+advantages, and updates critic and actor. Every rank knows the score and the length of every
+response, and mini-batches, advantages and denominators follow from these. So nothing that is
+learned depends on the number of ranks.
 """
 
 import time
@@ -53,7 +61,7 @@ def main(config):
     from rl.models import role_configs
     from rl.roles import Roles
 
-    grader = check(config)
+    grader = start_grader(config)
     run = set_up(config, grader)
     config = run.config
     if config.dry_run:
@@ -84,8 +92,12 @@ def main(config):
     device.shutdown()
 
 
-def check(config):
-    """Check the parts of the configuration that concern PPO; return the Grader."""
+def start_grader(config):
+    """Check the settings of PPO, which takes no time, and start the processes that grade.
+
+    Returns a Grader. Raises InputError for contradicting settings and for a reward function that
+    cannot be found or does not fit them.
+    """
     from rl.functions import inputs_read
     from rl.settings import check_settings
     from rollout.grading.grader import Grader
@@ -96,7 +108,7 @@ def check(config):
         raise InputError(
             f"reward.function={config.reward.function} grades the responses of a group together, "
             f"but algorithm.adv_estimator={config.algorithm.adv_estimator} has a greedy response "
-            "graded alone"
+            "graded alone: choose another of either"
         )
     return grader
 
@@ -239,22 +251,23 @@ def load_prompts(run, files):
 
 
 def grade_one(config, grader, train) -> None:
-    """Show what the reward makes of the first prompt with its true answer, where the row has one, as the response. Raises
-    InputError when it cannot be graded."""
+    """Print how the first prompt's true answer, if its row has one, is graded as a response.
+
+    Raises InputError if it cannot be graded.
+    """
     from rollout.grading.grader import Failure
 
-    prompt, num_calls = train[0], config.rollout.n if grader.takes_groups else 1
+    prompt = train[0]
     response = str(prompt.row.get("answer", ""))
-    result = grader.grade([(prompt.text, response, prompt.row)] * num_calls, [0] * num_calls)[0]
+    num_responses = config.rollout.n if grader.takes_groups else 1
+    items = [(prompt.text, response, prompt.row)] * num_responses
+    result = grader.grade(items, [0] * num_responses)[0]
+    shown = f"the response {response[:60]!r} to the first prompt"
+    function = config.reward.function
     if isinstance(result, Failure):
-        raise InputError(
-            f"reward.function={config.reward.function} cannot grade the response {response[:60]!r} to the first "
-            f"prompt: {result.summary}"
-        )
+        raise InputError(f"reward.function={function} cannot grade {shown}: {result.summary}")
     parts = "".join(f", {name} {value:g}" for name, value in result.parts.items())
-    print(
-        f"reward: {config.reward.function} gives {result.score:g}{parts} for the response {response[:60]!r} to the first prompt"
-    )
+    print(f"reward: {function} gives {result.score:g}{parts} for {shown}")
 
 
 if __name__ == "__main__":
