@@ -11,8 +11,8 @@ written for verl and TRL work as they are (rollout/grading/signature.py). Add yo
 keep it in a file of its own: reward.function=path/to/file.py:name.
 
 Rewards run in worker processes that may be killed (rollout/grading/): a function that raises or
-hangs costs its sample, and the run stops when too many do. What a module remembers belongs to its worker
-alone and is lost when that is killed.
+hangs costs its sample, and the run stops when too many do. What a module remembers belongs to its
+worker alone and is lost when that is killed.
 """
 
 import importlib
