@@ -1,30 +1,53 @@
-"""Wall time per stage, always; traces, snapshots and dumps of each stage, in the steps and on the ranks that are selected.
+"""Wall time per stage, always; traces, snapshots and dumps in the selected steps and ranks.
 
     profiler.begin_step(step)                           counted from 1
-    with profiler.stage("actor_update", actor):         the engine, where a model runs: msprobe dumps its modules
+    with profiler.stage("actor_update", actor):         the engine whose modules msprobe dumps
     metrics |= profiler.end_step()                      {timing/actor_update: seconds}
-    profiler.close()                                    after the last step, however many there were
+    profiler.close()                                    after the last step
 
-Files: {directory}/step_{N}/{stage}/; when a stage runs a second time in a step, {stage}.2/ and so on.
+Files are written to {directory}/step_{N}/{stage}/. When a stage runs again in the same step, they
+go to {stage}.2/ and so on.
+
+This room imports nothing else of the repository. tools.py and msprobe.py record; compare.py,
+shards.py and report.py read.
 """
 
 import atexit
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from profiling.tool import Stage, Tool
 from profiling.tools import build
 
 OFF = (-1, -1)
 
 
 class Profiler:
+    """Times every stage, and lets tools record the stages of selected steps.
+
+    Without arguments it only times. Nothing starts before the first step of the interval.
+
+    Args:
+        settings: the group `profiler` of configs/*.yaml.
+        interval: first and last step to record; [-1, -1] for none.
+        directory: for the tools' files.
+        total_steps: of the run.
+        model_stages: the stages of this run in which a model computes.
+
+    Attributes:
+        on_stage: called with (stage name, step) where a stage begins.
+
+    Raises:
+        ValueError: something cannot be recorded; one line says what to change.
+    """
+
     def __init__(
         self,
         settings=None,
@@ -33,69 +56,68 @@ class Profiler:
         total_steps: int | None = None,
         model_stages: Sequence[str] = (),
     ):
-        """Without arguments: only timers.
-
-        settings: the group `profiler` of configs/*.yaml. interval: first and last step to record, [-1, -1] for none.
-        model_stages: the stages of this run in which a model runs. Raises ValueError, in one line that says what to
-        change, for what cannot be recorded. Nothing starts before the first step of the interval.
-        """
         self.seconds: dict[str, float] = {}
-        self.interval, self.directory, self.step = tuple(interval), directory, None
-        self.synchronize = bool(
-            settings and settings.synchronize and torch.accelerator.is_available()
-        )
-        self.tools, self.recording, self.depth, self.turns = [], False, 0, Counter()
-        self.counting = False  # failed dumps, on all ranks
-        self.on_stage = lambda name, step: None  # called where a stage begins
-        names = (
-            []
-            if settings is None or settings.tool is None
-            else [settings.tool]
-            if isinstance(settings.tool, str)
-            else list(settings.tool)
-        )
-        if self.interval != OFF and not names:
-            raise ValueError(
-                "trainer.profile_interval is set but profiler.tool is null: name a tool"
-            )
-        if total_steps is not None and self.interval[0] > total_steps:
-            raise ValueError(
-                f"trainer.profile_interval={list(self.interval)} begins after the last step, "
-                f"{total_steps}"
-            )
+        self.interval = tuple(interval)
+        self.directory = directory
+        self.step: int | None = None
+        self.on_stage: Callable[[str, int | None], None] = lambda name, step: None
+        self.tools: list[Tool] = []
+        self.recording = False
+        self.synchronize = False
+        self._num_open_stages = 0
+        self._runs_of_stage: Counter = Counter()  # by (step, stage)
+        self._counts_failed_dumps = False  # on all ranks, in this step
+        names = tool_names(settings)
+        self._dumps = "msprobe" in names
+        check_interval(self.interval, names, total_steps)
+        if settings is not None:
+            self.synchronize = settings.synchronize and torch.accelerator.is_available()
         if names:
-            rank, num_ranks = (
-                (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-            )
-            tools = build(
-                names, settings, directory, rank, model_stages
-            )  # every rank checks its settings
-            self.tools = (
-                tools
-                if self.interval != OFF and is_selected(settings.ranks, rank, num_ranks)
-                else []
-            )
-        self.dumps = "msprobe" in names
+            self.tools = self._build_tools(names, settings, model_stages)
+
+    def _build_tools(self, names: list[str], settings, model_stages: Sequence[str]) -> list[Tool]:
+        """Check the tools on every rank, and return those that record on this one."""
+        rank = 0
+        num_ranks = 1
+        if dist.is_initialized():
+            rank = dist.get_rank()
+            num_ranks = dist.get_world_size()
+        tools = build(names, settings, self.directory, rank, model_stages)
+        if self.interval == OFF or not is_selected(settings.ranks, rank, num_ranks):
+            return []
+        return tools
 
     def begin_step(self, step: int) -> None:
-        """Start recording when `step` (from 1) lies in the interval, even if a resumed run begins in its middle; stop after
-        the interval. (Not in end_step(): a checkpoint may be saved after that.)"""
+        """Start recording in the interval, and stop after it.
+
+        A resumed run may begin in the middle of the interval. Recording stops here and not in
+        `end_step()`, because a checkpoint may be saved after that.
+
+        Args:
+            step: counted from 1.
+        """
         self.step = step
-        if step > self.interval[1]:
+        first, last = self.interval
+        if step > last:
             self.close()
-        inside = self.interval[0] <= step <= self.interval[1]
-        self.counting = inside and self.dumps
-        if self.tools and not self.recording and inside:
+        is_inside = first <= step <= last
+        self._counts_failed_dumps = is_inside and self._dumps
+        if self.tools and not self.recording and is_inside:
             self.recording = True
-            # For a run that ends with an exception: what was recorded until then explains it.
+            # When a run ends with an exception, what was recorded until then explains it.
             atexit.register(self.close)
             for tool in self.tools:
                 tool.open(step)
 
     @contextmanager
     def stage(self, name: str, engine=None):
-        """Add the wall time [s] of the block to the stage `name`, and record the block if this step is recorded. Stages may
-        nest; exceptions pass through. engine: its modules() run in the block."""
+        """Add the block's wall time to the stage, and record the block if this step is recorded.
+
+        Stages may nest. Exceptions pass through.
+
+        Args:
+            engine: its `modules()` compute in the block.
+        """
         if self.synchronize:
             torch.accelerator.synchronize()
         self.on_stage(name, self.step)
@@ -106,37 +128,43 @@ class Profiler:
                 if self.synchronize:
                     torch.accelerator.synchronize()
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+            seconds = time.perf_counter() - start
+            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
     @contextmanager
     def _record(self, name: str, engine):
-        self.turns[self.step, name] += 1
-        turn = self.turns[self.step, name]
-        where = self.directory / f"step_{self.step}" / (name if turn == 1 else f"{name}.{turn}")
-        self.depth += 1
+        self._runs_of_stage[self.step, name] += 1
+        run = self._runs_of_stage[self.step, name]
+        folder = name if run == 1 else f"{name}.{run}"
+        directory = self.directory / f"step_{self.step}" / folder
+        stage = Stage(name, self.step, directory, engine, is_nested=self._num_open_stages > 0)
+        self._num_open_stages += 1
         try:
             with ExitStack() as stack:
                 for tool in self.tools:
-                    stack.enter_context(tool.stage(name, self.step, where, engine, self.depth > 1))
+                    stack.enter_context(tool.stage(stage))
                 yield
         finally:
-            self.depth -= 1
+            self._num_open_stages -= 1
 
     def end_step(self) -> dict[str, float]:
-        """{timing/<stage>: seconds} since the last call, and what tools count. All ranks must call it while msprobe dumps."""
-        seconds, self.seconds = self.seconds, {}
+        """Return {timing/<stage>: seconds} since the last call, and the tools' metrics.
+
+        All ranks must call it while msprobe dumps.
+        """
+        seconds = self.seconds
+        self.seconds = {}
         metrics = {f"timing/{name}": value for name, value in seconds.items()}
         for tool in self.tools:
             metrics |= tool.end_step(seconds)
-        if self.counting:
-            metrics["profiler/failed_dumps"] = sum_over_ranks(
-                metrics.get("profiler/failed_dumps", 0)
-            )
+        if self._counts_failed_dumps:
+            failed_here = metrics.get("profiler/failed_dumps", 0)
+            metrics["profiler/failed_dumps"] = sum_over_ranks(failed_here)
         return metrics
 
     def close(self) -> None:
-        """Write what is not yet written. May be called twice."""
-        self.counting = False
+        """Write everything that is not written yet. May be called twice."""
+        self._counts_failed_dumps = False
         if self.recording:
             self.recording = False
             atexit.unregister(self.close)
@@ -144,16 +172,39 @@ class Profiler:
                 tool.close()
 
 
+def tool_names(settings) -> list[str]:
+    """Return the tools that profiler.tool names: null, a name, or a list of names."""
+    if settings is None or settings.tool is None:
+        return []
+    if isinstance(settings.tool, str):
+        return [settings.tool]
+    return list(settings.tool)
+
+
+def check_interval(interval: tuple[int, int], names: list[str], total_steps: int | None) -> None:
+    """Raise ValueError for an interval without a tool, or after the last step."""
+    if interval != OFF and not names:
+        raise ValueError("trainer.profile_interval is set but profiler.tool is null: name a tool")
+    if total_steps is not None and interval[0] > total_steps:
+        raise ValueError(
+            f"trainer.profile_interval={list(interval)} begins after the last step, {total_steps}"
+        )
+
+
 def is_selected(ranks, rank: int, num_ranks: int) -> bool:
-    """Whether profiler.ranks (null: local rank 0 of every node) names this rank. Raises ValueError for a rank that does not
-    exist."""
+    """Return whether profiler.ranks names this rank; null means local rank 0 of every node.
+
+    Raises:
+        ValueError: it names a rank that does not exist.
+    """
     if ranks is None:
         return int(os.environ.get("LOCAL_RANK", 0)) == 0
     if ranks == "all":
         return True
     if max(ranks) >= num_ranks:
         raise ValueError(
-            f"profiler.ranks={list(ranks)} names a rank that does not exist: ranks are 0 to {num_ranks - 1}"
+            f"profiler.ranks={list(ranks)} names a rank that does not exist: ranks are 0 to "
+            f"{num_ranks - 1}"
         )
     return rank in ranks
 

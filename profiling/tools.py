@@ -1,6 +1,7 @@
-"""The tools that record a stage: torch (traces), nvtx and mstx (ranges), memory (snapshots). msprobe has its own file.
+"""Tools that record a stage: torch (traces), nvtx and mstx (ranges), memory (snapshots).
 
-To add one, write a class with the five methods of Tool and enter it in build().
+msprobe has a file of its own. To add a tool, write a class with the five methods of Tool and enter
+it in `build()`.
 """
 
 import importlib.util
@@ -11,9 +12,9 @@ from pathlib import Path
 import torch
 
 from profiling.msprobe import Msprobe
-from profiling.tool import Tool
+from profiling.tool import Stage, Tool
 
-# Of ranges in a timeline; other stages are grey.
+# Colours of ranges in a timeline; other stages are grey.
 COLOURS = {
     "data": "orange",
     "rollout_generate": "green",
@@ -31,56 +32,69 @@ COLOURS = {
 }
 
 
-def build(names: list[str], settings, directory: Path, rank: int, model_stages) -> list:
-    """The tools called `names`. Raises ValueError for one that cannot work here, or not together with another."""
+def build(
+    names: list[str], settings, directory: Path, rank: int, model_stages: Sequence[str]
+) -> list[Tool]:
+    """Return the tools with these names.
+
+    Raises:
+        ValueError: a tool cannot work here, or not together with another one.
+    """
     kinds = {"nvtx": Nvtx, "mstx": Mstx, "torch": Torch, "memory": Memory, "msprobe": Msprobe}
     for name in names:
         if name not in kinds:
             raise ValueError(f"profiler.tool={name} must be one of {', '.join(kinds)}")
-    if {"torch", "nvtx"} <= set(names) and list(settings.torch.activities or []) != ["cpu"]:
+    traces_cpu_only = list(settings.torch.activities or []) == ["cpu"]
+    if {"torch", "nvtx"} <= set(names) and not traces_cpu_only:
         raise ValueError(
             "profiler.tool: torch and nvtx cannot share CUPTI: name one of them, or set "
             "profiler.torch.activities=[cpu]"
         )
-    # In this order: ranges enclose traces, traces enclose dumps.
-    return [
-        kind(settings, directory, rank, model_stages)
-        for name, kind in kinds.items()
-        if name in names
-    ]
+    # In this order ranges enclose traces, and traces enclose dumps.
+    selected = [kind for name, kind in kinds.items() if name in names]
+    return [kind(settings, directory, rank, model_stages) for kind in selected]
 
 
 def device_type() -> str:
-    return (
-        torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
-    )
+    if torch.accelerator.is_available():
+        return torch.accelerator.current_accelerator().type
+    return "cpu"
 
 
 class Torch(Tool):
-    """torch.profiler: a Chrome trace (chrome://tracing, ui.perfetto.dev) of each stage, or one of the interval."""
+    """torch.profiler: a Chrome trace of each stage, or one of the whole interval.
+
+    Open traces in chrome://tracing or ui.perfetto.dev.
+    """
 
     def __init__(self, settings, directory: Path, rank: int, model_stages: Sequence[str]):
-        self.options, self.directory, self.rank = settings.torch, directory, rank
-        self.each_stage, self.profile = settings.torch.trace == "stage", None
-        present = ["cpu", device_type()] if device_type() != "cpu" else ["cpu"]
-        self.activities = list(settings.torch.activities or present)
+        self.options = settings.torch
+        self.directory = directory
+        self.rank = rank
+        self.traces_each_stage = settings.torch.trace == "stage"
+        self.profile = None
+        available = ["cpu"] if device_type() == "cpu" else ["cpu", device_type()]
+        self.activities = list(settings.torch.activities or available)
         for name in self.activities:
-            if name not in present:
+            if name not in available:
                 raise ValueError(
-                    f"profiler.torch.activities: {name} is not on this machine, which has {', '.join(present)}"
+                    f"profiler.torch.activities: {name} is not on this machine, which has "
+                    f"{', '.join(available)}"
                 )
 
     def open(self, step: int) -> None:
-        self.first = self.last = step
-        if not self.each_stage:
+        self.first_step = step
+        self.last_step = step
+        if not self.traces_each_stage:
             self._start()
 
     def _start(self) -> None:
-        api, names = torch.profiler, {"cpu": "CPU", "cuda": "CUDA", "npu": "NPU"}
+        api = torch.profiler
         if "npu" in self.activities:
             import torch_npu
 
             api = torch_npu.profiler
+        names = {"cpu": "CPU", "cuda": "CUDA", "npu": "NPU"}
         self.profile = api.profile(
             activities=[getattr(api.ProfilerActivity, names[a]) for a in self.activities],
             record_shapes=self.options.record_shapes,
@@ -90,32 +104,30 @@ class Torch(Tool):
         self.profile.start()
 
     def _write(self, path: Path) -> None:
-        profile, self.profile = self.profile, None
+        profile = self.profile
+        self.profile = None
         profile.stop()
         path.parent.mkdir(parents=True, exist_ok=True)
         profile.export_chrome_trace(str(path))
 
     @contextmanager
-    def stage(self, name: str, step: int, where: Path, engine, nested: bool):
-        self.last, outermost = step, self.each_stage and not nested
-        if outermost:
+    def stage(self, stage: Stage):
+        self.last_step = stage.step
+        has_own_trace = self.traces_each_stage and not stage.is_nested
+        if has_own_trace:
             self._start()
         try:
-            with torch.profiler.record_function(name):
+            with torch.profiler.record_function(stage.name):
                 yield
         finally:
-            if outermost:
-                self._write(where / f"torch_step{step}_rank{self.rank}.json")
+            if has_own_trace:
+                self._write(stage.directory / f"torch_step{stage.step}_rank{self.rank}.json")
 
     def close(self) -> None:
         if self.profile is not None:
-            steps = f"{self.first}-{self.last}"
-            self._write(
-                self.directory
-                / f"step_{self.first}"
-                / "interval"
-                / f"torch_step{steps}_rank{self.rank}.json"
-            )
+            folder = self.directory / f"step_{self.first_step}" / "interval"
+            steps = f"{self.first_step}-{self.last_step}"
+            self._write(folder / f"torch_step{steps}_rank{self.rank}.json")
 
 
 class Nvtx(Tool):
@@ -130,10 +142,10 @@ class Nvtx(Tool):
     def open(self, step: int) -> None:
         torch.cuda.profiler.start()
 
-    def stage(self, name: str, step: int, where: Path, engine, nested: bool):
+    def stage(self, stage: Stage):
         import nvtx
 
-        return nvtx.annotate(name, color=COLOURS.get(name, "grey"))
+        return nvtx.annotate(stage.name, color=COLOURS.get(stage.name, "grey"))
 
     def close(self) -> None:
         torch.cuda.synchronize()  # queued kernels belong to the capture
@@ -141,7 +153,10 @@ class Nvtx(Tool):
 
 
 class Mstx(Tool):
-    """Ranges for Ascend's msprof (msprof --mstx=on ...). Written from the documentation of torch_npu, not run."""
+    """Ranges for Ascend's msprof (msprof --mstx=on ...).
+
+    Written from the documentation of torch_npu; not run.
+    """
 
     def __init__(self, settings, directory: Path, rank: int, model_stages: Sequence[str]):
         if device_type() != "npu":
@@ -150,10 +165,10 @@ class Mstx(Tool):
             )
 
     @contextmanager
-    def stage(self, name: str, step: int, where: Path, engine, nested: bool):
+    def stage(self, stage: Stage):
         import torch_npu
 
-        number = torch_npu.npu.mstx.range_start(name)
+        number = torch_npu.npu.mstx.range_start(stage.name)
         try:
             yield
         finally:
@@ -161,11 +176,15 @@ class Mstx(Tool):
 
 
 class Memory(Tool):
-    """A snapshot of the accelerator's memory and its last allocations after each stage (pytorch.org/memory_viz), also after
-    a stage that ran out of memory, which the file name then says."""
+    """A snapshot of the accelerator's memory, with its last allocations, after each stage.
+
+    A stage that runs out of memory leaves one too; the file's name says so. View snapshots at
+    pytorch.org/memory_viz.
+    """
 
     def __init__(self, settings, directory: Path, rank: int, model_stages: Sequence[str]):
-        self.rank, self.max_entries = rank, settings.memory.max_entries
+        self.rank = rank
+        self.max_entries = settings.memory.max_entries
         if device_type() == "cpu":
             raise ValueError(
                 "profiler.tool=memory needs an accelerator: on a CPU use torch with "
@@ -177,17 +196,17 @@ class Memory(Tool):
         self.memory._record_memory_history(max_entries=self.max_entries)
 
     @contextmanager
-    def stage(self, name: str, step: int, where: Path, engine, nested: bool):
-        file = f"memory_step{step}_rank{self.rank}.pickle"
+    def stage(self, stage: Stage):
+        file = f"memory_step{stage.step}_rank{self.rank}.pickle"
         try:
             yield
         except torch.OutOfMemoryError:
             file = f"out_of_{file}"
             raise
         finally:
-            if not nested:
-                where.mkdir(parents=True, exist_ok=True)
-                self.memory._dump_snapshot(str(where / file))
+            if not stage.is_nested:
+                stage.directory.mkdir(parents=True, exist_ok=True)
+                self.memory._dump_snapshot(str(stage.directory / file))
 
     def close(self) -> None:
         self.memory._record_memory_history(enabled=None)

@@ -239,7 +239,7 @@ MISTAKES = {
     ),
     "a stage that is not there": (
         [PROBE, "profiler.msprobe.stages=[critic_update]"],
-        "critic_update is not a stage of this run that runs a model; those are train_batch",
+        "critic_update is not a stage of this run in which a model computes; these are train_batch",
     ),
     "compiled layers": ([PROBE, "engine.torch_compile=always"], "set engine.torch_compile=never"),
     "no config file": (
@@ -261,7 +261,7 @@ MISTAKES = {
     "two that want CUPTI": (["profiler.tool=[torch,nvtx]"], "torch and nvtx cannot share CUPTI"),
     "mode of msprobe": (
         [PROBE, "profiler.msprobe.config_path={tmp}/mode.json"],
-        "mode.json is refused by msprobe: ",
+        "mode.json is rejected by msprobe: ",
     ),
     "hashes beside tensors": (
         [PROBE, "profiler.msprobe.task=tensor", "profiler.msprobe.config_path={tmp}/tensor.json"],
@@ -269,15 +269,15 @@ MISTAKES = {
     ),
     "a group that is none": (
         [PROBE, "profiler.msprobe.config_path={tmp}/list.json"],
-        "list.json is refused by msprobe: ",
+        "list.json is rejected by msprobe: ",
     ),
     "a folder with a space": (
         [PROBE, "output_dir={tmp}/my runs"],
-        "output_dir: msprobe refuses the path {tmp}/my runs/profile",
+        "output_dir: msprobe does not accept the path {tmp}/my runs/profile",
     ),
     "a config file with an accent": (
         [PROBE, "profiler.msprobe.config_path={tmp}/é.json"],
-        "config_path: msprobe refuses the path",
+        "config_path: msprobe does not accept the path",
     ),
     "hashes": (
         [PROBE, "profiler.msprobe.config_path={tmp}/hash.json"],
