@@ -1,13 +1,15 @@
-"""The table of docs/models.md: which families of models the FSDP engine computes as plain transformers does.
+"""Print the table of docs/models.md: which families FSDP2 computes as plain transformers does.
 
     python -m tests.families [family ...]
 
-Of each family a tiny model with random weights: log-probabilities and gradients of a few sequences, packed and padded, against
-transformers' eager attention on one sequence at a time, in fp32 on a CPU. A checkpoint of yours: python -m engines.check.
+For each family, a tiny model with random weights: log-probabilities and gradients of a few
+sequences, packed and padded, against transformers' eager attention on one sequence at a time, in
+fp32 on a CPU. For a checkpoint of your own, use python -m engines.check.
 """
 
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,7 +24,8 @@ from engines.parallel import device
 from tests.support.foreign import FOREIGN
 from tests.support.models import FAMILIES, MULTIMODAL, write_model
 
-BOUND = 2e-5  # of log-probabilities [nats], and of gradients relative to the largest
+# For log-probabilities [nats], and for gradients relative to the largest one.
+BOUND = 2e-5
 PLAIN = (
     "apertus",
     "arcee",
@@ -132,7 +135,7 @@ SHAPES = {
     },
     **FOREIGN,
     **MULTIMODAL,
-    # phi3 has its own key for that length.
+    # phi3 has a key of its own for the original length.
     **{
         name: dict(
             model_type=family,
@@ -144,97 +147,120 @@ SHAPES = {
 }
 
 
-class Watched(FSDPEngine):
-    """Keeps the gradients of its last step."""
+@dataclass(frozen=True)
+class Difference:
+    """How far an engine is from plain transformers."""
 
-    def _clip(self) -> float:
+    # The largest difference of a log-probability [nats].
+    log_probs: float
+    # The largest difference of a gradient, relative to the largest gradient.
+    gradients: float
+
+    @property
+    def is_small(self) -> bool:
+        return self.log_probs < BOUND and self.gradients < BOUND
+
+    def __str__(self) -> str:
+        return f"{self.log_probs:.0e}, {self.gradients:.0e}"
+
+
+class RecordingEngine(FSDPEngine):
+    """An engine that keeps the gradients of its last step."""
+
+    def _clip_gradients(self) -> float:
         self.gradients = {
-            name: p.grad.clone() for name, p in self.hf.named_parameters() if p.grad is not None
+            name: parameter.grad.clone()
+            for name, parameter in self.hf.named_parameters()
+            if parameter.grad is not None
         }
-        return super()._clip()
+        return super()._clip_gradients()
 
 
 def make_batch() -> Batch:
     lengths = torch.tensor([30, 7, 41, 2])
-    return Batch(
-        torch.randint(3, 97, (int(lengths.sum()),), generator=torch.Generator().manual_seed(1)),
-        bounds(lengths),
-    )
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(3, 97, (int(lengths.sum()),), generator=generator)
+    return Batch(tokens, bounds(lengths))
 
 
-def plain(directory: Path, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """([T] log-probabilities, gradients by name of minus their mean) of transformers, one sequence at a time."""
+def plain_results(directory: Path, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Compute with transformers, one sequence at a time.
+
+    Returns:
+        The log-probabilities [T], and by name the gradients of minus their mean.
+    """
     kind = auto_class(read_hf_config(directory))
     model = kind.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
-    log_probs = torch.zeros(len(batch.input_ids))
+    num_tokens = len(batch.input_ids)
+    log_probs = torch.zeros(num_tokens)
     for start, length in zip(batch.cu_seqlens.tolist(), batch.lengths):
         ids = batch.input_ids[start : start + length]
-        mine = -F.cross_entropy(
-            model(ids[None], use_cache=False).logits[0, :-1], ids[1:], reduction="none"
-        )
-        (-mine.sum() / len(batch.input_ids)).backward()
-        log_probs[start + 1 : start + length] = mine.detach()
-    return log_probs, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        logits = model(ids[None], use_cache=False).logits[0, :-1]
+        sequence_log_probs = -F.cross_entropy(logits, ids[1:], reduction="none")
+        (-sequence_log_probs.sum() / num_tokens).backward()
+        log_probs[start + 1 : start + length] = sequence_log_probs.detach()
+    gradients = {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+    return log_probs, gradients
 
 
-def compare(directory: Path, packed: bool) -> tuple[float, float]:
-    """The largest differences of log-probabilities [nats] and of gradients, relative to the largest gradient. Raises InputError for
-    a model that the engine refuses."""
+def compare(directory: Path, packed: bool) -> Difference:
+    """Compare the engine with transformers. Raises InputError for a model that it rejects."""
     batch = make_batch()
-    engine = Watched(
-        load(
-            "sft.yaml",
-            [
-                f"model.path={directory}",
-                "data.train_files=none",
-                "data.max_length=64",
-                "engine.compute_dtype=float32",
-                f"engine.use_remove_padding={packed}".lower(),
-            ],
-        ),
-        torch.device("cpu"),
-        total_steps=1,
-    )
-    log_probs, gradients = plain(directory, batch)
-    off = (engine.log_probs(batch)[0] - log_probs).abs().max().item()
-    engine.train_batch(
-        batch, lambda log_probs, *_: (-log_probs.sum() / len(batch.input_ids), {}), 0
-    )
-    assert gradients.keys() == engine.gradients.keys(), sorted(
-        gradients.keys() ^ engine.gradients.keys()
-    )
-    largest = max(gradient.abs().max() for gradient in gradients.values())
-    return off, max(
+    settings = [
+        f"model.path={directory}",
+        "data.train_files=none",
+        "data.max_length=64",
+        "engine.compute_dtype=float32",
+        f"engine.use_remove_padding={packed}".lower(),
+    ]
+    engine = RecordingEngine(load("sft.yaml", settings), torch.device("cpu"), total_steps=1)
+    expected_log_probs, expected_gradients = plain_results(directory, batch)
+    log_probs, *_ = engine.log_probs(batch)
+    log_prob_difference = (log_probs - expected_log_probs).abs().max().item()
+
+    def loss_fn(log_probs, *_):
+        return -log_probs.sum() / len(batch.input_ids), {}
+
+    engine.train_batch(batch, loss_fn, 0)
+    only_in_one = expected_gradients.keys() ^ engine.gradients.keys()
+    assert not only_in_one, sorted(only_in_one)
+    largest = max(gradient.abs().max() for gradient in expected_gradients.values())
+    gradient_difference = max(
         ((gradient - engine.gradients[name]).abs().max() / largest).item()
-        for name, gradient in gradients.items()
+        for name, gradient in expected_gradients.items()
     )
+    return Difference(log_prob_difference, gradient_difference)
 
 
-def main(names: list[str]) -> None:
+def main(families: list[str]) -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     device.init()
     print("| family | packed | padded |\n| --- | --- | --- |")
-    said, wrong = {}, []
+    reasons = {}
+    wrong = []
     with tempfile.TemporaryDirectory() as folder:
-        for name in names or sorted(SHAPES):
-            directory, cells = (
-                write_model(Path(folder) / name.replace(" ", "_"), **SHAPES[name]),
-                [],
-            )
+        for family in families or sorted(SHAPES):
+            directory = write_model(Path(folder) / family.replace(" ", "_"), **SHAPES[family])
+            cells = []
             for packed in (True, False):
                 try:
-                    off = compare(directory, packed)
-                    cells.append(f"{off[0]:.0e}, {off[1]:.0e}")
-                    wrong += [name] * (not max(off) < BOUND)
+                    difference = compare(directory, packed)
                 except InputError as error:
-                    cells.append("refused")
-                    said[name] = str(error).replace(f"model.path={directory}: ", "")
-            print(f"| {name} | {' | '.join(cells)} |", flush=True)
-    print(
-        "\nWhat is said of those refused:\n\n"
-        + "\n".join(f"* {name}: {line}" for name, line in said.items())
-    )
+                    cells.append("rejected")
+                    reasons[family] = str(error).replace(f"model.path={directory}: ", "")
+                    continue
+                cells.append(str(difference))
+                if not difference.is_small:
+                    wrong.append(family)
+            print(f"| {family} | {' | '.join(cells)} |", flush=True)
+    print("\nWhy models are rejected:\n")
+    for family, reason in reasons.items():
+        print(f"* {family}: {reason}")
     device.shutdown()
     if wrong:
         sys.exit(f"wrong: {', '.join(wrong)}")

@@ -1,4 +1,4 @@
-"""Tiny models with random weights, as directories in Hugging Face format."""
+"""Tiny models with random weights, written as directories in Hugging Face format."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,8 @@ SHAPE = dict(
 FAMILIES = {
     "qwen2_tied": dict(model_type="qwen2", tie_word_embeddings=True),
     "qwen3": dict(model_type="qwen3", tie_word_embeddings=False, head_dim=16),
-    # Its padding token occurs among the words, and has a row of zeros in the embedding, as transformers begins it.
+    # Its padding token occurs in texts, and has a row of zeros in the embedding, as transformers
+    # initialises it.
     "llama": dict(
         model_type="llama",
         tie_word_embeddings=False,
@@ -45,9 +46,9 @@ FAMILIES = {
     "gemma3": dict(
         model_type="gemma3_text", head_dim=32, query_pre_attn_scalar=32, sliding_window=64
     ),
-    # Buffers are stored with its weights.
+    # Its files hold buffers besides weights.
     "apertus": dict(model_type="apertus"),
-    # Its convolutions read across the borders of packed sequences, and transformers has no flag for that.
+    # Its convolutions read across borders of packed sequences, and transformers has no flag for it.
     "lfm2": dict(model_type="lfm2", layer_types=["conv", "full_attention", "conv"]),
     "qwen3_moe": dict(
         model_type="qwen3_moe",
@@ -58,7 +59,7 @@ FAMILIES = {
         moe_intermediate_size=24,
         norm_topk_prob=True,
     ),
-    # Five layers, which stages do not divide.
+    # Five layers, which do not divide evenly into pipeline stages.
     "mistral": dict(
         model_type="mistral", tie_word_embeddings=False, sliding_window=7, num_hidden_layers=5
     ),
@@ -92,7 +93,7 @@ FAMILIES = {
         sliding_window=9,
         num_hidden_layers=4,
     ),
-    # Two layers and one for multi-token prediction. Its heads have 32 dimensions, which vLLM needs on a CPU.
+    # Two layers and one for multi-token prediction. vLLM on a CPU needs heads of 32 dimensions.
     "mimo": dict(
         model_type="mimo",
         tie_word_embeddings=False,
@@ -109,7 +110,7 @@ TOWER = dict(
     image_size=28,
     patch_size=14,
 )
-# transformers saves the weights of gemma3 and mistral3 under other names than its models have for them.
+# transformers saves the weights of gemma3 and mistral3 under other names than its modules have.
 MULTIMODAL = {
     "gemma3 with images": dict(
         model_type="gemma3",
@@ -170,7 +171,7 @@ MULTIMODAL = {
 
 
 def make_model(directory: Path, family: str, **changes) -> Path:
-    """Write a model of one of FAMILIES or MULTIMODAL, whose changes are in its text model."""
+    """Write a model of FAMILIES or MULTIMODAL. The changes apply to its text model."""
     if family in MULTIMODAL:
         shape = MULTIMODAL[family]
         return write_model(
@@ -180,37 +181,43 @@ def make_model(directory: Path, family: str, **changes) -> Path:
 
 
 def write_model(directory: Path, **shape) -> Path:
-    """Biases, norms and buffers are random too, so that none of them can be lost unseen."""
+    """Write a model of this configuration.
+
+    Biases, norms and buffers are random too, so that a test notices if one is lost.
+    """
     torch.manual_seed(0)
     if "text_config" in shape:
         config = AutoConfig.for_model(**{**shape, "text_config": {**SHAPE, **shape["text_config"]}})
     else:
         config = AutoConfig.for_model(**{**SHAPE, **shape})
     model = auto_class(config).from_config(config, dtype=torch.float32)
-    if (number := mtp.num_layers(config)) and config.model_type in mtp.LAYERS:
+    number = mtp.num_layers(config)
+    if number and config.model_type in mtp.LAYERS:
         model.model.mtp_layers = nn.ModuleList(
             mtp.LAYERS[config.model_type](config) for _ in range(number)
         )
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
-            if tensor.is_floating_point() and not (
-                config.tie_word_embeddings and name == "lm_head.weight"
-            ):
+            is_tied = config.tie_word_embeddings and name == "lm_head.weight"
+            if tensor.is_floating_point() and not is_tied:
                 tensor.add_(torch.randn_like(tensor) * 0.1)
-        if config.get_text_config().pad_token_id:
-            model.get_input_embeddings().weight[config.get_text_config().pad_token_id] = 0
+        pad_token_id = config.get_text_config().pad_token_id
+        if pad_token_id:
+            model.get_input_embeddings().weight[pad_token_id] = 0
     model.save_pretrained(directory)
     return directory
 
 
 IMAGE_WORDS = ("<|im_start|>", "<|im_end|>", "<image>", "<image_end>", "<image_soft>", "<video>")
 CHAT = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
-    "{% for part in m.content %}{{ '<image>' if part.type == 'image' else part.text }}{% endfor %}{% endif %}<|im_end|>\n"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+    "{{ '<image>' if part.type == 'image' else part.text }}"
+    "{% endfor %}{% endif %}<|im_end|>\n"
     "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# Models that read images. In a test's words (bytes, and IMAGE_WORDS behind them) an image stands as <image>.
+# Vision-language models. Their tokens are bytes and IMAGE_WORDS; <image> stands for an image.
 OF_IMAGES = {
     "qwen2_5_vl": dict(
         vision_config=dict(
@@ -254,7 +261,7 @@ TEXT = {
 
 
 def make_image_model(directory: Path, family: str, **changes) -> Path:
-    """Write a model of OF_IMAGES with its tokenizer and processor."""
+    """Write a model of OF_IMAGES with its tokenizer and its processor."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
@@ -267,10 +274,8 @@ def make_image_model(directory: Path, family: str, **changes) -> Path:
             merges=[],
         )
     )
-    tokenizer.pre_tokenizer, tokenizer.decoder = (
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        decoders.ByteLevel(),
-    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(word, special=True) for word in IMAGE_WORDS])
     ids = dict(zip(IMAGE_WORDS, range(256, 262)))
     soft = "<image_soft>" if family == "gemma3" else "<image>"
@@ -325,8 +330,10 @@ def make_image_model(directory: Path, family: str, **changes) -> Path:
 
 
 def make_ocr_model(directory: Path) -> Path:
-    """Write a model with its processor that transformers and vLLM run without torchvision: PaddleOCR-VL, whose images have a token
-    per 28 x 28 pixels, 256 at most, at places on three axes (mrope)."""
+    """Write a PaddleOCR-VL model, which transformers and vLLM run without torchvision.
+
+    Its images have a token per 28 x 28 pixels, 256 at most, with multi-axis position ids (M-RoPE).
+    """
     from transformers import (
         PaddleOCRVLImageProcessorPil,
         PaddleOCRVLProcessor,
@@ -361,7 +368,8 @@ def make_ocr_model(directory: Path) -> Path:
             rope_parameters=dict(rope_type="default", rope_theta=10000.0, mrope_section=[4, 6, 6]),
         ),
     )
-    # The two stretch the tower's places over images of other shapes in two ways, which are one where all places are the same.
+    # transformers and vLLM interpolate the tower's position embeddings in different ways. Where all
+    # of them are equal, the results are the same.
     weights = load_file(directory / "model.safetensors")
     for name, tensor in weights.items():
         if name.endswith("position_embedding.weight"):

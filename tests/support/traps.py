@@ -1,4 +1,4 @@
-"""Checkpoints that run a command when somebody unpickles them without care."""
+"""Checkpoints that run a command when they are unpickled carelessly."""
 
 import io
 import json
@@ -12,6 +12,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 
 class Command:
+    """An object whose pickle runs a shell command."""
+
     def __init__(self, text: str):
         self.text = text
 
@@ -20,31 +22,35 @@ class Command:
 
 
 def without_checksums(checkpoint: Path) -> None:
-    """As checkpoints were before they had any."""
+    """Remove the checksums, which early versions did not write."""
     progress = json.loads((checkpoint / "trainer.json").read_text())
     del progress["checksums"]
     (checkpoint / "trainer.json").write_text(json.dumps(progress))
 
 
 def in_metadata(checkpoint: Path, command: Command) -> None:
+    """Put the command into .metadata."""
     metadata = FileSystemReader(checkpoint / "weights").read_metadata()
     metadata.planner_data = command
     (checkpoint / "weights" / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
 def in_part(checkpoint: Path, command: Command) -> None:
-    """In the place of every entry that is no tensor."""
-    metadata, buffer = FileSystemReader(checkpoint / "weights").read_metadata(), io.BytesIO()
+    """Put the command in place of every entry that is not a tensor."""
+    metadata = FileSystemReader(checkpoint / "weights").read_metadata()
+    buffer = io.BytesIO()
     torch.save(command, buffer)
     for index, info in metadata.storage_data.items():
         if isinstance(metadata.state_dict_metadata[index.fqn], BytesStorageMetadata):
-            info.relative_path, info.offset, info.length = "trap", 0, len(buffer.getvalue())
+            info.relative_path = "trap"
+            info.offset = 0
+            info.length = len(buffer.getvalue())
     (checkpoint / "weights" / "trap").write_bytes(buffer.getvalue())
     (checkpoint / "weights" / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
 def in_common(checkpoint: Path, command: Command) -> None:
-    """In what Megatron stores once for all ranks."""
+    """Put the command into the file that Megatron writes once for all ranks."""
     common = torch.load(checkpoint / "weights" / "common.pt", weights_only=False)
     torch.save(common | {"trap": command}, checkpoint / "weights" / "common.pt")
 
@@ -53,6 +59,9 @@ TRAPS = {".metadata": in_metadata, "part": in_part, "common.pt": in_common}
 
 
 def set_trap(name: str, checkpoint: Path, mark: Path) -> None:
-    """Let the checkpoint, whose checksums are gone, make a file when it is loaded."""
+    """Make a checkpoint create the file `mark` when it is loaded carelessly.
+
+    It loses its checksums, which would reveal the change.
+    """
     TRAPS[name](checkpoint, Command(f"touch '{mark}'"))
     without_checksums(checkpoint)
