@@ -191,3 +191,14 @@ def test_ranks_end_when_torchrun_is_killed(tmp_path, when):
     while any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks):
         assert time.monotonic() < end, "a rank goes on by itself"
         time.sleep(0.1)
+
+
+def test_a_lock_is_touched_while_its_run_lives(tmp_path, monkeypatch):
+    monkeypatch.setattr(output, "TOUCH_SECONDS", 0.05)
+    lock = output.Lock(tmp_path)
+    os.utime(lock.path, (0, 0))
+    deadline = time.monotonic() + 20
+    while lock.path.stat().st_mtime == 0:
+        assert time.monotonic() < deadline, "nobody touches the lock's file"
+        time.sleep(0.05)
+    lock.release()
