@@ -35,6 +35,8 @@ ifeq ($(REQUIREMENTS),requirements-cpu.txt)
 else
 	$(PIP) -r $<
 endif
+	@# Editors check YAML files with these schemas.
+	.venv/bin/python -m config schema >/dev/null
 	@touch $@
 
 demo-assets: runs/demo/train.jsonl  ## a model of 1.4 million parameters and arithmetic problems in runs/demo

@@ -5,19 +5,11 @@ import jsonschema
 import pytest
 from omegaconf import OmegaConf
 
-from config import (
-    CONFIGS,
-    SCRIPTS,
-    InputError,
-    _check_value,
-    _flat,
-    _places,
-    hide_secrets,
-    load,
-    run,
-    schema,
-    without_secrets,
-)
+from config import InputError, hide_secrets, load, run, without_secrets
+from configs.files import CONFIGS, SCRIPTS, flatten
+from configs.json_schema import DIRECTORY, schema, write_schemas
+from configs.names import readers
+from configs.rules import problem_with
 from job.setup import write_config
 
 NEEDED = ["model.path=m", "data.train_files=t.jsonl"]
@@ -121,7 +113,7 @@ def told(script, *arguments):
 @pytest.mark.parametrize(
     "argument, message",
     [
-        ("rollout.top_k=0", "between 1 and 1024, or be -1 for all words"),
+        ("rollout.top_k=0", "between 1 and 1024, or be -1 for all tokens"),
         ("validation.top_k=5000", "between 1 and 1024"),
         ("rollout.temperature=0.0", "at least 0.01"),
         ("validation.temperature=0.001", "must be 0 (greedy) or at least 0.01"),
@@ -255,7 +247,7 @@ def test_arguments_of_argparse_and_hydra_are_answered_with_the_form_to_use(argum
 
 
 def test_every_key_that_advice_names_exists():
-    places = _places()
+    places = readers()
     names = OmegaConf.to_container(OmegaConf.load(CONFIGS / "names.yaml"))
     assert len(names) > 150
     for name, advice in names.items():
@@ -316,12 +308,20 @@ VALUES = [
 ]
 
 
+def test_schemas_are_written_where_the_yaml_files_expect_them(tmp_path, capsys):
+    write_schemas(tmp_path / "schema")
+    files = sorted((tmp_path / "schema").iterdir())
+    assert capsys.readouterr().out.split() == [
+        str(tmp_path / "schema" / f"{s}.json") for s in SCRIPTS
+    ]
+    assert [file.stem for file in files] == sorted(SCRIPTS)
+    for file in files:
+        assert json.loads(file.read_text()) == schema(file.stem)
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_the_schema_of_the_yaml_files(script):
-    path = CONFIGS / "schema" / f"{script}.json"
-    assert json.loads(path.read_text()) == schema(script), (
-        "out of date: run python -m config schema"
-    )
+    path = DIRECTORY / f"{script}.json"
     jsonschema.Draft202012Validator.check_schema(schema(script))
     validator = jsonschema.Draft202012Validator(schema(script))
     demos = [
@@ -351,13 +351,9 @@ def test_the_schema_of_the_yaml_files(script):
         {"engine": {"tensor_parallel": 2}},
     ):
         assert not validator.is_valid(wrong), wrong
-    for key, default in _flat(OmegaConf.load(CONFIGS / f"{script}.yaml")).items():
+    for key, default in flatten(OmegaConf.load(CONFIGS / f"{script}.yaml")).items():
         for value in VALUES if key != "model_engine" else []:
-            try:
-                _check_value(key, value, default)
-                fits = True
-            except InputError:
-                fits = False
+            fits = problem_with(key, value, default) is None
             tree = value
             for part in reversed(key.split(".")):
                 tree = {part: tree}
@@ -414,5 +410,5 @@ def test_help_lists_every_key(monkeypatch, capsys):
     run(None, "sft.yaml", "the script's docstring")
     said = capsys.readouterr().out
     assert said.startswith("the script's docstring\n")
-    for key, place in _places().items():
+    for key, place in readers().items():
         assert place == "train_ppo.py" or f"{key.rpartition('.')[2]}:" in said, key

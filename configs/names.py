@@ -1,0 +1,76 @@
+"""Suggest a key for one that does not exist: a typing error, or what other projects call it."""
+
+import difflib
+from collections.abc import Iterator
+from functools import cache
+
+from omegaconf import OmegaConf
+
+from configs.files import CONFIGS, SCRIPTS, engine_files, flatten, read
+
+# Meaningless without the name of their group, so never suggested by themselves.
+PLAIN_NAMES = ("enable", "name", "path", "type")
+# How similar two keys must be (difflib's ratio); short names need more.
+KEY_SIMILARITY = 0.85
+NAME_SIMILARITY = 0.9
+
+
+@cache
+def readers() -> dict[str, str]:
+    """Return the script or the engine that reads each key.
+
+    {"rollout.n": "train_ppo.py", "engine.fsdp_size": "model_engine=fsdp", ...}
+    """
+    files = {CONFIGS / f"{script}.yaml": f"train_{script}.py" for script in SCRIPTS}
+    files |= {path: f"model_engine={path.stem}" for path in engine_files()}
+    return {key: reader for path, reader in files.items() for key in flatten(read(path))}
+
+
+def reader_note(key: str, known: dict) -> str:
+    """Return " (a key of ...)" for a key that this script does not read, else nothing."""
+    return "" if key in known else f" (a key of {readers()[key]})"
+
+
+def suggest(key: str, known: dict) -> str:
+    """Return what to write for an unknown key: an existing key, a sentence, or "" if nothing fits.
+
+    Args:
+        known: the keys of this script and engine.
+    """
+    names = OmegaConf.load(CONFIGS / "names.yaml")
+    key = key.replace("-", "_")
+    for part in parts_of(key):
+        if part in names:
+            return names[part]
+    parts = key.split(".")
+    for start in range(1, len(parts)):
+        without_prefix = ".".join(parts[start:])
+        if without_prefix in known:
+            return without_prefix
+    similar_keys = difflib.get_close_matches(key, known, n=1, cutoff=KEY_SIMILARITY)
+    if similar_keys:
+        return similar_keys[0]
+    by_name = dict(names) | keys_by_name(known)
+    similar_names = difflib.get_close_matches(parts[-1], by_name, n=1, cutoff=NAME_SIMILARITY)
+    return by_name[similar_names[0]] if similar_names else ""
+
+
+def parts_of(key: str) -> Iterator[str]:
+    """Yield the runs of names in a dotted key: long ones first, and late ones before early ones.
+
+    For a.b.c: a.b.c, b.c, a.b, c, b, a.
+    """
+    names = key.split(".")
+    for length in range(len(names), 0, -1):
+        for start in range(len(names) - length, -1, -1):
+            yield ".".join(names[start : start + length])
+
+
+def keys_by_name(known: dict) -> dict[str, str]:
+    """Return keys by their last name. The first group wins, and keys of this script do."""
+    by_name = {}
+    for key in reversed([*known, *readers()]):
+        name = key.rpartition(".")[2]
+        if name not in PLAIN_NAMES:
+            by_name[name] = key
+    return by_name

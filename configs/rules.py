@@ -1,0 +1,355 @@
+"""Which values each key may have, beyond the type of its default: choices, bounds, null.
+
+RULES is the table. The functions above it make its entries: a check, and the same as JSON schema.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+# Python type -> (what an error message calls it, its name in JSON schema).
+TYPES = {
+    bool: ("true or false", "boolean"),
+    int: ("a whole number", "integer"),
+    float: ("a number", "number"),
+    str: ("a string", "string"),
+    list: ("a list", "array"),
+    dict: ("a group of keys", "object"),
+    (int, float): ("a number", "number"),
+    (str, list): ("a path or a list of paths", ["string", "array"]),
+}
+REQUIRED = "???"  # the default of a key that has none
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a value must be.
+
+    Attributes:
+        problem: maps a value to what is wrong with it, or to None.
+        schema: the same as JSON schema, as far as that can express it.
+    """
+
+    problem: Callable[[Any], str | None]
+    schema: dict
+
+
+def problem_with(key: str, value, default) -> str | None:
+    """Return what is wrong with the value of a key, or None.
+
+    Args:
+        default: the default of the key. Its type is the key's, unless a rule has another.
+    """
+    rule = RULES.get(key, ANYTHING)
+    has_typed_default = default is not None and default != REQUIRED
+    if has_typed_default and "type" not in rule.schema:
+        kind = type(default)
+        if not has_type(value, kind):
+            return f"must be {TYPES[kind][0]}, as its default {default!r} is"
+    elif key not in RULES and not isinstance(value, str):
+        return "must be a string"
+    return rule.problem(value)
+
+
+def has_type(value, kind: type) -> bool:
+    """Return whether a value fits a default of this type: whole numbers fit a float."""
+    if isinstance(value, bool) or kind is bool:
+        return isinstance(value, bool) and kind is bool
+    return isinstance(value, (int, float) if kind is float else kind)
+
+
+# -- making rules ----------------------------------------------------------------------------------
+
+
+def rule(text: str, holds: Callable[[Any], bool], **schema) -> Rule:
+    """Return a rule that a value breaks unless `holds(value)`; `text` then says what is wrong."""
+
+    def problem(value) -> str | None:
+        return None if holds(value) else text
+
+    return Rule(problem, schema)
+
+
+def one_of(*choices: str) -> Rule:
+    return rule(f"must be one of {', '.join(choices)}", lambda v: v in choices, enum=[*choices])
+
+
+def at_least(low: float) -> Rule:
+    return rule(f"must be at least {low}", lambda v: v >= low, minimum=low)
+
+
+def above(low: float) -> Rule:
+    return rule(f"must be above {low}", lambda v: v > low, exclusiveMinimum=low)
+
+
+def above_or(low: float, other: float, meaning: str) -> Rule:
+    return rule(
+        f"must be above {low}, or {other} for {meaning}",
+        lambda v: v > low or v == other,
+        anyOf=[{"exclusiveMinimum": low}, {"const": other}],
+    )
+
+
+def between(low: float, high: float) -> Rule:
+    return rule(
+        f"must lie between {low} and {high}", lambda v: low <= v <= high, minimum=low, maximum=high
+    )
+
+
+ANYTHING = Rule(lambda value: None, {})
+
+
+def optional(kind: type | tuple[type, ...], then: Rule = ANYTHING) -> Rule:
+    """Return a rule for null, or a value of this type that follows the rule `then`."""
+    name, json_type = TYPES[kind]
+
+    def problem(value) -> str | None:
+        if value is None:
+            return None
+        if not isinstance(value, kind) or isinstance(value, bool):
+            return f"must be {name} or null"
+        return then.problem(value)
+
+    return Rule(problem, {"anyOf": [{"type": json_type} | then.schema, {"type": "null"}]})
+
+
+# -- rules of their own ----------------------------------------------------------------------------
+
+STRING = {"type": "string", "minLength": 1}
+STRING_OR_LIST = {
+    "type": ["string", "array"],
+    "items": STRING,
+    "minLength": 1,
+    "minItems": 1,
+}
+
+
+def is_text(value) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def are_texts(value) -> bool:
+    """Return whether a value is a list of strings, none of them empty; the list may be."""
+    return isinstance(value, list) and all(is_text(item) for item in value)
+
+
+def are_names(value) -> bool:
+    return are_texts(value) and len(value) > 0
+
+
+def are_betas(value: list) -> bool:
+    numbers = [x for x in value if isinstance(x, (int, float)) and 0 <= x < 1]
+    return len(value) == len(numbers) == 2
+
+
+def is_interval(value: list) -> bool:
+    """Return whether a value is [first step, last step], or [-1, -1]."""
+    if len(value) != 2 or not all(type(step) is int for step in value):
+        return False
+    first, last = value
+    return value == [-1, -1] or 1 <= first <= last
+
+
+def are_ranks(value) -> bool:
+    if value is None or value == "all":
+        return True
+    is_list = isinstance(value, list) and len(value) > 0
+    return is_list and all(type(rank) is int and rank >= 0 for rank in value)
+
+
+def unknown_logger(value: list) -> str | None:
+    for name in value:
+        if name not in KNOWN_LOGGERS:
+            return f"knows console, tensorboard and wandb, not {name!r}"
+    return None
+
+
+KNOWN_LOGGERS = ("console", "tensorboard", "wandb")
+LOGGERS = Rule(unknown_logger, {"items": {"enum": [*KNOWN_LOGGERS]}})
+PATHS = rule(
+    "must be a path or a list of paths", lambda v: is_text(v) or are_names(v), **STRING_OR_LIST
+)
+TARGETS = rule(
+    "must be all-linear, a regular expression or a list of names",
+    lambda v: is_text(v) or are_names(v),
+    **STRING_OR_LIST,
+)
+STRINGS = rule("must be a list of strings", are_texts, items=STRING)
+NAMES = rule("must be a list of names", are_names, items=STRING, minItems=1)
+BETAS = rule(
+    "must be two numbers in [0, 1)",
+    are_betas,
+    items={"type": "number", "minimum": 0, "exclusiveMaximum": 1},
+    minItems=2,
+    maxItems=2,
+)
+INTERVAL = rule(
+    "must be the first and the last step, from 1, or [-1, -1] for none",
+    is_interval,
+    items={"type": "integer"},
+    minItems=2,
+    maxItems=2,
+)
+TOOL = rule(
+    "must be a name or a list of names",
+    lambda v: v is None or isinstance(v, str) or are_names(v),
+    type=["string", "array", "null"],
+    items=STRING,
+    minItems=1,
+)
+RANKS = rule(
+    "must be null, all, or a list of ranks",
+    are_ranks,
+    anyOf=[
+        {"enum": [None, "all"]},
+        {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
+    ],
+)
+AUTO_OR_COUNT = rule(
+    "must be auto, or at least 1",
+    lambda v: v == "auto" or (type(v) is int and v >= 1),
+    type=["integer", "string"],
+    anyOf=[{"const": "auto"}, {"type": "integer", "minimum": 1}],
+)
+DROPOUT = rule(
+    "must be at least 0 and less than 1", lambda v: 0 <= v < 1, minimum=0, exclusiveMaximum=1
+)
+TOP_K = rule(
+    "must lie between 1 and 1024, or be -1 for all tokens",
+    lambda v: v == -1 or 1 <= v <= 1024,
+    anyOf=[{"minimum": 1, "maximum": 1024}, {"const": -1}],
+)
+# vLLM silently samples with 0.01 where a lower temperature is requested.
+TEMPERATURE = at_least(0.01)
+GREEDY_OR_TEMPERATURE = rule(
+    "must be 0 (greedy) or at least 0.01",
+    lambda v: v == 0 or v >= 0.01,
+    anyOf=[{"const": 0}, {"minimum": 0.01}],
+)
+NUMBER = (int, float)
+DTYPE = one_of("float32", "bfloat16")
+FREQUENCY = above_or(0, -1, "never")
+
+# -- the table -------------------------------------------------------------------------------------
+
+RULES = {
+    "model.freeze": STRINGS,
+    "model.lora.rank": at_least(0),
+    "model.lora.alpha": at_least(1),
+    "model.lora.dropout": DROPOUT,
+    "model.lora.target_modules": TARGETS,
+    "model.lora.exclude_modules": STRINGS,
+    "model.lora.adapter_path": optional(str),
+    "model.lora.dtype": DTYPE,
+    "model.mtp.mtp_loss_scaling_factor": above(0.0),
+    "model.mtp.num_speculative_tokens": at_least(1),
+    "data.train_files": PATHS,
+    "data.val_files": optional((str, list), PATHS),
+    "data.train_batch_size": at_least(1),
+    "data.max_length": at_least(2),
+    "data.truncation": one_of("error", "left", "right", "drop"),
+    "data.max_tokens_per_micro_batch": at_least(2),
+    "data.chat_template": optional(str),
+    "data.train_on": one_of("all", "last"),
+    "data.special_tokens_in_text": optional(str, one_of("keep", "escape", "error")),
+    "data.num_proc": optional(int, at_least(1)),
+    "data.cache_dir": optional(str),
+    "data.max_prompt_length": at_least(1),
+    "optim.lr": at_least(0.0),
+    "optim.betas": BETAS,
+    "optim.eps": above(0.0),
+    "optim.weight_decay": at_least(0.0),
+    "optim.clip_grad": at_least(0.0),
+    "optim.lr_warmup_steps_ratio": between(0.0, 1.0),
+    "optim.lr_decay_steps_ratio": between(0.0, 1.0),
+    "optim.min_lr_ratio": between(0.0, 1.0),
+    "trainer.total_epochs": at_least(1),
+    "trainer.total_steps": FREQUENCY,
+    "trainer.save_freq": FREQUENCY,
+    "trainer.save_minutes": at_least(0.0),
+    "trainer.test_freq": FREQUENCY,
+    "trainer.seed": between(0, 2**40),
+    "trainer.resume_override": STRINGS,
+    "trainer.max_checkpoints": FREQUENCY,
+    "trainer.timeout_minutes": above(0.0),
+    "trainer.max_skipped_steps": at_least(0),
+    "trainer.logger": LOGGERS,
+    "trainer.log_freq": at_least(1),
+    "trainer.profile_interval": INTERVAL,
+    "trainer.rollout_freq": FREQUENCY,
+    "profiler.tool": TOOL,
+    "profiler.ranks": RANKS,
+    "profiler.torch.trace": one_of("stage", "interval"),
+    "profiler.torch.activities": optional(list, NAMES),
+    "profiler.memory.max_entries": at_least(1),
+    "profiler.msprobe.config_path": optional(str),
+    "profiler.msprobe.task": optional(str, one_of("statistics", "tensor")),
+    "profiler.msprobe.level": optional(str, one_of("L0", "L1", "mix")),
+    "profiler.msprobe.stages": optional(list, NAMES),
+    "rollout.n": at_least(1),
+    "rollout.temperature": TEMPERATURE,
+    "rollout.top_p": between(1e-9, 1.0),
+    "rollout.top_k": TOP_K,
+    "rollout.min_p": between(0.0, 1.0),
+    "rollout.max_tokens": at_least(1),
+    "rollout.stop": STRINGS,
+    "rollout.tensor_parallel_size": at_least(1),
+    "rollout.gpu_memory_utilization": between(0.01, 1.0),
+    "rollout.kv_cache_gib": optional(NUMBER, above(0.0)),
+    "rollout.max_num_seqs": optional(int, at_least(1)),
+    "rollout.speculative": optional(str, one_of("ngram", "suffix")),
+    "rollout.num_speculative_tokens": at_least(1),
+    "rollout.share_base": one_of("auto", "always", "never"),
+    "validation.n": at_least(1),
+    "validation.temperature": GREEDY_OR_TEMPERATURE,
+    "validation.top_p": between(1e-9, 1.0),
+    "validation.top_k": TOP_K,
+    "validation.min_p": between(0.0, 1.0),
+    "validation.max_tokens": at_least(1),
+    "validation.stop": STRINGS,
+    "reward.num_workers": at_least(1),
+    "reward.timeout": above(0.0),
+    "reward.concurrency": at_least(1),
+    "reward.memory_gib": above(0.0),
+    "reward.env": STRINGS,
+    "reward.max_failure_rate": between(0.0, 1.0),
+    "reward.overlong_buffer": at_least(0),
+    "reward.overlong_penalty": at_least(0.0),
+    "algorithm.gamma": between(0.0, 1.0),
+    "algorithm.lam": between(0.0, 1.0),
+    "algorithm.clip_ratio_low": between(0.0, 1.0),
+    "algorithm.clip_ratio_high": at_least(0.0),
+    "algorithm.clip_ratio_c": above_or(1, 0, "none"),
+    "algorithm.ppo_mini_batch_size": optional(int, at_least(1)),
+    "algorithm.ppo_epochs": at_least(1),
+    "algorithm.kl_ctrl.type": one_of("fixed", "adaptive"),
+    "algorithm.kl_ctrl.kl_coef": at_least(0.0),
+    "algorithm.kl_ctrl.target_kl": above(0.0),
+    "algorithm.kl_ctrl.horizon": at_least(1),
+    "algorithm.kl_loss_coef": at_least(0.0),
+    "algorithm.rollout_is": one_of("none", "token", "sequence"),
+    "algorithm.rollout_is_threshold": above(0.0),
+    "algorithm.rollout_rs": one_of("none", "token", "sequence", "geometric"),
+    "algorithm.rollout_rs_threshold": at_least(1.0),
+    "algorithm.rollout_rs_threshold_lower": between(0.0, 1.0),
+    "algorithm.filter_groups.max_num_gen_batches": at_least(1),
+    "critic.path": optional(str),
+    "critic.lr": at_least(0.0),
+    "critic.cliprange_value": at_least(0.0),
+    "critic.warmup_steps": at_least(0),
+    "reference.path": optional(str),
+    "engine.param_dtype": DTYPE,
+    "engine.compute_dtype": DTYPE,
+    "engine.reduce_dtype": DTYPE,
+    "engine.fsdp_size": FREQUENCY,
+    "engine.context_parallel_size": AUTO_OR_COUNT,
+    "engine.router_aux_loss_coef": optional(NUMBER, at_least(0.0)),
+    "engine.torch_compile": one_of("auto", "always", "never"),
+    "engine.log_prob_chunk_size": at_least(1),
+    "engine.bridge": one_of("own", "mbridge"),
+    "engine.tensor_model_parallel_size": at_least(1),
+    "engine.pipeline_model_parallel_size": at_least(1),
+    "engine.virtual_pipeline_model_parallel_size": at_least(1),
+    "engine.expert_model_parallel_size": at_least(1),
+    "engine.recompute": one_of("none", "selective", "full"),
+}
