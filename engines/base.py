@@ -62,7 +62,7 @@ class Engine(ABC):
     reader: Reader | None = None
     micro_batches_multiple: int = 1
     names: dict[str, str | None]
-    _flops: tuple[int, int, int]  # see count_flops in engines/model/hf.py
+    _flops: tuple[int, int, int]  # see count_flops in engines/model/flops.py
     _image_flops: float
 
     # -- batches ---------------------------------------------------------------------------------
