@@ -230,11 +230,11 @@ def explain(
     way = "packed" if config.engine.use_remove_padding else "padded"
     if shares_sequences(config.engine):
         way += " and shared"
-        fix = "give engine.context_parallel_size=1"
+        fix = "set engine.context_parallel_size=1"
     elif config.engine.use_remove_padding:
         with engine.padded():
             if difference_of_first_layers(None) <= bound:
-                fix = "give engine.use_remove_padding=false"
+                fix = "set engine.use_remove_padding=false"
     return (
         f"{way} sequences and one at a time differ, first {place}: by {difference:.2g}, where "
         f"rounding explains at most {bound:.2g}; {fix}"
