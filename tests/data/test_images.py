@@ -272,7 +272,7 @@ def test_exports_are_whole_models(results, folder, world, name):
 
 
 def test_attention_to_both_sides_is_found_where_packed_sequences_have_none(results):
-    assert "give engine.use_remove_padding=false" in results(1)["gemma3"]["error"]
+    assert "set engine.use_remove_padding=false" in results(1)["gemma3"]["error"]
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------

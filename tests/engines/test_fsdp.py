@@ -1677,7 +1677,7 @@ def test_sequences_that_leak_into_others_are_found(results, world):
         assert all(
             "one at a time differ, first in layer 0 of 0 to 2: by" in said for said in told[name]
         ), told[name]
-        assert all(f"give {help}" in said for said in told[name])
+        assert all(f"set {help}" in said for said in told[name])
     assert all(
         "cannot train it: set use_bidirectional_attention=True to null in" in said
         for said in told["both ways packed"]
