@@ -1,4 +1,4 @@
-"""How a batch is divided over ranks where context parallelism follows it. What engines make of it is in test_fsdp.py and
+"""How a batch is divided over ranks where context parallelism follows it. What engines make of it is in tests/engines/fsdp and
 test_megatron.py."""
 
 import time

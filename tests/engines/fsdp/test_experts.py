@@ -1,0 +1,123 @@
+"""Mixtures of experts."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import AutoConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+from engines.model import experts
+from tests.engines.fsdp.cases import (
+    BF16,
+    build,
+    worker_case,
+)
+from tests.engines.fsdp.test_training import BALANCED, CASES, result_of
+from tests.support.cases import case_params, needs
+from tests.support.models import FAMILIES
+from tests.support.plain import NORM_BOUND, plain_loss, plain_model, worst
+from tests.support.training import make_batch
+
+
+@worker_case(1)
+def grouped(folder: Path, device: torch.device) -> dict:
+    """Compare products of all experts at once with a loop over experts, in bf16.
+
+    Returns which of the two an engine uses by default; the relative differences of a layer's output
+    and of each expert's gradient; and for experts without a token, their number and the sum of
+    their gradients.
+    """
+    engine = build(folder / "qwen3_moe", device, f"{BF16} torch_compile=never")
+    default = engine.hf.config._experts_implementation
+    layer = next(module for name, module in engine.hf.named_modules() if name.endswith(".experts"))
+    generator = torch.Generator().manual_seed(0)
+    outputs = {}
+    gradients = {}
+    hidden = torch.randn(40, engine.hf_config.hidden_size, generator=generator).to(
+        device, torch.bfloat16
+    )
+    chosen = torch.tensor([[0, 1, 3], [1, 3, 5], [3, 5, 0], [1, 5, 0]], device=device).repeat(10, 1)
+    weights = torch.rand(chosen.shape, generator=generator).to(device, torch.bfloat16)
+    for kind in ("grouped_mm", "eager"):
+        engine.hf.config._experts_implementation = kind
+        outputs[kind] = layer(hidden, chosen, weights)
+        outputs[kind].float().square().sum().backward()
+        gradients[kind] = [expert.float() for p in layer.parameters() for expert in p.grad]
+        engine.model.zero_grad()
+    pairs = list(zip(*gradients.values()))
+    without_token = [at_once for at_once, looped in pairs if not looped.any()]
+    return {
+        "default": default,
+        "number": len(without_token),
+        "left alone": sum(x.abs().sum().item() for x in without_token),
+        "output": relative_distance(*outputs.values()),
+        "gradient": max(relative_distance(*pair) for pair in pairs if pair[1].any()),
+    }
+
+
+def relative_distance(measured: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((measured - expected).float().norm() / expected.float().norm()).item()
+
+
+@pytest.mark.slow
+@needs((1, "grouped"))
+def test_products_of_all_experts_at_once_are_those_of_a_loop(results):
+    check_grouped(results(1)["grouped"])
+
+
+def check_grouped(result):
+    assert result["default"] == "grouped_mm"
+    assert 0 < result["output"] < 0.01
+    assert result["gradient"] < 0.02
+    assert result["left alone"] == 0, "an expert without a token has a gradient"
+    assert result["number"] == 2 * (8 - 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world, name", case_params(BALANCED))
+def test_the_auxiliary_loss_of_routers(results, folder, world, name):
+    """It is transformers' loss of each layer in each micro-batch, divided by the experts per token.
+
+    Micro-batches are weighted by their tokens. The Megatron engine computes the same.
+    """
+    result = result_of(results, world, name)
+    batch = make_batch(0)
+    model = plain_model(folder / CASES[world, name].family)
+    aux = 0.0
+    total = 0.0
+    micro_batches = result["micro-batches of the first step"]
+    for part in micro_batches:
+        loss, routers = plain_loss(model, batch, part)
+        terms = [
+            load_balancing_loss_func((layer,), 8, 3) / 3 * len(layer) / len(batch.input_ids)
+            for layer in map(torch.cat, zip(*routers))
+        ]
+        (loss + 0.3 * sum(terms)).backward()
+        total = total + loss.item()
+        aux = aux + sum(terms).item() / len(terms)
+    norm = nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
+    assert sorted(i for part in micro_batches for i in part) == list(range(len(batch)))
+    assert len(micro_batches) > 2
+    (step,) = result["steps"]
+    for key, want in (("loss", total), ("router_aux_loss", aux), ("grad_norm", norm)):
+        assert worst([step[key]], [want]) < NORM_BOUND, key
+    assert aux > 1.01
+
+
+def test_a_coefficient_of_config_json_weighs_as_in_transformers():
+    """For layers that choose alike, the two losses differ by a constant factor."""
+    logits = torch.randn(50, 8)
+    shape = AutoConfig.for_model(**FAMILIES["qwen3_moe"], output_router_logits=True)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        ours = experts.aux_loss(
+            [logits] * 5, torch.zeros(50, dtype=torch.bool), 3, 50, dist.group.WORLD
+        )
+    finally:
+        dist.destroy_process_group()
+    theirs = shape.router_aux_loss_coef * load_balancing_loss_func((logits,) * 5, 8, 3)
+    assert experts.aux_loss_weight(None, shape, 5) * ours.item() == pytest.approx(theirs.item())
+    assert experts.aux_loss_weight(0.1, shape, 5) == 0.1, "as it is given"

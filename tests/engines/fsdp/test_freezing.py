@@ -1,0 +1,157 @@
+"""model.freeze: parameters that are not trained."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
+
+from config import InputError
+from engines.checkpoint.checkpointer import Checkpointer
+from engines.fsdp.engine import FSDPEngine
+from engines.fsdp.transforms import build_model
+from engines.heads import Head
+from engines.memory import checkpoint_bytes, estimates
+from engines.model.hf import count_flops, read_hf_config
+from tests.engines.fsdp.cases import FREEZE, FREEZE_SETTING, build, make_config, train, worker_case
+from tests.engines.fsdp.test_training import FROZEN, result_of
+from tests.support.cases import case_params, needs
+from tests.support.plain import matches_any, tensor_bytes
+from tests.support.training import make_tokenizer
+
+
+@worker_case(2)
+def frozen(folder: Path, device: torch.device) -> dict:
+    """Take two steps and two more, without interruption and from a checkpoint."""
+    checkpointer = Checkpointer(folder / "checkpoints_frozen", 2, asynchronous=False)
+    engine = build(folder / "llama", device, more=[FREEZE_SETTING])
+    again = build(folder / "llama", device, more=[FREEZE_SETTING])
+    train(engine, range(2))
+    checkpointer.save(2, engine, {"step": 2}, make_tokenizer())
+    checkpointer.load(checkpointer.latest(), again)
+    return {"uninterrupted": train(engine, range(2, 4)), "resumed": train(again, range(2, 4))}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world, name", case_params(FROZEN))
+def test_frozen_parameters_stay_to_the_bit(results, folder, world, name):
+    """Frozen parameters have no weight decay and no optimizer state; all others move."""
+    result = result_of(results, world, name)
+    before = load_file(folder / "llama" / "model.safetensors")
+    after = load_file(folder / f"{world} {name}.safetensors")
+    kept = {n for n, x in before.items() if torch.equal(x, after[n])}
+    assert kept == {n for n in before if matches_any(FREEZE, n)}
+    assert 10 < len(kept) < len(before) / 2 + 1
+    assert set(result["trained"]) == before.keys() - kept
+    assert result["states"] == len(before.keys() - kept)
+
+
+@pytest.mark.slow
+@needs((2, "frozen"))
+def test_a_run_with_frozen_parameters_resumes(results, folder):
+    result = results(2)["frozen"]
+    assert result["resumed"] == result["uninterrupted"]
+    weights = folder / "checkpoints_frozen" / "step_00000002" / "weights"
+    written = tensor_bytes(FileSystemReader(weights).read_metadata())
+    estimate = checkpoint_bytes(make_config(folder, FREEZE_SETTING))
+    assert estimate == pytest.approx(written, rel=0.01)
+
+
+def test_flops_and_memory_of_frozen_parameters(folder):
+    """A product with a weight costs 2 FLOPs, and 2 for each gradient: its input's, the weight's."""
+
+    def measured(*pairs):
+        settings = make_config(folder, *pairs)
+        numbers = {}
+        numbers["flops"] = count_flops(
+            build_model(settings, Head.LOG_PROBS)[0], read_hf_config(folder / "llama")
+        )
+        return numbers | estimates(settings, 2, "cuda")[0]
+
+    whole = measured()
+    frozen = measured(FREEZE_SETTING)
+    attention = 2 * 32 * 32 + 2 * 32 * 16
+    layer = attention + 3 * 32 * 48
+    assert whole["flops"] == (6 * 3 * layer, 6 * 97 * 32, 6 * 3 * 4 * 8)
+    assert frozen["flops"] == (
+        (2 + 6 + 6) * layer - 2 * attention,
+        6 * 97 * 32,
+        (2 + 6 + 6) * 4 * 8,
+    )
+    above = measured("model.freeze=[layers.1, lm_head]")["flops"]
+    assert above == ((6 + 4 + 6) * layer, 4 * 97 * 32, 6 * 3 * 4 * 8)
+    sizes = {n: x.numel() for n, x in load_file(folder / "llama/model.safetensors").items()}
+    trained = sum(size for n, size in sizes.items() if not matches_any(FREEZE, n)) / sum(
+        sizes.values()
+    )
+    assert frozen["parameters"] == whole["parameters"]
+    assert trained < 0.7
+    for part in ("gradients", "optimizer"):
+        assert frozen[part] == pytest.approx(whole[part] * trained)
+
+
+@pytest.mark.parametrize(
+    "family, pairs, message",
+    [
+        (
+            "llama",
+            ["[visual]"],
+            "'visual' matches no name in the files of .*; the nearest are .*weight",
+        ),
+        ("llama", ["['(']"], "model.freeze: '\\(' is no regular expression"),
+        ("llama", ["[model, head]"], "model.freeze=\\['model', 'head'\\] leaves nothing to train"),
+        (
+            "llama",
+            ["[norm]", "model.lora.rank=4"],
+            "does nothing with model.lora.rank=4, whose adapters alone are trained",
+        ),
+        (
+            "qwen2_tied",
+            ["[embed]"],
+            "matches model.embed_tokens.weight but not lm_head.weight, "
+            "which model_engine=fsdp holds",
+        ),
+        (
+            "gemma3 with images",
+            ["[vision_tower]"],
+            "'vision_tower' matches only weights that this run leaves alone, "
+            "such as .*vision_tower.*: leave it out",
+        ),
+        (
+            "qwen3_moe",
+            ["[experts.0]"],
+            "matches .*0.mlp.experts.0.gate_proj.weight but not .*0.mlp.experts.1.gate_proj.weight",
+        ),
+    ],
+)
+def test_what_cannot_be_frozen(folder, family, pairs, message):
+    with pytest.raises(InputError, match=message):
+        FSDPEngine.check(
+            make_config(
+                folder, f"model.path={folder / family}", f"model.freeze={pairs[0]}", *pairs[1:]
+            ),
+            1,
+        )
+
+
+def test_what_can_be_frozen(folder):
+    """A value head is trained whatever the patterns say; its model need not have the names."""
+    for patterns, head, kept in (
+        ("[.]", Head.VALUES, {"lm_head.weight"}),
+        ("[visual, embed]", Head.VALUES, None),
+        ("[embed, head]", Head.LOG_PROBS, None),
+    ):
+        settings = make_config(
+            folder, f"model.path={folder / 'qwen2_tied'}", f"model.freeze={patterns}"
+        )
+        FSDPEngine.check(settings, 1, head)
+        trained = {
+            name for name, p in build_model(settings, head)[0].named_parameters() if p.requires_grad
+        }
+        assert (
+            trained == kept
+            or kept is None
+            and "model.embed_tokens.weight" not in trained
+            and len(trained) > 30
+        )

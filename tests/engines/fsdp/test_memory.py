@@ -1,0 +1,268 @@
+"""Host memory for offloading, and what a dry run estimates."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoConfig, GPTNeoXConfig
+
+from config import load
+from engines.fsdp.attention import has_whole_heads
+from engines.fsdp.engine import FSDPEngine
+from engines.fsdp.transforms import build_model
+from engines.heads import Head
+from engines.memory import GIB, checkpoint_bytes, estimates, max_num_seqs
+from engines.model.hf import (
+    attention_widths,
+    build_on_meta,
+    check_rope,
+    count_flops,
+    head_dim,
+    read_hf_config,
+    whole_modules,
+)
+from engines.parallel import offload
+from tests.engines.fsdp.cases import LORA, make_config
+from tests.support.foreign import FOREIGN
+from tests.support.models import FAMILIES, make_model
+
+
+def test_tensors_come_back_from_the_same_host_memory(monkeypatch):
+    """They keep their bits and views, also where a tensor extends over two parts of it."""
+    monkeypatch.setattr(offload, "PART_BYTES", 2**14)
+    memory = offload.HostMemory(torch.device("cpu"))
+    tensors = [torch.randn(n) for n in (3000, 9000, 10, 1025)]
+    tensors.append(tensors[1][100:200])  # of the same storage
+    elsewhere = torch.empty(5000, device="meta")
+    want = [x.clone() for x in tensors]
+    memory.reserve([*tensors[:4], elsewhere])
+    reserved = [part.result().data_ptr() for part in memory.parts]
+    for _ in range(3):
+        memory.offload([*tensors, elsewhere])
+        assert [x.untyped_storage().nbytes() for x in tensors] == [0, 0, 40, 0, 0], (
+            "small ones stay"
+        )
+        memory.offload(tensors)
+        memory.onload(tensors)
+        assert all(torch.equal(x, y) for x, y in zip(tensors, want))
+        want[0] = tensors[0].neg_().clone()
+        assert [part.result().data_ptr() for part in memory.parts] == reserved
+        assert len(reserved) == 5
+    memory.offload([more := torch.randn(2**14)])
+    assert len(memory.parts) == 8, "nobody has reserved that"
+    assert more.untyped_storage().nbytes() == 0, "nobody has reserved that"
+
+
+def test_dry_run_counts_what_waits_in_host_memory(folder):
+    def waits(role, *pairs, device_type="cuda", name="waits in pinned host memory"):
+        settings = load(
+            "ppo.yaml", [f"model.path={folder / 'qwen3'}", "data.train_files=unused", *pairs]
+        )
+        (sizes,) = estimates(settings, 1, device_type, role)
+        return sizes.get(name, 0.0), sizes.get("parameters", 0.0)
+
+    got, parameters = waits("actor")
+    assert got == pytest.approx(3 * parameters)
+    assert waits("actor", "offload.optimizer=false") == (
+        parameters,
+        parameters,
+    )
+    assert waits("reference")[0] == parameters
+    assert waits("reference", "offload.reference=false")[0] == 0
+    assert waits("actor", "engine.cpu_offload=true")[0] == 0
+    assert waits("actor", device_type="cpu")[0] == 0
+    megatron, parameters = waits("actor", "model_engine=megatron", "engine.compute_dtype=bfloat16")
+    assert megatron == pytest.approx(7 * parameters), "with masters in fp32"
+
+
+def test_vllm_decodes_as_many_responses_at_once_as_fit(folder):
+    def decoded(*pairs, world=1, gib=139.0):
+        settings = load(
+            "ppo.yaml",
+            [
+                f"model.path={folder / 'qwen3'}",
+                "data.train_files=unused",
+                "data.train_batch_size=8",
+                "data.max_prompt_length=100",
+                "rollout.max_tokens=200",
+                "engine.compute_dtype=float32",
+                *pairs,
+            ],
+        )
+        return max_num_seqs(settings, world, int(gib * GIB))
+
+    assert decoded() == decoded(gib=0) == 64, "as many as it gets"
+    assert decoded(world=2) == 32, "as many as it gets"
+    two = "data.train_batch_size=5"
+    tp2 = "rollout.tensor_parallel_size=2"
+    assert decoded(two, world=2) == 24, "two prompts on the other, or all on one"
+    assert decoded(two, tp2, world=2) == 40, "two prompts on the other, or all on one"
+    assert decoded("data.train_batch_size=1000") == 1024
+    assert decoded("rollout.max_tokens=1000000000") == 1
+    assert decoded("data.train_batch_size=1000", "rollout.max_num_seqs=7") == 7
+    # 200 tokens x 3 layers x keys and values x 2 heads of 16 numbers in fp32, divided by tensor-
+    # parallel ranks.
+    each = 200 * 3 * 2 * 2 * 16 * 4
+    for pairs, world, bytes_of_one in ([], 1, each), ([tp2], 2, each / 2):
+        assert (
+            decoded("rollout.kv_cache_gib=0.002", *pairs, world=world)
+            == int(0.002 * GIB / bytes_of_one)
+            < 40
+        )
+    # A model whose configuration has no number of key and value heads: one for each of its 8 heads.
+    GPTNeoXConfig(hidden_size=128, num_hidden_layers=3, num_attention_heads=8).save_pretrained(
+        folder / "no_kv_heads"
+    )
+    assert decoded("rollout.kv_cache_gib=0.002", f"model.path={folder / 'no_kv_heads'}") == int(
+        0.002 * GIB / (4 * each)
+    )
+    weights = (
+        checkpoint_bytes(make_config(folder, f"model.path={folder / 'qwen3'}")) / 3
+    )  # Adam's moments are as large
+    room = 0.5 * 0.0018 * GIB - weights
+    short = ("data.max_prompt_length=10", "rollout.max_tokens=20")
+    got = decoded("rollout.gpu_memory_utilization=0.5", *short, gib=0.0018)
+    assert got == int(room / (each / 10 + 3 * 97 * 4)) < int(room / (each / 10)) < 64, (
+        "the vocabulary has 97 words"
+    )
+
+
+@pytest.mark.parametrize(
+    "shape, key",
+    [
+        (FAMILIES["qwen3_moe"], "num_experts_per_tok"),
+        (FOREIGN["gemma4 with experts"], "top_k_experts"),
+    ],
+)
+def test_dry_run_counts_the_experts_that_a_token_goes_to(folder, tmp_path, shape, key):
+    def sizes(k):
+        make_model(tmp_path / str(k), "qwen2_tied", **{**shape, key: k})
+        return estimates(make_config(folder, f"model.path={tmp_path / str(k)}"), 1, "cpu")[0]
+
+    few = sizes(2)
+    many = sizes(4)
+    assert few["parameters"] == many["parameters"]
+    added = (
+        3 * 2 * (3 * 24 + 2 * 32) * 2 + 3 * 2 * 24 * 2
+    )  # layers, more experts, numbers, bytes; not compiled
+    tokens = make_config(folder).data.max_tokens_per_micro_batch
+    assert (many["activations"] - few["activations"]) * GIB == pytest.approx(tokens * added)
+
+
+def test_dry_run_of_a_model_that_does_not_say_what_its_layers_are(folder, tmp_path):
+    make_model(
+        tmp_path,
+        "qwen2_tied",
+        model_type="openai-gpt",
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
+    settings = make_config(folder, f"model.path={tmp_path}", "engine.use_remove_padding=false")
+    assert not whole_modules(hf := build_model(settings, Head.LOG_PROBS)[0], hf)
+    sizes = estimates(settings, 2, "cpu")[0]
+    assert sizes["gathered weights"] * GIB == 2 * sum(p.numel() for p in hf.parameters()), (
+        "all at once, in bf16"
+    )
+    assert sizes["activations"] > 0
+
+
+def test_dry_run_counts_keys_and_values_that_ranks_gather(folder):
+    """Ranks without heads of their own gather them from as many ranks as a sequence needs.
+
+    Numbers are for models of three layers in bf16.
+    """
+
+    def kept(family, size, *pairs):
+        settings = make_config(
+            folder,
+            f"model.path={folder / family}",
+            "data.max_tokens_per_micro_batch=1024",
+            "data.max_length=4000",
+            f"engine.context_parallel_size={size}",
+            *pairs,
+        )
+        tokens = 1024 / (1 if size == "auto" else size)
+        return {
+            world: estimates(settings, world, "cuda")[0]["activations"] * GIB / tokens / (3 * 2)
+            for world in (2, 8)
+        }
+
+    width = 3 * 16
+    megatron = "model_engine=megatron"
+    alone, two, auto = (kept("three_heads", size)[8] for size in (1, 2, "auto"))
+    assert two - alone == pytest.approx(2 * 1.5 * width), "four of eight ranks"
+    assert auto - alone == pytest.approx(2 * 3.5 * width), "four of eight ranks"
+    assert kept("three_heads", "auto")[2] == pytest.approx(two), "there are no more"
+    one, two, four = (kept("llama", size)[8] for size in (1, 2, 4))
+    assert two == pytest.approx(one), "Ulysses repeats two heads for four ranks"
+    assert four - one == pytest.approx(2 * 16), "Ulysses repeats two heads for four ranks"
+    assert (
+        kept("llama", "auto", megatron)[8]
+        > kept("llama", 2, megatron)[8]
+        > kept("llama", 1, megatron)[8]
+    )
+
+
+def test_flops_of_frozen_weights_are_four_each(folder):
+    """A step that computes no gradient of a matrix does two products with it and not three."""
+
+    def flops(*pairs):
+        engine = make_config(folder, f"model.path={folder / 'llama'}", *pairs)
+        hf_config = read_hf_config(folder / "llama")
+        hf, _ = build_model(engine, Head.LOG_PROBS)
+        numbers = SimpleNamespace(_flops=count_flops(hf, hf_config))
+        return numbers._flops, FSDPEngine.flops(numbers, [10, 20])
+
+    whole, of_whole = flops()
+    adapted, of_adapted = flops(*(f"model.lora.{key}" for key in LORA))
+    in_adapters = 3 * 4 * (4 * 32 + 2 * (32 + 16) + 3 * (32 + 48) + 2 * 32 - 2 * 32)
+    assert adapted == (whole[0] * 2 / 3 + 6 * in_adapters, whole[1] * 2 / 3, whole[2])
+    assert of_whole == 30 * (whole[0] + whole[1]) + 500 * whole[2]
+    assert of_adapted == 30 * (adapted[0] + adapted[1]) + 500 * whole[2]
+
+
+def test_flops_of_a_mixture_are_of_the_experts_that_a_token_goes_to(folder):
+    mixture, hybrid = (read_hf_config(folder / family) for family in ("qwen3_moe", "bamba"))
+    layers, _, attention = count_flops(build_on_meta(mixture, torch.float32), mixture)
+    assert layers == 6 * 3 * (32 * 32 * (4 + 2 + 2 + 4) + 8 * 32 + 3 * 3 * 24 * 32)
+    assert attention == 6 * 3 * 4 * 32
+    assert count_flops(build_on_meta(hybrid, torch.float32), hybrid)[2] == 6 * 4 * 8, (
+        "one layer of three has attention"
+    )
+
+
+def test_configurations_without_a_longest_length_or_one_head_dim():
+    with torch.device("meta"):
+        check_rope(
+            AutoConfig.for_model("bloom"),
+            load("sft.yaml", ["model.path=unused", "data.train_files=unused"]),
+        )
+    gemma = AutoConfig.for_model(
+        "gemma4_text", num_hidden_layers=6, head_dim=8, global_head_dim=16, num_attention_heads=4
+    )
+    assert count_flops(build_on_meta(gemma, torch.float32), gemma)[2] == 6 * 4 * (5 * 8 + 16)
+    assert head_dim(gemma) == 16
+    gemma = AutoConfig.for_model(
+        "gemma4_text",
+        num_hidden_layers=6,
+        head_dim=8,
+        global_head_dim=16,
+        num_attention_heads=4,
+        num_key_value_heads=3,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+    )
+    assert attention_widths(gemma) == (4 * 16, 3 * 8)
+    assert [has_whole_heads(gemma, size) for size in (1, 2)] == [True, False]
+    step = AutoConfig.for_model(
+        "step3p5",
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_sliding_attention_heads=6,
+        head_dim=8,
+        layer_types=["full_attention", "sliding_attention"],
+        num_key_value_heads=2,
+    )
+    assert attention_widths(step) == (6 * 8, 2 * 8)
+    assert [has_whole_heads(step, size) for size in (2, 4)] == [True, False]

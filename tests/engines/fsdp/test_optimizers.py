@@ -1,0 +1,282 @@
+"""Optimizers and schedules."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from transformers import AutoModelForCausalLM
+
+from config import InputError
+from engines import optimizer, schedule
+from engines.checkpoint.checkpointer import Checkpointer
+from engines.fsdp.engine import FSDPEngine
+from engines.memory import GIB, estimates
+from engines.optimizer import OPTIMIZERS, ShardedMuon
+from engines.parallel import offload
+from tests.engines.fsdp.cases import build, make_config, on_ranks, train, worker_case
+from tests.support.cases import needs
+from tests.support.plain import (
+    LOSS_BOUND,
+    column,
+    plain_model,
+    worst,
+)
+from tests.support.training import digest, gather, make_tokenizer
+
+
+@worker_case(1, 2, 4)
+def muon_steps(folder: Path, device: torch.device) -> dict[str, float]:
+    """Return how much sharded matrices differ from whole ones after three steps.
+
+    Their gradients are equal. The result has an entry for each mesh.
+    """
+    num_ranks = dist.get_world_size()
+    sizes = [(32, 32), (7, 96), (48, 5), (1, 8), (33, 16)]  # ranks do not divide all rows
+    meshes = {"shard": (num_ranks,)}
+    if num_ranks == 4:
+        meshes["replicate and shard"] = (2, 2)
+    differences = {}
+    for name, shape in meshes.items():
+        mesh = init_device_mesh(device.type, shape)
+        placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+        g = torch.Generator().manual_seed(0)
+        whole = [torch.nn.Parameter(torch.randn(size, generator=g)) for size in sizes]
+        parts = [torch.nn.Parameter(distribute_tensor(p.detach(), mesh, placements)) for p in whole]
+        settings = dict(lr=0.1, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+        optimizers = [torch.optim.Muon(whole, **settings), ShardedMuon(parts, **settings)]
+        for _ in range(3):
+            for p, part in zip(whole, parts):
+                p.grad = torch.randn(p.shape, generator=g)
+                part.grad = distribute_tensor(p.grad, mesh, placements)
+            for each in optimizers:
+                each.step()
+        distances = [p - part.full_tensor() for p, part in zip(whole, parts)]
+        differences[name] = max(distance.abs().max().item() for distance in distances)
+    return differences
+
+
+@pytest.mark.slow
+@on_ranks("muon_steps", 1, 2, 4)
+def test_muon_orthogonalizes_whole_matrices(results, world):
+    """The numbers equal those on one rank, except for the rounding of an addition."""
+    assert all(difference < 1e-6 for difference in results(world)["muon_steps"].values())
+    assert len(results(world)["muon_steps"]) == (2 if world == 4 else 1)
+
+
+def test_muon_has_the_hidden_matrices_and_adamw_the_rest(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder / "llama", dtype=torch.float32)
+    found = optimizer.build(
+        model,
+        model.model.layers,
+        make_config(folder, "optim.name=muon", "optim.kwargs.momentum=0.5").optim,
+    )
+    names = {id(p): name for name, p in model.named_parameters()}
+    muon, adamw = found
+    of_muon = {names[id(p)] for group in muon.param_groups for p in group["params"]}
+    of_adamw = {names[id(p)] for group in adamw.param_groups for p in group["params"]}
+    assert isinstance(muon, torch.optim.Muon)
+    assert muon.param_groups[0]["momentum"] == 0.5
+    assert of_muon == {name for name in names.values() if "_proj.weight" in name}
+    assert len(of_muon) == 3 * 7
+    assert of_adamw == set(names.values()) - of_muon
+    assert {"lm_head.weight", "model.embed_tokens.weight"} < of_adamw
+    model.model.requires_grad_(False)
+    for name in OPTIMIZERS:  # nothing is left for Muon
+        (alone,) = optimizer.build(
+            model, model.model.layers, make_config(folder, f"optim.name={name}").optim
+        )
+        assert isinstance(alone, torch.optim.AdamW)
+        assert alone.param_groups[0]["params"] == [model.lm_head.weight]
+
+
+def host_memory(engine: FSDPEngine) -> tuple[list[int], int]:
+    """Offload; return the addresses of the host memory, and the bytes left in the tensors."""
+    engine.offload("parameters", "optimizer")
+    tensors = engine._host_memory.storages(engine.tensors_of("parameters", "optimizer"))
+    addresses = [part.result().data_ptr() for part in engine._host_memory.parts]
+    return addresses, sum(x.nbytes() for x in tensors)
+
+
+@worker_case(1, 2, 4, reads=[(4, "muon_resume")])
+def muon_resume(folder: Path, device: torch.device) -> dict:
+    """Resume on any number of ranks what 4 ranks have saved after two steps, for two more.
+
+    4 ranks also go on without interruption.
+    """
+    checkpointer = Checkpointer(folder / "checkpoints_muon", 2, asynchronous=False)
+    result = {}
+    if dist.get_world_size() == 4:
+        # Small enough for this model to need several parts.
+        offload.PART_BYTES = 2**14
+        offload.MIN_BYTES = 64
+        engine = build(folder / "qwen3", device, more=["optim.name=muon"])
+        result["host memory"] = [host_memory(engine)]
+        train(engine, range(2))
+        checkpointer.save(2, engine, {"step": 2}, make_tokenizer())
+        result["host memory"].append(host_memory(engine))
+        result["uninterrupted"] = train(engine, range(2, 4))
+        result["host memory"].append(host_memory(engine))
+        result["weights"] = digest(dict(engine.export_weights()))
+    engine = build(folder / "qwen3", device, more=["optim.name=muon"])
+    checkpointer.load(folder / "checkpoints_muon" / "step_00000002", engine)
+    result["resumed"] = train(engine, range(2, 4))
+    states = [x.to_local() if isinstance(x, DTensor) else x for x in engine.tensors_of("optimizer")]
+    return result | {
+        "resumed_weights": digest(dict(engine.export_weights())),
+        "state_bytes": gather(sum(x.nbytes for x in states if x.ndim)),
+    }
+
+
+@pytest.mark.slow
+@needs((4, "muon_resume"))
+def test_host_memory_is_taken_before_the_optimizer_has_a_state(results):
+    """It is taken once, as much as the moments of AdamW and Muon will need."""
+    first, second, third = results(4)["muon_resume"]["host memory"]
+    addresses = first[0]
+    assert second[0] == addresses
+    assert third[0] == addresses
+    assert len(addresses) > 4
+    bytes_left = second[1]
+    assert bytes_left < 2000
+    assert third[1] == bytes_left
+
+
+@pytest.mark.slow
+@on_ranks("muon_resume", 1, 2, 4, also=[(4, "muon_resume")])
+def test_muon_resumes_and_has_one_moment(results, folder, world):
+    whole = results(4)["muon_resume"]
+    result = results(world)["muon_resume"]
+    uninterrupted = column(whole["uninterrupted"], "loss")
+    assert worst(column(result["resumed"], "loss"), uninterrupted) < LOSS_BOUND
+    if world == 4:
+        assert result["resumed"] == whole["uninterrupted"]
+        assert whole["resumed_weights"] == whole["weights"]
+    settings = make_config(
+        folder, f"model.path={folder / 'qwen3'}", "engine.compute_dtype=float32", "optim.name=muon"
+    )
+    estimate = estimates(settings, world, "cpu")[0]["optimizer"] * GIB
+    assert sum(result["state_bytes"]) / world == pytest.approx(estimate)
+    adam_settings = make_config(folder, f"model.path={folder / 'qwen3'}")
+    adam_estimate = estimates(adam_settings, world, "cpu")[0]["optimizer"] * GIB
+    assert adam_estimate / 2 < estimate < 0.9 * adam_estimate
+
+
+def test_biases_of_experts_are_not_decayed_and_no_matrices_for_muon(folder):
+    hf = plain_model(folder / "gpt_oss")
+    muon, adamw = optimizer.build(
+        hf, hf.model.layers, make_config(folder, "optim.name=muon", "optim.weight_decay=0.5").optim
+    )
+    names = {id(p): name for name, p in hf.named_parameters()}
+    decayed = {
+        names[id(p)]
+        for o in (muon, adamw)
+        for g in o.param_groups
+        for p in g["params"]
+        if g["weight_decay"]
+    }
+    assert {name for name in names.values() if ".experts." in name} - decayed == {
+        f"model.layers.{i}.mlp.experts.{x}_proj_bias" for i in range(3) for x in ("gate_up", "down")
+    }
+    assert not any(".experts." in names[id(p)] for p in muon.param_groups[0]["params"])
+
+
+@pytest.mark.parametrize(
+    "pairs, message",
+    [
+        (
+            ["optim.name=adam"],
+            "optim.name=adam must be one of adamw, muon, or path/to/file.py:name; "
+            "the nearest is adamw",
+        ),
+        (
+            ["optim.kwargs.momentum=0.9"],
+            "optim.kwargs.momentum: adamw has no such parameter of its own, nor any other",
+        ),
+        (
+            ["optim.name=muon", "optim.kwargs.eps=1e-7"],
+            "eps: muon has no such parameter of its own, only momentum, nesterov, ns_steps",
+        ),
+        (
+            ["optim.name={file}:bare"],
+            "unexpected keyword argument 'betas'; it is called with params, lr, betas, eps by name",
+        ),
+        (
+            ["optim.name={file}:sgd", "optim.eps=1e-6"],
+            "optim.eps=1e-06 does nothing with optim.name={file}:sgd",
+        ),
+        (
+            ["optim.lr_scheduler_type=cosin"],
+            "must be one of constant, linear, cosine, wsd, or path/to/file.py:name",
+        ),
+        (
+            ["optim.lr_scheduler_type={file}:nothing"],
+            "{file}:nothing must return a number, not None",
+        ),
+        (["optim.lr_scheduler_type={file}:sgd"], "missing a required argument: 'params'"),
+        (
+            ["optim.lr_scheduler_kwargs.power=2"],
+            "optim.lr_scheduler_kwargs.power: cosine has no such parameter of its own",
+        ),
+    ],
+)
+def test_optimizers_and_schedules_that_cannot_work(folder, tmp_path, pairs, message):
+    (tmp_path / "my.py").write_text(
+        "def bare(params, lr): pass\ndef sgd(params, lr, **_): pass\ndef nothing(step, **_): pass\n"
+    )
+    with pytest.raises(InputError) as error:
+        FSDPEngine.check(
+            make_config(folder, *(pair.replace("{file}", f"{tmp_path}/my.py") for pair in pairs)), 1
+        )
+    assert message.replace("{file}", f"{tmp_path}/my.py") in str(error.value)
+
+
+HALF = 0.1 + 0.9 * 0.5
+
+
+SCHEDULES = {  # 20 steps, 4 of them warm-up; from 1 to 0.1, wsd over the last 8
+    "constant": {0: 0.25, 3: 1, 4: 1, 12: 1, 19: 1},
+    "linear": {0: 0.25, 1: 0.5, 3: 1, 4: 1, 8: 0.1 + 0.9 * 0.75, 12: HALF, 20: 0.1, 25: 0.1},
+    "cosine": {0: 0.25, 3: 1, 4: 1, 8: 0.1 + 0.9 * (1 + 0.5**0.5) / 2, 12: HALF, 20: 0.1, 25: 0.1},
+    "wsd": {0: 0.25, 3: 1, 4: 1, 11: 1, 12: 1, 14: 0.1 + 0.9 * 0.75, 16: HALF, 20: 0.1, 25: 0.1},
+}
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_schedule(folder, kind):
+    floor = 0.0 if kind == "constant" else 0.1
+    decay = "optim.lr_decay_steps_ratio=0.4"
+    settings = [
+        f"optim.lr_scheduler_type={kind}",
+        "optim.lr=1.0",
+        "optim.lr_warmup_steps_ratio=0.2",
+        f"optim.min_lr_ratio={floor}",
+    ]
+    if kind != "wsd":
+        with pytest.raises(
+            InputError,
+            match="lr_decay_steps_ratio=0.4 has no effect without optim.lr_scheduler_type=wsd",
+        ):
+            schedule.check(make_config(folder, *settings, decay).optim)
+    optim = make_config(folder, *settings, *[decay] * (kind == "wsd")).optim
+    schedule.check(optim)
+    assert {s: schedule.learning_rate(optim, s, 20) for s in SCHEDULES[kind]} == pytest.approx(
+        SCHEDULES[kind]
+    )
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+@pytest.mark.parametrize("warmup", [0.0, 1.0])
+@pytest.mark.parametrize("total", [1, 2, 7])
+def test_schedule_of_few_steps(folder, kind, warmup, total):
+    optim = make_config(
+        folder,
+        f"optim.lr_scheduler_type={kind}",
+        "optim.lr=1.0",
+        f"optim.lr_warmup_steps_ratio={warmup}",
+    ).optim
+    rates = [schedule.learning_rate(optim, s, total) for s in range(total)]
+    assert all(0 < rate <= 1 for rate in rates)
+    assert max(rates) == 1

@@ -1,0 +1,348 @@
+"""What the engine rejects before it reads weights."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig
+
+from config import InputError
+from engines.fsdp.attention import has_whole_heads
+from engines.fsdp.engine import FSDPEngine
+from engines.model.hf import build_on_meta, logit_constants, read_hf_config
+from tests import families
+from tests.engines.fsdp.cases import LORA, make_config
+from tests.engines.fsdp.model_files import add_weight, rewrite_weights
+from tests.support.foreign import LATENT
+from tests.support.models import make_model, write_model
+from tests.support.plain import plain_model
+
+
+@pytest.mark.parametrize(
+    "world, pairs, message",
+    [
+        (
+            3,
+            ["engine.context_parallel_size=2"],
+            "context_parallel_size=2 does not divide the 3 ranks",
+        ),
+        (4, ["engine.fsdp_size=3"], "fsdp_size=3 does not divide the 4 ranks"),
+        (2, ["engine.fsdp_size=4"], "fsdp_size=4 does not divide the 2 ranks"),
+        (
+            2,
+            [
+                "engine.context_parallel_size=2",
+                "engine.use_remove_padding=false",
+                "data.max_tokens_per_micro_batch=1022",
+            ],
+            "max_tokens_per_micro_batch=1022 must be a multiple of 4",
+        ),
+        (
+            2,
+            [
+                "engine.context_parallel_size=auto",
+                "engine.use_remove_padding=false",
+                "data.max_tokens_per_micro_batch=1023",
+            ],
+            "max_tokens_per_micro_batch=1023 must be a multiple of 2",
+        ),
+        (
+            4,
+            ["data.train_batch_size=3"],
+            "train_batch_size=3 is less than the 4 data-parallel ranks",
+        ),
+        (
+            1,
+            ["optim.lr_scheduler_type=constant", "optim.min_lr_ratio=0.1"],
+            "no effect with a constant schedule",
+        ),
+        (1, ["model.path=/nowhere"], "holds no config.json"),
+    ],
+)
+def test_layouts_that_cannot_work(folder, world, pairs, message):
+    with pytest.raises(InputError, match=message):
+        FSDPEngine.check(make_config(folder, *pairs), world)
+
+
+def test_ranks_for_which_there_are_no_whole_heads():
+    """Each needs as many as others; key-value heads can be repeated."""
+    shape = SimpleNamespace(num_attention_heads=12, num_key_value_heads=3)
+    assert [size for size in range(1, 13) if has_whole_heads(shape, size)] == [1, 3, 6, 12]
+    assert [
+        size
+        for size in (1, 2, 4, 8)
+        if has_whole_heads(SimpleNamespace(num_attention_heads=4), size)
+    ] == [1, 2, 4]
+    laguna = SimpleNamespace(num_attention_heads=4, num_attention_heads_per_layer=[4, 6, 4])
+    assert [size for size in (1, 2, 4, 8) if has_whole_heads(laguna, size)] == [1, 2]
+    gemma4 = AutoConfig.for_model(
+        "gemma4_text",
+        num_attention_heads=12,
+        num_key_value_heads=3,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+    )
+    assert gemma4.is_heterogeneous
+    assert [size for size in range(1, 13) if has_whole_heads(gemma4, size)] == [1, 3, 6, 12]
+
+
+def test_logits_that_are_computed_in_another_way_are_refused(folder):
+    hf = build_on_meta(read_hf_config(folder / "llama"), torch.float32)
+    assert logit_constants(hf) == (1.0, None)
+    hf.forward = lambda **inputs: SimpleNamespace(logits=type(hf).forward(hf, **inputs).logits ** 3)
+    with pytest.raises(
+        InputError, match="LlamaForCausalLM computes its logits in a way that is not supported"
+    ):
+        logit_constants(hf)
+
+
+@pytest.mark.parametrize(
+    "family, pairs, message",
+    [
+        (
+            "llama",
+            ["engine.router_aux_loss_coef=0.1"],
+            "router_aux_loss_coef=0.1 needs a mixture of experts",
+        ),
+        (
+            "qwen3_moe",
+            LORA,
+            "all-linear would adapt experts and routers too, which is not supported: "
+            "give model.lora.target_modules",
+        ),
+        (
+            "bamba",
+            ["engine.context_parallel_size=2"],
+            "BambaForCausalLM carry a state from token to token, so ranks cannot share",
+        ),
+    ],
+)
+def test_what_experts_and_recurrent_layers_cannot_have(folder, family, pairs, message):
+    pairs = [pair if pair.startswith("engine") else f"model.lora.{pair}" for pair in pairs]
+    with pytest.raises(InputError, match=message):
+        FSDPEngine.check(make_config(folder, f"model.path={folder / family}", *pairs), 2)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (
+            dict(model_type="mixtral", router_jitter_noise=0.1),
+            r"random numbers in training \(uniform_\).*router_jitter_noise=0.1 to 0",
+        ),
+        (
+            dict(model_type="bart", d_model=32),
+            "BartForCausalLM does not take its hidden states from its base model",
+        ),
+    ],
+)
+def test_models_that_are_random_in_training_or_have_another_base(tmp_path, changes, message):
+    make_model(tmp_path, "qwen2_tied", **changes)
+    with pytest.raises(InputError, match=message):
+        FSDPEngine.check(make_config(tmp_path, f"model.path={tmp_path}"), 1)
+
+
+@pytest.mark.parametrize(
+    "family, name, other",
+    [
+        ("qwen2_tied", "model.layers.0.mlp.up_proj.weight", "layers.0.mlp.up_proj.weight"),
+        ("qwen2_tied", "model.embed_tokens.weight", "embed_tokens.weight"),
+        (
+            "gemma3 with images",
+            "language_model.model.layers.1.mlp.up_proj.weight",
+            "model.language_model.layers.1.mlp.up_proj.weight",
+        ),
+    ],
+)
+def test_two_names_of_one_weight(tmp_path, family, name, other):
+    """One of them would be lost, whichever is read first."""
+    weight = load_file(make_model(tmp_path, family) / "model.safetensors")[name]
+    add_weight(tmp_path, other, torch.zeros_like(weight))
+    with pytest.raises(InputError) as error:
+        FSDPEngine.check(make_config(tmp_path, f"model.path={tmp_path}"), 1)
+    assert f" {min(name, other)} and {max(name, other)} are two names of one weight" in str(
+        error.value
+    )
+    assert "take one of them out of the files" in str(error.value)
+
+
+def test_experts_that_transformers_transposes_where_they_do_not_fit(tmp_path):
+    """What is advised then helps."""
+    made = write_model(tmp_path / "made", **families.SHAPES["qwen3_vl_moe"])
+    saved = tmp_path / "saved"
+    FSDPEngine.check(make_config(made, f"model.path={made}"), 1)
+    rewrite_weights(
+        made, lambda name, x: (name, x.mT.contiguous() if name.endswith("experts.down_proj") else x)
+    )
+    with pytest.raises(
+        InputError,
+        match="transformers converts .*down_proj .* and save it with save_original_format=False",
+    ):
+        FSDPEngine.check(make_config(made, f"model.path={made}"), 1)
+    plain_model(made).save_pretrained(saved, save_original_format=False)
+    FSDPEngine.check(make_config(saved, f"model.path={saved}"), 1)
+
+
+def test_quantized_weights_are_refused(folder, tmp_path):
+    shape = json.loads((folder / "qwen3" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(
+        json.dumps(shape | {"quantization_config": {"quant_method": "fp8"}})
+    )
+    with pytest.raises(InputError, match="holds quantized weights .* give the unquantized model"):
+        read_hf_config(tmp_path)
+
+
+PADDING = "set engine.use_remove_padding=false"
+
+
+LONGROPE = dict(
+    rope_type="longrope",
+    rope_theta=10000.0,
+    short_factor=[1.0] * 4,
+    long_factor=[2.0] * 4,
+    original_max_position_embeddings=64,
+)
+
+
+@pytest.mark.parametrize(
+    "changes, pairs, message",
+    [
+        (
+            dict(model_type="seed_oss", head_dim=8),
+            [],
+            "set attention_dropout=0.1, residual_dropout=0.1 to 0 in config.json",
+        ),
+        (dict(model_type="gpt2"), [], "resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1"),
+        (
+            dict(model_type="bloom"),
+            [],
+            f"transformers has it with eager attention alone: {PADDING}",
+        ),
+        (
+            dict(model_type="falcon"),
+            [],
+            f"transformers has it with sdpa attention alone: {PADDING}",
+        ),
+        (
+            dict(model_type="falcon"),
+            ["engine.context_parallel_size=auto"],
+            f"alone: {PADDING} and engine.context_parallel_size=1",
+        ),
+        (
+            dict(model_type="falcon"),
+            ["engine.context_parallel_size=auto", "engine.use_remove_padding=false"],
+            "alone: set engine.context_parallel_size=1",
+        ),
+        (
+            dict(model_type="stablelm"),
+            [],
+            f"do not pass on to their attention where sequences begin: {PADDING}",
+        ),
+        (
+            dict(model_type="mamba"),
+            [],
+            "MambaForCausalLM does not take packed sequences: ValueError",
+        ),
+        (
+            dict(model_type="doge", num_experts=0),
+            [],
+            "only a mask limits its attention to a window",
+        ),
+        (
+            dict(model_type="opt"),
+            ["engine.use_remove_padding=false"],
+            "OPTForCausalLM does not take its hidden states from its base",
+        ),
+        (
+            dict(
+                model_type="llama",
+                rope_parameters=dict(
+                    rope_type="linear", rope_theta=10000.0, factor=2.0, partial_rotary_factor=0.5
+                ),
+            ),
+            [],
+            "LlamaForCausalLM fails: RuntimeError",
+        ),
+        (
+            dict(model_type="phi3", rope_parameters=LONGROPE, original_max_position_embeddings=64),
+            ["data.max_length=65"],
+            "rope_type=longrope in config.json has other frequencies beyond 64 tokens: "
+            "lower data.max_length=65",
+        ),
+        (
+            dict(
+                model_type="qwen3",
+                head_dim=16,
+                use_sliding_window=False,
+                layer_types=["sliding_attention"] + 2 * ["full_attention"],
+            ),
+            [],
+            "layer_types in config.json has sliding_attention, but there is no window: "
+            "give sliding_window",
+        ),
+        (
+            dict(
+                model_type="gemma4_text",
+                head_dim=8,
+                global_head_dim=8,
+                hidden_size_per_layer_input=0,
+                vocab_size_per_layer_input=97,
+                use_bidirectional_attention="all",
+            ),
+            [],
+            "is_causal=False in its attention, which is not supported: "
+            "set use_bidirectional_attention=all to null in config.json",
+        ),
+        (dict(model_type="jetmoe"), [], "its layers decide by values what to compute"),
+        (
+            dict(
+                model_type="deepseek_v2",
+                n_routed_experts=4,
+                moe_intermediate_size=24,
+                first_k_dense_replace=1,
+                **LATENT,
+            ),
+            [],
+            "config.json does not say how many experts a token goes to (num_experts_per_tok)",
+        ),
+        (
+            dict(model_type="hrm_text"),
+            [],
+            "transformers converts model.H_module.layers.0.attn.gqkv_proj.weight",
+        ),
+    ],
+)
+def test_models_that_cannot_work(folder, tmp_path, changes, pairs, message):
+    """Before data is tokenized; with the setting that is named, they are not refused."""
+    make_model(tmp_path, "qwen2_tied", **{"tie_word_embeddings": False, **changes})
+    with pytest.raises(InputError) as error:
+        FSDPEngine.check(make_config(folder, f"model.path={tmp_path}", *pairs), 1)
+    assert message in str(error.value)
+    if PADDING in message:
+        FSDPEngine.check(
+            make_config(folder, f"model.path={tmp_path}", "engine.use_remove_padding=false"), 1
+        )
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(pad_token_id=97), "AssertionError: Padding_idx must be within num_embeddings"),
+        (dict(hidden_act="relu3"), "KeyError: 'relu3'"),
+        (
+            dict(rope_parameters=dict(rope_type="unknown", rope_theta=10000.0)),
+            "KeyError: 'unknown'",
+        ),
+    ],
+)
+def test_values_of_config_json_that_transformers_does_not_know(tmp_path, changes, message):
+    file = make_model(tmp_path, "qwen3") / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with pytest.raises(InputError) as error:
+        FSDPEngine.check(make_config(tmp_path, f"model.path={tmp_path}"), 1)
+    assert (
+        str(error.value)
+        == f"model.path={tmp_path}: transformers cannot build what config.json says: {message}"
+    )
