@@ -1,6 +1,5 @@
 """LoRA adapters."""
 
-import functools
 import json
 import shutil
 from pathlib import Path
@@ -151,20 +150,14 @@ def test_without_adapters_the_model_is_the_frozen_one(results, folder, world):
 )
 def test_adapters_that_cannot_work(folder, pairs, message):
     adapter = str(folder / "llama_adapter")
+    settings = [f"model.lora.{pair.replace('{adapter}', adapter)}" for pair in pairs]
     with pytest.raises(InputError) as error:
-        FSDPEngine.check(
-            make_config(
-                folder,
-                f"model.path={folder / 'llama'}",
-                *(f"model.lora.{pair.replace('{adapter}', adapter)}" for pair in pairs),
-            ),
-            1,
-        )
+        FSDPEngine.check(make_config(folder, *settings), 1)
     assert message.replace("{adapter}", adapter) in str(error.value)
 
 
 @pytest.mark.parametrize(
-    "settings, said",
+    "settings, reason",
     [
         (dict(use_rslora=True), "use_rslora=True in"),
         (dict(use_dora=True), "use_dora=True in"),
@@ -178,25 +171,18 @@ def test_adapters_that_cannot_work(folder, pairs, message):
         (dict(lora_alpha=6.0, init_lora_weights="eva", use_rslora=None, a_new_one=False), None),
     ],
 )
-def test_an_adapter_that_is_not_plain_is_refused(folder, tmp_path, settings, said):
-    """Its two matrices would be read, and mean something else."""
+def test_an_adapter_that_is_not_plain_is_refused(folder, tmp_path, settings, reason):
+    """Its two matrices could be read, but they mean something else."""
     shutil.copytree(folder / "llama_adapter", tmp_path / "adapter")
     file = tmp_path / "adapter" / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | settings))
-    check = functools.partial(
-        FSDPEngine.check,
-        make_config(
-            folder,
-            f"model.path={folder / 'llama'}",
-            *(f"model.lora.{pair}" for pair in (*LORA, f"adapter_path={tmp_path / 'adapter'}")),
-        ),
-        1,
-    )
-    if said is None:
-        check()
+    pairs = (*LORA, f"adapter_path={tmp_path / 'adapter'}")
+    config = make_config(folder, *(f"model.lora.{pair}" for pair in pairs))
+    if reason is None:
+        FSDPEngine.check(config, 1)
     else:
-        with pytest.raises(InputError, match=f"{said}.*not supported"):
-            check()
+        with pytest.raises(InputError, match=f"{reason}.*not supported"):
+            FSDPEngine.check(config, 1)
 
 
 def test_adapters_beside_matrices_the_other_way_round(tmp_path):
@@ -211,23 +197,17 @@ def test_adapters_beside_matrices_the_other_way_round(tmp_path):
         summary_first_dropout=0.0,
         max_position_embeddings=128,
     )
-    FSDPEngine.check(make_config(tmp_path, f"model.path={tmp_path}"), 1)
-    with pytest.raises(
-        InputError, match="names transformer.h.0.attn.c_proj: adapters belong to the linear layers"
-    ):
-        FSDPEngine.check(
-            make_config(
-                tmp_path,
-                f"model.path={tmp_path}",
-                "model.lora.rank=4",
-                r"model.lora.target_modules='.*\.attn\.c_proj'",
-            ),
-            1,
-        )
+    model = f"model.path={tmp_path}"
+    FSDPEngine.check(make_config(tmp_path, model), 1)
+    targets = r"model.lora.target_modules='.*\.attn\.c_proj'"
+    config = make_config(tmp_path, model, "model.lora.rank=4", targets)
+    reason = "names transformer.h.0.attn.c_proj: adapters belong to the linear layers"
+    with pytest.raises(InputError, match=reason):
+        FSDPEngine.check(config, 1)
 
 
 def test_files_name_no_more_layers_than_have_adapters(folder, tmp_path):
-    """Else peft would train others as well when it goes on from them."""
+    """Otherwise peft would train other layers as well when it continues from the files."""
     settings = OmegaConf.create(
         {
             "rank": 4,

@@ -63,11 +63,9 @@ def test_flops_and_memory_of_frozen_parameters(folder):
 
     def measured(*pairs):
         settings = make_config(folder, *pairs)
-        numbers = {}
-        numbers["flops"] = count_flops(
-            build_model(settings, Head.LOG_PROBS)[0], read_hf_config(folder / "llama")
-        )
-        return numbers | estimates(settings, 2, "cuda")[0]
+        hf, _ = build_model(settings, Head.LOG_PROBS)
+        flops = count_flops(hf, read_hf_config(folder / "llama"))
+        return {"flops": flops, **estimates(settings, 2, "cuda")[0]}
 
     whole = measured()
     frozen = measured(FREEZE_SETTING)
@@ -82,9 +80,8 @@ def test_flops_and_memory_of_frozen_parameters(folder):
     above = measured("model.freeze=[layers.1, lm_head]")["flops"]
     assert above == ((6 + 4 + 6) * layer, 4 * 97 * 32, 6 * 3 * 4 * 8)
     sizes = {n: x.numel() for n, x in load_file(folder / "llama/model.safetensors").items()}
-    trained = sum(size for n, size in sizes.items() if not matches_any(FREEZE, n)) / sum(
-        sizes.values()
-    )
+    trained_sizes = [size for name, size in sizes.items() if not matches_any(FREEZE, name)]
+    trained = sum(trained_sizes) / sum(sizes.values())
     assert frozen["parameters"] == whole["parameters"]
     assert trained < 0.7
     for part in ("gradients", "optimizer"):
@@ -126,32 +123,25 @@ def test_flops_and_memory_of_frozen_parameters(folder):
     ],
 )
 def test_what_cannot_be_frozen(folder, family, pairs, message):
+    patterns, *others = pairs
+    model = f"model.path={folder / family}"
+    settings = make_config(folder, model, f"model.freeze={patterns}", *others)
     with pytest.raises(InputError, match=message):
-        FSDPEngine.check(
-            make_config(
-                folder, f"model.path={folder / family}", f"model.freeze={pairs[0]}", *pairs[1:]
-            ),
-            1,
-        )
+        FSDPEngine.check(settings, 1)
 
 
 def test_what_can_be_frozen(folder):
     """A value head is trained whatever the patterns say; its model need not have the names."""
-    for patterns, head, kept in (
-        ("[.]", Head.VALUES, {"lm_head.weight"}),
-        ("[visual, embed]", Head.VALUES, None),
-        ("[embed, head]", Head.LOG_PROBS, None),
-    ):
-        settings = make_config(
-            folder, f"model.path={folder / 'qwen2_tied'}", f"model.freeze={patterns}"
-        )
+
+    def trained(patterns, head):
+        model = f"model.path={folder / 'qwen2_tied'}"
+        settings = make_config(folder, model, f"model.freeze={patterns}")
         FSDPEngine.check(settings, 1, head)
-        trained = {
-            name for name, p in build_model(settings, head)[0].named_parameters() if p.requires_grad
-        }
-        assert (
-            trained == kept
-            or kept is None
-            and "model.embed_tokens.weight" not in trained
-            and len(trained) > 30
-        )
+        hf, _ = build_model(settings, head)
+        return {name for name, p in hf.named_parameters() if p.requires_grad}
+
+    assert trained("[.]", Head.VALUES) == {"lm_head.weight"}
+    for patterns, head in (("[visual, embed]", Head.VALUES), ("[embed, head]", Head.LOG_PROBS)):
+        names = trained(patterns, head)
+        assert "model.embed_tokens.weight" not in names
+        assert len(names) > 30

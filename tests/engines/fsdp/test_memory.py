@@ -39,34 +39,31 @@ def test_tensors_come_back_from_the_same_host_memory(monkeypatch):
     reserved = [part.result().data_ptr() for part in memory.parts]
     for _ in range(3):
         memory.offload([*tensors, elsewhere])
-        assert [x.untyped_storage().nbytes() for x in tensors] == [0, 0, 40, 0, 0], (
-            "small ones stay"
-        )
+        left = [x.untyped_storage().nbytes() for x in tensors]
+        assert left == [0, 0, 40, 0, 0], "small tensors stay on the device"
         memory.offload(tensors)
         memory.onload(tensors)
         assert all(torch.equal(x, y) for x, y in zip(tensors, want))
         want[0] = tensors[0].neg_().clone()
         assert [part.result().data_ptr() for part in memory.parts] == reserved
         assert len(reserved) == 5
-    memory.offload([more := torch.randn(2**14)])
-    assert len(memory.parts) == 8, "nobody has reserved that"
-    assert more.untyped_storage().nbytes() == 0, "nobody has reserved that"
+    unreserved = torch.randn(2**14)
+    memory.offload([unreserved])
+    assert len(memory.parts) == 8
+    assert unreserved.untyped_storage().nbytes() == 0
 
 
 def test_dry_run_counts_what_waits_in_host_memory(folder):
-    def waits(role, *pairs, device_type="cuda", name="waits in pinned host memory"):
-        settings = load(
-            "ppo.yaml", [f"model.path={folder / 'qwen3'}", "data.train_files=unused", *pairs]
-        )
+    def waits(role, *pairs, device_type="cuda"):
+        """Return the GiB that wait in host memory, and those of the parameters."""
+        model = f"model.path={folder / 'qwen3'}"
+        settings = load("ppo.yaml", [model, "data.train_files=unused", *pairs])
         (sizes,) = estimates(settings, 1, device_type, role)
-        return sizes.get(name, 0.0), sizes.get("parameters", 0.0)
+        return sizes.get("waits in pinned host memory", 0.0), sizes.get("parameters", 0.0)
 
-    got, parameters = waits("actor")
-    assert got == pytest.approx(3 * parameters)
-    assert waits("actor", "offload.optimizer=false") == (
-        parameters,
-        parameters,
-    )
+    waiting, parameters = waits("actor")
+    assert waiting == pytest.approx(3 * parameters)
+    assert waits("actor", "offload.optimizer=false") == (parameters, parameters)
     assert waits("reference")[0] == parameters
     assert waits("reference", "offload.reference=false")[0] == 0
     assert waits("actor", "engine.cpu_offload=true")[0] == 0
@@ -91,40 +88,41 @@ def test_vllm_decodes_as_many_responses_at_once_as_fit(folder):
         )
         return max_num_seqs(settings, world, int(gib * GIB))
 
-    assert decoded() == decoded(gib=0) == 64, "as many as it gets"
-    assert decoded(world=2) == 32, "as many as it gets"
-    two = "data.train_batch_size=5"
+    # As many as a rank gets.
+    assert decoded() == 64
+    assert decoded(gib=0) == 64
+    assert decoded(world=2) == 32
+    five_prompts = "data.train_batch_size=5"
     tp2 = "rollout.tensor_parallel_size=2"
-    assert decoded(two, world=2) == 24, "two prompts on the other, or all on one"
-    assert decoded(two, tp2, world=2) == 40, "two prompts on the other, or all on one"
+    assert decoded(five_prompts, world=2) == 24, "three prompts on one rank, two on the other"
+    assert decoded(five_prompts, tp2, world=2) == 40, "all prompts on one engine of two ranks"
     assert decoded("data.train_batch_size=1000") == 1024
     assert decoded("rollout.max_tokens=1000000000") == 1
     assert decoded("data.train_batch_size=1000", "rollout.max_num_seqs=7") == 7
-    # 200 tokens x 3 layers x keys and values x 2 heads of 16 numbers in fp32, divided by tensor-
-    # parallel ranks.
-    each = 200 * 3 * 2 * 2 * 16 * 4
-    for pairs, world, bytes_of_one in ([], 1, each), ([tp2], 2, each / 2):
-        assert (
-            decoded("rollout.kv_cache_gib=0.002", *pairs, world=world)
-            == int(0.002 * GIB / bytes_of_one)
-            < 40
-        )
-    # A model whose configuration has no number of key and value heads: one for each of its 8 heads.
-    GPTNeoXConfig(hidden_size=128, num_hidden_layers=3, num_attention_heads=8).save_pretrained(
-        folder / "no_kv_heads"
-    )
-    assert decoded("rollout.kv_cache_gib=0.002", f"model.path={folder / 'no_kv_heads'}") == int(
-        0.002 * GIB / (4 * each)
-    )
-    weights = (
-        checkpoint_bytes(make_config(folder, f"model.path={folder / 'qwen3'}")) / 3
-    )  # Adam's moments are as large
+    # A response's cache: 200 tokens x 3 layers x keys and values x 2 heads of 16 numbers in fp32.
+    cache_bytes = 200 * 3 * 2 * 2 * 16 * 4
+    kv_cache = "rollout.kv_cache_gib=0.002"
+    kv_cache_bytes = 0.002 * GIB
+    num_fitting = int(kv_cache_bytes / cache_bytes)
+    assert num_fitting < 40
+    assert decoded(kv_cache) == num_fitting
+    num_fitting_with_tp2 = int(kv_cache_bytes / (cache_bytes / 2))
+    assert num_fitting_with_tp2 < 40
+    assert decoded(kv_cache, tp2, world=2) == num_fitting_with_tp2
+    # Its configuration has no number of key and value heads: one for each of its 8 heads.
+    neox = GPTNeoXConfig(hidden_size=128, num_hidden_layers=3, num_attention_heads=8)
+    neox.save_pretrained(folder / "no_kv_heads")
+    num_fitting = int(kv_cache_bytes / (4 * cache_bytes))
+    assert decoded(kv_cache, f"model.path={folder / 'no_kv_heads'}") == num_fitting
+
+    # A checkpoint has the weights and, as large, Adam's two moments.
+    weights = checkpoint_bytes(make_config(folder, f"model.path={folder / 'qwen3'}")) / 3
     room = 0.5 * 0.0018 * GIB - weights
     short = ("data.max_prompt_length=10", "rollout.max_tokens=20")
-    got = decoded("rollout.gpu_memory_utilization=0.5", *short, gib=0.0018)
-    assert got == int(room / (each / 10 + 3 * 97 * 4)) < int(room / (each / 10)) < 64, (
-        "the vocabulary has 97 words"
-    )
+    logits_bytes = 3 * 97 * 4  # the vocabulary has 97 tokens
+    num_fitting = int(room / (cache_bytes / 10 + logits_bytes))
+    assert num_fitting < int(room / (cache_bytes / 10)) < 64, "logits make a difference"
+    assert decoded("rollout.gpu_memory_utilization=0.5", *short, gib=0.0018) == num_fitting
 
 
 @pytest.mark.parametrize(
@@ -142,9 +140,8 @@ def test_dry_run_counts_the_experts_that_a_token_goes_to(folder, tmp_path, shape
     few = sizes(2)
     many = sizes(4)
     assert few["parameters"] == many["parameters"]
-    added = (
-        3 * 2 * (3 * 24 + 2 * 32) * 2 + 3 * 2 * 24 * 2
-    )  # layers, more experts, numbers, bytes; not compiled
+    # Layers x further experts x numbers x bytes; not compiled.
+    added = 3 * 2 * (3 * 24 + 2 * 32) * 2 + 3 * 2 * 24 * 2
     tokens = make_config(folder).data.max_tokens_per_micro_batch
     assert (many["activations"] - few["activations"]) * GIB == pytest.approx(tokens * added)
 
@@ -159,11 +156,11 @@ def test_dry_run_of_a_model_that_does_not_say_what_its_layers_are(folder, tmp_pa
         attn_pdrop=0.0,
     )
     settings = make_config(folder, f"model.path={tmp_path}", "engine.use_remove_padding=false")
-    assert not whole_modules(hf := build_model(settings, Head.LOG_PROBS)[0], hf)
+    hf, _ = build_model(settings, Head.LOG_PROBS)
+    assert not whole_modules(hf, hf)
     sizes = estimates(settings, 2, "cpu")[0]
-    assert sizes["gathered weights"] * GIB == 2 * sum(p.numel() for p in hf.parameters()), (
-        "all at once, in bf16"
-    )
+    all_weights = 2 * sum(p.numel() for p in hf.parameters())  # bytes, in bf16
+    assert sizes["gathered weights"] * GIB == all_weights
     assert sizes["activations"] > 0
 
 
@@ -183,34 +180,31 @@ def test_dry_run_counts_keys_and_values_that_ranks_gather(folder):
             *pairs,
         )
         tokens = 1024 / (1 if size == "auto" else size)
-        return {
-            world: estimates(settings, world, "cuda")[0]["activations"] * GIB / tokens / (3 * 2)
-            for world in (2, 8)
-        }
+        numbers = {}
+        for world in (2, 8):
+            activations = estimates(settings, world, "cuda")[0]["activations"]
+            numbers[world] = activations * GIB / tokens / (3 * 2)
+        return numbers
 
-    width = 3 * 16
+    width = 3 * 16  # of keys
     megatron = "model_engine=megatron"
     alone, two, auto = (kept("three_heads", size)[8] for size in (1, 2, "auto"))
-    assert two - alone == pytest.approx(2 * 1.5 * width), "four of eight ranks"
+    assert two - alone == pytest.approx(2 * 1.5 * width)
     assert auto - alone == pytest.approx(2 * 3.5 * width), "four of eight ranks"
     assert kept("three_heads", "auto")[2] == pytest.approx(two), "there are no more"
     one, two, four = (kept("llama", size)[8] for size in (1, 2, 4))
-    assert two == pytest.approx(one), "Ulysses repeats two heads for four ranks"
+    assert two == pytest.approx(one)
     assert four - one == pytest.approx(2 * 16), "Ulysses repeats two heads for four ranks"
-    assert (
-        kept("llama", "auto", megatron)[8]
-        > kept("llama", 2, megatron)[8]
-        > kept("llama", 1, megatron)[8]
-    )
+    one, two, auto = (kept("llama", size, megatron)[8] for size in (1, 2, "auto"))
+    assert auto > two > one
 
 
 def test_flops_of_frozen_weights_are_four_each(folder):
-    """A step that computes no gradient of a matrix does two products with it and not three."""
+    """Without its gradient, a step takes two products with a matrix instead of three."""
 
     def flops(*pairs):
-        engine = make_config(folder, f"model.path={folder / 'llama'}", *pairs)
         hf_config = read_hf_config(folder / "llama")
-        hf, _ = build_model(engine, Head.LOG_PROBS)
+        hf, _ = build_model(make_config(folder, *pairs), Head.LOG_PROBS)
         numbers = SimpleNamespace(_flops=count_flops(hf, hf_config))
         return numbers._flops, FSDPEngine.flops(numbers, [10, 20])
 
@@ -227,9 +221,8 @@ def test_flops_of_a_mixture_are_of_the_experts_that_a_token_goes_to(folder):
     layers, _, attention = count_flops(build_on_meta(mixture, torch.float32), mixture)
     assert layers == 6 * 3 * (32 * 32 * (4 + 2 + 2 + 4) + 8 * 32 + 3 * 3 * 24 * 32)
     assert attention == 6 * 3 * 4 * 32
-    assert count_flops(build_on_meta(hybrid, torch.float32), hybrid)[2] == 6 * 4 * 8, (
-        "one layer of three has attention"
-    )
+    _, _, attention = count_flops(build_on_meta(hybrid, torch.float32), hybrid)
+    assert attention == 6 * 4 * 8, "one layer of three has attention"
 
 
 def test_configurations_without_a_longest_length_or_one_head_dim():

@@ -226,10 +226,9 @@ def test_optimizers_and_schedules_that_cannot_work(folder, tmp_path, pairs, mess
     (tmp_path / "my.py").write_text(
         "def bare(params, lr): pass\ndef sgd(params, lr, **_): pass\ndef nothing(step, **_): pass\n"
     )
+    settings = [pair.replace("{file}", f"{tmp_path}/my.py") for pair in pairs]
     with pytest.raises(InputError) as error:
-        FSDPEngine.check(
-            make_config(folder, *(pair.replace("{file}", f"{tmp_path}/my.py") for pair in pairs)), 1
-        )
+        FSDPEngine.check(make_config(folder, *settings), 1)
     assert message.replace("{file}", f"{tmp_path}/my.py") in str(error.value)
 
 
@@ -255,16 +254,15 @@ def test_schedule(folder, kind):
         f"optim.min_lr_ratio={floor}",
     ]
     if kind != "wsd":
-        with pytest.raises(
-            InputError,
-            match="lr_decay_steps_ratio=0.4 has no effect without optim.lr_scheduler_type=wsd",
-        ):
+        message = "lr_decay_steps_ratio=0.4 has no effect without optim.lr_scheduler_type=wsd"
+        with pytest.raises(InputError, match=message):
             schedule.check(make_config(folder, *settings, decay).optim)
-    optim = make_config(folder, *settings, *[decay] * (kind == "wsd")).optim
+    if kind == "wsd":
+        settings.append(decay)
+    optim = make_config(folder, *settings).optim
     schedule.check(optim)
-    assert {s: schedule.learning_rate(optim, s, 20) for s in SCHEDULES[kind]} == pytest.approx(
-        SCHEDULES[kind]
-    )
+    rates = {step: schedule.learning_rate(optim, step, 20) for step in SCHEDULES[kind]}
+    assert rates == pytest.approx(SCHEDULES[kind])
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)

@@ -67,16 +67,16 @@ def test_layouts_that_cannot_work(folder, world, pairs, message):
 
 
 def test_ranks_for_which_there_are_no_whole_heads():
-    """Each needs as many as others; key-value heads can be repeated."""
-    shape = SimpleNamespace(num_attention_heads=12, num_key_value_heads=3)
-    assert [size for size in range(1, 13) if has_whole_heads(shape, size)] == [1, 3, 6, 12]
-    assert [
-        size
-        for size in (1, 2, 4, 8)
-        if has_whole_heads(SimpleNamespace(num_attention_heads=4), size)
-    ] == [1, 2, 4]
+    """All ranks need equally many heads; key-value heads can be repeated."""
+
+    def possible_sizes(shape):
+        return [size for size in range(1, 13) if has_whole_heads(shape, size)]
+
+    grouped = SimpleNamespace(num_attention_heads=12, num_key_value_heads=3)
+    assert possible_sizes(grouped) == [1, 3, 6, 12]
+    assert possible_sizes(SimpleNamespace(num_attention_heads=4)) == [1, 2, 4]
     laguna = SimpleNamespace(num_attention_heads=4, num_attention_heads_per_layer=[4, 6, 4])
-    assert [size for size in (1, 2, 4, 8) if has_whole_heads(laguna, size)] == [1, 2]
+    assert possible_sizes(laguna) == [1, 2]
     gemma4 = AutoConfig.for_model(
         "gemma4_text",
         num_attention_heads=12,
@@ -85,7 +85,7 @@ def test_ranks_for_which_there_are_no_whole_heads():
         attention_k_eq_v=True,
     )
     assert gemma4.is_heterogeneous
-    assert [size for size in range(1, 13) if has_whole_heads(gemma4, size)] == [1, 3, 6, 12]
+    assert possible_sizes(gemma4) == [1, 3, 6, 12]
 
 
 def test_logits_that_are_computed_in_another_way_are_refused(folder):
@@ -162,14 +162,13 @@ def test_two_names_of_one_weight(tmp_path, family, name, other):
     add_weight(tmp_path, other, torch.zeros_like(weight))
     with pytest.raises(InputError) as error:
         FSDPEngine.check(make_config(tmp_path, f"model.path={tmp_path}"), 1)
-    assert f" {min(name, other)} and {max(name, other)} are two names of one weight" in str(
-        error.value
-    )
+    names = f" {min(name, other)} and {max(name, other)} are two names of one weight"
+    assert names in str(error.value)
     assert "take one of them out of the files" in str(error.value)
 
 
 def test_experts_that_transformers_transposes_where_they_do_not_fit(tmp_path):
-    """What is advised then helps."""
+    """The error's advice helps."""
     made = write_model(tmp_path / "made", **families.SHAPES["qwen3_vl_moe"])
     saved = tmp_path / "saved"
     FSDPEngine.check(make_config(made, f"model.path={made}"), 1)
@@ -315,15 +314,14 @@ LONGROPE = dict(
     ],
 )
 def test_models_that_cannot_work(folder, tmp_path, changes, pairs, message):
-    """Before data is tokenized; with the setting that is named, they are not refused."""
+    """They are rejected before data is tokenized; the setting that the error names helps."""
     make_model(tmp_path, "qwen2_tied", **{"tie_word_embeddings": False, **changes})
     with pytest.raises(InputError) as error:
         FSDPEngine.check(make_config(folder, f"model.path={tmp_path}", *pairs), 1)
     assert message in str(error.value)
     if PADDING in message:
-        FSDPEngine.check(
-            make_config(folder, f"model.path={tmp_path}", "engine.use_remove_padding=false"), 1
-        )
+        padded = "engine.use_remove_padding=false"
+        FSDPEngine.check(make_config(folder, f"model.path={tmp_path}", padded), 1)
 
 
 @pytest.mark.parametrize(
