@@ -23,7 +23,7 @@ from engines.checkpoint.checkpointer import Checkpointer
 from engines.checkpoint.export import export_hf, write_safetensors
 from engines.memory import checkpoint_bytes
 from engines.model.weights import fingerprint, weight_files
-from job import setup as job
+from job.progress import adapter as adapter_record
 from tests.engines.fsdp.cases import (
     CP2,
     LORA,
@@ -70,7 +70,7 @@ def checkpoint(folder: Path, device: torch.device, family: str) -> dict:
         adapter = {}
         if lora:
             frozen_weights = {"frozen weights": fingerprint(model)}
-            adapter = {"lora": job.adapter(engine.config), "run": frozen_weights}
+            adapter = {"lora": adapter_record(engine.config), "run": frozen_weights}
         train(engine, range(5))
         listings = set()
         stop = threading.Event()

@@ -26,7 +26,7 @@ from engines.heads import Head
 from engines.model import guard
 from engines.model.hf import auto_class
 from engines.model.weights import fingerprint
-from job import setup as job
+from job.progress import adapter as adapter_record
 from tests.engines.fsdp.cases import (
     BF16,
     CP2,
@@ -119,7 +119,7 @@ def text_training(folder: Path, device: torch.device, family: str, lora: bool) -
     progress = {
         "export_dtype": "float32",
         "run": {"frozen weights": fingerprint(folder / family)},
-        "lora": job.adapter(engine.config),
+        "lora": adapter_record(engine.config),
     }
     checkpointer.save(3, engine, progress, make_tokenizer())
     export_hf(engine, make_tokenizer(), folder / f"hf {name}")
@@ -324,7 +324,7 @@ def traces(engine: FSDPEngine) -> dict:
         "training": engine.model.training,
         "hooks": sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in modules),
         "gradients": sum(p.grad is not None for p in engine.model.parameters()),
-        "step": (engine.dropout_seeds._step, engine.dropout_seeds._batch_of_step),
+        "dropout seeds": vars(engine.dropout_seeds).copy(),
         "attention": engine.hf.config._attn_implementation,
         "config": engine.config,
     }
