@@ -22,7 +22,7 @@ from config import InputError
 from engines.checkpoint.checkpointer import Checkpointer
 from engines.checkpoint.export import export_hf, write_safetensors
 from engines.memory import checkpoint_bytes
-from engines.model.weights import fingerprint, weight_files
+from engines.model.model_files import fingerprint, weight_files
 from job.progress import adapter as adapter_record
 from tests.engines.fsdp.cases import (
     CP2,

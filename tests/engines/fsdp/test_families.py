@@ -25,7 +25,7 @@ from engines.fsdp.recurrence import Bounds
 from engines.heads import Head
 from engines.model import guard
 from engines.model.hf import auto_class
-from engines.model.weights import fingerprint
+from engines.model.model_files import fingerprint
 from job.progress import adapter as adapter_record
 from tests.engines.fsdp.cases import (
     BF16,
@@ -260,7 +260,7 @@ def refused(folder: Path, device: torch.device) -> dict[str, list[str] | None]:
     "name, message",
     [
         ("no_files", "lacks model.safetensors"),
-        ("missing_weight", "lacks 1 weights of LlamaForCausalLM, model.norm.weight among them"),
+        ("missing_weight", "lacks 1 weights of LlamaForCausalLM, such as model.norm.weight"),
         ("wrong_shape", "lm_head.weight has shape [96, 32] in the file, [97, 32] by config.json"),
     ],
 )
@@ -308,7 +308,7 @@ def guarded(folder: Path, device: torch.device) -> dict:
 
     engine = build(folder / "llama", device, RECOMPUTE, lora=True)
     before = traces(engine)
-    told["found"] = guard.check(engine)
+    told["found"] = guard.check_isolation(engine)
     told["same"] = gather(before == traces(engine))
     with redirect_stdout(io.StringIO()) as output:
         build(folder / "deaf", device)

@@ -13,7 +13,8 @@ from engines.fsdp.engine import FSDPEngine
 from engines.fsdp.transforms import build_model
 from engines.heads import Head
 from engines.memory import checkpoint_bytes, estimates
-from engines.model.hf import count_flops, read_hf_config
+from engines.model.flops import count_flops
+from engines.model.hf import read_hf_config
 from tests.engines.fsdp.cases import FREEZE, FREEZE_SETTING, build, make_config, train, worker_case
 from tests.engines.fsdp.test_training import FROZEN, result_of
 from tests.support.cases import case_params, needs
@@ -101,7 +102,7 @@ def test_flops_and_memory_of_frozen_parameters(folder):
         (
             "llama",
             ["[norm]", "model.lora.rank=4"],
-            "does nothing with model.lora.rank=4, whose adapters alone are trained",
+            "does nothing with model.lora.rank=4, which trains only adapters",
         ),
         (
             "qwen2_tied",

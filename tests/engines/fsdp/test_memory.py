@@ -12,15 +12,10 @@ from engines.fsdp.engine import FSDPEngine
 from engines.fsdp.transforms import build_model
 from engines.heads import Head
 from engines.memory import GIB, checkpoint_bytes, estimates, max_num_seqs
-from engines.model.hf import (
-    attention_widths,
-    build_on_meta,
-    check_rope,
-    count_flops,
-    head_dim,
-    read_hf_config,
-    whole_modules,
-)
+from engines.model.flops import count_flops
+from engines.model.hf import build_on_meta, read_hf_config, whole_modules
+from engines.model.lengths import check_rope
+from engines.model.shape import attention_widths, head_dim
 from engines.parallel import offload
 from tests.engines.fsdp.cases import LORA, make_config
 from tests.support.foreign import FOREIGN

@@ -11,7 +11,8 @@ from transformers import AutoConfig
 from config import InputError
 from engines.fsdp.attention import has_whole_heads
 from engines.fsdp.engine import FSDPEngine
-from engines.model.hf import build_on_meta, logit_constants, read_hf_config
+from engines.model.hf import build_on_meta, read_hf_config
+from engines.model.logits import logit_constants
 from tests import families
 from tests.engines.fsdp.cases import LORA, make_config
 from tests.engines.fsdp.model_files import add_weight, rewrite_weights
@@ -304,7 +305,7 @@ LONGROPE = dict(
                 **LATENT,
             ),
             [],
-            "config.json does not say how many experts a token goes to (num_experts_per_tok)",
+            "config.json has none (num_experts_per_tok)",
         ),
         (
             dict(model_type="hrm_text"),
@@ -340,7 +341,5 @@ def test_values_of_config_json_that_transformers_does_not_know(tmp_path, changes
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     with pytest.raises(InputError) as error:
         FSDPEngine.check(make_config(tmp_path, f"model.path={tmp_path}"), 1)
-    assert (
-        str(error.value)
-        == f"model.path={tmp_path}: transformers cannot build what config.json says: {message}"
-    )
+    reason = "transformers cannot build the model that config.json describes"
+    assert str(error.value) == f"model.path={tmp_path}: {reason}: {message}"
