@@ -137,7 +137,7 @@ def test_without_adapters_the_model_is_the_frozen_one(results, folder, world):
         ),
         (
             [*LORA, "target_modules=[mlp]"],
-            "model.lora.target_modules=['mlp']: Target module LlamaMLP is no linear layer",
+            "model.lora.target_modules=['mlp']: Target module LlamaMLP is not a linear layer",
         ),
         ([*LORA, "target_modules=.*(("], "model.lora.target_modules=.*((: "),
         (["dropout=0.1"], "model.lora.dropout=0.1 does nothing with model.lora.rank=0"),
