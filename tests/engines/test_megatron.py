@@ -277,7 +277,7 @@ def test_sequences_that_leak_into_others_are_found(launches):
         assert said is not None and len(said) == 2, name
         assert all(
             "one at a time differ, first in layer 0 of 0 to 3: by" in line
-            and f"give {help}" in line
+            and f"set {help}" in line
             for line in said
         ), said
 
