@@ -82,7 +82,7 @@ def set_up(config):
 
 def train(run, engine) -> None:
     """Train until the last step, or until a rank is asked to stop."""
-    from data.batching.packing import global_batch
+    from data.batching.order import global_batch
     from engines.parallel import device
     from job.setup import check_skipped
 

@@ -24,8 +24,10 @@ from transformers import AutoConfig
 
 from benchmarks.shapes import SHAPES, make_model
 from config import load
-from data.batching.packing import Batch, pack, partition, spread
-from data.batching.plan import Plan, schedule
+from data.batching.batch import Batch
+from data.batching.groups import schedule
+from data.batching.packing import pack, partition, spread
+from data.batching.plan import Plan
 from engines.build import engine_class
 from engines.parallel import device
 

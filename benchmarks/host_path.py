@@ -31,7 +31,7 @@ def measure(num_ranks: int, estimator: str, num_tokens: int, group_size: int, re
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from config import load
-    from data.batching.packing import Batch, bounds
+    from data.batching.batch import Batch, bounds
     from data.prompts import Prompt, PromptDataset
     from engines.base import Engine
     from profiling import Profiler

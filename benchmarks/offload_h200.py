@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.shapes import SHAPES, make_model
 from config import load
-from data.batching.packing import Batch
+from data.batching.batch import Batch
 from engines.build import engine_class
 from engines.parallel import device
 from engines.parallel.offload import PART_BYTES

@@ -24,7 +24,8 @@ import torch.distributed as dist
 
 from benchmarks.shapes import IMAGE, NAMES, VISION, make_model
 from config import load
-from data.batching.packing import Batch, pack
+from data.batching.batch import Batch
+from data.batching.packing import pack
 from data.images.processor import Pictures
 from engines.build import engine_class
 from engines.memory import estimates

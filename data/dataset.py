@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from config import InputError, die_with
-from data.batching.packing import Batch
+from data.batching.batch import Batch
 from data.cache import cache_key, cached
 from data.chat.conversation import Steps, encode, in_step
 from data.chat.tokens import ChatTokenizer

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from data.batching.packing import Batch
+from data.batching.batch import Batch
 from data.batching.plan import MicroBatches, Plan
 from data.images.processor import Reader
 from engines.context_parallel import has_dynamic_cp

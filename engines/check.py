@@ -20,7 +20,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from config import InputError, run
-from data.batching.packing import Batch
+from data.batching.batch import Batch
 from engines.build import engine_class
 from engines.checkpoint.export import write_safetensors
 from engines.model import guard

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from data.batching.packing import Batch
+from data.batching.batch import Batch
 from engines.parallel.collectives import AllGather
 from engines.parallel.device import to_device
 from engines.parallel.varlen import Zigzag

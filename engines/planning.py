@@ -8,8 +8,9 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 from torch.distributed import ProcessGroup
 
+from data.batching.groups import schedule
 from data.batching.packing import pack, partition, spread
-from data.batching.plan import MicroBatches, Plan, schedule
+from data.batching.plan import MicroBatches, Plan
 from engines.context_parallel import fixed_cp_size, has_dynamic_cp
 
 

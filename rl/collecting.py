@@ -9,7 +9,7 @@ from torch import Tensor
 
 from algorithms.dapo import informative, overlong_penalty
 from config import InputError
-from data.batching.packing import global_batch
+from data.batching.order import global_batch
 from rl.functions import inputs_read
 from rollout.samples import Samples, concat
 

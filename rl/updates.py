@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from algorithms.rollout_correction import effective_sample_size
-from data.batching.packing import Batch
+from data.batching.batch import Batch
 from data.batching.plan import MicroBatches, Plan
 from engines.base import Engine, LossFn
 from rollout.sharing import Share

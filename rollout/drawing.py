@@ -16,7 +16,8 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 from torch import Tensor
 
-from data.batching.packing import Batch, partition
+from data.batching.batch import Batch
+from data.batching.packing import partition
 from data.prompts import Prompt, PromptDataset
 from profiling import Profiler
 from rollout.exchange import gather_on_all_ranks, sum_over_ranks

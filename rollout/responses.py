@@ -8,7 +8,7 @@ from itertools import chain
 import numpy as np
 import torch
 
-from data.batching.packing import Batch
+from data.batching.batch import Batch
 
 MAP_NORESERVE = 0x4000  # linux/mman.h
 # Least probability of the kept tokens, up to rounding; below it, others were sampled from as well.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from data.batching.packing import Batch
+from data.batching.batch import Batch
 from data.prompts import Prompt
 from rollout.grading.grader import Failure
 

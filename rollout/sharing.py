@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from data.batching.packing import Batch, bounds
+from data.batching.batch import Batch, bounds
 from data.batching.plan import Plan
 from engines.base import Engine
 from rollout.exchange import sum_over_ranks

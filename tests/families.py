@@ -17,7 +17,7 @@ import torch.nn.functional as F
 import transformers
 
 from config import InputError, load
-from data.batching.packing import Batch, bounds
+from data.batching.batch import Batch, bounds
 from engines.fsdp.engine import FSDPEngine
 from engines.model.hf import auto_class, read_hf_config
 from engines.parallel import device

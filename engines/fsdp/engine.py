@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from data.batching.packing import Batch
+from data.batching.batch import Batch
 from data.batching.plan import MicroBatches
 from data.images.processor import Reader
 from engines import optimizer, schedule

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from config import InputError
-from data.batching.packing import Batch
+from data.batching.batch import Batch
 from data.images.processor import Reader
 from engines.model.flops import matrix_flops
 from engines.model.hf import whole_modules

@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from config import InputError
-from data.batching.packing import Batch
+from data.batching.batch import Batch
 from data.batching.plan import MicroBatches
 from engines import schedule
 from engines.adapter_guard import AdapterGuard

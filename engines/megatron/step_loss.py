@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from data.batching.packing import Batch
+from data.batching.batch import Batch
 from engines.base import LossFn
 from engines.megatron.outputs import TokenOutputs
 from engines.microbatch import MicroBatch

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from config import InputError
-from data.batching.packing import Batch, bounds
+from data.batching.batch import Batch, bounds
 from data.images.processor import Pictures
 from engines.base import Engine
 from engines.context_parallel import has_dynamic_cp, shares_sequences

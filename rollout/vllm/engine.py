@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from config import InputError
-from data.batching.packing import Batch
+from data.batching.batch import Batch
 from engines.model import mtp
 from engines.model.hf import read_hf_config
 from rollout.responses import Responses

@@ -8,7 +8,7 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from data.batching.packing import Batch
+from data.batching.batch import Batch
 from engines.base import Engine
 from engines.model.hf import read_hf_config
 from rollout.vllm.engine import Rollout

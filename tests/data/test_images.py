@@ -22,7 +22,7 @@ from torch import nn
 from transformers import AutoConfig, AutoTokenizer, Qwen2_5_VLProcessor
 
 from config import InputError, load
-from data.batching.packing import Batch
+from data.batching.batch import Batch
 from data.dataset import TokenDataset, tokenize
 from data.images.processor import Pictures, Reader, load_processor
 from data.prompts import PromptDataset, tokenize_prompts
@@ -33,7 +33,6 @@ from engines.fsdp.transforms import build_model
 from engines.heads import Head
 from engines.memory import estimates
 from engines.model.hf import auto_class
-from job.models import load_reader
 from tests.data.images_worker import CASES, LR, STEPS, Case, configure
 from tests.support.launch import launch, run
 from tests.support.models import OF_IMAGES, make_image_model, make_model

@@ -6,7 +6,9 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from config import InputError
-from data.batching.packing import Batch, global_batch, order, pack, partition, spread
+from data.batching.batch import Batch
+from data.batching.order import global_batch, order
+from data.batching.packing import pack, partition, spread
 
 lengths_and_cap = st.integers(1, 400).flatmap(
     lambda cap: st.tuples(st.lists(st.integers(1, cap), max_size=60), st.just(cap))

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from config import InputError
-from data.batching.plan import Plan, duration, schedule
+from data.batching.groups import schedule
+from data.batching.plan import Plan, duration
 
 
 def seven_b(length: int) -> float:

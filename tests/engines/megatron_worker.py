@@ -30,7 +30,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from config import InputError, load
-from data.batching.packing import Batch
+from data.batching.batch import Batch
 from data.batching.plan import MicroBatches
 from engines.base import Engine
 from engines.checkpoint.checkpointer import Checkpointer

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from data.batching.packing import Batch
+from data.batching.batch import Batch
 from engines.checkpoint.checkpointer import Checkpointer
 from engines.checkpoint.export import export_hf
 from engines.megatron import bridge

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from config import InputError
-from data.batching.packing import Batch
+from data.batching.batch import Batch
 from engines.heads import LogProbHead
 from engines.model import guard
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from data.batching.packing import Batch, bounds
+from data.batching.batch import Batch, bounds
 from engines.microbatch import Layout, lay_out, make_grid, place_tokens
 
 LENGTHS = [5, 1, 12, 7]

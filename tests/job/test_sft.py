@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from config import InputError, load
-from data.batching.packing import global_batch
+from data.batching.order import global_batch
 from examples.arithmetic import make_rows, make_tokenizer
 from job.progress import Progress
 from job.resume import find_resume

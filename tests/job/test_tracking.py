@@ -11,7 +11,7 @@ from matplotlib.image import imread
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from config import InputError, load
-from data.batching.packing import Batch
+from data.batching.batch import Batch
 from data.prompts import Prompt
 from job import tracking
 from rollout.records import MAX_WRITTEN, examples, write_samples

@@ -5,7 +5,7 @@ import statistics
 import pytest
 
 from config import InputError
-from data.batching.packing import global_batch
+from data.batching.order import global_batch
 from rl.collecting import collect as collect_samples, penalized_scores
 from tests.support.samples import (
     configure,

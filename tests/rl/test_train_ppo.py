@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from data.batching.packing import global_batch
+from data.batching.order import global_batch
 from examples.arithmetic import make_rows, make_tokenizer
 from tests.support.launch import (
     LIMIT,

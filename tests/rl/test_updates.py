@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 
-from data.batching.packing import Batch
+from data.batching.batch import Batch
 from data.prompts import Prompt
 from engines.fsdp.engine import FSDPEngine
 from engines.parallel import device

@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 
 from algorithms.advantages import ADVANTAGES
 from config import InputError, load
-from data.batching.packing import Batch
+from data.batching.batch import Batch
 from data.prompts import Prompt, PromptDataset
 from engines.checkpoint.checkpointer import Checkpointer
 from engines.checkpoint.export import export_hf

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
-from data.batching.packing import Batch
+from data.batching.batch import Batch
 from engines.model.hf import auto_class
 from tests.support.training import (
     BETAS,

@@ -5,7 +5,7 @@ import math
 import torch
 
 from config import load
-from data.batching.packing import Batch
+from data.batching.batch import Batch
 from data.batching.plan import Plan
 from data.prompts import Prompt
 from rl.estimation import set_advantages

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerFast
 
-from data.batching.packing import Batch, partition
+from data.batching.batch import Batch
+from data.batching.packing import partition
 from data.batching.plan import MicroBatches
 from engines.base import Engine
 from engines.context_parallel import has_dynamic_cp

@@ -14,7 +14,7 @@ import torch
 from omegaconf import DictConfig
 
 from config import load
-from data.batching.packing import Batch
+from data.batching.batch import Batch
 from engines.fsdp.engine import FSDPEngine
 from engines.heads import Head
 from tests.support.cases import CaseKey, needs

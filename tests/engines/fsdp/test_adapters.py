@@ -12,7 +12,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
 from config import InputError
-from data.batching.packing import Batch
+from data.batching.batch import Batch
 from engines.checkpoint.export import merged_weights
 from engines.fsdp.engine import FSDPEngine
 from engines.model import lora

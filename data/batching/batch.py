@@ -1,0 +1,109 @@
+"""A batch: sequences of tokens laid end to end, with a value per token in every field."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from data.images.processor import Pictures
+
+
+@dataclass
+class Batch:
+    """n sequences of T tokens in all, end to end, in host memory.
+
+    Attributes:
+        input_ids: [T] int64.
+        cu_seqlens: [n+1] int64; sequence i is cu_seqlens[i]:cu_seqlens[i+1].
+        fields: name -> [T]; entry t belongs to token t. For example loss_mask, old_log_probs and
+            advantages; also kept_words [T, K] int32, see the property.
+        rows: [n] int64, the row of `pictures` that holds each sequence's images.
+        pictures: where images are; the same object in all batches that are joined. None without
+            images.
+    """
+
+    input_ids: Tensor
+    cu_seqlens: Tensor
+    fields: dict[str, Tensor] = field(default_factory=dict)
+    rows: Tensor | None = None
+    pictures: Pictures | None = None
+
+    def __len__(self) -> int:
+        return len(self.cu_seqlens) - 1
+
+    @property
+    def lengths(self) -> list[int]:
+        return self.cu_seqlens.diff().tolist()
+
+    @property
+    def position_ids(self) -> Tensor:
+        """[T] int64: the position of every token in its own sequence, from 0."""
+        starts = torch.repeat_interleave(self.cu_seqlens[:-1], self.cu_seqlens.diff())
+        return torch.arange(len(self.input_ids)) - starts
+
+    @property
+    def kept_words(self) -> Tensor:
+        """[T, K] int64: the vocabulary entries that each token was sampled from (rollout.top_k).
+
+        Filled up with -1 where there were fewer than K. K = 0 means the full vocabulary.
+        """
+        return self.fields.get("kept_words", torch.empty(len(self.input_ids), 0)).long()
+
+    @property
+    def images(self) -> list[np.ndarray]:
+        """The images of all sequences, in order: uint8 [height, width, 3] each."""
+        if not self.pictures:
+            return []
+        return [image for row in self.rows.tolist() for image in self.pictures.images[row]]
+
+    @staticmethod
+    def concat(batches: Sequence[Batch]) -> Batch:
+        """Lay the sequences of batches with the same fields end to end."""
+        first = batches[0]
+        lengths = torch.cat([batch.cu_seqlens.diff() for batch in batches])
+        fields = {}
+        for name in first.fields:
+            fields[name] = torch.cat([batch.fields[name] for batch in batches])
+        rows = torch.cat([batch.rows for batch in batches]) if first.pictures else None
+        input_ids = torch.cat([batch.input_ids for batch in batches])
+        return Batch(input_ids, bounds(lengths), fields, rows, first.pictures)
+
+    def select(self, indices: Sequence[int] | Tensor) -> Batch:
+        """Return the sequences at these indices, in this order."""
+        indices = torch.as_tensor(indices, dtype=torch.int64)
+        lengths = self.cu_seqlens.diff()[indices]
+        cu_seqlens = bounds(lengths)
+        offsets = self.cu_seqlens[indices] - cu_seqlens[:-1]
+        offset_of_token = torch.repeat_interleave(offsets, lengths)
+        tokens = torch.arange(int(cu_seqlens[-1])) + offset_of_token
+        fields = {name: values[tokens] for name, values in self.fields.items()}
+        rows = self.rows[indices] if self.pictures else None
+        return Batch(self.input_ids[tokens], cu_seqlens, fields, rows, self.pictures)
+
+    def split(self, counts: list[int]) -> list[Batch]:
+        """Return the first counts[0] sequences, the next counts[1], and so on.
+
+        The parts are views that share their memory with this batch.
+        """
+        lengths = self.cu_seqlens.diff().split(counts)
+        num_tokens = [int(part.sum()) for part in lengths]
+        input_ids = self.input_ids.split(num_tokens)
+        fields = {name: values.split(num_tokens) for name, values in self.fields.items()}
+        rows = self.rows.split(counts) if self.pictures else [None] * len(counts)
+        parts = []
+        for i in range(len(counts)):
+            own_fields = {name: values[i] for name, values in fields.items()}
+            part = Batch(input_ids[i], bounds(lengths[i]), own_fields, rows[i], self.pictures)
+            parts.append(part)
+        return parts
+
+
+def bounds(lengths: Tensor) -> Tensor:
+    """Return where each of n sequences begins, and the end: [n+1] int64."""
+    return torch.cat([lengths.new_zeros(1), lengths]).cumsum(0)
