@@ -42,7 +42,7 @@ from pathlib import Path
 from types import FrameType
 
 ROOT = Path(__file__).resolve().parents[1]
-RUN_LIMIT = 900.0               # seconds, after which a launch is ended and counts as failed
+RUN_LIMIT = 1800.0              # seconds, after which a launch is ended and counts as failed
 TERMINATION_LIMIT = 60.0        # seconds; torchrun kills its ranks 30 s after SIGTERM
 COMPARED_FILES = ("hf/*", "rollouts/*.jsonl", "validation/*.jsonl")
 # Values that depend on the clock or on the process's memory. The other metrics in perf/, which are
@@ -90,6 +90,7 @@ PPO = (
     "rollout.kv_cache_gib=0.05",
     "validation.max_tokens=16",
     "reward.num_workers=1",
+    "reward.timeout=300",       # seconds; a failed reward changes what is learned
     "engine.compute_dtype=float32",
     "optim.lr=1e-3",
     "trainer.test_freq=2",
