@@ -48,7 +48,7 @@ def critic_config(config: DictConfig) -> DictConfig:
 
 
 def reference_config(config: DictConfig) -> DictConfig:
-    """Return the reference's configuration: no frozen parameters, adapters or MTP layers."""
+    """Return the reference's configuration: a model with nothing frozen, adapted or drafting."""
     model = {
         "path": config.reference.path or config.model.path,
         "freeze": [],

@@ -31,13 +31,13 @@ from rollout.vllm.speculation import draft_metrics
 
 @dataclass(frozen=True)
 class Request:
-    """Which responses to draw.
+    """The responses that one draw is to bring.
 
-    dataset      the prompts
-    rows         the prompts to use; each gets a group of responses
+    dataset      has the prompts
+    rows         one for each group of responses
     sampling     the group `rollout` or `validation`: n responses per prompt, temperature, ...
-    seed         distinguishes this draw from others. A response depends on it, on its row and on
-                 its position in the group, but not on the number of ranks
+    seed         what sets this draw apart. A response follows from it, its row and its number in
+                 its group, however many ranks there are
     first_group  the number of the first group
     """
 
@@ -52,9 +52,9 @@ class Request:
 class Assignment:
     """Which rank draws and grades each of the n responses, in the order of their rows.
 
-    position  [n] int64: the prompt of each response, as an index into the request's rows
-    owner     [n] int64: the rank that grades a response and keeps its tokens
-    replica   [r] int64: the responses, among the n, that this rank's replica generates
+    position  [n] int64: the prompt of each, as a position in the request's rows
+    owner     [n] int64: the rank that grades each, and keeps its tokens
+    replica   [r] int64: the indices, among the n, of what this rank's replica generates
     held      [r] bool: which of these this rank keeps
     """
 
@@ -70,8 +70,8 @@ class Generation:
 
     batch      prompts and responses, packed
     truncated  [r] bool: ended by max_tokens
-    prompts    the prompt of each response
-    seconds    [ranks] fp32: how long this rank's generation took; 0 for the other ranks
+    prompts    of each response
+    seconds    [ranks] fp32: what generation took; 0 for other ranks
     metrics    of speculative decoding
     """
 
@@ -102,7 +102,7 @@ class Graded:
 
 @dataclass(frozen=True)
 class ResponseNumbers:
-    """What every rank knows about each response: tensors with one float64 entry per response.
+    """What every rank knows of each response. Tensors of one entry per response, in float64.
 
     is_graded  1 where there is a reward; otherwise score and parts are 0
     parts      by name, those of the reward
@@ -338,7 +338,7 @@ def dataset_rows(request: Request, assignment: Assignment) -> Tensor:
 
 
 def image_arguments(dataset: PromptDataset, prompts: list[Prompt]) -> dict:
-    """Return the arguments of Rollout.generate() for the prompts' images, if there are any."""
+    """Return what Rollout.generate() is told of the prompts' images, if the dataset has any."""
     if not dataset.pictures:
         return {}
     image_prompts = [

@@ -1,4 +1,4 @@
-"""The part of a step that a rank trains on, and what it must know about the rest.
+"""The part of a step that a rank trains on, and how it learns what it must know of the rest.
 
 Tokens move once, from the rank that drew a response to the ranks that train on it. Everything else
 that ranks tell each other are numbers per response, so that only the work on these grows with the
@@ -125,7 +125,7 @@ def gather_dp_ranks(engine: Engine, group: dist.ProcessGroup | None) -> list[int
 def plan_mini_batches(
     samples: Samples, mini_batches: Tensor, engine: Engine, group: dist.ProcessGroup | None
 ) -> Routes:
-    """Divide each mini-batch over data-parallel ranks so that all have the same work."""
+    """Divide each mini-batch over data-parallel ranks, by the work that its responses are."""
     image_flops = torch.zeros(len(samples), dtype=torch.float64)
     if samples.batch.pictures:
         own_flops = engine.image_flops(samples.batch)

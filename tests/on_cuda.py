@@ -19,18 +19,22 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
 )
 
 from engines.fsdp.tower_attention import WINDOWS
+from tests.engines.conftest import megatron_folder  # noqa: F401
 from tests.engines.fsdp.test_experts import check_grouped
 from tests.engines.fsdp.test_families import FORMS
 from tests.engines.fsdp.test_training import ALONE, ON_CUDA, result_of
-from tests.engines.megatron_worker import BF16, CASES, LORA, SAVED_AT
+from tests.engines.megatron_checks import ONE_MICRO_BATCH, distance, plain_training
+from tests.engines.megatron_worker import BF16, LORA
 from tests.engines.test_megatron import (
-    WHOLE,
-    distance,
-    folder,  # noqa: F401
-    lora_reference,
-    plain_training,
-    reference,
+    ALL,
+    EQUAL_TO_FSDP,
+    EQUAL_TO_PLAIN,
+    ROUNDED,
+    ROUNDED_EXPERTS,
+    reference_of,
 )
+from tests.engines.test_megatron_adapters import ALL as ADAPTED, lora_reference
+from tests.engines.test_megatron_checkpoints import SAVED_AT
 from tests.job.test_output import HANGS
 from tests.profiling.test_profiling import profile
 from tests.support.foreign import FOREIGN
@@ -50,7 +54,15 @@ from tests.support.training import make_batch
 BOUND = 1e-5
 ROUNDED_BOUND = 0.02
 CHOSEN = {
-    1: ["one", "one padded", "bf16"],
+    1: [
+        "reference qwen2_tied",
+        "reference qwen3",
+        "reference llama",
+        "one",
+        "one padded",
+        "bf16",
+        "attention",
+    ],
     2: [
         "tp2",
         "pp2 vpp2",
@@ -71,14 +83,17 @@ CHOSEN = {
         "lora dp2 replicated",
         "lora bf16 tp2",
         "lora moe tp2",
-        "tp2 to pp2 vpp2",
+        "save tp2 to pp2 vpp2",
+        "resume tp2 to pp2 vpp2",
+        "attention",
         "offload",
         "background",
     ],
 }
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 WORLDS = [world for world in CHOSEN if world <= torch.cuda.device_count()]
-HERE = [(world, name) for world in WORLDS for name in CHOSEN[world] if name in CASES[world]]
+CASES = ALL | ADAPTED
+SELECTED = [(world, name) for world in WORLDS for name in CHOSEN[world]]
 BOTH = [world for world in WORLDS if world == 2]
 
 
@@ -228,110 +243,108 @@ def test_a_vision_tower_in_bf16_answers_as_in_fp32_and_so_do_its_gradients(atten
 
 
 @pytest.fixture(scope="module")
-def launches(folder):
-    def run(world):
-        launch(world, "tests/engines/megatron_worker.py", folder, *CHOSEN[world])
+def launches(megatron_folder):  # noqa: F811
+    def run_worker(world):
+        launch(world, "tests/engines/megatron_worker.py", megatron_folder, *CHOSEN[world])
+        return json.loads((megatron_folder / f"{world}.json").read_text())
 
     with ThreadPoolExecutor() as pool:
-        list(pool.map(run, WORLDS))
-    return {world: json.loads((folder / f"{world}.json").read_text()) for world in WORLDS}
+        return dict(zip(WORLDS, pool.map(run_worker, WORLDS)))
+
+
+def selected(table):
+    return [key for key in SELECTED if key in table]
+
+
+def bound_of(case):
+    return ROUNDED_BOUND if BF16 in case.settings else BOUND
 
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_packed_attention_in_bf16_equals_each_sequence_alone(launches, world):
-    print(
-        "\npacked attention, context parallel",
-        world,
-        [f"{error:.1e}" for error in launches[world]["attention"]],
-    )
-    assert max(launches[world]["attention"]) < 1e-2
+    errors = launches[world]["attention"]
+    print("\npacked attention, context parallel", world, [f"{error:.1e}" for error in errors])
+    assert max(errors) < 1e-2
 
 
-@pytest.mark.parametrize(
-    "world, name", [(w, n) for w, n in HERE if not (CASES[w][n].plain or CASES[w][n].lora)]
-)
-def test_training_equals_fsdp(launches, folder, world, name):
-    """Exact in fp32; in bf16 up to rounding."""
-    case = CASES[world][name]
+@pytest.mark.parametrize("world, name", selected(EQUAL_TO_FSDP | ROUNDED))
+def test_training_equals_fsdp(launches, megatron_folder, world, name):  # noqa: F811
+    """In fp32, and in bf16 but for rounding."""
+    case = CASES[world, name]
     steps = launches[world][name]["steps"]
-    want = reference(launches, case)["steps"][: case.steps]
-    bound = ROUNDED_BOUND if BF16 in case.engine else BOUND
+    _, reference_name = reference_of(case)
+    reference = launches[1][reference_name]["steps"]
+    expected = reference[: case.steps]
     errors = {
-        key: worst(column(steps, key), column(want, key))
+        key: worst(column(steps, key), column(expected, key))
         for key in ("loss", "entropy", "grad_norm")
     }
-    got, weights = (
-        load_file(folder / f"{t}.safetensors")
-        for t in (f"{world} {name}", f"1 reference {case.family}")
-    )
-    if len(want) == len(reference(launches, case)["steps"]):
-        errors["weights"] = max(
-            distance(got[key], weights[key]) for key in weights.keys() - {"asked"}
-        )
+    if len(expected) == len(reference):
+        weights = load_file(megatron_folder / f"{world} {name}.safetensors")
+        by_fsdp = load_file(megatron_folder / f"1 {reference_name}.safetensors")
+        hf_names = weights.keys() - {"answers"}
+        errors["weights"] = max(distance(weights[n], by_fsdp[n]) for n in hf_names)
     print(f"\n{world} {name}", {key: f"{error:.1e}" for key, error in errors.items()})
+    bound = bound_of(case)
     assert errors["loss"] < bound
     assert errors["entropy"] < bound
     assert errors["grad_norm"] < 5 * bound
     assert errors.get("weights", 0) < BOUND
 
 
-@pytest.mark.parametrize(
-    "world, name", [(w, n) for w, n in HERE if CASES[w][n].plain and not CASES[w][n].lora]
-)
-def test_training_equals_a_plain_loop(launches, folder, world, name):
-    """The loop runs in fp32 on a CPU over the same micro-batches; bf16 differs by rounding.
-
-    Only bf16 uses grouped products.
-    """
-    case = CASES[world][name]
+@pytest.mark.parametrize("world, name", selected(EQUAL_TO_PLAIN | ROUNDED_EXPERTS))
+def test_training_equals_a_plain_loop(launches, megatron_folder, world, name):  # noqa: F811
+    """On a CPU in fp32, over the same micro-batches; in bf16 but for rounding."""
+    case = CASES[world, name]
     result = launches[world][name]
-    want = plain_training(
-        folder / case.family, case, result.get("micro_batches", WHOLE * case.steps)
-    )[0]
-    bound = ROUNDED_BOUND if BF16 in case.engine else BOUND
-    keys = ("loss", "grad_norm", "router_aux_loss") if case.aux else ("loss", "grad_norm")
-    errors = {key: worst(column(result["steps"], key), column(want, key)) for key in keys}
+    micro_batches = result.get("micro_batches", [ONE_MICRO_BATCH] * case.steps)
+    plain = plain_training(megatron_folder / case.family, case, micro_batches)
+    keys = ["loss", "grad_norm"]
+    if case.has_aux_loss:
+        keys.append("router_aux_loss")
+    errors = {key: worst(column(result["steps"], key), column(plain.steps, key)) for key in keys}
     print(f"\n{world} {name}", {key: f"{error:.1e}" for key, error in errors.items()})
+    bound = bound_of(case)
     assert errors["loss"] < bound
     assert errors.get("router_aux_loss", 0) < bound
     assert errors["grad_norm"] < 5 * bound
 
 
-@pytest.mark.parametrize("world, name", [(w, n) for w, n in HERE if CASES[w][n].lora])
-def test_training_of_adapters_equals_peft(launches, folder, world, name):
-    """peft runs in fp32 on a CPU; bf16 differs by rounding."""
-    case = CASES[world][name]
+@pytest.mark.parametrize("world, name", selected(ADAPTED))
+def test_training_of_adapters_equals_peft(launches, megatron_folder, world, name):  # noqa: F811
+    """On a CPU in fp32; in bf16 but for rounding."""
+    case = CASES[world, name]
     result = launches[world][name]
-    want = lora_reference(folder, case, result)[0][: case.steps]
-    bound = ROUNDED_BOUND if BF16 in case.engine else BOUND
+    expected = lora_reference(megatron_folder, case, result).steps[: case.steps]
     errors = {
-        key: worst(column(result["steps"], key), column(want, key)) for key in ("loss", "grad_norm")
+        key: worst(column(result["steps"], key), column(expected, key))
+        for key in ("loss", "grad_norm")
     }
     print(f"\n{world} {name}", {key: f"{error:.1e}" for key, error in errors.items()})
+    bound = bound_of(case)
     assert errors["loss"] < bound
     assert errors["grad_norm"] < 5 * bound
 
 
 @pytest.mark.parametrize("world", BOTH)
 def test_what_was_offloaded_comes_back(launches, world):
-    """So do DDP's buffers of parameters and gradients, and the optimizer's views of them."""
+    """With DDP's buffers, which hold parameters and gradients, and the optimizer's views of them."""
     for settings, result in launches[world]["offload"].items():
-        steps = result["steps"]
-        want = launches[world]["lora dp2 replicated" if LORA in settings else "dp2"]["steps"][:4]
+        same = "lora dp2 replicated" if LORA in settings else "dp2"
+        expected = launches[world][same]["steps"][:4]
         bound = ROUNDED_BOUND if BF16 in settings else 10 * BOUND
-        assert (
-            max(worst(column(steps, key), column(want, key)) for key in ("loss", "grad_norm"))
-            < 5 * bound
-        ), settings
+        for key in ("loss", "grad_norm"):
+            error = worst(column(result["steps"], key), column(expected, key))
+            assert error < 5 * bound, (settings, key)
         assert result["gradients left"] == 0
 
 
 @pytest.mark.parametrize("world", BOTH)
 def test_checkpoints_on_another_layout_and_in_the_background(launches, world):
-    saved, resumed = (
-        launches[world][f"{verb} tp2 to pp2 vpp2"]["steps"] for verb in ("save", "resume")
-    )
+    saved = launches[world]["save tp2 to pp2 vpp2"]["steps"]
+    resumed = launches[world]["resume tp2 to pp2 vpp2"]["steps"]
     assert len(resumed) == SAVED_AT
     assert worst(column(resumed, "loss"), column(saved, "loss")) < 10 * BOUND
     result = launches[world]["background"]
-    assert all(result[kind]["restored"] == [True, True] for kind in ("foreground", "background"))
+    for kind in ("foreground", "background"):
+        assert result[kind]["restored"] == [True, True]

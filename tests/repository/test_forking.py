@@ -240,7 +240,6 @@ def test_a_schedule(fork):
     assert rates == pytest.approx([0.5, 1, 1, 0.1 + 0.9 * 0.25, 0.1])
 
 
-@pytest.mark.slow
 def test_a_turn_of_a_tool(tmp_path):
     """A model of random weights calls more often if any two digits are a call. Its log-probabilities are vLLM's in the second
     turn, too, so the result stands where the trainer has it, and is not learned."""

@@ -10,10 +10,15 @@ launches those alone:
     @pytest.mark.parametrize("world, name", case_params(CASES))
     def test_training(results, world, name): ...
 
+Cases of several words have underscores there: `pytest -k "[2-tp2_full]"`.
+
 The fixture that launches the worker calls selected_cases(request) to learn which cases to run.
+A worker whose cases are defined beside their assertions keeps them in a Registry.
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -38,8 +43,14 @@ def case_params(
     for num_ranks, name in cases:
         compared_with = () if references is None else references(num_ranks, name)
         mark = needs((num_ranks, name), *compared_with)
-        params.append(pytest.param(num_ranks, name, marks=mark, id=f"{num_ranks}-{name}"))
+        case_id = id_of(f"{num_ranks}-{name}")
+        params.append(pytest.param(num_ranks, name, marks=mark, id=case_id))
     return params
+
+
+def id_of(name: str) -> str:
+    """Return a case's name as a test's id, which -k can select: it allows no spaces."""
+    return name.replace(" ", "_")
 
 
 def selected_cases(request: pytest.FixtureRequest) -> dict[int, list[str]]:
@@ -57,3 +68,40 @@ def selected_cases(request: pytest.FixtureRequest) -> dict[int, list[str]]:
                 if name not in names:
                     names.append(name)
     return selected
+
+
+@dataclass
+class Registry:
+    """The cases that a worker can run, in the order in which it runs them.
+
+    functions: case -> the function that runs it and returns what the tests judge
+    """
+
+    functions: dict[CaseKey, Callable[..., Any]] = field(default_factory=dict)
+
+    def add(self, num_ranks: int, name: str, function: Callable[..., Any]) -> None:
+        assert (num_ranks, name) not in self.functions, f"two cases named {name}"
+        self.functions[num_ranks, name] = function
+
+    def case(self, *numbers_of_ranks: int) -> Callable[[Callable], Callable]:
+        """Decorate a function as a case of its name, for each of these numbers of ranks."""
+
+        def register(function: Callable) -> Callable:
+            for num_ranks in numbers_of_ranks:
+                self.add(num_ranks, function.__name__, function)
+            return function
+
+        return register
+
+    def run(self, num_ranks: int, names: Iterable[str], *arguments) -> dict[str, Any]:
+        """Run the named cases and return their results by name.
+
+        arguments: passed to every function
+        """
+        unknown = [name for name in names if (num_ranks, name) not in self.functions]
+        assert not unknown, f"no cases on {num_ranks} ranks are named {unknown}"
+        return {
+            name: function(*arguments)
+            for (ranks, name), function in self.functions.items()
+            if ranks == num_ranks and name in names
+        }
