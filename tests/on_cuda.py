@@ -243,7 +243,7 @@ def test_a_vision_tower_in_bf16_answers_as_in_fp32_and_so_do_its_gradients(atten
 
 
 @pytest.fixture(scope="module")
-def launches(megatron_folder):  # noqa: F811
+def launches(megatron_folder):
     def run_worker(world):
         launch(world, "tests/engines/megatron_worker.py", megatron_folder, *CHOSEN[world])
         return json.loads((megatron_folder / f"{world}.json").read_text())
@@ -268,7 +268,7 @@ def test_packed_attention_in_bf16_equals_each_sequence_alone(launches, world):
 
 
 @pytest.mark.parametrize("world, name", selected(EQUAL_TO_FSDP | ROUNDED))
-def test_training_equals_fsdp(launches, megatron_folder, world, name):  # noqa: F811
+def test_training_equals_fsdp(launches, megatron_folder, world, name):
     """In fp32, and in bf16 but for rounding."""
     case = CASES[world, name]
     steps = launches[world][name]["steps"]
@@ -293,7 +293,7 @@ def test_training_equals_fsdp(launches, megatron_folder, world, name):  # noqa: 
 
 
 @pytest.mark.parametrize("world, name", selected(EQUAL_TO_PLAIN | ROUNDED_EXPERTS))
-def test_training_equals_a_plain_loop(launches, megatron_folder, world, name):  # noqa: F811
+def test_training_equals_a_plain_loop(launches, megatron_folder, world, name):
     """On a CPU in fp32, over the same micro-batches; in bf16 but for rounding."""
     case = CASES[world, name]
     result = launches[world][name]
@@ -311,7 +311,7 @@ def test_training_equals_a_plain_loop(launches, megatron_folder, world, name):  
 
 
 @pytest.mark.parametrize("world, name", selected(ADAPTED))
-def test_training_of_adapters_equals_peft(launches, megatron_folder, world, name):  # noqa: F811
+def test_training_of_adapters_equals_peft(launches, megatron_folder, world, name):
     """On a CPU in fp32; in bf16 but for rounding."""
     case = CASES[world, name]
     result = launches[world][name]
@@ -328,7 +328,7 @@ def test_training_of_adapters_equals_peft(launches, megatron_folder, world, name
 
 @pytest.mark.parametrize("world", BOTH)
 def test_what_was_offloaded_comes_back(launches, world):
-    """With DDP's buffers, which hold parameters and gradients, and the optimizer's views of them."""
+    """So do DDP's buffers of parameters and gradients, and the optimizer's views of them."""
     for settings, result in launches[world]["offload"].items():
         same = "lora dp2 replicated" if LORA in settings else "dp2"
         expected = launches[world][same]["steps"][:4]
