@@ -1,7 +1,7 @@
-"""Where every rank is, so that a hang names the ranks that did not come.
+"""Which stage every rank is in, so that the error after a hang names the missing ranks.
 
-{directory}/{host} holds one record per rank of a node: the rank, how many stages it has entered, the stage, since when, and when it
-was written last: every few seconds. All ranks enter the same stages in the same order, so a rank with a lower number is behind.
+{directory}/{host} holds one Record per rank of a node. All ranks enter the same stages in the same
+order, so a rank that has entered fewer stages than another is late.
 """
 
 import json
@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tqdm import tqdm
@@ -21,8 +22,35 @@ RECORD_BYTES = 256
 POLL_SECONDS = 5.0
 
 
+@dataclass
+class Record:
+    """Where a rank is.
+
+    Attributes:
+        entered: number of stages that the rank has entered.
+        stage, step: the current stage; some stages belong to no step.
+        since: when it entered the stage (seconds since the epoch, by its own clock).
+        alive: when it last wrote this record.
+        has_timed_out: whether a collective that it waited in has timed out.
+    """
+
+    rank: int
+    entered: int = 0
+    stage: str = ""
+    step: int | None = None
+    since: float = 0.0
+    alive: float = 0.0
+    has_timed_out: bool = False
+
+
 class Heartbeat:
-    """enter(stage) where a stage begins; a thread watches the other ranks' records."""
+    """Call enter(stage) where a stage begins; a thread watches the records of the other ranks.
+
+    Three things end the run with one line after timeout_minutes: a rank that is late while no rank
+    moves; a rank whose record nobody writes, because its node is lost or its process is stopped;
+    and a rank that the others of its stage await in a collective of the accelerator, which raises
+    no error by itself.
+    """
 
     def __init__(
         self,
@@ -32,147 +60,169 @@ class Heartbeat:
         timeout_minutes: float,
         seconds_in_collective: Callable[[], float],
     ):
-        """timeout_minutes: a rank that is behind the others, while neither moves for this long, ends the run with one line. So
-        does one whose record nobody writes for this long (the node is lost, or the process stands still), and one that the
-        others of its stage have waited for in a collective of the accelerator, which raises no error."""
+        """
+        Args:
+            seconds_in_collective: returns for how long this rank has been in the accelerator's
+                oldest unfinished collective.
+        """
         directory.mkdir(exist_ok=True)
-        self.directory, self.rank, self.offset, self.limit = (
-            directory,
-            rank,
-            local_rank * RECORD_BYTES,
-            timeout_minutes * 60,
-        )
+        self.directory = directory
+        self.rank = rank
+        self.offset = local_rank * RECORD_BYTES
+        self.limit = timeout_minutes * 60
         self.interval = min(POLL_SECONDS, self.limit / 4)
         self.file = os.open(directory / socket.gethostname(), os.O_RDWR | os.O_CREAT, 0o644)
-        self.record, self.lock, self.ended = (
-            {"rank": rank, "entered": 0},
-            threading.Lock(),
-            threading.Event(),
-        )
+        self.record = Record(rank)
+        self.lock = threading.Lock()
+        self.ended = threading.Event()
         self.seconds_in_collective = seconds_in_collective
         self.enter("start")
-        self.excepthook, sys.excepthook = sys.excepthook, self._explain
+        self.excepthook = sys.excepthook
+        sys.excepthook = self._explain
         threading.Thread(target=self._watch, daemon=True).start()
 
     def enter(self, stage: str, step: int | None = None) -> None:
-        self._write(entered=self.record["entered"] + 1, stage=stage, step=step, since=time.time())
-
-    def _write(self, **changes) -> None:
+        """Record that this rank enters a stage."""
         with self.lock:
-            self.record |= changes | {"alive": time.time()}
-            os.pwrite(
-                self.file,
-                json.dumps(self.record).ljust(RECORD_BYTES - 1).encode() + b"\n",
-                self.offset,
-            )
+            self.record.entered += 1
+            self.record.stage = stage
+            self.record.step = step
+            self.record.since = time.time()
+            self._write()
 
-    def records(self) -> list[dict]:
-        """Of all ranks that have begun."""
-        found = [
-            json.loads(line)
-            for file in self.directory.iterdir()
-            for line in file.read_bytes().replace(b"\0", b"").decode().splitlines()
-            if line.strip()
-        ]
-        return sorted(found, key=lambda record: record["rank"])
+    def _sign_life(self) -> None:
+        with self.lock:
+            self._write()
+
+    def _write(self) -> None:
+        self.record.alive = time.time()
+        line = json.dumps(asdict(self.record)).ljust(RECORD_BYTES - 1) + "\n"
+        os.pwrite(self.file, line.encode(), self.offset)
+
+    def records(self) -> list[Record]:
+        """Return the records of all ranks that have started, by rank."""
+        records = []
+        for file in self.directory.iterdir():
+            text = file.read_bytes().replace(b"\0", b"").decode()
+            records += [Record(**json.loads(line)) for line in text.splitlines() if line.strip()]
+        return sorted(records, key=lambda record: record.rank)
 
     def _watch(self) -> None:
-        unchanged, before = Counter(), []
+        # Count looks rather than seconds: clocks differ between nodes, and a whole job may have
+        # been suspended.
+        unchanged_looks = Counter()
+        previous = []
         while not self.ended.wait(self.interval):
             try:
-                self._write()
-                now, records = time.time(), self.records()
-            except (
-                OSError,
-                ValueError,
-            ):  # read while it is written, on a network's file system: the next look is soon
-                continue
-            # Looks are counted, not seconds: clocks differ between nodes, and a whole job may have been suspended.
-            unchanged = Counter(
+                self._sign_life()
+                records = self.records()
+            except (OSError, ValueError, TypeError):
+                continue  # a network file system showed half a record: look again soon
+            unchanged_looks = Counter(
                 {
-                    record["rank"]: unchanged[record["rank"]] + 1
+                    record.rank: unchanged_looks[record.rank] + 1
                     for record in records
-                    if record in before
+                    if record in previous
                 }
             )
-            before, first = records, max(record["entered"] for record in records)
-            late = [
-                record
-                for record in records
-                if unchanged[record["rank"]] * self.interval > self.limit
-            ]
-            if not late and all(now - record["since"] > self.limit for record in records):
-                late = [record for record in records if record["entered"] < first]
-            if late:
-                self._end(
-                    f"{describe(late, now)}, while the other ranks wait in stage {self.record['stage']!r}; they",
-                    [record for record in records if record not in late],
-                )
+            previous = records
+            silent = [r for r in records if unchanged_looks[r.rank] * self.interval > self.limit]
+            self._end_if_late(records, silent)
             if self.seconds_in_collective() > self.limit:
-                told = self.timed_out()
-                self._end(
-                    f"{told}; the others",
-                    [record for record in self.records() if record.get("waited")],
-                )
+                cause = self.explain_timeout()
+                waiting = [record for record in self.records() if record.has_timed_out]
+                self._end(f"{cause}; the others", waiting)
 
-    def _end(self, told: str, waiting: list[dict]) -> None:
-        """The first of the ranks that wait tells. The others let it: torchrun ends every rank as soon as one has ended."""
-        if self.rank == min(record["rank"] for record in waiting):
-            say(f"{told} waited for trainer.timeout_minutes={self.limit / 60:g}")
+    def _end_if_late(self, records: list[Record], silent: list[Record]) -> None:
+        """End the run if some ranks are silent, or late while no rank moves."""
+        now = time.time()
+        late = silent
+        if not late and all(now - record.since > self.limit for record in records):
+            first = max(record.entered for record in records)
+            late = [record for record in records if record.entered < first]
+        if late:
+            waiting = [record for record in records if record not in late]
+            stage = self.record.stage
+            self._end(
+                f"{describe(late, now)}, while the other ranks wait in stage {stage!r}; they",
+                waiting,
+            )
+
+    def _end(self, cause: str, waiting: list[Record]) -> None:
+        """End this process; the first of the waiting ranks prints the cause.
+
+        The other ranks give it time to: torchrun ends all ranks as soon as one has ended.
+        """
+        if self.rank == min(record.rank for record in waiting):
+            print_error(f"{cause} waited for trainer.timeout_minutes={self.limit / 60:g}")
         else:
             time.sleep(2 * POLL_SECONDS)
         os._exit(1)
 
     def _explain(self, kind, error, traceback) -> None:
-        """In the place of sys.excepthook: a collective that timed out, or whose connection broke, names the ranks that it waited
-        for."""
-        if issubclass(kind, RuntimeError) and "timed out" in str(error).lower():
-            say(
-                f"{self.timed_out()}; they waited for trainer.timeout_minutes={self.limit / 60:g}: {error}"
-            )
-        elif issubclass(kind, RuntimeError) and "by peer" in str(error) and (gone := self.gone()):
-            if self.rank == min(
-                record["rank"] for record in self.records() if record["rank"] not in gone
-            ):
-                say(f"{describe([*gone.values()], time.time())}: {error}")
-        else:
-            self.excepthook(kind, error, traceback)
+        """Name the missing ranks when a collective timed out or lost its connection.
 
-    def gone(self) -> dict[int, dict]:
-        """The records that nobody writes any more, by rank."""
-        signal.signal(
-            signal.SIGTERM, signal.SIG_IGN
-        )  # torchrun sends it at once where the rendezvous is lost, too
+        This function replaces sys.excepthook.
+        """
+        is_runtime_error = issubclass(kind, RuntimeError)
+        if is_runtime_error and "timed out" in str(error).lower():
+            minutes = self.limit / 60
+            cause = self.explain_timeout()
+            print_error(f"{cause}; they waited for trainer.timeout_minutes={minutes:g}: {error}")
+            return
+        lost_connection = is_runtime_error and "by peer" in str(error)
+        gone = self.find_gone() if lost_connection else []
+        if not gone:
+            self.excepthook(kind, error, traceback)
+            return
+        gone_ranks = {record.rank for record in gone}
+        alive_ranks = {record.rank for record in self.records()} - gone_ranks
+        if self.rank == min(alive_ranks):
+            print_error(f"{describe(gone, time.time())}: {error}")
+
+    def find_gone(self) -> list[Record]:
+        """Return the records that nobody writes any more."""
+        # torchrun sends SIGTERM at once if the rendezvous is lost, too.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         before = self.records()
         time.sleep(2 * self.interval)
-        return {record["rank"]: record for record in self.records() if record in before}
+        return [record for record in self.records() if record in before]
 
-    def timed_out(self) -> str:
-        """Called by a rank whose collective has timed out: names the ranks of the same stage that did not come."""
-        self._write(waited=True)
-        time.sleep(POLL_SECONDS)  # the others' timeouts come at about the same time
-        missing = [record for record in self.records() if not record.get("waited")]
+    def explain_timeout(self) -> str:
+        """Return which ranks of this stage are missing, after a collective has timed out here."""
+        with self.lock:
+            self.record.has_timed_out = True
+            self._write()
+        time.sleep(POLL_SECONDS)  # the other ranks time out at about the same time
+        missing = [record for record in self.records() if not record.has_timed_out]
+        if missing:
+            return describe(missing, time.time())
         return (
-            describe(missing, time.time())
-            if missing
-            else f"all ranks wait in stage {self.record['stage']!r}: they entered different collectives, or do not reach each other"
+            f"all ranks wait in stage {self.record.stage!r}: they entered different collectives, "
+            "or cannot reach each other"
         )
 
     def close(self) -> None:
+        """Stop watching."""
         self.ended.set()
         sys.excepthook = self.excepthook
 
 
-def say(text: str) -> None:
-    tqdm.write(f"error: {text}", file=sys.stderr)  # on a line of its own, not beside the bar
+def print_error(text: str) -> None:
+    """Print a line to standard error, apart from a progress bar."""
+    tqdm.write(f"error: {text}", file=sys.stderr)
     sys.stderr.flush()
 
 
-def describe(records: list[dict], now: float) -> str:
-    ranks = "; ".join(
-        f"rank {r['rank']} was last seen in stage {r['stage']!r}"
-        + f" of step {r['step']}" * (r["step"] is not None)
-        + f", entered {(now - r['since']) / 60:.1f} minutes ago"
-        for r in records
-    )
-    return f"{len(records)} rank{'s' * (len(records) > 1)} did not come: {ranks}"
+def describe(records: list[Record], now: float) -> str:
+    """Return where missing ranks were last seen; `now` is in seconds since the epoch."""
+    places = []
+    for record in records:
+        of_step = f" of step {record.step}" if record.step is not None else ""
+        minutes = (now - record.since) / 60
+        places.append(
+            f"rank {record.rank} was last seen in stage {record.stage!r}{of_step}, entered "
+            f"{minutes:.1f} minutes ago"
+        )
+    ranks = "1 rank is" if len(records) == 1 else f"{len(records)} ranks are"
+    return f"{ranks} missing: {'; '.join(places)}"

@@ -1,4 +1,4 @@
-"""A run's directory: written by one run at a time, and the same directory on every node."""
+"""The run's directory: one run at a time writes to it, and all nodes see the same directory."""
 
 import atexit
 import fcntl
@@ -17,67 +17,79 @@ from config import InputError
 from engines.parallel.device import on_rank0
 
 TOUCH_SECONDS = 5.0  # between two signs of life in the lock file
-WATCH_SECONDS = 20.0  # how long a lock of another host is watched for one
+WATCH_SECONDS = 20.0  # how long to watch another host's lock for a sign of life
 
 
 class Lock:
-    """{directory}/.lock names the process that writes there, and is touched while it lives.
+    """{directory}/.lock names the process that writes there, which touches the file while it lives.
 
-    flock holds it where the file system has such locks for all hosts. Where it has them for one host alone, or none, a file
-    that nobody touches is a lock left behind.
+    The lock is held with flock where the file system supports flock across hosts. Where it supports
+    flock on one host only, or not at all, a lock file that nobody touches is stale.
     """
 
     def __init__(self, directory: Path):
-        """Raises InputError where another run is writing."""
-        self.path, self.ended = directory / ".lock", threading.Event()
+        """Take the lock; raises InputError if another run is writing to the directory."""
+        self.path = directory / ".lock"
         self.file = open(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644), "r+")
-        holder = self._holder()
+        holder = self._find_holder()
         if holder is not None:
             raise InputError(
-                f"output_dir={directory} is in use by process {holder.get('pid')} on {holder.get('host')}, since "
-                f"{holder.get('since')}: wait until it ends, or give another output_dir"
+                f"output_dir={directory} is in use by process {holder.get('pid')} on "
+                f"{holder.get('host')}, since {holder.get('since')}: wait until it ends, or give "
+                "another output_dir"
             )
-        self.file.seek(0)
-        self.file.truncate()
-        json.dump(
-            {
-                "host": socket.gethostname(),
-                "pid": os.getpid(),
-                "since": time.strftime("%Y-%m-%d %H:%M:%S"),
-            },
-            self.file,
-        )
-        self.file.flush()
+        self._write_record()
+        self.ended = threading.Event()
         atexit.register(self.release)
         threading.Thread(target=self._touch, daemon=True).start()
 
-    def _holder(self) -> dict | None:
-        """Who has the lock; None: nobody does, and if the file system can, this process has it from now on."""
+    def _find_holder(self) -> dict | None:
+        """Return the record of the process that holds the lock, or None.
+
+        In the latter case this process holds it from now on, if the file system supports flock.
+        """
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            locked = True
+            has_flock = True
         except BlockingIOError:
-            return self._record() or {}
-        except OSError:  # a file system without locks
-            locked = False
-        record = self._record()
+            return self._read_record() or {}
+        except OSError:  # the file system has no flock
+            has_flock = False
+        record = self._read_record()
         if record is None:
             return None
-        if locked and record.get("host") == socket.gethostname():
-            return None
-        before, end = self.path.stat().st_mtime_ns, time.monotonic() + WATCH_SECONDS
-        while time.monotonic() < end:
-            time.sleep(1)
-            if os.stat(self.path).st_mtime_ns != before:
-                return record
-        return None
+        is_own_host = record.get("host") == socket.gethostname()
+        if has_flock and is_own_host:
+            return None  # that process was killed: flock would have refused otherwise
+        return record if self._is_touched() else None
 
-    def _record(self) -> dict | None:
+    def _is_touched(self) -> bool:
+        """Return whether somebody touches the file within WATCH_SECONDS."""
+        before = self.path.stat().st_mtime_ns
+        deadline = time.monotonic() + WATCH_SECONDS
+        while time.monotonic() < deadline:
+            time.sleep(1)
+            if self.path.stat().st_mtime_ns != before:
+                return True
+        return False
+
+    def _read_record(self) -> dict | None:
         try:
             self.file.seek(0)
             return json.load(self.file)
-        except ValueError:  # empty: its run has ended as it should
+        except ValueError:  # empty: the last run has released it
             return None
+
+    def _write_record(self) -> None:
+        record = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+        }
+        self.file.seek(0)
+        self.file.truncate()
+        json.dump(record, self.file)
+        self.file.flush()
 
     def _touch(self) -> None:
         while not self.ended.wait(TOUCH_SECONDS):
@@ -91,9 +103,9 @@ class Lock:
 
 
 def claim(directory: Path) -> Lock | None:
-    """Make the directory this run's alone, until the process ends. Called by all ranks; returns the lock on rank 0.
+    """Lock the directory until the process ends. Called by all ranks; rank 0 returns the lock.
 
-    Raises InputError where another run is writing there.
+    Raises InputError if another run is writing to it.
     """
     locks = []
 
@@ -106,11 +118,18 @@ def claim(directory: Path) -> Lock | None:
 
 
 def check_shared(directory: Path, key: str, seconds: float = 10.0) -> None:
-    """Raise InputError unless rank 0 can write to the directory and all nodes see what it writes: elsewhere a rank would write
-    its part of a checkpoint where nobody finds it. Called by all ranks; key: what names the directory."""
+    """Raise InputError unless rank 0 can write to the directory and all nodes see its files.
+
+    Otherwise ranks would write their parts of a checkpoint where nobody finds them. Called by all
+    ranks.
+
+    Args:
+        key: the configuration key that names the directory.
+        seconds: how long to wait, since a network file system may show a new file late.
+    """
     name = f".shared-{secrets.token_hex(8)}"
 
-    def write() -> str:
+    def write_marker() -> str:
         try:
             directory.mkdir(parents=True, exist_ok=True)
             (directory / name).touch()
@@ -118,17 +137,19 @@ def check_shared(directory: Path, key: str, seconds: float = 10.0) -> None:
             raise InputError(f"{key}={directory} cannot be written: {error.strerror}") from None
         return name
 
-    file = directory / on_rank0(write)
-    end = time.monotonic() + seconds  # a network file system may show a new file late
-    while not (found := file.exists()) and time.monotonic() < end:
+    marker = directory / on_rank0(write_marker)
+    deadline = time.monotonic() + seconds
+    is_visible = marker.exists()
+    while not is_visible and time.monotonic() < deadline:
         time.sleep(0.1)
+        is_visible = marker.exists()
     hosts = [None] * dist.get_world_size()
-    dist.all_gather_object(hosts, None if found else socket.gethostname())
+    dist.all_gather_object(hosts, None if is_visible else socket.gethostname())
     if dist.get_rank() == 0:
-        file.unlink()
-    missing = sorted({host for host in hosts if host})
-    if missing:
+        marker.unlink()
+    blind_hosts = sorted({host for host in hosts if host})
+    if blind_hosts:
         raise InputError(
-            f"{key}={directory} on {', '.join(missing)} is not the directory that rank 0 writes to: give one on a "
-            "file system that all nodes share"
+            f"{key}={directory} on {', '.join(blind_hosts)} is not the directory that rank 0 "
+            "writes to: give one on a file system that all nodes share"
         )

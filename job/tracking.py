@@ -1,4 +1,7 @@
-"""What a run tells: metrics.jsonl always; console, tensorboard and wandb as trainer.logger says. Rank 0 alone writes."""
+"""Metrics and messages of a run, written by rank 0.
+
+metrics.jsonl is always written; trainer.logger adds the console, tensorboard and wandb.
+"""
 
 import importlib.util
 import json
@@ -18,6 +21,7 @@ from config import InputError, without_secrets
 from engines.parallel.device import on_rank0
 from profiling.report import write_report
 
+# Metrics on the console, in this order.
 CONSOLE = {
     "train/loss": "loss {:.4f}",
     "critic/score/mean": "score {:.3f}",
@@ -35,11 +39,10 @@ CONSOLE = {
     "timing/step": "{:.2f} s",
 }
 CONSOLE_ROWS = 4  # samples that the console shows
-EQUAL_STEPS = 5  # steps in a row with one reward alone, after which the console names them
-GAPS = {
-    "float32": 1e-3,
-    "bfloat16": 0.1,
-}  # nats: more than rounding makes of the mean rollout_corr/log_prob_gap
+MIN_COLUMN_WIDTH = 8
+CONSTANT_STEPS = 5  # steps in a row with equal rewards before the console warns
+# compute dtype -> nats that rounding can add to the mean of rollout_corr/log_prob_gap.
+ROUNDING_GAPS = {"float32": 1e-3, "bfloat16": 0.1}
 
 
 def check_loggers(config: DictConfig) -> None:
@@ -49,44 +52,48 @@ def check_loggers(config: DictConfig) -> None:
 
 
 class Tracker:
+    """Writes metrics.jsonl, the console, tensorboard and wandb. All ranks call its methods."""
+
     def __init__(self, config: DictConfig, rank: int, step: int, total_steps: int):
-        """step: the last step that counts, 0: none; lines of later ones, from before a resume, are moved to
-        metrics.superseded.jsonl."""
-        self.enabled, out = rank == 0, Path(config.output_dir)
-        self.path = out / "metrics.jsonl"
-        last = step or -1  # a run that begins anew begins with step 0
-        on_rank0(supersede, self.path, last, group=dist.group.WORLD)
+        """
+        Args:
+            step: the last step that counts, 0 for none. Lines of later steps, written before a
+                resume, are moved to metrics.superseded.jsonl.
+        """
+        self.enabled = rank == 0
+        self.out = Path(config.output_dir)
+        self.path = self.out / "metrics.jsonl"
+        last_step = step or -1  # a new run writes step 0 again
+        on_rank0(supersede, self.path, last_step, group=dist.group.WORLD)
         if not self.enabled:
             return
-        self.out, self.equal_rewards = (
-            out,
-            (None, 0),
-        )  # the only reward of the last step, and for how many steps it has been
-        self.loggers, self.rollout_freq = (
-            list(config.trainer.logger),
-            config.trainer.get("rollout_freq", -1),
-        )
+        self.loggers = list(config.trainer.logger)
         self.log_freq = config.trainer.log_freq
-        rollout = config.get(
-            "rollout"
-        )  # where words are cut off, vLLM's probabilities are of others than the trainer's
-        alike = rollout and (rollout.top_k > 0 or rollout.top_p == 1 and rollout.min_p == 0)
-        self.most_gap = GAPS[config.engine.compute_dtype] if alike else math.inf
-        self.silent = (
-            "reward/informative_groups" if OmegaConf.select(config, "rollout.n") == 1 else None
-        )  # groups of one
-        # In a log file every refresh stays.
+        self.rollout_freq = config.trainer.get("rollout_freq", -1)
+        # The constant reward of the last steps (None: they differ), and how many steps it has
+        # lasted.
+        self.constant_reward: float | None = None
+        self.constant_steps = 0
+        self.max_gap = max_log_prob_gap(config)
+        # With one response per prompt, no group is informative.
+        has_single_responses = OmegaConf.select(config, "rollout.n") == 1
+        self.hidden = "reward/informative_groups" if has_single_responses else None
         self.bar = tqdm(
             total=total_steps,
             initial=step,
             unit="step",
             dynamic_ncols=True,
+            # A log file keeps every refresh.
             mininterval=0.5 if sys.stderr.isatty() else 30,
         )
+        self._open_loggers(config, last_step)
+
+    def _open_loggers(self, config: DictConfig, last_step: int) -> None:
         if "tensorboard" in self.loggers:
             from torch.utils.tensorboard import SummaryWriter
 
-            self.tensorboard = SummaryWriter(out / "tensorboard", purge_step=last + 1)
+            directory = self.out / "tensorboard"
+            self.tensorboard = SummaryWriter(directory, purge_step=last_step + 1)
         if "wandb" in self.loggers:
             import wandb
 
@@ -94,48 +101,54 @@ class Tracker:
             wandb.init(
                 project=config.trainer.project_name,
                 name=config.trainer.experiment_name,
-                dir=out,
-                id=run_id(out),
+                dir=self.out,
+                id=run_id(self.out),
                 resume="allow",
                 config=OmegaConf.to_container(without_secrets(config)),
             )
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Record the metrics of `step` (from 1; 0 is before training). Called by all ranks; raises InputError on all of them
-        if the disk is full."""
+        """Record the metrics of a step, counted from 1; step 0 is before training.
+
+        Raises InputError on all ranks if the disk is full.
+        """
         on_rank0(self._log, step, metrics, group=dist.group.WORLD)
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
-        finite = {
-            name: value if math.isfinite(value) else None for name, value in metrics.items()
-        }  # JSON has no NaN
+        # JSON has no NaN.
+        finite = {name: x if math.isfinite(x) else None for name, x in metrics.items()}
         self._append({"step": step, **finite})
-        shown = [
-            text.format(metrics[name])
-            for name, text in CONSOLE.items()
-            if name in metrics and name != self.silent
-        ]
-        shown += [
-            f"{name} {value:.3f}"
-            for name, value in metrics.items()
-            if name.startswith("val/") and name not in CONSOLE
-        ]
-        validated = any(name.startswith("val/") for name in metrics)
-        if "console" in self.loggers and (step % self.log_freq == 0 or validated):
-            self.say(f"step {step:>6}  " + "  ".join(shown))
+        summary = self._summarize(metrics)
+        is_validated = any(name.startswith("val/") for name in metrics)
+        if "console" in self.loggers and (step % self.log_freq == 0 or is_validated):
+            self.say(f"step {step:>6}  " + "  ".join(summary))
         if "tensorboard" in self.loggers:
             with disk.writing(self.out / "tensorboard"):
                 for name, value in metrics.items():
                     self.tensorboard.add_scalar(name, value, step)
         if "wandb" in self.loggers:
             self.wandb.log(metrics, step=step)
-        self._name_equal_rewards(step, metrics)
-        self._name_gap(metrics)
-        self.bar.set_postfix_str("  ".join(shown[:1]), refresh=False)
+        self._warn_of_constant_rewards(step, metrics)
+        self._warn_of_gap(metrics)
+        self.bar.set_postfix_str("  ".join(summary[:1]), refresh=False)
         self.bar.update(step - self.bar.n)
 
+    def _summarize(self, metrics: dict[str, float]) -> list[str]:
+        """Return the parts of a step's line on the console."""
+        summary = []
+        for name, text in CONSOLE.items():
+            if name in metrics and name != self.hidden:
+                summary.append(text.format(metrics[name]))
+        for name, value in metrics.items():
+            if name.startswith("val/") and name not in CONSOLE:
+                summary.append(f"{name} {value:.3f}")
+        return summary
+
     def log_rest(self, step: int, metrics: dict[str, float]) -> None:
-        """A line of its own for what came after the last step's line: the time of its checkpoint. Called by all ranks."""
+        """Record what came after the last step's line: the time of its checkpoint.
+
+        Called by all ranks.
+        """
         if metrics:
             on_rank0(self._append, {"step": step, **metrics}, group=dist.group.WORLD)
 
@@ -144,68 +157,73 @@ class Tracker:
             file.write(json.dumps(line) + "\n")
 
     def log_samples(self, step: int, examples: list[dict]) -> None:
-        """Show what a validation's responses look like: a few on the console, all as a table in tensorboard and wandb.
-        examples: one dict per response, such as Samples.examples() gives, of texts and numbers."""
+        """Show responses of a validation.
+
+        The console shows the first ones; tensorboard and wandb have a table of all.
+
+        Args:
+            examples: one dict of texts and numbers per response; see rollout.records.examples().
+        """
         if not self.enabled or not examples:
             return
         if "console" in self.loggers:
-            self.say(table(examples[:CONSOLE_ROWS], shutil.get_terminal_size((120, 24)).columns))
-        columns = list(dict.fromkeys(name for row in examples for name in row))
-        cells = [[row.get(name, "") for name in columns] for row in examples]
+            width = shutil.get_terminal_size((120, 24)).columns
+            self.say(table(examples[:CONSOLE_ROWS], width))
+        columns = column_names(examples)
+        cells = []
+        for row in examples:
+            cells.append([row.get(name, "") for name in columns])
         if "tensorboard" in self.loggers:
-            lines = [
-                columns,
-                ["---"] * len(columns),
-                *([markdown(str(cell)) for cell in row] for row in cells),
-            ]
-            self.tensorboard.add_text(
-                "val/samples", "\n".join(f"| {' | '.join(line)} |" for line in lines), step
-            )
+            self.tensorboard.add_text("val/samples", markdown_table(columns, cells), step)
         if "wandb" in self.loggers:
-            self.wandb.log(
-                {"val/samples": self.wandb.Table(columns=columns, data=cells)}, step=step
-            )
+            samples = self.wandb.Table(columns=columns, data=cells)
+            self.wandb.log({"val/samples": samples}, step=step)
 
     def say(self, text: str) -> None:
-        """Lines for people, above the progress bar."""
+        """Print lines for people above the progress bar."""
         if self.enabled:
-            encoding = (
-                sys.stdout.encoding or "utf-8"
-            )  # a terminal that cannot show a character must not end a run
+            # A character that the terminal cannot show must not end a run.
+            encoding = sys.stdout.encoding or "utf-8"
             self.bar.write(text.encode(encoding, "replace").decode(encoding), file=sys.stdout)
             sys.stdout.flush()
 
-    def _name_equal_rewards(self, step: int, metrics: dict[str, float]) -> None:
-        """Say so when the rewards of the last steps are all the same number, once until they differ again."""
-        low, high = (
-            metrics.get("critic/rewards/min", 0.0),
-            metrics.get("critic/rewards/max", 1.0),
-        )  # SFT has none
-        reward, count = self.equal_rewards
-        self.equal_rewards = (low, count + 1 if low == reward else 1) if low == high else (None, 0)
-        if self.equal_rewards[1] == EQUAL_STEPS:
-            written = step - step % self.rollout_freq if self.rollout_freq > 0 else 0
-            look = (
-                f"look at {self.out}/rollouts/step_{written}.jsonl"
-                if written
-                else "set trainer.rollout_freq=1 to see them"
-            )
-            self.say(
-                f"warning: all rewards of the last {EQUAL_STEPS} steps are {low:g}: nothing is learned from them; {look}"
-            )
+    def _warn_of_constant_rewards(self, step: int, metrics: dict[str, float]) -> None:
+        """Warn when all rewards of the last steps are equal, once until they differ again."""
+        low = metrics.get("critic/rewards/min", 0.0)
+        high = metrics.get("critic/rewards/max", 1.0)  # SFT has no rewards: they count as different
+        if low != high:
+            self.constant_reward = None
+            self.constant_steps = 0
+        elif low == self.constant_reward:
+            self.constant_steps += 1
+        else:
+            self.constant_reward = low
+            self.constant_steps = 1
+        if self.constant_steps != CONSTANT_STEPS:
+            return
+        written_step = step - step % self.rollout_freq if self.rollout_freq > 0 else 0
+        if written_step:
+            advice = f"look at {self.out}/rollouts/step_{written_step}.jsonl"
+        else:
+            advice = "set trainer.rollout_freq=1 to see the responses"
+        self.say(
+            f"warning: all rewards of the last {CONSTANT_STEPS} steps are {low:g}: nothing is "
+            f"learned from them; {advice}"
+        )
 
-    def _name_gap(self, metrics: dict[str, float]) -> None:
-        """Say once that vLLM does not compute what the trainer does."""
+    def _warn_of_gap(self, metrics: dict[str, float]) -> None:
+        """Warn once when vLLM does not compute the same model as the trainer."""
         gap = metrics.get("rollout_corr/log_prob_gap", 0.0)
-        if gap > self.most_gap:
+        if gap > self.max_gap:
             self.say(
-                f"warning: vLLM's log-probabilities are {gap:.2g} nats from the trainer's on average, where rounding may make "
-                f"{self.most_gap:g}: it computes this model otherwise; algorithm.rollout_is=token corrects for it"
+                f"warning: vLLM's log-probabilities differ from the trainer's by {gap:.2g} nats on "
+                f"average, where rounding explains at most {self.max_gap:g}: it computes this "
+                "model differently; algorithm.rollout_is=token corrects for it"
             )
-            self.most_gap = math.inf
+            self.max_gap = math.inf
 
     def close(self) -> None:
-        """End all logs, with the picture of the run (profiling.report) in them."""
+        """Close all logs, after adding the picture of the run (profiling.report)."""
         if not self.enabled:
             return
         self.bar.close()
@@ -223,85 +241,146 @@ class Tracker:
             self.wandb.finish()
 
 
+def max_log_prob_gap(config: DictConfig) -> float:
+    """Return how many nats of rollout_corr/log_prob_gap rounding can explain.
+
+    Without a bound (infinity) where vLLM's log-probabilities cover other tokens than the trainer's:
+    with top_p or min_p, unless top_k keeps the tokens for the trainer.
+    """
+    rollout = config.get("rollout")
+    if not rollout:
+        return math.inf
+    covers_same_tokens = rollout.top_k > 0 or (rollout.top_p == 1 and rollout.min_p == 0)
+    return ROUNDING_GAPS[config.engine.compute_dtype] if covers_same_tokens else math.inf
+
+
+def column_names(rows: list[dict]) -> list[str]:
+    """Return the keys of all rows, in the order in which they first occur."""
+    return list(dict.fromkeys(name for row in rows for name in row))
+
+
 def table(rows: list[dict], width: int) -> str:
-    """Rows of texts and numbers as lines of at most `width` columns of a terminal, under the names of the fields. A text that
-    is too long loses its middle."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    shown = [
-        [
-            f"{x:.2f}" if isinstance(x, float) else printable(str(x))
-            for x in (row.get(name, "") for name in names)
-        ]
-        for row in rows
-    ]
-    widths, free = {}, width - 2 * len(names)
-    wanted = {k: max(columns_of(line[k]) for line in (names, *shown)) for k in range(len(names))}
-    for left, k in zip(
-        range(len(names), 0, -1), sorted(wanted, key=wanted.get)
-    ):  # narrow ones first, then equal shares
-        widths[k] = min(wanted[k], max(free // left, 8))
+    """Return rows of texts and numbers as lines for a terminal, under the names of their columns.
+
+    Args:
+        width: columns of the terminal. A text that is too long loses its middle.
+    """
+    names = column_names(rows)
+    lines = [names]
+    for row in rows:
+        lines.append([cell_text(row.get(name, "")) for name in names])
+    widths = column_widths(lines, width)
+    shown = []
+    for line in lines:
+        cells = ["  " + fit(cell, widths[k]) for k, cell in enumerate(line)]
+        shown.append("".join(cells).rstrip())
+    return "\n".join(shown)
+
+
+def cell_text(value) -> str:
+    return f"{value:.2f}" if isinstance(value, float) else printable(str(value))
+
+
+def column_widths(lines: list[list[str]], width: int) -> dict[int, int]:
+    """Divide a terminal's width: narrow columns get what they need, wide ones equal shares."""
+    num_columns = len(lines[0])
+    needed = {}
+    for k in range(num_columns):
+        needed[k] = max(columns_of(line[k]) for line in lines)
+    free = width - 2 * num_columns
+    widths = {}
+    narrow_first = sorted(needed, key=needed.get)
+    for num_remaining, k in zip(range(num_columns, 0, -1), narrow_first):
+        widths[k] = min(needed[k], max(free // num_remaining, MIN_COLUMN_WIDTH))
         free -= widths[k]
-    return "\n".join(
-        "".join("  " + fit(cell, widths[k]) for k, cell in enumerate(line)).rstrip()
-        for line in (names, *shown)
-    )
+    return widths
 
 
 def fit(text: str, width: int) -> str:
-    """The text, without its middle where it has to be, on exactly `width` columns of a terminal."""
-    short, kept = text, width
+    """Return the text on exactly `width` columns of a terminal, without its middle if necessary."""
+    short = text
+    kept = width
     while columns_of(short) > width:
         kept -= 1
-        short = f"{text[: kept - kept // 2]}…{text[len(text) - kept // 2 :]}"
+        end = kept // 2
+        short = f"{text[: kept - end]}…{text[len(text) - end :]}"
     return short + " " * (width - columns_of(short))
 
 
 def columns_of(text: str) -> int:
-    """Columns of a terminal that a text takes: two for a Chinese character."""
-    return sum(
-        2 if unicodedata.east_asian_width(c) in "WF" else not unicodedata.combining(c) for c in text
-    )
+    """Return the terminal columns that a text takes: two for a Chinese character."""
+    num_columns = 0
+    for character in text:
+        if unicodedata.east_asian_width(character) in "WF":
+            num_columns += 2
+        elif not unicodedata.combining(character):
+            num_columns += 1
+    return num_columns
 
 
 def printable(text: str) -> str:
-    """The text in one line: \\n for a new line, and so on."""
+    """Return the text in one line: \\n for a new line, and so on."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def markdown_table(columns: list[str], rows: list[list]) -> str:
+    """Return a table in Markdown."""
+    lines = [columns, ["---"] * len(columns)]
+    for row in rows:
+        lines.append([markdown(str(cell)) for cell in row])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def markdown(text: str) -> str:
-    """Text for a cell of a Markdown table in which no character has a meaning."""
-    return "".join(
-        c if c.isalnum() or c == " " else "<br>" if c == "\n" else f"&#{ord(c)};" for c in text
-    )
+    """Return text for a cell of a Markdown table, with every special character escaped."""
+    escaped = []
+    for character in text:
+        if character.isalnum() or character == " ":
+            escaped.append(character)
+        elif character == "\n":
+            escaped.append("<br>")
+        else:
+            escaped.append(f"&#{ord(character)};")
+    return "".join(escaped)
 
 
 def supersede(path: Path, step: int) -> None:
-    """Move the lines behind `step`, which will be written again, to *.superseded.jsonl, and what is no such line to
-    *.broken.jsonl."""
+    """Keep the lines up to `step` of a file of JSON lines.
+
+    Later lines, whose steps will run again, are moved to *.superseded.jsonl, and lines that cannot
+    be read to *.broken.jsonl.
+    """
     lines = {"kept": [], "superseded": [], "broken": []}
     for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
-        try:
-            kept = line.endswith(b"\n") and json.loads(line)["step"] <= step
-            lines["kept" if kept else "superseded"].append(line)
-        except (ValueError, TypeError, KeyError):
-            lines["broken"].append(line)
+        lines[classify_line(line, step)].append(line)
     moved = [name for name in ("superseded", "broken") if lines[name]]
     for name in moved:
         with disk.writing(path), open(path.with_suffix(f".{name}.jsonl"), "ab") as file:
             file.writelines(lines[name])
     if moved:
+        temporary = path.with_suffix(".tmp")
         with disk.writing(path):
-            path.with_suffix(".tmp").write_bytes(b"".join(lines["kept"]))
-        os.replace(path.with_suffix(".tmp"), path)
+            temporary.write_bytes(b"".join(lines["kept"]))
+        os.replace(temporary, path)
     if lines["broken"]:
         print(
-            f"{path}: lines that could not be read ({len(lines['broken'])}) are in {path.stem}.broken.jsonl now",
+            f"{path}: lines that could not be read ({len(lines['broken'])}) are in "
+            f"{path.stem}.broken.jsonl now",
             flush=True,
         )
 
 
+def classify_line(line: bytes, step: int) -> str:
+    """Return "kept", "superseded" or "broken"; see supersede()."""
+    try:
+        is_kept = line.endswith(b"\n") and json.loads(line)["step"] <= step
+    except (ValueError, TypeError, KeyError):
+        return "broken"
+    return "kept" if is_kept else "superseded"
+
+
 def run_id(out: Path) -> str:
-    """One wandb run per output directory, however often it is restarted."""
+    """Return the id of the wandb run of an output directory, the same after every restart."""
     path = out / "wandb_id"
     if not path.exists():
         path.write_text(os.urandom(8).hex())

@@ -107,7 +107,7 @@ def test_a_directory_that_nodes_do_not_share_is_an_error(tmp_path):
 
 
 HANGS = {
-    where: f"1 rank did not come: rank 1 was last seen in stage '{stage}' of step 7, entered "
+    where: f"1 rank is missing: rank 1 was last seen in stage '{stage}' of step 7, entered "
     for where, stage in (("earlier", "reward"), ("same", "actor_update"))
 }
 
@@ -119,8 +119,7 @@ def test_a_hang_names_the_rank_that_did_not_come(tmp_path, where, said):
     )  # less than it would sleep
     assert done.stderr.count(said) == 1, done.stderr
     assert (
-        "Traceback (most recent call last)"
-        not in done.stderr.split("error: 1 rank did not come")[0]
+        "Traceback (most recent call last)" not in done.stderr.split("error: 1 rank is missing")[0]
     )
     # On one rank, which the records of those two would keep from a long stage.
     run([sys.executable, "tests/job/hang_worker.py", tmp_path, "alone"], PYTHONPATH=str(ROOT))
@@ -157,7 +156,7 @@ def test_a_rank_that_gives_no_sign_of_life_is_named_whatever_the_others_wait_for
         waiting.kill()
     assert (
         waiting.returncode == 1
-        and "error: 1 rank did not come: rank 0 was last seen in stage 'start', entered " in said
+        and "error: 1 rank is missing: rank 0 was last seen in stage 'start', entered " in said
     )
     assert "Traceback" not in said
 

@@ -85,10 +85,13 @@ def test_a_signal_saves_and_stops_after_the_step(one_rank, capfd):
     assert "SIGUSR1: a checkpoint will be saved after this step" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("save_freq, save_minutes, occasions", [
-    (5, 0.5, "every 5 steps, every 0.5 minutes, when asked to stop"),
-    (-1, 0, "when asked to stop"),
-])
+@pytest.mark.parametrize(
+    "save_freq, save_minutes, occasions",
+    [
+        (5, 0.5, "every 5 steps, every 0.5 minutes, when asked to stop"),
+        (-1, 0, "when asked to stop"),
+    ],
+)
 def test_the_log_says_when_checkpoints_are_saved(own_signals, save_freq, save_minutes, occasions):
     agreement = signals.Agreement(save_freq, save_minutes)
     assert agreement.describe() == f"checkpoints: {occasions}, and after the last step"
