@@ -1,0 +1,1 @@
+"""Helpers that know nothing of training, used by every room: disks, checksums, plugins."""

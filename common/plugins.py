@@ -1,8 +1,8 @@
-"""Functions that the configuration names: one of ours, or path/to/file.py:name from a file of yours.
+"""Functions that the configuration names: built-in ones, or path/to/file.py:name.
 
-Ours are called by name and take **_, so a function of yours names only the arguments that it reads, and goes on working
-when there are more of them. Its parameters of its own come from a free group of the configuration, e.g.
-algorithm.loss_kwargs.
+A function is called with all its inputs by name. It names only those that it reads and takes the
+others as **_, so it continues to work when new inputs are added. Its own parameters come from a
+free group of the configuration, such as algorithm.loss_kwargs.
 """
 
 import difflib
@@ -28,77 +28,98 @@ def find(
     kwargs_key: str = "",
     kwargs: Mapping = {},
 ) -> Callable:
-    """The function that the configuration's `key` names: known[name], or path/to/file.py:name with its kwargs bound.
+    """Return the function that a configuration key names, with its own parameters bound.
 
-    given: the arguments that it will be called with, by name; empty: the caller checks the signature.
-    Raises InputError when there is no such name or file, when the file cannot be imported, when the function has no
-    parameter of the name of a kwarg, and when it cannot be called with `given`.
+    Args:
+        key: the configuration key.
+        name: its value: a key of `known`, or path/to/file.py:name.
+        known: the built-in functions.
+        given: names of the inputs that the function will be called with. Empty if the caller checks
+            the signature itself.
+        kwargs_key: the free group with the function's own parameters, for error messages.
+        kwargs: the function's own parameters.
+
+    Raises InputError if there is no such name or file, if the file cannot be imported, if a
+    parameter in `kwargs` does not exist, and if the function cannot be called with `given`.
     """
-    said = f"{key}={name}"
-    function = known[name] if name in known else import_function(said, name, known)
+    setting = f"{key}={name}"
+    function = known[name] if name in known else import_function(setting, name, known)
     if not given:
         return function
-    kwargs = OmegaConf.to_container(kwargs) if isinstance(kwargs, DictConfig) else kwargs
+    if isinstance(kwargs, DictConfig):
+        kwargs = OmegaConf.to_container(kwargs)
     own = parameters(function) - set(given)
     for kwarg in kwargs:
         if kwarg not in own:
+            alternatives = f"only {', '.join(sorted(own))}" if own else "nor any other"
             raise InputError(
-                f"{kwargs_key}.{kwarg}: {name} has no such parameter of its own, "
-                + (f"only {', '.join(sorted(own))}" if own else "nor any other")
+                f"{kwargs_key}.{kwarg}: {name} has no such parameter of its own, {alternatives}"
             )
     try:
         inspect.signature(function).bind(**dict.fromkeys(given), **kwargs)
     except TypeError as error:
+        rest = f"; {kwargs_key} has the rest" if kwargs_key else ""
         raise InputError(
-            f"{said}: {error}; it is called with {', '.join(given)} by name, and needs **_ for those that it "
-            f"does not read{f'; {kwargs_key} has the rest' if kwargs_key else ''}"
+            f"{setting}: {error}; it is called with {', '.join(given)} by name, and needs **_ for "
+            f"those that it does not read{rest}"
         ) from None
     return partial(function, **kwargs) if kwargs else function
 
 
 def parameters(function: Callable) -> set[str]:
-    """What a function's signature names; *_ and **_ name nothing."""
+    """Return the parameters that a function names, without *args and **kwargs."""
     return {
-        p.name
-        for p in inspect.signature(function).parameters.values()
-        if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        parameter.name
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     }
 
 
-def import_function(said: str, name: str, known: Iterable[str]) -> Callable:
-    """`name` is path/to/file.py:function, relative to the working directory; `said` (key=value) begins an error."""
+def import_function(setting: str, name: str, known: Iterable[str]) -> Callable:
+    """Return the function path/to/file.py:name.
+
+    Args:
+        setting: key=value, with which an error message begins.
+        name: the function; its path is relative to the working directory.
+        known: the built-in functions.
+    """
     if ":" not in name and not name.endswith(".py"):
         raise InputError(
-            f"{said} must be one of {', '.join(known)}, or path/to/file.py:name; the nearest is "
+            f"{setting} must be one of {', '.join(known)}, or path/to/file.py:name; the nearest is "
             f"{nearest(name, known)}"
         )
     file, _, name = name.partition(".py:")
     path = Path(file if file.endswith(".py") else f"{file}.py").expanduser().resolve()
     if not path.is_file():
-        raise InputError(f"{said}: {path}: no such file")
+        raise InputError(f"{setting}: {path}: no such file")
     try:
         module = import_file(path)
     except (Exception, SystemExit) as error:
-        lines = [
-            frame.lineno
-            for frame in traceback.extract_tb(error.__traceback__)
-            if frame.filename == str(path)
-        ]
-        place = f"{path}:{lines[-1]}" if lines else str(path)
         raise InputError(
-            f"{said}: {place} cannot be imported: {type(error).__name__}: {error}"
+            f"{setting}: {location(error, path)} cannot be imported: {type(error).__name__}: "
+            f"{error}"
         ) from error
-    functions = [k for k, v in vars(module).items() if callable(v) and not k.startswith("_")]
-    if not callable(getattr(module, name, None)):
-        example = f"; the nearest is {path.name}:{nearest(name, functions)}" if functions else ""
-        raise InputError(f"{said}: {path} has no function {name!r}{example}")
-    return getattr(module, name)
+    function = getattr(module, name, None)
+    if not callable(function):
+        public = [k for k, v in vars(module).items() if callable(v) and not k.startswith("_")]
+        hint = f"; the nearest is {path.name}:{nearest(name, public)}" if public else ""
+        raise InputError(f"{setting}: {path} has no function {name!r}{hint}")
+    return function
+
+
+def location(error: BaseException, path: Path) -> str:
+    """Return the file and, if the error came from it, the last line of it that was running."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+    return f"{path}:{lines[-1]}" if lines else str(path)
 
 
 @cache
 def import_file(path: Path) -> ModuleType:
-    """The module of a file, which may import its neighbours; once for all keys that name it. Its name is not that of a
-    file of ours."""
+    """Return the module of a user's file, imported once for all keys that name it.
+
+    The file may import its neighbors. Its own module name cannot hide a built-in module.
+    """
     spec = importlib.util.spec_from_file_location(f"user_file_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -108,4 +129,5 @@ def import_file(path: Path) -> ModuleType:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
+    """Return the most similar of these names."""
     return difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
