@@ -62,6 +62,7 @@ def test_a_lock_of_another_host_holds_as_long_as_it_is_touched(tmp_path, monkeyp
     output.Lock(tmp_path).release()
 
 
+@pytest.mark.slow
 def test_a_directory_that_nodes_do_not_share_is_an_error(tmp_path):
     """Two nodes of one rank, each with a working directory of its own, and a relative path."""
     code = (
@@ -112,6 +113,7 @@ HANGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where, said", HANGS.items())
 def test_a_hang_names_the_rank_that_did_not_come(tmp_path, where, said):
     done = launch(
@@ -125,6 +127,7 @@ def test_a_hang_names_the_rank_that_did_not_come(tmp_path, where, said):
     run([sys.executable, "tests/job/hang_worker.py", tmp_path, "alone"], PYTHONPATH=str(ROOT))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", ["SIGSTOP", "SIGKILL"])
 def test_a_rank_that_gives_no_sign_of_life_is_named_whatever_the_others_wait_for(tmp_path, number):
     """As on a node without power, whose connections stay, and as on one that reboots. Not under torchrun, which ends a stopped
@@ -161,6 +164,7 @@ def test_a_rank_that_gives_no_sign_of_life_is_named_whatever_the_others_wait_for
     assert "Traceback" not in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["during the imports", "while they train"])
 def test_ranks_end_when_torchrun_is_killed(tmp_path, when):
     code = tmp_path / "sleep.py"

@@ -1,0 +1,103 @@
+"""Which checkpoint a run continues from, and what may change."""
+
+import json
+
+import pytest
+
+from config import InputError, load
+from job.progress import Progress
+from job.resume import find_resume
+
+
+@pytest.mark.parametrize(
+    "pairs, run, message",
+    [
+        (
+            ["trainer.resume_override=[model.path]"],
+            {},
+            "names model.path: only data.train_batch_size, trainer.seed can change",
+        ),
+        (["trainer.resume_override=[rollout.n]"], {}, "names rollout.n: only"),
+        (
+            ["trainer.resume=auto", "trainer.resume_override=[trainer.seed]"],
+            {},
+            "there is no checkpoint to continue from: set trainer.resume to",
+        ),
+        (
+            ["trainer.resume_override=[trainer.seed]"],
+            {"trainer.seed": 1, "data.train_batch_size": 4},
+            "with data.train_batch_size=8, now it is 4: set it back, name it in "
+            "trainer.resume_override, or start a new run",
+        ),
+        (
+            ["trainer.resume_override=[trainer.seed]"],
+            {"trainer.seed": 1, "the model": "qwen3 of 4 layers"},
+            "with the model=qwen3 of 2 layers, now it is qwen3 of 4 layers: set it back, or start a "
+            "new run",
+        ),
+        (
+            [],
+            {"model.mtp.enable_train": True},
+            "with model.mtp.enable_train=False, now it is True: set it back, or start a new run",
+        ),
+        (
+            ["trainer.resume_override=[trainer.seed]"],
+            {"trainer.seed": 1},
+            "is of step 20, and this run has 20 steps: raise",
+        ),
+        (
+            ["trainer.resume_override=[algorithm.adv_estimator]"],
+            {"algorithm.adv_estimator": "gae", "critic": True},
+            "with critic=False, now it is True: set it back, or start a new run",
+        ),
+        (
+            [],
+            {"model.freeze": ["visual"]},
+            "with model.freeze=[], now it is ['visual']: set it back, or start a new run",
+        ),
+        (
+            ["model.lora.rank=4", "model.lora.adapter_path=new"],
+            {},
+            "adapter_path=new is where a run begins",
+        ),
+    ],
+)
+def test_what_a_resume_may_not_change(tmp_path, pairs, run, message):
+    saved = {"trainer.seed": 0, "data.train_batch_size": 8, "the model": "qwen3 of 2 layers"}
+    saved |= {key: "grpo" for key in run if key == "algorithm.adv_estimator"}
+    (tmp_path / "trainer.json").write_text(json.dumps({"step": 20, "run": saved}))
+    config = load(
+        "sft.yaml", ["model.path=m", "data.train_files=t", f"trainer.resume={tmp_path}", *pairs]
+    )
+    with pytest.raises(InputError) as caught:
+        find_resume(config, None, Progress(identity=saved | run), 20)
+    assert message in str(caught.value)
+
+
+def test_counters_continue_and_the_identity_is_the_new_runs():
+    saved = {"step": 7, "run": {"trainer.seed": 1}, "export_dtype": "float32", "lora": None}
+    progress = Progress(identity={"trainer.seed": 2}, export_dtype="bfloat16")
+    progress.take_counters(saved | {"an unknown counter": 3})
+    assert progress == Progress(identity={"trainer.seed": 2}, export_dtype="bfloat16", step=7)
+
+
+def test_progress_is_read_back_as_it_was_written(tmp_path):
+    progress = Progress(identity={"optim.name": "muon"}, export_dtype="bfloat16", step=3)
+    (tmp_path / "trainer.json").write_text(json.dumps(progress.to_json()))
+    loaded = Progress.load(tmp_path)
+    assert loaded.step == 3
+    assert loaded.export_dtype == "bfloat16"
+    assert loaded.identity["optim.name"] == "muon"
+
+
+def test_older_checkpoints_lack_settings_that_had_one_value(tmp_path):
+    saved = {"step": 3, "run": {"algorithm.adv_estimator": "gae"}}
+    (tmp_path / "trainer.json").write_text(json.dumps(saved))
+    assert Progress.load(tmp_path).identity == {
+        "algorithm.adv_estimator": "gae",
+        "critic": True,
+        "optim.name": "adamw",
+        "model.lora": "none",
+        "model.mtp.enable_train": False,
+        "model.freeze": [],
+    }
