@@ -419,10 +419,11 @@ def end(process: subprocess.Popen) -> None:
 
 @dataclass
 class Comparison:
-    """num_metrics: how many values were compared; difference: the first one, or None"""
+    """How much was compared, and the first difference, or None."""
 
-    num_metrics: int
-    difference: str | None
+    num_metrics: int = 0
+    num_files: int = 0
+    difference: str | None = None
 
 
 def depends_on_the_machine(name: str) -> bool:
@@ -431,51 +432,61 @@ def depends_on_the_machine(name: str) -> bool:
 
 
 def compare(run: Run, other: Side, own: Side) -> Comparison:
+    comparison = Comparison()
     for side in (other, own):
         exit_code = side.outcome(run).exit_code
         if exit_code != 0:
-            return Comparison(0, f"failed in the {side.title} checkout, exit code {exit_code}")
-    comparison = compare_metrics(other.output(run), own.output(run))
+            comparison.difference = f"failed in the {side.title} checkout, exit code {exit_code}"
+            return comparison
+    compare_metrics(other.output(run), own.output(run), comparison)
     if comparison.difference is None:
-        comparison.difference = compare_files(other.output(run), own.output(run))
+        compare_files(other.output(run), own.output(run), comparison)
     return comparison
 
 
-def compare_metrics(other: Path, own: Path) -> Comparison:
+def compare_metrics(other: Path, own: Path, comparison: Comparison) -> None:
+    """Compare metrics.jsonl up to the first difference."""
     other_lines = read_lines(other / "metrics.jsonl")
     own_lines = read_lines(own / "metrics.jsonl")
-    num_metrics = 0
     for other_line, own_line in zip(other_lines, own_lines):
-        step = other_line["step"]
-        names = [name for name in other_line if not depends_on_the_machine(name)]
-        num_metrics += len(names)
-        only_other = sorted(other_line.keys() - own_line.keys())
-        only_own = sorted(own_line.keys() - other_line.keys())
-        if only_other or only_own:
-            text = f"step {step}: only in other: {only_other}, only in own: {only_own}"
-            return Comparison(num_metrics, text)
-        for name in names:
-            # As text, in which two floats are equal if and only if their bits are.
-            other_value = json.dumps(other_line[name])
-            own_value = json.dumps(own_line[name])
-            if other_value != own_value:
-                return Comparison(num_metrics, f"step {step}: {name} {other_value}, {own_value}")
+        compare_lines(other_line, own_line, comparison)
+        if comparison.difference is not None:
+            return
     if len(other_lines) != len(own_lines):
-        text = f"metrics.jsonl has {len(other_lines)} lines, {len(own_lines)}"
-        return Comparison(num_metrics, text)
-    return Comparison(num_metrics, None)
+        comparison.difference = f"metrics.jsonl has {len(other_lines)} lines, {len(own_lines)}"
 
 
-def compare_files(other: Path, own: Path) -> str | None:
-    """The first file that differs, or None."""
+def compare_lines(other: dict, own: dict, comparison: Comparison) -> None:
+    """Compare the metrics of one step up to the first difference."""
+    step = other["step"]
+    only_other = sorted(other.keys() - own.keys())
+    only_own = sorted(own.keys() - other.keys())
+    if only_other or only_own:
+        comparison.difference = f"step {step}: only in other {only_other}, only in own {only_own}"
+        return
+    for name, value in other.items():
+        if depends_on_the_machine(name):
+            continue
+        comparison.num_metrics += 1
+        # As text, in which two floats are equal if and only if their bits are.
+        other_value = json.dumps(value)
+        own_value = json.dumps(own[name])
+        if other_value != own_value:
+            comparison.difference = f"step {step}: {name} {other_value}, {own_value}"
+            return
+
+
+def compare_files(other: Path, own: Path, comparison: Comparison) -> None:
+    """Compare the other files up to the first difference."""
     other_digests = digests(other)
     own_digests = digests(own)
     for name in sorted(other_digests | own_digests):
+        comparison.num_files += 1
         other_digest = other_digests.get(name, "missing")
         own_digest = own_digests.get(name, "missing")
         if other_digest != own_digest:
-            return f"{name}: {other_digest[:12]}, {own_digest[:12]}"
-    return None
+            comparison.difference = f"{name}: {other_digest[:12]}, {own_digest[:12]}"
+            return
 
 
 def digests(output: Path) -> dict[str, str]:
@@ -490,12 +501,13 @@ def digests(output: Path) -> dict[str, str]:
 
 
 def print_table(runs: list[Run], comparisons: list[Comparison]) -> None:
-    print("\n| run | steps | metrics compared | first difference: other, own |")
-    print("|---|---|---|---|")
+    print("\n| run | steps | metrics compared | files | first difference: other, own |")
+    print("|---|---|---|---|---|")
     for run, comparison in zip(runs, comparisons):
         steps = " + ".join(map(str, run.steps))
         difference = comparison.difference or "same"
-        print(f"| {run.name} | {steps} | {comparison.num_metrics} | {difference} |")
+        counts = f"{comparison.num_metrics} | {comparison.num_files}"
+        print(f"| {run.name} | {steps} | {counts} | {difference} |")
 
 
 # ---- the command ----
