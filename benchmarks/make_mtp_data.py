@@ -25,10 +25,9 @@ def make_row(rng: random.Random) -> dict:
         make_problem(rng)
         for _ in range(min(MOST, max(1, round(MEDIAN * rng.lognormvariate(0, 1)))))
     ]
-    question = "\n".join(problem for problem, _, _ in problems)
-    answer = "\n".join(
-        f"{problem}: {', '.join([*steps, str(result)])}" for problem, steps, result in problems
-    )
+    question = "\n".join(problem.text for problem in problems)
+    answers = [f"{problem.text}: {problem.worked_reply}" for problem in problems]
+    answer = "\n".join(answers)
     return {
         "messages": [
             {"role": "user", "content": question},
