@@ -1,4 +1,4 @@
-"""A run's directory: locked, and the same on every node; ranks that do not come, and ranks that torchrun leaves behind."""
+"""A run's directory, locked and shared by all nodes; missing ranks; ranks that outlive torchrun."""
 
 import json
 import os
@@ -15,10 +15,27 @@ from engines.parallel import device
 from job import output
 from tests.support.launch import LIMIT, ROOT, environment, launch, run, wait_for
 
-HOLD = (
-    "import sys, time; from pathlib import Path; from job import output; output.Lock(Path(sys.argv[1])); print('held', flush=True); "
-    "time.sleep(600)"
-)
+HOLD = """
+import sys, time
+from pathlib import Path
+from job import output
+output.Lock(Path(sys.argv[1]))
+print("held", flush=True)
+time.sleep(600)
+"""
+CHECK_SHARED = """
+from pathlib import Path
+import config
+from engines.parallel import device
+from job import output
+
+def main(_):
+    device.init()
+    output.check_shared(Path({directory!r}), "output_dir", seconds=1.0)
+    device.shutdown()
+
+config.run(main, "sft.yaml", "")
+"""
 
 
 def hold(directory):
@@ -63,48 +80,37 @@ def test_a_lock_of_another_host_holds_as_long_as_it_is_touched(tmp_path, monkeyp
 
 
 @pytest.mark.slow
-def test_a_directory_that_nodes_do_not_share_is_an_error(tmp_path):
-    """Two nodes of one rank, each with a working directory of its own, and a relative path."""
-    code = (
-        "from pathlib import Path; from engines.parallel import device; import config; from job import output; config.run(lambda _: ("
-        "device.init(), output.check_shared(Path(%r), 'output_dir', 1.0), device.shutdown()), 'sft.yaml', '')"
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_directory_that_nodes_do_not_share_is_an_error(tmp_path, is_shared):
+    """Two nodes of one rank, each with a working directory of its own."""
+    directory = str(tmp_path / "run") if is_shared else "run"
+    code = CHECK_SHARED.format(directory=directory)
+    group = environment(
+        LOCAL_RANK="0",
+        WORLD_SIZE="2",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=device.free_port(),
+        PYTHONPATH=str(ROOT),
     )
-    processes, ports = [], {"mine": device.free_port(), "ours": device.free_port()}
+    processes = []
     for rank in range(2):
         (tmp_path / str(rank)).mkdir()
-        env = environment(
-            RANK=str(rank),
-            LOCAL_RANK="0",
-            WORLD_SIZE="2",
-            MASTER_ADDR="127.0.0.1",
-            PYTHONPATH=str(ROOT),
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, "model.path=m", "data.train_files=t"],
+            cwd=tmp_path / str(rank),
+            env=group | {"RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
         )
-        for place in ("mine", "ours"):
-            processes.append(
-                (
-                    place,
-                    subprocess.Popen(
-                        [
-                            sys.executable,
-                            "-c",
-                            code % ("run" if place == "mine" else str(tmp_path / "run")),
-                            "model.path=m",
-                            "data.train_files=t",
-                        ],
-                        cwd=tmp_path / str(rank),
-                        env=env | {"MASTER_PORT": ports[place]},
-                        stderr=subprocess.PIPE,
-                        text=True,
-                    ),
-                )
-            )
-    for place, process in processes:
-        said = process.communicate(timeout=LIMIT)[1]
-        assert ("output_dir=run on" in said and "all nodes share" in said) == (place == "mine"), (
-            said
-        )
-        assert process.returncode == (2 if place == "mine" else 0), said
-    assert list((tmp_path / "0" / "run").iterdir()) == list((tmp_path / "run").iterdir()) == []
+        processes.append(process)
+    for process in processes:
+        stderr = process.communicate(timeout=LIMIT)[1]
+        assert process.returncode == (0 if is_shared else 2), stderr
+        if not is_shared:
+            assert "output_dir=run on" in stderr
+            assert "all nodes share" in stderr
+    first = tmp_path / "run" if is_shared else tmp_path / "0" / "run"
+    assert list(first.iterdir()) == [], "no marker is left"
 
 
 HANGS = {
@@ -130,8 +136,10 @@ def test_a_hang_names_the_rank_that_did_not_come(tmp_path, where, said):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", ["SIGSTOP", "SIGKILL"])
 def test_a_rank_that_gives_no_sign_of_life_is_named_whatever_the_others_wait_for(tmp_path, number):
-    """As on a node without power, whose connections stay, and as on one that reboots. Not under torchrun, which ends a stopped
-    rank late."""
+    """As on a node without power, whose connections stay, and as on one that reboots.
+
+    Without torchrun, which ends a stopped rank late.
+    """
     env = environment(
         WORLD_SIZE="2",
         MASTER_ADDR="127.0.0.1",
@@ -157,10 +165,8 @@ def test_a_rank_that_gives_no_sign_of_life_is_named_whatever_the_others_wait_for
     finally:
         stopped.kill()
         waiting.kill()
-    assert (
-        waiting.returncode == 1
-        and "error: 1 rank is missing: rank 0 was last seen in stage 'start', entered " in said
-    )
+    assert waiting.returncode == 1
+    assert "error: 1 rank is missing: rank 0 was last seen in stage 'start', entered " in said
     assert "Traceback" not in said
 
 

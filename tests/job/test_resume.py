@@ -32,8 +32,8 @@ from job.resume import find_resume
         (
             ["trainer.resume_override=[trainer.seed]"],
             {"trainer.seed": 1, "the model": "qwen3 of 4 layers"},
-            "with the model=qwen3 of 2 layers, now it is qwen3 of 4 layers: set it back, or start a "
-            "new run",
+            "with the model=qwen3 of 2 layers, now it is qwen3 of 4 layers: set it back, or "
+            "start a new run",
         ),
         (
             [],

@@ -194,11 +194,12 @@ def test_a_logger_that_is_not_installed_is_a_mistake(tmp_path, monkeypatch):
         tracking.check_loggers(configure(tmp_path, "trainer.logger=[wandb]"))
 
 
-# -- what is shown -----------------------------------------------------------------------------------------------------
+# -- samples ---------------------------------------------------------------------------------------
 
 
 def make_samples(rows, groups, questions):
-    n, one = len(groups), torch.ones(len(groups), dtype=torch.int64)
+    n = len(groups)
+    one = torch.ones(n, dtype=torch.int64)
     return Samples(
         Batch(torch.zeros(n), torch.arange(n + 1), {"loss_mask": torch.ones(n)}),
         [f"response {i}" for i in range(n)],

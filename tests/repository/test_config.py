@@ -389,9 +389,10 @@ def test_the_schema_of_the_yaml_files(script):
 def test_an_error_is_one_line_a_node_and_exit_code_2(monkeypatch, capsys, rank, local_rank, said):
     monkeypatch.setattr("sys.argv", ["train_sft.py", *NEEDED])
     for name, value in (("RANK", rank), ("LOCAL_RANK", local_rank)):
-        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(
-            name, value
-        )
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
 
     monkeypatch.setenv("HUB_TOKEN", "hf_123456")
 
