@@ -28,7 +28,7 @@ from data.batching.batch import Batch
 from data.batching.packing import pack
 from data.images.processor import Pictures
 from engines.build import engine_class
-from engines.memory import estimates
+from engines.memory import GIB
 from engines.parallel import device
 
 
@@ -138,7 +138,10 @@ def main():
     limit = device.peak_flops(this_device) or float("nan")
     if rank == 0:
         shown = " ".join(s for s in arguments.settings if "max_tokens" not in s)
-        guess = max(stage["device total"] for stage in estimates(config, world, this_device.type))
+        estimates = engine_class(config.model_engine).estimate_memory(
+            config, world, this_device.type
+        )
+        guess = max(estimate.device_total for estimate in estimates) / GIB
         print(
             f"| {arguments.shape} | {world} | {tokens} | {shown} | {num_tokens / median:,.0f} | "
             f"{flops / median / limit:.1%} | {max(peaks):.1f} ({guess:.1f}) | {median:.3f} |  load {loaded:.1f} s, first three "

@@ -17,6 +17,8 @@ from data.batching.batch import Batch
 from data.batching.plan import MicroBatches, Plan
 from data.images.processor import Reader
 from engines.context_parallel import has_dynamic_cp
+from engines.heads import Head
+from engines.memory import Estimate
 from engines.model.model_files import ignored_weights
 from engines.planning import Planner
 
@@ -258,6 +260,25 @@ class Engine(ABC):
         They return by themselves when a method needs them. Before the first step a background
         thread allocates host memory for the optimizer's future state; the next call waits for it.
         """
+
+    @staticmethod
+    @abstractmethod
+    def estimate_memory(
+        config: DictConfig,
+        world_size: int,
+        device_type: str,
+        head: Head = Head.LOG_PROBS,
+        is_trained: bool = True,
+    ) -> list[Estimate]:
+        """Estimate the memory of one rank of each pipeline stage, before anything is built.
+
+        is_trained: with gradients and an optimizer; False for a reference.
+        """
+
+    @staticmethod
+    @abstractmethod
+    def checkpoint_bytes(config: DictConfig, head: Head = Head.LOG_PROBS) -> int:
+        """Estimate the bytes of this engine in a checkpoint."""
 
     # -- weights ---------------------------------------------------------------------------------
 

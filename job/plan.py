@@ -61,36 +61,44 @@ def layout(config, world_size: int) -> str:
 
 def print_memory(config, run: Run, role: str | None) -> None:
     """Print the estimated memory of one rank in GiB, and the size of a checkpoint."""
-    from engines.memory import checkpoint_bytes, estimates
+    from engines.build import engine_class
+    from engines.heads import Head
+    from engines.memory import GIB
 
-    head = role or "actor"
-    stages = estimates(config, run.world_size, run.device.type, head)
+    engine = engine_class(config.model_engine)
+    head = Head.VALUES if role == "critic" else Head.LOG_PROBS
+    is_trained = role != "reference"
+    stages = [
+        estimate.rows()
+        for estimate in engine.estimate_memory(
+            config, run.world_size, run.device.type, head, is_trained
+        )
+    ]
     for_role = f" for the {role}" if role else ""
     for_stages = " for each pipeline stage" if len(stages) > 1 else ""
     print(f"memory of one rank{for_role} [GiB], estimated{for_stages}:")
     for name in stages[0]:
-        columns = [f"{stage[name]:9.2f}" for stage in stages]
+        columns = [f"{stage[name] / GIB:9.2f}" for stage in stages]
         print(f"  {name:<30}{''.join(columns)}")
-    if role == "reference":
+    if not is_trained:
         return
     of_role = f" of the {role}" if role else ""
-    size = disk.amount(checkpoint_bytes(config, head))
+    size = disk.amount(engine.checkpoint_bytes(config, head))
     free = disk.amount(disk.free(Path(config.output_dir)))
     print(f"checkpoint{of_role}: {size}; {free} are free in {config.output_dir}")
 
 
 def print_rollout(config, run: Run) -> None:
     """Print the memory of vLLM, and whether it uses the trainer's frozen weights."""
-    from engines import memory
-    from engines.parallel.device import capacity
-    from rollout.vllm import adapters
+    from engines.parallel.device import capacity as device_bytes
+    from rollout.vllm import adapters, capacity
 
     rollout = config.rollout
     if run.device.type != "cpu":
         share = f"vLLM while awake: {rollout.gpu_memory_utilization:.0%} of the device"
     else:
-        share = f"vLLM's KV cache: {rollout.kv_cache_gib or memory.CPU_KV_CACHE_GIB} GiB"
-    num_sequences = memory.max_num_seqs(config, run.world_size, capacity(run.device))
+        share = f"vLLM's KV cache: {rollout.kv_cache_gib or capacity.CPU_KV_CACHE_GIB} GiB"
+    num_sequences = capacity.max_num_seqs(config, run.world_size, device_bytes(run.device))
     print(f"{share}; it decodes {num_sequences} responses at once")
     if not adapters.has_separate_adapter(config):
         return

@@ -26,7 +26,7 @@ from engines.base import Engine, LossFn
 from engines.checkpoint.storage import Writer
 from engines.context_parallel import fixed_cp_size, has_dynamic_cp
 from engines.dropout import DropoutSeeds
-from engines.fsdp import vision
+from engines.fsdp import sharded_memory, vision
 from engines.fsdp.attention import Packing, attention_set_to, gathers_keys
 from engines.fsdp.checks import check_model_and_layout
 from engines.fsdp.packed_model import PackedModel
@@ -378,6 +378,9 @@ class FSDPEngine(Engine):
         }
 
     # -- memory ------------------------------------------------------------------------------------
+
+    estimate_memory = staticmethod(sharded_memory.estimate_memory)
+    checkpoint_bytes = staticmethod(sharded_memory.checkpoint_bytes)
 
     def offload(self, *parts: str) -> None:
         reshard(self.model)

@@ -35,6 +35,7 @@ from engines.megatron import (
     distributed_optimizer,
     layout,
     sharded_state,
+    stage_memory,
     transforms,
 )
 from engines.megatron.adapters import check_adapters, export_adapters
@@ -410,6 +411,9 @@ class MegatronEngine(Engine):
         }
 
     # -- memory ------------------------------------------------------------------------------------
+
+    estimate_memory = staticmethod(stage_memory.estimate_memory)
+    checkpoint_bytes = staticmethod(stage_memory.checkpoint_bytes)
 
     def offload(self, *parts: str) -> None:
         self._host_memory.offload(self.tensors_of(*parts))

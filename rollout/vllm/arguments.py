@@ -6,13 +6,13 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 from transformers import AutoModelForCausalLM
 
-from engines.memory import CPU_KV_CACHE_GIB, max_num_seqs
 from engines.model import mtp
 from engines.model.experts import experts_per_token
 from engines.model.hf import read_hf_config
 from engines.model.quirks import RECURRENT_LAYER_TYPES
 from engines.parallel.device import capacity
 from rollout.vllm import adapters, image_prompts, speculation
+from rollout.vllm.capacity import CPU_KV_CACHE_GIB, max_num_seqs
 from rollout.vllm.sampling import NUM_TIES
 from rollout.vllm.versions import SUPPORTED, installed_version
 

@@ -31,9 +31,9 @@ from engines.fsdp import vision as images
 from engines.fsdp.tower_attention import WINDOWS, vision_tower_configs
 from engines.fsdp.transforms import build_model
 from engines.heads import Head
-from engines.memory import estimates
 from engines.model.hf import auto_class
 from tests.data.images_worker import CASES, LR, STEPS, Case, configure
+from tests.support.estimates import estimate_gib
 from tests.support.launch import launch, run
 from tests.support.models import OF_IMAGES, make_image_model, make_model
 
@@ -820,7 +820,7 @@ def test_a_dry_run_counts_what_images_leave(folder):
         config.engine.activation_checkpointing,
     )
     found = [
-        estimates(config, 1, "cpu", role)[0]["activations of images"] * 2**30
+        estimate_gib(config, 1, "cpu", role)[0]["activations of images"] * 2**30
         for role in ("actor", "reference")
     ]
     assert found == pytest.approx([1000 * kept, 0]) and kept > 0

@@ -17,7 +17,6 @@ from config import load
 from data.batching.batch import Batch
 from engines import schedule
 from engines.megatron.mapping import Mapping
-from engines.memory import estimate_megatron
 from engines.model import lora
 from tests.engines.megatron_worker import (
     AUTO,
@@ -28,6 +27,7 @@ from tests.engines.megatron_worker import (
     keys,
     value_loss,
 )
+from tests.support.estimates import estimate_bytes
 from tests.support.plain import check_answers, plain_model
 from tests.support.training import (
     BETAS,
@@ -273,7 +273,7 @@ def check_memory_estimate(folder: Path, num_ranks: int, case: Case, result: dict
         *keys(case.settings),
     )
     role = "critic" if case.critic else "actor"
-    stages = estimate_megatron(config, num_ranks, "cpu", role)
+    stages = estimate_bytes(config, num_ranks, "cpu", role)
     assert len(stages) == len({stage for stage, *_ in result["bytes"]})
     for number, estimated in enumerate(stages):
         optimizer_bytes = []

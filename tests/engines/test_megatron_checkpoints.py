@@ -23,7 +23,6 @@ from engines.checkpoint.storage import Writer
 from engines.heads import Head
 from engines.megatron import checkpoint_files
 from engines.megatron.engine import MegatronEngine
-from engines.memory import checkpoint_bytes
 from engines.model.model_files import fingerprint
 from job.progress import adapter as adapter_identity
 from tests.engines.megatron_checks import BOUND, ROUNDED_BOUND, make_config
@@ -54,6 +53,7 @@ from tests.engines.megatron_worker import (
 )
 from tests.engines.test_megatron import FREEZE_ALL_BUT_EXPERTS, REFERENCES
 from tests.support.cases import CaseKey, id_of, needs
+from tests.support.estimates import checkpoint_bytes
 from tests.support.launch import export
 from tests.support.plain import column, tensor_bytes, worst
 from tests.support.training import digest, flip_bit, gather, make_batch, make_tokenizer

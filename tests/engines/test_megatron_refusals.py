@@ -9,11 +9,11 @@ from config import InputError
 from engines.fsdp.engine import FSDPEngine
 from engines.megatron.distributed_optimizer import ddp_config
 from engines.megatron.engine import MegatronEngine
-from engines.memory import estimate_megatron
 from job.progress import Progress
 from job.resume import find_resume
 from tests.engines.megatron_checks import make_config
 from tests.engines.megatron_worker import CP2, EP2, NO_SP, PP2, REPLICATED, TP2, VPP2
+from tests.support.estimates import estimate_bytes
 from tests.support.models import make_model
 
 MOE = "model.path=FOLDER/qwen3_moe"
@@ -404,7 +404,7 @@ def test_estimate_of_activations(megatron_folder):
             "data.max_tokens_per_micro_batch=8192",
             *(f"engine.{setting}" for setting in settings),
         )
-        return [stage[key] for stage in estimate_megatron(config, num_ranks, "cuda")]
+        return [stage[key] for stage in estimate_bytes(config, num_ranks, "cuda")]
 
     hidden = 8192 * 32 * 2  # bf16
     in_layer = 8192 * 2 * (4 * 32 + 3 * (32 + 16) + 3 * 48)

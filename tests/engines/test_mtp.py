@@ -23,7 +23,6 @@ from engines.checkpoint.checkpointer import Checkpointer
 from engines.checkpoint.export import export_checkpoint, export_hf
 from engines.megatron import bridge
 from engines.megatron.engine import MegatronEngine
-from engines.memory import checkpoint_bytes, estimate_megatron
 from engines.model import mtp
 from engines.model.flops import count_flops
 from engines.model.hf import build_on_meta, read_hf_config
@@ -57,6 +56,7 @@ from tests.engines.megatron_worker import (
     step_share,
 )
 from tests.support.cases import id_of, needs
+from tests.support.estimates import checkpoint_bytes, estimate_bytes
 from tests.support.launch import launch, run
 from tests.support.models import make_model
 from tests.support.plain import column, plain_model, tensor_bytes, worst
@@ -384,7 +384,7 @@ def test_flops_count_the_layers(megatron_results, megatron_folder, name):
 def test_estimate_of_memory_counts_the_layers(megatron_results, megatron_folder, name):
     case = MTP_CASES[name]
     config = make_config(megatron_folder / case.family, case.all_settings)
-    stages = estimate_megatron(config, 2, "cpu")
+    stages = estimate_bytes(config, 2, "cpu")
     for stage, parameters, gradients, _ in megatron_results[2][name]["bytes"]:
         assert parameters == stages[stage]["parameters"]
         assert gradients == stages[stage]["gradients"]

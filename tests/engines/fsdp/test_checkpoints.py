@@ -21,7 +21,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from config import InputError
 from engines.checkpoint.checkpointer import Checkpointer
 from engines.checkpoint.export import export_hf, write_safetensors
-from engines.memory import checkpoint_bytes
 from engines.model.model_files import fingerprint, weight_files
 from job.progress import adapter as adapter_record
 from tests.engines.fsdp.cases import (
@@ -36,6 +35,7 @@ from tests.engines.fsdp.cases import (
     worker_case,
 )
 from tests.support.cases import needs
+from tests.support.estimates import checkpoint_bytes
 from tests.support.launch import export
 from tests.support.plain import (
     LOSS_BOUND,

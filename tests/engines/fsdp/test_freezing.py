@@ -12,12 +12,12 @@ from engines.checkpoint.checkpointer import Checkpointer
 from engines.fsdp.engine import FSDPEngine
 from engines.fsdp.transforms import build_model
 from engines.heads import Head
-from engines.memory import checkpoint_bytes, estimates
 from engines.model.flops import count_flops
 from engines.model.hf import read_hf_config
 from tests.engines.fsdp.cases import FREEZE, FREEZE_SETTING, build, make_config, train, worker_case
 from tests.engines.fsdp.test_training import FROZEN, result_of
 from tests.support.cases import case_params, needs
+from tests.support.estimates import checkpoint_bytes, estimate_gib
 from tests.support.plain import matches_any, tensor_bytes
 from tests.support.training import make_tokenizer
 
@@ -66,7 +66,7 @@ def test_flops_and_memory_of_frozen_parameters(folder):
         settings = make_config(folder, *pairs)
         hf, _ = build_model(settings, Head.LOG_PROBS)
         flops = count_flops(hf, read_hf_config(folder / "llama"))
-        return {"flops": flops, **estimates(settings, 2, "cuda")[0]}
+        return {"flops": flops, **estimate_gib(settings, 2, "cuda")[0]}
 
     whole = measured()
     frozen = measured(FREEZE_SETTING)

@@ -11,13 +11,15 @@ from engines.fsdp.attention import has_whole_heads
 from engines.fsdp.engine import FSDPEngine
 from engines.fsdp.transforms import build_model
 from engines.heads import Head
-from engines.memory import GIB, checkpoint_bytes, estimates, max_num_seqs
+from engines.memory import GIB
 from engines.model.flops import count_flops
 from engines.model.hf import build_on_meta, read_hf_config, whole_modules
 from engines.model.lengths import check_rope
 from engines.model.shape import attention_widths, head_dim
 from engines.parallel import offload
+from rollout.vllm.capacity import max_num_seqs
 from tests.engines.fsdp.cases import LORA, make_config
+from tests.support.estimates import checkpoint_bytes, estimate_gib
 from tests.support.foreign import FOREIGN
 from tests.support.models import FAMILIES, make_model
 
@@ -53,7 +55,7 @@ def test_dry_run_counts_what_waits_in_host_memory(folder):
         """Return the GiB that wait in host memory, and those of the parameters."""
         model = f"model.path={folder / 'qwen3'}"
         settings = load("ppo.yaml", [model, "data.train_files=unused", *pairs])
-        (sizes,) = estimates(settings, 1, device_type, role)
+        (sizes,) = estimate_gib(settings, 1, device_type, role)
         return sizes.get("waits in pinned host memory", 0.0), sizes.get("parameters", 0.0)
 
     waiting, parameters = waits("actor")
@@ -130,7 +132,7 @@ def test_vllm_decodes_as_many_responses_at_once_as_fit(folder):
 def test_dry_run_counts_the_experts_that_a_token_goes_to(folder, tmp_path, shape, key):
     def sizes(k):
         make_model(tmp_path / str(k), "qwen2_tied", **{**shape, key: k})
-        return estimates(make_config(folder, f"model.path={tmp_path / str(k)}"), 1, "cpu")[0]
+        return estimate_gib(make_config(folder, f"model.path={tmp_path / str(k)}"), 1, "cpu")[0]
 
     few = sizes(2)
     many = sizes(4)
@@ -153,7 +155,7 @@ def test_dry_run_of_a_model_that_does_not_say_what_its_layers_are(folder, tmp_pa
     settings = make_config(folder, f"model.path={tmp_path}", "engine.use_remove_padding=false")
     hf, _ = build_model(settings, Head.LOG_PROBS)
     assert not whole_modules(hf, hf)
-    sizes = estimates(settings, 2, "cpu")[0]
+    sizes = estimate_gib(settings, 2, "cpu")[0]
     all_weights = 2 * sum(p.numel() for p in hf.parameters())  # bytes, in bf16
     assert sizes["gathered weights"] * GIB == all_weights
     assert sizes["activations"] > 0
@@ -177,7 +179,7 @@ def test_dry_run_counts_keys_and_values_that_ranks_gather(folder):
         tokens = 1024 / (1 if size == "auto" else size)
         numbers = {}
         for world in (2, 8):
-            activations = estimates(settings, world, "cuda")[0]["activations"]
+            activations = estimate_gib(settings, world, "cuda")[0]["activations"]
             numbers[world] = activations * GIB / tokens / (3 * 2)
         return numbers
 

@@ -13,11 +13,12 @@ from config import InputError
 from engines import optimizer, schedule
 from engines.checkpoint.checkpointer import Checkpointer
 from engines.fsdp.engine import FSDPEngine
-from engines.memory import GIB, estimates
+from engines.memory import GIB
 from engines.optimizer import OPTIMIZERS, ShardedMuon
 from engines.parallel import offload
 from tests.engines.fsdp.cases import build, make_config, on_ranks, train, worker_case
 from tests.support.cases import needs
+from tests.support.estimates import estimate_gib
 from tests.support.plain import (
     LOSS_BOUND,
     column,
@@ -157,10 +158,10 @@ def test_muon_resumes_and_has_one_moment(results, folder, world):
     settings = make_config(
         folder, f"model.path={folder / 'qwen3'}", "engine.compute_dtype=float32", "optim.name=muon"
     )
-    estimate = estimates(settings, world, "cpu")[0]["optimizer"] * GIB
+    estimate = estimate_gib(settings, world, "cpu")[0]["optimizer"] * GIB
     assert sum(result["state_bytes"]) / world == pytest.approx(estimate)
     adam_settings = make_config(folder, f"model.path={folder / 'qwen3'}")
-    adam_estimate = estimates(adam_settings, world, "cpu")[0]["optimizer"] * GIB
+    adam_estimate = estimate_gib(adam_settings, world, "cpu")[0]["optimizer"] * GIB
     assert adam_estimate / 2 < estimate < 0.9 * adam_estimate
 
 

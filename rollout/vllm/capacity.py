@@ -1,0 +1,59 @@
+"""How many responses one vLLM decodes at once."""
+
+import torch
+from omegaconf import DictConfig
+
+from engines.memory import GIB
+from engines.model import mtp
+from engines.model.hf import build_on_meta, read_hf_config
+from engines.model.shape import attention_widths, head_dim
+from engines.planning import round_up
+
+CPU_KV_CACHE_GIB = 1.0
+MAX_NUM_SEQS = 1024
+LOGIT_COPIES = 3  # fp32 copies of a response's logits that sampling holds at once
+
+
+def max_num_seqs(config: DictConfig, world_size: int, device_bytes: int) -> int:
+    """Return rollout.max_num_seqs or, if it is null, as many sequences as fit in vLLM's memory.
+
+    The limit is also what one vLLM gets in one draw, and MAX_NUM_SEQS. A response counts with the
+    longest prompt and half of rollout.max_tokens (vLLM preempts some where that is too little) and,
+    unless rollout.kv_cache_gib is set, with its logits.
+
+    device_bytes: memory of the device, 0 for a CPU.
+    """
+    rollout = config.rollout
+    if rollout.max_num_seqs is not None:
+        return rollout.max_num_seqs
+    tp = rollout.tensor_parallel_size
+    shape = read_hf_config(config.model.path).get_text_config()
+    mean_length = config.data.max_prompt_length + rollout.max_tokens / 2
+    bytes_per_sequence = kv_bytes_per_token(config, shape) * mean_length
+    if rollout.kv_cache_gib or not device_bytes:
+        available_bytes = (rollout.kv_cache_gib or CPU_KV_CACHE_GIB) * GIB
+    else:
+        available_bytes = rollout.gpu_memory_utilization * device_bytes - weight_bytes(config)
+        bytes_per_sequence += LOGIT_COPIES * (1 + mtp.num_drafted(config)) * shape.vocab_size * 4
+    num_prompts = round_up(config.data.train_batch_size * tp, world_size) // world_size
+    num_drawn = num_prompts * rollout.n
+    return max(1, min(num_drawn, int(available_bytes / bytes_per_sequence), MAX_NUM_SEQS))
+
+
+def kv_bytes_per_token(config: DictConfig, shape) -> int:
+    """Return the bytes of one token's keys and values on one rank; each has at least one head."""
+    dim = head_dim(shape)
+    key_width = attention_widths(shape)[1]
+    width_on_rank = max(dim, key_width // dim // config.rollout.tensor_parallel_size * dim)
+    itemsize = getattr(torch, config.engine.compute_dtype).itemsize
+    return 2 * shape.num_hidden_layers * width_on_rank * itemsize
+
+
+def weight_bytes(config: DictConfig) -> float:
+    """Return the bytes of the weights on one rank of a vLLM."""
+    model = build_on_meta(
+        read_hf_config(config.model.path), torch.float32, images=config.model.images
+    )
+    num_numbers = sum(parameter.numel() for parameter in model.parameters())
+    itemsize = getattr(torch, config.engine.compute_dtype).itemsize
+    return num_numbers * itemsize / config.rollout.tensor_parallel_size

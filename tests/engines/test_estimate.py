@@ -1,0 +1,163 @@
+"""The FSDP engine's estimate of memory, compared with what a really built engine holds."""
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig
+from torch.distributed.fsdp import FSDPModule
+
+from config import load
+from data.batching.batch import Batch, bounds
+from engines.fsdp.engine import FSDPEngine
+from engines.memory import LABELS, Estimate
+from tests.support.models import make_model
+
+CPU = torch.device("cpu")
+NUM_TOKENS = 48
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return make_model(tmp_path_factory.mktemp("memory") / "llama", "llama")
+
+
+def make_config(model: Path, *pairs: str) -> DictConfig:
+    settings = [
+        f"model.path={model}",
+        "data.train_files=none",
+        f"data.max_tokens_per_micro_batch={NUM_TOKENS}",
+        "engine.torch_compile=never",
+        "engine.activation_checkpointing=false",
+        f"engine.log_prob_chunk_size={NUM_TOKENS}",
+    ]
+    return load("sft.yaml", [*settings, *pairs])
+
+
+def make_batch() -> Batch:
+    ids = torch.randint(3, 90, (NUM_TOKENS,), generator=torch.Generator().manual_seed(0))
+    return Batch(ids, bounds(torch.tensor([NUM_TOKENS])))
+
+
+def negative_log_likelihood(log_probs, entropy, batch_fields):
+    return -log_probs.sum() / NUM_TOKENS, {}
+
+
+def build_and_estimate(config: DictConfig) -> tuple[FSDPEngine, Estimate]:
+    engine = FSDPEngine(config, CPU, total_steps=2)
+    (estimate,) = FSDPEngine.estimate_memory(config, 1, "cpu")
+    return engine, estimate
+
+
+def count_bytes(tensors) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def gradient_bytes(engine: FSDPEngine) -> int:
+    """Take a step, and return the bytes of the gradients that the optimizer saw."""
+    seen = []
+    parameters = list(engine.model.parameters())
+
+    def record(optimizer, args, kwargs) -> None:
+        seen.append(count_bytes(p.grad for p in parameters if p.grad is not None))
+
+    handle = engine.optimizers[0].register_step_pre_hook(record)
+    engine.train_batch(make_batch(), negative_log_likelihood, 0)
+    handle.remove()
+    return seen[0]
+
+
+@pytest.mark.parametrize("pairs", [(), ("model.lora.rank=4",)], ids=["whole", "lora"])
+def test_states_are_what_the_engine_holds(model, pairs):
+    engine, estimate = build_and_estimate(make_config(model, *pairs))
+    assert estimate.parameters == count_bytes(engine.model.parameters())
+    assert estimate.gradients == gradient_bytes(engine)
+    moments = []
+    for state in engine.optimizers[0].state.values():
+        moments += [tensor for tensor in state.values() if tensor.ndim > 0]
+    assert estimate.optimizer == count_bytes(moments)
+    if not pairs:
+        state = engine.state()
+        num_bytes = count_bytes(state["model"].values()) + count_bytes(moments)
+        assert FSDPEngine.checkpoint_bytes(engine.config) == num_bytes
+
+
+def test_gathered_weights_and_unreduced_gradients_are_those_of_the_groups(model):
+    """One rank that computes in another dtype than it stores is sharded by FSDP as well."""
+    config = make_config(model, "engine.param_dtype=float32", "engine.compute_dtype=bfloat16")
+    engine, estimate = build_and_estimate(config)
+    in_layers = []
+    in_root = 0
+    for module in engine.model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        group = module._get_fsdp_state()._fsdp_param_group
+        number = sum(parameter._orig_size.numel() for parameter in group.fsdp_params)
+        if module is engine.model:
+            in_root = number
+        else:
+            in_layers.append(number)
+    # In bf16, two layers at a time: the root stays.
+    assert estimate.gathered_weights == (in_root + 2 * max(in_layers)) * 2
+    # In bf16, and reduced in fp32.
+    assert config.engine.reduce_dtype == "float32"
+    assert estimate.unreduced_gradients == (in_root + max(in_layers)) * (2 + 4)
+
+
+def test_nothing_is_gathered_without_sharding(model):
+    _, estimate = build_and_estimate(make_config(model, "engine.compute_dtype=float32"))
+    assert estimate.gathered_weights == 0
+    assert estimate.unreduced_gradients == 0
+
+
+def test_activations_are_about_what_autograd_keeps(model):
+    config = make_config(model, "engine.compute_dtype=float32")
+    engine, estimate = build_and_estimate(config)
+    parameters = {p.untyped_storage().data_ptr() for p in engine.model.parameters()}
+    kept = {}
+
+    def record(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters and tensor.is_floating_point():
+            kept[storage.data_ptr()] = tensor  # holds it, so that its address stays taken
+        return tensor
+
+    (micro_batch,) = engine._laid_out(make_batch(), engine.divide_share([NUM_TOKENS]))
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
+        outputs = engine.hf.get_decoder()(
+            input_ids=micro_batch.input_ids,
+            position_ids=micro_batch.positions.expand_as(micro_batch.input_ids),
+            use_cache=False,
+            **micro_batch.packing.arguments(),
+        )
+    assert outputs[0].requires_grad
+    num_bytes = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    assert estimate.activations == pytest.approx(num_bytes, rel=0.25)
+
+
+def test_the_head_holds_one_chunk(model):
+    engine, estimate = build_and_estimate(make_config(model, "engine.compute_dtype=float32"))
+    num_logits = NUM_TOKENS * engine.hf_config.vocab_size
+    # The logits and their gradient, and two fp32 copies without torch.compile.
+    assert estimate.chunk_logits == num_logits * (4 + 4 + 8)
+    output_matrix = engine.hf.get_output_embeddings().weight
+    assert estimate.output_matrix_gradient == output_matrix.numel() * 4
+
+
+def test_the_total_counts_each_term_once():
+    terms = [field.name for field in fields(Estimate) if field.name in LABELS]
+    terms.remove("waiting_on_host")
+    powers = {name: 2**exponent for exponent, name in enumerate(terms)}
+    estimate = Estimate(**powers, waiting_on_host=1000)
+    assert estimate.device_total == 2 ** len(terms) - 1
+    assert estimate.rows()["device total"] == estimate.device_total
+    assert len(estimate.rows()) == len(LABELS)
