@@ -17,6 +17,18 @@ LAYOUTS = [
 ]
 
 
+def layouts_on_ranks(*group_sizes: int) -> list[tuple[Layout, int]]:
+    """Return the layouts that there are with each number of ranks.
+
+    Padded rows are only divided over ranks in zigzag.
+    """
+    cases = []
+    for layout, num_ranks in itertools.product(LAYOUTS, group_sizes):
+        if num_ranks == 1 or layout.is_packed or layout.is_zigzag:
+            cases.append((layout, num_ranks))
+    return cases
+
+
 class FakeGroup:
     """One rank of a group that never communicates."""
 
@@ -36,11 +48,14 @@ def make_batch(lengths: list[int] = LENGTHS) -> Batch:
     loss_mask = torch.ones(num_tokens)
     loss_mask[::4] = 0
     fields = {"loss_mask": loss_mask}
-    return Batch(torch.arange(100, 100 + num_tokens), bounds(torch.tensor(lengths)), fields)
+    return Batch(
+        torch.arange(100, 100 + num_tokens),
+        bounds(torch.tensor(lengths, dtype=torch.int64)),
+        fields,
+    )
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout, num_ranks", layouts_on_ranks(1, 2, 4), ids=str)
 def test_every_token_is_read_once(layout, num_ranks):
     batch = make_batch()
     ids = []
@@ -52,8 +67,7 @@ def test_every_token_is_read_once(layout, num_ranks):
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout, num_ranks", layouts_on_ranks(1, 2, 4), ids=str)
 def test_tokens_are_predicted_from_an_earlier_token(layout, num_ranks, ahead):
     """The slot of a prediction holds the token 1 + ahead positions before its target."""
     batch = make_batch()
@@ -93,7 +107,7 @@ def test_predictions_return_to_their_tokens(layout):
     assert torch.equal(predictions, batch.input_ids * is_predicted.float())
 
 
-@pytest.mark.parametrize("layout, num_ranks", itertools.product(LAYOUTS, [1, 2]), ids=str)
+@pytest.mark.parametrize("layout, num_ranks", layouts_on_ranks(1, 2), ids=str)
 def test_a_micro_batch_without_tokens_is_padding(layout, num_ranks):
     micro_batch = lay_out(make_batch([]), layout, FakeGroup(0, num_ranks), torch.device("cpu"))
     assert micro_batch.num_tokens == 0
