@@ -1,4 +1,4 @@
-"""The cases of test_adapters.py for one launch with one vLLM: it writes down numbers, which test_adapters.py judges.
+"""Run the cases of test_adapters.py for one launch with one vLLM, and write down numbers.
 
     torchrun --nproc-per-node N tests/rollout/adapters_worker.py FOLDER NAME
 
@@ -22,11 +22,15 @@ from engines.parallel import device
 from profiling import Profiler
 from rl.roles import Roles
 from rollout.vllm.sampling import request_seed
-from tests.rollout.rollout_worker import make_prompts, told
+from tests.rollout.launches import error_of, make_prompts
 from tests.support.training import gather
 
-NUM_UPDATES, COUNT, MAX_PROMPT = 5, 12, 64
-BLOCK = 32  # tokens of a block of the KV cache; prompts have several, which must not outlive their weights
+NUM_UPDATES = 5
+NUM_PROMPTS = 12
+MAX_PROMPT = 64
+# Tokens of a block of the KV cache. Prompts have several blocks, which must not outlive the weights
+# that they were computed with.
+BLOCK = 32
 SETTINGS = [
     "data.train_files=unused",
     "engine.compute_dtype=float32",
@@ -48,12 +52,11 @@ SETTINGS = [
 class Launch:
     ranks: int
     family: str
-    more: str
+    settings: str
 
 
-HOLES = (
-    "model.lora.exclude_modules=[k_proj,up_proj]"  # parts of vLLM's fused layers without adapter
-)
+# Parts of vLLM's fused layers have no adapter then.
+HOLES = "model.lora.exclude_modules=[k_proj,up_proj]"
 LAUNCHES = {
     "merged": Launch(1, "tied", "model.lora.merge=true"),
     "swapped": Launch(1, "gemma3 with images", f"rollout.share_base=never {HOLES}"),
@@ -65,21 +68,22 @@ LAUNCHES = {
 
 
 def main(folder: Path, name: str) -> None:
-    this_device, launch, results = device.init(), LAUNCHES[name], {}
+    this_device = device.init()
+    case = LAUNCHES[name]
+    results = {}
     vllm.LLM = functools.partial(vllm.LLM, block_size=BLOCK)
-    config = load(
-        "ppo.yaml", [f"model.path={folder / launch.family}", *SETTINGS, *launch.more.split()]
-    )
+    model = f"model.path={folder / case.family}"
+    config = load("ppo.yaml", [model, *SETTINGS, *case.settings.split()])
     torch.manual_seed(dist.get_rank())
     roles = Roles(config, this_device, None, None, Profiler(), NUM_UPDATES)
     roles.start_rollout()
-    rollout = roles.rollout
-    results["base updates"] = count_calls(rollout, "update_weights")
+    base_updates = record_calls(roles.rollout, "update_weights")
     results["updates"] = [update(roles, config, step) for step in range(NUM_UPDATES + 1)]
-    results["base updates"] = results["base updates"]()
+    results["base updates"] = len(base_updates)
     results["protocol"] = protocol(roles)
+    traps = TRAPS[name.partition("_")[0]]
     results["traps"] = {
-        trap.__name__: gather(told(lambda: trap(roles))) for trap in TRAPS[name.partition("_")[0]]
+        trap.__name__: gather(error_of(functools.partial(trap, roles))) for trap in traps
     }
     if dist.get_rank() == 0:
         (folder / f"{name}.json").write_text(json.dumps(results))
@@ -88,163 +92,181 @@ def main(folder: Path, name: str) -> None:
     device.shutdown()
 
 
-def count_calls(rollout, name: str):
-    calls, method = [], getattr(rollout, name)
-    setattr(rollout, name, lambda *arguments: calls.append(0) or method(*arguments))
-    return lambda: len(calls)
+def record_calls(rollout, name: str) -> list:
+    """Return a list that gets an entry whenever the method of this name is called."""
+    method = getattr(rollout, name)
+    calls = []
+
+    def record(*arguments):
+        calls.append(None)
+        return method(*arguments)
+
+    setattr(rollout, name, record)
+    return calls
 
 
 def update(roles: Roles, config, step: int) -> dict:
-    """A round: adapters move, by an optimizer step or to random numbers, and vLLM generates with them."""
-    actor, rollout = roles.actor, roles.rollout
+    """Run a round: adapters change, by an optimizer step or to random numbers; vLLM generates."""
+    actor = roles.actor
+    rollout = roles.rollout
     if step > 0 and step % 2 == 0:
         scatter(roles)
     roles.wake()
-    question = (
-        make_prompts(COUNT, MAX_PROMPT),
-        [request_seed(step, i) for i in range(COUNT)],
+    requests = (
+        make_prompts(NUM_PROMPTS, MAX_PROMPT),
+        [request_seed(step, i) for i in range(NUM_PROMPTS)],
         OmegaConf.merge(config.rollout, {"stop": []}),
     )
-    batch, _ = rollout.generate(*question)
-    closed = rollout.closed_batch_share
+    batch, _ = rollout.generate(*requests)
+    closed_batch_share = rollout.closed_batch_share
     rollout.llm.reset_prefix_cache()
     with replaced(rollout, scheduler=None):
-        vllms = rollout.generate(*question)[0]
-    own = actor.log_probs(batch)[0]
+        vllm_batch, _ = rollout.generate(*requests)
+    fields_equal = [
+        torch.equal(values, vllm_batch.fields[name]) for name, values in batch.fields.items()
+    ]
+    log_probs = actor.log_probs(batch)[0]
     with actor.without_adapters():
-        base = actor.log_probs(batch)[0]
-    asked = batch.fields["loss_mask"] > 0
+        base_log_probs = actor.log_probs(batch)[0]
+    is_response = batch.fields["loss_mask"] > 0
+    gaps = (log_probs.cpu() - batch.fields["rollout_log_probs"])[is_response].abs()
+    effects = (log_probs - base_log_probs).cpu()[is_response].abs()
     roles.sleep()
-
-    def loss_fn(log_probs, entropy, fields):
-        return -(log_probs * fields["loss_mask"]).sum() / 100, {}
-
     if step % 2 == 0:
-        actor.train_batch(batch.select(range(actor.dp_rank, COUNT, actor.dp_size)), loss_fn, step)
+        local = range(actor.dp_rank, NUM_PROMPTS, actor.dp_size)
+        actor.train_batch(batch.select(local), imitation_loss, step)
     return {
-        "gap": gather((own.cpu() - batch.fields["rollout_log_probs"])[asked].abs().max().item()),
-        "closed": closed,
-        "as vLLM's": all(
-            torch.equal(x, y)
-            for x, y in (
-                (batch.input_ids, vllms.input_ids),
-                *((batch.fields[k], vllms.fields[k]) for k in batch.fields),
-            )
-        ),
-        "effect": (own - base).cpu()[asked].abs().max().item(),
+        "gap": gather(gaps.max().item()),
+        "closed": closed_batch_share,
+        "equals vLLM's scheduler": torch.equal(batch.input_ids, vllm_batch.input_ids)
+        and all(fields_equal),
+        "effect": effects.max().item(),
     }
 
 
+def imitation_loss(log_probs, entropy, fields):
+    return -(log_probs * fields["loss_mask"]).sum() / 100, {}
+
+
 def scatter(roles: Roles, seed: int = 0, factor: float = 1.0) -> None:
-    """Random numbers in every adapter, the same on all ranks."""
+    """Fill every adapter with random numbers, the same on all ranks; B times `factor`."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in roles.actor.hf.named_parameters():
-        if ".lora_" in name:
-            full = (
-                torch.randn(parameter.shape, generator=generator)
-                * 0.1
-                * (factor if "lora_B" in name else 1)
-            )
-            local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-            rows = full.chunk(dist.get_world_size())
-            with torch.no_grad():
-                local.copy_(full if local.shape == full.shape else rows[dist.get_rank()])
+        if ".lora_" not in name:
+            continue
+        full = torch.randn(parameter.shape, generator=generator) * 0.1
+        if "lora_B" in name:
+            full *= factor
+        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        if local.shape != full.shape:
+            full = full.chunk(dist.get_world_size())[dist.get_rank()]
+        with torch.no_grad():
+            local.copy_(full)
 
 
 def protocol(roles: Roles) -> list:
-    """What each call does that comes too early; all are asleep before."""
-    rollout, actor = roles.rollout, roles.actor
-    generate = lambda: rollout.generate(
-        make_prompts(2), [0, 1], OmegaConf.merge(actor.config.rollout, {"stop": []})
-    )
+    """Return the errors of calls that come too early. Everything sleeps at first."""
+    rollout = roles.rollout
+    actor = roles.actor
+
+    def generate():
+        sampling = OmegaConf.merge(actor.config.rollout, {"stop": []})
+        rollout.generate(make_prompts(2), [0, 1], sampling)
+
+    def update_adapter():
+        rollout.update_adapter(actor.export_adapter())
+
     steps = [("generate asleep", generate)]
     if rollout.adapter:
-        steps += [("adapter asleep", lambda: rollout.update_adapter(actor.export_adapter()))]
+        steps.append(("adapter asleep", update_adapter))
     steps += [
-        ("wake weights", lambda: rollout.wake("weights")),
+        ("wake weights", functools.partial(rollout.wake, "weights")),
         ("generate before the adapter", generate),
-        ("cache before the adapter", lambda: rollout.wake("kv_cache")),
+        ("cache before the adapter", functools.partial(rollout.wake, "kv_cache")),
         ("all", roles.wake),
         ("generate", generate),
         ("sleep", roles.sleep),
     ]
-    return [(what, gather(told(action))) for what, action in steps]
+    return [(name, gather(error_of(step))) for name, step in steps]
 
 
-# -- negative controls: all but tiny() and views() have to stop at the probe ----------------------------------------------------
+# -- negative controls: the probe has to stop all of them except tiny() and views() ---------------
 
 
-def fresh_base(roles: Roles, weights) -> None:
-    """Send a base of one's own choice, and all else as ever."""
+def push_base(roles: Roles, weights) -> None:
+    """Send these weights as the base, and everything else as usual."""
     roles.rollout.sleep()
     roles.rollout.wake("weights")
     roles.rollout.update_weights(weights)
     roles.wake()
 
 
+def push_adapter(roles: Roles) -> None:
+    roles.rollout.sleep()
+    roles.wake()
+
+
 def merged_base(roles: Roles) -> None:
-    fresh_base(roles, roles.actor.export_weights())
+    push_base(roles, roles.actor.export_weights())
 
 
 def other_base(roles: Roles) -> None:
-    fresh_base(roles, ((name, x + 0.05 * (x.ndim == 1)) for name, x in plain_weights(roles)))
+    weights = ((name, x + 0.05 * (x.ndim == 1)) for name, x in plain_weights(roles))
+    push_base(roles, weights)
 
 
 def applied_twice(roles: Roles) -> None:
     with replaced(roles.rollout.adapter, scale=2 * roles.rollout.adapter.scale):
-        fresh_adapter(roles)
+        push_adapter(roles)
 
 
 def not_applied(roles: Roles) -> None:
     with replaced(roles.rollout, lora_request=None):
-        fresh_adapter(roles)
+        push_adapter(roles)
 
 
 def tiny_not_applied(roles: Roles) -> None:
-    """Of adapters that change log-probabilities by a few ten-thousandths."""
+    """The adapters change log-probabilities by a few ten-thousandths."""
     scatter(roles, factor=1e-4)
     not_applied(roles)
 
 
 def tiny(roles: Roles) -> None:
-    fresh_adapter(roles)
+    push_adapter(roles)
 
 
 def views(roles: Roles) -> None:
-    """Matrices that begin inside a larger storage, as collectives may return them."""
-    exported = [
-        (name, torch.cat([x.new_zeros(3), x.flatten()])[3:].view_as(x))
-        for name, x in roles.actor.export_adapter()
-    ]
+    """The matrices begin inside a larger storage, as collectives may return them."""
+    exported = []
+    for name, matrix in roles.actor.export_adapter():
+        storage = torch.cat([matrix.new_zeros(3), matrix.flatten()])
+        exported.append((name, storage[3:].view_as(matrix)))
     with replaced(roles.actor, export_adapter=lambda: iter(exported)):
-        fresh_adapter(roles)
+        push_adapter(roles)
 
 
 def not_merged(roles: Roles) -> None:
     with replaced(roles.actor, export_weights=lambda **_: plain_weights(roles)):
-        fresh_adapter(roles)
+        push_adapter(roles)
 
 
 def plain_weights(roles: Roles):
+    """Yield the base's weights without the adapters."""
     with roles.actor.without_adapters():
         yield from type(roles.actor).export_weights(roles.actor)
 
 
-def fresh_adapter(roles: Roles) -> None:
-    roles.rollout.sleep()
-    roles.wake()
-
-
 @contextmanager
-def replaced(whose, **attributes):
-    before = {name: getattr(whose, name) for name in attributes}
+def replaced(owner, **attributes):
+    """Within this block, attributes of `owner` have these values."""
+    originals = {name: getattr(owner, name) for name in attributes}
     for name, value in attributes.items():
-        setattr(whose, name, value)
+        setattr(owner, name, value)
     try:
         yield
     finally:
-        for name, value in before.items():
-            setattr(whose, name, value)
+        for name, value in originals.items():
+            setattr(owner, name, value)
 
 
 SWAPPED_TRAPS = (views, applied_twice, not_applied, tiny_not_applied, tiny)

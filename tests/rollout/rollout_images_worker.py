@@ -1,4 +1,4 @@
-"""The cases with images of test_rollout.py for one vLLM: it writes down numbers, which test_rollout.py judges.
+"""Run the cases with images of test_rollout_images.py with one vLLM, and write down numbers.
 
     torchrun --nproc-per-node 1 tests/rollout/rollout_images_worker.py FOLDER
 
@@ -21,17 +21,20 @@ from engines.parallel import device
 from rollout.vllm.engine import Rollout
 from rollout.vllm.image_prompts import ImagePrompt
 
-MAX_TOKENS, GROUP = 12, 3
-# One after the other, the sizes (height, width) of a prompt's images: tokens are 28 x 28 pixels.
+MAX_TOKENS = 12
+GROUP_SIZE = 3
+PLACEHOLDER = 262  # the token that stands for a part of an image
+# The sizes (height, width) of each prompt's images. A token is 28 x 28 pixels.
 SIZES = [[], [(56, 84)], [(28, 112), (56, 56)], [(84, 28)], []]
-MANY = [
-    [(28 * 16, 28 * 14)]
-] * 12  # of 224 tokens each: prompts have two blocks of the KV cache, of 16, and soon need a third
-KEPT = 500  # tokens that vLLM keeps the features of, as if steps in flight had all others
+# Of 224 tokens each: prompts fill two of the 16 blocks of the KV cache, and soon need a third.
+MANY_SIZES = [[(28 * 16, 28 * 14)]] * 12
+# Tokens whose features vLLM keeps, as if steps in flight took the rest.
+FEATURE_CACHE_TOKENS = 500
 
 
 def main(folder: Path) -> None:
-    this_device, results = device.init(), {}
+    this_device = device.init()
+    results = {}
     config = load(
         "ppo.yaml",
         [
@@ -52,74 +55,90 @@ def main(folder: Path) -> None:
     def push(name):
         rollout.sleep()
         rollout.wake("weights")
-        rollout.update_weights(weights_of(folder / "model", name).items())
+        rollout.update_weights(changed_weights(folder / "model", name).items())
         rollout.wake("kv_cache")
 
-    def ask(sizes, n=GROUP, **sampling):
-        inputs, shown = zip(
-            *(asked(processor, *each) for each in enumerate(sizes) for _ in range(n))
-        )
-        return rollout.generate(
-            [x["input_ids"][0].tolist() for x in inputs],
-            range(len(inputs)),
-            OmegaConf.merge(config.rollout, sampling),
-            shown,
-        )
+    def generate(sizes, group_size=GROUP_SIZE, **sampling):
+        prompts = []
+        image_prompts = []
+        for number, image_sizes in enumerate(sizes):
+            for _ in range(group_size):
+                inputs, image_prompt = make_prompt(processor, number, image_sizes)
+                prompts.append(inputs["input_ids"][0].tolist())
+                image_prompts.append(image_prompt)
+        merged = OmegaConf.merge(config.rollout, sampling)
+        return written(*rollout.generate(prompts, range(len(prompts)), merged, image_prompts))
 
     for name in WEIGHTS:
         push(name)
-        results[name] = written(*ask(SIZES))
-        results[f"{name}, greedy"] = written(*ask(SIZES, 1, temperature=0.0))
+        results[name] = generate(SIZES)
+        results[f"{name}, greedy"] = generate(SIZES, 1, temperature=0.0)
     push("as they are")
-    texts = [asked(processor, 0, [])[1].input_ids] * GROUP
-    results["text"] = written(*rollout.generate(texts, range(GROUP), config.rollout))
-    scheduler, features = rollout.scheduler, rollout.scheduler.encoder_cache_manager
-    features.cache_size = features.num_free_slots = features.num_freeable_slots = KEPT
-    results["many"] = written(*ask(MANY, 1))
-    results["steps"] = scheduler.num_steps, scheduler.num_vllm_steps
-    rollout.scheduler = None  # vLLM's own code
-    results["vLLM's"], results["vLLM's many"] = written(*ask(SIZES)), written(*ask(MANY, 1))
-    inputs, (ids, _) = asked(processor, 2, SIZES[2])
-    for said, size in (("another size", (56, 84, 3)), ("too long", (448, 448, 3))):
+    texts = [make_prompt(processor, 0, [])[1].input_ids] * GROUP_SIZE
+    results["text"] = written(*rollout.generate(texts, range(GROUP_SIZE), config.rollout))
+    scheduler = rollout.scheduler
+    features = scheduler.encoder_cache_manager
+    features.cache_size = FEATURE_CACHE_TOKENS
+    features.num_free_slots = FEATURE_CACHE_TOKENS
+    features.num_freeable_slots = FEATURE_CACHE_TOKENS
+    results["many"] = generate(MANY_SIZES, 1)
+    results["steps"] = [scheduler.num_steps, scheduler.num_vllm_steps]
+    rollout.scheduler = None  # from here on, vLLM's own code
+    results["vLLM's"] = generate(SIZES)
+    results["vLLM's many"] = generate(MANY_SIZES, 1)
+    inputs, (ids, _) = make_prompt(processor, 2, SIZES[2])
+    for name, shape in (("another size", (56, 84, 3)), ("too long", (448, 448, 3))):
+        wrong_images = [np.zeros(shape, np.uint8)] * 2
         try:
             rollout.generate(
                 inputs["input_ids"].tolist(),
                 [0],
                 config.rollout,
-                [ImagePrompt(ids, [np.zeros(size, np.uint8)] * 2)],
+                [ImagePrompt(ids, wrong_images)],
             )
         except InputError as error:
-            results[said] = str(error)
+            results[name] = str(error)
     (folder / "results.json").write_text(json.dumps(results))
     rollout.shutdown()
     device.shutdown()
 
 
-# What vLLM is given: name -> the changed tensors.
+def with_another_tower(weights: dict) -> dict:
+    changed = {}
+    for name, weight in weights.items():
+        if name.startswith("visual.") and "layers.1.mlp" in name:
+            generator = torch.Generator().manual_seed(1)
+            changed[name] = weight + torch.randn(weight.shape, generator=generator) / 5
+    return changed
+
+
+def with_another_projector(weights: dict) -> dict:
+    name = "mlp_AR.linear_1.weight"
+    return {name: weights[name] * 1.5}
+
+
+def with_likely_placeholders(weights: dict) -> dict:
+    """The model often samples the token that stands for an image."""
+    is_placeholder = torch.arange(266) == PLACEHOLDER
+    return {"lm_head.weight": weights["lm_head.weight"] * (1 + 8 * is_placeholder[:, None])}
+
+
+# Name of a round -> a function that returns the tensors that are changed in it.
 WEIGHTS = {
     "as they are": lambda weights: {},
-    "another tower": lambda weights: {
-        name: x + torch.randn(x.shape, generator=torch.Generator().manual_seed(1)) / 5
-        for name, x in weights.items()
-        if name.startswith("visual.") and "layers.1.mlp" in name
-    },
-    "another projector": lambda weights: {
-        name: x * 1.5 for name, x in weights.items() if name == "mlp_AR.linear_1.weight"
-    },
-    # The model often says what stands for an image.
-    "placeholders": lambda weights: {
-        "lm_head.weight": weights["lm_head.weight"] * (1 + 8 * (torch.arange(266) == 262)[:, None])
-    },
+    "another tower": with_another_tower,
+    "another projector": with_another_projector,
+    "placeholders": with_likely_placeholders,
 }
 
 
-def weights_of(path: Path, name: str) -> dict[str, torch.Tensor]:
+def changed_weights(path: Path, name: str) -> dict[str, torch.Tensor]:
     weights = load_file(path / "model.safetensors")
     return weights | WEIGHTS[name](weights)
 
 
-def asked(processor, number: int, sizes: list) -> tuple[dict, ImagePrompt]:
-    """Prompt number `number`, with images of these sizes: what the trainer has of it, and what vLLM is shown."""
+def make_prompt(processor, number: int, sizes: list) -> tuple[dict, ImagePrompt]:
+    """Return a prompt with images of these sizes, as the trainer's inputs and as vLLM takes it."""
     images = [
         np.random.default_rng([number, i]).integers(0, 256, (*size, 3), np.uint8)
         for i, size in enumerate(sizes)
@@ -130,10 +149,9 @@ def asked(processor, number: int, sizes: list) -> tuple[dict, ImagePrompt]:
     text = processor.apply_chat_template(
         [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
     )
-    found = processor(
-        text=[text], images=[*map(Image.fromarray, images)] or None, return_tensors="pt"
-    )
-    return found, ImagePrompt(processor.tokenizer(text)["input_ids"], images)
+    pictures = [Image.fromarray(image) for image in images]
+    inputs = processor(text=[text], images=pictures or None, return_tensors="pt")
+    return inputs, ImagePrompt(processor.tokenizer(text)["input_ids"], images)
 
 
 def written(batch, truncated) -> dict:

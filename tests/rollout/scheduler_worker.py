@@ -1,9 +1,9 @@
-"""Batches generated with rollout/vllm/scheduler.py and with vLLM's own scheduler, compared to the last bit.
+"""Compare batches generated with rollout/vllm/scheduler.py and with vLLM's own scheduler.
 
-    torchrun --nproc-per-node N tests/rollout/scheduler_worker.py MODEL RESULT.json ROUNDS [KEY=VALUE...]
+    torchrun --nproc-per-node N tests/rollout/scheduler_worker.py MODEL RESULT.json ROUNDS [K=V...]
 
-The model's files name the tokens that end a response. What each round of sleep, new weights and generation gave is written
-down, and how many Python functions were called for each token; test_rollout.py judges it.
+The model's files name the tokens that end a response. Writes down which responses differ in each
+round of sleep, new weights and generation, and how many Python functions were called per token.
 """
 
 import functools
@@ -22,14 +22,18 @@ import vllm
 from omegaconf import OmegaConf
 
 from config import load
+from data.batching.batch import Batch
 from engines.fsdp.engine import FSDPEngine
 from engines.parallel import device
 from rollout.vllm.engine import Rollout
 from rollout.vllm.sampling import request_seed
 
-COUNT, GROUP = 12, 4
-BLOCK = 32  # tokens of a block of the KV cache
-MAX_PROMPT, MAX_TOKENS = 3 * BLOCK, 4 * BLOCK
+NUM_PROMPTS = 12
+GROUP_SIZE = 4
+BLOCK = 32  # tokens of a block of the KV cache: few, so that responses have several blocks
+MAX_PROMPT = 3 * BLOCK
+MAX_TOKENS = 4 * BLOCK
+PROMPT_LENGTHS = (1, 7, BLOCK, MAX_PROMPT - 1, MAX_PROMPT)
 SETTINGS = [
     "data.train_files=unused",
     "engine.compute_dtype=float32",
@@ -50,28 +54,23 @@ SAMPLING = {
     "short": {"max_tokens": 1, "top_k": -1},
     "whole_blocks": {"max_tokens": BLOCK, "top_k": -1},
 }
-HOST = re.compile(r"/vllm/v1/(core|engine|request|outputs)|/rollout/")
+# Files whose functions are counted: scheduler, engine and rollout, but not the model.
+HOST_FILES = re.compile(r"/vllm/v1/(core|engine|request|outputs)|/rollout/")
 
 
-def main(model: str, result: Path, num_rounds: int, *more: str) -> None:
-    this_device, results = device.init(), {}
-    vllm.LLM = functools.partial(
-        vllm.LLM, block_size=BLOCK
-    )  # small ones, so that responses have several
-    config = load("ppo.yaml", [f"model.path={model}", *SETTINGS, *more])
-    engine, rollout = FSDPEngine(config, this_device, 1), Rollout(config, this_device)
-    core = rollout.llm.llm_engine.engine_core.engine_core
+def main(model: str, result: Path, num_rounds: int, *settings: str) -> None:
+    this_device = device.init()
+    results = {}
+    vllm.LLM = functools.partial(vllm.LLM, block_size=BLOCK)
+    config = load("ppo.yaml", [f"model.path={model}", *SETTINGS, *settings])
+    engine = FSDPEngine(config, this_device, 1)
+    rollout = Rollout(config, this_device)
     for number in range(num_rounds):
         push(rollout, engine)
         name = list(SAMPLING)[number % len(SAMPLING)]
         results[f"{number} {name}"] = compare(rollout, config, SAMPLING[name], number)
         if number + 1 == len(SAMPLING):
-            # From now on as on an accelerator, where a step is scheduled before the last one's tokens are known.
-            core.batch_queue_size, core.batch_queue, core.step_fn = (
-                2,
-                deque(maxlen=2),
-                core.step_with_batch_queue,
-            )
+            schedule_asynchronously(rollout)
     if dist.get_rank() == 0:
         result.write_text(json.dumps(results))
     dist.barrier()
@@ -79,8 +78,16 @@ def main(model: str, result: Path, num_rounds: int, *more: str) -> None:
     device.shutdown()
 
 
+def schedule_asynchronously(rollout: Rollout) -> None:
+    """Schedule each step before the last one's tokens are known, as on an accelerator."""
+    core = rollout.llm.llm_engine.engine_core.engine_core
+    core.batch_queue_size = 2
+    core.batch_queue = deque(maxlen=2)
+    core.step_fn = core.step_with_batch_queue
+
+
 def push(rollout: Rollout, engine: FSDPEngine) -> None:
-    """A round: sleep, other weights, wake."""
+    """Sleep, get other weights, and wake."""
     rollout.sleep()
     with torch.no_grad():
         for parameter in engine.model.parameters():
@@ -90,96 +97,98 @@ def push(rollout: Rollout, engine: FSDPEngine) -> None:
     rollout.wake("kv_cache")
 
 
-def compare(rollout: Rollout, config, sampling: dict, number: int) -> dict:
-    """One batch, drawn by Rollout.generate() and by LLM.generate(), where a request with a seed and n=GROUP draws from the seeds
-    that follow it (unless it is greedy)."""
-    rng, sampling = random.Random(number), OmegaConf.merge(config.rollout, sampling)
-    prompts = [
-        [
-            rng.randrange(15, 250)
-            for _ in range(rng.choice((1, 7, BLOCK, MAX_PROMPT - 1, MAX_PROMPT)))
-        ]
-        for _ in range(COUNT)
+def compare(rollout: Rollout, config, changes: dict, number: int) -> dict:
+    """Generate a batch with Rollout.generate() and with LLM.generate(), and compare them.
+
+    In vLLM, a request with a seed and n=GROUP_SIZE draws from the seeds that follow it, too, unless
+    it is greedy.
+    """
+    sampling = OmegaConf.merge(config.rollout, changes)
+    group_size = 1 if sampling.temperature == 0 else GROUP_SIZE
+    prompts = make_prompts(number) * (GROUP_SIZE // group_size)
+    params = [
+        rollout.sampling_params(sampling, request_seed(number, i)) for i in range(len(prompts))
     ]
-    n = 1 if sampling.temperature == 0 else GROUP
-    prompts *= GROUP // n
-    params = [rollout.sampling_params(sampling, request_seed(number, i)) for i in range(len(prompts))]
+    counts_calls = number == 1
     rollout.llm.reset_prefix_cache()
-    with calls(number == 1) as own_calls:
+    with python_calls(counts_calls) as calls:
         batch, truncated = rollout.generate(
-            [prompt for prompt in prompts for _ in range(n)],
-            [p.seed + k for p in params for k in range(n)],
+            [prompt for prompt in prompts for _ in range(group_size)],
+            [p.seed + k for p in params for k in range(group_size)],
             sampling,
         )
     rollout.llm.reset_prefix_cache()
     for p in params:
-        p.n = n
-    with calls(number == 1) as vllm_calls:
+        p.n = group_size
+    with python_calls(counts_calls) as vllm_calls:
         answers = rollout.llm.generate(
             [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
         )
-    expected, num_tokens = (
-        [response for answer in answers for response in answer.outputs],
-        int(batch.fields["loss_mask"].sum()),
-    )
-    differ = []
-    for i, (response, mask, *mine) in enumerate(
-        zip(
-            expected,
-            *(
-                x.split(batch.lengths)
-                for x in (
-                    batch.fields["loss_mask"],
-                    batch.input_ids,
-                    *(
-                        batch.fields[k]
-                        for k in ("rollout_log_probs", "kept_words")
-                        if k in batch.fields
-                    ),
-                )
-            ),
-        )
-    ):
-        mine, width = (
-            [x[mask > 0].tolist() for x in mine],
-            len(response.logprobs.logprobs) // len(response.token_ids),
-        )
-        log_probs = response.logprobs.logprobs
-        words = [
-            -1 if log_p == -math.inf else word
-            for word, log_p in zip(response.logprobs.token_ids, log_probs)
-        ]
-        theirs = [
-            list(response.token_ids),
-            log_probs[::width],
-            [words[j : j + width] for j in range(0, len(words), width)],
-        ]
-        if mine != theirs[: len(mine)] or (response.finish_reason == "length") != truncated[i]:
-            differ.append(i)
+    expected = [response for answer in answers for response in answer.outputs]
+    differing = []
+    for i, (response, columns) in enumerate(zip(expected, response_columns(batch))):
+        vllm_columns = columns_of(response)
+        is_truncated = response.finish_reason == "length"
+        if columns != vllm_columns[: len(columns)] or is_truncated != truncated[i]:
+            differing.append(i)
     scheduler = rollout.scheduler
+    num_tokens = int(batch.fields["loss_mask"].sum())
     return {
-        "differ": differ,
+        "differ": differing,
         "responses": len(expected),
         "tokens": num_tokens,
         "truncated": int(truncated.sum()),
         "steps": scheduler.num_steps,
-        "preempting": scheduler.num_vllm_steps,
-        "own steps": rollout.closed_batch_share,
+        "steps of vLLM": scheduler.num_vllm_steps,
+        "closed batch share": rollout.closed_batch_share,
         "fields": sorted(batch.fields),
         "requests left": len(scheduler.requests),
-        "calls per token": [own_calls[0] / num_tokens, vllm_calls[0] / num_tokens],
+        "calls per token": [calls[0] / num_tokens, vllm_calls[0] / num_tokens],
     }
 
 
+def make_prompts(number: int) -> list[list[int]]:
+    rng = random.Random(number)
+    prompts = []
+    for _ in range(NUM_PROMPTS):
+        length = rng.choice(PROMPT_LENGTHS)
+        prompts.append([rng.randrange(15, 250) for _ in range(length)])
+    return prompts
+
+
+def response_columns(batch: Batch) -> list[list[list]]:
+    """Return (tokens, log-probabilities, kept tokens if there are any) of each response."""
+    names = [name for name in ("rollout_log_probs", "kept_words") if name in batch.fields]
+    columns = [batch.input_ids, *(batch.fields[name] for name in names)]
+    split_columns = [column.split(batch.lengths) for column in columns]
+    masks = batch.fields["loss_mask"].split(batch.lengths)
+    responses = []
+    for mask, *values in zip(masks, *split_columns):
+        responses.append([column[mask > 0].tolist() for column in values])
+    return responses
+
+
+def columns_of(response) -> list[list]:
+    """Return the same of a response by LLM.generate()."""
+    log_probs = response.logprobs.logprobs
+    width = len(log_probs) // len(response.token_ids)
+    kept = [
+        -1 if log_prob == -math.inf else token
+        for token, log_prob in zip(response.logprobs.token_ids, log_probs)
+    ]
+    kept_by_token = [kept[start : start + width] for start in range(0, len(kept), width)]
+    return [list(response.token_ids), log_probs[::width], kept_by_token]
+
+
 @contextmanager
-def calls(enabled: bool):
-    """Counts the Python functions of the scheduler, the engine and the rollout that are called, not those of the model."""
+def python_calls(enabled: bool):
+    """Yield a list whose only element counts the calls of functions in HOST_FILES."""
     count = [0]
 
-    def look(frame, event, _):
-        count[0] += event == "call" and bool(HOST.search(frame.f_code.co_filename))
+    def on_event(frame, event, _):
+        count[0] += event == "call" and bool(HOST_FILES.search(frame.f_code.co_filename))
 
-    sys.setprofile(look if enabled else None)
+    sys.setprofile(on_event if enabled else None)
     try:
         yield count
     finally:

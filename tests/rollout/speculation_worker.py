@@ -1,6 +1,8 @@
-"""What one vLLM generates with a drafter, or without one, in rounds of other weights; test_speculation.py compares.
+"""Generate with one vLLM, with a drafter or without, in rounds of different weights.
 
-torchrun --nproc-per-node N tests/rollout/speculation_worker.py MODEL RESULT.json [KEY=VALUE...]
+    torchrun --nproc-per-node N tests/rollout/speculation_worker.py MODEL RESULT.json [KEY=VALUE...]
+
+test_speculation.py compares the results.
 """
 
 import functools
@@ -18,11 +20,14 @@ from vllm.v1.sample.rejection_sampler import RejectionSampler
 from config import load
 from engines.fsdp.engine import FSDPEngine
 from engines.parallel import device
-from rollout.vllm import speculation
 from rollout.vllm.engine import Rollout
 from rollout.vllm.sampling import request_seed
+from rollout.vllm.speculation import draft_metrics, sample_and_verify
 
-COUNT, MAX_PROMPT, MAX_TOKENS, BLOCK = 24, 48, 40, 32
+NUM_PROMPTS = 24
+MAX_PROMPT = 48
+MAX_TOKENS = 40
+BLOCK = 32  # tokens of a block of the KV cache: few, so that responses have several blocks
 SETTINGS = [
     "data.train_files=unused",
     "engine.compute_dtype=float32",
@@ -33,33 +38,33 @@ SETTINGS = [
     "data.max_tokens_per_micro_batch=2000",
     "rollout.max_num_seqs=256",
 ]
-ALL_WORDS = {"top_k": -1}
+ALL_TOKENS = {"top_k": -1}
 SAMPLING = {
-    "sampled": ALL_WORDS,
-    "cool": {**ALL_WORDS, "temperature": 0.5},
+    "sampled": ALL_TOKENS,
+    "cool": {**ALL_TOKENS, "temperature": 0.5},
     "greedy": {"temperature": 0.0},
     "top_k": {},
-    "top_p": {**ALL_WORDS, "top_p": 0.7},
+    "top_p": {**ALL_TOKENS, "top_p": 0.7},
     "short": {"temperature": 0.0, "max_tokens": 2},
 }
-ROUNDS = {"as it is": 1.0, "without MTP": 0.0, "with MTP again": 1.0}  # the size of the MTP layers
-PROMPT, NUM_DRAWS, DRAWN = (
-    [7, 5, 9, 7],
-    2000,
-    3,
-)  # NUM_DRAWS responses of DRAWN tokens to one prompt
+# Round -> a factor of the MTP layers' weights.
+ROUNDS = {"as it is": 1.0, "without MTP": 0.0, "with MTP again": 1.0}
+# For statistics: NUM_DRAWS responses of DRAWN_TOKENS tokens to one prompt.
+PROMPT = [7, 5, 9, 7]
+NUM_DRAWS = 2000
+DRAWN_TOKENS = 3
 
 
-def main(model: str, result: Path, *more: str) -> None:
-    this_device, results = device.init(), {}
-    vllm.LLM = functools.partial(
-        vllm.LLM, block_size=BLOCK
-    )  # small ones, so that responses have several
-    config = load("ppo.yaml", [f"model.path={model}", *SETTINGS, *more])
-    engine, rollout = FSDPEngine(config, this_device, 1), Rollout(config, this_device)
-    preempted = count_preemptions(rollout)
-    for name, size in ROUNDS.items():
-        push(rollout, engine, size)
+def main(model: str, result: Path, *settings: str) -> None:
+    this_device = device.init()
+    results = {}
+    vllm.LLM = functools.partial(vllm.LLM, block_size=BLOCK)
+    config = load("ppo.yaml", [f"model.path={model}", *SETTINGS, *settings])
+    engine = FSDPEngine(config, this_device, 1)
+    rollout = Rollout(config, this_device)
+    preemptions = record_preemptions(rollout)
+    for name, factor in ROUNDS.items():
+        push(rollout, engine, factor)
         results[name] = {
             sampling: generate(rollout, engine, config, changes)
             for sampling, changes in SAMPLING.items()
@@ -68,11 +73,11 @@ def main(model: str, result: Path, *more: str) -> None:
         with torch.no_grad():
             for parameter in engine.model.parameters():
                 parameter.mul_(1.1)
-    results["preempted"] = len(preempted)
+    results["preempted"] = len(preemptions)
     if rollout.drafter == "mtp" and dist.get_world_size() == 1:
         results["drawn"] = draw(rollout, config)
-        RejectionSampler.forward = without_a_check
-        results["drawn without a check"] = draw(rollout, config)
+        RejectionSampler.forward = sample_without_verifying
+        results["drawn without verifying"] = draw(rollout, config)
     if dist.get_rank() == 0:
         result.write_text(json.dumps(results))
     dist.barrier()
@@ -80,60 +85,70 @@ def main(model: str, result: Path, *more: str) -> None:
     device.shutdown()
 
 
-def push(rollout: Rollout, engine: FSDPEngine, size: float) -> None:
+def push(rollout: Rollout, engine: FSDPEngine, factor: float) -> None:
+    """Send the engine's weights to vLLM, with those of the MTP layers times `factor`."""
     rollout.sleep()
     rollout.wake("weights")
     rollout.update_weights(
-        (name, x * size if ".mtp_layers." in name else x) for name, x in engine.export_weights()
+        (name, weight * factor if ".mtp_layers." in name else weight)
+        for name, weight in engine.export_weights()
     )
     rollout.wake("kv_cache")
 
 
-def count_preemptions(rollout: Rollout) -> list:
-    """Filled with one entry for each of vLLM's own."""
-    scheduler, calls = rollout.llm.llm_engine.engine_core.engine_core.scheduler, []
+def record_preemptions(rollout: Rollout) -> list:
+    """Return a list that gets an entry whenever vLLM preempts a request."""
+    scheduler = rollout.llm.llm_engine.engine_core.engine_core.scheduler
     preempt = scheduler._preempt_request
-    scheduler._preempt_request = lambda *given, **more: calls.append(1) or preempt(*given, **more)
-    return calls
+    preemptions = []
+
+    def record(*arguments, **options):
+        preemptions.append(None)
+        return preempt(*arguments, **options)
+
+    scheduler._preempt_request = record
+    return preemptions
 
 
 def generate(rollout: Rollout, engine: FSDPEngine, config, changes: dict) -> dict:
     rng = random.Random(0)
-    prompts = [
-        [rng.randrange(2, 12) for _ in range(rng.randint(4, MAX_PROMPT))] for _ in range(COUNT)
-    ]
+    prompts = []
+    for _ in range(NUM_PROMPTS):
+        length = rng.randint(4, MAX_PROMPT)
+        prompts.append([rng.randrange(2, 12) for _ in range(length)])
     sampling = OmegaConf.merge(config.rollout, changes)
-    batch, truncated = rollout.generate(
-        prompts, [request_seed(0, i) for i in range(COUNT)], sampling
-    )
-    said = {
+    seeds = [request_seed(0, i) for i in range(NUM_PROMPTS)]
+    batch, truncated = rollout.generate(prompts, seeds, sampling)
+    result = {
         "input_ids": batch.input_ids.tolist(),
         "lengths": batch.lengths,
         "truncated": truncated.tolist(),
-        **{name: x.tolist() for name, x in batch.fields.items()},
+        **{name: values.tolist() for name, values in batch.fields.items()},
     }
     if sampling.temperature == 1 and sampling.top_p == 1:
-        said["gap"] = (
-            (engine.log_probs(batch)[0] - batch.fields["rollout_log_probs"]).abs().max().item()
-        )
-    return said | (speculation.draft_metrics(rollout.drafts.counts) if rollout.drafter else {})
+        gaps = engine.log_probs(batch)[0] - batch.fields["rollout_log_probs"]
+        result["gap"] = gaps.abs().max().item()
+    if rollout.drafter:
+        result |= draft_metrics(rollout.drafts.counts)
+    return result
 
 
 def draw(rollout: Rollout, config) -> list[list[int]]:
-    sampling = OmegaConf.merge(config.rollout, {**ALL_WORDS, "max_tokens": DRAWN})
-    batch, _ = rollout.generate(
-        [PROMPT] * NUM_DRAWS, [request_seed(1, i) for i in range(NUM_DRAWS)], sampling
-    )
+    """Return NUM_DRAWS responses to PROMPT."""
+    sampling = OmegaConf.merge(config.rollout, {**ALL_TOKENS, "max_tokens": DRAWN_TOKENS})
+    seeds = [request_seed(1, i) for i in range(NUM_DRAWS)]
+    batch, _ = rollout.generate([PROMPT] * NUM_DRAWS, seeds, sampling)
     return [ids[len(PROMPT) :].tolist() for ids in batch.input_ids.split(batch.lengths)]
 
 
-def without_a_check(self, metadata, draft_probs, logits, sampling):
-    """As a sampler that takes the first draft of every request for what the model drew."""
-    drawn, place = speculation.sample_and_verify(self, metadata, draft_probs, logits, sampling), 0
-    for row, number in enumerate(metadata.num_draft_tokens):
-        if number:
+def sample_without_verifying(self, metadata, draft_probs, logits, sampling):
+    """Sample as if the first draft of every request were the token that the model drew."""
+    drawn = sample_and_verify(self, metadata, draft_probs, logits, sampling)
+    place = 0
+    for row, num_drafts in enumerate(metadata.num_draft_tokens):
+        if num_drafts:
             drawn.sampled_token_ids[row, 0] = metadata.draft_token_ids[place]
-        place += number
+        place += num_drafts
     return drawn
 
 

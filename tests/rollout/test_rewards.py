@@ -792,9 +792,7 @@ def test_functions_of_verl_and_trl_are_called_as_these_do(make, file):
         ):
             grader.check({"answer": 5})
     with closing(make(f"{file}:accuracy", 1, SLACK)) as grader:
-        said = (
-            "as TRL does, with a group and the columns of its rows; log_extra keeps its default"
-        )
+        said = "as TRL does, with a group and the columns of its rows; log_extra keeps its default"
         assert grader.check(TRL_ROW).endswith(said)
         assert [
             r.score for r in grader.grade([("q", "5", TRL_ROW), ("q", "6", TRL_ROW)], [0, 0])

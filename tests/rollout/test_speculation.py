@@ -11,53 +11,66 @@ from transformers import AutoModelForCausalLM
 
 import engines.model.mtp  # noqa: F401  makes transformers know MiMo
 from config import InputError, load
-from rollout.vllm import speculation
-from tests.rollout.speculation_worker import DRAWN, NUM_DRAWS, PROMPT, ROUNDS, SAMPLING
+from rollout.vllm.speculation import accepted_tokens, check_drafter
+from tests.rollout.speculation_worker import DRAWN_TOKENS, NUM_DRAWS, PROMPT, ROUNDS, SAMPLING
 from tests.support.launch import launch, launch_each
 from tests.support.models import make_model
 
-ROLLOUT_BOUND = 1e-4  # nats, vLLM's log-probabilities from the trainer's, in fp32
-ROUNDING = 2e-5  # nats, of a step with several tokens per response from one with one
-UNLIKELY = 1e-4  # a chance that counts as none
-WORDS, END = 24, 1
+ROLLOUT_BOUND = 1e-4  # nats, between vLLM's log-probabilities and the trainer's, in fp32
+# Nats, between a step with several tokens per response and a step with one.
+ROUNDING = 2e-5
+NEGLIGIBLE = 1e-4  # a probability
+VOCAB_SIZE = 24
+END = 1
 
 
 @dataclass
 class Launch:
+    """A launch of speculation_worker.py.
+
+    max_drafts: The largest number of tokens drafted at once.
+    """
+
     ranks: int
-    more: str
+    settings: str
+    max_drafts: int = 0
 
 
 MTP = "model.mtp.enable=true model.mtp.enable_rollout=true model.mtp.num_speculative_tokens"
 LAUNCHES = {
     "plain": Launch(1, "rollout.kv_cache_gib=0.1"),
-    "mtp": Launch(
-        1, f"{MTP}=2 rollout.kv_cache_gib=0.0018"
-    ),  # 39 blocks for 24 requests of up to 3
+    # 39 blocks for 24 requests of up to 3 blocks, so that vLLM preempts some.
+    "mtp": Launch(1, f"{MTP}=2 rollout.kv_cache_gib=0.0018", max_drafts=2),
     "ngram": Launch(
-        1, "rollout.speculative=ngram rollout.num_speculative_tokens=3 rollout.kv_cache_gib=0.1"
+        1,
+        "rollout.speculative=ngram rollout.num_speculative_tokens=3 rollout.kv_cache_gib=0.1",
+        max_drafts=3,
     ),
-    "mtp_tp2": Launch(2, f"{MTP}=1 rollout.tensor_parallel_size=2 rollout.kv_cache_gib=0.1"),
+    "mtp_tp2": Launch(
+        2, f"{MTP}=1 rollout.tensor_parallel_size=2 rollout.kv_cache_gib=0.1", max_drafts=1
+    ),
 }
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    """A MiMo whose words follow from the last one but for a little, and whose MTP layer knows that. Beside it one of two layers."""
-    path = make_model(
-        tmp_path_factory.mktemp("speculation") / "mimo", "mimo", vocab_size=WORDS, eos_token_id=END
-    )
+    """A MiMo in which the last token nearly determines the next, as its MTP layer knows.
+
+    Beside it, in the directory "two", is one with two MTP layers.
+    """
+    path = tmp_path_factory.mktemp("speculation") / "mimo"
+    make_model(path, "mimo", vocab_size=VOCAB_SIZE, eos_token_id=END)
     make_model(path.parent / "two", "mimo", num_nextn_predict_layers=2)
     (file,) = path.glob("*.safetensors")
     weights = load_file(file)
-    for name, x in weights.items():
+    for name, weight in weights.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
-            x *= 0.0 if ".mtp_layers." in name else 0.01
-    size, layer = weights["model.norm.weight"].numel(), "model.mtp_layers.0"
+            weight *= 0.0 if ".mtp_layers." in name else 0.01
     weights["lm_head.weight"] *= 2
-    weights[f"{layer}.input_proj.weight"] = torch.eye(size, 2 * size).roll(
-        size, 1
-    )  # the token, not the hidden state
+    size = weights["model.norm.weight"].numel()
+    layer = "model.mtp_layers.0"
+    # The MTP layer takes the token, not the hidden state.
+    weights[f"{layer}.input_proj.weight"] = torch.eye(size, 2 * size).roll(size, 1)
     weights[f"{layer}.token_layernorm.weight"] = torch.ones(size)
     weights[f"{layer}.final_layernorm.weight"] = weights["model.norm.weight"].clone()
     save_file(weights, file, {"format": "pt"})
@@ -66,97 +79,125 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(model):
-    """name of a launch -> what it wrote down"""
+    """A function: name of a launch -> its results."""
 
     def run(name):
-        launch(
-            LAUNCHES[name].ranks,
-            "tests/rollout/speculation_worker.py",
-            model,
-            model / f"{name}.json",
-            *LAUNCHES[name].more.split(),
-        )
-        return json.loads((model / f"{name}.json").read_text())
+        file = model / f"{name}.json"
+        settings = LAUNCHES[name].settings.split()
+        worker = "tests/rollout/speculation_worker.py"
+        launch(LAUNCHES[name].ranks, worker, model, file, *settings)
+        return json.loads(file.read_text())
 
     return launch_each(LAUNCHES, run)
 
 
+# -- what is generated ----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in LAUNCHES if name != "plain"])
-def test_what_is_generated_does_not_depend_on_the_drafter(results, name):
-    """Greedy or sampled, where requests are preempted, in rounds of sleep and other weights, on one rank or two."""
-    plain, drafted = results("plain"), results(name)
-    for round_, sampling in ((r, s) for r in ROUNDS for s in SAMPLING):
-        expected, said = plain[round_][sampling], drafted[round_][sampling]
-        for key in ("input_ids", "lengths", "truncated", "loss_mask", "kept_words"):
-            assert said.get(key) == expected.get(key), (round_, sampling, key)
-        apart = torch.tensor(said["rollout_log_probs"]) - torch.tensor(
-            expected["rollout_log_probs"]
-        )
-        assert apart.abs().max() < ROUNDING, (round_, sampling)
-        assert said.get("gap", 0) < ROLLOUT_BOUND, (round_, sampling)
-        if sampling == "short":  # one token of the prompt's step, one of the step with drafts
-            assert said["mtp/accept_length"] == 1
-        if name == "ngram" and sampling != "greedy" or sampling == "short":
-            continue
-        accepted = said["mtp/accept_rate"]
-        # Greedy responses repeat themselves. The drafter gets its weights, good ones or bad ones, in every round.
-        assert (
-            accepted > 0.4
-            if sampling == "greedy" and (name == "ngram" or round_ != "without MTP")
-            else accepted < 0.2
-            if round_ == "without MTP"
-            else accepted > 0.1
-        ), (round_, sampling, accepted)
-        most = int(LAUNCHES[name].more.partition("speculative_tokens=")[2][0])
-        assert said["mtp/accept_length"] == pytest.approx(1 + most * accepted, rel=0.2), (
-            round_,
-            sampling,
-        )
-    assert (drafted["preempted"] > 0) == (name == "mtp") and plain["preempted"] == 0
+def test_responses_do_not_depend_on_the_drafter(results, name):
+    """Greedy or sampled, with preemptions, in rounds of different weights, on one rank or two."""
+    for round_name in ROUNDS:
+        for sampling in SAMPLING:
+            case = (round_name, sampling)
+            expected = results("plain")[round_name][sampling]
+            drafted = results(name)[round_name][sampling]
+            for key in ("input_ids", "lengths", "truncated", "loss_mask", "kept_words"):
+                assert drafted.get(key) == expected.get(key), (case, key)
+            log_probs = torch.tensor(drafted["rollout_log_probs"])
+            expected_log_probs = torch.tensor(expected["rollout_log_probs"])
+            assert (log_probs - expected_log_probs).abs().max() < ROUNDING, case
+            assert drafted.get("gap", 0) < ROLLOUT_BOUND, case
+            check_metrics(drafted, name, round_name, sampling)
 
 
+def check_metrics(drafted: dict, name: str, round_name: str, sampling: str) -> None:
+    """The metrics show that the drafter has its weights, good ones or bad ones, in every round."""
+    case = (round_name, sampling)
+    accept_rate = drafted["mtp/accept_rate"]
+    if sampling == "short":
+        # One token comes from the prompt's step, and one from the step with drafts.
+        assert drafted["mtp/accept_length"] == 1
+        return
+    if name == "ngram" and sampling != "greedy":
+        return
+    if sampling == "greedy" and (name == "ngram" or round_name != "without MTP"):
+        assert accept_rate > 0.4, case  # greedy responses repeat themselves
+    elif round_name == "without MTP":
+        assert accept_rate < 0.2, case
+    else:
+        assert accept_rate > 0.1, case
+    expected_length = 1 + LAUNCHES[name].max_drafts * accept_rate
+    assert drafted["mtp/accept_length"] == pytest.approx(expected_length, rel=0.2), case
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_requests_are_preempted_where_memory_is_short(results, name):
+    assert (results(name)["preempted"] > 0) == (name == "mtp")
+
+
+@pytest.mark.slow
 def test_sampled_tokens_follow_the_distribution_of_the_model(model, results):
-    """Pearson's chi-square of the second and the third token of responses; it sees drafts that nobody checked."""
-    hf, ids, going_on = (
-        AutoModelForCausalLM.from_pretrained(model),
-        torch.tensor([PROMPT]),
-        torch.ones(1),
-    )
+    """Pearson's chi-square of the second and third tokens. It detects unverified drafts."""
+    hf_model = AutoModelForCausalLM.from_pretrained(model)
     with torch.no_grad():  # the weights of the last round
-        for parameter in hf.parameters():
+        for parameter in hf_model.parameters():
             parameter *= 1.1 ** (len(ROUNDS) - 1)
-    found = {"drawn": [], "drawn without a check": []}
-    for place in range(DRAWN):
+    p_values = {"drawn": [], "drawn without verifying": []}
+    ids = torch.tensor([PROMPT])
+    prefix_probs = torch.ones(1)  # of all prefixes of responses that go on
+    for place in range(DRAWN_TOKENS):
         with torch.no_grad():
-            chances = going_on[:, None] * hf(ids).logits[:, -1].double().softmax(1)
-        for name, chances_of_counts in found.items() if place else ():
-            drawn = torch.tensor(
-                [response[place] for response in results("mtp")[name] if len(response) > place]
-            )
-            chances_of_counts.append(
-                chance_of(torch.bincount(drawn, minlength=WORDS), chances.sum(0))
-            )
-        ids = torch.cat(
-            [ids.repeat_interleave(WORDS, 0), torch.arange(WORDS).repeat(len(ids))[:, None]], 1
-        )
-        going_on = chances.index_fill(1, torch.tensor(END), 0).flatten()
-    assert min(found["drawn"]) > UNLIKELY > min(found["drawn without a check"]), found
+            probs = hf_model(ids).logits[:, -1].double().softmax(1)
+        probs = prefix_probs[:, None] * probs
+        if place > 0:
+            for name, values in p_values.items():
+                responses = results("mtp")[name]
+                tokens = [response[place] for response in responses if len(response) > place]
+                counts = torch.bincount(torch.tensor(tokens), minlength=VOCAB_SIZE)
+                values.append(chi_square_p_value(counts, probs.sum(0)))
+        next_tokens = torch.arange(VOCAB_SIZE).repeat(len(ids))[:, None]
+        ids = torch.cat([ids.repeat_interleave(VOCAB_SIZE, 0), next_tokens], 1)
+        prefix_probs = probs.index_fill(1, torch.tensor(END), 0).flatten()
+    assert min(p_values["drawn"]) > NEGLIGIBLE, p_values
+    assert min(p_values["drawn without verifying"]) < NEGLIGIBLE, p_values
 
 
-def chance_of(counts: torch.Tensor, chances: torch.Tensor) -> float:
-    """The probability that NUM_DRAWS draws are at least as far from what is expected. What is missing in both had ended before."""
-    counts, chances = (
-        torch.cat([x, total - x.sum(0, keepdim=True)])
-        for x, total in ((counts, NUM_DRAWS), (chances, 1))
-    )
-    statistic = ((counts - NUM_DRAWS * chances) ** 2 / (NUM_DRAWS * chances)).sum()
-    return torch.special.gammaincc(
-        torch.tensor((len(counts) - 1) / 2).double(), statistic.double() / 2
-    ).item()
+def chi_square_p_value(counts: torch.Tensor, probs: torch.Tensor) -> float:
+    """Return the probability that NUM_DRAWS draws deviate at least as much from `probs`.
+
+    Responses that have ended before are missing in both, and count as one more token.
+    """
+    num_ended = NUM_DRAWS - counts.sum(0, keepdim=True)
+    counts = torch.cat([counts, num_ended])
+    prob_ended = 1 - probs.sum(0, keepdim=True)
+    expected = NUM_DRAWS * torch.cat([probs, prob_ended])
+    statistic = ((counts - expected) ** 2 / expected).sum().double()
+    half_freedom = torch.tensor((len(counts) - 1) / 2).double()
+    return torch.special.gammaincc(half_freedom, statistic / 2).item()
+
+
+def test_accepted_tokens_of_the_v2_model_runner():
+    """Requests with 0, 1, 3 and 1 drafts: all, some and none of them are right."""
+    ends = torch.tensor([0, 1, 3, 7, 9])
+    #         request 0 | 1      | 2             | 3
+    drawn = torch.tensor([5, 6, 7, 1, 2, 3, 4, 8, 9])
+    # Each draft is compared with the token drawn before it: 6 is right; 1 is, 9 is not; 7 is not.
+    drafts = torch.tensor([0, 0, 6, 0, 1, 9, 3, 0, 7])
+    tokens, counts = accepted_tokens(drawn, drafts, ends, 3)
+    assert counts.tolist() == [1, 2, 2, 1]
+    assert counts.dtype == torch.int32
+    accepted = [row[:count] for row, count in zip(tokens.tolist(), counts)]
+    assert accepted == [[5], [6, 7], [1, 2], [8]]
+
+
+# -- what is rejected -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "settings, said",
+    "settings, message",
     [
         (
             "rollout.speculative=ngram model.mtp.enable=true model.mtp.enable_rollout=true",
@@ -176,38 +217,16 @@ def chance_of(counts: torch.Tensor, chances: torch.Tensor) -> float:
         ),
     ],
 )
-def test_what_drafters_cannot_do_is_one_line(model, settings, said):
+def test_settings_that_drafters_do_not_support(model, settings, message):
     settings = settings.replace("TWO", str(model.parent / "two")).split()
-    with pytest.raises(InputError, match=said):
-        speculation.check_drafter(
-            load("ppo.yaml", [f"model.path={model}", "data.train_files=unused", *settings])
-        )
+    config = load("ppo.yaml", [f"model.path={model}", "data.train_files=unused", *settings])
+    with pytest.raises(InputError, match=message):
+        check_drafter(config)
 
 
-def test_a_model_without_mtp_layers_that_vllm_knows_is_one_line(tmp_path):
+def test_a_model_whose_mtp_layers_vllm_does_not_have(tmp_path):
     make_model(tmp_path / "qwen3", "qwen3")
+    settings = ["data.train_files=unused", "model.mtp.enable=true", "model.mtp.enable_rollout=true"]
+    config = load("ppo.yaml", [f"model.path={tmp_path / 'qwen3'}", *settings])
     with pytest.raises(InputError, match="MiMo only"):
-        speculation.check_drafter(
-            load(
-                "ppo.yaml",
-                [
-                    f"model.path={tmp_path / 'qwen3'}",
-                    "data.train_files=unused",
-                    "model.mtp.enable=true",
-                    "model.mtp.enable_rollout=true",
-                ],
-            )
-        )
-
-
-def test_accepted_tokens_on_an_accelerator():
-    """accepted() of requests with 0, 1 and 3 drafts: all, none and some of them right."""
-    ends = torch.tensor([0, 1, 3, 7, 9])
-    #         request 0 | 1      | 2             | 3
-    drawn = torch.tensor([5, 6, 7, 1, 2, 3, 4, 8, 9])
-    drafts = torch.tensor(
-        [0, 0, 6, 0, 1, 9, 3, 0, 7]
-    )  # what follows what was drawn: 6 is right; 1 is, 9 is not; 7 is not
-    tokens, counts = speculation.accepted_tokens(drawn, drafts, ends, 3)
-    assert counts.tolist() == [1, 2, 2, 1] and counts.dtype == torch.int32
-    assert [row[:n] for row, n in zip(tokens.tolist(), counts)] == [[5], [6, 7], [1, 2], [8]]
+        check_drafter(config)
