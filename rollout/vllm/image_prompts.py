@@ -78,7 +78,7 @@ def check_packages(config: DictConfig) -> None:
 
 
 def find_placeholder_ids(hf_config) -> list[int]:
-    """Return the ids of the tokens that features of images or videos take the place of."""
+    """Return the ids of tokens that stand for images or videos until features replace them."""
     ids = set()
     for name in hf_config.to_dict():
         if re.fullmatch(r"(image|video|audio)_token_(id|index)", name):

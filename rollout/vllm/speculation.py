@@ -205,7 +205,7 @@ def replace_v2_sampler(gumbel_sample_options: dict[str, bool]) -> None:
             drafts,
             ends,
             positions,
-            _position_indices,
+            _request_indices,
             request_of_row,
             _local_positions,
             temperature,
