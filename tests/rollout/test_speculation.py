@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-import engines.model.mtp  # noqa: F401  makes transformers know MiMo
+import engines.model.mimo  # noqa: F401  makes transformers know MiMo
 from config import InputError, load
 from rollout.vllm.speculation import accepted_tokens, check_drafter
 from tests.rollout.speculation_worker import DRAWN_TOKENS, NUM_DRAWS, PROMPT, ROUNDS, SAMPLING
