@@ -78,13 +78,11 @@ def compare(
         # A placeholder that ends a response is an ordinary token. No other one follows, so any
         # token may take its place in the input.
         input_ids = ids.index_fill(0, torch.tensor([len(ids) - 1]), 0)[None]
+        inputs["input_ids"] = input_ids
+        inputs["mm_token_type_ids"] = torch.nn.functional.pad(token_types, (0, num_response))
+        inputs["attention_mask"] = torch.ones_like(input_ids)
         with torch.no_grad():
-            logits = model(
-                **inputs,
-                input_ids=input_ids,
-                mm_token_type_ids=torch.nn.functional.pad(token_types, (0, num_response)),
-                attention_mask=torch.ones_like(input_ids),
-            ).logits[0]
+            logits = model(**inputs).logits[0]
         log_probs = logits.log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
         compared.append(Compared(tokens, vllm_log_probs[is_response], log_probs[-num_response:]))
     return compared
