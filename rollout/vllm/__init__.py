@@ -10,6 +10,7 @@ generation      steps vLLM until a batch has ended
 scheduler       a scheduler for batches whose prompts are all known
 weight_sync     copies the trainer's weights into vLLM; weight_names: their names there
 adapters        a LoRA adapter that vLLM keeps apart from its frozen base
+capacity        how many responses are decoded at once
 copies          finds out where vLLM copies weights
 device_memory   sleeping and waking
 image_prompts   prompts with images
