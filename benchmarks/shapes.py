@@ -19,7 +19,7 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 from engines.checkpoint.export import write_safetensors
 from engines.model import mtp
 from engines.model.hf import auto_class
-from engines.model.names import in_files, stacked
+from engines.model.names import split_stacks, stacked
 from examples.arithmetic import make_tokenizer
 from examples.colours import CHAT_TEMPLATE, TOKENS
 
@@ -114,7 +114,7 @@ def write_model(shape: str, path: Path) -> None:
     if shape in MTP:
         model.model.mtp_layers = mtp.layers(config)
     weights = circles(model, config) if shape.endswith("-MTP") else random_weights(model)
-    write_safetensors(in_files(weights, stacked(model)), work)
+    write_safetensors(split_stacks(weights, stacked(model)), work)
     work.rename(path)
 
 

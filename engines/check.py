@@ -52,7 +52,7 @@ def main(config: DictConfig) -> None:
         tell(
             f"guard: {way} sequences and one at a time are {found:.1g} nats apart, {bound:.1g} are allowed"
         )
-        batch = guard.make_batches(engine).alone
+        batch = guard.make_batches(engine).two_sequences
         said = engine.log_probs(batch)[0].cpu()
         weights = engine.export_weights()
         if dist.get_rank() == 0:

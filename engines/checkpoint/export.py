@@ -23,7 +23,7 @@ from engines.checkpoint.checkpointer import removed_on_failure
 from engines.checkpoint.model_config import SIDE_FILES
 from engines.model import lora
 from engines.model.model_files import fingerprint, ignored_weights, weight_files
-from engines.model.names import in_files, model_names, stacked
+from engines.model.names import model_names, split_stacks, stacked
 from engines.parallel.device import on_rank0
 
 MAX_FILE_BYTES = 4 * 2**30
@@ -284,7 +284,7 @@ def stored_fsdp_weights(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
 
     tensors = storage.read_tensors(checkpoint, "engine.model.", is_tied)
     plainly_named = ((lora.plain_name(name), tensor) for name, tensor in tensors)
-    return in_files(plainly_named, stacked(hf))
+    return split_stacks(plainly_named, stacked(hf))
 
 
 def names_in(model: Path) -> dict[str, str | None]:

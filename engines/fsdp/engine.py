@@ -38,7 +38,7 @@ from engines.heads import Head, LogProbHead, ValueHead
 from engines.microbatch import Layout, MicroBatch, lay_out
 from engines.model import guard, lora
 from engines.model.flops import count_flops
-from engines.model.hf import keep_zero_rows, plain_attention, whole_modules
+from engines.model.hf import keep_zero_rows, layer_modules, plain_attention
 from engines.model.lengths import keep_short_frequencies
 from engines.model.logits import logit_constants
 from engines.model.weights import Placement, load_adapter, load_weights
@@ -137,9 +137,9 @@ class FSDPEngine(Engine):
             self.reader = Reader(config.model.path, dropped=config.data.drop_processor_keys)
             self._images = vision.Images(self.hf, self.reader)
             self._image_flops = vision.count_flops(self.hf, self.reader)
-        self._layers = whole_modules(self.hf, self.hf.get_decoder())
+        self._layers = layer_modules(self.hf, self.hf.get_decoder())
         prepare_layers(self.hf, config, self.device.type)
-        sharded_alone = whole_modules(self.hf, self.hf)
+        sharded_alone = layer_modules(self.hf, self.hf)
         shard(self.model, sharded_alone, config, self.device.type, self.world_size)
 
     def _make_head(self, head: Head, temperature: float) -> nn.Module:

@@ -44,7 +44,7 @@ class RouterLoss:
 
     def record(self) -> AbstractContextManager[list[Tensor]]:
         """Collect the routers' logits of a forward pass."""
-        return self.routers.noted()
+        return self.routers.recording()
 
     def weighted(self, router_logits: list[Tensor], micro_batch: MicroBatch) -> Tensor:
         """Return this rank's part of a micro-batch's loss, weighted, and add it to the total."""

@@ -16,7 +16,7 @@ from engines.heads import Head
 from engines.memory import Estimate
 from engines.memory_terms import keys_per_token, root_and_layer
 from engines.model.experts import expert_weights, experts_per_token
-from engines.model.hf import read_hf_config, whole_modules
+from engines.model.hf import layer_modules, read_hf_config
 from engines.model.shape import attention_widths
 from engines.optimizer import OPTIMIZERS
 
@@ -36,7 +36,7 @@ class Subject:
     @property
     def layers(self) -> list[nn.Module]:
         """Decoder layers and the like; none where transformers does not say what they are."""
-        return whole_modules(self.hf, self.hf)
+        return layer_modules(self.hf, self.hf)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -150,7 +150,7 @@ def activation_bytes_per_token(subject: Subject) -> float:
 
     Less is kept of layers that no gradient passes, because they and all before them are frozen.
     """
-    num_decoder_layers = len(whole_modules(subject.hf, subject.hf.get_decoder()))
+    num_decoder_layers = len(layer_modules(subject.hf, subject.hf.get_decoder()))
     num_layers = num_decoder_layers or subject.shape.num_hidden_layers
     in_one_layer = layer_bytes_per_token(subject)
     if not subject.is_trained:

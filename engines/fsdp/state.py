@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from engines.fsdp.sharding import full
 from engines.model import lora
-from engines.model.names import in_files, model_names, stacked, stored_tensors
+from engines.model.names import model_names, split_stacks, stacked, stored_tensors
 
 FLATTENED = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -51,7 +51,7 @@ class ModelState:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name in the files, full tensor in the compute dtype), with adapters merged."""
-        return in_files(self._whole_weights(), self._stacks)
+        return split_stacks(self._whole_weights(), self._stacks)
 
     def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
         adapted = {

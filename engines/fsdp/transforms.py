@@ -15,7 +15,7 @@ from engines.fsdp.tower_attention import WINDOWS, vision_tower_configs
 from engines.fsdp.vision import multiply_patches
 from engines.heads import Head
 from engines.model import experts, freeze, lora
-from engines.model.hf import build_on_meta, plain_attention, read_hf_config, whole_modules
+from engines.model.hf import build_on_meta, layer_modules, plain_attention, read_hf_config
 
 
 def build_model(config: DictConfig, head: Head) -> tuple[nn.Module, list[nn.Module]]:
@@ -70,7 +70,7 @@ def add_adapters(hf: nn.Module, config: DictConfig, head: Head) -> list[nn.Modul
 def compile_layers(hf: nn.Module) -> None:
     """Compile each decoder layer, except its experts."""
     experts.leave_uncompiled(hf)
-    for layer in whole_modules(hf, hf.get_decoder()):
+    for layer in layer_modules(hf, hf.get_decoder()):
         layer.forward = torch.compile(layer.forward, dynamic=True)
 
 

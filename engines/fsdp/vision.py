@@ -18,7 +18,7 @@ from config import InputError
 from data.batching.batch import Batch
 from data.images.processor import Reader
 from engines.model.flops import matrix_flops
-from engines.model.hf import whole_modules
+from engines.model.hf import layer_modules
 
 FP32_BYTES = 4
 
@@ -57,7 +57,7 @@ def image_matrices(hf: nn.Module, reader: Reader) -> dict[nn.Parameter, float]:
         for name, p in hf.named_parameters()
         if p not in text_parameters and p.ndim > 1 and not name.endswith("bias")
     ]
-    in_layers = {p for layer in whole_modules(hf, hf) for p in layer.parameters()}
+    in_layers = {p for layer in layer_modules(hf, hf) for p in layer.parameters()}
     # Patches are made by a convolution or, without one, by the first matrix.
     patch_matrix = next((p for p in matrices if p.ndim > 2), matrices[0])
     patches = patches_per_token(reader, patch_matrix)
@@ -113,7 +113,7 @@ def count_kept(hf: nn.Module, reader: Reader, itemsize: int, checkpointing: bool
             if p not in untouched
         )
 
-    for layer in whole_modules(hf, hf):
+    for layer in layer_modules(hf, hf):
         own = [p for p in layer.parameters() if p in matrices and p not in untouched]
         if not own:
             continue

@@ -23,7 +23,7 @@ from config import InputError
 from engines.megatron.bridge import WeightMapping, adaptable_layers, gather_parts, on_all_stages
 from engines.megatron.torch_layers import AdaptableLinear, TorchRowParallelLinear
 from engines.model import lora
-from engines.model.shape import stages_of_layers
+from engines.model.shape import stage_sizes
 
 
 class Adapter(nn.Module):
@@ -190,7 +190,7 @@ def check_stages_have_adapters(config: DictConfig, num_layers: int, names: list[
     engine = config.engine
     adapted_layers = {int(name.split(".layers.")[1].split(".")[0]) for name in names}
     num_stages = engine.pipeline_model_parallel_size * engine.virtual_pipeline_model_parallel_size
-    for stage in torch.arange(num_layers).split(stages_of_layers(num_layers, num_stages)):
+    for stage in torch.arange(num_layers).split(stage_sizes(num_layers, num_stages)):
         if not adapted_layers & set(stage.tolist()):
             raise InputError(
                 f"model.lora.target_modules={config.model.lora.target_modules} leaves the pipeline "
@@ -211,7 +211,7 @@ def attach_adapters(
     Returns the adapters by the weight that they adapt.
     """
     settings = config.model.lora
-    tensors = lora.start(settings, shapes, config.trainer.seed)
+    tensors = lora.initial_adapter(settings, shapes, config.trainer.seed)
     adapters = {}
     for model in models:
         model.requires_grad_(False)

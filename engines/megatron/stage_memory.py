@@ -16,7 +16,7 @@ from engines.model import freeze, mtp
 from engines.model.experts import experts_per_token
 from engines.model.hf import build_on_meta, read_hf_config
 from engines.model.lora import inject
-from engines.model.shape import attention_widths, stages_of_layers
+from engines.model.shape import attention_widths, stage_sizes
 from engines.planning import round_up
 
 # Names in all models that Megatron supports.
@@ -145,7 +145,7 @@ def estimate_memory(
         config, world_size, device_type, head, is_trained, shape, sizes, bytes_per_number
     )
     layers = torch.arange(shape.num_hidden_layers)
-    chunks = layers.split(stages_of_layers(shape.num_hidden_layers, subject.pp * subject.vpp))
+    chunks = layers.split(stage_sizes(shape.num_hidden_layers, subject.pp * subject.vpp))
     estimates = []
     for stage in range(subject.pp):
         layers_of_stage = torch.cat(chunks[stage :: subject.pp]).tolist()

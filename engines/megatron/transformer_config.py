@@ -9,7 +9,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from engines.model.shape import head_dim, stages_of_layers
+from engines.model.shape import head_dim, stage_sizes
 
 
 def make_transformer_config(
@@ -65,7 +65,7 @@ def layout_fields(hf_config, num_mtp_layers: int) -> dict[str, Any]:
         "batch_p2p_comm": False,
     }
     if pp > 1:
-        layers_per_stage = stages_of_layers(hf_config.num_hidden_layers, pp * (vpp or 1))
+        layers_per_stage = stage_sizes(hf_config.num_hidden_layers, pp * (vpp or 1))
         stages = [["decoder"] * num_layers for num_layers in layers_per_stage]
         stages[0] = ["embedding", *stages[0]]
         stages[-1] = [*stages[-1], *["mtp"] * num_mtp_layers, "loss"]

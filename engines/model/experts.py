@@ -1,4 +1,4 @@
-"""Mixtures of experts as transformers has them: the experts of a layer in stacked parameters."""
+"""Mixtures of experts in transformers, which stacks a layer's experts in one parameter."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from engines.model.quirks import EXPERTS_PER_TOKEN_KEYS
 
 
 def expert_weights(hf: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return (name, [num_experts, ...]) of all experts' weights, without biases."""
+    """Return (name, parameter [num_experts, ...]) for all expert weights, without biases."""
     return [
         (name, parameter)
         for name, parameter in hf.named_parameters()
@@ -22,7 +22,7 @@ def expert_weights(hf: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def experts_per_token(hf_config) -> int:
-    """Return how many experts a token goes to; 0 if config.json has no single number for it."""
+    """Return the number of experts per token, or 0 if config.json has no single number."""
     for key in EXPERTS_PER_TOKEN_KEYS:
         value = getattr(hf_config, key, None)
         if isinstance(value, int):
@@ -40,11 +40,12 @@ def check_experts_per_token(hf: nn.Module, hf_config, path: str) -> None:
 
 
 def leave_uncompiled(hf: nn.Module) -> None:
-    """Exclude experts from compilation: a graph does not know how many tokens each one gets.
+    """Exclude experts from compilation, since the number of tokens per expert changes.
 
     Call this before layers are compiled.
     """
-    for name in sorted({name.rpartition(".")[0] for name, _ in expert_weights(hf)}):
+    module_names = {name.rpartition(".")[0] for name, _ in expert_weights(hf)}
+    for name in sorted(module_names):
         module = hf.get_submodule(name)
         module.forward = torch.compiler.disable(module.forward)
 
@@ -56,27 +57,31 @@ def aux_loss_coef(coefficient: float | None, hf_config) -> float:
     """Return the coefficient of the routers' auxiliary loss.
 
     Args:
-        coefficient: engine.router_aux_loss_coef. None: the one in config.json applies if its
-            output_router_logits is true, as in transformers.
+        coefficient: engine.router_aux_loss_coef. If None, the coefficient in config.json applies
+            when output_router_logits is true there, as in transformers.
 
     Raises:
-        InputError: if there is a coefficient, and the model has no such loss.
+        InputError: if a coefficient is set but the model has no auxiliary loss.
     """
-    own = getattr(hf_config, "router_aux_loss_coef", None)
-    if coefficient is not None and own is None:
+    model_coef = getattr(hf_config, "router_aux_loss_coef", None)
+    if coefficient is not None and model_coef is None:
         raise InputError(
             f"engine.router_aux_loss_coef={coefficient} needs a mixture of experts whose routers "
             f"have an auxiliary loss in transformers; model_type={hf_config.model_type} has none"
         )
     if coefficient is not None:
         return coefficient
-    return own if own and hf_config.output_router_logits else 0.0
+    if model_coef and hf_config.output_router_logits:
+        return model_coef
+    return 0.0
 
 
 def aux_loss_weight(coefficient: float | None, hf_config, num_routers: int) -> float:
-    """Return the factor of aux_loss(), which is num_routers if experts are chosen evenly.
+    """Return the factor by which to multiply aux_loss().
 
-    The coefficient in config.json is meant for a loss that is then the number of experts per token.
+    The two losses are scaled differently: if experts are chosen evenly, aux_loss() is num_routers,
+    whereas transformers' loss, for which config.json's coefficient is meant, is the number of
+    experts per token. So the coefficient in config.json is converted; the user's applies as is.
     """
     weight = aux_loss_coef(coefficient, hf_config)
     if coefficient is not None:
@@ -87,8 +92,8 @@ def aux_loss_weight(coefficient: float | None, hf_config, num_routers: int) -> f
 class Routers:
     """Records the outputs of a model's routers.
 
-    transformers can do so too, but with torch 2.11 it records nothing inside compiled layers. So
-    routers are excluded from compilation here.
+    transformers can record them too, but with torch 2.11 it records nothing inside compiled layers.
+    So this class excludes routers from compilation.
 
     Args:
         hf: the model, before its layers are compiled.
@@ -109,14 +114,14 @@ class Routers:
 
     def _forward(self, forward: Callable, index: int, *args) -> Tensor | tuple[Tensor, ...]:
         output = forward(*args)
-        # Outside noted(), a layer is being recomputed for the backward pass.
+        # Outside recording(), a layer is being recomputed for the backward pass.
         if self.logits is not None:
             self.logits.append(output[index] if isinstance(output, tuple) else output)
         return output
 
     @contextmanager
-    def noted(self) -> Iterator[list[Tensor]]:
-        """Record a forward pass: [num_tokens, num_experts] for each layer."""
+    def recording(self) -> Iterator[list[Tensor]]:
+        """Record the router logits of one forward pass: [num_tokens, num_experts] per layer."""
         logits: list[Tensor] = []
         self.logits = logits
         try:
@@ -125,8 +130,8 @@ class Routers:
             self.logits = None
         if len(logits) != len(self.modules):
             raise RuntimeError(
-                f"{len(logits)} outputs of routers were recorded, but there are "
-                f"{len(self.modules)} routers"
+                f"recorded {len(logits)} router outputs, but the model has {len(self.modules)} "
+                "routers"
             )
 
 
@@ -139,19 +144,22 @@ def aux_loss(
 ) -> Tensor:
     """Compute this rank's part of the auxiliary loss (Switch Transformer, Fedus et al. 2021).
 
-    For a micro-batch and a layer, the loss is num_experts * sum over experts of (share of choices)
-    * (mean probability), which is 1 if experts are chosen evenly. Layers are added up. A batch has
-    the mean over its micro-batches, weighted by tokens.
+    Within a micro-batch, a layer's loss is
+
+        num_experts * sum over experts of (share of choices) * (mean probability),
+
+    which is 1 if experts are chosen evenly. The layers' losses are summed. A batch's loss is the
+    mean over its micro-batches, weighted by their numbers of tokens.
 
     Args:
-        router_logits: [t, num_experts] for each layer.
+        router_logits: [t, num_experts] per layer.
         padding: [t] bool.
         num_chosen: experts per token.
         num_tokens: the number of tokens of the whole batch.
-        group: the ranks that divide the tokens of the micro-batch.
+        group: the ranks that share the micro-batch's tokens.
 
     Returns:
-        A scalar with a gradient.
+        A differentiable scalar.
     """
     real = (~padding).float()[:, None]
     probs = [logits.softmax(-1, dtype=torch.float32) for logits in router_logits]
@@ -164,7 +172,9 @@ def aux_loss(
 
 
 def count_choices(probs: Tensor, num_chosen: int, real: Tensor) -> Tensor:
-    """Return how often each expert is among the num_chosen likeliest of a token: [num_experts].
+    """Return how many tokens choose each expert, [num_experts].
+
+    A token chooses the num_chosen experts with the highest probabilities.
 
     Args:
         probs: [t, num_experts].

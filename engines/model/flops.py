@@ -1,4 +1,4 @@
-"""The floating-point operations of forward and backward passes."""
+"""Counts the floating-point operations of forward and backward passes."""
 
 from itertools import takewhile
 
@@ -6,25 +6,27 @@ from torch import nn
 
 from engines.model import mtp
 from engines.model.experts import expert_weights, experts_per_token
-from engines.model.hf import whole_modules
+from engines.model.hf import layer_modules
 from engines.model.quirks import LAYER_TYPES_WITHOUT_ATTENTION
 from engines.model.shape import attention_widths, head_dim, layer_configs
 
-# Per weight and token: forward, gradient of the input, gradient of the weight take 2 each.
+# FLOPs per weight and token. The forward pass, the input's gradient and the weight's gradient take
+# 2 each.
 FORWARD = 2
 FROZEN = 4
 TRAINED = 6
 
 
 def count_flops(hf: nn.Module, hf_config) -> tuple[int, int, int]:
-    """Return the FLOPs of forward and backward: (in layers, in the output matrix, in attention).
-
-    In layers: per token. Of experts, only those that a token goes to are counted.
-    In the output matrix: per token whose log-probability is computed.
-    In attention: causal, per squared length.
+    """Return the FLOPs of a forward and backward pass, in three parts.
 
     Args:
         hf: the model, with its adapters if it has any.
+
+    Returns:
+        (in layers, in the output matrix, in attention). Layers: per token, counting only the
+        experts that a token is sent to. Output matrix: per token whose log-probability is computed.
+        Attention: causal, per squared sequence length.
     """
     hf_config = hf_config.get_text_config()
     skipped_layers = layers_without_gradient(hf)
@@ -35,7 +37,8 @@ def count_flops(hf: nn.Module, hf_config) -> tuple[int, int, int]:
     in_head = matrix_flops(output_matrix, skipped)
     in_attention = attention_flops(hf_config, num_skipped_layers=len(skipped_layers))
 
-    # Each MTP layer has attention, and asks the output matrix once more, without training it.
+    # Each MTP layer has attention and one more product with the output matrix, which it does not
+    # train.
     num_mtp_layers = sum(isinstance(module, tuple(mtp.LAYERS.values())) for module in hf.modules())
     query_width, _ = attention_widths(hf_config)
     in_attention += TRAINED * num_mtp_layers * query_width
@@ -44,17 +47,17 @@ def count_flops(hf: nn.Module, hf_config) -> tuple[int, int, int]:
 
 
 def layers_without_gradient(hf: nn.Module) -> list[nn.Module]:
-    """Return the decoder layers that no gradient passes: nothing in or before them is trained."""
+    """Return the decoder layers without a backward pass: nothing in or before them is trained."""
     untrained = {*takewhile(lambda parameter: not parameter.requires_grad, hf.parameters())}
     return [
         layer
-        for layer in whole_modules(hf, hf.get_decoder())
+        for layer in layer_modules(hf, hf.get_decoder())
         if untrained.issuperset(layer.parameters())
     ]
 
 
 def matrix_flops(matrix: nn.Parameter, skipped: set[nn.Parameter]) -> int:
-    """Return the FLOPs of forward and backward per token in a matrix product.
+    """Return the FLOPs per token, forward and backward, of multiplying by a matrix.
 
     Args:
         skipped: the parameters of layers_without_gradient().
@@ -70,21 +73,22 @@ def matrix_flops(matrix: nn.Parameter, skipped: set[nn.Parameter]) -> int:
 
 def layer_flops(hf: nn.Module, hf_config, skipped: set[nn.Parameter]) -> int:
     """Return the FLOPs per token in the decoder's matrices, without embedding and output matrix."""
-    outside = {hf.get_input_embeddings().weight, hf.get_output_embeddings().weight}
+    not_in_layers = {hf.get_input_embeddings().weight, hf.get_output_embeddings().weight}
     flops = sum(
         matrix_flops(parameter, skipped)
         for name, parameter in hf.get_decoder().named_parameters()
-        if parameter.ndim > 1 and not name.endswith("bias") and parameter not in outside
+        if parameter.ndim > 1 and not name.endswith("bias") and parameter not in not_in_layers
     )
     num_chosen = experts_per_token(hf_config)
     for _, stack in expert_weights(hf):
+        # A token skips the experts that its router does not choose.
         num_experts = len(stack)
         flops -= matrix_flops(stack, skipped) * (num_experts - num_chosen) // num_experts
     return flops
 
 
 def attention_flops(hf_config, num_skipped_layers: int) -> int:
-    """Return the FLOPs per squared length in the causal attention of all decoder layers."""
+    """Return the FLOPs of causal attention in all decoder layers, per squared length."""
     layer_types = getattr(hf_config, "layer_types", None)
     layer_types = layer_types or ["full_attention"] * hf_config.num_hidden_layers
     layers = layer_configs(hf_config)
@@ -95,6 +99,7 @@ def attention_flops(hf_config, num_skipped_layers: int) -> int:
     for number, (layer, layer_type) in enumerate(zip(layers, layer_types)):
         if layer_type in LAYER_TYPES_WITHOUT_ATTENTION:
             continue
-        per_product = FORWARD if number < num_skipped_layers else TRAINED
-        flops += layer.num_attention_heads * head_dim(layer) * per_product
+        has_backward = number >= num_skipped_layers
+        per_channel = TRAINED if has_backward else FORWARD
+        flops += layer.num_attention_heads * head_dim(layer) * per_channel
     return flops

@@ -18,7 +18,7 @@ def apply(
     config: DictConfig,
     hf: nn.Module,
     head: Head = Head.LOG_PROBS,
-    holder: Callable[[str], str] = str,
+    engine_parameter_of: Callable[[str], str] = str,
 ) -> set[str]:
     """Set requires_grad of a model's parameters according to model.freeze.
 
@@ -26,15 +26,16 @@ def apply(
 
     Args:
         hf: the model on the meta device.
-        holder: maps a name in the files to a name for the engine's parameter that holds this
-            tensor, perhaps together with others.
+        engine_parameter_of: maps a tensor's name in the files to an identifier of the engine's
+            parameter that holds it. Several tensors may share a parameter.
 
     Returns:
         The names of the frozen tensors in the files of model.path.
 
     Raises:
-        InputError: if a pattern matches nothing (unless the model has a value head: it may be
-            another model), or the patterns match all parameters, or only a part of one.
+        InputError: if a pattern matches nothing, or the patterns match all parameters or only a
+            part of one. With a value head, a pattern may match nothing, since a critic may be
+            another model than the policy.
     """
     patterns = list(config.model.freeze)
     if not patterns:
@@ -50,19 +51,19 @@ def apply(
     names_of_parameter = file_names_of_parameters(hf, names)
     in_model = {name for file_names in names_of_parameter.values() for name in file_names}
     for pattern in patterns:
-        matches = matching(pattern, {*names, *in_model})
+        matches = matching_names(pattern, {*names, *in_model})
         if head is not Head.VALUES:
             check_matches(pattern, matches, in_model, {*names, *in_model}, path)
     if head is Head.VALUES:
         del names_of_parameter[hf.get_output_embeddings().weight]
 
     trainable_names = {name for file_names in names_of_parameter.values() for name in file_names}
-    frozen = {name for pattern in patterns for name in matching(pattern, trainable_names)}
-    names_of_holder = defaultdict(list)
+    frozen = {name for pattern in patterns for name in matching_names(pattern, trainable_names)}
+    names_of_engine_parameter = defaultdict(list)
     for parameter, file_names in names_of_parameter.items():
         parameter.requires_grad_(file_names[0] not in frozen)
-        names_of_holder[holder(file_names[0])] += file_names
-    check_whole_parameters(config, frozen, list(names_of_holder.values()))
+        names_of_engine_parameter[engine_parameter_of(file_names[0])] += file_names
+    check_whole_parameters(config, frozen, list(names_of_engine_parameter.values()))
     check_something_is_trained(config, hf)
     return frozen
 
@@ -70,7 +71,9 @@ def apply(
 def file_names_of_parameters(
     hf: nn.Module, names: dict[str, str | None]
 ) -> dict[nn.Parameter, list[str]]:
-    """Return the names in the files of what each parameter holds: several for tied or stacked ones.
+    """Return, for each parameter, the names of its tensors in the files.
+
+    A tied or stacked parameter has several names.
 
     Args:
         names: name in the files -> name in the model.
@@ -89,12 +92,14 @@ def file_names_of_parameters(
     return names_of_parameter
 
 
-def matching(pattern: str, names: set[str]) -> set[str]:
+def matching_names(pattern: str, names: set[str]) -> set[str]:
     """Return the names that a pattern of model.freeze matches."""
     try:
         return {name for name in names if re.search(pattern, name)}
     except re.error as error:
-        raise InputError(f"model.freeze: {pattern!r} is no regular expression: {error}") from None
+        raise InputError(
+            f"model.freeze: {pattern!r} is not a regular expression: {error}"
+        ) from None
 
 
 def check_matches(
@@ -103,8 +108,8 @@ def check_matches(
     """Raise InputError for a pattern that matches no parameter of the model.
 
     Args:
-        in_model: names of weights that are parameters of the model.
-        known: these, and the names of weights in the files that the run leaves alone.
+        in_model: the names, in the files, of the model's parameters.
+        known: in_model and the names of all other weights in the files, which this run ignores.
     """
     if not matches:
         without_numbers = {re.sub(r"\d+", "0", name) for name in known}
@@ -115,8 +120,8 @@ def check_matches(
         )
     if not matches & in_model:
         raise InputError(
-            f"model.freeze: {pattern!r} matches only weights that this run leaves alone, such as "
-            f"{min(matches)}: leave it out, or train them with model.images or "
+            f"model.freeze: {pattern!r} matches only weights that this run does not use, such as "
+            f"{min(matches)}: leave the pattern out, or train these weights with model.images or "
             "model.mtp.enable_train"
         )
 
@@ -127,7 +132,7 @@ def check_whole_parameters(
     """Raise InputError if only a part of one of the engine's parameters is frozen.
 
     Args:
-        parameters: for each, the names in the files of what it holds.
+        parameters: per engine parameter, the names of its tensors in the files.
     """
     for names in parameters:
         frozen_part = frozen.intersection(names)
@@ -135,13 +140,13 @@ def check_whole_parameters(
         if frozen_part and trained_part:
             raise InputError(
                 f"model.freeze={list(config.model.freeze)} matches {min(frozen_part)} but not "
-                f"{min(trained_part)}, which model_engine={config.model_engine} holds in the same "
-                "parameter: freeze both, or neither"
+                f"{min(trained_part)}. model_engine={config.model_engine} holds them in one "
+                "parameter: freeze both or neither"
             )
 
 
 def check_something_is_trained(config: DictConfig, hf: nn.Module) -> None:
-    """Raise InputError if a loss has no parameter to train."""
+    """Raise InputError if model.freeze leaves a loss without parameters to train."""
     patterns = list(config.model.freeze)
     trained = [name for name, parameter in hf.named_parameters() if parameter.requires_grad]
     if config.model.mtp.detach_encoder and not any("mtp_layers" in name for name in trained):

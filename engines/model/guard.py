@@ -1,4 +1,4 @@
-"""Before the first step: prove that sequences which share a batch do not see each other.
+"""Check, before the first step, that sequences which share a batch do not see each other.
 
 The bug. For speed, several sequences go through a model at once: packed one after the other,
 padded to the same length, or divided over context-parallel ranks. That is right only if every
@@ -7,18 +7,18 @@ a recurrence, an attention that ignores cu_seqlens) mixes them. Training then wo
 something else.
 
 The idea. We keep no list of families that work. We compute, with the real model and its real
-weights: a few short sequences of random tokens once together, in the way in which the run is
-configured, and once each by itself. The log-probabilities must be the same up to rounding. The
-effect of rounding is measured on the same model, by adding noise of its size to every layer.
+weights, the log-probabilities of a few short random sequences twice: all sequences together, the
+way the run will batch them, and one sequence at a time. The results must agree up to rounding
+error. We measure the rounding error on the same model, by adding noise of that size to every layer.
 
-The refinement. Every layer amplifies rounding, and in bfloat16 that may hide a small leak. So
-there are two comparisons. In the first one, layers are independent: all of them read the input of
-the first layer, and their increments are added up. Nothing is amplified, and each layer still has
-to keep sequences apart. The second comparison takes the model as it is.
+The refinement. Every layer amplifies rounding errors, and in bfloat16 that may hide a small leak.
+So there are two comparisons. In the first, layers are independent: all of them read the input of
+the first layer, and their increments are added up. Nothing is amplified, yet each layer still has
+to keep sequences apart. The second comparison runs the model unchanged.
 
-What this cannot find: a leak through weights that are still zero, and one smaller than rounding.
-Windows longer than these sequences are compared in engines/fsdp/tracing.py. Adapters, and a value
-head, work on each token by itself.
+The limits. The check cannot find a leak through weights that are still zero, or a leak smaller than
+rounding error. It does not cover sliding windows longer than these sequences, which are checked in
+engines/fsdp/tracing.py. Adapters and value heads need no check: they treat every token separately.
 """
 
 from collections.abc import Callable, Iterator
@@ -38,19 +38,19 @@ from engines.context_parallel import has_dynamic_cp, shares_sequences
 from engines.heads import ValueHead
 from engines.model.quirks import BIDIRECTIONAL, config_json_fix
 
-# Tokens of the first two sequences. The third sequence repeats the first tokens of the first one:
-# a mistake in positions then shows, too.
+# Numbers of tokens in the first two sequences. The third sequence repeats the beginning of the
+# first one, which also exposes wrong positions.
 LENGTHS = (24, 9)
 SHARED_LENGTH = 15
-# Tokens of the first sequence before its image, for a model that reads images.
+# Number of tokens before the image in the first sequence, for a model that reads images.
 TOKENS_BEFORE_IMAGE = 5
-# Differences below this are accepted in any case [nats, in fp32].
+# Differences below this are always accepted [nats, in fp32].
 MIN_BOUND = 1e-4
-# Differences up to this multiple of the effect of rounding are accepted.
+# Differences up to this multiple of the measured rounding error are accepted.
 MARGIN = 4
 POWERS_OF_TWO = [1 << exponent for exponent in range(20)]
 
-# (number of a layer, its input, its output) -> the output to use in place of its own.
+# (layer number, layer input, layer output) -> the output to use instead.
 Change = Callable[[int, Tensor, Tensor], Tensor]
 
 
@@ -58,73 +58,75 @@ Change = Callable[[int, Tensor, Tensor], Tensor]
 class ProbeBatches:
     """The same random tokens on every rank, in three arrangements."""
 
-    # Two sequences.
-    alone: Batch
-    # The two, and a third one that is the beginning of the first.
-    among: Batch
-    # All tokens of `among` as a single sequence: what a model would see that mixes sequences.
+    two_sequences: Batch
+    # The same two, and a third one that repeats the beginning of the first.
+    three_sequences: Batch
+    # All tokens of three_sequences as a single sequence, which is how a model that mixes sequences
+    # would see them.
     joined: Batch
 
     def with_third(self, values: Tensor) -> Tensor:
-        """Extend [..., T] from the sequences of `alone` to those of `among`."""
-        third_length = self.among.lengths[2]
+        """Extend values [..., T] for two_sequences to three_sequences, repeating the first ones."""
+        third_length = self.three_sequences.lengths[2]
         return torch.cat([values, values[..., :third_length]], -1)
 
 
 def check_isolation(engine: Engine) -> tuple[float, float]:
-    """Check that a model computes a sequence the same, whether by itself or among others.
+    """Check that a sequence's outputs do not depend on the other sequences of its batch.
 
-    Leaves no trace in the engine. Called by all ranks.
+    All ranks call this together. The engine is left as it was.
 
     Returns:
-        The largest difference of a token's outputs, and the bound that rounding sets [nats].
+        (difference, bound): the largest difference between a token's outputs, and the largest that
+        rounding may explain [nats].
 
     Raises:
         InputError: on all ranks, if a difference exceeds the bound.
     """
     batches = make_batches(engine)
     # Compiling for these shapes would take a minute.
-    with quiet(engine), torch.compiler.set_stance("force_eager"):
+    with fixed_head_and_routing(engine), torch.compiler.set_stance("force_eager"):
         compare(engine, batches, independent_layers=True)
         comparison = compare(engine, batches, independent_layers=False)
-        warn_if_blind(engine, batches, comparison)
+        warn_if_inconclusive(engine, batches, comparison)
     return comparison.difference, comparison.bound
 
 
 @dataclass(frozen=True)
 class Comparison:
-    # [outputs, T]: the outputs for `alone`, one sequence at a time.
+    # [outputs, T]: the outputs for two_sequences, computed one sequence at a time.
     expected: Tensor
-    # The largest difference to them, and the largest that rounding may explain.
+    # The largest difference between these and the outputs of sequences computed together [nats].
     difference: float
+    # The largest difference that rounding may explain [nats].
     bound: float
 
 
 def compare(engine: Engine, batches: ProbeBatches, independent_layers: bool) -> Comparison:
-    """Compute the sequences together and one at a time; raise InputError if they differ."""
+    """Compute the sequences together and one at a time; raise InputError if outputs differ."""
     path = engine.config.model.path
     with changed_layers(engine, keep_output, independent_layers):
-        expected = one_at_a_time(engine, batches.alone)
+        expected = one_at_a_time(engine, batches.two_sequences)
         differences = []
         for size in group_sizes(engine):
-            together = run_together(engine, batches.among, size)
-            difference = largest(engine, together - batches.with_third(expected))
+            together = run_together(engine, batches.three_sequences, size)
+            difference = largest_absolute(engine, together - batches.with_third(expected))
             differences.append((difference, size))
     difference, size = max(differences)
-    if largest(engine, expected) == torch.inf:
-        raise InputError(f"model.path={path}: the outputs of the model are not finite")
+    if largest_absolute(engine, expected) == torch.inf:
+        raise InputError(f"model.path={path}: the model's outputs are not finite")
 
-    with changed_layers(engine, add_noise(engine), independent_layers):
-        noisy = one_at_a_time(engine, batches.alone)
-        bound = max(MIN_BOUND, MARGIN * largest(engine, noisy - expected))
+    with changed_layers(engine, add_rounding_noise(engine), independent_layers):
+        noisy = one_at_a_time(engine, batches.two_sequences)
+        bound = max(MIN_BOUND, MARGIN * largest_absolute(engine, noisy - expected))
     if difference > bound:
 
         def difference_of_first_layers(num_layers: int | None) -> float:
-            """Return the difference that a model with only its first layers has. None: all."""
+            """Return the difference if only the first layers run. None: all layers."""
             with changed_layers(engine, keep_first_layers(num_layers), independent_layers):
-                together = run_together(engine, batches.among, size)
-                single = one_at_a_time(engine, batches.alone)
-                return largest(engine, together - batches.with_third(single))
+                together = run_together(engine, batches.three_sequences, size)
+                single = one_at_a_time(engine, batches.two_sequences)
+                return largest_absolute(engine, together - batches.with_third(single))
 
         reason = explain(engine, difference, bound, difference_of_first_layers)
         raise InputError(f"model.path={path}: {reason}")
@@ -138,25 +140,25 @@ def group_sizes(engine: Engine) -> list[int]:
     return [*engine.cp_groups]
 
 
-def warn_if_blind(engine: Engine, batches: ProbeBatches, comparison: Comparison) -> None:
+def warn_if_inconclusive(engine: Engine, batches: ProbeBatches, comparison: Comparison) -> None:
     """Report a model for which the comparison proves nothing.
 
-    That is one whose outputs stay the same even if the sequences are one.
+    Its outputs do not change noticeably even when all sequences are joined into one.
     """
     size = group_sizes(engine)[0]
     together = run_together(engine, batches.joined, size)
     leak = together - batches.with_third(comparison.expected)
     # The first token of a sequence has no output.
-    leak = leak[:, batches.among.position_ids > 0]
-    if largest(engine, leak) <= comparison.bound and dist.get_rank() == 0:
+    leak = leak[:, batches.three_sequences.position_ids > 0]
+    if largest_absolute(engine, leak) <= comparison.bound and dist.get_rank() == 0:
         print(
             f"model.path={engine.config.model.path}: the outputs for a token depend so little on "
-            "earlier tokens that nobody can see whether it keeps sequences apart",
+            "earlier tokens that it is impossible to check whether the model keeps sequences apart",
             flush=True,
         )
 
 
-# -- what is computed ----------------------------------------------------------------------------
+# -- batches and outputs -------------------------------------------------------------------------
 
 
 def make_batches(engine: Engine) -> ProbeBatches:
@@ -186,30 +188,31 @@ def make_batches(engine: Engine) -> ProbeBatches:
         return Batch(torch.cat(sequences), bounds(lengths), {}, rows, pictures)
 
     return ProbeBatches(
-        alone=batch([first, second], [0, 1]),
-        among=batch([first, second, third], [0, 1, 0]),
+        two_sequences=batch([first, second], [0, 1]),
+        three_sequences=batch([first, second, third], [0, 1, 0]),
         joined=batch([torch.cat([first, second, third])], [2]),
     )
 
 
 def one_at_a_time(engine: Engine, batch: Batch) -> Tensor:
-    """Return the outputs [outputs, T] for sequences computed one at a time."""
+    """Return the outputs [outputs, T] of sequences that are computed one at a time."""
     return engine.one_at_a_time(batch)[: engine.head.num_differentiable]
 
 
 def run_together(engine: Engine, batch: Batch, size: int) -> Tensor:
-    """Return the outputs [outputs, T] for a batch that is one micro-batch.
+    """Return the outputs [outputs, T] of a batch that is computed as one micro-batch.
 
     Args:
-        size: the ranks that share it, at most as many as this rank's largest group has.
+        size: the number of ranks that share the micro-batch. It is capped at the size of this
+            rank's largest context-parallel group.
     """
     size = min(size, max(engine.cp_groups))
     micro_batches = [(size, list(range(len(batch))))]
     return engine.ask(batch, micro_batches)[: engine.head.num_differentiable]
 
 
-def largest(engine: Engine, values: Tensor) -> float:
-    """Return the largest absolute value on all ranks; infinity if one is not a number."""
+def largest_absolute(engine: Engine, values: Tensor) -> float:
+    """Return the largest absolute value over all ranks; infinity if any value is NaN."""
     value = values.abs().nan_to_num(torch.inf).max()
     dist.all_reduce(value, op=dist.ReduceOp.MAX)
     return value.item()
@@ -221,7 +224,7 @@ def explain(
     bound: float,
     difference_of_first_layers: Callable[[int | None], float],
 ) -> str:
-    """Return one line: where the two ways diverge, and what to change."""
+    """Return one line that says where the outputs diverge first, and what to change."""
     place = find_divergence(engine, bound, difference_of_first_layers)
     config = engine.config
     text_config = engine.hf_config.get_text_config()
@@ -260,7 +263,7 @@ def find_divergence(
     return f"in layer {agree} of 0 to {num_layers - 1}"
 
 
-# -- changes of a model --------------------------------------------------------------------------
+# -- changes to a model's layers -----------------------------------------------------------------
 
 
 def keep_output(number: int, layer_input: Tensor, layer_output: Tensor) -> Tensor:
@@ -268,7 +271,10 @@ def keep_output(number: int, layer_input: Tensor, layer_output: Tensor) -> Tenso
 
 
 def keep_first_layers(num_layers: int | None) -> Change:
-    """Return a change that leaves a model only its first layers. None: all layers."""
+    """Return a change that turns all but the first num_layers layers into the identity.
+
+    With None, it changes nothing.
+    """
 
     def change(number: int, layer_input: Tensor, layer_output: Tensor) -> Tensor:
         is_kept = num_layers is None or number < num_layers
@@ -277,8 +283,8 @@ def keep_first_layers(num_layers: int | None) -> Change:
     return change
 
 
-def add_noise(engine: Engine) -> Change:
-    """Return a change by about as much as rounding to the compute dtype, or a little more.
+def add_rounding_noise(engine: Engine) -> Change:
+    """Return a change that adds noise slightly larger than rounding to the compute dtype.
 
     Ranks that hold the same tensors add the same noise.
     """
@@ -293,15 +299,15 @@ def add_noise(engine: Engine) -> Change:
 
 
 class IndependentLayers:
-    """Lets every layer of a module read the input of the first one, and adds up their increments.
+    """Feeds the first layer's input to all layers of a module, and sums their increments.
 
-    With is_active=False, layers read what they always read.
+    With is_active=False, each layer reads the output of the previous one, as usual.
     """
 
     def __init__(self, change: Change, is_active: bool):
         self.change = change
         self.is_active = is_active
-        # The input of the layer that runs: the first one's, if layers are independent.
+        # The input of the current layer; if layers are independent, the first layer's input.
         self.input: Tensor | None = None
         # The sum of the increments so far, in fp32.
         self.increments: Tensor | float = 0.0
@@ -329,7 +335,7 @@ class IndependentLayers:
 
 @contextmanager
 def changed_layers(engine: Engine, change: Change, independent: bool) -> Iterator[None]:
-    """Within this block, layers have changed outputs and, if asked for, are independent."""
+    """Within this block, change the layers' outputs and, optionally, make layers independent."""
     handles = []
     for layers in engine.layers():
         hooks = IndependentLayers(change, is_active=independent)
@@ -346,11 +352,12 @@ def changed_layers(engine: Engine, change: Change, independent: bool) -> Iterato
 
 
 @contextmanager
-def quiet(engine: Engine) -> Iterator[None]:
-    """Within this block, outputs depend on nothing but the layers; afterwards, free memory.
+def fixed_head_and_routing(engine: Engine) -> Iterator[None]:
+    """Within this block, fix the parts of a model that would hide or fake a leak; then free memory.
 
-    A value head, which may be zero, gets a fixed direction. All tokens go to the same experts,
-    since rounding may change which ones are chosen.
+    A value head may be zero and so hide a leak; its weight is replaced by a fixed vector. Rounding
+    may change which experts are chosen, which would look like a leak; all tokens go to the same
+    experts.
     """
     handles = []
     if isinstance(engine.head, ValueHead):
@@ -374,7 +381,7 @@ def has_stacked_weights(experts: nn.Module) -> bool:
 
 
 def use_fixed_direction(_, args: tuple) -> tuple:
-    """Forward pre-hook of a value head: replace its weight."""
+    """Forward pre-hook of a value head: replace its weight by a fixed vector without zeros."""
     hidden, weight, *other_args = args
     angles = torch.arange(weight.numel(), device=weight.device)
     direction = angles.cos().view_as(weight).to(weight.dtype)
@@ -385,8 +392,8 @@ def use_first_experts(_, args: tuple) -> tuple:
     """Forward pre-hook of experts: send every token to experts 0 to k - 1.
 
     Args:
-        args: in any order, hidden states [t, h], the numbers of the chosen experts [t, k] int64,
-            and their weights [t, k], which are sorted here, the largest first.
+        args: the hidden states [t, h], the indices of the chosen experts [t, k] int64, and their
+            weights [t, k], in any order. This hook sorts the weights, largest first.
     """
     chosen = next(tensor for tensor in args if not tensor.is_floating_point())
 

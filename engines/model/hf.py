@@ -16,14 +16,14 @@ from engines.model import mtp
 
 
 def read_hf_config(path: str):
-    """Read config.json. The layers that are trained are those of its get_text_config().
+    """Read config.json. Its get_text_config() describes the layers that are trained.
 
     Raises:
         InputError: if transformers cannot read it, or the weights are quantized.
     """
     if not (Path(path) / "config.json").is_file():
         raise InputError(
-            f"model.path={path} holds no config.json: give a directory in Hugging Face format"
+            f"model.path={path} contains no config.json: give a directory in Hugging Face format"
         )
     try:
         hf_config = AutoConfig.from_pretrained(path)
@@ -31,14 +31,14 @@ def read_hf_config(path: str):
         raise InputError(f"model.path={path}: {' '.join(str(error).split())}") from None
     if getattr(hf_config, "quantization_config", None):
         raise InputError(
-            f"model.path={path} holds quantized weights (quantization_config in config.json): "
+            f"model.path={path} has quantized weights (quantization_config in config.json): "
             "give the unquantized model"
         )
     return hf_config
 
 
 def auto_class(hf_config):
-    """Return transformers' Auto class for the model: vision-language if there is one, else text."""
+    """Return transformers' Auto class for the model, vision-language in preference to text."""
     for kind in (AutoModelForImageTextToText, AutoModelForCausalLM):
         if type(hf_config) in kind._model_mapping:
             return kind
@@ -55,17 +55,18 @@ def build_on_meta(
     with_mtp: bool = False,
     images: bool = False,
 ) -> nn.Module:
-    """Build a model on the meta device, with a copy of its configuration.
+    """Build a model on the meta device. The model gets its own copy of the configuration.
 
     Args:
         head: for Head.VALUES, the output matrix has one row.
-        attention: an implementation; None lets transformers choose.
-        with_mtp: with the layers for multi-token prediction. They hold weights and compute nothing.
-        images: with the modules that images go through; by default, a vision-language model is
+        attention: the attention implementation; None lets transformers choose.
+        with_mtp: include the layers for multi-token prediction. They hold weights but compute
+            nothing.
+        images: include the modules that process images. Otherwise a vision-language model is
             reduced to its text model.
 
     Raises:
-        InputError: if transformers cannot build it, or its output matrix has a bias.
+        InputError: if transformers cannot build the model, or its output matrix has a bias.
     """
     hf_config = copy.deepcopy(hf_config)
     if head is Head.VALUES:
@@ -73,8 +74,8 @@ def build_on_meta(
     hf = from_config(hf_config, dtype, attention)
     has_more_than_text = hf_config.get_text_config() is not hf_config
     if has_more_than_text and not images:
-        keep_text(hf)
-    # Batches have no padding, so the padding token is learned like any other token.
+        keep_text_modules(hf)
+    # Batches contain no padding tokens, so the padding token is learned like any other token.
     hf.get_input_embeddings().padding_idx = None
     if hf.get_output_embeddings().bias is not None:
         raise InputError("a bias on the output matrix is not supported")
@@ -100,16 +101,17 @@ def from_config(hf_config, dtype: torch.dtype, attention: str | None) -> nn.Modu
         ) from None
 
 
-def keep_text(hf: nn.Module) -> None:
+def keep_text_modules(hf: nn.Module) -> None:
     """Reduce a vision-language model to its decoder and output matrix, which keep their names.
 
-    Other weights in the files, such as a vision tower's, are then ignored in the way in which
-    transformers ignores weights that a model does not have.
+    Other weights in the files, such as the vision tower, are added to the patterns of weights that
+    transformers ignores when it loads the model.
     """
     text_modules = (hf.get_decoder(), hf.get_output_embeddings())
     kept = {module for text_module in text_modules for module in text_module.modules()}
     names = {module: name for name, module in hf.named_modules()}
-    for module in [module for module in hf.modules() if module not in kept]:
+    removed = [module for module in hf.modules() if module not in kept]
+    for module in removed:
         module._parameters.clear()
         module._buffers.clear()
         for name, child in [*module.named_children()]:
@@ -123,16 +125,16 @@ def keep_text(hf: nn.Module) -> None:
     }
 
 
-def whole_modules(hf: nn.Module, part: nn.Module) -> list[nn.Module]:
-    """Return the layers of a part of the model: modules gathered, and recomputed, as a whole."""
+def layer_modules(hf: nn.Module, part: nn.Module) -> list[nn.Module]:
+    """Return the layers within a part of the model: the units of FSDP and of recomputation."""
     return [module for module in part.modules() if type(module).__name__ in hf._no_split_modules]
 
 
 def plain_attention(hf: nn.Module) -> str:
     """Return the attention implementation for padded sequences.
 
-    That is "padded" (engines/fsdp/attention.py) or, for a model with an attention of its own, one
-    that it has.
+    This is "padded" (engines/fsdp/attention.py), except for a model that implements attention in
+    its own code: then it is one of the model's implementations.
     """
     decoder = hf.get_decoder()
     if decoder._supports_attention_backend:
@@ -145,14 +147,15 @@ def plain_attention(hf: nn.Module) -> str:
 def keep_zero_rows(
     embedding: nn.Module, zero: Tensor, layout: Callable[[Tensor], Tensor] = lambda mask: mask
 ) -> None:
-    """Send no gradient to rows of an embedding that were zero at start.
+    """Block gradients to the rows of an embedding that are zero before training.
 
-    transformers does so for a padding token. The norm of a zero vector multiplies a gradient by
-    1 / sqrt(eps), 1,000 in RMSNorm: a single such token would dominate the gradient of a step.
+    transformers initialises the padding token's row to zero. Normalising a zero vector multiplies
+    its gradient by 1 / sqrt(eps), which is 1,000 in RMSNorm, so a single padding token would
+    dominate the gradient of a step.
 
     Args:
-        zero: [vocabulary] bool.
-        layout: maps a mask shaped like the module's input [batch, length] to the shape of its
+        zero: [vocabulary] bool, true for rows that are zero.
+        layout: maps a mask with the shape of the module's input [batch, length] to the shape of its
             output without the last dimension.
     """
     if not zero.any():

@@ -1,4 +1,4 @@
-"""Checks of what depends on a sequence's length: rotary embeddings and sliding windows."""
+"""Checks of rotary embeddings and sliding windows, which depend on the sequence length."""
 
 from omegaconf import DictConfig
 from torch import nn
@@ -8,7 +8,7 @@ from engines.model.quirks import LENGTH_DEPENDENT_ROPE
 
 
 def longest_sequence(config: DictConfig) -> tuple[int, str]:
-    """Return the most tokens that a sequence of this run may have, and the keys that set it."""
+    """Return the maximum sequence length of this run, and the keys that set it."""
     if "rollout" in config:
         longest = config.data.max_prompt_length + config.rollout.max_tokens
         return longest, "data.max_prompt_length + rollout.max_tokens"
@@ -18,17 +18,17 @@ def longest_sequence(config: DictConfig) -> tuple[int, str]:
 def check_rope(hf_config, config: DictConfig) -> None:
     """Reject rotary frequencies that change within the lengths of this run.
 
-    The longest sequence of a batch sets the frequencies, so shorter ones packed with it would be
-    rotated differently than by themselves.
+    The longest sequence of a batch determines the frequencies, so shorter sequences packed with it
+    would be rotated differently than on their own.
 
     Raises:
         InputError: if the run's longest sequence exceeds the length at which frequencies change.
     """
     longest, key = longest_sequence(config)
     rope = getattr(hf_config, "rope_parameters", None) or {}
-    # Some models have parameters for each type of layer.
-    of_layer_types = [value for value in rope.values() if isinstance(value, dict)]
-    for parameters in (rope, *of_layer_types):
+    # Some models have separate parameters for each type of layer.
+    per_layer_type = [value for value in rope.values() if isinstance(value, dict)]
+    for parameters in (rope, *per_layer_type):
         if parameters.get("rope_type") not in LENGTH_DEPENDENT_ROPE:
             continue
         limit = (
@@ -44,7 +44,8 @@ def check_rope(hf_config, config: DictConfig) -> None:
 def keep_short_frequencies(hf: nn.Module) -> None:
     """Fix the frequencies of rotary embeddings to those of short sequences.
 
-    check_rope() has excluded longer ones; without this, modules would look at every batch for them.
+    check_rope() has ruled out longer sequences. Without this, modules would look for them in every
+    batch.
     """
     for module in hf.modules():
         rope_type = vars(module).get("rope_type")
@@ -57,12 +58,12 @@ def keep_short_frequencies(hf: nn.Module) -> None:
 
 
 def without_length(rope_type: str) -> str:
-    """Return the rope_type for frequencies that do not depend on a length."""
+    """Return "default" for a rope_type whose frequencies depend on the length, else rope_type."""
     return "default" if rope_type in LENGTH_DEPENDENT_ROPE else rope_type
 
 
 def check_windows(hf_config, path: str) -> None:
-    """Raise InputError for layers with a sliding window whose length config.json does not tell."""
+    """Raise InputError if layers use a sliding window and config.json has no window length."""
     if hf_config.is_heterogeneous or getattr(hf_config, "sliding_window", None):
         return
     if "sliding_attention" in (getattr(hf_config, "layer_types", None) or ()):

@@ -13,11 +13,11 @@ HUGE = 2.0**60
 
 
 def logit_constants(hf: nn.Module) -> tuple[float, float | None]:
-    """Return (scale, soft cap), with which the engines compute a model's logits.
+    """Return the constants (scale, soft cap) with which the engines compute a model's logits.
 
-    The logits are z = scale * hidden @ weight.T or, with a soft cap c, c * tanh(z / c). The
-    constants are read off the model's own forward pass on known hidden states, with the output
-    matrix replaced by the identity.
+    The logits are z = scale * hidden @ weight.T or, with a soft cap c, c * tanh(z / c). To measure
+    the constants, we run the model's own forward pass with known hidden states, and with the
+    identity in place of the output matrix.
 
     Raises:
         InputError: if the model computes its logits in another way.
@@ -27,8 +27,8 @@ def logit_constants(hf: nn.Module) -> tuple[float, float | None]:
     logits = logits_of_hidden_states(hf, hidden)
     if logits is None or logits.is_meta:
         raise InputError(
-            f"{type(hf).__name__} does not take its hidden states from its base model, which is "
-            "not supported"
+            f"{type(hf).__name__} does not compute its logits from its base model's hidden states, "
+            "which is not supported"
         )
     scale = logits[0, 0, 0].item() / SMALL
     largest = logits[0, 0, 1].item()
@@ -44,9 +44,9 @@ def logit_constants(hf: nn.Module) -> tuple[float, float | None]:
 
 
 def logits_of_hidden_states(hf: nn.Module, hidden: Tensor) -> Tensor | None:
-    """Return the logits that a model with an identity as output matrix makes of hidden states.
+    """Return a model's logits for hidden states, with the identity as the output matrix.
 
-    None if its forward pass fails.
+    Returns None if the model's forward pass fails.
     """
     base = hf.base_model
     output_matrix = hf.get_output_embeddings()
@@ -55,7 +55,7 @@ def logits_of_hidden_states(hf: nn.Module, hidden: Tensor) -> Tensor | None:
     try:
         input_ids = torch.zeros(1, 1, dtype=torch.int64, device="meta")
         return hf(input_ids=input_ids).logits
-    except Exception:  # a model that is not made for this may raise anything
+    except Exception:  # a model that does not expect the replaced modules may raise anything
         return None
     finally:
         del base.forward
@@ -63,7 +63,7 @@ def logits_of_hidden_states(hf: nn.Module, hidden: Tensor) -> Tensor | None:
 
 
 class BaseModelOutput(tuple):
-    """What a base model returns: hidden states, and None for any other attribute."""
+    """Stands in for a base model's output: has hidden states, and None for any other attribute."""
 
     last_hidden_state = property(itemgetter(0))
 

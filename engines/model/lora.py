@@ -1,8 +1,9 @@
 """LoRA (Hu et al. 2021): y = W x + alpha / rank * B A x, with a frozen W and an adapter A, B.
 
-This is what both engines share: which matrices get adapters, their initial values, PEFT's files.
+This file is shared by both engines. It chooses the matrices that get adapters, initialises the
+adapters, and reads and writes PEFT's files.
 
-Adapters are named as in PEFT's files, without its prefix: for example
+Adapters have the names of PEFT's files, without their prefix: for example
 model.layers.0.self_attn.q_proj.lora_A.weight [rank, in features] and lora_B [out features, rank].
 """
 
@@ -26,8 +27,7 @@ from engines.model.experts import expert_weights
 # The prefix of names in PEFT's files.
 PREFIX = "base_model.model."
 
-# Keys of adapter_config.json that would change what the same two matrices compute, with the values
-# that plain LoRA has.
+# Keys of adapter_config.json that change the formula, with their values for plain LoRA.
 PLAIN = {
     "peft_type": "LORA",
     "bias": "none",
@@ -42,7 +42,7 @@ PLAIN = {
     "use_qalora": False,
     "alora_invocation_tokens": None,
 }
-# Keys that change nothing. Any other key that is set may be a variant that PEFT has added since.
+# Keys that do not change the formula. Any other key may belong to a newer variant of LoRA in PEFT.
 HARMLESS = (
     "task_type",
     "auto_mapping",
@@ -68,7 +68,7 @@ HARMLESS = (
     "ensure_weight_tying",
     "init_lora_weights",
 )
-# Values of init_lora_weights that leave the frozen weights as the model has them.
+# Values of init_lora_weights that do not modify the frozen weights.
 SUPPORTED_INITS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 
 
@@ -84,7 +84,7 @@ def check_config(config: DictConfig, hf: nn.Module) -> None:
     """Raise InputError for settings of model.lora that have no effect or cannot work.
 
     Args:
-        hf: the model on the meta device. Adapters are put into it.
+        hf: the model on the meta device. This function adds adapters to it.
     """
     lora = config.model.lora
     if not lora.rank:
@@ -106,7 +106,7 @@ def check_config(config: DictConfig, hf: nn.Module) -> None:
 
 
 def inject(hf: nn.Module, lora: DictConfig, head: Head = Head.LOG_PROBS) -> list[nn.Module]:
-    """Let PEFT put adapters, on the meta device, beside a model's linear layers.
+    """Let PEFT add adapters to a model's linear layers, on the meta device.
 
     All other parameters are frozen, except for a value head, which gets the adapters' dtype.
 
@@ -114,7 +114,7 @@ def inject(hf: nn.Module, lora: DictConfig, head: Head = Head.LOG_PROBS) -> list
         The layers that have an adapter.
 
     Raises:
-        InputError: if a name in the settings means anything but linear layers of decoder layers.
+        InputError: if a name in the settings matches anything but linear layers in decoder layers.
     """
     from peft.tuners.lora import Linear  # imported here because it is slow
 
@@ -149,7 +149,7 @@ def inject_with_peft(hf: nn.Module, lora: DictConfig) -> None:
         )
         inject_adapter_in_model(peft_config, hf, low_cpu_mem_usage=True)
     except (ValueError, re.error) as error:
-        # For a module that it cannot adapt, PEFT prints the whole module after "(\n".
+        # If PEFT cannot adapt a module, its message contains the whole module after "(\n".
         reason, separator, _ = str(error).partition("(\n")
         if separator:
             reason += " is not a linear layer"
@@ -157,7 +157,7 @@ def inject_with_peft(hf: nn.Module, lora: DictConfig) -> None:
 
 
 def check_adapted_layers(hf: nn.Module, lora: DictConfig, layers: dict[str, nn.Module]) -> None:
-    """Raise InputError for adapters outside the linear layers of decoder layers.
+    """Raise InputError if anything but linear layers in decoder layers has an adapter.
 
     Args:
         layers: the linear layers with an adapter, by name.
@@ -175,15 +175,15 @@ def check_adapted_layers(hf: nn.Module, lora: DictConfig, layers: dict[str, nn.M
     if unsupported:
         raise InputError(
             f"model.lora.target_modules={lora.target_modules} names {unsupported[0]}: adapters "
-            "belong to the linear layers of decoder layers (nn.Linear); exclude others with "
-            "model.lora.exclude_modules"
+            "are supported only for linear layers (nn.Linear) in decoder layers; exclude other "
+            "modules with model.lora.exclude_modules"
         )
 
 
 def check_names(hf: nn.Module, lora: DictConfig) -> None:
-    """Raise InputError for a name that no linear layer has.
+    """Raise InputError if a name in the settings is not the name of a linear layer.
 
-    For the name of a block of layers, PEFT would exclude nothing.
+    PEFT would silently exclude nothing for the name of a larger module such as `mlp`.
     """
     from peft.tuners.lora import Linear
 
@@ -201,7 +201,7 @@ def check_names(hf: nn.Module, lora: DictConfig) -> None:
 class CastLinear(nn.Linear):
     """A linear layer that computes in the dtype of its input.
 
-    PEFT would compute in the dtype of the adapter, fp32, which is slow.
+    PEFT would compute in the adapter's dtype. That is fp32, which is slow.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -209,7 +209,7 @@ class CastLinear(nn.Linear):
 
 
 def shapes(hf: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each adapter matrix, by name, of a model after inject()."""
+    """Return the shape of each adapter matrix by name. Call this after inject()."""
     return {
         plain_name(name): tuple(parameter.shape)
         for name, parameter in hf.named_parameters()
@@ -220,20 +220,22 @@ def shapes(hf: nn.Module) -> dict[str, tuple[int, ...]]:
 # -- values --------------------------------------------------------------------------------------
 
 
-def start(lora: DictConfig, shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, Tensor]:
-    """Return the whole matrices of adapters before the first step, by name.
+def initial_adapter(
+    lora: DictConfig, shapes: dict[str, tuple[int, ...]], seed: int
+) -> dict[str, Tensor]:
+    """Return the unsharded adapter matrices before the first step, by name.
 
-    They come from model.lora.adapter_path, or are new.
+    They are read from model.lora.adapter_path if it is set, and initialised otherwise.
     """
     if lora.adapter_path:
         return read(lora, shapes)
-    return {name: initial(name, shape, seed) for name, shape in shapes.items()}
+    return {name: initial_matrix(name, shape, seed) for name, shape in shapes.items()}
 
 
-def initial(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Return a new adapter matrix, in fp32, the same for every engine and layout of ranks.
+def initial_matrix(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+    """Initialise an adapter matrix in fp32. The engine and the layout of ranks do not matter.
 
-    As in PEFT, B is zero, and A uniform in +-1 / sqrt(in features).
+    As in PEFT, B is zero, and A is uniform in +-1 / sqrt(in features).
     """
     if "lora_B" in name:
         return torch.zeros(shape)
@@ -258,7 +260,8 @@ def read(lora: DictConfig, expected: dict[str, tuple[int, ...]]) -> dict[str, Te
         expected: the shape of each matrix by name.
 
     Raises:
-        InputError: if it is not a plain LoRA with the rank, alpha and layers of the other keys.
+        InputError: if the adapter is not plain LoRA, or differs in rank, alpha or layers from the
+            settings in model.lora.
     """
     path = Path(lora.adapter_path)
     try:
@@ -318,12 +321,12 @@ def write(
     directory: Path,
     is_part: bool = False,
 ) -> None:
-    """Write adapter_model.safetensors and adapter_config.json, as peft and vLLM load them.
+    """Write adapter_model.safetensors and adapter_config.json for PEFT and vLLM.
 
     Args:
         base: the directory of the frozen model.
-        is_part: `base` holds more than the model with the adapter, perhaps with layers of the same
-            names, such as a vision tower.
+        is_part: whether `base` also contains other modules, such as a vision tower, whose layers
+            may have the same last names as adapted ones.
     """
     tensors = {PREFIX + name: tensor.cpu().contiguous() for name, tensor in adapter}
     modules = {name.removeprefix(PREFIX).split(".lora_")[0] for name in tensors}
@@ -347,7 +350,8 @@ def write(
 def selects_by_last_name(lora: DictConfig) -> bool:
     """Return whether all layers with the same last name, such as q_proj, have adapters.
 
-    Not so for a name such as layers.0.self_attn.q_proj, or with excluded modules.
+    This is false if the settings name a single layer, such as layers.0.self_attn.q_proj, or exclude
+    modules.
     """
     if lora.exclude_modules:
         return False

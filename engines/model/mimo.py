@@ -1,4 +1,4 @@
-"""MiMo (2025), which transformers does not have: a Qwen2 with layers for multi-token prediction.
+"""MiMo (2025), which transformers lacks: Qwen2 with layers for multi-token prediction (MTP).
 
 Importing this module registers it with transformers' Auto classes.
 """
@@ -15,14 +15,14 @@ class MiMoConfig(Qwen2Config):
 
 
 class MiMoForCausalLM(Qwen2ForCausalLM):
-    """The model without its MTP layers, which transformers leaves out of every model."""
+    """The model without its MTP layers: transformers omits MTP layers from all models."""
 
     config_class = MiMoConfig
     _keys_to_ignore_on_load_unexpected = [r"^model\.mtp_layers\."]
 
 
 class MiMoLayer(Qwen2DecoderLayer):
-    """The weights of an MTP layer, named as in the files (model.mtp_layers.*); computes nothing."""
+    """Holds an MTP layer's weights, named as in the files (model.mtp_layers.*); never computes."""
 
     def __init__(self, hf_config):
         super().__init__(hf_config, 0)
@@ -46,10 +46,10 @@ class MiMoConfig(Qwen2Config):
 
 
 def write_config_class(hf_config, directory: Path) -> None:
-    """Write the configuration's class beside an exported config.json, which is written after it.
+    """Write configuration_mimo.py into an exported model, and refer to it in hf_config.
 
-    Other programs can then read config.json with trust_remote_code=True. Does nothing for models
-    whose class transformers has, or that bring their own.
+    Call this before config.json is written. Other programs can then read config.json with
+    trust_remote_code=True. Does nothing for models other than MiMo, or that bring their own class.
     """
     if hf_config.model_type == "mimo" and not getattr(hf_config, "auto_map", None):
         hf_config.auto_map = {"AutoConfig": "configuration_mimo.MiMoConfig"}

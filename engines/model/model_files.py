@@ -14,13 +14,13 @@ from config import InputError
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Return the files that the index names or, without an index, model.safetensors.
+    """Return the files listed in the index or, without an index, model.safetensors.
 
-    Other files beside them may be variants of the same weights.
+    Other files in the directory are ignored, since they may be variants of the same weights.
 
     Raises:
-        InputError: if a file is missing, or its name leads out of the directory. (A link in the
-            directory may lead elsewhere, as in the hub's cache.)
+        InputError: if a file is missing, or its name points outside the directory. Symbolic links
+            may point elsewhere, as in the hub's cache.
     """
     index = path / "model.safetensors.index.json"
     if index.exists():
@@ -38,7 +38,7 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def shapes_in_files(path: Path) -> dict[str, list[int]]:
-    """Return the shape of every tensor in the files by name; reads only their headers.
+    """Return the shape of every tensor in the files by name. Only headers are read.
 
     Raises:
         InputError: if a file is damaged.
@@ -55,10 +55,10 @@ def shapes_in_files(path: Path) -> dict[str, list[int]]:
 
 
 def ignored_weights(path: Path, names: dict[str, str | None]) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name in the files, tensor) of what the files hold and the model lacks.
+    """Yield (name in the files, tensor) for the weights that the model does not have.
 
     Args:
-        names: as from model_names() in names.py.
+        names: name in the files -> name in the model, as returned by names.model_names().
     """
     for file in weight_files(path):
         with safe_open(file, framework="pt") as tensors:
@@ -68,7 +68,7 @@ def ignored_weights(path: Path, names: dict[str, str | None]) -> Iterator[tuple[
 
 
 def fingerprint(path: Path) -> str:
-    """Return a CRC-32 of a model's configuration and weights."""
+    """Return the CRC-32 of a model's configuration and weights as eight hexadecimal digits."""
     files = [path / "config.json", *weight_files(path)]
     with ThreadPoolExecutor() as pool:
         checksums = " ".join(pool.map(checksum, files))

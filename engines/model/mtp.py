@@ -1,7 +1,7 @@
-"""Multi-token prediction (MTP): layers after the last one that each predict one token further.
+"""Multi-token prediction (MTP): extra layers after the last one, each predicting one token further.
 
-See DeepSeek-V3 (2024) and MiMo (2025). They can be trained (model.mtp.enable_train), and can draft
-tokens in vLLM (model.mtp.enable_rollout).
+See DeepSeek-V3 (2024) and MiMo (2025). The layers can be trained (model.mtp.enable_train), and can
+draft tokens in vLLM (model.mtp.enable_rollout).
 """
 
 from pathlib import Path
@@ -18,7 +18,7 @@ from engines.model.quirks import NUM_MTP_LAYERS_KEYS
 # model_type -> the class of MTP layers that model_engine=megatron can train.
 LAYERS = {"mimo": MiMoLayer}
 
-# A key of model.mtp -> the key that must be true for it to have an effect.
+# Key of model.mtp -> the other key that must be true for it to have an effect.
 REQUIRED_KEYS = {
     "enable_train": "enable",
     "enable_rollout": "enable",
@@ -45,12 +45,12 @@ def is_trained(config: DictConfig) -> bool:
 
 
 def drafter(config: DictConfig) -> str | None:
-    """Return what drafts tokens in vLLM: "mtp", "ngram", "suffix", or None."""
+    """Return the method that drafts tokens in vLLM: "mtp", "ngram", "suffix", or None."""
     return "mtp" if config.model.mtp.enable_rollout else config.rollout.speculative
 
 
 def num_drafted(config: DictConfig) -> int:
-    """Return the most tokens that are drafted at once; 0 without a drafter."""
+    """Return the maximum number of tokens that are drafted at once; 0 without a drafter."""
     method = drafter(config)
     if method is None:
         return 0
@@ -69,7 +69,7 @@ def check_config(config: DictConfig, hf_config) -> None:
 
 
 def check_required_keys(mtp: DictConfig) -> None:
-    """Raise InputError for a key that has no effect without another one."""
+    """Raise InputError for a key that has no effect because another key is false."""
     default = defaults("model.mtp")
     for key, required in REQUIRED_KEYS.items():
         is_set = mtp.get(key, default[key]) != default[key]
@@ -81,7 +81,10 @@ def check_required_keys(mtp: DictConfig) -> None:
 
 
 def check_has_layers(hf_config, path: str) -> None:
-    """Raise InputError unless the model has MTP layers, and their weights if we know the names."""
+    """Raise InputError if the model has no MTP layers, or its files lack their weights.
+
+    The weights are checked only for the model types in LAYERS, whose weight names we know.
+    """
     number = num_layers(hf_config)
     if not number:
         settings = [f"{key}={getattr(hf_config, key, None)}" for key in NUM_MTP_LAYERS_KEYS]
@@ -116,7 +119,7 @@ def check_trainable(config: DictConfig, hf_config) -> None:
     if getattr(hf_config, "sliding_window", None):
         raise InputError(
             f"model.mtp.enable_train=true: sliding_window={hf_config.sliding_window} in "
-            "config.json is not supported: it does not tell whether MTP layers have the window"
+            "config.json is not supported, since it is not clear whether MTP layers have the window"
         )
     rank = config.model.lora.rank
     if rank:

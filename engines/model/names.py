@@ -1,7 +1,7 @@
-"""Names of weights: in the files of a model directory, and in transformers' modules.
+"""Weight names: in the files of a model directory, and in transformers' modules.
 
-transformers renames the weights of some families when it loads them, and stacks others, such as
-the experts of a layer. Exports, checkpoints and vLLM use the names in the files.
+For some families, transformers renames weights when it loads them, or stacks several weights, such
+as the experts of a layer. Exports, checkpoints and vLLM use the names in the files.
 """
 
 import re
@@ -19,19 +19,19 @@ from engines.model.model_files import shapes_in_files
 
 @dataclass(frozen=True)
 class StackedPart:
-    """A weight in the files that is a part of a stacked parameter."""
+    """A weight in the files that is one part of a stacked parameter."""
 
-    # Its name in the files.
+    # The weight's name in the files.
     name: str
-    # Its rows, counted over all matrices of the stack, one below the other.
+    # Its rows within the stack. Rows are numbered consecutively across the stack's matrices.
     rows: range
 
 
 def stacked(hf: nn.Module) -> dict[str, list[StackedPart]]:
     """Return the parts of every parameter that transformers stacks when it loads a model.
 
-    For example, the experts of a layer [n, 2 * f, h] are 2 n weights in the files. The parts follow
-    from transformers' own conversions, applied to a tensor of row numbers.
+    For example, a layer's experts [n, 2 * f, h] are 2 n weights in the files. To find the parts, we
+    let transformers convert a tensor of row numbers back to the format of the files.
 
     Raises:
         InputError: if a part does not consist of consecutive rows.
@@ -73,25 +73,26 @@ def part_of_rows(stack: str, name: str, row_numbers: Tensor) -> StackedPart:
     rows = range(numbers[0], numbers[0] + len(numbers))
     if list(rows) != numbers:
         raise InputError(
-            f"transformers makes {stack} of {name} and other weights in a way that is not supported"
+            f"transformers stacks {name} and other weights into {stack} in a way that is not "
+            "supported"
         )
     return StackedPart(name, rows)
 
 
-def in_files(
+def split_stacks(
     weights: Iterable[tuple[str, Tensor]], stacks: dict[str, list[StackedPart]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) with stacked parameters divided into the parts that files have.
+    """Yield (name, tensor) with stacked parameters split into their parts, as in the files.
 
     Args:
-        weights: a model's whole parameters by name.
-        stacks: as from stacked().
+        weights: (name, tensor) of a model's unsharded parameters.
+        stacks: as returned by stacked().
     """
     for name, weight in weights:
         if name not in stacks:
             yield name, weight
             continue
-        # A row of depthwise convolutions [c, 1, k] is a matrix, and stays one.
+        # Depthwise convolutions [c, 1, k] are split along c; their parts keep three dimensions.
         is_stack_of_matrices = weight.shape[1:-1].numel() > 1
         rows = weight.flatten(0, -2) if is_stack_of_matrices else weight
         for part in stacks[name]:
@@ -99,11 +100,11 @@ def in_files(
 
 
 def stored_tensors(hf: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of all that a model's files hold: parameters and persistent buffers.
+    """Yield (name, tensor) for everything in a model's files: parameters and persistent buffers.
 
-    A tied parameter comes once.
+    A tied parameter is yielded once.
     """
-    # The names come first, since FSDP frees parameters that it has gathered for state_dict().
+    # state_dict() is called first, since FSDP frees the parameters that it gathers for it.
     names = hf.state_dict().keys()
     yield from hf.named_parameters()
     for name, buffer in hf.named_buffers():
@@ -120,7 +121,7 @@ def text_name(hf: nn.Module, name: str) -> str:
 
 
 class LoadingRules:
-    """What transformers does to the weights of a model when it loads them."""
+    """How transformers renames and converts a model's weights when it loads them."""
 
     def __init__(self, hf: nn.Module):
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -130,11 +131,11 @@ class LoadingRules:
         self.renamings = [rule for rule in transforms if isinstance(rule, WeightRenaming)]
         self.converters = [rule for rule in transforms if not isinstance(rule, WeightRenaming)]
         self.base_model_prefix = hf.base_model_prefix
-        # name -> tensor of the model.
+        # Name in the model -> tensor.
         self.stored = {lora.plain_name(name): tensor for name, tensor in hf.state_dict().items()}
 
     def rename(self, file_name: str) -> tuple[str, str | None]:
-        """Return the name in the model, and the pattern of the converter that applies, if any."""
+        """Return the name in the model, and the pattern of the matching converter, if any."""
         from transformers.core_model_loading import rename_source_key
 
         return rename_source_key(
@@ -142,13 +143,13 @@ class LoadingRules:
         )
 
     def leaves_as_is(self, name: str, pattern: str, shape: list[int]) -> bool:
-        """Return whether a converter changes nothing: it transposes only what does not fit."""
+        """Return whether a converter leaves a weight unchanged because its shape already fits."""
         is_in_model = name in self.stored
         is_by_shape = self.is_conversion_by_shape(pattern)
         return is_by_shape and is_in_model and shape == list(self.stored[name].shape)
 
     def is_conversion_by_shape(self, pattern: str) -> bool:
-        """Return whether a converter leaves alone the weights that already fit."""
+        """Return whether a converter only transposes weights, and only if their shape is wrong."""
         from transformers.core_model_loading import Transpose
 
         operations = next(
@@ -161,7 +162,7 @@ class LoadingRules:
         )
 
     def would_convert_again(self, name: str, pattern: str) -> bool:
-        """Return whether a weight is still converted if the files have it under this name."""
+        """Return whether a weight saved under this name would be converted when it is loaded."""
         from transformers.core_model_loading import rename_source_key
 
         if self.is_conversion_by_shape(pattern):
@@ -172,12 +173,12 @@ class LoadingRules:
 def model_names(hf: nn.Module, path: Path) -> dict[str, str | None]:
     """Return {name in the files: name in the model}.
 
-    A part of a stack keeps its name. A weight that transformers ignores has None: it belongs to a
-    layer for multi-token prediction, a vision tower and the like.
+    A part of a stack keeps its name. Weights that transformers ignores map to None. They belong to
+    layers for multi-token prediction, for example, or to a vision tower.
 
     Raises:
         InputError: if transformers would compute new weights from those in the files, or if two
-            names in the files mean the same weight.
+            names in the files refer to the same weight.
     """
     from transformers.core_model_loading import dot_natural_key
 
@@ -199,7 +200,7 @@ def model_names(hf: nn.Module, path: Path) -> dict[str, str | None]:
         if first != file_name:
             raise InputError(
                 f"model.path={path}: {first} and {file_name} are two names of one weight, {name} "
-                f"of {type(hf).__name__}: take one of them out of the files"
+                f"of {type(hf).__name__}: remove one of them from the files"
             )
     return names
 
@@ -207,7 +208,7 @@ def model_names(hf: nn.Module, path: Path) -> dict[str, str | None]:
 def literal_names(hf: nn.Module, path: Path) -> dict[str, str | None]:
     """Return {name in the files: the same name, or None for a weight that transformers ignores}.
 
-    For an engine with a mapping of its own, which has no use for transformers' names.
+    This is for an engine that has its own mapping and does not need transformers' names.
     """
     names_in_model = hf.state_dict().keys()
     names: dict[str, str | None] = {}
@@ -220,7 +221,10 @@ def literal_names(hf: nn.Module, path: Path) -> dict[str, str | None]:
 def conversion_error(
     hf: nn.Module, path: Path, file_name: str, name: str, would_convert_again: bool
 ) -> InputError:
-    """Return the error for a weight that transformers converts. Saving it again often helps."""
+    """Return the error for a weight that transformers converts.
+
+    The message suggests saving the model again, unless the weight would still be converted then.
+    """
     fix = ""
     if not would_convert_again:
         fix = ": load the model with transformers, and save it with save_original_format=False"

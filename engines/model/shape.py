@@ -2,9 +2,9 @@
 
 
 def layer_configs(hf_config) -> list:
-    """Return the configuration of each layer if layers differ; otherwise the one for all of them.
+    """Return one configuration per layer if layers differ, else a list with the shared one.
 
-    Where layers differ, transformers raises if a size is read from the whole configuration.
+    If layers differ, transformers raises an error when a size is read from the whole configuration.
     """
     if hf_config.is_heterogeneous:
         return hf_config.per_layer_config
@@ -26,14 +26,17 @@ def num_key_value_heads(hf_config) -> int:
 
 
 def attention_widths(hf_config) -> tuple[int, int]:
-    """Return heads * head_dim of queries, and of keys, each in the layer where it is largest."""
+    """Return num_heads * head_dim for queries and for keys: the maximum over all layers."""
     layers = layer_configs(hf_config)
     query_width = max(layer.num_attention_heads * head_dim(layer) for layer in layers)
     key_width = max(num_key_value_heads(layer) * head_dim(layer) for layer in layers)
     return query_width, key_width
 
 
-def stages_of_layers(num_layers: int, num_stages: int) -> list[int]:
-    """Return the number of layers of each pipeline stage. The first ones may have one more."""
-    smallest, remainder = divmod(num_layers, num_stages)
-    return [smallest + (stage < remainder) for stage in range(num_stages)]
+def stage_sizes(num_layers: int, num_stages: int) -> list[int]:
+    """Return the number of layers in each pipeline stage.
+
+    If the layers do not divide evenly, the first stages have one more.
+    """
+    minimum, remainder = divmod(num_layers, num_stages)
+    return [minimum + (stage < remainder) for stage in range(num_stages)]

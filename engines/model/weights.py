@@ -16,9 +16,9 @@ from config import InputError
 from engines.heads import Head
 from engines.model import lora
 from engines.model.model_files import shapes_in_files, weight_files
-from engines.model.names import in_files, is_ignored, model_names, stacked, stored_tensors
+from engines.model.names import is_ignored, model_names, split_stacks, stacked, stored_tensors
 
-# Rows of a matrix that are compared at a time.
+# The number of matrix rows that are compared at a time.
 ROWS_AT_ONCE = 4096
 
 
@@ -30,16 +30,17 @@ def check_files(
 ) -> None:
     """Check that the files hold exactly the weights of a model.
 
-    Only headers are read, and tied matrices that a file holds twice. With a value head, the output
-    matrix may be absent, or be that of a language model.
+    Only headers are read, and matrices that config.json ties but the files hold twice. With a value
+    head, the files may lack the output matrix, or have a language model's.
 
     Args:
         hf: the model on the meta device.
-        parameters: names and shapes that the files must have, literally. None: those that
-            transformers expects.
+        parameters: (name, tensor) with the exact names and shapes that the files must have. None:
+            those that transformers expects.
 
     Raises:
-        InputError: if a weight is missing, unknown, or has another shape than config.json implies.
+        InputError: if a weight is missing or unknown, or its shape does not follow from
+            config.json.
     """
     shapes = shapes_in_files(path)
     file_names = {name: name for name in shapes}
@@ -50,7 +51,7 @@ def check_files(
         file_names = {name: file_name for file_name, name in names.items() if name}
         shapes = {name: shapes[file_name] for name, file_name in file_names.items()}
         stacks = {name: parts for name, parts in stacked(hf).items() if name not in shapes}
-    expected = {name: list(tensor.shape) for name, tensor in in_files(parameters, stacks)}
+    expected = {name: list(tensor.shape) for name, tensor in split_stacks(parameters, stacks)}
     # The files of a tied model may hold the output matrix a second time.
     known = expected.keys() | hf.state_dict().keys()
     if head is Head.VALUES:
@@ -74,7 +75,7 @@ def output_matrix_name(hf: nn.Module) -> str:
 def check_complete(
     hf: nn.Module, path: Path, expected: dict[str, list[int]], shapes: dict[str, list[int]]
 ) -> None:
-    """Raise InputError unless the files have every expected weight, in its shape."""
+    """Raise InputError unless the files have every expected weight with the expected shape."""
     missing = expected.keys() - shapes
     if missing:
         raise InputError(
@@ -84,8 +85,8 @@ def check_complete(
     for name, shape in expected.items():
         if shapes[name] != shape:
             raise InputError(
-                f"model.path={path}: {name} has shape {shapes[name]} in the file, {shape} by "
-                "config.json"
+                f"model.path={path}: {name} has shape {shapes[name]} in the file, but should have "
+                f"{shape} according to config.json"
             )
 
 
@@ -95,9 +96,9 @@ def may_be_extra(hf: nn.Module, name: str) -> bool:
 
 
 def check_tied(hf: nn.Module, path: Path, file_names: dict[str, str]) -> None:
-    """Reject files with different values for matrices that config.json ties.
+    """Raise InputError if the files have different values for matrices that config.json ties.
 
-    transformers would not tie them.
+    transformers would load such matrices without tying them.
 
     Args:
         file_names: name in the model -> name in the files.
@@ -116,12 +117,12 @@ def check_tied(hf: nn.Module, path: Path, file_names: dict[str, str]) -> None:
                 if not have_equal_values(sources[name], sources[tied_name]):
                     raise InputError(
                         f"model.path={path}: {tied_name} and {name} have different values, but "
-                        "config.json ties them: set tie_word_embeddings to false in it"
+                        "config.json ties them: set tie_word_embeddings to false in config.json"
                     )
 
 
 def have_equal_values(a, b) -> bool:
-    """Return whether two slices of safetensors files are equal; reads some rows at a time."""
+    """Return whether two tensors in safetensors files are equal, reading a few rows at a time."""
     if a.get_shape() != b.get_shape():
         return False
     num_rows = a.get_shape()[0]
@@ -153,23 +154,24 @@ def load_weights(
     head: Head = Head.LOG_PROBS,
     shared_weights: dict[str, Tensor] | None = None,
 ) -> None:
-    """Give a sharded model on the meta device memory, and fill it from safetensors files.
+    """Allocate memory for a sharded model on the meta device, and load safetensors files into it.
 
     Each rank reads its own rows of every parameter, and all persistent buffers. Adapters are left
-    empty: see load_adapter().
+    uninitialised: see load_adapter().
 
     Args:
-        names: name in the files -> name in the model, as from model_names().
-        head: with Head.VALUES, the output matrix is zero, so every value begins at 0, unless the
-            files hold a value head.
-        shared_weights: tensors by name to fill, and to use as parameters, instead of new memory.
+        names: name in the files -> name in the model, as returned by model_names().
+        head: with Head.VALUES, the output matrix is zero unless the files have a value head, so
+            all values are 0 at first.
+        shared_weights: existing tensors by name that become parameters, so that no new memory is
+            allocated for these.
     """
     allocate(hf, placement, shared_weights or {})
     if head is Head.VALUES:
         with torch.no_grad():
             hf.get_output_embeddings().weight.zero_()
     read_weights(hf, path, names)
-    initialise_other_buffers(hf)
+    initialise_nonpersistent_buffers(hf)
 
 
 def allocate(hf: nn.Module, placement: Placement, shared_weights: dict[str, Tensor]) -> None:
@@ -228,14 +230,14 @@ def read_weights(hf: nn.Module, path: Path, names: dict[str, str | None]) -> Non
 
 
 @torch.no_grad()
-def initialise_other_buffers(hf: nn.Module) -> None:
-    """Let transformers compute the buffers that are in no file, such as rotary frequencies."""
+def initialise_nonpersistent_buffers(hf: nn.Module) -> None:
+    """Let transformers compute the buffers that no file contains, such as rotary frequencies."""
     from transformers import PreTrainedModel  # imported here because it is slow
 
     for _, tensor in stored_tensors(hf):
-        # transformers' _init_weights() leaves these alone.
+        # With this mark, transformers' _init_weights() does not overwrite the tensor.
         tensor._is_hf_initialized = True
-    # A model may contain others; the last one that lists a module is the innermost.
+    # A model may contain other models. Inner models come later, so they overwrite outer ones.
     innermost_model = {}
     for model in hf.modules():
         if isinstance(model, PreTrainedModel):
@@ -247,7 +249,7 @@ def initialise_other_buffers(hf: nn.Module) -> None:
 
 def load_adapter(hf: nn.Module, settings: DictConfig, seed: int) -> None:
     """Fill a model's adapters from model.lora.adapter_path, or with their initial values."""
-    tensors = lora.start(settings, lora.shapes(hf), seed)
+    tensors = lora.initial_adapter(settings, lora.shapes(hf), seed)
     with torch.no_grad():
         for name, parameter in hf.named_parameters():
             plain_name = lora.plain_name(name)
@@ -259,8 +261,8 @@ def copy_rows(parameter: nn.Parameter, source, rows: range | None = None) -> Non
     """Copy this rank's rows of a tensor, or of a slice of a safetensors file, into a parameter.
 
     Args:
-        rows: the rows that `source` has, counted over all matrices of a stack, one below the
-            other. None: all rows of the parameter.
+        rows: the rows of the parameter that `source` contains. For a stack, rows are numbered
+            consecutively across its matrices. None: all rows.
     """
     start = 0
     stop = parameter.shape[0]
@@ -282,7 +284,7 @@ def copy_rows(parameter: nn.Parameter, source, rows: range | None = None) -> Non
 
 
 def own_rows(parameter: DTensor) -> tuple[int, int]:
-    """Return (start, stop) of this rank's rows. FSDP2 shards dimension 0 as torch.chunk does."""
+    """Return (start, stop) of this rank's rows: FSDP2 shards dimension 0 like torch.chunk."""
     num_rows = parameter.shape[0]
     mesh = parameter.device_mesh
     shard_dim = mesh.ndim - 1

@@ -163,7 +163,7 @@ def attach_peft_adapters(model: nn.Module, config: DictConfig) -> None:
         parameter.requires_grad_(is_adapter)
         if is_adapter:
             plain_name = name.replace(".default", "")
-            start = lora.initial(plain_name, parameter.shape, config.trainer.seed)
+            start = lora.initial_matrix(plain_name, parameter.shape, config.trainer.seed)
             parameter.data.copy_(start)
 
 

@@ -469,7 +469,7 @@ def broken_models(folder: Path, this_device: torch.device) -> dict[str, list[str
     [
         ("no_files", "lacks model.safetensors"),
         ("missing_weight", "lacks 1 weights of LlamaForCausalLM, such as model.norm.weight"),
-        ("wrong_shape", "lm_head.weight has shape [96, 32] in the file, [97, 32] by config.json"),
+        ("wrong_shape", "lm_head.weight has shape [96, 32] in the file, but should have [97, 32]"),
     ],
 )
 @needs((2, "broken_models"))

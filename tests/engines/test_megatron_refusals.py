@@ -168,7 +168,7 @@ MOE = "model.path=FOLDER/qwen3_moe"
             "no effect with a constant schedule",
         ),
         (1, ["optim.name=muon"], "optim.name=muon needs model_engine=fsdp"),
-        (1, ["model.path=/nowhere"], "holds no config.json"),
+        (1, ["model.path=/nowhere"], "contains no config.json"),
         (
             1,
             ["model.path=FOLDER/mistral", "engine.bridge=mbridge"],

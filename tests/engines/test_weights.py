@@ -14,8 +14,8 @@ from engines.heads import Head
 from engines.model.experts import expert_weights, experts_per_token
 from engines.model.hf import build_on_meta, read_hf_config
 from engines.model.model_files import fingerprint, ignored_weights, shapes_in_files
-from engines.model.names import in_files, model_names, stacked, stored_tensors
-from engines.model.shape import stages_of_layers
+from engines.model.names import model_names, split_stacks, stacked, stored_tensors
+from engines.model.shape import stage_sizes
 from engines.model.weights import Placement, check_files, copy_rows, load_weights
 from tests.support.models import make_model
 
@@ -107,7 +107,7 @@ def test_weights_leave_as_the_files_have_them(models, family):
     file_names = {name: file_name for file_name, name in names.items() if name}
     stacks = {name: parts for name, parts in stacked(hf).items() if name not in file_names}
 
-    written = dict(in_files(stored_tensors(hf), stacks))
+    written = dict(split_stacks(stored_tensors(hf), stacks))
     written = {file_names.get(name, name): tensor for name, tensor in written.items()}
     written |= dict(ignored_weights(path, names))
 
@@ -186,5 +186,5 @@ def test_experts_are_found_by_their_stacks(models):
 
 
 def test_the_first_stages_have_one_layer_more():
-    assert stages_of_layers(5, 2) == [3, 2]
-    assert stages_of_layers(8, 4) == [2, 2, 2, 2]
+    assert stage_sizes(5, 2) == [3, 2]
+    assert stage_sizes(8, 4) == [2, 2, 2, 2]

@@ -143,7 +143,7 @@ def test_without_adapters_the_model_is_the_frozen_one(results, folder, world):
         (["dropout=0.1"], "model.lora.dropout=0.1 does nothing with model.lora.rank=0"),
         (
             [*LORA, "target_modules=[lm_head]"],
-            "names lm_head: adapters belong to the linear layers of decoder layers",
+            "names lm_head: adapters are supported only for linear layers",
         ),
         ([*LORA, "target_modules=[embed_tokens]"], "names model.embed_tokens: adapters belong"),
     ],
@@ -201,7 +201,7 @@ def test_adapters_beside_matrices_the_other_way_round(tmp_path):
     FSDPEngine.check(make_config(tmp_path, model), 1)
     targets = r"model.lora.target_modules='.*\.attn\.c_proj'"
     config = make_config(tmp_path, model, "model.lora.rank=4", targets)
-    reason = "names transformer.h.0.attn.c_proj: adapters belong to the linear layers"
+    reason = "names transformer.h.0.attn.c_proj: adapters are supported only for linear layers"
     with pytest.raises(InputError, match=reason):
         FSDPEngine.check(config, 1)
 

@@ -97,7 +97,7 @@ def test_flops_and_memory_of_frozen_parameters(folder):
             ["[visual]"],
             "'visual' matches no name in the files of .*; the nearest are .*weight",
         ),
-        ("llama", ["['(']"], "model.freeze: '\\(' is no regular expression"),
+        ("llama", ["['(']"], "model.freeze: '\\(' is not a regular expression"),
         ("llama", ["[model, head]"], "model.freeze=\\['model', 'head'\\] leaves nothing to train"),
         (
             "llama",
@@ -107,8 +107,8 @@ def test_flops_and_memory_of_frozen_parameters(folder):
         (
             "qwen2_tied",
             ["[embed]"],
-            "matches model.embed_tokens.weight but not lm_head.weight, "
-            "which model_engine=fsdp holds",
+            "matches model.embed_tokens.weight but not lm_head.weight. "
+            "model_engine=fsdp holds",
         ),
         (
             "gemma3 with images",

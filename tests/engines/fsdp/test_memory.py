@@ -13,7 +13,7 @@ from engines.fsdp.transforms import build_model
 from engines.heads import Head
 from engines.memory import GIB
 from engines.model.flops import count_flops
-from engines.model.hf import build_on_meta, read_hf_config, whole_modules
+from engines.model.hf import build_on_meta, layer_modules, read_hf_config
 from engines.model.lengths import check_rope
 from engines.model.shape import attention_widths, head_dim
 from engines.parallel import offload
@@ -154,7 +154,7 @@ def test_dry_run_of_a_model_that_does_not_say_what_its_layers_are(folder, tmp_pa
     )
     settings = make_config(folder, f"model.path={tmp_path}", "engine.use_remove_padding=false")
     hf, _ = build_model(settings, Head.LOG_PROBS)
-    assert not whole_modules(hf, hf)
+    assert not layer_modules(hf, hf)
     sizes = estimate_gib(settings, 2, "cpu")[0]
     all_weights = 2 * sum(p.numel() for p in hf.parameters())  # bytes, in bf16
     assert sizes["gathered weights"] * GIB == all_weights

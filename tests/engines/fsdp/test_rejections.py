@@ -59,7 +59,7 @@ from tests.support.plain import plain_model
             ["optim.lr_scheduler_type=constant", "optim.min_lr_ratio=0.1"],
             "no effect with a constant schedule",
         ),
-        (1, ["model.path=/nowhere"], "holds no config.json"),
+        (1, ["model.path=/nowhere"], "contains no config.json"),
     ],
 )
 def test_layouts_that_cannot_work(folder, world, pairs, message):
@@ -135,7 +135,7 @@ def test_what_experts_and_recurrent_layers_cannot_have(folder, family, pairs, me
         ),
         (
             dict(model_type="bart", d_model=32),
-            "BartForCausalLM does not take its hidden states from its base model",
+            "BartForCausalLM does not compute its logits from its base model's",
         ),
     ],
 )
@@ -165,7 +165,7 @@ def test_two_names_of_one_weight(tmp_path, family, name, other):
         FSDPEngine.check(make_config(tmp_path, f"model.path={tmp_path}"), 1)
     names = f" {min(name, other)} and {max(name, other)} are two names of one weight"
     assert names in str(error.value)
-    assert "take one of them out of the files" in str(error.value)
+    assert "remove one of them from the files" in str(error.value)
 
 
 def test_experts_that_transformers_transposes_where_they_do_not_fit(tmp_path):
@@ -190,7 +190,7 @@ def test_quantized_weights_are_refused(folder, tmp_path):
     (tmp_path / "config.json").write_text(
         json.dumps(shape | {"quantization_config": {"quant_method": "fp8"}})
     )
-    with pytest.raises(InputError, match="holds quantized weights .* give the unquantized model"):
+    with pytest.raises(InputError, match="has quantized weights .* give the unquantized model"):
         read_hf_config(tmp_path)
 
 
@@ -253,7 +253,7 @@ LONGROPE = dict(
         (
             dict(model_type="opt"),
             ["engine.use_remove_padding=false"],
-            "OPTForCausalLM does not take its hidden states from its base",
+            "OPTForCausalLM does not compute its logits from its base",
         ),
         (
             dict(
