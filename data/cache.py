@@ -1,4 +1,4 @@
-"""Folders that are written once, under a name that says what they depend on."""
+"""Cache folders: written once, named by a hash of everything that their contents depend on."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from common import disk
 from config import InputError
 from data.chat.tokens import ChatTokenizer
 
+# Files in a model's directory that change how text, and images in it, are tokenized.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -25,29 +26,39 @@ TOKENIZER_FILES = (
     "preprocessor_config.json",
     "processor_config.json",
 )
-SUMS = "sums.json"  # the sha256 of every other file of a folder
+CHECKSUMS = "sums.json"  # the sha256 of every other file in a folder
+SCRATCH = "datasets"  # a folder inside the one being written, removed before it is finished
 
 
 def cache_key(
     paths: list[Path], chat: ChatTokenizer, tokenizer_dir: Path, version: int | str, options: list
 ) -> str:
-    """sha256 in hexadecimal over the contents of data and tokenizer files, the template and the ends of generation, the
-    version of what is written, and the values of the options."""
-    parts = [
-        part for path in paths for part in ([path] if path.is_file() else sorted(path.rglob("*")))
-    ]
-    parts = [
-        part
-        for part in [*parts, *(tokenizer_dir / name for name in TOKENIZER_FILES)]
-        if part.is_file()
-    ]
+    """Return the name of a cache folder: a sha256 in hexadecimal.
+
+    Args:
+        paths: data files and saved data sets; their contents are hashed.
+        chat: its template and the tokens that end generation are hashed.
+        tokenizer_dir: a directory, whose tokenizer files are hashed, or a hub repository's name.
+        version: of the format that is written.
+        options: values of the settings that the tokens depend on.
+    """
     settings = [version, chat.tokenizer.chat_template, sorted(chat.end_ids), *options]
-    if not tokenizer_dir.is_dir():  # a hub name: no files to read
+    if not tokenizer_dir.is_dir():  # a hub name: there are no files to hash
         settings.append(chat.tokenizer.backend_tokenizer.to_str())
     digest = hashlib.sha256(json.dumps(settings).encode())
-    for path in parts:
-        digest.update(path.name.encode() + sha256(path).digest())
+    for file in [*files_below(paths), *(tokenizer_dir / name for name in TOKENIZER_FILES)]:
+        if file.is_file():
+            digest.update(file.name.encode() + sha256(file).digest())
     return digest.hexdigest()
+
+
+def files_below(paths: list[Path]) -> Iterator[Path]:
+    """Yield the files among these paths, and everything in the directories among them."""
+    for path in paths:
+        if path.is_file():
+            yield path
+        else:
+            yield from sorted(path.rglob("*"))
 
 
 def sha256(path: Path):
@@ -55,68 +66,100 @@ def sha256(path: Path):
         return hashlib.file_digest(file, "sha256")
 
 
+def always_current(folder: Path) -> bool:
+    return True
+
+
 def cached(
-    folder: Path, write: Callable[[Path], None], is_current: Callable[[Path], bool] = lambda _: True
+    folder: Path,
+    write: Callable[[Path], None],
+    is_current: Callable[[Path], bool] = always_current,
 ) -> Path:
-    """The folder. If there is none, or one with files that have changed since, or that is not current, write(work) first fills
-    another one, which then gets this name, without the folder datasets in it, which is for files that nobody needs afterwards."""
-    there = folder.exists()  # asked first: another run may be about to finish it
+    """Return the folder, after writing it if it is missing, damaged or out of date.
+
+    Several runs may write the same folder at the same time: each writes to a folder of its own, and
+    the first to finish gives its folder the name.
+
+    Args:
+        write: fills the folder that it is called with. It also leaves a folder `datasets` there,
+            which is removed.
+        is_current: whether an intact folder may still be used.
+
+    Raises:
+        InputError: the cache directory cannot be written, or the disk is full.
+    """
+    # Checked before the contents: another run may be about to finish the folder.
+    existed = folder.exists()
     if is_intact(folder) and is_current(folder):
         return folder
-    if there:
+    if existed:
         print(
-            f"data: {folder} is damaged, or files that it was made of have changed, and it is made anew",
+            f"data: {folder} is damaged, or files that it was made from have changed: "
+            "it is written again",
             flush=True,
         )
         shutil.rmtree(folder, ignore_errors=True)
+    with working_folder(folder) as work:
+        with disk.writing(work):
+            write(work)
+            shutil.rmtree(work / SCRATCH)
+            write_checksums(work)
+        try:
+            work.rename(folder)
+        except OSError:
+            # Another run was faster, and its folder is as good.
+            if not (is_intact(folder) and is_current(folder)):
+                raise
+    return folder
+
+
+@contextmanager
+def working_folder(folder: Path) -> Iterator[Path]:
+    """Create an empty folder NAME.*.tmp beside `folder`, and remove what is left of it at the end.
+
+    While the process lives, it holds a lock on the file NAME.*.lock. Forked processes do not share
+    the lock. So a later run can tell which folders were abandoned.
+    """
+    cache = folder.parent
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        remove_abandoned(folder.parent)
-        # Beside every *.tmp whose process lives there is a *.lock that it holds. Forked processes do not share it.
-        lock = tempfile.NamedTemporaryFile(
-            prefix=f"{folder.name}.", suffix=".lock", dir=folder.parent
-        )
+        cache.mkdir(parents=True, exist_ok=True)
+        remove_abandoned(cache)
+        lock = tempfile.NamedTemporaryFile(prefix=f"{folder.name}.", suffix=".lock", dir=cache)
         fcntl.lockf(lock, fcntl.LOCK_EX)
         work = Path(lock.name).with_suffix(".tmp")
         work.mkdir()
     except OSError as error:
-        raise InputError(
-            f"data.cache_dir={folder.parent} cannot be written: {error.strerror}"
-        ) from error
+        raise InputError(f"data.cache_dir={cache} cannot be written: {error.strerror}") from error
     try:
-        with disk.writing(work):
-            write(work)
-            shutil.rmtree(work / "datasets")
-            sums = {path.name: sha256(path).hexdigest() for path in sorted(work.iterdir())}
-            (work / SUMS).write_text(json.dumps(sums, indent=1))
-        try:
-            work.rename(folder)
-        except OSError:  # another run has been faster
-            if not (is_intact(folder) and is_current(folder)):
-                raise
+        yield work
     finally:
         shutil.rmtree(work, ignore_errors=True)
-        with suppress(FileNotFoundError):  # another run's remove_abandoned() has been faster
+        with suppress(FileNotFoundError):  # another run's remove_abandoned() was faster
             lock.close()
-    return folder
-
-
-def is_intact(folder: Path) -> bool:
-    try:
-        sums = json.loads((folder / SUMS).read_text())
-        return all(sha256(folder / name).hexdigest() == expected for name, expected in sums.items())
-    except (OSError, ValueError):
-        return False
 
 
 def remove_abandoned(cache: Path) -> None:
     """Remove the unfinished folders of processes that were killed."""
     for work in cache.glob("*.tmp"):
         lock = work.with_suffix(".lock")
-        with (
-            suppress(OSError),
-            lock.open("a") as file,
-        ):  # its process lives, or this file system has no locks
+        # An OSError means that the process lives, or that this file system has no locks.
+        with suppress(OSError), lock.open("a") as file:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(work, ignore_errors=True)
             lock.unlink()
+
+
+def write_checksums(folder: Path) -> None:
+    checksums = {path.name: sha256(path).hexdigest() for path in sorted(folder.iterdir())}
+    (folder / CHECKSUMS).write_text(json.dumps(checksums, indent=1))
+
+
+def is_intact(folder: Path) -> bool:
+    """Return whether all files of a finished folder have the contents that were written."""
+    try:
+        checksums = json.loads((folder / CHECKSUMS).read_text())
+        return all(
+            sha256(folder / name).hexdigest() == expected for name, expected in checksums.items()
+        )
+    except (OSError, ValueError):
+        return False

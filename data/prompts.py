@@ -16,10 +16,10 @@ from config import InputError
 from data.chat.conversation import Conversation, Seen, Steps, check_no_images
 from data.chat.forms import has_image, text_of
 from data.chat.tokens import ChatTokenizer
-from data.dataset import Kind, kept_tokens, tokenized
 from data.images.processor import Pictures, Reader
 from data.images.sources import IMAGE, place, without_pixels
 from data.rows import is_paired, messages_of, read_shape, template_arguments
+from data.tokenization import Kind, kept_tokens, tokenized
 
 FORMAT = "prompts 6"  # of the cache; raise it when encode_prompt() or the files of a cache change
 OPTIONS = (
@@ -177,7 +177,7 @@ class PromptDataset(Sequence):
     """n prompts, mapped from a cache folder: nothing is read before it is asked for.
 
     name: the hash of all that the prompts depend on. lengths: np.int64 [n], tokens of each prompt. stats: see
-    data.dataset.write_arrays().
+    data.tokenization.write_arrays().
     drawn_lengths: np.float32 [n], tokens of the responses that each prompt got last, their mean; nan: none yet.
     pictures: the images of the prompts, for a model that reads them.
     """

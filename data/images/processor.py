@@ -1,7 +1,8 @@
-"""A model's processor of images: what it puts into a text for an image, and the tensors that it makes of one.
+"""A vision-language model's processor: tokens that stand for an image, and the tensors of images.
 
-An image is decoded and resized once, and kept as bytes, which are a small part of what a model reads. The processor makes tensors
-of them when a micro-batch is laid out. So a batch carries one number per sequence, whatever is done with it, and never pixels.
+An image is decoded and resized once and kept as bytes, which are a small part of what a model
+reads. The processor makes tensors of them when a micro-batch is laid out. So a batch carries one
+number per sequence, however it is split or joined, and never pixels.
 """
 
 from __future__ import annotations
@@ -17,237 +18,335 @@ import torch
 from torch import Tensor
 
 from config import InputError
+from data.cache import CHECKSUMS
 from data.chat.tokens import Tokens
-from data.images.sources import StoredImages
+from data.images.stored import StoredImages
 
-OWN = {
-    "input_ids",
-    "attention_mask",
-    "offset_mapping",
-    "text_replacement_offsets",
-}  # of what a processor says, not the model's
+# Keys of a processor's output that are not for the model.
+NOT_FOR_MODEL = {"input_ids", "attention_mask", "offset_mapping", "text_replacement_offsets"}
+GREY = 127
+SMALL_SIDE = 32  # pixels of an image that every processor can take
+LARGE_SIDE = 2048  # pixels of an image that processors with a limit make smaller
+DROP_KEY = "data.drop_processor_keys"
+# What a processor that we cannot work with raises when it is called.
+CALL_ERRORS = (TypeError, ValueError, LookupError, AttributeError)
+LOAD_ERRORS = (OSError, ValueError, KeyError, TypeError, ImportError)
 
 
 class Expanded(NamedTuple):
-    """A text in which the processor has put as many tokens for each image as the model reads of it.
+    """A text in which each image has as many tokens as the model reads of it.
 
-    tokens: its tokens, which lie at places in the text as it was before, those of an image where its placeholder was
-    of_images: [T] of 0 and 1: the tokens that stand for images
+    Attributes:
+        tokens: their places are those in the text before; an image's are at its placeholder.
+        is_image_token: [T] of 0 and 1.
     """
 
     tokens: Tokens
-    of_images: list[int]
+    is_image_token: list[int]
 
 
 class Reader:
-    """A model's processor. Of what it says, names in `dropped` are left out."""
+    """A model's processor of images and text.
+
+    Args:
+        path: of the model.
+        tokenizer: in place of the processor's own.
+        dropped: keys of the processor's output that are left out.
+
+    Attributes:
+        image_token: the placeholder for an image in a text.
+        token_type_keys: keys of the processor's output that hold a number for each token, which
+            depends on the token alone.
+        sample: input_ids of one small image, and a list with this image.
+
+    Raises:
+        InputError: the model has no processor, or one that we cannot work with; a key to drop that
+            the processor does not return or the model needs.
+    """
 
     def __init__(self, path: Path | str, tokenizer=None, dropped: Sequence[str] = ()):
-        """Raises InputError for a model without one, for one that cannot work here, and for names that it does not say."""
-        self.processor, self.dropped = load_processor(Path(path), tokenizer), frozenset(dropped)
+        self.processor = load_processor(Path(path), tokenizer)
+        self.dropped = frozenset(dropped)
         self.image_token = self.processor.image_token
-        blank = np.full((32, 32, 3), 127, np.uint8)
-        self.of_tokens: list[str] = []
+        self.token_type_keys: list[str] = []
+        image = grey_image(SMALL_SIDE)
         try:
-            said = self._call([blank], self.image_token)
-            self.expand(self.image_token, [blank])
-        except (
-            TypeError,
-            ValueError,
-            LookupError,
-            AttributeError,
-        ) as error:  # some have a call of their own
+            output = self._call([image], self.image_token)
+            self.expand(self.image_token, [image])
+        except CALL_ERRORS as error:
             raise InputError(
                 f"model.path={path}: {type(self.processor).__name__} is not supported: {error!r}"
             ) from error
-        length = len(said["input_ids"][0])
-        # What it says of each token, which follows from the token alone, and of images.
-        self.of_tokens = [
-            name for name in said if name not in OWN and np.shape(said[name]) == (1, length)
+        ids = output["input_ids"][0]
+        self.token_type_keys = [
+            key
+            for key in output
+            if key not in NOT_FOR_MODEL and np.shape(output[key]) == (1, len(ids))
         ]
-        kind, drop = type(self.processor).__name__, "data.drop_processor_keys"
-        if unknown := self.dropped - (said.keys() - OWN):
-            raise InputError(
-                f"{drop} names {', '.join(sorted(unknown))}; {kind} says {', '.join(sorted(said.keys() - OWN))}"
-            )
-        if needed := self.dropped & {*self.processor.image_processor.model_input_names}:
-            raise InputError(
-                f"{drop} names {', '.join(sorted(needed))}, which the model needs of an image: take it out"
-            )
-        if (
-            lost := said.keys()
-            - OWN
-            - self.dropped
-            - self.tensors([blank]).keys()
-            - {*self.of_tokens}
-        ):
-            raise InputError(
-                f"model.path={path}: {kind} says {', '.join(sorted(lost))} of a text with images alone, which would "
-                f"not reach the model, and is not supported: leave it out with {drop}=[{','.join(sorted(lost))}]"
-            )
-        for name in self.of_tokens:
-            if self.token_types([said["input_ids"][0]]).tolist() != np.asarray(said[name]).tolist():
-                raise InputError(
-                    f"model.path={path}: {kind} says {name}, which does not follow from the tokens, and is not "
-                    f"supported: leave it out with {drop}=[{name}]"
-                )
-        self.of_tokens = [name for name in self.of_tokens if name not in self.dropped]
-        self.sample = (torch.tensor(said["input_ids"][0]), [blank])
+        self._check_dropped(output)
+        self._check_all_keys_reach_model(path, output, image)
+        self._check_token_types(path, output)
+        self.token_type_keys = [key for key in self.token_type_keys if key not in self.dropped]
+        self.sample = (torch.tensor(ids), [image])
 
-    def _call(self, images: list, text: str | None, **options) -> dict:
-        return self.processor(
-            images=images,
-            text=None if text is None else [text],
-            add_special_tokens=False,
-            **options,
-        )
+    def _check_dropped(self, output: dict) -> None:
+        keys = output.keys() - NOT_FOR_MODEL
+        unknown = self.dropped - keys
+        if unknown:
+            raise InputError(
+                f"{DROP_KEY} names {', '.join(sorted(unknown))}; "
+                f"{type(self.processor).__name__} returns {', '.join(sorted(keys))}"
+            )
+        needed = self.dropped & {*self.processor.image_processor.model_input_names}
+        if needed:
+            raise InputError(
+                f"{DROP_KEY} names {', '.join(sorted(needed))}, which the model needs of an image: "
+                "take it out"
+            )
+
+    def _check_all_keys_reach_model(
+        self, path: Path | str, output: dict, image: np.ndarray
+    ) -> None:
+        """Check that tensors(), which sees images without text, loses nothing that is needed."""
+        expected = output.keys() - NOT_FOR_MODEL - self.dropped
+        lost = sorted(expected - self.tensors([image]).keys() - {*self.token_type_keys})
+        if lost:
+            raise InputError(
+                f"model.path={path}: {type(self.processor).__name__} returns {', '.join(lost)} "
+                "only for a text with images, which would not reach the model and is not supported"
+                f": leave it out with {DROP_KEY}=[{','.join(lost)}]"
+            )
+
+    def _check_token_types(self, path: Path | str, output: dict) -> None:
+        types = self.token_types([output["input_ids"][0]]).tolist()
+        for key in self.token_type_keys:
+            if types != np.asarray(output[key]).tolist():
+                raise InputError(
+                    f"model.path={path}: {type(self.processor).__name__} returns {key}, which does "
+                    "not depend on the tokens alone and is not supported: leave it out with "
+                    f"{DROP_KEY}=[{key}]"
+                )
+
+    def _call(self, images: list, text: str, **options) -> dict:
+        return self.processor(images=images, text=[text], add_special_tokens=False, **options)
 
     def tensors(self, images: list[np.ndarray]) -> dict[str, Tensor]:
-        """What the model is given of these uint8 images [height, width, 3], one or more."""
-        said = self.processor(
-            images=[np.array(image) for image in images], return_tensors="pt"
-        )  # torch wants to write
-        return {
-            name: tensor
-            for name, tensor in said.items()
-            if name not in self.dropped | OWN | {*self.of_tokens}
-        }
+        """Return the model's inputs for one or more images, uint8 [height, width, 3]."""
+        writable = [np.array(image) for image in images]  # torch warns about mapped memory
+        output = self.processor(images=writable, return_tensors="pt")
+        left_out = self.dropped | NOT_FOR_MODEL | {*self.token_type_keys}
+        return {key: tensor for key, tensor in output.items() if key not in left_out}
 
     def token_types(self, ids: list[list[int]]) -> Tensor:
-        """int64 [n, T]: 0 for a text's token, another number for an image's."""
+        """Return int64 [n, T]: 0 for a text's token, another number for an image's."""
         return torch.tensor(self.processor.create_mm_token_type_ids(ids))
 
     def reads_as(self, other: Reader) -> bool:
-        """Whether images, small and large, are the same tokens for both, and their pixels are computed in the same way."""
-        images = [self.resized(np.full((side, side, 3), 127, np.uint8)) for side in (32, 2048)]
-        mine, theirs = (
-            [x.expand(x.image_token, [image]).tokens.ids for image in images] for x in (self, other)
-        )
-        return (
-            mine == theirs
-            and self.processor.image_processor.to_dict()
-            == other.processor.image_processor.to_dict()
-        )
+        """Return whether both make the same tokens and pixels of small and large images."""
+        images = [self.resized(grey_image(side)) for side in (SMALL_SIDE, LARGE_SIDE)]
+        settings = self.processor.image_processor.to_dict()
+        other_settings = other.processor.image_processor.to_dict()
+        has_same_tokens = self._tokens_of(images) == other._tokens_of(images)
+        return has_same_tokens and settings == other_settings
+
+    def _tokens_of(self, images: list[np.ndarray]) -> list[list[int]]:
+        return [self.expand(self.image_token, [image]).tokens.ids for image in images]
 
     def without_images(self, ids: Tensor) -> Tensor:
-        """ids [T], with other words in place of those that stand for images."""
-        of_images = self.token_types([ids.tolist()])[0] > 0
-        return ids.masked_fill(of_images, int(ids[~of_images][0]))
+        """Return ids [T] with another token in place of those that stand for images."""
+        is_image_token = self.token_types([ids.tolist()])[0] > 0
+        return ids.masked_fill(is_image_token, int(ids[~is_image_token][0]))
 
     def resized(self, image) -> np.ndarray:
-        """uint8 [height, width, 3]: the image as the processor has resized it, if it makes the same of that; else as it is."""
-        processor, found = self.processor.image_processor, []
-        resize, image = processor.resize, np.asarray(image)
+        """Return an image as the processor resizes it, if it makes the same tensors of that.
 
-        def noting(*args, **options):
-            found.append(resize(*args, **options))
-            return found[-1]
+        Otherwise, and if resizing does not make it smaller, the image is returned as it is.
 
-        processor.resize = noting
+        Returns:
+            uint8 [height, width, 3].
+
+        Raises:
+            InputError: the processor rejects the image, e.g. for its aspect ratio.
+        """
+        image = np.asarray(image)
+        resized_images, expected = self._record_resizing(image)
+        if len(resized_images) != 1:
+            return image
+        resized = np.asarray(resized_images[0])
+        channels_last = resized.reshape(resized.shape[-3:]).transpose(1, 2, 0)
+        if channels_last.dtype != np.uint8 or channels_last.size >= image.size:
+            return image
+        small = np.ascontiguousarray(channels_last)
+        tensors = self.tensors([small])
+        is_same = tensors.keys() == expected.keys() and all(
+            torch.equal(tensors[key], expected[key]) for key in tensors
+        )
+        return small if is_same else image
+
+    def _record_resizing(self, image: np.ndarray) -> tuple[list, dict[str, Tensor]]:
+        """Return what the processor's resize() returned for this image, and the image's tensors."""
+        image_processor = self.processor.image_processor
+        resize = image_processor.resize
+        recorded = []
+
+        def record(*args, **options):
+            result = resize(*args, **options)
+            recorded.append(result)
+            return result
+
+        image_processor.resize = record
         try:
-            expected = self.tensors([image])
-        except ValueError as error:  # such as its aspect ratio
+            return recorded, self.tensors([image])
+        except ValueError as error:
             raise InputError(
-                f"{type(processor).__name__} refuses an image of {image.shape[1]} x {image.shape[0]} pixels: "
-                f"{error}"
+                f"{type(image_processor).__name__} rejects an image of {image.shape[1]} x "
+                f"{image.shape[0]} pixels: {error}"
             ) from None
         finally:
-            del processor.resize
-        if len(found) == 1:
-            small = np.asarray(found[0]).reshape(np.shape(found[0])[-3:]).transpose(1, 2, 0)
-            if small.dtype == np.uint8 and small.size < image.size:
-                again = self.tensors([small := np.ascontiguousarray(small)])
-                if again.keys() == expected.keys() and all(
-                    torch.equal(again[name], expected[name]) for name in again
-                ):
-                    return small
-        return image
+            del image_processor.resize
 
     def expand(self, text: str, images: list[np.ndarray]) -> Expanded:
-        """Raises InputError where the text has not as many placeholders as there are images."""
-        if (count := text.count(self.image_token)) != len(images):
+        """Tokenize a text with a placeholder for each of these images.
+
+        Raises:
+            InputError: the text has more or fewer placeholders than images, or the model could not
+                tell its images from the text or from each other.
+        """
+        num_placeholders = text.count(self.image_token)
+        if num_placeholders != len(images):
             raise InputError(
-                f"the rendered chat has {count} times {self.image_token!r} for {len(images)} images: the template "
-                "leaves them out, or a text has it, too"
+                f"the rendered chat has {num_placeholders} times {self.image_token!r} for "
+                f"{len(images)} images: the template leaves them out, or a text has it, too"
             )
-        said = self._call(
+        output = self._call(
             images, text, return_text_replacement_offsets=True, return_offsets_mapping=True
         )
-        offsets, spans = said["offset_mapping"][0], said["text_replacement_offsets"][0]
-        ends = [span["new_span"] for span in spans]
-
-        def before(at: int) -> int:
-            """Of a place in the expanded text, that in the text before; inside an image its placeholder's end."""
-            gained = 0
-            for span in spans:
-                if at < span["new_span"][1]:
-                    return at - gained if at <= span["new_span"][0] else span["span"][1]
-                gained = span["new_span"][1] - span["span"][1]
-            return at - gained
-
-        places = [(before(start), before(end)) for start, end in offsets]
-        of_images = [
-            int(any(start < behind and end > at for at, behind in ends)) for start, end in offsets
+        ids = output["input_ids"][0]
+        offsets = output["offset_mapping"][0]
+        replacements = output["text_replacement_offsets"][0]
+        image_spans = [replacement["new_span"] for replacement in replacements]
+        is_image_token = [int(overlaps_any(offset, image_spans)) for offset in offsets]
+        self._check_image_tokens(ids, is_image_token, len(images))
+        places = [
+            (place_before(start, replacements), place_before(end, replacements))
+            for start, end in offsets
         ]
-        by_type = (self.token_types(said["input_ids"])[0] > 0).int()
-        if by_type.gt(torch.tensor(of_images)).any():
+        return Expanded(Tokens(ids, places.__getitem__), is_image_token)
+
+    def _check_image_tokens(
+        self, ids: list[int], is_image_token: list[int], num_images: int
+    ) -> None:
+        has_image_type = (self.token_types([ids])[0] > 0).int()
+        if has_image_type.gt(torch.tensor(is_image_token)).any():
             raise InputError(
-                "a text in it has what stands for an image or a video, beside its images"
+                "a text in it has the placeholder of an image or a video, beside its images"
             )
-        if self.of_tokens and int(by_type.diff(prepend=torch.zeros(1)).gt(0).sum()) < len(images):
+        num_runs = int(has_image_type.diff(prepend=torch.zeros(1)).gt(0).sum())
+        if self.token_type_keys and num_runs < num_images:
             raise InputError(
-                "the template puts nothing between two of its images, which the model could not tell apart"
+                "the template puts nothing between two of its images, which the model could not "
+                "tell apart"
             )
-        return Expanded(Tokens(said["input_ids"][0], places.__getitem__), of_images)
+
+
+def grey_image(side: int) -> np.ndarray:
+    return np.full((side, side, 3), GREY, np.uint8)
+
+
+def overlaps_any(offset: tuple[int, int], spans: Sequence[tuple[int, int]]) -> bool:
+    """Return whether the characters start:end share one with any of the spans."""
+    start, end = offset
+    return any(start < span_end and end > span_start for span_start, span_end in spans)
+
+
+def place_before(place: int, replacements: Sequence[dict]) -> int:
+    """Return where a character of the expanded text was before placeholders were replaced.
+
+    Inside an image this is the end of its placeholder.
+
+    Args:
+        replacements: in order, each with its `span` in the text before and its `new_span`.
+    """
+    num_added = 0
+    for replacement in replacements:
+        new_start, new_end = replacement["new_span"]
+        _, end = replacement["span"]
+        if place < new_end:
+            return place - num_added if place <= new_start else end
+        num_added = new_end - end
+    return place - num_added
 
 
 def load_processor(path: Path, tokenizer=None):
-    """transformers' processor of images and text; where torchvision is missing, without what reads videos."""
+    """Return transformers' processor of a model, with a placeholder for images.
+
+    Args:
+        tokenizer: in place of the processor's own.
+
+    Raises:
+        InputError: the model has none, or none that can be loaded or used.
+    """
     from transformers import AutoConfig
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
     hf_config = AutoConfig.from_pretrained(path)
-    if (kind := PROCESSOR_MAPPING.get(type(hf_config), None)) is None:
+    kind = PROCESSOR_MAPPING.get(type(hf_config), None)
+    if kind is None:
         raise InputError(
-            f"model.images=true, but model.path={path} reads no images: transformers has no processor for "
-            f"model_type={hf_config.model_type}"
+            f"model.images=true, but model.path={path} reads no images: transformers has no "
+            f"processor for model_type={hf_config.model_type}"
         )
-
-    class OfImages(kind):
-        @classmethod
-        def get_attributes(cls):
-            return [name for name in kind.get_attributes() if name != "video_processor"]
-
-    OfImages.__name__ = kind.__name__
     try:
         try:
             processor = kind.from_pretrained(path)
-        except ImportError:  # videos alone need torchvision
-            processor = OfImages.from_pretrained(path)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        except ImportError:
+            processor = without_videos(kind).from_pretrained(path)
+    except LOAD_ERRORS as error:
+        reason = " ".join(str(error).split())[:300]
         raise InputError(
-            f"model.images=true: no processor from model.path={path}: {' '.join(str(error).split())[:300]}"
+            f"model.images=true: cannot load a processor from model.path={path}: {reason}"
         ) from None
     if tokenizer is not None:
         processor.tokenizer = tokenizer
     if getattr(processor, "image_token", None) is None:
         raise InputError(
-            f"model.path={path}: {kind.__name__} has no placeholder for images, which is not supported"
+            f"model.path={path}: {kind.__name__} has no placeholder for images, which is not "
+            "supported"
         )
     return processor
 
 
+def without_videos(kind: type) -> type:
+    """Return a class of processors without its part for videos, which alone needs torchvision."""
+
+    class WithoutVideos(kind):
+        @classmethod
+        def get_attributes(cls):
+            return [name for name in kind.get_attributes() if name != "video_processor"]
+
+    WithoutVideos.__name__ = kind.__name__  # error messages and saved files name it
+    return WithoutVideos
+
+
 class Pictures:
-    """The images of rows, and what the model is given of them. images: those of each row, uint8 [height, width, 3]."""
+    """The images of rows, and the processor that makes tensors of them.
+
+    Args:
+        images: of each row, uint8 [height, width, 3].
+    """
 
     def __init__(self, images: Sequence[list[np.ndarray]], reader: Reader):
-        self.images, self.reader = images, reader
+        self.images = images
+        self.reader = reader
 
     @classmethod
     def load(cls, folder: Path, reader: Reader) -> tuple[Pictures, str]:
-        """Those of a cache, and a hash of what models see of its rows: files of images may change, and its name does not."""
-        sums = json.loads((folder / "sums.json").read_text())
-        seen = hashlib.sha256(
-            json.dumps([folder.name, sums["pixels.bin"], sorted(reader.dropped)]).encode()
-        )
-        return cls(StoredImages(folder), reader), seen.hexdigest()
+        """Return the images of a cache folder, and a hash of what models see of its rows.
+
+        The folder's name is not enough: image files may change, and the name does not depend on
+        their contents.
+        """
+        checksums = json.loads((folder / CHECKSUMS).read_text())
+        contents = [folder.name, checksums["pixels.bin"], sorted(reader.dropped)]
+        digest = hashlib.sha256(json.dumps(contents).encode())
+        return cls(StoredImages(folder), reader), digest.hexdigest()

@@ -1,154 +1,263 @@
-"""Images in rows of data: where a row has them, and the files that keep them."""
+"""Where the images of a row are, and reading them.
+
+A row has images in parts of its messages, or in a column of its own. `place()` brings both into one
+form; `read()` reads an image from its path, its bytes or a data URL.
+"""
 
 from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
 
-import numpy as np
-
 from config import InputError
 
-PARTS = ("image", "image_url")  # types of a message's parts that are images
-TEXTS = ("text", "input_text", "output_text")
-UNREAD = ("video", "video_url", "audio", "audio_url", "input_audio")
-# Keys of such a part, under which the image may be. A path beside bytes is but a name.
-SOURCES = (*PARTS, "bytes", "base64", "url", "path")
-MARK = "<image>"  # in a text: an image of the row's column
+# Types of the parts of a message.
+IMAGE_PARTS = ("image", "image_url")
+TEXT_PARTS = ("text", "input_text", "output_text")
+UNSUPPORTED_PARTS = ("video", "video_url", "audio", "audio_url", "input_audio")
+# Keys of a part under which its image may be. A path beside bytes is only a name.
+SOURCES = (*IMAGE_PARTS, "bytes", "base64", "url", "path")
+MARK = "<image>"  # in a text: the next image of the row's column
 IMAGE = {"type": "image"}
+# Processors may mistake a height of 1 or 3 pixels for the channels.
+MIN_SIDE = 4
+
+
+# -- images of a row -------------------------------------------------------------------------------
 
 
 def place(messages: list[dict], column, key: str) -> tuple[list[dict], list]:
-    """(messages in which a content is a string, or a list of parts {"type": "text", "text"} and {"type": "image"}, of which each
-    stands for an image; the images in their order, as source_of() has them).
+    """Bring the images of a row, and the contents of its messages, into one form.
 
-    column: an image or a list of them, also as JSON in a text, for parts without an image of their own, or for each <image> in a
-    text; where messages have neither, they stand before the first text of the user. Raises InputError where there are more of the
-    one than of the other, and for videos and audio. Parts of other kinds stay as they are.
+    Args:
+        column: the row's column of images: an image or a list of them, perhaps as JSON in a text.
+            Its images are for parts without an image of their own, and for each <image> in a
+            text. If the messages have neither, they stand before the first text of the user.
+        key: name of the column, for error messages.
+
+    Returns:
+        The messages, whose content is a string or a list of the parts {"type": "text", "text": ...}
+        and {"type": "image"}, one for each image; and the images in this order, as source_of()
+        returns them. Parts of other types stay as they are.
+
+    Raises:
+        InputError: more images than places or the reverse; videos and audio.
     """
-    column = parsed(column)
-    empty = column is None or isinstance(column, str) and not column  # as a cell of CSV may be
-    listed = [] if empty else list(column) if isinstance(column, (list, tuple)) else [column]
-    found, used = [], []
-
-    def next_listed(index: int | None):
-        used.append(len(used) if index is None else index)
-        if index is not None and index not in range(len(listed)):
+    image_column = ImageColumn.of(column, key)
+    placement = Placement(image_column)
+    contents = [placement.parts_of(message.get("content")) for message in messages]
+    sources = placement.sources
+    if image_column.images and not image_column.used:
+        if sources:
             raise InputError(
-                f'a part of a message has index {index!r}, and "{key}" has {len(listed)} images'
+                f'"{key}" has {len(image_column.images)} images, and the messages have others'
             )
-        if used[-1] >= len(listed):
+        first = first_of_user(messages)
+        sources = image_column.take_all()
+        contents[first] = [IMAGE] * len(sources) + contents[first]
+    image_column.check_all_used()
+    placed = []
+    for message, content in zip(messages, contents):
+        if IMAGE in content or isinstance(message.get("content"), list):
+            message = message | {"content": content}
+        placed.append(message)
+    return placed, sources
+
+
+def first_of_user(messages: list[dict]) -> int:
+    """Return the index of the user's first message, or 0."""
+    for i, message in enumerate(messages):
+        if message["role"] == "user":
+            return i
+    return 0
+
+
+@dataclass
+class ImageColumn:
+    """A row's column of images.
+
+    Attributes:
+        key: its name.
+        images: images as the row has them.
+        used: indices of the images that the messages have used so far.
+    """
+
+    key: str
+    images: list
+    used: list[int] = field(default_factory=list)
+
+    @staticmethod
+    def of(column, key: str) -> ImageColumn:
+        column = parsed(column)
+        is_empty_cell = isinstance(column, str) and not column  # of a CSV file
+        if column is None or is_empty_cell:
+            return ImageColumn(key, [])
+        if isinstance(column, list | tuple):
+            return ImageColumn(key, list(column))
+        return ImageColumn(key, [column])
+
+    def take(self, index: int | None):
+        """Return the image with this index, or without an index the next one."""
+        if index is None:
+            index = len(self.used)
+        elif index not in range(len(self.images)):
             raise InputError(
-                f'the messages have {len(used)} images or more that are in "{key}", which has {len(listed)}'
+                f'a part of a message has index {index!r}, and "{self.key}" has '
+                f"{len(self.images)} images"
             )
-        return listed[used[-1]]
+        self.used.append(index)
+        if index >= len(self.images):
+            raise InputError(
+                f"the messages refer to {len(self.used)} images or more of the column "
+                f'"{self.key}", which has {len(self.images)}'
+            )
+        return self.images[index]
 
-    def marked(text: str) -> list:
-        first, *others = text.split(MARK) if listed else [text]
-        return [*texts(first), *(part for text in others for part in (placed(IMAGE), *texts(text)))]
+    def take_all(self) -> list:
+        self.used = list(range(len(self.images)))
+        return self.images
 
-    def parts_of(content) -> list:
+    def check_all_used(self) -> None:
+        num_used = len(set(self.used))
+        if num_used < len(self.images):
+            raise InputError(
+                f'"{self.key}" has {len(self.images)} images, and the messages name {num_used} '
+                "of them"
+            )
+
+
+class Placement:
+    """Replaces the images in contents of messages by IMAGE, and collects them in `sources`."""
+
+    def __init__(self, column: ImageColumn):
+        self.column = column
+        self.sources: list = []
+
+    def parts_of(self, content) -> list:
+        """Return a message's content as a list of parts."""
         parts = []
         for part in content if isinstance(content, list) else [content or ""]:
-            said = None if is_image(part) else read_text(part)
-            parts += [placed(part)] if is_image(part) else [part] if said is None else marked(said)
+            if is_image(part):
+                parts.append(self.add(part))
+                continue
+            text = read_text(part)
+            if text is None:
+                parts.append(part)
+            else:
+                parts += self.parts_of_text(text)
         return parts
 
-    def placed(part: dict) -> dict:
+    def parts_of_text(self, text: str) -> list[dict]:
+        """Return a text in parts; if the row has a column of images, <image> stands for one."""
+        if not self.column.images:
+            return text_parts(text)
+        before, *texts = text.split(MARK)
+        parts = text_parts(before)
+        for after_image in texts:
+            parts.append(self.add(IMAGE))
+            parts += text_parts(after_image)
+        return parts
+
+    def add(self, part: dict) -> dict:
+        """Note the image of a part, or the column's image for it, and return what replaces it."""
         if part.get("text"):
             raise InputError("a part of a message has both text and an image: make it two parts")
-        index, source = (
-            part.get("index"),
-            source_of({k: v for k, v in part.items() if k not in ("type", "text", "index")}),
-        )
+        index = part.get("index")
+        own_keys = {
+            key: value for key, value in part.items() if key not in ("type", "text", "index")
+        }
+        source = source_of(own_keys)
         if index is not None and source is not None:
             raise InputError(
                 "a part of a message has both an image and an index: leave one of them out"
             )
-        found.append(next_listed(index) if source is None else source)
+        self.sources.append(self.column.take(index) if source is None else source)
         return IMAGE
 
-    contents = [parts_of(message.get("content")) for message in messages]
-    if listed and not used:
-        first = next((i for i, message in enumerate(messages) if message["role"] == "user"), 0)
-        if found:
-            raise InputError(f'"{key}" has {len(listed)} images, and the messages have others')
-        contents[first], found, used = (
-            [IMAGE] * len(listed) + contents[first],
-            listed,
-            range(len(listed)),
-        )
-    if len({*used}) < len(listed):
-        raise InputError(
-            f'"{key}" has {len(listed)} images, and the messages name {len({*used})} of them'
-        )
-    return [
-        message | {"content": content}
-        if IMAGE in content or isinstance(message.get("content"), list)
-        else message
-        for message, content in zip(messages, contents)
-    ], found
+
+def text_parts(text: str | None) -> list[dict]:
+    return [{"type": "text", "text": text}] if text else []
 
 
 def is_image(part) -> bool:
-    return isinstance(part, dict) and (
-        part.get("type") in PARTS or any(part.get(name) is not None for name in PARTS)
+    """Return whether a part of a message is an image."""
+    if not isinstance(part, dict):
+        return False
+    return part.get("type") in IMAGE_PARTS or any(
+        part.get(name) is not None for name in IMAGE_PARTS
     )
 
 
 def read_text(part) -> str | None:
-    """What a part of a message that is no image says; None for one of another kind, which is left to the chat template. Raises
-    InputError for what is no part."""
+    """Return the text of a part that is no image, or None for a type that is the template's own.
+
+    Raises:
+        InputError: a video, audio, or something that is no part of a message.
+    """
     if isinstance(part, str):
         return part
-    said = part if isinstance(part, dict) else {"type": "text"}
-    kind = said.get("type")
-    if unread := next((x for x in UNREAD if kind == x or said.get(x) is not None), None):
-        raise InputError(
-            f"a part of a message is of type {unread}: videos and audio are not read, leave it out"
-        )
-    if kind not in (None, *TEXTS):
+    fields = part if isinstance(part, dict) else {"type": "text"}
+    kind = fields.get("type")
+    for name in UNSUPPORTED_PARTS:
+        if kind == name or fields.get(name) is not None:
+            raise InputError(
+                f"a part of a message is of type {name}: videos and audio are not supported, "
+                "leave it out"
+            )
+    if kind not in (None, *TEXT_PARTS):
         return None
-    if not isinstance(said.get("text"), str):
+    if not isinstance(fields.get("text"), str):
         raise InputError(
             f"a part of a message, {str(part)[:60]}, is neither text nor an image: it must be "
             '{"type": "text", "text": ...} or {"type": "image", "image": ...}'
         )
-    return said["text"]
+    return fields["text"]
 
 
 def parsed(column):
-    """A column of images, which data sets whose columns are typed keep as JSON in a text."""
+    """Return a column of images; data sets with typed columns store a list as JSON in a text."""
     if isinstance(column, str) and column.startswith("["):
-        with suppress(json.JSONDecodeError):  # else a path
+        with suppress(json.JSONDecodeError):  # then it is a path
             return json.loads(column)
     return column
 
 
 def without_pixels(row: dict, key: str) -> dict:
-    """The row as its record in JSON has it: None in place of an image's bytes, and paths as they are. key: the column of images."""
+    """Return a row as it is recorded in JSON: None instead of an image's bytes, paths unchanged.
+
+    Args:
+        key: the column of images.
+    """
+    stripped = {name: strip_pixels(value, "") for name, value in row.items() if name != key}
+    if key in row:
+        stripped[key] = strip_pixels(row[key], "image")
+    return {name: stripped[name] for name in row}
+
+
+def strip_pixels(value, name: str):
+    """Return a value of a row without pixels; `name` is the key that it, or its list, is under."""
     from PIL.Image import Image
 
-    def without(value, name: str):
-        if isinstance(value, dict):
-            return {inner: without(x, inner) for inner, x in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [without(x, name) for x in value]
-        if name in SOURCES and (column := parsed(value)) is not value:
-            return json.dumps(without(column, name))
-        is_pixels = (
-            isinstance(value, (bytes, Image))
-            or name == "base64"
-            or name in SOURCES
-            and is_data_url(value)
-        )
-        return None if is_pixels else value
+    if isinstance(value, dict):
+        return {key: strip_pixels(inner, key) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [strip_pixels(item, name) for item in value]
+    if name in SOURCES:
+        column = parsed(value)
+        if column is not value:
+            return json.dumps(strip_pixels(column, name))
+        if is_data_url(value):
+            return None
+    if name == "base64" or isinstance(value, (bytes, Image)):
+        return None
+    return value
 
-    return {name: without(value, "image" if name == key else "") for name, value in row.items()}
+
+# -- one image -------------------------------------------------------------------------------------
 
 
 def is_data_url(value) -> bool:
@@ -156,119 +265,92 @@ def is_data_url(value) -> bool:
 
 
 def source_of(value):
-    """The image in a part of a message, or in a dict such as {"bytes": ..., "path": ...}: its bytes, its path, or a PIL.Image;
-    None if there is none."""
-    name = None
+    """Return an image's bytes, its path, or a PIL.Image; None if there is none.
+
+    Args:
+        value: one of these, a data URL, or a dict such as {"bytes": ..., "path": ...}, even nested.
+
+    Raises:
+        InputError: a key that is not supported, or base64 that cannot be decoded.
+    """
+    key = None
     while isinstance(value, dict):
-        if unread := [
-            key for key, inner in value.items() if inner is not None and key not in SOURCES
-        ]:
-            raise InputError(
-                f'an image has the key "{unread[0]}", which is not read: leave it out, and give the image as a '
-                'path, a data URL or bytes, such as {"type": "image", "image": "a.png"}'
-            )
-        names = sorted(
-            (name for name in SOURCES if value.get(name) is not None),
-            key=lambda name: not value[name],
-        )
-        name = names[0] if names else None  # what is empty comes last
-        value = value.get(name)
-    if not is_data_url(value) and not (name == "base64" and isinstance(value, str)):
+        key = source_key(value)
+        value = value.get(key)
+    is_base64 = key == "base64" and isinstance(value, str)
+    if not is_base64 and not is_data_url(value):
         return value
+    _, _, encoded = value.rpartition(",")
     try:
-        return base64.b64decode("".join(value.rpartition(",")[2].split()), validate=True)
+        return base64.b64decode("".join(encoded.split()), validate=True)
     except ValueError as error:
-        raise InputError(f"an image's base64 cannot be read: {error}") from None
+        raise InputError(f"an image's base64 cannot be decoded: {error}") from None
+
+
+def source_key(fields: dict) -> str | None:
+    """Return the key that an image is under: the first that is not empty, else one that is."""
+    for key, value in fields.items():
+        if value is not None and key not in SOURCES:
+            raise InputError(
+                f'an image has the key "{key}", which is not supported: leave it out, and give the '
+                'image as a path, a data URL or bytes, such as {"type": "image", "image": "a.png"}'
+            )
+    keys = [key for key in SOURCES if fields.get(key) is not None]
+    keys.sort(key=lambda key: not fields[key])
+    return keys[0] if keys else None
 
 
 def file_of(source, folder: Path) -> Path | None:
-    """The file that read() would read."""
+    """Return the file that read() would read; None if the image is not in a file."""
     source = source_of(source)
-    return folder / source.removeprefix("file://") if source and isinstance(source, str) else None
-
-
-def texts(text: str | None) -> list[dict]:
-    return [{"type": "text", "text": text}] if text else []
+    if not source or not isinstance(source, str):
+        return None
+    return folder / source.removeprefix("file://")
 
 
 def read(source, folder: Path):
-    """The image, a PIL.Image in RGB, upright. source: one, or its bytes, path (relative to the folder) or data URL, or a dict with
-    bytes or path. Raises InputError for what is no image."""
-    from PIL import Image, ImageOps
+    """Read an image, and return it upright as a PIL.Image in RGB.
 
-    source, path = source_of(source), file_of(source, folder)
+    Args:
+        source: a PIL.Image, bytes, a path, a data URL, or a dict with bytes or path.
+        folder: where relative paths start.
+
+    Raises:
+        InputError: it is not an image, or one that models cannot read.
+    """
+    path = file_of(source, folder)
+    source = source_of(source)
     if not source:
         raise InputError("an image is empty: give its path, a data URL or bytes, or leave it out")
     if path and "://" in source and not source.startswith("file://"):
-        raise InputError(f"{source[:60]} is on the net: download it, and give its path")
-    shown = str(path)[:200] if path else f"of type {type(source).__name__}"
+        raise InputError(
+            f"{source[:60]} is a remote image: download it, and give the path of the file"
+        )
+    description = str(path)[:200] if path else f"of type {type(source).__name__}"
     try:
-        image = source if isinstance(source, Image.Image) else Image.open(path or BytesIO(source))
-        if image.mode[0] in "IF":  # of which convert() keeps what is below 256
-            raise ValueError(f"its mode is {image.mode}, save it with 8 bits per channel")
-        image = ImageOps.exif_transpose(image).convert("RGB")
-    except Exception as error:  # of a kind of each format's
+        image = decode(path or source)
+    except Exception as error:  # every format raises exceptions of its own
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"an image {description} cannot be read: {reason}") from None
+    if min(image.size) < MIN_SIDE:
         raise InputError(
-            f"an image {shown} cannot be read: {getattr(error, 'strerror', None) or error}"
-        ) from None
-    if min(image.size) < 4:  # processors may take a height of 1 or 3 for channels
-        raise InputError(
-            f"an image {shown} of {image.width} x {image.height} pixels is too small: 4 a side are needed"
+            f"an image {description} of {image.width} x {image.height} pixels is too small: both "
+            f"sides need at least {MIN_SIDE} pixels"
         )
     return image
 
 
-class StoredImages(Sequence):
-    """Of the rows of a cache folder: pixels.bin uint8, mapped; image_sizes.npy int32 [m, 2] (height, width); image_rows.npy int64
-    [n+1]: row i has the images image_rows[i]:image_rows[i+1]."""
+def decode(source):
+    """Return the image in a file, in bytes, or in a PIL.Image upright and in RGB."""
+    from PIL import Image, ImageOps
 
-    def __init__(self, path: Path):
-        self.sizes, self.rows = np.load(path / "image_sizes.npy"), np.load(path / "image_rows.npy")
-        self.pixels = (
-            np.memmap(path / "pixels.bin", np.uint8, "r")
-            if len(self.sizes)
-            else np.empty(0, np.uint8)
-        )
-        self.ends = np.cumsum(self.sizes.prod(1, dtype=np.int64) * 3)
-
-    def __len__(self) -> int:
-        return len(self.rows) - 1
-
-    def __getitem__(self, row: int) -> list[np.ndarray]:
-        numbers = range(self.rows[row], self.rows[row + 1])
-        return [
-            self.pixels[self.ends[i] - self.sizes[i].prod() * 3 : self.ends[i]].reshape(
-                *self.sizes[i], 3
-            )
-            for i in numbers
-        ]
-
-
-def write(folder: Path, table, used: np.ndarray) -> dict:
-    """The files of StoredImages, of a table with columns pixels, image_sizes, image_files. Returns what stats.json says of them."""
-    sizes = [np.array(row, np.int32).reshape(-1, 2) for row in table["image_sizes"].to_pylist()]
-    with open(folder / "pixels.bin", "wb") as file:
-        for chunk in table["pixels"].chunks:
-            for pixels in chunk:
-                file.write(pixels.as_buffer() or b"")
-    np.save(folder / "image_sizes.npy", np.concatenate(sizes))
-    np.save(
-        folder / "image_rows.npy",
-        np.cumsum([0, *(len(row) for row, is_used in zip(sizes, used) if is_used)], dtype=np.int64),
-    )
-    files = {name: state(Path(name)) for row in table["image_files"].to_pylist() for name in row}
-    (folder / "image_files.json").write_text(json.dumps(files))
-    return {"images": sum(map(len, sizes))}
-
-
-def state(path: Path) -> list[int] | None:
-    """What changes when a file does."""
-    return [path.stat().st_size, path.stat().st_mtime_ns] if path.is_file() else None
-
-
-def are_current(folder: Path) -> bool:
-    """Whether the files that a cache has images of are as they were."""
-    path = folder / "image_files.json"
-    return not path.is_file() or all(
-        state(Path(name)) == was for name, was in json.loads(path.read_text()).items()
-    )
+    if isinstance(source, Image.Image):
+        image = source
+    elif isinstance(source, Path):
+        image = Image.open(source)
+    else:
+        image = Image.open(BytesIO(source))
+    if image.mode[0] in "IF":
+        # convert() would clip these at 255.
+        raise ValueError(f"its mode is {image.mode}, save it with 8 bits per channel")
+    return ImageOps.exif_transpose(image).convert("RGB")

@@ -182,7 +182,7 @@ class Images:
         self.position_arguments = {}
         if self.get_position_ids:
             self.position_arguments = inspect.signature(self.get_position_ids).parameters
-        available = {"input_ids", *reader.of_tokens, *reader.tensors(self.image)}
+        available = {"input_ids", *reader.token_type_keys, *reader.tensors(self.image)}
         for parameter in self.position_arguments.values():
             is_required = (
                 parameter.default is parameter.empty
@@ -226,7 +226,7 @@ class Images:
             sequences.append(self.filler)
         ids = pad_sequence(sequences, True)
         is_token = pad_sequence([torch.ones_like(sequence) for sequence in sequences], True)
-        types = {name: self.reader.token_types(ids.tolist()) for name in self.reader.of_tokens}
+        types = {name: self.reader.token_types(ids.tolist()) for name in self.reader.token_type_keys}
         image_tensors = self.reader.tensors(images or self.image)
         inputs = image_tensors | types | {"input_ids": ids, "attention_mask": is_token}
         by_token = {"input_ids": ids, "position_ids": self._position_ids(inputs), **types}

@@ -535,13 +535,13 @@ def test_a_killed_tokenization_leaves_nothing_for_good(make, tokenizer_dir, tmp_
         import os, sys, time
         from types import SimpleNamespace
         from transformers import PreTrainedTokenizerFast
-        import data.dataset
+        import data.dataset, data.tokenization
         if sys.argv[1] == "wait":
-            data.dataset.os.getpid = lambda: 7              # as in containers
+            data.tokenization.os.getpid = lambda: 7              # as in containers
         tokenizer = PreTrainedTokenizerFast.from_pretrained({str(tokenizer_dir)!r})
         options = SimpleNamespace(**{vars(options())!r})
         if sys.argv[1] == "wait":
-            data.dataset.write_arrays = lambda *_: (print("ready", flush=True), sys.stdin.read())
+            data.tokenization.write_arrays = lambda *_: (print("ready", flush=True), sys.stdin.read())
         if sys.argv[1] == "work":
             options.num_proc = 2
             data.dataset.tokenize_row = lambda *_: (os.write(1, b"ready\\n"), time.sleep(600))

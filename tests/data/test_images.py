@@ -343,20 +343,20 @@ TEXT, LITERAL = (
             row("which tag?", messages=chat("which tag?", "the <image> tag")),
             "learned has an image, which no model can write",
         ),
-        (row("<image> <video>"), "stands for an image or a video, beside its images"),
+        (row("<image> <video>"), "has the placeholder of an image or a video, beside its images"),
         (row(images=["small.png"]), "of 9 x 3 pixels is too small"),
-        (row(images=["long.png"]), "refuses an image of 2000 x 5 pixels: absolute aspect ratio"),
+        (row(images=["long.png"]), "rejects an image of 2000 x 5 pixels: absolute aspect ratio"),
         (
             {"messages": chat([{"type": "text", "text": "a", "image": "0.png"}], "a")},
             "both text and an image",
         ),
         (row(images=["no.png"]), "no.png cannot be read: .*No such file"),
         (row(images=["rows.jsonl"]), "rows.jsonl cannot be read: cannot identify"),
-        (row(images=["https://a.b/c.png"]), "c.png is on the net: download it"),
-        (row(images=["data:image/png;base64,%%%"]), "an image's base64 cannot be read"),
+        (row(images=["https://a.b/c.png"]), "c.png is a remote image: download it"),
+        (row(images=["data:image/png;base64,%%%"]), "an image's base64 cannot be decoded"),
         (
             row("<image> <image>"),
-            'the messages have 2 images or more that are in "images", which has 1',
+            'the messages refer to 2 images or more of the column "images", which has 1',
         ),
         (
             row("<image>", ["0.png", "1.png"]),
@@ -380,7 +380,7 @@ TEXT, LITERAL = (
         ),
         (
             row([{"type": "video", "video": "a.mp4"}], []),
-            "a part of a message is of type video: videos and audio are not read",
+            "a part of a message is of type video: videos and audio are not supported",
         ),
         (
             row(
@@ -403,7 +403,7 @@ TEXT, LITERAL = (
         ({"messages": chat([TEXT, {"text": 5}], "a")}, "{'text': 5}, is neither text"),
         (
             {"messages": chat([{"type": "image", "image": "0.png", "max_pixels": 9}], "a")},
-            'the key "max_pixels", which is not read',
+            'the key "max_pixels", which is not supported',
         ),
         (
             {
@@ -491,7 +491,7 @@ def test_images_need_a_model_of_images(make, folder):
         )
     with pytest.raises(
         InputError,
-        match="data.drop_processor_keys names pixels; Qwen2_5_VLProcessor says image_grid_thw",
+        match="data.drop_processor_keys names pixels; Qwen2_5_VLProcessor returns image_grid_thw",
     ):
         Reader(folder / "qwen2_5_vl", dropped=["pixels"])
     with pytest.raises(InputError, match="data.drop_processor_keys names input_ids; "):
@@ -561,7 +561,7 @@ def test_an_image_that_changes_is_read_anew(make, folder, capsys, kind, text):
     before = make(rows, kind, **options)
     Image.new("RGB", (28, 28), "blue").save(folder / "new.png")
     after = make(rows, kind, **options)
-    assert "files that it was made of have changed" in capsys.readouterr().out
+    assert "files that it was made from have changed" in capsys.readouterr().out
     if text != "<image>":
         return
     assert before.pictures.images[0][0][0, 0].tolist() == [255, 0, 0] and after.pictures.images[0][
@@ -670,10 +670,10 @@ def test_what_a_processor_says_of_text_and_images_together_reaches_the_model(fol
     monkeypatch.setattr(Qwen2_5_VLProcessor, "__call__", saying_more)
     with pytest.raises(
         InputError,
-        match=r"says mask of a text with images alone, .*data.drop_processor_keys=\[mask\]",
+        match=r"returns mask only for a text with images, .*data.drop_processor_keys=\[mask\]",
     ):
         Reader(folder / "qwen2_5_vl")
-    assert Reader(folder / "qwen2_5_vl", dropped=["mask"]).of_tokens == ["mm_token_type_ids"]
+    assert Reader(folder / "qwen2_5_vl", dropped=["mask"]).token_type_keys == ["mm_token_type_ids"]
 
 
 def test_a_model_gets_what_it_needs(folder):
@@ -685,10 +685,10 @@ def test_a_model_gets_what_it_needs(folder):
         images.Images(
             kind.from_config(config), Reader(folder / "qwen2_5_vl", dropped=["mm_token_type_ids"])
         )
-    assert Reader(folder / "llava").of_tokens == [] and Reader(folder / "gemma3").of_tokens == [
+    assert Reader(folder / "llava").token_type_keys == [] and Reader(folder / "gemma3").token_type_keys == [
         "token_type_ids"
     ]
-    assert Reader(folder / "gemma3", dropped=["token_type_ids"]).of_tokens == []
+    assert Reader(folder / "gemma3", dropped=["token_type_ids"]).token_type_keys == []
 
 
 @pytest.mark.parametrize("role", ["critic", "reference"])
@@ -719,7 +719,7 @@ def test_all_models_of_a_run_have_the_same_tokens_for_an_image(folder, tmp_path,
     (other / "preprocessor_config.json").write_text(json.dumps(settings))
     for path in (folder / "gemma3", folder / "llava", smaller, other):
         with pytest.raises(
-            InputError, match=f"{role}.path={path} reads an image in another way than model.path="
+            InputError, match=f"{role}.path={path} processes images differently from model.path="
         ):
             load_reader(path)
     assert load_reader(make_image_model(tmp_path / "same", "qwen2_5_vl")).image_token == "<image>"
@@ -741,7 +741,7 @@ def test_what_images_leave_for_the_backward_pass_is_estimated(folder, family, dt
     given = {
         n: x.to(dtype) if x.is_floating_point() else x for n, x in reader.tensors([image]).items()
     }
-    num_tokens = sum(reader.expand(reader.image_token, [image]).of_images)
+    num_tokens = sum(reader.expand(reader.image_token, [image]).is_image_token)
 
     def both(frozen="nothing", checkpointing=False):
         hf, kept = auto_class(shape).from_config(shape, dtype=dtype).train(), {}

@@ -1,0 +1,451 @@
+"""From data files to a cache folder: rows are tokenized once, in worker processes.
+
+dataset.py does this for SFT, prompts.py for RL: each supplies a `Kind`. Only rank 0 tokenizes, and
+only on a cache miss are Hugging Face datasets and pyarrow imported.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import numpy as np
+
+from config import InputError, die_with
+from data.cache import cache_key, cached
+from data.chat.conversation import Steps, in_step
+from data.chat.tokens import ChatTokenizer
+from data.files import find_files, is_json, read_rows
+from data.images import stored
+from data.images.processor import Reader
+from data.rows import SHAPES
+
+# Further columns of a row without images, in caches of a vision-language model.
+NO_IMAGES = {"pixels": b"", "image_sizes": [], "image_files": [], "cut": False}
+ROWS_PER_CALL = 100  # of tokenize_rows()
+MAX_SERIAL_ROWS = 2000  # fewer rows are tokenized before worker processes have started
+MAX_PROCESSES = 8
+NUM_LISTED_ROWS = 5  # in an error message about several rows
+# The process id of this process while it forks workers, which would otherwise survive its death.
+PARENT_OF_WORKERS: list[int] = []
+
+
+def die_with_parent() -> None:
+    for parent in PARENT_OF_WORKERS:
+        die_with(parent)
+
+
+os.register_at_fork(after_in_child=die_with_parent)
+
+
+class Kind(NamedTuple):
+    """A kind of cache: what it holds for each row, and what that depends on.
+
+    Attributes:
+        format: version of the files, a part of the cache's name.
+        options: the keys of `data` that the tokens depend on.
+        limit: the key of `data` that limits a row's length.
+        unused: the columns of a row that is not used, with their values.
+        tokenize_row: (row, chat, options, folder) -> the columns that differ from `unused`.
+    """
+
+    format: int | str
+    options: tuple[str, ...]
+    limit: str
+    unused: dict
+    tokenize_row: Callable
+
+    def with_images(self, paths: list[Path], reader: Reader) -> Kind:
+        """Return this kind for a vision-language model, whose caches also store images."""
+        folders = [str(folder_of(path)) for path in paths]
+        images = f" with images of {folders} without {sorted(reader.dropped)}"
+        return self._replace(format=f"{self.format}{images}", unused=self.unused | NO_IMAGES)
+
+
+class LengthLimit(NamedTuple):
+    """The limit on the number of tokens in a row.
+
+    Attributes:
+        key: its name in `data`.
+        tokens: the limit, or None.
+        truncation: what happens to longer rows: error, drop, left or right.
+    """
+
+    key: str
+    tokens: int | None
+    truncation: str
+
+    def is_exceeded(self, lengths: np.ndarray) -> np.ndarray:
+        return lengths > (self.tokens or np.inf)
+
+
+def tokenized(
+    kind: Kind,
+    files: str | Sequence[str],
+    tokenizer,
+    options,
+    cache_dir: Path,
+    tokenizer_dir: Path | str,
+    reader: Reader | None,
+) -> Path:
+    """Return the cache folder for these files, after writing it if there is none.
+
+    Args:
+        options: the group `data` of the configuration.
+        reader: of a vision-language model, else None.
+
+    Raises:
+        InputError: see dataset.tokenize().
+    """
+    paths = find_files(files)
+    tokenizer_dir = Path(tokenizer_dir)
+    chat = ChatTokenizer.load(tokenizer, tokenizer_dir, reader)
+    limit = LengthLimit(kind.limit, getattr(options, kind.limit), options.truncation)
+    if reader:
+        kind = kind.with_images(paths, reader)
+
+    def write(folder: Path) -> None:
+        import pyarrow
+
+        tables = tokenize_files(paths, kind, chat, options, folder / "datasets")
+        check_lengths(paths, tables, limit)
+        write_arrays(folder, pyarrow.concat_tables(tables), limit)
+
+    values = [getattr(options, name) for name in kind.options]
+    key = cache_key(paths, chat, tokenizer_dir, kind.format, values)
+    folder = cached(Path(cache_dir) / key, write, stored.are_current)
+    stats = json.loads((folder / "stats.json").read_text())
+    if reader and not stats["images"]:
+        print(f"data: no row of {files} has an image", flush=True)
+    report_shapes(stats)
+    return folder
+
+
+def report_shapes(stats: dict) -> None:
+    """Print how many rows were read in another shape than ours."""
+    for name in SHAPES.keys() & stats.keys():
+        description = SHAPES[name].__doc__.split("\n")[0]
+        print(f"data: {stats[name]:,} rows have the shape of {name}: {description}", flush=True)
+
+
+# -- rows to tokens --------------------------------------------------------------------------------
+
+
+def tokenize_files(paths: list[Path], kind: Kind, chat: ChatTokenizer, options, work: Path) -> list:
+    """Tokenize all files.
+
+    Args:
+        work: a directory for the tables, which are memory-mapped from it.
+
+    Returns:
+        A pyarrow.Table for each file, with a row for each row or line. An empty line is not used.
+
+    Raises:
+        InputError: a file without rows, or a row that cannot be used (the first one, as file:line).
+    """
+    if isinstance(options, Mapping):
+        # OmegaConf takes microseconds to look up a key.
+        options = SimpleNamespace(**options)
+    with forking_workers():
+        tables = [
+            tokenize_file(path, kind, chat, options, work / str(i)) for i, path in enumerate(paths)
+        ]
+    for table in tables:
+        if table["error"].null_count < len(table):
+            raise InputError(table["error"].drop_null()[0].as_py())
+    return tables
+
+
+@contextmanager
+def forking_workers() -> Iterator[None]:
+    """Within this block, forked processes end when this one does."""
+    # Imported modules hold a million objects, which the collector would visit again and again.
+    gc.freeze()
+    PARENT_OF_WORKERS.append(os.getpid())
+    try:
+        yield
+    finally:
+        PARENT_OF_WORKERS.clear()
+        gc.unfreeze()
+
+
+def tokenize_file(path: Path, kind: Kind, chat: ChatTokenizer, options, work: Path):
+    """Return a file's rows as a pyarrow.Table with the columns of `kind.unused`, and `error`."""
+    from datasets import Features
+
+    rows = read_rows(path, work)
+    if not len(rows):
+        raise InputError(f"{path}: the file has no rows")
+    types = column_types()
+    num_processes = options.num_proc or default_processes(len(rows))
+    tokens = rows.map(
+        tokenize_rows,
+        batched=True,
+        batch_size=ROWS_PER_CALL,
+        with_indices=True,
+        remove_columns=rows.column_names,
+        fn_kwargs={
+            "name": str(path),
+            "is_json": is_json(path),
+            "kind": kind,
+            "chat": chat,
+            "options": options,
+        },
+        features=Features({name: types[name] for name in [*kind.unused, "error"]}),
+        desc=f"tokenizing {path.name}",
+        num_proc=min(num_processes, len(rows)) if num_processes > 1 else None,
+        new_fingerprint="tokens",
+        cache_file_name=str(work / "tokens.arrow"),
+        load_from_cache_file=False,
+    )
+    return tokens.with_format("arrow")[:]
+
+
+def default_processes(num_rows: int) -> int:
+    if num_rows < MAX_SERIAL_ROWS:
+        return 1
+    return min(MAX_PROCESSES, len(os.sched_getaffinity(0)))
+
+
+def column_types() -> dict:
+    """Return the type of every column that a table of tokens may have."""
+    from datasets import List, Value
+
+    return {
+        "input_ids": List(Value("int32")),
+        "loss_mask": List(Value("uint8")),
+        "length": Value("int64"),
+        "record": Value("string"),
+        "shape": Value("string"),
+        "error": Value("string"),
+        "cut": Value("bool"),
+        "pixels": Value("large_binary"),
+        "image_sizes": List(List(Value("int32"))),
+        "image_files": List(Value("string")),
+    }
+
+
+def tokenize_rows(
+    columns: dict[str, list],
+    indices: list[int],
+    name: str,
+    is_json: bool,
+    kind: Kind,
+    chat: ChatTokenizer,
+    options,
+) -> dict[str, list]:
+    """Tokenize some rows of a file, as datasets' map() asks for it.
+
+    Args:
+        columns: values of each column of these rows.
+        indices: of the rows in the file, from 0.
+        name: path of the file.
+        is_json: whether the only column, `text`, holds rows as JSON.
+
+    Returns:
+        The columns of `kind.unused`, and `error`: for a row that cannot be used, what is wrong,
+        with file and line.
+    """
+    folder = folder_of(Path(name))
+    unused = kind.unused | {"error": None}
+
+    def steps(values: tuple) -> Steps[dict]:
+        row = dict(zip(columns, values, strict=True))
+        if is_json:
+            if not row["text"].strip():
+                return {}
+            row = parse_row(row["text"])
+        if not isinstance(row, dict):
+            raise InputError(f"the row must be an object, not {type(row).__name__}")
+        return (yield from kind.tokenize_row(row, chat, options, folder))
+
+    results = []
+    rows = zip(*columns.values(), strict=True)
+    tokenized_rows = in_step([steps(values) for values in rows])
+    for index, result in zip(indices, tokenized_rows, strict=True):
+        if isinstance(result, InputError):
+            result = {"error": f"{name}:{index + 1}: {result}"}
+        results.append(unused | result)
+    tokens = {}
+    for key in unused:
+        tokens[key] = [result[key] for result in results]
+    return tokens
+
+
+def parse_row(text: str):
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InputError(f"not JSON: {error.msg} at column {error.colno}") from None
+
+
+def folder_of(path: Path) -> Path:
+    """Return where relative paths in a data file, or in a saved data set, start."""
+    return (path if path.is_dir() else path.parent).resolve()
+
+
+def kept_tokens(length: int, limit: int | None, truncation: str) -> slice:
+    """Return which tokens are kept of a row with `length` tokens.
+
+    A row that is longer than the limit keeps none if truncation is error or drop.
+    """
+    if limit is None or length <= limit:
+        return slice(None)
+    if truncation == "left":
+        return slice(length - limit, None)
+    if truncation == "right":
+        return slice(limit)
+    return slice(0)
+
+
+def check_lengths(paths: list[Path], tables: list, limit: LengthLimit) -> None:
+    """Raise InputError if truncation is error and rows are too long; it lists the first few."""
+    if limit.truncation != "error" or limit.tokens is None:
+        return
+    num_rows = 0
+    too_long = []
+    for path, table in zip(paths, tables):
+        lengths = table["length"].to_numpy()
+        num_rows += len(lengths)
+        too_long += [
+            f"{path}:{row + 1} ({lengths[row]} tokens)"
+            for row in np.flatnonzero(limit.is_exceeded(lengths))
+        ]
+    if too_long:
+        listed = ", ".join(too_long[:NUM_LISTED_ROWS])
+        if len(too_long) > NUM_LISTED_ROWS:
+            listed += ", ..."
+        raise InputError(
+            f"{len(too_long)} of {num_rows} rows are longer than data.{limit.key}={limit.tokens}: "
+            f"{listed}; raise it, or set data.truncation to left, right or drop"
+        )
+
+
+# -- tokens to arrays ------------------------------------------------------------------------------
+
+
+def write_arrays(folder: Path, table, limit: LengthLimit) -> None:
+    """Copy a table's columns into files, and write stats.json.
+
+    stats.json counts rows (kept), tokens, max_length (of the longest kept row), dropped_long,
+    truncated (and kept), and the rows of each shape, e.g. Alpaca. For SFT also loss_tokens and
+    dropped_no_loss. With images also their number, and dropped_images: rows that truncation would
+    cut within the tokens of an image.
+
+    Raises:
+        InputError: no row is left.
+    """
+    counts = count_rows(table, limit)
+    if not counts.is_used.any():
+        raise InputError(no_row_left(counts, limit))
+    used_lengths = counts.kept_lengths[counts.is_used]
+    stats = {
+        "rows": int(counts.is_used.sum()),
+        "dropped_long": counts.num_dropped,
+        "truncated": counts.num_truncated,
+        "tokens": int(used_lengths.sum()),
+        "max_length": int(used_lengths.max()),
+    }
+    cu_seqlens = np.concatenate([[0], np.cumsum(used_lengths, dtype=np.int64)])
+    np.save(folder / "cu_seqlens.npy", cu_seqlens)
+    write_array(folder, "input_ids", np.int32, table, stats["tokens"])
+    if "loss_mask" in table.column_names:
+        loss_mask = write_array(folder, "loss_mask", np.uint8, table, stats["tokens"])
+        stats["dropped_no_loss"] = counts.num_untrained
+        stats["loss_tokens"] = int(loss_mask.sum(dtype=np.int64))
+    else:
+        write_records(folder, table)
+    if "pixels" in table.column_names:
+        stats["dropped_images"] = counts.num_cut
+        stats["images"] = stored.write(folder, table, counts.is_used)
+    for shape in table["shape"].value_counts().to_pylist():
+        if shape["values"]:
+            stats[shape["values"]] = shape["counts"]
+    (folder / "stats.json").write_text(json.dumps(stats, indent=1))
+
+
+class RowCounts(NamedTuple):
+    """What became of the rows of a table.
+
+    Attributes:
+        kept_lengths: [n], tokens that are kept of each row.
+        is_used: [n] bool, whether any are.
+        num_dropped: rows that are too long, where truncation is drop.
+        num_truncated: rows that are used but were longer.
+        num_cut: rows that truncation would cut within the tokens of an image.
+        num_untrained: rows without a trained token, after truncation.
+    """
+
+    kept_lengths: np.ndarray
+    is_used: np.ndarray
+    num_dropped: int
+    num_truncated: int
+    num_cut: int
+    num_untrained: int
+
+
+def count_rows(table, limit: LengthLimit) -> RowCounts:
+    lengths = table["length"].to_numpy()
+    chunks = [chunk.value_lengths().to_numpy() for chunk in table["input_ids"].chunks]
+    kept_lengths = np.concatenate(chunks)
+    is_used = kept_lengths > 0
+    is_long = limit.is_exceeded(lengths)
+    num_dropped = 0
+    num_cut = 0
+    if limit.truncation == "drop":
+        num_dropped = int(is_long.sum())
+    elif "cut" in table.column_names:
+        num_cut = sum(table["cut"].to_pylist())
+    num_unused = int((lengths > 0).sum() - is_used.sum())
+    return RowCounts(
+        kept_lengths,
+        is_used,
+        num_dropped,
+        num_truncated=int((is_long & is_used).sum()),
+        num_cut=num_cut,
+        num_untrained=num_unused - num_dropped - num_cut,
+    )
+
+
+def no_row_left(counts: RowCounts, limit: LengthLimit) -> str:
+    num_long = counts.num_dropped + counts.num_cut
+    message = f"no row is left: {num_long} rows are longer than data.{limit.key}={limit.tokens}"
+    if counts.num_untrained > 0:
+        message += f", {counts.num_untrained} have no trained token"
+    return message
+
+
+def write_records(folder: Path, table) -> None:
+    """Write records.jsonl, and record_ends.npy, int64 [n]: where each line ends, in bytes."""
+    line_lengths = []
+    with open(folder / "records.jsonl", "wb") as file:
+        for chunk in table["record"].chunks:
+            for record in chunk.to_pylist():
+                if record:
+                    line_lengths.append(file.write(record.encode() + b"\n"))
+    np.save(folder / "record_ends.npy", np.cumsum(line_lengths, dtype=np.int64))
+
+
+def write_array(folder: Path, name: str, dtype, table, num_tokens: int) -> np.ndarray:
+    """Write the lists in a column end to end into an .npy file [num_tokens], and return the array.
+
+    Chunks of some thousand rows are copied one at a time.
+    """
+    path = folder / f"{name}.npy"
+    array = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=(num_tokens,))
+    # Reserve the space now: a disk that fills up under a memory map kills the process silently.
+    with open(path, "r+b") as file:
+        os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+    position = 0
+    for chunk in table[name].chunks:
+        values = chunk.flatten().to_numpy()
+        array[position : position + len(values)] = values
+        position += len(values)
+    array.flush()
+    return array
