@@ -1,302 +1,449 @@
-"""Where two runs diverge: compares the losses and the msprobe dumps of one step.
+"""Where two runs diverge: compare the losses and the msprobe dumps of one step.
 
     python -m profiling.compare RUN_A RUN_B --step N [--stage S] [--tolerance 1e-4] [--output DIR]
 
-Prints the step's losses, entropies and gradient norms and, for each stage and rank, the first tensor in execution order that
-differs by more than the tolerance, relative to the largest number there. Dumps of one engine and layout are compared rank by
-rank, element by element where tensors were dumped, in all but the inputs of forward passes. Others (FSDP2 and Megatron; tensor
-or pipeline parallel ranks and one rank) are compared by statistics of what equivalent modules output in forward passes (level
-L1 dumps none): shards are joined, and layers are numbered as in the whole model. All of these ranks have to be dumped
-(profiler.ranks=all). Ranks that see other tokens cannot be compared: different numbers of data or context parallel ranks.
-Exit code 0: all that was compared agrees, and what was not is listed; 1: the runs diverge, or one ran what the other did not; 2:
-there is nothing to compare. --output keeps tables of every number.
+Prints the step's losses, entropies and gradient norms. Then, for each stage and rank, it prints the
+first tensor in execution order that differs by more than the tolerance, relative to the largest
+number in the tensor.
+
+Dumps of one engine and layout are compared rank by rank, and element by element where tensors were
+dumped. The inputs of forward passes are left out.
+
+Dumps of two engines, or of two layouts (tensor- or pipeline-parallel ranks and one rank), are
+compared by statistics of the outputs of equivalent modules in forward passes; level L1 dumps none.
+Shards are joined, and layers are numbered as in the whole model. All ranks must be dumped
+(profiler.ranks=all). Different numbers of data- or context-parallel ranks see different tokens and
+cannot be compared.
+
+Exit code 0: everything that was compared agrees, and the rest is listed; 1: the runs diverge, or
+one ran something that the other did not; 2: there is nothing to compare. --output keeps tables of
+every number.
 """
 
 import argparse
 import csv
-import json
 import math
 import re
 import sys
 import traceback
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import IntEnum
 from pathlib import Path
 
 from profiling.report import read_metrics
-from profiling.shards import STATISTICS, Dumped, gather, largest_difference, pairs, read
+from profiling.shards import (
+    HEAD,
+    STATISTICS,
+    DumpedTensor,
+    Output,
+    OutputKey,
+    RankDump,
+    Share,
+    gather,
+    largest_difference,
+    pairs,
+    read,
+    read_ranks,
+)
 
 METRICS = ("loss", "entropy", "grad_norm")
-SMALL = 0.01  # below, a metric's difference is relative to this: a policy's first loss is 0 but for rounding
+# Smaller metrics differ relative to this: a policy's first loss is 0 but for rounding.
+SMALL_METRIC = 0.01
+# What a module is handed is another one's output, or an argument that it may not even read.
+FORWARD_INPUT = re.compile(r"\.forward(\.\d+)?\.input\.")
+DIFFERENT_MICRO_BATCHES = "their micro-batches differ (raise data.max_tokens_per_micro_batch)"
+RECOMPUTED = "one run alone calls them again (recomputation)"
+PADDED = "one run alone pads them (engine.sequence_parallel=false or profiler.msprobe.task=tensor)"
 
 
-def compare(
-    run_a: Path, run_b: Path, step: int, stage: str | None, tolerance: float, output: Path | None
-) -> int:
-    """Print where the runs diverge; return the exit code."""
-    metrics = compare_metrics(run_a, run_b, step, tolerance)
-    stages = [stages_of(run, step) for run in (run_a, run_b)]
-    both = [name for name in stages[0] if name in stages[1] and stage in (None, name)]
-    if not both:
+class ExitCode(IntEnum):
+    AGREE = 0
+    DIVERGE = 1
+    NOTHING_TO_COMPARE = 2
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How runs are compared.
+
+    Attributes:
+        tolerance: the relative difference up to which numbers agree.
+        output: directory for tables of every number.
+    """
+
+    tolerance: float = 1e-4
+    output: Path | None = None
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two tensors that should be equal.
+
+    Attributes:
+        difference: the largest one, relative to the largest number in the tensors.
+    """
+
+    a: DumpedTensor
+    b: DumpedTensor
+    difference: float
+
+
+@dataclass
+class Comparison:
+    """What the two runs have in common, and what they have not.
+
+    Attributes:
+        title: of the stage and of the ranks.
+        pairs: in execution order.
+        only_in_one: names of tensors in one run only.
+        notes: what was compared or left out.
+    """
+
+    title: str
+    pairs: list[Pair]
+    only_in_one: list[str]
+    notes: list[str] = field(default_factory=list)
+
+
+def compare_runs(
+    run_a: Path, run_b: Path, step: int, stage: str | None, settings: Settings
+) -> ExitCode:
+    """Print where the runs diverge in a step.
+
+    Args:
+        stage: None for all stages.
+    """
+    metrics = compare_metrics(run_a, run_b, step, settings.tolerance)
+    stages_a = stages_of(run_a, step)
+    stages_b = stages_of(run_b, step)
+    common = [name for name in stages_a if name in stages_b and stage in (None, name)]
+    if not common:
         print(
-            f"no stage {stage or ''} of step {step} was dumped by both: {run_a} has {list(stages[0])}, {run_b} has "
-            f"{list(stages[1])}"
+            f"no stage {stage or ''} of step {step} was dumped by both: {run_a} has "
+            f"{list(stages_a)}, {run_b} has {list(stages_b)}"
         )
-        return worst([metrics, 2])
-    left_out = sorted(set(stages[0]) ^ set(stages[1])) if stage is None else []
-    if left_out:
+        return worst([metrics, ExitCode.NOTHING_TO_COMPARE])
+    codes = [metrics]
+    left_out = sorted(set(stages_a) ^ set(stages_b))
+    if left_out and stage is None:
         print(f"in one run only, left out: {', '.join(left_out)}")
-    codes = [
-        compare_stage(name, stages[0][name], stages[1][name], tolerance, output) for name in both
-    ]
-    return worst([metrics, *codes, int(bool(left_out))])
-
-
-def worst(codes: Iterable[int]) -> int:
-    """Of several exit codes: that two runs diverge is more than that there is nothing to compare."""
-    return max(codes, key=(0, 2, 1).index)
-
-
-def compare_metrics(run_a: Path, run_b: Path, step: int, tolerance: float) -> int:
-    a, b = (metrics_of(run, step) for run in (run_a, run_b))
-    names = [name for name in a if name in b and name.endswith(METRICS)]
-    gaps = {name: metric_gap(a[name], b[name]) for name in names}
-    verdict = (
-        "diverge"
-        if any(x > tolerance for x in gaps.values())
-        else "agree"
-        if names
-        else "are not in both runs"
-    )
-    print(f"metrics of step {step} {verdict}")
-    for name in names:
-        print(
-            f"    {name:<24} A {a[name]:<22} B {b[name]:<22} relative difference {gaps[name]:.2g}"
-        )
-    return int(verdict == "diverge")
-
-
-def metrics_of(run: Path, step: int) -> dict[str, float]:
-    lines = read_metrics(run) if (run / "metrics.jsonl").exists() else []
-    return {
-        name: math.nan if x is None else x
-        for line in lines
-        if line["step"] == step
-        for name, x in line.items()
-    }
-
-
-def metric_gap(a: float, b: float) -> float:
-    if math.isfinite(a) and math.isfinite(b):
-        return abs(a - b) / max(abs(a), abs(b), SMALL)
-    return 0.0 if math.isfinite(a) == math.isfinite(b) else math.inf
-
-
-def stages_of(run: Path, step: int) -> dict[str, Path]:
-    """{stage: directory of its ranks} of the stages that were dumped, in the order in which they ran."""
-    found = {
-        dump.parents[2].name: dump.parents[1]
-        for dump in sorted(
-            run.glob(f"profile/step_{step}/*/step{step}/*/dump.json"),
-            key=lambda path: path.stat().st_mtime,
-            reverse=True,
-        )
-    }
-    return dict(reversed(found.items()))
-
-
-def compare_stage(stage: str, a: Path, b: Path, tolerance: float, output: Path | None) -> int:
-    sides = [
-        {
-            rank: json.loads((rank / "coordinates.json").read_text())
-            for rank in sorted(side.iterdir())
-        }
-        for side in (a, b)
-    ]
-    layouts = [{rank.name: place for rank, place in side.items()} for side in sides]
-    if layouts[0] != layouts[1]:
-        return compare_layouts(stage, *sides, tolerance, output)
-    codes = []
-    for name in layouts[0]:
-        # What a module is handed is what another one output, or an argument that it may not even read.
-        left, right = (
-            {
-                x: tensor
-                for x, tensor in read(side / name).items()
-                if not re.search(r"\.forward(\.\d+)?\.input\.", x)
-            }
-            for side in (a, b)
-        )
-        alone = [x for x in (*left, *right) if x not in left or x not in right]
-        rows = [
-            (
-                x,
-                right[key],
-                gap(x.statistics, right[key].statistics, largest_difference(x, right[key])),
-            )
-            for key, x in left.items()
-            if key in right
-        ]
-        codes.append(report(f"{stage} {name}", rows, tolerance, output, alone))
+        codes.append(ExitCode.DIVERGE)
+    for name in common:
+        codes.append(compare_stage(name, stages_a[name], stages_b[name], settings))
     return worst(codes)
 
 
-def compare_layouts(
-    stage: str, a: dict[Path, dict], b: dict[Path, dict], tolerance: float, output: Path | None
-) -> int:
-    """Of each share of the batch what modules output that compute the same; a, b: {folder of a rank: its coordinates}."""
-    places = [next(iter(side.values())) for side in (a, b)]
-    one_engine = places[0]["of"] == places[1]["of"]
-    for axis, what in (("dp", "data"), ("cp", "context")):
-        sizes = [place[axis][1] for place in places]
-        if sizes[0] != sizes[1] or axis == "cp" and sizes[0] > 1 and not one_engine:
-            print(
-                f"{stage}: modules are not compared, since {sizes[0]} and {sizes[1]} {what} parallel ranks see other tokens"
-            )
-            return 2
-    shares = [by_share(side) for side in (a, b)]
+def worst(codes: Iterable[int]) -> ExitCode:
+    """Return the most important of several exit codes: diverging is, then nothing to compare."""
+    severity = (ExitCode.AGREE, ExitCode.NOTHING_TO_COMPARE, ExitCode.DIVERGE)
+    return ExitCode(max(codes, key=severity.index))
+
+
+# -- metrics ---------------------------------------------------------------------------------------
+
+
+def compare_metrics(run_a: Path, run_b: Path, step: int, tolerance: float) -> ExitCode:
+    """Print the losses, entropies and gradient norms that both runs have in a step."""
+    a = metrics_of(run_a, step)
+    b = metrics_of(run_b, step)
+    names = [name for name in a if name in b and name.endswith(METRICS)]
+    differences = {name: metric_difference(a[name], b[name]) for name in names}
+    code = ExitCode.AGREE
+    verdict = "agree" if names else "are not in both runs"
+    if any(difference > tolerance for difference in differences.values()):
+        code = ExitCode.DIVERGE
+        verdict = "diverge"
+    print(f"metrics of step {step} {verdict}")
+    for name, difference in differences.items():
+        print(
+            f"    {name:<24} A {a[name]:<22} B {b[name]:<22} relative difference {difference:.2g}"
+        )
+    return code
+
+
+def metrics_of(run: Path, step: int) -> dict[str, float]:
+    """Return a run's metrics of one step; numbers that were not finite are nan."""
+    if not (run / "metrics.jsonl").exists():
+        return {}
+    metrics = {}
+    for line in read_metrics(run):
+        if line["step"] == step:
+            metrics |= line
+    return {name: math.nan if value is None else value for name, value in metrics.items()}
+
+
+def metric_difference(a: float, b: float) -> float:
+    """Return the relative difference of two numbers; inf if only one of them is finite."""
+    if math.isfinite(a) and math.isfinite(b):
+        return abs(a - b) / max(abs(a), abs(b), SMALL_METRIC)
+    return 0.0 if math.isfinite(a) == math.isfinite(b) else math.inf
+
+
+# -- dumps -----------------------------------------------------------------------------------------
+
+
+def stages_of(run: Path, step: int) -> dict[str, Path]:
+    """Return the directories of the stages that were dumped, in the order in which they ran."""
+    dumps = run.glob(f"profile/step_{step}/*/step{step}/*/dump.json")
+    stages = {}
+    for dump in sorted(dumps, key=lambda path: path.stat().st_mtime):
+        ranks = dump.parents[1]
+        name = ranks.parent.name
+        stages.pop(name, None)  # a stage's last dump gives its place
+        stages[name] = ranks
+    return stages
+
+
+def compare_stage(stage: str, folder_a: Path, folder_b: Path, settings: Settings) -> ExitCode:
+    ranks_a = read_ranks(folder_a)
+    ranks_b = read_ranks(folder_b)
+    layout_a = {rank.name: rank.coordinates for rank in ranks_a}
+    layout_b = {rank.name: rank.coordinates for rank in ranks_b}
+    if layout_a != layout_b:
+        return compare_layouts(stage, ranks_a, ranks_b, settings)
     codes = []
-    for share in sorted(shares[0].keys() & shares[1].keys()):
-        title = stage + "".join(
-            f" {axis}{rank}" for axis, rank in zip(("dp", "cp"), share) if places[0][axis][1] > 1
-        )
-        codes.append(
-            compare_share(title, shares[0][share], shares[1][share], one_engine, tolerance, output)
-        )
+    for a, b in zip(ranks_a, ranks_b, strict=True):
+        comparison = compare_ranks(f"{stage} {a.name}", a, b)
+        codes.append(report(comparison, settings))
+    return worst(codes)
+
+
+def compare_ranks(title: str, rank_a: RankDump, rank_b: RankDump) -> Comparison:
+    """Compare the same rank of two runs with the same layout."""
+    a = compared_tensors(rank_a)
+    b = compared_tensors(rank_b)
+    common = [
+        Pair(tensor, b[name], tensor_difference(tensor, b[name]))
+        for name, tensor in a.items()
+        if name in b
+    ]
+    only_in_one = [name for name in (*a, *b) if name not in a or name not in b]
+    return Comparison(title, common, only_in_one)
+
+
+def compared_tensors(rank: RankDump) -> dict[str, DumpedTensor]:
+    tensors = read(rank.folder)
+    return {name: tensor for name, tensor in tensors.items() if not FORWARD_INPUT.search(name)}
+
+
+def tensor_difference(a: DumpedTensor, b: DumpedTensor) -> float:
+    return relative_difference(a.statistics, b.statistics, largest_difference(a, b))
+
+
+def relative_difference(
+    a: dict[str, float | None], b: dict[str, float | None], element: float | None = None
+) -> float:
+    """Return the largest difference, relative to the largest number in the tensors.
+
+    Args:
+        a, b: statistics of two tensors.
+        element: the largest difference of two elements, if whole tensors were dumped.
+
+    Returns:
+        inf if a statistic of only one tensor is finite.
+    """
+    known = [
+        (a[name], b[name]) for name in STATISTICS if a[name] is not None and b[name] is not None
+    ]
+    if any(math.isfinite(x) != math.isfinite(y) for x, y in known):
+        return math.inf
+    finite = [(x, y) for x, y in known if math.isfinite(x)]
+    # The first two statistics are the largest and the smallest element.
+    scale = max((max(abs(x), abs(y)) for x, y in finite[:2]), default=0.0)
+    differences = [abs(x - y) / max(abs(x), abs(y), scale) for x, y in finite if x != y]
+    if element and math.isfinite(element) and scale:
+        differences.append(element / scale)
+    return max(differences, default=0.0)
+
+
+# -- dumps of different layouts --------------------------------------------------------------------
+
+
+def compare_layouts(
+    stage: str, ranks_a: list[RankDump], ranks_b: list[RankDump], settings: Settings
+) -> ExitCode:
+    """Compare outputs of modules that compute the same, in each share of the batch."""
+    coordinates_a = ranks_a[0].coordinates
+    coordinates_b = ranks_b[0].coordinates
+    is_one_engine = coordinates_a.engine == coordinates_b.engine
+    dp_sizes = (coordinates_a.dp.size, coordinates_b.dp.size)
+    cp_sizes = (coordinates_a.cp.size, coordinates_b.cp.size)
+    if dp_sizes[0] != dp_sizes[1]:
+        return report_other_tokens(stage, dp_sizes, "data")
+    # The two engines divide sequences over context-parallel ranks differently.
+    if cp_sizes[0] != cp_sizes[1] or (cp_sizes[0] > 1 and not is_one_engine):
+        return report_other_tokens(stage, cp_sizes, "context")
+    shares_a = by_share(ranks_a)
+    shares_b = by_share(ranks_b)
+    codes = []
+    for share in sorted(shares_a.keys() & shares_b.keys()):
+        title = stage
+        if dp_sizes[0] > 1:
+            title += f" dp{share[0]}"
+        if cp_sizes[0] > 1:
+            title += f" cp{share[1]}"
+        ranks = (shares_a[share], shares_b[share])
+        codes.append(compare_share(title, *ranks, is_one_engine, settings))
     if not codes:
         print(f"{stage}: no rank was dumped in both")
-    return worst(codes or [2])
+        return ExitCode.NOTHING_TO_COMPARE
+    return worst(codes)
 
 
-def by_share(ranks: dict[Path, dict]) -> dict[tuple[int, int], dict[Path, dict]]:
-    """{(data, context parallel rank): {folder: coordinates}}"""
+def report_other_tokens(stage: str, sizes: tuple[int, int], axis: str) -> ExitCode:
+    print(
+        f"{stage}: modules are not compared, since {sizes[0]} and {sizes[1]} {axis} parallel ranks "
+        "see other tokens"
+    )
+    return ExitCode.NOTHING_TO_COMPARE
+
+
+def by_share(ranks: list[RankDump]) -> dict[tuple[int, int], list[RankDump]]:
+    """Return the ranks of each share of the batch: (data-parallel rank, context-parallel rank)."""
     shares = {}
-    for rank, place in ranks.items():
-        shares.setdefault((place["dp"][0], place["cp"][0]), {})[rank] = place
+    for rank in ranks:
+        shares.setdefault(rank.coordinates.share, []).append(rank)
     return shares
 
 
 def compare_share(
     title: str,
-    a: dict[Path, dict],
-    b: dict[Path, dict],
-    one_engine: bool,
-    tolerance: float,
-    output: Path | None,
-) -> int:
-    for name, ranks in (("A", a), ("B", b)):
-        place = next(iter(ranks.values()))
-        if len(ranks) != place["tp"][1] * place["pp"][1]:
-            print(
-                f"{title}: {name} has the dumps of {len(ranks)} of {place['tp'][1]} tensor x {place['pp'][1]} pipeline parallel "
-                "ranks: set profiler.ranks=all"
-            )
-            return 2
-    a, b = gather(a), gather(b)
-    calls = [Counter(key[1:] for key in side.outputs) for side in (a, b)]
-    # The head is asked about the same tokens, whatever padding is around them.
-    heads = [[key for key in side.outputs if key[1] == "head"] for side in (a, b)]
-    other_tokens = {
-        key[0] for key in heads[0] + heads[1] if heads[0] != heads[1] or not pairs(a, b, key)
-    }
-    rows, left_out = [], Counter()
+    ranks_a: list[RankDump],
+    ranks_b: list[RankDump],
+    is_one_engine: bool,
+    settings: Settings,
+) -> ExitCode:
+    """Compare the ranks that see one share of the batch, gathered into one model."""
+    if not (is_complete(title, "A", ranks_a) and is_complete(title, "B", ranks_b)):
+        return ExitCode.NOTHING_TO_COMPARE
+    a = gather(ranks_a)
+    b = gather(ranks_b)
+    calls_a = calls_of_outputs(a)
+    calls_b = calls_of_outputs(b)
+    changed_calls = calls_with_other_tokens(a, b)
+    common = []
+    num_left_out = Counter()
     for key in a.outputs:
-        if key[1:] not in calls[1]:
+        if key.output not in calls_b:
             continue
-        if key[0] in other_tokens:
-            left_out["their micro-batches differ (raise data.max_tokens_per_micro_batch)"] += 1
-        elif calls[0][key[1:]] != calls[1][key[1:]]:
-            left_out["one run alone calls them again (recomputation)"] += 1
-        elif found := pairs(a, b, key):
-            rows += [(x, y, gap(x.statistics, y.statistics)) for x, y in found]
-        else:
-            left_out[
-                "one run alone pads them (engine.sequence_parallel=false or profiler.msprobe.task=tensor)"
-            ] += 1
-    note = ", outputs of forward passes alone" + "".join(
-        f"; {n} not compared: {why}" for why, n in left_out.items() if n
+        if key.call in changed_calls:
+            num_left_out[DIFFERENT_MICRO_BATCHES] += 1
+            continue
+        if calls_a[key.output] != calls_b[key.output]:
+            num_left_out[RECOMPUTED] += 1
+            continue
+        matched = pairs(a, b, key)
+        if not matched:
+            num_left_out[PADDED] += 1
+        for x, y in matched:
+            common.append(Pair(x, y, relative_difference(x.statistics, y.statistics)))
+    only_in_one = []
+    if is_one_engine:
+        only_in_one = [
+            str(key.output)
+            for key in (*a.outputs, *b.outputs)
+            if key.output not in calls_a or key.output not in calls_b
+        ]
+    notes = [", outputs of forward passes alone"]
+    notes += [f"; {number} not compared: {why}" for why, number in num_left_out.items()]
+    return report(Comparison(title, common, only_in_one, notes), settings)
+
+
+def is_complete(title: str, run: str, ranks: list[RankDump]) -> bool:
+    """Return whether all ranks were dumped that make up the model; print it if not."""
+    tp_size = ranks[0].coordinates.tp.size
+    pp_size = ranks[0].coordinates.pp.size
+    if len(ranks) == tp_size * pp_size:
+        return True
+    print(
+        f"{title}: {run} has the dumps of {len(ranks)} of {tp_size} tensor x {pp_size} pipeline "
+        "parallel ranks: set profiler.ranks=all"
     )
-    alone = [
-        ".".join(map(str, key[1:]))
-        for key in (*a.outputs, *b.outputs)
-        if not all(key[1:] in side for side in calls)
-    ]
-    return report(title, rows, tolerance, output, alone if one_engine else [], note)
+    return False
 
 
-def report(
-    title: str,
-    rows: list[tuple[Dumped, Dumped, float]],
-    tolerance: float,
-    output: Path | None,
-    alone: list[str],
-    note: str = "",
-) -> int:
-    """Print where pairs of tensors with their gaps, in execution order, diverge. alone: names in one run only."""
-    if not rows:
+def calls_of_outputs(share: Share) -> Counter[Output]:
+    """Return how often each output was computed."""
+    return Counter(key.output for key in share.outputs)
+
+
+def calls_with_other_tokens(a: Share, b: Share) -> set[int]:
+    """Return the calls in which the runs saw different tokens.
+
+    The head tells: it computes the same tokens whatever padding is around them.
+    """
+    heads_a = head_outputs(a)
+    heads_b = head_outputs(b)
+    return {key.call for key in heads_a + heads_b if heads_a != heads_b or not pairs(a, b, key)}
+
+
+def head_outputs(share: Share) -> list[OutputKey]:
+    return [key for key in share.outputs if key.output.module == HEAD]
+
+
+# -- report ----------------------------------------------------------------------------------------
+
+
+def report(comparison: Comparison, settings: Settings) -> ExitCode:
+    """Print where a comparison diverges, and write its table."""
+    title = comparison.title
+    note = "".join(comparison.notes)
+    if not comparison.pairs:
         print(f"{title}: no module in common{note}")
-        return 2
-    gaps = [row[2] for row in rows]
-    if output:
-        write_table(output / f"{title.replace(' ', '_')}.csv", rows)
-    note += f", {len(alone)} in one run only" * bool(alone)
-    largest = max(range(len(gaps)), key=gaps.__getitem__)
-    first = next((i for i, x in enumerate(gaps) if x > tolerance), None)
-    if first is None:
-        print(f"{title}: {len(rows)} tensors agree{note}; largest difference {gaps[largest]:.2g}")
+        return ExitCode.NOTHING_TO_COMPARE
+    if settings.output:
+        write_table(settings.output / f"{title.replace(' ', '_')}.csv", comparison.pairs)
+    only_in_one = comparison.only_in_one
+    if only_in_one:
+        note += f", {len(only_in_one)} in one run only"
+    differences = [pair.difference for pair in comparison.pairs]
+    largest = comparison.pairs[differences.index(max(differences))]
+    too_large = [i for i, difference in enumerate(differences) if difference > settings.tolerance]
+    if too_large:
+        print_divergence(comparison, too_large[0], largest, note)
     else:
-        a, b, _ = rows[first]
         print(
-            f"{title}: diverges at {a.name}{'' if a.name == b.name else f' / {b.name}'}, relative difference "
-            f"{gaps[first]:.3g}; tensor {first + 1} of {len(rows)}{note}"
+            f"{title}: {len(comparison.pairs)} tensors agree{note}; "
+            f"largest difference {largest.difference:.2g}"
         )
-        for run, x in (("A", a), ("B", b)):
-            print(
-                f"    {run}: shape {x.shape}  "
-                + "  ".join(f"{name} {value}" for name, value in x.statistics.items())
-            )
-        print(f"    largest difference {gaps[largest]:.3g}, at {rows[largest][0].name}")
-    if alone:
-        print(f"    the first in one run only: {alone[0]}")
-    return int(first is not None or bool(alone))
+    if only_in_one:
+        print(f"    the first in one run only: {only_in_one[0]}")
+    return ExitCode.DIVERGE if too_large or only_in_one else ExitCode.AGREE
 
 
-def gap(
-    a: dict[str, float | None], b: dict[str, float | None], element: float | None = None
-) -> float:
-    """The largest difference of a statistic (and, of tensors dumped whole, of an element) relative to the largest number
-    there; inf where only one of the two is a finite number."""
-    both = [
-        (a[name], b[name]) for name in STATISTICS if a[name] is not None and b[name] is not None
-    ]
-    if any(math.isfinite(x) != math.isfinite(y) for x, y in both):
-        return math.inf
-    both = [(x, y) for x, y in both if math.isfinite(x)]
-    scale = max(
-        (abs(x) for pair in both[:2] for x in pair), default=0.0
-    )  # of the largest and smallest element
-    gaps = [abs(x - y) / max(abs(x), abs(y), scale) for x, y in both if x != y]
-    if element and math.isfinite(element) and scale:
-        gaps.append(element / scale)
-    return max(gaps, default=0.0)
+def print_divergence(comparison: Comparison, first: int, largest: Pair, note: str) -> None:
+    """Print the first pair that diverges, by its index, and the largest difference."""
+    pair = comparison.pairs[first]
+    name = pair.a.name
+    if pair.a.name != pair.b.name:
+        name += f" / {pair.b.name}"
+    print(
+        f"{comparison.title}: diverges at {name}, relative difference {pair.difference:.3g}; "
+        f"tensor {first + 1} of {len(comparison.pairs)}{note}"
+    )
+    for run, tensor in (("A", pair.a), ("B", pair.b)):
+        statistics = [f"{name} {value}" for name, value in tensor.statistics.items()]
+        print(f"    {run}: shape {tensor.shape}  {'  '.join(statistics)}")
+    print(f"    largest difference {largest.difference:.3g}, at {largest.a.name}")
 
 
-def write_table(path: Path, rows: list[tuple[Dumped, Dumped, float]]) -> None:
+def write_table(path: Path, compared_pairs: list[Pair]) -> None:
+    """Write a CSV file with a line for each pair of tensors."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    columns = ("name", "shape", *STATISTICS)
+    header = [f"{run} {column}" for run in "AB" for column in columns]
     with open(path, "w", newline="") as file:
         table = csv.writer(file)
-        table.writerow(
-            [f"{run} {what}" for run in "AB" for what in ("name", "shape", *STATISTICS)]
-            + ["relative difference"]
-        )
-        for *both, relative in rows:
-            table.writerow(
-                [cell for x in both for cell in (x.name, x.shape, *x.statistics.values())]
-                + [relative]
-            )
+        table.writerow([*header, "relative difference"])
+        for pair in compared_pairs:
+            cells_a = (pair.a.name, pair.a.shape, *pair.a.statistics.values())
+            cells_b = (pair.b.name, pair.b.shape, *pair.b.statistics.values())
+            table.writerow([*cells_a, *cells_b, pair.difference])
 
 
-def main() -> int:
+def main() -> ExitCode:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -304,16 +451,18 @@ def main() -> int:
     parser.add_argument("run_b", type=Path)
     parser.add_argument("--step", type=int, required=True)
     parser.add_argument("--stage")
-    parser.add_argument("--tolerance", type=float, default=1e-4)
+    parser.add_argument("--tolerance", type=float, default=Settings.tolerance)
     parser.add_argument("--output", type=Path)
-    given = parser.parse_args()
-    return compare(given.run_a, given.run_b, given.step, given.stage, given.tolerance, given.output)
+    arguments = parser.parse_args()
+    settings = Settings(arguments.tolerance, arguments.output)
+    return compare_runs(arguments.run_a, arguments.run_b, arguments.step, arguments.stage, settings)
 
 
 if __name__ == "__main__":
     try:
         code = main()
-    except Exception:  # not Python's 1, which says that the runs diverge
+    except Exception:
+        # Python's own exit code is 1, which would mean that the runs diverge.
         traceback.print_exc()
-        code = 2
+        code = ExitCode.NOTHING_TO_COMPARE
     sys.exit(code)

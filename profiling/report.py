@@ -3,81 +3,127 @@
 import json
 import math
 import sys
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+TIMING = "timing/"
+STEP = "timing/step"
+# The share of the run's time from which on a stage is drawn.
+MIN_VISIBLE_SHARE = 0.01
+# Steps that take longer than this share of all may be cut off at the top.
+USUAL_QUANTILE = 0.95
+NUM_COLUMNS = 4
+MAX_MARKED_POINTS = 30  # longer lines have no markers
+
+Line = dict[str, float | None]  # of metrics.jsonl
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A panel of the picture; without names, it is for the reward's own validation scores."""
+
+    title: str
+    names: list[str]
+
+
 PANELS = [
-    ("loss", ["train/loss", "val/loss"]),
-    ("exact match", ["val/exact_match"]),
-    ("score per response", ["critic/score/mean"]),
-    ("validation score", []),
-    ("groups with different scores", ["reward/informative_groups"]),
-    ("response length [tokens]", ["response_length/mean", "val/response_length"]),
-    ("cut off at max_tokens", ["response_length/clip_ratio", "val/truncated"]),
-    ("entropy [nats]", ["actor/entropy"]),
-    ("KL to the reference [nats]", ["actor/kl_loss", "actor/reward_kl"]),
-    ("KL of an update [nats]", ["actor/ppo_kl"]),
-    ("clipped share of tokens", ["actor/pg_clipfrac", "critic/vf_clipfrac"]),
-    ("log-prob gap of vLLM and trainer", ["rollout_corr/log_prob_gap"]),
-    ("explained variance of values", ["critic/vf_explained_var"]),
-    ("gradient norm", ["train/grad_norm", "actor/grad_norm", "critic/grad_norm"]),
-    ("learning rate", ["train/lr", "actor/lr", "critic/lr"]),
-    ("tokens/s per device", ["perf/tokens_per_second"]),
-    ("MFU", ["perf/mfu"]),
-    (
+    Panel("loss", ["train/loss", "val/loss"]),
+    Panel("exact match", ["val/exact_match"]),
+    Panel("score per response", ["critic/score/mean"]),
+    Panel("validation score", []),
+    Panel("groups with different scores", ["reward/informative_groups"]),
+    Panel("response length [tokens]", ["response_length/mean", "val/response_length"]),
+    Panel("cut off at max_tokens", ["response_length/clip_ratio", "val/truncated"]),
+    Panel("entropy [nats]", ["actor/entropy"]),
+    Panel("KL to the reference [nats]", ["actor/kl_loss", "actor/reward_kl"]),
+    Panel("KL of an update [nats]", ["actor/ppo_kl"]),
+    Panel("clipped share of tokens", ["actor/pg_clipfrac", "critic/vf_clipfrac"]),
+    Panel("log-prob gap of vLLM and trainer", ["rollout_corr/log_prob_gap"]),
+    Panel("explained variance of values", ["critic/vf_explained_var"]),
+    Panel("gradient norm", ["train/grad_norm", "actor/grad_norm", "critic/grad_norm"]),
+    Panel("learning rate", ["train/lr", "actor/lr", "critic/lr"]),
+    Panel("tokens/s per device", ["perf/tokens_per_second"]),
+    Panel("MFU", ["perf/mfu"]),
+    Panel(
         "memory [GiB]",
         ["perf/memory_peak_gib", "perf/memory_training_gib", "perf/memory_asleep_gib"],
     ),
 ]
-OTHER_VALIDATION = (
-    "loss",
-    "exact_match",
-    "response_length",
-    "truncated",
-    "failures",
-)  # all but the reward's own
-NUM_COLUMNS = 4
+# Metrics val/... that are not the reward's own.
+OTHER_VALIDATION = ("loss", "exact_match", "response_length", "truncated", "failures")
+# Metrics in the table below the stages: name -> unit.
+SPEED_AND_MEMORY = {
+    "perf/tokens_per_second": "tokens/s per device",
+    "perf/mfu": "MFU",
+    "perf/memory_peak_gib": "GiB, peak",
+    "perf/memory_training_gib": "GiB in use, training",
+    "perf/memory_asleep_gib": "GiB in use, vLLM asleep",
+}
 
 
-def read_metrics(run: Path) -> list[dict]:
+def read_metrics(run: Path) -> list[Line]:
+    """Return the lines of metrics.jsonl, except a last one that is still being written."""
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-    return [
-        json.loads(line) for line in lines if line.endswith("\n")
-    ]  # the last one may still be written
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def steps_among(lines: list[Line]) -> list[Line]:
+    """Return the lines of training steps, without those of validations and checkpoints alone."""
+    return [line for line in lines if STEP in line]
+
+
+def stages_in(lines: list[Line]) -> list[str]:
+    """Return the names timing/... in these lines, in the order in which they appear."""
+    names = dict.fromkeys(name for line in lines for name in line)
+    return [name for name in names if name.startswith(TIMING)]
+
+
+def values_of(name: str, lines: list[Line]) -> list[float]:
+    """Return a metric's values where it has one."""
+    return [line[name] for line in lines if line.get(name) is not None]
+
+
+def total_seconds(stage: str, lines: list[Line]) -> float:
+    return sum(line.get(stage, 0.0) for line in lines)
+
+
+# -- table -----------------------------------------------------------------------------------------
 
 
 def table(run: Path) -> str:
-    """Seconds of each stage (median, longest, total, share of the time of all steps), then speed and memory. Shares need not
-    add up: a stage inside another one counts in both; validation before the first step and the last checkpoint are in no
-    step."""
+    """Return a table of the seconds of each stage, then speed and memory.
+
+    Median, longest and total seconds, and the share of the time of all steps. Shares need not add
+    up: a stage inside another one counts in both, and a validation before the first step and the
+    last checkpoint are in no step.
+    """
     lines = read_metrics(run)
-    steps = [line for line in lines if "timing/step" in line]
-    total = sum(line["timing/step"] for line in steps)
-    texts = [
-        f"{'stage':<26}{'median [s]':>12}{'longest [s]':>12}{'total [s]':>12}{'share':>8}{'steps':>7}"
-    ]
-    stages = dict.fromkeys(name for line in lines for name in line if name.startswith("timing/"))
-    for name in sorted(stages, key=lambda name: -sum(line.get(name, 0.0) for line in lines)):
-        seconds = [line[name] for line in lines if name in line]
+    steps = steps_among(lines)
+    run_seconds = sum(line[STEP] for line in steps)
+    header = f"{'stage':<26}{'median [s]':>12}{'longest [s]':>12}{'total [s]':>12}"
+    texts = [f"{header}{'share':>8}{'steps':>7}"]
+    stages = stages_in(lines)
+    for stage in sorted(stages, key=lambda stage: -total_seconds(stage, lines)):
+        seconds = [line[stage] for line in lines if stage in line]
+        share = sum(seconds) / run_seconds if run_seconds else math.nan
         texts.append(
-            f"{name.removeprefix('timing/'):<26}{median(seconds):>12.4f}{max(seconds):>12.4f}{sum(seconds):>12.2f}"
-            f"{sum(seconds) / total if total else math.nan:>8.1%}{len(seconds):>7}"
+            f"{stage.removeprefix(TIMING):<26}{median(seconds):>12.4f}{max(seconds):>12.4f}"
+            f"{sum(seconds):>12.2f}{share:>8.1%}{len(seconds):>7}"
         )
-    for name, unit in (
-        ("perf/tokens_per_second", "tokens/s per device"),
-        ("perf/mfu", "MFU"),
-        ("perf/memory_peak_gib", "GiB, peak"),
-        ("perf/memory_training_gib", "GiB in use, training"),
-        ("perf/memory_asleep_gib", "GiB in use, vLLM asleep"),
-    ):
-        values = [line[name] for line in steps if line.get(name) is not None]
+    for name, unit in SPEED_AND_MEMORY.items():
+        values = values_of(name, steps)
         if values:
             texts.append(f"{unit:<26}{median(values):>12.4g}{max(values):>12.4g}")
     return "\n".join(texts)
 
 
+# -- picture ---------------------------------------------------------------------------------------
+
+
 def write_report(run: Path) -> Path:
-    """Draw RUN/report.png and write the table to RUN/report.txt. Returns the path of the picture."""
+    """Draw RUN/report.png, write the table to RUN/report.txt, and return the picture's path."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -91,30 +137,24 @@ def write_report(run: Path) -> Path:
 
 
 def draw(run: Path):
-    """A figure with a panel for each group of metrics that the run has, and the time by stage."""
+    """Return a figure with the time by stage, and a panel for each group of metrics in the run."""
     from matplotlib import pyplot, ticker
 
     lines = read_metrics(run)
-    present = {name for line in lines for name in line if line[name] is not None}
-    scores = sorted(
-        n for n in present if n.startswith("val/") and n.split("/")[1] not in OTHER_VALIDATION
-    )
-    panels = [(title, [n for n in (names or scores) if n in present]) for title, names in PANELS]
-    panels = [(title, names) for title, names in panels if names]
-    num_rows = -(
-        -(len(panels) + 2) // NUM_COLUMNS
-    )  # the stages take two places or more, those that are left
+    panels = panels_with_data(lines)
+    # The stages and their legend take the places that are left in the last row, two at least.
+    num_rows = math.ceil((len(panels) + 2) / NUM_COLUMNS)
+    first_free_column = max(0, len(panels) - NUM_COLUMNS * (num_rows - 1))
     figure = pyplot.figure(figsize=(4 * NUM_COLUMNS, 2.8 * num_rows), layout="constrained")
     grid = figure.add_gridspec(num_rows, NUM_COLUMNS)
-    last_row = grid[-1, max(0, len(panels) - NUM_COLUMNS * (num_rows - 1)) :].subgridspec(
-        1, 2, width_ratios=(3, 1)
-    )
-    axis = figure.add_subplot(last_row[0])
-    draw_stages(axis, figure.add_subplot(last_row[1]), lines)
-    for place, (title, names) in enumerate(panels):
-        axis = figure.add_subplot(grid[divmod(place, NUM_COLUMNS)], sharex=axis)
-        draw_metrics(axis, lines, names)
-        axis.set_title(title)
+    stage_places = grid[-1, first_free_column:].subgridspec(1, 2, width_ratios=(3, 1))
+    axis = figure.add_subplot(stage_places[0])
+    draw_stages(axis, figure.add_subplot(stage_places[1]), lines)
+    for i, panel in enumerate(panels):
+        place = grid[divmod(i, NUM_COLUMNS)]
+        axis = figure.add_subplot(place, sharex=axis)
+        draw_metrics(axis, lines, panel.names)
+        axis.set_title(panel.title)
     for axis in figure.axes:
         axis.set_xlabel("step")
         axis.xaxis.set_major_locator(ticker.MaxNLocator(6, integer=True))
@@ -123,64 +163,65 @@ def draw(run: Path):
     return figure
 
 
-def draw_metrics(axis, lines: list[dict], names: list[str]) -> None:
+def panels_with_data(lines: list[Line]) -> list[Panel]:
+    """Return the panels of which the run has a metric, with the metrics that it has."""
+    present = {name for line in lines for name, value in line.items() if value is not None}
+    validation = sorted(name for name in present if name.startswith("val/"))
+    scores = [name for name in validation if name.split("/")[1] not in OTHER_VALIDATION]
+    panels = []
+    for panel in PANELS:
+        names = [name for name in panel.names or scores if name in present]
+        if names:
+            panels.append(Panel(panel.title, names))
+    return panels
+
+
+def draw_metrics(axis, lines: list[Line], names: list[str]) -> None:
     for name in names:
         points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
-        axis.plot(
-            *zip(*points),
-            label=name,
-            marker="o" if len(points) < 30 else None,
-            markersize=3,
-            linewidth=1.2,
-        )
-    if not any(line.get(name) for line in lines for name in names):
-        axis.set_ylim(-0.05, 1)  # a line on the ground, not one in the middle of +-0.05
+        marker = "o" if len(points) < MAX_MARKED_POINTS else None
+        steps, values = zip(*points)
+        axis.plot(steps, values, label=name, marker=marker, markersize=3, linewidth=1.2)
+    is_always_0 = not any(line.get(name) for line in lines for name in names)
+    if is_always_0:
+        axis.set_ylim(-0.05, 1)  # otherwise the line would be in the middle of +-0.05
     if len(names) > 1:
         axis.legend(fontsize=8)
 
 
-def draw_stages(axis, legend, lines: list[dict]) -> None:
-    """Seconds of each step by stage, as areas; on top of them, as bars, the stages of half of the steps or fewer. What is far
-    longer than most steps, such as a validation, is cut off at the top. The axis `legend` gets the names and the medians."""
-    from matplotlib import colormaps
+def draw_stages(axis, legend, lines: list[Line]) -> None:
+    """Draw the seconds of each step by stage.
 
-    steps = [line for line in lines if "timing/step" in line]
-    stages = dict.fromkeys(
-        name for line in (*steps, *lines) for name in line if name.startswith("timing/")
-    )
-    visible = 0.01 * sum(line["timing/step"] for line in steps)
-    stages = [
-        name
-        for name in stages
-        if name != "timing/step" and sum(line.get(name, 0.0) for line in lines) > visible
-    ]
-    often = [name for name in stages if 2 * sum(name in line for line in steps) > len(steps)]
-    style = {
-        name: {
-            "label": f"{name.removeprefix('timing/')} {median(line[name] for line in lines if name in line):.3g}",
-            "color": colormaps["tab20"](2 * i % 19),
-        }
-        for i, name in enumerate(stages)
-    }  # strong colors first
-    top = {line["step"]: sum(line.get(name, 0.0) for name in often) for line in steps}
-    usual = sorted(top.values())[int(0.95 * len(top))] if often else math.inf
-    if often:
-        edges = [*(line["step"] - 0.5 for line in steps), steps[-1]["step"] + 0.5]
-        axis.stackplot(
-            edges,
-            [[line.get(name, 0.0) for line in (*steps, steps[-1])] for name in often],
-            step="post",
-            labels=[style[name]["label"] for name in often],
-            colors=[style[name]["color"] for name in often],
-        )
-    for name in (name for name in stages if name not in often):
-        seconds = {line["step"]: line[name] for line in lines if name in line}
-        below = [top.get(step, 0.0) for step in seconds]
-        axis.bar(seconds.keys(), seconds.values(), max(1, len(lines) / 100), below, **style[name])
-        top |= {step: top.get(step, 0.0) + more for step, more in seconds.items()}
+    Stages of most steps are areas. Stages of half of the steps or fewer are bars on top of them.
+    Whatever is far longer than most steps, such as a validation, is cut off at the top.
+
+    Args:
+        legend: an axis for the names and the medians.
+    """
+    steps = steps_among(lines)
+    stages = visible_stages(lines)
+    num_steps = Counter(stage for line in steps for stage in stages_in([line]))
+    regular = [stage for stage in stages if 2 * num_steps[stage] > len(steps)]
+    occasional = [stage for stage in stages if stage not in regular]
+    styles = stage_styles(stages, lines)
+    # By step, the seconds that are drawn so far.
+    heights = {}
+    for line in steps:
+        heights[line["step"]] = sum(line.get(stage, 0.0) for stage in regular)
+    usual = math.inf
+    if regular:
+        usual = sorted(heights.values())[int(USUAL_QUANTILE * len(heights))]
+        draw_areas(axis, steps, regular, styles)
+    for stage in occasional:
+        seconds = {line["step"]: line[stage] for line in lines if stage in line}
+        bottoms = [heights.get(step, 0.0) for step in seconds]
+        width = max(1, len(lines) / 100)
+        axis.bar(seconds.keys(), seconds.values(), width, bottoms, **styles[stage])
+        for step, bottom in zip(seconds, bottoms):
+            heights[step] = bottom + seconds[step]
     axis.set_title("time by stage [s]")
     if stages:
-        axis.set_ylim(0, 1.05 * min(max(top.values()), 2 * usual))
+        axis.set_ylim(0, 1.05 * min(max(heights.values()), 2 * usual))
     legend.legend(
         *axis.get_legend_handles_labels(),
         fontsize=8,
@@ -191,9 +232,54 @@ def draw_stages(axis, legend, lines: list[dict]) -> None:
     legend.set_axis_off()
 
 
+def visible_stages(lines: list[Line]) -> list[str]:
+    """Return the stages that take a visible share of the time; stages of steps come first."""
+    steps = steps_among(lines)
+    min_seconds = MIN_VISIBLE_SHARE * sum(line[STEP] for line in steps)
+    return [
+        stage
+        for stage in stages_in([*steps, *lines])
+        if stage != STEP and total_seconds(stage, lines) > min_seconds
+    ]
+
+
+def stage_styles(stages: list[str], lines: list[Line]) -> dict[str, dict]:
+    """Return a label with the median, and a colour, for each stage."""
+    from matplotlib import colormaps
+
+    styles = {}
+    for i, stage in enumerate(stages):
+        seconds = median(line[stage] for line in lines if stage in line)
+        styles[stage] = {
+            "label": f"{stage.removeprefix(TIMING)} {seconds:.3g}",
+            # The strong colours of this map have even numbers, and come first.
+            "color": colormaps["tab20"](2 * i % 19),
+        }
+    return styles
+
+
+def draw_areas(axis, steps: list[Line], stages: list[str], styles: dict[str, dict]) -> None:
+    """Draw stages as areas on top of each other, from half a step before to half a step after."""
+    edges = [line["step"] - 0.5 for line in steps]
+    edges.append(steps[-1]["step"] + 0.5)
+    lines_at_edges = [*steps, steps[-1]]
+    seconds = []
+    for stage in stages:
+        seconds.append([line.get(stage, 0.0) for line in lines_at_edges])
+    axis.stackplot(
+        edges,
+        seconds,
+        step="post",
+        labels=[styles[stage]["label"] for stage in stages],
+        colors=[styles[stage]["color"] for stage in stages],
+    )
+
+
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit(__doc__)
-    if not Path(sys.argv[1], "metrics.jsonl").exists():
-        sys.exit(f"{sys.argv[1]} has no metrics.jsonl (yet)")
-    print(table(Path(sys.argv[1])), write_report(Path(sys.argv[1])), sep="\n")
+    directory = Path(sys.argv[1])
+    if not (directory / "metrics.jsonl").exists():
+        sys.exit(f"{directory} has no metrics.jsonl (yet)")
+    print(table(directory))
+    print(write_report(directory))

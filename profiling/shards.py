@@ -1,21 +1,24 @@
-"""Tensors of msprobe's dumps, and how those of several ranks make up the tensors of one."""
+"""Tensors in msprobe's dumps, and how shards on several ranks make up the tensors of one model."""
 
 import json
 import math
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+# A statistic's name here: its name in a dump.
 STATISTICS = {"max": "Max", "min": "Min", "mean": "Mean", "l2norm": "Norm"}
+# msprobe's name for a part of a call: its name in a tensor's name.
 PARTS = {"input_args": "input", "input_kwargs": "input"}
-# Megatron's module -> Hugging Face's that computes the same. Its qkv and gate-up projections, fused with the norm before
-# them, have no partner. The head is the engines' own.
-SAME = {
+# A module of Megatron: the module of Hugging Face that computes the same. Megatron fuses the qkv
+# and gate-up projections with the norm before them, so these have no partner. The head is the
+# engines' own.
+SAME_MODULE = {
     "embedding.word_embeddings": "model.embed_tokens",
     "decoder.final_layernorm": "model.norm",
     "input_layernorm": "input_layernorm",
@@ -29,11 +32,26 @@ SAME = {
     "": "",
     "head": "head",
 }
+HEAD = "head"
+MODULE_OUTPUT = re.compile(
+    r"Module\.(?P<chunk>\d+)\.(?P<path>.*)\.(?!Identity)\w+"
+    r"\.forward\.(?P<call>\d+)\.output\.(?P<index>\d+)"
+)
+LAYER = re.compile(r"(?:decoder|model)\.layers\.(?P<number>\d+)\.?(?P<module>.*)")
+PADDING_MASK = re.compile(r"\.forward\.(?P<call>\d+)\.input\.padding_mask$")
+
+
+# -- one rank --------------------------------------------------------------------------------------
 
 
 @dataclass
-class Dumped:
-    """A tensor of a dump; load() returns it, and is None where the dump has statistics alone."""
+class DumpedTensor:
+    """A tensor in a dump.
+
+    Attributes:
+        statistics: by the names in STATISTICS; None where the dump has none.
+        load: returns the tensor; None if the dump has only statistics.
+    """
 
     name: str
     shape: list[int]
@@ -46,175 +64,306 @@ class Dumped:
         return math.prod(self.shape)
 
 
-def read(rank: Path) -> dict[str, Dumped]:
-    """All tensors of one rank's dump by name, in the order in which they were computed."""
-    found = {}
-
-    def add(name: str, value) -> None:
-        if isinstance(value, list):
-            value = dict(enumerate(value))
-        if not isinstance(value, dict):
-            return
-        if "shape" not in value:
-            for key, inner in value.items():
-                add(f"{name}.{key}", inner)
-            return
-        file = rank / "dump_tensor_data" / value["data_name"] if "data_name" in value else None
-        found[name] = Dumped(
-            name,
-            value["shape"],
-            value["dtype"],
-            {k: number(value.get(v)) for k, v in STATISTICS.items()},
-            partial(torch.load, file, map_location="cpu") if file else None,
-        )
-
-    for name, call in json.loads((rank / "dump.json").read_text())["data"].items():
+def read(rank: Path) -> dict[str, DumpedTensor]:
+    """Return all tensors in one rank's dump by name, in the order in which they were computed."""
+    tensors = {}
+    calls = json.loads((rank / "dump.json").read_text())["data"]
+    for name, call in calls.items():
         for part, value in call.items():
-            add(f"{name}.{PARTS.get(part, part)}", value)
-    return found
+            for tensor in tensors_in(value, f"{name}.{PARTS.get(part, part)}", rank):
+                tensors[tensor.name] = tensor
+    return tensors
 
 
-def largest_difference(a: Dumped, b: Dumped) -> float | None:
-    """Of any two elements; None where a dump has statistics alone, or the shapes differ."""
-    if a.load is None or b.load is None or a.shape != b.shape or not a.size:
-        return None
-    return (a.load().double() - b.load().double()).abs().max().item()
+def tensors_in(value, name: str, rank: Path) -> Iterable[DumpedTensor]:
+    """Yield the tensors in a value of a dump: the record of one, or lists and dicts of values."""
+    if isinstance(value, list):
+        value = dict(enumerate(value))
+    if not isinstance(value, dict):
+        return
+    if "shape" in value:
+        yield to_tensor(value, name, rank)
+        return
+    for key, inner in value.items():
+        yield from tensors_in(inner, f"{name}.{key}", rank)
 
 
-def number(value) -> float | None:
+def to_tensor(record: dict, name: str, rank: Path) -> DumpedTensor:
+    load = None
+    if "data_name" in record:
+        file = rank / "dump_tensor_data" / record["data_name"]
+        load = partial(torch.load, file, map_location="cpu")
+    statistics = {ours: to_number(record.get(theirs)) for ours, theirs in STATISTICS.items()}
+    return DumpedTensor(name, record["shape"], record["dtype"], statistics, load)
+
+
+def to_number(value) -> float | None:
     try:
         return float(value)
     except (TypeError, ValueError):
         return None
 
 
-# -- several ranks -----------------------------------------------------------------------------------------------------
+def largest_difference(a: DumpedTensor, b: DumpedTensor) -> float | None:
+    """Return the largest difference between two elements at the same place.
+
+    None if a dump has only statistics, or the shapes differ.
+    """
+    if a.load is None or b.load is None or a.shape != b.shape or not a.size:
+        return None
+    return (a.load().double() - b.load().double()).abs().max().item()
+
+
+# -- several ranks ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank along one axis of parallelism."""
+
+    rank: int = 0
+    size: int = 1
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Where the modules of a rank are in the whole model; in a dump's coordinates.json.
+
+    Attributes:
+        engine: its class.
+        dp, cp, tp, pp: places along the axes of parallelism.
+        first_layers: number of the first layer in each of the rank's modules.
+        settings: others that divide tensors.
+    """
+
+    engine: str | None
+    dp: Place
+    cp: Place
+    tp: Place
+    pp: Place
+    first_layers: Sequence[int]
+    settings: dict
+
+    @staticmethod
+    def read(path: Path) -> "Coordinates":
+        settings = json.loads(path.read_text())
+        engine = settings.pop("of", None)
+        places = {axis: Place(*settings.pop(axis, ())) for axis in ("dp", "cp", "tp", "pp")}
+        first_layers = settings.pop("first_layers", ())
+        return Coordinates(engine, **places, first_layers=first_layers, settings=settings)
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """Data- and context-parallel rank, which see the same tokens."""
+        return self.dp.rank, self.cp.rank
+
+
+@dataclass(frozen=True)
+class RankDump:
+    """A rank's dump of one run of a stage."""
+
+    folder: Path
+    coordinates: Coordinates
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+
+def read_ranks(stage: Path) -> list[RankDump]:
+    """Return the dumps of all ranks in a stage's directory."""
+    return [
+        RankDump(folder, Coordinates.read(folder / "coordinates.json"))
+        for folder in sorted(stage.iterdir())
+    ]
+
+
+@dataclass(frozen=True)
+class Output:
+    """An output of a module.
+
+    Attributes:
+        module: in Hugging Face's terms, with the layer's number in the whole model.
+        index: of the tensor among the module's outputs.
+    """
+
+    module: str
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.index}"
+
+
+@dataclass(frozen=True)
+class OutputKey:
+    """An output of a module in one of its calls."""
+
+    call: int
+    output: Output
 
 
 @dataclass
 class Share:
-    """What the tensor and pipeline parallel ranks of one share of the batch dumped of the outputs of forward passes, call by
-    call from the first pipeline stage to the last.
+    """The outputs of forward passes on the ranks that see one share of the batch.
 
-    outputs   {(call, module in Hugging Face's terms, index): tensors of the tensor-parallel ranks}
-    padding   {call: masks [b, s] of the tensor-parallel ranks, where there is no token}
+    Attributes:
+        outputs: call by call, from the first pipeline stage to the last; the tensors of the
+            tensor-parallel ranks.
+        padding: by call, masks [b, s] of the tensor-parallel ranks: where there is no token.
     """
 
-    outputs: dict[tuple[int, str, int], list[Dumped]]
-    padding: dict[int, list[Dumped]]
+    outputs: dict[OutputKey, list[DumpedTensor]] = field(default_factory=dict)
+    padding: dict[int, list[DumpedTensor]] = field(default_factory=dict)
 
 
-def gather(ranks: dict[Path, dict]) -> Share:
-    """ranks: {folder of a rank: its coordinates}."""
-    chunks, padding = {}, {}
-    for rank, place in sorted(ranks.items(), key=lambda item: item[1]["tp"]):
-        masks = {}
-        for name, tensor in read(rank).items():
-            key, mask = (
-                canonical(name, place["first_layers"]),
-                re.search(r"\.forward\.(\d+)\.input\.padding_mask$", name),
-            )
-            if mask and place["pp"][0] == 0:
-                masks[int(mask[1])] = tensor  # the same for every layer
-            if (
-                key and tensor.dtype != "torch.bool"
-            ):  # the likeliest word may be another where two are near
-                chunk = place["first_layers"][int(name.split(".")[1])]
-                chunks.setdefault(chunk, {}).setdefault(key, []).append(tensor)
-        for call, mask in masks.items():
-            padding.setdefault(call, []).append(mask)
-    outputs = [item for chunk in sorted(chunks) for item in chunks[chunk].items()]
-    return Share(dict(sorted(outputs, key=lambda item: item[0][0])), padding)
+def gather(ranks: list[RankDump]) -> Share:
+    """Return the outputs of the tensor- and pipeline-parallel ranks of one share of the batch."""
+    # By first layer of a module, since the chunks of a virtual pipeline alternate between ranks.
+    outputs_of_module: dict[int, dict[OutputKey, list[DumpedTensor]]] = {}
+    share = Share()
+    for rank in sorted(ranks, key=lambda rank: rank.coordinates.tp.rank):
+        first_layers = rank.coordinates.first_layers
+        tensors = read(rank.folder)
+        for name, tensor in tensors.items():
+            key = canonical(name, first_layers)
+            # Booleans: the likeliest token may be another one where two are close.
+            if key is None or tensor.dtype == "torch.bool":
+                continue
+            first_layer = first_layers[chunk_of(name)]
+            outputs = outputs_of_module.setdefault(first_layer, {})
+            outputs.setdefault(key, []).append(tensor)
+        if rank.coordinates.pp.rank == 0:
+            for call, mask in padding_masks(tensors).items():
+                share.padding.setdefault(call, []).append(mask)
+    in_model_order = []
+    for first_layer in sorted(outputs_of_module):
+        in_model_order += outputs_of_module[first_layer].items()
+    share.outputs = dict(sorted(in_model_order, key=lambda item: item[0].call))
+    return share
 
 
-def canonical(name: str, first_layers: list[int]) -> tuple[int, str, int] | None:
-    """(call, module, index) of a tensor that a module's forward pass outputs, in Hugging Face's terms with the layer's number
-    in the whole model, without classes and wrappers. None for one that has no partner."""
-    match = re.fullmatch(
-        r"Module\.(\d+)\.(.*)\.(?!Identity)\w+\.forward\.(\d+)\.output\.(\d+)", name
-    )
+def padding_masks(tensors: dict[str, DumpedTensor]) -> dict[int, DumpedTensor]:
+    """Return the padding mask of each call, which is the same for every layer."""
+    masks = {}
+    for name, tensor in tensors.items():
+        match = PADDING_MASK.search(name)
+        if match:
+            masks[int(match["call"])] = tensor
+    return masks
+
+
+def chunk_of(name: str) -> int:
+    """Return the number of the rank's module, in Module.{number}.{path}..."""
+    return int(name.split(".")[1])
+
+
+def canonical(name: str, first_layers: Sequence[int]) -> OutputKey | None:
+    """Return the output, in Hugging Face's terms, that a tensor's name stands for.
+
+    The module's class and its wrappers are left out. None if the tensor is not an output of a
+    forward pass, or if the module has no partner in the other engine.
+    """
+    match = MODULE_OUTPUT.fullmatch(name)
     if not match:
         return None
-    chunk, path, call, index = (
-        int(match[1]),
-        match[2].removeprefix("hf."),
-        int(match[3]),
-        int(match[4]),
+    path = match["path"].removeprefix("hf.")
+    prefix = ""
+    layer = LAYER.fullmatch(path)
+    if layer:
+        number = first_layers[int(match["chunk"])] + int(layer["number"])
+        prefix = f"model.layers.{number}."
+        path = layer["module"]
+    module = SAME_MODULE.get(path, path)
+    index = int(match["index"])
+    if module not in SAME_MODULE.values() or (index and module != HEAD):
+        return None
+    return OutputKey(int(match["call"]), Output(prefix + module, index))
+
+
+# -- shards of a tensor ----------------------------------------------------------------------------
+
+TensorPair = tuple[DumpedTensor, DumpedTensor]
+
+
+def pairs(a: Share, b: Share, key: OutputKey) -> list[TensorPair]:
+    """Return the tensors of an output that must hold the same numbers, perhaps in another order.
+
+    The order may differ since padding moves the sequences of a micro-batch. Empty if the sizes fit
+    neither as they are, nor joined, nor without the padding that sequence parallelism adds to every
+    sequence.
+    """
+    shards_a = a.outputs[key]
+    shards_b = b.outputs[key]
+    matched = match_shards(shards_a, shards_b)
+    if matched:
+        return matched
+    return match_shards(
+        unpadded(shards_a, a.padding.get(key.call, [])),
+        unpadded(shards_b, b.padding.get(key.call, [])),
     )
-    layer = re.fullmatch(r"(?:decoder|model)\.layers\.(\d+)\.?(.*)", path)
-    prefix, last = (
-        (f"model.layers.{first_layers[chunk] + int(layer[1])}.", layer[2]) if layer else ("", path)
-    )
-    last = SAME.get(last, last if last in SAME.values() else None)
-    return None if last is None or index and last != "head" else (call, prefix + last, index)
 
 
-def pairs(a: Share, b: Share, key: tuple[int, str, int]) -> list[tuple[Dumped, Dumped]]:
-    """The tensors of this output that must hold the same numbers, perhaps in another order: sequences of a micro-batch change
-    places with their padding. Empty: their sizes fit neither as they are, nor joined, nor without the padding that sequence
-    parallelism adds to every sequence."""
-    left, right = a.outputs[key], b.outputs[key]
-    return whole(left, right) or whole(
-        unpadded(left, a.padding.get(key[0], [])), unpadded(right, b.padding.get(key[0], []))
-    )
+def match_shards(a: list[DumpedTensor], b: list[DumpedTensor]) -> list[TensorPair]:
+    """Pair the shards of two runs, given by tensor-parallel rank.
 
-
-def whole(a: list[Dumped], b: list[Dumped]) -> list[tuple[Dumped, Dumped]]:
-    """Pairs out of tensors by tensor-parallel rank: as they are where both are whole or divided alike, joined where their
-    sizes say that only together they are whole."""
+    They are paired as they are if both are whole or divided alike, and joined if their sizes tell
+    that only together they are whole.
+    """
     if a[0].size == b[0].size:
         return [(a[i % len(a)], b[i % len(b)]) for i in range(max(len(a), len(b)))]
-    totals = [sum(x.size for x in side) for side in (a, b)]
-    if a[0].size == totals[1]:
-        return [(x, join(b)) for x in a]
-    if totals[0] == b[0].size:
-        return [(join(a), y) for y in b]
-    return [(join(a), join(b))] if totals[0] == totals[1] else []
+    total_a = sum(shard.size for shard in a)
+    total_b = sum(shard.size for shard in b)
+    if a[0].size == total_b:
+        return [(tensor, join(b)) for tensor in a]
+    if total_a == b[0].size:
+        return [(join(a), tensor) for tensor in b]
+    if total_a == total_b:
+        return [(join(a), join(b))]
+    return []
 
 
-def join(parts: list[Dumped]) -> Dumped:
-    """What disjoint parts of a tensor say of the whole, whichever dimension divides them."""
-    size = sum(x.size for x in parts)
+def join(shards: list[DumpedTensor]) -> DumpedTensor:
+    """Return the statistics of a whole tensor, whichever dimension divides it into these shards."""
+    size = sum(shard.size for shard in shards)
 
-    def combine(name: str, of: Callable[[list[float]], float]) -> float | None:
-        values = [x.statistics[name] for x in parts]
-        return None if None in values else of(values)
+    def mean(means: list[float]) -> float:
+        return sum(value * shard.size for value, shard in zip(means, shards)) / size
 
-    statistics = {
-        "max": combine("max", max),
-        "min": combine("min", min),
-        "mean": combine(
-            "mean", lambda means: sum(mean * x.size for mean, x in zip(means, parts)) / size
-        ),
-        "l2norm": combine("l2norm", lambda norms: math.hypot(*norms)),
-    }
-    return Dumped(parts[0].name, [size], parts[0].dtype, statistics, None)
+    combine = {"max": max, "min": min, "mean": mean, "l2norm": lambda norms: math.hypot(*norms)}
+    statistics = {}
+    for name, function in combine.items():
+        values = [shard.statistics[name] for shard in shards]
+        statistics[name] = None if None in values else function(values)
+    return DumpedTensor(shards[0].name, [size], shards[0].dtype, statistics, None)
 
 
-def unpadded(parts: list[Dumped], padding: list[Dumped]) -> list[Dumped]:
-    """Tensors [s, b, ...] without the places of padding; as they are where the dump has statistics alone."""
-    length = sum(mask.shape[1] for mask in padding)
-    rows = (
-        [parts]
-        if parts[0].shape[0] * len(parts) == length
-        else [[x] for x in parts]
-        if parts[0].shape[0] == length
-        else []
-    )
-    if not rows or parts[0].load is None or not any(mask.statistics["max"] for mask in padding):
-        return parts
+def unpadded(shards: list[DumpedTensor], padding: list[DumpedTensor]) -> list[DumpedTensor]:
+    """Return tensors [s, b, ...] without their padding.
 
-    def describe(some: list[Dumped]) -> Dumped:
-        x = torch.cat([x.load() for x in some])[
-            ~torch.cat([mask.load() for mask in padding], 1).T
-        ].float()
-        values = (
-            (x.max().item(), x.min().item(), x.mean().item(), x.norm().item())
-            if x.numel()
-            else [None] * len(STATISTICS)
-        )
-        return Dumped(
-            some[0].name, list(x.shape), some[0].dtype, dict(zip(STATISTICS, values)), None
-        )
+    They stay as they are if the dump has only statistics, or if their lengths are not those of the
+    masks.
+    """
+    if shards[0].load is None or not any(mask.statistics["max"] for mask in padding):
+        return shards
+    total_length = sum(mask.shape[1] for mask in padding)
+    length = shards[0].shape[0]
+    if length * len(shards) == total_length:
+        return [without_padding(shards, padding)]
+    if length == total_length:
+        return [without_padding([shard], padding) for shard in shards]
+    return shards
 
-    return [describe(some) for some in rows]
+
+def without_padding(shards: list[DumpedTensor], padding: list[DumpedTensor]) -> DumpedTensor:
+    """Return the tensor in these shards, divided by sequence, without its padding."""
+    is_padding = torch.cat([mask.load() for mask in padding], 1).T
+    tensor = torch.cat([shard.load() for shard in shards])[~is_padding].float()
+    statistics = dict.fromkeys(STATISTICS)
+    if tensor.numel():
+        statistics = {
+            "max": tensor.max().item(),
+            "min": tensor.min().item(),
+            "mean": tensor.mean().item(),
+            "l2norm": tensor.norm().item(),
+        }
+    return DumpedTensor(shards[0].name, list(tensor.shape), shards[0].dtype, statistics, None)

@@ -604,9 +604,9 @@ def test_the_planted_defect_is_found(sft, tmp_path):
         and "A name,A shape,A max" in table[0]
     )
     assert "tensors agree" in compared(sft, "dumped", "defect", 2, 0, "--tolerance", "10")
-    assert compare.compare(sft / "dumped", sft / "defect", 3, None, 1e-4, sft / "scratch") == 2, (
-        "no such step"
-    )
+    settings = compare.Settings(output=sft / "scratch")
+    code = compare.compare_runs(sft / "dumped", sft / "defect", 3, None, settings)
+    assert code == 2, "no such step"
 
 
 def test_what_one_run_alone_ran_is_told(sft):
@@ -645,12 +645,12 @@ def test_what_one_run_alone_ran_is_told(sft):
 )
 def test_differences_are_relative_to_the_largest_number_there(a, b, expected):
     a, b = (dict(zip(compare.STATISTICS, (*values, None, None), strict=True)) for values in (a, b))
-    assert compare.gap(a, b) == pytest.approx(expected)
+    assert compare.relative_difference(a, b) == pytest.approx(expected)
 
 
 def test_a_loss_that_is_0_but_for_rounding_agrees():
     gaps = [
-        compare.metric_gap(*x)
+        compare.metric_difference(*x)
         for x in ((1.0, 1.1), (1e-9, -3e-9), (math.nan, math.nan), (math.nan, 1.0))
     ]
     assert gaps == pytest.approx([0.1 / 1.1, 4e-7, 0.0, math.inf])
@@ -677,7 +677,7 @@ def without_tensors(run, name):
 
 
 def compare_layouts(capsys, a, b):
-    code = compare.compare(a, b, 2, None, 1e-4, None)
+    code = compare.compare_runs(a, b, 2, None, compare.Settings())
     return code, capsys.readouterr().out
 
 
