@@ -27,8 +27,9 @@ from engines.parallel.device import on_rank0
 class UnpublishedCheckpoint:
     """A checkpoint whose files are being written."""
 
-    # Where the files are written, and the directory's name once they are complete.
+    # The directory in which the files are written.
     temporary: Path
+    # The directory's name once all files are complete.
     target: Path
     # The contents of trainer.json, without checksums.
     progress: dict
@@ -45,15 +46,15 @@ class Checkpointer:
     InputError and earlier checkpoints stay intact.
 
     Args:
-        max_checkpoints: how many checkpoints to keep; 0 or less keeps all.
-        asynchronous: write in the background while training continues.
+        max_checkpoints: the number of checkpoints to keep; 0 or less keeps all.
+        asynchronous: whether to write in the background while training continues.
     """
 
     def __init__(self, directory: Path, max_checkpoints: int, asynchronous: bool):
         self.directory = directory
         self.max_checkpoints = max_checkpoints
         self.asynchronous = asynchronous
-        # Background writes communicate while training does, so they need a group of their own.
+        # Background writes communicate at the same time as training, so they need their own group.
         self.group = dist.new_group(backend="gloo")
         self.background = ThreadPoolExecutor(max_workers=1)
         self.pending: Future | None = None
@@ -67,12 +68,12 @@ class Checkpointer:
     def find(self, resume: str, dry_run: bool = False) -> Path | None:
         """Return the newest intact checkpoint in the directory, or None.
 
-        If the directory has no checkpoints at all, `resume` may be the path of one. Verification is
-        shared by all ranks. Damaged checkpoints are reported and, except in a dry run, renamed to
-        *.damaged.
+        If the directory has no checkpoints, `resume` may be the path of a checkpoint elsewhere. The
+        ranks share the work of verification. Damaged checkpoints in the directory are reported and,
+        except in a dry run, renamed to *.damaged.
 
         Raises:
-            InputError: if every checkpoint is damaged, or the one that `resume` names.
+            InputError: if every checkpoint is damaged, or the checkpoint at `resume` is.
         """
         if resume == "never":
             return self.latest()
@@ -105,7 +106,7 @@ class Checkpointer:
         return [named, *siblings]
 
     def _find_damage(self, path: Path) -> str | None:
-        """Verify a checkpoint on all ranks together; return its first problem, or None."""
+        """Verify a checkpoint on all ranks together; return the first problem found, or None."""
         try:
             manifest = on_rank0(storage.read_manifest, path, group=self.group)
         except InputError as error:
@@ -119,7 +120,7 @@ class Checkpointer:
         return None
 
     def _set_aside(self, damage: dict[Path, str], intact: Path, dry_run: bool) -> None:
-        """Report damaged checkpoints; rename them unless this is a dry run."""
+        """Report damaged checkpoints, and rename them unless this is a dry run."""
         for path, problem in damage.items():
             if dry_run:
                 print(f"{problem}; the run would go on from {intact}", flush=True)
@@ -134,21 +135,21 @@ class Checkpointer:
     def load(self, path: Path, engine: Engine, **other_engines: Engine) -> dict:
         """Read a checkpoint into the engines, and return its progress.
 
-        The checkpoint may come from any number of ranks. A rank that did not exist then keeps its
-        random generators.
+        The checkpoint may have been saved by any number of ranks. A rank for which it has no random
+        generators keeps its own.
 
         Raises:
-            InputError: if the checkpoint holds more than data.
+            InputError: if a pickle in the checkpoint contains more than data.
         """
         engines = {"engine": engine, **other_engines}
-        state = {name: each.state(loading=True) for name, each in engines.items()}
+        state = {name: member.state(loading=True) for name, member in engines.items()}
         with storage.data_only(path):
             rank = f"rank_{dist.get_rank()}"
             if holds_rng_state(path, rank):
                 state["rng"] = {rank: rng_state()}
             state = engine.read(state, path / "weights")
-        for name, each in engines.items():
-            each.load_state(state[name])
+        for name, member in engines.items():
+            member.load_state(state[name])
         for generators in state.get("rng", {}).values():
             set_rng_state(generators)
         return read_progress(path)
@@ -161,12 +162,11 @@ class Checkpointer:
         """Write the checkpoint step_{step}.
 
         Args:
-            engine: the engine that an export of this checkpoint writes.
-            progress: what the script needs to continue; it becomes trainer.json. If the engine
-                leaves some of the
-                model's weights alone, "rest" is added: the model directory from which an export
-                takes them.
-            other_engines: e.g. critic=...
+            engine: the engine whose weights an export of this checkpoint will contain.
+            progress: the script's state, which becomes trainer.json. If the engine does not use
+                some of the model's weights, this method adds "rest": the model directory from which
+                an export takes them.
+            other_engines: other engines to save, such as critic=...
         """
         self.wait()
         target = self.directory / f"step_{step:08d}"
@@ -174,7 +174,7 @@ class Checkpointer:
         with removed_on_failure(temporary):
             on_rank0(self._begin, temporary, engine, tokenizer, group=self.group)
             engines = {"engine": engine, **other_engines}
-            state = {name: each.state() for name, each in engines.items()}
+            state = {name: member.state() for name, member in engines.items()}
             state["rng"] = {f"rank_{dist.get_rank()}": rng_state()}
             group = self.group if self.asynchronous else None
             writing = engine.write(state, temporary / "weights", group)
@@ -194,7 +194,7 @@ class Checkpointer:
             pending.result()
 
     def _begin(self, temporary: Path, engine: Engine, tokenizer) -> None:
-        """Remove leftovers of crashed runs; write everything but the weights."""
+        """Remove leftovers of crashed runs, and write everything but the weights."""
         for stale in self.directory.glob("step_*.tmp"):
             shutil.rmtree(stale)
         with disk.writing(temporary):
@@ -203,7 +203,7 @@ class Checkpointer:
             tokenizer.save_pretrained(temporary / "hf")
 
     def _complete(self, checkpoint: UnpublishedCheckpoint, writing: Future | None) -> None:
-        """Wait for the engines' files, let each rank checksum those it wrote, and publish."""
+        """Wait for the engines' files, checksum the files that this rank wrote, and publish."""
         with removed_on_failure(checkpoint.temporary):
             if writing is not None:
                 writing.result()
@@ -214,7 +214,7 @@ class Checkpointer:
             on_rank0(self._publish, checkpoint, checksums, group=self.group)
 
     def _publish(self, checkpoint: UnpublishedCheckpoint, checksums: dict[str, str]) -> None:
-        """Rename a complete checkpoint, then update `latest`, then delete the oldest ones."""
+        """Rename a complete checkpoint, then update `latest`, then delete old checkpoints."""
         with disk.writing(checkpoint.temporary):
             storage.write_manifest(checkpoint.temporary, checkpoint.progress, checksums)
         if checkpoint.target.exists():
@@ -242,7 +242,7 @@ class Checkpointer:
 
 
 def checkpoints(directory: Path) -> list[Path]:
-    """Return a directory's checkpoints, oldest first, without *.tmp and *.damaged."""
+    """Return the checkpoints in a directory, oldest first, except *.tmp and *.damaged."""
     named = [path for path in directory.glob("step_*") if re.fullmatch(r"step_\d{8,}", path.name)]
     return sorted(named, key=lambda path: int(path.name.removeprefix("step_")))
 
@@ -256,13 +256,13 @@ def unused_name(path: Path) -> Path:
 
 
 def delete(checkpoint: Path) -> None:
-    """Delete a checkpoint. It is renamed first, so a crash here leaves no partial one."""
+    """Delete a checkpoint. It is renamed first, so that a crash cannot leave a partial step_*."""
     shutil.rmtree(checkpoint.rename(checkpoint.with_suffix(".deleted.tmp")))
 
 
 @contextmanager
 def removed_on_failure(directory: Path) -> Iterator[None]:
-    """Remove a directory if the block, in which all ranks write it, fails.
+    """Remove a directory if the block fails. In the block, all ranks write to the directory.
 
     Raises:
         InputError: if the disk is full.
@@ -277,7 +277,7 @@ def removed_on_failure(directory: Path) -> Iterator[None]:
 
 
 def read_progress(path: Path) -> dict:
-    """Return what the script stored with a checkpoint."""
+    """Return the script's state that was saved with a checkpoint."""
     return storage.read_manifest(path).progress
 
 
@@ -285,13 +285,13 @@ def read_progress(path: Path) -> dict:
 
 
 def holds_rng_state(checkpoint: Path, rank: str) -> bool:
-    """Return whether a checkpoint has random generators of this rank ("rank_0"...)."""
+    """Return whether a checkpoint contains the random generators of `rank`, such as "rank_0"."""
     stored = FileSystemReader(checkpoint / "weights").read_metadata().state_dict_metadata
     return any(name.partition("/")[0] == f"rng.{rank}" for name in stored)
 
 
 def rng_state() -> Tensor:
-    """Return this rank's torch generators, CPU then accelerator, as [n] uint8."""
+    """Return the states of torch's generators on this rank, CPU first, as [n] uint8."""
     states = [torch.get_rng_state()]
     if torch.accelerator.is_available():
         states.append(torch.get_device_module().get_rng_state())
@@ -299,7 +299,7 @@ def rng_state() -> Tensor:
 
 
 def set_rng_state(state: Tensor) -> None:
-    """Restore what rng_state() returned."""
+    """Restore the states that rng_state() returned."""
     cpu_size = len(torch.get_rng_state())
     torch.set_rng_state(state[:cpu_size])
     if len(state) > cpu_size and torch.accelerator.is_available():

@@ -33,10 +33,10 @@ MAX_FILE_BYTES = 4 * 2**30
 
 
 def export_hf(engine: Engine, tokenizer, directory: Path) -> None:
-    """Write what the engine trains, in the form that transformers, peft and vLLM load.
+    """Write an engine's model in the format of transformers, PEFT and vLLM.
 
-    That is a model directory or, if the engine has adapters, a PEFT adapter. An existing
-    `directory` is replaced once the new one is complete. Called by all ranks.
+    The result is a model directory or, if the engine has adapters, a PEFT adapter. An existing
+    `directory` is replaced once the new one is complete. All ranks call this together.
     """
     temporary = directory.with_name(directory.name + ".tmp")
     has_adapters = engine.config.model.lora.rank > 0
@@ -47,7 +47,8 @@ def export_hf(engine: Engine, tokenizer, directory: Path) -> None:
         try:
             write_export(engine, tokenizer, weights, temporary)
         finally:
-            # The other ranks gather every tensor, even if this one could not write the first.
+            # The other ranks take part in gathering every tensor, so rank 0 must do so even if it
+            # failed to write one.
             exhaust(weights)
         shutil.rmtree(directory, ignore_errors=True)
         temporary.rename(directory)
@@ -61,7 +62,7 @@ def export_hf(engine: Engine, tokenizer, directory: Path) -> None:
 def write_export(
     engine: Engine, tokenizer, weights: Iterable[tuple[str, Tensor]], directory: Path
 ) -> None:
-    """Write the tokenizer with either the adapters or config.json and all weights."""
+    """Write the tokenizer and, with it, either the adapters or config.json and all weights."""
     model = engine.config.model
     with disk.writing(directory):
         directory.mkdir(parents=True)
@@ -84,10 +85,10 @@ def exhaust(iterator: Iterable) -> None:
 def write_safetensors(
     weights: Iterable[tuple[str, Tensor]], directory: Path, max_bytes: int = MAX_FILE_BYTES
 ) -> None:
-    """Write model.safetensors or, beyond max_bytes, several files and their index.
+    """Write model.safetensors or, if it would exceed max_bytes, several files and an index.
 
-    The files are then called model-0000i-of-0000n.safetensors. Tensors are taken from `weights` one
-    at a time; only those of one file are in memory together.
+    Several files are named model-0000i-of-0000n.safetensors. No more than one file's tensors are in
+    memory at a time.
     """
     writer = SafetensorsWriter(directory)
     for name, tensor in weights:
@@ -100,15 +101,16 @@ def write_safetensors(
 
 
 class SafetensorsWriter:
-    """Writes part-0, part-1..., and renames them once the number of files is known."""
+    """Writes files part-0, part-1..., and renames them once their number is known."""
 
     def __init__(self, directory: Path):
         self.directory = directory
         # The open file: its tensors and their size.
         self.tensors: dict[str, Tensor] = {}
         self.num_bytes = 0
-        # The closed files: the names of the tensors in each, and the size of all.
+        # For each closed file, the names of its tensors.
         self.closed_files: list[list[str]] = []
+        # The size of all tensors so far, including those in the open file.
         self.total_bytes = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
@@ -118,7 +120,7 @@ class SafetensorsWriter:
         self.total_bytes += num_bytes
 
     def close_file(self) -> None:
-        """Write the open file. The next tensor begins another one."""
+        """Write the open file. The next tensor starts a new one."""
         file = self.directory / f"part-{len(self.closed_files)}"
         with disk.writing(self.directory, self.num_bytes):
             save_file(self.tensors, file, metadata={"format": "pt"})
@@ -127,7 +129,7 @@ class SafetensorsWriter:
         self.num_bytes = 0
 
     def name_files(self) -> None:
-        """Rename the files to what transformers expects, and index them if there are several."""
+        """Give the files the names that transformers expects; index them if there are several."""
         num_files = len(self.closed_files)
         if num_files == 1:
             (self.directory / "part-0").rename(self.directory / "model.safetensors")
@@ -147,18 +149,18 @@ class SafetensorsWriter:
 
 @dataclass(frozen=True)
 class StoredModel:
-    """What a checkpoint says about the model in it (see trainer.json)."""
+    """The model in a checkpoint, as described by its trainer.json."""
 
     checkpoint: Path
     # The dtype of exported weights.
     dtype: torch.dtype
-    # The settings of the run's adapters, with the directory of the frozen model under "base". None
-    # without adapters.
+    # The run's settings for adapters, plus the directory of the frozen model under "base". None if
+    # the run has no adapters.
     adapter: DictConfig | None
     # Checksum of the frozen model, if there are adapters.
     base_fingerprint: str | None
-    # The model directory with the weights that the engine leaves alone, such as a vision tower.
-    # None: there are none.
+    # The model directory with the weights that the engine did not use, such as a vision tower. None
+    # if the engine used all weights.
     rest: Path | None
 
     @classmethod
@@ -182,9 +184,9 @@ def export_checkpoint(checkpoint: Path, out: Path, merge: bool = False) -> None:
     """Export a checkpoint to Hugging Face format, tensor by tensor, without a process group.
 
     Args:
-        out: a directory that does not exist yet. It appears when it is complete.
-        merge: of a run with adapters, write the frozen model with the adapters added, not the
-            adapters.
+        out: a directory that does not exist yet. It appears only once it is complete.
+        merge: for a run with adapters, add the adapters to the frozen model and write the result,
+            instead of the adapters alone.
 
     Raises:
         InputError: if the checkpoint is damaged, or a model directory that the export needs is
@@ -192,7 +194,7 @@ def export_checkpoint(checkpoint: Path, out: Path, merge: bool = False) -> None:
     """
     manifest = storage.read_manifest(checkpoint)
     if out.exists():
-        raise InputError(f"{out} exists already: remove it, or export to another directory")
+        raise InputError(f"{out} already exists: remove it, or export to another directory")
     damage = storage.find_damage(checkpoint, manifest.checksums)
     if damage:
         raise InputError(f"{checkpoint} is damaged: {damage[0]}")
@@ -201,8 +203,8 @@ def export_checkpoint(checkpoint: Path, out: Path, merge: bool = False) -> None:
         check_merge(stored)
     if stored.rest and not stored.adapter and not stored.rest.is_dir():
         raise InputError(
-            f"{checkpoint} holds only the weights that were trained, and {stored.rest}, "
-            "which had the other weights, is not there: put the model back"
+            f"{checkpoint} has only the trained weights, and {stored.rest}, which had the other "
+            "weights, does not exist: restore that model"
         )
 
     temporary = out.with_name(out.name + ".tmp")
@@ -219,22 +221,22 @@ def export_checkpoint(checkpoint: Path, out: Path, merge: bool = False) -> None:
 
 
 def check_merge(stored: StoredModel) -> None:
-    """Raise InputError unless there are adapters, and the model that they were trained with."""
+    """Raise InputError unless there are adapters, and the model they were trained with exists."""
     if not stored.adapter:
         raise InputError(f"--merge: {stored.checkpoint} has no adapters: leave out --merge")
     if not stored.base.is_dir():
         raise InputError(
-            f"--merge: the frozen model was in {stored.base}, which is not there: put it back"
+            f"--merge: the frozen model was in {stored.base}, which does not exist: restore it"
         )
     if fingerprint(stored.base) != stored.base_fingerprint:
         raise InputError(
-            f"--merge: {stored.base} is not the model whose adapters {stored.checkpoint} holds: "
-            "put that model back"
+            f"--merge: the adapters in {stored.checkpoint} were trained with another model than "
+            f"the one that is now in {stored.base}: restore the original model"
         )
 
 
 def write_stored_adapter(stored: StoredModel, directory: Path) -> None:
-    """Write the adapters of a checkpoint as PEFT does, with the tokenizer."""
+    """Write a checkpoint's adapters in PEFT's format, with the tokenizer."""
     model_files = shutil.ignore_patterns("config.json", *SIDE_FILES)
     shutil.copytree(stored.checkpoint / "hf", directory, ignore=model_files)
     weights = stored_weights(stored.checkpoint)
@@ -253,18 +255,18 @@ def write_stored_model(stored: StoredModel, directory: Path, merge: bool) -> Non
         weights = merged_weights(stored.base, dict(weights), stored.adapter, stored.dtype)
     else:
         weights = ((name, tensor.to(stored.dtype)) for name, tensor in weights)
-    # Buffers keep the dtypes that they were stored in.
+    # Buffers keep the dtypes in which they were stored.
     buffers = dict(storage.read_tensors(stored.checkpoint, "engine.buffers.", lambda name: False))
     parameters = ((name, tensor) for name, tensor in weights if name not in buffers)
     untrained = ()
     if stored.rest and not merge:
-        untrained = ignored_weights(stored.rest, names_in(stored.rest))
+        untrained = ignored_weights(stored.rest, read_model_names(stored.rest))
     write_safetensors(itertools.chain(parameters, buffers.items(), untrained), directory)
 
 
 def stored_weights(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, tensor as it was stored) of the exported engine."""
-    # This file is one of megatron.core.dist_checkpointing.
+    """Yield (Hugging Face name, tensor in its stored dtype) for the exported engine's weights."""
+    # Only megatron.core.dist_checkpointing writes this file.
     if (checkpoint / "weights" / "metadata.json").exists():
         from engines.megatron.checkpoint_files import hf_weights
 
@@ -273,7 +275,7 @@ def stored_weights(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def stored_fsdp_weights(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, tensor as it was stored); a tied output matrix is left out."""
+    """Yield (Hugging Face name, tensor in its stored dtype), except for a tied output matrix."""
     from engines.model.hf import build_on_meta, read_hf_config
 
     hf_config = read_hf_config(str(checkpoint / "hf"))
@@ -287,8 +289,8 @@ def stored_fsdp_weights(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
     return split_stacks(plainly_named, stacked(hf))
 
 
-def names_in(model: Path) -> dict[str, str | None]:
-    """Return model_names() of the model in a directory."""
+def read_model_names(model: Path) -> dict[str, str | None]:
+    """Return model_names() for the model in a directory."""
     from engines.model.hf import build_on_meta, read_hf_config
 
     return model_names(build_on_meta(read_hf_config(str(model)), torch.float32), model)
@@ -297,18 +299,18 @@ def names_in(model: Path) -> dict[str, str | None]:
 def merged_weights(
     base: Path, adapter: dict[str, Tensor], settings: DictConfig, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name in the files, tensor) of the model in `base` with an adapter added.
+    """Yield (name in the files, tensor) for the model in `base` with an adapter added.
 
-    Weights have `dtype`, as the run computed with them. Those that are not part of the model, such
-    as a vision tower, stay as the files have them.
+    Weights that the run used are cast to `dtype`, in which the run computed. Weights that it did
+    not use, such as a vision tower, are unchanged.
 
     Args:
-        adapter: its matrices by name, as in lora.py.
+        adapter: the adapter's matrices, named as in engines/model/lora.py.
 
     Raises:
         InputError: if the adapter has a matrix for a layer that `base` lacks.
     """
-    names = names_in(base)
+    names = read_model_names(base)
     unused = dict(adapter)
     for file in weight_files(base):
         with safe_open(file, framework="pt") as tensors:

@@ -1,4 +1,4 @@
-"""The files of an exported model besides its weights and its tokenizer."""
+"""Writes the files of an exported model other than its weights and tokenizer."""
 
 import shutil
 from pathlib import Path
@@ -8,8 +8,9 @@ import torch
 from engines.model import mimo
 from engines.model.hf import auto_class, read_hf_config
 
-# generation_config.json tells how a response ends, *processor_config.json how images are read. Code
-# is not run here, but programs that load the export need it if config.json names it as auto_map.
+# generation_config.json lists the tokens that end a response; *processor_config.json describes how
+# to read images. We never run the Python files, but if auto_map in config.json names them, programs
+# that load the export need them.
 SIDE_FILES = ("generation_config.json", "*processor_config.json", "*.py")
 
 

@@ -1,4 +1,4 @@
-"""The files of a checkpoint: written, verified by checksums, and read as data."""
+"""Write a checkpoint's files, verify them with checksums, and read them without running code."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from common import disk
 from common.checksum import checksum
 from config import InputError
 
-# The classes that torch pickles into .metadata, by module; dtypes are allowed as well.
+# The classes that torch pickles into .metadata, by module. Dtypes are allowed as well.
 METADATA_CLASSES = {
     "torch": ["Size"],
     "torch.serialization": ["_get_layout"],
@@ -29,7 +29,7 @@ METADATA_CLASSES = {
     "torch.distributed.checkpoint.filesystem": ["_StorageInfo"],
     "torch.distributed.checkpoint.metadata": [*metadata.__all__, "_MEM_FORMAT_ENCODING"],
 }
-# Environment variables that make torch.load() reject pickles that hold more than data.
+# Environment variables that make torch.load() reject pickles with more than data.
 WEIGHTS_ONLY = {
     "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1",
     "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "0",
@@ -37,9 +37,10 @@ WEIGHTS_ONLY = {
 
 
 class Writer(FileSystemWriter):
-    """torch's writer, but a full disk is an InputError on all ranks.
+    """torch's writer, but a full disk raises InputError on all ranks.
 
-    If the free space is already too small, the error comes before the first byte is written.
+    If there is too little free space from the start, the error is raised before anything is
+    written.
     """
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -52,16 +53,16 @@ class Writer(FileSystemWriter):
 
 
 def num_bytes(plan: SavePlan) -> int:
-    """Return the number of bytes of all tensors that one rank writes."""
+    """Return the total size in bytes of the tensors in a rank's plan."""
     tensors = [item.tensor_data for item in plan.items if item.tensor_data is not None]
     return sum(tensor.chunk.sizes.numel() * tensor.properties.dtype.itemsize for tensor in tensors)
 
 
 @contextmanager
 def original_errors() -> Iterator[None]:
-    """Raise the error of the first rank that failed in place of torch's CheckpointException.
+    """Replace torch's CheckpointException by the error of the first rank that failed.
 
-    CheckpointException is not an Exception, so the usual handlers would miss it.
+    CheckpointException is not a subclass of Exception, so the usual handlers would miss it.
     """
     try:
         yield
@@ -75,10 +76,11 @@ def read_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (name without the prefix, tensor) for every stored name that starts with `prefix`.
 
-    Tensors are read one at a time, in the dtype in which they were stored. Needs no process group.
+    Tensors are read one at a time, in the dtype in which they were stored. No process group is
+    needed.
 
     Args:
-        is_left_out: receives a name without the prefix; True if that tensor is not to be read.
+        is_left_out: takes a name without the prefix; returns True for a tensor to skip.
     """
     reader = FileSystemReader(checkpoint / "weights")
     for key, entry in reader.read_metadata().state_dict_metadata.items():
@@ -97,21 +99,22 @@ def read_tensors(
 class Manifest:
     """The contents of trainer.json, the last file of a checkpoint to be written."""
 
-    # What the script needs to continue: the step, its place in the data, the adapters' settings...
+    # The script's state: the step, the position in the data, the settings for adapters...
     progress: dict
-    # Path relative to the checkpoint -> checksum, of every other file. Empty in checkpoints of
-    # early versions.
+    # Path relative to the checkpoint -> checksum, for all other files. Empty for checkpoints that
+    # an early version wrote.
     checksums: dict[str, str]
 
 
 def write_manifest(checkpoint: Path, progress: dict, checksums: dict[str, str]) -> None:
-    """Write trainer.json and wait until the whole checkpoint is on the disk.
+    """Write trainer.json, and wait until the whole checkpoint is on disk.
 
-    Under "checksums" it lists every file of the checkpoint. Its own entry is the checksum of
-    `progress`.
+    The key "checksums" in trainer.json lists every file of the checkpoint. The entry for
+    trainer.json itself is the checksum of `progress`.
 
     Args:
-        checksums: of the files whose checksum is already known; the others are computed here.
+        checksums: checksums that are already known, by file name. This function adds the missing
+            ones.
     """
     files = {str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file()}
     for name in files - checksums.keys():
@@ -120,13 +123,18 @@ def write_manifest(checkpoint: Path, progress: dict, checksums: dict[str, str]) 
 
     trainer_file = checkpoint / "trainer.json"
     trainer_file.write_text(json.dumps(progress | {"checksums": checksums}, indent=1))
-    checksum(trainer_file)  # for its fsync
+    # Called for its side effect: checksum() also calls fsync on the file.
+    checksum(trainer_file)
     for directory in {checkpoint, *(path.parent for path in checkpoint.rglob("*"))}:
         sync_directory(directory)
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """Read trainer.json. Raises InputError if it is missing, or not as it was written."""
+    """Read trainer.json.
+
+    Raises:
+        InputError: if the file is missing, or has changed since it was written.
+    """
     try:
         progress = json.loads((checkpoint / "trainer.json").read_text())
     except (OSError, ValueError) as error:
@@ -162,19 +170,19 @@ def find_damage(
 
 
 def find_unlisted_files(checkpoint: Path, checksums: dict[str, str]) -> list[str]:
-    """Return one message for every file of weights that has no checksum."""
+    """Return one message for every weight file without a checksum."""
     if not checksums:
         print(
-            f"{checkpoint} has no checksums, since an earlier version wrote it: it is not verified",
+            f"{checkpoint} is not verified: it has no checksums, since an earlier version wrote it",
             flush=True,
         )
         return []
     files = {f"weights/{path.name}" for path in (checkpoint / "weights").glob("*")}
-    return [f"{name} was not written with it" for name in files - checksums.keys()]
+    return [f"{name} is not part of the checkpoint" for name in files - checksums.keys()]
 
 
 def sync_directory(path: Path) -> None:
-    """Wait until the names in a directory are on the disk."""
+    """Wait until a directory's entries are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
@@ -184,7 +192,7 @@ def sync_directory(path: Path) -> None:
 
 
 class MetadataUnpickler(pickle.Unpickler):
-    """Unpickle .metadata. A pickle names functions to call; only harmless ones are allowed."""
+    """Unpickles .metadata. A pickle can call functions by name; only harmless ones are allowed."""
 
     def find_class(self, module: str, name: str):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
@@ -195,13 +203,13 @@ class MetadataUnpickler(pickle.Unpickler):
 
 @contextmanager
 def data_only(checkpoint: Path) -> Iterator[None]:
-    """Reject pickles that run code, while the block reads a checkpoint's weights.
+    """Within this block, which reads a checkpoint's weights, reject pickles that run code.
 
     torch and Megatron unpickle .metadata, common.pt and parts of other files, and a pickle can run
-    commands.
+    any command.
 
     Raises:
-        InputError: if a pickle holds more than tensors, numbers and text.
+        InputError: if a pickle contains more than tensors, numbers and text.
     """
     before = {name: os.environ.get(name, "0") for name in WEIGHTS_ONLY}
     os.environ.update(WEIGHTS_ONLY)
@@ -213,7 +221,7 @@ def data_only(checkpoint: Path) -> Iterator[None]:
         function = re.search(r"GLOBAL (\S+)", str(error))
         call = function[1] if function else error
         raise InputError(
-            f"{checkpoint} is not loaded: it holds more than data, a pickle in it calls {call}"
+            f"{checkpoint} was not loaded: a pickle in it contains more than data: it calls {call}"
         ) from None
     finally:
         os.environ.update(before)

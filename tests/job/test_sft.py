@@ -581,7 +581,7 @@ def test_a_checkpoint_cannot_run_commands(assets, uninterrupted, tmp_path, trap)
         assert done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr
         assert "a pickle in it calls posix.system" in done.stderr and not mark.exists()
         assert (
-            "has no checksums, since an earlier version wrote it: it is not verified" in done.stdout
+            "is not verified: it has no checksums, since an earlier version wrote it" in done.stdout
         )
     metadata = dcp.FileSystemReader(checkpoint / "weights").read_metadata().state_dict_metadata
     careless = {k: 0 for k, v in metadata.items() if isinstance(v, BytesStorageMetadata)}
