@@ -1,11 +1,12 @@
-"""model_engine -> the class that builds it."""
+"""The engine class for each value of model_engine."""
 
 import warnings
 
 from engines.base import Engine
 
-# What each rank would be told by megatron-core about packages that are optional, and by torch about names that Megatron uses.
-NOISE = (
+# Warnings that every rank would print: megatron-core's about optional packages, and torch's about
+# deprecated names that Megatron uses.
+HARMLESS_WARNINGS = (
     "Transformer Engine and Apex are not installed",
     "Apex is not installed",
     "full scope is deprecated",
@@ -14,10 +15,10 @@ NOISE = (
 )
 
 
-def engine_class(name: str) -> type[Engine]:
-    """The engine of this model_engine; its packages are imported only now."""
-    if name == "megatron":
-        for message in NOISE:
+def engine_class(model_engine: str) -> type[Engine]:
+    """Return the class of an engine; its packages are imported only now."""
+    if model_engine == "megatron":
+        for message in HARMLESS_WARNINGS:
             warnings.filterwarnings("ignore", message)
         from engines.megatron.engine import MegatronEngine
 

@@ -1,9 +1,12 @@
-"""Whether a model can be trained, and what becomes of its weights.
+"""Check whether a model can be trained, and whether its export is complete.
 
-    python -m engines.check model.path=DIR [key=value ...]        keys as for train_sft.py; with torchrun, a layout of several ranks
+    python -m engines.check model.path=DIR [key=value ...]
 
-Builds the engine, whose guard compares sequences side by side with one at a time; exports the weights, and reads them again. On one
-rank transformers and vLLM, if it is installed, answer as well. Prints what holds; exit code 2 if something does not.
+Takes the keys of train_sft.py; started with torchrun, it checks a layout of several ranks. It
+builds the engine, whose guard compares sequences in one batch with the same sequences one at a
+time. Then it exports the weights and reads them again. On one rank, transformers and vLLM (if it is
+installed) compute the same log-probabilities. Prints one line per check; at the first failure, the
+exit code is 2.
 """
 
 import importlib.util
@@ -11,6 +14,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,6 +25,7 @@ from torch import Tensor
 
 from config import InputError, run
 from data.batching.batch import Batch
+from engines.base import Engine
 from engines.build import engine_class
 from engines.checkpoint.export import write_safetensors
 from engines.model import guard
@@ -28,80 +33,44 @@ from engines.model.hf import auto_class, read_hf_config
 from engines.model.model_files import weight_files
 from engines.parallel import device
 
-KERNELS = {
-    "float32": 1e-3,
-    "bfloat16": 0.25,
-}  # nats, root mean square: what those of others may make of it
+# How much the kernels of other implementations may change log-probabilities: nats, root mean
+# square.
+KERNEL_BOUNDS = {"float32": 1e-3, "bfloat16": 0.25}
+# With these, vLLM would join the ranks of this program.
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# Tensors that some files have although every model computes them.
+COMPUTED_TENSORS = ("rotary_emb.inv_freq",)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What the engine computes with the weights of model.path.
+
+    batch      two short sequences
+    log_probs  [T], fp32 in host memory
+    bound      nats by which rounding may change them
+    """
+
+    batch: Batch
+    log_probs: Tensor
+    bound: float
 
 
 def main(config: DictConfig) -> None:
+    """Run all checks. Raises InputError at the first that fails."""
     if config.model.lora.rank:
         raise InputError("engines.check is for whole models: leave out model.lora")
     if config.model.images:
         raise InputError("engines.check is for text: leave out model.images")
-    this_device, path, exported = (
-        device.init(),
-        Path(config.model.path),
-        Path(config.output_dir) / "check",
-    )
-    kind, dtype = engine_class(config.model_engine), getattr(torch, config.engine.compute_dtype)
+    this_device = device.init()
+    exported = Path(config.output_dir) / "check"
     try:
-        engine = kind(config, this_device, total_steps=1)
-        found, bound = guard.check_isolation(engine)
-        way = "packed" if config.engine.use_remove_padding else "padded"
-        tell(
-            f"guard: {way} sequences and one at a time are {found:.1g} nats apart, {bound:.1g} are allowed"
-        )
-        batch = guard.make_batches(engine).two_sequences
-        said = engine.log_probs(batch)[0].cpu()
-        weights = engine.export_weights()
-        if dist.get_rank() == 0:
-            shutil.rmtree(exported, ignore_errors=True)
-            exported.mkdir(parents=True)
-            engine.save_config(exported)
-            write_safetensors(weights, exported)
-        for _ in weights:  # the other ranks gather them, too
-            pass
-        dist.barrier()
-        lost = list(differences(path, exported, read_hf_config(path).tie_word_embeddings))
-        if lost:
-            raise InputError(f"export: {lost[0]}, one of {len(lost)} such tensors")
-        tell("export: every tensor of model.path, with its value")
-        del engine, weights
-        engine = kind(
-            OmegaConf.merge(config, {"model": {"path": str(exported)}}), this_device, total_steps=1
-        )
-        require(
-            "reload: the log-probabilities of what was exported",
-            engine.log_probs(batch)[0].cpu() - said,
-            bound,
-        )
-        del engine
+        reference = check_engine_and_export(config, this_device, exported)
+        check_reload(config, this_device, exported, reference)
         if dist.get_world_size() == 1:
-            by_others = transformers_log_probs(path, batch, dtype, this_device) - said
-            require(
-                "transformers: its log-probabilities",
-                by_others,
-                KERNELS[config.engine.compute_dtype],
-            )
+            check_transformers(config, this_device, reference)
             if importlib.util.find_spec("vllm") is not None:
-                try:
-                    by_others = vllm_log_probs(exported, batch, dtype) - said
-                except (
-                    Exception
-                ) as error:  # vLLM may raise anything where it is not made for a model
-                    said = (
-                        f"vLLM cannot run what was exported: {' '.join(str(error).split())[:300]}"
-                    )
-                    if in_vllm(exported):
-                        raise InputError(said) from error
-                    tell(said)
-                else:
-                    require(
-                        "vLLM: its log-probabilities of what was exported",
-                        by_others,
-                        KERNELS[config.engine.compute_dtype],
-                    )
+                check_vllm(config, exported, reference)
         dist.barrier()
     finally:
         if dist.get_rank() == 0:
@@ -109,80 +78,180 @@ def main(config: DictConfig) -> None:
     device.shutdown()
 
 
-def tell(what: str) -> None:
+# -- checks ---------------------------------------------------------------------------------------
+
+
+def check_engine_and_export(
+    config: DictConfig, this_device: torch.device, exported: Path
+) -> Reference:
+    """Build the engine, which runs the guard, and compare its export with model.path."""
+    engine = engine_class(config.model_engine)(config, this_device, total_steps=1)
+    difference, bound = guard.check_isolation(engine)
+    form = "packed" if config.engine.use_remove_padding else "padded"
+    report("guard", f"{form} sequences and one at a time: {describe(difference, bound)}")
+    batch = guard.make_batches(engine).two_sequences
+    reference = Reference(batch, engine.log_probs(batch)[0].cpu(), bound)
+
+    export(engine, exported)
+    path = Path(config.model.path)
+    is_tied = read_hf_config(path).tie_word_embeddings
+    differences = list(find_differences(path, exported, is_tied))
+    if differences:
+        raise InputError(f"export: {differences[0]}, one of {len(differences)} such tensors")
+    report("export", "every tensor of model.path, with its value")
+    return reference
+
+
+def check_reload(
+    config: DictConfig, this_device: torch.device, exported: Path, reference: Reference
+) -> None:
+    """Read the export with a new engine and compare log-probabilities."""
+    reloaded = OmegaConf.merge(config, {"model": {"path": str(exported)}})
+    engine = engine_class(config.model_engine)(reloaded, this_device, total_steps=1)
+    log_probs = engine.log_probs(reference.batch)[0].cpu()
+    require_close("reload", "log-probabilities of the export", log_probs, reference)
+
+
+def check_transformers(config: DictConfig, this_device: torch.device, reference: Reference) -> None:
+    """Compare with the log-probabilities that transformers computes."""
+    dtype = getattr(torch, config.engine.compute_dtype)
+    path = Path(config.model.path)
+    log_probs = transformers_log_probs(path, reference.batch, dtype, this_device)
+    bound = KERNEL_BOUNDS[config.engine.compute_dtype]
+    require_close("transformers", "its log-probabilities", log_probs, reference, bound)
+
+
+def check_vllm(config: DictConfig, exported: Path, reference: Reference) -> None:
+    """Compare with the log-probabilities that vLLM computes from the export.
+
+    A model that vLLM has no class for passes.
+    """
+    try:
+        dtype = getattr(torch, config.engine.compute_dtype)
+        log_probs = vllm_log_probs(exported, reference.batch, dtype)
+    except Exception as error:  # vLLM may raise anything for a model that it is not made for
+        reason = " ".join(str(error).split())[:300]
+        message = f"vLLM cannot run the export: {reason}"
+        if is_supported_by_vllm(exported):
+            raise InputError(message) from error
+        report("vLLM", message, passed=False)
+        return
+    bound = KERNEL_BOUNDS[config.engine.compute_dtype]
+    require_close("vLLM", "its log-probabilities of the export", log_probs, reference, bound)
+
+
+# -- the report -----------------------------------------------------------------------------------
+
+
+def report(check: str, result: str, passed: bool = True) -> None:
+    """Print a line of the report, on rank 0."""
     if dist.get_rank() == 0:
-        print(what, flush=True)
+        status = "ok" if passed else "--"
+        print(f"{check:<12}  {status}  {result}", flush=True)
 
 
-def require(what: str, differences: Tensor, bound: float) -> None:
-    """differences [T], nats"""
-    gap = differences.square().mean().sqrt().item()
-    said = f"{what} are {gap:.1g} nats apart, {bound:.1g} are allowed"
-    if not gap <= bound:
-        raise InputError(said)
-    tell(said)
+def describe(difference: float, bound: float) -> str:
+    return f"differ by {difference:.1g} nats, at most {bound:.1g} allowed"
 
 
-def differences(path: Path, exported: Path, tied: bool) -> Iterator[str]:
-    """What the files of two models do not have in common, but for rounding to the second's dtype."""
-    files = {}
+def require_close(
+    check: str,
+    subject: str,
+    log_probs: Tensor,
+    reference: Reference,
+    bound: float | None = None,
+) -> None:
+    """Raise InputError if log_probs [T] differ by more than the bound, in root mean square.
+
+    bound: in nats. None: the reference's.
+    """
+    if bound is None:
+        bound = reference.bound
+    difference = (log_probs - reference.log_probs).square().mean().sqrt().item()
+    result = f"{subject}: {describe(difference, bound)}"
+    if not difference <= bound:  # also if it is not a number
+        raise InputError(f"{check}: {result}")
+    report(check, result)
+
+
+# -- exports --------------------------------------------------------------------------------------
+
+
+def export(engine: Engine, directory: Path) -> None:
+    """Write the engine's weights and configuration. Called by all ranks; rank 0 writes."""
+    weights = engine.export_weights()
+    if dist.get_rank() == 0:
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True)
+        engine.save_config(directory)
+        write_safetensors(weights, directory)
+    for _ in weights:  # the other ranks take part in gathering each tensor
+        pass
+    dist.barrier()
+
+
+def find_differences(path: Path, exported: Path, is_tied: bool) -> Iterator[str]:
+    """Yield the tensors that differ between the files of two models.
+
+    Values may differ by rounding to the export's dtype. is_tied: the output matrix may be missing.
+    """
+    may_be_missing = (*COMPUTED_TENSORS, "lm_head.weight") if is_tied else COMPUTED_TENSORS
+    exported_files = {}
     for file in weight_files(exported):
         with safe_open(file, framework="pt") as tensors:
-            files |= dict.fromkeys(tensors.keys(), file)
+            exported_files |= dict.fromkeys(tensors.keys(), file)
     for file in weight_files(path):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():
-                if name not in files:
-                    if not (
-                        tied
-                        and name.endswith("lm_head.weight")
-                        or name.endswith("rotary_emb.inv_freq")
-                    ):
-                        yield f"{name} is lost"
-                    continue
-                with safe_open(files.pop(name), framework="pt") as others:
-                    other = others.get_tensor(name)
-                if not torch.equal(tensors.get_tensor(name).to(other.dtype), other):
-                    yield f"{name} has another value"
-    yield from (f"{name} is new" for name in files)
+                if name in exported_files:
+                    exported_tensor = read_tensor(exported_files.pop(name), name)
+                    original = tensors.get_tensor(name).to(exported_tensor.dtype)
+                    if not torch.equal(original, exported_tensor):
+                        yield f"{name} has another value"
+                elif not name.endswith(may_be_missing):
+                    yield f"{name} is lost"
+    for name in exported_files:
+        yield f"{name} is new"
+
+
+def read_tensor(file: Path, name: str) -> Tensor:
+    with safe_open(file, framework="pt") as tensors:
+        return tensors.get_tensor(name)
+
+
+# -- other implementations ------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def transformers_log_probs(
     path: Path, batch: Batch, dtype: torch.dtype, this_device: torch.device
 ) -> Tensor:
-    """[T], one sequence at a time; 0 for first tokens."""
+    """Return [T], computed one sequence at a time; 0 for first tokens."""
     model = auto_class(read_hf_config(path)).from_pretrained(
         path, dtype=dtype, attn_implementation="eager"
     )
     model = model.to(this_device).eval()
-    answers = torch.zeros(len(batch.input_ids))
+    log_probs = torch.zeros(len(batch.input_ids))
     for start, length in zip(batch.cu_seqlens.tolist(), batch.lengths):
         ids = batch.input_ids[start : start + length].to(this_device)
-        log_probs = model(ids[None], use_cache=False).logits[0, :-1].float().log_softmax(-1)
-        answers[start + 1 : start + length] = log_probs.gather(-1, ids[1:, None])[:, 0].cpu()
-    return answers
+        logits = model(ids[None], use_cache=False).logits[0, :-1]
+        of_targets = logits.float().log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+        log_probs[start + 1 : start + length] = of_targets.cpu()
+    return log_probs
 
 
-def in_vllm(path: Path) -> bool:
-    """Whether vLLM has a class for a model."""
+def is_supported_by_vllm(path: Path) -> bool:
+    """Return whether vLLM has a class for a model."""
     from vllm import ModelRegistry
 
-    return not {*ModelRegistry.get_supported_archs()}.isdisjoint(
-        read_hf_config(path).architectures or ()
-    )
+    architectures = read_hf_config(path).architectures or ()
+    return not {*ModelRegistry.get_supported_archs()}.isdisjoint(architectures)
 
 
 def vllm_log_probs(path: Path, batch: Batch, dtype: torch.dtype) -> Tensor:
-    """The same of vLLM."""
+    """Return [T]; 0 for first tokens."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    for name in (
-        "RANK",
-        "LOCAL_RANK",
-        "WORLD_SIZE",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-    ):  # vLLM would join these ranks
+    for name in RANK_VARIABLES:
         os.environ.pop(name, None)
     from vllm import LLM, SamplingParams
 
@@ -196,21 +265,20 @@ def vllm_log_probs(path: Path, batch: Batch, dtype: torch.dtype) -> Tensor:
         kv_cache_memory_bytes=2**28,
         language_model_only=True,
     )
-    sequences = [x.tolist() for x in batch.input_ids.split(batch.lengths)]
+    sequences = [ids.tolist() for ids in batch.input_ids.split(batch.lengths)]
     outputs = llm.generate(
         [{"prompt_token_ids": ids} for ids in sequences],
         use_tqdm=False,
         sampling_params=SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False),
     )
-    return torch.tensor(
-        [
-            0.0 if said is None else said[token].logprob
-            for output, ids in zip(outputs, sequences)
-            for said, token in zip(output.prompt_logprobs, ids)
-        ]
-    )
+    log_probs = []
+    for output, ids in zip(outputs, sequences):
+        for candidates, token in zip(output.prompt_logprobs, ids):
+            is_first = candidates is None
+            log_probs.append(0.0 if is_first else candidates[token].logprob)
+    return torch.tensor(log_probs)
 
 
 if __name__ == "__main__":
-    sys.argv.insert(1, "data.train_files=none")  # without a key of its own for what needs no data
+    sys.argv.insert(1, "data.train_files=none")  # train_sft.py requires data; this needs none
     run(main, "sft.yaml", __doc__)

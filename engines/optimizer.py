@@ -1,9 +1,16 @@
-"""Optimizers of the FSDP engine, and the check of their keys for both.
+"""Optimizers of the FSDP engine, and the check of their configuration keys for both engines.
 
-Every function takes, by name, what it reads of params, parameter groups with their weight_decay, in this order: the
-hidden matrices (those of the decoder layers), embeddings, output matrix and experts, norms and biases (not decayed); lr, the peak
-learning rate; betas and eps. It returns a torch optimizer or a list of them. In every step the engine sets the learning
-rate of all groups to the schedule's; a group that was made with another lr than the peak keeps its ratio to it.
+Every optimizer is a function that takes, by name, those of the following inputs that it reads:
+
+    params  parameter groups with their weight_decay, in this order: the hidden matrices (those of
+            the decoder layers); embeddings, output matrix and experts; norms and biases (not
+            decayed). Groups without a parameter are left out.
+    lr      the peak learning rate
+    betas   optim.betas
+    eps     optim.eps
+
+It returns a torch optimizer or a list of them. In every step the engine sets the learning rate of
+all groups to the schedule's. A group made with another lr than the peak keeps its ratio to it.
 """
 
 from collections.abc import Callable
@@ -18,11 +25,14 @@ from torch.optim import Optimizer
 from common import plugins
 from config import InputError
 
+INPUTS = ("params", "lr", "betas", "eps")
+DEFAULTS = {"betas": [0.9, 0.95], "eps": 1e-8}
+
 
 def adamw(
     params: list[dict], lr: float, *, betas: tuple[float, float], eps: float, **_
 ) -> Optimizer:
-    """AdamW (Loshchilov and Hutter 2019)"""
+    """AdamW (Loshchilov and Hutter 2019)."""
     return torch.optim.AdamW(params, lr=lr, betas=betas, eps=eps, fused=True)
 
 
@@ -37,128 +47,145 @@ def muon(
     ns_steps: int = 5,
     **_,
 ) -> list[Optimizer]:
-    """Muon (Jordan 2024) on the hidden matrices, AdamW on the rest. Muon's updates are scaled to the size of AdamW's (Liu
-    2025), so that one learning rate serves both."""
-    hidden, rest = params[0], params[1:]
+    """Muon (Jordan 2024) on the hidden matrices, AdamW on the rest.
+
+    Muon's updates are scaled to the size of AdamW's (Liu 2025), so one learning rate serves both.
+    """
+    hidden = params[0]
+    rest = params[1:]
     kind = ShardedMuon if isinstance(hidden["params"][0], DTensor) else torch.optim.Muon
-    return [
-        kind(
-            [hidden],
-            lr=lr,
-            momentum=momentum,
-            nesterov=nesterov,
-            ns_steps=ns_steps,
-            adjust_lr_fn="match_rms_adamw",
-        ),
-        *([adamw(rest, lr, betas=betas, eps=eps)] if rest else []),
-    ]  # of adapters nothing is left
+    on_hidden = kind(
+        [hidden],
+        lr=lr,
+        momentum=momentum,
+        nesterov=nesterov,
+        ns_steps=ns_steps,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    if not rest:  # adapters are all hidden matrices
+        return [on_hidden]
+    return [on_hidden, adamw(rest, lr, betas=betas, eps=eps)]
 
 
 OPTIMIZERS = {"adamw": adamw, "muon": muon}
 
 
 class ShardedMuon(torch.optim.Muon):
-    """torch's Muon on DTensors. The momentum is divided as the parameters are; a matrix is gathered to be orthogonalized as
-    a whole, each by another of the ranks that share it. (DTensor's own products of matrices of which rows are divided would
-    add up partial sums in bfloat16.)"""
+    """torch's Muon for DTensors.
+
+    The momentum is divided like the parameters. A matrix is gathered and orthogonalized as a whole,
+    each by another one of the ranks that share it. (DTensor's own products of matrices with divided
+    rows would sum partial results in bfloat16.)
+    """
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             mesh = parameters[0].device_mesh
-            shards = mesh.get_group(mesh.ndim - 1)
-            for start in range(0, len(parameters), shards.size()):
-                turn = parameters[start : start + shards.size()]
-                wholes = [self._gather_update(p, group) for p in turn]
-                if shards.rank() < len(turn):
-                    orthogonalize(wholes[shards.rank()], group)
-                for owner, (p, whole) in enumerate(zip(turn, wholes)):
-                    dist.broadcast(whole, group=shards, group_src=owner)
-                    mine = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim).redistribute(
-                        placements=p.placements
-                    )
-                    p.mul_(1 - group["lr"] * group["weight_decay"])
-                    p.add_(mine.to(p.device))
+            shard_group = mesh.get_group(mesh.ndim - 1)
+            for start in range(0, len(parameters), shard_group.size()):
+                self._step_one_per_rank(parameters[start : start + shard_group.size()], group)
 
-    def _gather_update(self, p: Tensor, group: dict) -> Tensor:
-        """The whole matrix that is to be orthogonalized, fp32 on the device of the ranks' group."""
-        momentum, state = group["momentum"], self.state[p]
+    def _step_one_per_rank(self, parameters: list[DTensor], group: dict) -> None:
+        """Update as many matrices as ranks share them, or fewer; each rank orthogonalizes one."""
+        mesh = parameters[0].device_mesh
+        shard_group = mesh.get_group(mesh.ndim - 1)
+        updates = [self._gather_update(parameter, group) for parameter in parameters]
+        if shard_group.rank() < len(parameters):
+            orthogonalize(updates[shard_group.rank()], group)
+        for owner, (parameter, update) in enumerate(zip(parameters, updates)):
+            dist.broadcast(update, group=shard_group, group_src=owner)
+            whole = DTensor.from_local(update, mesh, [Replicate()] * mesh.ndim)
+            own_part = whole.redistribute(placements=parameter.placements)
+            parameter.mul_(1 - group["lr"] * group["weight_decay"])
+            parameter.add_(own_part.to(parameter.device))
+
+    def _gather_update(self, parameter: DTensor, group: dict) -> Tensor:
+        """Return the whole matrix to orthogonalize, fp32, on the device of the ranks' group."""
+        momentum = group["momentum"]
+        gradient = parameter.grad
+        state = self.state[parameter]
         if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(p.grad)
-        buffer = state["momentum_buffer"].lerp_(p.grad, 1 - momentum)
-        update = p.grad.lerp(buffer, momentum) if group["nesterov"] else buffer
-        return update.to(p.device_mesh.device_type).full_tensor().float()
+            state["momentum_buffer"] = torch.zeros_like(gradient)
+        buffer = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
+        update = gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
+        return update.to(parameter.device_mesh.device_type).full_tensor().float()
 
 
 def orthogonalize(matrix: Tensor, group: dict) -> None:
-    """Replace a matrix by the step of torch's Muon in its direction: the momentum is in it already."""
+    """Replace a matrix, which includes the momentum already, by torch's Muon step for it."""
     step = nn.Parameter(torch.zeros_like(matrix))
     step.grad = matrix
-    torch.optim.Muon(
-        [step],
-        weight_decay=0.0,
-        momentum=0.0,
-        nesterov=False,
-        **{key: group[key] for key in ("lr", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")},
-    ).step()
+    keys = ("lr", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
+    settings = {key: group[key] for key in keys}
+    torch.optim.Muon([step], weight_decay=0.0, momentum=0.0, nesterov=False, **settings).step()
     matrix.copy_(step)
 
 
 def build(model: nn.Module, layers: list[nn.Module], optim: DictConfig) -> list[Optimizer]:
-    """The optimizers of a model's parameters; layers: its decoder layers. Groups without a parameter are left out."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    in_layers = {id(p) for layer in layers for p in layer.parameters()}
-    # Experts' biases are stacked, too.
-    spared = {id(p) for name, p in model.named_parameters() if p.ndim <= 1 or name.endswith("bias")}
-    hidden = {id(p) for p in parameters if p.ndim == 2 and id(p) in in_layers - spared}
-    groups = [
-        {"params": [p for p in parameters if id(p) in hidden], "weight_decay": optim.weight_decay},
-        {
-            "params": [p for p in parameters if id(p) not in hidden | spared],
-            "weight_decay": optim.weight_decay,
-        },
-        {"params": [p for p in parameters if id(p) in spared], "weight_decay": 0.0},
-    ]
-    make = (
-        named(optim) if hidden or optim.name != "muon" else adamw
-    )  # model.freeze may leave nothing for Muon
-    found = make(
-        params=[g for g in groups if g["params"]],
+    """Build the optimizers of a model's trained parameters; layers: its decoder layers."""
+    groups = parameter_groups(model, layers, optim.weight_decay)
+    has_hidden = bool(groups[0]["params"])
+    make = find_optimizer(optim)
+    if optim.name == "muon" and not has_hidden:
+        make = adamw  # model.freeze has left nothing for Muon
+    optimizers = make(
+        params=[group for group in groups if group["params"]],
         lr=optim.lr,
         betas=tuple(optim.betas),
         eps=optim.eps,
     )
-    found = found if isinstance(found, list) else [found]
-    for optimizer in found:
+    if not isinstance(optimizers, list):
+        optimizers = [optimizers]
+    for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
             raise InputError(
-                f"optim.name={optim.name} must return a torch.optim.Optimizer or a list of them, not "
-                f"{type(optimizer).__name__}"
+                f"optim.name={optim.name} returned {type(optimizer).__name__}: it must return a "
+                "torch.optim.Optimizer or a list of them"
             )
-    return found
+    return optimizers
 
 
-def named(optim: DictConfig) -> Callable:
-    return plugins.find(
-        "optim.name",
-        optim.name,
-        OPTIMIZERS,
-        ("params", "lr", "betas", "eps"),
-        "optim.kwargs",
-        optim.kwargs,
-    )
+def parameter_groups(model: nn.Module, layers: list[nn.Module], weight_decay: float) -> list[dict]:
+    """Return the groups of trained parameters: hidden matrices, other matrices, not decayed."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    in_layers = set()
+    for layer in layers:
+        in_layers |= {id(p) for p in layer.parameters()}
+    not_decayed = set()
+    for name, p in model.named_parameters():
+        # By name as well, because the biases of experts are stacked to matrices.
+        if p.ndim <= 1 or name.endswith("bias"):
+            not_decayed.add(id(p))
+    is_hidden = in_layers - not_decayed
+    hidden = [p for p in trained if p.ndim == 2 and id(p) in is_hidden]
+    hidden_ids = {id(p) for p in hidden}
+    others = [p for p in trained if id(p) not in hidden_ids | not_decayed]
+    vectors = [p for p in trained if id(p) in not_decayed]
+    return [
+        {"params": hidden, "weight_decay": weight_decay},
+        {"params": others, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
 
 
-def check(config: DictConfig) -> None:
-    """Raise InputError for an optimizer that cannot be found, and for keys that it does not read."""
-    optim, read = config.optim, plugins.parameters(named(config.optim))
+def find_optimizer(optim: DictConfig) -> Callable:
+    """Return the function that optim.name names, with its own parameters bound."""
+    return plugins.find("optim.name", optim.name, OPTIMIZERS, INPUTS, "optim.kwargs", optim.kwargs)
+
+
+def check_optimizer(config: DictConfig) -> None:
+    """Raise InputError for an unknown optimizer, and for keys that it does not read."""
+    optim = config.optim
+    inputs = plugins.parameters(find_optimizer(optim))
     if config.model_engine == "megatron" and optim.name != "adamw":
         raise InputError(
-            f"optim.name={optim.name} needs model_engine=fsdp: model_engine=megatron has AdamW alone"
+            f"optim.name={optim.name} needs model_engine=fsdp: "
+            "model_engine=megatron has no optimizer but AdamW"
         )
-    for key, default in (("betas", [0.9, 0.95]), ("eps", 1e-8)):
-        if key not in read and optim[key] != default:
+    for key, default in DEFAULTS.items():
+        if key not in inputs and optim[key] != default:
             raise InputError(
-                f"optim.{key}={optim[key]} does nothing with optim.name={optim.name}: leave it out"
+                f"optim.{key}={optim[key]} has no effect with optim.name={optim.name}: leave it out"
             )

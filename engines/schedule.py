@@ -1,7 +1,11 @@
 """Learning-rate schedules as pure functions of the step, so that a resume has nothing to restore.
 
-Every schedule takes, by name, the step (from 0) and total_steps after the warm-up, decay_steps (optim.lr_decay_steps_ratio
-of all steps), and returns the factor of the learning rate, 1 at its peak.
+Every schedule takes, by name, those of the following inputs that it reads, and returns a factor of
+the peak learning rate:
+
+    step         the step, from 0, after the warm-up
+    total_steps  the number of steps after the warm-up
+    decay_steps  optim.lr_decay_steps_ratio of all steps
 """
 
 import math
@@ -12,23 +16,26 @@ from omegaconf import DictConfig
 from common import plugins
 from config import InputError
 
+INPUTS = ("step", "total_steps", "decay_steps")
+
 
 def constant(step: int, total_steps: int, **_) -> float:
+    """1."""
     return 1.0
 
 
 def linear(step: int, total_steps: int, **_) -> float:
-    """1 - t, with t from 0 to 1 over all steps"""
+    """1 - t, with t from 0 to 1 over all steps."""
     return 1 - min(1.0, step / max(1, total_steps))
 
 
 def cosine(step: int, total_steps: int, **_) -> float:
-    """(1 + cos(pi t)) / 2"""
+    """(1 + cos(pi t)) / 2, with t from 0 to 1 over all steps."""
     return (1 + math.cos(math.pi * min(1.0, step / max(1, total_steps)))) / 2
 
 
 def wsd(step: int, total_steps: int, *, decay_steps: int, **_) -> float:
-    """1, and a linear decay over the last decay_steps (Hu et al. 2024)"""
+    """1, and a linear decay over the last decay_steps (Hu et al. 2024)."""
     decay = min(total_steps, max(1, decay_steps))
     return linear(max(0, step - (total_steps - decay)), decay)
 
@@ -36,46 +43,52 @@ def wsd(step: int, total_steps: int, *, decay_steps: int, **_) -> float:
 SCHEDULES = {"constant": constant, "linear": linear, "cosine": cosine, "wsd": wsd}
 
 
-def check(optim: DictConfig) -> None:
-    """Raise InputError for a schedule that cannot be found or called, and for keys that it does not read."""
-    function, kind = named(optim), optim.lr_scheduler_type
-    if "decay_steps" not in plugins.parameters(function) and optim.lr_decay_steps_ratio != 0.1:
+def check_schedule(optim: DictConfig) -> None:
+    """Raise InputError for a schedule that cannot be called, and for keys that it does not read."""
+    schedule = find_schedule(optim)
+    kind = optim.lr_scheduler_type
+    if "decay_steps" not in plugins.parameters(schedule) and optim.lr_decay_steps_ratio != 0.1:
         raise InputError(
             f"optim.lr_decay_steps_ratio={optim.lr_decay_steps_ratio} has no effect without "
             "optim.lr_scheduler_type=wsd: leave it out"
         )
     if kind == "constant" and optim.min_lr_ratio != 0:
         raise InputError(
-            f"optim.min_lr_ratio={optim.min_lr_ratio} has no effect with a constant schedule: set it to 0"
+            f"optim.min_lr_ratio={optim.min_lr_ratio} has no effect with a constant schedule: "
+            "set it to 0"
         )
-    factor = function(step=0, total_steps=100, decay_steps=10)
+    factor = schedule(step=0, total_steps=100, decay_steps=10)
     if not isinstance(factor, (int, float)):
-        raise InputError(f"optim.lr_scheduler_type={kind} must return a number, not {factor!r}")
+        raise InputError(
+            f"optim.lr_scheduler_type={kind} returned {factor!r}: it must return a number"
+        )
 
 
-def named(optim: DictConfig) -> Callable[..., float]:
+def find_schedule(optim: DictConfig) -> Callable[..., float]:
+    """Return the function that optim.lr_scheduler_type names, with its own parameters bound."""
     return plugins.find(
         "optim.lr_scheduler_type",
         optim.lr_scheduler_type,
         SCHEDULES,
-        ("step", "total_steps", "decay_steps"),
+        INPUTS,
         "optim.lr_scheduler_kwargs",
         optim.lr_scheduler_kwargs,
     )
 
 
 def learning_rate(optim: DictConfig, step: int, total_steps: int) -> float:
-    """Learning rate of optimizer step `step` (from 0) of total_steps.
+    """Return the learning rate of optimizer step `step` (from 0) of total_steps.
 
-    Warm-up: lr * (step + 1) / warm-up steps. Then lr * (min_lr_ratio + (1 - min_lr_ratio) * factor): a schedule whose
-    factor ends at 0 would have min_lr_ratio in the step after the last one.
+    In the warm-up: lr * (step + 1) / warm-up steps.
+    After it: lr * (min_lr_ratio + (1 - min_lr_ratio) * factor).
+    A schedule whose factor ends at 0 would reach min_lr_ratio in the step after the last one.
     """
-    warmup = round(optim.lr_warmup_steps_ratio * total_steps)
-    if step < warmup:
-        return optim.lr * (step + 1) / warmup
-    factor = named(optim)(
-        step=step - warmup,
-        total_steps=total_steps - warmup,
+    warmup_steps = round(optim.lr_warmup_steps_ratio * total_steps)
+    if step < warmup_steps:
+        return optim.lr * (step + 1) / warmup_steps
+    factor = find_schedule(optim)(
+        step=step - warmup_steps,
+        total_steps=total_steps - warmup_steps,
         decay_steps=round(optim.lr_decay_steps_ratio * total_steps),
     )
     return optim.lr * (optim.min_lr_ratio + (1 - optim.min_lr_ratio) * factor)

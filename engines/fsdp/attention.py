@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,7 +28,15 @@ from engines.context_parallel import shares_sequences
 from engines.model.shape import layer_configs
 from engines.parallel.collectives import AllToAll
 from engines.parallel.device import to_device
-from engines.parallel.varlen import Zigzag, by_kernel, by_segment, explicit_attention
+from engines.parallel.varlen import (
+    KernelSegments,
+    Scoring,
+    Zigzag,
+    by_kernel,
+    by_segment,
+    explicit_attention,
+    needs_all_scores,
+)
 
 # Arguments that models pass to their attention and that do not change its result.
 HARMLESS = {"position_ids", "use_cache", "cache_position", "output_attentions", "is_causal"}
@@ -81,21 +88,6 @@ class Packing:
         return {"packing": self, "attention_mask": unread_mask}
 
 
-class Scoring(NamedTuple):
-    """How scores are computed, in the order of the arguments in engines/parallel/varlen.py.
-
-    scaling  factor of the scores; None: 1 / sqrt(dim)
-    window   number of keys that a query attends to, itself included; 0: all before it
-    softcap  scores are squashed to (-softcap, softcap); None: they are not
-    sinks    [heads] logits that take part in each softmax without a value; None: none
-    """
-
-    scaling: float | None
-    window: int
-    softcap: float | None
-    sinks: Tensor | None
-
-
 # -- packed sequences ------------------------------------------------------------------------------
 
 
@@ -125,7 +117,7 @@ def packed_attention(
     reject_window_mask(attention_mask, scoring.window)
     if packing.zigzag:
         by_token = (x.permute(2, 0, 1, 3) for x in (query, key, value))
-        attended = packing.zigzag.attention(*by_token, *scoring)
+        attended = packing.zigzag.attention(*by_token, scoring)
         return attended.transpose(0, 1), None
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T', heads, dim]
     attend = whole_sequences if packing.group is None else shared_by_heads
@@ -134,22 +126,20 @@ def packed_attention(
 
 def whole_sequences(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scoring: Scoring) -> Tensor:
     """Attend with [T, heads, dim] of all tokens; returns the same shape."""
-    has_kernel = not scoring.softcap and scoring.sinks is None
-    if q.is_cuda and q.dtype != torch.float32 and has_kernel:
+    if q.is_cuda and q.dtype != torch.float32 and not needs_all_scores(scoring):
         cu_seqlens = packing.cu_seqlens
         longest = packing.max_length
-        return by_kernel(
-            q, k, v, cu_seqlens, cu_seqlens, longest, longest, scoring.scaling, scoring.window
-        )
-    return by_sequence(q, k, v, packing, *scoring)
+        segments = KernelSegments(cu_seqlens, cu_seqlens, longest, longest)
+        return by_kernel(q, k, v, segments, scoring)
+    return by_sequence(q, k, v, packing, scoring)
 
 
 # Not compiled: every new set of lengths would cause a recompilation.
 @torch.compiler.disable
-def by_sequence(q: Tensor, k: Tensor, v: Tensor, packing: Packing, *scoring) -> Tensor:
+def by_sequence(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scoring: Scoring) -> Tensor:
     """whole_sequences(), one sequence after another."""
     segments = [(start, end, start, end) for start, end in pairwise(packing.bounds)]
-    return by_segment(q[:, None], k[:, None], v[:, None], segments, *scoring)[:, 0]
+    return by_segment(q[:, None], k[:, None], v[:, None], segments, scoring)[:, 0]
 
 
 # Not compiled: every group of ranks would cause a recompilation, and collectives gain nothing.
@@ -210,9 +200,8 @@ def padded_attention(
         length = query.shape[2]
         ones = torch.ones(length, length, dtype=torch.bool, device=query.device)
         attention_mask = ones.tril()
-    attended = explicit_attention(
-        query, key, value, attention_mask, options.get("scaling"), softcap, s_aux
-    )
+    scoring = Scoring(options.get("scaling"), softcap=softcap, sinks=s_aux)
+    attended = explicit_attention(query, key, value, attention_mask, scoring)
     return attended.transpose(1, 2), None
 
 

@@ -57,8 +57,8 @@ def check_layout(config: DictConfig, hf_config, world_size: int) -> None:
     """Raise InputError for an optimizer, a schedule, or a number of ranks that cannot work."""
     engine = config.engine
     cp = fixed_cp_size(engine)
-    schedule.check(config.optim)
-    optimizer.check(config)
+    schedule.check_schedule(config.optim)
+    optimizer.check_optimizer(config)
     check_attention_heads(config, hf_config)
     if world_size % cp:
         raise InputError(

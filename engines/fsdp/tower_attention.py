@@ -12,7 +12,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from engines.fsdp.attention import reject_unsupported
-from engines.parallel.varlen import by_kernel, by_segment
+from engines.parallel.varlen import KernelSegments, Scoring, by_kernel, by_segment
 
 # transformers passes cu_seqlens only to attention implementations named *flash*.
 WINDOWS = "windows_flash"
@@ -34,13 +34,13 @@ def windows_attention(
         options.pop(ignored, None)
     reject_unsupported(options | {"a mask": attention_mask, "is_causal=True": is_causal or None})
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, dim]
+    scoring = Scoring(scaling, is_causal=False)
     if q.is_cuda and q.dtype != torch.float32:
-        attended = by_kernel(
-            q, k, v, cu_seqlens, cu_seqlens, max_length, max_length, scaling, causal=False
-        )
+        segments = KernelSegments(cu_seqlens, cu_seqlens, max_length, max_length)
+        attended = by_kernel(q, k, v, segments, scoring)
         return attended[None], None
     segments = [(start, end, start, end) for start, end in pairwise(cu_seqlens.tolist())]
-    attended = by_segment(q[:, None], k[:, None], v[:, None], segments, scaling, causal=False)
+    attended = by_segment(q[:, None], k[:, None], v[:, None], segments, scoring)
     return attended[None, :, 0], None
 
 

@@ -32,8 +32,8 @@ def length_multiple(engine: DictConfig, cp_size: int) -> int:
 def check_layout(config: DictConfig, hf_config, world_size: int) -> None:
     """Raise InputError for a layout that fits neither model, batch nor number of ranks."""
     engine = config.engine
-    schedule.check(config.optim)
-    optimizer.check(config)
+    schedule.check_schedule(config.optim)
+    optimizer.check_optimizer(config)
     check_world_size(engine, world_size)
     check_heads(engine, hf_config)
     check_mlp(engine, hf_config, world_size)

@@ -19,7 +19,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
-from engines.parallel.varlen import Zigzag
+from engines.parallel.varlen import Scoring, Zigzag
 
 
 def install_torch_layers() -> None:
@@ -232,5 +232,6 @@ class TorchAttention(nn.Module):
         Padding follows a sequence, where causal attention hides it from all tokens. So there is
         nothing to mask.
         """
-        attended = packed_seq_params.zigzag.attention(query, key, value, self.scale, self.window)
+        scoring = Scoring(self.scale, self.window)
+        attended = packed_seq_params.zigzag.attention(query, key, value, scoring)
         return attended.flatten(2)

@@ -1,0 +1,10 @@
+"""What a rank needs to work with its device and with other ranks, for both engines.
+
+    device        the rank's device, the process group, and work that rank 0 does for all
+    affinity      the CPUs next to the device
+    collectives   collectives with a gradient, and groups of ranks
+    varlen        attention over sequences laid end to end, on one rank or several
+    offload       tensors that wait in host memory
+
+Nothing here knows a model or an engine.
+"""

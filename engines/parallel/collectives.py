@@ -1,4 +1,4 @@
-"""Collectives with a gradient that both engines use, and the groups of ranks for them."""
+"""Collectives with a gradient for both engines, and the groups of ranks for them."""
 
 from functools import cache
 
@@ -8,12 +8,16 @@ from torch import Tensor
 
 
 class AllGather(torch.autograd.Function):
-    """[T/R, ...] of R ranks -> [T, ...] on each. Every rank goes on to compute the same loss from it, so that its own
-    slice of the gradient is complete as it stands."""
+    """[T/R, ...] on each of R ranks -> [T, ...] on all of them.
+
+    For results from which every rank computes the same loss: then this rank's slice of the gradient
+    is complete as it stands.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group, ctx.length = group, len(x)
+        ctx.group = group
+        ctx.length = len(x)
         out = x.new_empty(len(x) * dist.get_world_size(group), *x.shape[1:])
         dist.all_gather_into_tensor(out, x.contiguous(), group=group)
         return out
@@ -25,11 +29,12 @@ class AllGather(torch.autograd.Function):
 
 
 class AllToAll(torch.autograd.Function):
-    """[R, ...] -> [R, ...]: rank r gets what each of the R ranks has in its place r."""
+    """[R, ...] -> [R, ...]: rank r gets entry r of each of the R ranks."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group, x = group, x.contiguous()
+        ctx.group = group
+        x = x.contiguous()
         out = torch.empty_like(x)
         dist.all_to_all_single(out, x, group=group)
         return out
@@ -40,7 +45,10 @@ class AllToAll(torch.autograd.Function):
 
 
 class GatherAll(torch.autograd.Function):
-    """[T/R, ...] of R ranks -> [T, ...] on each. Every rank computes something else from it: gradients are added up."""
+    """[T/R, ...] on each of R ranks -> [T, ...] on all of them.
+
+    For results from which every rank computes something else: gradients are summed over ranks.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -57,22 +65,33 @@ class GatherAll(torch.autograd.Function):
 
 
 def groups_of(
-    dp_group: dist.ProcessGroup, alone: dist.ProcessGroup
+    dp_group: dist.ProcessGroup, single: dist.ProcessGroup
 ) -> dict[int, dist.ProcessGroup]:
-    """This rank's groups by their size, a power of two: of each size s the data-parallel ranks i * s : (i + 1) * s for all i. They
-    are made once. alone: the group of this rank. Called by all ranks."""
-    return {1: alone} | _groups_of(dist.group.WORLD, tuple(dist.get_process_group_ranks(dp_group)))
+    """Return the groups of this rank for dynamic context parallelism, by their size.
+
+    Sizes are powers of two. The groups of size s have the data-parallel ranks i * s to
+    (i + 1) * s - 1. They are made once. Called by all ranks.
+
+    single: the group of this rank alone.
+    """
+    own_dp_ranks = tuple(dist.get_process_group_ranks(dp_group))
+    return {1: single} | _groups_of(dist.group.WORLD, own_dp_ranks)
 
 
 @cache
-def _groups_of(world: dist.ProcessGroup, own: tuple[int, ...]) -> dict[int, dist.ProcessGroup]:
-    everybodys = [None] * dist.get_world_size()
-    dist.all_gather_object(everybodys, own)
+def _groups_of(
+    world: dist.ProcessGroup, own_dp_ranks: tuple[int, ...]
+) -> dict[int, dist.ProcessGroup]:
+    """Make the groups with more than one rank; all ranks make all groups, in the same order."""
+    dp_ranks_of_all = [None] * dist.get_world_size()
+    dist.all_gather_object(dp_ranks_of_all, own_dp_ranks)
     groups = {}
-    for ranks in sorted({*everybodys}):
-        for size in (1 << level for level in range(1, len(ranks).bit_length())):
-            for start in range(0, len(ranks) - size + 1, size):
-                group = dist.new_group(ranks[start : start + size])
-                if dist.get_rank() in ranks[start : start + size]:
+    for dp_ranks in sorted({*dp_ranks_of_all}):
+        for level in range(1, len(dp_ranks).bit_length()):
+            size = 1 << level
+            for start in range(0, len(dp_ranks) - size + 1, size):
+                members = dp_ranks[start : start + size]
+                group = dist.new_group(members)
+                if dist.get_rank() in members:
                     groups[size] = group
     return groups

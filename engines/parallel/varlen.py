@@ -1,9 +1,14 @@
-"""Attention over sequences laid end to end: in one kernel of an accelerator, or one after another; on one rank, or divided
-over ranks that gather each other's keys and values."""
+"""Attention over sequences laid end to end.
+
+On an accelerator it is one kernel, else one sequence after another. Zigzag divides sequences over
+ranks that gather each other's keys and values.
+"""
 
 import inspect
 from collections.abc import Iterable
 from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,203 +19,250 @@ from torch.nn.attention.varlen import varlen_attn
 
 from engines.parallel.collectives import GatherAll
 
-# torch 2.13 has to be told that heads are grouped; 2.11 has no such argument and sees it.
-GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+# torch 2.13 must be told that heads are grouped; 2.11 has no such argument and notices by itself.
+HAS_GQA_ARGUMENT = "enable_gqa" in inspect.signature(varlen_attn).parameters
+GROUPED_HEADS = {"enable_gqa": True} if HAS_GQA_ARGUMENT else {}
+
+
+class Scoring(NamedTuple):
+    """How scores are computed from queries and keys.
+
+    scaling    factor of the scores; None: 1 / sqrt(dim)
+    window     number of keys that a query attends to, itself included; 0: all before it
+    softcap    a score s becomes softcap * tanh(s / softcap); None: it stays
+    sinks      [heads] score of one more key, which every query sees and whose value is 0; or None
+    is_causal  False: a query sees all of its segment
+    """
+
+    scaling: float | None
+    window: int = 0
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    is_causal: bool = True
+
+
+def needs_all_scores(scoring: Scoring) -> bool:
+    """Return whether no kernel computes this, so that all scores of a segment are in memory."""
+    return bool(scoring.softcap) or scoring.sinks is not None
+
+
+class Segment(NamedTuple):
+    """Queries first_query to end_query - 1, and the keys they may see; the last sees the last."""
+
+    first_query: int
+    end_query: int
+    first_key: int
+    end_key: int
+
+
+class KernelSegments(NamedTuple):
+    """Segments as the kernel takes them. Each segment's last query sees its last key.
+
+    cu_queries, cu_keys      [n+1] int32: where the segments of queries and keys begin, and the end
+    max_queries, max_keys    the longest segment, or more
+    """
+
+    cu_queries: Tensor
+    cu_keys: Tensor
+    max_queries: int
+    max_keys: int
 
 
 def by_kernel(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    longest_q: int,
-    longest_k: int,
-    scale: float | None,
-    window: int = 0,
-    causal: bool = True,
+    query: Tensor, key: Tensor, value: Tensor, segments: KernelSegments, scoring: Scoring
 ) -> Tensor:
-    """query [T, heads, dim], key and value [T', kv_heads, dim], of a half-precision dtype -> [T, heads, dim].
+    """Attend in one kernel, in a half-precision dtype.
 
-    cu_q, cu_k [n+1] int32: where the segments of queries and keys begin; each segment's last query sees its last key.
-    longest_*: the longest segment, or more. window: how many keys a query sees, itself included; 0: all before it. If not causal,
-    a query sees all of its segment.
+    query: [T, heads, dim]; key and value: [T', kv_heads, dim]. Returns [T, heads, dim].
+    Soft caps and sinks are not supported.
     """
-    width = value.shape[-1]
-    if width != query.shape[-1]:
-        value = F.pad(
-            value, (0, query.shape[-1] - width)
-        )  # the kernel has one size for keys and values
-    return varlen_attn(
+    value_width = value.shape[-1]
+    if value_width != query.shape[-1]:
+        # The kernel has one size for keys and values.
+        value = F.pad(value, (0, query.shape[-1] - value_width))
+    attended = varlen_attn(
         query.contiguous(),
         key.contiguous(),
         value.contiguous(),
-        cu_q,
-        cu_k,
-        longest_q,
-        longest_k,
-        scale=scale,
-        window_size=(window - 1, 0) if causal else (-1, -1),
-        **GROUPED,
-    )[..., :width]
+        segments.cu_queries,
+        segments.cu_keys,
+        segments.max_queries,
+        segments.max_keys,
+        scale=scoring.scaling,
+        window_size=(scoring.window - 1, 0) if scoring.is_causal else (-1, -1),
+        **GROUPED_HEADS,
+    )
+    return attended[..., :value_width]
 
 
 def by_segment(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    segments: Iterable[tuple[int, int, int, int]],
-    scale: float | None,
-    window: int = 0,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    causal: bool = True,
+    query: Tensor, key: Tensor, value: Tensor, segments: Iterable[Segment], scoring: Scoring
 ) -> Tensor:
-    """query [T, b, heads, dim], key and value [T', b, kv_heads, dim] of any dtype -> [T, b, heads, dim]. segments: (first and
-    last query, first and last key) of each, whose last query sees its last key; window, causal: as above; softcap, sinks: below."""
-    out = []
-    for q0, q1, k0, k1 in segments:
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query[q0:q1], key[k0:k1], value[k0:k1]))
-        num_q, num_k = q1 - q0, k1 - k0
-        seen = None
-        if 0 < window < num_k or softcap or sinks is not None:
-            seen = torch.ones(num_q, num_k, dtype=torch.bool, device=q.device).tril(num_k - num_q)
-            seen = seen.triu(num_k - num_q + 1 - window) if window > 0 else seen
-        if softcap or sinks is not None:
-            attended = explicit_attention(q, k, v, seen, scale, softcap, sinks)
-        else:
-            mask = (
-                {"attn_mask": seen}
-                if seen is not None
-                else {"is_causal": causal}
-                if num_q == num_k or not causal
-                else {"attn_mask": causal_lower_right(num_q, num_k)}
-            )
-            attended = F.scaled_dot_product_attention(
-                q, k, v, scale=scale, enable_gqa=q.shape[1] != k.shape[1], **mask
-            )
-        out.append(attended.permute(2, 0, 1, 3))
-    return torch.cat(out)
+    """Attend in one segment after another, in any dtype.
+
+    query: [T, b, heads, dim]; key and value: [T', b, kv_heads, dim]. Returns [T, b, heads, dim].
+    segments: Segments, or tuples of their fields.
+    """
+    attended = []
+    for first_query, end_query, first_key, end_key in segments:
+        q = query[first_query:end_query].permute(1, 2, 0, 3)
+        k = key[first_key:end_key].permute(1, 2, 0, 3)
+        v = value[first_key:end_key].permute(1, 2, 0, 3)
+        attended.append(attend_in_segment(q, k, v, scoring).permute(2, 0, 1, 3))
+    return torch.cat(attended)
+
+
+def attend_in_segment(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+    """Attend with query [b, heads, n, dim], key and value [b, kv_heads, m, dim]."""
+    num_queries = query.shape[2]
+    num_keys = key.shape[2]
+    is_seen = None
+    if 0 < scoring.window < num_keys or needs_all_scores(scoring):
+        is_seen = seen_keys(num_queries, num_keys, scoring.window, query.device)
+    if needs_all_scores(scoring):
+        return explicit_attention(query, key, value, is_seen, scoring)
+    if is_seen is not None:
+        mask = {"attn_mask": is_seen}
+    elif num_queries == num_keys or not scoring.is_causal:
+        mask = {"is_causal": scoring.is_causal}
+    else:
+        mask = {"attn_mask": causal_lower_right(num_queries, num_keys)}
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        scale=scoring.scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+        **mask,
+    )
+
+
+def seen_keys(num_queries: int, num_keys: int, window: int, device: torch.device) -> Tensor:
+    """Return [queries, keys] bool, where the last query sees the last key."""
+    num_earlier = num_keys - num_queries
+    is_seen = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(num_earlier)
+    if window > 0:
+        is_seen = is_seen.triu(num_earlier + 1 - window)
+    return is_seen
 
 
 def explicit_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    seen: Tensor,
-    scale: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
+    query: Tensor, key: Tensor, value: Tensor, is_seen: Tensor, scoring: Scoring
 ) -> Tensor:
-    """query [b, heads, n, dim], key and value [b, kv_heads, m, dim] -> [b, heads, n, dim], with all n * m scores in memory.
-    seen [.., n, m] bool: which key each query sees. softcap c: a score s becomes c * tanh(s / c). sinks [heads]: the score of one
-    more key, which every query sees and whose value is 0."""
-    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
-    scores = (query @ key.transpose(-1, -2)).float() * (scale or query.shape[-1] ** -0.5)
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~seen, -torch.inf)
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.float()[:, None, None].expand(*scores.shape[:-1], 1)], -1)
-    return scores.softmax(-1)[..., : key.shape[2]].to(value.dtype) @ value
+    """Attend with all n * m scores in memory, which soft caps and sinks need.
+
+    query: [b, heads, n, dim]; key and value: [b, kv_heads, m, dim]. Returns [b, heads, n, dim].
+    is_seen: [.., n, m] bool, which keys each query sees; window and is_causal are ignored.
+    """
+    key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+    scaling = scoring.scaling or query.shape[-1] ** -0.5
+    scores = (query @ key.transpose(-1, -2)).float() * scaling
+    if scoring.softcap:
+        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+    scores = scores.masked_fill(~is_seen, -torch.inf)
+    if scoring.sinks is not None:
+        sinks = scoring.sinks.float()[:, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sinks], -1)
+    probabilities = scores.softmax(-1)[..., : key.shape[2]]
+    return probabilities.to(value.dtype) @ value
 
 
 class Zigzag:
-    """How the ranks of a group divide sequences: each into 2 * ranks chunks, of which rank r has the r-th from either end. So all
-    have equal work (Dubey et al. 2024, section 3.3.2).
+    """Divides sequences over the ranks of a group so that all have equal work.
 
-    bounds  [n+1]: over all tokens, sequence i is bounds[i]:bounds[i+1]; a multiple of 2 * ranks long, if there are several
+    Each sequence is cut into 2 * ranks chunks, of which rank r has the r-th from either end (Dubey
+    et al. 2024, section 3.3.2).
+
+    bounds: [n+1], sequence i has the tokens bounds[i] to bounds[i+1] - 1 of all. With several ranks
+    all are multiples of 2 * ranks.
     """
 
     def __init__(self, bounds: list[int], group: dist.ProcessGroup, device: torch.device):
-        self.bounds, self.group, self.device, self.size, self.rank = (
-            bounds,
-            group,
-            device,
-            group.size(),
-            group.rank(),
-        )
+        self.bounds = bounds
+        self.group = group
+        self.device = device
+        self.size = group.size()
+        self.rank = group.rank()
 
     @cached_property
-    def segments(self) -> list[tuple[int, int, int, int]]:
-        """(first and last query on this rank, first and last key) of every causal block; the last query sees the last key."""
+    def segments(self) -> list[Segment]:
+        """The causal blocks: queries are numbered on this rank, keys over all tokens."""
         if self.size == 1:
-            return [(start, end, start, end) for start, end in zip(self.bounds, self.bounds[1:])]
-        blocks = []
-        for start, end in zip(self.bounds, self.bounds[1:]):
-            chunk, mine = (end - start) // (2 * self.size), start // self.size
-            blocks += [
-                (mine, mine + chunk, start, start + (self.rank + 1) * chunk),
-                (
-                    mine + chunk,
-                    mine + 2 * chunk,
-                    start,
-                    start + (2 * self.size - self.rank) * chunk,
-                ),
-            ]
-        return blocks
+            return [Segment(start, end, start, end) for start, end in pairwise(self.bounds)]
+        segments = []
+        for start, end in pairwise(self.bounds):
+            chunk = (end - start) // (2 * self.size)
+            first_query = start // self.size
+            middle_query = first_query + chunk
+            end_key = start + (self.rank + 1) * chunk
+            segments.append(Segment(first_query, middle_query, start, end_key))
+            end_key = start + (2 * self.size - self.rank) * chunk
+            segments.append(Segment(middle_query, middle_query + chunk, start, end_key))
+        return segments
 
     @property
     def positions(self) -> Tensor:
-        """[tokens of this rank] int64: the place of each in its sequence."""
-        return torch.cat(
-            [torch.arange(k1 - k0 - (q1 - q0), k1 - k0) for q0, q1, k0, k1 in self.segments]
+        """[tokens of this rank] int64: the position of each in its sequence."""
+        positions = []
+        for first_query, end_query, first_key, end_key in self.segments:
+            end = end_key - first_key
+            positions.append(torch.arange(end - (end_query - first_query), end))
+        return torch.cat(positions)
+
+    @cached_property
+    def _kernel_segments(self) -> KernelSegments:
+        """The segments on the device."""
+        num_queries = [segment.end_query - segment.first_query for segment in self.segments]
+        num_keys = [segment.end_key - segment.first_key for segment in self.segments]
+        cu_queries = torch.tensor([0, *num_queries]).cumsum(0, dtype=torch.int32)
+        cu_keys = torch.tensor([0, *num_keys]).cumsum(0, dtype=torch.int32)
+        return KernelSegments(
+            cu_queries.to(self.device), cu_keys.to(self.device), max(num_queries), max(num_keys)
         )
 
     @cached_property
-    def _of_kernel(self) -> tuple:
-        """On the device: (cu_seqlens of queries, of keys, most queries, most keys, index of the keys that segments see or None)"""
-        queries, keys = ([s[i + 1] - s[i] for s in self.segments] for i in (0, 2))
-        cu_q, cu_k = (
-            torch.tensor([0, *n]).cumsum(0, dtype=torch.int32).to(self.device)
-            for n in (queries, keys)
-        )
-        seen = None
-        if self.size > 1:  # earlier and later queries see some of the same keys
-            seen = torch.cat([torch.arange(k0, k1) for _, _, k0, k1 in self.segments]).to(
-                self.device
-            )
-        return cu_q, cu_k, max(queries), max(keys), seen
+    def _keys_of_segments(self) -> Tensor | None:
+        """Index of the keys that segments see, one after another; None: each key once, in order.
 
-    # Not compiled: it would be compiled again for every new set of lengths, without any gain for collectives.
+        With several ranks, earlier and later queries see some of the same keys.
+        """
+        if self.size == 1:
+            return None
+        keys = [torch.arange(segment.first_key, segment.end_key) for segment in self.segments]
+        return torch.cat(keys).to(self.device)
+
+    # Not compiled: it would be compiled again for every new set of lengths, and collectives would
+    # gain nothing.
     @torch.compiler.disable
-    def attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float | None,
-        window: int = 0,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """query [s, b, heads, dim], key and value [s, b, kv_heads, dim] -> [s, b, heads, dim], s tokens of this rank. b = 1, or as
-        many rows of one sequence each."""
-        if self.size > 1:
-            key, value = (self._in_order(GatherAll.apply(x, self.group)) for x in (key, value))
-        if (
-            query.is_cuda
-            and query.dtype != torch.float32
-            and query.shape[1] == 1
-            and not softcap
-            and sinks is None
-        ):
-            cu_q, cu_k, longest_q, longest_k, seen = self._of_kernel
-            k, v = (
-                x[:, 0] if seen is None else x[:, 0].index_select(0, seen) for x in (key, value)
-            )
-            return by_kernel(query[:, 0], k, v, cu_q, cu_k, longest_q, longest_k, scale, window)[
-                :, None
-            ]
-        return by_segment(query, key, value, self.segments, scale, window, softcap, sinks)
+    def attention(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+        """Attend causally within each sequence.
 
-    def _in_order(self, x: Tensor) -> Tensor:
-        """[all tokens, ...] in the order of ranks -> in the order of the sequences."""
-        local, parts = x.shape[0] // self.size, []
-        for start, end in zip(self.bounds, self.bounds[1:]):
-            chunk = (end - start) // (2 * self.size)
-            for j in range(2 * self.size):
-                rank, second = (j, 0) if j < self.size else (2 * self.size - 1 - j, chunk)
-                first = rank * local + start // self.size + second
-                parts.append(x[first : first + chunk])
-        return torch.cat(parts)
+        query: [s, b, heads, dim]; key and value: [s, b, kv_heads, dim], where s are this rank's
+        tokens. b = 1, or as many rows of one sequence each. Returns [s, b, heads, dim].
+        """
+        if self.size > 1:
+            key = self._in_order(GatherAll.apply(key, self.group))
+            value = self._in_order(GatherAll.apply(value, self.group))
+        has_kernel = query.is_cuda and query.dtype != torch.float32 and query.shape[1] == 1
+        if not has_kernel or needs_all_scores(scoring):
+            return by_segment(query, key, value, self.segments, scoring)
+        k = key[:, 0]
+        v = value[:, 0]
+        if self._keys_of_segments is not None:
+            k = k.index_select(0, self._keys_of_segments)
+            v = v.index_select(0, self._keys_of_segments)
+        return by_kernel(query[:, 0], k, v, self._kernel_segments, scoring)[:, None]
+
+    def _in_order(self, gathered: Tensor) -> Tensor:
+        """Reorder [all tokens, ...] from the order of ranks to the order of the sequences."""
+        num_own = gathered.shape[0] // self.size
+        chunks = []
+        for start, end in pairwise(self.bounds):
+            length = (end - start) // (2 * self.size)
+            for index in range(2 * self.size):
+                is_second = index >= self.size
+                rank = 2 * self.size - 1 - index if is_second else index
+                first = rank * num_own + start // self.size + is_second * length
+                chunks.append(gathered[first : first + length])
+        return torch.cat(chunks)

@@ -226,7 +226,7 @@ def test_another_optimizer(fork, this_device, tmp_path):
     assert len(engine.optimizers) == 3
     (tmp_path / "wrong.py").write_text("def wrong(**_): pass\n")
     with pytest.raises(
-        InputError, match="optim.name=wrong.py:wrong must return a torch.optim.Optimizer"
+        InputError, match="optim.name=wrong.py:wrong returned"
     ):
         optimizer.build(engine.model, [], fork("A schedule", "optim.name=wrong.py:wrong").optim)
 
@@ -235,7 +235,7 @@ def test_a_schedule(fork):
     config = fork(
         "A schedule", "optim.lr_warmup_steps_ratio=0.2", "optim.min_lr_ratio=0.1", "optim.lr=1.0"
     )
-    schedule.check(config.optim)
+    schedule.check_schedule(config.optim)
     rates = [schedule.learning_rate(config.optim, step, 10) for step in (0, 1, 2, 6, 10)]
     assert rates == pytest.approx([0.5, 1, 1, 0.1 + 0.9 * 0.25, 0.1])
 
