@@ -1,3 +1,6 @@
+"""Packing sequences into micro-batches, dividing work over ranks, and batches of sequences."""
+
+import itertools
 import time
 
 import numpy as np
@@ -17,26 +20,27 @@ lengths_and_cap = st.integers(1, 400).flatmap(
 
 @given(lengths_and_cap, st.booleans(), st.integers(0, 8))
 @settings(max_examples=300, deadline=None)
-def test_micro_batches_never_exceed_the_cap_and_hold_each_sequence_once(case, padded, more):
+def test_micro_batches_never_exceed_the_cap_and_hold_each_sequence_once(case, padded, num_added):
     lengths, cap = case
     bins = pack(lengths, cap, padded)
-    bins = spread(bins, len(bins) + more, lengths)
-    assert sorted(i for b in bins for i in b) == list(range(len(lengths)))
-    for b in bins:
-        used = [lengths[i] for i in b]
-        assert (max(used, default=0) * len(used) if padded else sum(used)) <= cap
+    bins = spread(bins, len(bins) + num_added, lengths)
+    assert sorted(itertools.chain(*bins)) == list(range(len(lengths)))
+    for sequences in bins:
+        used = [lengths[i] for i in sequences]
+        num_tokens = max(used, default=0) * len(used) if padded else sum(used)
+        assert num_tokens <= cap
 
 
 @given(lengths_and_cap, st.integers(0, 8))
 @settings(deadline=None)
-def test_spread_gives_exactly_the_number_of_bins_that_other_ranks_have(case, more):
+def test_spread_gives_exactly_the_number_of_bins_that_other_ranks_have(case, num_added):
     lengths, cap = case
     bins = pack(lengths, cap)
-    wanted = len(bins) + more
-    got = spread(bins, wanted, lengths)
-    assert len(got) == wanted
-    if len(lengths) >= wanted:
-        assert all(got), "no micro-batch stays empty while another holds two sequences"
+    num_bins = len(bins) + num_added
+    bins = spread(bins, num_bins, lengths)
+    assert len(bins) == num_bins
+    if len(lengths) >= num_bins:
+        assert all(bins), "no micro-batch stays empty while another holds two sequences"
 
 
 def test_pack_fills_bins_where_a_naive_cut_overflows():
@@ -51,13 +55,21 @@ def test_a_sequence_longer_than_the_cap_is_an_error():
         pack([3, 9], 8)
 
 
+def sums_of(parts, costs):
+    """Return the total cost of each part."""
+    sums = []
+    for part in parts:
+        sums.append(sum(costs[i] for i in part))
+    return sums
+
+
 @given(st.lists(st.floats(1, 1e6), max_size=50), st.integers(1, 8))
 @settings(deadline=None)
-def test_partition_holds_each_item_once_and_is_balanced(costs, parts):
-    got = partition(costs, parts)
-    assert len(got) == parts
-    assert sorted(i for p in got for i in p) == list(range(len(costs)))
-    sums = [sum(costs[i] for i in p) for p in got]
+def test_partition_holds_each_item_once_and_is_balanced(costs, num_parts):
+    parts = partition(costs, num_parts)
+    assert len(parts) == num_parts
+    assert sorted(itertools.chain(*parts)) == list(range(len(costs)))
+    sums = sums_of(parts, costs)
     assert max(sums) - min(sums) <= max(costs, default=0) * (1 + 1e-9)
 
 
@@ -65,12 +77,13 @@ def test_partition_beats_round_robin_on_skewed_work():
     rng = np.random.default_rng(0)
     costs = [24576 * n + n * n for n in rng.lognormal(6, 1.2, 256).astype(int)]
     share = sum(costs) / 8
-    assert max(sum(costs[i] for i in p) for p in partition(costs, 8)) < 1.001 * share
-    assert max(sum(costs[i::8]) for i in range(8)) > 1.05 * share
+    assert max(sums_of(partition(costs, 8), costs)) < 1.001 * share
+    round_robin = [range(i, len(costs), 8) for i in range(8)]
+    assert max(sums_of(round_robin, costs)) > 1.05 * share
 
 
-def test_very_many_items_are_divided_as_evenly_and_in_no_time():
-    """As 64 ranks have them. One that is larger than a whole share is alone."""
+def test_very_many_items_are_divided_evenly_and_fast():
+    """As many as 64 ranks have. An item that is larger than a whole share is alone in its part."""
     costs = [
         24576 * n + n * n
         for n in np.random.default_rng(0).lognormal(6, 1.2, 30_000).astype(int).tolist()
@@ -78,12 +91,10 @@ def test_very_many_items_are_divided_as_evenly_and_in_no_time():
     costs[7] = sum(costs) / 32
     start = time.process_time()
     parts = partition(costs, 64)
-    assert (
-        time.process_time() - start < 0.5
-        and sorted(sum(parts, [])) == list(range(30_000))
-        and [7] in parts
-    )
-    sums = sorted(sum(costs[i] for i in part) for part in parts)
+    assert time.process_time() - start < 0.5
+    assert sorted(itertools.chain(*parts)) == list(range(30_000))
+    assert [7] in parts
+    sums = sorted(sums_of(parts, costs))
     assert sums[-2] < 1.0001 * sums[0]
 
 
@@ -105,18 +116,18 @@ def test_select_and_position_ids():
     assert batch.position_ids.tolist() == [0, 1, 2, 0, 0, 1, 2, 3, 4, 5]
     part = batch.select([2, 0])
     assert part.input_ids.tolist() == [4, 5, 6, 7, 8, 9, 0, 1, 2]
-    assert part.cu_seqlens.tolist() == [0, 6, 9] and part.lengths == [6, 3]
+    assert part.cu_seqlens.tolist() == [0, 6, 9]
+    assert part.lengths == [6, 3]
     assert torch.equal(part.fields["loss_mask"], part.input_ids / 10)
     first, none, rest = batch.split([1, 0, 2])
-    assert (
-        first.input_ids.tolist() == [0, 1, 2]
-        and rest.input_ids.tolist() == [3, 4, 5, 6, 7, 8, 9]
-        and len(none) == 0
-    )
-    assert rest.cu_seqlens.tolist() == [0, 1, 7] and torch.equal(
-        rest.fields["loss_mask"], rest.input_ids / 10
-    )
+    assert first.input_ids.tolist() == [0, 1, 2]
+    assert rest.input_ids.tolist() == [3, 4, 5, 6, 7, 8, 9]
+    assert len(none) == 0
+    assert rest.cu_seqlens.tolist() == [0, 1, 7]
+    assert torch.equal(rest.fields["loss_mask"], rest.input_ids / 10)
     rest.input_ids[0] = 20
     assert batch.input_ids[3] == 20, "a view"
     empty = batch.select([])
-    assert len(empty) == 0 and empty.input_ids.tolist() == [] and empty.cu_seqlens.tolist() == [0]
+    assert len(empty) == 0
+    assert empty.input_ids.tolist() == []
+    assert empty.cu_seqlens.tolist() == [0]

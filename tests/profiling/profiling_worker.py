@@ -1,20 +1,23 @@
-"""Every stage of a PPO step in which a model of the trainer runs, dumped by msprobe; or an update on several layouts.
+"""Runs whose stages msprobe dumps: each stage of a PPO step, or an update on several layouts.
 
-    torchrun --nproc-per-node N tests/profiling/profiling_worker.py ENGINE MODEL FOLDER TASK [key=value ...]
+    torchrun --nproc-per-node N tests/profiling/profiling_worker.py ENGINE MODEL FOLDER TASK
+        [key=value ...]
     torchrun --nproc-per-node N tests/profiling/profiling_worker.py layouts MODELS FOLDER
 
-Writes FOLDER/profile as a run does (of layouts FOLDER/{name}/profile and metrics.jsonl); train_ppo.py does the same with vLLM
-around it.
+Writes FOLDER/profile as a run does (for layouts FOLDER/{name}/profile and metrics.jsonl).
+train_ppo.py does the same, with vLLM around it.
 """
 
 import json
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from config import load
+from engines.heads import Head
 from engines.parallel import device
 from job import setup as job
 from tests.engines.megatron_worker import new_layout, value_loss
@@ -27,29 +30,47 @@ STAGES = [
     "critic_update",
     "actor_update",
 ]
-TP2, PP2 = "engine.tensor_model_parallel_size=2", "engine.pipeline_model_parallel_size=2"
-NO_SP, WHOLE = "engine.sequence_parallel=false", "data.max_tokens_per_micro_batch=1000"
-# By number of ranks: name -> engine, model, settings. Sequence parallelism pads sequences, which may make other micro-batches.
+TP2 = "engine.tensor_model_parallel_size=2"
+PP2 = "engine.pipeline_model_parallel_size=2"
+VPP2 = "engine.virtual_pipeline_model_parallel_size=2"
+NO_SP = "engine.sequence_parallel=false"
+ONE_MICRO_BATCH = "data.max_tokens_per_micro_batch=1000"
+TOTAL_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Layout:
+    """An engine, the name of its model's folder, and further settings."""
+
+    engine: str
+    model: str = "model"
+    settings: list[str] = field(default_factory=list)
+
+
+# By number of ranks. Sequence parallelism pads sequences, which may change the micro-batches.
 LAYOUTS = {
-    1: {"fsdp": ("fsdp", "model", []), "fsdp_whole": ("fsdp", "model", [WHOLE])},
+    1: {
+        "fsdp": Layout("fsdp"),
+        "fsdp_whole": Layout("fsdp", settings=[ONE_MICRO_BATCH]),
+    },
     2: {
-        "tp": ("megatron", "model", [TP2, NO_SP]),
-        "sp": ("megatron", "model", [TP2]),
-        "sp_whole": ("megatron", "model", [TP2, WHOLE]),
-        "tp_whole": ("megatron", "model", [TP2, NO_SP, WHOLE]),
-        "vpp": ("megatron", "model", [PP2, "engine.virtual_pipeline_model_parallel_size=2"]),
-        "recompute": ("megatron", "model", [TP2, NO_SP, "engine.recompute=full"]),
-        "dp": ("fsdp", "model", []),
-        "head": ("megatron", "head", [PP2]),
+        "tp": Layout("megatron", settings=[TP2, NO_SP]),
+        "sp": Layout("megatron", settings=[TP2]),
+        "sp_whole": Layout("megatron", settings=[TP2, ONE_MICRO_BATCH]),
+        "tp_whole": Layout("megatron", settings=[TP2, NO_SP, ONE_MICRO_BATCH]),
+        "vpp": Layout("megatron", settings=[PP2, VPP2]),
+        "recompute": Layout("megatron", settings=[TP2, NO_SP, "engine.recompute=full"]),
+        "dp": Layout("fsdp"),
+        "head": Layout("megatron", "head", [PP2]),
     },
     4: {
-        "tp_pp": ("megatron", "model", [TP2, PP2, NO_SP]),
-        "defect": ("megatron", "late", [TP2, PP2, WHOLE]),
+        "tp_pp": Layout("megatron", settings=[TP2, PP2, NO_SP]),
+        "defect": Layout("megatron", "late", [TP2, PP2, ONE_MICRO_BATCH]),
     },
 }
 
 
-def configure(kind: str, model: str, folder: Path, task: str, *more: str):
+def configure(kind: str, model: Path | str, folder: Path, task: str, *overrides: str):
     return load(
         "sft.yaml",
         [
@@ -62,7 +83,7 @@ def configure(kind: str, model: str, folder: Path, task: str, *more: str):
             "profiler.tool=msprobe",
             "profiler.ranks=all",
             f"profiler.msprobe.task={task}",
-            *more,
+            *overrides,
         ],
     )
 
@@ -75,30 +96,44 @@ def engine_class(kind: str):
     return Engine
 
 
-def main(kind: str, model: str, folder: Path, task: str, *more: str) -> None:
+def build_engines(kind: str, config, this_device: torch.device):
+    """Return an actor and a critic."""
+    Engine = engine_class(kind)
+    actor = Engine(config, this_device, TOTAL_STEPS)
+    critic = Engine(config, this_device, TOTAL_STEPS, head=Head.VALUES)
+    return actor, critic
+
+
+def share_of(batch, engine):
+    """Return the sequences of a batch that this rank works on."""
+    return batch.select(divide(batch.lengths, engine.dp_size, False)[engine.dp_rank])
+
+
+def dump_stages(kind: str, model: str, folder: Path, task: str, *overrides: str) -> None:
+    """Run two steps, and dump every stage of the second."""
     this_device = device.init()
-    config, Engine = configure(kind, model, folder, task, *more), engine_class(kind)
-    profiler = job.start_profiler(config, this_device, 2, STAGES)
-    actor, critic = Engine(config, this_device, 2), Engine(config, this_device, 2, critic=True)
+    config = configure(kind, model, folder, task, *overrides)
+    profiler = job.start_profiler(config, this_device, TOTAL_STEPS, STAGES)
+    actor, critic = build_engines(kind, config, this_device)
     for step in (1, 2):
         profiler.begin_step(step)
         batch = make_batch(step)
-        share = batch.select(divide(batch.lengths, actor.dp_size, False)[actor.dp_rank])
+        share = share_of(batch, actor)
+        num_tokens = len(batch.input_ids)
         plain = actor.log_probs(share)
         with profiler.stage("actor_compute_log_prob", actor):
             dumped = actor.log_probs(share)
-        assert all(torch.equal(a, b) for a, b in zip(plain, dumped, strict=True)), (
-            "a dump changes what is answered"
-        )
-        # As an adapter's base is asked: the actor's own modules under another name.
+        for without_dump, with_dump in zip(plain, dumped, strict=True):
+            assert torch.equal(without_dump, with_dump), "a dump changes the results"
+        # An adapter's base is computed with the actor's own modules, under another name.
         with profiler.stage("ref_compute_log_prob", actor):
             actor.log_probs(share)
         with profiler.stage("compute_values", critic):
             critic.values(share)
         with profiler.stage("critic_update", critic):
-            critic.train_batch(share, value_loss(len(batch.input_ids)), step)
+            critic.train_batch(share, value_loss(num_tokens), step)
         with profiler.stage("actor_update", actor):
-            actor.train_batch(share, make_loss(len(batch.input_ids)), step)
+            actor.train_batch(share, make_loss(num_tokens), step)
         metrics = profiler.end_step()
     if dist.get_rank() == 0:
         print(metrics, flush=True)
@@ -106,25 +141,18 @@ def main(kind: str, model: str, folder: Path, task: str, *more: str) -> None:
     device.shutdown()
 
 
-def layouts(models: Path, folder: Path) -> None:
+def dump_layouts(models: Path, folder: Path) -> None:
+    """Dump the same update on each layout for this number of ranks."""
     this_device = device.init()
-    for name, (kind, model, more) in LAYOUTS[dist.get_world_size()].items():
+    for name, layout in LAYOUTS[dist.get_world_size()].items():
         new_layout()
-        config = configure(
-            kind,
-            models / model,
-            folder / name,
-            "tensor",
-            "data.max_tokens_per_micro_batch=96",
-            *more,
-        )
-        profiler = job.start_profiler(config, this_device, 2, STAGES)
-        actor, critic = (
-            engine_class(kind)(config, this_device, 2),
-            engine_class(kind)(config, this_device, 2, critic=True),
-        )
+        settings = ["data.max_tokens_per_micro_batch=96", *layout.settings]
+        model = models / layout.model
+        config = configure(layout.engine, model, folder / name, "tensor", *settings)
+        profiler = job.start_profiler(config, this_device, TOTAL_STEPS, STAGES)
+        actor, critic = build_engines(layout.engine, config, this_device)
         batch = make_batch(2)
-        share = batch.select(divide(batch.lengths, actor.dp_size, False)[actor.dp_rank])
+        share = share_of(batch, actor)
         profiler.begin_step(2)
         with profiler.stage("compute_values", critic):
             critic.values(share)
@@ -132,15 +160,15 @@ def layouts(models: Path, folder: Path) -> None:
             results = actor.train_batch(share, make_loss(len(batch.input_ids)), 1)
         profiler.close()
         if dist.get_rank() == 0:
-            (folder / name / "metrics.jsonl").write_text(
-                json.dumps({"step": 2, **{f"actor/{k}": v for k, v in results.items()}}) + "\n"
-            )
+            metrics = {f"actor/{key}": value for key, value in results.items()}
+            line = json.dumps({"step": 2, **metrics})
+            (folder / name / "metrics.jsonl").write_text(line + "\n")
         del actor, critic
     device.shutdown()
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "layouts":
-        layouts(*map(Path, sys.argv[2:]))
+        dump_layouts(*map(Path, sys.argv[2:]))
     else:
-        main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), *sys.argv[4:])
+        dump_stages(sys.argv[1], sys.argv[2], Path(sys.argv[3]), *sys.argv[4:])
