@@ -1,9 +1,9 @@
-"""The cases of test_images.py for one number of ranks: it writes down numbers, which test_images.py judges.
+"""The cases of test_images.py for one number of ranks. It writes numbers, which the test judges.
 
     torchrun --nproc-per-node N tests/data/images_worker.py FOLDER
 
-Reads models from FOLDER/{family} and rows from FOLDER/rows.jsonl; writes FOLDER/{N}.json, FOLDER/{N} {case}.safetensors with what
-log_probs answered, and the trained models.
+Reads models from FOLDER/{family} and rows from FOLDER/rows.jsonl. Writes FOLDER/{N}.json, the
+trained models, and FOLDER/{N} {case}.safetensors with the results of log_probs().
 """
 
 import json
@@ -25,16 +25,20 @@ from engines.checkpoint.export import export_hf
 from engines.fsdp.engine import FSDPEngine
 from engines.parallel import device
 
-STEPS, LR = 4, 2e-3
+STEPS = 4
+LR = 2e-3
 
 
 @dataclass
 class Case:
+    """A family of models, and settings separated by spaces."""
+
     family: str
-    engine: str = ""
+    settings: str = ""
 
 
-PADDED, RECOMPUTE = "engine.use_remove_padding=false", "engine.activation_checkpointing=true"
+PADDED = "engine.use_remove_padding=false"
+RECOMPUTE = "engine.activation_checkpointing=true"
 CASES = {
     1: {
         "qwen2_5_vl": Case("qwen2_5_vl"),
@@ -53,7 +57,7 @@ CASES = {
 }
 
 
-def configure(folder, case, *more):
+def configure(folder, case, *overrides):
     return load(
         "sft.yaml",
         [
@@ -67,8 +71,8 @@ def configure(folder, case, *more):
             "optim.lr_scheduler_type=constant",
             "optim.lr_warmup_steps_ratio=0",
             "engine.compute_dtype=float32",
-            *case.engine.split(),
-            *more,
+            *case.settings.split(),
+            *overrides,
         ],
     )
 
@@ -86,30 +90,31 @@ def rows(folder, config, reader):
 
 
 def loss_of(num_trained):
-    return lambda log_probs, entropy, fields: (
-        -(log_probs * fields["loss_mask"]).sum() / num_trained,
-        {},
-    )
+    def loss_fn(log_probs, entropy, fields):
+        return -(log_probs * fields["loss_mask"]).sum() / num_trained, {}
+
+    return loss_fn
 
 
 def main(folder):
-    this_device, results = device.init(), {}
+    this_device = device.init()
+    results = {}
     for name, case in CASES[dist.get_world_size()].items():
-        config, said = configure(folder, case), StringIO()
+        config = configure(folder, case)
         try:
-            with redirect_stdout(said):
+            with redirect_stdout(StringIO()):
                 engine = FSDPEngine(config, this_device, STEPS)
         except InputError as error:
             results[name] = {"error": str(error)}
             continue
         train = rows(folder, config, Reader(config.model.path))
-        steps, batch = [], train.batch(range(len(train)))
+        batch = train.batch(range(len(train)))
+        loss_fn = loss_of(int(batch.fields["loss_mask"].sum()))
+        steps = []
         for step in range(STEPS):
             share = batch.select(partition(batch.lengths, engine.dp_size)[engine.dp_rank])
-            steps.append(
-                engine.train_batch(share, loss_of(int(batch.fields["loss_mask"].sum())), step)
-            )
-        asked = engine.log_probs(batch)[0].cpu()
+            steps.append(engine.train_batch(share, loss_fn, step))
+        log_probs = engine.log_probs(batch)[0].cpu()
         export_hf(
             engine,
             AutoTokenizer.from_pretrained(config.model.path),
@@ -123,7 +128,9 @@ def main(folder):
             "mask": batch.fields["loss_mask"].tolist(),
         }
         if dist.get_rank() == 0:
-            save_file({"asked": asked}, folder / f"{dist.get_world_size()} {name}.safetensors")
+            save_file(
+                {"log_probs": log_probs}, folder / f"{dist.get_world_size()} {name}.safetensors"
+            )
     if dist.get_rank() == 0:
         (folder / f"{dist.get_world_size()}.json").write_text(json.dumps(results))
     device.shutdown()

@@ -1,4 +1,7 @@
-"""Files of each format to memory-mapped arrays: what is kept, what is refused and where, and when a cache is used."""
+"""From files of each format to memory-mapped arrays.
+
+Which rows are kept, which errors name file and line, and when a cache is used again.
+"""
 
 import csv
 import gzip
@@ -25,30 +28,30 @@ from data.dataset import TokenDataset, tokenize
 
 CHATML = """
 {%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' + (m.content or '') }}
-{%- for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}
+{%- for c in m.tool_calls or [] %}
+{{- c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}
 {{- '<|im_end|>\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 
 
 @pytest.fixture(scope="module")
 def tokenizer_dir(tmp_path_factory):
-    """One token a byte, and the two of ChatML, so that lengths can be counted by eye."""
+    """A tokenizer with a token for each byte and the two of ChatML, to count lengths by eye."""
     vocabulary = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    backend.pre_tokenizer, backend.decoder = (
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        decoders.ByteLevel(),
-    )
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
-    made.chat_template = CHATML
-    made.save_pretrained(folder := tmp_path_factory.mktemp("tokenizer"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
+    tokenizer.chat_template = CHATML
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer.save_pretrained(folder)
     return folder
 
 
 @pytest.fixture
 def make(tokenizer_dir, tmp_path):
-    """make(files, option=value, ...) -> the cache folder."""
+    """Return a function: make(files, option=value, ...) -> the cache folder."""
 
     def make(files, **changes):
         files = [str(f) for f in files] if isinstance(files, list) else str(files)
@@ -92,11 +95,9 @@ def write(path, rows):
 
 
 def texts(folder, tokenizer_dir, field="loss_mask"):
-    """The tokens of each row under a field, decoded."""
-    tokenizer, data = (
-        PreTrainedTokenizerFast.from_pretrained(tokenizer_dir),
-        TokenDataset.load(folder),
-    )
+    """Return the tokens of each row where a field is 1, decoded."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_dir)
+    data = TokenDataset.load(folder)
     rows = [data.batch([i]) for i in range(len(data))]
     return [tokenizer.decode(row.input_ids[row.fields[field].bool()]) for row in rows]
 
@@ -114,14 +115,12 @@ def test_every_format_gives_the_same_arrays(make, tokenizer_dir, tmp_path):
     write(tmp_path / "b.jsonl", [ROWS[1]])
     for files in ("a.jsonl", "array.json", "lines.json", "a.parquet", "saved"):
         assert texts(make(tmp_path / files), tokenizer_dir) == ANSWERS, files
-    assert texts(make([tmp_path / "a.jsonl", tmp_path / "b.jsonl"]), tokenizer_dir) == [
-        *ANSWERS,
-        ANSWERS[1],
-    ]
+    both_files = make([tmp_path / "a.jsonl", tmp_path / "b.jsonl"])
+    assert texts(both_files, tokenizer_dir) == [*ANSWERS, ANSWERS[1]]
 
 
-def test_what_a_name_may_stand_for(make, tokenizer_dir, tmp_path):
-    """A byte-order mark, .gz, patterns, directories of files, data sets that were saved with one split or several."""
+def test_names_of_files(make, tokenizer_dir, tmp_path):
+    """Byte-order marks, .gz, patterns, directories, and data sets saved with one or more splits."""
     (tmp_path / "many").mkdir()
     write(tmp_path / "many" / "1.jsonl", ROWS[:1])
     write(tmp_path / "many" / "2.jsonl", ROWS[1:])
@@ -148,9 +147,8 @@ def test_what_a_name_may_stand_for(make, tokenizer_dir, tmp_path):
         assert texts(make(tmp_path / name), tokenizer_dir) == ANSWERS, name
     with pytest.raises(InputError) as raised:
         make(tmp_path / "splits")
-    assert (
-        str(raised.value)
-        == f"{tmp_path}/splits holds the splits train, test: choose one, e.g. {tmp_path}/splits/train"
+    assert str(raised.value) == (
+        f"{tmp_path}/splits holds the splits train, test: choose one, e.g. {tmp_path}/splits/train"
     )
     (tmp_path / "packed.jsonl.gz").write_bytes(gzip.compress(lines.encode() + b"nonsense\n"))
     with pytest.raises(InputError, match=r"packed\.jsonl\.gz:3: not JSON"):
@@ -187,11 +185,9 @@ def test_arrays_and_batches(make, tmp_path):
         np.uint8,
         np.int64,
     ]
-    assert (
-        len(data) == 2
-        and data.lengths.dtype == np.int64
-        and data.lengths.sum() == data.stats["tokens"]
-    )
+    assert len(data) == 2
+    assert data.lengths.dtype == np.int64
+    assert data.lengths.sum() == data.stats["tokens"]
     assert data.stats == {
         "rows": 2,
         "dropped_no_loss": 0,
@@ -203,14 +199,17 @@ def test_arrays_and_batches(make, tmp_path):
     }
     batch = data.batch([1, 0, 1])
     assert batch.cu_seqlens.tolist() == [0, 55, 82, 137]
-    assert (batch.input_ids.dtype, batch.cu_seqlens.dtype) == (torch.int64, torch.int64)
+    assert batch.input_ids.dtype == torch.int64
+    assert batch.cu_seqlens.dtype == torch.int64
     assert set(batch.fields) == {"loss_mask", "answer_mask"}
-    assert all(f.dtype == torch.float32 and f.shape == (137,) for f in batch.fields.values())
-    assert batch.input_ids[:55].equal(batch.input_ids[82:]) and batch.input_ids[55:82].equal(
-        data.batch([0]).input_ids
-    )
+    for field in batch.fields.values():
+        assert field.dtype == torch.float32
+        assert field.shape == (137,)
+    assert batch.input_ids[:55].equal(batch.input_ids[82:])
+    assert batch.input_ids[55:82].equal(data.batch([0]).input_ids)
     empty = data.batch([])
-    assert empty.input_ids.shape == (0,) and empty.cu_seqlens.tolist() == [0]
+    assert empty.input_ids.shape == (0,)
+    assert empty.cu_seqlens.tolist() == [0]
 
 
 def test_answer_mask_is_the_last_turn(make, tokenizer_dir, tmp_path):
@@ -259,9 +258,8 @@ def test_a_malformed_row_is_named_by_file_and_line(make, tmp_path, row, message)
     for num_proc in (1, 2):
         with pytest.raises(InputError) as raised:
             make([good, path], num_proc=num_proc)
-        assert str(raised.value).startswith(f"{path}:4: {message}") and "\n" not in str(
-            raised.value
-        )
+        assert str(raised.value).startswith(f"{path}:4: {message}")
+        assert "\n" not in str(raised.value)
     assert not list((tmp_path / "cache").iterdir())
 
 
@@ -366,23 +364,24 @@ SHAPES = {
 def test_data_sets_in_common_shapes_are_read_as_they_are(
     make, tokenizer_dir, tmp_path, capsys, name
 ):
-    rows, asked, answers = zip(*SHAPES[name], strict=True)
+    rows, questions, answers = zip(*SHAPES[name], strict=True)
     write(tmp_path / "a.jsonl", [*rows, chat("q", "plain")])
     table = [dict.fromkeys([*rows[0], "messages"]) | row for row in (rows[0], chat("q", "plain"))]
     datasets.Dataset.from_list(table).to_parquet(tmp_path / "a.parquet")
     folder = make(tmp_path / "a.jsonl")
-    expected = ["".join(f"{answer}<|im_end|>" for answer in row) for row in [*answers, ["plain"]]]
+    expected = []
+    for row in [*answers, ["plain"]]:
+        expected.append("".join(f"{answer}<|im_end|>" for answer in row))
     assert texts(folder, tokenizer_dir) == expected
     assert texts(make(tmp_path / "a.parquet"), tokenizer_dir) == [expected[0], expected[-1]]
-    tokenizer, data = (
-        PreTrainedTokenizerFast.from_pretrained(tokenizer_dir),
-        TokenDataset.load(folder),
-    )
-    for i, text in enumerate(asked):
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_dir)
+    data = TokenDataset.load(folder)
+    for i, text in enumerate(questions):
         assert f"<|im_start|>{text}" in tokenizer.decode(data.batch([i]).input_ids)
-    assert data.stats[name] == len(rows) and data.stats["rows"] == len(rows) + 1
+    assert data.stats[name] == len(rows)
+    assert data.stats["rows"] == len(rows) + 1
     capsys.readouterr()
-    make(tmp_path / "a.jsonl")  # said of a cache, too
+    make(tmp_path / "a.jsonl")  # a cache reports it, too
     assert capsys.readouterr().out.startswith(f"data: {len(rows)} rows have the shape of {name}: ")
 
 
@@ -405,7 +404,8 @@ def test_data_sets_in_common_shapes_are_read_as_they_are(
         ),
         (
             {"prompt": None, "n": 1},
-            '"messages" is missing; the row has n: name the column of messages in data.messages_key',
+            '"messages" is missing; the row has n: name the column of messages in '
+            "data.messages_key",
         ),
         (
             {"conversations": [{"from": "robot", "value": "q"}]},
@@ -417,15 +417,13 @@ def test_data_sets_in_common_shapes_are_read_as_they_are(
         ),
     ],
 )
-def test_a_row_in_no_known_shape_is_told_which_key_reads_it(make, tmp_path, row, message):
+def test_errors_of_rows_in_an_unknown_shape_name_the_key_to_set(make, tmp_path, row, message):
     path = write(tmp_path / "a.jsonl", [ROWS[0], row])
     with pytest.raises(InputError) as raised:
         make(path)
-    assert (
-        str(raised.value).startswith(f"{path}:2: ")
-        and message in str(raised.value)
-        and "\n" not in str(raised.value)
-    )
+    assert str(raised.value).startswith(f"{path}:2: ")
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
     if "set data." in message:  # and the keys that it names do
         keys = dict(
             pair.removeprefix("data.").split("=") for pair in message.partition(": set ")[2].split()
@@ -433,7 +431,7 @@ def test_a_row_in_no_known_shape_is_told_which_key_reads_it(make, tmp_path, row,
         make(write(tmp_path / "b.jsonl", [row]), **keys)
 
 
-def test_keys_that_are_set_are_meant(make, tmp_path):
+def test_keys_that_are_set_exclude_other_shapes(make, tmp_path):
     path = write(tmp_path / "a.jsonl", [{"instruction": "q", "output": "a", "prompt": None}])
     make(path)
     for keys in ({"response_key": "reply"}, {"prompt_key": "ask"}, {"messages_key": "talk"}):
@@ -456,9 +454,9 @@ def test_truncation_error_lists_the_rows(make, tmp_path):
     with pytest.raises(InputError) as raised:
         make(path, max_length=41)
     assert str(raised.value) == (
-        f"5 of 6 rows are longer than data.max_length=41: {path}:2 (42 tokens), {path}:3 (42 tokens), "
-        f"{path}:4 (42 tokens), {path}:5 (52 tokens), {path}:6 (52 tokens); raise it, or set data.truncation to left, "
-        "right or drop"
+        f"5 of 6 rows are longer than data.max_length=41: {path}:2 (42 tokens), {path}:3 "
+        f"(42 tokens), {path}:4 (42 tokens), {path}:5 (52 tokens), {path}:6 (52 tokens); raise it, "
+        "or set data.truncation to left, right or drop"
     )
     make(path, max_length=52)
     make(path, max_length=None)
@@ -467,18 +465,19 @@ def test_truncation_error_lists_the_rows(make, tmp_path):
 def test_truncation(make, tokenizer_dir, tmp_path):
     path = write(tmp_path / "a.jsonl", LONG)
 
-    def made(truncation):
+    def truncated(truncation):
         folder = make(path, max_length=30, truncation=truncation)
         stats = TokenDataset.load(folder).stats
         counts = [stats[k] for k in ("rows", "dropped_no_loss", "dropped_long", "truncated")]
         return texts(folder, tokenizer_dir), counts
 
-    assert made("drop") == (["a<|im_end|>"], [1, 0, 3, 0])
-    # 20 tokens before an answer, so 10 of it fit; of the long question none does.
-    assert made("right") == (["a<|im_end|>", "b" * 10, "d" * 10], [3, 1, 0, 2])
-    # The last 30 tokens: the newline behind the turn is not trained, the first token has nothing that predicts it.
+    assert truncated("drop") == (["a<|im_end|>"], [1, 0, 3, 0])
+    # There are 20 tokens before an answer, so 10 of it fit; after the long question, none does.
+    assert truncated("right") == (["a<|im_end|>", "b" * 10, "d" * 10], [3, 1, 0, 2])
+    # The last 30 tokens: the newline after the turn is not trained, and nothing predicts the first
+    # token.
     answers = ["a", "b" * 20, "c", "d" * 27]
-    assert made("left") == ([f"{answer}<|im_end|>" for answer in answers], [4, 0, 0, 3])
+    assert truncated("left") == ([f"{answer}<|im_end|>" for answer in answers], [4, 0, 0, 3])
 
 
 def test_rows_without_a_trained_token_are_dropped(make, tokenizer_dir, tmp_path):
@@ -489,31 +488,35 @@ def test_rows_without_a_trained_token_are_dropped(make, tokenizer_dir, tmp_path)
     assert TokenDataset.load(folder).stats["dropped_no_loss"] == 2
     with pytest.raises(
         InputError,
-        match="no row is left: 0 rows are longer than data.max_length=200, 2 have no trained token",
+        match="no row is left: 0 rows are longer than data.max_length=200, 2 have no trained",
     ):
         make(write(tmp_path / "a.jsonl", [chat("q"), masked]))
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def test_parallel_equals_serial(make, tmp_path):
     path = write(
         tmp_path / "a.jsonl", [chat(f"question {i}", "answer " * (i % 7)) for i in range(60)]
     )
-    serial, parallel = make(path, num_proc=1), None
-    before = {p.name: p.read_bytes() for p in serial.iterdir()}
+    serial = make(path, num_proc=1)
+    before = contents(serial)
     shutil.rmtree(serial)
     parallel = make(path, num_proc=2)
-    assert parallel == serial and {p.name: p.read_bytes() for p in parallel.iterdir()} == before
+    assert parallel == serial
+    assert contents(parallel) == before
 
 
 def test_a_cache_is_found_until_something_changes(make, tokenizer_dir, tmp_path):
     path = write(tmp_path / "a.jsonl", ROWS)
     folder = make(path)
     stamp = (folder / "input_ids.npy").stat().st_mtime_ns
-    assert (
-        make(path) == folder == make(path, num_proc=2)
-        and (folder / "input_ids.npy").stat().st_mtime_ns == stamp
-    )
-    others = {
+    assert make(path) == folder
+    assert make(path, num_proc=2) == folder
+    assert (folder / "input_ids.npy").stat().st_mtime_ns == stamp
+    other_folders = {
         make(path, train_on="last"),
         make(path, max_length=300),
         make(path, truncation="left"),
@@ -523,30 +526,40 @@ def test_a_cache_is_found_until_something_changes(make, tokenizer_dir, tmp_path)
     template = tokenizer_dir / "chat_template.jinja"
     original = template.read_text()
     template.write_text(original + "{#- edited #}")
-    others.add(make(path))
+    other_folders.add(make(path))
     template.write_text(original)
-    assert len(others | {folder}) == 6 and make(path) == folder
+    assert len(other_folders | {folder}) == 6
+    assert make(path) == folder
     assert len(list((tmp_path / "cache").iterdir())) == 6
 
 
+@pytest.mark.slow
 def test_a_killed_tokenization_leaves_nothing_for_good(make, tokenizer_dir, tmp_path):
     path = write(tmp_path / "a.jsonl", [chat("question", "answer " * 20)] * 400)
+    cache = tmp_path / "cache"
     code = f"""if True:
         import os, sys, time
         from types import SimpleNamespace
         from transformers import PreTrainedTokenizerFast
         import data.dataset, data.tokenization
+
+        def wait_for_input(*_):
+            print("ready", flush=True)
+            sys.stdin.read()
+
         if sys.argv[1] == "wait":
-            data.tokenization.os.getpid = lambda: 7              # as in containers
+            data.tokenization.os.getpid = lambda: 7  # as in containers
         tokenizer = PreTrainedTokenizerFast.from_pretrained({str(tokenizer_dir)!r})
         options = SimpleNamespace(**{vars(options())!r})
         if sys.argv[1] == "wait":
-            data.tokenization.write_arrays = lambda *_: (print("ready", flush=True), sys.stdin.read())
+            data.tokenization.write_arrays = wait_for_input
         if sys.argv[1] == "work":
             options.num_proc = 2
             data.dataset.tokenize_row = lambda *_: (os.write(1, b"ready\\n"), time.sleep(600))
-        print(data.dataset.tokenize({str(path)!r}, tokenizer, options, {str(tmp_path / "cache")!r}, {str(tokenizer_dir)!r}))"""
-    command, cache = [sys.executable, "-c", code], tmp_path / "cache"
+        folders = {str(cache)!r}, {str(tokenizer_dir)!r}
+        print(data.dataset.tokenize({str(path)!r}, tokenizer, options, *folders))
+        """
+    command = [sys.executable, "-c", code]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
 
     def start(how="wait"):
@@ -560,32 +573,32 @@ def test_a_killed_tokenization_leaves_nothing_for_good(make, tokenizer_dir, tmp_
         assert "ready\n" in iter(process.stdout.readline, ""), "ended too early"
         return process
 
-    killed, alive = start(), start()
+    killed = start()
+    alive = start()
     assert len(list(cache.glob("*.tmp"))) == 2, "two runs, one pid: they would share a folder"
     killed.kill()
     killed.wait()
     folder = make(path)
-    (left,) = cache.glob("*.tmp")  # of the run that still lives
+    (remaining,) = cache.glob("*.tmp")  # of the run that still lives
     assert {p.name for p in cache.iterdir()} == {
         folder.name,
-        left.name,
-        left.with_suffix(".lock").name,
+        remaining.name,
+        remaining.with_suffix(".lock").name,
     }
     assert len(TokenDataset.load(folder)) == 400
     alive.kill()
     alive.wait()
     make(write(path, ROWS))
-    assert not list(cache.glob("*.tmp")) and not list(cache.glob("*.lock"))
+    assert not list(cache.glob("*.tmp"))
+    assert not list(cache.glob("*.lock"))
     write(path, [chat("question", "answer " * 20)] * 300)
     working = start("work")  # with processes of its own, which would keep the folder
-    forked = [
-        pid
-        for pid in map(int, filter(str.isdigit, os.listdir("/proc")))
-        if process_state(pid)[1:] == [str(working.pid)]
-    ]
+    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    forked = [pid for pid in pids if process_state(pid)[1:] == [str(working.pid)]]
     working.kill()
     working.wait()
-    assert len(forked) >= 2 and list(cache.glob("*.tmp"))
+    assert len(forked) >= 2
+    assert list(cache.glob("*.tmp"))
     deadline = time.monotonic() + 60
     while any(process_state(pid)[:1] not in ([], ["Z"]) for pid in forked):
         assert time.monotonic() < deadline, "they live on"
@@ -594,22 +607,23 @@ def test_a_killed_tokenization_leaves_nothing_for_good(make, tokenizer_dir, tmp_
     assert not list(cache.glob("*.tmp"))
 
 
-def test_runs_that_make_the_same_cache_at_the_same_time_share_it(tmp_path):
+def test_runs_that_write_the_same_cache_at_the_same_time_share_it(tmp_path):
     def make(rank, barrier, failures):
         def write(work):
             (work / "datasets").mkdir()
-            (work / "tokens").write_text("words")
+            (work / "tokens").write_text("tokens")
             barrier.wait(60)
 
         try:
             for i in range(30):
-                assert (cached(tmp_path / str(i), write) / "tokens").read_text() == "words"
+                assert (cached(tmp_path / str(i), write) / "tokens").read_text() == "tokens"
         except BaseException as error:
             failures.put(repr(error))
             barrier.abort()
 
     context = multiprocessing.get_context("fork")
-    barrier, failures = context.Barrier(3), context.Queue()
+    barrier = context.Barrier(3)
+    failures = context.Queue()
     runs = [context.Process(target=make, args=(rank, barrier, failures)) for rank in range(3)]
     for run in runs:
         run.start()
@@ -620,17 +634,17 @@ def test_runs_that_make_the_same_cache_at_the_same_time_share_it(tmp_path):
 
 
 def process_state(pid):
-    """[state, parent] of a process, empty if there is none."""
+    """Return [state, parent] of a process, empty if there is none."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
     except (FileNotFoundError, ProcessLookupError):
         return []
 
 
-def test_a_damaged_cache_is_made_anew(make, tmp_path, capsys):
+def test_a_damaged_cache_is_written_again(make, tmp_path, capsys):
     path = write(tmp_path / "a.jsonl", ROWS)
     folder = make(path)
-    intact = {p.name: p.read_bytes() for p in folder.iterdir()}
+    intact = contents(folder)
     flipped = bytearray(intact["input_ids.npy"])
     flipped[-1] ^= 1
     for damage in (
@@ -641,15 +655,17 @@ def test_a_damaged_cache_is_made_anew(make, tmp_path, capsys):
     ):
         damage()
         capsys.readouterr()
-        assert make(path) == folder and {p.name: p.read_bytes() for p in folder.iterdir()} == intact
+        assert make(path) == folder
+        assert contents(folder) == intact
         assert f"data: {folder} is damaged" in capsys.readouterr().out
     make(path)
     assert "damaged" not in capsys.readouterr().out
 
 
 def test_ends_of_generation_are_part_of_the_cache(make, tokenizer_dir, tmp_path):
-    """eos_token_id of the model's directory says which token ends a turn."""
-    path, file = write(tmp_path / "a.jsonl", ROWS), tokenizer_dir / "generation_config.json"
+    """Which token ends a turn is eos_token_id in the model's directory."""
+    path = write(tmp_path / "a.jsonl", ROWS)
+    file = tokenizer_dir / "generation_config.json"
     folder = make(path)
     try:
         for ids in (0, [0, 1]):
@@ -679,6 +695,7 @@ def test_tokenizers_of_the_hub_are_told_apart(tokenizer_dir, tmp_path):
     assert folders[0] != folders[1]
 
 
+@pytest.mark.slow
 def test_a_cache_hit_needs_no_datasets_library(make, tokenizer_dir, tmp_path):
     path = write(tmp_path / "a.jsonl", ROWS)
     folder = make(path)
@@ -690,10 +707,11 @@ def test_a_cache_hit_needs_no_datasets_library(make, tokenizer_dir, tmp_path):
         from data.dataset import TokenDataset, tokenize
         tokenizer = PreTrainedTokenizerFast.from_pretrained({str(tokenizer_dir)!r})
         options = SimpleNamespace(**{vars(options())!r})
-        folder = tokenize({str(path)!r}, tokenizer, options, {str(tmp_path / "cache")!r}, {str(tokenizer_dir)!r})
+        cache = {str(tmp_path / "cache")!r}
+        folder = tokenize({str(path)!r}, tokenizer, options, cache, {str(tokenizer_dir)!r})
         assert len(TokenDataset.load(folder).batch([0, 1])) == 2
-        assert not [name for name in sys.modules if name.split(".")[0] in ("datasets", "pyarrow", "pandas")
-                    and sys.modules[name]], "imported on a hit"
+        imported = {{name.split(".")[0] for name, module in sys.modules.items() if module}}
+        assert not imported & {{"datasets", "pyarrow", "pandas"}}, "imported on a hit"
         print(folder)"""
     root = Path(__file__).parents[2]
     out = subprocess.run(

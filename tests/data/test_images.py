@@ -1,4 +1,8 @@
-"""Images in SFT, against plain transformers with one row at a time: its own processor of the images as they are, and its loss."""
+"""Images in rows of data, and training on them.
+
+Compared with plain transformers, one row at a time: its processor, on the images as they are, and
+its loss.
+"""
 
 import base64
 import csv
@@ -32,13 +36,14 @@ from engines.fsdp.tower_attention import WINDOWS, vision_tower_configs
 from engines.fsdp.transforms import build_model
 from engines.heads import Head
 from engines.model.hf import auto_class
+from job.models import load_reader
 from tests.data.images_worker import CASES, LR, STEPS, Case, configure
 from tests.support.estimates import estimate_gib
 from tests.support.launch import launch, run
 from tests.support.models import OF_IMAGES, make_image_model, make_model
 
 SIZES = [(90, 60), (61, 130), (28, 28), (200, 170)]  # (width, height) of the images
-EVERY = [(world, name) for world in CASES for name in CASES[world] if name != "gemma3"]
+ALL_CASES = [(world, name) for world in CASES for name in CASES[world] if name != "gemma3"]
 
 
 @pytest.fixture(scope="module")
@@ -124,21 +129,23 @@ TEXTS = [
 
 @functools.cache
 def plain_rows(folder, family):
-    """What transformers' processor says of each row: (its inputs [1, T], the places of the answers' tokens)."""
+    """Return what transformers' processor makes of each row: the model's inputs [1, T]."""
     processor = load_processor(folder / family)
     images = [Image.open(folder / f"{i}.png") for i in range(len(SIZES))]
     answers = ["fine", "yes, one", "two of them", "there", "a", "said"]
     rows = []
     for i, (text, answer) in enumerate(zip(TEXTS, answers)):
-        turns = [(text, answer), *[("user\nmore <image>", "b")] * (i == 4)]
+        turns = [(text, answer)]
+        if i == 4:
+            turns.append(("user\nmore <image>", "b"))
         whole = "".join(
             f"<|im_start|>{text}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n"
             for text, answer in turns
         )
-        own = [images[k] for k in IMAGES[i]]
+        images_of_row = [images[k] for k in IMAGES[i]] or None
         rows.append(
             processor(
-                text=[whole], images=own or None, return_tensors="pt", add_special_tokens=False
+                text=[whole], images=images_of_row, return_tensors="pt", add_special_tokens=False
             )
         )
     return rows
@@ -152,30 +159,35 @@ def plain_log_probs(model, row):
 
 @functools.cache
 def plain_training(folder, family, masks, frozen):
-    """(losses, gradient norms, weights after STEPS steps). frozen: whether the vision tower is."""
-    model, rows = plain(folder / family).train(), plain_rows(folder, family)
-    trained = {
-        n: p
-        for n, p in model.named_parameters()
-        if not (frozen and ("visual" in n or "vision_tower" in n))
-    }
-    for n, p in model.named_parameters():
-        p.requires_grad_(n in trained)
-    decayed = [p for n, p in trained.items() if p.ndim > 1 and not n.endswith("bias")]
-    spared = [p for n, p in trained.items() if not (p.ndim > 1 and not n.endswith("bias"))]
+    """Return losses, gradient norms, and the weights after STEPS steps.
+
+    frozen: whether the vision tower is.
+    """
+    model = plain(folder / family).train()
+    rows = plain_rows(folder, family)
+    decayed = []
+    undecayed = []
+    for name, parameter in model.named_parameters():
+        is_trained = not (frozen and is_in_tower(name))
+        parameter.requires_grad_(is_trained)
+        if not is_trained:
+            continue
+        has_decay = parameter.ndim > 1 and not name.endswith("bias")
+        (decayed if has_decay else undecayed).append(parameter)
     optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.01}, {"params": spared, "weight_decay": 0.0}],
+        [{"params": decayed, "weight_decay": 0.01}, {"params": undecayed, "weight_decay": 0.0}],
         lr=LR,
         betas=(0.9, 0.95),
         foreach=False,
     )
-    losses, norms = [], []
+    losses = []
+    norms = []
     for _ in range(STEPS):
-        loss = -sum(
+        sums = [
             (plain_log_probs(model, row) * torch.tensor(mask)[1:]).sum()
             for row, mask in zip(rows, masks)
-        )
-        loss = loss / sum(map(sum, masks))
+        ]
+        loss = -sum(sums) / sum(map(sum, masks))
         loss.backward()
         losses.append(loss.item())
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
@@ -184,34 +196,39 @@ def plain_training(folder, family, masks, frozen):
     return losses, norms, {n: p.detach() for n, p in model.named_parameters()}
 
 
+def is_in_tower(name):
+    return "visual" in name or "vision_tower" in name
+
+
+def split_by_row(result, field):
+    """Return a field of a result, which is end to end, as an array for each row."""
+    return np.split(np.array(result[field]), np.cumsum(result["lengths"])[:-1])
+
+
 def masks_of(result):
-    return tuple(
-        tuple(mask)
-        for mask in np.split(np.array(result["mask"]), np.cumsum(result["lengths"])[:-1])
-    )
+    return tuple(tuple(mask) for mask in split_by_row(result, "mask"))
 
 
-@pytest.mark.parametrize("world, name", EVERY)
+@pytest.mark.slow
+@pytest.mark.parametrize("world, name", ALL_CASES)
 def test_rows_are_what_the_processor_makes_of_them(results, folder, world, name):
     result = results(world)[name]
     assert "error" not in result, result["error"]
-    rows = np.split(np.array(result["input_ids"]), np.cumsum(result["lengths"])[:-1])
-    assert [row.tolist() for row in rows] == [
-        row["input_ids"][0].tolist() for row in plain_rows(folder, CASES[world][name].family)
-    ]
+    rows = [row.tolist() for row in split_by_row(result, "input_ids")]
+    expected = plain_rows(folder, CASES[world][name].family)
+    assert rows == [row["input_ids"][0].tolist() for row in expected]
     assert result["stats"]["images"] == 7
 
 
-@pytest.mark.parametrize("world, name", EVERY)
+@pytest.mark.slow
+@pytest.mark.parametrize("world, name", ALL_CASES)
 def test_training_equals_a_plain_loop(results, folder, world, name):
     result = results(world)[name]
     assert "error" not in result, result["error"]
-    losses, norms, _ = plain_training(
-        folder, CASES[world][name].family, masks_of(result), name == "frozen"
-    )
-    rounding = (
-        10 if name == "qwen3_5" else 1
-    )  # of three steps, of which Adam and linear attention make more in the fourth
+    family = CASES[world][name].family
+    losses, norms, _ = plain_training(folder, family, masks_of(result), name == "frozen")
+    # Adam and linear attention amplify the rounding of three steps in the fourth.
+    rounding = 10 if name == "qwen3_5" else 1
     assert [step["loss"] for step in result["steps"]] == pytest.approx(losses, rel=2e-6 * rounding)
     assert [step["grad_norm"] for step in result["steps"]] == pytest.approx(
         norms, rel=1e-4 * rounding
@@ -221,11 +238,10 @@ def test_training_equals_a_plain_loop(results, folder, world, name):
 
 @pytest.mark.parametrize("family", OF_IMAGES)
 def test_attention_of_a_tower_takes_all_windows_at_once(folder, family):
-    """Where it is told of windows: towers of Gemma 3 and LLaVA have rows of images."""
+    """Qwen's towers pass windows to their attention; Gemma 3's and LLaVA's take rows of images."""
     hf, _ = build_model(configure(folder, Case(family)), Head.LOG_PROBS)
-    assert [tower._attn_implementation for tower in vision_tower_configs(hf)] == [
-        WINDOWS
-    ] * family.startswith("qwen")
+    implementations = [tower._attn_implementation for tower in vision_tower_configs(hf)]
+    assert implementations == ([WINDOWS] if family.startswith("qwen") else [])
 
 
 def test_patches_are_multiplied_and_whole_images_convolved():
@@ -237,44 +253,53 @@ def test_patches_are_multiplied_and_whole_images_convolved():
     ]
     for conv, shape in kinds:
         x = torch.randn(shape)
-        want = conv(x)
+        expected = conv(x)
         images.multiply_patches(nn.ModuleList([conv]))
-        got = conv(x)
-        assert torch.allclose(got, want, atol=1e-6) and got.shape == want.shape
-        # What autograd will do tells which of them it was.
-        assert ("Convolution" in got.grad_fn.name()) is (shape[0] == 2)
+        result = conv(x)
+        assert torch.allclose(result, expected, atol=1e-6)
+        assert result.shape == expected.shape
+        # The backward function tells whether it was a convolution.
+        is_whole_image = shape[0] == 2
+        assert ("Convolution" in result.grad_fn.name()) is is_whole_image
 
 
-@pytest.mark.parametrize("world, name", EVERY)
+@pytest.mark.slow
+@pytest.mark.parametrize("world, name", ALL_CASES)
 def test_exports_are_whole_models(results, folder, world, name):
-    family, result = CASES[world][name].family, results(world)[name]
-    _, _, want = plain_training(folder, family, masks_of(result), name == "frozen")
+    family = CASES[world][name].family
+    result = results(world)[name]
+    _, _, expected = plain_training(folder, family, masks_of(result), name == "frozen")
     model = plain(folder / f"{world} {name}").eval()
-    before, after = dict(plain(folder / family).named_parameters()), dict(model.named_parameters())
-    # Without rotation a softmax does not see the bias of keys: Adam makes steps of what rounding leaves of its gradient.
-    seen = [n for n in want if not ("vision_tower" in n and n.endswith("k_proj.bias"))]
-    assert len(seen) > 30 and all(
-        (after[n] - want[n]).norm() <= 1e-3 * (want[n] - before[n]).norm() for n in seen
-    )
-    tower = [n for n in want if "vision_tower" in n or "visual" in n]
-    moved = [n for n in tower if not torch.equal(after[n], before[n])]
-    assert not moved if name == "frozen" else len(moved) > 15
-    asked = load_file(folder / f"{world} {name}.safetensors")["asked"].split(result["lengths"])
+    before = dict(plain(folder / family).named_parameters())
+    after = dict(model.named_parameters())
+    # Without rotation a softmax does not see the bias of keys: Adam makes steps of the rounding
+    # errors in its gradient.
+    compared = [n for n in expected if not ("vision_tower" in n and n.endswith("k_proj.bias"))]
+    assert len(compared) > 30
+    for n in compared:
+        change = (expected[n] - before[n]).norm()
+        assert (after[n] - expected[n]).norm() <= 1e-3 * change, n
+    moved = [n for n in expected if is_in_tower(n) and not torch.equal(after[n], before[n])]
+    if name == "frozen":
+        assert not moved
+    else:
+        assert len(moved) > 15
+    stored = load_file(folder / f"{world} {name}.safetensors")["log_probs"]
+    rows = plain_rows(folder, family)
+    log_probs_of_rows = stored.split(result["lengths"])
     with torch.no_grad():
-        for row, mask, log_probs in zip(
-            plain_rows(folder, family), masks_of(result), asked, strict=True
-        ):
-            assert (
-                plain_log_probs(model, row) * torch.tensor(mask)[1:] - log_probs[1:]
-            ).abs().max() < 1e-5
+        for row, mask, log_probs in zip(rows, masks_of(result), log_probs_of_rows, strict=True):
+            expected_log_probs = plain_log_probs(model, row) * torch.tensor(mask)[1:]
+            assert (expected_log_probs - log_probs[1:]).abs().max() < 1e-5
     assert (folder / f"{world} {name}" / "processor_config.json").exists()
 
 
+@pytest.mark.slow
 def test_attention_to_both_sides_is_found_where_packed_sequences_have_none(results):
     assert "set engine.use_remove_padding=false" in results(1)["gemma3"]["error"]
 
 
-# -- rows --------------------------------------------------------------------------------------------------------------
+# -- rows ------------------------------------------------------------------------------------------
 
 
 def options(**changes):
@@ -304,9 +329,9 @@ def reader(folder):
 
 @pytest.fixture
 def make(folder, reader, tmp_path):
-    """make(rows, option=value, ...) -> the dataset, of a file beside the images."""
+    """Return a function: make(rows, option=value, ...) -> the dataset of these rows."""
 
-    def make(rows, kind=TokenDataset, of_images=reader, **changes):
+    def make(rows, kind=TokenDataset, reader=reader, **changes):
         (folder / "some.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         write = tokenize if kind is TokenDataset else tokenize_prompts
         path = write(
@@ -315,9 +340,9 @@ def make(folder, reader, tmp_path):
             options(**changes),
             tmp_path / "cache",
             folder / "qwen2_5_vl",
-            of_images,
+            reader,
         )
-        return kind.load(path, of_images)
+        return kind.load(path, reader)
 
     return make
 
@@ -326,10 +351,8 @@ def row(text="<image>", images=("0.png",), **more):
     return {"messages": chat(text, "a"), "images": list(images), **more}
 
 
-TEXT, LITERAL = (
-    {"type": "text", "text": "b"},
-    'a text has <image>, and the row has no image in "images"',
-)
+TEXT = {"type": "text", "text": "b"}
+LITERAL = 'a text has <image>, and the row has no image in "images"'
 
 
 @pytest.mark.parametrize(
@@ -460,7 +483,7 @@ TEXT, LITERAL = (
         ),
         (
             row("<image>" + "long " * 50),
-            "some.jsonl:2 .*longer than data.max_length=200|rows are longer than data.max_length=200",
+            "rows are longer than data.max_length=200",
         ),
     ],
 )
@@ -472,8 +495,8 @@ def test_bad_images_are_errors_of_their_rows(make, bad, message):
 
 def test_images_need_a_model_of_images(make, folder):
     with pytest.raises(InputError, match=r"some.jsonl:1: it has images: set model.images=true"):
-        make([row()], of_images=None)
-    assert len(make([{"messages": chat("no", "a")}], of_images=None)) == 1
+        make([row()], reader=None)
+    assert len(make([{"messages": chat("no", "a")}], reader=None)) == 1
     with pytest.raises(InputError, match=r"some.jsonl:1: a part of a message is of type audio_url"):
         make(
             [
@@ -487,7 +510,7 @@ def test_images_need_a_model_of_images(make, folder):
                     )
                 }
             ],
-            of_images=None,
+            reader=None,
         )
     with pytest.raises(
         InputError,
@@ -519,11 +542,9 @@ def test_images_need_a_model_of_images(make, folder):
 )
 def test_truncation_never_cuts_an_image(make, truncation, text, num_rows, num_dropped):
     train = make([row(text), row()], truncation=truncation, max_length=150)
-    assert (
-        len(train) == num_rows
-        and train.stats["dropped_images"] == num_dropped
-        and train.stats["images"] == num_rows
-    )
+    assert len(train) == num_rows
+    assert train.stats["dropped_images"] == num_dropped
+    assert train.stats["images"] == num_rows
 
 
 @pytest.mark.parametrize(
@@ -536,27 +557,24 @@ def test_truncation_never_cuts_an_image(make, truncation, text, num_rows, num_dr
     ],
 )
 def test_truncation_of_a_prompt_never_cuts_an_image(make, reader, truncation, text, is_kept):
-    """vLLM is given what is left, with one placeholder, which it expands to the same tokens."""
+    """vLLM gets the remaining prompt with one placeholder, and expands it to the same tokens."""
     prompts = make([row(text), row()], PromptDataset, truncation=truncation, max_prompt_length=150)
-    assert len(prompts) == 1 + is_kept and prompts.stats["dropped_images"] == 1 - is_kept
+    assert len(prompts) == 1 + is_kept
+    assert prompts.stats["dropped_images"] == 1 - is_kept
     if is_kept:
         prompt = prompts[0]
         assert len(prompt.input_ids) == 150
         before = reader.processor.tokenizer.decode(prompt.before_images)
-        assert (
-            reader.expand(before, prompt.images).tokens.ids == prompt.input_ids
-            and prompt.text == before
-        )
+        assert reader.expand(before, prompt.images).tokens.ids == prompt.input_ids
+        assert prompt.text == before
 
 
 @pytest.mark.parametrize("kind", [TokenDataset, PromptDataset])
 @pytest.mark.parametrize("text", ["<image>", "<image>" + "long " * 50])
 def test_an_image_that_changes_is_read_anew(make, folder, capsys, kind, text):
-    """Also that of a row which truncation has dropped."""
-    rows, options = (
-        [row(text, images=["new.png"]), row()],
-        {"truncation": "left", "max_length": 150, "max_prompt_length": 150},
-    )
+    """Even the image of a row that truncation has dropped."""
+    rows = [row(text, images=["new.png"]), row()]
+    options = {"truncation": "left", "max_length": 150, "max_prompt_length": 150}
     Image.new("RGB", (28, 28), "red").save(folder / "new.png")
     before = make(rows, kind, **options)
     Image.new("RGB", (28, 28), "blue").save(folder / "new.png")
@@ -564,14 +582,18 @@ def test_an_image_that_changes_is_read_anew(make, folder, capsys, kind, text):
     assert "files that it was made from have changed" in capsys.readouterr().out
     if text != "<image>":
         return
-    assert before.pictures.images[0][0][0, 0].tolist() == [255, 0, 0] and after.pictures.images[0][
-        0
-    ][0, 0].tolist() == [0, 0, 255]
+    assert first_pixel(before) == [255, 0, 0]
+    assert first_pixel(after) == [0, 0, 255]
 
 
-def test_what_the_processor_leaves_out_is_part_of_a_cache(make, folder, tmp_path):
+def first_pixel(dataset):
+    image = dataset.pictures.images[0][0]
+    return image[0, 0].tolist()
+
+
+def test_keys_that_are_left_out_are_part_of_the_caches_name(make, folder, tmp_path):
     for dropped in ([], ["token_type_ids"]):
-        make([row()], of_images=Reader(folder / "gemma3", dropped=dropped))
+        make([row()], reader=Reader(folder / "gemma3", dropped=dropped))
     assert len([*(tmp_path / "cache").iterdir()]) == 2
 
 
@@ -596,22 +618,21 @@ def test_prompts_have_their_images_and_rewards_their_paths(make, reader):
     assert prompt.row == {"prompt": "which <image>", "images": ["0.png"], "answer": "red"}
     assert prompt.text == "<|im_start|>user\nwhich <image><|im_end|>\n<|im_start|>assistant\n"
     placeholder = reader.processor.image_token_id
-    assert prompt.before_images.count(placeholder) == 1 and prompt.input_ids.count(placeholder) > 1
+    assert prompt.before_images.count(placeholder) == 1
+    assert prompt.input_ids.count(placeholder) > 1
     assert [image.shape for image in prompt.images] == [
         image.shape for image in prompts.pictures.images[0]
     ]
 
 
-def test_an_image_of_the_reply_is_none_of_the_prompt(make, shades):
+def test_an_image_of_the_reply_is_not_in_the_prompt(make, shades):
     rows = [
         {"messages": chat("q", "see <image>"), "images": ["10.png"]},
         {"messages": chat("<image> q", "see <image>"), "images": ["10.png", "200.png"]},
     ]
     prompts = make(rows, PromptDataset)
-    assert (
-        colours_of(prompts) == [[], [10]]
-        and prompts[0].text == "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
-    )
+    assert colours_of(prompts) == [[], [10]]
+    assert prompts[0].text == "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_rewards_get_no_pixels(make, folder):
@@ -639,7 +660,8 @@ def test_rewards_get_no_pixels(make, folder):
         "data: text",
         parts[-1],
     ]
-    assert listed["images"] == [None, "0.png"] and json.loads(as_text["images"]) == ["0.png", None]
+    assert listed["images"] == [None, "0.png"]
+    assert json.loads(as_text["images"]) == ["0.png", None]
 
 
 @pytest.mark.parametrize(
@@ -650,7 +672,7 @@ def test_rewards_get_no_pixels(make, folder):
         ("model_engine=megatron", "model.images=true needs model_engine=fsdp"),
     ],
 )
-def test_what_does_not_go_with_images(folder, more, message):
+def test_settings_that_exclude_images(folder, more, message):
     config = load(
         "sft.yaml",
         [f"model.path={folder / 'qwen2_5_vl'}", "data.train_files=x", "model.images=true", more],
@@ -659,15 +681,16 @@ def test_what_does_not_go_with_images(folder, more, message):
         engine_class(config.model_engine).check(config, 2)
 
 
-def test_what_a_processor_says_of_text_and_images_together_reaches_the_model(folder, monkeypatch):
+def test_keys_that_would_not_reach_the_model_are_an_error(folder, monkeypatch):
+    """A processor that returns a key only for text and images together."""
     call = Qwen2_5_VLProcessor.__call__
 
-    def saying_more(self, images=None, text=None, **options):
-        return type(said := call(self, images=images, text=text, **options))(
-            {**said, **({"mask": [[1, 0]]} if text else {})}
-        )
+    def call_with_mask(self, images=None, text=None, **options):
+        output = call(self, images=images, text=text, **options)
+        mask = {"mask": [[1, 0]]} if text else {}
+        return type(output)({**output, **mask})
 
-    monkeypatch.setattr(Qwen2_5_VLProcessor, "__call__", saying_more)
+    monkeypatch.setattr(Qwen2_5_VLProcessor, "__call__", call_with_mask)
     with pytest.raises(
         InputError,
         match=r"returns mask only for a text with images, .*data.drop_processor_keys=\[mask\]",
@@ -676,31 +699,30 @@ def test_what_a_processor_says_of_text_and_images_together_reaches_the_model(fol
     assert Reader(folder / "qwen2_5_vl", dropped=["mask"]).token_type_keys == ["mm_token_type_ids"]
 
 
-def test_a_model_gets_what_it_needs(folder):
-    """Qwen2.5-VL counts places by mm_token_type_ids, LLaVA's processor has nothing of the kind, and Gemma 3 computes otherwise."""
-    kind = auto_class(config := AutoConfig.from_pretrained(folder / "qwen2_5_vl"))
+def test_token_types_that_a_model_needs_cannot_be_dropped(folder):
+    """Qwen2.5-VL's position ids need mm_token_type_ids; LLaVA has none, and Gemma 3 others."""
+    config = AutoConfig.from_pretrained(folder / "qwen2_5_vl")
+    kind = auto_class(config)
     with pytest.raises(
         InputError, match="needs mm_token_type_ids: take it out of data.drop_processor_keys"
     ):
         images.Images(
             kind.from_config(config), Reader(folder / "qwen2_5_vl", dropped=["mm_token_type_ids"])
         )
-    assert Reader(folder / "llava").token_type_keys == [] and Reader(folder / "gemma3").token_type_keys == [
-        "token_type_ids"
-    ]
+    assert Reader(folder / "llava").token_type_keys == []
+    assert Reader(folder / "gemma3").token_type_keys == ["token_type_ids"]
     assert Reader(folder / "gemma3", dropped=["token_type_ids"]).token_type_keys == []
 
 
 @pytest.mark.parametrize("role", ["critic", "reference"])
 def test_all_models_of_a_run_have_the_same_tokens_for_an_image(folder, tmp_path, role):
-    """Another family has other placeholders, a smaller limit of pixels fewer of them in large images alone, and another mean as
-    many."""
+    """Processors of another family, with a smaller limit of pixels, or with another mean differ."""
     smaller = make_image_model(tmp_path / "smaller", "qwen2_5_vl")
     settings = json.loads((smaller / "preprocessor_config.json").read_text())
     settings["size"]["longest_edge"] //= 2
     (smaller / "preprocessor_config.json").write_text(json.dumps(settings))
 
-    def load_reader(path):
+    def load_with(path):
         config = load(
             "ppo.yaml",
             [
@@ -721,8 +743,8 @@ def test_all_models_of_a_run_have_the_same_tokens_for_an_image(folder, tmp_path,
         with pytest.raises(
             InputError, match=f"{role}.path={path} processes images differently from model.path="
         ):
-            load_reader(path)
-    assert load_reader(make_image_model(tmp_path / "same", "qwen2_5_vl")).image_token == "<image>"
+            load_with(path)
+    assert load_with(make_image_model(tmp_path / "same", "qwen2_5_vl")).image_token == "<image>"
 
 
 @pytest.mark.parametrize(
@@ -734,37 +756,48 @@ def test_all_models_of_a_run_have_the_same_tokens_for_an_image(folder, tmp_path,
         ("llava", torch.float32),
     ],
 )
-def test_what_images_leave_for_the_backward_pass_is_estimated(folder, family, dtype):
-    """Against the storages that autograd keeps, without weights: a tenth, and with recomputation what a layer takes, too."""
-    shape, reader = AutoConfig.from_pretrained(folder / family), Reader(folder / family)
+def test_activations_of_images_are_estimated(folder, family, dtype):
+    """Within a tenth of the storages that autograd keeps, without weights.
+
+    With recomputation the estimate also includes what one layer takes.
+    """
+    shape = AutoConfig.from_pretrained(folder / family)
+    reader = Reader(folder / family)
     image = np.random.RandomState(0).randint(0, 256, (224, 224, 3)).astype(np.uint8)
-    given = {
-        n: x.to(dtype) if x.is_floating_point() else x for n, x in reader.tensors([image]).items()
-    }
+    inputs = {}
+    for name, x in reader.tensors([image]).items():
+        inputs[name] = x.to(dtype) if x.is_floating_point() else x
     num_tokens = sum(reader.expand(reader.image_token, [image]).is_image_token)
 
-    def both(frozen="nothing", checkpointing=False):
-        hf, kept = auto_class(shape).from_config(shape, dtype=dtype).train(), {}
+    def estimate_and_measure(frozen="nothing", checkpointing=False):
+        """Return bytes per image token: estimated and measured."""
+        hf = auto_class(shape).from_config(shape, dtype=dtype).train()
+        kept = {}
         if checkpointing:
             hf.gradient_checkpointing_enable({"use_reentrant": False})
         for name, p in hf.named_parameters():
             p.requires_grad_(not re.search(frozen, name))
         weights = {p.untyped_storage().data_ptr() for p in hf.parameters()}
-        note = lambda x: (kept.update({x.untyped_storage().data_ptr(): x.untyped_storage()}), x)[1]
+
+        def note(x):
+            kept[x.untyped_storage().data_ptr()] = x.untyped_storage()
+            return x
+
         with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-            hf.base_model.get_image_features(**given)
+            hf.base_model.get_image_features(**inputs)
         measured = sum(x.nbytes() for pointer, x in kept.items() if pointer not in weights)
-        return images.count_kept(hf, reader, dtype.itemsize, checkpointing), measured / num_tokens
+        estimated = images.count_kept(hf, reader, dtype.itemsize, checkpointing)
+        return estimated, measured / num_tokens
 
-    guess, whole = both()
-    assert guess == pytest.approx(whole, rel=0.1)
-    guess, measured = both(checkpointing=True)
-    assert measured < guess < 1.3 * measured < whole
-    assert both("visual|vision_tower|projector") == (0, 0)
+    estimated, whole = estimate_and_measure()
+    assert estimated == pytest.approx(whole, rel=0.1)
+    estimated, measured = estimate_and_measure(checkpointing=True)
+    assert measured < estimated < 1.3 * measured < whole
+    assert estimate_and_measure("visual|vision_tower|projector") == (0, 0)
 
 
-class Noted(list):
-    """Images of rows; read: which rows have been asked for."""
+class RecordedImages(list):
+    """Images of rows, and in `read` the rows that have been read."""
 
     def __init__(self, rows):
         super().__init__(rows)
@@ -775,34 +808,33 @@ class Noted(list):
         return super().__getitem__(row)
 
 
-def test_a_thread_makes_pixels_of_the_next_micro_batch(make, folder):
-    """Of no more than one, to the same bits; an error there ends the step."""
+def test_a_thread_prepares_the_next_micro_batch(make, folder):
+    """Of one micro-batch at most, to the same bits; an error in the thread ends the step."""
     batch = make([row(images=[f"{i}.png"]) for i in range(4)]).batch(range(4))
-    kind = auto_class(config := AutoConfig.from_pretrained(folder / "qwen2_5_vl"))
-    of_model, noted = (
-        images.Images(kind.from_config(config), batch.pictures.reader),
-        Noted(batch.pictures.images),
-    )
-    batch = dataclasses.replace(batch, pictures=Pictures(noted, batch.pictures.reader))
-    parts = batch.split([1] * 4)
-    found = of_model.prepare_ahead(iter(parts), packed=True)
-    given = [next(found)[1]]
+    config = AutoConfig.from_pretrained(folder / "qwen2_5_vl")
+    hf = auto_class(config).from_config(config)
+    model_images = images.Images(hf, batch.pictures.reader)
+    recorded = RecordedImages(batch.pictures.images)
+    batch = dataclasses.replace(batch, pictures=Pictures(recorded, batch.pictures.reader))
+    micro_batches = batch.split([1] * 4)
+    prepared = model_images.prepare_ahead(iter(micro_batches), packed=True)
+    inputs_of_micro_batches = [next(prepared)[1]]
     deadline = time.monotonic() + 30
-    while 1 not in noted.read and time.monotonic() < deadline:
+    while 1 not in recorded.read and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert noted.read == [0, 1], "while the first one is computed with"
-    given += [each for _, each in found]
-    for part, each in zip(parts, given, strict=True):
-        want = of_model.inputs(part, part.images, packed=True)
-        assert each.keys() == want.keys() and all(
-            torch.equal(each[name], want[name]) for name in want
-        )
-    noted[2] = [np.zeros((4, 2000, 3), np.uint8)]
+    assert recorded.read == [0, 1], "the second is prepared while the first is computed"
+    inputs_of_micro_batches += [inputs for _, inputs in prepared]
+    for micro_batch, inputs in zip(micro_batches, inputs_of_micro_batches, strict=True):
+        expected = model_images.inputs(micro_batch, micro_batch.images, packed=True)
+        assert inputs.keys() == expected.keys()
+        for name in expected:
+            assert torch.equal(inputs[name], expected[name]), name
+    recorded[2] = [np.zeros((4, 2000, 3), np.uint8)]
     with pytest.raises(ValueError, match="aspect ratio"):
-        list(of_model.prepare_ahead(parts, packed=True))
+        list(model_images.prepare_ahead(micro_batches, packed=True))
 
 
-def test_a_dry_run_counts_what_images_leave(folder):
+def test_a_dry_run_counts_activations_of_images(folder):
     config = load(
         "sft.yaml",
         [
@@ -819,19 +851,24 @@ def test_a_dry_run_counts_what_images_leave(folder):
         4,
         config.engine.activation_checkpointing,
     )
-    found = [
-        estimate_gib(config, 1, "cpu", role)[0]["activations of images"] * 2**30
+    gib_of_roles = [
+        estimate_gib(config, 1, "cpu", role)[0]["activations of images"]
         for role in ("actor", "reference")
     ]
-    assert found == pytest.approx([1000 * kept, 0]) and kept > 0
+    assert kept > 0
+    assert gib_of_roles == pytest.approx([1000 * kept / 2**30, 0])
 
 
-# -- reinforcement learning --------------------------------------------------------------------------------------------
+# -- reinforcement learning ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_ppo_sees_what_vllm_sees(tmp_path):
-    """Two steps with a critic on two ranks: vLLM's log-probabilities are the trainer's before and after an update of the tower, and
-    the tower learns. A step's samples have no pixels."""
+    """Two steps with a critic on two ranks.
+
+    vLLM's log-probabilities are the trainer's before and after an update of the tower, and the
+    tower learns. The samples that a step records have no pixels.
+    """
     run([sys.executable, "examples/colours.py", "build", tmp_path])
     (tmp_path / "reward.py").write_text(
         "def odd(prompt, response, row):\n    return float(len(response) % 2)\n"
@@ -852,26 +889,31 @@ def test_ppo_sees_what_vllm_sees(tmp_path):
     ]
     launch(2, "train_ppo.py", *settings)
     steps = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
-    steps = [step for step in steps if "rollout_corr/log_prob_gap" in step]
-    assert len(steps) == 2 and all(step["rollout_corr/log_prob_gap"] < 1e-5 for step in steps)
-    before, after = (
-        load_file(path / "model.safetensors") for path in (tmp_path / "model", tmp_path / "out/hf")
-    )
+    gaps = [
+        step["rollout_corr/log_prob_gap"] for step in steps if "rollout_corr/log_prob_gap" in step
+    ]
+    assert len(gaps) == 2
+    assert max(gaps) < 1e-5
+    before = load_file(tmp_path / "model" / "model.safetensors")
+    after = load_file(tmp_path / "out/hf" / "model.safetensors")
     tower = [name for name in before if name.startswith("visual.")]
-    assert len(tower) > 20 and all(
-        not torch.equal(before[name], after[name]) for name in tower if "mlp" in name
-    )
+    assert len(tower) > 20
+    for name in tower:
+        if "mlp" in name:
+            assert not torch.equal(before[name], after[name]), name
     line = json.loads(next((tmp_path / "out/rollouts").iterdir()).read_text().splitlines()[0])
     assert line["row"]["messages"][0]["content"][0]["image"].startswith("images/")
 
 
-# -- forms of images ---------------------------------------------------------------------------------------------------
+# -- forms of images -------------------------------------------------------------------------------
 
 
 def colours_of(dataset):
-    return [
-        [int(image.mean()) for image in dataset.pictures.images[i]] for i in range(len(dataset))
-    ]
+    """Return the mean of each image, by row."""
+    colours = []
+    for row in range(len(dataset)):
+        colours.append([int(image.mean()) for image in dataset.pictures.images[row]])
+    return colours
 
 
 @pytest.fixture
@@ -882,7 +924,7 @@ def shades(folder):
 
 
 def test_the_same_rows_beside_other_images_are_another_dataset(shades, reader, tmp_path):
-    found = []
+    colours = []
     for shade in (10, 200):
         (tmp_path / str(shade)).mkdir()
         Image.open(shades / f"{shade}.png").save(tmp_path / f"{shade}/a.png")
@@ -895,8 +937,8 @@ def test_the_same_rows_beside_other_images_are_another_dataset(shades, reader, t
             shades / "qwen2_5_vl",
             reader,
         )
-        found += colours_of(TokenDataset.load(path, reader))
-    assert found == [[10], [200]]
+        colours += colours_of(TokenDataset.load(path, reader))
+    assert colours == [[10], [200]]
 
 
 @pytest.mark.parametrize(
@@ -909,20 +951,25 @@ def test_the_same_rows_beside_other_images_are_another_dataset(shades, reader, t
     ],
 )
 def test_an_image_that_changes_is_read_again(shades, make, form):
-    path, found = shades / "changing.png", []
+    path = shades / "changing.png"
+    colours = []
     for size, shade in ((60, 10), (61, 200)):
         Image.new("RGB", (size, 90), (shade,) * 3).save(path)
-        found += colours_of(make([row(images=[form(path)])]))
-    assert found == [[10], [200]]
+        colours += colours_of(make([row(images=[form(path)])]))
+    assert colours == [[10], [200]]
 
 
 def test_columns_of_images_stay_encoded(shades, reader, tmp_path):
-    """Bytes go before the path, which is a name. A bad image is its row's error, and rewards get the path."""
+    """Bytes come before the path, which is only a name.
+
+    A bad image is an error of its row, and rewards get the path.
+    """
     image = {"bytes": (shades / "200.png").read_bytes(), "path": "10.png"}
     rows = datasets.Dataset.from_dict(
         {"messages": [chat("<image>", "a")] * 2, "images": [[image], [image | {"bytes": b"no"}]]}
     )
-    path, tokenizer = shades / "rows.parquet", AutoTokenizer.from_pretrained(shades / "qwen2_5_vl")
+    path = shades / "rows.parquet"
+    tokenizer = AutoTokenizer.from_pretrained(shades / "qwen2_5_vl")
 
     def prompts(rows):
         pq.write_table(rows.data.table, path)
@@ -931,19 +978,19 @@ def test_columns_of_images_stay_encoded(shades, reader, tmp_path):
         )
         return PromptDataset.load(written, reader)
 
-    of_images = rows.cast_column("images", datasets.List(datasets.Image()))
-    for each in (rows, of_images):
-        found = prompts(each.select([0]).flatten_indices())
-        assert colours_of(found) == [[200]] and found[0].row["images"] == [
-            {"bytes": None, "path": "10.png"}
-        ]
+    typed_rows = rows.cast_column("images", datasets.List(datasets.Image()))
+    for table in (rows, typed_rows):
+        dataset = prompts(table.select([0]).flatten_indices())
+        assert colours_of(dataset) == [[200]]
+        assert dataset[0].row["images"] == [{"bytes": None, "path": "10.png"}]
     with pytest.raises(InputError, match="rows.parquet:2: an image of type bytes cannot be read"):
-        prompts(of_images)
+        prompts(typed_rows)
 
 
 def test_a_cell_of_text_may_be_a_list_of_images(shades, reader, tmp_path):
     lists = [json.dumps(["10.png", "200.png"]), json.dumps([{"path": "200.png"}, "10.png"])]
-    texts, found = ["<image> and <image>"] * 2, []
+    texts = ["<image> and <image>"] * 2
+    colours = []
     with (shades / "cells.csv").open("w", newline="") as file:
         csv.writer(file).writerows([("prompt", "response", "images"), *zip(texts, "ab", lists)])
     rows = {"prompt": texts, "response": ["a", "b"], "images": lists}
@@ -957,8 +1004,8 @@ def test_a_cell_of_text_may_be_a_list_of_images(shades, reader, tmp_path):
             shades / "qwen2_5_vl",
             reader,
         )
-        found.append(colours_of(TokenDataset.load(path, reader)))
-    assert found == [[[10, 200], [200, 10]]] * 2
+        colours.append(colours_of(TokenDataset.load(path, reader)))
+    assert colours == [[[10, 200], [200, 10]]] * 2
 
 
 def test_a_part_with_an_image_is_one_whatever_its_type(shades, make):
@@ -981,25 +1028,26 @@ def test_a_part_with_an_image_is_one_whatever_its_type(shades, make):
 
 
 def test_contents_have_one_form(shades, make):
-    """Of strings, or of parts; with images, without, and without a model that reads them."""
+    """Strings and parts are the same, with images, without, and without a model that reads them."""
     parts = [
         ["hello ", "world"],
         [{"text": "hello "}, {"type": "input_text", "text": "world"}],
         "hello \nworld",
     ]
-    rows, prompts = (
-        [{"messages": chat(content, "a")} for content in parts],
-        [["look ", "at <image> now"], "look at <image> now"],
-    )
-    for dataset in (make(rows), make(rows, of_images=None)):
+    rows = [{"messages": chat(content, "a")} for content in parts]
+    for dataset in (make(rows), make(rows, reader=None)):
         ids = [dataset.batch([i]).input_ids.tolist() for i in range(3)]
-        assert ids[0] == ids[1] and bytes_of(ids[0], shades) in ("hello world", "hello \nworld")
-    with_images = make([row(content, ["10.png"]) for content in prompts], max_length=500)
+        assert ids[0] == ids[1]
+        assert question_of(ids[0], shades) in ("hello world", "hello \nworld")
+    contents = [["look ", "at <image> now"], "look at <image> now"]
+    with_images = make([row(content, ["10.png"]) for content in contents], max_length=500)
     ids = [with_images.batch([i]).input_ids.tolist() for i in range(2)]
-    assert ids[0] == ids[1] and bytes_of(ids[0], shades) == "look at <image> now"
+    assert ids[0] == ids[1]
+    assert question_of(ids[0], shades) == "look at <image> now"
 
 
-def bytes_of(ids, folder):
+def question_of(ids, folder):
+    """Return the text of the user's turn, with one <image> for each image."""
     text = re.sub(
         "(<image>)+", "<image>", AutoTokenizer.from_pretrained(folder / "qwen2_5_vl").decode(ids)
     )
@@ -1022,7 +1070,8 @@ def test_an_image_may_be_given_in_many_ways(shades, make):
             ),
         ]
     )
-    assert "\n" in encoded and colours_of(dataset) == [[200], [10], [200, 10]]
+    assert "\n" in encoded
+    assert colours_of(dataset) == [[200], [10], [200, 10]]
 
 
 def test_a_row_that_would_end_with_an_image_is_dropped(make):
