@@ -226,7 +226,9 @@ class Images:
             sequences.append(self.filler)
         ids = pad_sequence(sequences, True)
         is_token = pad_sequence([torch.ones_like(sequence) for sequence in sequences], True)
-        types = {name: self.reader.token_types(ids.tolist()) for name in self.reader.token_type_keys}
+        types = {
+            name: self.reader.token_types(ids.tolist()) for name in self.reader.token_type_keys
+        }
         image_tensors = self.reader.tensors(images or self.image)
         inputs = image_tensors | types | {"input_ids": ids, "attention_mask": is_token}
         by_token = {"input_ids": ids, "position_ids": self._position_ids(inputs), **types}
