@@ -140,6 +140,7 @@ NOT_RUN = {
     "even_words.py": "the reward of grpo_vs_trl.py, which runs it",
     "make_sft_data.py": "run by sft_vs_trl.py",
     "make_grpo_data.py": "run by grpo_vs_trl.py",
+    "same_numbers.py": "the proof for refactorings: it takes minutes",
 }
 TORCHRUN = ("--standalone", "--nproc-per-node")
 

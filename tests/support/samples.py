@@ -1,6 +1,7 @@
 """Configurations and samples for tests of a step, made by hand."""
 
 import math
+from dataclasses import dataclass
 
 import torch
 
@@ -9,6 +10,8 @@ from data.batching.batch import Batch
 from data.batching.plan import Plan
 from data.prompts import Prompt
 from rl.estimation import set_advantages
+from rl.losses import ActorLoss
+from rl.settings import check_settings
 from rollout.grading.grader import Failure
 from rollout.samples import Samples
 from rollout.sharing import Share
@@ -95,6 +98,39 @@ def advantages(samples, *more, minis=None, kl_coef=0.001, **fields):
     config = configure(*more)
     metrics = set_advantages(config, samples, whole(samples, minis), kl_coef)
     return samples.batch.fields, metrics
+
+
+@dataclass
+class LossOfTokens:
+    """The actor's loss, its metrics, and its gradient by the log-probabilities."""
+
+    loss: float
+    metrics: dict[str, float]
+    gradient: list[float]
+
+
+def loss_of_two_tokens(config, **fields) -> LossOfTokens:
+    """Return the actor's loss of two responses of one token each, which both weigh 0.5.
+
+    fields: values of the two tokens by name. The log-probabilities are -1.5 and -0.5.
+    """
+    check_settings(config)
+    half = torch.tensor([0.5, 0.5])
+    log_probs = torch.tensor([-1.5, -0.5], requires_grad=True)
+    entropy = torch.tensor([1.0, 3.0])
+    tensors = {
+        "loss_weight": half,
+        "token_weight": half,
+        "sequence": torch.tensor([0, 1]),
+        "loss_mask": torch.ones(2),
+        "rollout_log_probs": log_probs.detach(),
+    }
+    for name, values in fields.items():
+        tensors[name] = torch.tensor(values)
+    loss, amounts = ActorLoss(config, 2)(log_probs, entropy, tensors)
+    loss.backward()
+    metrics = {name: amount.item() for name, amount in amounts.items()}
+    return LossOfTokens(loss.item(), metrics, log_probs.grad.tolist())
 
 
 # By name: log_prob - ref_log_prob -> the estimate, and its derivative.

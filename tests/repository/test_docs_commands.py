@@ -1,0 +1,129 @@
+"""The commands of README.md and docs/ are checked down to their keys, or listed with a reason."""
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed.run
+
+from config import InputError, load
+from engines.build import engine_class
+from rl.settings import check_settings
+from rollout.vllm.settings import check_rollout
+from tests.repository.pages import COMMANDS, PAGES, blocks, parse_launch
+from tests.repository.test_benchmarks import NOT_RUN, SMOKES
+from tests.repository.test_docs_runs import FOLLOW_UPS
+from tests.support.launch import ROOT, run
+
+# The first words of commands that are not run, and why.
+NOT_RUN_HERE = {
+    "pip install": "installs",
+    "source": "a command of the shell",
+    "python -m pytest": "needs a GPU",
+    "python -m config schema": "writes into the repository",
+    "python -m tests.families": "takes minutes",
+}
+
+
+def inner_command(command: str) -> str:
+    """Return the command that nsys or sbatch launches, or the command itself."""
+    command = re.sub(r"^nsys .*?(?=torchrun)", "", command)
+    return re.sub(r"^sbatch examples/slurm/(sft|ppo)\.sbatch", r"python train_\1.py", command)
+
+
+def kind_of(command: str) -> str:
+    """Return how a command is checked: as a launch, benchmark, torchrun, make, or otherwise."""
+    words = shlex.split(inner_command(command))
+    if any(re.fullmatch(r"train_\w+\.py", word) for word in words):
+        return "launch"
+    if "benchmarks/" in command:
+        return "benchmark"
+    if words[0] in ("torchrun", "make"):
+        return words[0]
+    return "other"
+
+
+def commands_of_kind(kind: str):
+    """Parametrize a test with the pages and commands of one kind."""
+    cases = [(page, command) for page, command in COMMANDS if kind_of(command) == kind]
+    ids = [f"{page} {command[:60]}" for page, command in cases]
+    return pytest.mark.parametrize("page, command", cases, ids=ids)
+
+
+@commands_of_kind("launch")
+def test_a_launch_has_a_valid_configuration(page, command, docs_folder, monkeypatch):
+    """Settings load, agree with each other and fit the ranks; or a page quotes the error."""
+    monkeypatch.chdir(docs_folder)
+    launch = parse_launch(shlex.split(inner_command(command)))
+    defaults = f"{Path(launch.script).stem.removeprefix('train_')}.yaml"
+    has_mtp = any("mtp" in argument for argument in launch.arguments)
+    model = "model.path=mimo" if has_mtp else "model.path=model"
+    arguments = [re.sub(r"^model.path=.*", model, argument) for argument in launch.arguments]
+    try:
+        config = load(defaults, [model, "data.train_files=train.jsonl", *arguments])
+        engine_class(config.model_engine).check(config, launch.num_ranks)
+        if defaults == "ppo.yaml":
+            check_settings(config)
+            check_rollout(config, launch.num_ranks)
+    except InputError as error:
+        assert f"error: {error}" in "\n".join(PAGES.values())
+
+
+@commands_of_kind("benchmark")
+def test_a_benchmark_is_known_and_has_these_options(page, command):
+    launch = parse_launch(shlex.split(command))
+    name = Path(launch.script).name
+    assert name in SMOKES.keys() | NOT_RUN.keys() or name.endswith(".sh")
+    source = "\n".join(path.read_text() for path in ROOT.glob("benchmarks/*.py"))
+    for argument in launch.arguments:
+        if argument.startswith("--"):
+            assert f'"{argument}"' in source
+
+
+@commands_of_kind("torchrun")
+def test_torchrun_has_these_options(page, command):
+    parser = torch.distributed.run.get_args_parser()
+    for word in shlex.split(command)[1:]:
+        assert word in parser._option_string_actions
+
+
+@commands_of_kind("make")
+def test_make_has_this_target(page, command):
+    dry_run = run(["make", "-n", *shlex.split(command)[1:]]).stdout
+    if "VENV=" in command:
+        assert "/path/to/env/bin/" in dry_run
+        assert ".venv" not in dry_run
+
+
+@commands_of_kind("other")
+def test_other_commands_run_or_are_listed(page, command):
+    has_reason = command.startswith(tuple(NOT_RUN_HERE))
+    runs = any(follow_up.startswith(command) for follow_up in FOLLOW_UPS)
+    assert has_reason or runs, f"{page}: test this command, or list why it cannot run"
+
+
+def quotes() -> list[tuple[str, str, str]]:
+    """Return (page, command, output) for every command in a console block."""
+    cases = []
+    for page, text in PAGES.items():
+        for block in blocks(text, "console"):
+            for quote in re.findall(r"^\$ (.*(?:\n(?!\$ ).*)*)", block, re.MULTILINE):
+                command, _, output = quote.partition("\n")
+                cases.append((page, command, output.strip()))
+    return cases
+
+
+QUOTES = quotes()
+
+
+@pytest.mark.parametrize(
+    "page, command, output", QUOTES, ids=[f"{page} {command}" for page, command, _ in QUOTES]
+)
+def test_a_command_prints_the_quoted_error(page, command, output):
+    program, *words = shlex.split(command)
+    assert program == "python"
+    assert output
+    done = run([sys.executable, *words], returncode=2, fresh=True)
+    assert done.stderr.strip() == output

@@ -1,0 +1,279 @@
+"""Functions of the user (docs/forking.md): what they read is built, and mistakes are one line."""
+
+import re
+
+import pytest
+import torch
+
+from common import plugins
+from config import InputError, load
+from rl import models
+from rl.collecting import collect
+from rl.estimation import set_advantages
+from rl.functions import find_function
+from rl.settings import check_settings
+from tests.support.samples import loss_of_two_tokens, make_samples, on_responses, whole
+
+# my.py of every test.
+FUNCTIONS = """
+import torch
+
+# Advantages.
+def plain(rewards, mask, num_sequences, **_): return rewards, rewards
+def reads_values(rewards, num_sequences, values, **_): return rewards, rewards
+def reads_reference(num_sequences, rewards, ref_log_probs, old_log_probs, **_):
+    return rewards, rewards
+def reads_baseline(outcome, baseline, **_): return outcome, outcome
+def discounted(rewards, num_sequences, gamma, **_): return rewards, rewards
+def unrewarded(mask, num_sequences, **_): return mask, mask
+def returns_of_sequences(rewards, num_sequences, **_): return rewards, torch.zeros(num_sequences)
+def one_ranks_mean(rewards, mask, sequence, group, **_):
+    return rewards - (rewards * mask).mean(), rewards
+def scalar(outcome, **_): return outcome.mean(), outcome
+def normalized(rewards, num_sequences, total, **_):
+    return rewards / total(rewards) * num_sequences, rewards
+def needs_alpha(rewards, num_sequences, alpha, **_): return rewards, rewards
+def without_rest(rewards): return rewards, rewards
+def without_returns(rewards, **_): return rewards
+
+# Policy losses.
+def loss(log_probs, advantages, *, beta=1.0, **_): return -log_probs * advantages * beta, {}
+def reads_scores(log_probs, group, scores, values, **_):
+    return log_probs * group * scores, {"scores": scores}
+def summed_loss(log_probs, **_): return log_probs.sum(), {}
+def loss_without_metrics(log_probs, **_): return log_probs
+def loss_with_number(log_probs, **_): return log_probs, {"largest": 0.5}
+
+# Aggregations.
+def total_length(lengths, **_): return lengths.sum()
+def halves(lengths, **_): return torch.full_like(lengths, 0.5)
+def reads_tokens(mask, **_): return mask / mask.sum()
+
+# Divergences.
+def mean_gap(log_probs, ref_log_probs, **_): return (log_probs - ref_log_probs).mean()
+def square(log_probs, ref_log_probs, **_): return (log_probs - ref_log_probs) ** 2
+"""
+
+
+@pytest.fixture
+def configure(tmp_path, monkeypatch):
+    """Return a function of settings, whose group is algorithm unless they say otherwise."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.py").write_text(FUNCTIONS)
+
+    def load_settings(*settings: str):
+        full = []
+        for setting in settings:
+            has_group = setting.startswith(("rollout.", "data."))
+            full.append(setting if has_group else f"algorithm.{setting}")
+        return load("ppo.yaml", ["model.path=unused", "data.train_files=unused", *full])
+
+    return load_settings
+
+
+@pytest.mark.parametrize(
+    "setting, roles",
+    [
+        ("adv_estimator=my.py:plain", {"actor"}),
+        ("adv_estimator=my.py:reads_values", {"actor", "critic"}),
+        ("adv_estimator=my.py:reads_reference", {"actor", "reference"}),
+        ("loss_mode=my.py:loss", {"actor"}),
+        ("loss_mode=my.py:reads_scores", {"actor", "critic"}),
+    ],
+)
+def test_models_that_a_function_reads_are_built(configure, setting, roles):
+    config = configure(setting)
+    check_settings(config)
+    assert set(models.role_configs(config)) == roles
+    reads_old_log_probs = setting == "adv_estimator=my.py:reads_reference"
+    assert models.needs_old_log_probs(config, 1, 0) == reads_old_log_probs
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (
+            ["adv_estimator=my.py:plan"],
+            "adv_estimator=my.py:plan: {my} has no function 'plan'; the nearest is my.py:plain",
+        ),
+        (["adv_estimator=your.py:plain"], "your.py: no such file"),
+        (
+            ["adv_estimator=my.py:needs_alpha"],
+            "adv_estimator=my.py:needs_alpha: missing a required argument: 'alpha'; "
+            "it is called with rewards,",
+        ),
+        (["adv_estimator=my.py:without_rest"], "got an unexpected keyword argument 'mask'"),
+        (
+            ["adv_kwargs.beta=1"],
+            "algorithm.adv_kwargs.beta: grpo has no such parameter of its own, nor any other",
+        ),
+        (
+            ["adv_estimator=my.py:needs_alpha", "adv_kwargs.alpha=1", "adv_kwargs.alhpa=1"],
+            "adv_kwargs.alhpa: my.py:needs_alpha has no such",
+        ),
+        (
+            ["loss_mode=my.py:loss", "loss_kwargs.bta=1"],
+            "loss_kwargs.bta: my.py:loss has no such parameter of its own, only beta",
+        ),
+        (
+            ["loss_mode=my.py:loss", "loss_kwargs.log_probs=1"],
+            "loss_kwargs.log_probs: my.py:loss has no such parameter of its own",
+        ),
+        (
+            ["loss_mode=my.py:loss", "clip_ratio_high=0.3"],
+            "clip_ratio_high=0.3 does nothing without algorithm.loss_mode=ppo or gspo",
+        ),
+        (
+            ["adv_estimator=my.py:plain", "gamma=0.5"],
+            "does nothing without algorithm.adv_estimator=gae or reinforce_plus_plus",
+        ),
+        (
+            ["adv_estimator=my.py:unrewarded", "use_kl_in_reward=true"],
+            "does nothing without an adv_estimator that reads rewards",
+        ),
+        (
+            ["adv_estimator=my.py:one_ranks_mean"],
+            "names mask, which covers one rank's tokens: name outcome instead",
+        ),
+        (
+            ["loss_agg_mode=my.py:reads_tokens"],
+            "missing a required argument: 'mask'; it is called with lengths, max_tokens by name",
+        ),
+        (
+            ["kl_loss_type=my.py:plain", "use_kl_loss=true"],
+            "kl_loss_type=my.py:plain: missing a required argument: 'rewards'",
+        ),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_rejected(configure, tmp_path, settings, message):
+    with pytest.raises(InputError) as error:
+        check_settings(configure(*settings))
+    assert message.replace("{my}", str(tmp_path / "my.py")) in str(error.value)
+
+
+def test_a_function_may_read_gamma(configure):
+    check_settings(configure("adv_estimator=my.py:discounted", "gamma=0.5"))
+
+
+def test_kwargs_fill_required_parameters(configure):
+    check_settings(configure("adv_estimator=my.py:needs_alpha", "adv_kwargs.alpha=1"))
+
+
+def test_kwargs_reach_a_loss_and_a_divergence(configure):
+    config = configure(
+        "loss_mode=my.py:loss",
+        "loss_kwargs.beta=3",
+        "use_kl_loss=true",
+        "kl_loss_type=my.py:square",
+        "kl_loss_coef=0.5",
+    )
+    parameters = plugins.parameters(find_function(config, "loss_mode"))
+    assert parameters == {"log_probs", "advantages", "beta"}
+    result = loss_of_two_tokens(config, advantages=[1.0, -2.0], ref_log_probs=[-1.0, -1.0])
+    assert result.loss == pytest.approx(3 * (1.5 - 2 * 0.5) / 2 + 0.5 * 0.25)
+    assert result.metrics["kl_loss"] == 0.25
+
+
+def test_a_loss_gets_groups_scores_and_weights_of_its_tokens(configure):
+    config = configure("loss_mode=my.py:reads_scores", "loss_agg_mode=my.py:halves")
+    samples = make_samples([1, 2, 3], [1, 5, 2], [4, 4, 6])
+    set_advantages(config, samples, whole(samples), 0.0)
+    fields = samples.batch.fields
+    assert on_responses(samples, fields["group"]) == [4, 4, 4, 6, 6, 6]
+    assert on_responses(samples, fields["scores"]) == [1, 5, 5, 2, 2, 2]
+    assert on_responses(samples, fields["loss_weight"]) == [0.5] * 6
+
+
+def test_total_adds_up_the_response_tokens(configure):
+    config = configure("adv_estimator=my.py:normalized")
+    samples = make_samples([1, 2, 3], [1, 5, 2], [4, 4, 6])
+    set_advantages(config, samples, whole(samples), 0.0)
+    advantages = on_responses(samples, samples.batch.fields["advantages"])
+    assert advantages == pytest.approx([3 / 8, 0, 15 / 8, 0, 0, 3 / 4])
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (
+            ["adv_estimator=my.py:returns_of_sequences"],
+            r"returns_of_sequences must return one number per token, .*9\], not \[2\]",
+        ),
+        (
+            ["adv_estimator=my.py:scalar"],
+            r"scalar must return one number per response, .*2\], not \[\]",
+        ),
+        (
+            ["adv_estimator=my.py:without_returns"],
+            "without_returns must return two things, advantages and returns",
+        ),
+        (
+            ["loss_agg_mode=my.py:total_length"],
+            r"total_length must return one number per response, shape \[2\], not \[\]",
+        ),
+        (
+            ["use_kl_in_reward=true", "kl_penalty=my.py:mean_gap"],
+            "mean_gap must return one number per token",
+        ),
+    ],
+)
+def test_wrong_shapes_are_rejected_before_the_update(configure, settings, message):
+    """Broadcasting would hide them."""
+    samples = make_samples([2, 3], [1, 5], [0, 0])
+    for name in ("old_log_probs", "ref_log_probs", "rollout_log_probs"):
+        samples.batch.fields[name] = torch.zeros(9)
+    key = settings[-1].partition("=")[0]
+    with pytest.raises(InputError, match=f"algorithm.{key}=my.py:{message}"):
+        set_advantages(configure(*settings), samples, whole(samples), 0.0)
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (
+            ["loss_mode=my.py:summed_loss"],
+            "summed_loss must return one number per token, shape [2], not []",
+        ),
+        (
+            ["loss_mode=my.py:loss_without_metrics"],
+            "loss_without_metrics must return two things, losses and a dictionary of metrics",
+        ),
+        (
+            ["loss_mode=my.py:loss_with_number"],
+            "loss_with_number must return one number per token, shape [2], not 0.5",
+        ),
+        (
+            ["use_kl_loss=true", "kl_loss_type=my.py:mean_gap"],
+            "mean_gap must return one number per token",
+        ),
+    ],
+)
+def test_wrong_shapes_are_rejected_in_the_loss(configure, settings, message):
+    key = settings[-1].partition("=")[0]
+    expected = re.escape(f"algorithm.{key}=my.py:{message}")
+    fields = {"advantages": [1.0, -2.0], "ref_log_probs": [-1.0, -1.0]}
+    with pytest.raises(InputError, match=expected):
+        loss_of_two_tokens(configure(*settings), **fields)
+
+
+@pytest.mark.parametrize(
+    "name, generated",
+    [
+        ("plain", [(2, 1.0)]),
+        ("reads_baseline", [(2, 1.0), (1, 0.0)]),
+    ],
+)
+def test_a_greedy_response_is_drawn_if_an_advantage_reads_baseline(configure, name, generated):
+    """`generated` holds (responses per prompt, temperature) of every draw."""
+    draws = []
+
+    def draw(dataset, rows, sampling, *seed, first_group):
+        draws.append((sampling.n, sampling.temperature))
+        num_samples = 2 * sampling.n
+        groups = [sample // sampling.n for sample in range(num_samples)]
+        return make_samples([1] * num_samples, range(num_samples), groups)
+
+    config = configure(f"adv_estimator=my.py:{name}", "rollout.n=2", "data.train_batch_size=2")
+    samples, _ = collect(config, draw, range(4), 0)
+    assert draws == generated
+    assert (samples.baseline is not None) == (name == "reads_baseline")
