@@ -1,4 +1,4 @@
-"""README.md and docs/*.md as the tests read them: blocks, inline code, commands and snippets."""
+"""README.md, CONTRIBUTING.md and docs/*.md for tests: blocks, inline code, commands and snippets."""
 
 import re
 import shlex
@@ -8,7 +8,7 @@ import torch.distributed.run
 
 from tests.support.launch import ROOT
 
-FILES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
 # Path from the root of the repository -> text.
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in FILES}
 PROGRAMS = ("python", "torchrun", "bash", "make", "sbatch", "nsys", "pip", "source")

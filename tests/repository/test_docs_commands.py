@@ -21,6 +21,9 @@ from tests.support.launch import ROOT, run
 NOT_RUN_HERE = {
     "pip install": "installs",
     "source": "a command of the shell",
+    "git config": "changes the clone",
+    "python -m tests.lint": "make lint runs it",
+    "python -m tests.soak": "takes minutes",
     "python -m pytest": "needs a GPU",
     "python -m config schema": "writes into the repository",
     "python -m tests.families": "takes minutes",
