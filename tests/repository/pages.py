@@ -1,4 +1,4 @@
-"""README.md, CONTRIBUTING.md and docs/*.md for tests: blocks, inline code, commands and snippets."""
+"""README.md, CONTRIBUTING.md and docs/*.md for the tests: blocks, commands and snippets."""
 
 import re
 import shlex
