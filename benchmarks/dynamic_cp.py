@@ -1,18 +1,26 @@
-"""Ranks that share sequences as these need it (engine.context_parallel_size=auto), against a fixed number of ranks that share all.
+"""Ranks that share sequences as needed, against a fixed number of ranks that share all sequences.
 
-    python benchmarks/dynamic_cp.py [--shapes 0.5B 7B] [--ranks 8 64 512]            simulated, on a CPU
-    torchrun --nproc-per-node 2 benchmarks/dynamic_cp.py --measure 0.5B engine.param_dtype=bfloat16 [model_engine=megatron]
+    # simulated, on a CPU
+    python benchmarks/dynamic_cp.py [--shapes 0.5B 7B] [--ranks 8 64 512]
+    # measured
+    torchrun --nproc-per-node 2 benchmarks/dynamic_cp.py --measure 0.5B \\
+        engine.param_dtype=bfloat16 [model_engine=megatron]
 
-A step has --sequences per rank, whose lengths are log-normal between --shortest and --longest tokens. Each rank has room for --cap
-tokens; n ranks that share have room for n times as many. Simulated: the share of the ranks' time that is used, if passes take as
-long as the rank with most FLOPs and ranks that share lose nothing by it. Measured: FSDP2 (or model_engine=megatron) takes the same
-steps in each way in turn; fixed numbers of ranks that cannot hold the longest are left out. Prints a Markdown table.
+The first way is engine.context_parallel_size=auto, the others are numbers. A step has --sequences
+sequences per rank, whose lengths are log-normal between --shortest and --longest tokens. Each rank
+has room for --cap tokens; n ranks that share have room for n times as many.
+
+Simulated: the share of the ranks' time that is used, if a pass takes as long as the rank with most
+FLOPs, and sharing costs nothing. Measured: FSDP2 (or model_engine=megatron) takes the same steps
+in each way in turn. Fixed numbers of ranks that cannot hold the longest sequence are left out.
+Prints a Markdown table.
 """
 
 import argparse
 import gc
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -20,202 +28,296 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 import torch
 import torch.distributed as dist
+from omegaconf import DictConfig
 from transformers import AutoConfig
 
+from benchmarks.harness import (
+    MODELS,
+    add_settings,
+    flops_of_lengths,
+    make_parser,
+    model_settings,
+    print_header,
+    print_row,
+)
 from benchmarks.shapes import SHAPES, make_model
 from config import load
-from data.batching.batch import Batch
+from data.batching.batch import Batch, bounds
 from data.batching.groups import schedule
 from data.batching.packing import pack, partition, spread
 from data.batching.plan import Plan
+from engines.base import Engine
 from engines.build import engine_class
 from engines.parallel import device
 
+SIGMA = 1.3  # of the log-normal distribution of lengths
+LARGEST_FIXED = 16  # ranks that share all sequences, simulated
+MEASURED_SIZES = (1, 2, 4, 8)
+# Tokens, unless options say otherwise.
+MEASURED_DEFAULTS = {"median": 3072, "longest": 32768, "cap": 16384}
+SIMULATED_DEFAULTS = {"median": 6144, "longest": 131072, "cap": 32768}
 
-def draw(count: int, seed: int, shortest: int, longest: int, median: int) -> list[int]:
-    lengths = np.random.default_rng(seed).lognormal(np.log(median), 1.3, count)
-    return lengths.clip(shortest, longest).astype(int).tolist()
+
+def draw_lengths(arguments: argparse.Namespace, num_ranks: int, seed: int) -> list[int]:
+    """Return the lengths of the sequences of a step."""
+    count = arguments.sequences * num_ranks
+    drawn = np.random.default_rng(seed).lognormal(np.log(arguments.median), SIGMA, count)
+    return drawn.clip(arguments.shortest, arguments.longest).astype(int).tolist()
 
 
-# -- simulated -----------------------------------------------------------------------------------------------------------
+# ---- simulated ----
 
 
-def flops_of(shape: str):
-    """A function of a sequence's length."""
+def flops_of_shape(shape: str) -> Callable[[int], float]:
+    """Return a function that maps the length of a sequence to its FLOPs."""
     from engines.model.flops import count_flops
     from engines.model.hf import build_on_meta
 
-    vocab_size, hidden, intermediate, layers, heads, kv_heads, tied = SHAPES[shape]
-    config = AutoConfig.for_model(
-        "qwen2",
-        vocab_size=vocab_size,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        tie_word_embeddings=tied,
-    )
-    in_layers, in_head, in_attention = count_flops(build_on_meta(config, torch.float32), config)
-    return lambda length: float((in_layers + in_head) * length + in_attention * length**2)
+    config = AutoConfig.for_model("qwen2", **SHAPES[shape].settings())
+    flops = count_flops(build_on_meta(config, torch.float32), config)
+    return lambda length: flops_of_lengths(flops, [length])
 
 
-def fixed(
+def fixed_efficiency(
     lengths: list[int], costs: list[float], num_ranks: int, size: int, cap: int
 ) -> float | None:
-    """The share of time that is used with groups of one size, as the engine divides a batch; None: they cannot hold it."""
-    if max(lengths) > cap * size:
+    """Return the share of time that is used with groups of one size, divided as engines divide.
+
+    None if there are no groups of this size, or they cannot hold the longest sequence.
+    """
+    if size > num_ranks or max(lengths) > cap * size:
         return None
-    shares, passes = partition(costs, num_ranks // size), []
-    bins = [pack([lengths[i] for i in share], cap * size) for share in shares]
-    for share, of_share in zip(shares, bins):
-        of_share = spread(of_share, max(map(len, bins)), [lengths[i] for i in share])
-        passes.append([sum(costs[share[i]] for i in members) for members in of_share])
-    return sum(costs) / len(shares) / sum(map(max, zip(*passes)))
+    shares = partition(costs, num_ranks // size)
+    packed_shares = []
+    for share in shares:
+        share_lengths = [lengths[i] for i in share]
+        packed_shares.append(pack(share_lengths, cap * size))
+    num_passes = max(len(micro_batches) for micro_batches in packed_shares)
+    costs_of_shares = []
+    for share, micro_batches in zip(shares, packed_shares):
+        share_lengths = [lengths[i] for i in share]
+        share_costs = []
+        for members in spread(micro_batches, num_passes, share_lengths):
+            share_costs.append(sum(costs[share[i]] for i in members))
+        costs_of_shares.append(share_costs)
+    # All groups wait for the slowest in every pass.
+    duration = sum(max(pass_costs) for pass_costs in zip(*costs_of_shares))
+    return sum(costs) / len(shares) / duration
 
 
-def simulate(arguments) -> None:
-    sizes = [1 << k for k in range(max(arguments.ranks).bit_length()) if 1 << k <= 16]
-    print(
-        "| model | ranks | sequences | auto | tokens in groups of 1, 2, 4, ... | ms to plan | "
-        + " | ".join(f"fixed {size}" for size in sizes)
-        + " |\n"
-        + "|---" * (6 + len(sizes))
-        + "|"
+def simulate(arguments: argparse.Namespace) -> None:
+    largest = min(max(arguments.ranks), LARGEST_FIXED)
+    sizes = [1 << exponent for exponent in range(largest.bit_length())]
+    print_header(
+        "model",
+        "ranks",
+        "sequences",
+        "auto",
+        "tokens in groups of 1, 2, 4, ...",
+        "ms to plan",
+        *(f"fixed {size}" for size in sizes),
     )
     for shape in arguments.shapes:
-        flops = flops_of(shape)
+        flops = flops_of_shape(shape)
         for num_ranks in arguments.ranks:
-            lengths = draw(
-                arguments.sequences * num_ranks,
-                0,
-                arguments.shortest,
-                arguments.longest,
-                arguments.median,
-            )
-            costs = [flops(n) for n in lengths]
-            start = time.perf_counter()
-            plan = Plan.of(
-                schedule(lengths, costs, num_ranks, arguments.cap, lambda size: 1),
-                0,
-                lengths,
-                costs,
-            )
-            seconds = time.perf_counter() - start
-            of_size = [
-                amount / sum(lengths) for name, amount in plan.metrics.items() if "/cp_" in name
-            ]
-            used = [
-                fixed(lengths, costs, num_ranks, size, arguments.cap) if size <= num_ranks else None
-                for size in sizes
-            ]
-            print(
-                f"| {shape} | {num_ranks} | {len(lengths)} | {plan.metrics['perf/plan_efficiency']:.1%} | "
-                f"{', '.join(f'{x:.0%}' for x in of_size[:6])} | {1e3 * seconds:.0f} | "
-                + " | ".join("-" if x is None else f"{x:.1%}" for x in used)
-                + " |",
-                flush=True,
-            )
+            lengths = draw_lengths(arguments, num_ranks, seed=0)
+            costs = [flops(length) for length in lengths]
+            print_simulation(shape, num_ranks, lengths, costs, arguments.cap, sizes)
 
 
-# -- measured ------------------------------------------------------------------------------------------------------------
+def print_simulation(
+    shape: str,
+    num_ranks: int,
+    lengths: list[int],
+    costs: list[float],
+    cap: int,
+    sizes: Sequence[int],
+) -> None:
+    """Print a row of the table. costs: FLOPs of each sequence."""
+    start = time.perf_counter()
+    passes = schedule(lengths, costs, num_ranks, cap, multiple=lambda size: 1)
+    plan = Plan.of(passes, 0, lengths, costs)
+    seconds = time.perf_counter() - start
+    num_tokens = sum(lengths)
+    shares = [
+        f"{amount / num_tokens:.0%}" for name, amount in plan.metrics.items() if "/cp_" in name
+    ]
+    efficiencies = [fixed_efficiency(lengths, costs, num_ranks, size, cap) for size in sizes]
+    print_row(
+        shape,
+        num_ranks,
+        len(lengths),
+        f"{plan.metrics['perf/plan_efficiency']:.1%}",
+        ", ".join(shares[:6]),
+        f"{1e3 * seconds:.0f}",
+        *("-" if efficiency is None else f"{efficiency:.1%}" for efficiency in efficiencies),
+    )
 
 
-def measure(arguments) -> None:
+# ---- measured ----
+
+
+class Measurement:
+    """The steps of one way.
+
+    Attributes:
+        speeds: tokens per second and rank of each step.
+        losses: of each step.
+        efficiencies: the share of the ranks' time that is used, as far as FLOPs tell.
+    """
+
+    def __init__(self):
+        self.speeds: list[float] = []
+        self.losses: list[float] = []
+        self.efficiencies: list[float] = []
+
+    def take_step(self, engine: Engine, batch: Batch, number: int) -> None:
+        num_tokens = len(batch.input_ids)
+
+        def loss_fn(log_probs, entropy, fields):
+            return -log_probs.sum() / num_tokens, {}
+
+        start = device.synchronize()
+        plan = engine.plan(batch.lengths)
+        share = batch.select(plan.sequences)
+        metrics = engine.train_batch(share, loss_fn, number, plan.micro_batches)
+        seconds = device.synchronize() - start
+        self.losses.append(metrics["loss"])
+        self.speeds.append(num_tokens / seconds / dist.get_world_size())
+        self.efficiencies.append(plan.metrics.get("perf/plan_efficiency", float("nan")))
+
+    def drop_first(self) -> None:
+        """Forget the time of the step that warms up, but not its loss."""
+        self.speeds.pop(0)
+        self.efficiencies.pop(0)
+
+    @property
+    def speed(self) -> float:
+        return sorted(self.speeds)[len(self.speeds) // 2]
+
+
+def measured_ways(arguments: argparse.Namespace, num_ranks: int) -> list[str]:
+    """Return the values of engine.context_parallel_size that can hold the longest sequence."""
+    ways = []
+    for size in MEASURED_SIZES:
+        can_hold_longest = arguments.longest <= arguments.cap * size
+        if num_ranks % size == 0 and can_hold_longest:
+            ways.append(str(size))
+    return [*ways, "auto"]
+
+
+def load_config(arguments: argparse.Namespace, way: str) -> DictConfig:
+    cap = arguments.cap if way == "auto" else arguments.cap * int(way)
+    settings = [
+        *model_settings(arguments.models / arguments.measure),
+        f"data.train_batch_size={dist.get_world_size()}",
+        f"data.max_tokens_per_micro_batch={cap}",
+        f"engine.context_parallel_size={way}",
+        *arguments.settings,
+    ]
+    return load("sft.yaml", settings)
+
+
+def make_batch(arguments: argparse.Namespace, seed: int) -> Batch:
+    """Return a batch of random tokens for all ranks."""
+    lengths = draw_lengths(arguments, dist.get_world_size(), seed)
+    vocab_size = SHAPES[arguments.measure].vocab_size
+    ids = np.random.default_rng(seed).integers(0, vocab_size, sum(lengths))
+    fields = {"loss_mask": torch.ones(len(ids))}
+    return Batch(torch.from_numpy(ids), bounds(torch.tensor(lengths)), fields)
+
+
+def measure_way(
+    arguments: argparse.Namespace, way: str, batches: list[Batch], this_device: torch.device
+) -> Measurement:
+    config = load_config(arguments, way)
+    engine = engine_class(config.model_engine)(config, this_device, total_steps=1000)
+    if torch.accelerator.is_available():
+        torch.accelerator.reset_peak_memory_stats()
+    measurement = Measurement()
+    for number, batch in enumerate([batches[0], *batches]):
+        measurement.take_step(engine, batch, number)
+    measurement.drop_first()
+    return measurement
+
+
+def free_memory() -> None:
+    gc.collect()
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
+
+
+def measure(arguments: argparse.Namespace) -> None:
     this_device = device.init()
-    rank, world = dist.get_rank(), dist.get_world_size()
-    if rank == 0:
+    is_first_rank = dist.get_rank() == 0
+    num_ranks = dist.get_world_size()
+    if is_first_rank:
         make_model(arguments.measure, arguments.models)
-        print(
-            "| model | ranks | sharing | tokens/s per rank (each step) | against the first | time used | peak GiB | loss |\n"
-            + "|---" * 8
-            + "|"
+        print_header(
+            "model",
+            "ranks",
+            "sharing",
+            "tokens/s per rank (each step)",
+            "against the first",
+            "time used",
+            "peak GiB",
+            "loss",
         )
     dist.barrier()
-    batches = [make_batch(arguments, world, seed) for seed in range(arguments.steps)]
-    sizes, first = [size for size in (1, 2, 4, 8) if size <= world and world % size == 0], None
-    for way in [
-        *(str(size) for size in sizes if arguments.longest <= arguments.cap * size),
-        "auto",
-    ]:
-        cap = arguments.cap * (1 if way == "auto" else int(way))
-        config = load(
-            "sft.yaml",
-            [
-                f"model.path={arguments.models / arguments.measure}",
-                "data.train_files=none",
-                f"data.train_batch_size={world}",
-                f"data.max_tokens_per_micro_batch={cap}",
-                f"engine.context_parallel_size={way}",
-                *arguments.settings,
-            ],
-        )
-        engine = engine_class(config.model_engine)(config, this_device, total_steps=1000)
-        speeds, losses, used = [], [], []
-        torch.accelerator.reset_peak_memory_stats() if torch.accelerator.is_available() else None
-        for number, batch in enumerate([batches[0], *batches]):  # the first warms up
-            start = device.synchronize()
-            plan = engine.plan(batch.lengths)
-            tokens = len(batch.input_ids)
-            loss_fn = lambda log_probs, *_, tokens=tokens: (-log_probs.sum() / tokens, {})
-            losses.append(
-                engine.train_batch(
-                    batch.select(plan.sequences), loss_fn, number, plan.micro_batches
-                )["loss"]
+    batches = [make_batch(arguments, seed) for seed in range(arguments.steps)]
+    first_speed = None
+    for way in measured_ways(arguments, num_ranks):
+        measurement = measure_way(arguments, way, batches, this_device)
+        if first_speed is None:
+            first_speed = measurement.speed
+        if is_first_rank:
+            speeds = ", ".join(f"{speed:,.0f}" for speed in measurement.speeds)
+            print_row(
+                arguments.measure,
+                num_ranks,
+                way,
+                f"{measurement.speed:,.0f} ({speeds})",
+                f"{measurement.speed / first_speed:.2f}",
+                f"{np.mean(measurement.efficiencies):.1%}",
+                f"{device.memory()['perf/memory_peak_gib']:.1f}",
+                f"{measurement.losses[0]:.5f}",
             )
-            speeds.append(tokens / (device.synchronize() - start) / world)
-            used.append(plan.metrics.get("perf/plan_efficiency", float("nan")))
-        median = sorted(speeds[1:])[len(speeds[1:]) // 2]
-        first = first or median
-        if rank == 0:
-            print(
-                f"| {arguments.measure} | {world} | {way} | {median:,.0f} ({', '.join(f'{x:,.0f}' for x in speeds[1:])}) | "
-                f"{median / first:.2f} | {np.mean(used[1:]):.1%} | {device.memory()['perf/memory_peak_gib']:.1f} | "
-                f"{losses[0]:.5f} |",
-                flush=True,
-            )
-        del engine
-        gc.collect()
-        torch.accelerator.empty_cache() if torch.accelerator.is_available() else None
+        free_memory()
     device.shutdown()
 
 
-def make_batch(arguments, world: int, seed: int) -> Batch:
-    lengths = draw(
-        arguments.sequences * world, seed, arguments.shortest, arguments.longest, arguments.median
-    )
-    ids = torch.from_numpy(
-        np.random.default_rng(seed).integers(0, SHAPES[arguments.measure][0], sum(lengths))
-    )
-    return Batch(ids, torch.tensor([0, *lengths]).cumsum(0), {"loss_mask": torch.ones(len(ids))})
+# ---- the command ----
 
 
-def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("settings", nargs="*", help="key=value, to measure with")
-    parser.add_argument("--measure", choices=SHAPES)
-    parser.add_argument("--models", type=Path, default=Path("/dev/shm/rankwise-models"))
-    parser.add_argument("--steps", type=int, default=5)
+def parse_arguments() -> argparse.Namespace:
+    parser = make_parser(__doc__)
+    add_settings(parser)
+    parser.add_argument("--measure", choices=SHAPES, metavar="SHAPE", help="instead of simulating")
+    parser.add_argument("--models", type=Path, default=MODELS)
+    parser.add_argument("--steps", type=int, default=5, help="to measure")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["0.5B", "7B"])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512])
-    parser.add_argument("--sequences", type=int, default=16)
-    parser.add_argument("--shortest", type=int, default=1024)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512], help="to simulate")
+    parser.add_argument("--sequences", type=int, default=16, help="per rank and step")
+    parser.add_argument("--shortest", type=int, default=1024, help="tokens")
     parser.add_argument(
-        "--median", type=int, help="tokens; of the log-normal distribution, whose sigma is 1.3"
+        "--median", type=int, help=f"tokens, of the log-normal distribution with sigma {SIGMA}"
     )
-    parser.add_argument("--longest", type=int)
-    parser.add_argument("--cap", type=int)
+    parser.add_argument("--longest", type=int, help="tokens")
+    parser.add_argument("--cap", type=int, help="tokens that a rank has room for")
     arguments = parser.parse_intermixed_args()
-    defaults = (
-        {"median": 3072, "longest": 32768, "cap": 16384}
-        if arguments.measure
-        else {"median": 6144, "longest": 131072, "cap": 32768}
-    )
+    defaults = MEASURED_DEFAULTS if arguments.measure else SIMULATED_DEFAULTS
     for name, value in defaults.items():
-        setattr(arguments, name, getattr(arguments, name) or value)
-    measure(arguments) if arguments.measure else simulate(arguments)
+        if not getattr(arguments, name):
+            setattr(arguments, name, value)
+    return arguments
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    if arguments.measure:
+        measure(arguments)
+    else:
+        simulate(arguments)
 
 
 if __name__ == "__main__":

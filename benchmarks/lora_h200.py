@@ -1,21 +1,30 @@
-"""GRPO with all weights and with LoRA, by what vLLM gets: the seconds of a step by stage, from benchmarks/ppo_h200.py.
+"""GRPO with all weights and with LoRA: the seconds of a step by stage, from ppo_h200.py.
 
-    python benchmarks/lora_h200.py 7B engine.param_dtype=bfloat16 [--ways full merged swapped shared] [--rank 16]
-    python benchmarks/lora_h200.py 7B --ranks 2 rollout.tensor_parallel_size=2 --ways merged swapped
+    python benchmarks/lora_h200.py 7B engine.param_dtype=bfloat16 \\
+        [--ways full merged swapped shared] [--rank 16]
+    python benchmarks/lora_h200.py 7B --ranks 2 rollout.tensor_parallel_size=2 \\
+        --ways merged swapped
 
-full: all weights are trained and sent. merged: LoRA, and merged weights are sent. swapped: vLLM has a copy of the frozen weights,
-and adapters are sent. shared: vLLM's frozen weights are the trainer's, and adapters are sent. Other arguments are those of
-benchmarks/ppo_h200.py, for all ways. Prints lines of a Markdown table: medians of the steps after the first.
+The ways differ in what vLLM receives:
+
+    full     all weights are trained and sent
+    merged   LoRA; weights with the adapters merged into them are sent
+    swapped  vLLM has a copy of the frozen weights, and adapters are sent
+    shared   vLLM's frozen weights are the trainer's, and adapters are sent
+
+Other arguments are those of benchmarks/ppo_h200.py and hold for all ways. Prints lines of a
+Markdown table: medians of the steps after the first one.
 """
 
 import argparse
-import json
 import subprocess
 import sys
 from pathlib import Path
-from statistics import median
 
-ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.harness import ROOT, make_parser, medians, print_row, read_metrics
+
 WAYS = {
     "full": [],
     "merged": ["model.lora.merge=true"],
@@ -35,40 +44,38 @@ STAGES = (
 MEMORY = ("perf/memory_awake_gib", "perf/memory_asleep_gib", "perf/memory_training_gib")
 
 
-def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def run_way(way: str, arguments: argparse.Namespace, ppo_arguments: list[str]) -> dict[str, float]:
+    """Run some steps and return the median of every metric."""
+    settings = []
+    if way != "full":
+        settings = [f"model.lora.rank={arguments.rank}", *WAYS[way]]
+    script = str(ROOT / "benchmarks/ppo_h200.py")
+    assets = ["--assets", str(arguments.assets)]
+    subprocess.run([sys.executable, script, *ppo_arguments, *settings, *assets], check=True)
+    steps = read_metrics(arguments.assets / "run/metrics.jsonl")
+    return medians(steps[1:])
+
+
+def print_result(way: str, middle: dict[str, float]) -> None:
+    memory = ("GiB awake", "GiB asleep", "GiB training")
+    print_row("way", "step s", *STAGES, *memory, "log p gap")
+    print_row(
+        way,
+        f"{middle['timing/step']:.2f}",
+        *(f"{middle.get(f'timing/{stage}', 0):.3f}" for stage in STAGES),
+        *(f"{middle.get(name, float('nan')):.1f}" for name in MEMORY),
+        f"{middle['rollout_corr/log_prob_gap']:.4f}",
     )
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--rank", type=int, default=16, help="of the adapters")
     parser.add_argument("--assets", type=Path, default=Path("/tmp/rankwise-lora"))
-    arguments, others = parser.parse_known_args()
-    header = f"| way | step s | {' | '.join(STAGES)} | GiB awake | GiB asleep | GiB training | log p gap |"
+    arguments, ppo_arguments = parser.parse_known_args()
     for way in arguments.ways:
-        settings = [f"model.lora.rank={arguments.rank}", *WAYS[way]] if way != "full" else []
-        subprocess.run(
-            [
-                sys.executable,
-                ROOT / "benchmarks/ppo_h200.py",
-                *others,
-                *settings,
-                "--assets",
-                arguments.assets,
-            ],
-            check=True,
-        )
-        steps = [
-            json.loads(line)
-            for line in (arguments.assets / "run/metrics.jsonl").read_text().splitlines()[1:]
-        ]
-        middle = {name: median(step.get(name, 0.0) for step in steps) for name in steps[0]}
-        numbers = [
-            f"{middle['timing/step']:.2f}",
-            *(f"{middle.get(f'timing/{stage}', 0):.3f}" for stage in STAGES),
-            *(f"{middle.get(name, float('nan')):.1f}" for name in MEMORY),
-            f"{middle['rollout_corr/log_prob_gap']:.4f}",
-        ]
-        print(f"{header}\n| {way} | {' | '.join(numbers)} |", flush=True)
+        print_result(way, run_way(way, arguments, ppo_arguments))
 
 
 if __name__ == "__main__":

@@ -1,17 +1,28 @@
-"""The seconds of a GRPO step by stage: Qwen2.5 shapes with random weights, train_ppo.py's own loop and vLLM.
+"""The seconds of a GRPO step by stage: Qwen2.5 shapes with random weights, train_ppo.py and vLLM.
 
-    python benchmarks/ppo_h200.py 7B engine.param_dtype=bfloat16 [--prompts 256] [--n 4] [--tokens 512] [--steps 3]
+    python benchmarks/ppo_h200.py 7B engine.param_dtype=bfloat16 \\
+        [--prompts 256] [--n 4] [--tokens 512] [--steps 3]
     python benchmarks/ppo_h200.py 0.5B --ranks 2 rollout.tensor_parallel_size=2
-    python benchmarks/ppo_h200.py 0.5B --prompts 8 --n 2 --tokens 32 --steps 20 --cycles     memory asleep, step by step
-    python benchmarks/ppo_h200.py 0.5B engine.param_dtype=bfloat16 --trl 32      then TRL: same work, micro-batches of 32 rows
-    python benchmarks/ppo_h200.py 0.5B-MTP model_engine=megatron model.mtp.enable=true model.mtp.enable_train=true \
-        model.mtp.enable_rollout=true --timeline memory.png      speculative decoding with a layer that is trained
-    python benchmarks/ppo_h200.py 7B-VL engine.param_dtype=bfloat16 --prompts 64 --tokens 256      an image in each prompt
 
-Arguments: a shape, then key=value pairs of configs/ppo.yaml. Random words from a vocabulary of 152k hardly ever end a
-response, so all have --tokens tokens. With a shape of Qwen2.5-VL, for which vLLM needs torchvision, each prompt has an image of its
-own. --timeline FILE.png draws the memory in use on the GPU over the last step. Prints lines of a Markdown table on rank 0; the
-first step warms up and is left out.
+    # the memory in use while vLLM sleeps, step by step
+    python benchmarks/ppo_h200.py 0.5B --prompts 8 --n 2 --tokens 32 --steps 20 --cycles
+
+    # then TRL on the same work, with micro-batches of 32 rows
+    python benchmarks/ppo_h200.py 0.5B engine.param_dtype=bfloat16 --trl 32
+
+    # speculative decoding with a layer that is trained
+    python benchmarks/ppo_h200.py 0.5B-MTP model_engine=megatron model.mtp.enable=true \\
+        model.mtp.enable_train=true model.mtp.enable_rollout=true --timeline memory.png
+
+    # an image in each prompt
+    python benchmarks/ppo_h200.py 7B-VL engine.param_dtype=bfloat16 --prompts 64 --tokens 256
+
+Arguments: a shape of benchmarks/shapes.py, then key=value pairs of configs/ppo.yaml. A model with
+random weights and a vocabulary of 152k tokens hardly ever ends a response, so all responses have
+--tokens tokens. With a shape of Qwen2.5-VL, for which vLLM needs torchvision, each prompt has its
+own image. --timeline FILE.png draws the memory in use on the GPU over the last step.
+
+Prints lines of a Markdown table: medians of the steps after the first one, which warms up.
 """
 
 import argparse
@@ -22,13 +33,28 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from statistics import median
+from types import FrameType
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import psutil
 from filelock import FileLock
+from omegaconf import DictConfig
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from benchmarks.harness import (
+    MODELS,
+    ROOT,
+    add_settings,
+    make_parser,
+    medians,
+    print_row,
+    python_command,
+    read_metrics,
+    torchrun_command,
+    write_lines,
+)
+
+# In the order in which a step runs them. `offload` and `wake` alternate.
 STAGES = (
     "offload",
     "wake",
@@ -39,48 +65,66 @@ STAGES = (
     "actor_compute_log_prob",
     "advantages",
     "actor_update",
-)  # in their order; offload and wake come in turn
+)
+PROMPT_TOKENS = 64  # at most, without an image
+SECONDS_BETWEEN_LOOKS = 0.5
+SECONDS_BETWEEN_SAMPLES = 0.02  # of the memory, for --timeline
 
 
 def share_of_digits(prompt: str, response: str, row: dict) -> float:
     """A reward that differs between responses."""
-    return sum(c.isdigit() for c in response) / max(1, len(response))
+    return sum(character.isdigit() for character in response) / max(1, len(response))
+
+
+# ---- models and data ----
 
 
 def make_assets(directory: Path, num_prompts: int, size: tuple[int, int] | None = None) -> Path:
-    """Tokenizer and prompts, with an image of that size (height, width) each if it is given; made once. Returns the prompts."""
+    """Make a tokenizer and prompts, unless they exist, and return the file of prompts.
+
+    size: height and width of the image of each prompt; None for prompts without images.
+    """
     from examples.arithmetic import make_rows, make_tokenizer
 
     if not (directory / "tokenizer").exists():
         make_tokenizer().save_pretrained(directory / "tokenizer")
-    pictures = directory / f"pictures_{size[0]}x{size[1]}" if size else None
-    prompts = directory / f"prompts_{num_prompts}{f'_{pictures.name}' if size else ''}.jsonl"
-    if not prompts.exists():
-        rows = [
-            {"prompt": row["messages"][:1]} for row in make_rows()[0][:num_prompts]
-        ]  # TRL's form, and ours too
-        if size:
-            rows = [
-                row | {"images": [draw(pictures / f"{i}.png", i, size)]}
-                for i, row in enumerate(rows)
-            ]
-        prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts = prompt_file(directory, num_prompts, size)
+    if prompts.exists():
+        return prompts
+    train_rows = make_rows()[0]
+    # This form suits TRL and this repository.
+    rows = [{"prompt": row["messages"][:1]} for row in train_rows[:num_prompts]]
+    if size:
+        for i, row in enumerate(rows):
+            row["images"] = [draw_picture(picture_folder(directory, size) / f"{i}.png", i, size)]
+    write_lines(prompts, rows)
     return prompts
 
 
-def draw(path: Path, seed: int, size: tuple[int, int]) -> str:
-    """Colours that flow into each other, as a file. Returns its name as rows have it."""
+def picture_folder(directory: Path, size: tuple[int, int]) -> Path:
+    return directory / f"pictures_{size[0]}x{size[1]}"
+
+
+def prompt_file(directory: Path, num_prompts: int, size: tuple[int, int] | None = None) -> Path:
+    suffix = f"_{picture_folder(directory, size).name}" if size else ""
+    return directory / f"prompts_{num_prompts}{suffix}.jsonl"
+
+
+def draw_picture(path: Path, seed: int, size: tuple[int, int]) -> str:
+    """Write an image whose colours blend into each other; return its path as rows name it."""
     import numpy as np
     from PIL import Image
 
     path.parent.mkdir(exist_ok=True)
+    height, width = size
     colours = np.random.default_rng(seed).integers(0, 256, (8, 8, 3), np.uint8)
-    Image.fromarray(colours).resize(size[::-1], Image.Resampling.BICUBIC).save(path)
+    image = Image.fromarray(colours).resize((width, height), Image.Resampling.BICUBIC)
+    image.save(path)
     return f"{path.parent.name}/{path.name}"
 
 
 def make_policy(shape: str, models: Path, tokenizer: Path) -> Path:
-    """A model of random weights with the tokenizer beside it."""
+    """Make a model with random weights and copy the tokenizer beside it, unless it has one."""
     from benchmarks.shapes import make_model
 
     path = make_model(shape, models)
@@ -90,54 +134,58 @@ def make_policy(shape: str, models: Path, tokenizer: Path) -> Path:
     return path
 
 
+# ---- memory over a step ----
+
+
 class Timeline:
-    """The memory in use on the first GPU, by any process, sampled while steps run. Needs nvidia-ml-py."""
+    """The memory in use on the first GPU, by all processes, sampled while steps run.
+
+    Needs nvidia-ml-py.
+
+    Attributes:
+        seconds, gib: when each sample was taken, and the memory in use.
+        step_ends: when metrics.jsonl got each of its lines, beginning with 0.0.
+    """
 
     def __init__(self):
         import pynvml
 
         pynvml.nvmlInit()
-        self.used = lambda: (
-            pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).used
-        )
-        self.seconds, self.gib, self.ends = (
-            [],
-            [],
-            [0.0],
-        )  # ends: of steps, where the number of lines grew
+        self._pynvml = pynvml
+        self.seconds: list[float] = []
+        self.gib: list[float] = []
+        self.step_ends = [0.0]
+        self.used_gib()
+
+    def used_gib(self) -> float:
+        gpu = self._pynvml.nvmlDeviceGetHandleByIndex(0)
+        return self._pynvml.nvmlDeviceGetMemoryInfo(gpu).used / 2**30
 
     def sample(self, num_lines: int) -> None:
+        """Take a sample. num_lines: of metrics.jsonl, as of now."""
         self.seconds.append(time.monotonic())
-        self.gib.append(self.used() / 2**30)
-        if num_lines >= len(self.ends):
-            self.ends.append(self.seconds[-1])
+        self.gib.append(self.used_gib())
+        if num_lines >= len(self.step_ends):
+            self.step_ends.append(self.seconds[-1])
 
-    def draw(self, path: Path, steps: list[dict]) -> None:
-        """The last step."""
+    def draw(self, path: Path, num_steps: int, last_step: dict) -> None:
+        """Draw the last step. last_step: its metrics."""
         import matplotlib
 
         matplotlib.use("Agg")
         from matplotlib import pyplot
 
-        start, end = self.ends[len(steps)], self.ends[len(steps) + 1]
-        here = [
-            (second - start, gib)
-            for second, gib in zip(self.seconds, self.gib)
-            if start <= second <= end
+        start = self.step_ends[num_steps]
+        end = self.step_ends[num_steps + 1]
+        samples = [
+            (seconds - start, gib)
+            for seconds, gib in zip(self.seconds, self.gib)
+            if start <= seconds <= end
         ]
+        seconds, gib = zip(*samples)
         figure, axes = pyplot.subplots(figsize=(9, 3), layout="constrained")
-        axes.plot(*zip(*here), color="black")
-        at = 0.0
-        for i, stage in enumerate(STAGES):
-            seconds = steps[-1].get(f"timing/{stage}", 0.0)
-            axes.axvspan(
-                at,
-                at + seconds,
-                color=f"C{i}",
-                alpha=0.3,
-                label=f"{stage} {seconds:.2f} s" if seconds > 0.02 else None,
-            )
-            at += seconds
+        axes.plot(seconds, gib, color="black")
+        shade_stages(axes, last_step)
         axes.set(
             xlabel="seconds of a step",
             ylabel="GiB in use on the GPU",
@@ -146,189 +194,224 @@ class Timeline:
         )
         figure.legend(loc="outside right upper", frameon=False)
         figure.savefig(path, dpi=80)
-        print(
-            f"GiB in use over the last step: {min(gib for _, gib in here):.1f} to {max(gib for _, gib in here):.1f}, see {path}"
-        )
+        print(f"GiB in use over the last step: {min(gib):.1f} to {max(gib):.1f}, see {path}")
 
 
-def run_trl(arguments, seconds: float) -> None:
-    """The same steps by TRL with vLLM in its process, all in bf16, against our `seconds` per step."""
-    out = arguments.assets / "trl.json"
-    launcher = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={arguments.ranks}",
+def shade_stages(axes, step: dict) -> None:
+    """Shade the time of each stage in its colour; short stages get no label."""
+    start = 0.0
+    for i, stage in enumerate(STAGES):
+        seconds = step.get(f"timing/{stage}", 0.0)
+        label = f"{stage} {seconds:.2f} s" if seconds > 0.02 else None
+        axes.axvspan(start, start + seconds, color=f"C{i}", alpha=0.3, label=label)
+        start += seconds
+
+
+# ---- the run ----
+
+
+def run_settings(arguments: argparse.Namespace, size: tuple[int, int] | None) -> list[str]:
+    """Return the settings of the run. Makes its prompts."""
+    from benchmarks.shapes import PIXELS_PER_TOKEN
+
+    prompts = make_assets(arguments.assets, arguments.prompts, size)
+    num_image_tokens = size[0] * size[1] // PIXELS_PER_TOKEN if size else 0
+    return [
+        f"data.train_files={prompts}",
+        f"model.images={str(size is not None).lower()}",
+        f"output_dir={output_folder(arguments)}",
+        f"model.path={arguments.models / arguments.shape}",
+        f"data.cache_dir={arguments.assets}/cache",
+        f"data.train_batch_size={arguments.prompts}",
+        f"data.max_prompt_length={PROMPT_TOKENS + num_image_tokens}",
+        f"rollout.n={arguments.n}",
+        f"rollout.max_tokens={arguments.tokens}",
+        f"validation.max_tokens={arguments.tokens}",
+        "rollout.max_num_seqs=1024",
+        f"reward.function={ROOT}/benchmarks/ppo_h200.py:share_of_digits",
+        "trainer.rollout_freq=-1",
+        "trainer.total_steps=1000",
+        *arguments.settings,
     ]
-    subprocess.run(
-        [
-            sys.executable,
-            *(launcher if arguments.ranks > 1 else ()),
-            ROOT / "benchmarks/trl_grpo.py",
-            "--vllm",
-            "--dtype",
-            "bfloat16",
-            "--model",
-            arguments.models / arguments.shape,
-            "--data",
-            arguments.assets / f"prompts_{arguments.prompts}.jsonl",
-            "--reward",
-            f"{__file__}:share_of_digits",
-            "--steps",
-            str(arguments.steps + 1),
-            "--prompts",
-            str(arguments.prompts),
-            "--samples",
-            str(arguments.n),
-            "--max-tokens",
-            str(arguments.tokens),
-            "--max-length",
-            str(64 + arguments.tokens),
-            "--micro-batch-size",
-            str(arguments.trl),
-            "--out",
-            out,
-        ],
-        check=True,
-        stdout=subprocess.DEVNULL,
-    )
-    steps = json.loads(out.read_text())["steps"][1:]
-    middle = {name: median(s[name] for s in steps) for name in steps[0]}
-    print(
-        f"| TRL {arguments.shape} | {arguments.ranks} | micro-batches of {arguments.trl} rows | {middle['step']:.2f} | generate "
-        f"{middle['generate']:.2f} | update {middle['update']:.2f} | length {middle['length']:.0f} | "
-        f"{middle['step'] / seconds:.2f} times our step |",
-        flush=True,
+
+
+def output_folder(arguments: argparse.Namespace) -> Path:
+    return arguments.assets / "run"
+
+
+def stop(signal_number: int, frame: FrameType | None) -> None:
+    """End like Ctrl-C does, so that the run is killed too."""
+    sys.exit(1)
+
+
+def run_steps(
+    arguments: argparse.Namespace, settings: list[str], timeline: Timeline | None
+) -> list[dict]:
+    """Run train_ppo.py for one step more than --steps; return the metrics of all but the first.
+
+    If the run ends earlier, this process exits with its code.
+    """
+    shutil.rmtree(output_folder(arguments), ignore_errors=True)
+    script = ROOT / "train_ppo.py"
+    run = subprocess.Popen([*torchrun_command(arguments.ranks), script, *settings])
+    signal.signal(signal.SIGTERM, stop)
+    metrics = output_folder(arguments) / "metrics.jsonl"
+    num_lines = 0
+    try:
+        while run.poll() is None and num_lines <= arguments.steps:
+            time.sleep(SECONDS_BETWEEN_SAMPLES if timeline else SECONDS_BETWEEN_LOOKS)
+            num_lines = metrics.read_text().count("\n") if metrics.exists() else 0
+            if timeline:
+                timeline.sample(num_lines)
+    finally:
+        kill(run)
+    if num_lines <= arguments.steps:
+        sys.exit(run.returncode)
+    return read_metrics(metrics)[1 : arguments.steps + 1]
+
+
+def kill(run: subprocess.Popen) -> None:
+    """End torchrun and its ranks.
+
+    They are not asked to stop: to write a checkpoint of such a model takes longer than all steps.
+    """
+    if run.poll() is None:
+        ranks = psutil.Process(run.pid).children(recursive=True)
+        run.kill()  # before its ranks, whose end it would report at length
+        for rank in ranks:
+            rank.kill()
+    run.wait()
+
+
+# ---- TRL ----
+
+
+def run_trl(arguments: argparse.Namespace, own_seconds: float) -> None:
+    """Take the same steps with TRL, all in bf16, with vLLM in its process.
+
+    own_seconds: of our step.
+    """
+    out = arguments.assets / "trl.json"
+    options = {
+        "--dtype": "bfloat16",
+        "--model": arguments.models / arguments.shape,
+        "--data": prompt_file(arguments.assets, arguments.prompts),
+        "--reward": f"{__file__}:share_of_digits",
+        "--steps": arguments.steps + 1,
+        "--prompts": arguments.prompts,
+        "--samples": arguments.n,
+        "--max-tokens": arguments.tokens,
+        "--max-length": PROMPT_TOKENS + arguments.tokens,
+        "--micro-batch-size": arguments.trl,
+        "--out": out,
+    }
+    words = [str(word) for option in options.items() for word in option]
+    script = str(ROOT / "benchmarks/trl_grpo.py")
+    command = [*python_command(arguments.ranks), script, "--vllm", *words]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    steps = json.loads(out.read_text())["steps"]
+    middle = medians(steps[1:])
+    print_row(
+        f"TRL {arguments.shape}",
+        arguments.ranks,
+        f"micro-batches of {arguments.trl} rows",
+        f"{middle['step']:.2f}",
+        f"generate {middle['generate']:.2f}",
+        f"update {middle['update']:.2f}",
+        f"length {middle['length']:.0f}",
+        f"{middle['step'] / own_seconds:.2f} times our step",
     )
 
 
-def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+# ---- the command ----
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = make_parser(__doc__)
     parser.add_argument("shape", help="of benchmarks/shapes.py")
-    parser.add_argument("settings", nargs="*", help="key=value")
+    add_settings(parser)
     parser.add_argument("--assets", type=Path, default=Path("/tmp/rankwise-ppo"))
-    parser.add_argument("--models", type=Path, default=Path("/dev/shm/rankwise-models"))
+    parser.add_argument("--models", type=Path, default=MODELS)
     parser.add_argument("--prompts", type=int, default=256)
-    parser.add_argument("--n", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--n", type=int, default=4, help="responses to each prompt")
+    parser.add_argument("--tokens", type=int, default=512, help="of each response")
+    parser.add_argument("--steps", type=int, default=3, help="after the first one")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument(
         "--assets-only",
         action="store_true",
-        help="tokenizer, prompts and their cache, for another machine",
+        help="make the tokenizer, the prompts and their cache, for another machine",
     )
     parser.add_argument(
         "--trl",
         type=int,
         metavar="ROWS",
-        help="in a micro-batch of TRL's GRPOTrainer, which has to be installed",
+        help="time TRL's GRPOTrainer too, with micro-batches of this size; needs trl",
     )
     parser.add_argument(
-        "--timeline", type=Path, metavar="FILE.png", help="the GPU's memory over the last step"
+        "--timeline", type=Path, metavar="FILE.png", help="draw the GPU's memory over the last step"
     )
     parser.add_argument(
         "--cycles", action="store_true", help="print the memory asleep after every step"
     )
     arguments = parser.parse_intermixed_args()
+    if arguments.shape.endswith("-VL") and arguments.trl:
+        parser.error("--trl cannot be combined with a shape of Qwen2.5-VL: choose a shape of text")
+    return arguments
 
+
+def start_timeline() -> Timeline:
+    try:
+        return Timeline()
+    except Exception as error:
+        print(f"error: --timeline needs an NVIDIA GPU and nvidia-ml-py: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def print_result(
+    arguments: argparse.Namespace, config: DictConfig, middle: dict[str, float]
+) -> None:
+    """Print the table. middle: the median of each metric."""
+    stages = " | ".join(STAGES)
+    print(f"| shape | GPUs | settings | step s | {stages} | GiB awake | GiB asleep | log p gap |")
+    unknown = float("nan")
+    print_row(
+        arguments.shape,
+        f"{arguments.ranks} x TP {config.rollout.tensor_parallel_size}",
+        " ".join(arguments.settings),
+        f"{middle['timing/step']:.2f}",
+        *(f"{middle.get(f'timing/{stage}', 0):.3f}" for stage in STAGES),
+        f"{middle.get('perf/memory_awake_gib', unknown):.1f}",
+        f"{middle.get('perf/memory_asleep_gib', unknown):.1f}",
+        f"{middle['rollout_corr/log_prob_gap']:.4f}",
+    )
+    drafts = [f"{name} {middle[name]:.3f}" for name in sorted(middle) if name.startswith("mtp/")]
+    if drafts:
+        print(" ".join(drafts), flush=True)
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    # Imported here: train_ppo.py imports this file for the reward.
     from benchmarks.shapes import IMAGE
     from config import load
 
-    try:
-        timeline = Timeline() if arguments.timeline else None
-    except Exception as error:
-        parser.error(f"--timeline needs an NVIDIA GPU and nvidia-ml-py: {error}")
-    size = IMAGE.get(arguments.shape)
-    if size and arguments.trl:
-        parser.error("--trl is for shapes of text")
-    longest = 64 + (size[0] * size[1] // 28**2 if size else 0)
-    out, settings = (
-        arguments.assets / "run",
-        [
-            f"data.train_files={make_assets(arguments.assets, arguments.prompts, size)}",
-            f"model.images={str(bool(size)).lower()}",
-            f"output_dir={arguments.assets}/run",
-            f"model.path={arguments.models / arguments.shape}",
-            f"data.cache_dir={arguments.assets}/cache",
-            f"data.train_batch_size={arguments.prompts}",
-            f"data.max_prompt_length={longest}",
-            f"rollout.n={arguments.n}",
-            f"rollout.max_tokens={arguments.tokens}",
-            f"validation.max_tokens={arguments.tokens}",
-            "rollout.max_num_seqs=1024",
-            f"reward.function={ROOT}/benchmarks/ppo_h200.py:share_of_digits",
-            "trainer.rollout_freq=-1",
-            "trainer.total_steps=1000",
-            *arguments.settings,
-        ],
-    )
+    timeline = start_timeline() if arguments.timeline else None
+    settings = run_settings(arguments, IMAGE.get(arguments.shape))
     config = load("ppo.yaml", settings)
     make_policy(arguments.shape, arguments.models, arguments.assets / "tokenizer")
-    shutil.rmtree(out, ignore_errors=True)
     if arguments.assets_only:
         settings.append("dry_run=true")
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={arguments.ranks}",
-    ]
-    run = subprocess.Popen([*launcher, ROOT / "train_ppo.py", *settings])
-    lines = []
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    try:
-        while run.poll() is None and len(lines) <= arguments.steps:
-            time.sleep(0.02 if timeline else 0.5)
-            lines = (
-                (out / "metrics.jsonl").read_text().splitlines()
-                if (out / "metrics.jsonl").exists()
-                else []
-            )
-            if timeline:
-                timeline.sample(len(lines))
-    finally:  # ended here, not by the script: writing a checkpoint of such a model would take longer than all steps
-        if run.poll() is None:
-            ranks = psutil.Process(run.pid).children(recursive=True)
-            for process in (
-                run,
-                *ranks,
-            ):  # torchrun first: it would report the others' end at length
-                process.kill()
-        run.wait()
-    if len(lines) <= arguments.steps:
-        sys.exit(run.returncode)
-    steps = [json.loads(line) for line in lines[1 : arguments.steps + 1]]
-    middle = {
-        name: median(s.get(name, 0.0) for s in steps)
-        for name in {name for s in steps for name in s}
-    }
-    what = f"{arguments.shape} | {arguments.ranks} x TP {config.rollout.tensor_parallel_size} | {' '.join(arguments.settings)}"
-    print(
-        f"| shape | GPUs | settings | step s | {' | '.join(STAGES)} | GiB awake | GiB asleep | log p gap |"
-    )
-    print(
-        f"| {what} | {middle['timing/step']:.2f} | "
-        + " | ".join(f"{middle.get(f'timing/{stage}', 0):.3f}" for stage in STAGES)
-        + " | "
-        + " | ".join(
-            f"{middle.get(f'perf/memory_{s}_gib', float('nan')):.1f}" for s in ("awake", "asleep")
-        )
-        + f" | {middle['rollout_corr/log_prob_gap']:.4f} |",
-        flush=True,
-    )
-    accepted = {key: value for key, value in middle.items() if key.startswith("mtp/")}
-    if accepted:
-        print(" ".join(f"{key} {value:.3f}" for key, value in sorted(accepted.items())), flush=True)
+    steps = run_steps(arguments, settings, timeline)
+    middle = medians(steps)
+    print_result(arguments, config, middle)
     if timeline:
-        timeline.draw(arguments.timeline, steps)
+        timeline.draw(arguments.timeline, len(steps), steps[-1])
     if arguments.trl:
         run_trl(arguments, middle["timing/step"])
     if arguments.cycles and "perf/memory_asleep_gib" in middle:
-        print("GiB asleep by step:", " ".join(f"{s['perf/memory_asleep_gib']:.2f}" for s in steps))
+        asleep = [f"{step['perf/memory_asleep_gib']:.2f}" for step in steps]
+        print("GiB asleep by step:", " ".join(asleep))
 
 
 if __name__ == "__main__":

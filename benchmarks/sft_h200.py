@@ -1,19 +1,25 @@
-"""Speed of SFT steps: Qwen2.5 shapes with random weights, packed batches, the product's own engine.
+"""Speed of SFT steps: Qwen2.5 shapes with random weights, packed batches, our engines.
 
-    python benchmarks/sft_h200.py 7B engine.param_dtype=bfloat16 data.max_tokens_per_micro_batch=16384
+    python benchmarks/sft_h200.py 7B engine.param_dtype=bfloat16 \\
+        data.max_tokens_per_micro_batch=16384
     torchrun --nproc-per-node 2 benchmarks/sft_h200.py 7B ... [--profile]
-    torchrun --nproc-per-node 2 benchmarks/sft_h200.py 7B model_engine=megatron engine.tensor_model_parallel_size=2 ...
+    torchrun --nproc-per-node 2 benchmarks/sft_h200.py 7B model_engine=megatron \\
+        engine.tensor_model_parallel_size=2 ...
 
-Arguments: a shape (benchmarks/shapes.py), then key=value pairs of configs/sft.yaml. Sequence lengths are log-normal, about 1,000
-tokens on average, at most 4,096; with a shape of Qwen2.5-VL each begins with an image of about 1,000 tokens besides. In a step each
-data-parallel rank takes --micro-batches micro-batches, which are 97 % full (at least 90 % with images). Prints one line of a
-Markdown table on rank 0.
+Arguments: a shape (benchmarks/shapes.py), then key=value pairs of configs/sft.yaml. The lengths of
+sequences are log-normal, about 1,000 tokens on average and at most 4,096. With a shape of
+Qwen2.5-VL every sequence also begins with an image of about 1,000 tokens. In a step each
+data-parallel rank takes --micro-batches micro-batches, which are 97 % full (at least 90 % with
+images). Prints one line of a Markdown table on rank 0.
 """
 
 import argparse
 import json
 import sys
 import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -21,164 +27,272 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 import torch
 import torch.distributed as dist
+from omegaconf import DictConfig
 
+from benchmarks.harness import MODELS, add_settings, make_parser, model_settings, print_row
 from benchmarks.shapes import IMAGE, NAMES, VISION, make_model
 from config import load
-from data.batching.batch import Batch
+from data.batching.batch import Batch, bounds
 from data.batching.packing import pack
-from data.images.processor import Pictures
+from data.images.processor import Pictures, Reader
+from engines.base import Engine
 from engines.build import engine_class
 from engines.memory import GIB
 from engines.parallel import device
 
+WARM_UP = 3  # steps that are not counted
+NUM_BATCHES = 3  # which steps take in turn
+FULL = 0.97  # of the tokens of a micro-batch
+LEAST_FULL = 0.9
+MEAN_LOG_LENGTH = 6.6
+SIGMA = 0.75
+SHORTEST = 32
+LONGEST = 4096
+NUM_BYTES = 256  # the tokens of texts beside images
+# Kind of kernel -> parts of the names of its kernels. The first kind that matches counts.
+KERNELS = {
+    "fused elementwise": ("triton",),
+    "attention": ("flash",),
+    "collectives": ("nccl",),
+    "matrix products": ("gemm", "nvjet", "cutlass", "cublas"),
+    "optimizer": ("adam", "multi_tensor"),
+    "FSDP copies": ("chunk_cat", "split_with_sizes", "memcpy dtod", "copy_kernel"),
+    "gradient sums": ("add<", "_add"),
+}
+NUM_KERNELS = 22  # that are listed one by one
 
-def make_batch(
-    seed: int, tokens: int, micro_batches: int, vocabulary: int, reader=None, size=None
-) -> Batch:
-    """Sequences that fill this many micro-batches to 97 %; if there is a reader, each with an image of that size (height,
-    width), and to 90 % at least."""
+Step = Callable[[int], dict[str, float]]
+
+
+# ---- batches ----
+
+
+def make_batch(seed: int, tokens: int, micro_batches: int, vocabulary: int) -> Batch:
+    """Return sequences of random tokens that fill this many micro-batches of `tokens` tokens."""
     rng = np.random.default_rng(seed)
-    lengths, room, first, pictures = (
-        [],
-        int(0.97 * tokens * micro_batches),
-        torch.empty(0, dtype=torch.int64),
-        None,
-    )
-    if reader:
-        image = rng.integers(0, 256, (*size, 3), np.uint8)
-        first, pictures = (
-            torch.tensor(reader.expand(reader.image_token, [image]).tokens.ids),
-            Pictures([[image]], reader),
-        )
-    while room > len(first):
-        lengths.append(min(room, len(first) + int(np.clip(rng.lognormal(6.6, 0.75), 32, 4096))))
-        room -= lengths[-1]
+    lengths = draw_lengths(rng, tokens, micro_batches)
+    ids = torch.from_numpy(rng.integers(0, vocabulary, sum(lengths)))
+    return packed(ids, lengths)
+
+
+def make_image_batch(
+    seed: int, tokens: int, micro_batches: int, reader: Reader, size: tuple[int, int]
+) -> Batch:
+    """Return the same, with the same image before every text. size: its height and width."""
+    rng = np.random.default_rng(seed)
+    image = rng.integers(0, 256, (*size, 3), np.uint8)
+    image_ids = torch.tensor(reader.expand(reader.image_token, [image]).tokens.ids)
+    lengths = draw_lengths(rng, tokens, micro_batches, num_image_tokens=len(image_ids))
+    ids = torch.from_numpy(rng.integers(0, NUM_BYTES, sum(lengths)))
+    batch = packed(ids, lengths)
+    for start in batch.cu_seqlens[:-1].tolist():
+        ids[start : start + len(image_ids)] = image_ids
+    batch.rows = torch.zeros(len(lengths), dtype=torch.int64)
+    batch.pictures = Pictures([[image]], reader)
+    return batch
+
+
+def draw_lengths(
+    rng: np.random.Generator, tokens: int, micro_batches: int, num_image_tokens: int = 0
+) -> list[int]:
+    """Return lengths that fit into this many micro-batches and nearly fill them."""
+    room = int(FULL * tokens * micro_batches)
+    longest = min(LONGEST, tokens)
+    lengths = []
+    while room > num_image_tokens:
+        drawn = int(np.clip(rng.lognormal(MEAN_LOG_LENGTH, SIGMA), SHORTEST, longest))
+        length = min(room, num_image_tokens + drawn)
+        lengths.append(length)
+        room -= length
     while len(pack(lengths, tokens)) > micro_batches:
         lengths.pop()
-    assert sum(lengths) > 0.9 * tokens * micro_batches
-    ids = torch.from_numpy(rng.integers(0, 256 if reader else vocabulary, sum(lengths)))
-    for start in np.cumsum([0, *lengths[:-1]]):
-        ids[start : start + len(first)] = first
-    return Batch(
-        ids,
-        torch.tensor([0, *lengths]).cumsum(0),
-        {"loss_mask": torch.ones(len(ids))},
-        torch.zeros(len(lengths), dtype=torch.int64),
-        pictures,
+    share = sum(lengths) / (tokens * micro_batches)
+    assert share > LEAST_FULL, f"micro-batches are {share:.0%} full: choose a larger size"
+    return lengths
+
+
+def packed(ids: torch.Tensor, lengths: list[int]) -> Batch:
+    return Batch(ids, bounds(torch.tensor(lengths)), {"loss_mask": torch.ones(len(ids))})
+
+
+# ---- steps ----
+
+
+@dataclass
+class Timing:
+    """What one rank measures.
+
+    Attributes:
+        warm_up: seconds of the first steps together.
+        first_loss: of the first step, over all ranks.
+        step: seconds of a step, the median of those after the first.
+        tokens_per_rank: per step.
+        flops_per_rank: per step, the mean over batches.
+        peak_gib: the largest of all ranks.
+    """
+
+    warm_up: float
+    first_loss: float
+    step: float
+    tokens_per_rank: float
+    flops_per_rank: float
+    peak_gib: float
+
+
+def make_batches(engine: Engine, arguments: argparse.Namespace) -> list[Batch]:
+    """Return this rank's shares of the batches that steps take in turn."""
+    tokens = engine.config.data.max_tokens_per_micro_batch
+    seeds = [1000 * i + engine.dp_rank for i in range(NUM_BATCHES)]
+    if engine.reader:
+        size = IMAGE[arguments.shape]
+        return [
+            make_image_batch(seed, tokens, arguments.micro_batches, engine.reader, size)
+            for seed in seeds
+        ]
+    vocabulary = engine.hf_config.vocab_size
+    return [make_batch(seed, tokens, arguments.micro_batches, vocabulary) for seed in seeds]
+
+
+def make_step(engine: Engine, batches: list[Batch]) -> Step:
+    """Return a function that takes the optimizer step of this number."""
+    denominator = len(batches[0].input_ids) * engine.dp_size
+
+    def loss_fn(log_probs, entropy, fields):
+        return -(log_probs * fields["loss_mask"]).sum() / denominator, {}
+
+    def step(number: int) -> dict[str, float]:
+        return engine.train_batch(batches[number % NUM_BATCHES], loss_fn, number)
+
+    return step
+
+
+def time_steps(engine: Engine, batches: list[Batch], step: Step, num_steps: int) -> Timing:
+    start = device.synchronize()
+    first_losses = [step(number)["loss"] for number in range(WARM_UP)]
+    warm_up = device.synchronize() - start
+    seconds = []
+    for number in range(num_steps):
+        start = device.synchronize()
+        step(number)
+        seconds.append(device.synchronize() - start)
+    world_size = dist.get_world_size()
+    peaks = [0.0] * world_size
+    dist.all_gather_object(peaks, device.memory()["perf/memory_peak_gib"])
+    ranks_per_share = world_size / engine.dp_size
+    flops = [engine.flops(batch.lengths) + sum(engine.image_flops(batch)) for batch in batches]
+    return Timing(
+        warm_up=warm_up,
+        first_loss=first_losses[0],
+        step=sorted(seconds)[len(seconds) // 2],
+        tokens_per_rank=len(batches[0].input_ids) / ranks_per_share,
+        flops_per_rank=sum(flops) / len(flops) / ranks_per_share,
+        peak_gib=max(peaks),
     )
 
 
-def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+# ---- GPU time by kernel ----
+
+
+def print_profile(step: Step, rank: int) -> None:
+    """Take a step, and print the GPU time of each kind of kernel and of the slowest kernels."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
+        start = device.synchronize()
+        step(0)
+        seconds = device.synchronize() - start
+    if rank > 0:
+        return
+    milliseconds_by_kind = defaultdict(float)
+    rows = []
+    for event in recorded.key_averages():
+        milliseconds = event.self_device_time_total / 1e3
+        milliseconds_by_kind[kind_of_kernel(event.key)] += milliseconds
+        rows.append((milliseconds, event.count, event.key[:110]))
+    totals = {"wall ms": round(seconds * 1e3)}
+    for kind, milliseconds in milliseconds_by_kind.items():
+        totals[kind] = round(milliseconds, 1)
+    print(json.dumps(totals))
+    for milliseconds, count, name in sorted(rows, reverse=True)[:NUM_KERNELS]:
+        print(f"  {milliseconds:8.1f} ms {count:6d} {name}")
+
+
+def kind_of_kernel(name: str) -> str:
+    for kind, parts in KERNELS.items():
+        if any(part in name.lower() for part in parts):
+            return kind
+    return "other"
+
+
+# ---- the command ----
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = make_parser(__doc__)
     parser.add_argument("shape", choices=NAMES)
-    parser.add_argument("settings", nargs="*", help="key=value")
-    parser.add_argument("--models", type=Path, default=Path("/dev/shm/rankwise-models"))
+    add_settings(parser)
+    parser.add_argument("--models", type=Path, default=MODELS)
     parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--profile", action="store_true", help="print where a step's GPU time goes")
-    arguments = parser.parse_intermixed_args()
+    return parser.parse_intermixed_args()
+
+
+def load_config(arguments: argparse.Namespace) -> DictConfig:
+    has_images = arguments.shape in VISION
+    settings = [
+        *model_settings(arguments.models / arguments.shape),
+        f"model.images={str(has_images).lower()}",
+        *arguments.settings,
+    ]
+    return load("sft.yaml", settings)
+
+
+def print_result(
+    arguments: argparse.Namespace,
+    config: DictConfig,
+    this_device: torch.device,
+    timing: Timing,
+    loading: float,
+) -> None:
+    """Print the line of the table. loading: seconds until the engine was built."""
+    world_size = dist.get_world_size()
+    peak_flops = device.peak_flops(this_device) or float("nan")
+    mfu = timing.flops_per_rank / timing.step / peak_flops
+    engine = engine_class(config.model_engine)
+    estimates = engine.estimate_memory(config, world_size, this_device.type)
+    estimated_gib = max(estimate.device_total for estimate in estimates) / GIB
+    print_row(
+        arguments.shape,
+        world_size,
+        config.data.max_tokens_per_micro_batch,
+        " ".join(setting for setting in arguments.settings if "max_tokens" not in setting),
+        f"{timing.tokens_per_rank / timing.step:,.0f}",
+        f"{mfu:.1%}",
+        f"{timing.peak_gib:.1f} ({estimated_gib:.1f})",
+        f"{timing.step:.3f}",
+        note=f"  load {loading:.1f} s, first {WARM_UP} steps {timing.warm_up:.1f} s, "
+        f"loss {timing.first_loss:.4f}",
+    )
+
+
+def main() -> None:
+    arguments = parse_arguments()
     this_device = device.init()
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     if rank == 0:
         make_model(arguments.shape, arguments.models)
     dist.barrier()
-    config = load(
-        "sft.yaml",
-        [
-            f"model.path={arguments.models / arguments.shape}",
-            "data.train_files=none",
-            f"model.images={str(arguments.shape in VISION).lower()}",
-            *arguments.settings,
-        ],
-    )
+    config = load_config(arguments)
     start = time.perf_counter()
     engine = engine_class(config.model_engine)(config, this_device, total_steps=1000)
-    loaded = time.perf_counter() - start
-    tokens = config.data.max_tokens_per_micro_batch
-    batches = [
-        make_batch(
-            1000 * s + engine.dp_rank,
-            tokens,
-            arguments.micro_batches,
-            engine.hf_config.vocab_size,
-            engine.reader,
-            IMAGE.get(arguments.shape),
-        )
-        for s in range(3)
-    ]
-    denominator = len(batches[0].input_ids) * engine.dp_size
-    loss_fn = lambda log_probs, entropy, fields: (
-        -(log_probs * fields["loss_mask"]).sum() / denominator,
-        {},
-    )
-
-    def step(i):
-        return engine.train_batch(batches[i % 3], loss_fn, i)
-
-    start = device.synchronize()
-    first = [step(i)["loss"] for i in range(3)]
-    warm = device.synchronize() - start
-    seconds = []
-    for i in range(arguments.steps):
-        start = device.synchronize()
-        step(i)
-        seconds.append(device.synchronize() - start)
-    peaks = [None] * world
-    dist.all_gather_object(peaks, device.memory()["perf/memory_peak_gib"])
-    median = sorted(seconds)[len(seconds) // 2]
-    num_tokens = denominator / world
-    flops = (
-        sum(engine.flops(b.lengths) + sum(engine.image_flops(b)) for b in batches)
-        / 3
-        * engine.dp_size
-        / world
-    )
-    limit = device.peak_flops(this_device) or float("nan")
+    loading = time.perf_counter() - start
+    batches = make_batches(engine, arguments)
+    step = make_step(engine, batches)
+    timing = time_steps(engine, batches, step, arguments.steps)
     if rank == 0:
-        shown = " ".join(s for s in arguments.settings if "max_tokens" not in s)
-        estimates = engine_class(config.model_engine).estimate_memory(
-            config, world, this_device.type
-        )
-        guess = max(estimate.device_total for estimate in estimates) / GIB
-        print(
-            f"| {arguments.shape} | {world} | {tokens} | {shown} | {num_tokens / median:,.0f} | "
-            f"{flops / median / limit:.1%} | {max(peaks):.1f} ({guess:.1f}) | {median:.3f} |  load {loaded:.1f} s, first three "
-            f"steps {warm:.1f} s, loss {first[0]:.4f}",
-            flush=True,
-        )
+        print_result(arguments, config, this_device, timing, loading)
     if arguments.profile:
-        profile(step, rank)
+        print_profile(step, rank)
     device.shutdown()
-
-
-def profile(step, rank: int) -> None:
-    """GPU time of one step by kind of kernel."""
-    kinds = {
-        "fused elementwise": ("triton",),
-        "attention": ("flash",),
-        "collectives": ("nccl",),
-        "matrix products": ("gemm", "nvjet", "cutlass", "cublas"),
-        "optimizer": ("adam", "multi_tensor"),
-        "FSDP copies": ("chunk_cat", "split_with_sizes", "memcpy dtod", "copy_kernel"),
-        "gradient sums": ("add<", "_add"),
-    }
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as prof:
-        start = device.synchronize()
-        step(0)
-        wall = device.synchronize() - start
-    if rank:
-        return
-    total, rows = {}, []
-    for event in prof.key_averages():
-        name, ms = event.key.lower(), event.self_device_time_total / 1e3
-        kind = next((k for k, parts in kinds.items() if any(p in name for p in parts)), "other")
-        total[kind] = total.get(kind, 0) + ms
-        rows.append((ms, event.count, event.key[:110]))
-    print(json.dumps({"wall ms": round(wall * 1e3), **{k: round(v, 1) for k, v in total.items()}}))
-    for ms, count, name in sorted(rows, reverse=True)[:22]:
-        print(f"  {ms:8.1f} ms {count:6d} {name}")
 
 
 if __name__ == "__main__":

@@ -1,20 +1,27 @@
-"""The models of the other scripts: Qwen2.5's shapes, and some built from them, made once from a config with random weights.
+"""The models of the other scripts: made once, from a configuration, with random weights.
 
-A shape whose name ends in -MTP is a MiMo's: a layer more, which drafts the token after the next one. How much drafts help depends
-on how many are right, and random weights make none right. So these weights are made: words follow each other in circles of 16, a
-word goes on to the next with a probability that falls with the temperature, and the MTP layer knows the circles. Matrices have
-their sizes, so that a step takes as long as a trained model's. A shape whose name ends in -MTP-random is for training: its weights
-are random, and it ends responses as the demo's tokenizer does.
+Their shapes are Qwen2.5's, and some built from them. A shape whose name ends in -MTP is a MiMo: it
+has one more layer, which drafts the token after the next one. How much drafts help depends on how
+many of them are right, and random weights make none right. So these weights are constructed: the
+tokens of the vocabulary form circles of 16, each token is followed by the next one in its circle
+with a probability that falls as the temperature rises, and the MTP layer knows the circles. All
+matrices have their true sizes, so that a step takes as long as a trained model's.
+
+A shape whose name ends in -MTP-random is for training: its weights are random, and its responses
+end with the token of the demo's tokenizer.
 """
 
 import json
 import math
 import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from filelock import FileLock
-from transformers import AutoConfig, PreTrainedTokenizerFast
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerFast
 
 from engines.checkpoint.export import write_safetensors
 from engines.model import mtp
@@ -23,55 +30,91 @@ from engines.model.names import split_stacks, stacked
 from examples.arithmetic import make_tokenizer
 from examples.colours import CHAT_TEMPLATE, TOKENS
 
-SHAPES = {  # vocabulary, hidden, intermediate, layers, heads, key-value heads, tied
-    "tiny": (1024, 256, 512, 2, 4, 2, True),  # not Qwen's: to try the scripts on a CPU
-    "0.5B": (151936, 896, 4864, 24, 14, 2, True),
-    "1.5B": (151936, 1536, 8960, 28, 12, 2, True),
-    "7B": (152064, 3584, 18944, 28, 28, 4, False),
-    "32B": (152064, 5120, 27648, 64, 40, 8, False),
-    "48B": (152064, 5120, 27648, 96, 40, 8, False),  # not Qwen's: 32B's layers, half as many again
-    "4B-A1B": (151936, 2048, 768, 6, 32, 4, False),  # 6 of the 48 layers of Qwen3-30B-A3B
-    "8B-A1B": (151936, 2048, 768, 12, 32, 4, False),  # 12 of them
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a decoder, as in a configuration of Qwen2."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    is_tied: bool
+
+    def settings(self) -> dict:
+        """Return the arguments of a configuration in transformers."""
+        return {
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "tie_word_embeddings": self.is_tied,
+        }
+
+
+SHAPES = {
+    "tiny": Shape(1024, 256, 512, 2, 4, 2, True),  # not Qwen's: to try the scripts on a CPU
+    "0.5B": Shape(151936, 896, 4864, 24, 14, 2, True),
+    "1.5B": Shape(151936, 1536, 8960, 28, 12, 2, True),
+    "7B": Shape(152064, 3584, 18944, 28, 28, 4, False),
+    "32B": Shape(152064, 5120, 27648, 64, 40, 8, False),
+    "48B": Shape(152064, 5120, 27648, 96, 40, 8, False),  # not Qwen's: 32B with 96 layers
+    "4B-A1B": Shape(151936, 2048, 768, 6, 32, 4, False),  # 6 of the 48 layers of Qwen3-30B-A3B
+    "8B-A1B": Shape(151936, 2048, 768, 12, 32, 4, False),  # 12 of them
 }
-# What makes another model of a shape of that name, or of that name without its end.
-EXPERTS = {
-    shape: dict(
-        model_type="qwen3_moe",
-        num_experts=128,
-        num_experts_per_tok=8,
-        moe_intermediate_size=768,
-        head_dim=128,
-        norm_topk_prob=True,
-        architectures=["Qwen3MoeForCausalLM"],
-    )
-    for shape in ("4B-A1B", "8B-A1B")
+
+# What else is in the configuration of a mixture of experts.
+QWEN3_MOE = {
+    "model_type": "qwen3_moe",
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "head_dim": 128,
+    "norm_topk_prob": True,
+    "architectures": ["Qwen3MoeForCausalLM"],
+}
+EXPERTS = {shape: QWEN3_MOE for shape in ("4B-A1B", "8B-A1B")}
+# Of a model with an MTP layer.
+MIMO = {
+    "model_type": "mimo",
+    "num_nextn_predict_layers": 1,
+    "tie_word_embeddings": False,
+    "architectures": ["MiMoForCausalLM"],
 }
 MTP = {
-    f"{shape}-MTP{end}": dict(
-        model_type="mimo",
-        num_nextn_predict_layers=1,
-        tie_word_embeddings=False,
-        architectures=["MiMoForCausalLM"],
-    )
+    f"{shape}-MTP{ending}": MIMO
     for shape in ("tiny", "0.5B", "1.5B", "7B")
-    for end in ("", "-random")
+    for ending in ("", "-random")
 }
+# The vision towers of Qwen2.5-VL.
 VISION = {
-    "tiny-VL": dict(
-        depth=2, hidden_size=64, intermediate_size=128, num_heads=2, fullatt_block_indexes=[1]
-    ),
-    "7B-VL": dict(depth=32, hidden_size=1280, intermediate_size=3420, num_heads=16),
-}  # Qwen2.5-VL's vision tower
+    "tiny-VL": {
+        "depth": 2,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_heads": 2,
+        "fullatt_block_indexes": [1],
+    },
+    "7B-VL": {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16},
+}
 NAMES = [*SHAPES, *MTP, *VISION]
-IMAGE = {
-    "tiny-VL": (56, 84),
-    "7B-VL": (1008, 784),
-}  # height and width in pixels; a token is 28 x 28
-CIRCLE, LIKELY = 16, 0.95  # words; the chance of the next one at temperature 1
+# Height and width in pixels of the images for a shape. An image token stands for 28 x 28 pixels.
+IMAGE = {"tiny-VL": (56, 84), "7B-VL": (1008, 784)}
+PIXELS_PER_TOKEN = 28**2
+
+CIRCLE = 16  # tokens
+LIKELY = 0.95  # the probability of the next token of a circle at temperature 1
 
 
 def make_model(shape: str, directory: Path) -> Path:
-    """config.json and random bf16 weights; made once, by whichever program comes first."""
+    """Make directory/shape with config.json and bf16 weights, unless it exists; return its path.
+
+    Several processes may call this at the same time.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / shape
     with FileLock(f"{path}.lock"):
@@ -81,102 +124,82 @@ def make_model(shape: str, directory: Path) -> Path:
 
 
 def write_model(shape: str, path: Path) -> None:
-    """The end token is the last word, which is hardly ever sampled, but for a model that is to be trained."""
-    base = shape.removesuffix("-random").removesuffix("-VL").removesuffix("-MTP")
-    vocab_size, hidden, intermediate, layers, heads, kv_heads, tied = SHAPES[base]
-    config = AutoConfig.for_model(
-        **{
-            "model_type": "qwen2",
-            "architectures": ["Qwen2ForCausalLM"],
-            "vocab_size": vocab_size,
-            "eos_token_id": make_tokenizer().eos_token_id
-            if shape.endswith("-random")
-            else vocab_size - 1,
-            "hidden_size": hidden,
-            "intermediate_size": intermediate,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "num_key_value_heads": kv_heads,
-            "tie_word_embeddings": tied,
-            "max_position_embeddings": 32768,
-            **EXPERTS.get(shape, {}),
-            **MTP.get(shape, {}),
-        }
-    )
     work = path.with_suffix(".tmp")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
+    config = text_config(shape)
     if shape in VISION:
-        config = with_tower(config, VISION[shape], work)
+        write_image_files(config, work)
+        config = add_vision_tower(config, VISION[shape])
     config.save_pretrained(work)
     with torch.device("meta"):
         model = auto_class(config).from_config(config, dtype=torch.bfloat16)
     if shape in MTP:
         model.model.mtp_layers = mtp.layers(config)
-    weights = circles(model, config) if shape.endswith("-MTP") else random_weights(model)
+    if shape.endswith("-MTP"):
+        weights = circle_weights(model, config)
+    else:
+        weights = random_weights(model)
     write_safetensors(split_stacks(weights, stacked(model)), work)
     work.rename(path)
 
 
-def random_weights(model):
-    """(name, bf16 value) of every parameter."""
-    where = "cuda" if torch.cuda.is_available() else "cpu"
-    for name, parameter in model.named_parameters():
-        value = torch.empty(parameter.shape, dtype=torch.bfloat16, device=where).normal_(0, 0.02)
-        yield name, value.fill_(1) if name.endswith("norm.weight") else value
+# ---- configurations ----
 
 
-def circles(model, config):
-    """The same of a model with MTP layers, with the probabilities that are said above."""
-    vocab_size, hidden = config.vocab_size, config.hidden_size
-    where = "cuda" if torch.cuda.is_available() else "cpu"
-    embedding, words = (
-        torch.randn(vocab_size, hidden, device=where),
-        torch.arange(vocab_size, device=where),
-    )
-    before = (
-        words - 1 + CIRCLE * (words % CIRCLE == 0) * (words + CIRCLE <= vocab_size)
-    )  # the last words have no circle
-    size = math.log(vocab_size * LIKELY / (1 - LIKELY))  # a logit; those of other words are about 0
-    for name, value in random_weights(model):
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            value.zero_()
-        elif name.endswith("embed_tokens.weight"):
-            value = embedding.bfloat16()
-        elif name == "lm_head.weight":
-            value = (embedding[before] * size / hidden).bfloat16()
-        elif name.endswith("input_proj.weight"):
-            value = torch.eye(hidden, 2 * hidden, device=where).roll(hidden, 1).bfloat16()
-        yield name, value
+def text_config(shape: str) -> PreTrainedConfig:
+    """Return the configuration of a shape without its vision tower.
+
+    The token that ends a response is the last one of the vocabulary, which is hardly ever sampled,
+    except for a model that is to be trained.
+    """
+    base = SHAPES[shape.removesuffix("-random").removesuffix("-VL").removesuffix("-MTP")]
+    is_trained = shape.endswith("-random")
+    eos_token_id = make_tokenizer().eos_token_id if is_trained else base.vocab_size - 1
+    qwen2 = {
+        "model_type": "qwen2",
+        "architectures": ["Qwen2ForCausalLM"],
+        "eos_token_id": eos_token_id,
+        "max_position_embeddings": 32768,
+        **base.settings(),
+    }
+    return AutoConfig.for_model(**(qwen2 | EXPERTS.get(shape, {}) | MTP.get(shape, {})))
 
 
-def with_tower(text, tower: dict, directory: Path):
-    """The configuration of Qwen2.5-VL around a text model's, whose words are bytes. Writes its tokenizer and processor."""
-    words = make_tokenizer()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words.backend_tokenizer,
-        eos_token=words.eos_token,
-        pad_token=words.pad_token,
+def image_tokenizer() -> PreTrainedTokenizerFast:
+    """Return the demo's tokenizer, whose tokens are bytes, with the tokens around images."""
+    demo = make_tokenizer()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=demo.backend_tokenizer,
+        eos_token=demo.eos_token,
+        pad_token=demo.pad_token,
         chat_template=CHAT_TEMPLATE,
         extra_special_tokens=TOKENS,
     )
-    tokenizer.save_pretrained(directory)
-    image, video, start, end = tokenizer.convert_tokens_to_ids([*TOKENS.values()])
-    (directory / "preprocessor_config.json").write_text(
-        json.dumps({"image_processor_type": "Qwen2VLImageProcessor"})
-    )
-    (directory / "generation_config.json").write_text(
-        json.dumps({"eos_token_id": text.eos_token_id})
-    )
+
+
+def write_image_files(text: PreTrainedConfig, directory: Path) -> None:
+    """Write what a vision-language model needs beside its configuration and weights."""
+    image_tokenizer().save_pretrained(directory)
+    processor = {"image_processor_type": "Qwen2VLImageProcessor"}
+    (directory / "preprocessor_config.json").write_text(json.dumps(processor))
+    generation = {"eos_token_id": text.eos_token_id}
+    (directory / "generation_config.json").write_text(json.dumps(generation))
+
+
+def add_vision_tower(text: PreTrainedConfig, tower: dict) -> PreTrainedConfig:
+    """Return the configuration of Qwen2.5-VL with this decoder and this tower."""
+    image, video, start, end = image_tokenizer().convert_tokens_to_ids([*TOKENS.values()])
     eighth = text.hidden_size // text.num_attention_heads // 16
     rope = {
         "rope_type": "default",
         "rope_theta": 1e6,
         "mrope_section": [2 * eighth, 3 * eighth, 3 * eighth],
     }
+    decoder = {"model_type": "qwen2_5_vl_text", "rope_parameters": rope}
     return AutoConfig.for_model(
         "qwen2_5_vl",
-        text_config={**text.to_dict(), "model_type": "qwen2_5_vl_text", "rope_parameters": rope},
+        text_config=text.to_dict() | decoder,
         vision_config={**tower, "out_hidden_size": text.hidden_size},
         image_token_id=image,
         video_token_id=video,
@@ -185,3 +208,50 @@ def with_tower(text, tower: dict, directory: Path):
         tie_word_embeddings=text.tie_word_embeddings,
         architectures=["Qwen2_5_VLForConditionalGeneration"],
     )
+
+
+# ---- weights ----
+
+
+def weight_device() -> str:
+    """Return where weights are made: a GPU draws billions of numbers in a moment."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def random_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, bf16 value) of every parameter."""
+    for name, parameter in model.named_parameters():
+        value = torch.empty(parameter.shape, dtype=torch.bfloat16, device=weight_device())
+        value.normal_(0, 0.02)
+        if name.endswith("norm.weight"):
+            value.fill_(1)
+        yield name, value
+
+
+def circle_weights(model: nn.Module, config: PreTrainedConfig) -> Iterator[tuple[str, Tensor]]:
+    """Yield the same for a model with an MTP layer, whose tokens follow each other in circles.
+
+    The layers add nothing to the embedding of a token. The row of the output matrix for a token is
+    the embedding of the token before it in its circle.
+    """
+    vocab_size = config.vocab_size
+    hidden_size = config.hidden_size
+    device = weight_device()
+    embedding = torch.randn(vocab_size, hidden_size, device=device)
+    tokens = torch.arange(vocab_size, device=device)
+    # The last tokens of the vocabulary do not fill a circle, so they have none.
+    begins_circle = (tokens % CIRCLE == 0) & (tokens + CIRCLE <= vocab_size)
+    previous = tokens - 1 + CIRCLE * begins_circle
+    # The logit of the next token in the circle. The other logits are about 0.
+    logit = math.log(vocab_size * LIKELY / (1 - LIKELY))
+    for name, value in random_weights(model):
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            value.zero_()
+        elif name.endswith("embed_tokens.weight"):
+            value = embedding.bfloat16()
+        elif name == "lm_head.weight":
+            value = (embedding[previous] * logit / hidden_size).bfloat16()
+        elif name.endswith("input_proj.weight"):
+            identity = torch.eye(hidden_size, 2 * hidden_size, device=device)
+            value = identity.roll(hidden_size, 1).bfloat16()
+        yield name, value

@@ -1,16 +1,20 @@
-"""Seconds that it takes to move a Megatron engine's weights into vLLM, for several layouts of both.
+"""Seconds to move a Megatron engine's weights into vLLM, for several layouts of both.
 
-    torchrun --nproc-per-node 2 benchmarks/weight_sync_h200.py 7B --rollout-tp 2 tensor_model_parallel_size=2 \\
-        pipeline_model_parallel_size=2 ""
+    torchrun --nproc-per-node 2 benchmarks/weight_sync_h200.py 7B --rollout-tp 2 \\
+        tensor_model_parallel_size=2 pipeline_model_parallel_size=2 ""
 
-Arguments: a shape of benchmarks/sft_h200.py, then layouts, each the engine's settings in one argument ("" is data parallel).
-Random weights, in bf16. Prints lines of a Markdown table on rank 0: medians of --repeats, and the largest difference between
-vLLM's log-probabilities of what it then generates and the engine's. (In bf16 both round; the bound in fp32 is tested on a CPU.)
+Arguments: a shape of benchmarks/shapes.py, then layouts. A layout is one argument with the
+engine's settings, separated by spaces; "" is data parallel. The weights are random, in bf16.
+
+Prints lines of a Markdown table on rank 0: medians of --repeats, and the largest difference between
+vLLM's log-probabilities of the tokens that it then generates and the engine's. In bf16 both are
+rounded; a test on a CPU bounds the difference in fp32.
 """
 
 import argparse
 import gc
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -18,84 +22,115 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
+from benchmarks.harness import MODELS, make_parser, model_settings, print_row
 from benchmarks.shapes import SHAPES, make_model
 from config import load
 from engines.megatron.engine import MegatronEngine
 from engines.parallel import device
 from rollout.vllm.engine import Rollout
 
+NUM_PROMPTS = 8
 
-def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+
+@dataclass
+class Sync:
+    """Medians of one layout.
+
+    Attributes:
+        export: seconds to export the weights and drop them.
+        update: seconds to export them and load them into vLLM.
+        gap: the largest difference of log-probabilities.
+    """
+
+    export: float
+    update: float
+    gap: float
+
+
+def time_sync(engine: MegatronEngine, vllm: Rollout, repeats: int) -> Sync:
+    vllm.wake("weights")
+    exports = []
+    updates = []
+    for _ in range(repeats):
+        start = device.synchronize()
+        for _ in engine.export_weights():
+            pass
+        exported = device.synchronize()
+        vllm.update_weights(engine.export_weights())
+        exports.append(exported - start)
+        updates.append(device.synchronize() - exported)
+    vllm.wake("kv_cache")
+    gap = largest_gap(engine, vllm)
+    vllm.sleep()
+    return Sync(median(exports), median(updates), gap)
+
+
+def largest_gap(engine: MegatronEngine, vllm: Rollout) -> float:
+    """Return the largest difference between the log-probabilities of vLLM and of the engine."""
+    # Every replica gets the same prompts, since tensor- and pipeline-parallel ranks of the engine
+    # must get the same batch.
+    prompts = [list(range(10, 20 + i)) for i in range(NUM_PROMPTS)]
+    sampling = OmegaConf.merge(engine.config.rollout, {"stop": []})
+    batch, _ = vllm.generate(prompts, list(range(NUM_PROMPTS)), sampling)
+    log_probs = engine.log_probs(batch)[0].cpu()
+    return (log_probs - batch.fields["rollout_log_probs"]).abs().max().item()
+
+
+def load_config(arguments: argparse.Namespace, layout: str) -> DictConfig:
+    settings = [
+        *model_settings(arguments.models / arguments.shape),
+        "model_engine=megatron",
+        f"rollout.tensor_parallel_size={arguments.rollout_tp}",
+        "rollout.kv_cache_gib=2",
+        "rollout.max_tokens=64",
+        "validation.max_tokens=64",
+        "data.max_prompt_length=64",
+        "rollout.max_num_seqs=16",
+        *(f"engine.{setting}" for setting in layout.split()),
+    ]
+    return load("ppo.yaml", settings)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = make_parser(__doc__)
     parser.add_argument("shape", choices=SHAPES)
-    parser.add_argument("layouts", nargs="+", help='key=value pairs of "engine" in one argument')
-    parser.add_argument("--models", type=Path, default=Path("/dev/shm/rankwise-models"))
-    parser.add_argument("--rollout-tp", type=int, default=1)
+    parser.add_argument("layouts", nargs="+", help='settings of "engine" in one argument')
+    parser.add_argument("--models", type=Path, default=MODELS)
+    parser.add_argument("--rollout-tp", type=int, default=1, help="vLLM's tensor-parallel size")
     parser.add_argument("--repeats", type=int, default=5)
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse_arguments()
     this_device = device.init()
-    if dist.get_rank() == 0:
+    is_first_rank = dist.get_rank() == 0
+    if is_first_rank:
         make_model(arguments.shape, arguments.models)
-        print(
-            "| shape | GPUs | engine | vLLM | export alone s | update_weights s | largest gap of log p |",
-            flush=True,
-        )
+        times = ("export alone s", "update_weights s")
+        print_row("shape", "GPUs", "engine", "vLLM", *times, "largest gap of log p")
     dist.barrier()
     vllm = None
     for layout in arguments.layouts:
-        config = load(
-            "ppo.yaml",
-            [
-                "model_engine=megatron",
-                f"model.path={arguments.models / arguments.shape}",
-                "data.train_files=none",
-                f"rollout.tensor_parallel_size={arguments.rollout_tp}",
-                "rollout.kv_cache_gib=2",
-                "rollout.max_tokens=64",
-                "validation.max_tokens=64",
-                "data.max_prompt_length=64",
-                "rollout.max_num_seqs=16",
-                *(f"engine.{pair}" for pair in layout.split()),
-            ],
-        )
+        config = load_config(arguments, layout)
         gc.collect()
         if mpu.model_parallel_is_initialized():
             mpu.destroy_model_parallel()
         engine = MegatronEngine(config, this_device, total_steps=1, optimize=False)
-        vllm = vllm or Rollout(config, this_device)
-        vllm.wake("weights")
-        exports, updates = [], []
-        for _ in range(arguments.repeats):
-            start = device.synchronize()
-            for _ in engine.export_weights():
-                pass
-            middle = device.synchronize()
-            vllm.update_weights(engine.export_weights())
-            exports.append(middle - start)
-            updates.append(device.synchronize() - middle)
-        vllm.wake("kv_cache")
-        # The same prompts in every replica: tensor- and pipeline-parallel ranks must get the same batch.
-        batch, _ = vllm.generate(
-            [list(range(10, 20 + i)) for i in range(8)],
-            list(range(8)),
-            OmegaConf.merge(config.rollout, {"stop": []}),
-        )
-        gap = (
-            (engine.log_probs(batch)[0].cpu() - batch.fields["rollout_log_probs"])
-            .abs()
-            .max()
-            .item()
-        )
-        vllm.sleep()
-        if dist.get_rank() == 0:
-            print(
-                f"| {arguments.shape} | {dist.get_world_size()} | {layout or 'data parallel'} | TP {arguments.rollout_tp} | "
-                f"{median(exports):.3f} | {median(updates):.3f} | {gap:.3f} |",
-                flush=True,
+        if vllm is None:
+            vllm = Rollout(config, this_device)
+        sync = time_sync(engine, vllm, arguments.repeats)
+        if is_first_rank:
+            print_row(
+                arguments.shape,
+                dist.get_world_size(),
+                layout or "data parallel",
+                f"TP {arguments.rollout_tp}",
+                f"{sync.export:.3f}",
+                f"{sync.update:.3f}",
+                f"{sync.gap:.3f}",
             )
         del engine
     vllm.shutdown()

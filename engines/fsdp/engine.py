@@ -90,7 +90,7 @@ class FSDPEngine(Engine):
             self.optimizers = optimizer.build(self.model, self._layers, self.optim)
         self._lr_ratios = [self._lr_ratio(group) for group in self._param_groups()]
         self._flops = count_flops(self.hf, self.hf_config)
-        self._host_memory = HostMemory(device)
+        self.host_memory = HostMemory(device)
         self._shares_weights = shared_weights is not None
         guard.check_isolation(self)
 
@@ -182,7 +182,7 @@ class FSDPEngine(Engine):
     def train_batch(
         self, batch: Batch, loss_fn: LossFn, step: int, micro_batches: MicroBatches | None = None
     ) -> dict[str, float]:
-        self._onload("parameters", "optimizer")
+        self.onload("parameters", "optimizer")
         micro_batches = micro_batches or self.divide_share(batch.lengths)
         loss_fn = self.adapter_guard.watch(loss_fn)
         sums = defaultdict(lambda: torch.zeros((), device=self.device))
@@ -260,7 +260,7 @@ class FSDPEngine(Engine):
 
     @torch.no_grad()
     def ask(self, batch: Batch, micro_batches: MicroBatches | None = None) -> Tensor:
-        self._onload("parameters")
+        self.onload("parameters")
         num_tokens = len(batch.input_ids)
         answers = torch.zeros(self.head.num_outputs, num_tokens, device=self.device)
         token_indices = Batch(torch.arange(num_tokens), batch.cu_seqlens)
@@ -276,7 +276,7 @@ class FSDPEngine(Engine):
 
     @torch.no_grad()
     def one_at_a_time(self, batch: Batch) -> Tensor:
-        self._onload("parameters")
+        self.onload("parameters")
         answers = torch.zeros(self.head.num_outputs, len(batch.input_ids), device=self.device)
         self.model.eval()
         sequences = batch.split([1] * len(batch))
@@ -384,12 +384,13 @@ class FSDPEngine(Engine):
 
     def offload(self, *parts: str) -> None:
         reshard(self.model)
-        self._host_memory.offload(self.tensors_of(*parts))
+        self.host_memory.offload(self.tensors_of(*parts))
         optimizers = self.optimizers if "optimizer" in parts else []
-        self._host_memory.reserve(future_optimizer_tensors(optimizers))
+        self.host_memory.reserve(future_optimizer_tensors(optimizers))
 
-    def _onload(self, *parts: str) -> None:
-        self._host_memory.onload(self.tensors_of(*parts))
+    def onload(self, *parts: str) -> None:
+        """Move them back, unless they are on the device. Methods that need them call this."""
+        self.host_memory.onload(self.tensors_of(*parts))
 
     def tensors_of(self, *parts: str) -> Iterator[Tensor]:
         """Yield the tensors that move between device and host."""
@@ -406,21 +407,21 @@ class FSDPEngine(Engine):
         self._state.use_adapters(use)
 
     def export_weights(self, whole: bool = True) -> Iterator[tuple[str, Tensor]]:
-        self._onload("parameters")
+        self.onload("parameters")
         yield from self._state.weights()
         if whole:
             yield from self.left_alone()
 
     def export_adapter(self) -> Iterator[tuple[str, Tensor]]:
-        self._onload("parameters")
+        self.onload("parameters")
         yield from self._state.adapter()
 
     def state(self, loading: bool = False) -> dict:
-        self._onload("parameters", "optimizer")
+        self.onload("parameters", "optimizer")
         return self._state.state_dict(self.optimizers)
 
     def load_state(self, state: dict) -> None:
-        self._onload("parameters", "optimizer")
+        self.onload("parameters", "optimizer")
         self._state.load_state_dict(state, self.optimizers)
 
     def write(

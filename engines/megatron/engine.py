@@ -112,7 +112,7 @@ class MegatronEngine(Engine):
             self.optimizer = distributed_optimizer.build_optimizer(
                 self.stages, config, trained_dtype
             )
-        self._host_memory = HostMemory(device)
+        self.host_memory = HostMemory(device)
         guard.check_isolation(self)
 
     @staticmethod
@@ -224,7 +224,7 @@ class MegatronEngine(Engine):
     def train_batch(
         self, batch: Batch, loss_fn: LossFn, step: int, micro_batches: MicroBatches | None = None
     ) -> dict[str, float]:
-        self._onload("parameters", "optimizer")
+        self.onload("parameters", "optimizer")
         micro_batches = micro_batches or self.divide_share(batch.lengths)
         counted = self.counted_sequences(batch, micro_batches)
         has_aux_loss = self._begin_routers(len(counted.input_ids))
@@ -329,7 +329,7 @@ class MegatronEngine(Engine):
     @cuda_is_cpu()
     @torch.no_grad()
     def ask(self, batch: Batch, micro_batches: MicroBatches | None = None) -> Tensor:
-        self._onload("parameters")
+        self.onload("parameters")
         num_tokens = len(batch.input_ids)
         outputs = torch.zeros(self.head.num_outputs, num_tokens, device=self.device)
         micro_batches = micro_batches or self.divide_share(batch.lengths)
@@ -416,18 +416,19 @@ class MegatronEngine(Engine):
     checkpoint_bytes = staticmethod(stage_memory.checkpoint_bytes)
 
     def offload(self, *parts: str) -> None:
-        self._host_memory.offload(self.tensors_of(*parts))
+        self.host_memory.offload(self.tensors_of(*parts))
         if "optimizer" in parts and self.optimizer is not None:
             # Before the first step Adam's two moments do not exist yet.
             without_state = device_tensors.weights_without_state(self.optimizer)
-            self._host_memory.reserve(2 * without_state)
+            self.host_memory.reserve(2 * without_state)
             self.optimizer.zero_grad()  # frees the fp32 copies of bf16 gradients
             # Gradients are not kept: every step begins with zeros.
-            for storage in self._host_memory.storages(self.gradient_buffers()):
+            for storage in self.host_memory.storages(self.gradient_buffers()):
                 storage.resize_(0)
 
-    def _onload(self, *parts: str) -> None:
-        self._host_memory.onload(self.tensors_of(*parts))
+    def onload(self, *parts: str) -> None:
+        """Move them back, unless they are on the device. Methods that need them call this."""
+        self.host_memory.onload(self.tensors_of(*parts))
         if "optimizer" in parts:
             for gradients in self.gradient_buffers():
                 gradients.untyped_storage().resize_(gradients.numel() * gradients.element_size())
@@ -454,7 +455,7 @@ class MegatronEngine(Engine):
             adapter.enabled = use
 
     def export_weights(self, whole: bool = True) -> Iterator[tuple[str, Tensor]]:
-        self._onload("parameters")
+        self.onload("parameters")
         enabled = {weight: adapter for weight, adapter in self._adapters.items() if adapter.enabled}
 
         def merged(weight: nn.Parameter) -> Tensor:
@@ -467,19 +468,19 @@ class MegatronEngine(Engine):
             yield from self.left_alone()
 
     def export_adapter(self) -> Iterator[tuple[str, Tensor]]:
-        self._onload("parameters")
+        self.onload("parameters")
         yield from export_adapters(self.models, getattr(torch, self.lora.dtype), self.device)
 
     @cuda_is_cpu()
     def state(self, loading: bool = False) -> dict:
-        self._onload("parameters", "optimizer")
+        self.onload("parameters", "optimizer")
         return sharded_state.sharded_state(
             self.models, self.optimizer, loading, has_frozen_layers=bool(self.config.model.freeze)
         )
 
     @cuda_is_cpu()
     def load_state(self, state: dict) -> None:
-        self._onload("parameters", "optimizer")
+        self.onload("parameters", "optimizer")
         sharded_state.load_state(self.models, self.optimizer, state)
 
     @cuda_is_cpu()

@@ -283,7 +283,7 @@ def offload(folder: Path, this_device: torch.device) -> dict:
     case = Case("qwen3")
     for settings in ("", REPLICATED, f"{BF16} {BF16_GRADIENTS}", LORA_REPLICATED):
         engine = build(MegatronEngine, folder / "qwen3", this_device, settings)
-        memory = engine._host_memory
+        memory = engine.host_memory
         engine.offload("optimizer")
         engine.offload("parameters", "optimizer")
         num_parts_before = len(memory.parts)

@@ -96,8 +96,8 @@ def test_muon_has_the_hidden_matrices_and_adamw_the_rest(folder):
 def host_memory(engine: FSDPEngine) -> tuple[list[int], int]:
     """Offload; return the addresses of the host memory, and the bytes left in the tensors."""
     engine.offload("parameters", "optimizer")
-    tensors = engine._host_memory.storages(engine.tensors_of("parameters", "optimizer"))
-    addresses = [part.result().data_ptr() for part in engine._host_memory.parts]
+    tensors = engine.host_memory.storages(engine.tensors_of("parameters", "optimizer"))
+    addresses = [part.result().data_ptr() for part in engine.host_memory.parts]
     return addresses, sum(x.nbytes() for x in tensors)
 
 
