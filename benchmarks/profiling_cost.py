@@ -1,23 +1,34 @@
-"""What each tool of the profiler costs: the time of a recorded step against a plain one, and disk space per step.
+"""What each tool of the profiler costs: time against a plain step, and disk space per step.
 
-    OMP_NUM_THREADS=1 python benchmarks/profiling_cost.py runs/demo/model runs/demo/train.jsonl       from `make demo-assets`
-    python benchmarks/profiling_cost.py MODEL TRAIN_FILE key=value ...                                on a GPU
-    python benchmarks/profiling_cost.py MODEL TRAIN_FILE --tools torch memory                         some tools only
+    # after `make demo-assets`
+    OMP_NUM_THREADS=1 python benchmarks/profiling_cost.py runs/demo/model runs/demo/train.jsonl
+    # on a GPU
+    python benchmarks/profiling_cost.py MODEL TRAIN_FILE key=value ...
+    # some tools only
+    python benchmarks/profiling_cost.py MODEL TRAIN_FILE --tools torch memory
 
-Runs train_sft.py once for each tool, for eight steps, of which the second half is recorded. The times are those of
-train_batch: the median of the last three steps of each half. Tools that this machine does not have are left out.
+Runs train_sft.py once for each tool, for eight steps, and records the second half of them. The
+times are those of train_batch: the median of the last three steps of each half. Tools that this
+machine does not have are left out.
 """
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
+import timeit
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-ROOT = Path(__file__).resolve().parent.parent
-STEPS, FIRST = 8, 5
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.harness import ROOT, add_settings, make_parser, read_lines
+
+STEPS = 8
+FIRST_RECORDED = 5
+COUNTED = 3  # steps of each half
 TOOLS = {
     "timers alone": [],
     "torch": ["profiler.tool=torch"],
@@ -42,65 +53,70 @@ TOOLS = {
 }
 
 
-def measure(
-    model: str, train_file: str, tool: list[str], more: list[str]
-) -> tuple[float, float, float] | None:
-    """(seconds of a plain step, seconds of a recorded step, bytes per recorded step); None if this machine lacks the tool."""
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of a plain step and of a recorded one, and bytes on disk per recorded step."""
+
+    plain: float
+    recorded: float
+    num_bytes: float
+
+
+def measure(arguments: argparse.Namespace, tool: list[str]) -> Cost | None:
+    """Run with a tool's settings. Returns None if this machine lacks the tool."""
+    interval = []
+    if tool:
+        interval = [f"trainer.profile_interval=[{FIRST_RECORDED},{STEPS}]"]
     with tempfile.TemporaryDirectory() as out:
-        interval = [f"trainer.profile_interval=[{FIRST},{STEPS}]"] if tool else []
-        done = subprocess.run(
-            [
-                sys.executable,
-                ROOT / "train_sft.py",
-                f"model.path={model}",
-                f"data.train_files={train_file}",
-                f"output_dir={out}",
-                "data.train_batch_size=32",
-                "data.max_tokens_per_micro_batch=2048",
-                f"trainer.total_steps={STEPS}",
-                "engine.torch_compile=never",
-                *tool,
-                *interval,
-                *more,
-            ],
-            capture_output=True,
-            text=True,
-        )
+        command = [
+            sys.executable,
+            str(ROOT / "train_sft.py"),
+            f"model.path={arguments.model}",
+            f"data.train_files={arguments.train_file}",
+            f"output_dir={out}",
+            "data.train_batch_size=32",
+            "data.max_tokens_per_micro_batch=2048",
+            f"trainer.total_steps={STEPS}",
+            "engine.torch_compile=never",
+            *tool,
+            *interval,
+            *arguments.settings,
+        ]
+        done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode == 2:
             print(f"    left out: {done.stderr.splitlines()[-1]}")
             return None
         if done.returncode:
             sys.exit(done.stderr[-3000:])
-        lines = [
-            json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()
-        ]
-        times = {
-            line["step"]: line["timing/train_batch"]
-            for line in lines
-            if "timing/train_batch" in line
-        }
-        written = sum(
-            file.stat().st_size
-            for file in Path(out, "profile").glob("step_*/train_batch/**/*")
-            if file.is_file()
-        )
-    return (
-        median(times[step] for step in range(FIRST - 3, FIRST)),
-        median(times[step] for step in range(STEPS - 2, STEPS + 1)),
-        written / (STEPS - FIRST + 1),
+        return cost_of(Path(out))
+
+
+def cost_of(out: Path) -> Cost:
+    """Return the cost from a run's metrics and files."""
+    seconds = {}
+    for line in read_lines(out / "metrics.jsonl"):
+        if "timing/train_batch" in line:
+            seconds[line["step"]] = line["timing/train_batch"]
+
+    def median_seconds(steps: Iterable[int]) -> float:
+        return median(seconds[step] for step in steps)
+
+    recorded = out.glob("profile/step_*/train_batch/**/*")
+    num_bytes = sum(file.stat().st_size for file in recorded if file.is_file())
+    return Cost(
+        plain=median_seconds(range(FIRST_RECORDED - COUNTED, FIRST_RECORDED)),
+        recorded=median_seconds(range(STEPS - COUNTED + 1, STEPS + 1)),
+        num_bytes=num_bytes / (STEPS - FIRST_RECORDED + 1),
     )
 
 
-def timer() -> float:
-    """Seconds that a stage costs when nothing is recorded: the best of 20 means over 500."""
-    import timeit
-
-    sys.path.insert(0, str(ROOT))
+def stage_seconds() -> float:
+    """Return the cost of a stage when nothing is recorded: the best of 20 means over 500."""
     from profiling import Profiler
 
     profiler = Profiler()
 
-    def stage():
+    def stage() -> None:
         with profiler.stage("stage"):
             pass
 
@@ -108,12 +124,10 @@ def timer() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("model")
     parser.add_argument("train_file")
-    parser.add_argument("settings", nargs="*", help="key=value")
+    add_settings(parser)
     parser.add_argument(
         "--tools",
         nargs="+",
@@ -123,16 +137,19 @@ def main() -> None:
         help="default: all of them",
     )
     arguments = parser.parse_intermixed_args()
-    print(f"a stage that is only timed: {timer() * 1e6:.2f} microseconds")
+
+    print(f"a stage that is only timed: {stage_seconds() * 1e6:.2f} microseconds")
     print(f"{'tool':<32}{'before [s]':>12}{'recorded [s]':>14}{'factor':>8}{'MB per step':>13}")
     for name in arguments.tools:
-        found = measure(arguments.model, arguments.train_file, TOOLS[name], arguments.settings)
-        if found:
-            before, recorded, size = found
-            print(
-                f"{name:<32}{before:>12.4f}{recorded:>14.4f}{recorded / before:>8.1f}{size / 1e6:>13.2f}",
-                flush=True,
-            )
+        cost = measure(arguments, TOOLS[name])
+        if cost is None:
+            continue
+        factor = cost.recorded / cost.plain
+        megabytes = cost.num_bytes / 1e6
+        print(
+            f"{name:<32}{cost.plain:>12.4f}{cost.recorded:>14.4f}{factor:>8.1f}{megabytes:>13.2f}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,15 @@
-"""Processor time of tokenization with a loss mask: this repository against one call of transformers per row in datasets.map, which
-is what TRL's SFTTrainer does with assistant_only_loss.
+"""Processor time of tokenization with a loss mask, against datasets.map.
 
     python benchmarks/tokenize_speed.py [--rows 4000] [--pairs 5] [--tokenizer DIR]
 
-From a .jsonl of chats to arrays on disk, in a process of its own each time, the two in turn, so that a busy machine slows both;
-what counts is the ratio of each pair, in seconds of user and system time. Single-turn and five-turn chats of words of Python's
-own library, under a template with the structure of Qwen3's, with the {% generation %} marks that the other side needs. DIR holds
-a tokenizer; without it one of 16,000 tokens is trained on the same library.
+The other side is one call of transformers' apply_chat_template per row in datasets.map, which is
+what TRL's SFTTrainer does with assistant_only_loss.
+
+Measured is the way from a .jsonl of chats to arrays on disk, in a new process each time. The two
+run in turn, so that a busy machine slows both; the result is the ratio of each pair, in seconds of
+user and system time. The chats are single-turn and five-turn, with words from Python's own library,
+under a template with the structure of Qwen3's and the {% generation %} marks that the other side
+needs. DIR holds a tokenizer; without it one of 16,000 tokens is trained on the same library.
 """
 
 import argparse
@@ -14,14 +17,25 @@ import json
 import os
 import random
 import resource
-import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from statistics import median
 
-ROOT = Path(__file__).resolve().parent.parent
-TURNS = {"single-turn": 1, "five-turn": 5}
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.harness import (
+    make_parser,
+    median_and_range,
+    print_header,
+    print_row,
+    write_lines,
+)
+
+NUM_TURNS = {"single-turn": 1, "five-turn": 5}
+LONGEST_QUESTION = 50  # words
+LONGEST_ANSWER = 110
 TEMPLATE = r"""
 {%- if messages[0].role == 'system' %}{{ '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}{% endif %}
 {%- set ns = namespace(query=messages | length - 1, found=false) %}
@@ -40,8 +54,12 @@ TEMPLATE = r"""
         {%- endif %}
         {{- '<|im_start|>assistant\n' }}
         {%- generation %}
-        {%- if loop.index0 > ns.query %}{{ '<think>\n' + thought + '\n</think>\n\n' + content }}{% else %}{{ content }}{% endif %}
-        {%- for call in m.tool_calls or [] %}{{ '\n<tool_call>\n' + call | tojson + '\n</tool_call>' }}{% endfor %}
+        {%- if loop.index0 > ns.query %}
+            {{- '<think>\n' + thought + '\n</think>\n\n' + content }}
+        {%- else %}{{- content }}{% endif %}
+        {%- for call in m.tool_calls or [] %}
+            {{- '\n<tool_call>\n' + call | tojson + '\n</tool_call>' }}
+        {%- endfor %}
         {{- '<|im_end|>' }}
         {%- endgeneration %}{{ '\n' }}
     {%- endif %}
@@ -49,54 +67,64 @@ TEMPLATE = r"""
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 
 
+# ---- data ----
+
+
 def library() -> list[str]:
-    return [
-        path.read_text(errors="ignore")
-        for path in sorted(Path(os.__file__).parent.glob("*.py"))[:150]
-    ]
+    """Return the texts of some files of Python's library."""
+    files = sorted(Path(os.__file__).parent.glob("*.py"))
+    return [file.read_text(errors="ignore") for file in files[:150]]
 
 
 def make_tokenizer(folder: Path) -> None:
+    """Train a byte-level tokenizer and save it."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
+    trainer = trainers.BpeTrainer(
+        vocab_size=16000,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
     backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer, backend.decoder = (
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        decoders.ByteLevel(),
-    )
-    backend.train_from_iterator(
-        library(),
-        trainers.BpeTrainer(
-            vocab_size=16000,
-            special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-            show_progress=False,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        ),
-    )
-    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>").save_pretrained(
-        folder
-    )
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.train_from_iterator(library(), trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
+    tokenizer.save_pretrained(folder)
 
 
-def make_rows(path: Path, num_rows: int, num_turns: int) -> None:
-    rng, words = random.Random(0), " ".join(library()).split()
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    from transformers import AutoTokenizer
 
-    def text(num_words: int) -> str:
-        at = rng.randrange(len(words) - num_words)
-        return " ".join(words[at : at + num_words])
-
-    with path.open("w") as file:
-        for _ in range(num_rows):
-            messages = [
-                {"role": role, "content": text(rng.randrange(10, length))}
-                for _ in range(num_turns)
-                for role, length in (("user", 50), ("assistant", 110))
-            ]
-            file.write(json.dumps({"messages": messages}) + "\n")
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
 
 
-def ours(tokenizer, data: Path, work: Path, folder: Path) -> None:
+def make_rows(num_rows: int, num_turns: int) -> list[dict]:
+    rng = random.Random(0)
+    words = " ".join(library()).split()
+
+    def message(role: str, longest: int) -> dict[str, str]:
+        num_words = rng.randrange(10, longest)
+        start = rng.randrange(len(words) - num_words)
+        return {"role": role, "content": " ".join(words[start : start + num_words])}
+
+    rows = []
+    for _ in range(num_rows):
+        messages = []
+        for _ in range(num_turns):
+            messages.append(message("user", LONGEST_QUESTION))
+            messages.append(message("assistant", LONGEST_ANSWER))
+        rows.append({"messages": messages})
+    return rows
+
+
+# ---- one side, in a process of its own ----
+
+
+def tokenize_ours(tokenizer, data: Path, work: Path, folder: Path) -> None:
+    """Tokenize with this repository. work: for files; folder: with the model's configuration."""
     from config import load
     from data.dataset import tokenize
 
@@ -107,22 +135,25 @@ def ours(tokenizer, data: Path, work: Path, folder: Path) -> None:
     tokenize(str(data), tokenizer, config.data, work, folder)
 
 
-def theirs(tokenizer, data: Path, work: Path, folder: Path) -> None:
+def tokenize_with_map(tokenizer, data: Path, work: Path, folder: Path) -> None:
+    """Tokenize row by row with datasets.map."""
     import datasets
 
-    rows = datasets.load_dataset("json", data_files=str(data), split="train", cache_dir=str(work))
-    rows.map(
-        lambda row: tokenizer.apply_chat_template(
+    def tokens(row: dict) -> dict:
+        return tokenizer.apply_chat_template(
             row["messages"], return_dict=True, return_assistant_tokens_mask=True
-        ),
-        remove_columns=rows.column_names,
-        cache_file_name=str(work / "tokens.arrow"),
-    )
+        )
+
+    rows = datasets.load_dataset("json", data_files=str(data), split="train", cache_dir=str(work))
+    cache_file = str(work / "tokens.arrow")
+    rows.map(tokens, remove_columns=rows.column_names, cache_file_name=cache_file)
 
 
-def measure(who: str, folder: Path, name: str) -> float:
-    """Seconds of processor time, imports aside."""
-    sys.path.insert(0, str(ROOT))
+SIDES = {"ours": tokenize_ours, "map": tokenize_with_map}
+
+
+def measure(side: str, folder: Path, name: str) -> float:
+    """Return the seconds of processor time of one side, without imports."""
     import datasets  # noqa: F401
     from transformers import AutoTokenizer
 
@@ -131,77 +162,76 @@ def measure(who: str, folder: Path, name: str) -> float:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = TEMPLATE
     with tempfile.TemporaryDirectory(dir=folder) as work:
-        before = used()
-        {"ours": ours, "theirs": theirs}[who](
-            tokenizer, folder / f"{name}.jsonl", Path(work), folder
-        )
-        return used() - before
+        before = processor_seconds()
+        SIDES[side](tokenizer, folder / f"{name}.jsonl", Path(work), folder)
+        return processor_seconds() - before
 
 
-def used() -> float:
-    return sum(
-        getattr(resource.getrusage(who), field)
-        for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-        for field in ("ru_utime", "ru_stime")
+def processor_seconds() -> float:
+    """Return the user and system time of this process and its children."""
+    seconds = 0.0
+    for processes in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
+        usage = resource.getrusage(processes)
+        seconds += usage.ru_utime + usage.ru_stime
+    return seconds
+
+
+# ---- both sides ----
+
+
+def measure_in_process(side: str, folder: Path, name: str) -> float:
+    command = [sys.executable, __file__, "--measure", side, str(folder), name]
+    environment = {
+        **os.environ,
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(command, env=environment, check=True, text=True, stdout=subprocess.PIPE)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def compare(arguments: argparse.Namespace, folder: Path) -> None:
+    print_header(
+        "chats",
+        "datasets.map [rows/s]",
+        "this [rows/s]",
+        "ratio: median (smallest, largest) of pairs",
     )
+    for name, num_turns in NUM_TURNS.items():
+        write_lines(folder / f"{name}.jsonl", make_rows(arguments.rows, num_turns))
+        map_seconds = []
+        own_seconds = []
+        for _ in range(arguments.pairs):
+            map_seconds.append(measure_in_process("map", folder, name))
+            own_seconds.append(measure_in_process("ours", folder, name))
+        ratios = [theirs / own for theirs, own in zip(map_seconds, own_seconds)]
+        print_row(
+            name,
+            f"{arguments.rows / median(map_seconds):,.0f}",
+            f"{arguments.rows / median(own_seconds):,.0f}",
+            median_and_range(ratios, ".2f"),
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--rows", type=int, default=4000)
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--tokenizer", type=Path)
+    parser.add_argument("--tokenizer", type=Path, metavar="DIR")
     parser.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:
-        who, folder, name = arguments.measure
-        print(json.dumps(measure(who, Path(folder), name)))
+        side, folder, name = arguments.measure
+        print(json.dumps(measure(side, Path(folder), name)))
         return
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
         if arguments.tokenizer:
-            from transformers import AutoTokenizer
-
-            AutoTokenizer.from_pretrained(arguments.tokenizer).save_pretrained(folder)
+            copy_tokenizer(arguments.tokenizer, folder)
         else:
             make_tokenizer(folder)
-        print(
-            "| chats | datasets.map [rows/s] | this [rows/s] | ratio: median (smallest, largest) of pairs |\n|---|---|---|---|"
-        )
-        for name, num_turns in TURNS.items():
-            make_rows(folder / f"{name}.jsonl", arguments.rows, num_turns)
-            pairs = []
-            for _ in range(arguments.pairs):
-                command = [sys.executable, __file__, "--measure"]
-                env = {
-                    **os.environ,
-                    "TOKENIZERS_PARALLELISM": "false",
-                    "HF_HUB_OFFLINE": "1",
-                    "OMP_NUM_THREADS": "1",
-                }
-                pairs.append(
-                    [
-                        json.loads(
-                            subprocess.run(
-                                [*command, who, str(folder), name],
-                                env=env,
-                                check=True,
-                                text=True,
-                                capture_output=True,
-                            ).stdout.splitlines()[-1]
-                        )
-                        for who in ("theirs", "ours")
-                    ]
-                )
-            ratios = [theirs / ours for theirs, ours in pairs]
-            speeds = [arguments.rows / statistics.median(seconds) for seconds in zip(*pairs)]
-            print(
-                f"| {name} | {speeds[0]:,.0f} | {speeds[1]:,.0f} | {statistics.median(ratios):.2f} ({min(ratios):.2f}, "
-                f"{max(ratios):.2f}) |",
-                flush=True,
-            )
+        compare(arguments, folder)
 
 
 if __name__ == "__main__":
