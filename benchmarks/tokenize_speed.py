@@ -37,7 +37,9 @@ NUM_TURNS = {"single-turn": 1, "five-turn": 5}
 LONGEST_QUESTION = 50  # words
 LONGEST_ANSWER = 110
 TEMPLATE = r"""
-{%- if messages[0].role == 'system' %}{{ '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}{% endif %}
+{%- if messages[0].role == 'system' %}
+    {{- '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}
+{%- endif %}
 {%- set ns = namespace(query=messages | length - 1, found=false) %}
 {%- for m in messages[::-1] %}
     {%- if not ns.found and m.role == 'user' and not m.content.startswith('<tool_response>') %}
