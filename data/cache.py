@@ -13,7 +13,7 @@ from pathlib import Path
 
 from common import disk
 from config import InputError
-from data.chat.tokens import ChatTokenizer
+from data.chat.tokenizer import ChatTokenizer
 
 # Files in a model's directory that change how text, and images in it, are tokenized.
 TOKENIZER_FILES = (

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from data.batching.batch import Batch
-from data.chat.conversation import Steps, encode
-from data.chat.tokens import ChatTokenizer
+from data.chat.encoding import Steps, encode
+from data.chat.tokenizer import ChatTokenizer
 from data.images.processor import Pictures, Reader
-from data.rows import read_shape
+from data.shapes import read_shape
 from data.tokenization import Kind, kept_tokens, tokenized
 
 FORMAT = 6  # of the cache; raise it when encode() or the files of a cache change
@@ -65,17 +65,17 @@ def tokenize(
 
 
 def tokenize_row(row: dict, chat: ChatTokenizer, options, folder: Path = Path()) -> Steps[dict]:
-    """Return the columns in which a row differs from UNUSED, in steps: see in_step()."""
+    """Return the columns in which a row differs from UNUSED, in steps: see encode_together()."""
     row, shape = read_shape(row, options, with_response=True)
-    ids, mask, seen = yield from encode(row, chat, options, folder)
+    ids, mask, images = yield from encode(row, chat, options, folder)
     kept = kept_tokens(len(ids), options.max_length, options.truncation)
-    columns = {"length": len(ids), "shape": shape, "image_files": list(seen.files)}
-    if seen.would_be_cut(kept):
+    columns = {"length": len(ids), "shape": shape, "image_files": list(images.files)}
+    if images.would_be_cut(kept):
         return columns | {"cut": True}
     ids = ids[kept]
     mask = [0, *mask[kept][1:]]  # nothing predicts the first token
     if any(mask):
-        columns |= {"input_ids": ids, "loss_mask": mask} | seen.columns()
+        columns |= {"input_ids": ids, "loss_mask": mask} | images.columns()
     return columns
 
 

@@ -1,4 +1,4 @@
-"""Files of data: which there are, and their rows."""
+"""Data files: finding them, and reading their rows."""
 
 from __future__ import annotations
 
@@ -13,108 +13,96 @@ from pathlib import Path
 
 from config import InputError
 
-SUFFIXES = (
-    ".jsonl",
-    ".json",
-    ".parquet",
-    ".csv",
-)  # each may end in .gz, except parquet, which compresses by itself
+# Each may be followed by .gz, except .parquet, which is compressed itself.
+SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 
 
 def suffix_of(path: Path) -> str:
-    """ ".jsonl" of a.jsonl and of a.jsonl.gz."""
-    return Path(path.stem).suffix + ".gz" if path.suffix == ".gz" else path.suffix
+    """Return the suffix of a file, with .gz if it is compressed: ".jsonl.gz" of a.jsonl.gz."""
+    if path.suffix == ".gz":
+        return Path(path.stem).suffix + ".gz"
+    return path.suffix
+
+
+def format_of(path: Path) -> str:
+    """Return the suffix of a file without .gz: ".jsonl" of a.jsonl and of a.jsonl.gz."""
+    return suffix_of(path).removesuffix(".gz")
 
 
 def is_json(path: Path) -> bool:
-    """Whether read_rows gives each row as JSON."""
-    return path.is_file() and suffix_of(path).removesuffix(".gz") in (".jsonl", ".json")
+    """Return whether read_rows() returns the rows of this file as JSON text."""
+    return path.is_file() and format_of(path) in (".jsonl", ".json")
 
 
 def find_files(files: str | Sequence[str]) -> list[Path]:
-    """The files and saved data sets that these names stand for, patterns (*.jsonl) and directories of files in the order of
-    their names. Raises InputError for what is not there, is empty, or of an unknown kind."""
-    names, paths = [files] if isinstance(files, str) else files, []
+    """Return the files and saved data sets that these names stand for.
+
+    Patterns (*.jsonl) and directories stand for their files, in alphabetical order.
+    Raises InputError for a missing or empty file, and for an unknown suffix.
+    """
+    names = [files] if isinstance(files, str) else files
+    paths = []
     for name in names:
-        found = (
-            [Path(name)]
-            if Path(name).exists()
-            else [Path(p) for p in sorted(glob.glob(name, recursive=True))]
-        )
-        if not found:
+        matches = [Path(name)]
+        if not Path(name).exists():
+            matches = [Path(match) for match in sorted(glob.glob(name, recursive=True))]
+        if not matches:
             raise InputError(f"{name}: no such file or directory")
-        paths += [path for one in found for path in expand(one)]
+        for match in matches:
+            paths += expand(match)
     for path in paths:
-        if path.is_file() and suffix_of(path).removesuffix(".gz") not in SUFFIXES:
-            raise InputError(
-                f"{path}: unknown suffix {path.suffix!r}: must be {', '.join(SUFFIXES)} (or one of these and .gz), "
-                "or a directory"
-            )
-        if path.is_file() and not path.stat().st_size:
-            raise InputError(f"{path}: the file is empty")
+        check_file(path)
     return paths
 
 
+def check_file(path: Path) -> None:
+    """Raise InputError for an empty file, and for an unknown suffix."""
+    if not path.is_file():
+        return
+    if format_of(path) not in SUFFIXES:
+        raise InputError(
+            f"{path}: unknown suffix {path.suffix!r}: must be {', '.join(SUFFIXES)} (or one of "
+            "these and .gz), or a directory"
+        )
+    if not path.stat().st_size:
+        raise InputError(f"{path}: the file is empty")
+
+
 def expand(path: Path) -> list[Path]:
-    """A file, a data set that was saved, or the files of a directory."""
+    """Return a file, a saved data set, or the files of a directory."""
     if path.is_file() or (path / "dataset_info.json").exists():
         return [path]
-    if (path / "dataset_dict.json").exists():
-        splits = json.loads((path / "dataset_dict.json").read_text())["splits"]
+    splits_file = path / "dataset_dict.json"
+    if splits_file.exists():
+        splits = json.loads(splits_file.read_text())["splits"]
         if len(splits) == 1:
             return [path / splits[0]]
         raise InputError(
             f"{path} holds the splits {', '.join(splits)}: choose one, e.g. {path / splits[0]}"
         )
-    found = sorted(
-        file for file in path.iterdir() if suffix_of(file).removesuffix(".gz") in SUFFIXES
-    )
-    if not found:
+    files = sorted(file for file in path.iterdir() if format_of(file) in SUFFIXES)
+    if not files:
         raise InputError(
-            f"{path}: no file in it ends in {', '.join(SUFFIXES)}, nor was it written by save_to_disk of datasets"
+            f"{path}: no file in it ends in {', '.join(SUFFIXES)}, nor was it written by "
+            "save_to_disk of datasets"
         )
-    return found
+    return files
 
 
 def read_rows(path: Path, work: Path):
-    """A datasets.Dataset, mapped from files in `work`, with one example a row; those of .jsonl and .json have the row's JSON in
-    a column "text".
+    """Return a datasets.Dataset with one example per row, memory-mapped from files in `work`.
 
-    Arrow never parses JSON here: it would give the arguments of every tool call the keys of all others. Nor does pandas
-    guess at CSV cells: 007 and NA are text.
+    Rows of .jsonl and .json files are JSON text in a column "text". Arrow must not parse it: it
+    would give the arguments of every tool call the keys of all others. The cells of .csv files stay
+    text: 007 and NA are not numbers.
+
+    Raises InputError for a file that cannot be read or has no rows.
     """
     import datasets
 
     work.mkdir(parents=True, exist_ok=True)
-    source, cache, suffix = path, str(work), suffix_of(path).removesuffix(".gz")
     try:
-        if path.is_dir():
-            return undecoded(datasets.load_from_disk(str(path)))
-        if path.suffix == ".gz":
-            source = work / path.stem
-            with gzip.open(path) as packed, source.open("wb") as plain:
-                shutil.copyfileobj(packed, plain)
-        if suffix == ".parquet":
-            return undecoded(datasets.Dataset.from_parquet(str(source), cache_dir=cache))
-        if suffix == ".csv":
-            with source.open(encoding="utf-8-sig", newline="") as file:
-                columns = next(csv.reader(file))
-            strings = datasets.Features({column: datasets.Value("string") for column in columns})
-            return datasets.Dataset.from_csv(
-                str(source),
-                features=strings,
-                cache_dir=cache,
-                keep_default_na=False,
-                encoding="utf-8-sig",
-            )
-        if suffix == ".json" and starts_an_array(source):
-            with (
-                source.open(encoding="utf-8-sig") as file,
-                (work / "rows.jsonl").open("w", encoding="utf-8") as lines,
-            ):
-                lines.writelines(json.dumps(row) + "\n" for row in json.load(file))
-            source = work / "rows.jsonl"
-        return datasets.Dataset.from_text(str(source), cache_dir=cache, encoding="utf-8-sig")
+        return load_dataset(path, work)
     except (
         datasets.exceptions.DatasetGenerationError,
         OSError,
@@ -126,25 +114,79 @@ def read_rows(path: Path, work: Path):
         raise InputError(f"{path}: cannot be read, or has no rows: {reason}") from error
 
 
-def undecoded(rows):
-    """The data set, with images as {bytes, path}: to decode one that is bad would end more than its row."""
-    from datasets import Image
+def load_dataset(path: Path, work: Path):
+    """Return the rows of a file or saved data set: see read_rows()."""
+    import datasets
 
-    def plain(feature):
-        if isinstance(feature, Image):
-            return Image(decode=False)
-        if isinstance(feature, dict):
-            return type(feature)({name: plain(inner) for name, inner in feature.items()})
-        return (
-            replace(feature, feature=plain(feature.feature))
-            if "feature" in vars(feature)
-            else feature
-        )
+    if path.is_dir():
+        return without_decoding(datasets.load_from_disk(str(path)))
+    cache = str(work)
+    source = unpack(path, work) if path.suffix == ".gz" else path
+    file_format = format_of(path)
+    if file_format == ".parquet":
+        return without_decoding(datasets.Dataset.from_parquet(str(source), cache_dir=cache))
+    if file_format == ".csv":
+        return load_csv(source, cache)
+    if file_format == ".json" and starts_an_array(source):
+        source = write_lines(source, work)
+    return datasets.Dataset.from_text(str(source), cache_dir=cache, encoding="utf-8-sig")
 
-    rows.info.features = plain(rows.features)
-    return rows
+
+def unpack(path: Path, work: Path) -> Path:
+    """Decompress a .gz file into `work`, and return the new file."""
+    unpacked = work / path.stem
+    with gzip.open(path) as packed, unpacked.open("wb") as plain:
+        shutil.copyfileobj(packed, plain)
+    return unpacked
+
+
+def load_csv(path: Path, cache: str):
+    """Return the rows of a .csv file, all of whose columns are strings."""
+    import datasets
+
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        columns = next(csv.reader(file))
+    return datasets.Dataset.from_csv(
+        str(path),
+        features=datasets.Features({column: datasets.Value("string") for column in columns}),
+        cache_dir=cache,
+        keep_default_na=False,
+        encoding="utf-8-sig",
+    )
 
 
 def starts_an_array(path: Path) -> bool:
+    """Return whether a .json file holds an array, in contrast to one row per line."""
     with path.open(encoding="utf-8-sig") as file:
         return file.read(4096).lstrip().startswith("[")
+
+
+def write_lines(path: Path, work: Path) -> Path:
+    """Write the rows of a JSON array one per line into `work`, and return the new file."""
+    lines_path = work / "rows.jsonl"
+    with path.open(encoding="utf-8-sig") as file, lines_path.open("w", encoding="utf-8") as lines:
+        lines.writelines(json.dumps(row) + "\n" for row in json.load(file))
+    return lines_path
+
+
+def without_decoding(rows):
+    """Return the data set with images as {bytes, path}.
+
+    datasets would decode them while it reads, and a single bad image would stop the whole file.
+    """
+    rows.info.features = undecoded_feature(rows.features)
+    return rows
+
+
+def undecoded_feature(feature):
+    """Return the type of a column, with decoding turned off for the images in it."""
+    from datasets import Image
+
+    if isinstance(feature, Image):
+        return Image(decode=False)
+    if isinstance(feature, dict):
+        inner = {name: undecoded_feature(value) for name, value in feature.items()}
+        return type(feature)(inner)
+    if "feature" in vars(feature):
+        return replace(feature, feature=undecoded_feature(feature.feature))
+    return feature

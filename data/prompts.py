@@ -1,6 +1,7 @@
-"""Prompts for reinforcement learning: tokenized once, kept with their rows, read a prompt at a time.
+"""Prompts for reinforcement learning: tokenized once, kept with their rows, read one at a time.
 
-As in data.dataset, reading needs numpy alone, and only rank 0, on a miss, imports Hugging Face datasets.
+As in data/dataset.py, reading needs only numpy: rank 0 imports Hugging Face datasets when there is
+no cache yet.
 """
 
 from __future__ import annotations
@@ -9,19 +10,26 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from config import InputError
-from data.chat.conversation import Conversation, Seen, Steps, check_no_images
+from data.chat.conversation import Conversation
+from data.chat.encoding import Steps
 from data.chat.forms import has_image, text_of
-from data.chat.tokens import ChatTokenizer
+from data.chat.placeholders import RowImages, tokens_with_images
+from data.chat.plain_text import check_no_images, tokenize_plain
+from data.chat.tokenizer import ChatTokenizer
 from data.images.processor import Pictures, Reader
 from data.images.sources import IMAGE, place, without_pixels
-from data.rows import is_paired, messages_of, read_shape, template_arguments
+from data.rows import has_prompt_column, read_messages, template_inputs
+from data.shapes import read_shape
 from data.tokenization import Kind, kept_tokens, tokenized
 
-FORMAT = "prompts 6"  # of the cache; raise it when encode_prompt() or the files of a cache change
+# Part of a cache's name. Raise it when encode_prompt() or the files of a cache change.
+FORMAT = "prompts 6"
+# The keys of the section `data` that prompts depend on.
 OPTIONS = (
     "messages_key",
     "prompt_key",
@@ -32,20 +40,22 @@ OPTIONS = (
     "truncation",
     "special_tokens_in_text",
 )
-UNUSED = {
-    "input_ids": [],
-    "length": 0,
-    "record": "",
-    "shape": "",
-}  # an empty line, or a prompt that is too long
+# The columns of a row that is not used: an empty line, or a prompt that is too long.
+UNUSED = {"input_ids": [], "length": 0, "record": "", "shape": ""}
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """input_ids: the tokens to go on from. text: the prompt as its template renders it, or the text of these tokens where it was
-    truncated. row: the row of the data file, whole, but for pixels. question: the text of the last message of the user; "" where
-    the prompt is plain text. images: uint8 [height, width, 3] each; before_images: the tokens with one placeholder for each, as
-    the template has it, where there are any, and text is theirs."""
+    """A prompt and the row that it comes from.
+
+    input_ids: the tokens to continue.
+    text: the prompt as its template renders it. If it was truncated, the text of its tokens.
+    row: the complete row of the data file, but for pixels.
+    question: the text of the last user message; "" for a prompt of plain text.
+    images: uint8 [height, width, 3] each.
+    before_images: for a prompt with images, its tokens with one placeholder per image, as the
+        template writes it. `text` is the text of these tokens.
+    """
 
     input_ids: list[int]
     text: str
@@ -63,14 +73,20 @@ def tokenize_prompts(
     tokenizer_dir: Path | str,
     reader: Reader | None = None,
 ) -> Path:
-    """The cache folder for these files, written if there is none: input_ids.npy int32 [T], cu_seqlens.npy int64 [n+1],
-    records.jsonl (text, row and question of each prompt), record_ends.npy int64 [n] (bytes), stats.json. For rank 0 alone.
+    """Return the cache folder of these files; write it if there is none. For rank 0 alone.
 
-    A row has `messages`, of which the assistant's turns at the end are not part of the prompt, or `prompt`, a string
-    or messages; tools and template arguments as for data.dataset.tokenize. options is the `data` section of the
-    configuration.
-    Raises InputError for a missing, unreadable or empty file, for the first malformed row (as file:line), for prompts
-    longer than options.max_prompt_length when options.truncation is error, and when no row is left.
+    The folder holds input_ids.npy (int32 [T]), cu_seqlens.npy (int64 [n+1]), records.jsonl (text,
+    row and question of each prompt), record_ends.npy (int64 [n], in bytes) and stats.json.
+
+    Args:
+        files: their rows have `messages`, of which the assistant's turns at the end are not part of
+            the prompt, or `prompt`, a string or messages; tools and template arguments as for
+            data.dataset.tokenize().
+        options: the `data` section of the configuration.
+
+    Raises InputError for a missing, unreadable or empty file, for the first malformed row (as
+    file:line), for prompts longer than options.max_prompt_length if options.truncation is error,
+    and if no row is left.
     """
     return tokenized(
         Kind(FORMAT, OPTIONS, "max_prompt_length", UNUSED, tokenize_row),
@@ -84,113 +100,144 @@ def tokenize_prompts(
 
 
 def tokenize_row(row: dict, chat: ChatTokenizer, options, folder: Path = Path()) -> Steps[dict]:
-    standard, shape = read_shape(row, options, with_response=False)
-    ids, text, question, seen = yield from encode_prompt(standard, chat, options, folder)
-    kept, row = (
-        kept_tokens(len(ids), options.max_prompt_length, options.truncation),
-        without_pixels(row, options.images_key),
-    )
-    result = {"length": len(ids), "shape": shape, "image_files": list(seen.files)}
-    if not ids[kept] or seen.would_be_cut(kept):
-        return result | {"cut": seen.would_be_cut(kept)}
-    more = {}
-    if seen.images:  # what is cut has none of their tokens, and as many with placeholders
-        before, num_cut = chat.tokens(text).ids, len(ids) - len(ids[kept])
-        more["before_images"] = (
-            before[num_cut:] if options.truncation == "left" else before[: len(before) - num_cut]
-        )
-    if len(ids[kept]) < len(ids):
-        text = chat.tokenizer.decode(
-            more.get("before_images", ids[kept]), clean_up_tokenization_spaces=False
-        )
+    """Return the columns of a cache for a row; without input_ids if the row is not used."""
+    standard_row, shape = read_shape(row, options, with_response=False)
+    prompt = yield from encode_prompt(standard_row, chat, options, folder)
+    row = without_pixels(row, options.images_key)
+    num_tokens = len(prompt.input_ids)
+    kept = kept_tokens(num_tokens, options.max_prompt_length, options.truncation)
+    columns = {"length": num_tokens, "shape": shape, "image_files": list(prompt.images.files)}
+    kept_ids = prompt.input_ids[kept]
+    would_be_cut = prompt.images.would_be_cut(kept)
+    if not kept_ids or would_be_cut:
+        return columns | {"cut": would_be_cut}
+
+    record = {"text": prompt.text, "row": row, "question": prompt.question}
+    num_cut = num_tokens - len(kept_ids)
+    text_ids = kept_ids
+    if prompt.images.images:
+        text_ids = cut_placeholders(chat.tokenize(prompt.text).ids, num_cut, options.truncation)
+        record["before_images"] = text_ids
+    if num_cut:
+        record["text"] = chat.decode(text_ids)
     try:
-        record = json.dumps({"text": text, "row": row, "question": question, **more})
+        columns["record"] = json.dumps(record)
     except TypeError as error:
         raise InputError(
             f"the row cannot be handed to a reward function as JSON: {error}"
         ) from error
-    return result | {"input_ids": ids[kept], "record": record} | seen.columns()
+    return columns | {"input_ids": kept_ids} | prompt.images.columns()
+
+
+def cut_placeholders(ids: list[int], num_cut: int, truncation: str) -> list[int]:
+    """Return the tokens of a text with placeholders, truncated like those with images.
+
+    The part that is cut has no token of an image, so it is equally long in both.
+    """
+    return ids[num_cut:] if truncation == "left" else ids[: len(ids) - num_cut]
+
+
+class EncodedPrompt(NamedTuple):
+    """The tokens of a row's prompt. See Prompt for text and question."""
+
+    input_ids: list[int]
+    text: str
+    question: str
+    images: RowImages
 
 
 def encode_prompt(
     row: dict, chat: ChatTokenizer, options, folder: Path = Path()
-) -> Steps[tuple[list[int], str, str, Seen]]:
-    """(input_ids [T], text, question, images) of a row's prompt, which ends with the template's generation prompt.
+) -> Steps[EncodedPrompt]:
+    """Encode a row's prompt, which ends with the template's generation prompt.
 
-    A plain string without a chat template begins with the tokenizer's own special tokens, which text leaves out.
-    Raises InputError, without the row's place, when the row is malformed.
+    A generator: run it with data.chat.encoding.encode_together(). Without a chat template, the
+    tokens of a plain string begin with the tokenizer's own special tokens, which `text` lacks.
+    Raises InputError, without the row's place in its file, if the row is malformed.
     """
-    messages, tokenizer, question = (
-        messages_of(row, bool(chat.tokenizer.chat_template), options),
-        chat.tokenizer,
-        "",
-    )
-    seen = Seen()
+    messages = read_messages(row, bool(chat.tokenizer.chat_template), options)
     if messages is None:
-        check_no_images(row, options)
-        text = row[options.prompt_key]
-        tokens = chat.plain(text, options.special_tokens_in_text)
-        ids = tokens.ids
-        if ids and ids[-1] == tokenizer.eos_token_id and tokens.place(len(ids) - 1)[0] == len(text):
-            ids = ids[:-1]  # a tokenizer that ends every text itself: nothing would follow
-    elif not tokenizer.chat_template:
+        prompt = encode_plain_prompt(row, chat, options)
+    elif not chat.tokenizer.chat_template:
         raise InputError(
             "the tokenizer has no chat template: give data.chat_template, or rows of a plain string"
         )
     else:
-        messages, images = place(messages, row.get(options.images_key), options.images_key)
-        turns, arguments = (
-            without_reply(messages, row, options),
-            template_arguments(row, chat.parameters, options),
-        )
-        images = images[
-            : sum(turn["content"].count(IMAGE) for turn in turns if has_image(turn.get("content")))
-        ]
-        conversation = Conversation(turns, chat, *arguments, add_generation_prompt=True)
+        messages, sources = place(messages, row.get(options.images_key), options.images_key)
+        turns = without_reply(messages, row, options)
+        inputs = template_inputs(row, chat.parameters, options)
+        conversation = Conversation(turns, chat, inputs, add_generation_prompt=True)
         yield conversation
-        tokens, seen = conversation.with_images(images, options, folder)
-        ids, text = tokens.ids, conversation.text
-        question = next(
-            (text_of(turn["content"]) for turn in reversed(turns) if turn["role"] == "user"), ""
-        )
-    if not ids:
+        sources = sources[: count_images(turns)]
+        tokens, images = tokens_with_images(conversation, sources, options, folder)
+        prompt = EncodedPrompt(tokens.ids, conversation.text, last_user_text(turns), images)
+    if not prompt.input_ids:
         raise InputError("the prompt is empty")
-    return ids, text, question, seen
+    return prompt
+
+
+def encode_plain_prompt(row: dict, chat: ChatTokenizer, options) -> EncodedPrompt:
+    """Encode a prompt of plain text."""
+    check_no_images(row, options)
+    text = row[options.prompt_key]
+    tokens = tokenize_plain(text, options.special_tokens_in_text, chat)
+    ids = tokens.ids
+    if ids and ids[-1] == chat.tokenizer.eos_token_id and tokens.start(len(ids) - 1) == len(text):
+        # The tokenizer ends every text itself, and the model would not continue after that.
+        ids = ids[:-1]
+    return EncodedPrompt(ids, text, "", RowImages())
 
 
 def without_reply(messages: list[dict], row: dict, options) -> list[dict]:
-    """The messages up to the last one that is not the assistant's."""
-    end = max(
-        (i + 1 for i, message in enumerate(messages) if message["role"] != "assistant"), default=0
-    )
-    if is_paired(row, options) and end < len(messages):
+    """Return the messages up to the last one that is not the assistant's."""
+    end = len(messages)
+    while end and messages[end - 1]["role"] == "assistant":
+        end -= 1
+    if has_prompt_column(row, options) and end < len(messages):
         raise InputError(
-            f'"{options.prompt_key}" ends with a turn of the assistant: leave it out, or name the column '
-            "in data.messages_key, where such turns are not part of the prompt"
+            f'"{options.prompt_key}" ends with a turn of the assistant: leave it out, or name the '
+            "column in data.messages_key, where such turns are not part of the prompt"
         )
     if not end:
         raise InputError(f'"{options.messages_key}" has turns of the assistant alone')
     return messages[:end]
 
 
-class PromptDataset(Sequence):
-    """n prompts, mapped from a cache folder: nothing is read before it is asked for.
+def count_images(messages: list[dict]) -> int:
+    contents = [message.get("content") for message in messages]
+    return sum(content.count(IMAGE) for content in contents if has_image(content))
 
-    name: the hash of all that the prompts depend on. lengths: np.int64 [n], tokens of each prompt. stats: see
-    data.tokenization.write_arrays().
-    drawn_lengths: np.float32 [n], tokens of the responses that each prompt got last, their mean; nan: none yet.
-    pictures: the images of the prompts, for a model that reads them.
+
+def last_user_text(messages: list[dict]) -> str:
+    """Return the text of the last user message; "" if there is none."""
+    for message in reversed(messages):
+        if message["role"] == "user":
+            return text_of(message["content"])
+    return ""
+
+
+class PromptDataset(Sequence):
+    """The n prompts of a cache folder, memory-mapped: nothing is read before it is needed.
+
+    Attributes:
+        name: a hash of everything that the prompts depend on.
+        lengths: np.int64 [n], the number of tokens of each prompt.
+        stats: see data.tokenization.write_arrays().
+        drawn_lengths: np.float32 [n], the mean number of tokens of the responses that each prompt
+            got last; nan if it had none yet.
+        pictures: the images of the prompts, for a model that reads them.
     """
 
     pictures: Pictures | None = None
 
     def __init__(self, path: Path, reader: Reader | None = None):
-        self.pictures, self.name = Pictures.load(path, reader) if reader else (None, path.name)
+        self.name = path.name
+        if reader:
+            self.pictures, self.name = Pictures.load(path, reader)
         self.stats = json.loads((path / "stats.json").read_text())
-        self.input_ids, self.cu_seqlens, self.record_ends = (
-            np.load(path / f"{name}.npy", mmap_mode="r")
-            for name in ("input_ids", "cu_seqlens", "record_ends")
-        )
+        self.input_ids = np.load(path / "input_ids.npy", mmap_mode="r")
+        self.cu_seqlens = np.load(path / "cu_seqlens.npy", mmap_mode="r")
+        self.record_ends = np.load(path / "record_ends.npy", mmap_mode="r")
         self.records = np.memmap(path / "records.jsonl", dtype=np.uint8, mode="r")
         self.lengths = np.diff(np.asarray(self.cu_seqlens))
         self.drawn_lengths = np.full(len(self.lengths), np.nan, np.float32)
@@ -203,17 +250,16 @@ class PromptDataset(Sequence):
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> Prompt:
-        i = range(len(self))[index]
-        start = self.record_ends[i - 1] if i else 0
-        record = json.loads(self.records[start : self.record_ends[i]].tobytes())
-        images = self.pictures.images[i] if self.pictures else ()
-        return Prompt(
-            self.input_ids[self.cu_seqlens[i] : self.cu_seqlens[i + 1]].tolist(),
-            images=images,
-            **record,
-        )
+        row = range(len(self))[index]  # negative indices count from the end
+        start = self.record_ends[row - 1] if row else 0
+        record = json.loads(self.records[start : self.record_ends[row]].tobytes())
+        ids = self.input_ids[self.cu_seqlens[row] : self.cu_seqlens[row + 1]].tolist()
+        images = self.pictures.images[row] if self.pictures else ()
+        return Prompt(ids, images=images, **record)
 
     def expected_lengths(self, rows: Sequence[int]) -> list[float]:
-        """drawn_lengths of these rows; where there is none, the mean of the others, or 1."""
-        known = ~np.isnan(lengths := self.drawn_lengths[rows])
-        return np.where(known, lengths, lengths[known].mean() if known.any() else 1.0).tolist()
+        """Return drawn_lengths of these rows; where unknown, the mean of the known ones, or 1."""
+        lengths = self.drawn_lengths[rows]
+        is_known = ~np.isnan(lengths)
+        default = lengths[is_known].mean() if is_known.any() else 1.0
+        return np.where(is_known, lengths, default).tolist()

@@ -19,12 +19,12 @@ import numpy as np
 
 from config import InputError, die_with
 from data.cache import cache_key, cached
-from data.chat.conversation import Steps, in_step
-from data.chat.tokens import ChatTokenizer
+from data.chat.encoding import Steps, encode_together
+from data.chat.tokenizer import ChatTokenizer
 from data.files import find_files, is_json, read_rows
 from data.images import stored
 from data.images.processor import Reader
-from data.rows import SHAPES
+from data.shapes import SHAPES
 
 # Further columns of a row without images, in caches of a vision-language model.
 NO_IMAGES = {"pixels": b"", "image_sizes": [], "image_files": [], "cut": False}
@@ -130,8 +130,8 @@ def tokenized(
 def report_shapes(stats: dict) -> None:
     """Print how many rows were read in another shape than ours."""
     for name in SHAPES.keys() & stats.keys():
-        description = SHAPES[name].__doc__.split("\n")[0]
-        print(f"data: {stats[name]:,} rows have the shape of {name}: {description}", flush=True)
+        columns = SHAPES[name].columns
+        print(f"data: {stats[name]:,} rows have the shape of {name}: {columns}", flush=True)
 
 
 # -- rows to tokens --------------------------------------------------------------------------------
@@ -267,7 +267,7 @@ def tokenize_rows(
 
     results = []
     rows = zip(*columns.values(), strict=True)
-    tokenized_rows = in_step([steps(values) for values in rows])
+    tokenized_rows = encode_together([steps(values) for values in rows])
     for index, result in zip(indices, tokenized_rows, strict=True):
         if isinstance(result, InputError):
             result = {"error": f"{name}:{index + 1}: {result}"}

@@ -1,52 +1,72 @@
-"""Messages in the forms that chat templates want them in."""
+"""Messages in the forms that different chat templates expect.
+
+Templates disagree on the details: one calls m.content a string, another loops over its parts; one
+prints the arguments of a tool call as they are, another encodes them as JSON. A conversation is
+rendered in each form until the template prints everything as it was meant.
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 
-def forms(messages: list[dict]):
-    """The messages in each form that some template wants, the commonest first: contents as they are, as one text, or as a
-    list of parts; arguments of tool calls as an object or as JSON text; a missing content left out, null, or empty."""
-    contents = [m["content"] for m in messages if "content" in m]
-    as_text = any(map(is_texts, contents)) and not any(map(has_image, contents))
-    shapes = [
-        lambda content: content,
-        *[text_of] * as_text,
-        lambda content: (
-            [{"type": "text", "text": content}] if isinstance(content, str) else content
-        ),
-    ]
-    missing = ({}, {"content": None}, {"content": ""}) if len(contents) < len(messages) else ({},)
-    for shape in shapes:
-        for as_text in (False, True) if any(m.get("tool_calls") for m in messages) else (False,):
-            for default in missing:
-                yield [
-                    default
-                    | m
-                    | {
-                        key: shape(m[key])
-                        if key == "content"
-                        else [with_arguments(c, as_text) for c in m[key]]
-                        for key in ("content", "tool_calls")
-                        if m.get(key)
-                    }
-                    for m in messages
-                ]
+@dataclass(frozen=True)
+class Form:
+    """One way to write down a conversation.
+
+    convert_content: applied to every content that is not empty.
+    arguments_as_text: whether the arguments of tool calls are JSON text or an object.
+    defaults: what a message without a content gets.
+    """
+
+    convert_content: Callable
+    arguments_as_text: bool
+    defaults: dict
+
+    def apply(self, message: dict) -> dict:
+        """Return the message in this form."""
+        written = self.defaults | message
+        if message.get("content"):
+            written["content"] = self.convert_content(message["content"])
+        if message.get("tool_calls"):
+            written["tool_calls"] = [
+                with_arguments(call, self.arguments_as_text) for call in message["tool_calls"]
+            ]
+        return written
 
 
-def is_texts(content) -> bool:
-    return isinstance(content, list) and all(
-        isinstance(part, dict) and "text" in part for part in content
-    )
+def forms(messages: list[dict]) -> Iterator[list[dict]]:
+    """Yield the messages in each form that some template expects, the most common one first."""
+    contents = [message["content"] for message in messages if "content" in message]
+    conversions = [unchanged, as_parts]
+    if any(map(is_list_of_texts, contents)) and not any(map(has_image, contents)):
+        conversions = [unchanged, text_of, as_parts]
+
+    has_calls = any(message.get("tool_calls") for message in messages)
+    argument_types = (False, True) if has_calls else (False,)
+
+    is_content_missing = len(contents) < len(messages)
+    defaults = ({}, {"content": None}, {"content": ""}) if is_content_missing else ({},)
+
+    for choices in itertools.product(conversions, argument_types, defaults):
+        form = Form(*choices)
+        yield [form.apply(message) for message in messages]
 
 
-def has_image(content) -> bool:
-    return isinstance(content, list) and {"type": "image"} in content
+def unchanged(content):
+    return content
+
+
+def as_parts(content):
+    """Return a content as a list of parts."""
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def text_of(content: str | list | None) -> str:
-    """The text of a message's content, which may be a list of parts, images among them."""
+    """Return the text of a content; other parts of a list, such as images, are skipped."""
     if not isinstance(content, list):
         return content or ""
     return "\n".join(
@@ -54,52 +74,89 @@ def text_of(content: str | list | None) -> str:
     )
 
 
+def is_list_of_texts(content) -> bool:
+    if not isinstance(content, list):
+        return False
+    return all(isinstance(part, dict) and "text" in part for part in content)
+
+
+def has_image(content) -> bool:
+    return isinstance(content, list) and {"type": "image"} in content
+
+
 def as_json(value) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
 def with_arguments(call: dict, as_text: bool) -> dict:
+    """Return a tool call whose arguments are JSON text or an object.
+
+    Text that is not the JSON of an object stays as it is.
+    """
     function = call.get("function", call)
-    arguments = function.get("arguments")
-    if as_text and isinstance(arguments, dict):
-        arguments = as_json(arguments)
-    elif not as_text and isinstance(arguments, str):
-        try:
-            parsed = json.loads(arguments or "{}")
-        except json.JSONDecodeError:
-            parsed = None
-        arguments = parsed if isinstance(parsed, dict) else arguments
-    function = function | ({"arguments": arguments} if "arguments" in function else {})
+    if "arguments" in function:
+        convert = arguments_to_text if as_text else arguments_to_object
+        function = function | {"arguments": convert(function["arguments"])}
     return call | {"function": function} if "function" in call else function
 
 
-def left_out(message: dict, text: str) -> str:
-    """What a template that gives this text has left out of what a message says, "" if nothing. Earlier thinking may be."""
-    calls = [
+def arguments_to_text(arguments):
+    return as_json(arguments) if isinstance(arguments, dict) else arguments
+
+
+def arguments_to_object(arguments):
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        parsed = json.loads(arguments or "{}")
+    except json.JSONDecodeError:
+        return arguments
+    return parsed if isinstance(parsed, dict) else arguments
+
+
+def missing_text(message: dict, text: str) -> str:
+    """Return something that the message has and the text lacks, or "" if the text is complete.
+
+    Looked at are the last line of the message and the names of the functions that it calls.
+    Templates may leave out earlier thinking.
+    """
+    answer = text_of(message.get("content")).rpartition("</think>")[2]
+    last_line = answer.strip().rpartition("\n")[2]
+    names = [
         str(call.get("function", call).get("name", "")) for call in message.get("tool_calls", ())
     ]
-    last_line = (
-        text_of(message.get("content")).rpartition("</think>")[2].strip().rpartition("\n")[2]
-    )
-    return next((said for said in (last_line, *calls) if said not in text), "")
+    return next((part for part in (last_line, *names) if part not in text), "")
 
 
-def prints(messages: list[dict], text: str) -> bool:
-    """Whether a template that gives this text writes what user and assistant say, and writes it as it was meant: no object as
-    Python or JSON would show it, no JSON text encoded as JSON once more."""
+def is_printed_as_meant(messages: list[dict], text: str) -> bool:
+    """Return whether a rendered chat shows all messages of user and assistant as they were meant.
+
+    It does not if it shows an object in the notation of Python or JSON, or JSON text that was
+    encoded as JSON once more: then the template expects another form.
+    """
     for message in messages:
-        if message["role"] in ("user", "assistant") and left_out(message, text):
+        if message["role"] in ("user", "assistant") and missing_text(message, text):
             return False
-        content = message.get("content")
-        wrong = (
-            [shown for part in content for shown in (str(part), as_json(part))]
-            if isinstance(content, list)
-            else []
-        )
-        for call in message.get("tool_calls", ()):
-            arguments = call.get("function", call).get("arguments")
-            shown = str(arguments) if isinstance(arguments, dict) else as_json(arguments)[1:-1]
-            wrong += [shown] if arguments and shown != arguments else []
-        if any(shown in text for shown in wrong):
+        if any(notation in text for notation in wrong_notations(message)):
             return False
     return True
+
+
+def wrong_notations(message: dict) -> list[str]:
+    """Return the texts that appear when a template cannot handle the form of this message."""
+    notations = []
+    content = message.get("content")
+    if isinstance(content, list):
+        for part in content:
+            notations += [str(part), as_json(part)]
+    for call in message.get("tool_calls", ()):
+        arguments = call.get("function", call).get("arguments")
+        if not arguments:
+            continue
+        if isinstance(arguments, dict):
+            notations.append(str(arguments))
+        else:
+            encoded_again = as_json(arguments)[1:-1]
+            if encoded_again != arguments:
+                notations.append(encoded_again)
+    return notations

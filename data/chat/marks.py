@@ -1,8 +1,7 @@
-"""Where the texts of messages stand in a rendered chat.
+"""Marks: words put into the texts of messages, to see where these texts appear in a rendered chat.
 
-Templates trim, quote, move, merge and drop what they are given, so a text cannot be searched for by its header or its
-words. Instead the chat is rendered a second time with marks inside the texts. When this differs from the chat in its marks
-alone, each mark tells of one place which text it comes from. Texts that occur once, as long ones do, need no second time.
+Each mark names its text and its offset in that text. "Hello there" with two marks becomes
+"HelloqZx0y0Zq thereqZx0y1Zq": text 0, marks 0 and 1. data/chat/pieces.py renders such messages.
 """
 
 from __future__ import annotations
@@ -12,32 +11,42 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-from config import InputError
+from data.chat.tokens import Span
 
-WORD = "qZx"  # letters only, so that templates which trim, escape or dump JSON leave it alone
-STEERING = {
-    "role",
-    "type",
-    "id",
-    "name",
-    "tool_call_id",
-}  # templates branch on these, they do not print text from them
-# The first word, and the last letter, outside of tags: templates look for <think>.
-FIRST = re.compile(r"(?:<[^<>\s]*>|[\W_])*+[^\W_]+")
-LAST = re.compile(r"[^\W_](?=(?:<[^<>\s]*>|[\W_])*+\Z)")
-SURE = 16  # characters that no template repeats by chance
-REACH = 60  # characters at the end of a text in which LAST is looked for first
-# At the edge where two texts begin to differ, the rest of a word, and what is no letter.
-PARTIAL_START, PARTIAL_END = re.compile(r"^(\S*\s)?[\W_]*"), re.compile(r"[\W_]*(\s\S*)?$")
+# Letters only, so that templates which trim, escape or dump JSON leave a mark alone.
+MARK_WORD = "qZx"
+
+# Templates branch on the values of these keys; they do not print text from them.
+CONTROL_KEYS = frozenset({"role", "type", "id", "name", "tool_call_id"})
+# In a tool call, the name of the function is printed.
+CONTROL_KEYS_OF_CALLS = CONTROL_KEYS - {"name"}
+
+# From the start of a text through its first word, past tags and punctuation: all of
+# "<think>\nOkay" in "<think>\nOkay, so". A mark must not break a tag that templates look for.
+FIRST_WORD = re.compile(r"(?:<[^<>\s]*>|[\W_])*+[^\W_]+")
+# The last letter of a text, not counting tags and punctuation: "y" in "why?</b>".
+LAST_LETTER = re.compile(r"[^\W_](?=(?:<[^<>\s]*>|[\W_])*+\Z)")
+# LAST_LETTER is searched in this many characters at the end of a text first, which is faster.
+LAST_LETTER_REACH = 60
+# What is left of a word at the start of an agreement, e.g. "lo, " of "lo, dear reader", with the
+# punctuation after it; and the same at its end, e.g. " wor" of "hello wor".
+PARTIAL_START = re.compile(r"^(\S*\s)?[\W_]*")
+PARTIAL_END = re.compile(r"[\W_]*(\s\S*)?$")
 
 
 class Text(NamedTuple):
-    """String number `number` of the messages, in message number `message`. spoken: it is what this message says; not so the
-    results of tools that some formats keep in the assistant's message."""
+    """One string within the messages.
+
+    number: its position among all strings of the conversation.
+    message: the index of its message.
+    is_own: whether the message's author wrote it. False for the results of tools that some formats
+        keep inside the assistant's message.
+    text: the string itself.
+    """
 
     number: int
     message: int
-    spoken: bool
+    is_own: bool
     text: str
 
 
@@ -49,165 +58,145 @@ class Piece(NamedTuple):
     source: Text
 
 
-def replaced(messages: list[dict], replace: Callable[[Text], str]) -> list[dict]:
-    """The messages with replace(text) for each of their texts, which are numbered in this order."""
-    count = 0
+class TextReplacer:
+    """Copies messages with every printable string replaced; counts the strings on the way."""
 
-    def inside(value, message: int, spoken: bool, kept: set[str] = STEERING):
-        nonlocal count
+    def __init__(self, replace: Callable[[Text], str]):
+        self.replace = replace
+        self.count = 0
+
+    def copy_message(self, index: int, message: dict) -> dict:
+        copy = {}
+        for key, value in message.items():
+            if key in CONTROL_KEYS:
+                copy[key] = value
+                continue
+            is_own = isinstance(value, str) or key in ("content", "tool_calls")
+            control_keys = CONTROL_KEYS_OF_CALLS if key == "tool_calls" else CONTROL_KEYS
+            copy[key] = self.copy_value(value, index, is_own, control_keys)
+        return copy
+
+    def copy_value(self, value, message: int, is_own: bool, control_keys: frozenset[str]):
         if isinstance(value, str):
-            if value and not value.isspace():
-                value = replace(Text(count, message, spoken, value))
-                count += 1
-            return value
+            if not value or value.isspace():
+                return value
+            text = Text(self.count, message, is_own, value)
+            self.count += 1
+            return self.replace(text)
         if isinstance(value, list):
-            return [inside(v, message, spoken, kept) for v in value]
-        if isinstance(value, dict):  # of a tool call its function's name and all arguments
+            return [self.copy_value(item, message, is_own, control_keys) for item in value]
+        if isinstance(value, dict):
             return {
-                k: v
-                if k in kept
-                else inside(v, message, spoken, set() if k == "arguments" else kept)
-                for k, v in value.items()
+                key: self.copy_entry(key, item, message, is_own, control_keys)
+                for key, item in value.items()
             }
         return value
 
-    return [
-        {
-            key: value
-            if key in STEERING
-            else inside(
-                value,
-                i,
-                isinstance(value, str) or key in ("content", "tool_calls"),
-                STEERING - {"name"} if key == "tool_calls" else STEERING,
-            )
-            for key, value in message.items()
-        }
-        for i, message in enumerate(messages)
-    ]
+    def copy_entry(self, key: str, value, message: int, is_own: bool, control_keys: frozenset[str]):
+        if key in control_keys:
+            return value
+        if key == "arguments":  # of a tool call: all of them are printed, whatever their names
+            control_keys = frozenset()
+        return self.copy_value(value, message, is_own, control_keys)
+
+
+def replace_texts(messages: list[dict], replace: Callable[[Text], str]) -> list[dict]:
+    """Return the messages with replace(text) in place of each of their texts.
+
+    Texts are numbered in the order in which they are visited.
+    """
+    replacer = TextReplacer(replace)
+    return [replacer.copy_message(index, message) for index, message in enumerate(messages)]
 
 
 def texts_of(messages: list[dict]) -> list[Text]:
+    """Return all texts of the messages, in order."""
     texts: list[Text] = []
-    replaced(messages, lambda text: texts.append(text) or text.text)
+
+    def collect(text: Text) -> str:
+        texts.append(text)
+        return text.text
+
+    replace_texts(messages, collect)
     return texts
 
 
-def mark(
-    messages: list[dict], texts: list[Text], places: list[list[int]], word: str = WORD
+def mark_offsets(text: str, special_tokens: list[Span]) -> list[int]:
+    """Return the offsets at which a text gets its marks, in order.
+
+    They are after the first and in the last word, so that most of the text lies between them, and
+    inside each special token that is written in it.
+    """
+    first = FIRST_WORD.match(text)
+    last = LAST_LETTER.search(text, max(0, len(text) - LAST_LETTER_REACH))
+    if last is None:
+        last = LAST_LETTER.search(text)
+    offsets = {match.end() for match in (first, last) if match}
+    if not offsets:
+        offsets = {len(text.rstrip())}
+    offsets |= {(start + end) // 2 for start, end in special_tokens}
+    return sorted(offsets)
+
+
+def mark_messages(
+    messages: list[dict], offsets: list[list[int]], word: str = MARK_WORD
 ) -> list[dict]:
-    """The messages with marks at these places of their texts."""
+    """Return the messages with marks; offsets[n] are the offsets of the marks in text n."""
 
-    def marked(text: Text) -> str:
-        parts = [0, *places[text.number], len(text.text)]
-        marks = [f"{word}{text.number}y{j}Zq" for j in range(len(parts) - 2)]
-        return "".join(text.text[a:b] + m for a, b, m in zip(parts, parts[1:], [*marks, ""]))
+    def mark(text: Text) -> str:
+        marked = ""
+        start = 0
+        for index, offset in enumerate(offsets[text.number]):
+            marked += text.text[start:offset] + f"{word}{text.number}y{index}Zq"
+            start = offset
+        return marked + text.text[start:]
 
-    return replaced(messages, marked)
-
-
-def places_of(text: str, literals: list[tuple[int, int]]) -> list[int]:
-    """Offsets in a text for its marks: in the first and the last word, so that most of it lies between, and inside each
-    special token that is written in it."""
-    first, last = (
-        FIRST.match(text),
-        LAST.search(text, max(0, len(text) - REACH)) or LAST.search(text),
-    )
-    words = [m.end() for m in (first, last) if m] or [len(text.rstrip())]
-    return sorted({*words, *((a + b) // 2 for a, b in literals)})
+    return replace_texts(messages, mark)
 
 
-def unmark(
-    marked: str, texts: list[Text], places: list[list[int]], word: str = WORD
+def read_marks(
+    marked: str, texts: list[Text], offsets: list[list[int]], word: str = MARK_WORD
 ) -> tuple[str, list[Piece]]:
-    """(the text without the marks, the pieces between and around them), in order."""
+    """Return a rendered chat without its marks, and the pieces around the marks, in order."""
+    # [text, number, index, text, number, index, ..., text]
     parts = re.split(rf"{word}(\d+)y(\d+)Zq", marked)
-    plain, pieces, at, last = "".join(parts[::3]), [], 0, (-1, -1)
-    for before, k, j in zip(parts[::3], parts[1::3], parts[2::3]):
-        at += len(before)
-        source, now = texts[int(k)], (int(k), int(j))
-        start, end = extent(plain, at, source.text, places[now[0]][now[1]])
-        if now[0] == last[0] and now[1] > last[1]:  # the same text goes on
+    plain = "".join(parts[::3])
+    numbers = map(int, parts[1::3])
+    indices = map(int, parts[2::3])
+
+    pieces: list[Piece] = []
+    position = 0
+    previous_number = -1
+    previous_index = -1
+    for before, number, index in zip(parts[::3], numbers, indices):
+        position += len(before)
+        source = texts[number]
+        start, end = agreement(plain, position, source.text, offsets[number][index])
+        if number == previous_number and index > previous_index:  # the same text continues
             start = pieces.pop().start
-        pieces.append(Piece(max(start, pieces[-1].end if pieces else 0), end, source))
-        last = now
+        previous_end = pieces[-1].end if pieces else 0
+        pieces.append(Piece(max(start, previous_end), end, source))
+        previous_number = number
+        previous_index = index
     return plain, pieces
 
 
-def extent(plain: str, at: int, text: str, place: int) -> tuple[int, int]:
-    """Where plain agrees with text in whole words, around `at` in plain and `place` in text, without white space at the edges:
-    that may be the template's, and so may a letter that happens to be the same."""
-    before, after = text[:place], text[place:]
-    if at < place or not plain.startswith(text, at - place):
-        before = PARTIAL_START.sub(
-            "", os.path.commonprefix([before[::-1], plain[max(0, at - place) : at][::-1]])[::-1]
-        )
-        after = PARTIAL_END.sub("", os.path.commonprefix([after, plain[at : at + len(after)]]))
-    return at - len(before.lstrip()), at + len(after.rstrip())
+def agreement(plain: str, position: int, text: str, offset: int) -> Span:
+    """Return where `plain` agrees with `text` around plain[position], which is text[offset].
 
-
-def find_pieces(
-    text: str,
-    messages: list[dict],
-    texts: list[Text],
-    render: Callable[[list[dict]], str | None],
-    literals: Callable[[str], list[tuple[int, int]]],
-) -> list[Piece]:
-    """The pieces of text, which is what render gives for the messages with these texts, in order; render gives None for what a
-    template refuses, literals the places of special tokens in a text.
-
-    Raises InputError for a text that cannot be located, because each mark in it changes what the template makes of it.
+    The span consists of whole words, without white space at its edges: white space there may be the
+    template's, and so may a letter that happens to be the same.
     """
-    if (pieces := search(text, texts)) is not None:
-        return pieces
-    word, places = WORD, [places_of(source.text, literals(source.text)) for source in texts]
-    while word in text:
-        word += "x"
-
-    def attempt(places: list[list[int]]) -> list[Piece] | None:
-        plain, pieces = unmark(
-            render(mark(messages, texts, places, word)) or "", texts, places, word
-        )
-        return pieces if plain == text else None
-
-    if (pieces := attempt(places)) is not None:
-        return pieces
-    found, unmarked = [], []
-    for k, source in enumerate(
-        texts
-    ):  # each text by itself, with those of its marks that change nothing else
-
-        def only(chosen: list[int], k: int = k) -> list[Piece] | None:
-            return attempt([chosen if i == k else [] for i in range(len(texts))])
-
-        if (pieces := only(places[k])) is None and (
-            kept := [place for place in places[k] if only([place]) is not None]
-        ):
-            pieces = only(kept)
-        found += pieces or []
-        if pieces is None:
-            unmarked.append(source)
-    for source in unmarked:  # a text that is in the chat once is there, or in another text
-        said = source.text.strip()
-        at = text.find(said)
-        if text.count(said) > 1:
-            raise InputError(
-                f"cannot locate what message {source.message} says in the rendered chat template: {said[:40]!r}"
-            )
-        if at >= 0 and not any(piece.start < at + len(said) and at < piece.end for piece in found):
-            found.append(Piece(at, at + len(said), source))
-    return sorted(found)
+    before = text[:offset]
+    after = text[offset:]
+    is_complete = offset <= position and plain.startswith(text, position - offset)
+    if not is_complete:
+        plain_before = plain[max(0, position - offset) : position]
+        before = PARTIAL_START.sub("", common_suffix(before, plain_before))
+        plain_after = plain[position : position + len(after)]
+        after = PARTIAL_END.sub("", os.path.commonprefix([after, plain_after]))
+    return Span(position - len(before.lstrip()), position + len(after.rstrip()))
 
 
-def search(text: str, texts: list[Text]) -> list[Piece] | None:
-    """The pieces without a mark, if each text is long, is in the chat once and whole, and they are in order: it cannot be that a
-    template leaves such a text out and writes the same in its place. None otherwise."""
-    pieces, reached = [], 0
-    for source in texts:
-        said = source.text.strip()
-        at = text.find(said, reached)
-        if len(said) < SURE or at < 0 or text.count(said) > 1:
-            return None
-        reached = at + len(said)
-        pieces.append(Piece(at, reached, source))
-    return pieces
+def common_suffix(first: str, second: str) -> str:
+    return os.path.commonprefix([first[::-1], second[::-1]])[::-1]

@@ -8,8 +8,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from config import InputError
-from data.chat import conversation as data_chat
-from data.chat.tokens import ChatTokenizer
+from data.chat import encoding
+from data.chat.tokenizer import ChatTokenizer
 
 CHATML = """
 {%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}
@@ -245,7 +245,7 @@ def options(**changes):
 
 
 def encode(row, chat, options):
-    (result,) = data_chat.in_step([data_chat.encode(row, chat, options)])
+    (result,) = encoding.encode_together([encoding.encode(row, chat, options)])
     if isinstance(result, InputError):
         raise result
     return result[:2]
@@ -482,7 +482,7 @@ def test_turns_that_cannot_be_located_are_errors():
         "{{ '</s>' if loop.last and m.role == 'assistant' else '.' }}{% endfor %}"
         "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
-    with pytest.raises(InputError, match="message 1 .* nothing behind it would teach"):
+    with pytest.raises(InputError, match="message 1 .* nothing after it would teach"):
         trained(own_end, row)
     assert trained(own_end, row, train_on="last") == ["a2</s>"]
 
@@ -524,7 +524,7 @@ def test_an_end_that_the_last_turn_lacks_is_learned(single):
     )
     with pytest.raises(
         InputError,
-        match=r"nothing behind it would teach the model to stop: .*eos_token_id of generation_config",
+        match=r"nothing after it would teach the model to stop: .*eos_token_id of generation_config",
     ):
         trained(glm, row)  # <|user|> ends nothing
     apriel = make_tokenizer(APRIEL, eos="<|a_end|>", control=CONTROL)
@@ -572,7 +572,7 @@ def test_what_a_tool_returns_inside_the_turn_of_the_assistant_is_not_learned():
     only = [m | {"loss_mask": 0} if i == 3 else m for i, m in enumerate(messages)]
     assert trained(gemma, {"messages": only}, ends) == [add, "I add.", "bye<turn|>"]
     with pytest.raises(
-        InputError, match="message 1 .*nothing behind it would teach the model to stop"
+        InputError, match="message 1 .*nothing after it would teach the model to stop"
     ):
         trained(gemma, {"messages": messages})
     # Results in the message itself, as Gemma's own data have them.
@@ -707,7 +707,7 @@ def test_a_turn_that_goes_on_after_its_end_is_an_error():
         {"role": "assistant", "content": "It is 2."},
     ]
     with pytest.raises(
-        InputError, match="message 1 .*nothing behind it would teach the model to stop"
+        InputError, match="message 1 .*nothing after it would teach the model to stop"
     ):
         trained(gemma, {"messages": messages}, ["<|tool_response>"])
 
@@ -739,7 +739,7 @@ def test_what_others_say_is_never_learned():
     for text in ("q1", "a longer question than that"):
         with pytest.raises(
             InputError,
-            match=f"puts '{text}', which message 0 says, where the assistant would learn it",
+            match=f"puts '{text}', a text of message 0, where the assistant would learn it",
         ):
             encode({"messages": say(text, "a1")}, ChatTokenizer(tokenizer), options())
     # gpt-oss: the name of the function that was called stands before what it returns.
@@ -908,7 +908,7 @@ def test_special_tokens_in_texts(template):
     assert str(plain[1:-1])[1:-1] in str(ids)  # as in any text
     with pytest.raises(
         InputError,
-        match=r"special token '<\|im_end\|>' is written in a text: data.special_tokens_in_text=esc",
+        match=r"special token '<\|im_end\|>' is written in a text: set data.special_tokens_in_text to esc",
     ):
         controls("error", row["messages"])
     assert controls("error", clean)[0] == own
@@ -957,19 +957,19 @@ def test_texts_that_templates_look_at():
         "a1<|im_end|>",
         "a2 secret<|im_end|>",
     ]
-    with pytest.raises(InputError, match="cannot locate what message 0 says .*'secret'"):
+    with pytest.raises(InputError, match="cannot locate the text of message 0 .*'secret'"):
         shouted = template.replace("'public'", "'secret secret'")
         trained(shouted, {"messages": say("secret", "a1")})
 
 
 def test_a_template_that_leaves_out_what_is_said_is_an_error():
-    with pytest.raises(InputError, match="leaves out what the assistant says in message 1: 'add'"):
+    with pytest.raises(InputError, match="leaves out a part of the assistant's message 1: 'add'"):
         trained(CHATML, {"messages": [{"content": ""} | m for m in AGENT]})
     silent = CHATML.replace("m.content", "('' if 'cat' in m.content | string else m.content)")
     for text in ("hi\nthe cat", [{"type": "text", "text": "the cat"}]):
         with pytest.raises(
             InputError,
-            match="leaves out what the assistant says in message 1: 'the cat'. Leave it out of the row",
+            match="leaves out a part of the assistant's message 1: 'the cat'. Leave it out of the row",
         ):
             encode({"messages": say("q", text)}, ChatTokenizer(make_tokenizer(silent)), options())
 

@@ -8,8 +8,8 @@ from transformers import AutoTokenizer
 
 from config import load
 from data import dataset, prompts
-from data.chat.conversation import in_step
-from data.chat.tokens import ChatTokenizer
+from data.chat.encoding import encode_together
+from data.chat.tokenizer import ChatTokenizer
 from rollout.grading.grader import Grader
 from tests import families
 from tests.repository.pages import PAGES, SNIPPETS, blocks
@@ -76,10 +76,10 @@ def test_a_row_is_read(docs_folder, row):
     chat = ChatTokenizer(AutoTokenizer.from_pretrained(docs_folder / "model"))
     if has_response(row):
         options = load("sft.yaml", PATHS).data
-        (tokens,) = in_step([dataset.tokenize_row(row, chat, options)])
+        (tokens,) = encode_together([dataset.tokenize_row(row, chat, options)])
         assert sum(tokens["loss_mask"]) == len("5") + 1  # and the token that ends the turn
     options = load("ppo.yaml", PATHS).data
-    (prompt,) = in_step([prompts.tokenize_row(row, chat, options)])
+    (prompt,) = encode_together([prompts.tokenize_row(row, chat, options)])
     assert json.loads(prompt["record"])["row"] == row
 
 

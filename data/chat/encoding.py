@@ -1,0 +1,133 @@
+"""From one row of data to token ids and a mask of the tokens that the model has to generate."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from config import InputError
+from data.chat.conversation import Conversation
+from data.chat.placeholders import RowImages, tokens_with_images
+from data.chat.plain_text import check_no_images, encode_pair
+from data.chat.spans import find_spans
+from data.chat.tokenizer import HALF_CHARACTER, ChatTokenizer
+from data.images.sources import place
+from data.rows import template_inputs, training_messages
+
+Result = TypeVar("Result")
+# A computation that yields its conversation once, if it has one, and goes on when this has been
+# tokenized together with those of other rows: see encode_together().
+Steps = Generator[Conversation, None, Result]
+
+
+class EncodedRow(NamedTuple):
+    """The tokens of a row.
+
+    input_ids: T token ids.
+    loss_mask: T of 0 and 1: 1 for the tokens to learn, 0 for the first token, which nothing
+        predicts.
+    images: the images of the row.
+    """
+
+    input_ids: list[int]
+    loss_mask: list[int]
+    images: RowImages
+
+
+def encode(row: dict, chat: ChatTokenizer, options, folder: Path = Path()) -> Steps[EncodedRow]:
+    """Encode a row for fine-tuning. A generator: run it with encode_together().
+
+    Args:
+        row: `messages` (and perhaps tools and template arguments), or `prompt` and `response`, of
+            which only the response is learned.
+        options: the `data` section of the configuration. Its train_on selects all assistant turns
+            or the last one. A message with loss_mask 0 or weight 0 is not learned.
+        folder: the directory that relative paths of images refer to.
+
+    Raises InputError, without the row's place in its file, if the row is malformed, or a turn
+    cannot be located or has no end.
+    """
+    messages = training_messages(row, bool(chat.tokenizer.chat_template), options)
+    images = RowImages()
+    if messages is None:
+        check_no_images(row, options)
+        prompt = row[options.prompt_key]
+        response = row[options.response_key]
+        ids, mask = encode_pair(prompt, response, options.special_tokens_in_text, chat)
+    else:
+        if not chat.tokenizer.chat_template:
+            raise InputError(
+                "the tokenizer has no chat template: give data.chat_template, or rows of two "
+                "strings"
+            )
+        turns = learned_turns(messages, options.train_on)
+        messages, sources = place(messages, row.get(options.images_key), options.images_key)
+        conversation = Conversation(messages, chat, template_inputs(row, chat.parameters, options))
+        yield conversation
+        spans = find_spans(conversation, turns)
+        tokens, images = tokens_with_images(conversation, sources, options, folder)
+        ids = tokens.ids
+        mask = tokens.mask(spans)
+        check_no_image_learned(mask, images)
+    if mask:
+        mask[0] = 0
+    return EncodedRow(ids, mask, images)
+
+
+def learned_turns(messages: list[dict], train_on: str) -> list[int]:
+    """Return the indices of the assistant messages to learn."""
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if train_on == "last":
+        turns = turns[-1:]
+    return [i for i in turns if messages[i].get("loss_mask", 1) and messages[i].get("weight", 1)]
+
+
+def check_no_image_learned(mask: list[int], images: RowImages) -> None:
+    """Raise InputError if the tokens to learn include those of an image."""
+    if any(learned and of_image for learned, of_image in zip(mask, images.of_tokens)):
+        raise InputError(
+            "a turn of the assistant that is learned has an image, which no model can write: give "
+            "the message loss_mask 0"
+        )
+
+
+def encode_together(rows: list[Steps[Result]]) -> list[Result | InputError]:
+    """Run the computations of several rows, and return each one's result or its InputError.
+
+    Their conversations are tokenized in one call, which uses several threads.
+    """
+    results: list = [None] * len(rows)
+
+    def advance(index: int) -> Conversation | None:
+        """Run a row until it yields its conversation, or until it ends with a result."""
+        try:
+            return next(rows[index])
+        except StopIteration as end:
+            results[index] = end.value
+        except InputError as error:
+            results[index] = error
+        return None
+
+    waiting: dict[int, Conversation] = {}
+    for index in range(len(rows)):
+        conversation = advance(index)
+        if conversation is not None:
+            waiting[index] = conversation
+    tokenize_together(list(waiting.values()))
+    for index in waiting:
+        advance(index)
+    return results
+
+
+def tokenize_together(conversations: list[Conversation]) -> None:
+    """Set the tokens of conversations in one call.
+
+    Those that may fail are left out: they are tokenized by themselves, so that each fails alone.
+    """
+    batch = [c for c in conversations if c.chat.is_stock and not HALF_CHARACTER.search(c.text)]
+    if not batch:
+        return
+    batch_tokens = batch[0].chat.tokenize_batch([c.text for c in batch])
+    for conversation, tokens in zip(batch, batch_tokens, strict=True):
+        conversation.tokens = tokens

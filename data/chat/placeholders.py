@@ -1,0 +1,129 @@
+"""Images in a conversation: the template writes placeholders, which become the images' tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from config import InputError
+from data.chat.conversation import Conversation
+from data.chat.forms import has_image, text_of
+from data.chat.tokens import Tokens
+from data.images.sources import IMAGE, MARK, file_of, read
+
+
+class RowImages(NamedTuple):
+    """The images of a row.
+
+    of_tokens: [T] of 0 and 1: 1 for the tokens that stand for images. Empty without images.
+    images: uint8 [height, width, 3] each.
+    files: the files that the images were read from.
+    """
+
+    of_tokens: Sequence[int] = ()
+    images: Sequence[np.ndarray] = ()
+    files: Sequence[str] = ()
+
+    def would_be_cut(self, kept: slice) -> bool:
+        """Return whether a row cut to these tokens would lose a token of an image, or end with one.
+
+        Nothing would follow from an image at the end.
+        """
+        of_tokens = self.of_tokens[kept]
+        loses_tokens = sum(of_tokens) < sum(self.of_tokens)
+        return loses_tokens or 1 in of_tokens[-1:]
+
+    def columns(self) -> dict:
+        """Return the columns in which a cache keeps the images; none for a row without images."""
+        if not self.images:
+            return {}
+        return {
+            "pixels": b"".join(image.tobytes() for image in self.images),
+            "image_sizes": [image.shape[:2] for image in self.images],
+        }
+
+
+def tokens_with_images(
+    conversation: Conversation, sources: list, options, folder: Path
+) -> tuple[Tokens, RowImages]:
+    """Return the conversation's tokens, with those of images at their placeholders, and the images.
+
+    Special tokens that are written in texts are escaped as options.special_tokens_in_text says.
+
+    Args:
+        sources: the images in the order of the conversation, as data.images.sources.place()
+            returns them.
+        folder: the directory that relative paths of images refer to.
+
+    Raises InputError if placeholders and images do not match, or an image cannot be read.
+    """
+    tokens = conversation.escaped_tokens(options.special_tokens_in_text)
+    reader = conversation.chat.reader
+    if reader:
+        check_no_stray_placeholders(conversation, tokens, sources, options)
+    if not sources:
+        return tokens, RowImages()
+    if reader is None:
+        raise InputError("it has images: set model.images=true, or leave them out")
+    if tokens is not conversation.tokens:
+        raise InputError(
+            "it has images, and texts with special tokens, which cannot be escaped beside images: "
+            "set data.special_tokens_in_text=keep, or leave them out"
+        )
+    if len(sources) > 1:
+        check_order_of_images(conversation)
+    images = [reader.resized(read(source, folder)) for source in sources]
+    expanded_tokens, of_tokens = reader.expand(conversation.text, images)
+    paths = [file_of(source, folder) for source in sources]
+    files = [str(path) for path in paths if path]
+    return expanded_tokens, RowImages(of_tokens, images, files)
+
+
+def check_no_stray_placeholders(
+    conversation: Conversation, tokens: Tokens, sources: list, options
+) -> None:
+    """Raise InputError for a text that contains an image's placeholder without having an image."""
+    reader = conversation.chat.reader
+    if not sources and (reader.token_types([tokens.ids]) > 0).any():
+        raise InputError(
+            "it has no image, and a text in it has what stands for one, such as "
+            f"{reader.image_token!r}"
+        )
+    for message in conversation.messages:
+        if message["role"] != "assistant" and MARK in text_of(message.get("content")):
+            raise InputError(
+                f'a text has {MARK}, and the row has no image in "{options.images_key}": name the '
+                "column of images in data.images_key"
+            )
+
+
+def check_order_of_images(conversation: Conversation) -> None:
+    """Raise InputError if the template moves messages in a way that swaps their images.
+
+    Numbered texts in place of the images show their order.
+    """
+    numbers = count()
+    messages = [number_images(message, numbers) for message in conversation.messages]
+    num_images = next(numbers)
+    text = conversation.try_render(messages, **conversation.options) or ""
+    positions = [text.find(f"<<{number}>>") for number in range(num_images)]
+    printed = [position for position in positions if position >= 0]
+    if sorted(printed) != printed:
+        raise InputError("the chat template puts its images in another order")
+
+
+def number_images(message: dict, numbers: count) -> dict:
+    """Return the message with a text <<0>>, <<1>>, ... in place of each image."""
+    content = message.get("content")
+    if not has_image(content):
+        return message
+    parts = []
+    for part in content:
+        if part == IMAGE:
+            part = {"type": "text", "text": f"<<{next(numbers)}>>"}
+        parts.append(part)
+    return message | {"content": parts}

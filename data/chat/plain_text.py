@@ -1,0 +1,62 @@
+"""Rows of plain text, for models without a chat template."""
+
+from __future__ import annotations
+
+from config import InputError
+from data.chat.special_tokens import needs_escape
+from data.chat.tokenizer import ChatTokenizer
+from data.chat.tokens import Span, Tokens
+
+
+def check_no_images(row: dict, options) -> None:
+    """Raise InputError for a row of plain text with images: only a chat template can place them."""
+    if row.get(options.images_key):
+        raise InputError(
+            f'it has "{options.images_key}", and the tokenizer has no chat template: '
+            "give data.chat_template"
+        )
+
+
+def tokenize_plain(text: str, policy: str | None, chat: ChatTokenizer) -> Tokens:
+    """Return the tokens of a text, with the special tokens that the tokenizer adds around any text.
+
+    Added tokens have an empty span, at the start or at the end of the text.
+
+    Args:
+        policy: the value of data.special_tokens_in_text; None keeps special tokens.
+    """
+    options = {}
+    if needs_escape(text, policy or "keep", chat):
+        options["split_special_tokens"] = True
+    tokens = chat.tokenize(text, add_special_tokens=True, **options)
+    first_in_text = next(
+        (index for index in range(len(tokens.ids)) if tokens.span_of(index) is not None), None
+    )
+
+    def span_of(index: int) -> tuple[int, int]:
+        span = tokens.span_of(index)
+        if span is not None:
+            return span
+        is_in_front = first_in_text is not None and index < first_in_text
+        return Span(0, 0) if is_in_front else Span(len(text), len(text))
+
+    return Tokens(tokens.ids, span_of)
+
+
+def encode_pair(
+    prompt: str, response: str, policy: str | None, chat: ChatTokenizer
+) -> tuple[list[int], list[int]]:
+    """Return (ids, mask) [T] of a prompt and a response that ends with the eos token.
+
+    mask is 1 on the response and on the eos token. Tokenizers that end every text themselves get no
+    second eos token.
+    """
+    eos = chat.tokenizer.eos_token_id
+    if eos is None:
+        raise InputError("the tokenizer has no eos token to end a response with")
+    tokens = tokenize_plain(prompt + response, policy, chat)
+    mask = tokens.mask([Span(len(prompt), len(prompt) + len(response))])
+    ends_itself = bool(tokens.ids) and tokens.ids[-1] == eos and not mask[-1]
+    if ends_itself:
+        return tokens.ids, [*mask[:-1], 1]
+    return [*tokens.ids, eos], [*mask, 1]

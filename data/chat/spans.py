@@ -1,0 +1,130 @@
+"""The characters of each assistant turn in a rendered chat: what the model has to generate.
+
+A wrong mask would train without anyone noticing, so a turn that cannot be located for certain is an
+error. An example shows how turns are found. The conversation
+
+    user: "2+3?"   assistant: "5"   user: "really?"   assistant: "yes"
+
+is rendered by a ChatML template as
+
+    <|im_start|>user\\n2+3?<|im_end|>\\n<|im_start|>assistant\\n5<|im_end|>\\n
+    <|im_start|>user\\nreally?<|im_end|>\\n<|im_start|>assistant\\nyes<|im_end|>\\n
+
+1. Pieces (pieces.py): which message does each part come from? The chat is rendered again with a
+   mark in every text: "2+3qZx0y0Zq?", "5qZx1y0Zq", ... Without the marks both renderings are equal,
+   so the marks show where the texts are. "5" and "yes" are found even if they occur elsewhere, too.
+2. Runs (runs.py): the pieces of one message in a row. Here they are "2+3", "5", "really", "yes".
+3. Headers (headers.py): where does the turn "5" begin? The chat up to "2+3?" is rendered with
+   add_generation_prompt=True. What follows "2+3" is the prompt for the turn:
+   "?<|im_end|>\\n<|im_start|>assistant\\n". The whole chat has the same there, and the turn begins
+   after it.
+4. Endings (endings.py): where does it end? With the first token after "5" that ends generation,
+   "<|im_end|>". It is learned as well, because it teaches the model to stop.
+
+So "5<|im_end|>" and "yes<|im_end|>" are learned. Nothing here depends on the names of the tokens:
+the same steps work for any template. The exceptions of the steps are described where they are
+handled: turns without text, templates whose history differs from their prompt (thinking is dropped
+or added), tools whose results are inside the assistant's turn, last turns without an end.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from operator import attrgetter
+
+from config import InputError
+from data.chat.conversation import Conversation
+from data.chat.endings import check_nothing_follows_end, find_turn_end
+from data.chat.forms import missing_text
+from data.chat.headers import find_header_end, skip_absorbed_spaces
+from data.chat.runs import ADVICE, CHAT_START, Run, runs_of_pieces
+from data.chat.tokens import Span
+
+
+def find_spans(conversation: Conversation, turns: list[int]) -> list[Span]:
+    """Return the spans of these assistant messages, in order, each with the turn's end token.
+
+    A turn has several spans where a template puts other messages' texts into it. If the template
+    leaves out the end of the last turn, the conversation's text and tokens get it.
+
+    Raises InputError for a turn that cannot be located, that has no end, that is incomplete, or
+    that contains another message's text.
+    """
+    runs = find_runs(conversation, turns)
+    messages_with_text = {piece.source.message for piece in conversation.pieces if is_own(piece)}
+    spans: list[Span] = []
+    learned_text = dict.fromkeys(turns, "")
+    for number, run in enumerate(runs):
+        if run.message not in learned_text:
+            continue
+        previous = runs[number - 1] if number else CHAT_START
+        following = runs[number + 1] if number + 1 < len(runs) else None
+        start = run.start
+        # A run of a turn without text begins where its header ends; only the first run of a turn
+        # has a header.
+        if run.message in messages_with_text and not learned_text[run.message]:
+            start = find_header_end(conversation, run, previous)
+        start = skip_absorbed_spaces(conversation, start)
+        span = Span(start, find_turn_end(conversation, run, following))
+        spans.append(span)
+        learned_text[run.message] += conversation.text[span.start : span.end]
+        check_nothing_follows_end(conversation, run.message, span)
+
+    for message in turns:
+        check_complete(conversation, message, learned_text[message])
+    check_no_foreign_text(conversation, turns, spans)
+    return spans
+
+
+def find_runs(conversation: Conversation, turns: list[int]) -> list[Run]:
+    """Return the runs of all messages, in order, and those of turns without text."""
+    runs = runs_of_pieces(conversation.pieces)
+    empty_turns = {*turns} - {run.message for run in runs}
+    for message in sorted(empty_turns):
+        position = place_empty_turn(conversation, message, runs)
+        index = bisect_right(runs, position, key=attrgetter("end"))
+        runs.insert(index, Run(message, position, position))
+    return runs
+
+
+def place_empty_turn(conversation: Conversation, message: int, runs: list[Run]) -> int:
+    """Return where the header of a turn without text ends.
+
+    It is searched for between the texts of earlier messages and the next run.
+    """
+    earlier = [run for run in runs if run.message is not None and run.message < message]
+    previous = max(earlier, key=attrgetter("end"), default=CHAT_START)
+    gap_end = min(
+        (run.start for run in runs if run.start >= previous.end and run != previous),
+        default=len(conversation.text),
+    )
+    return find_header_end(conversation, Run(message, gap_end, gap_end), previous)
+
+
+def is_own(piece) -> bool:
+    """Return whether a piece was written by the author of its message."""
+    return piece.source.is_own
+
+
+def check_complete(conversation: Conversation, message: int, learned_text: str) -> None:
+    """Raise InputError if the template left out a part of a turn, for example its tool calls."""
+    missing = missing_text(conversation.messages[message], learned_text)
+    if missing:
+        raise InputError(
+            f"the chat template leaves out a part of the assistant's message {message}: "
+            f"{missing[:40]!r}. Leave it out of the row, or {ADVICE}"
+        )
+
+
+def check_no_foreign_text(conversation: Conversation, turns: list[int], spans: list[Span]) -> None:
+    """Raise InputError if another message's text lies within a span that would be learned."""
+    for piece in conversation.pieces:
+        if is_own(piece) and piece.source.message in turns:
+            continue
+        following = bisect_right(spans, piece.start, key=attrgetter("end"))
+        if following < len(spans) and spans[following].start < piece.end:
+            text = conversation.text[piece.start : piece.end]
+            raise InputError(
+                f"the chat template puts {text[:40]!r}, a text of message {piece.source.message}, "
+                "where the assistant would learn it"
+            )

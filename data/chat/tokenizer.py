@@ -1,0 +1,146 @@
+"""A tokenizer together with its chat template."""
+
+from __future__ import annotations
+
+import datetime
+import inspect
+import json
+import re
+from pathlib import Path
+
+import jinja2
+
+from config import InputError
+from data.chat.tokens import Tokens
+
+# Raised by Jinja templates that reject a conversation; raise_exception(...) is a TemplateError.
+TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError)
+# A lone surrogate: half of a character outside of the basic plane. "\ud83d" is half of an emoji.
+HALF_CHARACTER = re.compile("[\ud800-\udfff]")
+
+
+class ChatTokenizer:
+    """A fast tokenizer, its chat template, and the tokens that end generation.
+
+    Args:
+        tokenizer: a fast tokenizer of transformers.
+        end_ids: tokens that end generation, in addition to the tokenizer's eos token.
+        reader: a data.images.processor.Reader, for rows with images.
+
+    Attributes:
+        end_ids: all tokens that end generation.
+        added: id -> text of the tokens that were added to the vocabulary.
+        special: the part of `added` that are control tokens, without the unknown token.
+        generation_prompts: cache of data.chat.headers.generation_prompt().
+
+    Raises InputError for a tokenizer that is not a fast one.
+    """
+
+    def __init__(self, tokenizer, end_ids=(), reader=None):
+        if not tokenizer.is_fast:
+            raise InputError(
+                f"{type(tokenizer).__name__} gives no character offsets: a fast tokenizer is needed"
+            )
+        self.tokenizer = tokenizer
+        self.reader = reader
+        self.end_ids = frozenset({tokenizer.eos_token_id, *end_ids} - {None})
+
+        added_tokens = tokenizer.added_tokens_decoder
+        self.added = {i: str(token) for i, token in added_tokens.items()}
+        self.special = {
+            i: str(token)
+            for i, token in added_tokens.items()
+            if token.special and i != tokenizer.unk_token_id
+        }
+        # Lets texts without any special token, nearly all, be recognized quickly.
+        self.special_prefixes = {text[:2] for text in self.special.values()}
+        self.absorbs_spaces = any(token.lstrip or token.rstrip for token in added_tokens.values())
+
+        # Names that cannot be template arguments, because the method has them itself.
+        self.parameters = inspect.signature(tokenizer.apply_chat_template).parameters.keys()
+        self.is_stock = uses_stock_method(tokenizer)
+        self.clock = frozen_clock(tokenizer)
+        self.generation_prompts: dict[tuple, str] = {}
+
+    @classmethod
+    def load(cls, tokenizer, directory: Path, reader=None) -> ChatTokenizer:
+        """Return the tokenizer with the end tokens that the files of a model directory name.
+
+        They are the eos_token_id of generation_config.json and of config.json, if these exist.
+        """
+        end_ids = set()
+        for path in (directory / "generation_config.json", directory / "config.json"):
+            if not path.is_file():
+                continue
+            eos = json.loads(path.read_text()).get("eos_token_id")
+            end_ids |= set(eos if isinstance(eos, list) else [eos])
+        return cls(tokenizer, end_ids, reader)
+
+    def render(
+        self, messages: list[dict], tools: list | None = None, tokenize: bool = False, **options
+    ):
+        """Return the rendered chat as text, or as token ids with tokenize=True."""
+        return self.tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=tokenize, **self.clock, **options
+        )
+
+    def try_render(self, messages: list[dict], tools: list | None = None, **options) -> str | None:
+        """Return the rendered chat, or None if the template rejects it.
+
+        Some templates reject a part of a conversation, for example one without a user turn.
+        """
+        try:
+            return self.render(messages, tools, **options)
+        except TEMPLATE_ERRORS:
+            return None
+
+    def tokenize(self, text: str, **options) -> Tokens:
+        """Return the tokens of a text. Raises InputError for a text with half a character."""
+        half = HALF_CHARACTER.search(text)
+        if half:
+            raise InputError(
+                f"the text has half a character, {half[0]!r}, at position {half.start()}"
+            )
+        return self.tokenize_batch([text], **options)[0]
+
+    def tokenize_batch(
+        self, texts: list[str], add_special_tokens: bool = False, **options
+    ) -> list[Tokens]:
+        """Return the tokens of each text. The tokenizer works on several texts in parallel."""
+        encoded = self.tokenizer(
+            texts,
+            add_special_tokens=add_special_tokens,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+            **options,
+        )
+        return [
+            Tokens(ids, encoding.token_to_chars)
+            for ids, encoding in zip(encoded["input_ids"], encoded.encodings, strict=True)
+        ]
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of these tokens, special tokens included."""
+        return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+
+
+def uses_stock_method(tokenizer) -> bool:
+    """Return whether apply_chat_template is the method of transformers.
+
+    It is known to render a text and then to tokenize that text. A tokenizer's own method may do
+    something else, which has to be checked for every row.
+    """
+    from transformers import PreTrainedTokenizerBase
+
+    return type(tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template
+
+
+def frozen_clock(tokenizer) -> dict:
+    """Return template arguments that stop the clock of a template that writes the current time.
+
+    The texts of two renderings of the same chat are compared, so they must show the same time.
+    """
+    if "strftime_now" not in str(tokenizer.chat_template):
+        return {}
+    return {"strftime_now": datetime.datetime.now().strftime}
