@@ -1,231 +1,33 @@
-"""Trained text, to the character, under the templates in use. Each template has the structure of a published one."""
+"""Which text is learned, to the character, under the chat templates in use."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings, strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from config import InputError
 from data.chat import encoding
 from data.chat.tokenizer import ChatTokenizer
-
-CHATML = """
-{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
-
-# Qwen2.5: a default system prompt, tools in the system turn, neighbouring tool results in one user turn.
-QWEN2 = r"""
-{%- set own = messages[0].role == 'system' %}
-{{- '<|im_start|>system\n' + (messages[0].content if own else 'You are made by a cloud.') }}
-{%- if tools %}{{ '\n\n# Tools' }}{% for tool in tools %}{{ '\n' + tool | tojson }}{% endfor %}{% endif %}
-{{- '<|im_end|>\n' }}
-{%- for m in messages %}
-    {%- if m.role == 'user' or (m.role == 'system' and not loop.first)
-           or (m.role == 'assistant' and not m.tool_calls) %}
-        {{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}
-    {%- elif m.role == 'assistant' %}
-        {{- '<|im_start|>assistant' }}
-        {%- if m.content %}{{ '\n' + m.content }}{% endif %}
-        {%- for call in m.tool_calls %}
-            {%- set call = call.function if call.function is defined else call %}
-            {{- '\n<tool_call>\n{"name": "' + call.name + '", "arguments": ' }}
-            {{- call.arguments | tojson + '}\n</tool_call>' }}
-        {%- endfor %}
-        {{- '<|im_end|>\n' }}
-    {%- elif m.role == 'tool' %}
-        {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}
-        {{- '\n<tool_response>\n' + m.content + '\n</tool_response>' }}
-        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
-
-# Qwen3: thinking stays only behind the last user query, which a reverse scan finds; GENERATION differs by release.
-QWEN3_BODY = r"""
-{%- if tools %}
-    {{- '<|im_start|>system\n' }}{% if messages[0].role == 'system' %}{{ messages[0].content + '\n\n' }}{% endif %}
-    {{- '# Tools' }}{% for tool in tools %}{{ '\n' + tool | tojson }}{% endfor %}{{ '<|im_end|>\n' }}
-{%- elif messages[0].role == 'system' %}{{ '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}{% endif %}
-{%- set ns = namespace(searching=true, query=messages|length - 1) %}
-{%- for m in messages[::-1] %}
-    {%- if ns.searching and m.role == 'user' and m.content is string
-           and not (m.content.startswith('<tool_response>') and m.content.endswith('</tool_response>')) %}
-        {%- set ns.searching = false %}{% set ns.query = messages|length - 1 - loop.index0 %}
-    {%- endif %}
-{%- endfor %}
-{%- for m in messages %}
-    {%- set content = m.content if m.content is string else '' %}
-    {%- if m.role == 'user' or (m.role == 'system' and not loop.first) %}
-        {{- '<|im_start|>' + m.role + '\n' + content + '<|im_end|>\n' }}
-    {%- elif m.role == 'assistant' %}
-        {%- set thought = '' %}
-        {%- if m.reasoning_content is string %}{% set thought = m.reasoning_content %}
-        {%- elif '</think>' in content %}
-            {%- set thought = content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}
-            {%- set content = content.split('</think>')[-1].lstrip('\n') %}
-        {%- endif %}
-        {{- '<|im_start|>assistant\n' }}
-        {%- if loop.index0 > ns.query and (loop.last or thought) %}
-            {{- '<think>\n' + thought.strip('\n') + '\n</think>\n\n' + content.lstrip('\n') }}
-        {%- else %}{{ content }}{% endif %}
-        {%- for call in m.tool_calls or [] %}
-            {%- if (loop.first and content) or not loop.first %}{{ '\n' }}{% endif %}
-            {%- set call = call.function if call.function else call %}
-            {{- '<tool_call>\n{"name": "' + call.name + '", "arguments": ' }}
-            {{- call.arguments | tojson + '}\n</tool_call>' }}
-        {%- endfor %}
-        {{- '<|im_end|>\n' }}
-    {%- elif m.role == 'tool' %}
-        {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}
-        {{- '\n<tool_response>\n' + content + '\n</tool_response>' }}
-        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}GENERATION{% endif %}"""
-QWEN3 = QWEN3_BODY.replace(
-    "GENERATION",
-    r"{% if enable_thinking is defined and enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{% endif %}",
+from tests.data.chat_templates import (
+    APERTUS,
+    APRIEL,
+    CHATML,
+    CONTROL,
+    GEMMA4,
+    GLM,
+    LLAMA3,
+    MISTRAL,
+    QWEN2,
+    QWEN3,
+    QWEN15,
+    STRICT,
+    THINKING,
+    make_tokenizer,
+    read_template,
 )
-THINKING = QWEN3_BODY.replace("GENERATION", r"{{ '<think>\n' }}")
-
-LLAMA3 = r"""
-{%- for m in messages %}
-    {%- set text = '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + m.content | trim + '<|eot_id|>' %}
-    {{- (bos_token if loop.first else '') + text }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"""
-
-# Mistral: no header for the assistant, and the tools stand before the last user turn, so they move as a chat grows.
-MISTRAL = r"""
-{%- set ns = namespace(last=-1) %}
-{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
-{{- bos_token }}
-{%- for m in messages %}
-    {%- if m.role == 'user' %}
-        {%- if tools and loop.index0 == ns.last %}
-            {{- '[AVAILABLE_TOOLS]' + tools | tojson + '[/AVAILABLE_TOOLS]' }}
-        {%- endif %}
-        {{- '[INST] ' + m.content + ' [/INST]' }}
-    {%- elif m.tool_calls %}{{ '[TOOL_CALLS] ' + m.tool_calls | tojson + eos_token }}
-    {%- elif m.role == 'assistant' %}{{ ' ' + m.content + eos_token }}
-    {%- elif m.role == 'tool' %}{{ '[TOOL_RESULTS] {"content": ' + m.content | tojson + '}[/TOOL_RESULTS]' }}
-    {%- else %}{{ raise_exception('Only user, tool and assistant roles are supported') }}{% endif %}
-{%- endfor %}"""
-
-STRICT = (
-    "{%- if messages | selectattr('role', 'equalto', 'user') | list | length == 0 %}"
-    "{{ raise_exception('No user query found in messages.') }}{% endif %}" + QWEN2
-)
-
-# Qwen1.5: the last turn has no end, it comes with the next message.
-QWEN15 = """
-{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}
-{%- if not loop.last or add_generation_prompt %}{{ '<|im_end|>\n' }}{% endif %}{% endfor %}
-{%- if add_generation_prompt and messages[-1].role != 'assistant' %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
-
-# Apertus: each role has marks of its own, and the assistant's is closed when somebody else speaks. Apriel: the same, on lines
-# of their own, and a prompt that begins the answer.
-APERTUS = """
-{%- set ns = namespace(open=false) %}
-{%- for m in messages %}
-    {%- if m.role == 'assistant' %}{{ '<|a_start|>' if not ns.open }}{{ m.content }}{% set ns.open = true %}
-    {%- else %}{{ '<|a_end|>' if ns.open }}{% set ns.open = false %}{{ '<|u_start|>' + m.content + '<|u_end|>' }}{% endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|a_start|>' }}{% endif %}"""
-APRIEL = r"""
-{%- for m in messages %}
-    {%- if m.role == 'assistant' %}{{ '\n<|a_start|>\n' + m.content }}{{ '\n<|a_end|>\n' if not loop.last }}
-    {%- else %}{{ '<|u_start|>\n' + m.content }}{% endif %}
-{%- endfor %}
-{%- if messages[-1].role != 'assistant' %}{{ '\n<|a_start|>\nHere I think:\n' }}{% endif %}"""
-
-# GLM: a turn ends where the header of the next one begins, and what a tool returns has another header than a user.
-GLM = r"""
-{%- for m in messages %}
-    {%- if m.role == 'assistant' %}
-        {{- '<|assistant|>\n' + (m.content or '') }}
-        {%- for call in m.tool_calls or [] %}
-            {{- '\n<tool_call>' + call.function.name }}
-            {%- for k, v in call.function.arguments.items() %}{{ '\n' + k + ': ' + v | string }}{% endfor %}
-            {{- '\n</tool_call>' }}
-        {%- endfor %}
-    {%- else %}{{ ('<|observation|>\n' if m.role == 'tool' else '<|user|>\n') + m.content }}{% endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"""
-
-# Gemma 4: what a tool returns stands in the assistant's turn, before what the assistant said beside its call.
-GEMMA4 = r"""
-{%- set ns = namespace(before='') %}
-{%- for m in messages %}
-    {%- if m.role != 'tool' %}
-        {%- if not (m.role == 'assistant' and ns.before == 'assistant') %}{{ '<|turn>' + m.role + '\n' }}{% endif %}
-        {%- set call = namespace(answered=false) %}
-        {%- for c in m.tool_calls or [] %}
-            {{- '<|tool_call>call:' + c.function.name + c.function.arguments | tojson + '<tool_call|>' }}
-        {%- endfor %}
-        {%- if m.tool_calls %}
-            {%- for t in messages[loop.index0 + 1:] if t.role == 'tool' %}
-                {{- '<|tool_response>value:' + t.content + '<tool_response|>' }}{% set call.answered = true %}
-            {%- endfor %}
-        {%- endif %}
-        {{- m.content or '' }}
-        {%- set goes_on = m.role == 'assistant' and call.answered and not loop.last %}
-        {%- if m.tool_calls and not call.answered %}{{ '<|tool_response>' }}
-        {%- elif not goes_on %}{{ '<turn|>\n' }}{% endif %}
-        {%- set ns.before = m.role %}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt and messages[-1].role != 'tool' %}{{ '<|turn>assistant\n' }}{% endif %}"""
-
-SPECIAL = [
-    "<|im_start|>",
-    "<|im_end|>",
-    "<s>",
-    "</s>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-    "<|eot_id|>",
-    "[INST]",
-    "[/INST]",
-    "<|begin_of_text|>",
-]
-
-
-CONTROL = [
-    "<|a_start|>",
-    "<|a_end|>",
-    "<|u_start|>",
-    "<|u_end|>",
-    "<|assistant|>",
-    "<|user|>",
-    "<|observation|>",
-    "<|turn>",
-    "<turn|>",
-    "<|tool_call>",
-    "<tool_call|>",
-    "<|tool_response>",
-    "<tool_response|>",
-]
-
-
-def make_tokenizer(template=None, bos="<s>", eos="</s>", control=()):
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=SPECIAL,
-        show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )
-    words = "user assistant system tool think answer question hello there the cat sat"
-    tokenizer.train_from_iterator([words, QWEN2.replace("\n", " ")], trainer)
-    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=bos, eos_token=eos)
-    made.add_special_tokens({"additional_special_tokens": list(control)})
-    made.chat_template = template
-    return made
 
 
 def options(**changes):
@@ -251,28 +53,50 @@ def encode(row, chat, options):
     return result[:2]
 
 
+def learned_text(row, tokenizer):
+    """Return the learned tokens of a row as one text."""
+    ids, mask = encode(row, ChatTokenizer(tokenizer), options())
+    return tokenizer.decode([token for token, is_learned in zip(ids, mask) if is_learned])
+
+
 def trained(template, row, ends=(), tail=(), **changes):
-    """The trained runs of a row, as text. Checks the ids on the way: the template's, and behind them those of tail. ends:
-    tokens that end generation besides the tokenizer's eos."""
-    tokenizer = make_tokenizer(template) if isinstance(template, (str, type(None))) else template
+    """Return the runs of learned tokens of a row, as texts.
+
+    On the way, checks the ids: those of the template, followed by the tokens of `tail`.
+
+    Args:
+        template: a chat template, or a tokenizer that has one.
+        ends: tokens that end generation besides the tokenizer's eos.
+        changes: options that differ from the defaults.
+    """
+    is_template = isinstance(template, (str, type(None)))
+    tokenizer = make_tokenizer(template) if is_template else template
     chat = ChatTokenizer(tokenizer, tokenizer.convert_tokens_to_ids(list(ends)))
     ids, mask = encode(row, chat, options(**changes))
-    assert len(ids) == len(mask) and set(mask) <= {0, 1} and mask[0] == 0
+    assert len(ids) == len(mask)
+    assert set(mask) <= {0, 1}
+    assert mask[0] == 0
     if row.get("messages") and "None" not in str(row):
-        arguments = row.get(
-            "chat_template_kwargs", {k: v for k, v in row.items() if k == "enable_thinking"}
-        )
-        assert ids == tokenizer.apply_chat_template(
-            row["messages"], tools=row.get("tools"), return_dict=False, **arguments
-        ) + (tokenizer.convert_tokens_to_ids(list(tail)))
-    runs, before = [], 0
-    for token, m in zip(ids, mask):
-        if m and not before:
-            runs.append([])
-        if m:
-            runs[-1].append(token)
-        before = m
-    return [tokenizer.decode(run) for run in runs]
+        assert ids == template_ids(row, tokenizer) + tokenizer.convert_tokens_to_ids(list(tail))
+    return [tokenizer.decode(run) for run in runs_of(ids, mask)]
+
+
+def template_ids(row, tokenizer):
+    """Return the ids that transformers gives for a row."""
+    column = {key: value for key, value in row.items() if key == "enable_thinking"}
+    arguments = row.get("chat_template_kwargs", column)
+    return tokenizer.apply_chat_template(
+        row["messages"], tools=row.get("tools"), return_dict=False, **arguments
+    )
+
+
+def runs_of(ids, mask):
+    """Return each run of ids whose mask is 1."""
+    runs = []
+    for is_learned, group in itertools.groupby(zip(ids, mask), key=lambda pair: pair[1]):
+        if is_learned:
+            runs.append([token for token, _ in group])
+    return runs
 
 
 def say(*turns):
@@ -289,10 +113,8 @@ TOOL = {
     "type": "function",
     "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
 }
-ADD, SUB = (
-    '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>',
-    '<tool_call>\n{"name": "sub", "arguments": {"b": "x"}}\n</tool_call>',
-)
+ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+SUB = '<tool_call>\n{"name": "sub", "arguments": {"b": "x"}}\n</tool_call>'
 AGENT = [
     {"role": "user", "content": "q"},
     {"role": "assistant", "tool_calls": [call("add", a=1), call("sub", b="x")]},
@@ -317,8 +139,11 @@ def test_chatml(template):
 
 @pytest.mark.parametrize("template", [QWEN2, STRICT])
 def test_tool_calls_without_content_and_merged_results(template):
-    """A renderer of single messages gives each tool result a user turn, and repeats the default system prompt."""
-    # The turn opens "<|im_start|>assistant" + "\n<tool_call>", which is what the generation prompt asks for.
+    """Rendering single messages would be wrong here.
+
+    It would give each tool result a user turn, and repeat the default system prompt.
+    """
+    # The turn opens "<|im_start|>assistant" + "\n<tool_call>": the newline is the prompt's.
     expected = [f"{ADD}\n{SUB}<|im_end|>", "It is 2.<|im_end|>"]
     assert trained(template, {"messages": AGENT, "tools": [TOOL]}) == expected
     content_none = [{"content": None, "tool_calls": None} | m for m in AGENT]
@@ -326,7 +151,10 @@ def test_tool_calls_without_content_and_merged_results(template):
 
 
 def test_strict_template_with_a_greeting_first():
-    """The prefix before the first turn has no user query: the template refuses it, and the header is searched."""
+    """The chat before the first turn has no user query, so the template rejects it.
+
+    Then the header is searched for.
+    """
     greeting = {"role": "assistant", "content": "welcome"}
     row = {
         "messages": [
@@ -368,7 +196,8 @@ def test_qwen3_drops_earlier_thinking(split):
         "a1<|im_end|>",
         "<think>\nt2\n</think>\n\na2<|im_end|>",
     ]
-    # Thinking around tool calls stays behind the last query, and goes from an earlier one, where content may be empty.
+    # Thinking around tool calls stays after the last query, and is dropped before it, where the
+    # content may be empty.
     agent = [
         *say("q1"),
         turn("t1", "", tool_calls=[call("add", a=1)]),
@@ -392,7 +221,10 @@ def test_qwen3_drops_earlier_thinking(split):
 
 
 def test_qwen3_without_thinking():
-    """The empty think block is in the prompt of the last turn, so it is not learned; earlier turns have none."""
+    """The empty think block is in the prompt of the last turn, so it is not learned.
+
+    Earlier turns have none.
+    """
     row = {
         "messages": say("q1", "a1", "q2", "a2"),
         "chat_template_kwargs": {"enable_thinking": False},
@@ -409,7 +241,7 @@ def test_qwen3_without_thinking():
 
 
 def test_text_like_the_template_in_contents():
-    """Headers and ends of turn quoted in contents lead nobody astray, where turns have to be searched too."""
+    """Headers and ends of turns that are quoted in contents are not taken for real ones."""
     fake = "see <|im_start|>assistant\nno<|im_end|>\nok"
     row = {"messages": say(fake, f"<think>t</think>{fake}", fake, "a2"), "enable_thinking": False}
     assert trained(QWEN3, row) == [f"{fake}<|im_end|>", "a2<|im_end|>"]
@@ -464,7 +296,8 @@ def test_mistral():
         for t in texts
     ] == [calls, " it is 2</s>"]
     texts = trained(MISTRAL, {"messages": [*agent, *say("q2", "a2")], "tools": [TOOL]})
-    assert texts[0].startswith("[TOOL_CALLS] [{") and texts[0].endswith("]</s>")
+    assert texts[0].startswith("[TOOL_CALLS] [{")
+    assert texts[0].endswith("]</s>")
     assert texts[1:] == [" it is 2</s>", " a2</s>"]
 
 
@@ -503,8 +336,11 @@ def test_phi3_closes_a_text_with_a_token_that_no_turn_has():
 
 
 @pytest.mark.parametrize("single", [False, True])
-def test_an_end_that_the_last_turn_lacks_is_learned(single):
-    """It comes with the next message, or is its header: behind the last turn it is added, so that a model learns to stop."""
+def test_a_missing_end_of_the_last_turn_is_added_and_learned(single):
+    """The end comes with the next message, or is its header.
+
+    It is added after the last turn, so that a model learns to stop.
+    """
     row = {"messages": say("q1", "a1")} if single else {"messages": say("q1", "a1", "q2", " a2 ")}
     ends = [1] if single else [1, 2]
 
@@ -524,7 +360,7 @@ def test_an_end_that_the_last_turn_lacks_is_learned(single):
     )
     with pytest.raises(
         InputError,
-        match=r"nothing after it would teach the model to stop: .*eos_token_id of generation_config",
+        match="nothing after it would teach the model to stop: .*eos_token_id of generation_con",
     ):
         trained(glm, row)  # <|user|> ends nothing
     apriel = make_tokenizer(APRIEL, eos="<|a_end|>", control=CONTROL)
@@ -536,17 +372,18 @@ def test_an_end_that_the_last_turn_lacks_is_learned(single):
     assert apriel.decode([t for t, m in zip(ids, mask) if m]) == "".join(answers("\n<|a_end|>"))
 
 
-def test_a_call_of_a_tool_ends_with_what_makes_room_for_its_result():
+def test_a_tool_call_ends_with_the_header_of_its_result():
     glm = make_tokenizer(GLM, control=CONTROL)
     ends = ["<|user|>", "<|observation|>"]
-    add, sub = "\n<tool_call>add\na: 1\n</tool_call>", "\n<tool_call>sub\nb: x\n</tool_call>"
+    add = "\n<tool_call>add\na: 1\n</tool_call>"
+    sub = "\n<tool_call>sub\nb: x\n</tool_call>"
     assert trained(glm, {"messages": AGENT[:3]}, ends) == [add + sub + "<|observation|>"]
     assert trained(glm, {"messages": AGENT[:2]}, ends, tail=["<|observation|>"]) == [
         add + sub + "<|observation|>"
     ]
 
 
-def test_what_a_tool_returns_inside_the_turn_of_the_assistant_is_not_learned():
+def test_tool_results_inside_the_turn_of_the_assistant_are_not_learned():
     gemma = make_tokenizer(GEMMA4, eos="<turn|>", control=CONTROL)
     messages = [
         *say("q1"),
@@ -565,20 +402,17 @@ def test_what_a_tool_returns_inside_the_turn_of_the_assistant_is_not_learned():
     assert trained(gemma, {"messages": messages[:2]}, ends) == [
         add.replace("<|tool_r", "I add.<|tool_r")
     ]
-    silent = [
-        {k: v for k, v in m.items() if k != "content" or i != 1} for i, m in enumerate(messages)
-    ]
+    silent_call = {"role": "assistant", "tool_calls": messages[1]["tool_calls"]}
+    silent = [messages[0], silent_call, *messages[2:]]
     assert trained(gemma, {"messages": silent}, ends) == [add, "It is 2.<turn|>", "bye<turn|>"]
-    only = [m | {"loss_mask": 0} if i == 3 else m for i, m in enumerate(messages)]
-    assert trained(gemma, {"messages": only}, ends) == [add, "I add.", "bye<turn|>"]
+    unlearned = [*messages[:3], messages[3] | {"loss_mask": 0}, *messages[4:]]
+    assert trained(gemma, {"messages": unlearned}, ends) == [add, "I add.", "bye<turn|>"]
     with pytest.raises(
         InputError, match="message 1 .*nothing after it would teach the model to stop"
     ):
         trained(gemma, {"messages": messages})
     # Results in the message itself, as Gemma's own data have them.
-    inside = r"""{%- for m in messages %}{{ '<|turn>' + m.role + '\n' }}{% for c in m.tool_calls or [] %}{{ c.function.name }}
-        {%- endfor %}{% for r in m.tool_responses or [] %}{{ '<|tool_response>' + r.response }}{% endfor %}
-        {{- m.content + '<turn|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|turn>assistant\n' }}{% endif %}"""
+    inside = read_template("tool_responses")
     gemma = make_tokenizer(inside, eos="<turn|>", control=CONTROL)
     answer = {
         "role": "assistant",
@@ -596,20 +430,22 @@ def test_what_a_tool_returns_inside_the_turn_of_the_assistant_is_not_learned():
     "template",
     [
         CHATML.replace("{%- if add_generation_prompt %}", "{%- if true %}"),  # Hammer 2.1
-        """{%- for m in messages %}{{ '<|turn>' + m.role + '<|a_start|>' + m.content + '<|a_end|><|im_end|>' }}{% endfor %}
-    {{- '<|turn>assistant<|a_start|>' }}""",
+        # Command-A
+        "{%- for m in messages %}"
+        "{{ '<|turn>' + m.role + '<|a_start|>' + m.content + '<|a_end|><|im_end|>' }}"
+        "{% endfor %}{{- '<|turn>assistant<|a_start|>' }}",
     ],
-)  # Command-A
+)
 @pytest.mark.parametrize("eos", ["<|im_end|>", "</s>"])
 def test_a_template_that_always_prompts_for_an_answer(template, eos):
     tokenizer = make_tokenizer(template, eos=eos, control=CONTROL)
     end = "<|im_end|>" if "<|im_start|>" in template else "<|a_end|><|im_end|>"
     if end == "<|a_end|><|im_end|>" and eos == "</s>":
-        end = "<|a_end|>"  # what ends a turn is not said: the first added token is taken
-    for messages in (say("q1", "a1"), say("q1", "a1", "q2", "a2")):
-        assert trained(tokenizer, {"messages": messages}) == [
-            f"a{i + 1}{end}" for i in range(len(messages) // 2)
-        ]
+        end = "<|a_end|>"  # no end token is known: the first added token is taken
+    one_turn = say("q1", "a1")
+    assert trained(tokenizer, {"messages": one_turn}) == [f"a1{end}"]
+    two_turns = say("q1", "a1", "q2", "a2")
+    assert trained(tokenizer, {"messages": two_turns}) == [f"a1{end}", f"a2{end}"]
 
 
 CHAT = (
@@ -621,7 +457,8 @@ CHAT = (
 @pytest.mark.parametrize(
     "user, turn, prompt, answers",
     [
-        # DeepSeek V3.2, GLM 4.7: the prompt opens the thinking that the history closes. Both tags begin alike.
+        # DeepSeek V3.2, GLM 4.7: the prompt opens the thinking that the history closes.
+        # Both tags begin alike.
         (
             "'<|user|>' + m.content",
             "'<|assistant|><shut>' + m.content + eos_token",
@@ -652,7 +489,8 @@ def test_headers_that_differ_from_the_prompt(user, turn, prompt, answers):
 def test_a_template_that_always_prompts_for_thoughts():
     """Command R7B: not one turn of its history begins as its prompt does."""
     template = (
-        "{%- for m in messages %}{{ '<|turn>' + m.role + ('<|a_start|>' if m.role == 'assistant' else '') }}"
+        "{%- for m in messages %}"
+        "{{ '<|turn>' + m.role + ('<|a_start|>' if m.role == 'assistant' else '') }}"
         "{{- m.content + '<turn|>' }}{% endfor %}{{- '<|turn>assistant<|assistant|><|u_end|>' }}"
     )
     tokenizer = make_tokenizer(template, eos="<turn|>", control=CONTROL)
@@ -683,10 +521,16 @@ def test_a_second_message_of_the_assistant_without_a_header():
 
 
 def test_a_turn_that_goes_on_after_its_end_is_an_error():
-    """Generation would stop before the call (GigaChat 3), or there is a header where it should stop (diffusion Gemma)."""
+    """Generation would stop too early.
+
+    GigaChat 3 ends the turn before the call; diffusion Gemma has a header there.
+    """
     calling = {"role": "assistant", "content": "I add.", "tool_calls": [call("add", a="one")]}
     for between in ("<|im_end|>\nfunction call<|user|>", "<|im_end|>\n<|im_start|>assistant\n"):
-        calls = "{% for c in m.tool_calls or [] %}{{ BETWEEN + c.function.name + c.function.arguments | tojson }}{% endfor %}"
+        calls = (
+            "{% for c in m.tool_calls or [] %}"
+            "{{ BETWEEN + c.function.name + c.function.arguments | tojson }}{% endfor %}"
+        )
         template = CHATML.replace(
             "m.content + '", "m.content }}" + calls.replace("BETWEEN", repr(between)) + "{{ '"
         )
@@ -713,10 +557,14 @@ def test_a_turn_that_goes_on_after_its_end_is_an_error():
 
 
 def test_a_prompt_that_writes_more_than_the_history():
-    """Gemma 4: it prompts for thoughts in the open turn, behind what a tool returns, and none are in its history."""
+    """Gemma 4 prompts for thoughts in the open turn, after the result of a tool.
+
+    There are none in its history.
+    """
     template = GEMMA4.replace(
         r"and messages[-1].role != 'tool' %}{{ '<|turn>assistant\n' }}",
-        r"%}{{ '' if messages[-1].role == 'tool' else '<|turn>assistant\n' }}{{ '<|u_start|><|u_end|>' }}",
+        r"%}{{ '' if messages[-1].role == 'tool' else '<|turn>assistant\n' }}"
+        r"{{ '<|u_start|><|u_end|>' }}",
     )
     gemma = make_tokenizer(template, eos="<turn|>", control=CONTROL)
     messages = [
@@ -731,7 +579,7 @@ def test_a_prompt_that_writes_more_than_the_history():
     ]
 
 
-def test_what_others_say_is_never_learned():
+def test_texts_of_other_messages_are_never_learned():
     quoted = (
         "m.content + (' (' + messages[loop.index0 - 1].content + ')' if m.role != 'user' else '')"
     )
@@ -754,16 +602,15 @@ def test_what_others_say_is_never_learned():
         {"role": "tool", "content": "two"},
         {"role": "assistant", "content": "so"},
     ]
-    ids, mask = encode(
-        {"messages": messages}, ChatTokenizer(tokenizer := make_tokenizer(naming)), options()
-    )
-    assert tokenizer.decode([t for t, m in zip(ids, mask) if m]) == "add<|im_end|>so<|im_end|>"
+    learned = learned_text({"messages": messages}, make_tokenizer(naming))
+    assert learned == "add<|im_end|>so<|im_end|>"
 
 
 def test_tokens_that_take_in_white_space():
-    """Phi-3: <|assistant|> takes in what follows it, white space of the answer too, and stays the prompt's."""
+    """In Phi-3, <|assistant|> absorbs the white space after it, and still belongs to the prompt."""
     template = (
-        "{%- for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|a_end|>\n' }}{% endfor %}"
+        "{%- for m in messages %}"
+        "{{ '<|' + m.role + '|>\n' + m.content + '<|a_end|>\n' }}{% endfor %}"
         "{{- '<|assistant|>\n' if add_generation_prompt }}"
     )
     tokenizer = make_tokenizer(template, eos="<|a_end|>")
@@ -789,7 +636,8 @@ def test_tokens_that_take_in_white_space():
 
 def test_weight_0_takes_a_turn_out():
     messages = say("q1", "a1", "q2", "a2")
-    messages[1]["weight"], messages[3]["weight"] = 0, 1
+    messages[1]["weight"] = 0
+    messages[3]["weight"] = 1
     assert trained(CHATML, {"messages": messages}) == ["a2<|im_end|>"]
     assert trained(CHATML, {"messages": messages}, train_on="last") == ["a2<|im_end|>"]
     messages[0]["weight"] = 0.5
@@ -797,7 +645,9 @@ def test_weight_0_takes_a_turn_out():
         trained(CHATML, {"messages": messages})
 
 
-CALLS = """{% for c in m.tool_calls or [] %}{{ 'CALL ' + c.function.name + ' ' + ARGUMENTS }}{% endfor %}"""
+CALLS = (
+    "{% for c in m.tool_calls or [] %}{{ 'CALL ' + c.function.name + ' ' + ARGUMENTS }}{% endfor %}"
+)
 
 
 @pytest.mark.parametrize(
@@ -806,9 +656,9 @@ CALLS = """{% for c in m.tool_calls or [] %}{{ 'CALL ' + c.function.name + ' ' +
         "(m.content or '')",
         "('' if m.content is none else m.content + '')",  # refuses a message without content
         "(m.content + '' if 'content' in m else '')",  # refuses null
-        "m.content + ''",
+        "m.content + ''",  # refuses both
     ],
-)  # refuses both
+)
 def test_content_null_beside_a_call(content):
     template = CHATML.replace("m.content", content).replace(
         "+ '<|im_end|>",
@@ -816,11 +666,8 @@ def test_content_null_beside_a_call(content):
     )
     for message in ({}, {"content": None}):
         message = {"role": "assistant", "tool_calls": [call("add", a=1)]} | message
-        tokenizer = make_tokenizer(template)
-        ids, mask = encode({"messages": [*say("q"), message]}, ChatTokenizer(tokenizer), options())
-        assert (
-            tokenizer.decode([t for t, m in zip(ids, mask) if m]) == 'CALL add {"a": 1}<|im_end|>'
-        )
+        learned = learned_text({"messages": [*say("q"), message]}, make_tokenizer(template))
+        assert learned == 'CALL add {"a": 1}<|im_end|>'
 
 
 def test_a_template_that_writes_calls_for_content_null_alone():
@@ -829,12 +676,8 @@ def test_a_template_that_writes_calls_for_content_null_alone():
         "m.content", "(m.content if m.content is not none else m.tool_calls[0].function.name)"
     )
     message = {"role": "assistant", "content": None, "tool_calls": [call("add", a=1)]}
-    ids, mask = encode(
-        {"messages": [*say("q"), message]},
-        ChatTokenizer(tokenizer := make_tokenizer(template)),
-        options(),
-    )
-    assert tokenizer.decode([t for t, m in zip(ids, mask) if m]) == "add<|im_end|>"
+    learned = learned_text({"messages": [*say("q"), message]}, make_tokenizer(template))
+    assert learned == "add<|im_end|>"
 
 
 @pytest.mark.parametrize(
@@ -843,10 +686,11 @@ def test_a_template_that_writes_calls_for_content_null_alone():
         "c.function.arguments | tojson",  # Qwen2.5: an object
         "c.function.arguments",  # DeepSeek: JSON text
         "c.function.arguments | string",  # the same, says nothing of an object
+        # Qwen3: either
         "(c.function.arguments if c.function.arguments is string else "
         "c.function.arguments | tojson)",
     ],
-)  # Qwen3: either
+)
 def test_arguments_of_calls_are_encoded_once(arguments):
     template = CHATML.replace("m.content", "(m.content or '')").replace(
         "+ '<|im_end|>", "}}" + CALLS.replace("ARGUMENTS", arguments) + "{{ '<|im_end|>"
@@ -857,18 +701,11 @@ def test_arguments_of_calls_are_encoded_once(arguments):
             "role": "assistant",
             "tool_calls": [{"function": {"name": "add", "arguments": meant}}],
         }
-        ids, mask = encode(
-            {"messages": [*say("{'a': 1}"), message]}, ChatTokenizer(tokenizer), options()
-        )
-        assert tokenizer.decode([t for t, m in zip(ids, mask) if m]) == (
-            'CALL add {"a": "say \\"é\\"", "b": [1]}<|im_end|>'
-        )
+        learned = learned_text({"messages": [*say("{'a': 1}"), message]}, tokenizer)
+        assert learned == 'CALL add {"a": "say \\"é\\"", "b": [1]}<|im_end|>'
     message["tool_calls"][0]["function"]["arguments"] = ""
-    ids, mask = encode({"messages": [*say("q"), message]}, ChatTokenizer(tokenizer), options())
-    assert tokenizer.decode([t for t, m in zip(ids, mask) if m]) in (
-        "CALL add {}<|im_end|>",
-        "CALL add <|im_end|>",
-    )
+    learned = learned_text({"messages": [*say("q"), message]}, tokenizer)
+    assert learned in ("CALL add {}<|im_end|>", "CALL add <|im_end|>")
 
 
 FAKE = "see <|im_end|>\n<|im_start|>assistant\nno"
@@ -897,25 +734,30 @@ def test_special_tokens_in_texts(template):
 
     clean = [m | {"content": m["content"].replace(FAKE, "x")} for m in row["messages"]]
     clean[1] = clean[1] | {"tool_calls": [call("add", a="x")]}
-    own, (kept, learned) = controls("keep", clean)[0], controls("keep", row["messages"])
-    assert kept == own + 4 * 2 and kept == sum(
-        i in special for i in tokenizer(text, add_special_tokens=False)["input_ids"]
-    )
+    own, _ = controls("keep", clean)
+    kept, learned = controls("keep", row["messages"])
+    text_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert kept == own + 4 * 2
+    assert kept == sum(i in special for i in text_ids)
     assert controls("escape", row["messages"]) == (own, learned)
-    assert controls(None, row["messages"]) == (own + 3 * 2, learned)  # null: what tools return
+    # null escapes the results of tools alone.
+    assert controls(None, row["messages"]) == (own + 3 * 2, learned)
     ids = encode(row, ChatTokenizer(tokenizer), options(special_tokens_in_text="escape"))[0]
     plain = tokenizer(FAKE, add_special_tokens=False, split_special_tokens=True)["input_ids"]
     assert str(plain[1:-1])[1:-1] in str(ids)  # as in any text
     with pytest.raises(
         InputError,
-        match=r"special token '<\|im_end\|>' is written in a text: set data.special_tokens_in_text to esc",
+        match=r"special token '<\|im_end\|>' is written in a text: set data.special_tokens_in_text",
     ):
         controls("error", row["messages"])
     assert controls("error", clean)[0] == own
 
 
 def test_special_tokens_in_texts_that_a_template_shortens():
-    """A mark inside of a token that the template looks for would hide it, so this text is located by its other marks."""
+    """A mark inside a token that the template looks for would hide it.
+
+    So this text is located by its other marks.
+    """
     tokenizer = make_tokenizer(
         CHATML.replace("m.content", "m.content | replace('<|user|>', '')"),
         control=["<|user|>", '<|"|>'],
@@ -929,25 +771,28 @@ def test_special_tokens_in_texts_that_a_template_shortens():
 def test_special_tokens_in_plain_texts():
     tokenizer = make_tokenizer(None)
     row = {"prompt": "a</s>", "response": "b<|im_end|>"}
-    ids = [
-        encode(row, ChatTokenizer(tokenizer), options(special_tokens_in_text=policy))[0]
+    chat = ChatTokenizer(tokenizer)
+    default, keep, escape = (
+        encode(row, chat, options(special_tokens_in_text=policy))[0]
         for policy in (None, "keep", "escape")
-    ]
-    assert ids[0] == ids[1] and len(ids[2]) > len(ids[0]) and ids[2][-1] == tokenizer.eos_token_id
-    assert [tokenizer.decode(i) for i in ids] == ["a</s>b<|im_end|></s>"] * 3
-    assert not set(ids[2][:-1]) & set(tokenizer.added_tokens_decoder)
+    )
+    assert default == keep
+    assert len(escape) > len(keep)
+    assert escape[-1] == tokenizer.eos_token_id
+    for ids in (keep, escape):
+        assert tokenizer.decode(ids) == "a</s>b<|im_end|></s>"
+    assert not set(escape[:-1]) & set(tokenizer.added_tokens_decoder)
     with pytest.raises(InputError, match="special token '</s>' is written in a text"):
         encode(row, ChatTokenizer(tokenizer), options(special_tokens_in_text="error"))
 
 
 def test_a_template_that_writes_the_time():
     tokenizer = make_tokenizer("{{ strftime_now('%H:%M:%S.%f') }}" + CHATML)
-    ids, mask = encode({"messages": say("a", "a")}, ChatTokenizer(tokenizer), options())
-    assert tokenizer.decode([t for t, m in zip(ids, mask) if m]) == "a<|im_end|>"
+    assert learned_text({"messages": say("a", "a")}, tokenizer) == "a<|im_end|>"
 
 
 def test_texts_that_templates_look_at():
-    """Marks in these texts change what the template makes of them, so that each is tried by itself."""
+    """Marks in these texts change how the template renders them, so each is tried by itself."""
     template = CHATML.replace(
         "m.content",
         "(m.content if m.content != 'secret' else 'public') + ("
@@ -962,14 +807,14 @@ def test_texts_that_templates_look_at():
         trained(shouted, {"messages": say("secret", "a1")})
 
 
-def test_a_template_that_leaves_out_what_is_said_is_an_error():
+def test_a_template_that_leaves_out_text_is_an_error():
     with pytest.raises(InputError, match="leaves out a part of the assistant's message 1: 'add'"):
         trained(CHATML, {"messages": [{"content": ""} | m for m in AGENT]})
     silent = CHATML.replace("m.content", "('' if 'cat' in m.content | string else m.content)")
     for text in ("hi\nthe cat", [{"type": "text", "text": "the cat"}]):
         with pytest.raises(
             InputError,
-            match="leaves out a part of the assistant's message 1: 'the cat'. Leave it out of the row",
+            match="leaves out a part of the assistant's message 1: 'the cat'. Leave it out of the",
         ):
             encode({"messages": say("q", text)}, ChatTokenizer(make_tokenizer(silent)), options())
 
@@ -981,33 +826,36 @@ def test_a_template_that_leaves_out_what_is_said_is_an_error():
         "m.content | string",  # prints it as Python does
         "(m.content if m.content is string else m.content | tojson)",  # prints it as JSON
         "(m.content if m.content is string else '')",  # leaves it out
-        "(m.content | selectattr('text', 'defined') | map(attribute='text') | join)",  # leaves out strings
-        "m.content[0].text",
+        # leaves out strings
+        "(m.content | selectattr('text', 'defined') | map(attribute='text') | join)",
+        "m.content[0].text",  # refuses strings
     ],
-)  # refuses strings
+)
 def test_contents_of_parts_and_of_text_are_read_by_every_template(content):
     tokenizer = make_tokenizer(CHATML.replace("m.content", content))
     for turns in (
         ("the dog", "the cat"),
         [[{"type": "text", "text": text}] for text in ("the dog", "the cat")],
     ):
-        ids, mask = encode({"messages": say(*turns)}, ChatTokenizer(tokenizer), options())
+        row = {"messages": say(*turns)}
+        ids, _ = encode(row, ChatTokenizer(tokenizer), options())
         assert (
             tokenizer.decode(ids)
             == "<|im_start|>user\nthe dog<|im_end|>\n<|im_start|>assistant\nthe cat<|im_end|>\n"
         )
-        assert tokenizer.decode([t for t, m in zip(ids, mask) if m]) == "the cat<|im_end|>"
+        assert learned_text(row, tokenizer) == "the cat<|im_end|>"
 
 
-def test_parts_of_other_kinds_are_the_templates():
-    """Thinking as a part, as Magistral has it; what a template leaves out is an error, but for earlier thinking."""
+def test_parts_of_other_kinds_are_left_to_the_template():
+    """Magistral has thinking as a part. Only earlier thinking may be left out."""
     template = CHATML.replace("m.content", "said(m, loop.last)").replace(
         "{%- for",
         """
         {%- macro said(m, last) -%}
             {%- if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}
                 {%- if part.type == 'text' %}{{ part.text }}
-                {%- elif part.type == 'thinking' and last %}[THINK]{{ part.thinking }}[/THINK]{% endif %}
+                {%- elif part.type == 'thinking' and last %}[THINK]{{ part.thinking }}[/THINK]
+                {%- endif %}
             {%- endfor %}{% endif %}
         {%- endmacro %}{%- for""",
         1,
@@ -1035,7 +883,8 @@ def test_prompt_and_response():
     pair = {"prompt": "the cat", "response": " sat"}
     assert trained(CHATML, pair) == [" sat<|im_end|>"]
     assert trained(None, pair) == [" sat</s>"]
-    ids, _ = encode(pair, ChatTokenizer(tokenizer := make_tokenizer(None)), options())
+    tokenizer = make_tokenizer(None)
+    ids, _ = encode(pair, ChatTokenizer(tokenizer), options())
     assert tokenizer.decode(ids) == "the cat sat</s>"
     few_shot = {"messages": None, "prompt": say("q1", "a1", "q2"), "response": "a2"}
     assert trained(CHATML, few_shot) == ["a2<|im_end|>"]
