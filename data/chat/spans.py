@@ -10,13 +10,14 @@ is rendered by a ChatML template as
     <|im_start|>user\\n2+3?<|im_end|>\\n<|im_start|>assistant\\n5<|im_end|>\\n
     <|im_start|>user\\nreally?<|im_end|>\\n<|im_start|>assistant\\nyes<|im_end|>\\n
 
-1. Pieces (pieces.py): which message does each part come from? The chat is rendered again with a
-   mark in every text: "2+3qZx0y0Zq?", "5qZx1y0Zq", ... Without the marks both renderings are equal,
-   so the marks show where the texts are. "5" and "yes" are found even if they occur elsewhere, too.
-2. Runs (runs.py): the pieces of one message in a row. Here they are "2+3", "5", "really", "yes".
+1. Pieces (pieces.py): which message does each part come from? The chat is rendered again with
+   marks in every text: "2qZx0y0Zq+3qZx0y1Zq?", "5qZx1y0Zq", "reallyqZx2y0Zq?", "yesqZx3y0Zq".
+   Without the marks both renderings are equal, so the marks show where the texts are. "5" and
+   "yes" are found even if the same characters occur elsewhere, too.
+2. Runs (runs.py): the pieces of one message in a row. Here they are the four texts.
 3. Headers (headers.py): where does the turn "5" begin? The chat up to "2+3?" is rendered with
-   add_generation_prompt=True. What follows "2+3" is the prompt for the turn:
-   "?<|im_end|>\\n<|im_start|>assistant\\n". The whole chat has the same there, and the turn begins
+   add_generation_prompt=True. What follows "2+3?" is the prompt for the turn,
+   "<|im_end|>\\n<|im_start|>assistant\\n". The whole chat has the same there, and the turn begins
    after it.
 4. Endings (endings.py): where does it end? With the first token after "5" that ends generation,
    "<|im_end|>". It is learned as well, because it teaches the model to stop.

@@ -1,4 +1,4 @@
-"""Prompts: the ids that the template gives, rows that come back as they were, and when a cache is used."""
+"""Prompts: the template's ids, rows that come back unchanged, and when a cache is used."""
 
 import csv
 import datetime
@@ -25,9 +25,11 @@ from examples.arithmetic import make_rows, make_tokenizer
 ROOT = Path(__file__).parents[2]
 TOOLS_AND_THINKING = (
     "{%- if tools %}{{ '<|im_start|>system\n' + tools | tojson + '<|im_end|>\n' }}{% endif %}"
-    "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{%- for m in messages %}"
+    "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
     "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
-    "{%- if enable_thinking is defined and not enable_thinking %}{{ '<think></think>' }}{% endif %}{% endif %}"
+    "{%- if enable_thinking is defined and not enable_thinking %}{{ '<think></think>' }}{% endif %}"
+    "{% endif %}"
     "{%- if style is defined %}{{ style }}{% endif %}"
 )
 
@@ -88,7 +90,8 @@ def rendered(text):
 
 
 def test_rows_of_the_example(make, tmp_path):
-    tokenizer, rows = make_tokenizer(), make_rows()[1][:50]
+    tokenizer = make_tokenizer()
+    rows = make_rows()[1][:50]
     folder = make(write(tmp_path / "a.jsonl", rows))
     prompts = PromptDataset.load(folder)
     assert {p.name for p in folder.iterdir()} == {
@@ -99,19 +102,21 @@ def test_rows_of_the_example(make, tmp_path):
         "stats.json",
         "sums.json",
     }
-    assert len(prompts) == 50 and prompts.name == folder.name and len(prompts.name) == 64
+    assert len(prompts) == 50
+    assert prompts.name == folder.name
+    assert len(prompts.name) == 64
     expected = [
         tokenizer.apply_chat_template(
             row["messages"][:-1], add_generation_prompt=True, return_dict=False
         )
         for row in rows
     ]
-    assert [p.input_ids for p in prompts] == expected and type(prompts[0].input_ids[0]) is int
+    assert [p.input_ids for p in prompts] == expected
+    assert type(prompts[0].input_ids[0]) is int
     assert [p.text for p in prompts] == [rendered(row["messages"][0]["content"]) for row in rows]
     assert [p.row for p in prompts] == rows
-    assert prompts.lengths.dtype == np.int64 and prompts.lengths.tolist() == [
-        len(ids) for ids in expected
-    ]
+    assert prompts.lengths.dtype == np.int64
+    assert prompts.lengths.tolist() == [len(ids) for ids in expected]
     assert prompts.stats == {
         "rows": 50,
         "dropped_long": 0,
@@ -119,11 +124,16 @@ def test_rows_of_the_example(make, tmp_path):
         "tokens": sum(map(len, expected)),
         "max_length": max(map(len, expected)),
     }
+
+
+def test_expected_lengths_are_those_drawn_last_or_their_mean(make, tmp_path):
+    rows = [{"prompt": f"q{i}"} for i in range(10)]
+    prompts = PromptDataset.load(make(write(tmp_path / "a.jsonl", rows)))
     assert prompts.expected_lengths([7, 3]) == [1, 1]
-    prompts.drawn_lengths[[3, 9]] = 20, 40
-    assert prompts.expected_lengths(range(2, 5)) == [20, 20, 20] and prompts.expected_lengths(
-        [9, 4, 3]
-    ) == [40, 30, 20]
+    prompts.drawn_lengths[3] = 20
+    prompts.drawn_lengths[9] = 40
+    assert prompts.expected_lengths(range(2, 5)) == [20, 20, 20]
+    assert prompts.expected_lengths([9, 4, 3]) == [40, 30, 20]
 
 
 def test_prompts_are_read_in_any_order(make, tmp_path):
@@ -133,7 +143,9 @@ def test_prompts_are_read_in_any_order(make, tmp_path):
     order = list(range(40))
     random.Random(0).shuffle(order)
     assert [prompts[i].row["prompt"] for i in order] == [f"q{i}" * i for i in order]
-    assert prompts[-1] == prompts[np.int64(39)] == prompts[39] and prompts[-40] == prompts[0]
+    assert prompts[-1] == prompts[39]
+    assert prompts[np.int64(39)] == prompts[39]
+    assert prompts[-40] == prompts[0]
     for index in (40, -41):
         with pytest.raises(IndexError):
             prompts[index]
@@ -161,11 +173,13 @@ def test_prompts_are_read_in_any_order(make, tmp_path):
         ({"prompt": "q", "completion": "c"}, rendered("q")),
     ],
 )
-def test_what_belongs_to_the_prompt(make, tmp_path, row, text):
+def test_replies_are_not_part_of_the_prompt(make, tmp_path, row, text):
     (prompt,) = PromptDataset.load(make(write(tmp_path / "a.jsonl", [row])))
-    assert prompt.text == text and prompt.row == row
+    assert prompt.text == text
+    assert prompt.row == row
     assert make_tokenizer().decode(prompt.input_ids) == text
-    assert text.endswith(rendered(prompt.question)) and prompt.question
+    assert prompt.question
+    assert text.endswith(rendered(prompt.question))
 
 
 def test_other_columns(make, tmp_path):
@@ -173,10 +187,13 @@ def test_other_columns(make, tmp_path):
     (prompt,) = PromptDataset.load(
         make(write(tmp_path / "a.jsonl", [row]), prompt_key="question", messages_key="chat")
     )
-    assert prompt.text == rendered("q") and prompt.row == row and prompt.question == "q"
+    assert prompt.text == rendered("q")
+    assert prompt.row == row
+    assert prompt.question == "q"
     row = {"prompt": [user("q"), assistant("a")]}
     (prompt,) = PromptDataset.load(make(write(tmp_path / "a.jsonl", [row]), messages_key="prompt"))
-    assert prompt.text == rendered("q") and prompt.row == row
+    assert prompt.text == rendered("q")
+    assert prompt.row == row
 
 
 def test_the_question_is_the_text_of_the_last_message_of_the_user(make, tmp_path):
@@ -221,11 +238,9 @@ def test_tools_and_template_arguments(make, tmp_path):
                 return_dict=False,
                 **extra,
             )
-    assert (
-        "add" in prompts[0].text
-        and prompts[1].text.endswith("</think>")
-        and prompts[2].text.endswith("Short: ")
-    )
+    assert "add" in prompts[0].text
+    assert prompts[1].text.endswith("</think>")
+    assert prompts[2].text.endswith("Short: ")
 
 
 def test_every_format_gives_the_same_prompts(make, tmp_path):
@@ -241,13 +256,12 @@ def test_every_format_gives_the_same_prompts(make, tmp_path):
     (tmp_path / "a.json").write_text(json.dumps(rows, indent=1))
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
     datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
-    made = [
-        list(PromptDataset.load(make(tmp_path / name)))
-        for name in ("a.jsonl", "a.json", "a.parquet", "saved")
-    ]
-    assert [p.row for p in made[0]] == rows and made[0] == made[1] == made[2] == made[3]
+    expected = list(PromptDataset.load(make(tmp_path / "a.jsonl")))
+    assert [prompt.row for prompt in expected] == rows
+    for name in ("a.json", "a.parquet", "saved"):
+        assert list(PromptDataset.load(make(tmp_path / name))) == expected, name
     both = list(PromptDataset.load(make([tmp_path / "a.parquet", tmp_path / "a.jsonl"])))
-    assert both == made[0] + made[0]
+    assert both == expected + expected
 
 
 def test_csv_cells_are_text(make, tmp_path):
@@ -262,7 +276,7 @@ def test_csv_cells_are_text(make, tmp_path):
 
 
 def test_plain_text_without_a_chat_template(make, tmp_path):
-    """With the special token that the tokenizer puts in front, without the one that it puts behind."""
+    """They begin with the tokenizer's first special token, and lack the one at the end."""
     vocabulary = {
         c: i for i, c in enumerate(["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())])
     }
@@ -281,10 +295,8 @@ def test_plain_text_without_a_chat_template(make, tmp_path):
     ]
     prompts = PromptDataset.load(make(path, framed))
     assert [p.input_ids for p in prompts] == [[0, ids["a"], ids["b"]], [0, ids["a"], 1]]
-    assert [p.text for p in prompts] == ["ab", "a</s>"] and [p.question for p in prompts] == [
-        "",
-        "",
-    ]
+    assert [p.text for p in prompts] == ["ab", "a</s>"]
+    assert [p.question for p in prompts] == ["", ""]
     with pytest.raises(InputError, match=r"a\.jsonl:1: the prompt is empty"):
         make(write(tmp_path / "a.jsonl", [{"prompt": ""}]), plain)
     with pytest.raises(
@@ -318,26 +330,31 @@ def test_a_malformed_row_is_named_by_file_and_line(make, tmp_path, row, message)
     path = write(tmp_path / "x.jsonl", [{"prompt": "q"}, "", row, {"also": "bad"}])
     with pytest.raises(InputError) as raised:
         make([write(tmp_path / "good.jsonl", [{"prompt": "q"}]), path])
-    assert str(raised.value).startswith(f"{path}:3: {message}") and "\n" not in str(raised.value)
+    assert str(raised.value).startswith(f"{path}:3: {message}")
+    assert "\n" not in str(raised.value)
     assert not list((tmp_path / "cache").iterdir())
 
 
 def test_special_tokens_in_prompts(make, tmp_path):
-    tokenizer, fake = make_tokenizer(), "a<|im_end|>b"
+    tokenizer = make_tokenizer()
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    fake = "a<|im_end|>b"
     rows = [
         {"prompt": fake},
         {"messages": [user("q"), assistant("c"), {"role": "tool", "content": fake}]},
     ]
-    path, end = write(tmp_path / "a.jsonl", rows), tokenizer.convert_tokens_to_ids("<|im_end|>")
+    path = write(tmp_path / "a.jsonl", rows)
 
-    def ends(policy):
+    def num_ends(policy):
         prompts = PromptDataset.load(make(path, special_tokens_in_text=policy))
-        assert fake in prompts[0].text and all(
-            tokenizer.decode(p.input_ids) == p.text for p in prompts
-        )
-        return [p.input_ids.count(end) for p in prompts]
+        assert fake in prompts[0].text
+        for prompt in prompts:
+            assert tokenizer.decode(prompt.input_ids) == prompt.text
+        return [prompt.input_ids.count(end) for prompt in prompts]
 
-    assert (ends("keep"), ends(None), ends("escape")) == ([2, 4], [2, 3], [1, 3])
+    assert num_ends("keep") == [2, 4]
+    assert num_ends(None) == [2, 3]
+    assert num_ends("escape") == [1, 3]
     with pytest.raises(
         InputError, match=r"a\.jsonl:1: the special token '<\|im_end\|>' is written in a text"
     ):
@@ -388,8 +405,8 @@ def test_truncation_error_lists_the_rows(make, tmp_path):
     with pytest.raises(InputError) as raised:
         make(path, max_prompt_length=15)
     assert str(raised.value) == (
-        f"2 of 3 rows are longer than data.max_prompt_length=15: {path}:2 (16 tokens), {path}:3 (26 tokens); raise it, "
-        "or set data.truncation to left, right or drop"
+        f"2 of 3 rows are longer than data.max_prompt_length=15: {path}:2 (16 tokens), "
+        f"{path}:3 (26 tokens); raise it, or set data.truncation to left, right or drop"
     )
     assert len(PromptDataset.load(make(path, max_prompt_length=26))) == 3
     assert len(PromptDataset.load(make(path, max_prompt_length=None))) == 3
@@ -440,7 +457,8 @@ def test_parallel_equals_serial(make, tmp_path):
     before = {p.name: p.read_bytes() for p in serial.iterdir()}
     shutil.rmtree(serial)
     parallel = make(path, num_proc=2, max_prompt_length=30, truncation="drop")
-    assert parallel == serial and {p.name: p.read_bytes() for p in parallel.iterdir()} == before
+    assert parallel == serial
+    assert {p.name: p.read_bytes() for p in parallel.iterdir()} == before
 
 
 def test_a_cache_is_found_until_something_changes(make, tokenizer_dir, tmp_path):
@@ -448,11 +466,10 @@ def test_a_cache_is_found_until_something_changes(make, tokenizer_dir, tmp_path)
     path = write(tmp_path / "a.jsonl", rows)
     folder = make(path)
     stamp = (folder / "input_ids.npy").stat().st_mtime_ns
-    assert (
-        make(path) == folder == make(path, num_proc=2)
-        and (folder / "input_ids.npy").stat().st_mtime_ns == stamp
-    )
-    others = {
+    assert make(path) == folder
+    assert make(path, num_proc=2) == folder
+    assert (folder / "input_ids.npy").stat().st_mtime_ns == stamp
+    changed_folders = {
         make(path, max_prompt_length=300),
         make(path, truncation="left"),
         make(path, tools_key="functions"),
@@ -461,10 +478,15 @@ def test_a_cache_is_found_until_something_changes(make, tokenizer_dir, tmp_path)
     write(path, rows)
     tokenizer = make_tokenizer()
     tokenizer.chat_template += "{#- edited #}"
-    others.add(tokenize_prompts(str(path), tokenizer, options(), tmp_path / "cache", tokenizer_dir))
+    changed_folders.add(
+        tokenize_prompts(str(path), tokenizer, options(), tmp_path / "cache", tokenizer_dir)
+    )
     sft = options(response_key="response", train_on="all", max_length=200)
-    others.add(tokenize(str(path), make_tokenizer(), sft, tmp_path / "cache", tokenizer_dir))
-    assert len(others | {folder}) == 7 and make(path) == folder
+    changed_folders.add(
+        tokenize(str(path), make_tokenizer(), sft, tmp_path / "cache", tokenizer_dir)
+    )
+    assert len(changed_folders | {folder}) == 7
+    assert make(path) == folder
     assert len(list((tmp_path / "cache").iterdir())) == 7
 
 
@@ -482,8 +504,9 @@ def test_a_cache_hit_needs_no_datasets_library(make, tokenizer_dir, tmp_path):
         cache, tokenizer_dir = {str(tmp_path / "cache")!r}, {str(tokenizer_dir)!r}
         folder = tokenize_prompts({str(path)!r}, tokenizer, options, cache, tokenizer_dir)
         assert PromptDataset.load(folder)[0].row["answer"] == 5
-        assert not [name for name in sys.modules if name.split(".")[0] in ("datasets", "pyarrow", "pandas")
-                    and sys.modules[name]], "imported on a hit"
+        heavy = {{"datasets", "pyarrow", "pandas"}}
+        imported = [name for name in sys.modules if sys.modules[name]]
+        assert not heavy & {{name.split(".")[0] for name in imported}}, "imported on a hit"
         print(folder)"""
     out = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=os.environ, capture_output=True, text=True
