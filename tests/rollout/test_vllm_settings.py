@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from config import InputError, load
-from engines.check import in_vllm
+from engines.check import is_supported_by_vllm
 from rollout.vllm.sampling import find_stop_token_ids, request_seed
 from rollout.vllm.settings import check_rollout, check_vllm_model
 from rollout.vllm.weight_names import vllm_weight_names
@@ -86,8 +86,8 @@ def test_weight_names_that_vllm_does_not_know_are_replaced(rollout_folder):
 
 def test_whether_vllm_has_a_class(rollout_folder, tmp_path):
     """engines.check tolerates that vLLM cannot run a model only if it has no class for it."""
-    assert in_vllm(rollout_folder / "qwen3")
-    assert not in_vllm(make_model(tmp_path, "qwen3", model_type="openai-gpt"))
+    assert is_supported_by_vllm(rollout_folder / "qwen3")
+    assert not is_supported_by_vllm(make_model(tmp_path, "qwen3", model_type="openai-gpt"))
 
 
 def test_end_tokens_come_from_both_files(rollout_folder, tmp_path):
