@@ -3,8 +3,8 @@
     python -m engines.checkpoint export CHECKPOINT OUT
     python -m engines.checkpoint export CHECKPOINT OUT --merge
 
-OUT becomes a model directory or, for a run with adapters, a PEFT adapter. With --merge, the adapters
-are added to the frozen model, and OUT becomes a model directory.
+OUT becomes a model directory or, for a run with adapters, a PEFT adapter. With --merge, the
+adapters are added to the frozen model, and OUT becomes a model directory.
 """
 
 import sys
