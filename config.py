@@ -1,10 +1,10 @@
 """Configuration: layered YAML, then key=value pairs, checked before anything heavy is imported.
 
-    python -m config schema     writes configs/schema/*.json, with which editors check YAML files
+    python -m config schema     writes configs/schema/*.json, which editors use to check YAML files
 
-The YAML files in configs/ are the only list of keys. The type of a key is that of its default;
-configs/rules.py adds choices, bounds and nulls. configs/names.yaml lists what other projects call
-our keys.
+The YAML files in configs/ are the only list of keys. A key has the type of its default;
+configs/rules.py adds choices, bounds and nulls. configs/names.yaml maps the key names of other
+projects to ours.
 """
 
 import ctypes
@@ -33,7 +33,7 @@ from configs.files import (
 from configs.names import reader_note, readers, suggest
 from configs.rules import REQUIRED, problem_with
 
-PARENT = os.getppid()  # torchrun, unless it is killed during the imports that follow
+PARENT = os.getppid()  # torchrun, unless it is killed during the imports below
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # Names of keys and environment variables whose values must not be shown.
 SECRET = re.compile(
@@ -41,10 +41,10 @@ SECRET = re.compile(
     r"|_pwd$|password",
     re.IGNORECASE,
 )
-# Shorter values of environment variables are not hidden: they would occur in any text.
+# Shorter values of environment variables are not hidden: they could occur in any text.
 MIN_SECRET_LENGTH = 6
 USAGE = "arguments are YAML files and key=value pairs"
-# What run() has printed.
+# The errors that run() has printed.
 reported_errors: list[Exception] = []
 
 
@@ -57,15 +57,17 @@ def load(defaults: str, arguments: list[str]) -> DictConfig:
     The defaults are configs/{defaults} and configs/model_engine/{model_engine}.yaml.
 
     Returns a read-only, fully resolved DictConfig. Raises InputError for the first mistake: an
-    unknown key (with the name it has here, if there is one), a wrong type, a value that breaks its
-    rule, a missing value, an unreadable file.
+    unknown key (the message suggests a similar one, if any), a wrong type, a value that breaks its
+    rule, a missing value, or an unreadable file.
     """
     try:
         base = read_defaults(CONFIGS / defaults)
-        check_forms(arguments, flatten(base) | flatten(engine_defaults(base.model_engine)))
+        default_engine = engine_defaults(base.model_engine)
+        check_argument_style(arguments, flatten(base) | flatten(default_engine))
         files = [read(Path(argument)) for argument in arguments if "=" not in argument]
         pairs = [read_pair(argument) for argument in arguments if "=" in argument]
-        known = OmegaConf.merge(base, engine_defaults(choose_engine([base, *files, *pairs])))
+        model_engine = choose_engine([base, *files, *pairs])
+        known = OmegaConf.merge(base, engine_defaults(model_engine))
         known_keys = flatten(known)
         for layer in (*files, *pairs):
             check_keys(flatten(layer), known_keys)
@@ -100,8 +102,8 @@ def defaults(group: str) -> DictConfig:
 # -- checks ----------------------------------------------------------------------------------------
 
 
-def check_forms(arguments: list[str], known: dict) -> None:
-    """Raise InputError for the forms of argparse and Hydra.
+def check_argument_style(arguments: list[str], known: dict) -> None:
+    """Raise InputError for arguments in the style of argparse or Hydra.
 
     These are --key value, --key=value, +key=value, ++key=value and ~key.
     """
@@ -120,7 +122,7 @@ def check_forms(arguments: list[str], known: dict) -> None:
 
 
 def check_keys(layer: dict, known: dict) -> None:
-    """Raise InputError for a key of a layer that does not exist, or is a group."""
+    """Raise InputError for a key of a layer that does not exist, or that is a group."""
     for key, value in layer.items():
         check_is_group(key, value, known)
         if key in known or is_free(key, known):
@@ -129,7 +131,7 @@ def check_keys(layer: dict, known: dict) -> None:
         if members:
             raise InputError(f"{key} is a group of keys, not a value; did you mean {members[0]}?")
         if key in readers():
-            raise InputError(f"unknown key {key}; it is a key of {readers()[key]} alone")
+            raise InputError(f"unknown key {key}; only {readers()[key]} reads it")
         target = suggest(key, known)
         advice = target or "--help lists the keys"
         if target in readers():
@@ -138,7 +140,7 @@ def check_keys(layer: dict, known: dict) -> None:
 
 
 def check_is_group(key: str, value, known: dict) -> None:
-    """Raise InputError for a group in the place of a value, or a value in the place of a group."""
+    """Raise InputError for a group where a value belongs, or a value where a group belongs."""
     is_group = isinstance(value, dict)
     is_free_group = known.get(key) == {}
     if is_group and key in known and not is_free_group:
@@ -148,7 +150,7 @@ def check_is_group(key: str, value, known: dict) -> None:
 
 
 def check_values(values: dict, known: dict) -> None:
-    """Raise InputError for a value of the wrong type, one that breaks its rule, or a missing one.
+    """Raise InputError for a value that is missing, has the wrong type or breaks its rule.
 
     Args:
         values: the merged configuration, flattened.
@@ -162,16 +164,16 @@ def check_values(values: dict, known: dict) -> None:
             raise InputError(f"{key}={value!r} {problem}")
     for key, value in values.items():
         if value == REQUIRED:
-            raise InputError(f"{key} is missing: give {key}=... or set it in a YAML file")
+            raise InputError(f"{key} is missing: pass {key}=... or set it in a YAML file")
 
 
 # -- secrets ---------------------------------------------------------------------------------------
 
 
 def without_secrets(config: DictConfig) -> DictConfig:
-    """Return a copy to show and to keep, with secrets from the environment hidden.
+    """Return a copy that is safe to print and to save: secrets from the environment are hidden.
 
-    It makes no difference whether an interpolation or the shell has inserted them.
+    This works whether an interpolation or the shell has inserted them.
     """
     shown = OmegaConf.create(OmegaConf.to_container(config))
     for key, value in flatten(shown).items():
@@ -188,7 +190,8 @@ def hide_secrets(text: str, is_secret: bool = False) -> str:
     """Return the text with ${oc.env:NAME} in place of the values of secret-looking variables.
 
     Args:
-        is_secret: the text itself is a secret: replace the values of all variables.
+        is_secret: whether the text itself is a secret. If so, the values of all variables are
+            replaced.
     """
     longest_first = sorted(os.environ.items(), key=lambda item: -len(item[1]))
     for name, value in longest_first:
@@ -219,13 +222,13 @@ def run(main: Callable[[DictConfig], None], defaults: str, doc: str) -> None:
 
 
 def report(error: InputError) -> None:
-    """Print an error once per node: a file may be missing on one node alone."""
+    """Print an error once per node, since a file may be missing on only one of them."""
     reported_errors.append(error)
     rank = int(os.environ.get("RANK", 0))
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     if local_rank != 0:
         return
-    # Ends the line of a progress bar before it prints.
+    # tqdm.write() does not print into the line of a progress bar.
     from tqdm import tqdm
 
     on_rank = f" on rank {rank}" if rank else ""
@@ -244,14 +247,14 @@ def leave_process_group() -> None:
         dist.destroy_process_group()
 
 
-# Finalizers run at the end of Python, the latest first: so vLLM's run before this one.
+# Finalizers run when Python exits, the newest first, so vLLM's run before this one.
 weakref.finalize(InputError, leave_process_group)
 
 
 def die_with(parent: int) -> None:
     """Have this process killed when its parent process ends, however it ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the line above
+    if os.getppid() != parent:  # the parent ended before prctl() took effect
         sys.exit(f"process {parent}, which started this one, has ended")
 
 

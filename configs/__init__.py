@@ -1,5 +1,6 @@
 """The keys of the configuration: YAML files with every default, and the modules that describe them.
 
-files.py reads YAML, rules.py says which values a key may have, names.py knows what other projects
-call our keys, and json_schema.py tells editors all of this. Loading and merging is in config.py.
+files.py reads YAML, rules.py lists the valid values of each key, names.py suggests a key in place
+of an unknown one, and json_schema.py describes the keys to editors. Layers are loaded and merged in
+config.py.
 """

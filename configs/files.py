@@ -1,5 +1,6 @@
 """Read YAML files and key=value pairs."""
 
+import re
 from functools import cache
 from pathlib import Path
 
@@ -8,10 +9,12 @@ from yaml import YAMLError
 
 CONFIGS = Path(__file__).resolve().parent
 SCRIPTS = ("sft", "ppo")  # train_{script}.py reads configs/{script}.yaml
+KEY_LINE = re.compile(r"( *)(\w+):")
+INDENT = 2  # spaces per level in the files of configs/
 
 
 class InputError(ValueError):
-    """A mistake of the user. Scripts print it as one line on rank 0 and exit with code 2."""
+    """A mistake of the user. Scripts print it as one line per node and exit with code 2."""
 
 
 def engine_files() -> list[Path]:
@@ -21,12 +24,15 @@ def engine_files() -> list[Path]:
 
 @cache
 def read_defaults(path: Path) -> DictConfig:
-    """Return a file of configs/, read once. Callers must not change it."""
+    """Return the keys of a file of configs/, which is read only once. Do not change the result."""
     return read(path)
 
 
 def read(path: Path) -> DictConfig:
-    """Return the keys of a YAML file; InputError if there is no such file, or it is not YAML."""
+    """Return the keys of a YAML file.
+
+    Raises InputError if the file does not exist, or if it is not a YAML file of keys and values.
+    """
     try:
         layer = OmegaConf.load(path)
     except OSError as error:
@@ -41,17 +47,40 @@ def read(path: Path) -> DictConfig:
 
 
 def read_pair(argument: str) -> DictConfig:
-    """Return the key of a key=value argument."""
+    """Return the key and the value of a key=value argument."""
     try:
         return OmegaConf.from_dotlist([argument])
     except YAMLError:
         raise InputError(f"{argument}: the value is not YAML; quote it") from None
 
 
-def flatten(tree: DictConfig | dict, prefix: str = "") -> dict:
-    """Return {"a.b": 1} for {"a": {"b": 1}}.
+def read_comments(path: Path) -> dict[str, str]:
+    """Return the comment of each key in a file of configs/: {"optim.lr": "peak learning rate"}.
 
-    An empty group stays as a leaf. Interpolations are not resolved.
+    Comment lines directly below a key continue its comment.
+    """
+    comments: dict[str, str] = {}
+    parents: list[str] = []
+    key = None
+    for line in path.read_text().splitlines():
+        code, _, comment = line.partition("# ")
+        match = KEY_LINE.match(code)
+        if match:
+            indent, name = match.groups()
+            parents[len(indent) // INDENT :] = [name]
+            key = ".".join(parents)
+            comments[key] = comment
+        elif key and code and code.isspace():
+            comments[key] += f" {comment}"
+        else:
+            key = None
+    return comments
+
+
+def flatten(tree: DictConfig | dict, prefix: str = "") -> dict:
+    """Return the leaves of a tree of keys: {"a.b": 1} for {"a": {"b": 1}}.
+
+    An empty group counts as a leaf. Interpolations are not resolved.
     """
     if isinstance(tree, DictConfig):
         tree = OmegaConf.to_container(tree, resolve=False)
@@ -68,13 +97,13 @@ def flatten(tree: DictConfig | dict, prefix: str = "") -> dict:
 def check_no_dots(key: str, prefix: str) -> None:
     """Raise InputError for a dotted key in a YAML file.
 
-    OmegaConf would keep it beside the group of that name, where nothing reads it.
+    OmegaConf would store it as a key of its own, which nothing reads, and not in the group.
     """
     if "." in key:
         group = key.replace(".", ": {")
         closing = "}" * key.count(".")
         raise InputError(
-            f"{prefix}{key}: a YAML file has no dots in its keys; write a group, "
+            f"{prefix}{key}: keys of a YAML file cannot contain dots; write a group, "
             f"{group}: ...{closing}"
         )
 
@@ -82,6 +111,6 @@ def check_no_dots(key: str, prefix: str) -> None:
 def is_free(key: str, known: dict) -> bool:
     """Return whether a key is in a group whose default is {}.
 
-    Another package defines the keys of such a group and checks them.
+    Other code defines and checks the keys of such a free group.
     """
     return any(value == {} and key.startswith(f"{name}.") for name, value in known.items())

@@ -1,12 +1,11 @@
-"""JSON schemas of the YAML files, with which editors complete and check keys."""
+"""Write JSON schemas of the YAML files. Editors use them to complete and check keys."""
 
 import json
-import re
 from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from configs.files import CONFIGS, SCRIPTS, engine_files, read
+from configs.files import CONFIGS, SCRIPTS, engine_files, read, read_comments
 from configs.rules import ANYTHING, REQUIRED, RULES, TYPES
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -17,7 +16,7 @@ DIRECTORY = CONFIGS / "schema"
 def schema(script: str) -> dict:
     """Return the schema of the YAML files that train_{script}.py reads.
 
-    A file may hold any part of the keys. The keys of the group `engine` depend on model_engine.
+    No key is required in a file. The keys of the group `engine` depend on model_engine.
     """
     root = file_schema(CONFIGS / f"{script}.yaml")
     engines = {path.stem: file_schema(path)["properties"]["engine"] for path in engine_files()}
@@ -43,7 +42,7 @@ def schema(script: str) -> dict:
 def file_schema(path: Path) -> dict:
     """Return the schema of the keys in one file of configs/."""
     tree = OmegaConf.to_container(read(path), resolve=False)
-    return group_schema(tree, comments(path))
+    return group_schema(tree, read_comments(path))
 
 
 def group_schema(tree: dict, descriptions: dict[str, str], prefix: str = "") -> dict:
@@ -52,7 +51,7 @@ def group_schema(tree: dict, descriptions: dict[str, str], prefix: str = "") -> 
     Args:
         tree: the defaults of the group.
         descriptions: the comment of every key, by its full name.
-        prefix: the name of the group, with a dot at its end.
+        prefix: the name of the group, followed by a dot.
     """
     properties = {}
     for name, default in tree.items():
@@ -67,35 +66,15 @@ def group_schema(tree: dict, descriptions: dict[str, str], prefix: str = "") -> 
 
 
 def value_schema(key: str, default) -> dict:
-    """Return the schema of one key: its type, rule and default; it may be an interpolation."""
+    """Return the schema of one key: its type, rule and default.
+
+    Except for strings, the schema also allows an interpolation.
+    """
     value = {} if default is None else {"type": TYPES[type(default)][1]}
     value |= RULES.get(key, ANYTHING).schema
     if value != {"type": "string"}:
         value = {"anyOf": [value, {"$ref": "#/$defs/interpolation"}]}
     return value if default == REQUIRED else {"default": default} | value
-
-
-def comments(path: Path) -> dict[str, str]:
-    """Return the comment of every key: beside it, and on lines of its own below it.
-
-    {"optim.lr": "peak learning rate of AdamW", ...}
-    """
-    by_key = {}
-    parts = []
-    key = None
-    for line in path.read_text().splitlines():
-        code, _, comment = line.partition("# ")
-        match = re.match(r"( *)(\w+):", code)
-        if match:
-            indent, name = match.groups()
-            parts[len(indent) // 2 :] = [name]
-            key = ".".join(parts)
-            by_key[key] = comment
-        elif key and code and code.isspace():
-            by_key[key] += f" {comment}"
-        else:
-            key = None
-    return by_key
 
 
 def write_schemas(directory: Path = DIRECTORY) -> None:

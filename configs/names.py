@@ -1,4 +1,4 @@
-"""Suggest a key for one that does not exist: a typing error, or what other projects call it."""
+"""Suggest a key in place of an unknown one: a misspelled key, or another project's name for it."""
 
 import difflib
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from configs.files import CONFIGS, SCRIPTS, engine_files, flatten, read
 
 # Meaningless without the name of their group, so never suggested by themselves.
 PLAIN_NAMES = ("enable", "name", "path", "type")
-# How similar two keys must be (difflib's ratio); short names need more.
+# Least similarity of a suggestion (difflib's ratio); short names need more than whole keys.
 KEY_SIMILARITY = 0.85
 NAME_SIMILARITY = 0.9
 
@@ -27,12 +27,12 @@ def readers() -> dict[str, str]:
 
 
 def reader_note(key: str, known: dict) -> str:
-    """Return " (a key of ...)" for a key that this script does not read, else nothing."""
+    """Return " (a key of ...)" for a key that this script does not read, otherwise ""."""
     return "" if key in known else f" (a key of {readers()[key]})"
 
 
 def suggest(key: str, known: dict) -> str:
-    """Return what to write for an unknown key: an existing key, a sentence, or "" if nothing fits.
+    """Return a suggestion for an unknown key: an existing key, a sentence, or "" if nothing fits.
 
     Args:
         known: the keys of this script and engine.
@@ -56,7 +56,7 @@ def suggest(key: str, known: dict) -> str:
 
 
 def parts_of(key: str) -> Iterator[str]:
-    """Yield the runs of names in a dotted key: long ones first, and late ones before early ones.
+    """Yield every run of consecutive names in a dotted key: the longest first, from right to left.
 
     For a.b.c: a.b.c, b.c, a.b, c, b, a.
     """
@@ -67,7 +67,10 @@ def parts_of(key: str) -> Iterator[str]:
 
 
 def keys_by_name(known: dict) -> dict[str, str]:
-    """Return keys by their last name. The first group wins, and keys of this script do."""
+    """Return keys by the last part of their names.
+
+    If several keys share it, keys of this script come first, and then the order of the files.
+    """
     by_name = {}
     for key in reversed([*known, *readers()]):
         name = key.rpartition(".")[2]

@@ -1,13 +1,14 @@
 """Which values each key may have, beyond the type of its default: choices, bounds, null.
 
-RULES is the table. The functions above it make its entries: a check, and the same as JSON schema.
+RULES is the table. The functions above it build its entries: a check, and the same condition as
+JSON schema.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-# Python type -> (what an error message calls it, its name in JSON schema).
+# Python type -> (its name in error messages, its name in JSON schema).
 TYPES = {
     bool: ("true or false", "boolean"),
     int: ("a whole number", "integer"),
@@ -23,11 +24,11 @@ REQUIRED = "???"  # the default of a key that has none
 
 @dataclass(frozen=True)
 class Rule:
-    """What a value must be.
+    """A condition on the value of a key.
 
     Attributes:
-        problem: maps a value to what is wrong with it, or to None.
-        schema: the same as JSON schema, as far as that can express it.
+        problem: returns the problem with a value, such as "must be at least 1", or None.
+        schema: the same condition as JSON schema, as far as JSON schema can express it.
     """
 
     problem: Callable[[Any], str | None]
@@ -35,17 +36,17 @@ class Rule:
 
 
 def problem_with(key: str, value, default) -> str | None:
-    """Return what is wrong with the value of a key, or None.
+    """Return the problem with the value of a key, or None.
 
     Args:
-        default: the default of the key. Its type is the key's, unless a rule has another.
+        default: the default of the key, which determines its type unless its rule does.
     """
     rule = RULES.get(key, ANYTHING)
     has_typed_default = default is not None and default != REQUIRED
     if has_typed_default and "type" not in rule.schema:
         kind = type(default)
         if not has_type(value, kind):
-            return f"must be {TYPES[kind][0]}, as its default {default!r} is"
+            return f"must be {TYPES[kind][0]}, like its default {default!r}"
     elif key not in RULES and not isinstance(value, str):
         return "must be a string"
     return rule.problem(value)
@@ -62,7 +63,7 @@ def has_type(value, kind: type) -> bool:
 
 
 def rule(text: str, holds: Callable[[Any], bool], **schema) -> Rule:
-    """Return a rule that a value breaks unless `holds(value)`; `text` then says what is wrong."""
+    """Return a rule that values follow if `holds(value)`; `text` describes the problem if not."""
 
     def problem(value) -> str | None:
         return None if holds(value) else text
@@ -113,7 +114,7 @@ def optional(kind: type | tuple[type, ...], then: Rule = ANYTHING) -> Rule:
     return Rule(problem, {"anyOf": [{"type": json_type} | then.schema, {"type": "null"}]})
 
 
-# -- rules of their own ----------------------------------------------------------------------------
+# -- rules for single keys -------------------------------------------------------------------------
 
 STRING = {"type": "string", "minLength": 1}
 STRING_OR_LIST = {
@@ -129,7 +130,7 @@ def is_text(value) -> bool:
 
 
 def are_texts(value) -> bool:
-    """Return whether a value is a list of strings, none of them empty; the list may be."""
+    """Return whether a value is a list of non-empty strings. The list itself may be empty."""
     return isinstance(value, list) and all(is_text(item) for item in value)
 
 
@@ -160,7 +161,7 @@ def are_ranks(value) -> bool:
 def unknown_logger(value: list) -> str | None:
     for name in value:
         if name not in KNOWN_LOGGERS:
-            return f"knows console, tensorboard and wandb, not {name!r}"
+            return f"may contain console, tensorboard and wandb, not {name!r}"
     return None
 
 
@@ -184,7 +185,7 @@ BETAS = rule(
     maxItems=2,
 )
 INTERVAL = rule(
-    "must be the first and the last step, from 1, or [-1, -1] for none",
+    "must be the first and the last step, counted from 1, or [-1, -1] for none",
     is_interval,
     items={"type": "integer"},
     minItems=2,

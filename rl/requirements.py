@@ -22,11 +22,10 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from config import CONFIGS, InputError
+from configs.files import read_comments
 from rl.functions import FUNCTIONS, built_in_readers, inputs_read
 
 REQUIREMENT = re.compile(r"\(needs ([^()]*)\)")
-KEY_LINE = re.compile(r"( *)(\w+):")
-INDENT = 2  # spaces per level of the YAML file
 UNSET = (None, "none", False)
 
 FORMS = {
@@ -110,28 +109,6 @@ def parse_first(text: str) -> tuple[Condition, str]:
         if not rest or rest.startswith(" or "):
             return Condition(match[0], form, match.groups()), rest.removeprefix(" or ")
     raise ValueError(f"no condition begins with {text!r}: rl/requirements.py lists the forms")
-
-
-def read_comments(path: Path) -> dict[str, str]:
-    """Return the comment of each key of a YAML file, e.g. {"optim.lr": "peak learning rate"}.
-
-    Comment lines directly below a key continue its comment.
-    """
-    comments: dict[str, str] = {}
-    parents: list[str] = []
-    key = None
-    for line in path.read_text().splitlines():
-        code, _, comment = line.partition("# ")
-        match = KEY_LINE.match(code)
-        if match:
-            parents[len(match[1]) // INDENT :] = [match[2]]
-            key = ".".join(parents)
-            comments[key] = comment
-        elif key and code and not code.strip():
-            comments[key] += f" {comment}"
-        else:
-            key = None
-    return comments
 
 
 def read_requirements(path: Path) -> dict[str, list[Condition]]:

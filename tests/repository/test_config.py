@@ -149,8 +149,8 @@ def test_bounds_of_sampling(argument, message):
         ("sft", "stage", "train_sft.py and train_ppo.py are the stages"),
         ("ppo", "optimizer", "the nearest is optim.name"),
         # A key that another script or engine reads.
-        ("sft", "rollout.n", "it is a key of train_ppo.py alone"),
-        ("sft", "engine.tensor_model_parallel_size", "it is a key of model_engine=megatron alone"),
+        ("sft", "rollout.n", "only train_ppo.py reads it"),
+        ("sft", "engine.tensor_model_parallel_size", "only model_engine=megatron reads it"),
         ("sft", "num_generations", "the nearest is rollout.n (a key of train_ppo.py)"),
         # verl
         ("ppo", "actor_rollout_ref.actor.optim.lr", "the nearest is optim.lr"),
@@ -275,7 +275,7 @@ def test_a_missing_value_and_a_broken_file(tmp_path):
     (tmp_path / "dots.yaml").write_text("trainer: {seed: 1}\noptim.lr: 1\n")
     with pytest.raises(
         InputError,
-        match=r"optim.lr: a YAML file has no dots in its keys; write a group, optim: {lr: ...}",
+        match=r"optim.lr: keys of a YAML file cannot contain dots; write a group, optim: {lr: ...}",
     ):
         load("sft.yaml", [*NEEDED, str(tmp_path / "dots.yaml")])
 
