@@ -1,6 +1,6 @@
 """PPO, GRPO and their relatives: every rank trains its share of the model and generates with vLLM.
 
-On one node, on several, under slurm (srun starts the ranks), and on a laptop's CPU:
+On one node, on two nodes, with Slurm (srun starts the ranks), and on a laptop's CPU:
 
     torchrun --nproc-per-node 8 train_ppo.py my.yaml rollout.tensor_parallel_size=2
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \
@@ -8,19 +8,19 @@ On one node, on several, under slurm (srun starts the ranks), and on a laptop's 
     sbatch examples/slurm/ppo.sbatch my.yaml
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 train_ppo.py configs/demo/ppo.yaml
 
-Arguments are YAML files and key=value pairs, of which later ones win; configs/ppo.yaml lists every
-key. Rewards are functions in rewards.py, or your own: reward.function=my_file.py:name.
+Arguments are YAML files and key=value pairs; later ones win. configs/ppo.yaml lists every key.
+Rewards are functions in rewards.py, or your own: reward.function=my_file.py:name.
 
 SIGTERM, SIGUSR1 or Ctrl-C saves a checkpoint after the current step and exits with code 0; the same
 command then continues from there. (torchrun does not forward SIGUSR1, and kills its ranks after
 30 s: give it --signals-to-handle SIGTERM,SIGUSR1 --shutdown-timeout 600.) A mistake in the
 configuration is reported in one line per node, with exit code 2.
 
-In each step, vLLM wakes with the new weights and generates responses, which are graded, and goes to
-sleep. Each rank receives the tokens that it trains on, computes their log-probabilities, values and
-advantages, and updates critic and actor. Every rank knows the score and the length of every
-response, and mini-batches, advantages and denominators follow from these. So nothing that is
-learned depends on the number of ranks.
+In each step, vLLM wakes up with the new weights and generates responses, which are graded; then it
+goes to sleep. Each rank receives the tokens that it trains on, computes their log-probabilities,
+values and advantages, and updates critic and actor. Every rank knows the score and the length of
+every response. Mini-batches, advantages and denominators are computed from these, so the result of
+training does not depend on the number of ranks.
 """
 
 import time
@@ -32,10 +32,10 @@ from job.progress import Progress, adapter, identify
 
 @dataclass(kw_only=True)
 class PpoProgress(Progress):
-    """How far a run of PPO is.
+    """Progress of a PPO run.
 
     Attributes:
-        batch: number of prompt batches that have been drawn.
+        batch: number of prompt batches that have been used.
         failures: number of responses that could not be graded.
         kl_coef: the weight of the KL penalty, which an adaptive controller changes.
         actor_updates, critic_updates: optimizer steps, including the skipped ones.
@@ -52,7 +52,7 @@ class PpoProgress(Progress):
 
 
 def main(config):
-    # Imported here, so that --help and mistakes in the configuration are answered at once.
+    # Slow imports come last, so that --help and mistakes in the configuration need no waiting.
     import torch.distributed as dist
 
     from engines.parallel import device
@@ -93,10 +93,10 @@ def main(config):
 
 
 def start_grader(config):
-    """Check the settings of PPO, which takes no time, and start the processes that grade.
+    """Check the settings of PPO, which takes no time, and start the grading processes.
 
-    Returns a Grader. Raises InputError for contradicting settings and for a reward function that
-    cannot be found or does not fit them.
+    Returns a Grader. Raises InputError for settings that contradict each other, and for a reward
+    function that cannot be found or does not fit the settings.
     """
     from rl.functions import inputs_read
     from rl.settings import check_settings
@@ -107,8 +107,8 @@ def start_grader(config):
     if grader.takes_groups and "baseline" in inputs_read(config, "adv_estimator"):
         raise InputError(
             f"reward.function={config.reward.function} grades the responses of a group together, "
-            f"but algorithm.adv_estimator={config.algorithm.adv_estimator} has a greedy response "
-            "graded alone: choose another of either"
+            f"but algorithm.adv_estimator={config.algorithm.adv_estimator} needs a greedy response "
+            "graded by itself: change one of the two"
         )
     return grader
 
@@ -116,7 +116,7 @@ def start_grader(config):
 def set_up(config, grader):
     """Return a job.run.Run with everything but the models.
 
-    Mistakes of the user are found here, cheap checks first, before weights are loaded.
+    The user's mistakes are reported here, before any weights are loaded; cheap checks come first.
     """
     from job.run import Run
     from rl import models
@@ -129,15 +129,15 @@ def set_up(config, grader):
     run.load_tokenizer(hf_config)
     run.train = load_prompts(run, config.data.train_files)
     run.val = load_prompts(run, config.data.val_files)
-    warnings = {grader.check(prompts[0].row) for prompts in (run.train, run.val) if prompts}
-    for warning in warnings:
-        if warning and run.rank == 0:
-            print(warning, flush=True)
+    notices = {grader.check(prompts[0].row) for prompts in (run.train, run.val) if prompts}
+    for notice in notices:
+        if notice and run.rank == 0:
+            print(notice, flush=True)
     run.count_steps()
-    if config.critic.warmup_steps >= run.total_steps > 0:
+    if 0 < run.total_steps <= config.critic.warmup_steps:
         raise InputError(
-            f"critic.warmup_steps={config.critic.warmup_steps} leaves the actor none of the "
-            f"{run.total_steps} steps"
+            f"critic.warmup_steps={config.critic.warmup_steps} leaves no step for the actor, "
+            f"because the run has {run.total_steps} steps: lower it"
         )
     check_vllm_model(config)
     run.start_profiler(models.hooked_stages(config, run.device.type))
@@ -166,7 +166,8 @@ def train(run, roles) -> None:
     trainer = config.trainer
     progress = run.progress
     profiler = run.profiler
-    if progress.step == 0 < run.total_steps and run.val and trainer.val_before_train:
+    is_new = progress.step == 0 and run.total_steps > 0
+    if is_new and run.val and trainer.val_before_train:
         run.tracker.log(0, validate(run, roles) | profiler.end_step())
 
     while run.goes_on:
@@ -212,13 +213,16 @@ def train(run, roles) -> None:
             "perf/tokens_per_second": tokens_per_second / run.world_size,
         }
         run.tracker.log(progress.step, metrics)
-        # After the step's line: a run that is killed in between would continue without it.
+        # Log first: a run killed between saving and logging would resume without these metrics.
         if run.agreement.save:
             roles.save(run.checkpointer, progress.step, progress.to_json())
 
 
 def validate(run, roles) -> dict[str, float]:
-    """Return metrics of responses to all of run.val; write them to a file and show some."""
+    """Generate responses to all prompts of run.val, show some of them, and return metrics.
+
+    Unless trainer.rollout_freq=-1, all responses are written to validation/step_{N}.jsonl.
+    """
     from rl.validation import validation_metrics
     from rollout.records import examples, write_samples
 
@@ -232,7 +236,7 @@ def validate(run, roles) -> dict[str, float]:
 
 
 def load_prompts(run, files):
-    """Return the prompts of `files`, or None for None.
+    """Return the prompts of `files`, or None if `files` is None.
 
     Rank 0 tokenizes prompts that are not in the cache; the other ranks read them from there.
     """
@@ -251,9 +255,9 @@ def load_prompts(run, files):
 
 
 def grade_one(config, grader, train) -> None:
-    """Print how the first prompt's true answer, if its row has one, is graded as a response.
+    """Print the reward of one response to the first prompt: its true answer.
 
-    Raises InputError if it cannot be graded.
+    The response is empty if the row has no answer. Raises InputError if it cannot be graded.
     """
     from rollout.grading.grader import Failure
 

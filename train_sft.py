@@ -24,13 +24,17 @@ from job.progress import Progress, adapter, identify
 
 @dataclass(kw_only=True)
 class SftProgress(Progress):
-    """`skipped` counts the updates that were skipped because a gradient was not finite."""
+    """Progress of an SFT run.
+
+    Attributes:
+        skipped: number of updates skipped because a gradient was not finite.
+    """
 
     skipped: int = 0
 
 
 def main(config):
-    # Imported here, so that --help and mistakes in the configuration are answered at once.
+    # Slow imports come last, so that --help and mistakes in the configuration need no waiting.
     from engines.build import engine_class
     from engines.checkpoint.export import export_hf
     from engines.parallel import device
@@ -55,7 +59,7 @@ def main(config):
 def set_up(config):
     """Return a job.run.Run with everything but the model.
 
-    Mistakes of the user are found here, cheap checks first, before weights are loaded.
+    The user's mistakes are reported here, before any weights are loaded; cheap checks come first.
     """
     from engines.build import engine_class
     from job.models import warn_of_length
@@ -101,17 +105,17 @@ def train(run, engine) -> None:
         with profiler.stage("data"):
             rows = global_batch(len(run.train), batch_size, trainer.seed, progress.step)
             batch = run.train.batch(rows)
-            num_trained = int(batch.fields["loss_mask"].sum())
+            num_trained_tokens = int(batch.fields["loss_mask"].sum())
             image_flops = engine.image_flops(batch)
             plan = engine.plan(batch.lengths, image_flops)
         with profiler.stage("train_batch", engine):
             share = batch.select(plan.sequences)
-            loss_fn = sft_loss(num_trained)
+            loss_fn = sft_loss(num_trained_tokens)
             results = engine.train_batch(share, loss_fn, progress.step, plan.micro_batches)
         seconds = time.perf_counter() - start
         progress.step += 1
         progress.skipped += int(results["skipped"])
-        flops = engine.flops(batch.lengths, num_trained) + sum(image_flops)
+        flops = engine.flops(batch.lengths, num_trained_tokens) + sum(image_flops)
         metrics = {
             **with_prefix("train", results),
             "train/epoch": progress.step / run.steps_per_epoch,
@@ -128,7 +132,7 @@ def train(run, engine) -> None:
         metrics |= profiler.end_step()
         metrics["timing/step"] = time.perf_counter() - start
         run.tracker.log(progress.step, metrics)
-        # After the step's line: a run that is killed in between would continue without it.
+        # Log first: a run killed between saving and logging would resume without these metrics.
         if run.agreement.save:
             with profiler.stage("save"):
                 run.checkpointer.save(progress.step, engine, progress.to_json(), run.tokenizer)
@@ -137,7 +141,7 @@ def train(run, engine) -> None:
 def sft_loss(num_tokens: int):
     """Return the loss function: the mean negative log-likelihood of the trained tokens.
 
-    It returns the part of a micro-batch; the parts of a batch add up to the mean.
+    For a micro-batch it returns a summand; the summands of all micro-batches add up to the mean.
 
     Args:
         num_tokens: number of trained tokens in the whole batch, over all ranks.
@@ -152,14 +156,17 @@ def sft_loss(num_tokens: int):
 
 
 def with_prefix(prefix: str, metrics: dict[str, float]) -> dict[str, float]:
-    """Return metrics with a prefix for every name that has none."""
+    """Return metrics under names with a prefix; names that already have one keep it."""
     return {name if "/" in name else f"{prefix}/{name}": x for name, x in metrics.items()}
 
 
 def throughput(run, tokens_per_second: float, flops_per_second: float) -> dict[str, float]:
-    """Return the speed of one device, from that of all of them.
+    """Return metrics of the speed of one device.
 
-    Model FLOPs utilization (MFU) is left out where the device's peak is unknown.
+    Model FLOPs utilization (MFU) is left out if the device's peak is unknown.
+
+    Args:
+        tokens_per_second, flops_per_second: speed of all devices together.
     """
     from engines.parallel.device import peak_flops
 
@@ -174,18 +181,19 @@ def validate(engine, val, batch_size: int) -> dict[str, float]:
     """Return the loss and the share of exact matches over every row of `val`.
 
     The loss is the mean negative log-likelihood of the trained tokens. A row matches exactly if
-    greedy decoding would reproduce its last answer: if each token of the answer is the most likely
-    one after the true tokens before it. So one forward pass suffices, without decoding.
+    greedy decoding would reproduce its last answer. That is so if each token of the answer is the
+    most likely one after the true tokens before it, so one forward pass suffices.
     """
     import torch
     import torch.distributed as dist
     from tqdm import tqdm
 
-    # Negative log-likelihood, tokens, exact rows, rows.
+    # Sums: negative log-likelihood, trained tokens, exact matches, rows.
     totals = torch.zeros(4, dtype=torch.float64)
     starts = range(0, len(val), batch_size)
-    is_quiet = dist.get_rank() != 0 or None  # None: quiet unless standard error is a terminal
-    for start in tqdm(starts, desc="validate", leave=False, disable=is_quiet):
+    # Only rank 0 shows a bar. None: only if standard error is a terminal.
+    hides_bar = None if dist.get_rank() == 0 else True
+    for start in tqdm(starts, desc="validate", leave=False, disable=hides_bar):
         rows = range(start, min(start + batch_size, len(val)))
         plan = engine.plan(val.lengths[rows].tolist())
         batch = val.batch([rows[i] for i in plan.sequences])
@@ -194,7 +202,7 @@ def validate(engine, val, batch_size: int) -> dict[str, float]:
         is_wrong = (batch.fields["answer_mask"] > 0) & ~is_greedy.cpu()
         row_of_token = torch.repeat_interleave(torch.arange(len(batch)), batch.cu_seqlens.diff())
         num_wrong = torch.zeros(len(batch)).index_add_(0, row_of_token, is_wrong.float())
-        is_exact = ~(num_wrong > 0)
+        is_exact = num_wrong == 0
         # A row that several ranks share counts once.
         is_counted = plan.speaks(engine.dp_rank)
         mask = batch.fields["loss_mask"] * is_counted[row_of_token]
@@ -206,7 +214,7 @@ def validate(engine, val, batch_size: int) -> dict[str, float]:
 
 
 def load_data(run, files):
-    """Return the tokenized rows of `files`, or None for None.
+    """Return the tokenized rows of `files`, or None if `files` is None.
 
     Rank 0 tokenizes rows that are not in the cache; the other ranks read them from there.
     """

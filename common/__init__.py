@@ -1,1 +1,1 @@
-"""Helpers that know nothing of training, used by every room: disks, checksums, plugins."""
+"""Helpers that have nothing to do with training, used everywhere: disks, checksums, plugins."""

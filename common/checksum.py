@@ -8,9 +8,9 @@ CHUNK_BYTES = 2**22
 
 
 def checksum(path: Path) -> str:
-    """Return the CRC-32 and the length of a file, as text.
+    """Return the CRC-32 and the size of a file, as text.
 
-    The file's contents are on the disk when this returns (fsync).
+    When this function returns, the contents of the file are on the disk (fsync).
     """
     size = 0
     crc = 0

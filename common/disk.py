@@ -1,4 +1,4 @@
-"""Full disks: recognized in errors, and reported in one line with the path and the bytes needed."""
+"""Recognize errors of full disks, and report the path and the bytes needed in one line."""
 
 import errno
 import os
@@ -19,10 +19,10 @@ FULL_REASONS = {
 
 @contextmanager
 def writing(path: Path, num_bytes: int | None = None) -> Iterator[None]:
-    """Raise InputError if the disk is full in the block, which writes to `path`.
+    """Context manager for writing to `path`: raises InputError if the disk is full.
 
     Args:
-        num_bytes: how much the block writes; None if that is unknown.
+        num_bytes: number of bytes to be written; None if that is unknown.
     """
     try:
         yield
@@ -31,8 +31,8 @@ def writing(path: Path, num_bytes: int | None = None) -> Iterator[None]:
         reason = why_full(error)
         if reason is None:
             raise
-    # Raised outside the except clause: with the other error as its context, the InputError would
-    # be recognized once more by an enclosing writing().
+    # Raise it outside the except clause. Inside, the original error would become its context, and
+    # an enclosing writing() would report the full disk once more.
     needed = f"more than {amount(size(path))}" if num_bytes is None else amount(num_bytes)
     raise InputError(
         f"{reason}: {path} needs {needed}, {amount(free(path))} are free; make room and run the "
@@ -48,7 +48,7 @@ def require(path: Path, num_bytes: int) -> None:
 
 
 def why_full(error: BaseException | None) -> str | None:
-    """Return what is full according to an error or one of its causes, None if nothing is."""
+    """Return which limit caused an error, directly or indirectly; None if the disk is not full."""
     while error is not None:
         reason = FULL_REASONS.get(error_number(error))
         if reason is not None:
@@ -58,7 +58,7 @@ def why_full(error: BaseException | None) -> str | None:
 
 
 def error_number(error: BaseException) -> int | None:
-    """Return the errno of an error. Errors of safetensors, written in Rust, have it in the text."""
+    """Return the errno of an error. Errors of safetensors (in Rust) have it only in their text."""
     if isinstance(error, OSError):
         return error.errno
     match = re.search(r"\(os error (\d+)\)", str(error))
@@ -66,18 +66,18 @@ def error_number(error: BaseException) -> int | None:
 
 
 def free(path: Path) -> int:
-    """Return the free bytes on the disk of a path, which need not exist."""
+    """Return the number of free bytes on the disk of a path. The path need not exist."""
     existing = next(place for place in (path, *path.parents) if place.exists())
     return shutil.disk_usage(existing).free
 
 
 def size(path: Path) -> int:
-    """Return the bytes of a file, or of all files in a directory."""
+    """Return the size of a file, or the total size of all files in a directory, in bytes."""
     return sum(file.stat().st_size for file in (path, *path.rglob("*")) if file.is_file())
 
 
 def amount(num_bytes: int) -> str:
-    """Return a number of bytes as text."""
+    """Format a number of bytes for people: in bytes, or from 1 MiB on in MiB."""
     if num_bytes < 2**20:
         return f"{num_bytes:,} bytes"
     return f"{num_bytes / 2**20:,.1f} MiB"

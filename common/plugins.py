@@ -1,8 +1,8 @@
-"""Functions that the configuration names: built-in ones, or path/to/file.py:name.
+"""Find the functions that the configuration names: built-in ones, or path/to/file.py:name.
 
-A function is called with all its inputs by name. It names only those that it reads and takes the
-others as **_, so it continues to work when new inputs are added. Its own parameters come from a
-free group of the configuration, such as algorithm.loss_kwargs.
+A function is called with all inputs by name. It declares only the inputs that it reads and takes
+the rest as **_, so it continues to work when new inputs are added. Its own parameters come from a
+group of the configuration, such as algorithm.loss_kwargs.
 """
 
 import difflib
@@ -24,7 +24,7 @@ def find(
     key: str,
     name: str,
     known: Mapping[str, Callable],
-    given: Iterable[str] = (),
+    inputs: Iterable[str] = (),
     kwargs_key: str = "",
     kwargs: Mapping = {},
 ) -> Callable:
@@ -32,23 +32,23 @@ def find(
 
     Args:
         key: the configuration key.
-        name: its value: a key of `known`, or path/to/file.py:name.
-        known: the built-in functions.
-        given: names of the inputs that the function will be called with. Empty if the caller checks
-            the signature itself.
-        kwargs_key: the free group with the function's own parameters, for error messages.
-        kwargs: the function's own parameters.
+        name: the value of the key: a name in `known`, or path/to/file.py:name.
+        known: the built-in functions, by name.
+        inputs: names of the inputs that the function will be called with. Empty if the caller
+            checks the signature itself.
+        kwargs_key: the group with the function's own parameters, for error messages.
+        kwargs: values of the function's own parameters.
 
-    Raises InputError if there is no such name or file, if the file cannot be imported, if a
-    parameter in `kwargs` does not exist, and if the function cannot be called with `given`.
+    Raises InputError if the name or the file does not exist, if the file cannot be imported, if the
+    function lacks a parameter in `kwargs`, or if it cannot be called with `inputs`.
     """
     setting = f"{key}={name}"
     function = known[name] if name in known else import_function(setting, name, known)
-    if not given:
+    if not inputs:
         return function
     if isinstance(kwargs, DictConfig):
         kwargs = OmegaConf.to_container(kwargs)
-    own = parameters(function) - set(given)
+    own = parameters(function) - set(inputs)
     for kwarg in kwargs:
         if kwarg not in own:
             alternatives = f"only {', '.join(sorted(own))}" if own else "nor any other"
@@ -56,18 +56,18 @@ def find(
                 f"{kwargs_key}.{kwarg}: {name} has no such parameter of its own, {alternatives}"
             )
     try:
-        inspect.signature(function).bind(**dict.fromkeys(given), **kwargs)
+        inspect.signature(function).bind(**dict.fromkeys(inputs), **kwargs)
     except TypeError as error:
-        rest = f"; {kwargs_key} has the rest" if kwargs_key else ""
+        source = f"; its own parameters are set in {kwargs_key}" if kwargs_key else ""
         raise InputError(
-            f"{setting}: {error}; it is called with {', '.join(given)} by name, and needs **_ for "
-            f"those that it does not read{rest}"
+            f"{setting}: {error}; it is called with {', '.join(inputs)} by name, and must take the "
+            f"inputs that it does not read as **_{source}"
         ) from None
     return partial(function, **kwargs) if kwargs else function
 
 
 def parameters(function: Callable) -> set[str]:
-    """Return the parameters that a function names, without *args and **kwargs."""
+    """Return the names of a function's parameters, except *args and **kwargs."""
     return {
         parameter.name
         for parameter in inspect.signature(function).parameters.values()
@@ -76,12 +76,12 @@ def parameters(function: Callable) -> set[str]:
 
 
 def import_function(setting: str, name: str, known: Iterable[str]) -> Callable:
-    """Return the function path/to/file.py:name.
+    """Import a function that is named as path/to/file.py:name.
 
     Args:
-        setting: key=value, with which an error message begins.
-        name: the function; its path is relative to the working directory.
-        known: the built-in functions.
+        setting: "key=value", for the beginning of error messages.
+        name: path and name of the function. The path is relative to the working directory.
+        known: names of the built-in functions, for suggestions.
     """
     if ":" not in name and not name.endswith(".py"):
         raise InputError(
@@ -108,7 +108,7 @@ def import_function(setting: str, name: str, known: Iterable[str]) -> Callable:
 
 
 def location(error: BaseException, path: Path) -> str:
-    """Return the file and, if the error came from it, the last line of it that was running."""
+    """Return the path, followed by the number of its last line in the traceback, if any."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == str(path)]
     return f"{path}:{lines[-1]}" if lines else str(path)
@@ -116,9 +116,10 @@ def location(error: BaseException, path: Path) -> str:
 
 @cache
 def import_file(path: Path) -> ModuleType:
-    """Return the module of a user's file, imported once for all keys that name it.
+    """Import a user's file, once for all keys that name it.
 
-    The file may import its neighbors. Its own module name cannot hide a built-in module.
+    The file may import its neighbours. Its module name has a prefix, so it cannot hide a built-in
+    module.
     """
     spec = importlib.util.spec_from_file_location(f"user_file_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
@@ -129,5 +130,5 @@ def import_file(path: Path) -> ModuleType:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Return the most similar of these names."""
+    """Return the one of `names` that is most similar to `name`."""
     return difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]

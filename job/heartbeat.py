@@ -1,7 +1,7 @@
-"""Which stage every rank is in, so that the error after a hang names the missing ranks.
+"""Track which stage every rank is in, so that the error after a hang names the missing ranks.
 
-{directory}/{host} holds one Record per rank of a node. All ranks enter the same stages in the same
-order, so a rank that has entered fewer stages than another is late.
+The file {directory}/{host} holds one Record for each rank of a node. All ranks enter the same
+stages in the same order, so a rank that has entered fewer stages than another is late.
 """
 
 import json
@@ -24,14 +24,15 @@ POLL_SECONDS = 5.0
 
 @dataclass
 class Record:
-    """Where a rank is.
+    """The stage that a rank is in.
 
     Attributes:
         entered: number of stages that the rank has entered.
-        stage, step: the current stage; some stages belong to no step.
-        since: when it entered the stage (seconds since the epoch, by its own clock).
-        alive: when it last wrote this record.
-        has_timed_out: whether a collective that it waited in has timed out.
+        stage: the current stage.
+        step: the step that the stage belongs to, or None.
+        since: when the rank entered the stage (seconds since the epoch, by its own clock).
+        alive: when the rank last wrote this record.
+        has_timed_out: whether the rank has waited in a collective that timed out.
     """
 
     rank: int
@@ -44,12 +45,13 @@ class Record:
 
 
 class Heartbeat:
-    """Call enter(stage) where a stage begins; a thread watches the records of the other ranks.
+    """Call enter(stage) where a stage begins; a thread watches the records of all ranks.
 
-    Three things end the run with one line after timeout_minutes: a rank that is late while no rank
-    moves; a rank whose record nobody writes, because its node is lost or its process is stopped;
-    and a rank that the others of its stage await in a collective of the accelerator, which raises
-    no error by itself.
+    The run ends with a one-line error if, for timeout_minutes,
+
+    * a rank is late and no rank enters a new stage;
+    * nobody writes the record of a rank, because its node is lost or its process is stopped; or
+    * ranks wait for a rank in a collective of the accelerator, which raises no error itself.
     """
 
     def __init__(
@@ -62,8 +64,8 @@ class Heartbeat:
     ):
         """
         Args:
-            seconds_in_collective: returns for how long this rank has been in the accelerator's
-                oldest unfinished collective.
+            seconds_in_collective: returns how long this rank has been in the accelerator's oldest
+                unfinished collective.
         """
         directory.mkdir(exist_ok=True)
         self.directory = directory
@@ -108,25 +110,25 @@ class Heartbeat:
         return sorted(records, key=lambda record: record.rank)
 
     def _watch(self) -> None:
-        # Count looks rather than seconds: clocks differ between nodes, and a whole job may have
-        # been suspended.
-        unchanged_looks = Counter()
+        # Count polls rather than seconds: clocks differ between nodes, and the whole job may have
+        # been suspended for a while.
+        unchanged_polls = Counter()
         previous = []
         while not self.ended.wait(self.interval):
             try:
                 self._sign_life()
                 records = self.records()
             except (OSError, ValueError, TypeError):
-                continue  # a network file system showed half a record: look again soon
-            unchanged_looks = Counter(
+                continue  # a network file system showed half a record: read it again soon
+            unchanged_polls = Counter(
                 {
-                    record.rank: unchanged_looks[record.rank] + 1
+                    record.rank: unchanged_polls[record.rank] + 1
                     for record in records
                     if record in previous
                 }
             )
             previous = records
-            silent = [r for r in records if unchanged_looks[r.rank] * self.interval > self.limit]
+            silent = [r for r in records if unchanged_polls[r.rank] * self.interval > self.limit]
             self._end_if_late(records, silent)
             if self.seconds_in_collective() > self.limit:
                 cause = self.explain_timeout()
@@ -134,12 +136,12 @@ class Heartbeat:
                 self._end(f"{cause}; the others", waiting)
 
     def _end_if_late(self, records: list[Record], silent: list[Record]) -> None:
-        """End the run if some ranks are silent, or late while no rank moves."""
+        """End the run if ranks are silent, or if they are late and no rank enters a new stage."""
         now = time.time()
         late = silent
         if not late and all(now - record.since > self.limit for record in records):
-            first = max(record.entered for record in records)
-            late = [record for record in records if record.entered < first]
+            most_entered = max(record.entered for record in records)
+            late = [record for record in records if record.entered < most_entered]
         if late:
             waiting = [record for record in records if record not in late]
             stage = self.record.stage
@@ -151,7 +153,7 @@ class Heartbeat:
     def _end(self, cause: str, waiting: list[Record]) -> None:
         """End this process; the first of the waiting ranks prints the cause.
 
-        The other ranks give it time to: torchrun ends all ranks as soon as one has ended.
+        The other ranks wait until it has: torchrun ends all ranks as soon as one has ended.
         """
         if self.rank == min(record.rank for record in waiting):
             print_error(f"{cause} waited for trainer.timeout_minutes={self.limit / 60:g}")
@@ -160,9 +162,9 @@ class Heartbeat:
         os._exit(1)
 
     def _explain(self, kind, error, traceback) -> None:
-        """Name the missing ranks when a collective timed out or lost its connection.
+        """Name the missing ranks after a collective has timed out or lost its connection.
 
-        This function replaces sys.excepthook.
+        This method replaces sys.excepthook.
         """
         is_runtime_error = issubclass(kind, RuntimeError)
         if is_runtime_error and "timed out" in str(error).lower():
@@ -182,14 +184,14 @@ class Heartbeat:
 
     def find_gone(self) -> list[Record]:
         """Return the records that nobody writes any more."""
-        # torchrun sends SIGTERM at once if the rendezvous is lost, too.
+        # If the rendezvous is lost as well, torchrun sends SIGTERM at once.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         before = self.records()
         time.sleep(2 * self.interval)
         return [record for record in self.records() if record in before]
 
     def explain_timeout(self) -> str:
-        """Return which ranks of this stage are missing, after a collective has timed out here."""
+        """Describe the ranks missing from this stage, after a collective of this rank timed out."""
         with self.lock:
             self.record.has_timed_out = True
             self._write()
@@ -209,13 +211,13 @@ class Heartbeat:
 
 
 def print_error(text: str) -> None:
-    """Print a line to standard error, apart from a progress bar."""
+    """Print an error to standard error, on a line of its own even below a progress bar."""
     tqdm.write(f"error: {text}", file=sys.stderr)
     sys.stderr.flush()
 
 
 def describe(records: list[Record], now: float) -> str:
-    """Return where missing ranks were last seen; `now` is in seconds since the epoch."""
+    """Describe where missing ranks were last seen; `now` is in seconds since the epoch."""
     places = []
     for record in records:
         of_step = f" of step {record.step}" if record.step is not None else ""

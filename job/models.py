@@ -1,19 +1,18 @@
-"""Find the models of a run, their tokenizer and their image processor; no weights are loaded."""
+"""Find the models of a run, and load their tokenizer and image processor, but no weights."""
 
 import os
 from pathlib import Path
 
 from config import InputError
 
-# Files of a model on the hub: weights, tokenizer, chat template, and code of its own.
+# Files to download from the hub: weights, tokenizer, chat template, and the model's own code.
 MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
 
 
 def with_local_models(config):
-    """Return the configuration with a directory for every model.
+    """Return the configuration with a local directory for every model.
 
-    The name of a model on the hub is replaced by its directory in the cache, after a download where
-    that is needed.
+    A model that is named as on the hub is downloaded, unless it is in the cache already.
     """
     from omegaconf import OmegaConf
 
@@ -26,12 +25,16 @@ def with_local_models(config):
 
 
 def path_of(config, role: str) -> str | None:
-    """Return the model of a role, None where the script lacks the role or it has no own model."""
+    """Return the path of a role's model; None without such a role or a model of its own."""
     return config[role].path if role in config else None
 
 
 def download(name: str, key: str) -> str:
-    """Return the directory of a model on the hub; `key` is the configuration key that names it."""
+    """Download a model from the hub, and return its directory in the cache.
+
+    Args:
+        key: the configuration key that names the model, for error messages.
+    """
     from huggingface_hub import snapshot_download
 
     try:
@@ -46,7 +49,7 @@ def download(name: str, key: str) -> str:
 
 
 def load_tokenizer(config):
-    """Return the tokenizer of model.path, with the template of data.chat_template if it is set."""
+    """Return the tokenizer of model.path, with the template in data.chat_template if it is set."""
     from transformers import AutoTokenizer
 
     try:
@@ -63,10 +66,10 @@ def load_tokenizer(config):
 
 
 def load_reader(config, tokenizer):
-    """Return the data.images.processor.Reader of model.path; None when model.images is false.
+    """Return the data.images.processor.Reader of model.path, or None if model.images is false.
 
-    Raises InputError for a critic or a reference that processes images differently, since it
-    receives the actor's tokens.
+    Raises InputError if the critic or the reference processes images differently from the actor:
+    it receives the actor's tokens.
     """
     dropped_keys = config.data.drop_processor_keys
     if not config.model.images:
@@ -88,13 +91,13 @@ def load_reader(config, tokenizer):
                 f"{role}.path={path} processes images differently from "
                 f"model.path={config.model.path}: give both the same processor"
             )
-    # Older models keep the chat template with the processor.
+    # Older models store the chat template with the processor.
     tokenizer.chat_template = tokenizer.chat_template or reader.processor.chat_template
     return reader
 
 
 def report_unused_mtp(config, hf_config) -> None:
-    """Print on rank 0 that layers for multi-token prediction stay as they are."""
+    """Report on rank 0 that the model's layers for multi-token prediction are not used."""
     from engines.model import mtp
 
     number = mtp.num_layers(hf_config)
@@ -109,7 +112,7 @@ def report_unused_mtp(config, hf_config) -> None:
 
 
 def warn_of_length(hf_config, longest: int) -> None:
-    """Warn on rank 0 about rows longer than the model's context, `longest` tokens."""
+    """Warn on rank 0 if the longest row, of `longest` tokens, exceeds the model's context."""
     import torch.distributed as dist
 
     limit = getattr(hf_config, "max_position_embeddings", None)

@@ -1,4 +1,4 @@
-"""The run's directory: one run at a time writes to it, and all nodes see the same directory."""
+"""Make sure that only one run writes to its directory, and that all nodes see this directory."""
 
 import atexit
 import fcntl
@@ -21,10 +21,10 @@ WATCH_SECONDS = 20.0  # how long to watch another host's lock for a sign of life
 
 
 class Lock:
-    """{directory}/.lock names the process that writes there, which touches the file while it lives.
+    """A lock file, {directory}/.lock, which names the process that writes to the directory.
 
-    The lock is held with flock where the file system supports flock across hosts. Where it supports
-    flock on one host only, or not at all, a lock file that nobody touches is stale.
+    The process holds the lock with flock, and touches the file for as long as it lives. On file
+    systems without flock, or without flock across hosts, a file that nobody touches is stale.
     """
 
     def __init__(self, directory: Path):
@@ -35,7 +35,7 @@ class Lock:
         if holder is not None:
             raise InputError(
                 f"output_dir={directory} is in use by process {holder.get('pid')} on "
-                f"{holder.get('host')}, since {holder.get('since')}: wait until it ends, or give "
+                f"{holder.get('host')}, since {holder.get('since')}: wait until it ends, or choose "
                 "another output_dir"
             )
         self._write_record()
@@ -44,9 +44,9 @@ class Lock:
         threading.Thread(target=self._touch, daemon=True).start()
 
     def _find_holder(self) -> dict | None:
-        """Return the record of the process that holds the lock, or None.
+        """Return the record of the process that holds the lock, or None if it is free.
 
-        In the latter case this process holds it from now on, if the file system supports flock.
+        If it is free and the file system supports flock, this process holds it from now on.
         """
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -60,11 +60,11 @@ class Lock:
             return None
         is_own_host = record.get("host") == socket.gethostname()
         if has_flock and is_own_host:
-            return None  # that process was killed: flock would have refused otherwise
+            return None  # that process is dead, otherwise it would still hold the flock
         return record if self._is_touched() else None
 
     def _is_touched(self) -> bool:
-        """Return whether somebody touches the file within WATCH_SECONDS."""
+        """Wait up to WATCH_SECONDS, and return whether a process touches the file."""
         before = self.path.stat().st_mtime_ns
         deadline = time.monotonic() + WATCH_SECONDS
         while time.monotonic() < deadline:
@@ -77,7 +77,7 @@ class Lock:
         try:
             self.file.seek(0)
             return json.load(self.file)
-        except ValueError:  # empty: the last run has released it
+        except ValueError:  # the file is empty: its last holder has released it
             return None
 
     def _write_record(self) -> None:
@@ -120,12 +120,12 @@ def claim(directory: Path) -> Lock | None:
 def check_shared(directory: Path, key: str, seconds: float = 10.0) -> None:
     """Raise InputError unless rank 0 can write to the directory and all nodes see its files.
 
-    Otherwise ranks would write their parts of a checkpoint where nobody finds them. Called by all
-    ranks.
+    Otherwise, ranks of other nodes would write their parts of a checkpoint to a different
+    directory. Called by all ranks.
 
     Args:
         key: the configuration key that names the directory.
-        seconds: how long to wait, since a network file system may show a new file late.
+        seconds: how long to wait for a new file, which a network file system may show late.
     """
     name = f".shared-{secrets.token_hex(8)}"
 
@@ -151,5 +151,5 @@ def check_shared(directory: Path, key: str, seconds: float = 10.0) -> None:
     if blind_hosts:
         raise InputError(
             f"{key}={directory} on {', '.join(blind_hosts)} is not the directory that rank 0 "
-            "writes to: give one on a file system that all nodes share"
+            "writes to: choose one on a file system that all nodes share"
         )

@@ -14,8 +14,8 @@ def print_plan(run: Run, roles: dict[str | None, DictConfig]) -> None:
     """Print the plan of a run. Called by rank 0.
 
     Args:
-        roles: the configuration of each engine by the name of its role, or by None where the run
-            has a single engine.
+        roles: the configuration of each engine, by role. If the run has only one engine, its role
+            is None.
     """
     config = next(iter(roles.values()))
     print(OmegaConf.to_yaml(without_secrets(config)))
@@ -33,7 +33,7 @@ def print_plan(run: Run, roles: dict[str | None, DictConfig]) -> None:
 
 
 def layout(config, world_size: int) -> str:
-    """Describe how the ranks are divided."""
+    """Describe the parallel layout of the ranks."""
     engine = config.engine
     sizes = {
         "tensor": engine.get("tensor_model_parallel_size", 1),
@@ -89,7 +89,7 @@ def print_memory(config, run: Run, role: str | None) -> None:
 
 
 def print_rollout(config, run: Run) -> None:
-    """Print the memory of vLLM, and whether it uses the trainer's frozen weights."""
+    """Print vLLM's memory, its number of concurrent responses, and whose frozen weights it uses."""
     from engines.parallel.device import capacity as device_bytes
     from rollout.vllm import adapters, capacity
 

@@ -1,10 +1,10 @@
-"""Which step a run has reached and what identifies it: trainer.json of a checkpoint."""
+"""The progress of a run and the settings that identify it, kept in a checkpoint's trainer.json."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-# Values that earlier versions did not record, because there was no choice then.
+# Values that earlier versions did not record, because they knew no others.
 IMPLIED_BY_OLD_CHECKPOINTS = {
     "optim.name": "adamw",
     "model.lora": "none",
@@ -15,13 +15,13 @@ IMPLIED_BY_OLD_CHECKPOINTS = {
 
 @dataclass(kw_only=True)
 class Progress:
-    """The part of a run's state that is not a tensor. Scripts extend it with counters of their own.
+    """The part of a run's state that is not a tensor. Each script adds its own counters.
 
     Attributes:
-        identity: settings that must not change between a checkpoint and its resume, by the name
-            that an error message gives them. See `identify()`.
+        identity: settings that must not change when a run resumes, by their names in error
+            messages. See `identify()`.
         export_dtype: dtype of exported weights, such as "bfloat16".
-        lora: what an export must know about the adapters; None without adapters.
+        lora: settings of the adapters that an export needs; None without adapters.
         step: number of completed steps.
     """
 
@@ -56,8 +56,8 @@ class Progress:
     def take_counters(self, saved: dict[str, Any]) -> None:
         """Continue counting where a checkpoint ended.
 
-        Identity, export dtype and adapters stay this run's own; so does a counter that the
-        checkpoint, written by an earlier version, lacks.
+        Identity, export dtype and adapters remain those of this run. A counter that the checkpoint
+        lacks, because an earlier version wrote it, keeps its value.
 
         Args:
             saved: the content of the checkpoint's trainer.json.
@@ -69,11 +69,11 @@ class Progress:
 
 
 def identify(config, hf_config, train) -> dict[str, Any]:
-    """Return the settings that must not change between a checkpoint and its resume.
+    """Return the settings that must not change when a run resumes.
 
-    The rows of every step and the shapes of the weights follow from them. With adapters they
-    include a fingerprint of the frozen weights, which a checkpoint does not hold. Called by all
-    ranks; rank 0 reads the files.
+    They determine the rows of every step and the shapes of the weights. With adapters, they include
+    a fingerprint of the frozen weights, which are not part of a checkpoint. Called by all ranks;
+    rank 0 reads the files.
     """
     from engines.model import mtp
 
@@ -96,7 +96,7 @@ def identify(config, hf_config, train) -> dict[str, Any]:
 
 
 def identify_adapters(config) -> dict[str, Any]:
-    """Return the shape of the adapters and fingerprints of the weights that they adapt."""
+    """Return the settings of the adapters, and fingerprints of the frozen weights below them."""
     from engines.model.model_files import fingerprint
     from engines.parallel.device import on_rank0
 
@@ -112,7 +112,7 @@ def identify_adapters(config) -> dict[str, Any]:
 
 
 def adapter(config) -> dict[str, Any] | None:
-    """Return what an export must know about the adapters besides their weights, None without."""
+    """Return the settings of the adapters that an export needs; None without adapters."""
     from omegaconf import OmegaConf
 
     if not config.model.lora.rank:

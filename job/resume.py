@@ -1,4 +1,4 @@
-"""Which checkpoint a run continues from, and whether the two fit together."""
+"""Choose the checkpoint that a run continues from, and check that it fits the run."""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from config import InputError
 from job.progress import Progress
 
-# The part of a run's identity that trainer.resume_override may name: the rest describes weights.
+# Settings of a run's identity that trainer.resume_override may name. The others determine weights.
 OVERRIDABLE = (
     "data.train_batch_size",
     "data.train_files",
@@ -20,13 +20,13 @@ def find_resume(config, latest: Path | None, fresh: Progress, total_steps: int) 
     """Return the checkpoint to continue from, or None.
 
     Args:
-        latest: the newest checkpoint of this run.
-        fresh: the progress of a run that has not begun.
+        latest: the newest checkpoint of this run, or None.
+        fresh: the progress of this run before its first step.
 
-    Raises InputError when the checkpoint does not fit this run: fresh.identity must be the
-    checkpoint's, except for the keys in trainer.resume_override.
+    Raises InputError if the checkpoint does not fit this run: its identity must equal
+    fresh.identity, except for the keys in trainer.resume_override.
     """
-    check_override(config, fresh)
+    check_override_keys(config, fresh)
     path = choose_checkpoint(config, latest)
     if path is None:
         return None
@@ -35,8 +35,8 @@ def find_resume(config, latest: Path | None, fresh: Progress, total_steps: int) 
     has_changed = check_identity(config, path, saved, fresh)
     if has_changed and saved.step >= total_steps:
         raise InputError(
-            f"{path} is of step {saved.step}, and this run has {total_steps} steps: raise "
-            "trainer.total_epochs or set trainer.total_steps"
+            f"{path} was saved after step {saved.step}, but this run has only {total_steps} steps: "
+            "raise trainer.total_epochs or set trainer.total_steps"
         )
     return path
 
@@ -46,7 +46,8 @@ def overridable(fresh: Progress) -> list[str]:
     return [key for key in OVERRIDABLE if key in fresh.identity]
 
 
-def check_override(config, fresh: Progress) -> None:
+def check_override_keys(config, fresh: Progress) -> None:
+    """Raise InputError if trainer.resume_override names a key that cannot change."""
     allowed = overridable(fresh)
     for key in config.trainer.resume_override:
         if key not in allowed:
@@ -82,38 +83,41 @@ def choose_checkpoint(config, latest: Path | None) -> Path | None:
 
 
 def check_adapter_path(config, path: Path, saved: Progress) -> None:
-    """Raise InputError if this run would begin with other adapters than the checkpoint's run."""
+    """Raise InputError if model.lora.adapter_path differs from that of the checkpoint's run."""
     adapter_path = config.model.lora.adapter_path
     if adapter_path and adapter_path != (saved.lora or {}).get("adapter_path"):
         raise InputError(
-            f"model.lora.adapter_path={adapter_path} is where a run begins, and {path} has "
-            "adapters of its own: leave it out, or start a new run in another output_dir"
+            f"model.lora.adapter_path={adapter_path} is only for the start of a run, but {path} "
+            "already has adapters: leave it out, or start a new run in another output_dir"
         )
 
 
 def check_identity(config, path: Path, saved: Progress, fresh: Progress) -> bool:
-    """Return whether trainer.resume_override changes the run; InputError for any other change."""
+    """Return whether any setting has changed since the checkpoint was written.
+
+    Raises InputError for a change that trainer.resume_override does not allow.
+    """
     old = compared_settings(config, saved)
     new = compared_settings(config, fresh)
     changed = [key for key, value in new.items() if old.get(key) != value]
     for key in changed:
         change = f"{path} was written with {key}={old.get(key)}, now it is {new[key]}"
         if key not in config.trainer.resume_override:
-            name_it = ""
+            override = ""
             if key in overridable(fresh):
-                name_it = "name it in trainer.resume_override, "
+                override = "name it in trainer.resume_override, "
             raise InputError(
-                f"{change}: set it back, {name_it}or start a new run in another output_dir"
+                f"{change}: set it back, {override}or start a new run in another output_dir"
             )
         print(f"{change}, as trainer.resume_override allows", flush=True)
     return bool(changed)
 
 
 def compared_settings(config, progress: Progress) -> dict[str, Any]:
-    """Return the settings of a run that a resume compares."""
+    """Return the settings of a run that must match when it resumes."""
     if config.model_engine != "megatron":
         return progress.identity
-    # Megatron's weights have the compute dtype, and whether fp32 masters exist depends on it.
+    # With Megatron, the dtype of the weights and the existence of fp32 masters depend on these.
     return progress.identity | {
         "engine.compute_dtype": progress.export_dtype,
         "model.lora.dtype": (progress.lora or {}).get("dtype"),

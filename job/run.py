@@ -21,30 +21,31 @@ from profiling import Profiler
 
 @dataclass
 class Run:
-    """Everything around the loop of a script, filled in the order of its methods.
+    """Everything around the training loop of a script, filled in the order of the methods.
 
-    All ranks call the methods together. Each of them raises InputError for mistakes of the user,
-    and none loads weights: cheap checks come first.
+    All ranks call the methods together. The methods load no weights, and raise InputError for
+    mistakes of the user: cheap checks come first.
 
     Attributes, from begin():
         config: the configuration, with a local directory for every model.
         device: the device of this rank.
-        rank, world_size: of the process group.
+        rank, world_size: this rank, and the number of ranks.
         output_dir: the run's directory.
-        heartbeat: knows which stage every rank is in; None in a dry run.
-        agreement: whether to stop and whether to save, after every step.
+        heartbeat: tracks which stage every rank is in; None in a dry run.
+        agreement: decides after every step whether to stop and whether to save.
     From load_tokenizer():
-        tokenizer: of the actor.
-        reader: reads images; None when model.images is false.
+        tokenizer: the tokenizer of model.path.
+        reader: reads images; None if model.images is false.
     From the script:
         train, val: the data sets; val may be None.
     From count_steps():
-        steps_per_epoch, total_steps: counted from the beginning, also in a resumed run.
+        steps_per_epoch: steps in one pass over the data.
+        total_steps: steps of the whole run, including those before a resume.
     From start_profiler():
         profiler: times the stages of every step and records the selected ones.
     From find_checkpoint():
         checkpointer: writes and reads checkpoints.
-        progress: of a new run, until a checkpoint is loaded.
+        progress: counts steps; that of a new run until a checkpoint is loaded.
         resume_from: the checkpoint to continue from, or None.
     From start():
         tracker: writes metrics and the lines of the log.
@@ -98,7 +99,8 @@ class Run:
         self.steps_per_epoch, self.total_steps = setup.count_steps(self.config, self.train)
 
     def start_profiler(self, model_stages: list[str]) -> None:
-        """
+        """Start the profiler that the configuration describes.
+
         Args:
             model_stages: the stages of this run in which a model computes.
         """
@@ -110,7 +112,7 @@ class Run:
         """Find the checkpoint to continue from and check that it fits this run.
 
         Args:
-            progress: of a run that has not begun.
+            progress: the progress of this run before its first step.
         """
         trainer = self.config.trainer
         self.progress = progress
@@ -121,7 +123,7 @@ class Run:
         self.resume_from = on_rank0(find_resume, self.config, latest, progress, self.total_steps)
 
     def start(self, description: str) -> None:
-        """Open the logs. From now on a signal waits for the end of its step.
+        """Open the logs. From now on, a signal takes effect at the end of the step.
 
         Args:
             description: rows and ranks of this run, for the first line of the log.
@@ -137,7 +139,7 @@ class Run:
         self.agreement.begin(self.total_steps)
         self.tracker.say(self.agreement.describe())
         self.profiler.on_stage = self.heartbeat.enter
-        # One minute after the heartbeat, which names the missing ranks.
+        # Collectives time out a minute after the heartbeat, which names the missing ranks.
         devices.set_timeouts(self.config.trainer.timeout_minutes + 1)
 
     @property
@@ -147,7 +149,7 @@ class Run:
 
     @property
     def goes_on(self) -> bool:
-        """Whether there is another step to do, and no rank was asked to stop."""
+        """Whether to take another step: some are left, and no rank has been asked to stop."""
         return not self.is_complete and not self.agreement.stop
 
     @property
@@ -165,7 +167,7 @@ class Run:
         return frequency > 0 and self.progress.step % frequency == 0
 
     def end_loop(self) -> None:
-        """End what accompanies the steps, and wait until the last checkpoint is written."""
+        """Stop the heartbeat and the profiler, and wait until the last checkpoint is written."""
         self.heartbeat.close()
         self.profiler.close()
         self.checkpointer.wait()

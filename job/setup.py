@@ -14,7 +14,7 @@ def cache_directory(config) -> Path:
 
 
 def check_directories(config) -> None:
-    """Raise InputError for a directory that ranks cannot share, or that another run writes to.
+    """Raise InputError if ranks cannot share the directories, or another run uses output_dir.
 
     Called by all ranks, before anything is loaded.
     """
@@ -37,9 +37,9 @@ def write_config(config) -> None:
 
 
 def start_heartbeat(config):
-    """Start to watch for ranks that hang or are gone; returns None in a dry run.
+    """Start watching for ranks that hang or have gone, and return the Heartbeat.
 
-    Called by all ranks.
+    Called by all ranks. Returns None in a dry run.
     """
     import torch.distributed as dist
 
@@ -49,7 +49,7 @@ def start_heartbeat(config):
     if config.dry_run:
         return None
     directory = Path(config.output_dir) / "heartbeat"
-    # In the records of an earlier run its ranks would seem to be waiting.
+    # Delete the records of an earlier run: its ranks would seem to hang.
     device.on_rank0(shutil.rmtree, directory, True)
     with disk.writing(directory):
         return Heartbeat(
@@ -62,7 +62,7 @@ def start_heartbeat(config):
 
 
 def bind_cpus(config, device) -> None:
-    """Keep this rank on the CPUs near its accelerator if trainer.numa_affinity is set."""
+    """Keep this rank on the CPUs near its accelerator, if trainer.numa_affinity is true."""
     import torch.distributed as dist
 
     from engines.parallel import affinity
@@ -72,7 +72,7 @@ def bind_cpus(config, device) -> None:
 
 
 def count_steps(config, train) -> tuple[int, int]:
-    """Return (steps per epoch, total steps) for this training set."""
+    """Return the steps per epoch and the total steps for this training set."""
     batch_size = config.data.train_batch_size
     steps_per_epoch = len(train) // batch_size
     if steps_per_epoch == 0:
@@ -86,7 +86,7 @@ def count_steps(config, train) -> tuple[int, int]:
 
 
 def start_profiler(config, device, total_steps: int, model_stages: list[str]):
-    """Return the Profiler that `profiler` and trainer.profile_interval describe.
+    """Return a Profiler for the settings in `profiler` and trainer.profile_interval.
 
     Args:
         model_stages: the stages of this run in which a model computes; msprobe can dump these.
@@ -117,7 +117,7 @@ def start_profiler(config, device, total_steps: int, model_stages: list[str]):
 
 
 def check_skipped(trainer, skipped: int, updates: int, is_last: bool) -> None:
-    """Raise InputError when a model learns nothing because its gradients are not finite.
+    """Raise InputError if too many updates, or all of them, had gradients that were not finite.
 
     Args:
         skipped: number of updates that were skipped, out of `updates`.

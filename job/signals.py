@@ -1,15 +1,15 @@
-"""When to stop and when to save: signals and time, agreed on by all ranks."""
+"""Let all ranks agree on when to stop and when to save, by signals and by time."""
 
 import os
 import signal
 import time
 
-# torchrun passes its own Ctrl-C on to ranks that received it from the terminal already.
+# After a Ctrl-C, ranks receive SIGINT twice: from the terminal, and from torchrun.
 SECONDS_OF_ONE_CTRL_C = 2
 
 
 class Agreement:
-    """What the ranks agree on after every step: whether to stop, and whether to save.
+    """The ranks' decision after every step: whether to stop, and whether to save.
 
     SIGTERM, SIGUSR1, SIGINT (Ctrl-C) or SIGHUP on any rank stops all ranks after their step, with a
     checkpoint. Before the first step a signal ends the process at once, and so does a second
@@ -23,8 +23,8 @@ class Agreement:
     def __init__(self, save_freq: int, save_minutes: float):
         """
         Args:
-            save_freq: steps between two checkpoints; not positive: none.
-            save_minutes: minutes between two checkpoints; 0: none.
+            save_freq: steps between two checkpoints; -1: does not count.
+            save_minutes: minutes between two checkpoints; 0: does not count.
         """
         self.save_freq = save_freq
         self.save_seconds = 60 * save_minutes
@@ -40,13 +40,13 @@ class Agreement:
                 signal.signal(number, self._receive)
 
     def begin(self, total_steps: int) -> None:
-        """From now on, let a signal wait for the end of the step."""
+        """From now on, let a signal take effect at the end of the step."""
         self.total_steps = total_steps
         self.is_training = True
         self.saved_at = time.monotonic()
 
     def describe(self) -> str:
-        """Return when checkpoints are saved, as a line of the log."""
+        """Describe when checkpoints are saved, for the log."""
         occasions = []
         if self.save_freq > 0:
             occasions.append(f"every {self.save_freq} steps")
@@ -88,7 +88,7 @@ class Agreement:
         import torch
         import torch.distributed as dist
 
-        # Clocks differ between ranks: rank 0's counts.
+        # Clocks differ between ranks, so only rank 0 decides whether save_minutes have passed.
         seconds = time.monotonic() - self.saved_at
         is_due = dist.get_rank() == 0 and 0 < self.save_seconds <= seconds
         flags = torch.tensor([float(self.received_at is not None), float(is_due)], device=device)

@@ -1,4 +1,4 @@
-"""Metrics and messages of a run, written by rank 0.
+"""Write the metrics and messages of a run, on rank 0.
 
 metrics.jsonl is always written; trainer.logger adds the console, tensorboard and wandb.
 """
@@ -57,8 +57,8 @@ class Tracker:
     def __init__(self, config: DictConfig, rank: int, step: int, total_steps: int):
         """
         Args:
-            step: the last step that counts, 0 for none. Lines of later steps, written before a
-                resume, are moved to metrics.superseded.jsonl.
+            step: the step that the run continues from, 0 for a new run. Lines of later steps,
+                which will run again, are moved to metrics.superseded.jsonl.
         """
         self.enabled = rank == 0
         self.out = Path(config.output_dir)
@@ -70,8 +70,8 @@ class Tracker:
         self.loggers = list(config.trainer.logger)
         self.log_freq = config.trainer.log_freq
         self.rollout_freq = config.trainer.get("rollout_freq", -1)
-        # The constant reward of the last steps (None: they differ), and how many steps it has
-        # lasted.
+        # The constant reward of the last steps (None: rewards differ), and for how many steps it
+        # has been constant.
         self.constant_reward: float | None = None
         self.constant_steps = 0
         self.max_gap = max_log_prob_gap(config)
@@ -83,7 +83,7 @@ class Tracker:
             initial=step,
             unit="step",
             dynamic_ncols=True,
-            # A log file keeps every refresh.
+            # In a log file, every refresh is a new line.
             mininterval=0.5 if sys.stderr.isatty() else 30,
         )
         self._open_loggers(config, last_step)
@@ -108,7 +108,7 @@ class Tracker:
             )
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Record the metrics of a step, counted from 1; step 0 is before training.
+        """Record the metrics of a step. Steps count from 1; step 0 is before training.
 
         Raises InputError on all ranks if the disk is full.
         """
@@ -134,7 +134,7 @@ class Tracker:
         self.bar.update(step - self.bar.n)
 
     def _summarize(self, metrics: dict[str, float]) -> list[str]:
-        """Return the parts of a step's line on the console."""
+        """Return the entries of a step's line on the console."""
         summary = []
         for name, text in CONSOLE.items():
             if name in metrics and name != self.hidden:
@@ -145,7 +145,7 @@ class Tracker:
         return summary
 
     def log_rest(self, step: int, metrics: dict[str, float]) -> None:
-        """Record what came after the last step's line: the time of its checkpoint.
+        """Record metrics that came after the last step's line: the time of its checkpoint.
 
         Called by all ranks.
         """
@@ -157,9 +157,9 @@ class Tracker:
             file.write(json.dumps(line) + "\n")
 
     def log_samples(self, step: int, examples: list[dict]) -> None:
-        """Show responses of a validation.
+        """Show some responses of a validation.
 
-        The console shows the first ones; tensorboard and wandb have a table of all.
+        The console shows the first few, tensorboard and wandb show a table of all examples.
 
         Args:
             examples: one dict of texts and numbers per response; see rollout.records.examples().
@@ -180,7 +180,7 @@ class Tracker:
             self.wandb.log({"val/samples": samples}, step=step)
 
     def say(self, text: str) -> None:
-        """Print lines for people above the progress bar."""
+        """Print text on the console, above the progress bar."""
         if self.enabled:
             # A character that the terminal cannot show must not end a run.
             encoding = sys.stdout.encoding or "utf-8"
@@ -188,9 +188,9 @@ class Tracker:
             sys.stdout.flush()
 
     def _warn_of_constant_rewards(self, step: int, metrics: dict[str, float]) -> None:
-        """Warn when all rewards of the last steps are equal, once until they differ again."""
+        """Warn once if all rewards of the last steps are equal, until they differ again."""
         low = metrics.get("critic/rewards/min", 0.0)
-        high = metrics.get("critic/rewards/max", 1.0)  # SFT has no rewards: they count as different
+        high = metrics.get("critic/rewards/max", 1.0)  # SFT has no rewards: never warn
         if low != high:
             self.constant_reward = None
             self.constant_steps = 0
@@ -212,7 +212,7 @@ class Tracker:
         )
 
     def _warn_of_gap(self, metrics: dict[str, float]) -> None:
-        """Warn once when vLLM does not compute the same model as the trainer."""
+        """Warn once if vLLM's log-probabilities are too far from the trainer's."""
         gap = metrics.get("rollout_corr/log_prob_gap", 0.0)
         if gap > self.max_gap:
             self.say(
@@ -223,7 +223,7 @@ class Tracker:
             self.max_gap = math.inf
 
     def close(self) -> None:
-        """Close all logs, after adding the picture of the run (profiling.report)."""
+        """Draw the metrics (profiling.report), add the picture to the logs and close them."""
         if not self.enabled:
             return
         self.bar.close()
@@ -242,10 +242,10 @@ class Tracker:
 
 
 def max_log_prob_gap(config: DictConfig) -> float:
-    """Return how many nats of rollout_corr/log_prob_gap rounding can explain.
+    """Return the largest rollout_corr/log_prob_gap that rounding can explain, in nats.
 
-    Without a bound (infinity) where vLLM's log-probabilities cover other tokens than the trainer's:
-    with top_p or min_p, unless top_k keeps the tokens for the trainer.
+    It is infinity if vLLM's log-probabilities cover different tokens from the trainer's: with top_p
+    or min_p, unless top_k is set.
     """
     rollout = config.get("rollout")
     if not rollout:
@@ -260,10 +260,10 @@ def column_names(rows: list[dict]) -> list[str]:
 
 
 def table(rows: list[dict], width: int) -> str:
-    """Return rows of texts and numbers as lines for a terminal, under the names of their columns.
+    """Return rows of texts and numbers as a table for a terminal, with a line of column names.
 
     Args:
-        width: columns of the terminal. A text that is too long loses its middle.
+        width: width of the terminal, in characters. Texts that are too long lose their middle.
     """
     names = column_names(rows)
     lines = [names]
@@ -282,7 +282,7 @@ def cell_text(value) -> str:
 
 
 def column_widths(lines: list[list[str]], width: int) -> dict[int, int]:
-    """Divide a terminal's width: narrow columns get what they need, wide ones equal shares."""
+    """Divide a terminal's width: narrow columns get all they need, wide ones equal shares."""
     num_columns = len(lines[0])
     needed = {}
     for k in range(num_columns):
@@ -297,7 +297,7 @@ def column_widths(lines: list[list[str]], width: int) -> dict[int, int]:
 
 
 def fit(text: str, width: int) -> str:
-    """Return the text on exactly `width` columns of a terminal, without its middle if necessary."""
+    """Pad the text to `width` columns of a terminal, or cut its middle if it is too long."""
     short = text
     kept = width
     while columns_of(short) > width:
@@ -308,7 +308,7 @@ def fit(text: str, width: int) -> str:
 
 
 def columns_of(text: str) -> int:
-    """Return the terminal columns that a text takes: two for a Chinese character."""
+    """Return the number of terminal columns that a text takes: two for a Chinese character."""
     num_columns = 0
     for character in text:
         if unicodedata.east_asian_width(character) in "WF":
@@ -319,7 +319,7 @@ def columns_of(text: str) -> int:
 
 
 def printable(text: str) -> str:
-    """Return the text in one line: \\n for a new line, and so on."""
+    """Return the text in one line, with escapes such as \\n for control characters."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -345,10 +345,10 @@ def markdown(text: str) -> str:
 
 
 def supersede(path: Path, step: int) -> None:
-    """Keep the lines up to `step` of a file of JSON lines.
+    """Keep only the lines up to `step` in a file of JSON lines.
 
-    Later lines, whose steps will run again, are moved to *.superseded.jsonl, and lines that cannot
-    be read to *.broken.jsonl.
+    Later lines, whose steps will run again, are moved to *.superseded.jsonl. Lines that cannot be
+    read are moved to *.broken.jsonl.
     """
     lines = {"kept": [], "superseded": [], "broken": []}
     for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
@@ -380,7 +380,7 @@ def classify_line(line: bytes, step: int) -> str:
 
 
 def run_id(out: Path) -> str:
-    """Return the id of the wandb run of an output directory, the same after every restart."""
+    """Return the wandb run id of an output directory. It stays the same after every restart."""
     path = out / "wandb_id"
     if not path.exists():
         path.write_text(os.urandom(8).hex())

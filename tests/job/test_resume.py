@@ -43,7 +43,7 @@ from job.resume import find_resume
         (
             ["trainer.resume_override=[trainer.seed]"],
             {"trainer.seed": 1},
-            "is of step 20, and this run has 20 steps: raise",
+            "was saved after step 20, but this run has only 20 steps: raise",
         ),
         (
             ["trainer.resume_override=[algorithm.adv_estimator]"],
@@ -58,7 +58,7 @@ from job.resume import find_resume
         (
             ["model.lora.rank=4", "model.lora.adapter_path=new"],
             {},
-            "adapter_path=new is where a run begins",
+            "adapter_path=new is only for the start of a run",
         ),
     ],
 )
