@@ -18,10 +18,10 @@ Draw = Callable[..., Samples]
 
 
 def collect(config: DictConfig, draw: Draw, dataset, batch_index: int) -> tuple[Samples, int]:
-    """Return one step's samples, and the number of the prompt batch that the next step begins with.
+    """Return one step's samples, and the number of the next step's first prompt batch.
 
-    With algorithm.filter_groups, groups whose responses all got the same score are left out, and
-    more prompts are drawn until there are data.train_batch_size groups or max_num_gen_batches
+    With algorithm.filter_groups, groups whose responses all have the same score are left out. More
+    prompts are then drawn, until data.train_batch_size groups are left or max_num_gen_batches
     batches have been drawn. The metrics cover everything that was drawn.
 
     Raises InputError if no response could be graded.
@@ -42,7 +42,7 @@ def collect(config: DictConfig, draw: Draw, dataset, batch_index: int) -> tuple[
     check_any_graded(drawn, len(draws))
     metrics = collection_metrics(draws, drawn, is_informative)
     if not keep.any():
-        # There is nothing to learn from: take the last draw, whose advantages are 0.
+        # No group is informative: use the last draw, whose advantages are 0.
         draw_of_group = drawn.group // num_prompts
         keep = draw_of_group == draw_of_group[-1]
     last_group = drawn.group[keep].unique()[:num_prompts][-1]
@@ -70,14 +70,15 @@ def check_any_graded(drawn: Samples, num_draws: int) -> None:
     if not len(drawn):
         first = drawn.failures[0]
         raise InputError(
-            f"no response to {num_draws} batches could be graded; the first: {first.summary}"
+            f"no response to {num_draws} batches of prompts could be graded; the first failure: "
+            f"{first.summary}"
         )
 
 
 def collection_metrics(
     draws: list[Samples], drawn: Samples, is_informative: Tensor
 ) -> dict[str, float]:
-    """Return the metrics of everything that was drawn, including groups that are left out."""
+    """Return the metrics of all drawn responses, including groups that are left out."""
     metrics = {"rollout/num_gen_batches": len(draws), **spread("critic/score", drawn.scores)}
     for name in draws[0].metrics:
         metrics[name] = sum(samples.metrics[name] for samples in draws) / len(draws)
@@ -101,7 +102,7 @@ def penalized_scores(config: DictConfig, samples: Samples) -> Tensor:
 
 
 def spread(name: str, values: Tensor) -> dict[str, float]:
-    """Return the mean, the maximum and the minimum of some values as metrics {name}/..."""
+    """Return the mean, maximum and minimum of `values` as metrics {name}/mean, /max and /min."""
     return {
         f"{name}/mean": values.mean().item(),
         f"{name}/max": values.max().item(),

@@ -1,8 +1,11 @@
-"""From a step's scores to what the losses read: shape the rewards, estimate, reject, weigh.
+"""Compute the inputs of the losses from a step's scores, in four stages.
 
-Every rank knows the numbers of all n responses of a step, such as scores and lengths, and holds the
-T tokens that it trains on. Advantages and denominators follow from the numbers, and from sums over
-the tokens of each response, so they do not depend on the number of ranks.
+Shape the rewards, estimate advantages, reject tokens that are too far off the policy, and weigh the
+remaining tokens.
+
+Every rank knows per-response numbers such as scores and lengths for all n responses of a step, and
+holds the T tokens that it trains on. Advantages and denominators are computed from these numbers,
+and from sums over the tokens of each response, so they do not depend on the number of ranks.
 """
 
 from dataclasses import dataclass
@@ -35,11 +38,11 @@ Metrics = dict[str, float]
 
 @dataclass(frozen=True)
 class ShapedRewards:
-    """The scores, minus the penalties that are configured.
+    """The scores, minus the configured penalties.
 
-    outcome  [n] fp32: of each response
-    rewards  [T] fp32: of each token; the outcome is on the last token of a response, the penalty
-             for the divergence from the reference on the token that causes it
+    outcome  [n] fp32: the reward of each response
+    rewards  [T] fp32: the reward of each token. The last token of a response has the outcome; the
+             penalty for the divergence from the reference is on the token that causes it
     """
 
     outcome: Tensor
@@ -49,7 +52,7 @@ class ShapedRewards:
 
 @dataclass(frozen=True)
 class Estimate:
-    """advantages, returns: [T] fp32, 0 outside responses."""
+    """The advantages and returns of the tokens: [T] fp32 each, 0 outside responses."""
 
     advantages: Tensor
     returns: Tensor
@@ -60,8 +63,8 @@ class Estimate:
 class Rejection:
     """The response tokens that the trainer learns from.
 
-    mask     [T] fp32: the loss mask, without rejected tokens
-    lengths  [n] fp32: how many tokens of each response are left
+    mask     [T] fp32: the loss mask, 0 on rejected tokens
+    lengths  [n] fp32: the number of tokens of each response that are not rejected
     """
 
     mask: Tensor
@@ -71,10 +74,10 @@ class Rejection:
 
 @dataclass(frozen=True)
 class Weights:
-    """What a token counts for in its mini-batch; both [T] fp32, 0 on rejected tokens.
+    """The weights of the tokens in their mini-batch: [T] fp32 each, 0 on rejected tokens.
 
-    loss   in the loss, as algorithm.loss_agg_mode determines
-    token  in means over tokens
+    loss   weight in the loss, as algorithm.loss_agg_mode determines
+    token  weight in means over tokens
     """
 
     loss: Tensor
@@ -82,7 +85,7 @@ class Weights:
 
 
 class ResponseTokens:
-    """Reductions over the response tokens of a share, whose results all ranks know.
+    """Reductions over the response tokens of a share. All ranks get the results of all responses.
 
     mask  [T] fp32: 1 on response tokens
     """
@@ -96,7 +99,9 @@ class ResponseTokens:
     def reduce(self, *reductions: tuple[Tensor, str]) -> Tensor:
         """Reduce tensors over the tokens of each response.
 
-        reductions: pairs of x [T] and "sum", "max" or "min". Returns [n, len(reductions)] float64.
+        reductions: pairs (x, reduction), where x is [T] and reduction is "sum", "max" or "min".
+
+        Returns [n, len(reductions)] float64.
         """
         reduced = [
             torch.segment_reduce(
@@ -120,10 +125,13 @@ def set_advantages(
 
     sequence                   the response of the share that a token belongs to
     advantages, returns        0 outside responses
-    loss_weight, token_weight  what a token counts for in its mini-batch: in the loss, as
-                               algorithm.loss_agg_mode determines, and in means over tokens.
-                               Rejected tokens count for nothing, and are in no denominator
-    group, scores              those of the token's response, if the policy loss reads them
+    loss_weight                weight of a token in the loss of its mini-batch, as
+                               algorithm.loss_agg_mode determines
+    token_weight               weight of a token in means over the tokens of its mini-batch
+    group, scores              the group and score of the token's response, if the policy loss
+                               reads them
+
+    Both weights are 0 on rejected tokens, which do not count in the denominators either.
     """
     fields = share.batch.fields
     tokens = ResponseTokens(share)
@@ -156,7 +164,7 @@ def set_advantages(
 
 
 def sequence_in_share(share: Share) -> Tensor:
-    """Return [T] int64: the response of the share that each token belongs to."""
+    """Return the response of the share that each token belongs to: [T] int64."""
     num_responses = len(share.batch)
     return torch.repeat_interleave(torch.arange(num_responses), share.batch.cu_seqlens.diff())
 
@@ -166,7 +174,7 @@ def shape_rewards(
 ) -> ShapedRewards:
     """Subtract the penalties for length and for the divergence from the reference.
 
-    The metrics critic/rewards/... report the outcome before the latter.
+    The metrics critic/rewards/... include the penalty for length, but not the one for divergence.
     """
     share = tokens.share
     outcome = penalized_scores(config, samples)
@@ -191,7 +199,7 @@ def shape_rewards(
 def estimate_advantages(
     config: DictConfig, samples: Samples, tokens: ResponseTokens, shaped: ShapedRewards
 ) -> Estimate:
-    """Call the advantage estimator, and spread what it returns over the tokens."""
+    """Call the advantage estimator, and spread its results over the tokens."""
     share = tokens.share
     fields = share.batch.fields
     n = len(samples)
@@ -236,7 +244,7 @@ def token_metrics(name: str, x: Tensor, samples: Samples, tokens: ResponseTokens
 
 
 def response_metrics(name: str, x: Tensor, samples: Samples) -> Metrics:
-    """Return the same of x [n], which holds for each token of a response."""
+    """Return the same metrics for x [n], whose entries apply to all tokens of a response."""
     return extremes(name, torch.stack([x * samples.response_lengths, x, x], 1).double(), samples)
 
 
@@ -252,9 +260,9 @@ def extremes(name: str, reduced: Tensor, samples: Samples) -> Metrics:
 
 
 def measure_off_policy(samples: Samples, tokens: ResponseTokens) -> Metrics:
-    """Return how far vLLM's probabilities are from the trainer's, if these are known already.
+    """Return metrics of the gap between vLLM's and the trainer's log-probabilities.
 
-    Otherwise the update reports it (rl/losses.py).
+    Without old_log_probs there are none yet: the loss reports them instead (rl/losses.py).
     """
     fields = tokens.share.batch.fields
     if "old_log_probs" not in fields:
@@ -266,7 +274,7 @@ def measure_off_policy(samples: Samples, tokens: ResponseTokens) -> Metrics:
 
 
 def reject_tokens(config: DictConfig, samples: Samples, tokens: ResponseTokens) -> Rejection:
-    """Leave out the tokens that algorithm.rollout_rs finds too far off the trainer's policy."""
+    """Reject the tokens that are too far off the trainer's policy, as algorithm.rollout_rs says."""
     algorithm = config.algorithm
     share = tokens.share
     if algorithm.rollout_rs == "none":
@@ -287,7 +295,7 @@ def reject_tokens(config: DictConfig, samples: Samples, tokens: ResponseTokens) 
 
 
 def weigh_tokens(config: DictConfig, share: Share, rejection: Rejection) -> Weights:
-    """Return the weights that turn losses of tokens into the mean loss of each mini-batch."""
+    """Return the weights with which token losses add up to the loss of each mini-batch."""
     aggregate = find_function(config, "loss_agg_mode")
     loss_weight = torch.zeros(len(rejection.lengths))
     token_weight = torch.zeros(len(rejection.lengths))
@@ -321,7 +329,7 @@ def value_metrics(samples: Samples, tokens: ResponseTokens) -> Metrics:
 
 
 def sample_metrics(samples: Samples) -> Metrics:
-    """Return the metrics of lengths, scores and failures."""
+    """Return metrics of the lengths, scores and failures."""
     lengths = samples.response_lengths
     is_informative = informative(samples.scores, samples.group)
     return {
@@ -336,10 +344,11 @@ def sample_metrics(samples: Samples) -> Metrics:
 def next_kl_coef(
     config: DictConfig, kl_coef: float, metrics: dict[str, float], num_responses: int
 ) -> float:
-    """Return the coefficient of the divergence in the rewards of the next step.
+    """Return the coefficient of the KL penalty in the rewards of the next step.
 
-    kl_coef: this step's. metrics: of set_advantages(). With algorithm.kl_ctrl.type=fixed the
-    coefficient stays as it is.
+    kl_coef: the coefficient of this step. metrics: the result of set_advantages().
+
+    With algorithm.kl_ctrl.type=fixed, the coefficient does not change.
     """
     control = config.algorithm.kl_ctrl
     if control.type == "fixed":

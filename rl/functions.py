@@ -1,13 +1,13 @@
 """The functions that the configuration names, and the inputs that each of them may read.
 
-Each of five keys of `algorithm` names a function: a built-in one, or one in the user's own file
-(docs/forking.md). The fields of the input classes below are the vocabulary: a function names the
-fields that it reads as parameters, and takes the rest as **_.
+Five keys of `algorithm` each name a function: a built-in one, or one in the user's own file
+(docs/forking.md). The fields of the input classes below are the available inputs: a function
+declares the ones that it reads as parameters, and takes the rest as **_.
 
-Naming an input also requests it: `values` in an advantage estimator or a policy loss asks for a
-critic, `ref_log_probs` for a reference model, `baseline` in an estimator for greedy responses, and
-`old_log_probs` in an estimator for the pass that computes them. What no function names is not
-computed, and a configuration key that no function reads is an error (rl/settings.py).
+Declaring an input also requests it. With `values`, an advantage estimator or a policy loss requests
+a critic; with `ref_log_probs`, a reference model. In an estimator, `baseline` requests greedy
+responses, and `old_log_probs` the pass that computes them. Inputs that no function declares are not
+computed, and setting a configuration key that no function reads is an error (rl/requirements.py).
 
 Shapes: T is the number of tokens that this rank trains on, n the number of responses of the step.
 """
@@ -30,13 +30,13 @@ from config import InputError
 
 
 def per_token(**options) -> Any:
-    """Declare an input that covers only the tokens of one rank, not all responses of the step."""
+    """Declare an input that covers only the tokens of this rank, not all responses of the step."""
     return dataclasses.field(metadata={"per_token": True}, **options)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageInputs:
-    """What an advantage estimator may read.
+    """The inputs that an advantage estimator may read.
 
     rewards            [T] fp32: the outcome, on the last token of each response
     mask               [T] fp32: 1 on the tokens that the model sampled
@@ -47,14 +47,15 @@ class AdvantageInputs:
     old_log_probs      [T] fp32: the actor's, before the update
     ref_log_probs      [T] fp32: the reference model's
     rollout_log_probs  [T] fp32: vLLM's
-    outcome            [n] fp32: the score, minus the penalties that are configured
-    lengths            [n] int64: response tokens
+    outcome            [n] fp32: the score, minus the configured penalties
+    lengths            [n] int64: the number of tokens of each response
     num_sequences      n
-    total              x [T] -> scalar float64: the sum over the response tokens of all ranks
+    total              function: x [T] -> the sum of x over the response tokens of all ranks, a
+                       float64 scalar
     gamma, lam         algorithm.gamma and algorithm.lam
 
-    An estimator that names an input of the tokens ([T], or total) returns advantages and returns
-    of the tokens, [T] each; any other returns those of the responses, [n] each.
+    An estimator that reads per-token inputs ([T], or total) returns advantages and returns per
+    token, [T] each. Any other estimator returns them per response, [n] each.
     """
 
     rewards: Tensor = per_token()
@@ -76,16 +77,16 @@ class AdvantageInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLossInputs:
-    """What a policy loss may read, for one micro-batch.
+    """The inputs that a policy loss may read, for one micro-batch.
 
     log_probs, entropy  [T] fp32, with gradient
-    old_log_probs       [T] fp32: those before the update, or log_probs itself (without gradient)
-                        where this is the only update
+    old_log_probs       [T] fp32: the log-probabilities before the update. If this is the only
+                        update of the step, they are log_probs without a gradient
     advantages, returns [T] fp32
     mask                [T] fp32: 1 on the response tokens that were not rejected
     sequence            [T] int64: the response of each token, in 0..num_sequences-1
-    num_sequences       responses of this rank
-    clip_low, clip_high, dual_clip   algorithm.clip_ratio_low, _high and _c
+    num_sequences       number of responses of this rank
+    clip_low, clip_high, dual_clip   algorithm.clip_ratio_low, clip_ratio_high and clip_ratio_c
     values              [T] fp32: the critic's values before the update
     ref_log_probs       [T] fp32: the reference model's
     rollout_log_probs   [T] fp32: vLLM's
@@ -113,9 +114,10 @@ class PolicyLossInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class AggregationInputs:
-    """What an aggregation of the losses may read, for one mini-batch.
+    """The inputs that an aggregation of the losses may read, for one mini-batch.
 
-    lengths     [n] fp32: the tokens of each response that count; 0 outside the mini-batch
+    lengths     [n] fp32: number of tokens of each response that are not rejected; 0 for responses
+                outside the mini-batch
     max_tokens  rollout.max_tokens
     """
 
@@ -125,7 +127,7 @@ class AggregationInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class DivergenceInputs:
-    """What an estimate of the divergence from the reference may read: both [T] fp32."""
+    """The inputs of an estimator of the divergence from the reference: [T] fp32 each."""
 
     log_probs: Tensor
     ref_log_probs: Tensor
@@ -138,9 +140,9 @@ Inputs = AdvantageInputs | PolicyLossInputs | AggregationInputs | DivergenceInpu
 class FunctionKey:
     """A key of `algorithm` that names a function.
 
-    built_in    the functions that can be named without a file
-    inputs      the class whose fields a function may name as parameters
-    kwargs_key  the key of `algorithm` that holds a function's own parameters, if it may have any
+    built_in    the built-in functions, by name
+    inputs      the class whose fields are the inputs that a function may read
+    kwargs_key  the key of `algorithm` that holds the function's own parameters; None if it has none
     """
 
     built_in: Mapping[str, Callable]
@@ -149,7 +151,7 @@ class FunctionKey:
 
     @property
     def vocabulary(self) -> list[str]:
-        """The names of the inputs."""
+        """The names of the available inputs."""
         return [field.name for field in dataclasses.fields(self.inputs)]
 
 
@@ -165,7 +167,7 @@ FUNCTIONS = {
 def find_function(config: DictConfig, key: str) -> Callable:
     """Return the function that algorithm.{key} names, with its own parameters bound.
 
-    Raises InputError if there is no such function, or if it cannot be called with its inputs.
+    Raises InputError if the function does not exist, or if it cannot be called with its inputs.
     """
     function_key = FUNCTIONS[key]
     name = config.algorithm[key]
@@ -184,7 +186,7 @@ def find_function(config: DictConfig, key: str) -> Callable:
 
 
 def inputs_read(config: DictConfig, *keys: str) -> set[str]:
-    """Return the parameters that the configured functions of these keys name."""
+    """Return the names of the inputs that the configured functions of these keys read."""
     names: set[str] = set()
     for key in keys:
         names |= plugins.parameters(find_function(config, key))
@@ -192,7 +194,7 @@ def inputs_read(config: DictConfig, *keys: str) -> set[str]:
 
 
 def built_in_readers(key: str, input_name: str) -> list[str]:
-    """Return the names of the built-in functions of algorithm.{key} that read an input."""
+    """Return the built-in functions for algorithm.{key} that read an input, by name."""
     return [
         name
         for name, function in FUNCTIONS[key].built_in.items()
@@ -201,14 +203,14 @@ def built_in_readers(key: str, input_name: str) -> list[str]:
 
 
 def reads_tokens(config: DictConfig) -> set[str]:
-    """Return the inputs per token that the estimator names; if any, it works on tokens."""
+    """Return the per-token inputs that the estimator reads; none if it works on responses."""
     fields = dataclasses.fields(AdvantageInputs)
     token_inputs = {field.name for field in fields if field.metadata.get("per_token")}
     return inputs_read(config, "adv_estimator") & token_inputs
 
 
 def call(function: Callable, inputs: Inputs) -> Any:
-    """Call a function with all inputs that exist (are not None), by name."""
+    """Call a function with all inputs that are not None, by name."""
     fields = dataclasses.fields(inputs)
     arguments = {field.name: getattr(inputs, field.name) for field in fields}
     return function(**{name: value for name, value in arguments.items() if value is not None})
@@ -219,8 +221,9 @@ def check_shapes(
 ) -> None:
     """Raise InputError unless the function of algorithm.{key} returned tensors shaped as `like`.
 
-    results: its tensors. unit: "token" or "response", for the message. A broadcast would hide the
-    mistake.
+    Without this check, broadcasting could hide the mistake.
+
+    results: the tensors that it returned. unit: "token" or "response", for the error message.
     """
     for result in results:
         if isinstance(result, Tensor) and result.shape == like.shape:
@@ -235,7 +238,7 @@ def check_shapes(
 def check_pair(config: DictConfig, key: str, result: Any, second: type, expected: str) -> None:
     """Raise InputError unless the function of algorithm.{key} returned a pair.
 
-    second: the type of its second part. expected: what the two parts are, for the message.
+    second: the type of the second value. expected: a description of both, for the error message.
     """
     is_pair = isinstance(result, tuple) and len(result) == 2
     if not is_pair or not isinstance(result[1], second):

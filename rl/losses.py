@@ -17,13 +17,13 @@ Amounts = dict[str, Tensor]
 class ActorLoss:
     """The policy loss, the entropy bonus and the divergence from the reference.
 
-    An instance is the function that Engine.train_batch() takes. Its fields are those that
-    estimation.set_advantages() fills. Without old_log_probs among them, this is the only update of
-    the step, and the log-probabilities before it are its own.
+    Pass an instance to Engine.train_batch() as the loss function. It reads the fields that
+    estimation.set_advantages() fills. If old_log_probs is missing, this is the only update of the
+    step, and its own log-probabilities are the old ones.
     """
 
     def __init__(self, config: DictConfig, num_sequences: int):
-        """num_sequences: the responses of this rank."""
+        """num_sequences: the number of responses of this rank."""
         self.config = config
         self.num_sequences = num_sequences
         self.policy_loss = find_function(config, "loss_mode")
@@ -32,12 +32,12 @@ class ActorLoss:
     def __call__(
         self, log_probs: Tensor, entropy: Tensor, fields: Fields
     ) -> tuple[Tensor, Amounts]:
-        """Return the loss of a micro-batch, and the amounts whose sums over ranks are metrics."""
+        """Return the loss of a micro-batch, and amounts whose sums over ranks are metrics."""
         algorithm = self.config.algorithm
         old_log_probs = fields.get("old_log_probs", log_probs.detach())
         loss_weight = fields["loss_weight"]
         token_weight = fields["token_weight"]
-        # Rejected tokens do not count towards the ratio of their sequence either.
+        # Rejected tokens are left out of the ratio of their sequence, too.
         mask = (token_weight > 0).float()
         losses, metrics = self.policy_losses(log_probs, entropy, old_log_probs, mask, fields)
         if algorithm.rollout_is != "none":
@@ -54,7 +54,7 @@ class ActorLoss:
             amounts["kl_loss"] = (divergence * loss_weight).sum()
             loss = loss + algorithm.kl_loss_coef * amounts["kl_loss"]
         if "old_log_probs" not in fields:
-            # Otherwise set_advantages() has reported this, with the rejected tokens.
+            # Otherwise set_advantages() has reported these, including the rejected tokens.
             gaps = off_policy(old_log_probs, fields["rollout_log_probs"], mask)
             amounts |= {
                 f"rollout_corr/{name}": (x * token_weight).sum() for name, x in gaps.items()
@@ -69,7 +69,7 @@ class ActorLoss:
         mask: Tensor,
         fields: Fields,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the policy loss of each token [T], and its metrics, [T] each."""
+        """Return the policy loss of each token [T], and metrics of each token, [T] each."""
         algorithm = self.config.algorithm
         inputs = PolicyLossInputs(
             log_probs=log_probs,
@@ -98,8 +98,8 @@ class ActorLoss:
     def importance_weights(self, old_log_probs: Tensor, fields: Fields) -> Tensor:
         """Return the weights [T] that correct for vLLM's sampling.
 
-        The ratio of a sequence covers all of its tokens: rejection removes tokens from the loss,
-        not from the response that was drawn.
+        The ratio of a sequence covers all its tokens: rejection removes tokens from the loss, but
+        not from the response that vLLM sampled.
         """
         algorithm = self.config.algorithm
         return correction_weights(
@@ -120,7 +120,7 @@ class ActorLoss:
 
 
 def critic_loss(config: DictConfig) -> LossFn:
-    """Return the clipped loss of the values, on the fields values, returns and token_weight."""
+    """Return the clipped value loss, which reads the fields values, returns and token_weight."""
     clip_range = config.critic.cliprange_value or math.inf
 
     def loss_fn(values: Tensor, fields: Fields) -> tuple[Tensor, Amounts]:

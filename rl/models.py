@@ -1,4 +1,4 @@
-"""Which models a run has: the actor always, a critic and a reference where something reads them."""
+"""The models of a run: always an actor, and a critic and a reference if something reads them."""
 
 from typing import Any
 
@@ -26,8 +26,9 @@ def uses_reference(config: DictConfig) -> bool:
 def role_configs(config: DictConfig) -> dict[str, DictConfig]:
     """Return the configuration of each engine of this run, by role.
 
-    The roles are actor, critic and reference, in the order in which they are built. With adapters,
-    the actor without them serves as the reference, unless that is another model.
+    The roles are actor, critic and reference, in the order in which they are built. With adapters
+    and no reference.path, there is no engine for the reference: the actor without its adapters
+    serves as one.
     """
     roles = {"actor": config}
     if uses_critic(config):
@@ -38,7 +39,7 @@ def role_configs(config: DictConfig) -> dict[str, DictConfig]:
 
 
 def critic_config(config: DictConfig) -> DictConfig:
-    """Return the critic's configuration: its own model and learning rate, else the actor's."""
+    """Return the critic's configuration: the actor's, with its own model and learning rate."""
     model = {
         "path": config.critic.path or config.model.path,
         "lora": {"adapter_path": None},
@@ -48,7 +49,7 @@ def critic_config(config: DictConfig) -> DictConfig:
 
 
 def reference_config(config: DictConfig) -> DictConfig:
-    """Return the reference's configuration: a model with nothing frozen, adapted or drafting."""
+    """Return the reference's configuration: a model without adapters, MTP layers or freezing."""
     model = {
         "path": config.reference.path or config.model.path,
         "freeze": [],
@@ -59,7 +60,7 @@ def reference_config(config: DictConfig) -> DictConfig:
 
 
 def head_of(role: str) -> Head:
-    """Return what the model of a role computes."""
+    """Return the head of a role's model: values for the critic, else log-probabilities."""
     return Head.VALUES if role == "critic" else Head.LOG_PROBS
 
 
@@ -78,9 +79,9 @@ def check_models(config: DictConfig, world_size: int) -> Any:
     for role, hf_config in hf_configs.items():
         if hf_config.vocab_size != actor.vocab_size:
             raise InputError(
-                f"{role}.path={config[role].path} has another vocabulary ({hf_config.vocab_size} "
-                f"tokens) than model.path={config.model.path} ({actor.vocab_size} tokens): choose "
-                "models that share one"
+                f"{role}.path={config[role].path} has a vocabulary of {hf_config.vocab_size} "
+                f"tokens, but model.path={config.model.path} has one of {actor.vocab_size}: choose "
+                "models with the same vocabulary"
             )
     return actor
 
@@ -91,11 +92,11 @@ def mini_batch_prompts(config: DictConfig) -> int:
 
 
 def needs_old_log_probs(config: DictConfig, num_mini_batches: int, step: int) -> bool:
-    """Return whether step `step` (from 0) computes log-probabilities before the update.
+    """Return whether a step needs a separate pass for log-probabilities before the update.
 
-    With one update per rollout, the policy that is updated is the one that sampled, and its
-    log-probabilities come from the update's own forward pass. A separate pass is needed if
-    something before the update reads them, or if only the critic is updated.
+    With one update per rollout, the update starts from the policy that sampled, so its own forward
+    pass computes them. A separate pass is needed if something reads them before the update, or if
+    only the critic is updated. step: from 0.
     """
     algorithm = config.algorithm
     return (
@@ -112,7 +113,7 @@ def hooked_stages(config: DictConfig, device_type: str) -> list[str]:
     num_mini_batches = config.data.train_batch_size // mini_batch_prompts(config)
     has_critic = "critic" in role_configs(config)
     fires = {
-        # CUDA graphs call no hooks.
+        # CUDA graphs do not call hooks.
         "rollout_generate": device_type == "cpu" or config.rollout.enforce_eager,
         "actor_compute_log_prob": needs_old_log_probs(config, num_mini_batches, 0),
         "ref_compute_log_prob": uses_reference(config),

@@ -1,6 +1,6 @@
-"""What each configuration key requires, as its comment in configs/ppo.yaml states it.
+"""The conditions under which keys have an effect, from the comments of configs/ppo.yaml.
 
-Setting a key that has no effect in this run is an error. The key's comment says when it has one:
+Setting a key that has no effect in this run is an error. The key's comment has the condition:
 
     kl_loss_coef: 0.001   # coefficient of the divergence (needs algorithm.use_kl_loss=true)
 
@@ -9,10 +9,10 @@ A requirement is one condition, or several joined by "or":
     (needs algorithm.use_kl_loss=true)           a key has this value
     (needs rollout.speculative)                  a key is set: neither null, none nor false
     (needs validation.temperature above 0)       a key is larger than a number
-    (needs an adv_estimator that reads gamma)    the function that this key names reads an input
+    (needs an adv_estimator that reads gamma)    the function in this key reads an input
 
-The last form may name two functions, one of which must read the input, and two inputs, one of which
-must be read: "an adv_estimator or loss_mode that reads rewards or outcome".
+The last form may name two keys and two inputs: "an adv_estimator or loss_mode that reads rewards or
+outcome". One of the functions must then read one of the inputs.
 """
 
 import re
@@ -40,9 +40,9 @@ FORMS = {
 class Condition:
     """One alternative of a requirement.
 
-    text   as the comment has it
+    text   the condition as written in the comment
     form   a key of FORMS
-    parts  the groups of the form's pattern, without those that are missing
+    parts  the matched groups of the form's pattern; None for a group that is missing
     """
 
     text: str
@@ -63,7 +63,7 @@ class Condition:
         return str(value).lower() == operand
 
     def describe(self) -> str:
-        """Return the condition for an error message, with the built-in functions that meet it."""
+        """Describe the condition for an error message, with the built-in functions that meet it."""
         if self.form != "reads":
             return self.text
         function_keys, inputs = self._reading()
@@ -75,7 +75,7 @@ class Condition:
         return " or ".join(described) or self.text
 
     def _reading(self) -> tuple[list[str], set[str]]:
-        """Return the keys of the functions, and the inputs of which they must read one."""
+        """Return the keys of the functions, and the inputs; one function must read one input."""
         function_keys = [key for key in self.parts[:2] if key]
         inputs = {name for name in self.parts[2:] if name}
         return function_keys, inputs
@@ -89,7 +89,7 @@ def reads_any(key: str, name: str, inputs: set[str]) -> bool:
 def parse(text: str) -> list[Condition]:
     """Return the alternatives of a requirement.
 
-    Raises ValueError for text that has none of the forms.
+    Raises ValueError if the text matches none of the forms.
     """
     conditions = []
     rest = text
@@ -112,7 +112,7 @@ def parse_first(text: str) -> tuple[Condition, str]:
 
 
 def read_requirements(path: Path) -> dict[str, list[Condition]]:
-    """Return the alternatives that each key of a YAML file requires, for keys that do."""
+    """Return the alternative conditions of each key of a YAML file that has a requirement."""
     requirements = {}
     for key, comment in read_comments(path).items():
         match = REQUIREMENT.search(comment)

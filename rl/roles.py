@@ -1,7 +1,7 @@
-"""Who takes part in a step of PPO, all in this process: engines, vLLM and the grader.
+"""The engines, vLLM and the grader, which all take part in a step of PPO in this process.
 
-The methods are the stages of a step, in the order in which train_ppo.py calls them. To change one
-stage, change its method, or override it in a subclass.
+Most methods are stages of a step, in the order in which train_ppo.py calls them. To change a stage,
+change its method, or override it in a subclass.
 """
 
 from collections.abc import Sequence
@@ -38,15 +38,15 @@ VALIDATION_SEED = -1  # in place of the number of a prompt batch
 class Roles:
     """The engines, vLLM and the grader, which share one device.
 
-    wake() hands the device to vLLM, and sleep() takes it back. An engine whose tensors wait in host
-    memory brings them back by itself when it is used.
+    wake() hands the device to vLLM, and sleep() takes it back. An engine whose tensors are in host
+    memory moves them to the device by itself when it is used.
 
-    actor      the engine that is trained, generates through vLLM, and is exported
+    actor      the engine that is trained and exported; vLLM generates with its weights
     critic     an engine with a value head, or None if nothing reads values
-    reference  an engine, or None if nothing reads its log-probabilities; with adapters, the actor
-               without them is the reference
+    reference  an engine, or None if nothing reads its log-probabilities, or if the actor without
+               its adapters is the reference
     rollout    vLLM, which holds the actor's weights while it is awake
-    grader     processes that call the reward function
+    grader     the processes that call the reward function
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class Roles:
     ):
         """Build the engines, one after another.
 
-        start_rollout() follows, once they hold the weights to begin with. Only if vLLM and the
-        actor share their frozen weights is vLLM built here, before the engines.
+        Load a checkpoint, if any, and then call start_rollout(), which builds vLLM. If vLLM and the
+        actor share their frozen weights, vLLM is built here, before the engines.
         """
         self.config = config
         self.device = this_device
@@ -86,9 +86,9 @@ class Roles:
             self.reference = self._build_reference(role_config["reference"], total_steps)
 
     def _choose_offloads(self) -> None:
-        """Decide what waits in host memory while its engine does not need the device.
+        """Choose the tensors that are moved to host memory while their engine does not need them.
 
-        A CPU has no other memory, so there nothing is moved.
+        On a CPU, nothing is moved.
         """
         offload = self.config.offload
         moves = self.device.type != "cpu"
@@ -116,7 +116,7 @@ class Roles:
     def _build(
         self, config: DictConfig, num_steps: int, offloaded: Sequence[str], **options
     ) -> Engine:
-        """Build an engine and offload it, so that the next one finds the device empty."""
+        """Build an engine and offload it, to free the device for the next one."""
         build = engine_class(config.model_engine)
         temperature = self.config.rollout.temperature
         engine = build(config, self.device, num_steps, temperature=temperature, **options)
@@ -124,7 +124,7 @@ class Roles:
         return engine
 
     def start_rollout(self) -> None:
-        """Offload the trained engines, which a resume has filled, and start vLLM."""
+        """Offload the trained engines, which loading a checkpoint moves back, and start vLLM."""
         self._offload_trained()
         if self.rollout is None:
             self.rollout = Rollout(self.config, self.device)
@@ -142,8 +142,8 @@ class Roles:
     def wake(self) -> None:
         """Send the actor's weights, or its adapter, to vLLM and make it ready to generate.
 
-        Does nothing if vLLM is still awake after a validation. With an adapter, RuntimeError is
-        raised if vLLM then does not compute what the actor does.
+        Does nothing if vLLM is still awake after a validation. With an adapter, raises RuntimeError
+        if vLLM then computes something else than the actor.
         """
         if self.rollout.is_current:
             return
@@ -171,8 +171,8 @@ class Roles:
             without_adapters = (
                 self.actor.without_adapters() if self.rollout.adapter else nullcontext()
             )
-            # An MTP drafter's layers may not be part of the actor's model, and come from its files.
-            # Other weights that the actor leaves out are not part of vLLM's model either.
+            # If the actor lacks the layers of an MTP drafter, they come from the model's files.
+            # vLLM needs no other weights that the actor lacks.
             whole = self.rollout.drafter == "mtp"
             with without_adapters:
                 self.rollout.update_weights(self.actor.export_weights(whole=whole))
@@ -191,10 +191,10 @@ class Roles:
     ) -> Samples:
         """Return graded responses to rows of a PromptDataset.
 
-        step: for the file of failures. seed: what sets this draw apart from others of the run.
+        step: the step that failures.jsonl reports. seed: distinguishes the draws of a run.
 
-        Responses that could not be graded are written to failures.jsonl first; then too many of
-        them are an InputError.
+        Responses that could not be graded are appended to failures.jsonl. Raises InputError if
+        there are too many of them.
         """
         max_failure_rate = self.config.reward.max_failure_rate
         sampler = Sampler(
@@ -213,10 +213,10 @@ class Roles:
         return collecting.collect(self.config, partial(self.draw, step), dataset, batch_index)
 
     def validate(self, dataset, step: int) -> Samples:
-        """Return responses to every row, drawn with the settings of `validation`."""
+        """Return graded responses to every row, drawn with the settings of `validation`."""
         self.wake()
         rows = range(len(dataset))
-        # Its stages are not those of a step: only their sum is reported, as "validate".
+        # Only the total time of validation is reported, as "validate", and not that of its stages.
         unreported = Profiler()
         with self.profiler.stage("validate"):
             return self.draw(
@@ -231,13 +231,13 @@ class Roles:
     # -- before the update -------------------------------------------------------------------------
 
     def divide(self, samples: Samples) -> Share:
-        """Return what this rank trains on; its tokens come from the ranks that drew them."""
+        """Return this rank's share of the samples; ranks exchange the tokens."""
         mini_batches = samples.mini_batches(mini_batch_prompts(self.config))
         with self.profiler.stage("divide"):
             return divide(samples, mini_batches, self.actor, self.host_group)
 
     def compute_log_probs(self, share: Share, step: int) -> None:
-        """Fill old_log_probs and ref_log_probs, where something reads them."""
+        """Fill the fields old_log_probs and ref_log_probs, if something reads them."""
         fields = share.batch.fields
         if needs_old_log_probs(self.config, share.num_mini_batches, step):
             with self.profiler.stage("actor_compute_log_prob", self.actor):
@@ -252,7 +252,7 @@ class Roles:
                     fields["ref_log_probs"] = updates.log_probs(self.actor, share)
 
     def compute_values(self, share: Share) -> None:
-        """Fill values, if there is a critic."""
+        """Fill the field values, if there is a critic."""
         if self.critic:
             with self.profiler.stage("compute_values", self.critic):
                 share.batch.fields["values"] = updates.compute(self.critic.values, share)
@@ -260,14 +260,14 @@ class Roles:
     def compute_advantages(
         self, samples: Samples, share: Share, kl_coef: float
     ) -> dict[str, float]:
-        """Fill what the losses read, and return metrics of the samples."""
+        """Fill the other fields that the losses read, and return metrics of the samples."""
         with self.profiler.stage("advantages"):
             return estimation.set_advantages(self.config, samples, share, kl_coef)
 
     # -- learning ----------------------------------------------------------------------------------
 
     def update_critic(self, share: Share, step: int) -> dict[str, float]:
-        """Train the critic on this step, if there is one. step: from 0."""
+        """Train the critic, if there is one, on this step's samples. step: from 0."""
         if not self.critic:
             return {}
         num_epochs = self.config.algorithm.ppo_epochs
@@ -278,7 +278,7 @@ class Roles:
         return metrics
 
     def update_actor(self, share: Share, step: int) -> dict[str, float]:
-        """Train the actor on this step, unless only the critic learns yet. step: from 0."""
+        """Train the actor on this step's samples, after the critic's warm-up. step: from 0."""
         actor_step = step - self.config.critic.warmup_steps
         if actor_step < 0:
             return {}
@@ -288,7 +288,7 @@ class Roles:
             return updates.update(self.actor, share.parts, loss_fn, actor_step, num_epochs, "actor")
 
     def memory(self) -> dict[str, float]:
-        """Return the GiB in use on the device, of all processes; on a CPU this process's peak."""
+        """Return the GiB that all processes use on the device; on a CPU, this process's peak."""
         used = used_gib(self.device)
         if used is None:
             return device.memory()
@@ -303,7 +303,7 @@ class Roles:
     def save(self, checkpointer: Checkpointer, step: int, progress: dict) -> None:
         """Write a checkpoint of the trained engines.
 
-        vLLM goes to sleep first: saving brings what waits in host memory back to the device.
+        vLLM goes to sleep first, since saving moves offloaded tensors back to the device.
         """
         if self.rollout.awake:
             self.rollout.sleep()
@@ -316,6 +316,6 @@ class Roles:
         export_hf(self.actor, self.tokenizer, directory)
 
     def close(self) -> None:
-        """Stop vLLM, which wakes for that, and with it the process group."""
+        """Stop vLLM and the process group. vLLM wakes up to stop, so the engines are offloaded."""
         self._offload_trained()
         self.rollout.shutdown()

@@ -13,7 +13,7 @@ from rl.requirements import check_keys_have_an_effect
 
 
 def check_settings(config: DictConfig) -> None:
-    """Raise InputError for unknown functions and for settings that contradict each other."""
+    """Raise InputError for unknown functions, and for settings that contradict each other."""
     check_mini_batch_size(config)
     for key in FUNCTIONS:
         find_function(config, key)
@@ -35,13 +35,13 @@ def check_mini_batch_size(config: DictConfig) -> None:
 
 
 def check_advantage_inputs(config: DictConfig) -> None:
-    """Raise InputError for an estimator that would mistake one rank's tokens for all of them."""
+    """Raise InputError if the estimator may mistake one rank's tokens for those of all ranks."""
     token_inputs = reads_tokens(config)
     if token_inputs and "num_sequences" not in inputs_read(config, "adv_estimator"):
         raise InputError(
             f"algorithm.adv_estimator={config.algorithm.adv_estimator} names {min(token_inputs)}, "
             "which covers one rank's tokens: name outcome instead, which covers all responses, or "
-            "name num_sequences too, and let total add up over all ranks (docs/forking.md)"
+            "name num_sequences too, and add up over all ranks with total (docs/forking.md)"
         )
 
 
@@ -50,13 +50,13 @@ def check_sampling(config: DictConfig) -> None:
     validation = config.validation
     if validation.n > 1 and validation.temperature == 0:
         raise InputError(
-            f"validation.n={validation.n} gives that many equal responses with "
-            "validation.temperature=0: raise the temperature"
+            f"validation.n={validation.n} with validation.temperature=0 generates equal "
+            "responses: raise the temperature, or set validation.n=1"
         )
     if config.algorithm.filter_groups.enable and config.rollout.n < 2:
         raise InputError(
-            "algorithm.filter_groups.enable=true needs rollout.n of 2 or more: one response always "
-            "agrees with itself"
+            "algorithm.filter_groups.enable=true needs rollout.n of 2 or more: the rewards of a group "
+            "of one response are always equal"
         )
     overlong_buffer = config.reward.overlong_buffer
     if overlong_buffer > config.rollout.max_tokens:
@@ -67,11 +67,11 @@ def check_sampling(config: DictConfig) -> None:
 
 
 def check_cut_off_tokens(config: DictConfig) -> None:
-    """Check that the trainer knows which tokens were sampled from, if any were cut off.
+    """Check that the trainer's log-probabilities cover the same tokens as vLLM's.
 
-    With top_k, few enough tokens are kept that vLLM can report them, and the trainer's
-    log-probabilities cover the same ones. With top_p or min_p alone, their ratio to vLLM's is
-    meaningless, which is an error if the ratio is used, and else a warning.
+    With top_k, vLLM reports the tokens that it kept, and the trainer's log-probabilities cover
+    only these. With top_p or min_p but without top_k, they cover all tokens, so their ratio to
+    vLLM's is meaningless. Raises InputError if the ratio is used, otherwise warns.
     """
     cut_off = cut_off_settings(config)
     if not cut_off:
@@ -86,15 +86,15 @@ def check_cut_off_tokens(config: DictConfig) -> None:
     if int(os.environ.get("RANK", 0)) == 0:
         print(
             f"warning: {cut_off}: responses are drawn from fewer tokens than the trainer's "
-            "log-probabilities cover, so the policy that is trained is not quite the one that "
-            "sampled; with rollout.top_k (e.g. 64) it is",
+            "log-probabilities cover, so the policy that is trained differs slightly from the one "
+            "that sampled; set rollout.top_k (e.g. 64) to avoid this",
             file=sys.stderr,
             flush=True,
         )
 
 
 def cut_off_settings(config: DictConfig) -> str:
-    """Return the settings that exclude tokens without telling the trainer which; "" if none do."""
+    """Return the settings that cut off tokens without the trainer's knowledge, or ""."""
     rollout = config.rollout
     if rollout.top_k > 0:
         return ""

@@ -1,4 +1,4 @@
-"""Running an engine over a rank's share of a step: a pass without a gradient, or one update."""
+"""Run an engine over a rank's share of a step: a pass without a gradient, or an update."""
 
 from collections.abc import Callable
 
@@ -15,9 +15,9 @@ ROLLOUT_PREFIX = "rollout_corr/"
 
 
 def compute(function: Callable[[Batch, MicroBatches], Tensor], share: Share) -> Tensor:
-    """Return function(batch, micro_batches), e.g. engine.values, for the tokens of a share.
+    """Call function(batch, micro_batches), e.g. engine.values, once for each mini-batch of a share.
 
-    Returns [T] fp32 on the host. The function is called once for each mini-batch.
+    Returns the results for all tokens of the share: [T] fp32 on the host.
     """
     results = [function(batch, plan.micro_batches).cpu() for batch, plan in share.parts]
     return torch.cat(results)
@@ -36,12 +36,13 @@ def update(
     num_epochs: int,
     name: str,
 ) -> dict[str, float]:
-    """Take one optimizer step for each mini-batch and epoch, on this rank's share of them.
+    """Take one optimizer step for each mini-batch and epoch.
 
-    parts: the mini-batches, as in Share.parts. name: the engine's role, for its metrics.
+    parts: this rank's share of the mini-batches, as in Share.parts. name: the engine's role, for
+    the names of metrics.
 
-    Returns {name}/...: means over the optimizer steps, except for the number that were skipped; and
-    rollout_corr/... if the loss reports it, which it does only if there is a single step.
+    Returns metrics {name}/..., which are means over the optimizer steps, except for the number of
+    skipped steps. If there is a single optimizer step, the loss may also report rollout_corr/...
     """
     results = [
         engine.train_batch(batch, loss_fn, step, plan.micro_batches)
@@ -63,7 +64,7 @@ def update(
 
 
 def off_policy_metrics(means: dict[str, float]) -> dict[str, float]:
-    """Return rollout_corr/... from the means over tokens of what off_policy() returns."""
+    """Return metrics rollout_corr/... from the token means of the results of off_policy()."""
     sample_size = effective_sample_size(means["ratio"], means["ratio_squared"])
     metrics = means | {"effective_sample_size": sample_size}
     del metrics["ratio_squared"]

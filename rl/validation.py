@@ -11,9 +11,11 @@ PASSING_SCORE = 1
 def validation_metrics(samples: Samples, function: str, n: int) -> dict[str, float]:
     """Return the metrics of n responses to each prompt.
 
-    function: reward.function, after which the mean score is named: val/{function}, and
-    val/{function}/{part} for each of its parts. With more than one response per prompt there are
-    also mean@n, the mean score under its usual name, and pass@k for k = 2, 4, ..., n.
+    function: reward.function. The mean score is called val/{function}, and the mean of each part
+    val/{function}/{part}.
+
+    With n > 1, the metrics include pass@k for k = 2, 4, ..., n, and the mean score once more as
+    mean@n, its usual name.
     """
     function_name = function.rpartition(":")[2]
     name = f"val/{function_name}"
@@ -35,7 +37,8 @@ def validation_metrics(samples: Samples, function: str, n: int) -> dict[str, flo
 def pass_rates(samples: Samples, n: int) -> dict[int, float]:
     """Return k -> pass@k for k = 2, 4, 8, ... and n.
 
-    Only groups whose n responses could all be graded count; without any, the result is empty.
+    Groups with responses that could not be graded do not count. If no group is left, the result is
+    empty.
     """
     _, index, counts = samples.group.unique(return_inverse=True, return_counts=True)
     is_complete = counts == n

@@ -125,7 +125,7 @@ def test_nothing_graded_is_an_error():
         (), FILTER, "algorithm.filter_groups.max_num_gen_batches=2", failing=range(PROMPTS)
     )
     assert len(calls) == 2
-    assert "no response to 2 batches could be graded" in message
+    assert "no response to 2 batches of prompts could be graded" in message
     assert "raised: trace" in message
 
 

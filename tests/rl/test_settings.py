@@ -45,7 +45,7 @@ CONTRADICTIONS = {
     ),
     "equal responses of a validation": (
         ["validation.n=4"],
-        "validation.n=4 gives that many equal responses",
+        "validation.n=4 with validation.temperature=0 generates equal responses",
     ),
     **{
         f"{pair}, which nothing reads": ([pair], f"{pair} does nothing without {needs}")
