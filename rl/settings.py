@@ -55,8 +55,8 @@ def check_sampling(config: DictConfig) -> None:
         )
     if config.algorithm.filter_groups.enable and config.rollout.n < 2:
         raise InputError(
-            "algorithm.filter_groups.enable=true needs rollout.n of 2 or more: the rewards of a group "
-            "of one response are always equal"
+            "algorithm.filter_groups.enable=true needs rollout.n of 2 or more: the rewards of a "
+            "group of one response are always equal"
         )
     overlong_buffer = config.reward.overlong_buffer
     if overlong_buffer > config.rollout.max_tokens:

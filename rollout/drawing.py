@@ -1,8 +1,8 @@
 """Prompts -> responses -> scores, in four steps: assign, generate, grade, share.
 
-Prompts are assigned to replicas of vLLM. Each replica generates its responses, which all of its
-ranks get. Each rank grades some of them, and keeps their tokens and texts. The numbers of all
-responses are then shared by all ranks.
+Prompts are assigned to replicas of vLLM. Each replica generates its responses, and all of its ranks
+receive them. Each rank grades some of these responses, and keeps their tokens and texts. Lengths,
+scores and other per-response numbers are then shared with all ranks.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from rollout.vllm.speculation import draft_metrics
 
 @dataclass(frozen=True)
 class Request:
-    """The responses that one draw is to bring.
+    """A request for graded responses to some prompts.
 
-    dataset      has the prompts
-    rows         one for each group of responses
-    sampling     the group `rollout` or `validation`: n responses per prompt, temperature, ...
-    seed         what sets this draw apart. A response follows from it, its row and its number in
-                 its group, however many ranks there are
+    dataset      the prompts
+    rows         the rows of the dataset to respond to; each gets one group of responses
+    sampling     the group `rollout` or `validation` of the configuration: n, temperature, ...
+    seed         distinguishes draws. Together with the row and the number of a response in its
+                 group, it determines the response, however many ranks there are
     first_group  the number of the first group
     """
 
@@ -50,12 +50,12 @@ class Request:
 
 @dataclass(frozen=True)
 class Assignment:
-    """Which rank draws and grades each of the n responses, in the order of their rows.
+    """The ranks that draw and grade the n responses, in the order of their rows.
 
-    position  [n] int64: the prompt of each, as a position in the request's rows
-    owner     [n] int64: the rank that grades each, and keeps its tokens
-    replica   [r] int64: the indices, among the n, of what this rank's replica generates
-    held      [r] bool: which of these this rank keeps
+    position  [n] int64: the prompt of each response, as a position in the request's rows
+    owner     [n] int64: the rank that grades a response, and keeps its tokens
+    replica   [r] int64: indices, among the n, of the responses of this rank's replica
+    held      [r] bool: whether this rank keeps a response of its replica
     """
 
     position: Tensor
@@ -69,10 +69,10 @@ class Generation:
     """The r responses of this rank's replica.
 
     batch      prompts and responses, packed
-    truncated  [r] bool: ended by max_tokens
-    prompts    of each response
-    seconds    [ranks] fp32: what generation took; 0 for other ranks
-    metrics    of speculative decoding
+    truncated  [r] bool: whether a response reached max_tokens
+    prompts    the prompt of each response
+    seconds    [ranks] fp32: this rank's time for generation; 0 for other ranks
+    metrics    metrics of speculative decoding
     """
 
     batch: Batch
@@ -86,9 +86,10 @@ class Generation:
 class Graded:
     """The m responses that this rank keeps, and their results.
 
-    index             [m] int64: which of the n they are
-    response_lengths  [m] int64: tokens that the model sampled
-    results           None for responses that were not graded, after too many failures
+    index             [m] int64: their indices among the n responses
+    response_lengths  [m] int64: number of tokens that the model sampled
+    results           rewards and failures; None if a response was not graded, which happens after
+                      too many failures
     """
 
     index: Tensor
@@ -102,10 +103,10 @@ class Graded:
 
 @dataclass(frozen=True)
 class ResponseNumbers:
-    """What every rank knows of each response. Tensors of one entry per response, in float64.
+    """The numbers that every rank knows of each response: float64 tensors, one entry per response.
 
-    is_graded  1 where there is a reward; otherwise score and parts are 0
-    parts      by name, those of the reward
+    is_graded  1 if there is a reward; otherwise score and parts are 0
+    parts      the parts of the reward, by name
     """
 
     length: Tensor
@@ -134,7 +135,10 @@ class ResponseNumbers:
     def on_all_ranks(
         self, index: Tensor, num_responses: int, group: dist.ProcessGroup | None
     ) -> ResponseNumbers:
-        """Return the numbers of all responses, of which those at `index` are from this rank."""
+        """Exchange numbers between ranks, and return those of all responses.
+
+        index: [m] int64, the indices of this rank's responses among all of them.
+        """
         columns = [
             self.length,
             self.response_length,
@@ -155,7 +159,7 @@ class ResponseNumbers:
 
 
 def float64(values: list[float]) -> Tensor:
-    """Return a tensor of these numbers."""
+    """Return a float64 tensor of these numbers."""
     return torch.tensor(values, dtype=torch.float64)
 
 
@@ -164,9 +168,9 @@ class Sampler:
     """Draws graded responses.
 
     rollout           vLLM, which must be awake
-    grader            of the reward function
-    tokenizer         turns responses into texts
-    host_group        gloo, of all ranks
+    grader            the processes that call the reward function
+    tokenizer         decodes responses
+    host_group        gloo group of all ranks
     max_failure_rate  grading ends early when more than this share of a draw has failed
     """
 
@@ -179,9 +183,9 @@ class Sampler:
     def draw(self, request: Request, profiler: Profiler) -> Samples:
         """Return the responses to a request, generated by all replicas and graded by all ranks.
 
-        Called by all ranks. The numbers of all responses are the same on every rank; the tokens
-        and texts of a response are on the rank that has graded it. Responses that could not be
-        graded are only among the failures.
+        Called by all ranks. Every rank gets the numbers of all responses; the tokens and the text
+        of a response are only on the rank that graded it. Responses that could not be graded are
+        listed only as failures.
         """
         assignment = assign(request, self.rollout)
         with profiler.stage("rollout_generate", self.rollout):
@@ -241,7 +245,7 @@ class Sampler:
         return Graded(index, batch, texts, prompts, truncated, response_lengths, results)
 
     def agree_on_parts(self, index: Tensor, results: list[Result | None]) -> None:
-        """Let all ranks expect the parts of the first reward of the run."""
+        """Make all ranks expect the parts that the first reward of the run has."""
         if self.grader.parts is not None:
             return
         rewards = [
@@ -255,10 +259,10 @@ class Sampler:
     def share(
         self, request: Request, assignment: Assignment, generation: Generation, graded: Graded
     ) -> tuple[Samples, Tensor]:
-        """Tell all ranks the numbers of all responses.
+        """Share the numbers of all responses with all ranks.
 
-        Returns samples of all n responses, and which of them have been graded, [n] bool. The
-        dataset remembers how long the responses to each of its rows were.
+        Returns samples of all n responses, and whether each of them has been graded, [n] bool. Also
+        records the mean length of the responses to each row in the dataset.
         """
         failures = self.all_failures(graded)
         num_responses = len(assignment.owner)
@@ -305,8 +309,8 @@ class Sampler:
 def assign(request: Request, rollout: Rollout) -> Assignment:
     """Divide the prompts over the replicas, and the responses of a replica over its ranks.
 
-    Replicas finish at the same time if responses are as long as the last time. Groups stay whole,
-    for reward functions that take them so.
+    Replicas finish at about the same time if responses are as long as in the last draw. A group
+    stays on one rank, for reward functions that grade whole groups.
     """
     num_prompts = len(request.rows)
     ranks_per_replica = dist.get_world_size() // rollout.num_replicas
@@ -332,13 +336,13 @@ def response_seeds(request: Request, assignment: Assignment) -> list[int]:
 
 
 def dataset_rows(request: Request, assignment: Assignment) -> Tensor:
-    """Return the row of the dataset of each response: [n] int64."""
+    """Return the dataset row of each response: [n] int64."""
     rows = torch.tensor([int(row) for row in request.rows])
     return rows[assignment.position]
 
 
 def image_arguments(dataset: PromptDataset, prompts: list[Prompt]) -> dict:
-    """Return what Rollout.generate() is told of the prompts' images, if the dataset has any."""
+    """Return Rollout.generate()'s arguments for the prompts' images, if the dataset has images."""
     if not dataset.pictures:
         return {}
     image_prompts = [

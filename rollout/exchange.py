@@ -1,4 +1,4 @@
-"""What ranks tell each other on the host: sums of tensors, and small Python objects."""
+"""Exchange data between ranks on the host: sums of tensors, and small Python objects."""
 
 from typing import Any
 
@@ -7,14 +7,17 @@ from torch import Tensor
 
 
 def sum_over_ranks(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Replace x by the sum of every rank's x, and return it. For a lone process, that is x."""
+    """Replace x by its sum over all ranks, and return it. A single process keeps its x."""
     if dist.is_initialized():
         dist.all_reduce(x, group=group)
     return x
 
 
 def gather_on_all_ranks(items: list, group: dist.ProcessGroup | None) -> list:
-    """Return the items of all ranks, rank by rank, on every rank. Meant for few items."""
+    """Return the items of all ranks, in the order of the ranks, on every rank.
+
+    Meant for few items.
+    """
     items_of_rank = [None] * dist.get_world_size()
     dist.all_gather_object(items_of_rank, items, group=group)
     return sum(items_of_rank, [])
@@ -23,7 +26,7 @@ def gather_on_all_ranks(items: list, group: dist.ProcessGroup | None) -> list:
 def gather_on_first_rank(
     items: list[tuple[int, Any]], group: dist.ProcessGroup | None
 ) -> list[Any]:
-    """Return the items of all ranks, sorted by their positions, on rank 0; elsewhere an empty list.
+    """Return the items of all ranks, sorted by their positions, on rank 0; an empty list elsewhere.
 
     items: pairs of a position and an item.
     """

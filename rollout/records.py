@@ -1,4 +1,4 @@
-"""Samples for people: files of JSON lines, and examples for a table."""
+"""Write samples for people to read: files of JSON lines, and examples for a table."""
 
 import json
 from pathlib import Path
@@ -11,19 +11,19 @@ from engines.parallel.device import on_rank0
 from rollout.exchange import gather_on_first_rank
 from rollout.samples import Samples
 
-# Characters of a value of a row in a file of samples, and of a text in a table.
+# Maximum number of characters of a row's value in a file of samples, and of a text in a table.
 MAX_WRITTEN = 2000
 
 
 def write_samples(samples: Samples, path: Path, group: dist.ProcessGroup | None = None) -> None:
-    """Write one JSON object per response, with the row of the data file, and one per failure.
+    """Write one JSON object per response, including the row of the data file, and one per failure.
 
-    Long values of a row are cut to MAX_WRITTEN characters. Called by all ranks (group: gloo), of
-    which rank 0 writes.
+    Long values of a row are cut to MAX_WRITTEN characters. Called by all ranks; rank 0 writes.
+    group: gloo group of all ranks.
     """
     groups = samples.group.tolist()
     held = samples.held.tolist()
-    # Each row is shortened once, however many responses its prompt has.
+    # Shorten each row only once, however many responses its prompt has.
     prompt_of_group = {groups[i]: prompt for i, prompt in zip(held, samples.prompts)}
     row_of_group = {g: shorten_row(prompt.row) for g, prompt in prompt_of_group.items()}
     lines = []
@@ -71,7 +71,7 @@ def examples(samples: Samples, num_rows: int, group: dist.ProcessGroup | None = 
     """Return the first response to each of the first num_rows prompts, for a table.
 
     The columns are question, response, answer (if the row has one) and score. Texts are cut to
-    MAX_WRITTEN characters. Called by all ranks, of which rank 0 gets the rows.
+    MAX_WRITTEN characters. Called by all ranks; rank 0 gets the rows.
     """
     first_of_group: dict[int, int] = {}
     for i, number in enumerate(samples.group.tolist()):
@@ -86,7 +86,7 @@ def examples(samples: Samples, num_rows: int, group: dist.ProcessGroup | None = 
 
 
 def example(prompt: Prompt, response: str, score: float) -> dict:
-    """Return one row of the table."""
+    """Return one row of the table of examples."""
     row = {"question": cut(prompt.question or prompt.text), "response": cut(response)}
     answer = prompt.row.get("answer")
     if answer is not None:
@@ -96,7 +96,7 @@ def example(prompt: Prompt, response: str, score: float) -> dict:
 
 
 def write_lines(path: Path, lines: list[str]) -> None:
-    """Write lines of ASCII to a file, and create its directory if it is missing."""
+    """Write lines of ASCII to a file. Its directory is created if it is missing."""
     text = "".join(line + "\n" for line in lines)
     with disk.writing(path, len(text)):
         path.parent.mkdir(exist_ok=True)
@@ -104,7 +104,7 @@ def write_lines(path: Path, lines: list[str]) -> None:
 
 
 def cut(text: str) -> str:
-    """Return a text of about MAX_WRITTEN characters: a longer one loses its middle."""
+    """Cut the middle of a text that is longer than MAX_WRITTEN characters."""
     if len(text) <= MAX_WRITTEN:
         return text
     half = MAX_WRITTEN // 2
@@ -112,7 +112,7 @@ def cut(text: str) -> str:
 
 
 def shorten_row(row: dict) -> dict:
-    """Return a row in which large values, such as megabytes of test cases, are cut texts."""
+    """Return the row with large values, such as megabytes of test cases, replaced by cut texts."""
     shortened = {}
     for key, value in row.items():
         text = value if isinstance(value, str) else json.dumps(value)

@@ -1,4 +1,4 @@
-"""The responses of one batch of requests, in arrays: no token becomes a Python object."""
+"""The responses to one batch of requests, in arrays: tokens never become Python objects."""
 
 import mmap
 import warnings
@@ -11,18 +11,18 @@ import torch
 from data.batching.batch import Batch
 
 MAP_NORESERVE = 0x4000  # linux/mman.h
-# Least probability of the kept tokens, up to rounding; below it, others were sampled from as well.
+# If the kept tokens have a lower total probability, beyond rounding, others could be drawn as well.
 COVERED = 0.99
 
 
 class Responses:
     """Responses to n requests, which grow a token at a time.
 
-    tokens     int32 [n, max_tokens]; the first lengths[i] of row i count
+    tokens     int32 [n, max_tokens]; only the first lengths[i] tokens of row i are valid
     log_probs  fp32 [n, max_tokens]
     lengths    int64 [n]
-    kept       int32 [n, max_tokens, 1 + num_kept]: the token that was drawn, then the tokens that
-               it was drawn from, -1 where there were fewer; None if num_kept is 0
+    kept       int32 [n, max_tokens, 1 + num_kept]: the token that was drawn, followed by the tokens
+               that it was drawn from, padded with -1; None if num_kept is 0
     """
 
     def __init__(self, n: int, max_tokens: int, num_kept: int):
@@ -32,10 +32,10 @@ class Responses:
         self.lengths = np.zeros(n, np.int64)
 
     def append(self, rows: np.ndarray, token_ids: np.ndarray, log_probs: np.ndarray) -> None:
-        """Add one token to each of these different rows.
+        """Append one token to each of these rows, which must be distinct.
 
-        token_ids, log_probs: [len(rows), 1 + num_kept]; vLLM lists the token that was drawn, then
-        the num_kept likeliest ones.
+        token_ids, log_probs: [len(rows), 1 + num_kept]; vLLM lists the token that was drawn, and
+        then the num_kept likeliest ones.
         """
         self._write((rows, self.lengths[rows]), token_ids, log_probs)
         self.lengths[rows] += 1
@@ -53,8 +53,9 @@ class Responses:
         if (np.exp(log_probs[:, 1:]).sum(1) < COVERED).any():
             num_kept = token_ids.shape[1] - 1
             warnings.warn(
-                f"some tokens were drawn from more than {num_kept} tokens of equal probability, of "
-                "which the trainer knows only the first: lower rollout.top_p, or raise top_k",
+                f"some tokens were drawn from more than {num_kept} tokens, because several of them "
+                f"have equal probabilities, but the trainer knows only the first {num_kept}: lower "
+                "rollout.top_p, or raise rollout.top_k",
                 stacklevel=2,
             )
         self.kept[position] = np.where(np.isinf(log_probs), -1, token_ids)
@@ -65,7 +66,7 @@ class Responses:
         prompt_lengths = np.fromiter(map(len, prompts), np.int64, num_prompts)
         cu_seqlens = np.concatenate([[0], np.cumsum(prompt_lengths + self.lengths)])
         num_tokens = cu_seqlens[-1]
-        # Where the tokens of the responses lie here, and where they go.
+        # For each response token: its row and column here, and its target in the packed batch.
         rows = np.repeat(np.arange(num_prompts), self.lengths)
         response_starts = np.cumsum(self.lengths) - self.lengths
         columns = np.arange(len(rows)) - np.repeat(response_starts, self.lengths)
@@ -92,9 +93,9 @@ class Responses:
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype) -> np.ndarray:
-    """Return zeros that take memory only where they are written.
+    """Return zeros that take memory only where they are written to.
 
-    Few responses are as long as they may be.
+    Few responses reach max_tokens.
     """
     num_elements = int(np.prod(shape))
     num_bytes = num_elements * np.dtype(dtype).itemsize

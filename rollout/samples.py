@@ -1,7 +1,7 @@
 """Samples: graded responses, from which one step of reinforcement learning learns.
 
-Every rank knows the numbers of each response: its score, its length, its prompt. Tokens and texts
-are on one rank alone.
+Every rank knows the score, the lengths and the prompt's number of each response. Its tokens and its
+text are on one rank only.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from rollout.grading.grader import Failure
 
 @dataclass
 class Samples:
-    """n responses in the order of their prompts, of which this rank holds m.
+    """n responses in the order of their prompts. This rank holds the tokens of m of them.
 
-    batch       prompt and response of the m, packed; fields loss_mask (1 on responses) and
+    batch       the m prompts and responses, packed; fields loss_mask (1 on responses) and
                 rollout_log_probs
     texts       the m responses as text
     prompts     the m prompts
     owner       [n] int64: the rank that holds the tokens and the text of each response
     rank        this rank
-    lengths     [n] int64: tokens of prompt and response
-    response_lengths  [n] int64: tokens that the model sampled
-    group       [n] int64: the prompt of each response, counted through the step
-    scores      [n] fp32: from the reward function
-    truncated   [n] bool: ended by max_tokens
-    failures    responses that could not be graded, of all ranks; they are not among the n
-    num_drawn   how many responses were drawn to get these, including those left out and greedy ones
+    lengths     [n] int64: number of tokens of prompt and response
+    response_lengths  [n] int64: number of tokens that the model sampled
+    group       [n] int64: the number of each response's prompt within the step
+    scores      [n] fp32: the scores from the reward function
+    truncated   [n] bool: whether a response reached max_tokens
+    failures    the responses of all ranks that could not be graded; they are not among the n
+    num_drawn   number of responses drawn in total, including greedy ones and those left out
     baseline    [n] fp32: the score of a greedy response to the same prompt, if the advantage
                 estimator reads it
-    metrics     of everything that was drawn, including responses that were left out
-    parts       [n] fp32 by name: what the scores are the weighted sums of; empty if the reward is a
-                number alone
-    rows        [n] int64: the row of the dataset of each response, if prompts have images
+    metrics     metrics of all drawn responses, including those left out
+    parts       [n] fp32 each, by name: the parts of the scores, which are their weighted sums;
+                empty if the reward function returns a single number
+    rows        [n] int64: the dataset row of each response, if prompts have images
     """
 
     batch: Batch
@@ -65,16 +65,16 @@ class Samples:
 
     @property
     def held(self) -> Tensor:
-        """The indices, among the n, of the m responses that this rank holds: [m] int64."""
+        """Indices, among the n, of the m responses that this rank holds: [m] int64."""
         return (self.owner == self.rank).nonzero()[:, 0]
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The fields that have an entry for each of the n responses."""
+        """The tensors with an entry for each of the n responses, by field name."""
         return {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
 
     def select(self, keep: Tensor) -> Samples:
-        """Return the samples where keep [n] bool is set."""
+        """Return the samples for which `keep`, [n] bool, is set."""
         kept_here = keep[self.held].nonzero()[:, 0].tolist()
         return replace(
             self,
@@ -104,9 +104,9 @@ class Samples:
     def mini_batches(self, num_prompts: int) -> Tensor:
         """Return the mini-batch of each response: [n] int64.
 
-        Neighbouring prompts go together, num_prompts of them in a mini-batch. Where num_prompts
-        does not divide their number, the mini-batches are as nearly equal as possible, of at most
-        num_prompts: otherwise a last one of a few prompts would get a whole optimizer step.
+        A mini-batch has the responses to num_prompts neighbouring prompts. If num_prompts does not
+        divide the number of prompts, mini-batches have nearly equal sizes of at most num_prompts:
+        otherwise the last few prompts would get a whole optimizer step.
         """
         prompts, index = self.group.unique(return_inverse=True)
         num_mini_batches = -(-len(prompts) // num_prompts)
@@ -114,8 +114,8 @@ class Samples:
 
 
 def concat(draws: Sequence[Samples]) -> Samples:
-    """Return the samples of several draws, one draw after another; their groups must differ."""
-    # A draw of which nothing could be graded has no parts.
+    """Concatenate the samples of several draws, whose groups must differ."""
+    # A draw has no parts if none of its responses could be graded.
     part_names = max((samples.parts for samples in draws), key=len)
     parts = {}
     for name in part_names:

@@ -1,10 +1,9 @@
-"""The part of a step that a rank trains on, and how it learns what it must know of the rest.
+"""Divide a step over the ranks: move tokens to the ranks that train on them, and exchange numbers.
 
-Tokens move once, from the rank that drew a response to the ranks that train on it. Everything else
-that ranks tell each other are numbers per response, so that only the work on these grows with the
-number of ranks, and a rank's host memory hardly does. Sums over the step are sums of such numbers
-in the order of the responses, and are therefore the same, to the last bit, however the responses
-are divided.
+Tokens move once, from the rank that drew a response to the ranks that train on it. Otherwise, ranks
+exchange only a few numbers per response, so a rank's host memory hardly grows with the number of
+ranks. Sums over the step are sums of these numbers in the order of the responses, so they are
+bit-identical however the responses are divided.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from rollout.samples import Samples
 
 @dataclass
 class Share:
-    """m of the n responses of a step.
+    """The m of a step's n responses on which this rank trains.
 
     batch         their tokens, one mini-batch after another
-    indices       [m] int64: which of the n they are
+    indices       [m] int64: their indices among the n responses
     mini_batches  [n] int64: the mini-batch of each response
-    plans         how each mini-batch is divided. Every pass over it has the same micro-batches, so
-                  that the first ratio is exactly 1
-    is_reporter   [m] bool: whether this rank reports the numbers of a response to the others; the
-                  first of the ranks that hold it does
-    group         of all ranks, for tensors on the host; None: the default group, or a process alone
+    plans         the division of each mini-batch. All passes over it have the same micro-batches,
+                  so the ratio is exactly 1 before the first update
+    is_reporter   [m] bool: whether this rank reports the numbers of a response to the other ranks;
+                  the first rank that trains on the response does
+    group         group of all ranks, for tensors on the host; None: the default group, if any
     """
 
     batch: Batch
@@ -49,14 +48,16 @@ class Share:
 
     @property
     def parts(self) -> list[tuple[Batch, Plan]]:
-        """The share of each mini-batch, as views of the batch, and its plan."""
+        """This rank's share of each mini-batch, as views of the batch, with its plan."""
         batches = self.batch.split([len(plan.sequences) for plan in self.plans])
         return list(zip(batches, self.plans))
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The metrics of the plans: sums of perf/cp_*, the tokens that groups of ranks of each size
-        work on, and means of the others."""
+        """The metrics of the plans: sums of perf/cp_*, which count tokens, and means of the others.
+
+        perf/cp_{size} is the number of tokens that groups of that many ranks have worked on.
+        """
         metrics = {}
         for name in self.plans[0].metrics:
             total = sum(plan.metrics[name] for plan in self.plans)
@@ -65,11 +66,14 @@ class Share:
         return metrics
 
     def on_tokens(self, x: Tensor) -> Tensor:
-        """Repeat a number per response of the step [n] on each token of this share [T]."""
+        """Repeat the number of each response, x [n], on all its tokens in this share: [T]."""
         return torch.repeat_interleave(x[self.indices], self.batch.cu_seqlens.diff())
 
     def of_all(self, x: Tensor) -> Tensor:
-        """Return numbers of all responses [n, ...], on every rank; x [m, ...]: of this share."""
+        """Exchange the numbers of this share's responses, x [m, ...].
+
+        Returns the numbers of all responses, [n, ...], on every rank.
+        """
         gathered = x.new_zeros(len(self.mini_batches), *x.shape[1:])
         gathered[self.indices[self.is_reporter]] = x[self.is_reporter]
         return sum_over_ranks(gathered, self.group)
@@ -77,10 +81,10 @@ class Share:
 
 @dataclass(frozen=True)
 class Routes:
-    """Which data-parallel ranks train on each response.
+    """The data-parallel ranks that train on each response.
 
-    plans         of the mini-batches
-    first, count  [n] int64: data-parallel ranks first : first + count
+    plans         the plans of the mini-batches
+    first, count  [n] int64: the data-parallel ranks are first, ..., first + count - 1
     """
 
     plans: list[Plan]
@@ -97,18 +101,17 @@ def divide(
 ) -> Share:
     """Move the tokens of a step to the ranks that train on them.
 
-    mini_batches: [n] int64, that of each response. Each mini-batch is divided over data-parallel
-    ranks once. Called by all ranks.
+    mini_batches: [n] int64, the mini-batch of each response. Called by all ranks.
     """
     dp_rank_of_rank = gather_dp_ranks(engine, group)
     routes = plan_mini_batches(samples, mini_batches, engine, group)
     arriving = routes.lead_to(engine.dp_rank).nonzero()[:, 0]
-    # In the order in which they arrive: by the rank that sends them.
+    # Sort by the sending rank: responses arrive in this order.
     arriving = arriving[samples.owner[arriving].argsort(stable=True)]
     batch = exchange_tokens(samples, routes, dp_rank_of_rank, arriving, group)
     order = (mini_batches[arriving] * len(samples) + arriving).argsort()
     indices = arriving[order]
-    # Ranks with the same dp_rank have the same responses: the first of them reports.
+    # Ranks with the same dp_rank have the same responses: only the first of them reports.
     is_first_of_dp_rank = dp_rank_of_rank.index(engine.dp_rank) == dist.get_rank()
     is_reporter = (routes.first[indices] == engine.dp_rank) & is_first_of_dp_rank
     return Share(batch.select(order), indices, mini_batches, routes.plans, is_reporter, group)
@@ -125,7 +128,7 @@ def gather_dp_ranks(engine: Engine, group: dist.ProcessGroup | None) -> list[int
 def plan_mini_batches(
     samples: Samples, mini_batches: Tensor, engine: Engine, group: dist.ProcessGroup | None
 ) -> Routes:
-    """Divide each mini-batch over data-parallel ranks, by the work that its responses are."""
+    """Divide each mini-batch over data-parallel ranks, so that they have equal work."""
     image_flops = torch.zeros(len(samples), dtype=torch.float64)
     if samples.batch.pictures:
         own_flops = engine.image_flops(samples.batch)
@@ -152,7 +155,7 @@ def exchange_tokens(
 ) -> Batch:
     """Send the responses that this rank holds, and return those that it trains on.
 
-    arriving: the indices of the latter, among the n, in the order in which they are received.
+    arriving: indices, among the n, of the responses that arrive, in the order of their arrival.
     """
     held = samples.held
     leaving = [routes.lead_to(dp_rank)[held].nonzero()[:, 0] for dp_rank in dp_rank_of_rank]

@@ -1,4 +1,4 @@
-"""Grading samples in worker processes, in parallel and in order."""
+"""Grade samples in parallel worker processes, and return the results in order."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from omegaconf import DictConfig, OmegaConf
 from config import InputError
 from rollout.grading.process import Call, WorkerProcess
 
-# An event loop may be this many seconds late in ending a call whose time is up.
+# Seconds that an event loop may take to cancel a call whose time is up.
 EVENT_LOOP_DELAY = 5.0
-# In a traceback, the last frame that belongs to the worker's own program.
+# Marks the frames of the worker's own program in a traceback.
 WORKER_FRAME = 'grading/worker.py", line '
 
 
 @dataclass(frozen=True)
 class Reward:
-    """What a reward function gave one response.
+    """The reward of one response.
 
     Attributes:
-        score: the number that is learned from.
-        parts: the named parts of which the score is the weighted sum; empty if there are none.
+        score: the number that the advantages are computed from.
+        parts: the named parts of the score, which is their weighted sum; empty if it has none.
     """
 
     score: float
@@ -38,11 +38,11 @@ class Reward:
 
 @dataclass(frozen=True)
 class Failure:
-    """A sample without a reward, which is not the same as a reward of 0.
+    """A sample that could not be graded, which is not the same as a reward of 0.
 
     Attributes:
         kind: raised, timed out, died, forged, not a number, not a list, missing part, other parts.
-        trace: the traceback, or a sentence.
+        trace: the traceback, or a sentence that describes the failure.
     """
 
     kind: str
@@ -52,7 +52,7 @@ class Failure:
 
     @property
     def summary(self) -> str:
-        """Kind and error in one line, with the line of the user's file that raised it."""
+        """The kind and the error in one line, with the place in the user's file that raised it."""
         _, _, user_frames = self.trace.rpartition(WORKER_FRAME)
         place = re.search(r'File "(.*)", line (\d+)', user_frames)
         after_last_frame = re.split(r'(?m)^  File ".*\n(?:  .*\n)*', self.trace)[-1]
@@ -77,7 +77,7 @@ class _Job:
         self._lock = threading.Lock()
 
     def next_calls(self, count: int) -> list[Call]:
-        """Return up to so many calls that nobody has taken; none after too many failures."""
+        """Take up to `count` of the remaining calls; none after too many failures."""
         taken = []
         with self._lock:
             while len(taken) < count and self._num_failures <= self._max_failures:
@@ -106,11 +106,11 @@ class _Job:
 
 
 class Grader:
-    """Worker processes that call one reward function, as the group `reward` configures it.
+    """Worker processes that call one reward function, as configured in the group `reward`.
 
-    The first worker starts in the constructor, so that a function which cannot be imported or
-    called is an InputError at once. Others start when there is work for them, and in place of
-    workers that died. What the function prints goes to {output_dir}/reward_output/rank_{rank}.txt.
+    The first worker starts in the constructor, so a function that cannot be imported or called
+    raises InputError at once. Other workers start when there is work for them, or to replace
+    workers that died. The function's output goes to {output_dir}/reward_output/rank_{rank}.txt.
 
     Args:
         startup_timeout: seconds for starting Python and importing the function.
@@ -148,10 +148,10 @@ class Grader:
             )
 
     def check(self, row: dict) -> str:
-        """Return what the user should know about how the function is called; "" if nothing.
+        """Return a notice about how the function is called, or "" if there is nothing to report.
 
         Raises:
-            InputError: this row lacks something that the function's parameters need.
+            InputError: the row lacks something that the function's parameters need.
         """
         request = {"check": True, "prompts": [""], "responses": [""], "rows": [row]}
         return self.idle[-1].question(request, self.startup_timeout)["notice"]
@@ -159,12 +159,13 @@ class Grader:
     def grade(
         self, items: Sequence[Item], groups: Sequence[int], max_failures: float = math.inf
     ) -> list[Result | None]:
-        """Return the results of (prompt, response, row) in the same order.
+        """Return the results of the items, in the same order.
 
         Args:
-            items: a row must be representable in JSON.
-            groups: [n]; items of one group go into one call of a function that takes groups.
-            max_failures: after more failures than this, the remaining items are not graded: None.
+            items: tuples of prompt, response and row. Rows must be representable in JSON.
+            groups: the group of each item. A function that takes groups is called once per group.
+            max_failures: after more failures than this, the remaining items are not graded, and
+                their results are None.
         """
         calls: dict[int, Call] = {}
         for i, group in enumerate(groups):
@@ -172,7 +173,7 @@ class Grader:
             calls.setdefault(key, []).append(i)
         job = _Job(items, iter(calls.values()), max_failures)
         num_threads = min(self.num_workers, math.ceil(len(calls) / self.concurrency))
-        with ThreadPoolExecutor(max(num_threads, 1)) as pool:  # a thread waits for each worker
+        with ThreadPoolExecutor(max(num_threads, 1)) as pool:  # one thread per worker
             threads = [pool.submit(self._work, job) for _ in range(num_threads)]
             for thread in threads:
                 thread.result()
@@ -181,9 +182,9 @@ class Grader:
     def same_parts(
         self, items: Sequence[Item], results: Sequence[Result | None]
     ) -> list[Result | None]:
-        """Replace rewards whose parts differ from the first reward's by failures.
+        """Replace rewards by failures if their parts differ from those of the first reward.
 
-        A missing part is not a part of 0.
+        A missing part is not the same as a part of 0.
         """
         rewards = [result for result in results if isinstance(result, Reward)]
         if self.parts is None and rewards:
@@ -204,7 +205,7 @@ class Grader:
             self.idle.pop().kill()
 
     def _work(self, job: _Job) -> None:
-        """Grade calls of a job until none is left, with one worker after another."""
+        """Grade calls of a job until none is left; a worker that dies is replaced."""
         worker: WorkerProcess | None = None
         while True:
             num_pending = len(worker.pending) if worker else 0
@@ -228,8 +229,8 @@ class Grader:
     def _handle_ending(self, worker: WorkerProcess, job: _Job) -> None:
         """Record the failure of the call that ended a worker.
 
-        If several calls were in flight, nobody knows which one ended it: each is graded again,
-        alone.
+        If several calls were in flight, any of them may have ended it: grade each one again, by
+        itself.
         """
         calls = list(worker.pending.values())
         is_sure = len(calls) == 1 and worker.expired in (None, *worker.pending)
@@ -258,7 +259,7 @@ class Grader:
         try:
             return WorkerProcess(self.settings, self.startup_timeout)
         except InputError as error:
-            # The function was importable before, so this is a problem of this rank, not a mistake.
+            # The function was importable before, so this is not a mistake of the user.
             raise RuntimeError(
                 f"a new process for reward.function={self.function} could not be started"
             ) from error
@@ -276,7 +277,7 @@ def check_free_groups(reward: DictConfig) -> None:
     for name, value in reward.kwargs.items():
         if not isinstance(value, str):
             raise InputError(
-                f"reward.kwargs.{name}={value} must be a column of the rows, or a place: a.b"
+                f"reward.kwargs.{name}={value} must be a column of the rows, or a place in one: a.b"
             )
     for name in reward.env:
         if name not in os.environ:
@@ -284,7 +285,7 @@ def check_free_groups(reward: DictConfig) -> None:
 
 
 def check_failures(failures: Sequence[Failure], num_samples: int, max_failure_rate: float) -> None:
-    """Raise InputError, with the first failure, when too large a share of the samples failed."""
+    """Raise InputError, with the first failure, if too many samples could not be graded."""
     if not failures or len(failures) <= max_failure_rate * num_samples:
         return
     first = failures[0]

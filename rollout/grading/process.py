@@ -1,11 +1,11 @@
-"""A worker process seen from the trainer: started, sent requests, and killed when it is too late.
+"""Start a worker process, send it requests, and kill it if an answer takes too long.
 
-A worker (rollout/grading/worker.py) is a new program. It is not a fork, since this process holds
-an accelerator and threads, and not a child of multiprocessing, which would unpickle whatever the
-worker sends. It runs in a session of its own, so that everything it started is killed with it. It
-is the first to go when memory runs out. Of the environment it gets only ENVIRONMENT and reward.env,
-so that no secret reaches it by accident. It still has the rights of this process: code that is not
-trusted needs a sandbox.
+A worker (rollout/grading/worker.py) is a new program. It is not a fork, since this process holds an
+accelerator and threads, and it does not use multiprocessing, which would unpickle whatever the
+worker sends. A worker runs in its own session, so everything that it has started is killed with it.
+When memory runs out, the kernel kills workers first. They get only ENVIRONMENT and reward.env of
+the environment, so that no secret reaches them by accident. They still have the rights of this
+process: code that is not trusted needs a sandbox.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from pathlib import Path
 from config import SECRET, InputError
 
 ROOT = Path(__file__).parents[2]
-# What programs need to find their files, their language and the network. Variables that begin with
-# PYTHON or LC_ are passed on as well, unless their names sound like secrets.
+# Variables with which programs find files, their language and the network. Variables that begin
+# with PYTHON or LC_ are passed on as well, unless they look like secrets.
 ENVIRONMENT = """
     PATH HOME USER LOGNAME SHELL LANG LANGUAGE TZ TMPDIR VIRTUAL_ENV CONDA_PREFIX
     LD_LIBRARY_PATH LD_PRELOAD XDG_CACHE_HOME HF_HOME HF_HUB_CACHE HF_HUB_OFFLINE NLTK_DATA
@@ -36,7 +36,7 @@ ENVIRONMENT = """
 """.split()
 MAX_ANSWER_BYTES = 2**26
 
-Call = list[int]  # indices of the samples that the function gets at once
+Call = list[int]  # indices of the samples that one call of the function grades
 
 
 @dataclass
@@ -52,9 +52,9 @@ class WorkerProcess:
 
     Attributes:
         ready: the worker's first answer, with takes_groups and is_async.
-        pending: token -> call, for requests that are not answered yet.
-        expired: the token of the call whose time ran out, or None.
-        ending: why the worker has ended, or None.
+        pending: token -> call, for requests without an answer so far.
+        expired: the token of the call whose time is up, or None.
+        ending: why the worker has ended; None while it runs.
 
     Raises:
         InputError: the function cannot be imported or called; the message says why.
@@ -71,7 +71,8 @@ class WorkerProcess:
         self.ready = self.question(settings, startup_timeout)
 
     def _start(self, settings: dict) -> None:
-        # Nothing is ever written to this pipe. The worker dies when our end closes, however we end.
+        # Nothing is written to this pipe. When this process ends, however it does, the pipe closes
+        # and the worker is killed.
         its_end, self.lifeline = os.pipe()
         # The worker's prints go to this file until its first call, when it opens the output file.
         with tempfile.TemporaryFile() as early_prints:
@@ -90,7 +91,8 @@ class WorkerProcess:
         """Send a request and wait for its answer.
 
         Raises:
-            InputError: the answer is an error, or the worker ended. The worker is gone then.
+            InputError: the answer is an error, or the worker ended. In both cases, the worker is
+                killed.
         """
         self.send(request, seconds, [])
         received = self.receive()
@@ -105,7 +107,7 @@ class WorkerProcess:
         return answer
 
     def send(self, request: dict, seconds: float, call: Call) -> None:
-        """Send a request. The worker is killed unless it answers within so many seconds."""
+        """Send a request. The worker is killed unless it answers within `seconds`."""
         token = secrets.token_hex(8)
         timer = threading.Timer(seconds, self.expire, [token, seconds])
         timer.daemon = True
@@ -113,7 +115,7 @@ class WorkerProcess:
         self.timers[token] = timer
         timer.start()
         line = json.dumps({**request, "token": token}).encode() + b"\n"
-        # A worker that died since its last answer breaks the pipe; reading reports that too.
+        # If the worker has died since its last answer, the pipe is broken. receive() reports that.
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(line)
             self.process.stdin.flush()
@@ -137,7 +139,7 @@ class WorkerProcess:
         return call, answer
 
     def expire(self, token: str, seconds: float) -> None:
-        """Kill the worker because a call takes too long."""
+        """Kill the worker because the time of a call is up."""
         self.expired = token
         self.ending = Ending("timed out", f"took more than {seconds:g} s")
         with contextlib.suppress(ProcessLookupError):
@@ -147,7 +149,7 @@ class WorkerProcess:
         """End the worker and all processes it started that are still in its session.
 
         Args:
-            forged: whether something else than an answer arrived.
+            forged: whether something other than an answer has arrived.
         """
         if not self.alive:
             return
@@ -155,7 +157,7 @@ class WorkerProcess:
         for timer in self.timers.values():
             timer.cancel()
             timer.join()
-        # The process has not been waited for yet, so its number cannot belong to another one.
+        # The process has not been waited for yet, so no other process can have its pid.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         code = self.process.wait()
@@ -170,7 +172,7 @@ class WorkerProcess:
 
 
 def describe_exit(code: int) -> str:
-    """Describe the exit code of a process, negative for a signal, as the end of a sentence."""
+    """Describe an exit code, negative for a signal, as the end of a sentence."""
     if code == -signal.SIGKILL:
         return "ended by signal SIGKILL (out of memory?)"
     if code < 0:

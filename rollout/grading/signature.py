@@ -1,8 +1,7 @@
-"""How a reward function is called: each parameter is bound by its name, never by its position.
+"""Bind the parameters of a reward function by their names, never by their positions.
 
-The names are rankwise's, verl's or TRL's, or those that reward.kwargs gives to places in the row.
-Any other name is an error, since a function that gets the wrong argument returns a score all the
-same.
+Names are rankwise's, verl's or TRL's, or set in reward.kwargs for places in the row. Any other name
+is an error, since a function that gets a wrong argument would still return a score.
 """
 
 import inspect
@@ -25,11 +24,11 @@ class Convention:
 
     Attributes:
         response_name: the name of the parameter that gets the response.
-        values: parameter -> its value.
+        values: parameter -> function that computes its argument.
         takes_groups: each argument is a list over all responses of a group.
-        takes_columns: any other parameter is a column of the rows.
-        is_verl: a dictionary that is returned has a "score", and texts for people.
-        notice: what the user should know about it.
+        takes_columns: all other parameters are columns of the rows.
+        is_verl: the function may return a dictionary with a "score", and texts for people.
+        notice: a description for the user, if the convention is not obvious.
     """
 
     response_name: str = ""
@@ -60,7 +59,7 @@ def ground_truth(row: dict):
 
 
 def trl_values(conversation_keys: list[str]) -> dict[str, Value]:
-    """Return TRL's parameters: lists of messages where the row's prompt is one, else strings."""
+    """Return TRL's parameters: lists of messages if the row's prompt is one, else strings."""
 
     def messages_of(row: dict) -> list[dict] | None:
         candidates = (row.get(key) for key in conversation_keys)
@@ -83,7 +82,7 @@ def trl_values(conversation_keys: list[str]) -> dict[str, Value]:
 
 
 def conventions(conversation_keys: list[str]) -> dict[str, Convention]:
-    """Return the conventions by the name that the response has in each.
+    """Return the conventions, by their names for the response.
 
     Args:
         conversation_keys: columns in which a prompt may be a list of messages.
@@ -127,7 +126,7 @@ class Signature:
         conversation_keys: columns in which a prompt may be a list of messages.
 
     Raises:
-        InputError: the function has a parameter that is not known, or lacks one of kwargs.
+        InputError: the function has an unknown parameter, or lacks a parameter in kwargs.
     """
 
     def __init__(self, function: Callable, kwargs: dict[str, str], conversation_keys: list[str]):
@@ -174,7 +173,7 @@ class Signature:
         )
 
     def arguments(self, prompts: list[str], responses: list[str], rows: list[dict]) -> dict:
-        """Return the arguments of a call for one response, or for those of a group.
+        """Return the arguments of a call for one response, or for all responses of a group.
 
         Raises:
             InputError: a row lacks something that the function needs.
@@ -200,7 +199,7 @@ class Signature:
                 value_at(rows[0], name)  # raises the error that names the row's columns
 
     def notice(self, arguments: dict) -> str:
-        """Return what the function's names alone do not tell the user, in one line; or ""."""
+        """Return a one-line notice about how the function is called, or ""."""
         at_default = [name for name in self.optional if name not in arguments]
         notices = [self.convention.notice]
         if at_default:
@@ -218,8 +217,9 @@ def find_convention(
 ) -> Convention | None:
     """Return the convention of a function with these parameters.
 
-    It is the one whose name for the response the function has; else one of whose other names it
-    has; else ours, if reward.kwargs binds any of its parameters.
+    This is the convention whose name for the response is a parameter of the function. Failing that,
+    it is the first convention with any other name among the parameters, or rankwise's own if
+    reward.kwargs binds a parameter. Otherwise the result is None.
 
     Raises:
         InputError: the function has the response under two names.
@@ -247,7 +247,7 @@ def value_at(row: dict, path: str):
     """Return row["a"]["b"] for "a.b".
 
     Raises:
-        InputError: there is nothing, or None; the message names what the row has.
+        InputError: the row has no such value, or it is None. The message lists the row's places.
     """
     value = row
     for key in path.split("."):

@@ -1,9 +1,8 @@
-"""The program of a reward worker: calls one reward function as rollout/grading/process.py requests.
+"""The program of a reward worker: it calls one reward function for rollout/grading/process.py.
 
 Requests come from standard input and answers go to standard output, one line of JSON each. A
-request has a random token, which its answer repeats and which the function does not know. So
-nothing that the function, or a program it started, writes into our descriptors passes for an
-answer.
+request has a random token, which its answer must repeat and which the function does not know. So
+the function, or a program that it starts, cannot forge an answer by writing to our descriptors.
 """
 
 import asyncio
@@ -26,13 +25,13 @@ from rewards import REWARDS, find
 from rollout.grading.signature import Signature
 
 FP32_MAX = (2 - 2**-23) * 2.0**127
-MAX_PRINTED_BYTES = 2**20  # of what is printed before the first call
+MAX_PRINTED_BYTES = 2**20  # kept of the output before the first call
 
 
 def main(lifeline: int) -> None:
     """Answer requests until standard input ends.
 
-    The first request holds the settings: the group `reward` and what Grader adds to it.
+    The first request holds the settings: the group `reward`, and additions by Grader.
     """
     die_with_parent(lifeline)
     ignore_signals()
@@ -86,7 +85,7 @@ async def serve_async(reward: "RewardFunction", requests, reply: Callable) -> No
         reply(request["token"], **answer)
 
     loop = asyncio.get_running_loop()
-    # The reader has a thread of its own: the function may fill the threads of the loop.
+    # Read in a separate thread: the function may use up the threads of the event loop.
     reader = ThreadPoolExecutor(1)
     tasks = set()
     while line := await loop.run_in_executor(reader, requests.readline):
@@ -98,8 +97,8 @@ async def serve_async(reward: "RewardFunction", requests, reply: Callable) -> No
 class RewardFunction:
     """The user's function, called with the parameters that it names.
 
-    Its return values become answers, one per response of a call: {"score", "parts"}, or the
-    {"kind", "trace"} of a failure.
+    Its return values become answers, one for each response of a call: {"score", "parts"}, or
+    {"kind", "trace"} for a failure.
     """
 
     def __init__(self, settings: dict):
@@ -119,10 +118,10 @@ class RewardFunction:
         self.is_async = any(inspect.iscoroutinefunction(f) for f in callables)
 
     def check(self, request: dict) -> dict:
-        """Check that a row has what the function needs; built-in functions are called with it.
+        """Check that a row has everything the function needs. Built-in functions are called.
 
         Returns:
-            {"error": message}, or {"notice": what the user should know, or ""}.
+            {"error": message}, or {"notice": notice for the user, or ""}.
         """
         is_built_in = self.function in REWARDS.values()
         try:
@@ -139,7 +138,7 @@ class RewardFunction:
         try:
             self.redirect_prints()
             value = self.function(**self.arguments(request))
-        except BaseException:  # sys.exit() in a function fails its call and does not end us
+        except BaseException:  # sys.exit() in the function must not end the worker
             return failures(request, "raised", traceback.format_exc())
         return self.answers(value, request)
 
@@ -192,9 +191,9 @@ class RewardFunction:
             return {"kind": "not a number", "trace": trace}
 
     def redirect_prints(self) -> None:
-        """From the first call on, append everything printed to the output file.
+        """Append all further output to the output file, beginning with the first call.
 
-        What was printed during the import is copied there first.
+        Output during the import is copied there first.
         """
         if self.output is None:
             return
@@ -218,13 +217,13 @@ def as_list(value) -> list:
 
 
 def numeric_parts(parts: Mapping) -> dict:
-    """Leave out the texts that functions written for verl return for people to read."""
+    """Leave out the texts for people that functions written for verl may return."""
     texts = (str, list, dict, type(None))
     return {name: part for name, part in parts.items() if not isinstance(part, texts)}
 
 
 def weighted_sum(parts: dict[str, float], weights: dict[str, float]) -> float:
-    """Add up the parts by their weights. Without any weights, every part counts once."""
+    """Return the weighted sum of the parts. Without any weights, every part has weight 1."""
     default = 0 if weights else 1
     return sum(weights.get(name, default) * part for name, part in parts.items())
 
@@ -235,7 +234,7 @@ def failures(request: dict, kind: str, trace: str) -> list[dict]:
 
 
 def finite(value) -> float:
-    """Convert a number, of numpy and torch too; text that float() would parse is not a number.
+    """Convert a number, also of numpy or torch, to float. Text is rejected, even if it is numeric.
 
     Raises:
         ValueError: the number is not finite in fp32.
@@ -248,9 +247,9 @@ def finite(value) -> float:
 
 
 def ignore_signals() -> None:
-    """Ignore the signals that Slurm and terminals send to all processes: the parent decides.
+    """Ignore the signals that Slurm and terminals send to all processes: the parent handles them.
 
-    SIG_IGN would be inherited by programs that the function starts, so a function does nothing.
+    Programs that the reward function starts would inherit SIG_IGN, so use an empty handler.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda *_: None)
@@ -259,9 +258,9 @@ def ignore_signals() -> None:
 def die_with_parent(lifeline: int) -> None:
     """Have the kernel kill our process group when the other end of this pipe closes.
 
-    Asynchronous I/O works even while the function holds the interpreter's lock, as a regular
-    expression does. A thread could not do that, and PR_SET_PDEATHSIG fires already when the thread
-    ends that started us.
+    Asynchronous I/O works even while the function holds the interpreter's lock, for example in a
+    regular expression; a thread would not. PR_SET_PDEATHSIG would fire too early: when the thread
+    that started us ends.
     """
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
@@ -270,7 +269,10 @@ def die_with_parent(lifeline: int) -> None:
 
 
 def limit_memory(num_bytes: int) -> None:
-    """Make larger allocations a MemoryError, and offer this process first when memory runs out."""
+    """Limit this process's memory, and let the kernel kill it first when memory runs out.
+
+    Allocations beyond the limit raise MemoryError.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     limit = num_bytes if hard == resource.RLIM_INFINITY else min(num_bytes, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
