@@ -1,11 +1,11 @@
 """Causal attention for Hugging Face models: packed, padded, and shared between ranks.
 
-Ranks share sequences by heads (Ulysses) or, where heads cannot be divided, by tokens (zigzag: each
-rank gathers the keys and values of the others).
+Ranks that share sequences divide them by heads (Ulysses) or, if the heads cannot be divided, by
+tokens (zigzag: each rank gathers the other ranks' keys and values).
 
 Importing this file registers the attention implementations "packed" and "padded" with transformers.
-The layout of packed sequences (where they begin, which ranks share them) reaches the first as the
-model's keyword argument `packing`.
+"packed" receives the layout of packed sequences (where they begin, which ranks share them) as the
+keyword argument `packing` of the model's forward pass.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from engines.parallel.varlen import (
     needs_all_scores,
 )
 
-# Arguments that models pass to their attention and that do not change its result.
+# Arguments that models pass to their attention, but that do not change its result.
 HARMLESS = {"position_ids", "use_cache", "cache_position", "output_attentions", "is_causal"}
 NEEDS_WINDOW_MASK = "only a mask limits its attention to a window"
 NOT_CAUSAL = "is_causal=False"
@@ -46,15 +46,15 @@ NOT_CAUSAL = "is_causal=False"
 
 @dataclass
 class Packing:
-    """Where the sequences of one packed micro-batch lie.
+    """Where the sequences of one packed micro-batch of T tokens begin, and which ranks share them.
 
-    cu_seqlens  [n+1] int32 on the model's device, over all T tokens (padding at the end is a
-                sequence of its own)
+    cu_seqlens  [n+1] int32 on the model's device: where sequences begin, and T. Padding at the end
+                counts as a sequence.
     bounds      the same numbers as a list
-    max_length  length of the longest sequence in tokens, or more
-    group       ranks among which the T tokens are divided (Ulysses); None: this rank has them all
-    zigzag      how ranks divide each sequence and gather its keys and values instead; also used for
-                padded rows with one sequence each
+    max_length  upper bound of the sequence lengths in tokens
+    group       with Ulysses, the ranks that divide the T tokens. None: this rank has all of them.
+    zigzag      with zigzag, how ranks divide each sequence and gather its keys and values. Also
+                used for padded rows of one sequence each.
     """
 
     cu_seqlens: Tensor
@@ -81,7 +81,7 @@ class Packing:
     def arguments(self) -> dict:
         """Return the model's keyword arguments.
 
-        Nothing reads the four-dimensional mask. It keeps transformers from building one of its own,
+        The mask is never read. Its four dimensions keep transformers from building its own mask,
         which would block until the device is idle.
         """
         unread_mask = torch.empty(1, 1, 1, 1, device=self.cu_seqlens.device)
@@ -94,15 +94,21 @@ class Packing:
 def packed_attention(
     module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options
 ) -> tuple[Tensor, None]:
-    """Attend causally within each sequence; the signature is transformers' attention interface.
+    """Attend causally within each sequence. transformers prescribes the signature.
 
-    query: [1, heads, T', dim]; key and value: [1, kv_heads, T', dim], where T' are this rank's
-    tokens. With zigzag, rows of T' tokens each.
-    options: packing, scaling, sliding_window, softcap and s_aux (sinks [heads]). Soft caps and
-    sinks take memory for all scores of a sequence.
-    Returns [1, T', heads, dim].
-    Raises InputError for a model that needs something else from its attention, such as biases or
-    dropout.
+    T' is the number of tokens on this rank. With zigzag, the leading 1 is the number of rows.
+
+    Args:
+        query: [1, heads, T', dim].
+        key, value: [1, kv_heads, T', dim].
+        options: packing, scaling, sliding_window, softcap and s_aux (sinks [heads]). With soft caps
+            or sinks, all scores of a sequence are held in memory.
+
+    Returns:
+        ([1, T', heads, dim], None).
+
+    Raises:
+        InputError: if the model needs an unsupported option, such as biases or dropout.
     """
     packing = options.pop("packing", None)
     scoring = Scoring(
@@ -113,7 +119,7 @@ def packed_attention(
     )
     reject_unsupported(options)
     if packing is None:
-        raise InputError("its layers do not pass on to their attention where sequences begin")
+        raise InputError("its layers do not pass the sequence boundaries on to their attention")
     reject_window_mask(attention_mask, scoring.window)
     if packing.zigzag:
         by_token = (x.permute(2, 0, 1, 3) for x in (query, key, value))
@@ -125,7 +131,7 @@ def packed_attention(
 
 
 def whole_sequences(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scoring: Scoring) -> Tensor:
-    """Attend with [T, heads, dim] of all tokens; returns the same shape."""
+    """Attend within each sequence when this rank has all tokens, [T, heads, dim] -> same shape."""
     if q.is_cuda and q.dtype != torch.float32 and not needs_all_scores(scoring):
         cu_seqlens = packing.cu_seqlens
         longest = packing.max_length
@@ -137,7 +143,7 @@ def whole_sequences(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scoring: 
 # Not compiled: every new set of lengths would cause a recompilation.
 @torch.compiler.disable
 def by_sequence(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scoring: Scoring) -> Tensor:
-    """whole_sequences(), one sequence after another."""
+    """Do the same as whole_sequences(), one sequence after another."""
     segments = [(start, end, start, end) for start, end in pairwise(packing.bounds)]
     return by_segment(q[:, None], k[:, None], v[:, None], segments, scoring)[:, 0]
 
@@ -145,13 +151,13 @@ def by_sequence(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scoring: Scor
 # Not compiled: every group of ranks would cause a recompilation, and collectives gain nothing.
 @torch.compiler.disable
 def shared_by_heads(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scoring: Scoring) -> Tensor:
-    """Attend with [T', heads, dim] of this rank's tokens; returns the same shape (Ulysses).
+    """Attend within each sequence when ranks divide the tokens, [T', heads, dim] -> same shape.
 
-    In between, this rank has some of the heads of all tokens.
+    This is Ulysses: for the attention itself, this rank has all tokens but only some of the heads.
     """
     group = packing.group
     num_ranks = group.size()
-    repeats = max(1, num_ranks // k.shape[1])  # every rank needs a KV head of its own
+    repeats = max(1, num_ranks // k.shape[1])  # every rank needs at least one KV head
     if repeats > 1:
         k = k.repeat_interleave(repeats, dim=1)
         v = v.repeat_interleave(repeats, dim=1)
@@ -162,9 +168,10 @@ def shared_by_heads(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scoring: 
 
 
 def exchange(x: Tensor, group: dist.ProcessGroup, scatter_heads: bool) -> Tensor:
-    """Trade tokens for heads (Ulysses, Jacobs et al. 2023).
+    """Exchange tokens for heads between ranks, or back (Ulysses, Jacobs et al. 2023).
 
-    scatter_heads: [T / ranks, heads, dim] -> [T, heads / ranks, dim]; otherwise the way back.
+    Args:
+        scatter_heads: True: [T / ranks, heads, dim] -> [T, heads / ranks, dim]. False: the reverse.
     """
     num_ranks = group.size()
     if scatter_heads:
@@ -188,10 +195,12 @@ def padded_attention(
     s_aux: Tensor | None = None,
     **options,
 ) -> tuple[Tensor, None]:
-    """Attend in rows of one sequence each: [b, heads, n, dim] -> [b, n, heads, dim].
+    """Attend within rows of one sequence each: [b, heads, n, dim] -> [b, n, heads, dim].
 
-    transformers' own attention silently ignores soft caps and sinks; this one does not.
-    attention_mask: [b, 1, n, n] bool; None: causal.
+    transformers' own attention silently ignores soft caps and sinks; this function applies them.
+
+    Args:
+        attention_mask: [b, 1, n, n] bool. None: causal.
     """
     if softcap is None and s_aux is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
@@ -205,13 +214,13 @@ def padded_attention(
     return attended.transpose(1, 2), None
 
 
-# -- which ranks can share what --------------------------------------------------------------------
+# -- Ulysses or zigzag -----------------------------------------------------------------------------
 
 
 def gathers_keys(engine: DictConfig, hf_config, group_size: int) -> bool:
-    """Whether the ranks of a group gather each other's keys and values (zigzag).
+    """Return whether the ranks of a group gather each other's keys and values (zigzag).
 
-    They do for padded rows, and where Ulysses has no whole heads for so many ranks.
+    They do so for padded rows, and if the heads cannot be divided over so many ranks (Ulysses).
     """
     if not shares_sequences(engine):
         return False
@@ -219,7 +228,7 @@ def gathers_keys(engine: DictConfig, hf_config, group_size: int) -> bool:
 
 
 def has_whole_heads(hf_config, num_ranks: int) -> bool:
-    """Whether heads can be divided over ranks, as Ulysses needs. KV heads may be repeated."""
+    """Return whether Ulysses can divide the heads over ranks. KV heads may be repeated."""
     if getattr(hf_config, "is_heterogeneous", False):
         return all(has_whole_heads(layer, num_ranks) for layer in layer_configs(hf_config))
     num_heads = hf_config.num_attention_heads
@@ -230,12 +239,12 @@ def has_whole_heads(hf_config, num_ranks: int) -> bool:
     return num_kv_heads % num_ranks == 0 or num_ranks % num_kv_heads == 0
 
 
-# -- what models ask for ---------------------------------------------------------------------------
+# -- the interface to transformers -----------------------------------------------------------------
 
 
 @contextmanager
 def attention_set_to(hf: nn.Module, implementation: str) -> Iterator[None]:
-    """Within this block, the text model's layers use this implementation of attention."""
+    """Within this block, the text model's layers use the named attention implementation."""
     decoder = hf.get_decoder()
     before = decoder.config._attn_implementation
     decoder.set_attn_implementation(implementation)
@@ -246,24 +255,26 @@ def attention_set_to(hf: nn.Module, implementation: str) -> Iterator[None]:
 
 
 def reject_unsupported(options: dict) -> None:
-    """Raise InputError if a model passes its attention options that would change the result."""
-    wanted = [
+    """Raise InputError if a model passes options to its attention that we do not support."""
+    unsupported = [
         name
         for name, value in options.items()
         if value is not None and name not in HARMLESS and name != "dropout"
     ]
     if options.get("dropout"):
-        wanted.insert(0, "dropout")
+        unsupported.insert(0, "dropout")
     if options.get("is_causal") is False:
-        wanted.append(NOT_CAUSAL)
-    if wanted:
-        raise InputError(f"the model wants {wanted[0]} in its attention, which is not supported")
+        unsupported.append(NOT_CAUSAL)
+    if unsupported:
+        raise InputError(
+            f"the model needs {unsupported[0]} in its attention, which is not supported"
+        )
 
 
 def reject_window_mask(attention_mask: Tensor | None, window: int) -> None:
-    """Raise InputError if a model limits its attention to a window by nothing but a mask.
+    """Raise InputError if a model limits its attention to a window only by a mask.
 
-    Only passes over shapes show that: see window_as_mask().
+    This is detected in passes over shapes (on the meta device): see window_as_mask().
     """
     if attention_mask is None or not attention_mask.is_meta:
         return
@@ -272,9 +283,9 @@ def reject_window_mask(attention_mask: Tensor | None, window: int) -> None:
 
 
 def window_as_mask(*_, device: torch.device, local_size: int | None = None, **__) -> Tensor | None:
-    """Build no mask; in a pass over shapes, one whose last dimension is the window, or 0.
+    """Return no mask or, on the meta device, one whose last dimension is the window (or 0).
 
-    transformers calls this where Packing.arguments() has passed no mask.
+    transformers calls this to build a mask when it gets none from Packing.arguments().
     """
     if torch.device(device).type != "meta":
         return None

@@ -1,6 +1,6 @@
-"""What this engine rejects before it reads any weights.
+"""Rejects unsupported models and settings before any weights are read.
 
-engines/model/guard.py checks later, by computing, that the loaded model is right.
+Once the model is loaded, engines/model/guard.py checks numerically that it is computed correctly.
 """
 
 from pathlib import Path
@@ -31,9 +31,10 @@ from engines.model.weights import check_files
 
 
 def check_model_and_layout(config: DictConfig, world_size: int, head: Head):
-    """Return the text model's configuration.
+    """Check a run, and return the text model's configuration.
 
-    Raises InputError for a model, a layout or settings that this engine cannot work with.
+    Raises:
+        InputError: if this engine does not support the model, the layout or the settings.
     """
     whole_config = read_hf_config(config.model.path)
     hf_config = whole_config.get_text_config()
@@ -54,7 +55,7 @@ def check_model_and_layout(config: DictConfig, world_size: int, head: Head):
 
 
 def check_layout(config: DictConfig, hf_config, world_size: int) -> None:
-    """Raise InputError for an optimizer, a schedule, or a number of ranks that cannot work."""
+    """Raise InputError for an invalid optimizer, learning rate schedule or number of ranks."""
     engine = config.engine
     cp = fixed_cp_size(engine)
     schedule.check_schedule(config.optim)
@@ -76,7 +77,7 @@ def check_layout(config: DictConfig, hf_config, world_size: int) -> None:
 
 
 def check_attention_heads(config: DictConfig, hf_config) -> None:
-    """Raise InputError for a layer without attention heads."""
+    """Raise InputError if the model has a layer without attention heads."""
     for layer_config in layer_configs(hf_config):
         if getattr(layer_config, "num_attention_heads", None) is None:
             raise InputError(
@@ -86,9 +87,9 @@ def check_attention_heads(config: DictConfig, hf_config) -> None:
 
 
 def check_token_cap(config: DictConfig, hf_config, world_size: int) -> None:
-    """Raise InputError for a token cap that a padded sequence could exceed.
+    """Raise InputError for a token cap that a sequence could exceed once it is padded.
 
-    Sequences are padded where a group of ranks gathers their keys and values.
+    Sequences are padded if a group of ranks gathers their keys and values.
     """
     engine = config.engine
     if has_dynamic_cp(engine):
@@ -96,14 +97,15 @@ def check_token_cap(config: DictConfig, hf_config, world_size: int) -> None:
     else:
         group_sizes = [fixed_cp_size(engine)]
     if any(size > 1 and gathers_keys(engine, hf_config, size) for size in group_sizes):
-        check_micro_batch_cap(config, 2 if has_dynamic_cp(engine) else 2 * fixed_cp_size(engine))
+        length_multiple = 2 if has_dynamic_cp(engine) else 2 * fixed_cp_size(engine)
+        check_micro_batch_cap(config, length_multiple)
 
 
 def check_recurrence(config: DictConfig, hf: nn.Module) -> None:
-    """Raise InputError if ranks would share sequences that layers read token by token."""
+    """Raise InputError if ranks would share sequences although the model has recurrent layers."""
     if shares_sequences(config.engine) and recurrent_layers(hf):
         raise InputError(
             f"engine.context_parallel_size={config.engine.context_parallel_size}: layers of "
             f"{type(hf).__name__} carry a state from token to token, so ranks cannot share a "
-            "sequence: set it to 1"
+            "sequence: set engine.context_parallel_size=1"
         )

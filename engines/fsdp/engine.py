@@ -31,7 +31,7 @@ from engines.fsdp.attention import Packing, attention_set_to, gathers_keys
 from engines.fsdp.checks import check_model_and_layout
 from engines.fsdp.packed_model import PackedModel
 from engines.fsdp.router_loss import RouterLoss
-from engines.fsdp.sharding import full, reshard, shard
+from engines.fsdp.sharding import full_tensor, reshard, shard
 from engines.fsdp.state import ModelState, future_optimizer_tensors, optimizer_tensors
 from engines.fsdp.transforms import build_model, prepare_layers, uses_compile
 from engines.heads import Head, LogProbHead, ValueHead
@@ -52,7 +52,7 @@ class FSDPEngine(Engine):
 
     hf           the Hugging Face model
     model        the module that FSDP shards: hf and a head
-    optimizers   none if the engine only evaluates
+    optimizers   empty if the engine only evaluates
     """
 
     def __init__(
@@ -67,13 +67,16 @@ class FSDPEngine(Engine):
     ):
         """Build the model of config.model.path on the meta device, shard it, and read its weights.
 
-        optimize: False for a model that is only evaluated, which needs no optimizer.
-        head: Head.VALUES puts a value head in place of the output matrix. It is zero, unless the
-        directory has one.
-        temperature: the logits are divided by it, as in sampling.
-        shared_weights: with adapters, tensors of another owner (vLLM), by name, that hold the
-        frozen weights. They are never offloaded.
-        Raises InputError for a model or a layout that cannot work.
+        Args:
+            optimize: False for a model that is only evaluated and so needs no optimizer.
+            head: Head.VALUES replaces the output matrix by a value head, which is zero unless the
+                model directory has one.
+            temperature: the logits are divided by it, as in sampling.
+            shared_weights: with adapters, vLLM's tensors by name, which hold the frozen weights.
+                They are never offloaded.
+
+        Raises:
+            InputError: if this engine does not support the model or the layout.
         """
         self.config = config
         self.device = device
@@ -96,9 +99,10 @@ class FSDPEngine(Engine):
 
     @staticmethod
     def check(config: DictConfig, world_size: int, head: Head = Head.LOG_PROBS):
-        """Return the text model's configuration.
+        """Check a run before anything is built, and return the text model's configuration.
 
-        Raises InputError for what this engine cannot do, before anything is built.
+        Raises:
+            InputError: if this engine does not support the model, the layout or the settings.
         """
         return check_model_and_layout(config, world_size, head)
 
@@ -124,7 +128,8 @@ class FSDPEngine(Engine):
         self.hf, adapted_layers = build_model(config, head)
         self._state = ModelState(self.hf, adapted_layers, config, self.device)
         self.names = self._state.names
-        # The gradient of values passes through the head, which starts at zero: it proves nothing.
+        # With a value head, which starts at zero, adapters get a zero gradient at first. So a zero
+        # gradient does not prove that something is wrong.
         has_provable_adapters = bool(adapted_layers) and head is not Head.VALUES
         self.adapter_guard = AdapterGuard(self.device, has_provable_adapters)
         self.dropout_seeds = DropoutSeeds(config)
@@ -139,8 +144,9 @@ class FSDPEngine(Engine):
             self._image_flops = vision.count_flops(self.hf, self.reader)
         self._layers = layer_modules(self.hf, self.hf.get_decoder())
         prepare_layers(self.hf, config, self.device.type)
-        sharded_alone = layer_modules(self.hf, self.hf)
-        shard(self.model, sharded_alone, config, self.device.type, self.world_size)
+        # Unlike self._layers, these include the vision tower's layers.
+        all_layers = layer_modules(self.hf, self.hf)
+        shard(self.model, all_layers, config, self.device.type, self.world_size)
 
     def _make_head(self, head: Head, temperature: float) -> nn.Module:
         if head is Head.VALUES:
@@ -173,7 +179,7 @@ class FSDPEngine(Engine):
         keep_short_frequencies(self.hf)
         load_adapter(self.hf, self.config.model.lora, self.config.trainer.seed)
         embedding = self.hf.get_input_embeddings()
-        row_sums = full(embedding.weight.detach().abs().sum(1)).to(self.device)
+        row_sums = full_tensor(embedding.weight.detach().abs().sum(1)).to(self.device)
         keep_zero_rows(embedding, row_sums == 0)
         self.model.train()
 
@@ -206,7 +212,7 @@ class FSDPEngine(Engine):
         return {**metrics, "grad_norm": grad_norm, "lr": lr, "skipped": float(skipped)}
 
     def _backward(self, micro_batch: MicroBatch, loss_fn: LossFn) -> dict[str, Tensor]:
-        """Add a micro-batch's gradient, and return its loss and the loss function's amounts."""
+        """Add a micro-batch's gradient; return its loss and the amounts that loss_fn reports."""
         if self._router_loss:
             with self._router_loss.record() as router_logits:
                 outputs = self._forward(micro_batch)
@@ -216,23 +222,23 @@ class FSDPEngine(Engine):
         total = loss
         if self._router_loss:
             total = loss + self._router_loss.weighted(router_logits, micro_batch)
-        # FSDP averages gradients over ranks; ours are parts of one sum.
+        # FSDP averages gradients over ranks, but ours must be summed.
         (total * self.world_size).backward()
         return {"loss": loss, **amounts}
 
     def _count_tokens(self, batch: Batch, micro_batches: MicroBatches) -> float:
-        """Return the number of tokens in the batch of all data-parallel ranks."""
+        """Return the number of tokens in the batch, over all data-parallel ranks."""
         num_tokens = len(self.counted_sequences(batch, micro_batches).input_ids)
         return self.sum_over_dp(torch.tensor(float(num_tokens))).item()
 
     def _clip_gradients(self) -> float:
-        """Clip the gradients and return their norm before that."""
+        """Clip the gradients, and return their norm before clipping."""
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        norm = full(nn.utils.get_total_norm(gradients))
+        norm = full_tensor(nn.utils.get_total_norm(gradients))
         if self.optim.clip_grad > 0:
             max_norm = self.optim.clip_grad
-            norm_there = norm.to(gradients[0].device)
-            nn.utils.clip_grads_with_norm_(self.model.parameters(), max_norm, norm_there)
+            norm_on_device = norm.to(gradients[0].device)
+            nn.utils.clip_grads_with_norm_(self.model.parameters(), max_norm, norm_on_device)
         return norm.item()
 
     def _adapters_without_gradient(self) -> Iterator[str]:
@@ -243,16 +249,19 @@ class FSDPEngine(Engine):
     def _update(self, lr: float) -> None:
         for group, ratio in zip(self._param_groups(), self._lr_ratios):
             group["lr"] = lr * ratio
-        for each_optimizer in self.optimizers:
-            each_optimizer.step()
+        for torch_optimizer in self.optimizers:
+            torch_optimizer.step()
 
     def _param_groups(self) -> list[dict]:
-        return [group for each in self.optimizers for group in each.param_groups]
+        groups = []
+        for torch_optimizer in self.optimizers:
+            groups += torch_optimizer.param_groups
+        return groups
 
     def _lr_ratio(self, group: dict) -> float:
-        """Return a group's learning rate relative to the schedule's.
+        """Return the ratio of a group's learning rate to optim.lr.
 
-        It is 1, unless the user's optimizer has set another learning rate.
+        The ratio is 1 unless the user's own optimizer has set another learning rate.
         """
         return group["lr"] / self.optim.lr if self.optim.lr else 1.0
 
@@ -289,7 +298,7 @@ class FSDPEngine(Engine):
         return answers
 
     def _forward_alone(self, sequence: Batch) -> tuple[Tensor, ...]:
-        """Return the head's outputs for a sequence's tokens after the first, by plain attention."""
+        """Return the head's outputs for all tokens of one sequence but the first."""
         ids = sequence.input_ids.to(self.device)
         place = torch.arange(len(ids) - 1, device=self.device)
         kept_words = ids.new_empty(len(place), 0)
@@ -327,9 +336,11 @@ class FSDPEngine(Engine):
     ) -> MicroBatch:
         """Divide a micro-batch of T tokens over a group of ranks.
 
-        T may be 0: then the model runs on padding alone, because other ranks wait for its
+        T may be 0. Then the model runs on padding only, because other ranks wait for this rank in
         collectives.
-        image_inputs: the model's inputs, of a model with images.
+
+        Args:
+            image_inputs: for a model that reads images, its inputs for this micro-batch.
         """
         engine = self.config.engine
         packed = engine.use_remove_padding
@@ -344,13 +355,13 @@ class FSDPEngine(Engine):
         filler = 0 if batch.images else len(self._images.filler)
         layout = Layout(packed)
         laid_out = lay_out(batch, layout, group, self.device, packing_of, filler=filler)
-        given = {name: to_device(x, self.device) for name, x in image_inputs.items()}
-        return replace(laid_out, given=given)
+        inputs_on_device = {name: to_device(x, self.device) for name, x in image_inputs.items()}
+        return replace(laid_out, given=inputs_on_device)
 
     def _forward(self, batch: MicroBatch) -> tuple[Tensor, ...]:
-        """Return log_probs, entropy and greedy (with a value head: values), [T] on the device.
+        """Return log_probs, entropy and is_greedy (with a value head: values), each [T].
 
-        Entry t is about token t.
+        Entry t belongs to token t.
         """
         inputs = batch.given or {
             "input_ids": batch.input_ids,

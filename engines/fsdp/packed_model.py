@@ -1,23 +1,23 @@
-"""The module that FSDP shards: a Hugging Face model that ends in a head of engines/heads.py."""
+"""The module that FSDP shards: a Hugging Face model with a head from engines/heads.py."""
 
 from torch import Tensor, nn
 
 from engines.fsdp.attention import Packing
-from engines.fsdp.recurrence import Bounds
+from engines.fsdp.recurrence import StateResets
 
 
 class PackedModel(nn.Module):
     """A Hugging Face model with a head in place of its last matrix product.
 
-    The head is called inside the root module's forward pass, where FSDP has gathered the output
-    matrix.
+    The head needs the output matrix, which FSDP gathers for this module's forward pass. So the head
+    is called in there.
     """
 
     def __init__(self, hf: nn.Module, head: nn.Module):
         super().__init__()
         self.hf = hf
         self.head = head
-        self.bounds = Bounds(hf)
+        self.state_resets = StateResets(hf)
 
     def forward(
         self,
@@ -29,13 +29,15 @@ class PackedModel(nn.Module):
     ):
         """Return the head's outputs for k tokens.
 
-        place: [k], for each token the index of the token before it, in [length * rows].
-        targets: [k], the tokens themselves. kept_words: [k, K], the tokens that sampling kept.
-        packing: None if every row holds one sequence.
-        inputs: input_ids and position_ids [rows, length] and, with images, what else the model
-        reads.
+        Args:
+            place: [k], for each token the index of the preceding token in [length * rows].
+            targets: [k], the tokens themselves.
+            kept_words: [k, K], the tokens that sampling kept.
+            packing: None if every row holds one sequence.
+            inputs: input_ids and position_ids [rows, length] and, for images, further inputs of the
+                model.
         """
-        self.bounds.now = packing.bounds if packing else None
+        self.state_resets.bounds = packing.bounds if packing else None
         attention = packing.arguments() if packing else {}
         has_images = len(inputs) > 2
         body = self.hf.base_model if has_images else self.hf.get_decoder()

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-Segment = tuple[int, int]  # where a sequence begins and ends in the row
+# (start, end) of a sequence in the row.
+Segment = tuple[int, int]
 
 
 def recurrent_layers(hf: nn.Module) -> list[nn.Module]:
-    """Return the recurrent layers, all of which begin with a causal convolution of their own."""
+    """Return the recurrent layers, which we recognise by their causal convolution."""
     return [module for module in hf.modules() if has_convolution(module)]
 
 
@@ -21,51 +22,51 @@ def has_convolution(module: nn.Module) -> bool:
     return any(isinstance(child, nn.Conv1d) for child in module.children())
 
 
-class Bounds:
-    """Makes recurrent layers begin every packed sequence with a fresh state.
+class StateResets:
+    """Makes recurrent layers start every packed sequence with a fresh state.
 
-    now  where the sequences of the current micro-batch begin, and the end of the last; None: every
-         row is one sequence
+    bounds  where the sequences of the current micro-batch begin, and the end of the last one. None:
+            every row is one sequence.
     """
 
     def __init__(self, hf: nn.Module):
-        self.now: list[int] | None = None
+        self.bounds: list[int] | None = None
         for layer in recurrent_layers(hf):
             layer.forward = partial(self.by_sequence, layer.forward)
 
     # Not compiled: every new set of lengths would cause a recompilation.
     @torch.compiler.disable
     def by_sequence(self, forward: Callable, hidden_states: Tensor, *args, **kwargs):
-        """Run a layer on [1, T, h], sequence by sequence.
+        """Run a layer on packed sequences [1, T, h], with one row per sequence.
 
-        Returns [1, T, h], or a tuple that begins with it.
+        Without further packages, transformers' kernels cannot reset the state within a row, and one
+        call per sequence would be slow. So sequences of similar lengths become the rows of one
+        call. Arguments of shape [1, T, ...], such as positions, are divided in the same way.
 
-        Sequences of similar lengths become the rows of one call: the kernels that transformers has
-        without further packages do not know where sequences begin, and a call for each sequence
-        would be slow. Arguments of shape [1, T, ...], such as positions, are divided in the same
-        way.
+        Returns:
+            [1, T, h], or a tuple that starts with it.
         """
-        if self.now is None:
+        if self.bounds is None:
             return forward(hidden_states, *args, **kwargs)
         whole_shape = hidden_states.shape[:2]
         outputs = {}
         further_outputs = []
-        for segments in similar_segments(self.now):
+        for segments in similar_segments(self.bounds):
             divide = partial(rows_of, segments=segments, whole_shape=whole_shape)
             row_kwargs = {name: divide(x) for name, x in kwargs.items()}
             result = forward(divide(hidden_states), *map(divide, args), **row_kwargs)
             rows, *further_outputs = result if isinstance(result, tuple) else (result,)
             for (start, end), row in zip(segments, rows):
                 outputs[start] = row[: end - start]
-        joined = torch.cat([outputs[start] for start in self.now[:-1]])[None]
+        joined = torch.cat([outputs[start] for start in self.bounds[:-1]])[None]
         if further_outputs:
-            # The layer's last state, which training has no use for.
+            # The further outputs are the layer's final state, which training does not use.
             return (joined, *[None] * len(further_outputs))
         return joined
 
 
 def similar_segments(bounds: list[int]) -> list[list[Segment]]:
-    """Group sequences whose lengths have the same next power of two."""
+    """Group sequences whose lengths round up to the same power of two."""
     groups = defaultdict(list)
     for start, end in pairwise(bounds):
         groups[(end - start - 1).bit_length()].append((start, end))
@@ -73,7 +74,7 @@ def similar_segments(bounds: list[int]) -> list[list[Segment]]:
 
 
 def rows_of(value, segments: list[Segment], whole_shape: torch.Size):
-    """Return the segments of a tensor as padded rows; anything that is not [1, T, ...] as it is."""
+    """Return the segments of a tensor [1, T, ...] as padded rows; other values are unchanged."""
     if not isinstance(value, Tensor) or value.shape[:2] != whole_shape:
         return value
     return pad_sequence([value[0, start:end] for start, end in segments], batch_first=True)

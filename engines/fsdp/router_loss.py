@@ -1,4 +1,4 @@
-"""The auxiliary loss that balances a mixture of experts."""
+"""The auxiliary loss that makes routers use all experts equally."""
 
 from contextlib import AbstractContextManager
 
@@ -12,15 +12,16 @@ from engines.model import experts
 
 
 class RouterLoss:
-    """The routers' loss over the micro-batches of a step: see experts.aux_loss().
+    """Adds up the routers' auxiliary loss over the micro-batches of a step: see experts.aux_loss().
 
-    total  sum over this step's micro-batches of this rank's part, per router, unweighted
+    total  this rank's part of the unweighted loss so far, as a mean over routers
     """
 
     def __init__(self, hf: nn.Module, hf_config, coefficient: float | None):
-        """Watch the routers of a model, before its layers are compiled.
+        """Start to watch a model's routers. Call this before layers are compiled.
 
-        coefficient: engine.router_aux_loss_coef; None: config.json's.
+        Args:
+            coefficient: engine.router_aux_loss_coef. None: the coefficient in config.json.
         """
         self.routers = experts.Routers(hf.get_decoder())
         num_routers = len(self.routers.modules)
@@ -31,23 +32,27 @@ class RouterLoss:
 
     @staticmethod
     def of(hf: nn.Module, hf_config, engine: DictConfig) -> "RouterLoss | None":
-        """Return the loss of a model, or None if it has no experts or its loss has no weight."""
+        """Return a model's router loss, or None if the loss's coefficient is zero or not set."""
         coefficient = engine.router_aux_loss_coef
         if not experts.aux_loss_coef(coefficient, hf_config):
             return None
         return RouterLoss(hf, hf_config, coefficient)
 
     def begin_step(self, num_tokens: float, device: torch.device) -> None:
-        """num_tokens: of the batch on all data-parallel ranks."""
+        """Reset the total before a step.
+
+        Args:
+            num_tokens: the number of tokens in the batch, over all data-parallel ranks.
+        """
         self.num_tokens = num_tokens
         self.total = torch.zeros((), device=device)
 
     def record(self) -> AbstractContextManager[list[Tensor]]:
-        """Collect the routers' logits of a forward pass."""
+        """Return a context manager that collects the routers' logits of one forward pass."""
         return self.routers.recording()
 
     def weighted(self, router_logits: list[Tensor], micro_batch: MicroBatch) -> Tensor:
-        """Return this rank's part of a micro-batch's loss, weighted, and add it to the total."""
+        """Add this rank's part of a micro-batch's loss to the total, and return it weighted."""
         loss = experts.aux_loss(
             router_logits,
             micro_batch.padding.flatten(),
@@ -59,6 +64,6 @@ class RouterLoss:
         return self.weight * loss
 
     def sum_over_ranks(self) -> float:
-        """Return the loss of the step's batch."""
+        """Return the unweighted loss of the step's batch, as a mean over routers."""
         dist.all_reduce(self.total)
         return self.total.item()

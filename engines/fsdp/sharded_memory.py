@@ -1,4 +1,4 @@
-"""Memory of one rank of the FSDP engine, and of its checkpoints, from shapes alone."""
+"""Estimates the FSDP engine's memory per rank, and the size of its checkpoints, from shapes."""
 
 from dataclasses import dataclass
 
@@ -22,8 +22,8 @@ from engines.optimizer import OPTIMIZERS
 
 
 @dataclass(frozen=True)
-class Subject:
-    """What is estimated."""
+class Setup:
+    """The model and settings whose memory is estimated."""
 
     config: DictConfig
     world_size: int
@@ -35,7 +35,7 @@ class Subject:
 
     @property
     def layers(self) -> list[nn.Module]:
-        """Decoder layers and the like; none where transformers does not say what they are."""
+        """The layers of the decoder and vision tower; empty if transformers does not name them."""
         return layer_modules(self.hf, self.hf)
 
     @property
@@ -52,7 +52,7 @@ class Subject:
 
     @property
     def num_tokens(self) -> float:
-        """Tokens of a full micro-batch on this rank."""
+        """The number of this rank's tokens in a full micro-batch."""
         return self.config.data.max_tokens_per_micro_batch / fixed_cp_size(self.config.engine)
 
     @property
@@ -71,38 +71,38 @@ def estimate_memory(
     head: Head = Head.LOG_PROBS,
     is_trained: bool = True,
 ) -> list[Estimate]:
-    """Estimate one rank's memory at its fullest moment; there is one pipeline stage.
+    """Estimate one rank's peak memory. The list has one entry, for the only pipeline stage.
 
-    In training that is when the last of several full micro-batches begins its backward pass; for a
-    reference, which has none, in its forward pass. A full micro-batch has
+    In training, the peak is when the last of several full micro-batches starts its backward pass. A
+    reference model reaches it in the forward pass. A full micro-batch has
     data.max_tokens_per_micro_batch tokens.
     """
     shape = read_hf_config(config.model.path).get_text_config()
     hf, _ = build_model(config, head)
-    subject = Subject(config, world_size, device_type, head, is_trained, hf, shape)
+    setup = Setup(config, world_size, device_type, head, is_trained, hf, shape)
     engine = config.engine
 
     num_shards = engine.fsdp_size if engine.fsdp_size > 0 else world_size
-    frozen = sum(p.nbytes for p in subject.parameters if not p.requires_grad)
+    frozen = sum(p.nbytes for p in setup.parameters if not p.requires_grad)
     if not is_replicated(config, world_size):
         frozen = frozen / num_shards
-    gradients = sum(p.nbytes for p in subject.trained) / num_shards
-    gathered_weights, unreduced_gradients = sharding_buffers(subject)
+    gradients = sum(p.nbytes for p in setup.trained) / num_shards
+    gathered_weights, unreduced_gradients = sharding_buffers(setup)
     image_activations = None
     if config.model.images:
-        image_activations = subject.num_tokens * tower_bytes_per_token(subject)
+        image_activations = setup.num_tokens * tower_bytes_per_token(setup)
     output_matrix = hf.get_output_embeddings().weight
     estimate = Estimate(
         parameters=frozen + gradients,
         gradients=gradients,
-        optimizer=moments_per_number(subject) * gradients,
+        optimizer=moments_per_number(setup) * gradients,
         gathered_weights=gathered_weights,
         unreduced_gradients=unreduced_gradients,
-        activations=subject.num_tokens * activation_bytes_per_token(subject),
+        activations=setup.num_tokens * activation_bytes_per_token(setup),
         image_activations=image_activations,
-        chunk_logits=chunk_logits_bytes(subject),
+        chunk_logits=chunk_logits_bytes(setup),
         output_matrix_gradient=(
-            subject.num_outputs * shape.hidden_size * 4 * output_matrix.requires_grad
+            setup.num_outputs * shape.hidden_size * 4 * output_matrix.requires_grad
         ),
         is_on_host=engine.cpu_offload,
         has_unknown_optimizer=config.optim.name not in OPTIMIZERS,
@@ -110,79 +110,80 @@ def estimate_memory(
     return [estimate.for_role(config, device_type, is_trained)]
 
 
-def moments_per_number(subject: Subject) -> float:
-    """Return how many moments the optimizer keeps of each trained number.
+def moments_per_number(setup: Setup) -> float:
+    """Return the mean number of moments that the optimizer keeps per trained number.
 
-    Adam keeps two, Muon one for the hidden matrices. The user's own optimizer is unknown: two.
+    Adam keeps two. Muon keeps one for matrices in layers, and two for other parameters. For the
+    user's own optimizer, two are assumed.
     """
-    if subject.config.optim.name != "muon":
+    if setup.config.optim.name != "muon":
         return 2
     num_in_matrices = 0
-    for layer in subject.layers:
+    for layer in setup.layers:
         matrices = [p for p in layer.parameters() if p.ndim == 2 and p.requires_grad]
         num_in_matrices += sum(p.numel() for p in matrices)
-    return 2 - num_in_matrices / sum(p.numel() for p in subject.trained)
+    return 2 - num_in_matrices / sum(p.numel() for p in setup.trained)
 
 
-def sharding_buffers(subject: Subject) -> tuple[float, float]:
+def sharding_buffers(setup: Setup) -> tuple[float, float]:
     """Return the bytes of gathered weights and of unreduced gradients.
 
-    Gathered are the root's matrices and two layers, since one computes while the next is gathered;
-    without resharding all layers. Unreduced are the gradients of the root and of one layer, and the
-    copy that is reduced.
+    The gathered weights are the root's and two layers', since one layer computes while the next one
+    is gathered. Without resharding, they are the weights of all layers. The unreduced gradients are
+    the root's and one layer's, each with a copy that is being reduced.
     """
-    config = subject.config
-    if not is_sharded(config, subject.world_size):
+    config = setup.config
+    if not is_sharded(config, setup.world_size):
         return 0, 0
-    has_only_adapters = is_replicated(config, subject.world_size)
-    sharded = subject.trained if has_only_adapters else subject.parameters
-    layers = subject.layers
+    has_only_adapters = is_replicated(config, setup.world_size)
+    sharded = setup.trained if has_only_adapters else setup.parameters
+    layers = setup.layers
     num_layers = 2 if config.engine.reshard_after_forward else len(layers)
     in_root, in_layer = root_and_layer(sharded, layers)
-    gathered_weights = (in_root + num_layers * in_layer) * subject.compute_bytes
+    gathered_weights = (in_root + num_layers * in_layer) * setup.compute_bytes
     reduce_bytes = getattr(torch, config.engine.reduce_dtype).itemsize
-    num_unreduced = sum(root_and_layer(subject.trained, layers))
-    return gathered_weights, num_unreduced * (subject.compute_bytes + reduce_bytes)
+    num_unreduced = sum(root_and_layer(setup.trained, layers))
+    return gathered_weights, num_unreduced * (setup.compute_bytes + reduce_bytes)
 
 
-def activation_bytes_per_token(subject: Subject) -> float:
-    """Return the bytes of activations that are kept of each token, in all decoder layers.
+def activation_bytes_per_token(setup: Setup) -> float:
+    """Return the bytes of activations per token that all decoder layers keep.
 
-    Less is kept of layers that no gradient passes, because they and all before them are frozen.
+    This overestimates layers without a backward pass, where nothing in or before them is trained.
     """
-    num_decoder_layers = len(layer_modules(subject.hf, subject.hf.get_decoder()))
-    num_layers = num_decoder_layers or subject.shape.num_hidden_layers
-    in_one_layer = layer_bytes_per_token(subject)
-    if not subject.is_trained:
+    num_decoder_layers = len(layer_modules(setup.hf, setup.hf.get_decoder()))
+    num_layers = num_decoder_layers or setup.shape.num_hidden_layers
+    in_one_layer = layer_bytes_per_token(setup)
+    if not setup.is_trained:
         return in_one_layer
-    if subject.config.engine.activation_checkpointing:
-        inputs = subject.shape.hidden_size * subject.compute_bytes * num_layers
+    if setup.config.engine.activation_checkpointing:
+        inputs = setup.shape.hidden_size * setup.compute_bytes * num_layers
         return inputs + in_one_layer
     return in_one_layer * num_layers
 
 
-def layer_bytes_per_token(subject: Subject) -> float:
-    """Return the bytes of activations in one Llama-like layer.
+def layer_bytes_per_token(setup: Setup) -> float:
+    """Return the bytes of activations per token in one Llama-like layer.
 
-    They are residual and normalized inputs; q, k, v and the attention's output; gate, up and their
-    product, for each expert that a token goes to, with the expert's copy of the token and its
-    output. Without torch.compile there are also the fp32 copies in both norms and the gate's
-    activation.
+    These are the residual and normalized inputs; q, k, v and the attention output; gate, up and
+    their product. With experts, the last three exist once per expert of the token, with the
+    expert's copy of the token and its output. Without torch.compile, there are also the fp32 copies
+    in both norms and the gate's activation.
     """
-    shape = subject.shape
+    shape = setup.shape
     hidden = shape.hidden_size
     intermediate = shape.intermediate_size
     num_experts_per_token = 0
-    if expert_weights(subject.hf):
+    if expert_weights(setup.hf):
         num_experts_per_token = experts_per_token(shape)
         expert_size = getattr(shape, "moe_intermediate_size", None) or intermediate
         intermediate = num_experts_per_token * expert_size
     query_width, key_width = attention_widths(shape)
     num_keys = keys_per_token(
-        subject.config,
+        setup.config,
         shape,
-        subject.world_size,
-        lambda size: gathers_keys(subject.config.engine, shape, size),
+        setup.world_size,
+        lambda size: gathers_keys(setup.config.engine, shape, size),
     )
     num_numbers = (
         4 * hidden
@@ -191,34 +192,37 @@ def layer_bytes_per_token(subject: Subject) -> float:
         + 3 * intermediate
         + 2 * num_experts_per_token * hidden
     )
-    num_bytes = num_numbers * subject.compute_bytes
-    if not subject.is_compiled:
-        num_bytes += 2 * hidden * (4 + 4) + intermediate * subject.compute_bytes
+    num_bytes = num_numbers * setup.compute_bytes
+    if not setup.is_compiled:
+        num_bytes += 2 * hidden * (4 + 4) + intermediate * setup.compute_bytes
     return num_bytes
 
 
-def tower_bytes_per_token(subject: Subject) -> float:
-    """Return the bytes kept in the vision tower, as if every token stood for a part of an image."""
-    config = subject.config
+def tower_bytes_per_token(setup: Setup) -> float:
+    """Return the bytes that the vision tower keeps per token if all tokens are image tokens."""
+    config = setup.config
     reader = Reader(config.model.path, dropped=config.data.drop_processor_keys)
-    if not subject.is_trained:
+    if not setup.is_trained:
         return 0
-    return vision.count_kept(
-        subject.hf, reader, subject.compute_bytes, config.engine.activation_checkpointing
+    return vision.kept_bytes_per_token(
+        setup.hf, reader, setup.compute_bytes, config.engine.activation_checkpointing
     )
 
 
-def chunk_logits_bytes(subject: Subject) -> float:
-    """Return the bytes of a chunk's logits and their gradient, with fp32 copies if not compiled."""
-    bytes_per_logit = 2 * subject.compute_bytes
-    if not subject.is_compiled:
+def chunk_logits_bytes(setup: Setup) -> float:
+    """Return the bytes of a chunk's logits and gradient, and of fp32 copies if not compiled."""
+    bytes_per_logit = 2 * setup.compute_bytes
+    if not setup.is_compiled:
         bytes_per_logit += 8
-    num_tokens = min(subject.num_tokens, subject.config.engine.log_prob_chunk_size)
-    return num_tokens * subject.num_outputs * bytes_per_logit
+    num_tokens = min(setup.num_tokens, setup.config.engine.log_prob_chunk_size)
+    return num_tokens * setup.num_outputs * bytes_per_logit
 
 
 def checkpoint_bytes(config: DictConfig, head: Head = Head.LOG_PROBS) -> int:
-    """Return the bytes of a checkpoint: weights and Adam's moments; with adapters, theirs alone."""
+    """Return the size of a checkpoint in bytes: weights and Adam's moments.
+
+    With adapters, only the adapters and their moments are saved.
+    """
     hf, adapted_layers = build_model(config, head)
     trained = [p for p in hf.parameters() if p.requires_grad]
     saved = trained if adapted_layers else hf.state_dict().values()

@@ -37,11 +37,11 @@ def shard(
 
 
 def is_sharded(config: DictConfig, world_size: int) -> bool:
-    """Whether FSDP has anything to do.
+    """Return whether to use FSDP.
 
-    A single rank has nothing to divide. If it computes in the dtype that it stores (adapters are
-    cast by their layers, see engines/model/lora.py), FSDP would only copy every weight through its
-    buffers.
+    A single rank has nothing to divide. Unless weights must be cast to another dtype for computing,
+    FSDP would only copy every weight through its buffers. (Adapters are cast by their own layers:
+    see engines/model/lora.py.)
     """
     engine = config.engine
     has_adapters = config.model.lora.rank > 0
@@ -50,14 +50,14 @@ def is_sharded(config: DictConfig, world_size: int) -> bool:
 
 
 def is_replicated(config: DictConfig, world_size: int) -> bool:
-    """Whether each rank holds all frozen weights, so that FSDP only has the adapters to divide."""
+    """Return whether each rank holds all frozen weights, so that FSDP divides only the adapters."""
     engine = config.engine
     has_whole_model = world_size == 1 or engine.fsdp_size == 1
     return config.model.lora.rank > 0 and not engine.cpu_offload and has_whole_model
 
 
 def fsdp_mesh(engine: DictConfig, device_type: str, world_size: int) -> DeviceMesh:
-    """Return the mesh that parameters are sharded over, with an axis of replicas if needed."""
+    """Return the mesh for sharding, with a second axis if there are several replicas."""
     size = engine.fsdp_size if engine.fsdp_size > 0 else world_size
     if size == world_size:
         return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
@@ -78,6 +78,6 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def full(tensor: Tensor) -> Tensor:
-    """Return the whole tensor on every rank."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Gather a sharded tensor on every rank; return any other tensor unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

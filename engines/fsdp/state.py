@@ -1,4 +1,4 @@
-"""The weights of a sharded model, named as in its files: exports and states for checkpoints."""
+"""Exports and checkpoint states of a sharded model, with weights named as in the model's files."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from engines.fsdp.sharding import full
+from engines.fsdp.sharding import full_tensor
 from engines.model import lora
 from engines.model.names import model_names, split_stacks, stacked, stored_tensors
 
@@ -22,10 +22,10 @@ FLATTENED = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 class ModelState:
-    """What an engine exports and saves. All ranks call its methods together.
+    """Exports a model's weights, and saves and loads its state. All ranks call methods together.
 
-    names  name in the files of model.path -> name in the model; None for a weight that is no part
-           of it
+    names  name in the files of model.path -> name in the model, or None for a weight that the model
+           does not have
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class ModelState:
         self.device = device
         self.names = model_names(hf, Path(config.model.path))
         self._file_names = {name: file_name for file_name, name in self.names.items() if name}
-        # Stacks of experts, which are several weights in the files.
+        # Stacked parameters, such as experts, that are several weights in the files.
         self._stacks = {
             name: parts for name, parts in stacked(hf).items() if name not in self._file_names
         }
@@ -85,7 +85,7 @@ class ModelState:
             layer._disable_adapters = not use  # enable_adapters() would also freeze them
 
     def _whole(self, tensor: Tensor) -> Tensor:
-        return full(tensor.detach().to(self.device))
+        return full_tensor(tensor.detach().to(self.device))
 
     def _name_in_files(self, name: str) -> str:
         return self._file_names.get(name, name)
@@ -93,10 +93,10 @@ class ModelState:
     # -- checkpoints -------------------------------------------------------------------------------
 
     def state_dict(self, optimizers: list[torch.optim.Optimizer]) -> dict:
-        """Return sharded tensors: "model" and "buffers" by name in the files, and "optimizer".
+        """Return the sharded state: "model" and "buffers" by name in the files, and "optimizer".
 
-        With adapters, frozen parameters are left out. Buffers are kept apart from parameters
-        because an export does not change their dtypes.
+        With adapters, frozen parameters are left out. Buffers are stored separately from parameters
+        because an export casts only parameters.
         """
         options = StateDictOptions(ignore_frozen_params=bool(self.adapted_layers))
         weights = get_model_state_dict(self.hf, options=options)
@@ -110,7 +110,7 @@ class ModelState:
         return state
 
     def load_state_dict(self, state: dict, optimizers: list[torch.optim.Optimizer]) -> None:
-        """Take over what state_dict() returned."""
+        """Load a state that state_dict() returned."""
         weights = {
             self.names.get(file_name, file_name): tensor
             for part in ("model", "buffers")
@@ -132,9 +132,9 @@ def optimizer_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[T
 
 
 def future_optimizer_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[Tensor]:
-    """Yield tensors as large as the states that optimizers do not have before their first step.
+    """Yield tensors that have the size of the states that the first step will create.
 
-    Adam has two moments, Muon one; for an optimizer of the user's, two are assumed.
+    Adam has two moments per parameter, Muon has one. For the user's own optimizer, two are assumed.
     """
     for optimizer in optimizers:
         if optimizer.state:

@@ -23,8 +23,9 @@ def windows_attention(
 ) -> tuple[Tensor, None]:
     """Attend within each window: [1, heads, T, dim] -> [1, T, heads, dim].
 
-    options: cu_seq_lens_q [n+1] int32, where windows begin, max_length_q, and scaling. The packing
-    of the text may be among them, and is ignored.
+    Args:
+        options: cu_seq_lens_q ([n+1] int32, where windows begin), max_length_q and scaling. The
+            text model's packing may be among the options, and is ignored.
     """
     cu_seqlens = options.pop("cu_seq_lens_q")
     max_length = options.pop("max_length_q")
@@ -47,8 +48,8 @@ def windows_attention(
 def vision_tower_configs(hf: nn.Module) -> list:
     """Return the configurations of the vision towers whose attention always takes `cu_seqlens`.
 
-    With WINDOWS, transformers calls the attention of such a tower once in a layer. With an
-    implementation of any other name it does so once for each window, of which there are hundreds.
+    With WINDOWS, transformers calls such a tower's attention once per layer. With other
+    implementations it calls it once per window, and there are hundreds of windows.
     """
     text_modules = {*hf.get_decoder().modules()}
     configs = {}
@@ -63,7 +64,7 @@ def vision_tower_configs(hf: nn.Module) -> list:
 
 
 def needs_cu_seqlens(module: nn.Module) -> bool:
-    """Whether a module's forward() has `cu_seqlens` as a parameter without a default."""
+    """Return whether a module's forward() has a parameter `cu_seqlens` without a default."""
     parameter = inspect.signature(module.forward).parameters.get("cu_seqlens")
     return parameter is not None and parameter.default is parameter.empty
 

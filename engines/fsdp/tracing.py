@@ -1,4 +1,4 @@
-"""What passes over shapes alone reveal about a model before any weight is read."""
+"""Checks a model before weights are read, by running it on the meta device (shapes only)."""
 
 from dataclasses import dataclass, field
 
@@ -17,14 +17,14 @@ from engines.model.hf import plain_attention
 from engines.model.lengths import keep_short_frequencies
 from engines.model.quirks import BIDIRECTIONAL, config_json_fix
 
-OTHER_ATTENTION = "transformers has it with"
-# Masks for four tokens. Without values, some models can only make the first kind, others only the
-# second.
+OTHER_ATTENTION = "transformers implements it only with"
+# Shapes of masks for four tokens. On the meta device, some models accept only the first shape,
+# others only the second.
 MASK_SHAPES = ((1, 1, 4, 4), (1, 4))
 
 
 class DropoutRecorder(TorchFunctionMode):
-    """Records the probabilities with which a forward pass would drop something in training."""
+    """Records the probabilities of dropout in a forward pass, as in training."""
 
     def __init__(self):
         super().__init__()
@@ -51,11 +51,11 @@ class RandomnessRecorder(TorchDispatchMode):
 
 @dataclass
 class PlainPass:
-    """What a pass without packing reveals.
+    """The result of a forward pass without packing.
 
-    failure        what is wrong, in a line; None: nothing
-    probabilities  of dropout
-    operations     names of random operations other than dropout
+    failure        one line that describes what is wrong, or None
+    probabilities  the nonzero probabilities of dropout
+    operations     the names of random operations other than dropout
     """
 
     failure: str | None = None
@@ -66,11 +66,14 @@ class PlainPass:
 def check_forward_pass(hf: nn.Module, config: DictConfig) -> None:
     """Raise InputError for a model that fails, is random in training, or cannot be packed.
 
-    hf: the model on the meta device. Whether it computes the right numbers, engines/model/guard.py
-    sees.
+    This does not check the numbers that the model computes: see engines/model/guard.py.
+
+    Args:
+        hf: the model on the meta device.
     """
     decoder = hf.get_decoder()
-    decoder.config._experts_implementation = "batched_mm"  # also defined without memory
+    # This implementation of experts works on the meta device.
+    decoder.config._experts_implementation = "batched_mm"
     keep_short_frequencies(hf)
     reject_randomness_and_failure(hf, config, plain_pass(hf))
     if config.engine.use_remove_padding or shares_sequences(config.engine):
@@ -78,7 +81,7 @@ def check_forward_pass(hf: nn.Module, config: DictConfig) -> None:
 
 
 def plain_pass(hf: nn.Module) -> PlainPass:
-    """Run the model on four tokens as the guard runs single sequences."""
+    """Run the model on four tokens, with the attention that the guard uses for single sequences."""
     with DropoutRecorder() as dropout, RandomnessRecorder() as randomness:
         failure = failure_with(hf, "eager")
         if failure and failure.startswith(OTHER_ATTENTION):
@@ -106,7 +109,7 @@ def reject_randomness_and_failure(hf: nn.Module, config: DictConfig, plain: Plai
 
 
 def check_packed_sequences(hf: nn.Module, config: DictConfig) -> None:
-    """Raise InputError for a model that would mix up the sequences of a row."""
+    """Raise InputError for a model that would mix the sequences in a row."""
     path = config.model.path
     name = type(hf).__name__
     hf_config = hf.get_decoder().config
@@ -126,7 +129,7 @@ def check_packed_sequences(hf: nn.Module, config: DictConfig) -> None:
 
 
 def padding_settings(config: DictConfig) -> list[str]:
-    """Return the settings without which this run would not pack or share sequences."""
+    """Return the settings with which this run would neither pack nor share sequences."""
     settings = []
     if config.engine.use_remove_padding:
         settings.append("engine.use_remove_padding=false")
@@ -136,27 +139,29 @@ def padding_settings(config: DictConfig) -> list[str]:
 
 
 def packed_failure(hf: nn.Module) -> str | None:
-    """Return what is wrong with a pass over two packed sequences, in a line."""
+    """Return one line that describes what is wrong with a pass over two packed sequences."""
     packing = Packing(torch.zeros(3, dtype=torch.int32, device="meta"), [0, 2, 4], 2)
     failure = failure_with(hf, "packed", **packing.arguments())
     if failure:
         return failure
     row_mask = make_mask(MASK_SHAPES[1])
     failure = failure_with(hf, "packed", attention_mask=row_mask, packing=packing)
-    # That transformers cannot make its masks without values is no fault of the model.
+    # Other failures do not matter here: transformers cannot build all masks on the meta device.
     return failure if failure and failure.startswith(NEEDS_WINDOW_MASK) else None
 
 
 def failure_with(hf: nn.Module, attention: str, **arguments) -> str | None:
-    """Return what is wrong with a forward pass over four tokens, in a line.
+    """Return one line that describes what is wrong with a pass over four tokens, or None.
 
-    arguments: of the decoder; without any, the pass may succeed with either kind of mask.
+    Args:
+        arguments: arguments of the decoder. If there are none, both kinds of masks are tried, and
+            one of them must succeed.
     """
     decoder = hf.get_decoder()
     decoder.set_attn_implementation(attention)
     available = decoder.config._attn_implementation
     if available != attention:
-        return f"{OTHER_ATTENTION} {available} attention alone"
+        return f"{OTHER_ATTENTION} {available} attention"
     choices = [arguments]
     if not arguments:
         choices = [{"attention_mask": make_mask(shape)} for shape in MASK_SHAPES]
@@ -178,10 +183,10 @@ def failure_of_call(decoder: nn.Module, arguments: dict) -> str | None:
         return str(error)
     except NotImplementedError:
         return (
-            "its layers decide by values what to compute, so that it cannot be checked before "
-            "they are loaded"
+            "the values of tensors decide what its layers compute, so it cannot be checked before "
+            "weights are loaded"
         )
-    except Exception as error:  # a model may raise anything where it is not made for this
+    except Exception as error:  # a model that does not expect these inputs may raise anything
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     return None
 
@@ -191,7 +196,7 @@ def make_mask(shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def dropout_keys(hf_config, probabilities: set[float]) -> str:
-    """Return the keys of config.json that set these probabilities of dropout."""
+    """Return the keys of config.json that set these dropout probabilities, with their values."""
     keys = [
         f"{key}={value}"
         for key, value in hf_config.to_dict().items()

@@ -1,9 +1,10 @@
 """Everything that changes a Hugging Face model before it is sharded, in order.
 
-build_model() applies the transforms that decide what is computed and what is trained. They work on
-the meta device, so that estimates of memory can use them. prepare_layers() applies those that
-decide how layers run; it comes last, since compiled code captures what layers call. A transform
-changes the model in place; a new one is a function and a line in one of the two lists.
+A transform is a function that changes the model in place. To add one, write a function and call it
+in one of these two places. build_model() applies the transforms that decide what is computed and
+what is trained. They work on the meta device, so that memory estimates can use them.
+prepare_layers() applies the transforms that decide how layers run. It comes last, since compiled
+code captures the functions that layers call.
 """
 
 import torch
@@ -12,20 +13,20 @@ from torch import nn
 
 from engines.context_parallel import shares_sequences
 from engines.fsdp.tower_attention import WINDOWS, vision_tower_configs
-from engines.fsdp.vision import multiply_patches
+from engines.fsdp.vision import replace_patch_convolutions
 from engines.heads import Head
 from engines.model import experts, freeze, lora
 from engines.model.hf import build_on_meta, layer_modules, plain_attention, read_hf_config
 
 
 def build_model(config: DictConfig, head: Head) -> tuple[nn.Module, list[nn.Module]]:
-    """Return the model on the meta device, transformed, and its layers that have adapters."""
+    """Return the transformed model on the meta device, and its layers with adapters."""
     hf_config = read_hf_config(config.model.path)
     hf = build_on_meta(hf_config, storage_dtype(config), head, images=config.model.images)
     choose_attention(hf, config)
     attend_in_windows(hf)
-    multiply_patches(hf)
-    leave_router_logits_inside(hf)
+    replace_patch_convolutions(hf)
+    disable_router_logits_output(hf)
     freeze.apply(config, hf, head)
     adapted_layers = add_adapters(hf, config, head)
     return hf, adapted_layers
@@ -43,21 +44,21 @@ def prepare_layers(hf: nn.Module, config: DictConfig, device_type: str) -> None:
 
 
 def choose_attention(hf: nn.Module, config: DictConfig) -> None:
-    """Let the decoder's layers attend to packed or shared sequences, or to padded rows."""
+    """Choose the decoder's attention: for packed or shared sequences, or for padded rows."""
     engine = config.engine
     packed = engine.use_remove_padding or shares_sequences(engine)
     hf.get_decoder().set_attn_implementation("packed" if packed else plain_attention(hf))
 
 
 def attend_in_windows(hf: nn.Module) -> None:
-    """Let vision towers attend to all windows of a layer in one call."""
+    """Make vision towers compute the attention of all windows in one call per layer."""
     for tower_config in vision_tower_configs(hf):
-        # set_attn_implementation() would look for a package, because of the name.
+        # Not set_attn_implementation(): for a name with "flash" it would look for a package.
         tower_config._attn_implementation = WINDOWS
 
 
-def leave_router_logits_inside(hf: nn.Module) -> None:
-    """Keep the model from collecting its routers' logits: experts.Routers does that."""
+def disable_router_logits_output(hf: nn.Module) -> None:
+    """Stop the model from collecting its routers' logits, since experts.Routers records them."""
     hf.get_decoder().config.output_router_logits = False
 
 
@@ -80,7 +81,7 @@ def compile_layers(hf: nn.Module) -> None:
 def storage_dtype(config: DictConfig) -> torch.dtype:
     """Return the dtype of stored parameters.
 
-    Weights that adapters leave frozen need no more precision than the pass that reads them.
+    Frozen weights need no more precision than the computation.
     """
     engine = config.engine
     has_adapters = config.model.lora.rank > 0

@@ -1,4 +1,4 @@
-"""Inputs of vision-language models besides tokens, and what their vision towers cost."""
+"""Image inputs of vision-language models, and the FLOPs and memory of their vision towers."""
 
 import inspect
 from collections import deque
@@ -24,17 +24,18 @@ FP32_BYTES = 4
 
 
 def check_images(config: DictConfig) -> None:
-    """Raise InputError for settings that do not work together with images."""
+    """Raise InputError for settings that are not supported with images."""
     cp = config.engine.context_parallel_size
     rank = config.model.lora.rank
     if cp != 1:
         raise InputError(
-            f"engine.context_parallel_size={cp} with model.images=true is not supported: ranks "
-            "would share an image"
+            f"engine.context_parallel_size={cp} is not supported with model.images=true, since "
+            "ranks would share an image: set engine.context_parallel_size=1"
         )
     if rank:
         raise InputError(
-            f"model.lora.rank={rank} with model.images=true is not supported: set one of them back"
+            f"model.lora.rank={rank} is not supported with model.images=true: set "
+            "model.lora.rank=0 or model.images=false"
         )
 
 
@@ -42,10 +43,10 @@ def check_images(config: DictConfig) -> None:
 
 
 def image_matrices(hf: nn.Module, reader: Reader) -> dict[nn.Parameter, float]:
-    """Return the matrices that images pass through before the text model, in order.
+    """Return {matrix: rows per image token} for the matrices before the text model, in order.
 
-    The values are the number of rows that each token of an image sends through the matrix: those of
-    its patches in the tower's layers and where patches are made of pixels, otherwise 1.
+    An image token sends one row per patch through the matrices of the vision tower's layers and the
+    matrix that turns pixels into patches, and a single row through all others.
     """
     text_parameters = {
         *hf.get_decoder().parameters(),
@@ -58,7 +59,7 @@ def image_matrices(hf: nn.Module, reader: Reader) -> dict[nn.Parameter, float]:
         if p not in text_parameters and p.ndim > 1 and not name.endswith("bias")
     ]
     in_layers = {p for layer in layer_modules(hf, hf) for p in layer.parameters()}
-    # Patches are made by a convolution or, without one, by the first matrix.
+    # A convolution turns pixels into patches. If there is none, the first matrix does.
     patch_matrix = next((p for p in matrices if p.ndim > 2), matrices[0])
     patches = patches_per_token(reader, patch_matrix)
     rows = {}
@@ -69,7 +70,7 @@ def image_matrices(hf: nn.Module, reader: Reader) -> dict[nn.Parameter, float]:
 
 
 def patches_per_token(reader: Reader, patch_matrix: nn.Parameter) -> float:
-    """Return the number of patches for each token that stands for a part of an image."""
+    """Return the number of patches per image token."""
     ids, image = reader.sample
     num_pixels = reader.tensors(image)["pixel_values"].numel()
     num_patches = num_pixels // patch_matrix[0].numel()
@@ -77,44 +78,46 @@ def patches_per_token(reader: Reader, patch_matrix: nn.Parameter) -> float:
     return num_patches / num_image_tokens
 
 
-def without_gradient(matrices: Iterable[nn.Parameter]) -> set[nn.Parameter]:
-    """Return the first matrices, up to the first that is trained: no gradient passes them."""
+def matrices_without_gradient(matrices: Iterable[nn.Parameter]) -> set[nn.Parameter]:
+    """Return the matrices before the first trained one: the backward pass does not reach them."""
     return {*takewhile(lambda p: not p.requires_grad, matrices)}
 
 
 def count_flops(hf: nn.Module, reader: Reader) -> int:
-    """Return the FLOPs of forward and backward in the vision tower, per image token.
+    """Return the FLOPs per image token of a forward and backward pass through the vision tower.
 
-    Counted as in engines.model.hf.count_flops().
+    They are counted as in engines.model.flops.count_flops().
     """
     matrices = image_matrices(hf, reader)
-    untouched = without_gradient(matrices)
-    return int(sum(matrix_flops(p, untouched) * rows for p, rows in matrices.items()))
+    skipped = matrices_without_gradient(matrices)
+    return int(sum(matrix_flops(p, skipped) * rows for p, rows in matrices.items()))
 
 
-def count_kept(hf: nn.Module, reader: Reader, itemsize: int, checkpointing: bool) -> float:
+def kept_bytes_per_token(
+    hf: nn.Module, reader: Reader, itemsize: int, checkpointing: bool
+) -> float:
     """Return the bytes per image token that the vision tower keeps for the backward pass.
 
-    For each matrix that a gradient passes, its input and output are kept. A layer also keeps the
-    output of its activation, and fp32 copies inside norms that are not torch's own.
-    itemsize: bytes of an activation's number.
-    checkpointing: layers keep their inputs only, and one layer at a time everything.
+    These are the input and output of each matrix that the backward pass reaches. A layer also keeps
+    the output of its activation function, and fp32 copies inside norms that are not torch's own.
+
+    Args:
+        itemsize: bytes per number of an activation.
+        checkpointing: whether layers keep only their inputs, except one layer at a time.
     """
     matrices = image_matrices(hf, reader)
-    untouched = without_gradient(matrices)
+    skipped = matrices_without_gradient(matrices)
     outside_layers = matrices.keys()
     layer_inputs = [0.0]
     layer_totals = [0.0]
 
     def kept_around(parameters: Iterable[nn.Parameter]) -> float:
         return sum(
-            (p[0].numel() + len(p)) * itemsize * matrices[p]
-            for p in parameters
-            if p not in untouched
+            (p[0].numel() + len(p)) * itemsize * matrices[p] for p in parameters if p not in skipped
         )
 
     for layer in layer_modules(hf, hf):
-        own = [p for p in layer.parameters() if p in matrices and p not in untouched]
+        own = [p for p in layer.parameters() if p in matrices and p not in skipped]
         if not own:
             continue
         rows = matrices[own[0]]
@@ -144,10 +147,10 @@ def norm_width(layer: nn.Module) -> int:
 # -- transform -------------------------------------------------------------------------------------
 
 
-def multiply_patches(hf: nn.Module) -> None:
+def replace_patch_convolutions(hf: nn.Module) -> None:
     """Compute convolutions whose kernel covers a whole patch as matrix products.
 
-    The gradient is many times as fast.
+    This makes their gradients many times faster.
     """
     for module in hf.modules():
         if isinstance(module, (nn.Conv2d, nn.Conv3d)) and module.groups == 1:
@@ -155,6 +158,7 @@ def multiply_patches(hf: nn.Module) -> None:
 
 
 def convolve_or_multiply(conv: nn.Module, convolve: Callable, patches: Tensor) -> Tensor:
+    """Return the convolution of patches, as a matrix product if the kernel covers each patch."""
     is_padded = conv.padding != "valid" and any(conv.padding)
     if patches.shape[2:] != conv.kernel_size or is_padded:
         return convolve(patches)
@@ -168,16 +172,15 @@ def convolve_or_multiply(conv: nn.Module, convolve: Callable, patches: Tensor) -
 class Images:
     """Prepares a vision-language model's inputs for micro-batches, in host memory.
 
-    filler  ids [t] of a sequence with one small image. A micro-batch without images gets it after
-            its own sequences, so that every rank goes through the vision tower, whose collectives
-            other ranks wait for. No loss depends on its tokens, so its gradient is 0.
+    filler  ids [t] of a sequence with one small image, which is appended to micro-batches without
+            images. Every rank then runs the vision tower and joins its collectives. No loss depends
+            on the filler's tokens, so its gradient is 0.
     """
 
     def __init__(self, hf: nn.Module, reader: Reader):
         self.reader = reader
         self.filler, self.image = reader.sample
-        # Models with multi-axis position ids (M-RoPE, Qwen2-VL 2024) have their own way to count
-        # them.
+        # Models with multi-axis position ids (M-RoPE, Qwen2-VL 2024) compute them with this method.
         self.get_position_ids = getattr(hf.base_model, "get_rope_index", None)
         self.position_arguments = {}
         if self.get_position_ids:
@@ -190,7 +193,7 @@ class Images:
             )
             if is_required and parameter.name not in available:
                 raise InputError(
-                    f"{type(hf).__name__} needs {parameter.name}: take it out of "
+                    f"{type(hf).__name__} needs {parameter.name}: remove it from "
                     "data.drop_processor_keys"
                 )
 
@@ -218,8 +221,10 @@ class Images:
     def inputs(self, batch: Batch, images: list[np.ndarray], packed: bool) -> dict[str, Tensor]:
         """Return the model's arguments for a batch's sequences.
 
-        images: the batch's images; if there are none, the filler is appended with its own.
-        packed: sequences are laid end to end in one row; otherwise they are padded to one length.
+        Args:
+            images: the batch's images. If there are none, the filler and its image are appended.
+            packed: True: sequences are laid end to end in one row. False: they are padded to the
+                same length.
         """
         sequences = [self.without_open_image(ids) for ids in batch.input_ids.split(batch.lengths)]
         if not images:
@@ -247,9 +252,9 @@ class Images:
         return self.get_position_ids(**arguments)[0]
 
     def without_open_image(self, ids: Tensor) -> Tensor:
-        """Replace a sampled image token at the end of a sequence, [t], by token 0.
+        """Replace an image token at the end of a sequence [t] by token 0.
 
-        It has no image, and nothing depends on it, since no token follows.
+        Such a token was sampled and has no image. No token follows it, so nothing depends on it.
         """
         is_image = self.reader.token_types([ids[-1:].tolist()])[0] > 0
         return torch.cat([ids[:-1], ids[-1:].masked_fill(is_image, 0)])

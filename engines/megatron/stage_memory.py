@@ -1,4 +1,4 @@
-"""Memory of one rank of each pipeline stage of the Megatron engine, and of its checkpoints."""
+"""Estimates the Megatron engine's memory per pipeline stage, and the size of its checkpoints."""
 
 import re
 from collections import defaultdict
@@ -19,21 +19,23 @@ from engines.model.lora import inject
 from engines.model.shape import attention_widths, stage_sizes
 from engines.planning import round_up
 
-# Names in all models that Megatron supports.
+# Parameter names that are the same in all models that this engine supports.
 EMBEDDING = "model.embed_tokens.weight"
 NORM = "model.norm.weight"
 OUTPUT_MATRIX = "lm_head.weight"
-MTP = "mtp"  # stands for all layers of multi-token prediction
-WHOLE_MATRICES = (".mlp.gate.weight", ".input_proj.weight")  # every tensor-parallel rank has them
+# The key for all layers for multi-token prediction together.
+MTP = "mtp"
+# Matrices that tensor-parallel ranks do not divide.
+WHOLE_MATRICES = (".mlp.gate.weight", ".input_proj.weight")
 
 
 @dataclass
 class PartSizes:
-    """How many numbers one rank has of a layer, or of a matrix outside layers.
+    """The numbers of parameters that one rank holds in a layer, or in a matrix outside layers.
 
-    frozen   not trained
-    learned  trained, and the same on all expert-parallel ranks
-    experts  trained, divided over expert-parallel ranks
+    frozen   parameters that are not trained
+    learned  trained parameters that are the same on all expert-parallel ranks
+    experts  trained parameters that expert-parallel ranks divide
     """
 
     frozen: int = 0
@@ -52,10 +54,10 @@ class PartSizes:
 class Bytes:
     """Bytes per number.
 
-    compute    of frozen weights and activations
-    trained    of trained weights
-    gradient   of gradients in DDP's buffers
-    optimizer  Adam's two moments, and an fp32 master of weights that are not fp32
+    compute    for frozen weights and activations
+    trained    for trained weights
+    gradient   for gradients in DDP's buffers
+    optimizer  for Adam's two moments and, if weights are not fp32, an fp32 copy of them
     """
 
     compute: int
@@ -76,8 +78,8 @@ class Bytes:
 
 
 @dataclass(frozen=True)
-class Subject:
-    """What is estimated: a model on a layout."""
+class Setup:
+    """The model, settings and layout whose memory is estimated."""
 
     config: DictConfig
     world_size: int
@@ -85,7 +87,7 @@ class Subject:
     head: Head
     is_trained: bool
     shape: object  # the model's configuration
-    sizes: dict[int | str, PartSizes]  # by number of a layer, or by name
+    sizes: dict[int | str, PartSizes]  # by layer number, or by name outside layers
     bytes: Bytes
 
     @property
@@ -132,24 +134,23 @@ def estimate_memory(
     head: Head = Head.LOG_PROBS,
     is_trained: bool = True,
 ) -> list[Estimate]:
-    """Estimate the memory of one rank of each pipeline stage at its fullest moment.
+    """Estimate one rank's peak memory in each pipeline stage.
 
-    Parameters, gradients and optimizer are exact except for the padding of buffers, and for parts
-    of unequal size, which are means over the ranks that share them. Activations are those of as
-    many micro-batches as wait for their backward pass on the stage; experts get equal shares.
+    The sizes of parameters, gradients and optimizer state are exact, except that buffers' padding
+    is neglected and that uneven shares are averaged over ranks. The activations are those of all
+    micro-batches that wait for their backward pass on the stage. All experts are assumed to get
+    equally many tokens.
     """
     shape = read_hf_config(config.model.path)
     sizes = part_sizes(build_model(config, head), config, shape)
     bytes_per_number = Bytes.of(config)
-    subject = Subject(
-        config, world_size, device_type, head, is_trained, shape, sizes, bytes_per_number
-    )
+    setup = Setup(config, world_size, device_type, head, is_trained, shape, sizes, bytes_per_number)
     layers = torch.arange(shape.num_hidden_layers)
-    chunks = layers.split(stage_sizes(shape.num_hidden_layers, subject.pp * subject.vpp))
+    chunks = layers.split(stage_sizes(shape.num_hidden_layers, setup.pp * setup.vpp))
     estimates = []
-    for stage in range(subject.pp):
-        layers_of_stage = torch.cat(chunks[stage :: subject.pp]).tolist()
-        estimate = estimate_stage(subject, stage, layers_of_stage)
+    for stage in range(setup.pp):
+        layers_of_stage = torch.cat(chunks[stage :: setup.pp]).tolist()
+        estimate = estimate_stage(setup, stage, layers_of_stage)
         estimates.append(estimate.for_role(config, device_type, is_trained))
     return estimates
 
@@ -169,7 +170,7 @@ def build_model(config: DictConfig, head: Head) -> nn.Module:
 
 
 def part_sizes(hf: nn.Module, config: DictConfig, shape) -> dict[int | str, PartSizes]:
-    """Count what one rank has of every layer and of every other matrix."""
+    """Count the parameters that one rank holds, per layer and per matrix outside layers."""
     sizes = defaultdict(PartSizes)
     for name, parameter in hf.named_parameters():
         layer = re.search(r"\.layers\.(\d+)\.", name)
@@ -190,117 +191,118 @@ def part_sizes(hf: nn.Module, config: DictConfig, shape) -> dict[int | str, Part
 
 
 def numbers_on_rank(name: str, parameter: nn.Parameter, engine: DictConfig, shape) -> int:
-    """Return how many numbers of a parameter one tensor- and expert-parallel rank has."""
+    """Return how many of a parameter's numbers one tensor- and expert-parallel rank holds."""
     tp = engine.tensor_model_parallel_size
     is_row_parallel = ".o_proj." in name or ".down_proj." in name
     if ".lora_" in name:
-        # Of a row-parallel layer A is divided, of the others B.
+        # Ranks divide A in row-parallel layers, and B in column-parallel layers.
         is_divided = is_row_parallel is (".lora_A." in name)
         return parameter.numel() // (tp if is_divided else 1)
     if name in (EMBEDDING, OUTPUT_MATRIX):
         return round_up(len(parameter), tp) // tp * shape.hidden_size
     if ".experts." in name:
         return parameter.numel() // engine.expert_model_parallel_size
-    # Whole on every rank: norms, biases of row-parallel layers, routers.
+    # Norms, routers and the biases of row-parallel layers are whole on every rank.
     is_whole_vector = parameter.ndim == 1 and (is_row_parallel or not name.endswith(".bias"))
     if is_whole_vector or name.endswith(WHOLE_MATRICES):
         return parameter.numel()
     return parameter.numel() // tp
 
 
-def estimate_stage(subject: Subject, stage: int, layers: list[int]) -> Estimate:
-    """Estimate one rank of a pipeline stage that has these layers."""
-    engine = subject.config.engine
-    hidden = subject.shape.hidden_size
-    is_last = stage == subject.pp - 1
+def estimate_stage(setup: Setup, stage: int, layers: list[int]) -> Estimate:
+    """Estimate one rank's memory in a pipeline stage with these layers."""
+    engine = setup.config.engine
+    hidden = setup.shape.hidden_size
+    is_last = stage == setup.pp - 1
     held = PartSizes()
-    for part in parts_of_stage(subject, stage, layers):
-        held = held + subject.sizes[part]
+    for part in parts_of_stage(setup, stage, layers):
+        held = held + setup.sizes[part]
     num_optimizer_shards = 1
     num_expert_shards = 1
     if engine.use_distributed_optimizer:
-        num_optimizer_shards = subject.world_size // (subject.pp * subject.tp)
-        num_expert_shards = subject.world_size // (subject.pp * engine.expert_model_parallel_size)
+        num_optimizer_shards = setup.world_size // (setup.pp * setup.tp)
+        num_expert_shards = setup.world_size // (setup.pp * engine.expert_model_parallel_size)
     trained = held.learned + held.experts
     in_optimizer = held.learned / num_optimizer_shards + held.experts / num_expert_shards
-    activations = activation_bytes(subject, stage, len(layers))
-    head_input = is_last * subject.num_tokens * hidden * subject.bytes.compute
-    is_output_trained = not subject.sizes[subject.output_matrix].frozen
+    activations = activation_bytes(setup, stage, len(layers))
+    head_input = is_last * setup.num_tokens * hidden * setup.bytes.compute
+    is_output_trained = not setup.sizes[setup.output_matrix].frozen
     return Estimate(
-        parameters=held.frozen * subject.bytes.compute + trained * subject.bytes.trained,
-        gradients=trained * subject.bytes.gradient,
-        optimizer=subject.bytes.optimizer * in_optimizer,
+        parameters=held.frozen * setup.bytes.compute + trained * setup.bytes.trained,
+        gradients=trained * setup.bytes.gradient,
+        optimizer=setup.bytes.optimizer * in_optimizer,
         activations=activations + head_input,
-        chunk_logits=is_last * chunk_logits_bytes(subject),
-        output_matrix_gradient=is_last * subject.num_outputs * hidden * 4 * is_output_trained,
+        chunk_logits=is_last * chunk_logits_bytes(setup),
+        output_matrix_gradient=is_last * setup.num_outputs * hidden * 4 * is_output_trained,
     )
 
 
-def parts_of_stage(subject: Subject, stage: int, layers: list[int]) -> set[int | str]:
-    """Return the keys of Subject.sizes that a stage holds."""
+def parts_of_stage(setup: Setup, stage: int, layers: list[int]) -> set[int | str]:
+    """Return the keys of Setup.sizes for the parts that a stage holds."""
     parts = {*layers}
     if stage == 0:
         parts.add(EMBEDDING)
-    if stage == subject.pp - 1:
-        parts |= {NORM, subject.output_matrix}
-        if subject.has_mtp:  # with a copy of the embedding
+    if stage == setup.pp - 1:
+        parts |= {NORM, setup.output_matrix}
+        if setup.has_mtp:
+            # MTP layers need their own copy of the embedding.
             parts |= {MTP, EMBEDDING}
     return parts
 
 
-def activation_bytes(subject: Subject, stage: int, num_layers: int) -> float:
-    """Return the bytes of activations of all micro-batches that wait for their backward pass."""
-    in_layer = layer_activation_bytes(subject)
-    if not subject.is_trained:
+def activation_bytes(setup: Setup, stage: int, num_layers: int) -> float:
+    """Return the bytes of activations for all micro-batches that wait for their backward pass."""
+    in_layer = layer_activation_bytes(setup)
+    if not setup.is_trained:
         return in_layer
-    pp = subject.pp
-    vpp = subject.vpp
+    pp = setup.pp
+    vpp = setup.vpp
     num_waiting = pp - stage if vpp == 1 else 2 * (pp - stage - 1) + (vpp - 1) * pp + 1
     num_kept_layers = num_waiting * num_layers // vpp
-    if subject.config.engine.recompute == "full":
-        hidden = subject.shape.hidden_size
-        inputs = num_kept_layers * subject.num_tokens * subject.bytes.compute * hidden / subject.sp
+    if setup.config.engine.recompute == "full":
+        hidden = setup.shape.hidden_size
+        inputs = num_kept_layers * setup.num_tokens * setup.bytes.compute * hidden / setup.sp
         kept = inputs + in_layer
     else:
         kept = num_kept_layers * in_layer
-    if stage == pp - 1 and subject.has_mtp:
-        kept += mtp.num_layers(subject.shape) * in_layer
+    if stage == pp - 1 and setup.has_mtp:
+        kept += mtp.num_layers(setup.shape) * in_layer
     return kept
 
 
-def layer_activation_bytes(subject: Subject) -> float:
-    """Return the bytes of activations of one micro-batch in one Llama-like layer."""
-    shape = subject.shape
-    tp = subject.tp
+def layer_activation_bytes(setup: Setup) -> float:
+    """Return the bytes of activations for one micro-batch in one Llama-like layer."""
+    shape = setup.shape
+    tp = setup.tp
     hidden = shape.hidden_size
     num_experts_per_token = experts_per_token(shape)
     if num_experts_per_token:
         expert_size = getattr(shape, "moe_intermediate_size", shape.intermediate_size)
-        in_mlp = num_experts_per_token * (2 * hidden + 4 * expert_size) / subject.sp
+        in_mlp = num_experts_per_token * (2 * hidden + 4 * expert_size) / setup.sp
     else:
         in_mlp = 3 * shape.intermediate_size / tp
     query_width, key_width = attention_widths(shape)
-    num_dp_ranks = subject.world_size // (tp * subject.pp)
-    num_keys = keys_per_token(subject.config, shape, num_dp_ranks, lambda size: True)
+    num_dp_ranks = setup.world_size // (tp * setup.pp)
+    num_keys = keys_per_token(setup.config, shape, num_dp_ranks, lambda size: True)
     in_attention = (3 * query_width + (1 + 2 * num_keys) * key_width) / tp
-    num_numbers = 4 * hidden / subject.sp + in_attention + in_mlp
-    return subject.num_tokens * subject.bytes.compute * num_numbers
+    num_numbers = 4 * hidden / setup.sp + in_attention + in_mlp
+    return setup.num_tokens * setup.bytes.compute * num_numbers
 
 
-def chunk_logits_bytes(subject: Subject) -> float:
-    """Return the bytes of a chunk's logits and gradient, with fp32 copies if not compiled."""
-    bytes_per_logit = 2 * subject.bytes.compute
-    if subject.device_type != "cuda":
+def chunk_logits_bytes(setup: Setup) -> float:
+    """Return the bytes of a chunk's logits and gradient, and of fp32 copies if not compiled."""
+    bytes_per_logit = 2 * setup.bytes.compute
+    if setup.device_type != "cuda":
         bytes_per_logit += 8
-    num_tokens = min(subject.num_tokens, subject.config.engine.log_prob_chunk_size)
-    return num_tokens * subject.num_outputs * bytes_per_logit
+    num_tokens = min(setup.num_tokens, setup.config.engine.log_prob_chunk_size)
+    return num_tokens * setup.num_outputs * bytes_per_logit
 
 
 def checkpoint_bytes(config: DictConfig, head: Head = Head.LOG_PROBS) -> int:
-    """Return the bytes of a checkpoint, without what file formats add.
+    """Return the size of a checkpoint in bytes, without the overhead of file formats.
 
-    Weights, Adam's moments, and masters of trained weights that are not fp32. With adapters, the
-    frozen model is not saved.
+    It contains the weights, Adam's moments and, for trained weights that are not fp32, fp32 copies.
+    With adapters, the frozen model is not saved.
     """
     lora = config.model.lora
     dtype = getattr(torch, lora.dtype if lora.rank else config.engine.compute_dtype)

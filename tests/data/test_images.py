@@ -254,7 +254,7 @@ def test_patches_are_multiplied_and_whole_images_convolved():
     for conv, shape in kinds:
         x = torch.randn(shape)
         expected = conv(x)
-        images.multiply_patches(nn.ModuleList([conv]))
+        images.replace_patch_convolutions(nn.ModuleList([conv]))
         result = conv(x)
         assert torch.allclose(result, expected, atol=1e-6)
         assert result.shape == expected.shape
@@ -667,8 +667,8 @@ def test_rewards_get_no_pixels(make, folder):
 @pytest.mark.parametrize(
     "more, message",
     [
-        ("engine.context_parallel_size=2", "context_parallel_size=2 with model.images=true"),
-        ("model.lora.rank=4", "model.lora.rank=4 with model.images=true"),
+        ("engine.context_parallel_size=2", "context_parallel_size=2 is not supported with model"),
+        ("model.lora.rank=4", "model.lora.rank=4 is not supported with model.images"),
         ("model_engine=megatron", "model.images=true needs model_engine=fsdp"),
     ],
 )
@@ -704,7 +704,7 @@ def test_token_types_that_a_model_needs_cannot_be_dropped(folder):
     config = AutoConfig.from_pretrained(folder / "qwen2_5_vl")
     kind = auto_class(config)
     with pytest.raises(
-        InputError, match="needs mm_token_type_ids: take it out of data.drop_processor_keys"
+        InputError, match="needs mm_token_type_ids: remove it from data.drop_processor_keys"
     ):
         images.Images(
             kind.from_config(config), Reader(folder / "qwen2_5_vl", dropped=["mm_token_type_ids"])
@@ -786,7 +786,7 @@ def test_activations_of_images_are_estimated(folder, family, dtype):
         with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
             hf.base_model.get_image_features(**inputs)
         measured = sum(x.nbytes() for pointer, x in kept.items() if pointer not in weights)
-        estimated = images.count_kept(hf, reader, dtype.itemsize, checkpointing)
+        estimated = images.kept_bytes_per_token(hf, reader, dtype.itemsize, checkpointing)
         return estimated, measured / num_tokens
 
     estimated, whole = estimate_and_measure()
@@ -845,7 +845,7 @@ def test_a_dry_run_counts_activations_of_images(folder):
             "engine.compute_dtype=float32",
         ],
     )
-    kept = images.count_kept(
+    kept = images.kept_bytes_per_token(
         build_model(config, Head.LOG_PROBS)[0],
         Reader(folder / "qwen2_5_vl"),
         4,

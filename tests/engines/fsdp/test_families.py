@@ -21,7 +21,7 @@ from engines.checkpoint.export import export_hf
 from engines.fsdp import attention
 from engines.fsdp.attention import Packing
 from engines.fsdp.engine import FSDPEngine
-from engines.fsdp.recurrence import Bounds
+from engines.fsdp.recurrence import StateResets
 from engines.heads import Head
 from engines.model import guard
 from engines.model.hf import auto_class
@@ -297,7 +297,9 @@ def guarded(folder: Path, device: torch.device) -> dict:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            Bounds, "by_sequence", lambda self, forward, *args, **kwargs: forward(*args, **kwargs)
+            StateResets,
+            "by_sequence",
+            lambda self, forward, *args, **kwargs: forward(*args, **kwargs),
         )
         record_errors("lfm2", layouts)
     with pytest.MonkeyPatch.context() as patch:

@@ -218,12 +218,12 @@ LONGROPE = dict(
         (
             dict(model_type="bloom"),
             [],
-            f"transformers has it with eager attention alone: {PADDING}",
+            f"transformers implements it only with eager attention: {PADDING}",
         ),
         (
             dict(model_type="falcon"),
             [],
-            f"transformers has it with sdpa attention alone: {PADDING}",
+            f"transformers implements it only with sdpa attention: {PADDING}",
         ),
         (
             dict(model_type="falcon"),
@@ -238,7 +238,7 @@ LONGROPE = dict(
         (
             dict(model_type="stablelm"),
             [],
-            f"do not pass on to their attention where sequences begin: {PADDING}",
+            f"do not pass the sequence boundaries on to their attention: {PADDING}",
         ),
         (
             dict(model_type="mamba"),
@@ -295,7 +295,7 @@ LONGROPE = dict(
             "is_causal=False in its attention, which is not supported: "
             "set use_bidirectional_attention=all to null in config.json",
         ),
-        (dict(model_type="jetmoe"), [], "its layers decide by values what to compute"),
+        (dict(model_type="jetmoe"), [], "the values of tensors decide what its layers compute"),
         (
             dict(
                 model_type="deepseek_v2",
