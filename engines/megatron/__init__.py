@@ -4,14 +4,15 @@
 
     families.py, transformer_config.py             supported models and their configuration
     gpt.py, torch_layers.py, moe.py, mtp_layers.py the modules of a model
-    mapping.py, mbridge.py, bridge.py              weights: Hugging Face files and Megatron names
+    mapping.py, mbridge.py, bridge.py              converting weights between the two formats
     transforms.py, adapters.py                     changes to a model before it is wrapped
     layout.py, distributed_optimizer.py            process groups, DDP and the optimizer
-    pipeline.py, outputs.py, step_loss.py          a pass: schedule, head outputs, loss
+    pipeline.py, outputs.py, step_loss.py          passes: schedule, outputs of the head, loss
     sharded_state.py, checkpoint_files.py          checkpoints
-    device_tensors.py                              what can be offloaded
+    device_tensors.py                              the tensors that can be offloaded
+    stage_memory.py                                estimates of memory
     without_cuda.py                                running on a CPU
 
-What both engines share (batches, heads, schedules, adapter files) lives one level up, in
-`engines/`. Nothing here knows `engines/fsdp`, and only `mbridge.py` knows the mbridge package.
+Code that both engines share (batches, heads, schedules, adapter files) is one level up, in
+`engines/`. No file here imports `engines/fsdp`, and only `mbridge.py` imports the mbridge package.
 """

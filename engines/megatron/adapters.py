@@ -1,7 +1,7 @@
 """LoRA adapters next to Megatron's linear layers.
 
 Megatron fuses projections that Hugging Face keeps separate (q, k and v; gate and up). Each of these
-projections has its own pair (A, B), so that files and results are PEFT's.
+projections has its own pair (A, B), so that files and results are the same as PEFT's.
 """
 
 from collections.abc import Iterator
@@ -31,11 +31,11 @@ class Adapter(nn.Module):
 
     lora_A[projection] is [rank, in features], lora_B[projection] is [out features, rank], where a
     projection is named q_proj, k_proj, ... Tensor-parallel ranks divide the rows of B in a
-    column-parallel layer, and the columns of A in a row-parallel one. The other matrix is whole on
-    each of them.
+    column-parallel layer, and the columns of A in a row-parallel layer. The other matrix is whole
+    on every rank.
 
-    All projections see the input through one dropout mask. It depends on torch's seed at the
-    beginning of the pass (see DropoutSeeds), so that recomputation repeats it.
+    All projections share one dropout mask on the input. It depends on torch's seed at the start of
+    the pass (see DropoutSeeds), so recomputation repeats it.
     """
 
     def __init__(
@@ -48,10 +48,12 @@ class Adapter(nn.Module):
     ):
         """Create this rank's parts of a layer's adapters.
 
-        names: of the layer's projections in the Hugging Face model
-        rows_per_group: see Mapping.rows_per_group
-        tensors: name -> the whole matrix to start from; a projection without one gets no adapter
-        settings: model.lora
+        Args:
+            names: the names of the layer's projections in the Hugging Face model.
+            rows_per_group: see Mapping.rows_per_group().
+            tensors: name -> initial value of the whole matrix. A projection that is not in it gets
+                no adapter.
+            settings: model.lora.
         """
         super().__init__()
         self.settings = settings
@@ -78,7 +80,8 @@ class Adapter(nn.Module):
     def _own_part(self, whole: Tensor, kind: str) -> nn.Parameter:
         """Return this rank's part of an adapter matrix, with Megatron's attributes.
 
-        kind: "lora_A" or "lora_B"
+        Args:
+            kind: "lora_A" or "lora_B".
         """
         is_divided = (kind == "lora_A") == self.is_row_parallel
         dim = int(self.is_row_parallel)
@@ -86,8 +89,8 @@ class Adapter(nn.Module):
         dtype = getattr(torch, self.settings.dtype)
         matrix = nn.Parameter(part.to(self.generator.device, dtype).contiguous())
         set_tensor_model_parallel_attributes(matrix, is_divided, dim if is_divided else -1, 1)
-        # With sequence parallelism, A of a column-parallel layer sees only this rank's tokens: its
-        # gradients are summed over the ranks.
+        # With sequence parallelism, A in a column-parallel layer sees only this rank's tokens, so
+        # its gradients are summed over the ranks.
         sees_own_tokens = kind == "lora_A" and not self.is_row_parallel
         matrix.sequence_parallel = sees_own_tokens and self.sequence_parallel
         return matrix
@@ -95,8 +98,9 @@ class Adapter(nn.Module):
     def forward(self, x: Tensor, output: Tensor) -> Tensor:
         """Add the adapters' contribution to a layer's output.
 
-        x: [s, b, in], the input of the layer's matrix
-        output: [s, b, out]; of a row-parallel layer, before it is summed over ranks
+        Args:
+            x: [s, b, in], the input of the layer's matrix.
+            output: [s, b, out]. A row-parallel layer has not yet summed it over ranks.
         """
         if not self.enabled:
             return output
@@ -114,11 +118,11 @@ class Adapter(nn.Module):
         return added.view_as(output)
 
     def matrices(self) -> tuple[Tensor, Tensor]:
-        """Return this rank's matrices for all projections at once.
+        """Return this rank's matrices for all projections together.
 
-        Returns A [projections * rank, in] and B [out, projections * rank]. B has the rows of the
-        fused matrix; each has the columns of its own projection and is zero in the others, so that
-        one product computes the contribution of all projections.
+        They are A [projections * rank, in] and B [out, projections * rank]. B has the rows of the
+        fused matrix. Each row is nonzero only in the columns of its own projection, so one product
+        computes the contributions of all projections.
         """
         rank = self.settings.rank
         width = rank * len(self.lora_A)
@@ -140,8 +144,8 @@ class Adapter(nn.Module):
         if not self.training or not p:
             return x
         seed = int(torch.randint(2**62, ()))
-        # Where all tensor-parallel ranks have the same input, they need the same mask. Otherwise
-        # each rank has its own tokens or features.
+        # If all tensor-parallel ranks have the same input, they need the same mask. Otherwise each
+        # rank has its own tokens or features, and needs its own mask.
         is_input_shared = not self.is_row_parallel and not self.sequence_parallel
         self.generator.manual_seed(seed if is_input_shared else seed + self.group.rank())
         mask = torch.empty_like(x).bernoulli_(1 - p, generator=self.generator)
@@ -154,9 +158,10 @@ class Adapter(nn.Module):
 
 
 def check_adapters(config: DictConfig, hf_config, hf: nn.Module) -> None:
-    """Raise InputError for adapters that this engine cannot provide.
+    """Raise InputError for adapters that this engine does not support.
 
-    hf: the model on the meta device; it gets PEFT's adapters
+    Args:
+        hf: the model on the meta device. This function adds PEFT's adapters to it.
     """
     settings = config.model.lora
     tp = config.engine.tensor_model_parallel_size
@@ -166,7 +171,7 @@ def check_adapters(config: DictConfig, hf_config, hf: nn.Module) -> None:
     if gpt_layer_specs.HAVE_TE:
         raise InputError(
             "model.lora with model_engine=megatron needs an environment without TransformerEngine: "
-            "its layers do not expose the normed input that adapters read"
+            "TransformerEngine's layers do not expose the normalized input that adapters read"
         )
     names = lora.shapes(hf)
     adapts_attention_input = any(
@@ -185,7 +190,8 @@ def check_adapters(config: DictConfig, hf_config, hf: nn.Module) -> None:
 def check_stages_have_adapters(config: DictConfig, num_layers: int, names: list[str]) -> None:
     """Raise InputError if a pipeline stage would have nothing to train.
 
-    names: of all adapter matrices
+    Args:
+        names: the names of all adapter matrices.
     """
     engine = config.engine
     adapted_layers = {int(name.split(".layers.")[1].split(".")[0]) for name in names}
@@ -205,10 +211,13 @@ def attach_adapters(
     config: DictConfig,
     shapes: dict[str, tuple[int, ...]],
 ) -> dict[nn.Parameter, Adapter]:
-    """Freeze the models and attach adapters to their layers.
+    """Freeze the models, and attach adapters to their layers.
 
-    shapes: name -> the whole shape of each adapter matrix
-    Returns the adapters by the weight that they adapt.
+    Args:
+        shapes: name of an adapter matrix -> its unsharded shape.
+
+    Returns:
+        {adapted weight: its adapter}.
     """
     settings = config.model.lora
     tensors = lora.initial_adapter(settings, shapes, config.trainer.seed)
@@ -224,7 +233,7 @@ def attach_adapters(
 
 
 def adapter_names(model: nn.Module) -> dict[nn.Parameter, str]:
-    """Return the name in PEFT's files of each adapter matrix of a model."""
+    """Return {adapter matrix: its name in PEFT's files} for a model."""
     names = {}
     for module in model.modules():
         if isinstance(module, Adapter):
@@ -246,9 +255,10 @@ def export_adapters(
 
 
 def sharded_adapter_state(model: nn.Module) -> dict[str, ShardedTensor]:
-    """Return what a checkpoint holds of a model with adapters: them, and a value head.
+    """Return the checkpoint state of a model with adapters: its trained parameters only.
 
-    Adapters are stored under their names in PEFT's files.
+    These are the adapters, stored under their names in PEFT's files, and a value head if there is
+    one.
     """
     names = adapter_names(model)
     tp_group = mpu.get_tensor_model_parallel_group()

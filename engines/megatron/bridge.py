@@ -1,4 +1,4 @@
-"""Weights on their way from Megatron parameters to Hugging Face names, over all ranks."""
+"""Exports Megatron parameters under their Hugging Face names, gathering them from all ranks."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -33,26 +33,26 @@ class WeightMapping(Protocol):
 
 
 def make_mapping(kind: str, hf_config, dtype: torch.dtype, head: Head) -> WeightMapping:
-    """Return the mapping that engine.bridge (`kind`) names."""
+    """Return the mapping for a value of engine.bridge."""
     if kind == "own":
         return Mapping(hf_config, head)
-    # The package is slow to import, and may be absent.
+    # Imported here because mbridge is slow to import and may not be installed.
     from engines.megatron.mbridge import MBridge
 
     return MBridge(hf_config, dtype, head)
 
 
 def check_files(hf: nn.Module, path: Path, head: Head) -> None:
-    """Raise InputError for files that do not fit the model; see weights.check_files."""
+    """Raise InputError if the files do not fit the model: see weights.check_files()."""
     weights.check_files(hf, path, head, Mapping(hf.config, head).hf_parameters(hf))
 
 
 @dataclass(frozen=True)
 class ParameterPart:
-    """This rank's part of a parameter of any pipeline stage, and how ranks divide it.
+    """One tensor-parallel rank's part of a parameter from any pipeline stage.
 
-    is_divided: whether tensor-parallel ranks divide it
-    dim: the dimension by which they do
+    is_divided: whether tensor-parallel ranks divide the parameter
+    dim: the dimension that they divide
     """
 
     name: str
@@ -68,11 +68,12 @@ def export(
     device: torch.device,
     value_of: Callable[[nn.Parameter], Tensor],
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, full tensor) of all parameters, in the same order on all ranks.
+    """Yield (Hugging Face name, full tensor) for all parameters, in the same order on all ranks.
 
-    Leaves out adapters, and a tied output matrix, of which the last pipeline stage has a copy.
+    Adapters are left out, and so is the last pipeline stage's copy of a tied embedding.
 
-    value_of: returns the tensor to export for a parameter
+    Args:
+        value_of: returns the tensor to export for a parameter.
     """
     tp_group = mpu.get_tensor_model_parallel_group()
     ep_group = mpu.get_expert_model_parallel_group()
@@ -101,18 +102,19 @@ def on_all_stages(
 ) -> Iterator[ParameterPart]:
     """Yield the parameters of every pipeline stage, in the same order on all ranks.
 
-    parameters: this stage's, by name
-    value_of: returns the tensor to yield for a parameter
+    Args:
+        parameters: this stage's parameters by name.
+        value_of: returns the tensor to yield for a parameter.
     """
     stages = mpu.get_pipeline_model_parallel_group()
-    own = [
+    own_descriptions = [
         (name, parameter.shape, parameter.tensor_model_parallel, parameter.partition_dim)
         for name, parameter in parameters.items()
     ]
-    of_all_stages = [None] * stages.size()
-    dist.all_gather_object(of_all_stages, own, stages)
-    for stage, of_stage in enumerate(of_all_stages):
-        for name, shape, is_divided, dim in of_stage:
+    descriptions_by_stage = [None] * stages.size()
+    dist.all_gather_object(descriptions_by_stage, own_descriptions, stages)
+    for stage, descriptions in enumerate(descriptions_by_stage):
+        for name, shape, is_divided, dim in descriptions:
             if stage == stages.rank():
                 value = value_of(parameters[name]).to(dtype)
             else:
@@ -123,7 +125,7 @@ def on_all_stages(
 
 
 def gather_parts(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """Return the tensors of all ranks of a group, which have the same shape."""
+    """Gather a group's tensors, which all have the same shape."""
     if group.size() == 1:
         return [tensor]
     parts = [torch.empty_like(tensor) for _ in range(group.size())]
@@ -136,14 +138,14 @@ def export_stored(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (Hugging Face name, tensor) from a checkpoint's names and full tensors.
 
-    A checkpoint stacks all layers in one tensor, unless the name has a layer's number.
+    A checkpoint stacks all layers in one tensor, unless the name contains a layer number.
     """
     for name, tensor in tensors:
         is_stacked = name.startswith(LAYERS) and not name.removeprefix(LAYERS)[0].isdigit()
         if is_stacked:
-            for number, of_layer in enumerate(tensor):
+            for number, layer_tensor in enumerate(tensor):
                 layer_name = name.replace(LAYERS, f"{LAYERS}{number}.")
-                yield from mapping.to_hf(layer_name, [of_layer])
+                yield from mapping.to_hf(layer_name, [layer_tensor])
         else:
             yield from mapping.to_hf(name, [tensor])
 
@@ -151,7 +153,7 @@ def export_stored(
 def adaptable_layers(
     mapping: WeightMapping, model: nn.Module
 ) -> Iterator[tuple[AdaptableLinear, list[str]]]:
-    """Yield each linear layer with the Hugging Face modules that it fuses, in row order."""
+    """Yield each linear layer with the names of the Hugging Face modules it fuses, in row order."""
     names = {parameter: name for name, parameter in global_parameters(model)}
     for layer in model.modules():
         if isinstance(layer, AdaptableLinear):

@@ -32,13 +32,13 @@ from engines.megatron.sharded_state import METADATA
 
 
 class TorchWriter(TorchDistSaveShardedStrategy):
-    """Writes Megatron's format with torch.
+    """Writes Megatron's checkpoint format with torch's writer.
 
     Megatron's own writer forks this process, with all its threads, even to write in the foreground.
-    In the background it ends with collectives of the groups that train.
+    In the background, it would finish with collectives in the groups that training uses.
 
     group: a gloo group to write in the background, or None to write in the foreground
-    writing: done when the files are complete; None in the foreground
+    writing: a Future that is done when the files are complete; None in the foreground
     """
 
     def __init__(self, group: dist.ProcessGroup | None):
@@ -66,7 +66,7 @@ class TorchWriter(TorchDistSaveShardedStrategy):
 
 
 def copy_to_host(parts: dict[str, list]) -> None:
-    """Replace tensors by copies, because training goes on with the originals."""
+    """Replace tensors by copies, because training continues to change the originals."""
     for part in chain.from_iterable(parts.values()):
         if isinstance(part, ShardedTensor):
             part.data = part.data.detach().to("cpu", copy=True)
@@ -75,11 +75,15 @@ def copy_to_host(parts: dict[str, list]) -> None:
 def write(
     states: dict[str, dict], directory: Path, group: dist.ProcessGroup | None
 ) -> Future | None:
-    """Write engines' states into a new directory; called by all ranks.
+    """Write the states of engines into a new directory. All ranks call this together.
 
-    states: engines' sharded states by name, and "rng": {"rank_0": tensor} of this rank
-    group: a gloo group to write in the background, or None
-    Returns a Future with a group: when it is done on rank 0, all files are complete.
+    Args:
+        states: sharded state by name of the engine. Under "rng", {"rank_0": tensor} with this
+            rank's name and random generators.
+        group: a gloo group to write in the background, or None.
+
+    Returns:
+        None without a group. Otherwise a Future: once it is done on rank 0, all files are complete.
     """
     if dist.get_rank() == 0:
         directory.mkdir(parents=True)
@@ -88,7 +92,7 @@ def write(
     strategy = FullyParallelSaveStrategyWrapper(
         writer, mpu.get_data_parallel_group(with_context_parallel=True)
     )
-    # torch warns about how Megatron uses it.
+    # torch warns about the way in which Megatron calls it.
     with warnings.catch_warnings(action="ignore"):
         dist_checkpointing.save(
             with_prefixes(states), str(directory), strategy, content_metadata=METADATA
@@ -97,22 +101,23 @@ def write(
 
 
 def read(states: dict[str, dict], directory: Path) -> dict[str, dict]:
-    """Return the states as they were written.
+    """Return the states that write() has written.
 
-    states: as for write(), from sharded_state() with loading=True
+    Args:
+        states: as for write(), but from sharded_state() with loading=True.
     """
     strategy = FullyParallelLoadStrategyWrapper(
         TorchDistLoadShardedStrategy(), mpu.get_data_parallel_group(with_context_parallel=True)
     )
     with warnings.catch_warnings(action="ignore"):
-        # Megatron's validation expects every rank to take every weight's state.
+        # Not validated, because Megatron expects that the ranks together read every weight's state.
         return dist_checkpointing.load(
             with_prefixes(states), str(directory), strategy, validate_access_integrity=False
         )
 
 
 def with_prefixes(states: dict[str, dict]) -> dict:
-    """Return the states with keys that distinguish engines, and ranks' random generators."""
+    """Return the states with keys that are unique across engines and ranks."""
     prefixed = {}
     for name, state in states.items():
         if name == "rng":
@@ -127,11 +132,11 @@ def with_prefixes(states: dict[str, dict]) -> dict:
 
 
 def hf_weights(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, stored tensor) of a checkpoint, without a process group.
+    """Yield (Hugging Face name, stored tensor) from a checkpoint, without a process group.
 
-    For a checkpoint with adapters, yields their matrices under their own names.
+    For a checkpoint with adapters, yield the adapter matrices under their names in PEFT's files.
     """
-    tensors = read_tensors(checkpoint, "engine.", is_no_weight)
+    tensors = read_tensors(checkpoint, "engine.", is_not_a_weight)
     first = next(tensors)
     tensors = chain([first], tensors)
     first_name = first[0]
@@ -142,6 +147,6 @@ def hf_weights(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
     yield from export_stored(mapping, tensors)
 
 
-def is_no_weight(name: str) -> bool:
-    """Return whether a stored tensor is something else than a weight of the model."""
+def is_not_a_weight(name: str) -> bool:
+    """Return whether a stored tensor is anything but a weight of the model."""
     return name.startswith("optimizer.") or "_extra_state" in name

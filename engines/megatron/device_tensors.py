@@ -1,7 +1,7 @@
 """The tensors of an engine that take up device memory, for offloading.
 
-Parameters and gradients are views of DDP's few large buffers. Where parameters are fp32, the
-optimizer's are views of the same buffers.
+Parameters and gradients are views of DDP's few large buffers. If parameters are fp32, the
+optimizer's weights are views of the same buffers.
 """
 
 from megatron.core.distributed import DistributedDataParallel
@@ -16,17 +16,17 @@ def parameters_of(models: list[nn.Module]) -> list[Tensor]:
 
 def optimizer_tensors(models: list[nn.Module], optimizer: MegatronOptimizer) -> list[Tensor]:
     """Return the optimizer's weights and state that share no storage with the parameters."""
-    of_parameters = {x.untyped_storage()._cdata for x in parameters_of(models)}
+    parameter_storages = {x.untyped_storage()._cdata for x in parameters_of(models)}
     tensors = []
     for inner in optimizer.chained_optimizers:
         tensors += inner.get_parameters()
         for state in inner.state.values():
             tensors += state.values()
-    return [x for x in tensors if x.untyped_storage()._cdata not in of_parameters]
+    return [x for x in tensors if x.untyped_storage()._cdata not in parameter_storages]
 
 
 def weights_without_state(optimizer: MegatronOptimizer) -> list[Tensor]:
-    """Return the optimizer's weights for which it has no state yet, as before the first step."""
+    """Return the optimizer's weights that have no state yet, since no step has been taken."""
     weights = []
     for inner in optimizer.chained_optimizers:
         if not inner.state:
@@ -35,7 +35,7 @@ def weights_without_state(optimizer: MegatronOptimizer) -> list[Tensor]:
 
 
 def gradient_buffers(stages: list[DistributedDataParallel]) -> list[Tensor]:
-    """Return DDP's buffers of gradients."""
+    """Return DDP's gradient buffers."""
     return [
         buffer.grad_data
         for stage in stages

@@ -35,10 +35,13 @@ DDP_FIELDS = (
 
 
 def ddp_config(engine: DictConfig) -> DistributedDataParallelConfig:
-    """Return the configuration of DDP. Raises InputError for values that cannot work.
+    """Return the configuration of DDP.
 
-    Gradients are reduced in fp32 unless engine.override_ddp_config has another value. It also
-    overrides engine.overlap_grad_reduce, but must agree with engine.use_distributed_optimizer.
+    Gradients are reduced in fp32 unless engine.override_ddp_config changes that. It also overrides
+    engine.overlap_grad_reduce, but must agree with engine.use_distributed_optimizer.
+
+    Raises:
+        InputError: if engine.override_ddp_config has invalid, contradictory or ineffective values.
     """
     override = OmegaConf.to_container(engine.override_ddp_config)
     for name, value in override.items():
@@ -47,8 +50,8 @@ def ddp_config(engine: DictConfig) -> DistributedDataParallelConfig:
     if is_sharded != engine.use_distributed_optimizer:
         raise InputError(
             f"engine.override_ddp_config.use_distributed_optimizer={is_sharded} contradicts "
-            f"engine.use_distributed_optimizer={engine.use_distributed_optimizer}, which the "
-            "optimizer follows. Set only the latter."
+            f"engine.use_distributed_optimizer={engine.use_distributed_optimizer}. Set only the "
+            "latter."
         )
     fields = {
         "grad_reduce_in_fp32": True,
@@ -85,7 +88,7 @@ def check_ddp_field(name: str, value: Any) -> None:
 
 
 def wrap_in_ddp(models: list[nn.Module], engine: DictConfig) -> list[DistributedDataParallel]:
-    """Wrap each virtual pipeline stage in DDP, and let the schedule reduce gradients through it."""
+    """Wrap each virtual pipeline stage in DDP, and make the schedule reduce gradients with DDP."""
     config = models[0].config
     stages = []
     for number, model in enumerate(models):
@@ -108,7 +111,11 @@ def finalize_without_division(stages: list[nn.Module], num_tokens, **groups) -> 
 def build_optimizer(
     stages: list[DistributedDataParallel], config: DictConfig, dtype: torch.dtype
 ) -> MegatronOptimizer:
-    """Return an AdamW optimizer of the stages' trainable parameters, which have this dtype."""
+    """Return an AdamW optimizer for the stages' trainable parameters.
+
+    Args:
+        dtype: the dtype of the trainable parameters.
+    """
     optim = config.optim
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
@@ -125,11 +132,12 @@ def build_optimizer(
         ),
         stages,
     )
-    # If only experts are trained, the optimizer of the other parameters is an empty shell.
+    # If only experts are trained, Megatron returns a stub as the other parameters' optimizer.
     optimizer.chained_optimizers = [
         inner for inner in optimizer.chained_optimizers if not inner.is_stub_optimizer
     ]
-    if USING_PYTORCH_OPTIMIZER:  # TransformerEngine's is fused anyway.
+    # TransformerEngine's optimizer is always fused; torch's must be told.
+    if USING_PYTORCH_OPTIMIZER:
         for group in optimizer.param_groups:
             group["fused"] = True
     return optimizer
@@ -138,7 +146,12 @@ def build_optimizer(
 def apply_gradients(
     optimizer: MegatronOptimizer, optim: DictConfig, lr: float, grad_norm: float
 ) -> None:
-    """Clip the gradients, which are prepared and have this norm, and take a step."""
+    """Clip the gradients and take a step.
+
+    Args:
+        optimizer: its gradients have been prepared (prepare_grads).
+        grad_norm: the norm of the gradients.
+    """
     for group in optimizer.param_groups:
         group["lr"] = lr
         # wd_mult is 0 for norms and biases.
@@ -154,10 +167,13 @@ def apply_gradients(
 def smallest_stage_gradient(
     stages: list[DistributedDataParallel], pp_group: dist.ProcessGroup, device: torch.device
 ) -> float:
-    """Return the minimum, over all (virtual) pipeline stages, of a stage's largest gradient."""
+    """Return the largest gradient (in magnitude) of the stage where this is smallest.
+
+    All stages count, also virtual ones and those on other ranks.
+    """
     largest = torch.zeros(len(stages), pp_group.size(), device=device)
     for number, stage in enumerate(stages):
-        of_buffers = [buffer.grad_data.abs().max() for buffer in stage.buffers]
-        largest[number, pp_group.rank()] = torch.stack(of_buffers).max()
+        largest_of_buffers = [buffer.grad_data.abs().max() for buffer in stage.buffers]
+        largest[number, pp_group.rank()] = torch.stack(largest_of_buffers).max()
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return largest.min().item()

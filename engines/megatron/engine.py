@@ -61,8 +61,8 @@ from engines.parallel.offload import HostMemory
 class MegatronEngine(Engine):
     """Trains and evaluates one model with Megatron-core; see Engine for the interface.
 
-    models: this rank's part of the model, one module for each virtual pipeline stage
-    stages: what the schedule calls: the models, wrapped in DDP if there is an optimizer
+    models: this rank's part of the model, one module per virtual pipeline stage
+    stages: the modules that the schedule calls: `models`, wrapped in DDP if there is an optimizer
     """
 
     @cuda_is_cpu()
@@ -76,14 +76,17 @@ class MegatronEngine(Engine):
         temperature: float = 1.0,
         shared_weights: dict[str, Tensor] | None = None,
     ):
-        """Build this rank's part of the model of config.model.path and load its weights.
+        """Build this rank's part of the model in config.model.path, and load its weights.
 
-        optimize: with DDP and an optimizer; False for a model that is only evaluated
-        head: Head.VALUES puts a value head in place of the output matrix; it is zero unless the
-            directory has one
-        temperature: the logits are divided by it, as in sampling
-        shared_weights: must be None, since Megatron fuses and divides weights
-        Raises InputError for a model or a layout that cannot work.
+        Args:
+            optimize: whether to wrap the model in DDP and create an optimizer.
+            head: Head.VALUES replaces the output matrix by a value head, which is zero unless the
+                model directory has one.
+            temperature: the logits are divided by it, as in sampling.
+            shared_weights: must be None, since Megatron fuses and divides weights.
+
+        Raises:
+            InputError: if this engine does not support the model or the layout.
         """
         if shared_weights is not None:
             raise InputError(
@@ -117,9 +120,10 @@ class MegatronEngine(Engine):
 
     @staticmethod
     def check(config: DictConfig, world_size: int, head: Head = Head.LOG_PROBS):
-        """Return the model's configuration.
+        """Check a run before anything is built, and return the model's configuration.
 
-        Raises InputError for what this engine cannot do, before anything is built.
+        Raises:
+            InputError: if this engine does not support the model, the layout or the settings.
         """
         if config.model.images:
             raise InputError(
@@ -138,7 +142,7 @@ class MegatronEngine(Engine):
         return hf_config
 
     def _join_groups(self) -> None:
-        """Create the process groups and record this rank's place in them."""
+        """Create the process groups, and record this rank's position in them."""
         engine = self.config.engine
         layout.initialize(engine)
         self.dp_rank = mpu.get_data_parallel_rank()
@@ -153,7 +157,7 @@ class MegatronEngine(Engine):
         else:
             self.cp_groups = {self.cp_group.size(): self.cp_group}
         if engine.virtual_pipeline_model_parallel_size > 1:
-            # The interleaved schedule needs a multiple of the number of pipeline stages.
+            # The interleaved schedule needs a number of micro-batches that pp divides.
             self.micro_batches_multiple = self.pp_group.size()
 
     def _build_model(self) -> None:
@@ -203,14 +207,13 @@ class MegatronEngine(Engine):
             )
         last_model = self.models[-1]
         if mpu.is_pipeline_last_stage(ignore_virtual=True):
-            # As a submodule it is seen by hooks. It is called after the schedule's forward pass.
+            # As a submodule, the head is found by hooks. It runs after the schedule's forward pass.
             last_model.head = self.head
         self.outputs = TokenOutputs(last_model, self.head, self.tp_group, self.sequence_parallel)
 
     def _prepare_training(self) -> None:
-        """Set up what watches over adapters."""
-        # The gradient of values passes through the value head's weights, which start at zero: it
-        # proves nothing.
+        """Set up the adapter guard and dropout seeds."""
+        # A value head starts at zero, so that adapters rightly get a zero gradient at first.
         has_provable_adapters = self.lora.rank > 0 and self.head_kind is not Head.VALUES
         self.adapter_guard = AdapterGuard(self.device, has_provable_adapters)
         self.dropout_seeds = DropoutSeeds(self.config)
@@ -254,9 +257,10 @@ class MegatronEngine(Engine):
         }
 
     def _begin_routers(self, num_tokens: int) -> bool:
-        """Prepare the routers' auxiliary loss; return whether there is one.
+        """Prepare the routers' auxiliary loss, and return whether there is one.
 
-        num_tokens: in this data-parallel rank's share of the batch
+        Args:
+            num_tokens: the number of tokens in this data-parallel rank's share of the batch.
         """
         coefficient = aux_loss_weight(
             self.config.engine.router_aux_loss_coef,
@@ -271,9 +275,10 @@ class MegatronEngine(Engine):
         return True
 
     def _mtp_loss(self, counted: Batch) -> MTPLoss | None:
-        """Return how MTP layers enter the loss; None without such layers.
+        """Return the settings and sums of the MTP layers' loss; None without such layers.
 
-        counted: the sequences of the batch that this rank counts
+        Args:
+            counted: the sequences of the batch that this rank counts.
         """
         if not self.num_mtp_layers:
             return None
@@ -286,7 +291,7 @@ class MegatronEngine(Engine):
     def step_optimizer(self, lr: float) -> float:
         """Clip the gradients and take a step; return the gradient norm before clipping.
 
-        Leaves the weights alone if the gradient is not finite.
+        The weights do not change if the gradient is not finite.
         """
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
@@ -300,7 +305,7 @@ class MegatronEngine(Engine):
         return grad_norm
 
     def _reduce_metrics(self, step_loss: StepLoss) -> dict[str, float]:
-        """Return the metrics of a step, summed over data-parallel ranks, on every stage."""
+        """Return a step's metrics, summed over data-parallel ranks, on all pipeline stages."""
         metrics = {}
         if mpu.is_pipeline_last_stage(ignore_virtual=True):
             amounts = step_loss.amounts
@@ -319,7 +324,7 @@ class MegatronEngine(Engine):
         return metrics
 
     def _reduce_aux_loss(self) -> float:
-        """Return the routers' auxiliary loss of a step, as the mean over layers."""
+        """Return a step's auxiliary loss of routers, as a mean over layers."""
         aux_loss = torch.stack([router.aux_loss for router in self.routers]).sum()
         dist.all_reduce(aux_loss)
         return aux_loss.item() / self.hf_config.num_hidden_layers
@@ -337,7 +342,7 @@ class MegatronEngine(Engine):
         empty = (min(self.cp_groups), [])
         micro_batches = micro_batches + num_missing * [empty]
 
-        # Which tokens of the batch each micro-batch holds.
+        # The indices of each micro-batch's tokens within the batch.
         token_numbers = Batch(torch.arange(num_tokens), batch.cu_seqlens)
         tokens_of_micro_batches = iter(
             [
@@ -347,11 +352,12 @@ class MegatronEngine(Engine):
         )
 
         def collect(micro_batch: MicroBatch, hidden: Tensor, non_loss_data: bool) -> None:
-            of_tokens = self.outputs.of_tokens(micro_batch, hidden)
-            outputs[:, next(tokens_of_micro_batches)] = torch.stack([x.float() for x in of_tokens])
+            token_outputs = self.outputs.of_tokens(micro_batch, hidden)
+            tokens = next(tokens_of_micro_batches)
+            outputs[:, tokens] = torch.stack([x.float() for x in token_outputs])
 
         for model in self.models:
-            model.eval()  # Otherwise activations would be recomputed.
+            model.eval()  # In training mode, activations would be recomputed.
         self._run_schedule(batch, micro_batches, collect, forward_only=True)
         for model in self.models:
             model.train()
@@ -364,19 +370,20 @@ class MegatronEngine(Engine):
         return self.ask(batch, [(smallest_group, [number]) for number in range(len(batch))])
 
     def _run_schedule(
-        self, batch: Batch, planned: MicroBatches, of_hidden: Callable, forward_only: bool
+        self, batch: Batch, planned: MicroBatches, use_hidden: Callable, forward_only: bool
     ) -> None:
-        """Lay out the planned micro-batches and run the schedule over them; see run_schedule."""
+        """Lay out the planned micro-batches, and run the schedule over them: see run_schedule()."""
         num_ahead = 0 if forward_only else self.num_mtp_layers
         micro_batches = [
             self._lay_out(batch.select(members), size, num_ahead) for size, members in planned
         ]
-        run_schedule(self.stages, micro_batches, of_hidden, forward_only)
+        run_schedule(self.stages, micro_batches, use_hidden, forward_only)
 
     def _lay_out(self, batch: Batch, cp_size: int, num_ahead: int) -> MicroBatch:
-        """Return a micro-batch as this rank of a context-parallel group sees it.
+        """Return this rank's part of a micro-batch that a context-parallel group shares.
 
-        num_ahead: for how many MTP layers to lay out the tokens ahead
+        Args:
+            num_ahead: the number of MTP layers for which to lay out the tokens ahead.
         """
         is_packed = self.config.engine.use_remove_padding
         group = self.cp_groups[cp_size]
@@ -418,7 +425,7 @@ class MegatronEngine(Engine):
     def offload(self, *parts: str) -> None:
         self.host_memory.offload(self.tensors_of(*parts))
         if "optimizer" in parts and self.optimizer is not None:
-            # Before the first step Adam's two moments do not exist yet.
+            # Adam's two moments do not exist before the first step.
             without_state = device_tensors.weights_without_state(self.optimizer)
             self.host_memory.reserve(2 * without_state)
             self.optimizer.zero_grad()  # frees the fp32 copies of bf16 gradients
@@ -443,7 +450,7 @@ class MegatronEngine(Engine):
         return tensors
 
     def gradient_buffers(self) -> list[Tensor]:
-        """Return DDP's buffers of gradients; none without an optimizer."""
+        """Return DDP's gradient buffers; none without an optimizer."""
         if self.optimizer is None:
             return []
         return device_tensors.gradient_buffers(self.stages)

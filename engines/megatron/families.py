@@ -1,4 +1,7 @@
-"""The models that the Megatron engine computes as transformers does, and errors for all others."""
+"""The model families that the Megatron engine supports, and errors for all other models.
+
+For a supported model, this engine computes the same results as transformers.
+"""
 
 from config import InputError
 from engines.model.lengths import check_windows
@@ -6,10 +9,10 @@ from engines.model.lengths import check_windows
 # Values of model_type in config.json, by engine.bridge.
 FAMILIES = ("llama", "mimo", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 FAMILIES_OF_MBRIDGE = ("llama", "qwen2", "qwen3")
-# Rope types that depend on the configuration alone. The others change with a sequence's length.
+# Rope types whose frequencies are fixed by config.json. Others depend on the sequence length.
 ROPE_TYPES = ("default", "llama3", "linear", "yarn")
-# The only supported values of keys in config.json. With the keys of experts, either every layer has
-# experts or none has.
+# Key in config.json -> its only supported value. The last two mean that every layer has experts, in
+# models that have experts.
 SUPPORTED_VALUES = {
     "hidden_act": "silu",
     "attention_dropout": 0.0,
@@ -23,32 +26,34 @@ SUPPORTED_VALUES_OF_MBRIDGE = {"mlp_bias": False, "attention_bias": False}
 def check_family(hf_config, path: str, bridge: str) -> None:
     """Raise InputError for a model that Megatron would compute differently from transformers.
 
-    bridge: engine.bridge
+    Args:
+        bridge: the value of engine.bridge.
     """
     families = FAMILIES if bridge == "own" else FAMILIES_OF_MBRIDGE
     if hf_config.model_type not in families:
         raise InputError(
-            f"model.path={path}: model_engine=megatron with engine.bridge={bridge} has no "
-            f"{hf_config.model_type} models, only {', '.join(families)}. Set model_engine=fsdp."
+            f"model.path={path}: model_engine=megatron with engine.bridge={bridge} does not "
+            f"support {hf_config.model_type} models, only {', '.join(families)}. Set "
+            "model_engine=fsdp."
         )
     check_rope(hf_config, path)
     check_routing(hf_config, path)
     if getattr(hf_config, "sliding_window", None) == 0:
         raise InputError(
             f"model.path={path}: sliding_window=0 in config.json leaves nothing to attend to. "
-            "Write null for no window."
+            "Set it to null if the model has no window."
         )
     check_windows(hf_config, path)
     check_values(hf_config, path, bridge)
 
 
 def check_rope(hf_config, path: str) -> None:
-    """Raise InputError for rotary embeddings that Megatron does not have."""
+    """Raise InputError for rotary embeddings that Megatron does not support."""
     rope = hf_config.rope_parameters
     if rope.get("rope_type", "default") not in ROPE_TYPES:
         raise InputError(
-            f"model.path={path}: model_engine=megatron has no rope type {rope['rope_type']!r}, "
-            f"only {', '.join(ROPE_TYPES)}. Set model_engine=fsdp."
+            f"model.path={path}: model_engine=megatron does not support rope type "
+            f"{rope['rope_type']!r}, only {', '.join(ROPE_TYPES)}. Set model_engine=fsdp."
         )
     if rope.get("partial_rotary_factor") not in (1, None):
         raise InputError(
@@ -58,13 +63,13 @@ def check_rope(hf_config, path: str) -> None:
 
 
 def check_routing(hf_config, path: str) -> None:
-    """Raise InputError for experts whose router could not learn."""
+    """Raise InputError for a mixture of experts whose routers would get no gradient."""
     has_experts = bool(getattr(hf_config, "num_experts", 0))
     normalizes_weights = getattr(hf_config, "norm_topk_prob", True)
     if has_experts and hf_config.num_experts_per_tok == 1 and normalizes_weights:
         raise InputError(
-            f"model.path={path}: one expert per token (num_experts_per_tok) of weight 1 "
-            "(norm_topk_prob) in config.json is not supported by model_engine=megatron: the "
+            f"model.path={path}: num_experts_per_tok=1 with norm_topk_prob=true in config.json is "
+            "not supported by model_engine=megatron: the only expert always has weight 1, so the "
             "router would get no gradient. Set model_engine=fsdp."
         )
 
@@ -77,12 +82,12 @@ def check_values(hf_config, path: str, bridge: str) -> None:
     for name, supported in supported_values.items():
         value = getattr(hf_config, name, None)
         if value not in (supported, None):
-            help = "Set model_engine=fsdp."
+            fix = "Set model_engine=fsdp."
             engine = "model_engine=megatron"
             if name in SUPPORTED_VALUES_OF_MBRIDGE:
                 engine += f" with engine.bridge={bridge}"
-                help = "Set engine.bridge=own."
+                fix = "Set engine.bridge=own."
             raise InputError(
                 f"model.path={path}: {name}={value} in config.json is not supported by {engine}. "
-                f"{help}"
+                f"{fix}"
             )

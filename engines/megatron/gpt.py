@@ -1,4 +1,4 @@
-"""The modules of a model on this rank: Megatron's GPTModel up to the last hidden states."""
+"""Builds this rank's part of a model: Megatron's GPTModel up to the last hidden states."""
 
 import copy
 from dataclasses import dataclass, field
@@ -28,14 +28,14 @@ install_torch_layers()
 
 @dataclass
 class ModelDescription:
-    """Which model to build.
+    """The model to build.
 
     hf: the model on the meta device
-    path: the directory with its weights
+    path: the directory with the model's weights
     head: Head.VALUES for a value head in place of the output matrix
-    dtype: of the parameters
-    num_mtp_layers: how many layers for multi-token prediction to build
-    detach_mtp: whether the gradient of these layers' loss stays inside them
+    dtype: the dtype of the parameters
+    num_mtp_layers: the number of layers for multi-token prediction
+    detach_mtp: whether the MTP layers' loss trains only these layers
     fields: further fields of TransformerConfig
     """
 
@@ -53,13 +53,13 @@ class ModelDescription:
 
 
 class HiddenStates(GPTModel):
-    """A model up to its last norm; its output matrix only holds the weight.
+    """A model up to its last norm. Its output matrix holds a weight, but is not called.
 
-    Every stage returns [s, b, h], where s is this rank's share under sequence or context
-    parallelism. With labels (see mtp_hidden_states), the last stage appends the hidden states of
-    each MTP layer: [(1 + layers) * s, b, h].
+    Every pipeline stage returns [s, b, h], where s is this rank's share of the tokens under
+    sequence or context parallelism. With labels (see mtp_hidden_states()), the last stage appends
+    the MTP layers' hidden states: [(1 + layers) * s, b, h].
 
-    detach_mtp: whether the gradient of the MTP layers' loss stays inside them
+    detach_mtp: whether the MTP layers' loss trains only these layers
     """
 
     def __init__(self, detach_mtp: bool, **kwargs):
@@ -68,7 +68,7 @@ class HiddenStates(GPTModel):
         self.before_final_norm: Tensor | None = None
         if not self.mtp_process:
             return
-        # MTP layers, like vLLM's drafter, read MiMo's hidden states before the last norm.
+        # As in vLLM's drafter, MTP layers read the hidden states from before the last norm.
         self.decoder.final_layernorm.register_forward_pre_hook(self._keep_input_of_final_norm)
         if self.share_embeddings_and_output_weights:
             # This stage holds a copy of the embedding, whose weight is the output matrix.
@@ -80,7 +80,7 @@ class HiddenStates(GPTModel):
     def _preprocess(self, *, padding_mask: Tensor, **kwargs) -> tuple:
         """Divide the padding mask over tensor-parallel ranks on every pipeline stage.
 
-        Megatron does so on the first stage only.
+        Megatron would divide it on the first stage only.
         """
         results = super()._preprocess(**kwargs)
         if self.config.sequence_parallel:
@@ -102,18 +102,18 @@ class HiddenStates(GPTModel):
         self.before_final_norm = None
         if not labels:
             return hidden_states
-        of_mtp_layers = mtp_hidden_states(
+        mtp_outputs = mtp_hidden_states(
             self,
             before_final_norm,
             labels,
             rotary_pos_emb=rotary_pos_emb,
             packed_seq_params=packed_seq_params,
         )
-        return torch.cat([hidden_states, *of_mtp_layers])
+        return torch.cat([hidden_states, *mtp_outputs])
 
 
 class ValueMatrix(nn.Linear):
-    """An output matrix of one row, zero at first, and whole on every tensor-parallel rank."""
+    """An output matrix with one row, which is zero at first. Tensor-parallel ranks all hold it."""
 
     def __init__(self, config: TransformerConfig):
         device = torch.cuda.current_device()
@@ -124,7 +124,7 @@ class ValueMatrix(nn.Linear):
 
 
 class Attention(SelfAttention):
-    """Attention whose output matrix may have a bias whether or not the MLPs have one."""
+    """Attention in which has_output_bias, not the MLP's setting, controls the output's bias."""
 
     def __init__(self, config: TransformerConfig, *args, has_output_bias: bool, **kwargs):
         config = copy.copy(config)
@@ -133,10 +133,13 @@ class Attention(SelfAttention):
 
 
 def build_models(mapping: WeightMapping, description: ModelDescription) -> list[HiddenStates]:
-    """Build this rank's part of a model and load its weights.
+    """Build this rank's part of a model, and load its weights.
 
-    Returns one module, or one for each virtual pipeline stage. A value head is read from the files
-    if they have one of that shape, and is zero otherwise.
+    A value head is read from the files if they have an output matrix with one row; otherwise it is
+    zero.
+
+    Returns:
+        One module per virtual pipeline stage.
     """
     config = make_transformer_config(
         description.hf, description.dtype, description.num_mtp_layers, **description.fields
@@ -147,7 +150,8 @@ def build_models(mapping: WeightMapping, description: ModelDescription) -> list[
     for model in models:
         set_rotary_embedding(model, description.hf.config)
         if description.has_value_head and model.post_process:
-            model.output_layer = nn.Identity()  # so that nothing looks for its weight in the files
+            # Hide the output matrix, so that its weight is not looked up in the files.
+            model.output_layer = nn.Identity()
         set_partition_attributes(model)
     mapping.load(models, description.path)
     for model in models:
@@ -161,7 +165,11 @@ def build_models(mapping: WeightMapping, description: ModelDescription) -> list[
 def build_stage(
     config: TransformerConfig, description: ModelDescription, vp_stage: int | None
 ) -> HiddenStates:
-    """Build the module of one virtual pipeline stage (None: of the only one), without weights."""
+    """Build the module of a virtual pipeline stage, without loading weights.
+
+    Args:
+        vp_stage: the number of the virtual stage, or None if there is only one.
+    """
     hf_config = description.hf.config
     layers = layer_specs(config, description.hf, vp_stage)
     is_last = mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
@@ -205,7 +213,7 @@ def layer_specs(
 
 
 def set_rotary_embedding(model: HiddenStates, hf_config) -> None:
-    """Give a stage the rotary embedding of its model."""
+    """Set a stage's rotary embedding according to config.json."""
     if not gpt_layer_specs.HAVE_TE:
         model.rotary_pos_emb = PackedRotaryEmbedding(
             model.config.kv_channels, 1.0, rotary_base=hf_config.rope_parameters["rope_theta"]
@@ -216,13 +224,13 @@ def set_rotary_embedding(model: HiddenStates, hf_config) -> None:
 
 
 def set_partition_attributes(module: nn.Module) -> None:
-    """Mark parameters that no tensor-parallel ranks divide as whole."""
+    """Give parameters that tensor-parallel ranks do not divide the attributes that say so."""
     for parameter in module.parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
 
 
 def load_value_head(head: ValueMatrix, path: Path) -> None:
-    """Read the value head from the model's files, if they have an output matrix of one row."""
+    """Read the value head from the model's files if they have an output matrix with one row."""
     name = "lm_head.weight"
     shape = list(head.weight.shape)
     for file in weight_files(path):

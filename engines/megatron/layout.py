@@ -1,4 +1,4 @@
-"""How ranks divide a model and a batch: which layouts are possible, and the process groups."""
+"""How ranks divide a model and a batch: checks of the layout, and Megatron's process groups."""
 
 import torch
 from megatron.core import parallel_state as mpu
@@ -19,9 +19,10 @@ from engines.model.experts import aux_loss_coef
 
 
 def length_multiple(engine: DictConfig, cp_size: int) -> int:
-    """Return the number of tokens to a multiple of which every sequence is padded.
+    """Return the number of which every sequence's padded length must be a multiple.
 
-    cp_size: how many context-parallel ranks share the sequence
+    Args:
+        cp_size: the number of context-parallel ranks that share the sequence.
     """
     multiple = 2 * cp_size if cp_size > 1 else 1
     if engine.sequence_parallel:
@@ -30,7 +31,7 @@ def length_multiple(engine: DictConfig, cp_size: int) -> int:
 
 
 def check_layout(config: DictConfig, hf_config, world_size: int) -> None:
-    """Raise InputError for a layout that fits neither model, batch nor number of ranks."""
+    """Raise InputError unless the layout fits the model, the batch and the number of ranks."""
     engine = config.engine
     schedule.check_schedule(config.optim)
     optimizer.check_optimizer(config)
@@ -44,7 +45,7 @@ def check_layout(config: DictConfig, hf_config, world_size: int) -> None:
 
 
 def model_parallel_size(engine: DictConfig) -> int:
-    """Return how many ranks work on the same sequences."""
+    """Return the number of ranks that work on the same sequences."""
     return (
         engine.tensor_model_parallel_size
         * engine.pipeline_model_parallel_size
@@ -53,7 +54,7 @@ def model_parallel_size(engine: DictConfig) -> int:
 
 
 def check_world_size(engine: DictConfig, world_size: int) -> None:
-    """Raise InputError if the number of ranks is no multiple of the model-parallel ranks."""
+    """Raise InputError if model_parallel_size() does not divide the number of ranks."""
     if world_size % model_parallel_size(engine):
         raise InputError(
             f"tensor ({engine.tensor_model_parallel_size}) x pipeline "
@@ -130,7 +131,7 @@ def check_pipeline(engine: DictConfig, num_layers: int) -> None:
 
 
 def check_context_parallel(config: DictConfig, hf_config) -> None:
-    """Raise InputError for token caps and models that context parallelism cannot handle."""
+    """Raise InputError for token caps and models that context parallelism does not support."""
     engine = config.engine
     if not has_dynamic_cp(engine):
         check_micro_batch_cap(config, length_multiple(engine, fixed_cp_size(engine)))
@@ -138,20 +139,20 @@ def check_context_parallel(config: DictConfig, hf_config) -> None:
     check_micro_batch_cap(config, length_multiple(engine, 2) // 2)
     if HAVE_TE:
         raise InputError(
-            "engine.context_parallel_size=auto is not supported with TransformerEngine. Set a "
-            "number."
+            "engine.context_parallel_size=auto is not supported with TransformerEngine. Set it to "
+            "a number."
         )
     coefficient = aux_loss_coef(engine.router_aux_loss_coef, hf_config)
     if coefficient:
         raise InputError(
-            "engine.context_parallel_size=auto is not supported with routers' auxiliary loss "
-            f"({coefficient}) by model_engine=megatron. Set a number, or "
-            "engine.router_aux_loss_coef=0."
+            "model_engine=megatron does not support engine.context_parallel_size=auto with the "
+            f"routers' auxiliary loss (coefficient {coefficient}). Set "
+            "engine.context_parallel_size to a number, or engine.router_aux_loss_coef=0."
         )
 
 
 def initialize(engine: DictConfig) -> None:
-    """Create Megatron's process groups, once: all engines of a process share one layout."""
+    """Create Megatron's process groups, unless they exist: all engines share one layout."""
     if mpu.model_parallel_is_initialized():
         return
     vpp = engine.virtual_pipeline_model_parallel_size
@@ -163,8 +164,8 @@ def initialize(engine: DictConfig) -> None:
         expert_model_parallel_size=engine.expert_model_parallel_size,
         expert_tensor_parallel_size=1,
     )
-    # Nothing draws from Megatron's own generators, but recomputation expects them to exist. The
-    # user's generators stay as they are.
+    # Nothing draws from Megatron's own generators, but recomputation expects them to exist.
+    # fork_rng() keeps the state of torch's generators.
     accelerators = []
     if torch.accelerator.is_available():
         accelerators = [torch.accelerator.current_device_index()]

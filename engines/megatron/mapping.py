@@ -2,12 +2,12 @@
 
 Megatron fuses matrices that the files keep separate:
 
-* Query, key and value: for each key-value head, the rows of its query heads, then of the key, then
-  of the value.
-* Gate and up: each tensor-parallel rank has its rows of the gate matrix, then its rows of the up
-  matrix.
+* Query, key and value: for each key-value head, first the rows of its query heads, then its key
+  rows, then its value rows.
+* Gate and up: for each tensor-parallel rank, first its rows of the gate matrix, then its rows of
+  the up matrix.
 
-It also pads the vocabulary, so that all tensor-parallel ranks hold equally many rows.
+Megatron also pads the vocabulary so that all tensor-parallel ranks hold equally many rows.
 """
 
 import re
@@ -28,14 +28,14 @@ from engines.model.shape import head_dim
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
-# Megatron name -> name in the files, outside of layers.
+# Megatron name -> name in the files, for weights outside layers.
 NAMES_OUTSIDE_LAYERS = {
     EMBEDDING: "model.embed_tokens.weight",
     OUTPUT_LAYER: "lm_head.weight",
     "decoder.final_layernorm.weight": "model.norm.weight",
 }
-# Within a layer: prefix of the Megatron name -> prefixes of the names in the files, in the order
-# of their rows. The first prefix that fits counts.
+# Prefix of a Megatron name within a layer -> prefixes of the names in the files, in the order of
+# their rows. The first matching prefix applies.
 NAMES_IN_LAYERS = {
     "self_attention.linear_qkv.layer_norm_": ["input_layernorm."],
     "self_attention.linear_qkv.": ["self_attn.q_proj.", "self_attn.k_proj.", "self_attn.v_proj."],
@@ -63,8 +63,8 @@ MIXTRAL_NAMES = {
     ],
     "mlp.experts.linear_fc2": ["block_sparse_moe.experts.{}.w2.weight"],
 }
-# transformers keeps these under other names than the files do, with all experts in one tensor:
-# name in transformers -> Megatron name.
+# Name in transformers -> Megatron name, for the weights that transformers renames or stacks when it
+# loads them.
 NAMES_IN_TRANSFORMERS = {
     "mlp.gate.weight": "mlp.router.weight",
     "mlp.experts.gate_up_proj": "mlp.experts.linear_fc1",
@@ -74,10 +74,10 @@ NAMES_IN_TRANSFORMERS = {
 
 @dataclass(frozen=True)
 class Shard:
-    """Which of several equal parts of a parameter a rank holds.
+    """A rank's part of a parameter that is divided into equal parts.
 
     index: the number of the part
-    dim: the dimension that is divided; negative if none is
+    dim: the dimension that is divided; negative if the parameter is not divided
     """
 
     index: int = 0
@@ -89,11 +89,11 @@ WHOLE = Shard()
 
 @dataclass(frozen=True)
 class RowRun:
-    """Consecutive rows of a fused matrix that come from one of its source matrices.
+    """Consecutive rows of a fused matrix that come from the same source matrix.
 
-    start: the first row, counted within the part of the fused matrix that is being filled
+    start: the first of these rows, counted from the start of this rank's part of the fused matrix
     source: the number of the source matrix
-    first, last: the rows first:last of the source matrix
+    first, last: the same rows in the source matrix are first:last
     """
 
     start: int
@@ -103,9 +103,11 @@ class RowRun:
 
 
 class Mapping:
-    """Maps between a model's files and Megatron parameters, named as if one module had all layers.
+    """Maps between the weights in a model's files and Megatron parameters.
 
-    head: with Head.VALUES the output matrix is never tied to the embedding.
+    Megatron parameters are named as if one module had all layers: see global_parameters().
+
+    head: with Head.VALUES, the output matrix is never tied to the embedding
     """
 
     def __init__(self, hf_config, head: Head = Head.LOG_PROBS):
@@ -118,9 +120,11 @@ class Mapping:
             self.outside_layers[OUTPUT_LAYER] = self.outside_layers[EMBEDDING]
 
     def hf_names(self, name: str, expert: int = 0) -> list[str]:
-        """Return the names in the files of the weights that a parameter holds, in row order.
+        """Return the file names of the weights that a Megatron parameter holds, in row order.
 
-        expert: the number of the expert, for a parameter that stacks several
+        Args:
+            name: the parameter's name.
+            expert: the number of the expert, for a parameter that stacks experts.
         """
         if name in self.outside_layers:
             return [self.outside_layers[name]]
@@ -136,7 +140,7 @@ class Mapping:
         ]
 
     def parameter_key(self, hf_name: str) -> str:
-        """Return a key that is equal for all weights in the files that one parameter holds."""
+        """Return a key that identifies the Megatron parameter that holds a weight of the files."""
         hf_name = re.sub(r"\.experts\.\d+\.", ".experts.{}.", hf_name)
         for prefix, hf_prefixes in self.in_layers.items():
             for hf_prefix in hf_prefixes:
@@ -146,9 +150,13 @@ class Mapping:
         return hf_name
 
     def rows_per_group(self, hf_names: list[str], num_rows: int) -> list[int]:
-        """Return how many rows of each source matrix alternate in a rank's part of a fused matrix.
+        """Return the number of rows of each source matrix in one group of a fused matrix.
 
-        num_rows: the number of rows of that part, which repeats the group until it is full
+        A rank's part of a fused matrix consists of such groups. For query, key and value, a group
+        is a key-value head; for gate and up, it is the whole part.
+
+        Args:
+            num_rows: the number of rows in a rank's part.
         """
         if len(hf_names) < 3:
             return [num_rows // len(hf_names)] * len(hf_names)
@@ -157,10 +165,11 @@ class Mapping:
         return [queries_per_key * dim, dim, dim]
 
     def to_hf(self, name: str, parts: list[Tensor], dim: int = 0) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name in the files, tensor) for everything that a parameter holds.
+        """Yield (name in the files, tensor) for all weights that a parameter holds.
 
-        parts: the parameter's parts on the ranks that divide it
-        dim: the dimension by which they divide it
+        Args:
+            parts: the parameter's parts from the ranks that divide it.
+            dim: the dimension that they divide.
         """
         if ".experts." in name:
             yield from self._experts_to_hf(name, parts)
@@ -183,9 +192,9 @@ class Mapping:
             yield from zip(hf_names, expert.chunk(len(hf_names)))
 
     def hf_parameters(self, hf: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) of a transformers model's parameters as the files name them.
+        """Yield (name in the files, tensor) for the parameters of a transformers model.
 
-        Experts, which transformers stacks, are separate there.
+        Experts are yielded one by one, as in the files; transformers stacks them.
         """
         for name, parameter in hf.named_parameters():
             number, _, inside_layer = name.removeprefix("model.layers.").partition(".")
@@ -196,7 +205,7 @@ class Mapping:
                 yield name, parameter
 
     def load(self, models: list[nn.Module], path: Path) -> None:
-        """Fill the models' parameters from safetensors files, reading only what this rank holds."""
+        """Fill the models' parameters from safetensors files. Only this rank's parts are read."""
         with ExitStack() as stack, torch.no_grad():
             files = {}
             for path_of_file in weight_files(path):
@@ -223,7 +232,8 @@ class Mapping:
     def _read(self, tensor: Tensor, hf_names: list[str], files: dict, shard: Shard) -> None:
         """Fill a tensor with its shard of the named weights.
 
-        files: name -> the open safetensors file that holds it
+        Args:
+            files: name of a weight -> the open safetensors file that contains it.
         """
         sources = [files[hf_name].get_slice(hf_name) for hf_name in hf_names]
         size = tensor.shape[max(shard.dim, 0)]
@@ -232,7 +242,8 @@ class Mapping:
         if shard.dim == 1:
             tensor.copy_(sources[0][:, start:stop])
             return
-        tensor.zero_()  # Rows that pad the vocabulary are in no file.
+        # Rows that pad the vocabulary are not in the files; they stay zero.
+        tensor.zero_()
         for run in row_runs(self.rows_per_group(hf_names, size), start, stop):
             source = sources[run.source]
             num_source_rows = source.get_shape()[0]
@@ -243,7 +254,8 @@ class Mapping:
 def row_runs(rows_per_group: list[int], start: int, stop: int) -> Iterator[RowRun]:
     """Yield the runs that make up the rows start:stop of a fused matrix, in order.
 
-    rows_per_group: how many rows of each source matrix follow each other, repeatedly
+    Args:
+        rows_per_group: the number of rows of each source matrix in a group.
     """
     group_size = sum(rows_per_group)
     num_groups = -(-stop // group_size)
@@ -259,9 +271,9 @@ def row_runs(rows_per_group: list[int], start: int, stop: int) -> Iterator[RowRu
 
 
 def global_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield (name, parameter) of a pipeline stage, without adapters.
+    """Yield (name, parameter) for a pipeline stage, without adapters.
 
-    Names count layers from the first layer of the whole model.
+    Layers in names are numbered from the first layer of the whole model, not of the stage.
     """
     prefix = "decoder.layers."
     for name, parameter in model.named_parameters():

@@ -1,6 +1,6 @@
-"""mbridge's mapping of weights, in place of mapping.py, for the dense families that both know.
+"""The mbridge package as an alternative to mapping.py, for dense families that both support.
 
-This is the only file that knows mbridge. mbridge 0.15.1 was written for transformers 4; the parts
+This is the only file that imports mbridge. mbridge 0.15.1 was written for transformers 4; the parts
 that break with transformers 5 are corrected here. Its successor, Megatron-Bridge, needs
 transformers < 5 and TransformerEngine.
 """
@@ -40,7 +40,7 @@ class MBridge:
     def to_hf(self, name: str, parts: list[Tensor], dim: int = 0) -> Iterator[tuple[str, Tensor]]:
         whole = parts[0]
         is_value_head = name == OUTPUT_LAYER and len(whole) == 1
-        if is_value_head:  # It has no vocabulary, and so no padding to cut off.
+        if is_value_head:  # It has no padded vocabulary, which mbridge would cut off.
             return iter([("lm_head.weight", whole)])
         if len(parts) > 1:
             whole.tensor_model_parallel = True
@@ -53,10 +53,10 @@ class MBridge:
 
 
 def corrected_class(model_type: str, names_outside_layers: dict[str, str]) -> type:
-    """Return a subclass of mbridge's class for a family that works with transformers 5.
+    """Return a subclass of mbridge's class for a family, corrected to work with transformers 5.
 
-    It has its own mapping of names outside layers: for a tied model mbridge writes into the
-    dictionary of its class, which all later models would share.
+    The subclass has its own mapping of names outside layers. For a tied model, mbridge would
+    modify the mapping in its class, which all later models share.
     """
     family = _MODEL_REGISTRY[model_type]
 

@@ -1,10 +1,10 @@
 """A mixture of experts in plain PyTorch, in place of Megatron's MoELayer.
 
 megatron-core 0.16.1 routes with functions of TransformerEngine, and weights the routers' auxiliary
-loss by the tokens of one tensor- and context-parallel rank instead of the micro-batch's.
+loss by one tensor- and context-parallel rank's number of tokens instead of the micro-batch's.
 
-Ranks divide the experts between them but never slice one: every rank routes its own tokens (so
-tensor parallelism needs sequence parallelism) and computes the experts that it holds.
+Ranks divide the experts between them, but never split an expert. Every rank routes its own tokens,
+so tensor parallelism needs sequence parallelism, and computes its own experts.
 """
 
 import torch
@@ -27,11 +27,14 @@ class MixtureOfExperts(MegatronModule):
         self.experts = Experts(config)
 
     def forward(self, hidden: Tensor, padding_mask: Tensor) -> tuple[Tensor, None]:
-        """Compute the experts' weighted sum for this rank's tokens.
+        """Compute the weighted sum of the experts' outputs for this rank's tokens.
 
-        hidden: [s, b, h]
-        padding_mask: [b, s] bool, True where there is no token
-        Returns ([s, b, h], None): the output, and no bias.
+        Args:
+            hidden: [s, b, h].
+            padding_mask: [b, s] bool, True for padding.
+
+        Returns:
+            ([s, b, h], None). None means that there is no bias to add.
         """
         tokens = hidden.flatten(0, 1)
         weights, chosen = self.router(tokens, padding_mask.T.flatten())
@@ -39,12 +42,15 @@ class MixtureOfExperts(MegatronModule):
 
 
 class Router(MegatronModule):
-    """Chooses the experts of every token.
+    """Chooses the experts for every token.
 
-    Its auxiliary loss rewards balanced choices (Switch Transformer, Fedus et al. 2021). For a
-    micro-batch it is num_experts times the sum, over experts, of (share of choices) times (mean
-    probability), which is 1 when all experts are chosen equally often. The loss of a batch is the
-    mean over its micro-batches, weighted by their numbers of tokens.
+    The auxiliary loss rewards balanced choices (Switch Transformer, Fedus et al. 2021). Within a
+    micro-batch, it is
+
+        num_experts * sum over experts of (share of choices) * (mean probability),
+
+    which is 1 if all experts are chosen equally often. A batch's loss is the mean over its
+    micro-batches, weighted by their numbers of tokens.
     """
 
     def __init__(self, config):
@@ -57,8 +63,9 @@ class Router(MegatronModule):
     def begin_batch(self, coefficient: float, num_tokens: int) -> None:
         """Reset the auxiliary loss before a batch.
 
-        coefficient: the weight of the auxiliary loss
-        num_tokens: in all micro-batches of the batch, on all ranks
+        Args:
+            coefficient: the weight of the auxiliary loss.
+            num_tokens: the number of tokens in all micro-batches of the batch, on all ranks.
         """
         self.coefficient = coefficient
         self.num_tokens = num_tokens
@@ -67,9 +74,12 @@ class Router(MegatronModule):
     def forward(self, tokens: Tensor, padding: Tensor) -> tuple[Tensor, Tensor]:
         """Choose k experts for each token.
 
-        tokens: [t, h]
-        padding: [t] bool
-        Returns the weights of the chosen experts and their numbers, both [t, k].
+        Args:
+            tokens: [t, h].
+            padding: [t] bool.
+
+        Returns:
+            (weights, indices) of the chosen experts, both [t, k].
         """
         probs = F.linear(tokens, self.weight).softmax(-1, dtype=torch.float32)
         weights, chosen = probs.topk(self.config.moe_router_topk)
@@ -78,23 +88,27 @@ class Router(MegatronModule):
         if self.coefficient and torch.is_grad_enabled():
             aux_loss = self._aux_loss(probs, chosen, padding)
             self.aux_loss += aux_loss.detach()
-            # The auxiliary loss gets its gradient when the weights get theirs, on any stage.
+            # This sends the auxiliary loss's gradient along with the gradient of the weights, so
+            # that it works on any pipeline stage.
             weights = MoEAuxLossAutoScaler.apply(weights, self.coefficient * aux_loss)
         return weights.to(tokens.dtype), chosen
 
     def _aux_loss(self, probs: Tensor, chosen: Tensor, padding: Tensor) -> Tensor:
-        """Return this rank's part of the auxiliary loss of a micro-batch."""
+        """Return this rank's part of a micro-batch's auxiliary loss."""
         is_token = (~padding).float()[:, None]
-        choices = (torch.zeros_like(probs).scatter(1, chosen, 1.0) * is_token).sum(0)
+        is_chosen = torch.zeros_like(probs).scatter(1, chosen, 1.0)
+        choices = (is_chosen * is_token).sum(0)
         dist.all_reduce(choices, group=mpu.get_tensor_and_context_parallel_group())
         share = choices / choices.sum().clamp(min=1)
-        return len(share) * (share * (probs * is_token).sum(0)).sum() / self.num_tokens
+        sums_of_probs = (probs * is_token).sum(0)
+        num_experts = len(share)
+        return num_experts * (share * sums_of_probs).sum() / self.num_tokens
 
 
 class Experts(MegatronModule):
     """This rank's experts, stacked.
 
-    linear_fc1: [n, 2 * f, h], for each of n experts the rows of gate, then of up
+    linear_fc1: [n, 2 * f, h], for each of n experts first the gate rows, then the up rows
     linear_fc2: [n, h, f]
     """
 
@@ -106,17 +120,20 @@ class Experts(MegatronModule):
         self.linear_fc1 = new_weight(config, num_experts, 2 * width, config.hidden_size)
         self.linear_fc2 = new_weight(config, num_experts, config.hidden_size, width)
         for weight in self.parameters():
-            # Reduce gradients only over the ranks that hold the same experts.
+            # Gradients are reduced only over the ranks that hold the same experts.
             weight.allreduce = False
-            # Count the gradient norm of every rank that holds other experts.
+            # Each rank has different experts, so all ranks contribute to the gradient norm.
             weight.tensor_model_parallel = True
 
     def forward(self, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """Return the weighted sum of k experts' outputs for each token.
 
-        tokens: [t, h]
-        weights, chosen: [t, k], as returned by Router
-        Returns [t, h].
+        Args:
+            tokens: [t, h].
+            weights, chosen: [t, k], as returned by Router.
+
+        Returns:
+            [t, h].
         """
         order = chosen.flatten().argsort(stable=True)  # t * k copies of tokens, by expert
         counts = order.new_zeros(self.config.num_moe_experts)
@@ -130,16 +147,19 @@ class Experts(MegatronModule):
         return torch.einsum("tk,tkh->th", weights, outputs)
 
     def _compute_on_owners(self, copies: Tensor, counts: Tensor) -> Tensor:
-        """Send each copy to the rank that holds its expert, compute it there and return it.
+        """Send each copy to the rank that holds its expert, and receive the expert's output.
 
-        copies: [c, h], sorted by expert
-        counts: [all experts], how many of the copies go to each
-        Returns [c, h].
+        Args:
+            copies: [c, h], sorted by expert.
+            counts: [all experts], the number of copies for each expert.
+
+        Returns:
+            The outputs [c, h], in the order of `copies`.
         """
         num_ranks = self.group.size()
         incoming = torch.empty_like(counts)
         dist.all_to_all_single(incoming, counts, group=self.group)
-        incoming = incoming.view(num_ranks, -1)  # [sending rank, expert held here]
+        incoming = incoming.view(num_ranks, -1)  # [sending rank, own expert]
         num_sent = counts.view_as(incoming).sum(1).tolist()
         num_received = incoming.sum(1).tolist()
 
@@ -154,7 +174,11 @@ class Experts(MegatronModule):
         return all_to_all(self.group, outputs, num_sent, num_received)
 
     def _compute(self, copies: Tensor, counts: Tensor) -> Tensor:
-        """Compute [c, h] -> [c, h], the first counts[0] rows by this rank's first expert, etc."""
+        """Compute this rank's experts, [c, h] -> [c, h].
+
+        The first counts[0] rows go through the first expert, the next counts[1] rows through the
+        second one, and so on.
+        """
         gate, up = grouped_linear(copies, self.linear_fc1, counts).chunk(2, dim=-1)
         return grouped_linear(F.silu(gate) * up, self.linear_fc2, counts)
 
@@ -186,10 +210,13 @@ def new_weight(config, *shape: int) -> nn.Parameter:
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """Multiply consecutive groups of rows by one matrix each.
 
-    x: [c, in]
-    weight: [n, out, in]
-    counts: [n] int64, the number of rows for each matrix
-    Returns [c, out].
+    Args:
+        x: [c, in].
+        weight: [n, out, in].
+        counts: [n] int64, the number of rows for each matrix.
+
+    Returns:
+        [c, out].
     """
     if x.is_cuda and x.dtype == torch.bfloat16 and len(x):
         return F.grouped_mm(x, weight.transpose(1, 2), offs=counts.cumsum(0, dtype=torch.int32))
@@ -203,9 +230,10 @@ def inverse(order: Tensor) -> Tensor:
 
 
 class CopyTokens(torch.autograd.Function):
-    """Makes k copies of every token, in a given order.
+    """Makes k copies of every token and arranges them in the given order.
 
-    Its gradient sums the copies in a fixed order, and so is deterministic, unlike indexing's.
+    The gradient sums the copies in a fixed order. So it is deterministic, unlike the gradient of
+    indexing.
     """
 
     @staticmethod

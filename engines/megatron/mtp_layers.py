@@ -1,9 +1,11 @@
 """Layers for multi-token prediction (MTP), on the pipeline stage of the last decoder layer.
 
-At each position, the k-th MTP layer reads the hidden state of the layer before it (the first one:
-of the last decoder layer) and the token k positions ahead, and predicts the token after that.
-megatron-core's own layers compute full logits on every pass and divide their loss by the tokens of
-one micro-batch.
+At each position, the k-th MTP layer reads the previous layer's hidden state and the token k
+positions ahead, and predicts the token after that one. The layer before the first MTP layer is the
+last decoder layer.
+
+We do not use megatron-core's own MTP loss: it computes full logits on every pass, and divides the
+loss by one micro-batch's number of tokens.
 """
 
 from functools import partial
@@ -25,8 +27,8 @@ from engines.megatron.moe import new_weight
 class MTPLayer(MegatronModule):
     """An MTP layer of MiMo.
 
-    Every tensor-parallel rank holds the whole matrix that joins hidden state and token. With
-    sequence parallelism it joins those at the rank's own positions.
+    input_proj combines a hidden state with a token's embedding. It is whole on every
+    tensor-parallel rank. With sequence parallelism, each rank applies it to its own positions.
     """
 
     def __init__(
@@ -40,7 +42,7 @@ class MTPLayer(MegatronModule):
         self.input_proj = new_weight(config, config.hidden_size, 2 * config.hidden_size)
         # Each tensor-parallel rank sees its own tokens, so gradients are summed over the ranks.
         self.input_proj.sequence_parallel = config.sequence_parallel
-        # The layer adds this offset to its number by itself.
+        # The layer adds the offset to its number, so it is subtracted here.
         offset = get_transformer_layer_offset(config, vp_stage)
         self.transformer_layer = build_module(
             decoder_layer,
@@ -57,12 +59,12 @@ class MTPLayer(MegatronModule):
         )
 
     def forward(self, hidden: Tensor, tokens: Tensor, **layer_inputs) -> Tensor:
-        """Compute the layer's hidden states.
+        """Return the layer's hidden states [s, b, h]. All tensors are for this rank's positions.
 
-        hidden: [s, b, h], those of the layer before
-        tokens: [s, b, h], the embeddings of the tokens ahead
-        layer_inputs: further arguments of a decoder layer
-        Returns [s, b, h]. All three are for this rank's positions.
+        Args:
+            hidden: [s, b, h], the hidden states of the previous layer.
+            tokens: [s, b, h], the embeddings of the tokens ahead.
+            layer_inputs: further arguments of a decoder layer.
         """
         compute = partial(self._compute, **layer_inputs)
         if self.config.recompute_granularity == "full":
@@ -79,7 +81,11 @@ class MTPLayer(MegatronModule):
 def mtp_block_spec(
     decoder_layer: ModuleSpec, num_layers: int
 ) -> MultiTokenPredictionBlockSubmodules:
-    """Return the specification of a block of MTP layers around such decoder layers."""
+    """Return the specification of a block of MTP layers.
+
+    Args:
+        decoder_layer: the specification of the decoder layer inside each MTP layer.
+    """
     layer = ModuleSpec(module=MTPLayer, params={"decoder_layer": decoder_layer})
     return MultiTokenPredictionBlockSubmodules(layer_specs=[layer] * num_layers)
 
@@ -87,12 +93,13 @@ def mtp_block_spec(
 def mtp_hidden_states(
     model, hidden: Tensor, ids_ahead: list[Tensor], **layer_inputs
 ) -> list[Tensor]:
-    """Return the hidden states [s, b, h] of each MTP layer of a model.
+    """Return the hidden states [s, b, h] of each MTP layer in a model.
 
-    hidden: [s, b, h] of the last decoder layer, before the last norm
-    ids_ahead: for each MTP layer, [b, s] int64, the token ahead of each position; where it is -1
-        there is none, and its embedding is zero
-    layer_inputs: further arguments of a decoder layer
+    Args:
+        hidden: [s, b, h], the output of the last decoder layer before the last norm.
+        ids_ahead: for each MTP layer, [b, s] int64, the token that it reads at each position. -1
+            means that there is no such token; its embedding is zero.
+        layer_inputs: further arguments of a decoder layer.
     """
     group = mpu.get_tensor_model_parallel_group()
     results = []
@@ -108,7 +115,7 @@ def mtp_hidden_states(
 
 
 def detach_inputs(model, x: Tensor) -> Tensor:
-    """Cut the gradient from MTP layers to the rest of the model, if the model is set to do so."""
+    """Stop the gradient from MTP layers to the rest of the model if model.detach_mtp is set."""
     if not model.detach_mtp:
         return x
     return x.detach().requires_grad_()  # Recomputation needs inputs that require a gradient.

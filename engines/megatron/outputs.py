@@ -1,4 +1,4 @@
-"""From the hidden states of the last pipeline stage to the head's output for each token."""
+"""Turns the last pipeline stage's hidden states into the head's outputs for each token."""
 
 import torch.distributed as dist
 from megatron.core.tensor_parallel import (
@@ -41,8 +41,10 @@ class TokenOutputs:
     def mtp_loss(self, ahead: Ahead, hidden: Tensor) -> Tensor:
         """Return the sum of an MTP layer's cross-entropies on this rank.
 
-        hidden: [s, b, h] of the MTP layer
-        The output matrix gets no gradient from it.
+        The output matrix gets no gradient from this loss.
+
+        Args:
+            hidden: [s, b, h], the MTP layer's hidden states.
         """
         full_vocabulary = ahead.targets.new_empty(len(ahead.targets), 0)
         log_probs = self.head(
@@ -56,8 +58,8 @@ class TokenOutputs:
     def gather_hidden(self, hidden: Tensor) -> Tensor:
         """Return hidden states [s, b, h] as [positions, h], whole on every tensor-parallel rank.
 
-        Where ranks divide the vocabulary, each of them computes a part of the gradient of the
-        hidden states; with a value head, each computes all of it.
+        If ranks divide the vocabulary, each rank computes a part of the hidden states' gradient.
+        With a value head, each rank computes all of it.
         """
         if self.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(

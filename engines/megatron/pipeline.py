@@ -12,14 +12,16 @@ from engines.microbatch import MicroBatch
 def run_schedule(
     stages: list[nn.Module],
     micro_batches: list[MicroBatch],
-    of_hidden: Callable,
+    use_hidden: Callable,
     forward_only: bool,
 ) -> None:
     """Run the forward passes and, unless forward_only, the backward passes of micro-batches.
 
-    stages: this rank's virtual pipeline stages, wrapped in DDP if they are trained
-    of_hidden: called by the last stage with each micro-batch and its hidden states; see StepLoss
-        for what it returns. With forward_only it gets non_loss_data=True besides.
+    Args:
+        stages: this rank's virtual pipeline stages, wrapped in DDP if they are trained.
+        use_hidden: called on the last stage with each micro-batch and its hidden states. For
+            training, it returns the loss like StepLoss. With forward_only, it is also passed
+            non_loss_data=True.
     """
 
     def forward(remaining: Iterator[MicroBatch], stage: nn.Module) -> tuple[Tensor, Callable]:
@@ -32,14 +34,14 @@ def run_schedule(
             padding_mask=micro_batch.padding,
             labels=[ahead.input_ids for ahead in micro_batch.ahead],
         )
-        return hidden, partial(of_hidden, micro_batch)
+        return hidden, partial(use_hidden, micro_batch)
 
     get_forward_backward_func()(
         forward_step_func=forward,
         data_iterator=[iter(micro_batches) for _ in stages],
         model=stages,
         num_microbatches=len(micro_batches),
-        # Stages send each other the actual shapes.
+        # These two are not used, since stages send each other the actual shapes.
         seq_length=1,
         micro_batch_size=1,
         forward_only=forward_only,

@@ -1,6 +1,6 @@
 """The state of a Megatron model and its optimizer, in a form that any layout of ranks can read.
 
-The optimizer's state is described per weight, in the same way for each of Megatron's optimizers.
+The optimizer's state is stored per weight, in the same format for all of Megatron's optimizers.
 """
 
 from collections.abc import Iterator
@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from engines.megatron.adapters import adapter_names, sharded_adapter_state
 
-# The distributed optimizer's state is stored by whole weights, which any layout can read. One of
-# the ranks that share it gathers it in host memory. (Otherwise each of them would gather it,
-# through the device, at 4 bytes per parameter.)
+# The distributed optimizer's state is stored per whole weight, so that any layout can read it. One
+# of the ranks that share it gathers it in host memory. (Without the second key, each of these ranks
+# would gather it in device memory, which takes 4 bytes per parameter.)
 METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "distrib_optim_fully_reshardable_mem_efficient": True,
@@ -34,11 +34,12 @@ def sharded_state(
     loading: bool,
     has_frozen_layers: bool,
 ) -> dict:
-    """Return an engine's state as checkpoint_files.write() and read() take it.
+    """Return an engine's state for checkpoint_files.write() or read().
 
-    loading: for read(), which fills the state
-    has_frozen_layers: give the tensors of every layer names of their own. Megatron stacks layers
-        otherwise, and so would need optimizer state for frozen ones.
+    Args:
+        loading: True for read(), which fills the state.
+        has_frozen_layers: True stores each layer's tensors under their own names. Otherwise
+            Megatron stacks all layers, and would need optimizer state for the frozen ones, too.
     """
     metadata = {
         **METADATA,
@@ -58,20 +59,20 @@ def sharded_state(
 
 
 def model_keys(models: list[nn.Module]) -> list[str]:
-    """Return the keys of virtual pipeline stages in the state."""
+    """Return the keys in the state for this rank's virtual pipeline stages."""
     if len(models) == 1:
         return ["model"]
     return [f"model{number}" for number in range(len(models))]
 
 
 def load_state(models: list[nn.Module], optimizer: MegatronOptimizer | None, state: dict) -> None:
-    """Load a state that was read."""
+    """Load a state that checkpoint_files.read() returned."""
     for name, model in zip(model_keys(models), models):
         missing, unexpected = model.load_state_dict(state[name], strict=False)
         frozen = {
             name for name, parameter in model.named_parameters() if not parameter.requires_grad
         }
-        # The extra state is TransformerEngine's, for fp8.
+        # TransformerEngine has an extra state for fp8, which may be missing.
         missing = [
             name for name in missing if name not in frozen and not name.endswith("_extra_state")
         ]
@@ -91,8 +92,8 @@ def sharded_optimizer_state(
 ) -> dict:
     """Return the state of all chained optimizers by number, and the "step".
 
-    Experts have an optimizer of their own. A pipeline stage may have nothing to train: then it has
-    no state, and counts no steps.
+    Experts have their own optimizer. A pipeline stage that has nothing to train has no state and
+    counts no steps.
     """
     chained = optimizer.chained_optimizers
     states = [weight_states(inner, dict(model_state), loading) for inner in chained]
@@ -104,11 +105,11 @@ def sharded_optimizer_state(
 
 
 def weight_states(optimizer, model_state: dict, loading: bool) -> dict[int, dict]:
-    """Return the state of each weight of an optimizer, by the number of the weight.
+    """Return the state of each weight in an optimizer, by the number of the weight.
 
-    It consists of exp_avg, exp_avg_sq and, if the weight itself is not fp32, fp32_param.
+    The state consists of exp_avg, exp_avg_sq and, if the weight is not fp32, fp32_param.
     """
-    # Before the first step there is no state. Creating it leaves out the step, hence set_step().
+    # Before the first step there is no state, so create it. init_state_fn() leaves out the step.
     optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
     set_step(optimizer, get_step(optimizer))
     if isinstance(optimizer, DistributedOptimizer):
@@ -129,7 +130,10 @@ def weight_states(optimizer, model_state: dict, loading: bool) -> dict[int, dict
 def distributed_weight_states(
     optimizer: DistributedOptimizer, model_state: dict, loading: bool
 ) -> dict[int, dict]:
-    """Return the same for the distributed optimizer. When loading, only this rank's weights."""
+    """Do the same as weight_states() for the distributed optimizer.
+
+    When loading, only the states of this rank's weights are returned.
+    """
     keep_bucket_padding(optimizer)
     states = optimizer.sharded_param_state_fully_reshardable(model_state, loading, METADATA) or {}
     if loading:
@@ -143,7 +147,7 @@ def distributed_weight_states(
 
 
 def own_weights(optimizer: DistributedOptimizer) -> Iterator[tuple[int, Tensor]]:
-    """Yield (number in the state, weight) of which this data-parallel rank has a piece."""
+    """Yield (number in the state, weight) if this data-parallel rank has a piece of the weight."""
     weights = chain.from_iterable(buffer.param_index_map for buffer in optimizer.buffers)
     for number, weight in enumerate(weights):
         if weight in optimizer.model_param_gbuf_map:
@@ -153,8 +157,8 @@ def own_weights(optimizer: DistributedOptimizer) -> Iterator[tuple[int, Tensor]]
 def keep_bucket_padding(optimizer: DistributedOptimizer) -> None:
     """Keep the padding between buckets when the state is gathered.
 
-    megatron-core 0.16.1 leaves it out, but still looks for each weight where it would lie with
-    padding. So it would store the state of all later weights shifted.
+    megatron-core 0.16.1 removes the padding, but computes each weight's position as if it were
+    still there. So it would store a shifted state for all weights after the first bucket.
     """
     for buffer in optimizer.buffers:
         buffer.numel_unpadded = buffer.numel
@@ -163,7 +167,7 @@ def keep_bucket_padding(optimizer: DistributedOptimizer) -> None:
 
 
 def replicated_states(optimizer) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-    """Yield (weight, its state) of an optimizer that is not distributed."""
+    """Yield (weight, its state) for an optimizer that is not distributed."""
     main_weights = optimizer.get_parameters()
     weights = main_weights
     if optimizer.config.bf16:
@@ -193,9 +197,9 @@ def load_optimizer_state(optimizer, states: dict[int, dict[str, Tensor]]) -> Non
 
 
 def get_step(optimizer) -> float:
-    """Return how many steps an optimizer has taken.
+    """Return the number of steps that an optimizer has taken.
 
-    torch counts them per weight, TransformerEngine and apex per group of weights.
+    torch counts steps per weight; TransformerEngine and apex count them per group of weights.
     """
     inner = optimizer.optimizer
     counters = inner.state.values() if USING_PYTORCH_OPTIMIZER else inner.param_groups
@@ -203,10 +207,10 @@ def get_step(optimizer) -> float:
 
 
 def set_step(optimizer, step: float) -> None:
-    """Set how many steps an optimizer has taken."""
+    """Set the number of steps that an optimizer has taken."""
     if USING_PYTORCH_OPTIMIZER:
         for state in optimizer.optimizer.state.values():
-            # The fused step counts on the device.
+            # The fused optimizer keeps the step on the device.
             state["step"] = torch.tensor(step, device=state["exp_avg"].device)
     else:
         for group in optimizer.optimizer.param_groups:

@@ -1,8 +1,8 @@
 """The layers of a Megatron model in plain PyTorch, for machines without TransformerEngine.
 
-They run on CPU and CUDA, and carry the parameter names of TransformerEngine's modules (such as
-linear_qkv.layer_norm_weight), so that weights, checkpoints and their mapping are the same with
-either. Where TransformerEngine is installed, it is used instead.
+They run on CPU and CUDA. Their parameters have the same names as in TransformerEngine's modules
+(such as linear_qkv.layer_norm_weight), so weights and checkpoints are interchangeable. If
+TransformerEngine is installed, it is used instead.
 """
 
 from dataclasses import dataclass
@@ -23,16 +23,16 @@ from engines.parallel.varlen import Scoring, Zigzag
 
 
 def install_torch_layers() -> None:
-    """Let Megatron's "transformer_engine" layer specification build this file's modules."""
+    """Make Megatron's "transformer_engine" layer specification build the modules in this file."""
     if not gpt_layer_specs.HAVE_TE:
         gpt_layer_specs.TESpecProvider = TorchSpecProvider
         gpt_layer_specs.TENorm = TorchNorm
-        # One kernel instead of seven. On a CPU nothing is compiled.
+        # Compiling makes one kernel of seven. On a CPU, nothing is compiled: see without_cuda.py.
         rope_utils._apply_rotary_pos_emb_bshd = torch.compile(rope_utils._apply_rotary_pos_emb_bshd)
 
 
 class TorchSpecProvider(LocalSpecProvider):
-    """Names the modules of this file to Megatron's layer specifications."""
+    """Tells Megatron's layer specifications which modules to use: those in this file."""
 
     def fuse_layernorm_and_linear(self) -> bool:
         return True
@@ -57,7 +57,7 @@ def new_norm_weight(size: int, config) -> nn.Parameter:
     """Return the weight of an RMSNorm, all ones."""
     device = torch.cuda.current_device()
     weight = nn.Parameter(torch.ones(size, dtype=config.params_dtype, device=device))
-    # With sequence parallelism each rank sees its own tokens, so gradients are summed.
+    # With sequence parallelism, each rank sees its own tokens, so gradients are summed over ranks.
     weight.sequence_parallel = config.sequence_parallel
     return weight
 
@@ -75,9 +75,9 @@ class TorchNorm(nn.Module):
 
 
 class AdaptableLinear:
-    """A parallel linear layer that may have an adapter, which reads the input of its matrix.
+    """A mixin for a parallel linear layer that may have an adapter.
 
-    adapter: None, or an engines.megatron.adapters.Adapter
+    adapter: None, or an engines.megatron.adapters.Adapter, which reads the matrix's input
     """
 
     def __init__(self, *args, **kwargs):
@@ -85,9 +85,9 @@ class AdaptableLinear:
         self.adapter = None
 
     def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None, **kwargs) -> Tensor:
-        # Megatron gives the bias of a frozen matrix no gradient, so add it separately.
-        add_bias = bias is not None and not weight.requires_grad
-        if add_bias:
+        # With a frozen matrix, Megatron computes no gradient for the bias, so add it separately.
+        adds_bias_separately = bias is not None and not weight.requires_grad
+        if adds_bias_separately:
             output = super()._forward_impl(input, weight, bias=None, **kwargs) + bias
         else:
             output = super()._forward_impl(input, weight, bias=bias, **kwargs)
@@ -118,10 +118,10 @@ class TorchLayerNormColumnParallelLinear(AdaptableLinear, ColumnParallelLinear):
 
 @dataclass
 class Packing(PackedSeqParams):
-    """Where the sequences of a micro-batch lie, padding included: end to end, or one per row.
+    """The layout of a micro-batch's sequences, including padding: end to end, or one per row.
 
     zigzag: how context-parallel ranks divide the sequences
-    positions: [tokens of this rank] int64, the position of each in its sequence
+    positions: [tokens of this rank] int64, each token's position in its sequence
     """
 
     zigzag: Zigzag | None = None
@@ -133,8 +133,8 @@ class Packing(PackedSeqParams):
         bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         cu_seqlens = bounds.to(device)
         zigzag = Zigzag(bounds.tolist(), group, device)
-        # With "thd" Megatron would rotate one sequence after another, and wait in every layer for
-        # the device to report their lengths.
+        # With "thd", Megatron would apply rotary embeddings one sequence at a time, and every layer
+        # would wait for the device to report the sequences' lengths.
         qkv_format = "thd" if gpt_layer_specs.HAVE_TE else "packed"
         return Packing(
             qkv_format=qkv_format,
@@ -150,7 +150,7 @@ class Packing(PackedSeqParams):
 
 
 class PackedRotaryEmbedding(RotaryEmbedding):
-    """Megatron's rotary embedding; for a Packing, with the angles of each token's own position."""
+    """Megatron's rotary embedding. For a Packing, angles follow each token's own position."""
 
     def get_rotary_seq_len(
         self,
@@ -161,7 +161,7 @@ class PackedRotaryEmbedding(RotaryEmbedding):
         packed_seq_params: Packing | None = None,
         **kwargs,
     ):
-        """Return the Packing itself, if there is one, for forward() to read."""
+        """Return the Packing, if there is one, in place of a length. forward() reads it."""
         return packed_seq_params or super().get_rotary_seq_len(
             inference_context,
             transformer,
@@ -176,7 +176,8 @@ class PackedRotaryEmbedding(RotaryEmbedding):
     ) -> Tensor:
         """Return the angles [tokens of this rank, 1, 1, dim] fp32.
 
-        length: as returned by get_rotary_seq_len()
+        Args:
+            length: as returned by get_rotary_seq_len().
         """
         if isinstance(length, Packing):
             return self.get_emb(length.max_seqlen_q).index_select(0, length.positions)
@@ -189,8 +190,8 @@ class PackedRotaryEmbedding(RotaryEmbedding):
 class TorchAttention(nn.Module):
     """Causal attention over packed or padded sequences, in place of TEDotProductAttention.
 
-    It looks through a sliding window where the configuration has one for the layer.
-    Context-parallel ranks gather each other's keys and values.
+    It has a sliding window if the configuration sets one for the layer. Context-parallel ranks
+    gather each other's keys and values.
     """
 
     def __init__(
@@ -224,13 +225,15 @@ class TorchAttention(nn.Module):
     ) -> Tensor:
         """Attend within each sequence.
 
-        query: [s, b, heads, dim]
-        key, value: [s, b, kv_heads, dim]
-        Returns [s, b, heads * dim]. s counts this context-parallel rank's tokens; packed
-        sequences have b = 1.
+        s is the number of tokens on this context-parallel rank. Packed sequences have b = 1. No
+        mask is needed for padding: it comes after a sequence's tokens, and attention is causal.
 
-        Padding follows a sequence, where causal attention hides it from all tokens. So there is
-        nothing to mask.
+        Args:
+            query: [s, b, heads, dim].
+            key, value: [s, b, kv_heads, dim].
+
+        Returns:
+            [s, b, heads * dim].
         """
         scoring = Scoring(self.scale, self.window)
         attended = packed_seq_params.zigzag.attention(query, key, value, scoring)

@@ -15,10 +15,11 @@ from engines.model.shape import head_dim, stage_sizes
 def make_transformer_config(
     hf: nn.Module, dtype: torch.dtype, num_mtp_layers: int, **fields
 ) -> TransformerConfig:
-    """Return the configuration of a model on the layout that parallel_state currently describes.
+    """Return the configuration of a model for the current parallel layout (parallel_state).
 
-    hf: the model on the meta device
-    fields: further fields of TransformerConfig
+    Args:
+        hf: the model on the meta device.
+        fields: further fields of TransformerConfig.
     """
     hf_config = hf.config
     in_first_layer = {name.removeprefix("model.layers.0.") for name, _ in hf.named_parameters()}
@@ -51,7 +52,7 @@ def make_transformer_config(
 
 
 def layout_fields(hf_config, num_mtp_layers: int) -> dict[str, Any]:
-    """Return the fields that say how ranks divide the model, and how pipeline stages talk."""
+    """Return the fields for dividing the model over ranks, and for pipeline communication."""
     pp = mpu.get_pipeline_model_parallel_world_size()
     vpp = mpu.get_virtual_pipeline_model_parallel_world_size()
     fields = {
@@ -71,14 +72,14 @@ def layout_fields(hf_config, num_mtp_layers: int) -> dict[str, Any]:
         stages[-1] = [*stages[-1], *["mtp"] * num_mtp_layers, "loss"]
         fields["pipeline_model_parallel_layout"] = stages
     if num_mtp_layers:
-        # This makes Megatron keep the copies of the embedding on several stages equal.
+        # With this, Megatron keeps the copies of the embedding on different stages equal.
         fields["mtp_num_layers"] = num_mtp_layers
     return fields
 
 
 def expert_fields(hf_config) -> dict[str, Any]:
-    """Return the fields of a mixture of experts."""
-    # The other dispatchers want sequences of one length.
+    """Return the fields for a mixture of experts."""
+    # The other dispatchers need sequences of equal length.
     fields = {"moe_token_dispatcher_type": "alltoall"}
     num_experts = getattr(hf_config, "num_experts", None)
     if num_experts:
@@ -97,7 +98,7 @@ def expert_fields(hf_config) -> dict[str, Any]:
 
 
 def window_fields(hf_config) -> dict[str, Any]:
-    """Return the fields of layers whose attention looks through a sliding window."""
+    """Return the fields for layers with a sliding attention window."""
     window_of_layer = windows_of_layers(hf_config)
     if window_of_layer is None:
         return {}
@@ -117,10 +118,10 @@ def windows_of_layers(hf_config) -> list[int] | None:
 
 
 def initialization_fields() -> dict[str, Any]:
-    """Return initializers that leave weights as they are: they are read from files.
+    """Return initializers that do nothing, since weights are read from files.
 
-    Without initialization (perform_initialization=False) parameters would lack the attributes that
-    describe how ranks divide them.
+    Initialization cannot be turned off (perform_initialization=False): parameters would then lack
+    the attributes that describe how ranks divide them.
     """
 
     def keep(weight: Tensor) -> Tensor:
@@ -130,7 +131,7 @@ def initialization_fields() -> dict[str, Any]:
 
 
 def rope_parameters(hf_config, device: torch.device | None = None) -> tuple[Tensor | None, float]:
-    """Return a model's inverse frequencies [dim / 2], and the factor on rotated queries and keys.
+    """Return a model's inverse frequencies [dim / 2], and the factor for rotated queries and keys.
 
     The frequencies are None for the default rope type.
     """
@@ -141,9 +142,9 @@ def rope_parameters(hf_config, device: torch.device | None = None) -> tuple[Tens
 
 
 def softmax_scale(hf_config) -> float | None:
-    """Return the factor on attention scores, or None for the default, 1 / sqrt(head_dim).
+    """Return the factor for attention scores, or None for the default, 1 / sqrt(head_dim).
 
-    The rotary embedding scales queries and keys, both by the same factor.
+    The rotary embedding scales queries and keys by the same factor, which is squared in the scores.
     """
     _, factor = rope_parameters(hf_config)
     if factor == 1:

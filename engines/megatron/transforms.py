@@ -1,8 +1,8 @@
 """Changes to a model before it is wrapped in DDP, in the order in which they are applied.
 
-Some features are fields of Megatron's configuration, so they are chosen before the model is built:
-config_fields() collects them. The others change the built modules: TRANSFORMS lists them. To add
-one, write a function that takes a Changes and append it to the list.
+Features that are fields of Megatron's configuration must be set before the model is built: see
+config_fields(). All others change the built modules: see TRANSFORMS. To add one, write a function
+that takes a Changes, and append it to that list.
 """
 
 from collections.abc import Callable
@@ -37,12 +37,12 @@ RECOMPUTE_FIELDS = {
 
 @dataclass
 class Changes:
-    """A model that transforms change, and what they read and leave behind.
+    """The model that transforms change, with their inputs and results.
 
-    models: this rank's part of it, one module for each virtual pipeline stage
+    models: this rank's part of the model, one module per virtual pipeline stage
     hf: the model on the meta device, with PEFT's adapters if the run has adapters
-    frozen: names in the files of the weights that model.freeze matches
-    adapters: the attached adapters by the weight that they adapt; filled by adapt()
+    frozen: the names, in the files, of the weights that model.freeze matches
+    adapters: adapted weight -> its adapter; filled by attach_lora()
     """
 
     config: DictConfig
@@ -57,10 +57,10 @@ class Changes:
 def config_fields(
     config: DictConfig, device: torch.device, sequence_parallel: bool
 ) -> dict[str, Any]:
-    """Return the fields of TransformerConfig that features of this run set."""
+    """Return the fields of TransformerConfig for this run's features."""
     return {
         "sequence_parallel": sequence_parallel,
-        # The loss has its own denominator: neither the schedule nor DDP may divide it again.
+        # The loss is already divided, so neither the schedule nor DDP may divide it again.
         "calculate_per_token_loss": True,
         "gradient_accumulation_fusion": False,
         "bias_activation_fusion": device.type != "cpu",
@@ -76,8 +76,8 @@ def freeze(changes: Changes) -> None:
             parameter.requires_grad_(hf_name not in changes.frozen)
 
 
-def adapt(changes: Changes) -> None:
-    """Freeze the model and attach adapters to it; a value head is still trained."""
+def attach_lora(changes: Changes) -> None:
+    """Freeze the model except for a value head, and attach adapters to it."""
     settings = changes.config.model.lora
     if not settings.rank:
         return
@@ -90,11 +90,10 @@ def adapt(changes: Changes) -> None:
         value_head.to(getattr(torch, settings.dtype)).requires_grad_()
 
 
-def recompute_behind_frozen_embedding(changes: Changes) -> None:
-    """Let the embedding's output require a gradient.
+def require_embedding_gradient(changes: Changes) -> None:
+    """Make the embedding's output require a gradient, for full recomputation.
 
-    Full recomputation takes the layers after a frozen embedding to need no gradient, without an
-    error.
+    After a frozen embedding, Megatron would silently compute no gradients for recomputed layers.
     """
     if changes.config.engine.recompute != "full":
         return
@@ -108,21 +107,21 @@ def require_gradient(_: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
 
 
 def keep_zero_embeddings(changes: Changes) -> None:
-    """Send no gradient to rows of the embedding that are zero; see keep_zero_rows."""
+    """Block gradients to the embedding rows that are zero: see keep_zero_rows()."""
     for model in changes.models:
         if model.pre_process or model.mtp_process:
-            keep_zero_rows_of_ranks(model.embedding.word_embeddings)
+            keep_zero_rows_of_shard(model.embedding.word_embeddings)
 
 
-def keep_zero_rows_of_ranks(embedding: nn.Module) -> None:
-    """Apply keep_zero_rows to an embedding whose rows tensor-parallel ranks divide."""
+def keep_zero_rows_of_shard(embedding: nn.Module) -> None:
+    """Apply keep_zero_rows() to an embedding whose rows tensor-parallel ranks divide."""
     group = mpu.get_tensor_model_parallel_group()
     own_is_zero = (embedding.weight.detach() == 0).all(1)
     is_zero = [torch.empty_like(own_is_zero) for _ in range(group.size())]
     dist.all_gather(is_zero, own_is_zero, group=group)
 
     def to_output_layout(mask: Tensor) -> Tensor:
-        """Bring a mask [b, s] into the layout of the embedding's output."""
+        """Convert a mask [b, s] to the layout of the embedding's output."""
         if embedding.reduce_scatter_embeddings:
             return mask.t().chunk(group.size())[group.rank()]
         return mask
@@ -132,13 +131,13 @@ def keep_zero_rows_of_ranks(embedding: nn.Module) -> None:
 
 TRANSFORMS: list[Callable[[Changes], None]] = [
     freeze,
-    adapt,
-    recompute_behind_frozen_embedding,
+    attach_lora,
+    require_embedding_gradient,
     keep_zero_embeddings,
 ]
 
 
 def apply_transforms(changes: Changes) -> None:
-    """Apply all transforms in their order."""
+    """Apply all transforms in order."""
     for transform in TRANSFORMS:
         transform(changes)

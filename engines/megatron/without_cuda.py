@@ -1,8 +1,8 @@
-"""megatron-core without an accelerator: inside cuda_is_cpu(), the CPU answers for CUDA.
+"""Runs megatron-core without an accelerator: within cuda_is_cpu(), the CPU stands in for CUDA.
 
-Megatron hard-codes the device "cuda" in many places. Where there is an accelerator, cuda_is_cpu()
-does nothing. Without one it holds only inside the block, so that transformers and vLLM in the same
-process are not affected.
+Megatron hard-codes the device "cuda" in many places. The replacement ends with the block, so that
+transformers and vLLM in the same process are not affected. If there is an accelerator,
+cuda_is_cpu() does nothing.
 """
 
 from collections.abc import Iterator
@@ -13,9 +13,9 @@ from torch.overrides import TorchFunctionMode
 
 
 class CudaToCpu(TorchFunctionMode):
-    """Makes device="cuda" mean the CPU and ignores pinning.
+    """Makes device="cuda" mean the CPU, and ignores requests for pinned memory.
 
-    Tensors report the type names that Megatron compares with, such as torch.cuda.FloatTensor.
+    Tensors report the type names that Megatron checks for, such as torch.cuda.FloatTensor.
     """
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
@@ -33,18 +33,19 @@ class CudaToCpu(TorchFunctionMode):
 
 @contextmanager
 def cuda_is_cpu() -> Iterator[None]:
-    """Let the CPU stand in for CUDA where there is no accelerator.
+    """Within this block, let the CPU stand in for CUDA if there is no accelerator.
 
-    Also works as a decorator of functions, but not of generators: the caller's code between two
-    items would run inside it.
+    This also works as a decorator for functions, but not for generators: there, the caller's code
+    between two items would run inside the block.
     """
     if torch.accelerator.is_available():
         yield
         return
     from megatron.core.tensor_parallel import random
 
-    # One function object per name: dynamo rejects duplicates. torch.manual_seed itself must not
-    # become torch.cuda.manual_seed either, hence the lambda. CPU operators draw from its generator.
+    # Each replacement is a function object of its own (a lambda), even where an existing function
+    # would do, because dynamo rejects two names for the same object. Random generators are those of
+    # the CPU.
     replacements = [
         (torch.cuda, "current_device", lambda: torch.device("cpu")),
         (torch.cuda, "synchronize", lambda *_: None),
@@ -57,7 +58,7 @@ def cuda_is_cpu() -> Iterator[None]:
         for module, name, function in replacements:
             undo.callback(setattr, module, name, getattr(module, name))
             setattr(module, name, function)
-        # Megatron compiles a few small functions. On a CPU that takes longer than it saves.
+        # Megatron compiles a few small functions. On a CPU, compiling takes longer than it saves.
         undo.enter_context(torch.compiler.set_stance("force_eager"))
         undo.enter_context(CudaToCpu())
         yield

@@ -83,13 +83,13 @@ MOE = "model.path=FOLDER/qwen3_moe"
         (
             2,
             [MOE, "engine.context_parallel_size=auto", "engine.router_aux_loss_coef=0.1"],
-            "context_parallel_size=auto is not supported with routers' auxiliary loss .0.1. by "
-            "model_engine=megatron",
+            "model_engine=megatron does not support engine.context_parallel_size=auto with the "
+            "routers' auxiliary loss .coefficient 0.1.",
         ),
         (
             2,
             [f"{MOE}_raw", "engine.context_parallel_size=auto"],
-            "auxiliary loss .0.4. by .* or engine.router_aux_loss_coef=0",
+            "auxiliary loss .coefficient 0.4.. .* or engine.router_aux_loss_coef=0",
         ),
         (
             2,
@@ -172,7 +172,7 @@ MOE = "model.path=FOLDER/qwen3_moe"
         (
             1,
             ["model.path=FOLDER/mistral", "engine.bridge=mbridge"],
-            "engine.bridge=mbridge has no mistral models, only llama, qwen2, ",
+            "engine.bridge=mbridge does not support mistral models, only llama, qwen2, ",
         ),
         (
             1,
@@ -262,7 +262,7 @@ def test_parameters_that_cannot_be_frozen(megatron_folder, family, patterns, mes
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (dict(model_type="granite"), "has no granite models"),
+        (dict(model_type="granite"), "does not support granite models"),
         (
             dict(model_type="mixtral", router_jitter_noise=0.1),
             "router_jitter_noise=0.1 in config.json is not supported",
@@ -275,7 +275,7 @@ def test_parameters_that_cannot_be_frozen(megatron_folder, family, patterns, mes
             ),
             "partial_rotary_factor=0.5 in config.json is not supported",
         ),
-        (dict(model_type="qwen2_moe", num_experts=4), "has no qwen2_moe models"),
+        (dict(model_type="qwen2_moe", num_experts=4), "does not support qwen2_moe models"),
         (
             dict(model_type="qwen3_moe", mlp_only_layers=[0]),
             "mlp_only_layers=.0. in config.json is not supported",
@@ -286,7 +286,7 @@ def test_parameters_that_cannot_be_frozen(megatron_folder, family, patterns, mes
         ),
         (
             dict(model_type="mixtral", num_experts_per_tok=1),
-            "one expert per token .num_experts_per_tok. of weight 1",
+            "num_experts_per_tok=1 with norm_topk_prob=true",
         ),
         (
             dict(model_type="mistral", sliding_window=0),
@@ -313,7 +313,7 @@ def test_parameters_that_cannot_be_frozen(megatron_folder, family, patterns, mes
         ),
         (
             dict(rope_parameters=dict(rope_type="dynamic", rope_theta=10000.0, factor=4.0)),
-            "has no rope type 'dynamic'",
+            "does not support rope type 'dynamic'",
         ),
     ],
 )

@@ -113,8 +113,8 @@ def test_flops_and_memory_of_frozen_parameters(folder):
         (
             "gemma3 with images",
             ["[vision_tower]"],
-            "'vision_tower' matches only weights that this run leaves alone, "
-            "such as .*vision_tower.*: leave it out",
+            "'vision_tower' matches only weights that this run does not use, "
+            "such as .*vision_tower.*: leave the pattern out",
         ),
         (
             "qwen3_moe",

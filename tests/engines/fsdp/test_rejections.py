@@ -228,12 +228,12 @@ LONGROPE = dict(
         (
             dict(model_type="falcon"),
             ["engine.context_parallel_size=auto"],
-            f"alone: {PADDING} and engine.context_parallel_size=1",
+            f"attention: {PADDING} and engine.context_parallel_size=1",
         ),
         (
             dict(model_type="falcon"),
             ["engine.context_parallel_size=auto", "engine.use_remove_padding=false"],
-            "alone: set engine.context_parallel_size=1",
+            "attention: set engine.context_parallel_size=1",
         ),
         (
             dict(model_type="stablelm"),
