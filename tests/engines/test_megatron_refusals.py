@@ -136,7 +136,7 @@ MOE = "model.path=FOLDER/qwen3_moe"
         (
             1,
             ["model.lora.rank=4", MOE, "model.lora.target_modules=[q_proj,gate]"],
-            "names model.layers.0.mlp.gate: adapters belong",
+            "names model.layers.0.mlp.gate: adapters are supported",
         ),
         (
             1,
