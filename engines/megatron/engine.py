@@ -80,8 +80,7 @@ class MegatronEngine(Engine):
 
         Args:
             optimize: whether to wrap the model in DDP and create an optimizer.
-            head: Head.VALUES replaces the output matrix by a value head, which is zero unless the
-                model directory has one.
+            head: Head.VALUES replaces the output matrix by a value head (zero if not in the files).
             temperature: the logits are divided by it, as in sampling.
             shared_weights: must be None, since Megatron fuses and divides weights.
 
@@ -275,7 +274,7 @@ class MegatronEngine(Engine):
         return True
 
     def _mtp_loss(self, counted: Batch) -> MTPLoss | None:
-        """Return the settings and sums of the MTP layers' loss; None without such layers.
+        """Return the state of the MTP layers' loss for a step; None without such layers.
 
         Args:
             counted: the sequences of the batch that this rank counts.
