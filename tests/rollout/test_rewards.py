@@ -1,7 +1,10 @@
-"""Rewards on real answers; how functions are called; their grading: order, groups, calls in flight, failures that stay with
-their sample, processes that end."""
+"""Reward functions, how they are called, and how samples are graded.
+
+Grading: order, groups, calls in flight, failures that stay with their sample, processes that end.
+"""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,15 +21,23 @@ import rewards
 from config import InputError, load
 from examples.arithmetic import make_rows
 from rewards import REWARDS, find
-from rollout.grading.grader import EVENT_LOOP_DELAY as LATE, Failure, Grader, Reward, check_failures
+from rollout.grading.grader import (
+    EVENT_LOOP_DELAY,
+    Failure,
+    Grader,
+    Reward,
+    check_failures,
+)
 from rollout.grading.signature import Signature
 
 ROOT = Path(__file__).parents[2]
-# Seconds: the time limit of an item here, that of one which never reaches it, and how long a busy machine may take.
-LIMIT, SLACK, PATIENCE = 1.5, 20.0, 300.0
+# Seconds: the time limit of items that reach it, and of items that never do.
+LIMIT = 1.5
+SLACK = 20.0
+PATIENCE = 300.0  # seconds that a busy machine may take
 
 
-# ---- rewards ----
+# -- rewards ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -57,14 +68,12 @@ def test_exact_match(response, answer, score):
 def test_exact_match_takes_every_reply_of_the_example_and_no_other():
     rows = make_rows()[1]
     replies = [row["messages"][1]["content"] for row in rows]
-    assert any(", " in reply for reply in replies) and any(", " not in reply for reply in replies)
+    assert any(", " in reply for reply in replies)
+    assert any(", " not in reply for reply in replies)
     for row, reply in zip(rows, replies):
         assert rewards.exact_match("", reply, row) == 1.0
-        assert (
-            rewards.exact_match("", reply + "0", row)
-            == rewards.exact_match("", "1" + reply, {"answer": "x"})
-            == 0.0
-        )
+        assert rewards.exact_match("", reply + "0", row) == 0.0
+        assert rewards.exact_match("", "1" + reply, {"answer": "x"}) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -100,7 +109,7 @@ def test_math(response, answer, score):
 
 
 def test_math_works_in_a_thread():
-    """Where the library's own time limits, which are signals, do not."""
+    """The library's own time limits are signals, which do not work in threads."""
     scores = []
     thread = threading.Thread(
         target=lambda: scores.append(rewards.math("", r"\boxed{\frac{2}{4}}", {"answer": "0.5"}))
@@ -110,7 +119,7 @@ def test_math_works_in_a_thread():
     assert scores == [1.0]
 
 
-def test_math_refuses_an_answer_that_it_cannot_read():
+def test_math_rejects_an_answer_that_it_cannot_read():
     with pytest.raises(ValueError, match="cannot read"):
         rewards.math("", "5", {"answer": ""})
 
@@ -145,7 +154,7 @@ def test_a_missing_answer_is_an_error(name):
             REWARDS[name]("", "5", row)
 
 
-# ---- finding a function ----
+# -- finding a function ----------------------------------------------------------------------------
 
 
 def test_names_and_files(tmp_path):
@@ -153,14 +162,15 @@ def test_names_and_files(tmp_path):
     (tmp_path / "beside.py").write_text("BONUS = 2\n")
     (tmp_path / "config.py").write_text(
         "from beside import BONUS\nfrom rewards import exact_match\n\n"
-        "def twice(prompt, response, row):\n    return BONUS * exact_match(prompt, response, row)\n"
+        "def twice(prompt, response, row):\n"
+        "    return BONUS * exact_match(prompt, response, row)\n"
     )
     function = find(f"{tmp_path}/config.py:twice")
     assert function("", "5", {"answer": 5}) == 2.0
     import config
 
     assert Path(config.__file__) == ROOT / "config.py", (
-        "a user's file must not take the place of ours"
+        "a user's file must not take the place of the built-in one"
     )
 
 
@@ -172,7 +182,9 @@ BROKEN = {
     "good.py:NUMBER": "has no function 'NUMBER'",
     "empty.py:f": "empty.py has no function 'f'",
     "syntax.py:f": "cannot be imported: SyntaxError",
-    "missing.py:f": "missing.py:2 cannot be imported: ModuleNotFoundError: No module named 'not_there'",
+    "missing.py:f": (
+        "missing.py:2 cannot be imported: ModuleNotFoundError: No module named 'not_there'"
+    ),
     "leaves.py:f": "leaves.py:1 cannot be imported: SystemExit",
 }
 
@@ -191,21 +203,23 @@ def broken(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("function", BROKEN)
-def test_what_cannot_be_found_says_what_to_change(broken, function):
+def test_a_function_that_is_not_found_is_an_error_that_tells_what_to_change(broken, function):
     with pytest.raises(InputError) as raised:
         find(function)
-    assert str(raised.value).startswith(f"reward.function={function}") and BROKEN[function] in str(
-        raised.value
-    )
+    assert str(raised.value).startswith(f"reward.function={function}")
+    assert BROKEN[function] in str(raised.value)
 
 
 def test_importing_is_light():
-    code = "import sys, rewards, rollout.grading; print({'torch', 'transformers', 'sympy', 'numpy', 'asyncio'} & set(sys.modules))"
+    code = (
+        "import sys, rewards, rollout.grading; "
+        "print({'torch', 'transformers', 'sympy', 'numpy', 'asyncio'} & set(sys.modules))"
+    )
     out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert out.stdout.strip() == "set()", out.stderr
 
 
-# ---- how a function is called ----
+# -- how a function is called ----------------------------------------------------------------------
 
 VERL_ROW = {
     "data_source": "gsm8k",
@@ -221,7 +235,7 @@ TRL_ROW = {
 
 
 def call(function, row, kwargs, responses=("5", "6")):
-    """What a function gets for these responses to one prompt: its arguments."""
+    """Return the arguments that a function gets for these responses to one prompt."""
     signature = Signature(function, kwargs, ["messages", "prompt"])
     if not signature.convention.takes_groups:
         responses = responses[:1]
@@ -232,8 +246,9 @@ def turn(text):
     return [{"role": "assistant", "content": text}]
 
 
+# Name of the case: function, row, reward.kwargs, and the arguments that the function gets.
 CALLS = {
-    "ours": (
+    "built-in": (
         lambda prompt, response, row: 0,
         {"a": 1},
         {},
@@ -245,9 +260,9 @@ CALLS = {
         {},
         {"prompt": "q", "response": "5", "row": {"a": 1}},
     ),
-    "one of ours": (lambda response: 0, {"a": 1}, {}, {"response": "5"}),
+    "one built-in parameter": (lambda response: 0, {"a": 1}, {}, {"response": "5"}),
     "by name alone": (lambda *, row: 0, {"a": 1}, {}, {"row": {"a": 1}}),
-    "all that there is": (
+    "all parameters": (
         lambda response, **more: 0,
         {"a": 1},
         {},
@@ -284,7 +299,7 @@ CALLS = {
             "extra_info": {"index": 3},
         },
     ),
-    "verl on rows of ours": (
+    "verl on our own rows": (
         lambda solution_str, ground_truth, extra_info: 0,
         {"answer": "5"},
         {},
@@ -333,14 +348,15 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("what", CALLS)
-def test_parameters_are_bound_by_name(what):
-    function, row, kwargs, arguments = CALLS[what]
+@pytest.mark.parametrize("case", CALLS)
+def test_parameters_are_bound_by_name(case):
+    function, row, kwargs, arguments = CALLS[case]
     assert call(function, row, kwargs) == arguments
 
 
-REFUSED = {
-    "names of nobody": (
+# Name of the case: function, row, reward.kwargs, and a part of the error message.
+REJECTED = {
+    "unknown names": (
         lambda p, r, row: 0,
         {},
         {},
@@ -349,7 +365,7 @@ REFUSED = {
     "no names": (lambda *arguments: 0, {}, {}, "it names no parameter that is known: it may"),
     "any names": (lambda **arguments: 0, {}, {}, "it names no parameter that is known: it may"),
     "positions": (lambda prompt, response, row, /: 0, {}, {}, "its parameter prompt is not known"),
-    "a name that is no key": (
+    "a name that is not in reward.kwargs": (
         lambda response, truth: 0,
         {"truth": 1},
         {},
@@ -367,13 +383,13 @@ REFUSED = {
         {},
         "it takes response and completions",
     ),
-    "a key that is no name": (
+    "a key that is not a parameter": (
         lambda response: 0,
         {},
         {"truth": "a"},
         "it has no parameter truth, which reward.kwargs names",
     ),
-    "a column that is not there": (
+    "a missing column": (
         lambda response, truth: 0,
         {"a": {"b": 1}, "c": None, "d": 2},
         {"truth": "a.x"},
@@ -406,15 +422,15 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_bound_is_refused_with_what_there_is(what):
-    function, row, kwargs, message = REFUSED[what]
+@pytest.mark.parametrize("case", REJECTED)
+def test_parameters_that_cannot_be_bound_are_errors(case):
+    function, row, kwargs, message = REJECTED[case]
     with pytest.raises(InputError) as raised:
         call(function, row, kwargs)
     assert message in str(raised.value)
 
 
-# ---- grading ----
+# -- grading ---------------------------------------------------------------------------------------
 
 BEHAVE = """
 import ctypes, os, re, signal, subprocess, sys, time
@@ -424,7 +440,7 @@ from pathlib import Path
 def behave(prompt, response, row):
     if response == "raise":
         return 1 / row["zero"]
-    if response == "hang":              # holds the interpreter's lock: no thread and no signal handler can run
+    if response == "hang":              # holds the GIL: no thread and no signal handler can run
         re.match("(a+)+$", "a" * 64 + "b")
     if response == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -473,9 +489,9 @@ def behave(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def make(tmp_path_factory):
-    """A grader of this function, so many workers and seconds; its config, to ask for its output_dir."""
+    """Return a function that makes a Grader with this many workers and seconds per item."""
 
-    def make(function, num_workers, timeout, *more, startup_timeout=300.0):
+    def make(function, num_workers, timeout, *overrides, startup_timeout=300.0):
         config = load(
             "ppo.yaml",
             [
@@ -485,7 +501,7 @@ def make(tmp_path_factory):
                 f"reward.function={function}",
                 f"reward.num_workers={num_workers}",
                 f"reward.timeout={timeout}",
-                *more,
+                *overrides,
             ],
         )
         return Grader(config, startup_timeout)
@@ -495,12 +511,12 @@ def make(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def shared(make, behave):
-    """One grader of two workers for the tests that do not count its processes: it must outlive every failure."""
+    """A grader with two workers for tests that do not count them: it must outlive every failure."""
     with closing(make(behave, 2, SLACK)) as grader:
         yield grader
 
 
-def gone(pid: int) -> bool:
+def has_ended(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -515,16 +531,18 @@ def wait_until(condition):
 
 
 def grade(grader, *responses, **row):
-    """Scores, and failures as they are."""
-    results = grader.grade(
-        [("prompt", response, row) for response in responses], range(len(responses))
-    )
+    """Return the scores of responses, each in a group of its own, and Failures as they are."""
+    items = [("prompt", response, row) for response in responses]
+    results = grader.grade(items, range(len(responses)))
     return [r.score if isinstance(r, Reward) else r for r in results]
 
 
 def test_order_is_kept(make, tmp_path):
     (tmp_path / "late.py").write_text(
-        "import time\ndef late(prompt, response, row):\n    time.sleep(row['seconds'])\n    return int(response)\n"
+        "import time\n"
+        "def late(prompt, response, row):\n"
+        "    time.sleep(row['seconds'])\n"
+        "    return int(response)\n"
     )
     with closing(make(f"{tmp_path}/late.py:late", 3, 30)) as grader:
         items = [("", str(i), {"seconds": (i * 7 % 5) / 100}) for i in range(40)]
@@ -533,20 +551,17 @@ def test_order_is_kept(make, tmp_path):
 
 
 def test_items_are_graded_side_by_side(make, behave, tmp_path):
-    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    def items_that_meet(name, other_name):
+        """Return two items, each of which waits until the other one is graded, too."""
+        a = str(tmp_path / name)
+        b = str(tmp_path / other_name)
+        return [("", "meet", {"mine": a, "other": b}), ("", "meet", {"mine": b, "other": a})]
+
     with closing(make(behave, 2, SLACK)) as grader:
-        assert not any(
-            isinstance(r, Failure) and r.kind == "timed out"
-            for r in grader.grade(
-                [("", "meet", {"mine": a, "other": b}), ("", "meet", {"mine": b, "other": a})],
-                [0, 0],
-            )
-        )
+        for result in grader.grade(items_that_meet("a", "b"), [0, 0]):
+            assert not (isinstance(result, Failure) and result.kind == "timed out")
     with closing(make(behave, 1, LIMIT)) as grader:
-        a, b = str(tmp_path / "c"), str(tmp_path / "d")
-        first, _ = grader.grade(
-            [("", "meet", {"mine": a, "other": b}), ("", "meet", {"mine": b, "other": a})], [0, 0]
-        )
+        first, _ = grader.grade(items_that_meet("c", "d"), [0, 0])
         assert first.kind == "timed out", "the pair above met only because there were two workers"
 
 
@@ -582,7 +597,8 @@ def test_numbers(shared):
         f"the function returned {value}, not a number that is finite in fp32" for value in shown
     ]
     largest = torch.finfo(torch.float32).max
-    assert grade(shared, repr(largest)) == [largest] and torch.tensor(3.5e38).isinf()
+    assert grade(shared, repr(largest)) == [largest]
+    assert torch.tensor(3.5e38).isinf()
 
 
 def test_named_parts(make, behave):
@@ -591,14 +607,11 @@ def test_named_parts(make, behave):
             [("", "{'correct': True, 'format': 0.2}", {}), ("", "{'a': 1.0, 'b': None}", {})],
             [0, 0],
         )
-        assert (
-            results[0] == Reward(1.2, {"correct": 1.0, "format": 0.2})
-            and results[1].kind == "not a number"
-        )
-        assert (
-            results[1].summary
-            == "not a number: the function returned {'a': 1.0, 'b': None}, whose parts and sum are not all "
-            "numbers that are finite in fp32"
+        assert results[0] == Reward(1.2, {"correct": 1.0, "format": 0.2})
+        assert results[1].kind == "not a number"
+        assert results[1].summary == (
+            "not a number: the function returned {'a': 1.0, 'b': None}, whose parts and sum are "
+            "not all numbers that are finite in fp32"
         )
     with closing(
         make(behave, 1, SLACK, "reward.weights.correct=2", "reward.weights.format=-0.5")
@@ -614,33 +627,28 @@ def test_named_parts(make, behave):
             "a part without a weight is logged only"
         )
         assert [f.kind for f in failed] == ["missing part", "missing part", "not a number"]
-        assert all(
-            "without the part 'format'" in f.trace or "without the part 'correct'" in f.trace
-            for f in failed[:2]
-        )
+        for failure in failed[:2]:
+            assert re.search("without the part '(format|correct)'", failure.trace)
 
 
 def test_parts_are_the_same_for_all(shared):
-    items = [
-        ("", text, {"row": i})
-        for i, text in enumerate(["1/0", "{'a': 1, 'b': 2}", "{'b': 1, 'a': 2}", "{'a': 1}", "1"])
-    ]
+    texts = ["1/0", "{'a': 1, 'b': 2}", "{'b': 1, 'a': 2}", "{'a': 1}", "1"]
+    items = [("", text, {"row": i}) for i, text in enumerate(texts)]
     results = shared.same_parts(items, shared.grade(items, range(5)))
     kinds = [r.kind if isinstance(r, Failure) else r.score for r in results]
     assert kinds == ["raised", 3.0, 3.0, "other parts", "other parts"]
-    assert (
-        results[3].row == {"row": 3}
-        and results[3].trace == "the function returned the parts a, and at first a, b"
-    )
+    assert results[3].row == {"row": 3}
+    assert results[3].trace == "the function returned the parts a, and at first a, b"
     assert results[4].trace == "the function returned the parts none, and at first a, b"
     later = shared.same_parts(items[3:4], shared.grade(items[3:4], [0]))
-    assert later[0].kind == "other parts", "of a later batch, too"
+    assert later[0].kind == "other parts", "in a later batch, too"
 
 
 FILE = """
 import asyncio, os, re, time
 from pathlib import Path
-calls, most = 0, 0
+calls = 0
+most = 0
 
 def rank(prompts, responses, rows):
     global calls
@@ -652,7 +660,9 @@ def rank(prompts, responses, rows):
     if "text" in responses:
         return "ab"
     order = sorted(responses)
-    return [float("nan") if r == "nan" else {"rank": order.index(r), "size": len(responses), "calls": calls} for r in responses]
+    size = len(responses)
+    results = [{"rank": order.index(r), "size": size, "calls": calls} for r in responses]
+    return [float("nan") if r == "nan" else result for r, result in zip(responses, results)]
 
 async def judge(prompt, response, row):
     global calls, most
@@ -676,7 +686,8 @@ async def judge_group(responses):
     return [len(responses)] * len(responses)
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    return {"score": float(solution_str == ground_truth), "acc": solution_str == ground_truth, "pred": solution_str, "no": None}
+    acc = solution_str == ground_truth
+    return {"score": float(acc), "acc": acc, "pred": solution_str, "no": None}
 
 def accuracy(completions, solution, log_extra=None, **kwargs):
     return [float(turns[0]["content"] == s) for turns, s in zip(completions, solution)]
@@ -690,15 +701,18 @@ def allocate(response):
     return len(bytearray(int(response)))
 
 def environment(response):
-    return {"secret": "JUDGE_KEY" in os.environ, "other": bool({"PYTHON_SECRET", "OTHER_SECRET"} & os.environ.keys()),
-            "home": "HOME" in os.environ, "oom": int(Path("/proc/self/oom_score_adj").read_text())}
+    return {"secret": "JUDGE_KEY" in os.environ,
+            "other": bool({"PYTHON_SECRET", "OTHER_SECRET"} & os.environ.keys()),
+            "home": "HOME" in os.environ,
+            "oom": int(Path("/proc/self/oom_score_adj").read_text())}
 
 def forge(response):
+    answers = b'{"answers": [{"score": 99.0, "parts": {}}], "token": "0123456789abcdef"}\\n'
     if response == "forge":
         for descriptor in range(3, 64):
             try:
                 if "pipe" in os.readlink(f"/proc/self/fd/{descriptor}"):
-                    os.write(descriptor, b'{"answers": [{"score": 99.0, "parts": {}}], "token": "0123456789abcdef"}\\n')
+                    os.write(descriptor, answers)
             except OSError:
                 pass
     return len(response)
@@ -712,19 +726,14 @@ def file(tmp_path_factory):
     return path
 
 
-def test_a_function_of_groups_gets_each_in_one_call(make, file):
+def test_a_function_of_groups_gets_each_group_in_one_call(make, file):
     with closing(make(f"{file}:rank", 1, SLACK)) as grader:
         texts = ["b", "x", "a", "raise", "c", "y", "fewer", "d", "nan", "e", "text", "z"]
         groups = [7, 3, 7, 4, 7, 4, 5, 5, 6, 6, 8, 8]
         results = grader.grade([("", text, {"text": text}) for text in texts], groups)
-        assert [
-            r.parts["rank"] for r in (results[0], results[2], results[4], results[1], results[9])
-        ] == [1, 0, 2, 0, 0]
-        assert [r.parts["size"] for r in (results[0], results[1], results[9])] == [
-            3,
-            1,
-            2,
-        ] and results[9].parts["calls"] == 5
+        assert [results[i].parts["rank"] for i in (0, 2, 4, 1, 9)] == [1, 0, 2, 0, 0]
+        assert [results[i].parts["size"] for i in (0, 1, 9)] == [3, 1, 2]
+        assert results[9].parts["calls"] == 5
         failed = {i: (results[i].kind, results[i].row["text"]) for i in (3, 5, 6, 7, 8, 10, 11)}
         assert failed == {
             3: ("raised", "raise"),
@@ -745,10 +754,8 @@ def test_an_async_function_has_several_calls_in_flight(make, file):
         assert [r.parts["length"] for r in results] == list(range(20)), (
             "each answer goes to its own item"
         )
-        assert (
-            max(r.parts["most"] for r in results) == 5
-            and len({r.parts["process"] for r in results}) == 2
-        )
+        assert max(r.parts["most"] for r in results) == 5
+        assert len({r.parts["process"] for r in results}) == 2
     with closing(make(f"{file}:judge_group", 1, SLACK, "reward.concurrency=4")) as grader:
         assert grade(grader, "a", "b") == [1.0, 1.0]
     with pytest.raises(InputError, match="reward.concurrency=2 has no effect.* is not async"):
@@ -759,46 +766,43 @@ def test_an_async_call_that_is_late_is_cancelled_and_one_that_blocks_is_found(ma
     with closing(make(f"{file}:judge", 1, LIMIT, "reward.concurrency=8")) as grader:
         results = grader.grade([("", text, {}) for text in ("a", "slow", "raise", "bb")], range(4))
         assert (results[1].kind, results[1].trace) == ("timed out", "took more than 1.5 s")
-        assert results[2].kind == "raised" and "TimeoutError: of its own" in results[2].trace
-        again = grader.grade([("", "ccc", {})], [0])
-        assert (
-            results[0].parts["process"] == results[3].parts["process"] == again[0].parts["process"]
-        ), "the worker lives on"
+        assert results[2].kind == "raised"
+        assert "TimeoutError: of its own" in results[2].trace
+        later = grader.grade([("", "ccc", {})], [0])
+        processes = {r.parts["process"] for r in (results[0], results[3], later[0])}
+        assert len(processes) == 1, "the worker lives on"
         texts = ["a", "block", "bb", "exit", "ccc", "dddd"]
         results = grader.grade([("", text, {}) for text in texts], range(6))
         assert [r.kind for r in results if isinstance(r, Failure)] == ["timed out", "died"]
         assert [r.parts["length"] for r in results if isinstance(r, Reward)] == [1, 2, 3, 4], (
-            "those in flight are asked again"
+            "calls in flight are made again"
         )
-        assert (
-            results[1].trace == f"took more than {LIMIT + LATE:g} s"
-            and results[3].trace == "ended with exit code 3"
-        )
+        assert results[1].trace == f"took more than {LIMIT + EVENT_LOOP_DELAY:g} s"
+        assert results[3].trace == "ended with exit code 3"
 
 
 def test_functions_of_verl_and_trl_are_called_as_these_do(make, file):
     with closing(make(f"{file}:compute_score", 1, SLACK)) as grader:
-        assert (
-            grader.check(VERL_ROW)
-            == f"reward.function={file}:compute_score: it is called as verl does; ground_truth is "
+        assert grader.check(VERL_ROW) == (
+            f"reward.function={file}:compute_score: it is called as verl does; ground_truth is "
             "the row's reward_model.ground_truth, else ground_truth, else answer"
         )
         right, wrong = grader.grade([("q", "5", VERL_ROW), ("q", "6", VERL_ROW)], [0, 0])
-        assert right == Reward(1.0, {"score": 1.0, "acc": 1.0}) and wrong == Reward(
-            0.0, {"score": 0.0, "acc": 0.0}
-        )
+        assert right == Reward(1.0, {"score": 1.0, "acc": 1.0})
+        assert wrong == Reward(0.0, {"score": 0.0, "acc": 0.0})
         with pytest.raises(
             InputError, match=r"file.py:compute_score: the row has no data_source, only answer"
         ):
             grader.check({"answer": 5})
     with closing(make(f"{file}:accuracy", 1, SLACK)) as grader:
-        said = "as TRL does, with a group and the columns of its rows; log_extra keeps its default"
-        assert grader.check(TRL_ROW).endswith(said)
-        assert [
-            r.score for r in grader.grade([("q", "5", TRL_ROW), ("q", "6", TRL_ROW)], [0, 0])
-        ] == [1.0, 0.0]
+        assert grader.check(TRL_ROW).endswith(
+            "as TRL does, with a group and the columns of its rows; log_extra keeps its default"
+        )
+        right, wrong = grader.grade([("q", "5", TRL_ROW), ("q", "6", TRL_ROW)], [0, 0])
+        assert right.score == 1.0
+        assert wrong.score == 0.0
     with closing(make("exact_match", 1, SLACK)) as grader:
-        assert grader.check({"answer": 5}) == "", "ours need no words"
+        assert grader.check({"answer": 5}) == "", "built-in functions need no explanation"
         with pytest.raises(
             InputError,
             match='reward.function=exact_match: the row has no "answer", only solution; rename',
@@ -806,29 +810,29 @@ def test_functions_of_verl_and_trl_are_called_as_these_do(make, file):
             grader.check({"solution": 5})
 
 
-def test_what_a_module_remembers_is_its_workers_and_lost_with_it(make, file):
+def test_the_state_of_a_module_lives_and_dies_with_its_worker(make, file):
     with closing(make(f"{file}:remember", 1, SLACK)) as grader:
         assert grade(grader, "a", "b") == [1.0, 2.0]
-        counted = grade(grader, "c", "exit", "d", "e")
-        assert counted[0] == 3.0 and counted[1].kind == "died" and counted[2:] == [1.0, 2.0]
+        before, ended, *after = grade(grader, "c", "exit", "d", "e")
+        assert before == 3.0
+        assert ended.kind == "died"
+        assert after == [1.0, 2.0]
 
 
-def test_a_worker_has_a_limit_of_memory_and_goes_first(make, file):
+def test_a_worker_has_a_memory_limit(make, file):
     with closing(make(f"{file}:allocate", 1, SLACK, "reward.memory_gib=0.5")) as grader:
         small, large, after = grade(grader, str(2**20), str(2**30), "1")
-        assert (
-            (small, after) == (2.0**20, 1.0)
-            and large.kind == "raised"
-            and "MemoryError" in large.trace
-        )
+        assert (small, after) == (2.0**20, 1.0)
+        assert large.kind == "raised"
+        assert "MemoryError" in large.trace
 
 
-def test_secrets_do_not_reach_a_worker_but_what_reward_env_names(make, file, monkeypatch):
+def test_secrets_reach_a_worker_only_if_reward_env_names_them(make, file, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "secret")
     monkeypatch.setenv("OTHER_SECRET", "secret")
     monkeypatch.setenv("PYTHON_SECRET", "secret")
-    for more, seen in (([], 0.0), (["reward.env=[JUDGE_KEY]"], 1.0)):
-        with closing(make(f"{file}:environment", 1, SLACK, *more)) as grader:
+    for overrides, seen in (([], 0.0), (["reward.env=[JUDGE_KEY]"], 1.0)):
+        with closing(make(f"{file}:environment", 1, SLACK, *overrides)) as grader:
             assert grader.grade([("", "", {})], [0])[0].parts == {
                 "secret": seen,
                 "other": 0.0,
@@ -842,21 +846,20 @@ def test_secrets_do_not_reach_a_worker_but_what_reward_env_names(make, file, mon
         make(f"{file}:environment", 1, SLACK, "reward.env=[JUDGE_KEY]")
 
 
-def test_what_is_written_into_the_pipe_of_the_answers_is_none(make, file):
+def test_text_that_a_function_writes_into_the_pipe_is_not_an_answer(make, file):
     with closing(make(f"{file}:forge", 1, SLACK)) as grader:
         before, forged, after = grade(grader, "a", "forge", "bb")
-        assert (before, after) == (1.0, 2.0) and forged.kind == "forged"
+        assert (before, after) == (1.0, 2.0)
+        assert forged.kind == "forged"
 
 
 def test_grading_ends_when_too_many_have_failed(make, behave):
     with closing(make(behave, 1, 600)) as grader:
         responses = ["1", "raise", "2", "raise", "raise"] + ["time.sleep(600)"] * 40
-        results = grader.grade(
-            [("", response, {"zero": 0}) for response in responses], range(45), max_failures=2
-        )
-        assert [r.kind for r in results if isinstance(r, Failure)] == ["raised"] * 3 and results[
-            5:
-        ] == [None] * 40
+        items = [("", response, {"zero": 0}) for response in responses]
+        results = grader.grade(items, range(45), max_failures=2)
+        assert [r.kind for r in results if isinstance(r, Failure)] == ["raised"] * 3
+        assert results[5:] == [None] * 40
 
 
 @pytest.mark.parametrize(
@@ -868,13 +871,13 @@ def test_grading_ends_when_too_many_have_failed(make, behave):
         ("reward.kwargs.a=b", "exact_match: it has no parameter a"),
     ],
 )
-def test_keys_of_ones_own_are_checked(make, setting, message):
+def test_keys_that_users_add_are_checked(make, setting, message):
     with pytest.raises(InputError) as raised:
         make("exact_match", 1, SLACK, setting)
     assert message in str(raised.value)
 
 
-def test_a_class_is_refused_and_its_objects_are_called(make, tmp_path):
+def test_a_class_is_rejected_and_its_objects_are_called(make, tmp_path):
     (tmp_path / "judge.py").write_text(
         "class Judge:\n    def __call__(self, response): return 0.5\njudge = Judge()\n"
     )
@@ -907,15 +910,12 @@ def test_a_function_that_raises(shared, behave):
     result, leaving = grade(shared, "raise", "leave", zero=0)
     assert (result.kind, result.row, result.response) == ("raised", {"zero": 0}, "raise")
     line = BEHAVE.split("\n").index('        return 1 / row["zero"]') + 1
-    assert (
-        f'behave.py", line {line}, in behave' in result.trace
-        and "ZeroDivisionError" in result.trace
-    )
-    assert (
-        result.summary
-        == f"raised: ZeroDivisionError: division by zero ({behave.removesuffix(':behave')}:{line})"
-    )
-    assert leaving.kind == "raised" and "SystemExit: 3" in leaving.trace
+    assert f'behave.py", line {line}, in behave' in result.trace
+    assert "ZeroDivisionError" in result.trace
+    file = behave.removesuffix(":behave")
+    assert result.summary == f"raised: ZeroDivisionError: division by zero ({file}:{line})"
+    assert leaving.kind == "raised"
+    assert "SystemExit: 3" in leaving.trace
 
 
 def test_functions_that_hang_are_killed(make, behave, tmp_path):
@@ -928,7 +928,7 @@ def test_functions_that_hang_are_killed(make, behave, tmp_path):
         assert [(r.kind, r.trace) for r in results[1::2]] == [
             ("timed out", "took more than 1.5 s")
         ] * 3
-        wait_until(lambda: gone(int(pid.read_text())))
+        wait_until(lambda: has_ended(int(pid.read_text())))
         assert grade(grader, "5", "6", "7") == [5.0, 6.0, 7.0]
 
 
@@ -944,10 +944,10 @@ def test_functions_that_end_their_process(make, shared, behave, tmp_path):
     with closing(make(behave, 1, SLACK)) as grader:
         (forked,) = grade(grader, "fork", pid=str(pid))
         assert forked.trace == "ended with exit code 3", "its time was not up"
-    wait_until(lambda: gone(int(pid.read_text())))
+    wait_until(lambda: has_ended(int(pid.read_text())))
 
 
-def test_what_a_function_prints_and_reads_is_not_the_protocol(make, tmp_path, capfd):
+def test_functions_may_print_and_read(make, tmp_path, capfd):
     (tmp_path / "talks.py").write_text("print('hello from the import')\n" + BEHAVE)
     with closing(make(f"{tmp_path}/talks.py:behave", 1, SLACK)) as grader:
         output = Path(grader.settings["output"])
@@ -955,12 +955,13 @@ def test_what_a_function_prints_and_reads_is_not_the_protocol(make, tmp_path, ca
         assert grade(grader, "print", "2", "print", "crash")[:3] == [1.0, 2.0, 1.0]
         assert output.parts[-2:] == ("reward_output", "rank_0.txt")
         text = output.read_text()
-    assert text.startswith("hello from the import\n") and all(
-        text.count(f'{{"reward": {n}}}') == 2 for n in (5, 6, 7)
-    )
+    assert text.startswith("hello from the import\n")
+    for number in (5, 6, 7):
+        assert text.count(f'{{"reward": {number}}}') == 2
     assert "Segmentation fault" in text
     out, err = capfd.readouterr()
-    assert out == err == ""
+    assert out == ""
+    assert err == ""
 
 
 def test_large_and_odd_text(shared):
@@ -974,20 +975,19 @@ def test_workers_start_when_needed_and_live_on(make, behave):
     with closing(make(behave, 3, SLACK)) as grader:
         (first,) = grade(grader, "pid")
         assert [p.pid for p in set(me.children()) - before] == [first]
-        for number in (
-            signal.SIGTERM,
-            signal.SIGUSR1,
-            signal.SIGINT,
-        ):  # as slurm sends them to every process
+        # Slurm sends these signals to every process.
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             os.kill(int(first), number)
-        pids, items = set(), ["time.sleep(0.5) or os.getpid()"] * 3
+        pids = set()
+        items = ["time.sleep(0.5) or os.getpid()"] * 3
         thread = threading.Thread(target=lambda: pids.update(grade(grader, *items)))
         thread.start()
         thread.join()
-        assert len(pids) == 3 and first in pids
+        assert len(pids) == 3
+        assert first in pids
         assert set(grade(grader, *items)) <= pids, "they outlive the thread that started them"
-    assert all(gone(int(pid)) for pid in pids)
-    assert grade(grader, "2") == [2.0], "closed: it begins anew"
+    assert all(has_ended(int(pid)) for pid in pids)
+    assert grade(grader, "2") == [2.0], "after close() it starts again"
     grader.close()
 
 
@@ -995,9 +995,11 @@ def test_workers_die_with_a_killed_parent(behave, tmp_path):
     code = f"""if True:
         from config import load
         from rollout.grading.grader import Grader
-        items = [("", response, {{"pid": {str(tmp_path / "pid")!r}}}) for response in ("hang", "parent", "1", "1")]
-        config = load("ppo.yaml", ["model.path=unused", "data.train_files=unused", "output_dir={tmp_path}",
-                                   "reward.function={behave}", "reward.num_workers=3", "reward.timeout=600"])
+        row = {{"pid": {str(tmp_path / "pid")!r}}}
+        items = [("", response, row) for response in ("hang", "parent", "1", "1")]
+        config = load("ppo.yaml", [
+            "model.path=unused", "data.train_files=unused", "output_dir={tmp_path}",
+            "reward.function={behave}", "reward.num_workers=3", "reward.timeout=600"])
         Grader(config).grade(items, range(4))"""
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
     try:
@@ -1005,13 +1007,15 @@ def test_workers_die_with_a_killed_parent(behave, tmp_path):
         wait_until(lambda: len(psutil.Process(parent.pid).children()) == 3)
         time.sleep(1)
         family = psutil.Process(parent.pid).children(recursive=True)
-        assert len(family) == 4 and int((tmp_path / "pid").read_text()) in {p.pid for p in family}
-        assert parent.poll() is None and not any(gone(p.pid) for p in family)
+        assert len(family) == 4
+        assert int((tmp_path / "pid").read_text()) in {p.pid for p in family}
+        assert parent.poll() is None
+        assert not any(has_ended(p.pid) for p in family)
     finally:
         parent.kill()
         parent.wait()
     for process in family:
-        wait_until(lambda: gone(process.pid))
+        wait_until(lambda: has_ended(process.pid))
 
 
 def test_the_working_directory_is_the_users_and_shadows_nothing(tmp_path):
@@ -1026,7 +1030,8 @@ def test_the_working_directory_is_the_users_and_shadows_nothing(tmp_path):
         sys.path[0] = {str(ROOT)!r}
         from config import load
         from rollout.grading.grader import Grader
-        grader = Grader(load("ppo.yaml", ["model.path=unused", "data.train_files=unused", "reward.function=mine.py:f"]))
+        overrides = ["model.path=unused", "data.train_files=unused"]
+        grader = Grader(load("ppo.yaml", [*overrides, "reward.function=mine.py:f"]))
         print(grader.grade([("", "", {{}})], [0])[0].score)
         grader.close()"""
     out = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
