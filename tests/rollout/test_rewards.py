@@ -550,6 +550,7 @@ def test_order_is_kept(make, tmp_path):
         assert grader.grade([], []) == []
 
 
+@pytest.mark.slow
 def test_items_are_graded_side_by_side(make, behave, tmp_path):
     def items_that_meet(name, other_name):
         """Return two items, each of which waits until the other one is graded, too."""
@@ -762,6 +763,7 @@ def test_an_async_function_has_several_calls_in_flight(make, file):
         make(f"{file}:remember", 1, SLACK, "reward.concurrency=2")
 
 
+@pytest.mark.slow
 def test_an_async_call_that_is_late_is_cancelled_and_one_that_blocks_is_found(make, file):
     with closing(make(f"{file}:judge", 1, LIMIT, "reward.concurrency=8")) as grader:
         results = grader.grade([("", text, {}) for text in ("a", "slow", "raise", "bb")], range(4))
@@ -918,6 +920,7 @@ def test_a_function_that_raises(shared, behave):
     assert "SystemExit: 3" in leaving.trace
 
 
+@pytest.mark.slow
 def test_functions_that_hang_are_killed(make, behave, tmp_path):
     pid = tmp_path / "pid"
     with closing(make(behave, 2, LIMIT)) as grader:
@@ -991,6 +994,7 @@ def test_workers_start_when_needed_and_live_on(make, behave):
     grader.close()
 
 
+@pytest.mark.slow
 def test_workers_die_with_a_killed_parent(behave, tmp_path):
     code = f"""if True:
         from config import load
@@ -1018,6 +1022,7 @@ def test_workers_die_with_a_killed_parent(behave, tmp_path):
         wait_until(lambda: has_ended(process.pid))
 
 
+@pytest.mark.slow
 def test_the_working_directory_is_the_users_and_shadows_nothing(tmp_path):
     for name in ("rollout.grading", "rewards", "config", "json"):
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('shadowed')\n")
@@ -1045,6 +1050,7 @@ def test_a_function_that_cannot_be_imported_is_an_error_at_once(make, broken, fu
     assert BROKEN[function] in str(raised.value)
 
 
+@pytest.mark.slow
 def test_an_import_may_be_slow_but_not_hang_or_die(make, tmp_path):
     text = "import os, time\n{}\ndef f(prompt, response, row):\n    return 1\n"
     for name, line in {
@@ -1065,6 +1071,7 @@ def test_an_import_may_be_slow_but_not_hang_or_die(make, tmp_path):
             make(f"{tmp_path}/{name}.py:f", 1, LIMIT)
 
 
+@pytest.mark.slow
 def test_math_that_never_ends_is_one_failure(make):
     with closing(make("math", 1, 10)) as grader:  # a slow machine's first answer takes seconds
         row = {"answer": r"\frac{1}{2}"}
