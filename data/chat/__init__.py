@@ -4,6 +4,7 @@
     conversation  messages rendered by the chat template, and the tokens of the rendered text
     spans         the characters of each assistant turn, from header to end token; starts with an
                   example that explains how turns are found
+    template_mask             turns that the template marks itself, with {% generation %} blocks
     runs, headers, endings    the steps of finding a turn: its text, where it begins, where it ends
     pieces, marks             which message each part of the rendered text comes from
     probe         a chat of two turns that shows how a template begins and ends a turn

@@ -38,18 +38,35 @@ from data.chat.conversation import Conversation
 from data.chat.endings import check_nothing_follows_end, find_turn_end
 from data.chat.forms import missing_text
 from data.chat.headers import find_header_end, skip_absorbed_spaces
+from data.chat.marks import Piece
 from data.chat.runs import ADVICE, CHAT_START, Run, runs_of_pieces
+from data.chat.template_mask import marked_spans
 from data.chat.tokens import Span
 
 
 def find_spans(conversation: Conversation, turns: list[int]) -> list[Span]:
     """Return the spans of these assistant messages, in order, each with the turn's end token.
 
-    A turn has several spans where a template puts other messages' texts into it. If the template
-    leaves out the end of the last turn, the conversation's text and tokens get it.
+    They are those that the template marks itself, if it does and the marks are exact
+    (template_mask.py); otherwise they are searched for.
 
     Raises InputError for a turn that cannot be located, that has no end, that is incomplete, or
     that contains another message's text.
+    """
+    spans = marked_spans(conversation, turns)
+    if spans is None:
+        spans = search_spans(conversation, turns)
+    check_no_foreign_text(conversation, turns, spans)
+    return spans
+
+
+def search_spans(conversation: Conversation, turns: list[int]) -> list[Span]:
+    """Return the spans of these assistant messages, found by rendering the chat again.
+
+    A turn has several spans where a template puts other messages' texts into it. If the template
+    leaves out the end of the last turn, the conversation's text and tokens get it.
+
+    Raises InputError for a turn that cannot be located, that has no end, or that is incomplete.
     """
     runs = find_runs(conversation, turns)
     messages_with_text = {piece.source.message for piece in conversation.pieces if is_own(piece)}
@@ -73,7 +90,6 @@ def find_spans(conversation: Conversation, turns: list[int]) -> list[Span]:
 
     for message in turns:
         check_complete(conversation, message, learned_text[message])
-    check_no_foreign_text(conversation, turns, spans)
     return spans
 
 
@@ -102,7 +118,7 @@ def place_empty_turn(conversation: Conversation, message: int, runs: list[Run]) 
     return find_header_end(conversation, Run(message, gap_end, gap_end), previous)
 
 
-def is_own(piece) -> bool:
+def is_own(piece: Piece) -> bool:
     """Return whether a piece was written by the author of its message."""
     return piece.source.is_own
 

@@ -10,7 +10,11 @@ from transformers import PreTrainedTokenizerFast
 
 from config import InputError
 from data.chat import encoding
+from data.chat.conversation import Conversation
+from data.chat.spans import search_spans
+from data.chat.template_mask import marked_spans
 from data.chat.tokenizer import ChatTokenizer
+from data.rows import TemplateInputs
 from tests.data.chat_templates import (
     APERTUS,
     APRIEL,
@@ -299,6 +303,45 @@ def test_mistral():
     assert texts[0].startswith("[TOOL_CALLS] [{")
     assert texts[0].endswith("]</s>")
     assert texts[1:] == [" it is 2</s>", " a2</s>"]
+
+
+HEADER = "{{ '<|im_start|>assistant\n' }}"
+START = "{% generation %}"
+CONTENT_AND_END = "{{ m.content + '<|im_end|>' }}"
+STOP = "{% endgeneration %}"
+
+
+def marking(turn):
+    """Return a ChatML template that writes `turn` for the assistant's messages."""
+    return (
+        "{%- for m in messages %}{% if m.role == 'assistant' %}" + turn + "{{ '\n' }}{% else %}"
+        "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+        "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+
+
+@pytest.mark.parametrize(
+    "turn, is_used",
+    [
+        (HEADER + START + CONTENT_AND_END + STOP, True),
+        (HEADER + START + "{{ m.content }}" + STOP + "{{ '<|im_end|>' }}", False),  # no end token
+        (START + HEADER + CONTENT_AND_END + STOP, False),  # with the header
+        (HEADER + START + CONTENT_AND_END + "{{ '\n' }}" + STOP, False),  # more than the end token
+    ],
+)
+def test_a_template_that_marks_the_turns_itself(turn, is_used):
+    """Exact marks are used; otherwise turns are searched for, with the same result."""
+    tokenizer = make_tokenizer(marking(turn), eos="<|im_end|>")
+    row = {"messages": say("q1", "a1", "q2", "the cat")}
+    assert trained(tokenizer, row) == ["a1<|im_end|>", "the cat<|im_end|>"]
+    assert trained(tokenizer, row, train_on="last") == ["the cat<|im_end|>"]
+    conversation = Conversation(
+        row["messages"], ChatTokenizer(tokenizer), TemplateInputs(tools=None, arguments={})
+    )
+    spans = marked_spans(conversation, [1, 3])
+    assert (spans is not None) == is_used
+    if is_used:
+        assert spans == search_spans(conversation, [1, 3])
 
 
 def test_turns_that_cannot_be_located_are_errors():

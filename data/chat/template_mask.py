@@ -1,0 +1,96 @@
+"""Assistant turns as the chat template marks them itself, with {% generation %} blocks.
+
+Some templates enclose the tokens that the model has to generate in such a block, which transformers
+turns into a mask. If that mask fits, no turn has to be searched for. It does not always fit: some
+templates leave the end token out of the block, others take the header in, and the search of
+spans.py, which learns exactly what the model generates, is used instead.
+"""
+
+from __future__ import annotations
+
+import re
+from itertools import groupby
+from operator import itemgetter
+
+from data.chat.conversation import Conversation
+from data.chat.endings import read_ending
+from data.chat.forms import missing_text
+from data.chat.headers import read_header
+from data.chat.tokens import Span
+
+# {% generation %} and {%- generation -%}.
+GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\b")
+# The generation prompt that read_header() knows is the one after these messages.
+PLAIN_ROLES = ("system", "developer", "user", "assistant")
+
+
+def marked_spans(conversation: Conversation, turns: list[int]) -> list[Span] | None:
+    """Return the spans of these assistant messages as the template marks them.
+
+    None if the template has no generation blocks, or if the marks may differ from the result of the
+    search: they do not belong to the assistant's messages one by one, or a turn does not begin
+    after the generation prompt or does not end with its only end token.
+    """
+    if not is_applicable(conversation):
+        return None
+    messages = [i for i, m in enumerate(conversation.messages) if m["role"] == "assistant"]
+    spans = mask_to_spans(conversation)
+    if spans is None or len(spans) != len(messages):
+        return None
+    span_of_message = dict(zip(messages, spans))
+    if not all(is_exact(conversation, i, span_of_message[i]) for i in turns):
+        return None
+    return [span_of_message[i] for i in turns]
+
+
+def is_applicable(conversation: Conversation) -> bool:
+    """Return whether the template has generation blocks, and a prompt that is always the same.
+
+    Tools and template arguments may change the prompt, and tokens that absorb white space change
+    where turns begin.
+    """
+    chat = conversation.chat
+    inputs = conversation.inputs
+    if not chat.is_stock or chat.absorbs_spaces or inputs.tools or inputs.arguments:
+        return False
+    if not GENERATION_BLOCK.search(str(chat.tokenizer.chat_template)):
+        return False
+    return all(message["role"] in PLAIN_ROLES for message in conversation.messages)
+
+
+def mask_to_spans(conversation: Conversation) -> list[Span] | None:
+    """Return the characters of each run of tokens that the template marks; None without marks."""
+    rendered = conversation.render(
+        conversation.messages,
+        tokenize=True,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+        **conversation.options,
+    )
+    tokens = conversation.tokens
+    if list(rendered["input_ids"]) != tokens.ids:
+        return None
+    spans = []
+    indices_and_marks = enumerate(rendered["assistant_masks"])
+    for is_marked, run in groupby(indices_and_marks, key=itemgetter(1)):
+        if is_marked:
+            indices = [index for index, _ in run]
+            spans.append(Span(tokens.start(indices[0]), tokens.end(indices[-1])))
+    return spans
+
+
+def is_exact(conversation: Conversation, message: int, span: Span) -> bool:
+    """Return whether a span is what the model generates: after the prompt, through the end token.
+
+    The span has to contain the whole message, and a single end token.
+    """
+    text = conversation.text
+    prompt = read_header(conversation.chat).prompt
+    if not prompt or not text[: span.start].endswith(prompt):
+        return False
+    if missing_text(conversation.messages[message], text[span.start : span.end]):
+        return False
+    end_ids = read_ending(conversation.chat).ids
+    ids = conversation.tokens.between(span.start, span.end).ids
+    num_ends = sum(token in end_ids for token in ids)
+    return num_ends == 1 and ids[-1] in end_ids
