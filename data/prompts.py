@@ -22,7 +22,7 @@ from data.chat.placeholders import RowImages, tokens_with_images
 from data.chat.plain_text import check_no_images, tokenize_plain
 from data.chat.tokenizer import ChatTokenizer
 from data.images.processor import Pictures, Reader
-from data.images.sources import IMAGE, place, without_pixels
+from data.images.sources import IMAGE, place_images, without_pixels
 from data.rows import has_prompt_column, read_messages, template_inputs
 from data.shapes import read_shape
 from data.tokenization import Kind, kept_tokens, tokenized
@@ -163,7 +163,7 @@ def encode_prompt(
             "the tokenizer has no chat template: give data.chat_template, or rows of a plain string"
         )
     else:
-        messages, sources = place(messages, row.get(options.images_key), options.images_key)
+        messages, sources = place_images(messages, row.get(options.images_key), options.images_key)
         turns = without_reply(messages, row, options)
         inputs = template_inputs(row, chat.parameters, options)
         conversation = Conversation(turns, chat, inputs, add_generation_prompt=True)

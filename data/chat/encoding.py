@@ -12,7 +12,7 @@ from data.chat.placeholders import RowImages, tokens_with_images
 from data.chat.plain_text import check_no_images, encode_pair
 from data.chat.spans import find_spans
 from data.chat.tokenizer import HALF_CHARACTER, ChatTokenizer
-from data.images.sources import place
+from data.images.sources import place_images
 from data.rows import template_inputs, training_messages
 
 Result = TypeVar("Result")
@@ -62,7 +62,7 @@ def encode(row: dict, chat: ChatTokenizer, options, folder: Path = Path()) -> St
                 "strings"
             )
         turns = learned_turns(messages, options.train_on)
-        messages, sources = place(messages, row.get(options.images_key), options.images_key)
+        messages, sources = place_images(messages, row.get(options.images_key), options.images_key)
         conversation = Conversation(messages, chat, template_inputs(row, chat.parameters, options))
         yield conversation
         spans = find_spans(conversation, turns)

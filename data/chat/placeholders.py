@@ -13,7 +13,7 @@ from config import InputError
 from data.chat.conversation import Conversation
 from data.chat.forms import has_image, text_of
 from data.chat.tokens import Tokens
-from data.images.sources import IMAGE, MARK, file_of, read
+from data.images.sources import IMAGE, MARK, file_of, read_image
 
 
 class RowImages(NamedTuple):
@@ -55,7 +55,7 @@ def tokens_with_images(
     Special tokens that are written in texts are escaped as options.special_tokens_in_text says.
 
     Args:
-        sources: the images in the order of the conversation, as data.images.sources.place()
+        sources: the images in the order of the conversation, as data.images.sources.place_images()
             returns them.
         folder: the directory that relative paths of images refer to.
 
@@ -76,7 +76,7 @@ def tokens_with_images(
         )
     if len(sources) > 1:
         check_order_of_images(conversation)
-    images = [reader.resized(read(source, folder)) for source in sources]
+    images = [reader.resized(read_image(source, folder)) for source in sources]
     expanded_tokens, of_tokens = reader.expand(conversation.text, images)
     paths = [file_of(source, folder) for source in sources]
     files = [str(path) for path in paths if path]

@@ -1,7 +1,7 @@
 """Where the images of a row are, and reading them.
 
-A row has images in parts of its messages, or in a column of its own. `place()` brings both into one
-form; `read()` reads an image from its path, its bytes or a data URL.
+A row has images in parts of its messages, or in a column of its own. `place_images()` brings both
+into one form; `read_image()` reads an image from its path, its bytes or a data URL.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MIN_SIDE = 4
 # -- images of a row -------------------------------------------------------------------------------
 
 
-def place(messages: list[dict], column, key: str) -> tuple[list[dict], list]:
+def place_images(messages: list[dict], column, key: str) -> tuple[list[dict], list]:
     """Bring the images of a row, and the contents of its messages, into one form.
 
     Args:
@@ -301,14 +301,14 @@ def source_key(fields: dict) -> str | None:
 
 
 def file_of(source, folder: Path) -> Path | None:
-    """Return the file that read() would read; None if the image is not in a file."""
+    """Return the file that read_image() would read; None if the image is not in a file."""
     source = source_of(source)
     if not source or not isinstance(source, str):
         return None
     return folder / source.removeprefix("file://")
 
 
-def read(source, folder: Path):
+def read_image(source, folder: Path):
     """Read an image, and return it upright as a PIL.Image in RGB.
 
     Args:
