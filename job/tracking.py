@@ -351,7 +351,8 @@ def supersede(path: Path, step: int) -> None:
     read are moved to *.broken.jsonl.
     """
     lines = {"kept": [], "superseded": [], "broken": []}
-    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
+    content = path.read_bytes() if path.exists() else b""
+    for line in content.splitlines(keepends=True):
         lines[classify_line(line, step)].append(line)
     moved = [name for name in ("superseded", "broken") if lines[name]]
     for name in moved:
