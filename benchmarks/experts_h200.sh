@@ -1,7 +1,11 @@
 #!/usr/bin/env bash
-# Mixtures of experts on one GPU, for docs/benchmarks.md:  bash benchmarks/experts_h200.sh
-# Some layers of Qwen3-30B-A3B with random weights, with the routers' auxiliary loss; bf16, and fp32 masters where 4B parameters fit so.
-# Set VLLM_USE_FLASHINFER_SAMPLER=0 where flashinfer is not installed. PYTHON="echo python3" prints the commands.
+# Mixtures of experts on one GPU, for docs/benchmarks.md:
+#
+#     bash benchmarks/experts_h200.sh
+#
+# Some layers of Qwen3-30B-A3B with random weights and the routers' auxiliary loss: 8B parameters in
+# bf16, and 4B with fp32 masters. Set VLLM_USE_FLASHINFER_SAMPLER=0 where flashinfer is not
+# installed. PYTHON="echo python3" prints the commands.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}

@@ -1,7 +1,11 @@
 #!/usr/bin/env bash
-# SFT and GRPO with images on one GPU, for docs/benchmarks.md:  bash benchmarks/images_h200.sh
-# Qwen2.5-VL-7B's shape, random weights, in bf16, an image of 1,008 tokens in each row. vLLM needs torchvision for this model.
-# Set VLLM_USE_FLASHINFER_SAMPLER=0 where flashinfer is not installed. PYTHON="echo python3" prints the commands.
+# SFT and GRPO with images on one GPU, for docs/benchmarks.md:
+#
+#     bash benchmarks/images_h200.sh
+#
+# The shape of Qwen2.5-VL-7B with random weights in bf16, and an image of 1,008 tokens in each row.
+# vLLM needs torchvision for this model. Set VLLM_USE_FLASHINFER_SAMPLER=0 where flashinfer is not
+# installed. PYTHON="echo python3" prints the commands.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}

@@ -1,7 +1,11 @@
 #!/usr/bin/env bash
-# SFT and GRPO with LoRA on one GPU, for docs/benchmarks.md:  bash benchmarks/lora_h200.sh; with GPUS=2 also on two
-# Qwen2.5 shapes, random weights, in bf16. TRL's line needs trl, liger-kernel and flash-attn. Set VLLM_USE_FLASHINFER_SAMPLER=0 where
-# flashinfer is not installed. PYTHON="echo python3" prints the commands.
+# SFT and GRPO with LoRA on one GPU, or with GPUS=2 also on two, for docs/benchmarks.md:
+#
+#     bash benchmarks/lora_h200.sh
+#
+# Qwen2.5 shapes with random weights in bf16. TRL's line needs trl, liger-kernel and flash-attn. Set
+# VLLM_USE_FLASHINFER_SAMPLER=0 where flashinfer is not installed. PYTHON="echo python3" prints the
+# commands.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}

@@ -1,7 +1,11 @@
 #!/usr/bin/env bash
-# Multi-token prediction and speculative decoding on one GPU, for docs/benchmarks.md:  bash benchmarks/mtp_h200.sh [OUT_DIR]
-# MiMo's shapes with made weights (benchmarks/shapes.py); OUT_DIR gets pictures of the GPU's memory over a PPO step.
-# Set VLLM_USE_FLASHINFER_SAMPLER=0 where flashinfer is not installed. PYTHON="echo python3" prints the commands.
+# Multi-token prediction and speculative decoding on one GPU, for docs/benchmarks.md:
+#
+#     bash benchmarks/mtp_h200.sh [OUT_DIR]
+#
+# MiMo's shapes with constructed weights (benchmarks/shapes.py). Plots of the GPU's memory over a PPO
+# step are written to OUT_DIR. Set VLLM_USE_FLASHINFER_SAMPLER=0 where flashinfer is not installed.
+# PYTHON="echo python3" prints the commands.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-.} python=${PYTHON:-python3}
@@ -13,7 +17,7 @@ for shape in 0.5B-MTP 1.5B-MTP; do
     $python benchmarks/sft_h200.py $shape $megatron $cap $trained --steps 3
 done
 $python benchmarks/speculative_h200.py 0.5B --ways plain ngram:4 mtp:1 mtp:3
-# Drafts of a layer that was trained, on answers whose lengths have a long tail.
+# Drafts of a trained layer, on answers whose lengths have a long tail.
 models=/dev/shm/rankwise-models data=/dev/shm/rankwise-mtp
 $python benchmarks/make_mtp_data.py $data 0.5B --models $models
 $python train_sft.py $megatron $trained $cap model.path=$models/0.5B-MTP-random data.train_files=$data/train.jsonl \

@@ -1,7 +1,11 @@
 #!/usr/bin/env bash
-# A GRPO step by stage on one host's GPUs, for docs/benchmarks.md:  bash benchmarks/ppo_h200.sh [NUM_GPUS] [more arguments]
-# 256 prompts x 4 responses of 512 tokens; parameters, gradients and Adam's state in bf16 (Megatron: fp32 masters).
-# Set VLLM_USE_FLASHINFER_SAMPLER=0 where flashinfer is not installed. PYTHON="echo python3" prints the commands.
+# A GRPO step by stage on one host's GPUs, for docs/benchmarks.md:
+#
+#     bash benchmarks/ppo_h200.sh [NUM_GPUS] [more arguments]
+#
+# 256 prompts x 4 responses of 512 tokens; parameters, gradients and Adam's state in bf16 (Megatron:
+# fp32 masters). Set VLLM_USE_FLASHINFER_SAMPLER=0 where flashinfer is not installed.
+# PYTHON="echo python3" prints the commands.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 gpus=${1:-1} python=${PYTHON:-python3}

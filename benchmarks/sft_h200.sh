@@ -1,7 +1,11 @@
 #!/usr/bin/env bash
-# Speed and memory of SFT on one host's GPUs, for docs/benchmarks.md:  bash benchmarks/sft_h200.sh [NUM_GPUS]
-# Qwen2.5 shapes, random weights, packed batches. engine.param_dtype=bfloat16: parameters, gradients and Adam's state in bf16;
-# without it they are fp32, and forward and backward compute in bf16. PYTHON="echo python3" prints the commands.
+# Speed and memory of SFT on one host's GPUs, for docs/benchmarks.md:
+#
+#     bash benchmarks/sft_h200.sh [NUM_GPUS]
+#
+# Qwen2.5 shapes with random weights, packed batches. With engine.param_dtype=bfloat16, parameters,
+# gradients and Adam's state are bf16; without it they are fp32, and forward and backward compute in
+# bf16. PYTHON="echo python3" prints the commands.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 gpus=${1:-1} python=${PYTHON:-python3}
