@@ -490,6 +490,7 @@ def test_a_cache_is_found_until_something_changes(make, tokenizer_dir, tmp_path)
     assert len(list((tmp_path / "cache").iterdir())) == 7
 
 
+@pytest.mark.slow
 def test_a_cache_hit_needs_no_datasets_library(make, tokenizer_dir, tmp_path):
     path = write(tmp_path / "a.jsonl", [{"prompt": "q", "answer": 5}])
     folder = make(path)
