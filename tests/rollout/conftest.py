@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from examples.arithmetic import make_tokenizer
 from tests.rollout.launches import END_TOKENS, LAUNCHES
+from tests.support.cases import selected_launches
 from tests.support.launch import launch, launch_each
 from tests.support.models import make_model
 
@@ -85,8 +86,8 @@ def make_model_with_implied_settings(path: Path, shape: dict) -> None:
 
 
 @pytest.fixture(scope="session")
-def rollout_results(rollout_folder):
-    """A function: name of a launch -> its results."""
+def rollout_results(request, rollout_folder):
+    """A function: name of a launch -> its results, for the launches that the tests need."""
     # A run that was killed leaves this file, and vLLM on CPUs could not start beside it.
     Path("/dev/shm/-tp:0-[0-1]-cpushm_1").touch()
 
@@ -94,7 +95,7 @@ def rollout_results(rollout_folder):
         launch(LAUNCHES[name].ranks, "tests/rollout/rollout_worker.py", rollout_folder, name)
         return json.loads((rollout_folder / f"{name}.json").read_text())
 
-    return launch_each(LAUNCHES, run)
+    return launch_each(selected_launches(request, LAUNCHES), run)
 
 
 @pytest.fixture

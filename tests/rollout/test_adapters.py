@@ -13,6 +13,7 @@ from examples.arithmetic import make_tokenizer
 from rollout.vllm.settings import check_rollout, check_vllm_model
 from tests.rollout.adapters_worker import LAUNCHES, NUM_UPDATES
 from tests.rollout.launches import ROLLOUT_BOUND
+from tests.support.cases import launch_params, selected_launches
 from tests.support.launch import launch, launch_each
 from tests.support.models import make_model
 
@@ -46,18 +47,18 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def results(folder):
+def adapter_results(request, folder):
     def run(name):
         worker = "tests/rollout/adapters_worker.py"
         stdout = launch(LAUNCHES[name].ranks, worker, folder, name).stdout
         return Result(name, json.loads((folder / f"{name}.json").read_text()), stdout)
 
-    return launch_each(LAUNCHES, run)
+    return launch_each(selected_launches(request, LAUNCHES), run)
 
 
-@pytest.fixture(params=LAUNCHES)
-def result(results, request) -> Result:
-    return results(request.param)
+@pytest.fixture(params=launch_params(LAUNCHES))
+def result(adapter_results, request) -> Result:
+    return adapter_results(request.param)
 
 
 @pytest.mark.slow

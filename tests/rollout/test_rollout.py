@@ -27,12 +27,13 @@ from tests.rollout.launches import (
     split_written,
     written_responses,
 )
+from tests.support.cases import launch_params
 from tests.support.launch import launch
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 
-@pytest.fixture(params=LAUNCHES)
+@pytest.fixture(params=launch_params(LAUNCHES))
 def name(request):
     return request.param
 
@@ -107,7 +108,7 @@ def test_first_ratio_is_exactly_1(result, temperature, name):
         assert ratio["tokens"] > 40
 
 
-@pytest.mark.parametrize("name", ONE_REPLICA_PER_RANK)
+@pytest.mark.parametrize("name", launch_params(LAUNCHES, ONE_REPLICA_PER_RANK))
 def test_first_ratio_is_exactly_1_in_bfloat16_with_recomputation(rollout_results, name):
     ratio = rollout_results(name)["rounded"]
     assert ratio["unequal"] == [0] * LAUNCHES[name].ranks
@@ -116,7 +117,7 @@ def test_first_ratio_is_exactly_1_in_bfloat16_with_recomputation(rollout_results
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.parametrize("name", ONE_RANK)
+@pytest.mark.parametrize("name", launch_params(LAUNCHES, ONE_RANK))
 def test_log_probs_at_a_temperature_are_those_of_transformers(
     rollout_results, rollout_folder, name, temperature
 ):
@@ -239,7 +240,7 @@ def test_a_response_ends_with_an_end_token_or_is_truncated(result):
 
 
 @pytest.mark.parametrize("parameter", CUTS)
-@pytest.mark.parametrize("name", ONE_RANK)
+@pytest.mark.parametrize("name", launch_params(LAUNCHES, ONE_RANK))
 def test_cut_distributions(rollout_results, rollout_folder, name, parameter):
     """vLLM's log-probabilities are those of the distribution after cutting and normalizing."""
     lost_masses = []
@@ -263,7 +264,7 @@ def test_cut_distributions(rollout_results, rollout_folder, name, parameter):
     assert sum(lost_masses) / len(lost_masses) > 0.2, "nothing was cut"
 
 
-@pytest.mark.parametrize("name", ONE_RANK)
+@pytest.mark.parametrize("name", launch_params(LAUNCHES, ONE_RANK))
 def test_the_trainer_knows_the_tokens_that_sampling_kept(rollout_results, name):
     written = rollout_results(name)["kept tokens"]
     kept = torch.tensor(written["kept_words"])
@@ -284,7 +285,7 @@ def test_the_trainer_knows_the_tokens_that_sampling_kept(rollout_results, name):
 
 
 @pytest.mark.parametrize("parameter", GREEDY_CUTS)
-@pytest.mark.parametrize("name", ONE_RANK)
+@pytest.mark.parametrize("name", launch_params(LAUNCHES, ONE_RANK))
 def test_cuts_that_leave_one_token_are_greedy(rollout_results, name, parameter):
     results = rollout_results(name)
     cut = results["greedy cuts"][parameter]
@@ -295,7 +296,7 @@ def test_cuts_that_leave_one_token_are_greedy(rollout_results, name, parameter):
         assert cut["rollout_log_probs"] == pytest.approx([0] * len(cut["input_ids"]), abs=1e-6)
 
 
-@pytest.mark.parametrize("name", ["moe", "tied"])
+@pytest.mark.parametrize("name", launch_params(LAUNCHES, ["moe", "tied"]))
 def test_stop_strings(rollout_results, name):
     """Responses are the plain ones up to the token that completes the stop string.
 
@@ -325,7 +326,7 @@ def test_stop_strings(rollout_results, name):
         assert num_cut > 0
 
 
-@pytest.mark.parametrize("name", ONE_RANK)
+@pytest.mark.parametrize("name", launch_params(LAUNCHES, ONE_RANK))
 def test_a_length_that_vllm_rejects_is_an_input_error(rollout_results, name):
     kind, message = rollout_results(name)["too long"]
     assert kind == "InputError"

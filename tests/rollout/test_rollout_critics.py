@@ -6,11 +6,12 @@ from safetensors import safe_open
 
 from tests.rollout.critic_cases import CRITIC_STEPS, make_returns
 from tests.rollout.launches import LAUNCHES, ONE_REPLICA_PER_RANK
+from tests.support.cases import launch_params, needs
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(params=ONE_REPLICA_PER_RANK)
+@pytest.fixture(params=launch_params(LAUNCHES, ONE_REPLICA_PER_RANK))
 def name(request):
     return request.param
 
@@ -49,6 +50,7 @@ def test_an_exported_critic_keeps_its_value_head(critic, rollout_folder, name):
         assert tensors.get_slice("lm_head.weight").get_shape()[0] == 1
 
 
+@needs((1, "moe"), (2, "moe_dp2"))
 def test_a_critic_is_the_same_on_one_rank_and_two(rollout_results):
     one_rank = rollout_results("moe")["critic"]
     two_ranks = rollout_results("moe_dp2")["critic"]

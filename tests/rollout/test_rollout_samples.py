@@ -15,16 +15,23 @@ from tests.rollout.launches import (
     written_responses,
 )
 from tests.rollout.sample_cases import FIRST_GROUP, LEARNED
+from tests.support.cases import launch_params, needs
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 
-@pytest.fixture(params=LAUNCHES)
+PAIR_PARAMS = [
+    pytest.param(two_ranks, one_rank, marks=needs((2, two_ranks), (1, one_rank)))
+    for two_ranks, one_rank in PAIRS
+]
+
+
+@pytest.fixture(params=launch_params(LAUNCHES))
 def name(request):
     return request.param
 
 
-@pytest.mark.parametrize("two_ranks, one_rank", PAIRS)
+@pytest.mark.parametrize("two_ranks, one_rank", PAIR_PARAMS)
 def test_samples_do_not_depend_on_the_number_of_ranks(rollout_results, two_ranks, one_rank):
     two = rollout_results(two_ranks)["samples"]
     one = rollout_results(one_rank)["samples"]
@@ -44,6 +51,7 @@ def test_samples_do_not_depend_on_the_number_of_ranks(rollout_results, two_ranks
     assert len(distinct) > 15, "the same text over and over"
 
 
+@needs((1, "moe"), (2, "moe_dp2"))
 def test_replicas_get_prompts_of_equal_total_length(rollout_results):
     """As many prompts each while no length is known; then by the last lengths, on both ranks."""
     two = rollout_results("moe_dp2")["samples"]
@@ -61,6 +69,7 @@ def test_replicas_get_prompts_of_equal_total_length(rollout_results):
     assert one["num_local"] == [[20, 20]]
 
 
+@needs((1, "moe"), (2, "moe_dp2"))
 def test_idle_time_is_the_wait_for_the_slowest_replica(rollout_results):
     metrics = rollout_results("moe_dp2")["samples"]["all"][0]["metrics"]
     assert 0 < metrics["perf/rollout_idle_max"] < 1
@@ -70,7 +79,7 @@ def test_idle_time_is_the_wait_for_the_slowest_replica(rollout_results):
 
 
 @pytest.mark.parametrize("settings", LEARNED)
-@pytest.mark.parametrize("two_ranks, one_rank", PAIRS)
+@pytest.mark.parametrize("two_ranks, one_rank", PAIR_PARAMS)
 def test_learning_does_not_depend_on_the_number_of_ranks(
     rollout_results, two_ranks, one_rank, settings
 ):

@@ -13,6 +13,7 @@ import engines.model.mimo  # noqa: F401  makes transformers know MiMo
 from config import InputError, load
 from rollout.vllm.speculation import accepted_tokens, check_drafter
 from tests.rollout.speculation_worker import DRAWN_TOKENS, NUM_DRAWS, PROMPT, ROUNDS, SAMPLING
+from tests.support.cases import launch_params, needs, selected_launches
 from tests.support.launch import launch, launch_each
 from tests.support.models import make_model
 
@@ -50,6 +51,7 @@ LAUNCHES = {
         2, f"{MTP}=1 rollout.tensor_parallel_size=2 rollout.kv_cache_gib=0.1", max_drafts=1
     ),
 }
+WITH_DRAFTER = [name for name, case in LAUNCHES.items() if case.max_drafts > 0]
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +80,8 @@ def model(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def results(model):
-    """A function: name of a launch -> its results."""
+def speculation_results(request, model):
+    """A function: name of a launch -> its results, for the launches that the tests need."""
 
     def run(name):
         file = model / f"{name}.json"
@@ -88,21 +90,22 @@ def results(model):
         launch(LAUNCHES[name].ranks, worker, model, file, *settings)
         return json.loads(file.read_text())
 
-    return launch_each(LAUNCHES, run)
+    return launch_each(selected_launches(request, LAUNCHES), run)
 
 
 # -- what is generated ----------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in LAUNCHES if name != "plain"])
-def test_responses_do_not_depend_on_the_drafter(results, name):
+@needs((1, "plain"))
+@pytest.mark.parametrize("name", launch_params(LAUNCHES, WITH_DRAFTER))
+def test_responses_do_not_depend_on_the_drafter(speculation_results, name):
     """Greedy or sampled, with preemptions, in rounds of different weights, on one rank or two."""
     for round_name in ROUNDS:
         for sampling in SAMPLING:
             case = (round_name, sampling)
-            expected = results("plain")[round_name][sampling]
-            drafted = results(name)[round_name][sampling]
+            expected = speculation_results("plain")[round_name][sampling]
+            drafted = speculation_results(name)[round_name][sampling]
             for key in ("input_ids", "lengths", "truncated", "loss_mask", "kept_words"):
                 assert drafted.get(key) == expected.get(key), (case, key)
             log_probs = torch.tensor(drafted["rollout_log_probs"])
@@ -133,13 +136,14 @@ def check_metrics(drafted: dict, name: str, round_name: str, sampling: str) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LAUNCHES)
-def test_requests_are_preempted_where_memory_is_short(results, name):
-    assert (results(name)["preempted"] > 0) == (name == "mtp")
+@pytest.mark.parametrize("name", launch_params(LAUNCHES))
+def test_requests_are_preempted_where_memory_is_short(speculation_results, name):
+    assert (speculation_results(name)["preempted"] > 0) == (name == "mtp")
 
 
 @pytest.mark.slow
-def test_sampled_tokens_follow_the_distribution_of_the_model(model, results):
+@needs((1, "mtp"))
+def test_sampled_tokens_follow_the_distribution_of_the_model(model, speculation_results):
     """Pearson's chi-square of the second and third tokens. It detects unverified drafts."""
     hf_model = AutoModelForCausalLM.from_pretrained(model)
     with torch.no_grad():  # the weights of the last round
@@ -154,7 +158,7 @@ def test_sampled_tokens_follow_the_distribution_of_the_model(model, results):
         probs = prefix_probs[:, None] * probs
         if place > 0:
             for name, values in p_values.items():
-                responses = results("mtp")[name]
+                responses = speculation_results("mtp")[name]
                 tokens = [response[place] for response in responses if len(response) > place]
                 counts = torch.bincount(torch.tensor(tokens), minlength=VOCAB_SIZE)
                 values.append(chi_square_p_value(counts, probs.sum(0)))

@@ -48,6 +48,28 @@ def case_params(
     return params
 
 
+def launch_params(launches: dict[str, Any], names: Iterable[str] | None = None) -> list:
+    """Return parameter sets (name of a launch), each of which needs this launch alone.
+
+    launches: name -> an object with the attribute `ranks`
+    names: of the launches to return; without them all
+    """
+    chosen = launches if names is None else names
+    params = []
+    for name in chosen:
+        mark = needs((launches[name].ranks, name))
+        params.append(pytest.param(name, marks=mark, id=id_of(name)))
+    return params
+
+
+def selected_launches(request: pytest.FixtureRequest, launches: dict[str, Any]) -> dict[str, Any]:
+    """Return the launches that the selected tests need, in the order of `launches`."""
+    selected = set().union(*selected_cases(request).values())
+    unknown = selected - launches.keys()
+    assert not unknown, f"no launches are named {sorted(unknown)}"
+    return {name: launch for name, launch in launches.items() if name in selected}
+
+
 def id_of(name: str) -> str:
     """Return a case's name as a test's id, which -k can select: it allows no spaces."""
     return name.replace(" ", "_")
