@@ -644,7 +644,11 @@ def test_files_of_a_checkpoint(megatron_results, megatron_folder, tmp_path):
             "enable=true enable_train=true model.lora.rank=4",
             "with model.lora.rank=4 only adapters are trained",
         ),
-        ("mimo", "enable=true enable_train=true engine.bridge=mbridge", "does not support mimo models"),
+        (
+            "mimo",
+            "enable=true enable_train=true engine.bridge=mbridge",
+            "does not support mimo models",
+        ),
         (
             "mimo",
             "enable=true enable_train=true detach_encoder=true model.freeze=[mtp_layers]",

@@ -126,19 +126,20 @@ def test_the_policy_loss_is_the_one_that_is_configured(mode, dual_clip):
         old_log_probs=old,
     )
     leaf = torch.tensor(new, requires_grad=True)
-    want, clipped = policy_loss_by_formula(
+    by_token = policy_loss_by_formula(
         mode,
         leaf,
         torch.tensor(old),
         torch.tensor([-1.0] * 3 + [1.0] * 2),
         [[0, 1, 2], [3, 4]],
-        0.2,
-        0.3,
-        dual_clip,
+        {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": dual_clip},
     )
-    (sum(want.values()) / 5).backward()
-    assert loss == metrics["pg_loss"] == pytest.approx(sum(x.item() for x in want.values()) / 5)
-    assert metrics["pg_clipfrac"] == pytest.approx(sum(clipped.values()) / 5)
+    losses, is_clipped = zip(*by_token.values())
+    expected_loss = sum(losses) / 5
+    expected_loss.backward()
+    assert loss == pytest.approx(expected_loss.item())
+    assert metrics["pg_loss"] == loss
+    assert metrics["pg_clipfrac"] == pytest.approx(sum(is_clipped) / 5)
     assert gradient == pytest.approx(leaf.grad.tolist())
 
 
