@@ -14,6 +14,9 @@ Cases of several words have underscores there: `pytest -k "[2-tp2_full]"`.
 
 The fixture that launches the worker calls selected_cases(request) to learn which cases to run.
 A worker whose cases are defined beside their assertions keeps them in a Registry.
+
+Where a launch runs all its cases at once, as those of vLLM do, tests name launches instead, with
+launch_params(LAUNCHES), and the fixture runs selected_launches(request, LAUNCHES).
 """
 
 from collections.abc import Callable, Iterable
