@@ -8,6 +8,7 @@ to use a fresh interpreter, they fork it off one that has already imported torch
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -53,6 +54,8 @@ GENERATES = re.compile(
     r"train_ppo|/(rollout|rollout_images|scheduler|speculation|adapters)_worker|"
     r"/(generation_profile|speculative_h200|weight_sync_h200)"
 )
+# On a machine with a GPU, importing torch starts threads, which a fork would lack.
+CAN_FORK = shutil.which("nvidia-smi") is None
 # Two threads that both find no server would start two.
 SERVER_LOCK = threading.Lock()
 
@@ -133,7 +136,7 @@ def run_to_end(
     """
     command = [str(word) for word in command]
     QuickGuard.check(command)
-    script = None if fresh else script_of(command, cwd, env)
+    script = script_of(command, cwd, env) if CAN_FORK and not fresh else None
     if script is not None:
         modules = ROLLOUT if GENERATES.search(script) else TRAINING
         return fork_to_end(command, modules, cwd, env, timeout)
