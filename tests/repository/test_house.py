@@ -68,6 +68,14 @@ def test_only_scripts_config_and_rewards_lie_at_the_root():
     assert names == scripts | {"config.py", "rewards.py"}
 
 
+@pytest.mark.parametrize("room", sorted(set(LEVELS) - {"config", "rewards", "configs"}))
+def test_every_room_says_what_lives_there(room):
+    for folder in {path.parent for path in (ROOT / room).rglob("*.py")}:
+        source = (folder / "__init__.py").read_text()
+        docstring = ast.get_docstring(ast.parse(source))
+        assert docstring, f"{relative(folder)}/__init__.py has no docstring"
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=relative)
 def test_every_key_has_a_comment(path):
     for number, line in enumerate(path.read_text().splitlines(), 1):
