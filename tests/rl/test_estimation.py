@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rl.estimation import next_kl_coef
-from tests.algorithms.test_algorithms import BY_FORMULA
+from tests.algorithms.test_algorithms import BY_FORMULA, Estimate
 from tests.support.samples import (
     DIVERGENCES,
     advantages,
@@ -86,11 +86,12 @@ def test_advantages_are_those_of_the_estimator_and_the_discounts_that_are_config
         values=sum(values, []),
     )
     rewards = [[0] * (len(row) - 1) + [score] for row, score in zip(values, scores)]
-    for got, want in zip(
-        (f["advantages"], f["returns"]),
-        BY_FORMULA[name](rewards, group, values, baseline, 0.9, 0.7),
-    ):
-        assert on_responses(samples, got) == pytest.approx(sum(want, []), abs=1e-5)
+    estimate = Estimate(rewards, group, values, baseline, gamma=0.9, lam=0.7)
+    expected_advantages, expected_returns = BY_FORMULA[name](estimate)
+    expected_advantages = pytest.approx(sum(expected_advantages, []), abs=1e-5)
+    expected_returns = pytest.approx(sum(expected_returns, []), abs=1e-5)
+    assert on_responses(samples, f["advantages"]) == expected_advantages
+    assert on_responses(samples, f["returns"]) == expected_returns
 
 
 KL = ["algorithm.use_kl_in_reward=true", "algorithm.kl_penalty=k1"]
