@@ -25,6 +25,8 @@ from tests.support.launch import (
 )
 from tests.support.models import make_model
 
+pytestmark = pytest.mark.slow
+
 GAE = "algorithm.adv_estimator=gae"
 FILTER = "algorithm.filter_groups.enable=true"
 LORA = "model.lora.rank=4", "model.lora.alpha=8"
