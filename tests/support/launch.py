@@ -17,11 +17,13 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
 
 import psutil
 import pytest
+from filelock import FileLock
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -56,6 +58,9 @@ GENERATES = re.compile(
 )
 # On a machine with a GPU, importing torch starts threads, which a fork would lack.
 CAN_FORK = shutil.which("nvidia-smi") is None
+# vLLM's build for CPUs gives the shared memory of tensor parallelism the same name in every run, so
+# two runs must not start at once, also not in the two processes of pytest-xdist.
+SHARED_MEMORY_LOCK = Path(tempfile.gettempdir()) / "rankwise-tests-shared-memory.lock"
 # Two threads that both find no server would start two.
 SERVER_LOCK = threading.Lock()
 
@@ -127,6 +132,15 @@ def script_of(command: list[str], cwd: Path, env: dict[str, str]) -> str | None:
     return script
 
 
+def shared_memory_lock(command: list[str]) -> AbstractContextManager:
+    """Return a lock for a run whose vLLM may be tensor parallel."""
+    text = " ".join(command)
+    num_ranks = re.search(r"--nproc-per-node[= ](\d+)", text)
+    if num_ranks and int(num_ranks[1]) > 1 and GENERATES.search(text):
+        return FileLock(SHARED_MEMORY_LOCK)
+    return nullcontext()
+
+
 def run_to_end(
     command: list, cwd: Path, env: dict[str, str], timeout: float, fresh: bool
 ) -> subprocess.CompletedProcess:
@@ -136,6 +150,13 @@ def run_to_end(
     """
     command = [str(word) for word in command]
     QuickGuard.check(command)
+    with shared_memory_lock(command):
+        return run_now(command, cwd, env, timeout, fresh)
+
+
+def run_now(
+    command: list[str], cwd: Path, env: dict[str, str], timeout: float, fresh: bool
+) -> subprocess.CompletedProcess:
     script = script_of(command, cwd, env) if CAN_FORK and not fresh else None
     if script is not None:
         modules = ROLLOUT if GENERATES.search(script) else TRAINING
