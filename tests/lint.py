@@ -36,8 +36,6 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("algorithms/policy_losses.py", "PLR0913"): "called by argument name; names are the interface",
     ("algorithms/rollout_correction.py", "PLR0913"): "called by argument name, as above",
 }
-# Files written before these rules. They leave this list as they are rewritten.
-BACKLOG = ROOT / "tests" / "lint_backlog.txt"
 
 
 @dataclass(frozen=True)
@@ -133,16 +131,8 @@ def is_allowed(violation: Violation) -> bool:
     return (violation.file, violation.rule) in EXCEPTIONS
 
 
-def backlog() -> set[str]:
-    """Return the files that still wait to be rewritten."""
-    if not BACKLOG.is_file():
-        return set()
-    return set(BACKLOG.read_text().split())
-
-
 def main(named: list[str]) -> None:
-    waiting = set() if named else backlog()
-    files = [file for file in named or tracked_files() if file not in waiting]
+    files = named or tracked_files()
     violations = list(ruff_violations(files))
     for file in files:
         violations.extend(shape_violations(file))
