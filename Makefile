@@ -68,10 +68,10 @@ demo-images: $(filter .venv,$(VENV))  ## the same with images: a model learns to
 	@$(VENV)/bin/python examples/colours.py ask runs/demo/vlm/hf
 
 test: $(filter .venv,$(VENV))         ## all tests, and the ten slowest; none found is a failure too
-	$(VENV)/bin/python -m pytest -q -n 2 --dist loadgroup --no-loadscope-reorder --durations 10 tests
+	$(VENV)/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations 10 tests
 
 quick: $(filter .venv,$(VENV))        ## the tests that start no torchrun: under 90 seconds
-	$(VENV)/bin/python -m pytest -q -n 2 --dist loadgroup -m "not slow" --durations 10 tests
+	$(VENV)/bin/python -m pytest -q -n 2 --dist loadfile -m "not slow" --durations 10 tests
 
 soak: $(filter .venv,$(VENV))         ## runs that are killed at random moments, compared with runs left alone: 20 minutes
 	$(VENV)/bin/python -m tests.soak

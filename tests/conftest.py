@@ -2,13 +2,7 @@
 
 import pytest
 
-from tests.support.launch import ROOT, QuickGuard
-
-# Session fixtures that launch cases for several files. `make test` divides the tests over two
-# processes: those of one fixture have to run in one process, or both would launch the cases.
-LAUNCHING_FIXTURES = ("megatron_folder", "rollout_folder")
-# The same, for a folder all of whose files share one fixture.
-LAUNCHING_FOLDER = ROOT / "tests" / "engines" / "fsdp"
+from tests.support.launch import QuickGuard
 
 
 class ShowFailures:
@@ -38,17 +32,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     QuickGuard.item = item if is_quick_run else None
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tell pytest-xdist (--dist loadgroup) which tests have to run in one process."""
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(group_of(item)))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log):
+    from tests.support.scheduling import SharedLaunchScheduling
 
-
-def group_of(item: pytest.Item) -> str:
-    if LAUNCHING_FOLDER in item.path.parents:
-        return LAUNCHING_FOLDER.name
-    for fixture in LAUNCHING_FIXTURES:
-        if fixture in getattr(item, "fixturenames", ()):
-            return fixture
-    return str(item.path.relative_to(ROOT))
+    return SharedLaunchScheduling(config, log)
