@@ -1,20 +1,23 @@
-"""Engines: models divided over ranks, to train, evaluate and export. Two engines, the same results.
+"""Engines: models divided over ranks, to train, evaluate and export.
+
+Two engines implement the same interface and compute the same results.
 
     base                the interface
     build               model_engine -> engine class
     planning            which rank works on which sequences, in which micro-batches
     context_parallel    group sizes, and the lengths and batches that they allow
     microbatch          a micro-batch as one rank sees it
-    heads, logprobs     what follows the last hidden state
-    optimizer, schedule, dropout    what a step of training needs besides the model
-    adapter_guard       proof that adapters learn
-    memory, memory_terms    what the engines' estimates of memory share
+    heads, logprobs     log-probabilities and values from the last hidden states
+    optimizer, schedule, dropout    optimizers, learning rates, random numbers for dropout
+    adapter_guard       a check that adapters learn
+    memory, memory_terms    the common part of both engines' memory estimates
     check               the command `python -m engines.check`
 
-    fsdp/, megatron/    the two engines, which do not know each other
-    model/              what a Hugging Face model is
+    fsdp/, megatron/    the two engines; neither imports the other
+    model/              Hugging Face models, for both engines and vLLM
     parallel/           devices, collectives, attention over packed sequences, host memory
     checkpoint/         save and resume, storage, export
 
-Not here: losses of PPO (rl/) and anything about vLLM (rollout/). Engines are given a loss function.
+Not here: PPO losses (rl/) and rollouts with vLLM (rollout/). Callers pass a loss function to the
+engine.
 """

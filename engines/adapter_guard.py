@@ -1,8 +1,8 @@
-"""Proof that adapters learn: a loss that has a gradient must reach every adapter.
+"""A check that adapters learn: if the loss has a gradient, every adapter must receive one.
 
-Activation recomputation can lose the gradient without an error, and some kernels read a layer's
-matrix directly and so bypass its adapter. Training would go on and learn nothing. The guard watches
-the first steps and raises an error.
+Activation recomputation can silently lose the gradient, and some kernels read a layer's weight
+directly, which bypasses its adapter. Training would then continue and learn nothing. The guard
+watches the first steps and raises an error instead.
 """
 
 from collections.abc import Iterable
@@ -17,8 +17,7 @@ from engines.base import LossFn
 class AdapterGuard:
     """Watches training until a gradient has reached the adapters, then does nothing.
 
-    is_active  whether adapters still have to prove that they learn; False from the start without
-               adapters
+    is_active  True until a gradient has reached the adapters; always False without adapters
     """
 
     def __init__(self, device: torch.device, is_active: bool):
@@ -27,7 +26,7 @@ class AdapterGuard:
         self._loss_gradient = torch.zeros((), device=device)
 
     def watch(self, loss_fn: LossFn) -> LossFn:
-        """Return loss_fn, made to record the size of its gradient."""
+        """Wrap loss_fn so that the guard records the size of its gradient."""
         if not self.is_active:
             return loss_fn
         self._loss_gradient = torch.zeros((), device=self.device)
@@ -36,18 +35,23 @@ class AdapterGuard:
             self._loss_gradient += gradient.abs().sum()
 
         def watched_loss(outputs: Tensor, *arguments):
-            # The outputs require no gradient by themselves where recomputation has broken the
-            # graph.
+            # If recomputation has broken the graph, the outputs do not require a gradient yet.
             outputs.requires_grad_().register_hook(record)
             return loss_fn(outputs, *arguments)
 
         return watched_loss
 
     def check(self, grad_norm: float, without_gradient: Iterable[str] = ()) -> None:
-        """Raise RuntimeError if the loss has a gradient but some or all adapters have none.
+        """Check that the gradient of the loss has reached the adapters.
 
-        Called by all ranks after the backward passes of a step. grad_norm: of all adapters.
-        without_gradient: names of adapter matrices that got no gradient.
+        All ranks call it together, after the backward passes of a step.
+
+        Args:
+            grad_norm: the gradient norm over all adapters.
+            without_gradient: names of adapter matrices that received no gradient.
+
+        Raises:
+            RuntimeError: the loss has a gradient, but some or all adapters have none.
         """
         if not self.is_active:
             return

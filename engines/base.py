@@ -25,29 +25,30 @@ from engines.planning import Planner
 LossFn = Callable[[Tensor, Tensor, dict[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
 """(log_probs [T], entropy [T], fields {name: [T]}) -> (loss, {metric name: amount}).
 
-Loss and amounts are sums over tokens, not means. Whoever writes the loss divides it by a
-denominator of the whole batch, so that the result does not depend on how the batch is cut into
-micro-batches.
+The loss and the amounts are sums over tokens, not means. The loss function itself divides by a
+denominator computed from the whole batch, so that the result does not depend on how the batch is
+cut into micro-batches.
 """
 
 
 class Engine(ABC):
-    """One rank's part of a model. All ranks call every method together.
+    """One rank's part of a model. All ranks call its methods together, unless documented otherwise.
 
     Attributes:
-        config: the configuration of the run, with model.path of this engine's model.
-        hf_config: the configuration of the model's decoder in transformers.
+        config: the run's configuration, in which model.path is the path of this engine's model.
+        hf_config: the transformers configuration of the model's decoder.
         device: where this rank computes.
         compute_dtype: the dtype of matrix products.
-        dp_rank, dp_size, dp_group: the data-parallel rank, their number and their group. Ranks with
-            the same dp_rank (tensor-parallel ranks, and context-parallel ranks of a fixed size) get
-            the same batch and return the same results.
+        dp_rank, dp_size, dp_group: this rank's data-parallel rank, the number of data-parallel
+            ranks, and their process group. Ranks with the same dp_rank (tensor-parallel ranks, and
+            context-parallel ranks if the group size is fixed) get the same batch and return the
+            same results.
         cp_groups: group size -> the ranks that may share a micro-batch with this rank. One group if
             engine.context_parallel_size is a number; several groups of data-parallel ranks if it is
             "auto".
-        head: the module in engines/heads.py that follows the last hidden state.
-        reader: reads images, for a vision-language model.
-        micro_batches_multiple: a batch is divided into a multiple of this number of micro-batches.
+        head: the module from engines/heads.py that is applied to the last hidden states.
+        reader: reads the images of a vision-language model; None for a text model.
+        micro_batches_multiple: the number of micro-batches in a batch is a multiple of this.
         names: name in the files of model.path -> name in the model. None: the engine does not use
             that weight.
     """
@@ -70,12 +71,12 @@ class Engine(ABC):
     # -- batches ---------------------------------------------------------------------------------
 
     def plan(self, lengths: list[int], image_flops: list[float] | None = None) -> Plan:
-        """Return the sequences of a batch that this rank works on, and its micro-batches.
+        """Plan which sequences of a batch this rank works on, and in which micro-batches.
 
         All passes over a batch that use the same plan have the same micro-batches.
 
         Args:
-            lengths: tokens of each sequence of the batch, the same on all ranks.
+            lengths: number of tokens in each sequence of the batch; the same on all ranks.
             image_flops: FLOPs for the images of each sequence, see image_flops().
         """
         flops_of_length = {length: self.flops([length]) for length in {*lengths}}
@@ -84,10 +85,13 @@ class Engine(ABC):
         return self._planner().plan(lengths, costs)
 
     def divide_share(self, lengths: list[int]) -> MicroBatches:
-        """Return the micro-batches of this rank's share, which has sequences of these lengths.
+        """Divide this rank's share of a batch into micro-batches.
 
-        They are for groups of the fixed context-parallel size: one rank, if sizes are chosen per
-        batch.
+        Each is for a group of the fixed context-parallel size, or for one rank if group sizes are
+        chosen per batch.
+
+        Args:
+            lengths: number of tokens in each sequence of the share.
         """
         return self._planner().divide_share(lengths)
 
@@ -104,13 +108,16 @@ class Engine(ABC):
 
     @abstractmethod
     def multiple(self, size: int) -> int:
-        """Return the multiple of tokens that sequences are padded to in a group of this size."""
+        """Return the padding multiple in a context-parallel group of this size.
+
+        The length of every sequence is padded to a multiple of this number of tokens.
+        """
 
     def counts_group(self, group: ProcessGroup) -> bool:
         """Return whether this rank contributes the micro-batches of a group to sum_over_dp().
 
-        With dynamic context parallelism several data-parallel ranks have the same micro-batch; one
-        of them counts.
+        With dynamic context parallelism, several data-parallel ranks work on the same micro-batch,
+        but only one of them contributes it.
         """
         return not has_dynamic_cp(self.config.engine) or group.rank() == 0
 
@@ -123,9 +130,9 @@ class Engine(ABC):
         return batch.select(counted)
 
     def sum_over_dp(self, amounts: Tensor) -> Tensor:
-        """Return the sum of the tensors of all data-parallel ranks, on every one of them.
+        """Sum a tensor over all data-parallel ranks, and return the sum on each of them.
 
-        Several ranks may have the same sequences, see Plan.speaks().
+        If several ranks work on the same sequence, only one may add its result: see Plan.speaks().
         """
         amounts = amounts.to(self.device)
         dist.all_reduce(amounts, group=self.dp_group)
@@ -149,10 +156,10 @@ class Engine(ABC):
     ) -> dict[str, float]:
         """Take one optimizer step on a global batch, of which `batch` is this rank's share.
 
-        Log-probabilities are computed only for tokens whose fields["loss_mask"] is not 0 (without
-        that field, for all but the first token of each sequence), and are 0 elsewhere: the output
-        matrix costs as much as several layers. With fields["kept_words"] [T, K], they and the
-        entropy are normalized over the tokens that sampling kept.
+        Log-probabilities are computed only for tokens whose fields["loss_mask"] is not 0, because
+        the output matrix costs as much as several layers; elsewhere they are 0. Without that field,
+        they are computed for all but the first token of each sequence. With fields["kept_words"]
+        [T, K], log-probabilities and entropy are normalized over the tokens that sampling kept.
 
         Args:
             batch: this rank's share.
@@ -189,19 +196,19 @@ class Engine(ABC):
 
     @abstractmethod
     def ask(self, batch: Batch, micro_batches: MicroBatches | None = None) -> Tensor:
-        """Return the head's outputs [outputs, T] fp32 without gradient."""
+        """Compute the head's outputs [num_outputs, T] fp32, without gradient."""
 
     @abstractmethod
     def one_at_a_time(self, batch: Batch) -> Tensor:
-        """Return the same as ask(), computed with every sequence alone in its micro-batch.
+        """Compute the same as ask(), with every sequence alone in its micro-batch.
 
-        Where transformers has its own attention for the model, that is used: the reference for the
-        guard.
+        The guard uses the result as its reference. An engine that can run the attention of
+        transformers uses it here.
         """
 
     @abstractmethod
     def layers(self) -> list[list[tuple[int, nn.Module]]]:
-        """Return (number in the whole model, module) of the decoder layers of each of modules().
+        """Return the decoder layers in each of modules(), as (number in the whole model, layer).
 
         A layer's first argument is the hidden states; it returns the new hidden states, or a tuple
         that begins with them.
@@ -215,21 +222,22 @@ class Engine(ABC):
     def coordinates(self) -> dict:
         """Return the place of modules() in the whole model, to compare dumps of different layouts.
 
-        {dp, cp, tp, pp: [rank, size], first_layers: number of the first layer of each module}, and
-        the other settings that divide tensors.
+        Returns:
+            "dp", "cp", "tp", "pp": [rank, size]; "first_layers": the number of the first layer in
+            each module; and the other settings that determine how tensors are divided.
         """
 
     # -- FLOPs -----------------------------------------------------------------------------------
 
     def flops(self, lengths: list[int], num_asked: int | None = None) -> float:
-        """Return the FLOPs of forward and backward on sequences of these lengths.
+        """Return the FLOPs of the forward and backward passes over some sequences.
 
-        They are the matrix products, and causal attention by the sum of squared lengths.
-        Recomputation is not counted.
+        Matrix products and causal attention are counted; attention is proportional to the sum of
+        the squared lengths. Recomputation is not counted.
 
         Args:
-            lengths: tokens of each sequence.
-            num_asked: for how many tokens the output matrix is applied. None: for all.
+            lengths: number of tokens in each sequence.
+            num_asked: number of tokens that the output matrix is applied to. None: all.
         """
         flops_in_layers, flops_in_head, flops_in_attention = self._flops
         num_tokens = sum(lengths)
@@ -241,7 +249,7 @@ class Engine(ABC):
         )
 
     def image_flops(self, batch: Batch) -> list[float]:
-        """Return the FLOPs of forward and backward in the vision tower for each sequence.
+        """Return each sequence's FLOPs in the forward and backward passes of the vision tower.
 
         Attention among the patches of an image is not counted.
         """
@@ -255,10 +263,11 @@ class Engine(ABC):
 
     @abstractmethod
     def offload(self, *parts: str) -> None:
-        """Move "parameters", "optimizer" or both to host memory, to free the device for others.
+        """Move "parameters", "optimizer" or both to host memory, to free device memory.
 
-        They return by themselves when a method needs them. Before the first step a background
-        thread allocates host memory for the optimizer's future state; the next call waits for it.
+        They return by themselves when a method needs them. Before the first step, a background
+        thread allocates host memory for the optimizer's future state; the next call of offload()
+        waits for it.
         """
 
     @staticmethod
@@ -272,13 +281,18 @@ class Engine(ABC):
     ) -> list[Estimate]:
         """Estimate the memory of one rank of each pipeline stage, before anything is built.
 
-        is_trained: with gradients and an optimizer; False for a reference.
+        Args:
+            config: the run's configuration.
+            world_size: number of ranks.
+            device_type: for example "cuda" or "cpu".
+            head: the engine's head.
+            is_trained: whether to count gradients and an optimizer; False for a reference model.
         """
 
     @staticmethod
     @abstractmethod
     def checkpoint_bytes(config: DictConfig, head: Head = Head.LOG_PROBS) -> int:
-        """Estimate the bytes of this engine in a checkpoint."""
+        """Estimate how many bytes this engine adds to a checkpoint."""
 
     # -- weights ---------------------------------------------------------------------------------
 
@@ -287,19 +301,23 @@ class Engine(ABC):
         """Yield (Hugging Face name, full tensor in the compute dtype).
 
         The order is the same on all ranks. A tied output matrix is left out. Adapters are merged
-        into the weights. whole: yield left_alone() at the end.
+        into the weights.
+
+        Args:
+            whole: also yield the weights of left_alone(), at the end.
         """
 
     @abstractmethod
     def export_adapter(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name as in engines/model/lora.py, full tensor in model.lora.dtype) of adapters.
+        """Yield (name, full tensor in model.lora.dtype) for each adapter matrix.
 
-        The order is the same on all ranks. Yields nothing without adapters.
+        Names are as in engines/model/lora.py. The order is the same on all ranks. Without adapters,
+        nothing is yielded.
         """
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
-        """Within this block, adapters are disabled: in evaluation, and in export_weights()."""
+        """Within this block, adapters are disabled, in evaluation and in export_weights()."""
         self._use_adapters(False)
         try:
             yield
@@ -320,7 +338,7 @@ class Engine(ABC):
             yield name, tensor.to(self.device)
 
     def save_config(self, directory: Path) -> None:
-        """Write an export's files besides weights and tokenizer; called on rank 0 alone."""
+        """Write an export's files other than weights and tokenizer. Only rank 0 calls it."""
         # Imported here: transformers takes seconds to import.
         from engines.checkpoint.model_config import save_model_config
 
@@ -330,7 +348,7 @@ class Engine(ABC):
 
     @abstractmethod
     def state(self, loading: bool = False) -> dict:
-        """Return this engine's part of a checkpoint, as write() or (if loading) read() takes it."""
+        """Return this engine's part of a checkpoint, to pass to write() or (if loading) read()."""
 
     @abstractmethod
     def load_state(self, state: dict) -> None:
@@ -343,13 +361,18 @@ class Engine(ABC):
         """Write a checkpoint into a new directory.
 
         Args:
-            states: engine name -> state() of engines of this class; and this rank's random
-                generators as "rng".
+            states: engine name -> state(), for all engines of this class; and the state of this
+                rank's random generators as "rng".
             directory: where to write.
             group: a gloo group of all ranks, to write in the background. The checkpoint is complete
-                when the returned Future of rank 0 is done. None: write before returning.
+                when the Future that rank 0 gets is done. None: write before returning.
         """
 
     @abstractmethod
     def read(self, states: dict[str, dict], directory: Path) -> dict[str, dict]:
-        """Return the states that write() wrote."""
+        """Read the states that write() wrote.
+
+        Args:
+            states: engine name -> state(loading=True), and "rng", as in write().
+            directory: of the checkpoint.
+        """

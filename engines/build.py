@@ -16,7 +16,7 @@ HARMLESS_WARNINGS = (
 
 
 def engine_class(model_engine: str) -> type[Engine]:
-    """Return the class of an engine; its packages are imported only now."""
+    """Return the class of an engine. The engine's packages are imported only in this call."""
     if model_engine == "megatron":
         for message in HARMLESS_WARNINGS:
             warnings.filterwarnings("ignore", message)

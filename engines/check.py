@@ -2,11 +2,12 @@
 
     python -m engines.check model.path=DIR [key=value ...]
 
-Takes the keys of train_sft.py; started with torchrun, it checks a layout of several ranks. It
-builds the engine, whose guard compares sequences in one batch with the same sequences one at a
-time. Then it exports the weights and reads them again. On one rank, transformers and vLLM (if it is
-installed) compute the same log-probabilities. Prints one line per check; at the first failure, the
-exit code is 2.
+Takes the keys of train_sft.py. Start it with torchrun to check a layout of several ranks.
+
+It builds the engine, whose guard compares sequences in one batch with the same sequences one at a
+time. Then it exports the weights and reads them again. On one rank, it also compares
+log-probabilities with transformers and, if installed, with vLLM. It prints one line per check, and
+stops with exit code 2 at the first failure.
 """
 
 import importlib.util
@@ -33,22 +34,22 @@ from engines.model.hf import auto_class, read_hf_config
 from engines.model.model_files import weight_files
 from engines.parallel import device
 
-# How much the kernels of other implementations may change log-probabilities: nats, root mean
-# square.
+# The largest difference in log-probabilities (root mean square, in nats) that another
+# implementation's kernels may cause.
 KERNEL_BOUNDS = {"float32": 1e-3, "bfloat16": 0.25}
-# With these, vLLM would join the ranks of this program.
+# vLLM would read these environment variables and join this program's process group.
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# Tensors that some files have although every model computes them.
+# Tensors that some model files contain although the model computes them itself.
 COMPUTED_TENSORS = ("rotary_emb.inv_freq",)
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What the engine computes with the weights of model.path.
+    """The log-probabilities that the engine computes with the weights of model.path.
 
     batch      two short sequences
     log_probs  [T], fp32 in host memory
-    bound      nats by which rounding may change them
+    bound      the largest difference in log_probs, in nats, that rounding may cause
     """
 
     batch: Batch
@@ -57,7 +58,7 @@ class Reference:
 
 
 def main(config: DictConfig) -> None:
-    """Run all checks. Raises InputError at the first that fails."""
+    """Run all checks; raise InputError at the first failure."""
     if config.model.lora.rank:
         raise InputError("engines.check is for whole models: leave out model.lora")
     if config.model.images:
@@ -105,7 +106,7 @@ def check_engine_and_export(
 def check_reload(
     config: DictConfig, this_device: torch.device, exported: Path, reference: Reference
 ) -> None:
-    """Read the export with a new engine and compare log-probabilities."""
+    """Load the export into a new engine, and compare log-probabilities."""
     reloaded = OmegaConf.merge(config, {"model": {"path": str(exported)}})
     engine = engine_class(config.model_engine)(reloaded, this_device, total_steps=1)
     log_probs = engine.log_probs(reference.batch)[0].cpu()
@@ -113,7 +114,7 @@ def check_reload(
 
 
 def check_transformers(config: DictConfig, this_device: torch.device, reference: Reference) -> None:
-    """Compare with the log-probabilities that transformers computes."""
+    """Compare the reference with the log-probabilities that transformers computes."""
     dtype = getattr(torch, config.engine.compute_dtype)
     path = Path(config.model.path)
     log_probs = transformers_log_probs(path, reference.batch, dtype, this_device)
@@ -122,9 +123,9 @@ def check_transformers(config: DictConfig, this_device: torch.device, reference:
 
 
 def check_vllm(config: DictConfig, exported: Path, reference: Reference) -> None:
-    """Compare with the log-probabilities that vLLM computes from the export.
+    """Compare the reference with the log-probabilities that vLLM computes from the export.
 
-    A model that vLLM has no class for passes.
+    If vLLM has no class for the model, this is reported but is not a failure.
     """
     try:
         dtype = getattr(torch, config.engine.compute_dtype)
@@ -161,9 +162,9 @@ def require_close(
     reference: Reference,
     bound: float | None = None,
 ) -> None:
-    """Raise InputError if log_probs [T] differ by more than the bound, in root mean square.
+    """Raise InputError if log_probs [T] differ from the reference by more than the bound.
 
-    bound: in nats. None: the reference's.
+    bound: the root mean square difference allowed, in nats. None: the bound of the reference.
     """
     if bound is None:
         bound = reference.bound
@@ -191,7 +192,7 @@ def export(engine: Engine, directory: Path) -> None:
 
 
 def find_differences(path: Path, exported: Path, is_tied: bool) -> Iterator[str]:
-    """Yield the tensors that differ between the files of two models.
+    """Yield a description of each tensor that differs between a model and its export.
 
     Values may differ by rounding to the export's dtype. is_tied: the output matrix may be missing.
     """
@@ -226,7 +227,7 @@ def read_tensor(file: Path, name: str) -> Tensor:
 def transformers_log_probs(
     path: Path, batch: Batch, dtype: torch.dtype, this_device: torch.device
 ) -> Tensor:
-    """Return [T], computed one sequence at a time; 0 for first tokens."""
+    """Return log-probabilities [T] fp32, computed one sequence at a time; 0 for first tokens."""
     model = auto_class(read_hf_config(path)).from_pretrained(
         path, dtype=dtype, attn_implementation="eager"
     )
@@ -249,7 +250,7 @@ def is_supported_by_vllm(path: Path) -> bool:
 
 
 def vllm_log_probs(path: Path, batch: Batch, dtype: torch.dtype) -> Tensor:
-    """Return [T]; 0 for first tokens."""
+    """Return log-probabilities [T] fp32; 0 for first tokens."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     for name in RANK_VARIABLES:
         os.environ.pop(name, None)
@@ -280,5 +281,5 @@ def vllm_log_probs(path: Path, batch: Batch, dtype: torch.dtype) -> Tensor:
 
 
 if __name__ == "__main__":
-    sys.argv.insert(1, "data.train_files=none")  # train_sft.py requires data; this needs none
+    sys.argv.insert(1, "data.train_files=none")  # train_sft.py requires data; this script does not
     run(main, "sft.yaml", __doc__)

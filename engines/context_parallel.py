@@ -1,7 +1,7 @@
 """Rules of context parallelism for both engines: group sizes, and limits on lengths and batches.
 
-`engine.context_parallel_size` is either a number of ranks that share every sequence, or "auto":
-then the plan of each batch chooses a group size for every micro-batch (dynamic context
+`engine.context_parallel_size` is either the number of ranks that share every sequence, or "auto".
+With "auto", the plan of each batch chooses a group size for every micro-batch (dynamic context
 parallelism).
 """
 
@@ -23,7 +23,7 @@ def shares_sequences(engine: DictConfig) -> bool:
 
 
 def fixed_cp_size(engine: DictConfig) -> int:
-    """Return how many ranks share every sequence: 1 if sizes are chosen per batch."""
+    """Return how many ranks share every sequence; 1 if group sizes are chosen per batch."""
     if has_dynamic_cp(engine):
         return 1
     return engine.context_parallel_size
@@ -75,7 +75,7 @@ def check_batch_size(config: DictConfig, num_dp_ranks: int) -> None:
 
 
 def check_micro_batch_cap(config: DictConfig, multiple: int) -> None:
-    """Raise InputError if a sequence as long as the token cap would exceed it once it is padded.
+    """Raise InputError if padding would lift a sequence as long as the token cap above the cap.
 
     multiple: this layout pads every sequence to a multiple of this number of tokens.
     """

@@ -1,4 +1,4 @@
-"""Random numbers for the dropout of adapters, reproducible after a resume."""
+"""Random numbers for adapter dropout, reproducible after a resume."""
 
 import zlib
 from collections.abc import Iterator
@@ -9,11 +9,11 @@ from omegaconf import DictConfig
 
 
 class DropoutSeeds:
-    """Seeds the generators around the passes of each train_batch().
+    """Seeds the random generators for the passes of each train_batch().
 
-    The seed depends only on trainer.seed, the step, how many batches of this step were trained on
-    before, and the ranks. So a resumed run draws the same numbers, and the user's own generators
-    stay as they are.
+    The seed depends only on trainer.seed, the step, the number of earlier batches in this step, and
+    the ranks. So a resumed run draws the same numbers. The state of the user's own generators is
+    restored after the passes.
     """
 
     def __init__(self, config: DictConfig):
@@ -27,7 +27,7 @@ class DropoutSeeds:
     def seeded(self, step: int, *ranks: int) -> Iterator[None]:
         """Within this block, random generators start from this step's seed.
 
-        ranks: numbers that tell apart the ranks whose masks must differ.
+        ranks: numbers that distinguish the ranks whose dropout masks must differ.
         """
         if step == self._step:
             self._batch_of_step += 1

@@ -1,8 +1,8 @@
-"""What follows a model's last hidden state: log-probabilities of tokens, or values of states.
+"""The heads of a model: log-probabilities of tokens, or values of states, from hidden states.
 
-A head has no parameters, so it adds no name to a checkpoint: it is called with the model's output
-matrix, which may be tied to the embedding, gathered, or divided over ranks. It is a module so that
-hooks see its inputs and outputs.
+A head has no parameters, so it adds no names to a checkpoint. It is called with the model's output
+matrix, which may be tied to the embedding, gathered, or divided over ranks. A head is a module so
+that hooks see its inputs and outputs.
 """
 
 from dataclasses import replace
@@ -15,7 +15,7 @@ from engines.logprobs import LogitTransform, LogProbSettings, linear_log_probs
 
 
 class Head(Enum):
-    """What an engine computes from the last hidden states."""
+    """The kind of result that an engine computes from the last hidden states."""
 
     LOG_PROBS = "log_probs"
     """Log-probabilities of tokens: actors and references."""
@@ -27,7 +27,7 @@ class LogProbHead(nn.Module):
     """Log-probabilities, entropies, and whether tokens are the most likely ones."""
 
     num_outputs = 3
-    num_differentiable = 2  # the first outputs, which a loss is called with
+    num_differentiable = 2  # the loss is called with this many of the first outputs
 
     def __init__(
         self,
@@ -45,8 +45,9 @@ class LogProbHead(nn.Module):
             chunk_size: tokens whose logits are in memory at once.
             compiled: fuse the passes over the logits with torch.compile.
             vocab_size: number of tokens, without the padding of a divided output matrix.
-            group: tensor-parallel ranks, each with an equal share of the vocabulary. None: one.
-            scale, softcap: of the model, see LogitTransform.
+            group: tensor-parallel ranks, each with an equal share of the vocabulary. None: this
+                rank has the whole vocabulary.
+            scale, softcap: the model's own, see LogitTransform.
         """
         super().__init__()
         self.vocab_size = vocab_size
@@ -64,9 +65,9 @@ class LogProbHead(nn.Module):
         """Return log_probs [k] fp32, entropy [k] fp32 (nats) and is_greedy [k] bool.
 
         Args:
-            hidden: [k, h]. About its gradient see linear_log_probs.
-            weight: [this rank's tokens, h].
-            targets: [k] int64, the tokens that follow.
+            hidden: [k, h]. See linear_log_probs about its gradient.
+            weight: [this rank's share of the vocabulary, h].
+            targets: [k] int64, the tokens to predict.
             kept_words: [k, K] int64, the tokens that sampling kept for each target; K = 0: all.
         """
         settings = self.settings
@@ -79,7 +80,7 @@ class LogProbHead(nn.Module):
 
 
 class ValueHead(nn.Module):
-    """Values of states. Tensor-parallel ranks all compute the same, and the same gradient."""
+    """Values of states. All tensor-parallel ranks compute the same values and gradients."""
 
     num_outputs = 1
     num_differentiable = 1

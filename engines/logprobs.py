@@ -1,8 +1,8 @@
 """Log-probabilities and entropy from the last linear layer, a chunk of tokens at a time.
 
-The logits of all tokens never exist at once, and in fp32 only those of one chunk do: 16k tokens
-with a vocabulary of 152k would take 10 GB. The backward pass computes the logits of each chunk
-again, which costs one more product with the output matrix.
+Only one chunk's logits are in memory at a time: the fp32 logits of 16k tokens with a vocabulary of
+152k would take 10 GB. The backward pass recomputes each chunk's logits, which costs one more
+product with the output matrix.
 """
 
 from collections.abc import Callable
@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# The logit of a token outside the kept ones. Its exponential is 0, and so is their product, which
-# minus infinity would make NaN.
+# The logit of a token that sampling did not keep. Its exponential is 0, and so is the product of
+# the logit and its exponential. With minus infinity, that product would be NaN.
 LEFT_OUT = -1e30
 
 
 class LogitTransform(NamedTuple):
-    """What happens to the product z = hidden @ weight.T before the softmax.
+    """The steps from the product z = hidden @ weight.T to the softmax.
 
     With a = scale * z, or a = softcap * tanh(scale * z / softcap) if there is a soft cap, the
     distribution is softmax(a / temperature).
@@ -33,13 +33,13 @@ class LogitTransform(NamedTuple):
 
 @dataclass(frozen=True)
 class LogProbSettings:
-    """How linear_log_probs computes.
+    """Settings of linear_log_probs.
 
-    transform    from products to logits
-    chunk_size   tokens whose logits are in memory at once
-    is_compiled  whether the passes over a chunk's logits are fused by torch.compile
+    transform    how logits follow from the products with the output matrix
+    chunk_size   number of tokens whose logits are in memory at once
+    is_compiled  whether torch.compile fuses the passes over a chunk's logits
     group        ranks that divide the vocabulary; None for one rank
-    first_token  this rank's weight has the rows of tokens first_token, first_token + 1, ...
+    first_token  the rows of this rank's weight belong to tokens first_token, first_token + 1, ...
     """
 
     transform: LogitTransform = LogitTransform()
@@ -50,13 +50,13 @@ class LogProbSettings:
 
 
 class ShardStatistics(NamedTuple):
-    """What the softmax needs to know about one rank's part of the vocabulary; all [T], fp32.
+    """Statistics of the logits z of one rank's part of the vocabulary; all [T], fp32.
 
-    They are relative to the largest logit m, because sums of the logits themselves would lose the
-    digits of an offset that all logits have in common.
+    The sums are relative to the largest logit m: if all logits had a large offset in common, sums
+    of the logits themselves would lose precision.
 
     largest         m
-    largest_token   int64, index of the logit m in this part
+    largest_token   int64, index of m in this part of the vocabulary
     total           sum_v e^(z_v - m)
     weighted_total  sum_v e^(z_v - m) (z_v - m)
     target          z_target, or 0 if the target is in another rank's part
@@ -94,13 +94,13 @@ def linear_log_probs(
     """Return log p(target), the entropy, and whether the target is the most likely token.
 
     Args:
-        hidden: [T, h] of a floating dtype. The same on all ranks that divide the vocabulary. Its
-            gradient is then only this rank's part: the caller sums the parts of all ranks.
+        hidden: [T, h] of a floating dtype, the same on all ranks that divide the vocabulary. Each
+            of these ranks computes only its part of the gradient; the caller sums the parts.
         weight: [V, h] of the same dtype, this rank's rows of the output matrix.
-        targets: [T] int64, tokens of the whole vocabulary.
+        targets: [T] int64, numbered as in the whole vocabulary.
         settings: temperature, chunks and the division of the vocabulary.
-        kept_tokens: [T, K] int64, -1 for rows with fewer tokens. The softmax is over these tokens
-            alone. None or K = 0: over the whole vocabulary.
+        kept_tokens: [T, K] int64; rows with fewer than K tokens are filled up with -1. The softmax
+            is over these tokens alone. None or K = 0: over the whole vocabulary.
 
     Returns:
         log_probs [T] fp32 and entropy [T] fp32 (nats), both differentiable, and is_greedy [T] bool.
@@ -135,7 +135,7 @@ class LinearLogProbs(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, targets, results.log_z, results.entropy, kept_tokens)
         ctx.settings = settings
         ctx.mark_non_differentiable(results.is_greedy)
-        ctx.set_materialize_grads(False)  # None means that the loss does not use the entropy
+        ctx.set_materialize_grads(False)  # a gradient is None if the loss ignores the output
         return results.log_probs, results.entropy, results.is_greedy
 
     @staticmethod
@@ -148,7 +148,7 @@ class LinearLogProbs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         grad_weight = None
         if ctx.needs_input_grad[1]:
-            # The sum over chunks is in fp32: in bf16 it would soon be too large to grow further.
+            # Sum over chunks in fp32: a bf16 sum would soon be too large for a chunk to change it.
             grad_weight = torch.zeros_like(weight, dtype=torch.float32)
 
         for start in range(0, len(hidden), chunk_size):
@@ -175,7 +175,7 @@ class LinearLogProbs(torch.autograd.Function):
 def chunk_logits(
     hidden: Tensor, weight: Tensor, kept_tokens: Tensor | None, chunk: slice
 ) -> Tensor:
-    """Return the products hidden @ weight.T [c, V] of a chunk, LEFT_OUT for tokens not kept."""
+    """Return a chunk's products hidden @ weight.T [c, V], with LEFT_OUT for tokens not kept."""
     logits = hidden[chunk] @ weight.T
     if kept_tokens is None or not kept_tokens.shape[1]:
         return logits
@@ -183,7 +183,7 @@ def chunk_logits(
     kept_tokens = kept_tokens[chunk]
     is_here = (kept_tokens >= 0) & (kept_tokens < vocab_size)
     columns = torch.where(is_here, kept_tokens, vocab_size)
-    # The last column takes the tokens of other ranks, and the -1 of missing ones.
+    # The additional last column is for tokens of other ranks, and for -1.
     is_kept = torch.zeros(len(logits), vocab_size + 1, dtype=torch.bool, device=logits.device)
     is_kept = is_kept.scatter_(1, columns, True)[:, :-1]
     return logits.masked_fill(~is_kept, LEFT_OUT)
@@ -199,7 +199,7 @@ def _transformed(logits: Tensor, transform: LogitTransform) -> Tensor:
 
 
 def _statistics(logits: Tensor, targets: Tensor, transform: LogitTransform) -> ShardStatistics:
-    """Summarize a chunk's logits [c, V]; targets [c] count from this rank's first token."""
+    """Summarize a chunk's logits [c, V]; targets [c] are relative to this rank's first token."""
     z = _transformed(logits, transform)
     largest, largest_token = z.max(-1)
     below = z - largest[:, None]
@@ -218,7 +218,7 @@ def _combine(
 ) -> TokenStatistics:
     """Combine the statistics of all ranks that divide the vocabulary.
 
-    targets [T] count from this rank's first token.
+    targets [T] are relative to this rank's first token.
     """
 
     def reduce(values: Tensor, operation) -> Tensor:
@@ -232,7 +232,7 @@ def _combine(
     factor = below.exp()
     sums = torch.stack([total * factor, (weighted_total + total * below) * factor, target])
     total, weighted_total, target = reduce(sums, dist.ReduceOp.SUM)
-    # Of equal logits the first counts, as in argmax.
+    # Among equal logits, the first token is the most likely one, as in argmax.
     no_token = torch.iinfo(largest_token.dtype).max
     candidates = torch.where(largest == highest, largest_token + settings.first_token, no_token)
     most_likely = reduce(candidates, dist.ReduceOp.MIN)
@@ -281,5 +281,5 @@ def _logits_grad(
 
 @cache
 def _compiled(function: Callable) -> Callable:
-    """Fuse the half a dozen passes over a chunk's logits into one kernel."""
+    """Compile a function, which fuses its half-dozen passes over a chunk's logits."""
     return torch.compile(function)

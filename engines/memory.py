@@ -1,8 +1,8 @@
-"""What both engines' estimates of memory have in common: the terms, and how they add up.
+"""The common part of both engines' memory estimates: the terms, and how they add up.
 
-The engines estimate their terms from shapes alone, in engines/fsdp/sharded_memory.py and
-engines/megatron/stage_memory.py. Parameters, gradients and optimizer state are counted exactly;
-activations are approximated by those of a Llama-like layer.
+The engines estimate the terms from shapes alone, in engines/fsdp/sharded_memory.py and
+engines/megatron/stage_memory.py. Parameters, gradients and optimizer state are counted exactly.
+Activations are an approximation, as if every layer were Llama-like.
 """
 
 from dataclasses import dataclass, replace
@@ -35,13 +35,13 @@ class Estimate:
     parameters              this rank's part
     gradients               of the parameters that are trained
     optimizer               the optimizer's state
-    activations             what the backward pass needs of the forward pass
+    activations             tensors that the forward pass keeps for the backward pass
     chunk_logits            logits of the tokens that the head computes at once, and their gradient
     output_matrix_gradient  the head's fp32 sum over chunks
     gathered_weights        FSDP: weights that other ranks store, in the compute dtype
     unreduced_gradients     FSDP: gradients before they are reduced, and the copy that is reduced
-    image_activations       as activations, of the vision tower
-    waiting_on_host         what the configuration offloads to host memory while others work
+    image_activations       activations of the vision tower
+    waiting_on_host         state that waits in host memory while it is offloaded
     is_on_host              parameters, gradients and optimizer are in host memory (cpu_offload)
     has_unknown_optimizer   the optimizer is the user's own; it is counted as if it were Adam
     """
@@ -71,7 +71,7 @@ class Estimate:
         return total
 
     def rows(self) -> dict[str, float]:
-        """Return label -> bytes of the terms that exist, in the order in which to print them."""
+        """Return label -> bytes for all terms that exist, in printing order."""
         rows = {}
         for name, label in LABELS.items():
             if name == "optimizer" and self.has_unknown_optimizer:
@@ -84,7 +84,10 @@ class Estimate:
         return rows
 
     def for_role(self, config: DictConfig, device_type: str, is_trained: bool) -> "Estimate":
-        """Return the estimate without the terms that the role lacks."""
+        """Return the estimate without the role's missing terms, and with its offloaded bytes.
+
+        is_trained: whether the role has gradients and an optimizer.
+        """
         estimate = self
         if not is_trained:
             estimate = replace(self, **dict.fromkeys(ONLY_IN_TRAINING))
@@ -96,7 +99,7 @@ class Estimate:
                 parts.append(part)
         if not parts:
             return estimate
-        if estimate.is_on_host:  # nothing of them is on the device
+        if estimate.is_on_host:  # these parts never occupy the device
             return replace(estimate, waiting_on_host=0)
         waiting = sum(getattr(estimate, part) or 0 for part in parts)
         return replace(estimate, waiting_on_host=waiting)

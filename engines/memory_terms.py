@@ -1,4 +1,4 @@
-"""Counts that the estimates of both engines need."""
+"""Counts that both engines' memory estimates need."""
 
 import math
 from collections.abc import Callable
@@ -16,18 +16,19 @@ def keys_per_token(
 ) -> float:
     """Return how many tokens' keys and values a rank keeps for each of its own tokens.
 
-    A group that gathers keys keeps those of all its ranks, and half a token's more, since both of a
-    rank's chunks keep the first ones. Other groups keep more than one where heads are repeated.
+    In a group that gathers keys, each rank keeps the keys of all ranks. It keeps half a token more
+    per own token, since both of its chunks keep the sequence's first keys. In other groups, the
+    number exceeds 1 only if key heads are repeated.
 
     Args:
         config: the engine's configuration.
         shape: the model's configuration.
-        num_ranks: data-parallel ranks, that may form groups.
+        num_ranks: number of data-parallel ranks, which may form groups.
         gathers_keys: group size -> whether groups of this size gather keys and values.
     """
     size = fixed_cp_size(config.engine)
     if has_dynamic_cp(config.engine):
-        # A group as large as the longest sequence needs.
+        # Assume a group as large as the longest sequence needs.
         num_tokens = longest_sequence(config)[0]
         needed = math.ceil(num_tokens / config.data.max_tokens_per_micro_batch)
         size = 1 << min((needed - 1).bit_length(), num_ranks.bit_length() - 1)
@@ -37,7 +38,10 @@ def keys_per_token(
 
 
 def root_and_layer(parameters: list[nn.Parameter], layers: list[nn.Module]) -> tuple[int, int]:
-    """Return how many of these numbers are in no decoder layer, and in the largest layer."""
+    """Count the elements of parameters outside all decoder layers, and in the largest layer.
+
+    parameters: those to count; all other parameters of the layers are ignored.
+    """
     counted = {id(parameter) for parameter in parameters}
     sizes = []
     for layer in layers:

@@ -19,11 +19,11 @@ class Planner:
     """Divides batches over the data-parallel ranks of one engine.
 
     config                  the configuration of the engine
-    dp_rank, dp_size        this rank among the data-parallel ranks, and their number
-    dp_group                their group
-    device                  where collectives of dp_group take their tensors from
-    padding_multiple        context-parallel group size -> the number of tokens that each sequence
-                            is padded to a multiple of
+    dp_rank, dp_size        this rank's data-parallel rank, and the number of data-parallel ranks
+    dp_group                the group of the data-parallel ranks
+    device                  device of the tensors in collectives of dp_group
+    padding_multiple        context-parallel group size -> padding multiple: the length of each
+                            sequence is padded to a multiple of this number of tokens
     micro_batches_multiple  the number of micro-batches is a multiple of this
     """
 
@@ -38,7 +38,9 @@ class Planner:
     def plan(self, lengths: list[int], costs: Sequence[float]) -> Plan:
         """Return this rank's part of a batch.
 
-        lengths: tokens of each sequence, the same on all ranks. costs: FLOPs of each sequence.
+        Args:
+            lengths: number of tokens in each sequence; the same on all ranks.
+            costs: FLOPs of each sequence.
         """
         if has_dynamic_cp(self.config.engine):
             return self._plan_dynamic(lengths, costs)
@@ -67,7 +69,7 @@ class Planner:
         """Pack this rank's sequences into micro-batches, for groups of the fixed size.
 
         Every data-parallel rank gets the same number of micro-batches, since each pass has
-        collectives. Padding counts toward the token cap. Called by all data-parallel ranks
+        collectives. Padding counts toward the token cap. All data-parallel ranks call this
         together.
         """
         group_size = fixed_cp_size(self.config.engine)
