@@ -28,10 +28,11 @@ from engines.planning import round_up
 class Layout:
     """How sequences are arranged in rows and divided over a context-parallel group.
 
-    is_packed         all sequences lie in one row; else each has a row, padded to a common length
+    is_packed         all sequences lie in one row; else each has its own row, padded to a common
+                      length
     padding_multiple  the length of every sequence is padded to a multiple of this
-    is_zigzag         of the 2 * ranks chunks of each sequence, rank r has the r-th from both ends;
-                      else rank r has the r-th part of all sequences laid end to end
+    is_zigzag         each sequence is cut into 2 * ranks chunks, and rank r has the r-th from each
+                      end; else all sequences are laid end to end, and rank r has the r-th part
     """
 
     is_packed: bool
@@ -41,10 +42,10 @@ class Layout:
 
 @dataclass
 class Ahead:
-    """What a layer of multi-token prediction needs to predict k tokens further ahead.
+    """Inputs and targets of a multi-token-prediction layer that predicts k tokens further ahead.
 
-    input_ids  [b, s] int64: the token k positions after each slot's; -1 past the end of its
-               sequence, and in its first slot, where vLLM's drafters see no token either
+    input_ids  [b, s] int64: the token k positions after the token in each slot. -1 past the end of
+               a sequence, and in its first slot, where vLLM's drafters see no token either
     place      [own] int64: the slots that predict, k + 1 positions before their targets
     targets    [own] int64: the tokens to predict
     """
@@ -56,19 +57,19 @@ class Ahead:
 
 @dataclass
 class MicroBatch:
-    """T tokens, k of which are predicted. This rank has `size` slots and predicts some of the k.
+    """T tokens, k of which are predicted. This rank has `size` slots, and predicts `own` of the k.
 
     input_ids   [b, s] int64: this rank's slots; b = 1 if packed
     padding     [b, s] bool: slots without a token
     lengths     of the sequences, padding included; the last one may consist of padding alone
-    packing     where sequences lie, as the engine's attention takes it; None for plain attention
+    packing     the sequences' boundaries, for the engine's attention; None for plain attention
     positions   [s] int64: each slot's position in its sequence
     group       the context-parallel ranks that share the micro-batch
     place       [own] int64: the slots of this rank that predict
-    targets     [own] int64: the token that each of them predicts
+    targets     [own] int64: the token that each of these slots predicts
     kept_words  [own, K] int64: the tokens that sampling kept for each target, see Batch
-    token       [k] int64: the predicted tokens, of all ranks
-    source      [k] int64: where the prediction of each is, in [ranks * size] slots of all ranks
+    token       [k] int64: the tokens that are predicted, on all ranks
+    source      [k] int64: the slot that predicts each token, among the [ranks * size] of all ranks
     fields      name -> [T]
     num_tokens  T
     ahead       for k = 1, 2, ...: see Ahead
@@ -92,7 +93,7 @@ class MicroBatch:
     given: dict[str, Tensor] = field(default_factory=dict)
 
     def to_tokens(self, predictions: Tensor) -> Tensor:
-        """Scatter this rank's predictions [own] to tokens [T], with 0 for tokens not predicted.
+        """Scatter this rank's predictions [own] to tokens [T], with 0 for tokens without one.
 
         The result is the same on all ranks of the context-parallel group.
         """
@@ -108,24 +109,24 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Slots:
-    """[n] int64 each: the ranks that have some tokens, and their slots on those ranks."""
+    """The places of n tokens: the rank of each token, and its slot on that rank; [n] int64."""
 
     rank: Tensor
     slot: Tensor
 
     def on(self, rank: int) -> Tensor:
-        """Return [n] bool: which of the tokens this rank has."""
+        """Return [n] bool: whether each token is on this rank."""
         return self.rank == rank
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Where each position of each sequence lies.
+    """Maps each position of each sequence to a rank and a slot.
 
     lengths     [n] int64: of the sequences, padding included
-    starts      [n] int64: where each begins, with all sequences laid end to end
-    num_slots   on each rank
-    num_ranks   in the context-parallel group
+    starts      [n] int64: where each sequence begins, with all of them laid end to end
+    num_slots   number of slots on each rank
+    num_ranks   number of ranks in the context-parallel group
     """
 
     layout: Layout
@@ -135,7 +136,7 @@ class Grid:
     num_ranks: int
 
     def locate(self, sequence: Tensor, position: Tensor) -> Slots:
-        """Return the slots of the tokens at these positions [m] of these sequences [m]."""
+        """Return the slots of m tokens: token i is at position[i] of sequence[i]."""
         if self.num_ranks == 1:
             rank = torch.zeros_like(sequence)
             start = self.starts[sequence]
@@ -152,7 +153,7 @@ class Grid:
         return Slots(rank, offset * len(self.lengths) + sequence)
 
     def _locate_zigzag(self, sequence: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the rank, where its part of the sequence begins, and the offset in that part."""
+        """Return each token's rank, the start of that rank's part, and the offset in the part."""
         chunk_length = self.lengths[sequence] // (2 * self.num_ranks)
         chunk = position // chunk_length
         is_second_half = chunk >= self.num_ranks
@@ -162,9 +163,15 @@ class Grid:
 
 
 def make_grid(lengths: list[int], layout: Layout, num_ranks: int, filler: int) -> Grid:
-    """Pad sequences, and add one of padding alone where ranks need equal shares, or any tokens.
+    """Pad the sequences so that all ranks have equally many slots, and at least one.
 
-    filler: the length of that last sequence, if there must be one anyway; for one rank.
+    If padding to the multiple does not achieve this, a last sequence of padding alone is added.
+
+    Args:
+        lengths: number of tokens in each sequence.
+        layout: rows, padding and the division over ranks.
+        num_ranks: number of ranks in the context-parallel group.
+        filler: length of a last sequence that is added in any case; only for one rank. 0: none.
     """
     padded = [round_up(length, layout.padding_multiple) for length in lengths]
     if filler:
@@ -185,7 +192,7 @@ def make_grid(lengths: list[int], layout: Layout, num_ranks: int, filler: int) -
 
 @dataclass(frozen=True)
 class Placement:
-    """Which tokens a rank reads and predicts, on the host.
+    """The tokens that a rank reads and predicts; tensors in host memory.
 
     input_ids  [b, s] int64: the token in each slot of this rank, -1 if there is none
     predicted  [k] int64: the tokens that are predicted, on all ranks
@@ -200,14 +207,14 @@ class Placement:
 def place_tokens(batch: Batch, grid: Grid, rank: int, ahead: int = 0) -> Placement:
     """Put the token that comes `ahead` positions later into each slot of a rank.
 
-    Every token with loss_mask is predicted from the slot 1 + ahead positions before it; tokens with
-    no more than `ahead` tokens before them are not predicted.
+    Every token with loss_mask is predicted from the slot 1 + ahead positions before it. The first
+    1 + ahead tokens of a sequence are not predicted.
     """
     num_tokens = len(batch.input_ids)
     sequence = torch.repeat_interleave(torch.arange(len(batch)), batch.cu_seqlens.diff())
     position = batch.position_ids
 
-    # The first slot of a sequence gets no token from further ahead, see Ahead.
+    # If ahead > 0, the first slot of a sequence gets no token, see Ahead.
     first_read = ahead + 1 if ahead else 0
     is_read = position >= first_read
     slots = grid.locate(sequence[is_read], position[is_read] - ahead)
@@ -242,7 +249,8 @@ def lay_out(
 ) -> MicroBatch:
     """Build this rank's part of a micro-batch on the device.
 
-    T may be 0: then a sequence of padding takes part in the collectives that other ranks wait for.
+    T may be 0: then this rank computes a sequence of padding, since other ranks wait for it in
+    collectives.
 
     Args:
         batch: in host memory, the same on all ranks of the group.
@@ -251,8 +259,8 @@ def lay_out(
         device: where the tensors go.
         make_packing: lengths of the sequences in a row -> MicroBatch.packing. None: no packing.
         num_ahead: the number of layers of multi-token prediction, see MicroBatch.ahead.
-        filler: the length of a sequence of padding to add; only for a group of one. 0: none unless
-            it is needed.
+        filler: the length of a sequence of padding to add; only for a group of one rank. 0: add
+            none unless it is needed.
     """
     rank = group.rank()
     grid = make_grid(batch.lengths, layout, group.size(), filler)
@@ -287,7 +295,7 @@ def lay_out(
 
 
 def lay_out_ahead(batch: Batch, placement: Placement, rank: int, device: torch.device) -> Ahead:
-    """Build this rank's part of a placement of later tokens on the device."""
+    """Build this rank's tensors for one multi-token-prediction layer, on the device."""
     is_own = placement.slots.on(rank)
     return Ahead(
         input_ids=to_device(placement.input_ids, device),

@@ -1,16 +1,18 @@
 """Optimizers of the FSDP engine, and the check of their configuration keys for both engines.
 
-Every optimizer is a function that takes, by name, those of the following inputs that it reads:
+Every optimizer is a function that is called with these inputs by name. It may collect the inputs
+that it does not read in **_.
 
-    params  parameter groups with their weight_decay, in this order: the hidden matrices (those of
-            the decoder layers); embeddings, output matrix and experts; norms and biases (not
-            decayed). Groups without a parameter are left out.
+    params  parameter groups with their weight_decay, in this order: hidden matrices (the matrices
+            in decoder layers); embeddings, output matrix and experts; norms and biases (without
+            weight decay). Groups without a parameter are left out.
     lr      the peak learning rate
     betas   optim.betas
     eps     optim.eps
 
-It returns a torch optimizer or a list of them. In every step the engine sets the learning rate of
-all groups to the schedule's. A group made with another lr than the peak keeps its ratio to it.
+It returns a torch optimizer or a list of them. In every step, the engine sets the learning rate of
+all groups from the schedule. A group that was created with a learning rate other than the peak
+keeps its ratio to the peak.
 """
 
 from collections.abc import Callable
@@ -62,7 +64,7 @@ def muon(
         ns_steps=ns_steps,
         adjust_lr_fn="match_rms_adamw",
     )
-    if not rest:  # adapters are all hidden matrices
+    if not rest:  # adapters consist of hidden matrices only
         return [on_hidden]
     return [on_hidden, adamw(rest, lr, betas=betas, eps=eps)]
 
@@ -73,9 +75,9 @@ OPTIMIZERS = {"adamw": adamw, "muon": muon}
 class ShardedMuon(torch.optim.Muon):
     """torch's Muon for DTensors.
 
-    The momentum is divided like the parameters. A matrix is gathered and orthogonalized as a whole,
-    each by another one of the ranks that share it. (DTensor's own products of matrices with divided
-    rows would sum partial results in bfloat16.)
+    The momentum is sharded like the parameters. Each matrix is gathered, and one of the ranks that
+    share it orthogonalizes it; the ranks work on different matrices. (If rows are sharded,
+    DTensor's own matrix products would sum partial results in bfloat16.)
     """
 
     @torch.no_grad()
@@ -88,7 +90,7 @@ class ShardedMuon(torch.optim.Muon):
                 self._step_one_per_rank(parameters[start : start + shard_group.size()], group)
 
     def _step_one_per_rank(self, parameters: list[DTensor], group: dict) -> None:
-        """Update as many matrices as ranks share them, or fewer; each rank orthogonalizes one."""
+        """Update one matrix per rank that shares them, or fewer; a rank orthogonalizes at most one."""
         mesh = parameters[0].device_mesh
         shard_group = mesh.get_group(mesh.ndim - 1)
         updates = [self._gather_update(parameter, group) for parameter in parameters]
@@ -102,7 +104,7 @@ class ShardedMuon(torch.optim.Muon):
             parameter.add_(own_part.to(parameter.device))
 
     def _gather_update(self, parameter: DTensor, group: dict) -> Tensor:
-        """Return the whole matrix to orthogonalize, fp32, on the device of the ranks' group."""
+        """Return the whole matrix to orthogonalize, fp32, on the accelerator if there is one."""
         momentum = group["momentum"]
         gradient = parameter.grad
         state = self.state[parameter]
@@ -114,7 +116,7 @@ class ShardedMuon(torch.optim.Muon):
 
 
 def orthogonalize(matrix: Tensor, group: dict) -> None:
-    """Replace a matrix, which includes the momentum already, by torch's Muon step for it."""
+    """Replace a matrix in place by torch's Muon step for it. Momentum is already included."""
     step = nn.Parameter(torch.zeros_like(matrix))
     step.grad = matrix
     keys = ("lr", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
@@ -124,7 +126,16 @@ def orthogonalize(matrix: Tensor, group: dict) -> None:
 
 
 def build(model: nn.Module, layers: list[nn.Module], optim: DictConfig) -> list[Optimizer]:
-    """Build the optimizers of a model's trained parameters; layers: its decoder layers."""
+    """Build the optimizers of a model's trained parameters.
+
+    Args:
+        model: the sharded model.
+        layers: its decoder layers.
+        optim: the group `optim` of the configuration.
+
+    Raises:
+        InputError: the user's own optimizer function does not return torch optimizers.
+    """
     groups = parameter_groups(model, layers, optim.weight_decay)
     has_hidden = bool(groups[0]["params"])
     make = find_optimizer(optim)
@@ -148,14 +159,14 @@ def build(model: nn.Module, layers: list[nn.Module], optim: DictConfig) -> list[
 
 
 def parameter_groups(model: nn.Module, layers: list[nn.Module], weight_decay: float) -> list[dict]:
-    """Return the groups of trained parameters: hidden matrices, other matrices, not decayed."""
+    """Group the trained parameters: hidden matrices, other matrices, and without weight decay."""
     trained = [p for p in model.parameters() if p.requires_grad]
     in_layers = set()
     for layer in layers:
         in_layers |= {id(p) for p in layer.parameters()}
     not_decayed = set()
     for name, p in model.named_parameters():
-        # By name as well, because the biases of experts are stacked to matrices.
+        # Check the name too, because the biases of experts are stacked into matrices.
         if p.ndim <= 1 or name.endswith("bias"):
             not_decayed.add(id(p))
     is_hidden = in_layers - not_decayed
@@ -171,7 +182,7 @@ def parameter_groups(model: nn.Module, layers: list[nn.Module], weight_decay: fl
 
 
 def find_optimizer(optim: DictConfig) -> Callable:
-    """Return the function that optim.name names, with its own parameters bound."""
+    """Return the function that optim.name names, with optim.kwargs bound."""
     return plugins.find("optim.name", optim.name, OPTIMIZERS, INPUTS, "optim.kwargs", optim.kwargs)
 
 

@@ -1,11 +1,11 @@
 """Learning-rate schedules as pure functions of the step, so that a resume has nothing to restore.
 
-Every schedule takes, by name, those of the following inputs that it reads, and returns a factor of
-the peak learning rate:
+Every schedule is a function that is called with these inputs by name, and returns a factor of the
+peak learning rate. It may collect the inputs that it does not read in **_.
 
-    step         the step, from 0, after the warm-up
+    step         the number of steps since the warm-up, from 0
     total_steps  the number of steps after the warm-up
-    decay_steps  optim.lr_decay_steps_ratio of all steps
+    decay_steps  optim.lr_decay_steps_ratio times the number of all steps, warm-up included
 """
 
 import math
@@ -20,22 +20,22 @@ INPUTS = ("step", "total_steps", "decay_steps")
 
 
 def constant(step: int, total_steps: int, **_) -> float:
-    """1."""
+    """Return 1."""
     return 1.0
 
 
 def linear(step: int, total_steps: int, **_) -> float:
-    """1 - t, with t from 0 to 1 over all steps."""
+    """Return 1 - t, with t from 0 to 1 over all steps."""
     return 1 - min(1.0, step / max(1, total_steps))
 
 
 def cosine(step: int, total_steps: int, **_) -> float:
-    """(1 + cos(pi t)) / 2, with t from 0 to 1 over all steps."""
+    """Return (1 + cos(pi t)) / 2, with t from 0 to 1 over all steps."""
     return (1 + math.cos(math.pi * min(1.0, step / max(1, total_steps)))) / 2
 
 
 def wsd(step: int, total_steps: int, *, decay_steps: int, **_) -> float:
-    """1, and a linear decay over the last decay_steps (Hu et al. 2024)."""
+    """Return 1, then decay linearly over the last decay_steps (Hu et al. 2024)."""
     decay = min(total_steps, max(1, decay_steps))
     return linear(max(0, step - (total_steps - decay)), decay)
 
@@ -65,7 +65,7 @@ def check_schedule(optim: DictConfig) -> None:
 
 
 def find_schedule(optim: DictConfig) -> Callable[..., float]:
-    """Return the function that optim.lr_scheduler_type names, with its own parameters bound."""
+    """Return the function that optim.lr_scheduler_type names, with its kwargs bound."""
     return plugins.find(
         "optim.lr_scheduler_type",
         optim.lr_scheduler_type,
@@ -81,7 +81,7 @@ def learning_rate(optim: DictConfig, step: int, total_steps: int) -> float:
 
     In the warm-up: lr * (step + 1) / warm-up steps.
     After it: lr * (min_lr_ratio + (1 - min_lr_ratio) * factor).
-    A schedule whose factor ends at 0 would reach min_lr_ratio in the step after the last one.
+    A schedule that decays to a factor of 0 would reach it only in the step after the last one.
     """
     warmup_steps = round(optim.lr_warmup_steps_ratio * total_steps)
     if step < warmup_steps:

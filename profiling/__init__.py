@@ -8,7 +8,7 @@
 Files are written to {directory}/step_{N}/{stage}/. When a stage runs again in the same step, they
 go to {stage}.2/ and so on.
 
-This room imports nothing else of the repository. tools.py and msprobe.py record; compare.py,
+This package imports nothing else from the repository. tools.py and msprobe.py record; compare.py,
 shards.py and report.py read.
 """
 
@@ -38,14 +38,14 @@ class Profiler:
         settings: the group `profiler` of configs/*.yaml.
         interval: first and last step to record; [-1, -1] for none.
         directory: for the tools' files.
-        total_steps: of the run.
+        total_steps: number of steps in the run.
         model_stages: the stages of this run in which a model computes.
 
     Attributes:
-        on_stage: called with (stage name, step) where a stage begins.
+        on_stage: called with (stage name, step) when a stage begins.
 
     Raises:
-        ValueError: something cannot be recorded; one line says what to change.
+        ValueError: something cannot be recorded; the message tells what to change.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Profiler:
         self.synchronize = False
         self._num_open_stages = 0
         self._runs_of_stage: Counter = Counter()  # by (step, stage)
-        self._counts_failed_dumps = False  # on all ranks, in this step
+        self._counts_failed_dumps = False  # over all ranks, in this step
         names = tool_names(settings)
         self._dumps = "msprobe" in names
         check_interval(self.interval, names, total_steps)
@@ -91,7 +91,7 @@ class Profiler:
         """Start recording in the interval, and stop after it.
 
         A resumed run may begin in the middle of the interval. Recording stops here and not in
-        `end_step()`, because a checkpoint may be saved after that.
+        `end_step()`, because a checkpoint may be saved after `end_step()`.
 
         Args:
             step: counted from 1.
@@ -104,19 +104,21 @@ class Profiler:
         self._counts_failed_dumps = is_inside and self._dumps
         if self.tools and not self.recording and is_inside:
             self.recording = True
-            # When a run ends with an exception, what was recorded until then explains it.
+            # If the run ends with an exception, the records up to that point help to explain it.
             atexit.register(self.close)
             for tool in self.tools:
                 tool.open(step)
 
     @contextmanager
     def stage(self, name: str, engine=None):
-        """Add the block's wall time to the stage, and record the block if this step is recorded.
+        """Time the block, and record it if this step is recorded.
 
-        Stages may nest. Exceptions pass through.
+        If a stage runs several times in a step, the times add up. Stages may nest. Exceptions pass
+        through.
 
         Args:
-            engine: its `modules()` compute in the block.
+            name: of the stage.
+            engine: the engine whose `modules()` compute in the block.
         """
         if self.synchronize:
             torch.accelerator.synchronize()
@@ -150,7 +152,7 @@ class Profiler:
     def end_step(self) -> dict[str, float]:
         """Return {timing/<stage>: seconds} since the last call, and the tools' metrics.
 
-        All ranks must call it while msprobe dumps.
+        In steps that msprobe dumps, all ranks must call it together.
         """
         seconds = self.seconds
         self.seconds = {}
@@ -173,7 +175,7 @@ class Profiler:
 
 
 def tool_names(settings) -> list[str]:
-    """Return the tools that profiler.tool names: null, a name, or a list of names."""
+    """Return the names in profiler.tool, which is null, a name, or a list of names."""
     if settings is None or settings.tool is None:
         return []
     if isinstance(settings.tool, str):
@@ -182,7 +184,7 @@ def tool_names(settings) -> list[str]:
 
 
 def check_interval(interval: tuple[int, int], names: list[str], total_steps: int | None) -> None:
-    """Raise ValueError for an interval without a tool, or after the last step."""
+    """Raise ValueError if the interval has no tool, or begins after the last step."""
     if interval != OFF and not names:
         raise ValueError("trainer.profile_interval is set but profiler.tool is null: name a tool")
     if total_steps is not None and interval[0] > total_steps:
@@ -195,7 +197,7 @@ def is_selected(ranks, rank: int, num_ranks: int) -> bool:
     """Return whether profiler.ranks names this rank; null means local rank 0 of every node.
 
     Raises:
-        ValueError: it names a rank that does not exist.
+        ValueError: profiler.ranks names a rank that does not exist.
     """
     if ranks is None:
         return int(os.environ.get("LOCAL_RANK", 0)) == 0

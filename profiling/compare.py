@@ -6,14 +6,14 @@ Prints the step's losses, entropies and gradient norms. Then, for each stage and
 first tensor in execution order that differs by more than the tolerance, relative to the largest
 number in the tensor.
 
-Dumps of one engine and layout are compared rank by rank, and element by element where tensors were
-dumped. The inputs of forward passes are left out.
+If both runs use the same engine and layout, dumps are compared rank by rank. They are compared
+element by element if whole tensors were dumped. The inputs of forward passes are left out.
 
-Dumps of two engines, or of two layouts (tensor- or pipeline-parallel ranks and one rank), are
-compared by statistics of the outputs of equivalent modules in forward passes; level L1 dumps none.
-Shards are joined, and layers are numbered as in the whole model. All ranks must be dumped
-(profiler.ranks=all). Different numbers of data- or context-parallel ranks see different tokens and
-cannot be compared.
+If the engines or the layouts differ (for example, tensor-parallel ranks against one rank), the
+outputs of equivalent modules in forward passes are compared by their statistics; level L1 dumps no
+modules. Shards are joined, and layers are numbered as in the whole model. All ranks must be dumped
+(profiler.ranks=all). Runs with different numbers of data- or context-parallel ranks cannot be
+compared, because their ranks see different tokens.
 
 Exit code 0: everything that was compared agrees, and the rest is listed; 1: the runs diverge, or
 one ran something that the other did not; 2: there is nothing to compare. --output keeps tables of
@@ -49,9 +49,10 @@ from profiling.shards import (
 )
 
 METRICS = ("loss", "entropy", "grad_norm")
-# Smaller metrics differ relative to this: a policy's first loss is 0 but for rounding.
+# Differences of smaller metrics are relative to this: a policy's first loss is 0 except for
+# rounding.
 SMALL_METRIC = 0.01
-# What a module is handed is another one's output, or an argument that it may not even read.
+# A module's input is another module's output, or an argument that the module may not even read.
 FORWARD_INPUT = re.compile(r"\.forward(\.\d+)?\.input\.")
 DIFFERENT_MICRO_BATCHES = "their micro-batches differ (raise data.max_tokens_per_micro_batch)"
 RECOMPUTED = "one run alone calls them again (recomputation)"
@@ -69,8 +70,8 @@ class Settings:
     """How runs are compared.
 
     Attributes:
-        tolerance: the relative difference up to which numbers agree.
-        output: directory for tables of every number.
+        tolerance: numbers agree up to this relative difference.
+        output: directory for tables of every number; None for no tables.
     """
 
     tolerance: float = 1e-4
@@ -82,7 +83,7 @@ class Pair:
     """Two tensors that should be equal.
 
     Attributes:
-        difference: the largest one, relative to the largest number in the tensors.
+        difference: the largest difference, relative to the largest number in the tensors.
     """
 
     a: DumpedTensor
@@ -92,10 +93,10 @@ class Pair:
 
 @dataclass
 class Comparison:
-    """What the two runs have in common, and what they have not.
+    """The tensors that both runs have, and the tensors in only one of them.
 
     Attributes:
-        title: of the stage and of the ranks.
+        title: names the stage and the ranks.
         pairs: in execution order.
         only_in_one: names of tensors in one run only.
         notes: what was compared or left out.
@@ -113,7 +114,10 @@ def compare_runs(
     """Print where the runs diverge in a step.
 
     Args:
+        run_a, run_b: directories of the runs.
+        step: counted from 1.
         stage: None for all stages.
+        settings: tolerance and output.
     """
     metrics = compare_metrics(run_a, run_b, step, settings.tolerance)
     stages_a = stages_of(run_a, step)
@@ -136,7 +140,7 @@ def compare_runs(
 
 
 def worst(codes: Iterable[int]) -> ExitCode:
-    """Return the most important of several exit codes: diverging is, then nothing to compare."""
+    """Return the most important exit code: DIVERGE, then NOTHING_TO_COMPARE, then AGREE."""
     severity = (ExitCode.AGREE, ExitCode.NOTHING_TO_COMPARE, ExitCode.DIVERGE)
     return ExitCode(max(codes, key=severity.index))
 
@@ -164,7 +168,7 @@ def compare_metrics(run_a: Path, run_b: Path, step: int, tolerance: float) -> Ex
 
 
 def metrics_of(run: Path, step: int) -> dict[str, float]:
-    """Return a run's metrics of one step; numbers that were not finite are nan."""
+    """Return a run's metrics of one step, with nan for numbers that were not finite."""
     if not (run / "metrics.jsonl").exists():
         return {}
     metrics = {}
@@ -175,7 +179,7 @@ def metrics_of(run: Path, step: int) -> dict[str, float]:
 
 
 def metric_difference(a: float, b: float) -> float:
-    """Return the relative difference of two numbers; inf if only one of them is finite."""
+    """Return the relative difference of two numbers; inf if only one is finite, 0 if none is."""
     if math.isfinite(a) and math.isfinite(b):
         return abs(a - b) / max(abs(a), abs(b), SMALL_METRIC)
     return 0.0 if math.isfinite(a) == math.isfinite(b) else math.inf
@@ -191,7 +195,7 @@ def stages_of(run: Path, step: int) -> dict[str, Path]:
     for dump in sorted(dumps, key=lambda path: path.stat().st_mtime):
         ranks = dump.parents[1]
         name = ranks.parent.name
-        stages.pop(name, None)  # a stage's last dump gives its place
+        stages.pop(name, None)  # a stage's last dump determines its order
         stages[name] = ranks
     return stages
 
@@ -264,7 +268,7 @@ def relative_difference(
 def compare_layouts(
     stage: str, ranks_a: list[RankDump], ranks_b: list[RankDump], settings: Settings
 ) -> ExitCode:
-    """Compare outputs of modules that compute the same, in each share of the batch."""
+    """Compare the outputs of equivalent modules, in each share of the batch."""
     coordinates_a = ranks_a[0].coordinates
     coordinates_b = ranks_b[0].coordinates
     is_one_engine = coordinates_a.engine == coordinates_b.engine
@@ -352,7 +356,7 @@ def compare_share(
 
 
 def is_complete(title: str, run: str, ranks: list[RankDump]) -> bool:
-    """Return whether all ranks were dumped that make up the model; print it if not."""
+    """Return whether all ranks of the model were dumped; print a message if not."""
     tp_size = ranks[0].coordinates.tp.size
     pp_size = ranks[0].coordinates.pp.size
     if len(ranks) == tp_size * pp_size:
@@ -372,7 +376,7 @@ def calls_of_outputs(share: Share) -> Counter[Output]:
 def calls_with_other_tokens(a: Share, b: Share) -> set[int]:
     """Return the calls in which the runs saw different tokens.
 
-    The head tells: it computes the same tokens whatever padding is around them.
+    The head's outputs show this, because padding does not change the tokens that the head computes.
     """
     heads_a = head_outputs(a)
     heads_b = head_outputs(b)
@@ -414,7 +418,10 @@ def report(comparison: Comparison, settings: Settings) -> ExitCode:
 
 
 def print_divergence(comparison: Comparison, first: int, largest: Pair, note: str) -> None:
-    """Print the first pair that diverges, by its index, and the largest difference."""
+    """Print the first pair that diverges, and the largest difference.
+
+    first: the index of the first pair.
+    """
     pair = comparison.pairs[first]
     name = pair.a.name
     if pair.a.name != pair.b.name:
@@ -462,7 +469,7 @@ if __name__ == "__main__":
     try:
         code = main()
     except Exception:
-        # Python's own exit code is 1, which would mean that the runs diverge.
+        # Python would exit with 1, which means here that the runs diverge.
         traceback.print_exc()
         code = ExitCode.NOTHING_TO_COMPARE
     sys.exit(code)

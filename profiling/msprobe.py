@@ -2,10 +2,10 @@
 
 Files: {directory}/step_{N}/{stage}/step{N}/rank{R}/dump.json.
 
-A dump changes no bit of a forward pass. It may change the last bits of gradients: hooks on a
-module's backward pass insert nodes into autograd's graph, so the gradients of a tensor that several
-operations read are added in another order. Weights and losses after a dumped training step
-therefore equal those without a dump only up to rounding.
+A dump does not change a single bit of a forward pass. It may change the last bits of gradients:
+hooks on a module's backward pass insert nodes into autograd's graph. If several operations read a
+tensor, its gradients are then added in another order. Weights and losses after a dumped training
+step therefore match a run without dumps only up to rounding.
 """
 
 import json
@@ -23,13 +23,13 @@ from profiling.tool import Stage, Tool
 
 TASKS = ("statistics", "tensor")
 LEVELS = ("L0", "L1", "mix")
-# These dumps are large: a record per token that vLLM decodes, or per batch of a whole validation.
+# These dumps are large: they have a record per decoded token, or per batch of a whole validation.
 ONLY_WHEN_NAMED = ("rollout_generate", "validate")
 
 
 @dataclass(frozen=True)
 class Dump:
-    """A dump that was written: the stage's name and the rank's folder."""
+    """A finished dump: the name of the stage, and the folder of this rank."""
 
     stage: str
     directory: Path
@@ -69,7 +69,7 @@ class Msprobe(Tool):
         if self.config_path is None:
             path = self.directory / f"msprobe_rank{self.rank}.json"
             self.config_path = write_config(path, self.task, self.level)
-        # Not earlier: once constructed, levels L1 and mix slow down every torch call.
+        # Not constructed earlier: at levels L1 and mix, a debugger slows down every torch call.
         self.debugger = self.debugger_class(
             config_path=str(self.config_path),
             task=self.task,
@@ -122,7 +122,7 @@ class Msprobe(Tool):
 
     def _finish(self, stage: Stage, dump: Dump) -> None:
         self.debugger.stop()
-        self.debugger.step()  # forgets what it wrote and counts calls from 0 again
+        self.debugger.step()  # clears its records and counts calls from 0 again
         written = json.loads((dump.directory / "dump.json").read_text())
         if not written["data"]:
             raise RuntimeError("dump.json is empty: no module ran")
@@ -189,7 +189,7 @@ def directory_size(directory: Path) -> int:
 
 def import_debugger() -> type:
     """Return msprobe's PrecisionDebugger; raises ValueError if msprobe is not installed."""
-    # 2: warnings. By default msprobe prints two lines per session.
+    # Level 2 shows only warnings. By default, msprobe prints two lines per session.
     os.environ.setdefault("MSPROBE_LOG_LEVEL", "2")
     try:
         from msprobe.pytorch import PrecisionDebugger
@@ -218,10 +218,14 @@ def check_choice(key: str, value: str, choices: Iterable[str]) -> None:
 
 
 def select_stages(requested: Iterable[str] | None, model_stages: Sequence[str]) -> list[str]:
-    """Return the stages to dump; null means all in which a model of the trainer computes.
+    """Return the stages to dump.
+
+    Args:
+        requested: None for all of `model_stages` except ONLY_WHEN_NAMED.
+        model_stages: the stages of this run in which a model computes.
 
     Raises:
-        ValueError: a stage is not one of this run's.
+        ValueError: a requested stage is not in `model_stages`.
     """
     if requested is None:
         return [name for name in model_stages if name not in ONLY_WHEN_NAMED]
@@ -241,7 +245,7 @@ def read_config(path: Path) -> dict:
     """Read msprobe's config.json.
 
     Raises:
-        ValueError: it cannot be read, or it selects steps or ranks, which other keys do.
+        ValueError: the file cannot be read, or it selects steps or ranks, which have other keys.
     """
     try:
         config = json.loads(path.read_text())
@@ -268,7 +272,7 @@ def check_config(path: Path, task: str, level: str) -> None:
     msprobe itself would complain at the first recorded step, when the debugger is constructed.
 
     Raises:
-        ValueError: one of them fails.
+        ValueError: msprobe rejects the file, or its dumps could not be compared.
     """
     from msprobe.pytorch.dump.debugger.debugger_config import DebuggerConfig
     from msprobe.pytorch.dump.pt_config import parse_json_config
@@ -290,7 +294,7 @@ def check_config(path: Path, task: str, level: str) -> None:
 def write_config(path: Path, task: str, level: str) -> Path:
     """Write a config.json that dumps everything.
 
-    A copy with a scope or a list of modules can be given to the next run.
+    The next run can use an edited copy, for example with a scope or a list of modules.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     everything = {"scope": [], "list": [], "data_mode": ["all"]}

@@ -10,19 +10,19 @@ from statistics import median
 
 TIMING = "timing/"
 STEP = "timing/step"
-# The share of the run's time from which on a stage is drawn.
+# Stages that take a smaller share of the run's time are not drawn.
 MIN_VISIBLE_SHARE = 0.01
-# Steps that take longer than this share of all may be cut off at the top.
+# Steps that take longer than this quantile of all steps may be cut off at the top.
 USUAL_QUANTILE = 0.95
 NUM_COLUMNS = 4
 MAX_MARKED_POINTS = 30  # longer lines have no markers
 
-Line = dict[str, float | None]  # of metrics.jsonl
+Line = dict[str, float | None]  # a line of metrics.jsonl
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A panel of the picture; without names, it is for the reward's own validation scores."""
+    """A panel of the picture. If names is empty, it shows the reward's own validation scores."""
 
     title: str
     names: list[str]
@@ -51,7 +51,7 @@ PANELS = [
         ["perf/memory_peak_gib", "perf/memory_training_gib", "perf/memory_asleep_gib"],
     ),
 ]
-# Metrics val/... that are not the reward's own.
+# Metrics val/... that do not come from the reward function.
 OTHER_VALIDATION = ("loss", "exact_match", "response_length", "truncated", "failures")
 # Metrics in the table below the stages: name -> unit.
 SPEED_AND_MEMORY = {
@@ -64,13 +64,13 @@ SPEED_AND_MEMORY = {
 
 
 def read_metrics(run: Path) -> list[Line]:
-    """Return the lines of metrics.jsonl, except a last one that is still being written."""
+    """Return the lines of metrics.jsonl, without a last line that is still being written."""
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def steps_among(lines: list[Line]) -> list[Line]:
-    """Return the lines of training steps, without those of validations and checkpoints alone."""
+    """Return the lines of training steps; other lines have only a validation or a checkpoint."""
     return [line for line in lines if STEP in line]
 
 
@@ -81,7 +81,7 @@ def stages_in(lines: list[Line]) -> list[str]:
 
 
 def values_of(name: str, lines: list[Line]) -> list[float]:
-    """Return a metric's values where it has one."""
+    """Return a metric's values in the lines that have one."""
     return [line[name] for line in lines if line.get(name) is not None]
 
 
@@ -93,11 +93,11 @@ def total_seconds(stage: str, lines: list[Line]) -> float:
 
 
 def table(run: Path) -> str:
-    """Return a table of the seconds of each stage, then speed and memory.
+    """Return a table of the time in each stage, then of speed and memory.
 
-    Median, longest and total seconds, and the share of the time of all steps. Shares need not add
-    up: a stage inside another one counts in both, and a validation before the first step and the
-    last checkpoint are in no step.
+    For each stage, it has the median, longest and total seconds, and the share of the total time of
+    all steps. Shares need not add up to 1: a stage inside another one counts in both, and neither a
+    validation before the first step nor the last checkpoint belongs to a step.
     """
     lines = read_metrics(run)
     steps = steps_among(lines)
@@ -142,7 +142,7 @@ def draw(run: Path):
 
     lines = read_metrics(run)
     panels = panels_with_data(lines)
-    # The stages and their legend take the places that are left in the last row, two at least.
+    # The stages and their legend fill the rest of the last row, which is at least two places.
     num_rows = math.ceil((len(panels) + 2) / NUM_COLUMNS)
     first_free_column = max(0, len(panels) - NUM_COLUMNS * (num_rows - 1))
     figure = pyplot.figure(figsize=(4 * NUM_COLUMNS, 2.8 * num_rows), layout="constrained")
@@ -164,7 +164,7 @@ def draw(run: Path):
 
 
 def panels_with_data(lines: list[Line]) -> list[Panel]:
-    """Return the panels of which the run has a metric, with the metrics that it has."""
+    """Return the panels for which the run has metrics, each with only those metrics."""
     present = {name for line in lines for name, value in line.items() if value is not None}
     validation = sorted(name for name in present if name.startswith("val/"))
     scores = [name for name in validation if name.split("/")[1] not in OTHER_VALIDATION]
@@ -192,11 +192,14 @@ def draw_metrics(axis, lines: list[Line], names: list[str]) -> None:
 def draw_stages(axis, legend, lines: list[Line]) -> None:
     """Draw the seconds of each step by stage.
 
-    Stages of most steps are areas. Stages of half of the steps or fewer are bars on top of them.
-    Whatever is far longer than most steps, such as a validation, is cut off at the top.
+    Stages that run in most steps are areas. Stages that run in half of the steps or fewer are bars
+    on top of the areas. Outliers far longer than most steps, such as a validation, are cut off at
+    the top.
 
     Args:
-        legend: an axis for the names and the medians.
+        axis: where to draw.
+        legend: an axis for the stages' names and median seconds.
+        lines: of metrics.jsonl.
     """
     steps = steps_among(lines)
     stages = visible_stages(lines)
@@ -204,7 +207,7 @@ def draw_stages(axis, legend, lines: list[Line]) -> None:
     regular = [stage for stage in stages if 2 * num_steps[stage] > len(steps)]
     occasional = [stage for stage in stages if stage not in regular]
     styles = stage_styles(stages, lines)
-    # By step, the seconds that are drawn so far.
+    # Step -> the seconds drawn so far.
     heights = {}
     for line in steps:
         heights[line["step"]] = sum(line.get(stage, 0.0) for stage in regular)
@@ -233,7 +236,7 @@ def draw_stages(axis, legend, lines: list[Line]) -> None:
 
 
 def visible_stages(lines: list[Line]) -> list[str]:
-    """Return the stages that take a visible share of the time; stages of steps come first."""
+    """Return the stages that take a visible share of the time, first those within steps."""
     steps = steps_among(lines)
     min_seconds = MIN_VISIBLE_SHARE * sum(line[STEP] for line in steps)
     return [
@@ -252,7 +255,7 @@ def stage_styles(stages: list[str], lines: list[Line]) -> dict[str, dict]:
         seconds = median(line[stage] for line in lines if stage in line)
         styles[stage] = {
             "label": f"{stage.removeprefix(TIMING)} {seconds:.3g}",
-            # The strong colours of this map have even numbers, and come first.
+            # The strong colours of this map have even indices; use them first.
             "color": colormaps["tab20"](2 * i % 19),
         }
     return styles

@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-# A statistic's name here: its name in a dump.
+# Statistic -> its name in a dump.
 STATISTICS = {"max": "Max", "min": "Min", "mean": "Mean", "l2norm": "Norm"}
-# msprobe's name for a part of a call: its name in a tensor's name.
+# msprobe's name for a part of a call -> the name to use in tensor names.
 PARTS = {"input_args": "input", "input_kwargs": "input"}
-# A module of Megatron: the module of Hugging Face that computes the same. Megatron fuses the qkv
-# and gate-up projections with the norm before them, so these have no partner. The head is the
-# engines' own.
+# Megatron module -> the Hugging Face module that computes the same. Megatron fuses the qkv and
+# gate-up projections with the norm before them, so these have no equivalent. Both engines have the
+# same head.
 SAME_MODULE = {
     "embedding.word_embeddings": "model.embed_tokens",
     "decoder.final_layernorm": "model.norm",
@@ -49,7 +49,7 @@ class DumpedTensor:
     """A tensor in a dump.
 
     Attributes:
-        statistics: by the names in STATISTICS; None where the dump has none.
+        statistics: name in STATISTICS -> value, or None if the dump has no such number.
         load: returns the tensor; None if the dump has only statistics.
     """
 
@@ -76,7 +76,7 @@ def read(rank: Path) -> dict[str, DumpedTensor]:
 
 
 def tensors_in(value, name: str, rank: Path) -> Iterable[DumpedTensor]:
-    """Yield the tensors in a value of a dump: the record of one, or lists and dicts of values."""
+    """Yield the tensors in a value of a dump: a tensor's record, or nested lists and dicts."""
     if isinstance(value, list):
         value = dict(enumerate(value))
     if not isinstance(value, dict):
@@ -105,7 +105,7 @@ def to_number(value) -> float | None:
 
 
 def largest_difference(a: DumpedTensor, b: DumpedTensor) -> float | None:
-    """Return the largest difference between two elements at the same place.
+    """Return the largest absolute difference between elements at the same index.
 
     None if a dump has only statistics, or the shapes differ.
     """
@@ -127,13 +127,13 @@ class Place:
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Where the modules of a rank are in the whole model; in a dump's coordinates.json.
+    """The place of a rank's modules in the whole model, from a dump's coordinates.json.
 
     Attributes:
-        engine: its class.
+        engine: the name of the engine's class.
         dp, cp, tp, pp: places along the axes of parallelism.
         first_layers: number of the first layer in each of the rank's modules.
-        settings: others that divide tensors.
+        settings: other settings that determine how tensors are divided.
     """
 
     engine: str | None
@@ -154,7 +154,7 @@ class Coordinates:
 
     @property
     def share(self) -> tuple[int, int]:
-        """Data- and context-parallel rank, which see the same tokens."""
+        """Data-parallel and context-parallel rank. Ranks with the same pair see the same tokens."""
         return self.dp.rank, self.cp.rank
 
 
@@ -183,8 +183,8 @@ class Output:
     """An output of a module.
 
     Attributes:
-        module: in Hugging Face's terms, with the layer's number in the whole model.
-        index: of the tensor among the module's outputs.
+        module: its Hugging Face name, with the layer's number in the whole model.
+        index: the tensor's index among the module's outputs.
     """
 
     module: str
@@ -207,9 +207,9 @@ class Share:
     """The outputs of forward passes on the ranks that see one share of the batch.
 
     Attributes:
-        outputs: call by call, from the first pipeline stage to the last; the tensors of the
-            tensor-parallel ranks.
-        padding: by call, masks [b, s] of the tensor-parallel ranks: where there is no token.
+        outputs: output -> its tensors, one per tensor-parallel rank. Ordered by call, then from the
+            first pipeline stage to the last.
+        padding: call -> masks [b, s], one per tensor-parallel rank; true where there is no token.
     """
 
     outputs: dict[OutputKey, list[DumpedTensor]] = field(default_factory=dict)
@@ -217,8 +217,11 @@ class Share:
 
 
 def gather(ranks: list[RankDump]) -> Share:
-    """Return the outputs of the tensor- and pipeline-parallel ranks of one share of the batch."""
-    # By first layer of a module, since the chunks of a virtual pipeline alternate between ranks.
+    """Gather the outputs of all ranks that see one share of the batch.
+
+    ranks: the tensor- and pipeline-parallel ranks.
+    """
+    # By a module's first layer, since the chunks of a virtual pipeline alternate between ranks.
     outputs_of_module: dict[int, dict[OutputKey, list[DumpedTensor]]] = {}
     share = Share()
     for rank in sorted(ranks, key=lambda rank: rank.coordinates.tp.rank):
@@ -226,7 +229,7 @@ def gather(ranks: list[RankDump]) -> Share:
         tensors = read(rank.folder)
         for name, tensor in tensors.items():
             key = canonical(name, first_layers)
-            # Booleans: the likeliest token may be another one where two are close.
+            # Skip booleans (is_greedy): rounding can decide which of two tokens is the likeliest.
             if key is None or tensor.dtype == "torch.bool":
                 continue
             first_layer = first_layers[chunk_of(name)]
@@ -253,15 +256,15 @@ def padding_masks(tensors: dict[str, DumpedTensor]) -> dict[int, DumpedTensor]:
 
 
 def chunk_of(name: str) -> int:
-    """Return the number of the rank's module, in Module.{number}.{path}..."""
+    """Return the number of the rank's module, from a name like Module.{number}.{path}..."""
     return int(name.split(".")[1])
 
 
 def canonical(name: str, first_layers: Sequence[int]) -> OutputKey | None:
-    """Return the output, in Hugging Face's terms, that a tensor's name stands for.
+    """Translate a tensor's name into an output of a Hugging Face module.
 
-    The module's class and its wrappers are left out. None if the tensor is not an output of a
-    forward pass, or if the module has no partner in the other engine.
+    The names of the module's class and of its wrappers are dropped. Returns None if the tensor is
+    not an output of a forward pass, or if the module has no equivalent in the other engine.
     """
     match = MODULE_OUTPUT.fullmatch(name)
     if not match:
@@ -286,11 +289,11 @@ TensorPair = tuple[DumpedTensor, DumpedTensor]
 
 
 def pairs(a: Share, b: Share, key: OutputKey) -> list[TensorPair]:
-    """Return the tensors of an output that must hold the same numbers, perhaps in another order.
+    """Pair the tensors of an output that must hold the same numbers, perhaps in another order.
 
-    The order may differ since padding moves the sequences of a micro-batch. Empty if the sizes fit
-    neither as they are, nor joined, nor without the padding that sequence parallelism adds to every
-    sequence.
+    The order may differ because padding moves the sequences of a micro-batch. If the sizes match
+    neither directly nor after joining shards, the padding that sequence parallelism adds to every
+    sequence is removed. The list is empty if they do not match then either.
     """
     shards_a = a.outputs[key]
     shards_b = b.outputs[key]
@@ -304,10 +307,10 @@ def pairs(a: Share, b: Share, key: OutputKey) -> list[TensorPair]:
 
 
 def match_shards(a: list[DumpedTensor], b: list[DumpedTensor]) -> list[TensorPair]:
-    """Pair the shards of two runs, given by tensor-parallel rank.
+    """Pair the shards of two runs, which are in the order of tensor-parallel ranks.
 
-    They are paired as they are if both are whole or divided alike, and joined if their sizes tell
-    that only together they are whole.
+    If shards of both runs have the same size, they are paired directly. Otherwise, shards are
+    joined if the sizes then match. The list is empty if no sizes match.
     """
     if a[0].size == b[0].size:
         return [(a[i % len(a)], b[i % len(b)]) for i in range(max(len(a), len(b)))]
@@ -323,7 +326,7 @@ def match_shards(a: list[DumpedTensor], b: list[DumpedTensor]) -> list[TensorPai
 
 
 def join(shards: list[DumpedTensor]) -> DumpedTensor:
-    """Return the statistics of a whole tensor, whichever dimension divides it into these shards."""
+    """Return a whole tensor's statistics, for shards along any dimension."""
     size = sum(shard.size for shard in shards)
 
     def mean(means: list[float]) -> float:
@@ -340,7 +343,7 @@ def join(shards: list[DumpedTensor]) -> DumpedTensor:
 def unpadded(shards: list[DumpedTensor], padding: list[DumpedTensor]) -> list[DumpedTensor]:
     """Return tensors [s, b, ...] without their padding.
 
-    They stay as they are if the dump has only statistics, or if their lengths are not those of the
+    They stay as they are if the dump has only statistics, or if their lengths do not match the
     masks.
     """
     if shards[0].load is None or not any(mask.statistics["max"] for mask in padding):
@@ -355,7 +358,7 @@ def unpadded(shards: list[DumpedTensor], padding: list[DumpedTensor]) -> list[Du
 
 
 def without_padding(shards: list[DumpedTensor], padding: list[DumpedTensor]) -> DumpedTensor:
-    """Return the tensor in these shards, divided by sequence, without its padding."""
+    """Join shards [s, b, ...] along the sequence, and remove the padding."""
     is_padding = torch.cat([mask.load() for mask in padding], 1).T
     tensor = torch.cat([shard.load() for shard in shards])[~is_padding].float()
     statistics = dict.fromkeys(STATISTICS)

@@ -14,7 +14,7 @@ class Stage:
         step: counted from 1.
         directory: the stage's folder, which does not exist yet.
         engine: the engine whose modules run in the stage, or None.
-        is_nested: whether it runs inside another stage.
+        is_nested: whether the stage runs inside another stage.
     """
 
     name: str
@@ -25,13 +25,19 @@ class Stage:
 
 
 class Tool:
-    """What a tool may do. This class records nothing."""
+    """The base class of tools, which itself records nothing."""
 
     def __init__(self, settings, directory: Path, rank: int, model_stages: Sequence[str]):
-        """Check that the tool can record here, and start nothing.
+        """Check that the tool can record on this machine, without starting it.
+
+        Args:
+            settings: the group `profiler` of the configuration.
+            directory: for the tool's files.
+            rank: of this process.
+            model_stages: the stages of this run in which a model computes.
 
         Raises:
-            ValueError: it cannot; one line says what to change.
+            ValueError: the tool cannot record; the message tells what to change.
         """
 
     def open(self, step: int) -> None:
@@ -42,7 +48,7 @@ class Tool:
         return nullcontext()
 
     def end_step(self, seconds: dict[str, float]) -> dict[str, float]:
-        """Return metrics of a step whose stages took these seconds."""
+        """Return the tool's metrics at the end of a step. seconds: stage -> its wall time."""
         return {}
 
     def close(self) -> None:

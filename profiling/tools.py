@@ -1,7 +1,7 @@
 """Tools that record a stage: torch (traces), nvtx and mstx (ranges), memory (snapshots).
 
-msprobe has a file of its own. To add a tool, write a class with the five methods of Tool and enter
-it in `build()`.
+msprobe has a file of its own. To add a tool, write a class with the five methods of Tool and add
+it to `build()`.
 """
 
 import importlib.util
@@ -38,7 +38,8 @@ def build(
     """Return the tools with these names.
 
     Raises:
-        ValueError: a tool cannot work here, or not together with another one.
+        ValueError: a tool does not exist, cannot work on this machine, or cannot be combined with
+            another tool.
     """
     kinds = {"nvtx": Nvtx, "mstx": Mstx, "torch": Torch, "memory": Memory, "msprobe": Msprobe}
     for name in names:
@@ -50,7 +51,7 @@ def build(
             "profiler.tool: torch and nvtx cannot share CUPTI: name one of them, or set "
             "profiler.torch.activities=[cpu]"
         )
-    # In this order ranges enclose traces, and traces enclose dumps.
+    # The order of `kinds` makes ranges enclose traces, and traces enclose dumps.
     selected = [kind for name, kind in kinds.items() if name in names]
     return [kind(settings, directory, rank, model_stages) for kind in selected]
 
@@ -155,7 +156,7 @@ class Nvtx(Tool):
 class Mstx(Tool):
     """Ranges for Ascend's msprof (msprof --mstx=on ...).
 
-    Written from the documentation of torch_npu; not run.
+    It follows the documentation of torch_npu, but has not been tested on an NPU.
     """
 
     def __init__(self, settings, directory: Path, rank: int, model_stages: Sequence[str]):
@@ -176,9 +177,9 @@ class Mstx(Tool):
 
 
 class Memory(Tool):
-    """A snapshot of the accelerator's memory, with its last allocations, after each stage.
+    """A snapshot of the accelerator's memory, with the latest allocations, after each stage.
 
-    A stage that runs out of memory leaves one too; the file's name says so. View snapshots at
+    A stage that runs out of memory leaves a snapshot too, named out_of_memory_*. View snapshots at
     pytorch.org/memory_viz.
     """
 

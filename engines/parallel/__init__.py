@@ -1,4 +1,4 @@
-"""What a rank needs to work with its device and with other ranks, for both engines.
+"""A rank's device, and its communication with other ranks, for both engines.
 
     device        the rank's device, the process group, and work that rank 0 does for all
     affinity      the CPUs next to the device
@@ -6,5 +6,5 @@
     varlen        attention over sequences laid end to end, on one rank or several
     offload       tensors that wait in host memory
 
-Nothing here knows a model or an engine.
+Nothing here depends on a model or an engine.
 """

@@ -13,11 +13,13 @@ import torch
 def bind(device: torch.device) -> str:
     """Bind all threads of this process to the CPUs of the device's NUMA node.
 
-    CPUs that slurm, taskset or a container does not allow are left out. Never raises. Returns a
-    line that tells what was done.
+    CPUs that slurm, taskset or a container does not allow are left out. Never raises.
+
+    Returns:
+        A line for the log that describes the result.
     """
     try:
-        # Ask the device itself, because CUDA_VISIBLE_DEVICES changes its number.
+        # Read the address from the device, because CUDA_VISIBLE_DEVICES changes its index.
         properties = torch.get_device_module(device).get_device_properties(device)
         domain = properties.pci_domain_id
         bus = properties.pci_bus_id
@@ -32,7 +34,7 @@ def bind(device: torch.device) -> str:
 def bind_near(pci_device: Path) -> str:
     """Bind this process to the CPUs near a device in /sys/bus/pci/devices.
 
-    A device that belongs to no NUMA node is near all CPUs.
+    A device that belongs to no NUMA node is near all CPUs. Returns the end of a log line.
     """
     near = parse_cpulist((pci_device / "local_cpulist").read_text())
     allowed = os.sched_getaffinity(0)

@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 class AllGather(torch.autograd.Function):
-    """[T/R, ...] on each of R ranks -> [T, ...] on all of them.
+    """All-gather for results from which every rank computes the same loss.
 
-    For results from which every rank computes the same loss: then this rank's slice of the gradient
-    is complete as it stands.
+    [T/R, ...] on each of R ranks -> [T, ...] on all of them. In the backward pass, this rank's
+    slice of the gradient is already complete.
     """
 
     @staticmethod
@@ -45,9 +45,10 @@ class AllToAll(torch.autograd.Function):
 
 
 class GatherAll(torch.autograd.Function):
-    """[T/R, ...] on each of R ranks -> [T, ...] on all of them.
+    """All-gather for results from which every rank computes something different.
 
-    For results from which every rank computes something else: gradients are summed over ranks.
+    [T/R, ...] on each of R ranks -> [T, ...] on all of them. In the backward pass, gradients are
+    summed over ranks.
     """
 
     @staticmethod
@@ -67,12 +68,12 @@ class GatherAll(torch.autograd.Function):
 def groups_of(
     dp_group: dist.ProcessGroup, single: dist.ProcessGroup
 ) -> dict[int, dist.ProcessGroup]:
-    """Return the groups of this rank for dynamic context parallelism, by their size.
+    """Return this rank's groups for dynamic context parallelism, by size.
 
-    Sizes are powers of two. The groups of size s have the data-parallel ranks i * s to
-    (i + 1) * s - 1. They are made once. Called by all ranks.
+    Sizes are powers of two. Group i of size s has the data-parallel ranks i * s to
+    (i + 1) * s - 1. Groups are created only once. All ranks call this together.
 
-    single: the group of this rank alone.
+    single: the group that contains only this rank.
     """
     own_dp_ranks = tuple(dist.get_process_group_ranks(dp_group))
     return {1: single} | _groups_of(dist.group.WORLD, own_dp_ranks)
@@ -82,7 +83,7 @@ def groups_of(
 def _groups_of(
     world: dist.ProcessGroup, own_dp_ranks: tuple[int, ...]
 ) -> dict[int, dist.ProcessGroup]:
-    """Make the groups with more than one rank; all ranks make all groups, in the same order."""
+    """Create the groups of several ranks. All ranks create all groups, in the same order."""
     dp_ranks_of_all = [None] * dist.get_world_size()
     dist.all_gather_object(dp_ranks_of_all, own_dp_ranks)
     groups = {}

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from config import PARENT, InputError, die_with
 
-# Dense bf16 FLOP/s of one device, from the vendors' data sheets; the first match counts. For other
-# devices no MFU is reported.
+# Dense bf16 FLOP/s of one device, from the vendors' data sheets; the first match counts. MFU is not
+# reported for other devices.
 PEAK_FLOPS = {
     "B200": 2250e12,
     "H200": 989e12,
@@ -30,8 +30,8 @@ PEAK_FLOPS = {
     "A10G": 70e12,
     "RTX 4090": 165e12,
 }
-# gloo beside the accelerator's backend serves tensors that stay in host memory: checkpoints, and
-# offloaded parameters.
+# Besides the accelerator's backend, gloo serves tensors in host memory, which checkpoints and
+# offloaded parameters need.
 BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
 REQUIRED_VARIABLES = ("LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -39,9 +39,13 @@ REQUIRED_VARIABLES = ("LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 def init(timeout_minutes: float = 30) -> torch.device:
     """Join the process group that the environment describes, and return this rank's device.
 
-    The environment is from torchrun or srun. Without one, the group has a single rank.
+    torchrun or srun sets the environment variables. If RANK is not set, the group has one rank.
 
-    Raises InputError if the environment is incomplete or this rank has no device of its own.
+    Args:
+        timeout_minutes: how long collectives wait.
+
+    Raises:
+        InputError: the environment is incomplete, or this rank has no device of its own.
     """
     if "RANK" not in os.environ:
         os.environ.update(
@@ -58,7 +62,7 @@ def init(timeout_minutes: float = 30) -> torch.device:
                 "examples/slurm/rank.sh"
             )
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with(PARENT)  # if torchrun is killed, nobody else would end its ranks
+        die_with(PARENT)  # otherwise the ranks would outlive a killed torchrun
     device = select_device(int(os.environ["LOCAL_RANK"]))
     # fp32 means fp32 in convolutions too, as it does in matrix products.
     torch.backends.cudnn.allow_tf32 = False
@@ -87,7 +91,7 @@ def select_device(local_rank: int) -> torch.device:
 def set_timeouts(minutes: float) -> None:
     """Limit how long collectives wait, in all groups that exist.
 
-    A group that a library makes later has a limit of its own.
+    Groups that a library creates later have their own limit.
     """
     from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
@@ -111,17 +115,17 @@ def seconds_in_collective() -> float:
 def on_rank0(work: Callable, *args, group: dist.ProcessGroup | None = None):
     """Run work(*args) on rank 0 alone, and return its (pickled) result on every rank.
 
-    An InputError there is raised on every rank, so that all of them leave with one line and exit
-    code 2.
+    If work() raises an InputError, it is raised on every rank, so that all ranks exit with one line
+    and code 2.
 
-    group: a gloo group of all ranks. None: one is made for this call.
+    group: a gloo group of all ranks. None: create one for this call.
     """
     if not dist.is_initialized():
         return work(*args)
     own_group = None
     if not group:
-        # The other ranks wait as long as it takes to tokenize a large file. An accelerator's group
-        # would not allow that.
+        # The other ranks may wait until rank 0 has tokenized a large file. In an accelerator's
+        # group, that would exceed the timeout.
         own_group = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=7))
     result_and_error = [None, None]
     if dist.get_rank() == 0:
@@ -157,7 +161,7 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def capacity(device: torch.device) -> int:
-    """Return the bytes of an accelerator's memory; 0 for a CPU."""
+    """Return the total memory of an accelerator in bytes; 0 for a CPU."""
     if device.type == "cpu":
         return 0
     return torch.get_device_module().mem_get_info()[1]
@@ -166,14 +170,14 @@ def capacity(device: torch.device) -> int:
 def memory() -> dict[str, float]:
     """Return this rank's peak memory in GiB since the last reset, as metrics.
 
-    On an accelerator it is the allocator's peak, on a CPU that of the process.
+    On an accelerator, peaks are the allocator's. On a CPU, the peak is the whole process's.
     """
     if torch.accelerator.is_available():
         return {
             "perf/memory_peak_gib": torch.accelerator.max_memory_allocated() / 2**30,
             "perf/memory_reserved_gib": torch.accelerator.max_memory_reserved() / 2**30,
         }
-    # Not getrusage(), which begins with the peak of the process that started this one.
+    # getrusage() would not do: its peak starts at the peak of the parent process.
     status = Path("/proc/self/status").read_text()
     peak_kib = int(re.search(r"VmHWM:\s*(\d+)", status)[1])
     return {"perf/memory_peak_gib": peak_kib / 2**20}
@@ -193,7 +197,7 @@ def shutdown() -> None:
 
 
 def free_port() -> str:
-    """Return an unused TCP port of this machine, as the environment variable has it."""
+    """Return an unused TCP port of this machine, as a string for MASTER_PORT."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return str(listener.getsockname()[1])

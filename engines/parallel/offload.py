@@ -1,4 +1,4 @@
-"""Tensors that wait in host memory while others need the device."""
+"""Tensors that wait in host memory while the device's memory is needed for something else."""
 
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -11,18 +11,18 @@ from torch.distributed.tensor import DTensor
 from engines.parallel.device import synchronize
 from engines.planning import round_up
 
-# Smaller storages, such as Adam's step counters, stay on the device. Host memory is allotted in
-# multiples of this.
+# Smaller storages, such as Adam's step counters, stay on the device. Places in host memory are
+# multiples of this size.
 MIN_BYTES = 4096
-# Host memory is pinned in parts of this size. Torch rounds pinned memory up to a power of two.
+# Host memory is pinned in parts of this size, a power of two: torch would round up other sizes.
 PART_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
 class HostPlace:
-    """Where the bytes of a storage go in the parts of host memory, laid end to end.
+    """The place of a storage's bytes in host memory, with its parts laid end to end.
 
-    It holds the storage, so that its address stays taken.
+    The reference to the storage keeps the storage's address from being reused.
     """
 
     storage: torch.UntypedStorage
@@ -33,9 +33,9 @@ class HostPlace:
 class HostMemory:
     """Empties the storages of tensors on a device, and fills them again.
 
-    Only the memory moves: tensors, their views, and references that FSDP or an optimizer holds stay
-    the same objects. Pinning host memory takes seconds, so it is kept, and a thread pins it before
-    it is needed.
+    Only the memory moves. Tensors and their views stay the same objects, so references that FSDP or
+    an optimizer holds stay valid. Pinning host memory takes seconds, so a thread pins it in
+    advance, and it is never released.
     """
 
     def __init__(self, device: torch.device):
@@ -46,7 +46,7 @@ class HostMemory:
         self.num_bytes = 0  # of all places
 
     def reserve(self, tensors: Iterable[Tensor]) -> None:
-        """Pin memory in the background until the free part could hold these tensors."""
+        """Pin enough host memory, in the background, to hold these tensors too."""
         num_bytes = self.num_bytes
         num_bytes += sum(tensor.nbytes + MIN_BYTES for tensor in self._on_device(tensors))
         while len(self.parts) * PART_BYTES < num_bytes:
@@ -59,7 +59,7 @@ class HostMemory:
             self.parts.append(part)
 
     def offload(self, tensors: Iterable[Tensor]) -> None:
-        """Move the contents of these tensors to host memory, and free their device memory."""
+        """Move the contents of tensors to host memory, and free their device memory."""
         # vLLM starts next. While it captures CUDA graphs, no thread may pin memory.
         wait(self.parts)
         full = [storage for storage in self.storages(tensors) if storage.nbytes() >= MIN_BYTES]
@@ -78,7 +78,7 @@ class HostMemory:
             torch.accelerator.empty_cache()
 
     def onload(self, tensors: Iterable[Tensor]) -> None:
-        """Move back the contents of those of these tensors that are in host memory."""
+        """Move the contents of tensors back to the device, if they are in host memory."""
         if not self.places:
             return
         empty = []
@@ -91,7 +91,7 @@ class HostMemory:
             on_device.copy_(on_host, non_blocking=True)
 
     def storages(self, tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
-        """Return the storages of the tensors on the device, each once."""
+        """Return the storages of the tensors that are on the device, each storage once."""
         storages = {}
         for tensor in self._on_device(tensors):
             storage = tensor.untyped_storage()
@@ -99,16 +99,16 @@ class HostMemory:
         return list(storages.values())
 
     def _on_device(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Yield the tensors that are on the device; of a DTensor this rank's part."""
+        """Yield the tensors that are on the device; for a DTensor, this rank's shard."""
         for tensor in tensors:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             if local.device.type == self.device.type:
                 yield local
 
     def _pieces(self, storages: list[torch.UntypedStorage]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the bytes of these storages in host memory and on the device, [n] uint8 each.
+        """Yield views of these storages' bytes (in host memory, on the device), both [n] uint8.
 
-        A storage that lies in several parts of host memory comes in several pieces.
+        A storage that spans several parts of host memory is yielded in several pieces.
         """
         for storage in storages:
             on_device = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)

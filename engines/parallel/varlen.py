@@ -1,7 +1,7 @@
 """Attention over sequences laid end to end.
 
-On an accelerator it is one kernel, else one sequence after another. Zigzag divides sequences over
-ranks that gather each other's keys and values.
+In half precision on a CUDA device, one kernel computes all sequences; otherwise they are computed
+one after another. Zigzag divides sequences over ranks, which gather each other's keys and values.
 """
 
 import inspect
@@ -19,7 +19,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from engines.parallel.collectives import GatherAll
 
-# torch 2.13 must be told that heads are grouped; 2.11 has no such argument and notices by itself.
+# torch 2.13 needs an argument for grouped heads. torch 2.11 lacks it and recognizes them itself.
 HAS_GQA_ARGUMENT = "enable_gqa" in inspect.signature(varlen_attn).parameters
 GROUPED_HEADS = {"enable_gqa": True} if HAS_GQA_ARGUMENT else {}
 
@@ -28,10 +28,10 @@ class Scoring(NamedTuple):
     """How scores are computed from queries and keys.
 
     scaling    factor of the scores; None: 1 / sqrt(dim)
-    window     number of keys that a query attends to, itself included; 0: all before it
-    softcap    a score s becomes softcap * tanh(s / softcap); None: it stays
-    sinks      [heads] score of one more key, which every query sees and whose value is 0; or None
-    is_causal  False: a query sees all of its segment
+    window     number of keys that a query sees, including its own; 0: all keys up to its own
+    softcap    a score s becomes softcap * tanh(s / softcap); None: no cap
+    sinks      [heads] score of an additional key with value 0, which every query sees; or None
+    is_causal  False: a query sees all keys of its segment
     """
 
     scaling: float | None
@@ -42,12 +42,15 @@ class Scoring(NamedTuple):
 
 
 def needs_all_scores(scoring: Scoring) -> bool:
-    """Return whether no kernel computes this, so that all scores of a segment are in memory."""
+    """Return whether no kernel supports this scoring; all scores must then be in memory."""
     return bool(scoring.softcap) or scoring.sinks is not None
 
 
 class Segment(NamedTuple):
-    """Queries first_query to end_query - 1, and the keys they may see; the last sees the last."""
+    """Queries first_query to end_query - 1, which may see keys first_key to end_key - 1.
+
+    The last query sees the last key.
+    """
 
     first_query: int
     end_query: int
@@ -56,10 +59,10 @@ class Segment(NamedTuple):
 
 
 class KernelSegments(NamedTuple):
-    """Segments as the kernel takes them. Each segment's last query sees its last key.
+    """Segments in the kernel's form. Each segment's last query sees its last key.
 
-    cu_queries, cu_keys      [n+1] int32: where the segments of queries and keys begin, and the end
-    max_queries, max_keys    the longest segment, or more
+    cu_queries, cu_keys      [n+1] int32: the first query or key of each segment, and the total
+    max_queries, max_keys    the number in the longest segment, or an upper bound
     """
 
     cu_queries: Tensor
@@ -71,14 +74,14 @@ class KernelSegments(NamedTuple):
 def by_kernel(
     query: Tensor, key: Tensor, value: Tensor, segments: KernelSegments, scoring: Scoring
 ) -> Tensor:
-    """Attend in one kernel, in a half-precision dtype.
+    """Attend in all segments with one kernel, in a half-precision dtype.
 
     query: [T, heads, dim]; key and value: [T', kv_heads, dim]. Returns [T, heads, dim].
     Soft caps and sinks are not supported.
     """
     value_width = value.shape[-1]
     if value_width != query.shape[-1]:
-        # The kernel has one size for keys and values.
+        # The kernel needs keys and values of the same size.
         value = F.pad(value, (0, query.shape[-1] - value_width))
     attended = varlen_attn(
         query.contiguous(),
@@ -138,7 +141,10 @@ def attend_in_segment(query: Tensor, key: Tensor, value: Tensor, scoring: Scorin
 
 
 def seen_keys(num_queries: int, num_keys: int, window: int, device: torch.device) -> Tensor:
-    """Return [queries, keys] bool, where the last query sees the last key."""
+    """Return a causal mask [queries, keys] bool: True where a query sees a key.
+
+    The last query sees the last key. window: see Scoring.
+    """
     num_earlier = num_keys - num_queries
     is_seen = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(num_earlier)
     if window > 0:
@@ -152,7 +158,7 @@ def explicit_attention(
     """Attend with all n * m scores in memory, which soft caps and sinks need.
 
     query: [b, heads, n, dim]; key and value: [b, kv_heads, m, dim]. Returns [b, heads, n, dim].
-    is_seen: [.., n, m] bool, which keys each query sees; window and is_causal are ignored.
+    is_seen: [.., n, m] bool, True where a query sees a key; window and is_causal are ignored.
     """
     key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
@@ -169,13 +175,16 @@ def explicit_attention(
 
 
 class Zigzag:
-    """Divides sequences over the ranks of a group so that all have equal work.
+    """Divides sequences over the ranks of a group so that all ranks have equal work.
 
-    Each sequence is cut into 2 * ranks chunks, of which rank r has the r-th from either end (Dubey
-    et al. 2024, section 3.3.2).
+    Each sequence is cut into 2 * ranks chunks. Rank r has the r-th chunk from each end (Dubey et
+    al. 2024, section 3.3.2).
 
-    bounds: [n+1], sequence i has the tokens bounds[i] to bounds[i+1] - 1 of all. With several ranks
-    all are multiples of 2 * ranks.
+    Args:
+        bounds: [n+1], sequence i has the tokens bounds[i] to bounds[i+1] - 1. With several ranks,
+            all bounds are multiples of 2 * ranks.
+        group: the context-parallel ranks.
+        device: where attention is computed.
     """
 
     def __init__(self, bounds: list[int], group: dist.ProcessGroup, device: torch.device):
@@ -187,7 +196,7 @@ class Zigzag:
 
     @cached_property
     def segments(self) -> list[Segment]:
-        """The causal blocks: queries are numbered on this rank, keys over all tokens."""
+        """The causal blocks. Queries are numbered on this rank, keys over all ranks' tokens."""
         if self.size == 1:
             return [Segment(start, end, start, end) for start, end in pairwise(self.bounds)]
         segments = []
@@ -203,7 +212,7 @@ class Zigzag:
 
     @property
     def positions(self) -> Tensor:
-        """[tokens of this rank] int64: the position of each in its sequence."""
+        """[tokens of this rank] int64: each token's position in its sequence."""
         positions = []
         for first_query, end_query, first_key, end_key in self.segments:
             end = end_key - first_key
@@ -212,7 +221,7 @@ class Zigzag:
 
     @cached_property
     def _kernel_segments(self) -> KernelSegments:
-        """The segments on the device."""
+        """The segments in the kernel's form, on the device."""
         num_queries = [segment.end_query - segment.first_query for segment in self.segments]
         num_keys = [segment.end_key - segment.first_key for segment in self.segments]
         cu_queries = torch.tensor([0, *num_queries]).cumsum(0, dtype=torch.int32)
@@ -223,9 +232,10 @@ class Zigzag:
 
     @cached_property
     def _keys_of_segments(self) -> Tensor | None:
-        """Index of the keys that segments see, one after another; None: each key once, in order.
+        """Indices of the keys of all segments, one segment after another.
 
-        With several ranks, earlier and later queries see some of the same keys.
+        None on a single rank, where they are all keys in order. With several ranks, the earlier and
+        the later chunk of a sequence see some of the same keys.
         """
         if self.size == 1:
             return None
@@ -238,8 +248,9 @@ class Zigzag:
     def attention(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """Attend causally within each sequence.
 
-        query: [s, b, heads, dim]; key and value: [s, b, kv_heads, dim], where s are this rank's
-        tokens. b = 1, or as many rows of one sequence each. Returns [s, b, heads, dim].
+        query: [s, b, heads, dim]; key and value: [s, b, kv_heads, dim], where s is the number of
+        this rank's tokens. Either b = 1, or each of the b rows has one sequence. Returns
+        [s, b, heads, dim].
         """
         if self.size > 1:
             key = self._in_order(GatherAll.apply(key, self.group))
