@@ -279,7 +279,7 @@ class Engine(ABC):
         head: Head = Head.LOG_PROBS,
         is_trained: bool = True,
     ) -> list[Estimate]:
-        """Estimate the memory of one rank of each pipeline stage, before anything is built.
+        """Estimate the memory of one rank in each pipeline stage, before anything is built.
 
         Args:
             config: the run's configuration.

@@ -42,7 +42,7 @@ class LogProbHead(nn.Module):
         """
         Args:
             temperature: divides the logits.
-            chunk_size: tokens whose logits are in memory at once.
+            chunk_size: number of tokens whose logits are in memory at once.
             compiled: fuse the passes over the logits with torch.compile.
             vocab_size: number of tokens, without the padding of a divided output matrix.
             group: tensor-parallel ranks, each with an equal share of the vocabulary. None: this

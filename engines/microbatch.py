@@ -1,7 +1,7 @@
 """A micro-batch as one rank sees it: padded, this rank's share of the tokens, and the way back.
 
-Vocabulary of this file: a *token* is an index into the T tokens of the micro-batch. A *slot* is a
-place in a rank's [b, s] input, padding included. Slots are numbered as in hidden states [s, b, h]
+Terms in this file: a *token* is an index into the T tokens of the micro-batch. A *slot* is a place
+in a rank's [b, s] input, padding included. Slots are numbered as in hidden states [s, b, h]
 flattened to [s * b, h]. The hidden state in the slot of token t - 1 predicts token t.
 
 The index arithmetic is done first, on the host (Grid, place_tokens); then tensors are built and
@@ -307,7 +307,7 @@ def lay_out_ahead(batch: Batch, placement: Placement, rank: int, device: torch.d
 def slot_positions(
     row_lengths: list[int], layout: Layout, group: ProcessGroup, device: torch.device
 ) -> Tensor:
-    """Return [s] int64: the position of each of this rank's slots in its sequence."""
+    """Return [s] int64: for each slot of this rank, the position in its sequence."""
     if layout.is_zigzag:
         return Zigzag([0, *accumulate(row_lengths)], group, device).positions
     positions = torch.cat([torch.arange(length) for length in row_lengths])

@@ -90,7 +90,7 @@ class ShardedMuon(torch.optim.Muon):
                 self._step_one_per_rank(parameters[start : start + shard_group.size()], group)
 
     def _step_one_per_rank(self, parameters: list[DTensor], group: dict) -> None:
-        """Update one matrix per rank that shares them, or fewer; a rank orthogonalizes at most one."""
+        """Update at most one matrix per rank of the group; each rank orthogonalizes one."""
         mesh = parameters[0].device_mesh
         shard_group = mesh.get_group(mesh.ndim - 1)
         updates = [self._gather_update(parameter, group) for parameter in parameters]

@@ -99,7 +99,7 @@ class Comparison:
         title: names the stage and the ranks.
         pairs: in execution order.
         only_in_one: names of tensors in one run only.
-        notes: what was compared or left out.
+        notes: remarks on the tensors that were compared or left out.
     """
 
     title: str

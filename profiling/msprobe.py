@@ -158,7 +158,7 @@ class Msprobe(Tool):
         return {"profiler/failed_dumps": self.num_failed}
 
     def _report_cost(self, seconds: dict[str, float]) -> None:
-        """Print what the first dumped step cost in time and disk space."""
+        """Print the time and the disk space that the first dumped step took."""
         names = list(dict.fromkeys(dump.stage for dump in self.dumps))
         num_bytes = sum(directory_size(dump.directory) for dump in self.dumps)
         seconds_now = sum(seconds.get(name, 0.0) for name in names)

@@ -190,7 +190,7 @@ def draw_metrics(axis, lines: list[Line], names: list[str]) -> None:
 
 
 def draw_stages(axis, legend, lines: list[Line]) -> None:
-    """Draw the seconds of each step by stage.
+    """Draw how many seconds each stage takes, step by step.
 
     Stages that run in most steps are areas. Stages that run in half of the steps or fewer are bars
     on top of the areas. Outliers far longer than most steps, such as a validation, are cut off at
