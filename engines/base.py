@@ -87,8 +87,8 @@ class Engine(ABC):
     def divide_share(self, lengths: list[int]) -> MicroBatches:
         """Divide this rank's share of a batch into micro-batches.
 
-        Each is for a group of the fixed context-parallel size, or for one rank if group sizes are
-        chosen per batch.
+        Every micro-batch is for a group of the fixed context-parallel size, or for one rank if
+        group sizes are chosen per batch.
 
         Args:
             lengths: number of tokens in each sequence of the share.

@@ -21,7 +21,7 @@ def keys_per_token(
     number exceeds 1 only if key heads are repeated.
 
     Args:
-        config: the engine's configuration.
+        config: the run's configuration.
         shape: the model's configuration.
         num_ranks: number of data-parallel ranks, which may form groups.
         gathers_keys: group size -> whether groups of this size gather keys and values.

@@ -109,7 +109,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Slots:
-    """The places of n tokens: the rank of each token, and its slot on that rank; [n] int64."""
+    """The places of n tokens: the rank of each token, and its slot there; both [n] int64."""
 
     rank: Tensor
     slot: Tensor
@@ -249,7 +249,7 @@ def lay_out(
 ) -> MicroBatch:
     """Build this rank's part of a micro-batch on the device.
 
-    T may be 0: then this rank computes a sequence of padding, since other ranks wait for it in
+    T may be 0. Then this rank computes a sequence of padding, because other ranks wait for it in
     collectives.
 
     Args:

@@ -1,6 +1,6 @@
 """Tools that record a stage: torch (traces), nvtx and mstx (ranges), memory (snapshots).
 
-msprobe has a file of its own. To add a tool, write a class with the five methods of Tool and add
+msprobe has its own file. To add a tool, write a class with the five methods of Tool and add
 it to `build()`.
 """
 
