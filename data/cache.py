@@ -15,7 +15,7 @@ from common import disk
 from config import InputError
 from data.chat.tokenizer import ChatTokenizer
 
-# Files in a model's directory that change how text, and images in it, are tokenized.
+# Files in a model's directory that affect how text and images are tokenized.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -39,7 +39,7 @@ def cache_key(
         paths: data files and saved data sets; their contents are hashed.
         chat: its template and the tokens that end generation are hashed.
         tokenizer_dir: a directory, whose tokenizer files are hashed, or a hub repository's name.
-        version: of the format that is written.
+        version: the version of the cache's file format.
         options: values of the settings that the tokens depend on.
     """
     settings = [version, chat.tokenizer.chat_template, sorted(chat.end_ids), *options]
@@ -53,7 +53,7 @@ def cache_key(
 
 
 def files_below(paths: list[Path]) -> Iterator[Path]:
-    """Yield the files among these paths, and everything in the directories among them."""
+    """Yield the files among these paths, and all files in the directories among them."""
     for path in paths:
         if path.is_file():
             yield path
@@ -77,13 +77,13 @@ def cached(
 ) -> Path:
     """Return the folder, after writing it if it is missing, damaged or out of date.
 
-    Several runs may write the same folder at the same time: each writes to a folder of its own, and
-    the first to finish gives its folder the name.
+    Several runs may do so at the same time: each writes to its own temporary folder, and the first
+    to finish renames its folder to `folder`.
 
     Args:
-        write: fills the folder that it is called with. It also leaves a folder `datasets` there,
-            which is removed.
-        is_current: whether an intact folder may still be used.
+        write: fills the folder that it gets as its argument. A folder `datasets` that it leaves
+            there is removed.
+        is_current: returns whether an intact folder may still be used.
 
     Raises:
         InputError: the cache directory cannot be written, or the disk is full.
@@ -115,10 +115,10 @@ def cached(
 
 @contextmanager
 def working_folder(folder: Path) -> Iterator[Path]:
-    """Create an empty folder NAME.*.tmp beside `folder`, and remove what is left of it at the end.
+    """Create an empty folder NAME.*.tmp next to `folder`; remove it at the end if it still exists.
 
-    While the process lives, it holds a lock on the file NAME.*.lock. Forked processes do not share
-    the lock. So a later run can tell which folders were abandoned.
+    The process holds a lock on the file NAME.*.lock as long as it lives. Forked processes do not
+    inherit the lock. So a later run can tell which folders were abandoned.
     """
     cache = folder.parent
     try:
@@ -142,7 +142,7 @@ def remove_abandoned(cache: Path) -> None:
     """Remove the unfinished folders of processes that were killed."""
     for work in cache.glob("*.tmp"):
         lock = work.with_suffix(".lock")
-        # An OSError means that the process lives, or that this file system has no locks.
+        # An OSError means that the process is alive, or that this file system has no locks.
         with suppress(OSError), lock.open("a") as file:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(work, ignore_errors=True)

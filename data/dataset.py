@@ -1,7 +1,7 @@
 """The SFT dataset: tokenized rows in memory-mapped arrays.
 
-Reading a cache needs numpy and torch alone. Only rank 0, and only on a miss, imports Hugging Face
-datasets (tokenization.py).
+Reading a cache needs only numpy and torch. Hugging Face datasets is imported only on rank 0, and
+only if there is no cache yet (tokenization.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from data.images.processor import Pictures, Reader
 from data.shapes import read_shape
 from data.tokenization import Kind, kept_tokens, tokenized
 
-FORMAT = 6  # of the cache; raise it when encode() or the files of a cache change
+FORMAT = 6  # version of the cache; increase it when encode() or the files of a cache change
 OPTIONS = (
     "messages_key",
     "prompt_key",
@@ -33,8 +33,8 @@ OPTIONS = (
     "truncation",
     "special_tokens_in_text",
 )
-# The columns of a row without a trained token. length: before truncation; shape: the name of the
-# shape that it was read in.
+# The columns of a row without a trained token. length is the number of tokens before truncation,
+# shape the name of the format that the row was read in (data/shapes.py).
 UNUSED = {"input_ids": [], "loss_mask": [], "length": 0, "shape": ""}
 
 
@@ -52,20 +52,22 @@ def tokenize(
     and stats.json; with a reader also the files of StoredImages.
 
     Args:
-        options: the group `data` of the configuration.
+        files: names of data files, patterns or directories: see data.files.find_files().
+        options: the `data` section of the configuration.
         tokenizer_dir: the model's directory or hub name.
-        reader: of a vision-language model.
+        reader: the image processor of a vision-language model.
 
     Raises:
-        InputError: a missing, unreadable or empty file; the first malformed row, as file:line; rows
-            longer than options.max_length if options.truncation is error; no row is left.
+        InputError: a file is missing, unreadable or empty; a row is malformed (the first one is
+            reported, as file:line); rows are longer than options.max_length and options.truncation
+            is error; no row is left.
     """
     kind = Kind(FORMAT, OPTIONS, "max_length", UNUSED, tokenize_row)
     return tokenized(kind, files, tokenizer, options, cache_dir, tokenizer_dir, reader)
 
 
 def tokenize_row(row: dict, chat: ChatTokenizer, options, folder: Path = Path()) -> Steps[dict]:
-    """Return the columns in which a row differs from UNUSED, in steps: see encode_together()."""
+    """Compute the columns in which a row differs from UNUSED. Run it with encode_together()."""
     row, shape = read_shape(row, options, with_response=True)
     ids, mask, images = yield from encode(row, chat, options, folder)
     kept = kept_tokens(len(ids), options.max_length, options.truncation)
@@ -84,7 +86,7 @@ class TokenDataset:
 
     Args:
         path: the cache folder.
-        reader: of a vision-language model, whose batches carry the rows' images.
+        reader: the image processor of a vision-language model. Batches then carry images.
 
     Attributes:
         name: a hash of everything that the tokens depend on.
@@ -113,8 +115,9 @@ class TokenDataset:
     def batch(self, indices: Sequence[int]) -> Batch:
         """Return the rows at these indices, in this order.
 
-        Fields, float32 [T], 0 or 1: loss_mask, the tokens to learn; answer_mask, the tokens of a
-        row's last turn, which validation compares with the greedy choice.
+        The batch has two fields, float32 [T] of 0 and 1. loss_mask is 1 for the tokens to learn;
+        answer_mask is 1 for the last turn of each row, which validation compares with greedy
+        choices.
         """
         rows = [slice(self.cu_seqlens[i], self.cu_seqlens[i + 1]) for i in indices]
         masks = [self.loss_mask[row] for row in rows]

@@ -18,14 +18,14 @@ SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 
 
 def suffix_of(path: Path) -> str:
-    """Return the suffix of a file, with .gz if it is compressed: ".jsonl.gz" of a.jsonl.gz."""
+    """Return the suffix of a file, including .gz: ".jsonl.gz" for a.jsonl.gz."""
     if path.suffix == ".gz":
         return Path(path.stem).suffix + ".gz"
     return path.suffix
 
 
 def format_of(path: Path) -> str:
-    """Return the suffix of a file without .gz: ".jsonl" of a.jsonl and of a.jsonl.gz."""
+    """Return the suffix of a file without .gz: ".jsonl" for a.jsonl and for a.jsonl.gz."""
     return suffix_of(path).removesuffix(".gz")
 
 
@@ -35,9 +35,10 @@ def is_json(path: Path) -> bool:
 
 
 def find_files(files: str | Sequence[str]) -> list[Path]:
-    """Return the files and saved data sets that these names stand for.
+    """Return the files and saved data sets with these names.
 
-    Patterns (*.jsonl) and directories stand for their files, in alphabetical order.
+    Names may be patterns (*.jsonl) or directories, which are replaced by their files, in
+    alphabetical order.
     Raises InputError for a missing or empty file, and for an unknown suffix.
     """
     names = [files] if isinstance(files, str) else files
@@ -56,7 +57,7 @@ def find_files(files: str | Sequence[str]) -> list[Path]:
 
 
 def check_file(path: Path) -> None:
-    """Raise InputError for an empty file, and for an unknown suffix."""
+    """Raise InputError if a file is empty or has an unknown suffix."""
     if not path.is_file():
         return
     if format_of(path) not in SUFFIXES:
@@ -93,8 +94,8 @@ def read_rows(path: Path, work: Path):
     """Return a datasets.Dataset with one example per row, memory-mapped from files in `work`.
 
     Rows of .jsonl and .json files are JSON text in a column "text". Arrow must not parse it: it
-    would give the arguments of every tool call the keys of all others. The cells of .csv files stay
-    text: 007 and NA are not numbers.
+    would add the argument names of all tool calls to every tool call. The cells of .csv files stay
+    text, so that 007 and NA are unchanged.
 
     Raises InputError for a file that cannot be read or has no rows.
     """
@@ -141,7 +142,7 @@ def unpack(path: Path, work: Path) -> Path:
 
 
 def load_csv(path: Path, cache: str):
-    """Return the rows of a .csv file, all of whose columns are strings."""
+    """Return the rows of a .csv file, with all columns as strings."""
     import datasets
 
     with path.open(encoding="utf-8-sig", newline="") as file:
@@ -156,7 +157,7 @@ def load_csv(path: Path, cache: str):
 
 
 def starts_an_array(path: Path) -> bool:
-    """Return whether a .json file holds an array, in contrast to one row per line."""
+    """Return whether a .json file holds an array, instead of one row per line."""
     with path.open(encoding="utf-8-sig") as file:
         return file.read(4096).lstrip().startswith("[")
 
@@ -172,7 +173,7 @@ def write_lines(path: Path, work: Path) -> Path:
 def without_decoding(rows):
     """Return the data set with images as {bytes, path}.
 
-    datasets would decode them while it reads, and a single bad image would stop the whole file.
+    Otherwise `datasets` decodes images while it reads, and one bad image fails the whole file.
     """
     rows.info.features = undecoded_feature(rows.features)
     return rows

@@ -1,11 +1,11 @@
-"""The messages of a chat: which ones are well-formed."""
+"""Checks that the messages of a chat are well-formed."""
 
 from __future__ import annotations
 
 from config import InputError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# Keys that say whether an assistant message is learned; `weight` is OpenAI's name.
+# Keys that control whether an assistant message is learned; `weight` is OpenAI's name.
 LOSS_KEYS = ("loss_mask", "weight")
 
 
@@ -60,10 +60,10 @@ def check_loss_keys(message: dict, name: str) -> None:
 
 
 def without_none(value):
-    """Return a value without the None entries of its objects, at any depth.
+    """Return a value without the None entries of its dicts, at any depth.
 
-    Arrow gives every row the keys of all rows, with None for those that a row lacks. Templates
-    would see them.
+    Arrow gives every row the keys of all rows, with None for missing ones. Templates would print or
+    test these entries.
     """
     if isinstance(value, dict):
         return {key: without_none(item) for key, item in value.items() if item is not None}

@@ -1,7 +1,7 @@
 """Prompts for reinforcement learning: tokenized once, kept with their rows, read one at a time.
 
-As in data/dataset.py, reading needs only numpy: rank 0 imports Hugging Face datasets when there is
-no cache yet.
+As in data/dataset.py, reading needs only numpy. Hugging Face datasets is imported only on rank 0,
+and only if there is no cache yet.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from data.rows import has_prompt_column, read_messages, template_inputs
 from data.shapes import read_shape
 from data.tokenization import Kind, kept_tokens, tokenized
 
-# Part of a cache's name. Raise it when encode_prompt() or the files of a cache change.
+# Part of a cache's name. Increase it when encode_prompt() or the files of a cache change.
 FORMAT = "prompts 6"
 # The keys of the section `data` that prompts depend on.
 OPTIONS = (
@@ -50,11 +50,11 @@ class Prompt:
 
     input_ids: the tokens to continue.
     text: the prompt as its template renders it. If it was truncated, the text of its tokens.
-    row: the complete row of the data file, but for pixels.
+    row: the complete row of the data file, except for pixels.
     question: the text of the last user message; "" for a prompt of plain text.
     images: uint8 [height, width, 3] each.
-    before_images: for a prompt with images, its tokens with one placeholder per image, as the
-        template writes it. `text` is the text of these tokens.
+    before_images: for a prompt with images, its tokens with one placeholder per image, as its
+        template renders it. `text` is the text of these tokens.
     """
 
     input_ids: list[int]
@@ -73,15 +73,15 @@ def tokenize_prompts(
     tokenizer_dir: Path | str,
     reader: Reader | None = None,
 ) -> Path:
-    """Return the cache folder of these files; write it if there is none. For rank 0 alone.
+    """Return the cache folder for these files, after writing it if there is none. For rank 0 only.
 
     The folder holds input_ids.npy (int32 [T]), cu_seqlens.npy (int64 [n+1]), records.jsonl (text,
     row and question of each prompt), record_ends.npy (int64 [n], in bytes) and stats.json.
 
     Args:
-        files: their rows have `messages`, of which the assistant's turns at the end are not part of
-            the prompt, or `prompt`, a string or messages; tools and template arguments as for
-            data.dataset.tokenize().
+        files: data files. Their rows have `prompt` (a string or messages), or `messages`, from
+            which assistant turns at the end are removed. Tools and template arguments are read as
+            in data.dataset.tokenize().
         options: the `data` section of the configuration.
 
     Raises InputError for a missing, unreadable or empty file, for the first malformed row (as
@@ -100,7 +100,7 @@ def tokenize_prompts(
 
 
 def tokenize_row(row: dict, chat: ChatTokenizer, options, folder: Path = Path()) -> Steps[dict]:
-    """Return the columns of a cache for a row; without input_ids if the row is not used."""
+    """Compute a row's columns of the cache; without input_ids if the row is not used."""
     standard_row, shape = read_shape(row, options, with_response=False)
     prompt = yield from encode_prompt(standard_row, chat, options, folder)
     row = without_pixels(row, options.images_key)
@@ -130,9 +130,9 @@ def tokenize_row(row: dict, chat: ChatTokenizer, options, folder: Path = Path())
 
 
 def cut_placeholders(ids: list[int], num_cut: int, truncation: str) -> list[int]:
-    """Return the tokens of a text with placeholders, truncated like those with images.
+    """Truncate a prompt's tokens with placeholders in the same way as its tokens with images.
 
-    The part that is cut has no token of an image, so it is equally long in both.
+    The part that is cut contains no image, so it has the same length in both.
     """
     return ids[num_cut:] if truncation == "left" else ids[: len(ids) - num_cut]
 
@@ -153,7 +153,7 @@ def encode_prompt(
 
     A generator: run it with data.chat.encoding.encode_together(). Without a chat template, the
     tokens of a plain string begin with the tokenizer's own special tokens, which `text` lacks.
-    Raises InputError, without the row's place in its file, if the row is malformed.
+    Raises InputError, without file and line, if the row is malformed.
     """
     messages = read_messages(row, bool(chat.tokenizer.chat_template), options)
     if messages is None:
@@ -189,7 +189,7 @@ def encode_plain_prompt(row: dict, chat: ChatTokenizer, options) -> EncodedPromp
 
 
 def without_reply(messages: list[dict], row: dict, options) -> list[dict]:
-    """Return the messages up to the last one that is not the assistant's."""
+    """Return the messages without the assistant's turns at the end."""
     end = len(messages)
     while end and messages[end - 1]["role"] == "assistant":
         end -= 1
@@ -223,9 +223,9 @@ class PromptDataset(Sequence):
         name: a hash of everything that the prompts depend on.
         lengths: np.int64 [n], the number of tokens of each prompt.
         stats: see data.tokenization.write_arrays().
-        drawn_lengths: np.float32 [n], the mean number of tokens of the responses that each prompt
-            got last; nan if it had none yet.
-        pictures: the images of the prompts, for a model that reads them.
+        drawn_lengths: np.float32 [n], the mean length in tokens of each prompt's latest responses;
+            nan before the first ones.
+        pictures: the images of the prompts; None for a model without images.
     """
 
     pictures: Pictures | None = None
@@ -258,7 +258,7 @@ class PromptDataset(Sequence):
         return Prompt(ids, images=images, **record)
 
     def expected_lengths(self, rows: Sequence[int]) -> list[float]:
-        """Return drawn_lengths of these rows; where unknown, the mean of the known ones, or 1."""
+        """Return the drawn_lengths of these rows; unknown ones get the mean of the others, or 1."""
         lengths = self.drawn_lengths[rows]
         is_known = ~np.isnan(lengths)
         default = lengths[is_known].mean() if is_known.any() else 1.0

@@ -9,7 +9,7 @@ from config import InputError
 from data.messages import check_message, without_none
 from data.shapes import convert_sharegpt, is_sharegpt_message
 
-# Likely names of a column, the likeliest first; proposed when the expected column is missing.
+# Likely names of a column, the likeliest first; suggested when the expected column is missing.
 PROMPT_COLUMNS = ("prompt", "question", "instruction", "problem", "query", "input", "text")
 RESPONSE_COLUMNS = (
     "response",
@@ -25,7 +25,7 @@ RESPONSE_COLUMNS = (
 
 @dataclass(frozen=True)
 class TemplateInputs:
-    """What a row gives to the chat template beside its messages.
+    """The inputs of the chat template that come from a row, other than its messages.
 
     tools: JSON schemas of the tools, or None.
     arguments: keyword arguments of the template, e.g. enable_thinking.
@@ -38,7 +38,7 @@ class TemplateInputs:
 def training_messages(row: dict, has_template: bool, options) -> list[dict] | None:
     """Return the checked messages of a row for fine-tuning, without None values.
 
-    None for a prompt and a response of plain text where there is no chat template.
+    Returns None for a prompt and response of plain text if there is no chat template.
     Raises InputError for a malformed row.
     """
     response = row.get(options.response_key)
@@ -54,7 +54,7 @@ def training_messages(row: dict, has_template: bool, options) -> list[dict] | No
 
 
 def has_prompt_column(row: dict, options) -> bool:
-    """Return whether the row has a prompt in place of messages."""
+    """Return whether the row has a prompt instead of messages."""
     return row.get(options.messages_key) is None and row.get(options.prompt_key) is not None
 
 
@@ -63,10 +63,10 @@ def read_messages(
 ) -> list[dict] | None:
     """Return the checked messages of a row, or of its prompt, without None values.
 
-    None for a prompt of plain text where there is no chat template.
+    Returns None for a prompt of plain text if there is no chat template.
 
     Args:
-        with_response: whether the row needs a response, for the message about missing columns.
+        with_response: whether the row needs a response; used in the error for missing columns.
 
     Raises InputError for a malformed row.
     """
@@ -94,7 +94,7 @@ def read_messages(
 
 
 def hint_at_columns(row: dict, options, with_response: bool) -> str:
-    """Return the end of an error about missing columns: those of the row, and keys to set."""
+    """Return the end of an error about missing columns: the row's columns, and the keys to set."""
     columns = [column for column, value in row.items() if value is not None]
     hint = f"; the row has {', '.join(columns) or 'no columns'}"
     keys = likely_columns(row, columns, options, with_response)
@@ -116,9 +116,9 @@ def hint_at_columns(row: dict, options, with_response: bool) -> str:
 def likely_columns(
     row: dict, columns: list[str], options, with_response: bool
 ) -> dict[str, str | None]:
-    """Return the keys of the configuration that would read this row -> the columns to set.
+    """Return {configuration key: column}, the settings with which this row could be read.
 
-    The value is None where the row has no suitable column.
+    A column is None if the row has no suitable one.
     """
     prompt = options.prompt_key
     text_columns = [column for column in columns if isinstance(row[column], str)]
@@ -135,7 +135,7 @@ def likely_columns(
 
 
 def looks_like_chat(value) -> bool:
-    """Return whether a column's value is a list of messages, ours or ShareGPT's."""
+    """Return whether a column's value is a list of messages, in our format or ShareGPT's."""
     if not isinstance(value, list) or not value or not isinstance(value[0], dict):
         return False
     return bool(value[0].keys() & {"role", "from"})
@@ -150,7 +150,7 @@ def pick_column(likely_names: tuple[str, ...], columns: list[str]) -> str | None
 
 
 def template_inputs(row: dict, reserved, options) -> TemplateInputs:
-    """Return what a row gives to the chat template beside its messages.
+    """Return the inputs of the chat template that come from a row, other than its messages.
 
     A column enable_thinking counts as an argument of the template.
 

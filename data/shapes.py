@@ -1,6 +1,6 @@
-"""Rows in the shapes of other projects (Alpaca, ShareGPT, prompt/completion), read as our own.
+"""Rows in the formats of other projects (Alpaca, ShareGPT, prompt/completion), converted to ours.
 
-They are recognized without any key of the configuration being set.
+Such formats are called shapes. They are recognized without any setting in the configuration.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SHAREGPT_ROLES = {
 class Shape(NamedTuple):
     """A shape of rows.
 
-    columns: its columns, for people.
+    columns: a description of its columns, for error messages.
     read: (row, with_response) -> the columns to add to a row of this shape, so that it has
         `messages`, or `prompt` and `response`. None if the row has another shape.
     """
@@ -48,7 +48,7 @@ def read_alpaca(row: dict, with_response: bool) -> dict | None:
 
 
 def read_sharegpt(row: dict, with_response: bool) -> dict | None:
-    """Read conversations, whose messages convert_sharegpt() takes apart."""
+    """Read conversations; their messages are converted by convert_sharegpt()."""
     turns = row.get("conversations")
     if not isinstance(turns, list) or row.get("prompt") is not None:
         return None
@@ -56,9 +56,9 @@ def read_sharegpt(row: dict, with_response: bool) -> dict | None:
 
 
 def read_prompt_completion(row: dict, with_response: bool) -> dict | None:
-    """Read prompt and completion: strings, or lists of messages of which the prompt's are context.
+    """Read prompt and completion, which are strings or lists of messages.
 
-    Only fine-tuning has a completion.
+    The messages of the prompt are not learned. Only rows for fine-tuning have this shape.
     """
     prompt = row.get("prompt")
     completion = row.get("completion")
@@ -77,7 +77,7 @@ def read_prompt_completion(row: dict, with_response: bool) -> dict | None:
 
 
 def system_messages(row: dict) -> list[dict]:
-    """Return the message of a column `system`, if the row has one."""
+    """Return a list with the message of the column `system`; [] if the row has none."""
     return [{"role": "system", "content": row["system"]}] if row.get("system") else []
 
 
@@ -100,7 +100,7 @@ SHAPES = {
 
 
 def read_shape(row: dict, options, with_response: bool) -> tuple[dict, str]:
-    """Return (row with the columns that options name, name of the shape it was read as).
+    """Return (row with the columns that options name, name of the shape that the row had).
 
     The name is "" for a row that has these columns already. Other shapes are tried only on rows
     without the default columns, and only if options name no other columns.

@@ -1,7 +1,7 @@
 """From data files to a cache folder: rows are tokenized once, in worker processes.
 
-dataset.py does this for SFT, prompts.py for RL: each supplies a `Kind`. Only rank 0 tokenizes, and
-only on a cache miss are Hugging Face datasets and pyarrow imported.
+dataset.py uses this for SFT and prompts.py for RL: each supplies a `Kind`. Only rank 0 tokenizes.
+It imports Hugging Face datasets and pyarrow only if there is no cache yet.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from data.images import stored
 from data.images.processor import Reader
 from data.shapes import SHAPES
 
-# Further columns of a row without images, in caches of a vision-language model.
+# Additional columns in caches of a vision-language model, with the values of a row without images.
 NO_IMAGES = {"pixels": b"", "image_sizes": [], "image_files": [], "cut": False}
 ROWS_PER_CALL = 100  # of tokenize_rows()
-MAX_SERIAL_ROWS = 2000  # fewer rows are tokenized before worker processes have started
+MAX_SERIAL_ROWS = 2000  # starting worker processes takes longer than tokenizing fewer rows
 MAX_PROCESSES = 8
 NUM_LISTED_ROWS = 5  # in an error message about several rows
-# The process id of this process while it forks workers, which would otherwise survive its death.
+# The id of this process while it forks workers; see die_with_parent().
 PARENT_OF_WORKERS: list[int] = []
 
 
@@ -45,7 +45,7 @@ os.register_at_fork(after_in_child=die_with_parent)
 
 
 class Kind(NamedTuple):
-    """A kind of cache: what it holds for each row, and what that depends on.
+    """A kind of cache: the columns that it holds for each row, and the options they depend on.
 
     Attributes:
         format: version of the files, a part of the cache's name.
@@ -74,7 +74,7 @@ class LengthLimit(NamedTuple):
     Attributes:
         key: its name in `data`.
         tokens: the limit, or None.
-        truncation: what happens to longer rows: error, drop, left or right.
+        truncation: how longer rows are handled: error, drop, left or right.
     """
 
     key: str
@@ -97,8 +97,8 @@ def tokenized(
     """Return the cache folder for these files, after writing it if there is none.
 
     Args:
-        options: the group `data` of the configuration.
-        reader: of a vision-language model, else None.
+        options: the `data` section of the configuration.
+        reader: the image processor of a vision-language model, else None.
 
     Raises:
         InputError: see dataset.tokenize().
@@ -128,7 +128,7 @@ def tokenized(
 
 
 def report_shapes(stats: dict) -> None:
-    """Print how many rows were read in another shape than ours."""
+    """Print how many rows were converted from the formats of other projects."""
     for name in SHAPES.keys() & stats.keys():
         columns = SHAPES[name].columns
         print(f"data: {stats[name]:,} rows have the shape of {name}: {columns}", flush=True)
@@ -144,7 +144,8 @@ def tokenize_files(paths: list[Path], kind: Kind, chat: ChatTokenizer, options, 
         work: a directory for the tables, which are memory-mapped from it.
 
     Returns:
-        A pyarrow.Table for each file, with a row for each row or line. An empty line is not used.
+        A pyarrow.Table per file, with one row for each row or line of the file. Empty lines become
+        unused rows.
 
     Raises:
         InputError: a file without rows, or a row that cannot be used (the first one, as file:line).
@@ -164,8 +165,8 @@ def tokenize_files(paths: list[Path], kind: Kind, chat: ChatTokenizer, options, 
 
 @contextmanager
 def forking_workers() -> Iterator[None]:
-    """Within this block, forked processes end when this one does."""
-    # Imported modules hold a million objects, which the collector would visit again and again.
+    """Let the processes forked within this block end when this process does."""
+    # Imported modules hold a million objects, which the garbage collector would visit repeatedly.
     gc.freeze()
     PARENT_OF_WORKERS.append(os.getpid())
     try:
@@ -240,16 +241,16 @@ def tokenize_rows(
     chat: ChatTokenizer,
     options,
 ) -> dict[str, list]:
-    """Tokenize some rows of a file, as datasets' map() asks for it.
+    """Tokenize some rows of a file. A function for datasets' map().
 
     Args:
-        columns: values of each column of these rows.
-        indices: of the rows in the file, from 0.
-        name: path of the file.
+        columns: for each column, its values in these rows.
+        indices: the indices of the rows in the file, from 0.
+        name: the file's path.
         is_json: whether the only column, `text`, holds rows as JSON.
 
     Returns:
-        The columns of `kind.unused`, and `error`: for a row that cannot be used, what is wrong,
+        The columns of `kind.unused`, and `error`: for a row that cannot be used, an error message
         with file and line.
     """
     folder = folder_of(Path(name))
@@ -286,12 +287,12 @@ def parse_row(text: str):
 
 
 def folder_of(path: Path) -> Path:
-    """Return where relative paths in a data file, or in a saved data set, start."""
+    """Return the directory that relative paths in a data file or saved data set refer to."""
     return (path if path.is_dir() else path.parent).resolve()
 
 
 def kept_tokens(length: int, limit: int | None, truncation: str) -> slice:
-    """Return which tokens are kept of a row with `length` tokens.
+    """Return the slice of tokens that are kept of a row with `length` tokens.
 
     A row that is longer than the limit keeps none if truncation is error or drop.
     """
@@ -305,7 +306,7 @@ def kept_tokens(length: int, limit: int | None, truncation: str) -> slice:
 
 
 def check_lengths(paths: list[Path], tables: list, limit: LengthLimit) -> None:
-    """Raise InputError if truncation is error and rows are too long; it lists the first few."""
+    """Raise InputError if truncation is error and rows are too long; it lists a few of them."""
     if limit.truncation != "error" or limit.tokens is None:
         return
     num_rows = 0
@@ -333,10 +334,10 @@ def check_lengths(paths: list[Path], tables: list, limit: LengthLimit) -> None:
 def write_arrays(folder: Path, table, limit: LengthLimit) -> None:
     """Copy a table's columns into files, and write stats.json.
 
-    stats.json counts rows (kept), tokens, max_length (of the longest kept row), dropped_long,
-    truncated (and kept), and the rows of each shape, e.g. Alpaca. For SFT also loss_tokens and
-    dropped_no_loss. With images also their number, and dropped_images: rows that truncation would
-    cut within the tokens of an image.
+    stats.json contains the numbers of rows (kept), tokens, dropped_long and truncated rows (kept),
+    and rows of each shape, e.g. Alpaca; and max_length, the length of the longest kept row. For SFT
+    it also contains loss_tokens and dropped_no_loss. With images, it also contains their number and
+    dropped_images, the number of rows that truncation would cut within an image's tokens.
 
     Raises:
         InputError: no row is left.
@@ -371,13 +372,13 @@ def write_arrays(folder: Path, table, limit: LengthLimit) -> None:
 
 
 class RowCounts(NamedTuple):
-    """What became of the rows of a table.
+    """How the rows of a table were handled.
 
     Attributes:
-        kept_lengths: [n], tokens that are kept of each row.
-        is_used: [n] bool, whether any are.
-        num_dropped: rows that are too long, where truncation is drop.
-        num_truncated: rows that are used but were longer.
+        kept_lengths: [n], the number of tokens that are kept of each row.
+        is_used: [n] bool, whether any token of a row is kept.
+        num_dropped: rows that are too long, if truncation is drop.
+        num_truncated: rows that are used, but were longer than the limit.
         num_cut: rows that truncation would cut within the tokens of an image.
         num_untrained: rows without a trained token, after truncation.
     """
@@ -435,7 +436,7 @@ def write_records(folder: Path, table) -> None:
 def write_array(folder: Path, name: str, dtype, table, num_tokens: int) -> np.ndarray:
     """Write the lists in a column end to end into an .npy file [num_tokens], and return the array.
 
-    Chunks of some thousand rows are copied one at a time.
+    Chunks of a few thousand rows are copied one at a time.
     """
     path = folder / f"{name}.npy"
     array = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=(num_tokens,))

@@ -1,4 +1,4 @@
-"""A model and a task small enough to train while you watch, made from nothing: no download.
+"""A model and a task that are small enough to train while you watch, built without any download.
 
     python examples/arithmetic.py build DIR              # models with random weights, and data
     python examples/arithmetic.py ask MODEL_DIR [--n 8]  # held-out problems and the model's answers
@@ -7,14 +7,14 @@
 many of 200 answers are right.
 
 The model is a Qwen3 of 1.4 million parameters that reads and writes single characters. The task is
-arithmetic as a chat. Half of the questions ask for the number alone, half also for the columns
-("7+8=15, 4+3+1=8, 85"), so answers have 2 to 30 characters. Columns are learned in minutes; a
-number without its columns takes far longer. One reply in five to the first kind of question shows
-the columns all the same: reinforcement learning finds out that this pays off.
+arithmetic as a chat. Half of the questions ask only for the number; the other half also ask for the
+steps column by column ("7+8=15, 4+3+1=8, 85"). So answers have 2 to 30 characters. The model learns
+to write columns in minutes; numbers without columns take far longer. To the first kind of question,
+one reply in five shows the columns anyway, and reinforcement learning finds that this pays off.
 
-DIR/worked has the same problems with the columns in every reply, for adapters to learn. DIR/mimo is
-a model of the same size with a layer for multi-token prediction. The same arguments give the same
-files, to the last byte.
+DIR/worked has the same problems with the columns in every reply, for training adapters. DIR/mimo is
+a model of the same size with a layer for multi-token prediction. The same arguments always give
+byte-identical files.
 """
 
 import argparse
@@ -32,10 +32,10 @@ SEED = 0
 NUM_TRAIN = 12_000
 NUM_VAL = 500
 NUM_ASKED = 200
-# The share of replies to questions for the number alone that show the columns all the same.
+# If a question asks only for the number, this fraction of replies shows the columns anyway.
 SHARE_WORKED = 0.2
 
-# ChatML, as Qwen models have it: <|im_start|>role NEWLINE content <|im_end|> NEWLINE.
+# ChatML, as used by Qwen models: <|im_start|>role NEWLINE content <|im_end|> NEWLINE.
 CHAT_TEMPLATE = (
     "{%- for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -49,7 +49,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Problem:
-    """For example "47+38", ["7+8=15", "4+3+1=8"] and 85."""
+    """A problem with its steps and its result, e.g. "47+38", ["7+8=15", "4+3+1=8"] and 85."""
 
     text: str
     steps: list[str]
@@ -70,9 +70,9 @@ def draw(rng: random.Random) -> int:
 
 
 def columns(a: int, sign: str, b: int) -> list[str]:
-    """Add or subtract as on paper, units first.
+    """Return the steps of adding or subtracting on paper, units first.
 
-    47+38 -> 7+8=15, 4+3+1=8 and 43-8 -> 13-8=5, 4-0-1=3.
+    For example, 47+38 has the steps 7+8=15, 4+3+1=8, and 43-8 has the steps 13-8=5, 4-0-1=3.
     """
     steps = []
     carry = 0
@@ -110,10 +110,10 @@ def make_problem(rng: random.Random) -> Problem:
 
 
 def ask_question(problem: Problem, rng: random.Random) -> tuple[str, str]:
-    """Choose a wording; return the question and its reply.
+    """Choose a wording at random; return the question and its reply.
 
-    The problem comes last, so that its digits are always at the same distance from the answer: this
-    is learned much faster.
+    The problem comes last, so that its digits are always at the same distance from the answer. A
+    model learns this much faster.
     """
     what_is_worked = rng.random() < SHARE_WORKED
     compute_is_worked = rng.random() < SHARE_WORKED
@@ -131,10 +131,11 @@ def ask_question(problem: Problem, rng: random.Random) -> tuple[str, str]:
 def make_rows(always_worked: bool = False) -> tuple[list[dict], list[dict]]:
     """Return conversations for training and for validation.
 
-    No validation problem is in the training data in any wording, nor twice in the validation data.
+    No validation problem occurs in the training data, in any wording, or twice in the validation
+    data. A row's `answer` is the number at the end of the reply.
 
     Args:
-        always_worked: every reply shows the columns. A row's `answer` is the number at its end.
+        always_worked: whether every reply shows the columns.
     """
     rng = random.Random(SEED)
     held_out = set()
@@ -165,9 +166,9 @@ def write_rows(path: Path, rows: list[dict]) -> None:
 
 
 def make_tokenizer():
-    """Return a tokenizer of bytes, so that no text is unknown.
+    """Return a byte-level tokenizer, which can encode any text.
 
-    The markers of turns and the names of roles are one token each.
+    Each turn marker and each role name is a single token.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -212,7 +213,7 @@ def make_model(tokenizer, kind: str = "qwen3"):
         num_hidden_layers=2,
         num_attention_heads=8,
         num_key_value_heads=2,
-        head_dim=32,  # every size divides by 2, for tensor parallelism
+        head_dim=32,  # every size is divisible by 2, for tensor parallelism
         initializer_range=0.07,  # about 1 / sqrt(256): 0.02 is for large models
         max_position_embeddings=512,
         tie_word_embeddings=False,
@@ -250,7 +251,7 @@ def build(directory: Path) -> None:
     write_rows(directory / "worked" / "val.jsonl", worked_val)
     train, val = make_rows()
     write_rows(directory / "val.jsonl", val)
-    # Last: to the Makefile, this file is the sign that everything is there.
+    # Written last: the Makefile takes this file as the sign that everything is complete.
     write_rows(directory / "train.jsonl", train)
     num_millions = model.num_parameters() / 1e6
     print(
@@ -281,9 +282,9 @@ def generate(model, tokenizer, questions: list[str]) -> list[str]:
 
 
 def ask(directory: Path, num_shown: int) -> None:
-    """Print the replies of a model to held-out problems.
+    """Print a model's replies to held-out problems.
 
-    As for the reward, only the number at the end counts, whether columns were asked for or not.
+    As in the reward, only the number at the end counts, with or without columns.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -311,14 +312,14 @@ def ask(directory: Path, num_shown: int) -> None:
 
 
 def shortened(reply: str) -> str:
-    """Return a reply in at most 32 printable characters."""
+    """Return a reply shortened to at most 32 printable characters."""
     if reply.isprintable() and len(reply) <= 32:
         return reply
     return ascii(reply)[1:30] + "..."
 
 
 def main(description: str, build: Callable[[Path], None], ask: Callable[[Path, int], None]) -> None:
-    """Run the command line of this example, and of others like it."""
+    """Run the command line of this example or of a similar one."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""A vision-language model small enough to train while you watch, and pictures to ask it about.
+"""A vision-language model that is small enough to train while you watch, and pictures for it.
 
     python examples/colours.py build DIR              # a model with random weights, and data
     python examples/colours.py ask MODEL_DIR [--n 8]  # held-out pictures and the model's answers
@@ -6,11 +6,11 @@
 `build` writes DIR/model, DIR/images/ and DIR/{train,val,words}.jsonl, without any download. `ask`
 also counts how many of 200 answers are right.
 
-Each picture shows a square of one of six colours somewhere on a grey ground. The model is a
-PaddleOCR-VL of 0.6 million parameters, a vision transformer and a decoder, that reads and writes
-single characters. DIR/words.jsonl teaches it to name a colour, but any colour: its answers have
-nothing to do with the pictures. Looking is left to reinforcement learning, which DIR/train.jsonl is
-for. The same arguments give the same files, to the last byte.
+Each picture shows a square of one of six colours somewhere on a grey background. The model is a
+PaddleOCR-VL of 0.6 million parameters, a vision transformer and a decoder, which reads and writes
+single characters. Fine-tuning on DIR/words.jsonl teaches it to answer with the name of a random
+colour, regardless of the picture. Reinforcement learning on DIR/train.jsonl then teaches it to look
+at the picture. The same arguments always give byte-identical files.
 """
 
 import random
@@ -46,7 +46,7 @@ TOKENS = {
     "vision_bos_token": "<|vision_start|>",
     "vision_eos_token": "<|vision_end|>",
 }
-# ChatML with images, as Qwen's vision-language models have it.
+# ChatML with images, as used by Qwen's vision-language models.
 CHAT_TEMPLATE = (
     "{%- for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
     "{%- if message['content'] is string %}{{ message['content'] }}"
@@ -59,7 +59,7 @@ CHAT_TEMPLATE = (
 
 
 def draw(colour: str, rng: np.random.Generator) -> Image.Image:
-    """Draw a square of that colour, a little darker or lighter, on a grey ground."""
+    """Draw a square of this colour, a little darker or lighter, on a grey background."""
     pixels = rng.integers(110, 150, (IMAGE_SIZE, IMAGE_SIZE, 1)).repeat(3, 2)
     y, x = rng.integers(0, IMAGE_SIZE - SQUARE_SIZE, 2)
     shade = np.clip(np.array(COLOURS[colour]) + rng.integers(-20, 21, 3), 0, 255)
@@ -75,7 +75,7 @@ def conversation(image: str, answer: str) -> list[dict]:
 def make_rows(folder: Path) -> dict[str, list[dict]]:
     """Write the images to a folder, and return the rows of train, val and words.
 
-    Rows name images relative to the folder's parent, where the rows are written.
+    Paths of images in rows are relative to the folder's parent, which gets the files of rows.
     """
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(SEED)
@@ -96,7 +96,7 @@ def make_rows(folder: Path) -> dict[str, list[dict]]:
 
 
 def make_image_tokenizer():
-    """Return the tokenizer of examples/arithmetic.py with the tokens and the template of images."""
+    """Return examples/arithmetic.py's tokenizer with added tokens and a template for images."""
     from transformers import PreTrainedTokenizerFast
 
     text_tokenizer = make_tokenizer()

@@ -1,7 +1,7 @@
 """Batches of sequences, and how they are divided: over steps, ranks and micro-batches.
 
-batch.py holds the tokens; order.py says which rows a step takes; packing.py fills parts and
-micro-batches; plan.py says which ranks work on which sequence; groups.py makes the plans of context
-parallelism that is chosen per batch. Everything here follows from numbers that all ranks know, so
-that all ranks come to the same result without talking to each other.
+batch.py holds the tokens; order.py chooses the rows of a step; packing.py divides them into equal
+parts and into micro-batches; plan.py assigns ranks to sequences; groups.py plans dynamic context
+parallelism, which is chosen per batch. Everything here is computed from values that all ranks have,
+so all ranks reach the same result without communication.
 """

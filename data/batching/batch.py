@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Batch:
-    """n sequences of T tokens in all, end to end, in host memory.
+    """n sequences laid end to end, T tokens in total, in host memory.
 
     Attributes:
         input_ids: [T] int64.
@@ -24,8 +24,8 @@ class Batch:
         fields: name -> [T]; entry t belongs to token t. For example loss_mask, old_log_probs and
             advantages; also kept_words [T, K] int32, see the property.
         rows: [n] int64, the row of `pictures` that holds each sequence's images.
-        pictures: where images are; the same object in all batches that are joined. None without
-            images.
+        pictures: the images of all rows; the same object in all batches that are joined. None
+            without images.
     """
 
     input_ids: Tensor
@@ -49,9 +49,9 @@ class Batch:
 
     @property
     def kept_words(self) -> Tensor:
-        """[T, K] int64: the vocabulary entries that each token was sampled from (rollout.top_k).
+        """[T, K] int64: the token ids that each token was sampled from (rollout.top_k).
 
-        Filled up with -1 where there were fewer than K. K = 0 means the full vocabulary.
+        Padded with -1 where there are fewer than K. K = 0 means the full vocabulary.
         """
         return self.fields.get("kept_words", torch.empty(len(self.input_ids), 0)).long()
 
@@ -105,5 +105,5 @@ class Batch:
 
 
 def bounds(lengths: Tensor) -> Tensor:
-    """Return where each of n sequences begins, and the end: [n+1] int64."""
+    """Return cu_seqlens of n sequences with these lengths: [n+1] int64."""
     return torch.cat([lengths.new_zeros(1), lengths]).cumsum(0)

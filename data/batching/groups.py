@@ -1,7 +1,7 @@
-"""Context parallelism that is chosen per batch: the groups of ranks that share sequences.
+"""Dynamic context parallelism: for each batch, the groups of ranks that share sequences.
 
-In each pass over a batch several groups of ranks have a micro-batch each. Short sequences are on
-one rank. Long ones are, at the same time, on as many ranks as they need, a power of two.
+In each pass over a batch, every group of ranks works on one micro-batch. A short sequence runs on
+one rank. At the same time, a long one runs on as many ranks as it needs, a power of two.
 """
 
 import heapq
@@ -15,16 +15,17 @@ import numpy as np
 from config import InputError
 from data.batching.plan import Group, Passes, duration
 
-# The share of the time that a further pass must save, since each pass gathers the weights again.
+# The fraction of time that an extra pass must save, since every pass gathers the weights again.
 COST_OF_PASS = 0.01
-# This many numbers of passes are compared.
+# How many pass counts are compared.
 NUM_TRIES = 2
-# The share of their time that ranks lose by sharing a micro-batch.
+# The fraction of their time that ranks lose by sharing a micro-batch.
 COST_OF_SHARING = 0.1
-# Three ways of choosing group sizes are compared. A sequence that takes more than this many times a
-# rank's even share of a pass gets a larger group than its length requires.
+# Group sizes are chosen once for each of these limits, and the results are compared. A sequence
+# that takes longer than this multiple of a rank's even share of a pass gets a larger group than its
+# length requires.
 MAX_LATENESS = (math.inf, 2, 1)
-# A larger group is not made if its ranks would hold less than this part of max_tokens each.
+# No larger group is made if each of its ranks would hold less than this fraction of max_tokens.
 MIN_FILL = 1 / 8
 
 
@@ -37,24 +38,25 @@ def schedule(
     padded: bool = False,
     passes_multiple: int = 1,
 ) -> Passes:
-    """Divide a batch into passes. In each, every rank is in one group.
+    """Divide a batch into passes. In each pass, every rank is in one group.
 
     A group begins at a multiple of its size, which is a power of two. A sequence gets the smallest
-    group that can hold it, or a larger one where the other ranks would wait for it. Sequences go,
-    the longest first, to the group whose ranks have least to do. Of several numbers of passes the
-    fastest is taken, if a pass takes as long as its busiest rank. Every rank that calls this with
-    the same arguments gets the same result.
+    group that can hold it, or a larger one if the other ranks would otherwise wait for it.
+    Sequences go, the longest first, to the least busy group. Several pass counts are compared, and
+    the fastest is used, assuming that a pass takes as long as its busiest rank. Every rank that
+    calls this with the same arguments gets the same result.
 
     Args:
         lengths: tokens of each sequence.
-        costs: the time of each sequence on one rank, in any unit.
+        costs: the time that each sequence takes on one rank, in any unit.
+        num_ranks: the number of ranks that work on the batch.
         max_tokens: a group of s ranks takes at most s * max_tokens tokens.
-        multiple: group size -> the multiple to which each sequence is padded.
-        padded: pad each sequence to the longest of its micro-batch instead.
+        multiple: maps a group size to the multiple to which each sequence is padded.
+        padded: pad each sequence to the longest one in its micro-batch instead.
         passes_multiple: the number of passes is a multiple of this.
 
     Raises:
-        InputError: no group can hold some sequence.
+        InputError: a sequence is too long for any group.
     """
     packer = Packer(lengths, costs, num_ranks, max_tokens, multiple, padded)
 
@@ -65,7 +67,7 @@ def schedule(
 
     tokens_per_round = num_ranks * max_tokens * passes_multiple
     start = max(1, -(-sum(lengths) // tokens_per_round))
-    # Double the number until the sequences fit, then look for the smallest that does.
+    # Double the number of passes until the sequences fit, then search for the smallest that works.
     lowest = start
     highest = start
     while not candidates(highest):
@@ -88,8 +90,8 @@ class Packer:
 
     Attributes:
         sizes: the sizes that a group may have.
-        total_cost: the same on all hosts, whatever their order of summation.
-        tokens: group size -> [n], the tokens that each sequence takes in such a group.
+        total_cost: the exact sum of costs, which does not depend on the order of summation.
+        tokens: group size -> [n], the tokens that each sequence takes up in a group of this size.
         smallest_size: [n], the size of the smallest group that can hold each sequence.
     """
 
@@ -127,14 +129,14 @@ class Packer:
         Args:
             lateness: one of MAX_LATENESS.
         """
-        num_free = num_passes * self.num_ranks  # ranks without a group, counted for each pass
+        num_free = num_passes * self.num_ranks  # ranks without a group, over all passes
         even_share = self.total_cost / num_free
         sizes = self._group_sizes(even_share, lateness)
         groups = GroupsInTheMaking(self)
         # The largest groups first, so that no group is too small for the sequences that follow.
         for i in np.lexsort((-self.costs, -sizes)).tolist():
             size = int(sizes[i])
-            while size == 1 and num_free:  # no larger group will begin
+            while size == 1 and num_free:  # no larger group will be made
                 groups.begin(1)
                 num_free -= 1
             group = groups.least_busy(i)
@@ -160,7 +162,7 @@ class Packer:
             sizes[is_too_small] *= 2
 
     def _arrange(self, groups: "GroupsInTheMaking", num_passes: int) -> Passes | None:
-        """Put groups that take equally long into the same pass, since all wait for the longest."""
+        """Put groups with similar times into the same pass, since all wait for the slowest."""
         passes: Passes = [[] for _ in range(num_passes)]
         room = [self.num_ranks] * num_passes
         by_time = sorted(
@@ -173,7 +175,7 @@ class Packer:
             passes[index].append(group)
             room[index] -= group.size
         for pass_groups in passes:
-            # From the largest to the smallest, each group begins at a multiple of its size.
+            # Placed from largest to smallest, each group begins at a multiple of its size.
             pass_groups.sort(key=lambda group: -group.size)
             for previous, group in zip(pass_groups, pass_groups[1:]):
                 group.first = previous.first + previous.size
@@ -181,7 +183,7 @@ class Packer:
 
 
 class GroupsInTheMaking:
-    """Groups to which sequences are added, and how full and how busy each is.
+    """Groups that are still being filled, with their tokens and times.
 
     Attributes:
         busy: the time that the ranks of each group take.
@@ -195,13 +197,13 @@ class GroupsInTheMaking:
         self.busy: list[float] = []
         self.tokens: list[int] = []
         self.longest: list[int] = []
-        # Two heaps: (time, group) of those that may have room, and (-room, group) of those that had
-        # too little room for some sequence.
+        # Two heaps: (time, group) of the groups that may have room, and (-room, group) of the
+        # groups that were too full for some sequence.
         self._open: list[tuple[float, int]] = []
         self._closed: list[tuple[int, int]] = []
 
     def begin(self, size: int) -> int:
-        """Begin a group of so many ranks and return its index."""
+        """Begin a group of `size` ranks and return its index."""
         index = len(self.groups)
         self.groups.append(Group(0, size, []))
         self.busy.append(0)
@@ -211,11 +213,11 @@ class GroupsInTheMaking:
         return index
 
     def least_busy(self, i: int) -> int | None:
-        """Return the least busy of the groups with room for sequence i, or None."""
+        """Return the least busy group with room for sequence i, or None."""
         self._reopen(int(self.packer.tokens[1][i]))
         while self._open:
             busy, group = self._open[0]
-            if busy != self.busy[group]:  # outdated: the group is in the heap once more
+            if busy != self.busy[group]:  # outdated: the heap has a newer entry of this group
                 heapq.heappop(self._open)
                 continue
             room = self.room(group)
@@ -226,17 +228,17 @@ class GroupsInTheMaking:
         return None
 
     def _reopen(self, num_tokens: int) -> None:
-        """Consider groups again that were too full for longer sequences."""
+        """Reconsider the groups that were too full for longer sequences."""
         while self._closed and -self._closed[0][0] >= num_tokens:
             _, group = heapq.heappop(self._closed)
             heapq.heappush(self._open, (self.busy[group], group))
 
     def is_late(self, group: int, i: int, even_share: float) -> bool:
-        """Return whether a group would take longer than an even share with sequence i."""
+        """Return whether sequence i would make a group take longer than an even share."""
         return self.busy[group] + self.packer.costs[i] / self.groups[group].size > even_share
 
     def room(self, group: int) -> int:
-        """Return how long another sequence may be, in tokens."""
+        """Return the length of the longest sequence that still fits in a group, in tokens."""
         capacity = self.packer.max_tokens * self.groups[group].size
         if not self.packer.padded:
             return capacity - self.tokens[group]

@@ -1,4 +1,4 @@
-"""Which rows a step takes: a function of the seed and the step, on every rank and world size."""
+"""The rows of each step, computed from seed and step alone, for any rank and world size."""
 
 from functools import lru_cache
 
@@ -17,8 +17,8 @@ def order(num_rows: int, seed: int, epoch: int) -> np.ndarray:
 def global_batch(num_rows: int, batch_size: int, seed: int, step: int) -> np.ndarray:
     """Return the rows of an optimizer step: [batch_size] int64.
 
-    permutation(seed, epoch)[k*B:(k+1)*B]: there is no state, so a resume needs only the step. The
-    num_rows % B rows that are left at the end of an epoch are not seen in it.
+    They are order(num_rows, seed, epoch)[k*B:(k+1)*B] in step k of the epoch. There is no state, so
+    resuming needs only the step. The last num_rows % B rows in the order of an epoch are skipped.
 
     Args:
         step: counted from 0.

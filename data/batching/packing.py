@@ -15,12 +15,12 @@ MANY_ITEMS_PER_PART = 32
 def partition(costs: Sequence[float], num_parts: int) -> list[list[int]]:
     """Divide items into parts with nearly equal sums of costs.
 
-    By largest differencing (Karmarkar and Karp 1982), or greedily if there are very many items:
-    that takes less time, and leaves differences as small as the smallest items.
+    Uses largest differencing (Karmarkar and Karp 1982). Very many items are divided greedily
+    instead, which is faster and leaves differences as small as the smallest items.
 
     Returns:
-        num_parts sorted lists of indices. Parts may hold different numbers of items, and none where
-        there are fewer items than parts.
+        num_parts sorted lists of indices. Their lengths may differ, and some are empty if there are
+        fewer items than parts.
     """
     if len(costs) > MANY_ITEMS_PER_PART * num_parts:
         return partition_greedily(np.asarray(costs), num_parts)
@@ -28,10 +28,10 @@ def partition(costs: Sequence[float], num_parts: int) -> list[list[int]]:
 
 
 def partition_greedily(costs: np.ndarray, num_parts: int) -> list[list[int]]:
-    """Give the items, the largest first, to the parts that have least.
+    """Assign the items, the largest first, to the parts with the smallest sums.
 
-    Several items are given at once, each to another part, so that a part that got an item larger
-    than the others' sums is left out until they have caught up.
+    Several items are assigned at once, each to a different part. A part with a very large item is
+    passed over until the other parts have caught up.
     """
     sums = np.zeros(num_parts)
     part_of_item = np.empty(len(costs), np.int64)
@@ -44,7 +44,7 @@ def partition_greedily(costs: np.ndarray, num_parts: int) -> list[list[int]]:
     return [np.flatnonzero(part_of_item == part).tolist() for part in range(num_parts)]
 
 
-# A part in the making: the sum of its costs, and its items.
+# An unfinished part: the sum of its costs, and its items.
 Part = tuple[float, list[int]]
 
 
@@ -73,7 +73,7 @@ def partition_by_differencing(costs: Sequence[float], num_parts: int) -> list[li
 
 
 def merge(a: list[Part], b: list[Part]) -> list[Part]:
-    """Join the largest part of one division with the smallest of the other, and so on."""
+    """Join the largest part of `a` with the smallest of `b`, the next with the next, and so on."""
     merged = []
     for (sum_a, items_a), (sum_b, items_b) in zip(a, reversed(b)):
         merged.append((sum_a + sum_b, items_a + items_b))
@@ -82,7 +82,7 @@ def merge(a: list[Part], b: list[Part]) -> list[Part]:
 
 @dataclass
 class _MicroBatch:
-    """A micro-batch in the making: its sequences, the longest one, and the free tokens."""
+    """An unfinished micro-batch: its sequences, their longest length, and the free tokens."""
 
     sequences: list[int]
     longest: int
@@ -90,10 +90,10 @@ class _MicroBatch:
 
 
 def pack(lengths: Sequence[int], max_tokens: int, padded: bool = False) -> list[list[int]]:
-    """Pack sequences into micro-batches of at most max_tokens (first fit, the longest first).
+    """Pack sequences into micro-batches of at most max_tokens (first fit, longest first).
 
     Args:
-        padded: every sequence of a micro-batch takes as many tokens as its longest one.
+        padded: count each sequence as long as the longest one in its micro-batch.
 
     Returns:
         The sequences of each micro-batch, as indices.
@@ -123,13 +123,13 @@ def pack(lengths: Sequence[int], max_tokens: int, padded: bool = False) -> list[
 def spread(
     micro_batches: list[list[int]], num_micro_batches: int, lengths: Sequence[int]
 ) -> list[list[int]]:
-    """Divide the same sequences into more micro-batches, the fullest first.
+    """Split micro-batches, the fullest first, until there are num_micro_batches.
 
-    A rank that needs fewer micro-batches than another splits its fullest ones. A micro-batch
-    without a sequence stays empty.
+    All ranks need the same number of micro-batches, so a rank with fewer splits some. If it has too
+    few sequences, the remaining micro-batches stay empty.
 
     Args:
-        num_micro_batches: at least as many as there are.
+        num_micro_batches: at least len(micro_batches).
     """
 
     def num_tokens(sequences: list[int]) -> int:

@@ -29,12 +29,12 @@ Passes = list[list[Group]]
 
 @dataclass
 class Plan:
-    """What one data-parallel rank does of a batch of n sequences.
+    """The part of a batch of n sequences that one data-parallel rank works on.
 
     Attributes:
-        sequences: the sequences that it works on, in order: its share.
-        micro_batches: of the share; as many as on all other ranks.
-        first, count: [n] int64; the data-parallel ranks of each sequence are first : first + count.
+        sequences: the rank's share: the indices of its sequences, in order.
+        micro_batches: the share divided into micro-batches, equally many on all ranks.
+        first, count: [n] int64; ranks first : first + count work on a sequence.
         metrics: to be logged.
     """
 
@@ -45,9 +45,9 @@ class Plan:
     metrics: dict[str, float] = field(default_factory=dict)
 
     def speaks(self, rank: int) -> Tensor:
-        """Return for which sequences of its share a rank counts when ranks add up their results.
+        """Return which sequences of its share a rank counts when ranks add up their results.
 
-        A sequence that several ranks share counts on the first one only.
+        A sequence that several ranks share is counted only by the first of them.
 
         Returns:
             [len(sequences)] bool.
@@ -58,8 +58,8 @@ class Plan:
     def of(passes: Passes, rank: int, lengths: Sequence[int], costs: Sequence[float]) -> "Plan":
         """Return the plan of one rank.
 
-        Its metrics are perf/cp_{size}, the tokens of the batch in groups of that size, and
-        perf/plan_efficiency, the share of the ranks' time that is used, as far as costs tell.
+        Its metrics are perf/cp_{size}, the number of the batch's tokens in groups of that size, and
+        perf/plan_efficiency, the fraction of the ranks' time that is used, estimated from costs.
         """
         num_ranks = sum(group.size for group in passes[0])
         groups = [group for pass_groups in passes for group in pass_groups]
@@ -83,7 +83,7 @@ class Plan:
 def tokens_by_group_size(
     groups: Sequence[Group], num_ranks: int, lengths: Sequence[int]
 ) -> dict[str, float]:
-    """Return perf/cp_{size} for every size of a group, 0 where there is none."""
+    """Return perf/cp_{size} for every group size; it is 0 for a size without groups."""
     metrics = {f"perf/cp_{1 << level}": 0.0 for level in range(num_ranks.bit_length())}
     for group in groups:
         num_tokens = sum(lengths[i] for i in group.sequences)
@@ -97,7 +97,7 @@ def duration(passes: Passes, costs: Sequence[float], sharing: float = 0.0) -> fl
     A pass takes as long as its busiest group.
 
     Args:
-        sharing: the share of its time that a group of several ranks loses by sharing a micro-batch.
+        sharing: the fraction of time that a group of several ranks loses by sharing a micro-batch.
     """
     longest = []
     for groups in passes:

@@ -14,6 +14,6 @@
     tokenizer, tokens         the tokenizer with its template, and the tokens of a text
     special_tokens            control tokens that are written out in texts
 
-Which columns a row has is the subject of data/rows.py; caches and batches are made in
-data/dataset.py and data/prompts.py.
+The columns of a row are read in data/rows.py; caches and batches are made in data/dataset.py and
+data/prompts.py.
 """

@@ -1,9 +1,9 @@
 """A conversation as its chat template renders it.
 
-Templates are not local: Qwen3 drops the thinking of earlier turns, Mistral moves the tools to the
-last user turn, Gemma 4 puts the results of tools into the assistant's turn. So a conversation is
-rendered as a whole and tokenized once; the assistant's turns are located in its text afterwards
-(data/chat/spans.py).
+How a template renders a message may depend on the other messages: Qwen3 drops the thinking of
+earlier turns, Mistral moves the tools to the last user turn, Gemma 4 puts the results of tools into
+the assistant's turn. So a conversation is rendered as a whole and tokenized once; the assistant's
+turns are located in its text afterwards (data/chat/spans.py).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Conversation:
             add_generation_prompt=True.
 
     Attributes:
-        messages: the messages in the form that the template prints as it was meant.
+        messages: the messages in the form that suits the template (data/chat/forms.py).
         text: the rendered chat.
         tokens: its tokens; computed when first used, or set by encoding.encode_together().
 
@@ -50,9 +50,9 @@ class Conversation:
         self.check_no_part_left_out()
 
     def choose_form(self, messages: list[dict]) -> tuple[list[dict], str]:
-        """Return (messages, rendered text) in the form of the messages that suits the template.
+        """Return the messages in the form that suits the template, and the rendered text.
 
-        That is the first form which is printed as it was meant, or else the first accepted one.
+        This is the first form that the template prints correctly, or else the first it accepts.
         """
         template_messages = [without_loss_keys(message) for message in messages]
         first_accepted = None
@@ -73,9 +73,9 @@ class Conversation:
         return first_accepted
 
     def check_no_part_left_out(self) -> None:
-        """Raise InputError if the template skips a part of a message whose type it does not know.
+        """Raise InputError if the template skips message parts of a type that it does not know.
 
-        Answers before the last user turn are not checked: their thinking may be left out.
+        Answers before the last user turn are not checked: a template may leave out their thinking.
         """
         last_user_turn = max(
             (i for i, message in enumerate(self.messages) if message["role"] == "user"), default=0
@@ -146,11 +146,11 @@ class Conversation:
         return find_pieces(rendered, lambda text: find_special_tokens(text, self.chat))
 
     def escaped_tokens(self, policy: str | None) -> Tokens:
-        """Return the tokens, with special tokens that are written in texts treated by the policy.
+        """Return the tokens after applying a policy to special tokens that are written in texts.
 
         Args:
-            policy: the value of data.special_tokens_in_text. None escapes the results of tools and
-                keeps special tokens elsewhere.
+            policy: the value of data.special_tokens_in_text. None escapes special tokens in the
+                results of tools and keeps them elsewhere.
         """
         has_tools = any(m["role"] == "tool" or len(m) > 2 for m in self.messages)
         if policy == "keep" or (policy is None and not has_tools):
@@ -162,12 +162,12 @@ class Conversation:
         return escape_special_tokens(self.tokens, self.text, spans, self.chat)
 
     def is_escaped(self, text: Text, policy: str | None) -> bool:
-        """Return whether the special tokens that are written in this text have to be escaped."""
+        """Return whether special tokens that are written in this text have to be escaped."""
         is_tool_result = not text.is_own or self.messages[text.message]["role"] == "tool"
         default = "escape" if is_tool_result else "keep"
         return needs_escape(text.text, policy or default, self.chat)
 
 
 def without_loss_keys(message: dict) -> dict:
-    """Return a message without the keys that are for the loss and not for the template."""
+    """Return a message without the keys that only the loss uses."""
     return {key: value for key, value in message.items() if key not in LOSS_KEYS}

@@ -16,8 +16,8 @@ from data.images.sources import place_images
 from data.rows import template_inputs, training_messages
 
 Result = TypeVar("Result")
-# A computation that yields its conversation once, if it has one, and goes on when this has been
-# tokenized together with those of other rows: see encode_together().
+# A computation that yields its conversation, if it has one, and resumes once encode_together() has
+# tokenized this conversation together with those of other rows.
 Steps = Generator[Conversation, None, Result]
 
 
@@ -25,8 +25,8 @@ class EncodedRow(NamedTuple):
     """The tokens of a row.
 
     input_ids: T token ids.
-    loss_mask: T of 0 and 1: 1 for the tokens to learn, 0 for the first token, which nothing
-        predicts.
+    loss_mask: T values, 1 for the tokens to learn, otherwise 0. The first is always 0, since
+        nothing predicts the first token.
     images: the images of the row.
     """
 
@@ -39,14 +39,14 @@ def encode(row: dict, chat: ChatTokenizer, options, folder: Path = Path()) -> St
     """Encode a row for fine-tuning. A generator: run it with encode_together().
 
     Args:
-        row: `messages` (and perhaps tools and template arguments), or `prompt` and `response`, of
-            which only the response is learned.
+        row: has `messages` (and perhaps tools and template arguments), or `prompt` and `response`.
+            Of the latter, only the response is learned.
         options: the `data` section of the configuration. Its train_on selects all assistant turns
             or the last one. A message with loss_mask 0 or weight 0 is not learned.
         folder: the directory that relative paths of images refer to.
 
-    Raises InputError, without the row's place in its file, if the row is malformed, or a turn
-    cannot be located or has no end.
+    Raises InputError if the row is malformed, or if a turn cannot be located or has no end. Its
+    message does not contain file and line.
     """
     messages = training_messages(row, bool(chat.tokenizer.chat_template), options)
     images = RowImages()
@@ -93,7 +93,7 @@ def check_no_image_learned(mask: list[int], images: RowImages) -> None:
 
 
 def encode_together(rows: list[Steps[Result]]) -> list[Result | InputError]:
-    """Run the computations of several rows, and return each one's result or its InputError.
+    """Run the computations of several rows; return the result or the InputError of each.
 
     Their conversations are tokenized in one call, which uses several threads.
     """
@@ -123,7 +123,8 @@ def encode_together(rows: list[Steps[Result]]) -> list[Result | InputError]:
 def tokenize_together(conversations: list[Conversation]) -> None:
     """Set the tokens of conversations in one call.
 
-    Those that may fail are left out: they are tokenized by themselves, so that each fails alone.
+    Conversations that may fail are left out. They are tokenized individually later, so that a
+    failure affects only its own row.
     """
     batch = [c for c in conversations if c.chat.is_stock and not HALF_CHARACTER.search(c.text)]
     if not batch:

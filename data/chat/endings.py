@@ -29,11 +29,11 @@ from data.chat.tokens import Span
 class Ending:
     """How a template ends the turns of the assistant.
 
-    ids: a turn ends with the first of these tokens after its text.
-    text: what a turn ends with if no token ends it.
-    tail: what has to be added to the last turn of a chat if the template ends a turn only when the
-        chat continues, up to and including the end token. Empty if every turn has its end.
-    call_tail: the same for a last turn that calls a tool: its end token.
+    ids: the ids of the end tokens. A turn ends with the first of them after its text.
+    text: the text that ends a turn if no token does.
+    tail: the text to add to the last turn of a chat, up to and including the end token, if the
+        template ends a turn only when the chat continues. Empty if every turn has its end.
+    call_tail: the end token to add instead if the last turn calls a tool.
     """
 
     ids: frozenset[int]
@@ -46,10 +46,10 @@ class Ending:
 def read_ending(chat: ChatTokenizer) -> Ending:
     """Return how the template ends the two turns of the probe.
 
-    Normally a turn ends with one of chat.end_ids. A base model that learns a new template may not
-    list that token: then it is an added token that ends both turns of the assistant, or that ends
-    the user's turn as well. But if only the last turn has one of chat.end_ids (gpt-oss), nothing
-    ends the earlier ones.
+    Normally a turn ends with one of chat.end_ids. The files of a base model that learns a new
+    template may not list the end token. Then it is an added token that ends both turns of the
+    assistant, or that also ends the user's turn. But if only the last turn has one of chat.end_ids
+    (gpt-oss), the earlier turns have no end token.
     """
     messages = find_probe(chat)
     if messages is None:
@@ -98,7 +98,7 @@ def find_end_between_turns(chat: ChatTokenizer, probe: RenderedProbe) -> int | N
 
 
 def read_call_tail(chat: ChatTokenizer, ids: frozenset[int]) -> str:
-    """Return the token, one of ids, that comes between a tool call and its result; "" if none."""
+    """Return the end token (of these ids) between a tool call and its result; "" if none."""
     renderings = map(chat.try_render, forms(CALL_PROBE))
     text = next(filter(None, renderings), "")
     call_end = max(text.rfind(part) for part in (ARGUMENT, FUNCTION_NAME, ANSWER))
@@ -108,12 +108,12 @@ def read_call_tail(chat: ChatTokenizer, ids: frozenset[int]) -> str:
 
 
 def find_turn_end(conversation: Conversation, turn: Run, following: Run | None) -> int:
-    """Return where a turn ends, with the token that ends generation.
+    """Return where a turn ends, including the token that ends generation.
 
-    If the template leaves out the end of the chat's last turn, the conversation's text gets it.
+    If the template leaves out the end of the chat's last turn, it is added to the conversation.
 
     Args:
-        turn: the text of the turn, or the part of it in front of another message's text.
+        turn: the text of the turn, or the part of it before another message's text.
         following: the run after it, None at the end of the chat.
 
     Raises InputError if nothing ends the turn, so that the model would not learn to stop.

@@ -2,7 +2,7 @@
 
 Templates disagree on the details: one calls m.content a string, another loops over its parts; one
 prints the arguments of a tool call as they are, another encodes them as JSON. A conversation is
-rendered in each form until the template prints everything as it was meant.
+rendered in one form after another until the template prints everything correctly.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from dataclasses import dataclass
 class Form:
     """One way to write down a conversation.
 
-    convert_content: applied to every content that is not empty.
-    arguments_as_text: whether the arguments of tool calls are JSON text or an object.
-    defaults: what a message without a content gets.
+    convert_content: a function applied to the content of every message unless it is empty.
+    arguments_as_text: whether the arguments of tool calls are JSON text instead of objects.
+    defaults: the keys that a message gets if it lacks them, with their values.
     """
 
     convert_content: Callable
@@ -61,12 +61,12 @@ def unchanged(content):
 
 
 def as_parts(content):
-    """Return a content as a list of parts."""
+    """Return a message's content as a list of parts."""
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def text_of(content: str | list | None) -> str:
-    """Return the text of a content; other parts of a list, such as images, are skipped."""
+    """Return the text in a message's content; other parts, such as images, are skipped."""
     if not isinstance(content, list):
         return content or ""
     return "\n".join(
@@ -89,9 +89,9 @@ def as_json(value) -> str:
 
 
 def with_arguments(call: dict, as_text: bool) -> dict:
-    """Return a tool call whose arguments are JSON text or an object.
+    """Return a tool call with its arguments as JSON text (as_text=True) or as an object.
 
-    Text that is not the JSON of an object stays as it is.
+    Text that is not a JSON object stays unchanged.
     """
     function = call.get("function", call)
     if "arguments" in function:
@@ -115,10 +115,10 @@ def arguments_to_object(arguments):
 
 
 def missing_text(message: dict, text: str) -> str:
-    """Return something that the message has and the text lacks, or "" if the text is complete.
+    """Return a part of the message that the text lacks, or "" if the text is complete.
 
-    Looked at are the last line of the message and the names of the functions that it calls.
-    Templates may leave out earlier thinking.
+    Checks the last line of the message and the names of the functions that it calls, and nothing
+    else, because templates may leave out earlier thinking.
     """
     answer = text_of(message.get("content")).rpartition("</think>")[2]
     last_line = answer.strip().rpartition("\n")[2]
@@ -129,10 +129,10 @@ def missing_text(message: dict, text: str) -> str:
 
 
 def is_printed_as_meant(messages: list[dict], text: str) -> bool:
-    """Return whether a rendered chat shows all messages of user and assistant as they were meant.
+    """Return whether a rendered chat shows all messages of user and assistant correctly.
 
-    It does not if it shows an object in the notation of Python or JSON, or JSON text that was
-    encoded as JSON once more: then the template expects another form.
+    It does not if it shows an object in Python or JSON notation, or JSON text that was encoded as
+    JSON a second time. Then the template expects another form.
     """
     for message in messages:
         if message["role"] in ("user", "assistant") and missing_text(message, text):

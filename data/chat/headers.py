@@ -22,7 +22,7 @@ from data.chat.tokenizer import ChatTokenizer
 
 # A tag that is cut off: "<thi" of "<think>", which </think> would not continue.
 UNCLOSED_TAG = re.compile(r"<[^<>]*$")
-# Templates that write something different between any two messages would fill the cache.
+# Limits the cache for templates that write a different text between any two messages.
 MAX_CACHED_PROMPTS = 1000
 
 
@@ -30,8 +30,8 @@ MAX_CACHED_PROMPTS = 1000
 class Header:
     """How a template begins a turn of the assistant, without the end of the user's turn.
 
-    text: what every turn begins with. prompt: what asks for a turn. Both are empty if the template
-    does not show them.
+    text: the text at the start of every turn. prompt: the text that asks for a turn. Both are empty
+    if they cannot be read from the template.
     """
 
     text: str = ""
@@ -72,14 +72,14 @@ def read_header(chat: ChatTokenizer) -> Header:
 def find_header_end(conversation: Conversation, turn: Run, previous: Run) -> int:
     """Return where the header of a turn, or the generation prompt for it, ends.
 
-    Normally the template has written there what it writes when it asks for this turn. Where it has
-    not (it added an empty <think> block, or it rejects the shortened chat), the header of the probe
-    is searched for.
+    Normally the text before a turn is the prompt with which the template asks for this turn. If not
+    (the template adds an empty <think> block, or it rejects the shortened chat), the header of the
+    probe is searched for.
 
     Args:
-        turn: the text of the turn. If it is empty, it is only known that the turn lies between
-            previous.end and turn.end.
-        previous: the run in front of it.
+        turn: the text of the turn. If it is empty, the turn lies anywhere between previous.end and
+            turn.end.
+        previous: the run before it.
 
     Raises InputError if neither is found.
     """
@@ -93,7 +93,7 @@ def find_header_end(conversation: Conversation, turn: Run, previous: Run) -> int
     if prompt and num_agreeing == len(prompt):
         if header_start < 0 or turn.is_empty:
             return previous.end + num_agreeing
-        # A header may follow the prompt, which lacks it.
+        # The prompt may lack the header, which then follows it.
         return previous.end + max(num_agreeing, header_start + len(header.text))
     if header_start >= 0:
         # Some turns of the history begin with the whole prompt, e.g. with a <think> block.
@@ -101,7 +101,7 @@ def find_header_end(conversation: Conversation, turn: Run, previous: Run) -> int
         opening = header.prompt if has_prompt else header.text
         return previous.end + header_start + len(opening)
     if not turn.is_empty and len(gap.rstrip()) <= num_agreeing <= len(gap):
-        # The gap is the beginning of the prompt, or nothing at all.
+        # The gap is the beginning of the prompt, or empty.
         continues_turn = role_of(conversation, previous) == "assistant"
         has_no_header = not header.text or header.text not in prompt
         if continues_turn or (gap.strip() and has_no_header):
@@ -114,9 +114,10 @@ def find_header_end(conversation: Conversation, turn: Run, previous: Run) -> int
 
 
 def find_header(header: Header, gap: str, is_empty_turn: bool) -> int:
-    """Return where the header begins in the text in front of a turn, or -1.
+    """Return where the header begins in the text before a turn, or -1.
 
-    It is the last one there. Behind an empty turn may be headers of later turns: then the first.
+    The last header in this text counts. For an empty turn it is the first one, because the text may
+    extend to the headers of later turns.
     """
     if not header.text:
         return -1
@@ -130,7 +131,7 @@ def role_of(conversation: Conversation, run: Run) -> str | None:
 def cached_generation_prompt(
     conversation: Conversation, message: int, previous: Run, gap: str
 ) -> str:
-    """Return generation_prompt(), which turns with the same text in front of them share."""
+    """Return generation_prompt(), cached for turns that follow the same text."""
     inputs = conversation.inputs
     cache = conversation.chat.generation_prompts
     role = role_of(conversation, previous)
@@ -145,7 +146,8 @@ def cached_generation_prompt(
 def generation_prompt(conversation: Conversation, message: int, previous: Run) -> str:
     """Return what the template writes after the previous run when it asks for this message.
 
-    "" if another message's text follows that run, or the template rejects the shortened chat.
+    It is "" if another message's text follows that run, or if the template rejects the shortened
+    chat.
     """
     chat = conversation.chat
     messages = conversation.messages[:message]
@@ -162,7 +164,7 @@ def generation_prompt(conversation: Conversation, message: int, previous: Run) -
 def skip_absorbed_spaces(conversation: Conversation, start: int) -> int:
     """Return `start`, or the end of the header's last token if that extends beyond `start`.
 
-    Phi-3's "<|assistant|>" takes in the white space that follows it, the answer's as well.
+    Phi-3's "<|assistant|>" absorbs the white space after it, even if it belongs to the answer.
     """
     chat = conversation.chat
     if not chat.absorbs_spaces:

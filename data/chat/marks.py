@@ -1,4 +1,4 @@
-"""Marks: words put into the texts of messages, to see where these texts appear in a rendered chat.
+"""Marks: words put into messages' texts, to see where these texts appear in a rendered chat.
 
 Each mark names its text and its offset in that text. "Hello there" with two marks becomes
 "HelloqZx0y0Zq thereqZx0y1Zq": text 0, marks 0 and 1. data/chat/pieces.py renders such messages.
@@ -16,7 +16,7 @@ from data.chat.tokens import Span
 # Letters only, so that templates which trim, escape or dump JSON leave a mark alone.
 MARK_WORD = "qZx"
 
-# Templates branch on the values of these keys; they do not print text from them.
+# Templates branch on the values of these keys, but do not print them.
 CONTROL_KEYS = frozenset({"role", "type", "id", "name", "tool_call_id"})
 # In a tool call, the name of the function is printed.
 CONTROL_KEYS_OF_CALLS = CONTROL_KEYS - {"name"}
@@ -28,8 +28,8 @@ FIRST_WORD = re.compile(r"(?:<[^<>\s]*>|[\W_])*+[^\W_]+")
 LAST_LETTER = re.compile(r"[^\W_](?=(?:<[^<>\s]*>|[\W_])*+\Z)")
 # LAST_LETTER is searched in this many characters at the end of a text first, which is faster.
 LAST_LETTER_REACH = 60
-# What is left of a word at the start of an agreement, e.g. "lo, " of "lo, dear reader", with the
-# punctuation after it; and the same at its end, e.g. " wor" of "hello wor".
+# A partial word at the start of agreeing text, with the punctuation after it, e.g. "lo, " in
+# "lo, dear reader"; and a partial word at its end, e.g. " wor" in "hello wor". See agreement().
 PARTIAL_START = re.compile(r"^(\S*\s)?[\W_]*")
 PARTIAL_END = re.compile(r"[\W_]*(\s\S*)?$")
 
@@ -39,7 +39,7 @@ class Text(NamedTuple):
 
     number: its position among all strings of the conversation.
     message: the index of its message.
-    is_own: whether the message's author wrote it. False for the results of tools that some formats
+    is_own: whether the message's author wrote it. False for results of tools, which some formats
         keep inside the assistant's message.
     text: the string itself.
     """
@@ -124,8 +124,8 @@ def texts_of(messages: list[dict]) -> list[Text]:
 def mark_offsets(text: str, special_tokens: list[Span]) -> list[int]:
     """Return the offsets at which a text gets its marks, in order.
 
-    They are after the first and in the last word, so that most of the text lies between them, and
-    inside each special token that is written in it.
+    One mark is after the first word and one is inside the last word, so that most of the text lies
+    between them. Another one is inside each special token that is written in the text.
     """
     first = FIRST_WORD.match(text)
     last = LAST_LETTER.search(text, max(0, len(text) - LAST_LETTER_REACH))
@@ -182,10 +182,10 @@ def read_marks(
 
 
 def agreement(plain: str, position: int, text: str, offset: int) -> Span:
-    """Return where `plain` agrees with `text` around plain[position], which is text[offset].
+    """Return the span of `plain` around `position` that agrees with `text` around `offset`.
 
-    The span consists of whole words, without white space at its edges: white space there may be the
-    template's, and so may a letter that happens to be the same.
+    The span consists of whole words, without white space at its edges. Other white space, or a
+    letter that happens to be the same, may come from the template.
     """
     before = text[:offset]
     after = text[offset:]

@@ -1,10 +1,10 @@
 """Which message each part of a rendered chat comes from.
 
-Templates trim, quote, move, merge and drop texts, so a text cannot be found by the header in front
-of it. Searching for the text itself fails if it is short: "yes" may be anywhere. Instead, the chat
+Templates trim, quote, move, merge and drop texts, so a text cannot be located by the header before
+it. Searching for the text itself fails if it is short: "yes" may occur anywhere. Instead, the chat
 is rendered a second time with marks inside the texts (data/chat/marks.py). If the two renderings
-differ only by the marks, every mark shows where its text is. Long texts that occur once need no
-second rendering.
+differ only by the marks, every mark shows where its text is. If all texts are long and occur once,
+no second rendering is needed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class RenderedChat:
     """A rendered chat and how it was made.
 
     text: the rendered chat.
-    messages: the messages, in the form in which the template got them.
+    messages: the messages, in the form that was passed to the template.
     texts: all texts of the messages.
     render: renders other messages in the same way; returns None if the template rejects them.
     """
@@ -66,7 +66,7 @@ def find_pieces(
 def find_unmistakable_texts(rendered: str, texts: list[Text]) -> list[Piece] | None:
     """Return the pieces if every text is long and occurs once, in order; None otherwise.
 
-    No template leaves out such a text and happens to write the same one in its place.
+    No template leaves out such a text and happens to write an identical one elsewhere.
     """
     pieces = []
     reached = 0
@@ -83,8 +83,8 @@ def find_unmistakable_texts(rendered: str, texts: list[Text]) -> list[Piece] | N
 def find_one_by_one(chat: RenderedChat, offsets: list[list[int]], word: str) -> list[Piece]:
     """Mark one text at a time, because marks in some of the texts change the chat.
 
-    A template may compare a text with a word, or shorten it. A text in which no mark can stay is
-    searched for directly: if it occurs once, that is its place, unless it lies inside another one.
+    A template may compare a text with a fixed word, or shorten it. If every mark in a text changes
+    the chat, the text itself is searched for. It must occur once, and not inside another text.
     """
     pieces: list[Piece] = []
     unmarked = []
@@ -112,9 +112,9 @@ def find_one_by_one(chat: RenderedChat, offsets: list[list[int]], word: str) -> 
 def find_text_by_marks(
     chat: RenderedChat, source: Text, offsets: list[int], word: str
 ) -> list[Piece] | None:
-    """Return the pieces of one text, found by those of its marks that do not change the chat.
+    """Return the pieces of one text, located by the marks that do not change the chat.
 
-    None if there is no such mark.
+    Returns None if there is no such mark.
     """
 
     def pieces_with(chosen: list[int]) -> list[Piece] | None:

@@ -19,7 +19,7 @@ from data.images.sources import IMAGE, MARK, file_of, read_image
 class RowImages(NamedTuple):
     """The images of a row.
 
-    of_tokens: [T] of 0 and 1: 1 for the tokens that stand for images. Empty without images.
+    of_tokens: [T], 1 for the tokens that stand for images, otherwise 0. Empty without images.
     images: uint8 [height, width, 3] each.
     files: the files that the images were read from.
     """
@@ -31,14 +31,14 @@ class RowImages(NamedTuple):
     def would_be_cut(self, kept: slice) -> bool:
         """Return whether a row cut to these tokens would lose a token of an image, or end with one.
 
-        Nothing would follow from an image at the end.
+        No token after it would depend on an image at the end.
         """
         of_tokens = self.of_tokens[kept]
         loses_tokens = sum(of_tokens) < sum(self.of_tokens)
         return loses_tokens or 1 in of_tokens[-1:]
 
     def columns(self) -> dict:
-        """Return the columns in which a cache keeps the images; none for a row without images."""
+        """Return the images as columns of a cache; {} for a row without images."""
         if not self.images:
             return {}
         return {
@@ -50,9 +50,9 @@ class RowImages(NamedTuple):
 def tokens_with_images(
     conversation: Conversation, sources: list, options, folder: Path
 ) -> tuple[Tokens, RowImages]:
-    """Return the conversation's tokens, with those of images at their placeholders, and the images.
+    """Return a conversation's tokens, with placeholders replaced by image tokens, and the images.
 
-    Special tokens that are written in texts are escaped as options.special_tokens_in_text says.
+    options.special_tokens_in_text is applied to special tokens that are written in texts.
 
     Args:
         sources: the images in the order of the conversation, as data.images.sources.place_images()
@@ -86,7 +86,7 @@ def tokens_with_images(
 def check_no_stray_placeholders(
     conversation: Conversation, tokens: Tokens, sources: list, options
 ) -> None:
-    """Raise InputError for a text that contains an image's placeholder without having an image."""
+    """Raise InputError if a text contains a placeholder that does not belong to an image."""
     reader = conversation.chat.reader
     if not sources and (reader.token_types([tokens.ids]) > 0).any():
         raise InputError(
@@ -104,7 +104,7 @@ def check_no_stray_placeholders(
 def check_order_of_images(conversation: Conversation) -> None:
     """Raise InputError if the template moves messages in a way that swaps their images.
 
-    Numbered texts in place of the images show their order.
+    The order is found by rendering numbered texts in place of the images.
     """
     numbers = count()
     messages = [number_images(message, numbers) for message in conversation.messages]

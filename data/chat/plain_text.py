@@ -46,10 +46,10 @@ def tokenize_plain(text: str, policy: str | None, chat: ChatTokenizer) -> Tokens
 def encode_pair(
     prompt: str, response: str, policy: str | None, chat: ChatTokenizer
 ) -> tuple[list[int], list[int]]:
-    """Return (ids, mask) [T] of a prompt and a response that ends with the eos token.
+    """Return (ids, mask), each [T], of a prompt followed by its response and an eos token.
 
-    mask is 1 on the response and on the eos token. Tokenizers that end every text themselves get no
-    second eos token.
+    mask is 1 on the response and on the eos token. If the tokenizer itself ends every text with an
+    eos token, no second one is added.
     """
     eos = chat.tokenizer.eos_token_id
     if eos is None:

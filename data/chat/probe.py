@@ -35,12 +35,12 @@ CALL_PROBE = [
 
 @dataclass(frozen=True)
 class RenderedProbe:
-    """PROBE as the template writes it.
+    """PROBE as the template renders it.
 
     text: the rendered chat.
     answer_end, answer_2_end: where the texts of the two answers end.
-    after_question, after_answer, after_answer_2: the tokens between the end of a text and the next
-        text, or the end of the chat.
+    after_question, after_answer, after_answer_2: the tokens after a text, up to the next text or
+        the end of the chat.
     """
 
     text: str
@@ -51,7 +51,7 @@ class RenderedProbe:
     after_answer_2: Tokens
 
 
-@lru_cache(maxsize=16)  # there is one tokenizer in a run, and more in tests
+@lru_cache(maxsize=16)  # a run has one tokenizer; tests have several
 def find_probe(chat: ChatTokenizer) -> list[dict] | None:
     """Return PROBE in the first form in which the template prints every text once, or None."""
     for messages in forms(PROBE):

@@ -17,12 +17,12 @@ ADVICE = (
 class Run:
     """The characters start:end of a rendered chat, from the first to the last text of a message.
 
-    No text of another message lies within. A message has several runs where a template puts, for
-    example, the result of a tool into the assistant's turn.
+    A run contains no text of another message. If a template puts other texts into a turn, for
+    example the result of a tool, the turn's message has several runs.
 
     message: the index of the message; None for text that its author did not write, such as the
         results of tools that are kept in the assistant's message.
-    start, end: equal for a turn without text, whose place is then where its header ends.
+    start, end: for a turn without text, both are where its header ends.
     """
 
     message: int | None
@@ -34,15 +34,15 @@ class Run:
         return self.start >= self.end
 
 
-# What precedes the first run.
+# Stands for the run before the first one.
 CHAT_START = Run(None, 0, 0)
 
 
 def runs_of_pieces(pieces: list[Piece]) -> list[Run]:
     """Return the runs of all messages that have text, in the order of the rendered chat.
 
-    Only the first piece of every text counts: gpt-oss repeats the name of a function in front of
-    the function's result.
+    Only the first piece of every text counts: gpt-oss repeats the name of a function before the
+    function's result.
     """
     runs: list[Run] = []
     seen = set()

@@ -17,15 +17,15 @@ is rendered by a ChatML template as
 2. Runs (runs.py): the pieces of one message in a row. Here they are the four texts.
 3. Headers (headers.py): where does the turn "5" begin? The chat up to "2+3?" is rendered with
    add_generation_prompt=True. What follows "2+3?" is the prompt for the turn,
-   "<|im_end|>\\n<|im_start|>assistant\\n". The whole chat has the same there, and the turn begins
-   after it.
+   "<|im_end|>\\n<|im_start|>assistant\\n". The whole chat has the same text there, and the turn
+   begins after it.
 4. Endings (endings.py): where does it end? With the first token after "5" that ends generation,
    "<|im_end|>". It is learned as well, because it teaches the model to stop.
 
 So "5<|im_end|>" and "yes<|im_end|>" are learned. Nothing here depends on the names of the tokens:
-the same steps work for any template. The exceptions of the steps are described where they are
-handled: turns without text, templates whose history differs from their prompt (thinking is dropped
-or added), tools whose results are inside the assistant's turn, last turns without an end.
+the same steps work for any template. Exceptions are described where they are handled: turns without
+text, templates whose history differs from their prompt (thinking is dropped or added), results of
+tools inside the assistant's turn, last turns without an end.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from data.chat.tokens import Span
 def find_spans(conversation: Conversation, turns: list[int]) -> list[Span]:
     """Return the spans of these assistant messages, in order, each with the turn's end token.
 
-    They are those that the template marks itself, if it does and the marks are exact
-    (template_mask.py); otherwise they are searched for.
+    If the template itself marks the turns exactly, its marks are used (template_mask.py); otherwise
+    the turns are searched for.
 
     Raises InputError for a turn that cannot be located, that has no end, that is incomplete, or
     that contains another message's text.
@@ -63,8 +63,8 @@ def find_spans(conversation: Conversation, turns: list[int]) -> list[Span]:
 def search_spans(conversation: Conversation, turns: list[int]) -> list[Span]:
     """Return the spans of these assistant messages, found by rendering the chat again.
 
-    A turn has several spans where a template puts other messages' texts into it. If the template
-    leaves out the end of the last turn, the conversation's text and tokens get it.
+    A turn has several spans if the template puts other messages' texts into it. If the template
+    leaves out the end of the last turn, it is added to the conversation's text and tokens.
 
     Raises InputError for a turn that cannot be located, that has no end, or that is incomplete.
     """
@@ -94,7 +94,7 @@ def search_spans(conversation: Conversation, turns: list[int]) -> list[Span]:
 
 
 def find_runs(conversation: Conversation, turns: list[int]) -> list[Run]:
-    """Return the runs of all messages, in order, and those of turns without text."""
+    """Return the runs of all messages, in order, including those of turns without text."""
     runs = runs_of_pieces(conversation.pieces)
     empty_turns = {*turns} - {run.message for run in runs}
     for message in sorted(empty_turns):

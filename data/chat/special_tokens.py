@@ -1,7 +1,7 @@
 """Control tokens that are written out in texts, e.g. "<|im_end|>" in a page that a tool returns.
 
-The key data.special_tokens_in_text sets the policy: keep them as control tokens, escape them, which
-means to tokenize them as ordinary text, or reject the row with an error.
+The key data.special_tokens_in_text sets the policy: keep them as control tokens, escape them
+(tokenize them as ordinary text), or reject the row with an error.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from data.chat.tokens import Span, Tokens
 
 
 def find_special_tokens(text: str, chat: ChatTokenizer) -> list[Span]:
-    """Return where special tokens are written in a text, in order."""
+    """Return the spans of a text in which special tokens are written, in order."""
     if not any(prefix in text for prefix in chat.special_prefixes):
         return []
     spans = []
@@ -27,7 +27,7 @@ def find_special_tokens(text: str, chat: ChatTokenizer) -> list[Span]:
 def needs_escape(text: str, policy: str, chat: ChatTokenizer) -> bool:
     """Return whether a text contains special tokens that have to be escaped under this policy.
 
-    policy is "keep", "escape" or "error". Raises InputError if it is "error" and there are any.
+    policy is "keep", "escape" or "error". With "error", raises InputError if there are any.
     """
     if policy == "keep":
         return False
@@ -47,10 +47,10 @@ def needs_escape(text: str, policy: str, chat: ChatTokenizer) -> bool:
 def escape_special_tokens(
     tokens: Tokens, text: str, spans: list[Span], chat: ChatTokenizer
 ) -> Tokens:
-    """Return the tokens of a text in which special tokens within the spans are ordinary text.
+    """Return the tokens of a text after escaping the special tokens within the spans.
 
-    The stretch between two special tokens that stay is tokenized again, by a tokenizer that knows
-    no special tokens, so its ids are those that any other text would have.
+    Each stretch between two special tokens that are kept is tokenized again, by a tokenizer that
+    knows no special tokens. So it gets the ids of ordinary text.
     Raises InputError if the tokenizer cannot do this.
     """
     is_quoted = tokens.mask(spans)

@@ -1,9 +1,9 @@
 """Assistant turns as the chat template marks them itself, with {% generation %} blocks.
 
-Some templates enclose the tokens that the model has to generate in such a block, which transformers
-turns into a mask. If that mask fits, no turn has to be searched for. It does not always fit: some
-templates leave the end token out of the block, others take the header in, and the search of
-spans.py, which learns exactly what the model generates, is used instead.
+Some templates enclose the tokens that the model has to generate in such a block, and transformers
+turns the blocks into a mask. If the mask is exact, turns need not be searched for. But some
+templates leave the end token out of the block, and others include the header. For these, the search
+in spans.py is used instead, which finds exactly the tokens that the model generates.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from data.chat.tokens import Span
 
 # {% generation %} and {%- generation -%}.
 GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\b")
-# The generation prompt that read_header() knows is the one after these messages.
+# read_header() knows the generation prompt after messages with these roles only.
 PLAIN_ROLES = ("system", "developer", "user", "assistant")
 
 
 def marked_spans(conversation: Conversation, turns: list[int]) -> list[Span] | None:
     """Return the spans of these assistant messages as the template marks them.
 
-    None if the template has no generation blocks, or if the marks may differ from the result of the
-    search: they do not belong to the assistant's messages one by one, or a turn does not begin
-    after the generation prompt or does not end with its only end token.
+    Returns None if the template has no generation blocks, or if the marks may differ from the
+    result of the search. They may if they do not match the assistant's messages one to one, if a
+    turn does not begin after the generation prompt, or if it does not end with its only end token.
     """
     if not is_applicable(conversation):
         return None
@@ -44,7 +44,7 @@ def marked_spans(conversation: Conversation, turns: list[int]) -> list[Span] | N
 
 
 def is_applicable(conversation: Conversation) -> bool:
-    """Return whether the template has generation blocks, and a prompt that is always the same.
+    """Return whether the template has generation blocks, and always the same generation prompt.
 
     Tools and template arguments may change the prompt, and tokens that absorb white space change
     where turns begin.
@@ -80,9 +80,9 @@ def mask_to_spans(conversation: Conversation) -> list[Span] | None:
 
 
 def is_exact(conversation: Conversation, message: int, span: Span) -> bool:
-    """Return whether a span is what the model generates: after the prompt, through the end token.
+    """Return whether a span is exactly the model's output, up to and including the end token.
 
-    The span has to contain the whole message, and a single end token.
+    The span has to begin after the prompt, and to contain the whole message and a single end token.
     """
     text = conversation.text
     prompt = read_header(conversation.chat).prompt

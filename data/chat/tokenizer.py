@@ -30,10 +30,10 @@ class ChatTokenizer:
     Attributes:
         end_ids: all tokens that end generation.
         added: id -> text of the tokens that were added to the vocabulary.
-        special: the part of `added` that are control tokens, without the unknown token.
+        special: the control tokens in `added`, except the unknown token.
         generation_prompts: cache of data.chat.headers.generation_prompt().
 
-    Raises InputError for a tokenizer that is not a fast one.
+    Raises InputError if the tokenizer is not a fast one.
     """
 
     def __init__(self, tokenizer, end_ids=(), reader=None):
@@ -52,11 +52,11 @@ class ChatTokenizer:
             for i, token in added_tokens.items()
             if token.special and i != tokenizer.unk_token_id
         }
-        # Lets texts without any special token, nearly all, be recognized quickly.
+        # For recognizing texts without special tokens quickly, which are nearly all texts.
         self.special_prefixes = {text[:2] for text in self.special.values()}
         self.absorbs_spaces = any(token.lstrip or token.rstrip for token in added_tokens.values())
 
-        # Names that cannot be template arguments, because the method has them itself.
+        # Names that cannot be template arguments, because the method has parameters of these names.
         self.parameters = inspect.signature(tokenizer.apply_chat_template).parameters.keys()
         self.is_stock = uses_stock_method(tokenizer)
         self.clock = frozen_clock(tokenizer)
@@ -64,9 +64,9 @@ class ChatTokenizer:
 
     @classmethod
     def load(cls, tokenizer, directory: Path, reader=None) -> ChatTokenizer:
-        """Return the tokenizer with the end tokens that the files of a model directory name.
+        """Return a ChatTokenizer with the end tokens that a model's files list.
 
-        They are the eos_token_id of generation_config.json and of config.json, if these exist.
+        These are the eos_token_id of generation_config.json and of config.json, if the files exist.
         """
         end_ids = set()
         for path in (directory / "generation_config.json", directory / "config.json"):
@@ -128,8 +128,8 @@ class ChatTokenizer:
 def uses_stock_method(tokenizer) -> bool:
     """Return whether apply_chat_template is the method of transformers.
 
-    It is known to render a text and then to tokenize that text. A tokenizer's own method may do
-    something else, which has to be checked for every row.
+    That method renders a text and then tokenizes it. A tokenizer's own method may do something
+    else, so its result has to be checked for every row.
     """
     from transformers import PreTrainedTokenizerBase
 

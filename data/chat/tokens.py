@@ -19,8 +19,8 @@ class Tokens:
 
     Args:
         ids: [T] token ids.
-        span_of: span_of(t) is the (start, end) of token t in the text. It is called only for the
-            tokens that are looked at: computing all spans of a long text is slow.
+        span_of: span_of(t) is the (start, end) of token t in the text. It is called only for
+            tokens whose spans are needed: computing all spans of a long text is slow.
     """
 
     def __init__(self, ids: list[int], span_of: Callable[[int], tuple[int, int]]):

@@ -1,8 +1,8 @@
 """A vision-language model's processor: tokens that stand for an image, and the tensors of images.
 
-An image is decoded and resized once and kept as bytes, which are a small part of what a model
-reads. The processor makes tensors of them when a micro-batch is laid out. So a batch carries one
-number per sequence, however it is split or joined, and never pixels.
+An image is decoded and resized once and kept as bytes, which are much smaller than the tensors that
+a model reads. The processor makes these tensors when a micro-batch is laid out. So a batch, however
+it is split or joined, carries one number per sequence and no pixels.
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ from data.images.stored import StoredImages
 # Keys of a processor's output that are not for the model.
 NOT_FOR_MODEL = {"input_ids", "attention_mask", "offset_mapping", "text_replacement_offsets"}
 GREY = 127
-SMALL_SIDE = 32  # pixels of an image that every processor can take
-LARGE_SIDE = 2048  # pixels of an image that processors with a limit make smaller
+SMALL_SIDE = 32  # in pixels; every processor accepts images of this size
+LARGE_SIDE = 2048  # in pixels; processors with a size limit shrink such images
 DROP_KEY = "data.drop_processor_keys"
-# What a processor that we cannot work with raises when it is called.
+# The exceptions that unsupported processors raise when they are called.
 CALL_ERRORS = (TypeError, ValueError, LookupError, AttributeError)
 LOAD_ERRORS = (OSError, ValueError, KeyError, TypeError, ImportError)
 
 
 class Expanded(NamedTuple):
-    """A text in which each image has as many tokens as the model reads of it.
+    """The tokens of a text whose placeholders have been expanded to the images' tokens.
 
     Attributes:
-        tokens: their places are those in the text before; an image's are at its placeholder.
-        is_image_token: [T] of 0 and 1.
+        tokens: their spans are in the text before the expansion; an image's tokens are at its
+            placeholder.
+        is_image_token: [T], 1 for the tokens of images, otherwise 0.
     """
 
     tokens: Tokens
@@ -49,19 +50,19 @@ class Reader:
     """A model's processor of images and text.
 
     Args:
-        path: of the model.
-        tokenizer: in place of the processor's own.
-        dropped: keys of the processor's output that are left out.
+        path: the model's path.
+        tokenizer: used in place of the processor's own.
+        dropped: keys of the processor's output to leave out.
 
     Attributes:
         image_token: the placeholder for an image in a text.
-        token_type_keys: keys of the processor's output that hold a number for each token, which
-            depends on the token alone.
-        sample: input_ids of one small image, and a list with this image.
+        token_type_keys: keys of the processor's output that hold a number for each token. The
+            number depends on the token alone.
+        sample: the input_ids of one small image, and a list with this image.
 
     Raises:
-        InputError: the model has no processor, or one that we cannot work with; a key to drop that
-            the processor does not return or the model needs.
+        InputError: the model has no processor, or an unsupported one; the processor does not return
+            a key in `dropped`, or the model needs it.
     """
 
     def __init__(self, path: Path | str, tokenizer=None, dropped: Sequence[str] = ()):
@@ -107,7 +108,7 @@ class Reader:
     def _check_all_keys_reach_model(
         self, path: Path | str, output: dict, image: np.ndarray
     ) -> None:
-        """Check that tensors(), which sees images without text, loses nothing that is needed."""
+        """Check that tensors(), which passes images without text, returns all keys needed."""
         expected = output.keys() - NOT_FOR_MODEL - self.dropped
         lost = sorted(expected - self.tensors([image]).keys() - {*self.token_type_keys})
         if lost:
@@ -138,11 +139,11 @@ class Reader:
         return {key: tensor for key, tensor in output.items() if key not in left_out}
 
     def token_types(self, ids: list[list[int]]) -> Tensor:
-        """Return int64 [n, T]: 0 for a text's token, another number for an image's."""
+        """Return int64 [n, T]: 0 for tokens of text, another number for tokens of images."""
         return torch.tensor(self.processor.create_mm_token_type_ids(ids))
 
     def reads_as(self, other: Reader) -> bool:
-        """Return whether both make the same tokens and pixels of small and large images."""
+        """Return whether both turn small and large images into the same tokens and pixels."""
         images = [self.resized(grey_image(side)) for side in (SMALL_SIDE, LARGE_SIDE)]
         settings = self.processor.image_processor.to_dict()
         other_settings = other.processor.image_processor.to_dict()
@@ -158,9 +159,9 @@ class Reader:
         return ids.masked_fill(is_image_token, int(ids[~is_image_token][0]))
 
     def resized(self, image) -> np.ndarray:
-        """Return an image as the processor resizes it, if it makes the same tensors of that.
+        """Return an image as resized by the processor, if this leads to the same tensors.
 
-        Otherwise, and if resizing does not make it smaller, the image is returned as it is.
+        If it does not, or if resizing does not make the image smaller, returns it unchanged.
 
         Returns:
             uint8 [height, width, 3].
@@ -184,7 +185,7 @@ class Reader:
         return small if is_same else image
 
     def _record_resizing(self, image: np.ndarray) -> tuple[list, dict[str, Tensor]]:
-        """Return what the processor's resize() returned for this image, and the image's tensors."""
+        """Return the results of the processor's resize() for an image, and the image's tensors."""
         image_processor = self.processor.image_processor
         resize = image_processor.resize
         recorded = []
@@ -206,7 +207,7 @@ class Reader:
             del image_processor.resize
 
     def expand(self, text: str, images: list[np.ndarray]) -> Expanded:
-        """Tokenize a text with a placeholder for each of these images.
+        """Tokenize a text that has a placeholder for each of these images.
 
         Raises:
             InputError: the text has more or fewer placeholders than images, or the model could not
@@ -254,7 +255,7 @@ def grey_image(side: int) -> np.ndarray:
 
 
 def overlaps_any(offset: tuple[int, int], spans: Sequence[tuple[int, int]]) -> bool:
-    """Return whether the characters start:end share one with any of the spans."""
+    """Return whether the characters of `offset` (start:end) overlap any of the spans."""
     start, end = offset
     return any(start < span_end and end > span_start for span_start, span_end in spans)
 
@@ -262,7 +263,7 @@ def overlaps_any(offset: tuple[int, int], spans: Sequence[tuple[int, int]]) -> b
 def place_before(place: int, replacements: Sequence[dict]) -> int:
     """Return where a character of the expanded text was before placeholders were replaced.
 
-    Inside an image this is the end of its placeholder.
+    For a character inside an image, this is the end of the image's placeholder.
 
     Args:
         replacements: in order, each with its `span` in the text before and its `new_span`.
@@ -281,10 +282,10 @@ def load_processor(path: Path, tokenizer=None):
     """Return transformers' processor of a model, with a placeholder for images.
 
     Args:
-        tokenizer: in place of the processor's own.
+        tokenizer: used in place of the processor's own.
 
     Raises:
-        InputError: the model has none, or none that can be loaded or used.
+        InputError: the model has no processor, or one that cannot be loaded or used.
     """
     from transformers import AutoConfig
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
@@ -317,22 +318,22 @@ def load_processor(path: Path, tokenizer=None):
 
 
 def without_videos(kind: type) -> type:
-    """Return a class of processors without its part for videos, which alone needs torchvision."""
+    """Return a processor class without its video part, the only part that needs torchvision."""
 
     class WithoutVideos(kind):
         @classmethod
         def get_attributes(cls):
             return [name for name in kind.get_attributes() if name != "video_processor"]
 
-    WithoutVideos.__name__ = kind.__name__  # error messages and saved files name it
+    WithoutVideos.__name__ = kind.__name__  # error messages and saved files contain it
     return WithoutVideos
 
 
 class Pictures:
-    """The images of rows, and the processor that makes tensors of them.
+    """The images of rows, and the processor that turns them into tensors.
 
     Args:
-        images: of each row, uint8 [height, width, 3].
+        images: a list of images for each row, uint8 [height, width, 3].
     """
 
     def __init__(self, images: Sequence[list[np.ndarray]], reader: Reader):
@@ -341,10 +342,10 @@ class Pictures:
 
     @classmethod
     def load(cls, folder: Path, reader: Reader) -> tuple[Pictures, str]:
-        """Return the images of a cache folder, and a hash of what models see of its rows.
+        """Return the images of a cache folder, and a hash of the data that a model reads from it.
 
-        The folder's name is not enough: image files may change, and the name does not depend on
-        their contents.
+        The folder's name is not a sufficient hash: it does not depend on the contents of image
+        files, which may change.
         """
         checksums = json.loads((folder / CHECKSUMS).read_text())
         contents = [folder.name, checksums["pixels.bin"], sorted(reader.dropped)]

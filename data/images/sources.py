@@ -1,4 +1,4 @@
-"""Where the images of a row are, and reading them.
+"""Finding the images of a row, and reading them.
 
 A row has images in parts of its messages, or in a column of its own. `place_images()` brings both
 into one form; `read_image()` reads an image from its path, its bytes or a data URL.
@@ -19,11 +19,11 @@ from config import InputError
 IMAGE_PARTS = ("image", "image_url")
 TEXT_PARTS = ("text", "input_text", "output_text")
 UNSUPPORTED_PARTS = ("video", "video_url", "audio", "audio_url", "input_audio")
-# Keys of a part under which its image may be. A path beside bytes is only a name.
+# Keys of a part that may hold its image. A path next to bytes is only a name.
 SOURCES = (*IMAGE_PARTS, "bytes", "base64", "url", "path")
 MARK = "<image>"  # in a text: the next image of the row's column
 IMAGE = {"type": "image"}
-# Processors may mistake a height of 1 or 3 pixels for the channels.
+# Processors may mistake a height of 1 or 3 pixels for the number of channels.
 MIN_SIDE = 4
 
 
@@ -35,17 +35,17 @@ def place_images(messages: list[dict], column, key: str) -> tuple[list[dict], li
 
     Args:
         column: the row's column of images: an image or a list of them, perhaps as JSON in a text.
-            Its images are for parts without an image of their own, and for each <image> in a
-            text. If the messages have neither, they stand before the first text of the user.
+            Its images are used for parts without an image of their own, and for each <image> in a
+            text. If the messages have neither, the images are put before the user's first text.
         key: name of the column, for error messages.
 
     Returns:
-        The messages, whose content is a string or a list of the parts {"type": "text", "text": ...}
-        and {"type": "image"}, one for each image; and the images in this order, as source_of()
-        returns them. Parts of other types stay as they are.
+        The messages and the images. The content of a message is a string or a list of the parts
+        {"type": "text", "text": ...} and {"type": "image"}; parts of other types are unchanged. The
+        images are in the order of their parts, as source_of() returns them.
 
     Raises:
-        InputError: more images than places or the reverse; videos and audio.
+        InputError: there are more or fewer images than places for them, or videos or audio.
     """
     image_column = ImageColumn.of(column, key)
     placement = Placement(image_column)
@@ -101,7 +101,7 @@ class ImageColumn:
         return ImageColumn(key, [column])
 
     def take(self, index: int | None):
-        """Return the image with this index, or without an index the next one."""
+        """Return the image with this index, or the next one if the index is None."""
         if index is None:
             index = len(self.used)
         elif index not in range(len(self.images)):
@@ -131,7 +131,7 @@ class ImageColumn:
 
 
 class Placement:
-    """Replaces the images in contents of messages by IMAGE, and collects them in `sources`."""
+    """Replaces the images in messages by IMAGE, and collects them in `sources`."""
 
     def __init__(self, column: ImageColumn):
         self.column = column
@@ -152,7 +152,7 @@ class Placement:
         return parts
 
     def parts_of_text(self, text: str) -> list[dict]:
-        """Return a text in parts; if the row has a column of images, <image> stands for one."""
+        """Split a text into parts; <image> is an image if the row has a column of images."""
         if not self.column.images:
             return text_parts(text)
         before, *texts = text.split(MARK)
@@ -163,7 +163,7 @@ class Placement:
         return parts
 
     def add(self, part: dict) -> dict:
-        """Note the image of a part, or the column's image for it, and return what replaces it."""
+        """Collect a part's image, or the column's image for it; return the replacing part."""
         if part.get("text"):
             raise InputError("a part of a message has both text and an image: make it two parts")
         index = part.get("index")
@@ -193,10 +193,10 @@ def is_image(part) -> bool:
 
 
 def read_text(part) -> str | None:
-    """Return the text of a part that is no image, or None for a type that is the template's own.
+    """Return the text of a part without an image; None for a type that only the template knows.
 
     Raises:
-        InputError: a video, audio, or something that is no part of a message.
+        InputError: it is a video or audio, or not a valid part of a message.
     """
     if isinstance(part, str):
         return part
@@ -219,7 +219,7 @@ def read_text(part) -> str | None:
 
 
 def parsed(column):
-    """Return a column of images; data sets with typed columns store a list as JSON in a text."""
+    """Return a column of images, decoded if it is JSON, as in data sets with typed columns."""
     if isinstance(column, str) and column.startswith("["):
         with suppress(json.JSONDecodeError):  # then it is a path
             return json.loads(column)
@@ -227,7 +227,7 @@ def parsed(column):
 
 
 def without_pixels(row: dict, key: str) -> dict:
-    """Return a row as it is recorded in JSON: None instead of an image's bytes, paths unchanged.
+    """Return a row to be stored as JSON: None instead of an image's bytes, paths unchanged.
 
     Args:
         key: the column of images.
@@ -239,7 +239,7 @@ def without_pixels(row: dict, key: str) -> dict:
 
 
 def strip_pixels(value, name: str):
-    """Return a value of a row without pixels; `name` is the key that it, or its list, is under."""
+    """Return a value of a row without pixels; `name` is the key of the value or of its list."""
     from PIL.Image import Image
 
     if isinstance(value, dict):
@@ -288,7 +288,7 @@ def source_of(value):
 
 
 def source_key(fields: dict) -> str | None:
-    """Return the key that an image is under: the first that is not empty, else one that is."""
+    """Return the key that holds an image: the first with a value that is not empty, if any."""
     for key, value in fields.items():
         if value is not None and key not in SOURCES:
             raise InputError(
@@ -309,11 +309,11 @@ def file_of(source, folder: Path) -> Path | None:
 
 
 def read_image(source, folder: Path):
-    """Read an image, and return it upright as a PIL.Image in RGB.
+    """Read an image, and return it as a PIL.Image, upright and in RGB.
 
     Args:
         source: a PIL.Image, bytes, a path, a data URL, or a dict with bytes or path.
-        folder: where relative paths start.
+        folder: the directory that relative paths refer to.
 
     Raises:
         InputError: it is not an image, or one that models cannot read.
@@ -341,7 +341,7 @@ def read_image(source, folder: Path):
 
 
 def decode(source):
-    """Return the image in a file, in bytes, or in a PIL.Image upright and in RGB."""
+    """Return the image in a file, in bytes, or in a PIL.Image, upright and in RGB."""
     from PIL import Image, ImageOps
 
     if isinstance(source, Image.Image):

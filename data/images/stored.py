@@ -46,7 +46,7 @@ def write(folder: Path, table, is_used: np.ndarray) -> int:
 
     Args:
         table: has the columns pixels, image_sizes and image_files.
-        is_used: [rows of the table] bool; the other rows have no images, but may have image files.
+        is_used: [rows of the table] bool; unused rows have no images, but may have image files.
 
     Returns:
         The number of images.
@@ -67,7 +67,7 @@ def write(folder: Path, table, is_used: np.ndarray) -> int:
 
 
 def state(path: Path) -> list[int] | None:
-    """Return size and time of modification [ns], which change when the file does."""
+    """Return size and modification time [ns], which change with the file; None if it is missing."""
     if not path.is_file():
         return None
     return [path.stat().st_size, path.stat().st_mtime_ns]

@@ -1,14 +1,14 @@
 """vLLM inside the trainer's process, one replica for every `rollout.tensor_parallel_size` ranks.
 
-engine          `Rollout`: generates responses, takes over weights, gives its memory back
-settings        errors that are found before any model is loaded
+engine          `Rollout`: generates responses, receives weights, gives its memory back
+settings        checks of the configuration before any model is loaded
 arguments       the arguments of `vllm.LLM`, computed from the configuration
 versions        the vLLM releases that are supported, and how their interfaces differ
-startup         what has to be changed in this process before vLLM starts
+startup         changes to this process before vLLM starts
 sampling        parameters and seeds of requests
 generation      steps vLLM until a batch has ended
 scheduler       a scheduler for batches whose prompts are all known
-weight_sync     copies the trainer's weights into vLLM; weight_names: their names there
+weight_sync     copies the trainer's weights into vLLM; weight_names: their names in vLLM
 adapters        a LoRA adapter that vLLM keeps apart from its frozen base
 capacity        how many responses are decoded at once
 copies          finds out where vLLM copies weights
@@ -18,10 +18,9 @@ speculation     drafters
 probe           compares log-probabilities of vLLM and of the trainer after a sync
 cpu             workarounds for vLLM's build for CPUs
 
-What is done with the responses (grading, sharing them among ranks) is in `rollout/`; training is in
-`engines/` and `rl/`.
+Responses are graded and shared among ranks in `rollout/`; training is in `engines/` and `rl/`.
 
-vLLM documents few of the interfaces that are needed here. Every use of another one has a comment
-that begins with "vLLM-private:" and says why, so that a search finds the places to look at when a
-new release is added to `versions.py`.
+vLLM documents few of the interfaces that are needed here. Every use of an undocumented one has a
+comment that begins with "vLLM-private:" and gives the reason. When a new release is added to
+`versions.py`, a search for this mark finds the places to check.
 """

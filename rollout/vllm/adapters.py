@@ -2,8 +2,8 @@
 
 Every request uses the adapter. The base may be the trainer's own memory.
 
-vLLM wraps the layers that have adapters. It fuses some of them: q, k and v, or gate and up, are one
-matrix of the base with two or three adapters. The wrappers are found through the model's
+vLLM wraps the layers that have adapters. It fuses some of these layers: q, k and v, or gate and up,
+are one matrix in the base, with two or three adapters. The wrappers are found through the model's
 lora_manager.
 """
 
@@ -57,7 +57,7 @@ def sharing_obstacle(config: DictConfig, world_size: int) -> str | None:
 
 
 def shares_base(config: DictConfig, world_size: int) -> bool:
-    """Return whether the trainer uses vLLM's weights as its frozen ones. vLLM starts first then."""
+    """Return whether the trainer uses vLLM's weights as its frozen ones; then vLLM starts first."""
     return (
         has_separate_adapter(config)
         and config.rollout.share_base != "never"
@@ -89,7 +89,7 @@ def adapter_arguments(config: DictConfig) -> dict:
     """Return the arguments of `vllm.LLM` for the adapter. Imports vLLM.
 
     Raises:
-        InputError: The adapter's rank is larger than vLLM's largest.
+        InputError: The adapter's rank is larger than vLLM supports.
     """
     from vllm.config.lora import MaxLoRARanks
 
@@ -138,11 +138,12 @@ def lora_request():
 
 
 class LayoutError(Exception):
-    """vLLM keeps some weights in another layout than the model's files."""
+    """vLLM keeps some weights in a layout that differs from the model's files."""
 
 
-# vLLM-private: its public way to a new adapter is a directory of files. The class below uses the
-# adapter manager of vLLM's model to copy from memory, into the buffers that CUDA graphs read.
+# vLLM-private: its public interface loads adapters from a directory of files. The class below
+# copies from memory instead, through the adapter manager of vLLM's model, into the buffers that
+# CUDA graphs read.
 
 
 class Adapter:
@@ -170,7 +171,7 @@ class Adapter:
         self.copies = recorder.copies
 
     def _set(self, matrices: dict[str, Tensor]) -> None:
-        """Let vLLM copy the matrices to where it reads them."""
+        """Let vLLM copy the matrices into its own buffers."""
         matrices = {text_name(self.model, name): matrix for name, matrix in matrices.items()}
         for name, layer in self.manager.modules.items():
             is_fused = name in self.manager.packed_modules
@@ -196,17 +197,17 @@ class Adapter:
         self.forget_mapping()
 
     def forget_mapping(self) -> None:
-        """Let the next step write anew which token uses the adapter. Needed after a sleep.
+        """Let the next step write the mapping from tokens to adapters again. Needed after a sleep.
 
-        vLLM writes this mapping only if it has changed, and memory loses it while asleep.
+        vLLM writes this mapping only if it has changed, but a sleep loses it.
         """
         self.manager._last_mapping = None
 
     def update(self, matrices: dict[str, Tensor]) -> None:
-        """Copy the matrices to where vLLM reads them. Replaces the values of `matrices`.
+        """Copy the matrices into vLLM's own buffers. Replaces the values of `matrices`.
 
         Args:
-            matrices: As in Engine.export_adapter(). In vLLM alpha / rank is a factor of B.
+            matrices: As in Engine.export_adapter(). In vLLM, B includes the factor alpha / rank.
         """
         if matrices.keys() != self.copies.keys():
             raise RuntimeError(
@@ -233,7 +234,7 @@ class Adapter:
 
     @contextmanager
     def unwrapped(self) -> Iterator[None]:
-        """Within this block vLLM's layers have no wrappers, and weights their names in files."""
+        """Within this block, vLLM's layers have no wrappers, so weights have their usual names."""
         from vllm.lora.utils import replace_submodule
 
         for name, layer in self.manager.modules.items():
@@ -265,5 +266,5 @@ class Adapter:
 
 
 def has_layout_of(view: Tensor, weight: Tensor) -> bool:
-    """Return whether a view of vLLM's memory can hold a weight as it is."""
+    """Return whether a view of vLLM's memory can hold a weight unchanged."""
     return view.shape == weight.shape and view.dtype == weight.dtype and view.is_contiguous()

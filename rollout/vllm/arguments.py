@@ -21,7 +21,7 @@ MAX_PREFILL_TOKENS = 8192  # tokens of prompts in one forward pass
 
 @dataclass(frozen=True)
 class Host:
-    """Where vLLM is going to run.
+    """The hardware and the vLLM release that a run uses.
 
     Attributes:
         world_size: The number of ranks of the run.
@@ -57,11 +57,12 @@ def engine_arguments(config: DictConfig, host: Host, shares_base: bool) -> dict:
         shares_base: Whether the trainer's frozen weights are vLLM's own tensors.
 
     Raises:
-        InputError: vLLM has no adapters of this rank.
+        InputError: vLLM does not support adapters of this rank.
     """
     num_seqs = max_num_seqs(config, host.world_size, host.device_bytes)
-    # vLLM for CPUs packs the output matrix, and a tied one keeps the packed copy of old weights.
-    # So it is untied and gets the embedding's weights, too, unless it is the trainer's own tensor.
+    # vLLM for CPUs packs the output matrix. If it is tied to the embedding, an update would leave
+    # old weights in the packed copy. So it is untied and also gets the embedding's weights, unless
+    # it is the trainer's own tensor.
     hf_config = read_hf_config(config.model.path)
     is_tied = hf_config.tie_word_embeddings and shares_base
     arguments = model_arguments(config, is_tied)
@@ -85,7 +86,7 @@ def engine_arguments(config: DictConfig, host: Host, shares_base: bool) -> dict:
 
 
 def model_arguments(config: DictConfig, is_tied: bool = False) -> dict:
-    """Return the arguments that describe the model and the requests that it gets.
+    """Return the arguments that describe the model and its requests.
 
     Args:
         is_tied: Whether vLLM's output matrix is its embedding, if config.json ties them.
@@ -100,7 +101,7 @@ def model_arguments(config: DictConfig, is_tied: bool = False) -> dict:
         "dtype": config.engine.compute_dtype,
         # Only stop strings need text. The ids that end a response come from the model's files.
         "skip_tokenizer_init": not needs_text,
-        "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
+        "logprobs_mode": "processed_logprobs",  # of the distribution that tokens are sampled from
         "max_logprobs": num_logprobs,
         "seed": config.trainer.seed % 2**32,
         **modality_arguments(hf_config, is_tied, config.model.images),
@@ -110,8 +111,8 @@ def model_arguments(config: DictConfig, is_tied: bool = False) -> dict:
 def modality_arguments(hf_config, is_tied: bool, with_images: bool) -> dict:
     """Return the arguments that choose between a text model and a vision-language model.
 
-    A vision-language model that is used without images runs as its text model alone if vLLM has a
-    class for that, and otherwise without its vision tower.
+    A vision-language model without images in its data runs as a text model if vLLM has a class for
+    its text part, and otherwise without its vision tower.
     """
     if hf_config.get_text_config() is hf_config:
         return {"hf_overrides": {"tie_word_embeddings": is_tied}}
@@ -137,7 +138,7 @@ def standalone_text_class(hf_config) -> str | None:
     from vllm import ModelRegistry
 
     text_config = type(hf_config.get_text_config())
-    # transformers has no public way from a configuration to the class that it belongs to.
+    # transformers has no public function that returns the class for a configuration.
     text_class = AutoModelForCausalLM._model_mapping.get(text_config, None)
     if text_class and text_class.__name__ in ModelRegistry.get_supported_archs():
         return text_class.__name__
@@ -145,10 +146,10 @@ def standalone_text_class(hf_config) -> str | None:
 
 
 def memory_arguments(config: DictConfig, host: Host) -> dict:
-    """Return the arguments about the device's memory."""
+    """Return the arguments that control the device's memory."""
     rollout = config.rollout
     if host.is_cpu:
-        # Profiling the memory that images need takes 14 s and sets nothing on a CPU.
+        # Profiling the memory that images need takes 14 s and has no effect on a CPU.
         arguments = {"skip_mm_profiling": True}
     else:
         arguments = {
@@ -164,14 +165,15 @@ def memory_arguments(config: DictConfig, host: Host) -> dict:
 
 
 def batch_arguments(config: DictConfig, num_seqs: int, max_model_len: int) -> dict:
-    """Return the arguments about the requests and tokens of one forward pass."""
+    """Return the arguments that limit the requests and tokens of one forward pass."""
     tokens_per_request = 1 + mtp.num_drafted(config)
     return {
         "max_num_seqs": num_seqs,
         "max_num_batched_tokens": max(
             MAX_PREFILL_TOKENS, max_model_len, num_seqs * tokens_per_request
         ),
-        # A prompt cut into chunks draws from its request's generator too early; a CPU crashes.
+        # A prompt cut into chunks draws too early from its request's random generator. On a CPU,
+        # vLLM crashes.
         "enable_chunked_prefill": False,
     }
 
@@ -182,10 +184,10 @@ def is_eager(config: DictConfig, device_type: str) -> bool:
 
 
 def graph_arguments(config: DictConfig, host: Host, num_seqs: int) -> dict:
-    """Return the arguments about CUDA graphs."""
+    """Return the arguments that control CUDA graphs."""
     if is_eager(config, host.device_type):
         return {"enforce_eager": True}
-    # By default vLLM has no graphs for more than 512 tokens, and larger batches run eagerly.
+    # By default, vLLM captures no graphs for more than 512 tokens, and larger batches run eagerly.
     num_tokens = speculation.graph_tokens(num_seqs, mtp.num_drafted(config))
     return {
         "enforce_eager": False,
@@ -194,13 +196,13 @@ def graph_arguments(config: DictConfig, host: Host, num_seqs: int) -> dict:
 
 
 def architecture_limits(text_config, host: Host) -> dict:
-    """Return the arguments that avoid what vLLM does wrongly for some architectures."""
+    """Return the arguments that work around vLLM's errors with some architectures."""
     arguments = {}
     if experts_per_token(text_config) and not host.is_cpu:
-        # Other backends keep experts in another layout, in which weights cannot be updated.
+        # Other backends keep experts in a layout in which their weights cannot be updated.
         arguments["moe_backend"] = "triton"
     layer_types = getattr(text_config, "layer_types", None) or ()
     if RECURRENT_LAYER_TYPES & set(layer_types):
-        # The states of recurrent layers are cached only where prompts are cut into chunks.
+        # vLLM caches the states of recurrent layers only if prompts are cut into chunks.
         arguments["enable_prefix_caching"] = False
     return arguments

@@ -17,11 +17,13 @@ LOGIT_COPIES = 3  # fp32 copies of a response's logits that sampling holds at on
 def max_num_seqs(config: DictConfig, world_size: int, device_bytes: int) -> int:
     """Return rollout.max_num_seqs or, if it is null, as many sequences as fit in vLLM's memory.
 
-    The limit is also what one vLLM gets in one draw, and MAX_NUM_SEQS. A response counts with the
-    longest prompt and half of rollout.max_tokens (vLLM preempts some where that is too little) and,
-    unless rollout.kv_cache_gib is set, with its logits.
+    The result is at most MAX_NUM_SEQS, and at most the number of responses that one vLLM generates
+    in one draw. Memory is estimated for the longest prompt and half of rollout.max_tokens per
+    response; where this is too little, vLLM preempts some responses. Unless rollout.kv_cache_gib is
+    set, the logits of a response are added.
 
-    device_bytes: memory of the device, 0 for a CPU.
+    Args:
+        device_bytes: The device's memory; 0 for a CPU.
     """
     rollout = config.rollout
     if rollout.max_num_seqs is not None:
@@ -41,7 +43,7 @@ def max_num_seqs(config: DictConfig, world_size: int, device_bytes: int) -> int:
 
 
 def kv_bytes_per_token(config: DictConfig, shape) -> int:
-    """Return the bytes of one token's keys and values on one rank; each has at least one head."""
+    """Return the bytes of one token's keys and values on one rank, which has at least one head."""
     dim = head_dim(shape)
     key_width = attention_widths(shape)[1]
     width_on_rank = max(dim, key_width // dim // config.rollout.tensor_parallel_size * dim)
@@ -50,7 +52,7 @@ def kv_bytes_per_token(config: DictConfig, shape) -> int:
 
 
 def weight_bytes(config: DictConfig) -> float:
-    """Return the bytes of the weights on one rank of a vLLM."""
+    """Return the bytes of the model's weights on one rank of a replica."""
     model = build_on_meta(
         read_hf_config(config.model.path), torch.float32, images=config.model.images
     )

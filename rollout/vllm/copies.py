@@ -1,4 +1,4 @@
-"""Finding out where vLLM's loaders put weights, without any weights."""
+"""Finding out where vLLM's loaders copy weights, without loading any."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -49,5 +49,5 @@ class CopyRecorder(TorchDispatchMode):
 
 
 def storage_id(tensor: Tensor) -> int:
-    """Return a number that all views of one memory have in common, even on the meta device."""
+    """Return a number that all views of the same storage share, even on the meta device."""
     return tensor.untyped_storage()._cdata

@@ -7,11 +7,11 @@ from torch import nn
 
 
 def free_shared_memory(ranks: Sequence[int], tp_rank: int) -> None:
-    """Unlink the shared memory through which these ranks of one replica are going to communicate.
+    """Unlink the shared memory that these ranks of one replica will use for communication.
 
-    Its name depends on the ranks alone. If a run that was killed has left it, or another run of the
-    same layout is using it, vLLM cannot start. Unlinking removes only the name: a run that is using
-    the memory keeps it.
+    Its name depends only on the ranks. vLLM cannot start if a killed run has left this memory, or
+    if another run with the same layout is using it. Unlinking removes only the name: a run that is
+    using the memory keeps it.
     """
     name = "-".join(map(str, ranks))
     for file in Path("/dev/shm").glob(f"*-tp:*-[[]{name}]-cpushm_{tp_rank}"):
@@ -19,9 +19,9 @@ def free_shared_memory(ranks: Sequence[int], tp_rank: int) -> None:
 
 
 def keep_plain_weights() -> None:
-    """Let vLLM multiply with weights as they are. Call before vLLM starts.
+    """Keep vLLM from packing the weights of linear layers. Call before vLLM starts.
 
-    It would pack them into a layout of its own and drop the originals, which the trainer shares.
+    Otherwise it packs them into its own layout and drops the originals, which the trainer shares.
     """
     # vLLM-private: no option turns packing off.
     from vllm.model_executor.layers import utils
@@ -35,8 +35,8 @@ def keep_plain_weights() -> None:
 def forget_packed_experts(model: nn.Module) -> None:
     """Let vLLM pack its experts again after the next reload of weights.
 
-    It packs them when it creates their kernel. A reload puts unpacked ones in their place and keeps
-    the kernel, which would read them as packed.
+    vLLM packs experts when it creates their kernel. A reload replaces them by unpacked ones, but
+    keeps the kernel, which would read these as packed.
     """
     # vLLM-private: reload_weights() forgets other layers' kernels, but not these.
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts

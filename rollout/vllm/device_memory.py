@@ -1,7 +1,7 @@
 """The device memory of vLLM's weights and KV cache: giving it up and taking it back.
 
-vLLM calls this sleeping and waking. At level 1 weights are copied to host memory and filled from
-there on waking; at level 2 they are dropped.
+vLLM calls this sleeping and waking. At sleep level 1, weights are copied to host memory, and copied
+back on waking; at level 2 they are dropped.
 """
 
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ def used_gib(device: torch.device) -> float | None:
 
 
 class CpuMemory:
-    """Memory of vLLM on a CPU, which never moves."""
+    """vLLM's memory on a CPU, which is never given up."""
 
     def give_up(self, keep_weights: bool) -> None:
         pass
@@ -39,7 +39,7 @@ class CpuMemory:
 
 
 class SharedMemory:
-    """Memory of vLLM whose weights are the trainer's, too. Only the KV cache sleeps."""
+    """vLLM's memory if the trainer shares its weights. Only the KV cache sleeps."""
 
     def __init__(self, llm):
         self.llm = llm
@@ -57,16 +57,16 @@ class SharedMemory:
 
 
 class OwnMemory:
-    """Memory of vLLM on an accelerator, with weights of its own.
+    """vLLM's memory on an accelerator, with its own weights.
 
-    Weights that stay valid, those of a frozen base, are copied to host memory only once: later
-    sleeps drop them, and waking fills them from the first copies.
+    The weights of a frozen base stay valid, so they are copied to host memory only once: later
+    sleeps drop them, and waking restores them from the first copies.
     """
 
     def __init__(self, llm, adapter: Adapter | None, device_type: str, level: int):
         """
         Args:
-            level: vLLM's sleep level where the weights need not be kept.
+            level: vLLM's sleep level if the weights need not be kept.
         """
         self.llm = llm
         self.adapter = adapter
@@ -89,7 +89,7 @@ class OwnMemory:
             self.adapter.forget_mapping()
 
     def forget_host_copies(self) -> None:
-        """The weights are about to change."""
+        """Forget the copies of the weights, which are about to change."""
         self.host_copies = {}
 
 
@@ -98,7 +98,7 @@ class OwnMemory:
 
 
 def allocations(tag: str) -> Iterable:
-    """Return the blocks of vLLM's sleep allocator under a tag, "weights" or "kv_cache"."""
+    """Return the blocks with a tag, "weights" or "kv_cache", in vLLM's sleep allocator."""
     from vllm.device_allocator.cumem import CuMemAllocator
 
     blocks = CuMemAllocator.get_instance().pointer_to_data.values()
@@ -117,11 +117,11 @@ def drop_kv_cache() -> None:
 
 
 def find_host_copies() -> dict[int, Tensor]:
-    """Return {device address of weights that sleep: the copy in host memory}."""
+    """Return {device address: copy in host memory} for the weights, which are asleep."""
     return {block.handle[2]: block.cpu_backup_tensor for block in allocations("weights")}
 
 
 def fill_on_waking(host_copies: dict[int, Tensor]) -> None:
-    """Let waking fill the weights, which sleep, from copies made before."""
+    """Let waking restore the weights, which are asleep, from earlier copies."""
     for block in allocations("weights"):
         block.cpu_backup_tensor = host_copies[block.handle[2]]

@@ -1,11 +1,12 @@
-"""vLLM in this process: generates on the trainer's weights, and gives its memory back for training.
+"""vLLM in this process: generates with the trainer's weights, and frees its memory for training.
 
-A round has this order. Each call raises RuntimeError at any other time:
+A round has this order; a call out of order raises RuntimeError:
 
     wake("weights") -> update_weights(...) -> wake("kv_cache") -> generate(...) -> sleep()
 
-With a separate adapter (model.lora with merge=false) the base stays valid, so update_weights() is
-needed only once. After it, and in later rounds instead of it, comes update_adapter().
+With a separate adapter (model.lora with merge=false) the base stays valid. So update_weights() is
+needed only in the first round, followed by update_adapter(). Later rounds need only
+update_adapter().
 """
 
 import warnings
@@ -50,7 +51,7 @@ SETTLED_ROUND = 2  # the first rounds still allocate new buffers
 class Rollout:
     """One replica of vLLM per rollout.tensor_parallel_size consecutive ranks.
 
-    All ranks of a replica pass it the same requests, and all get its results.
+    All ranks of a replica pass the same requests, and all get the results.
 
     Attributes:
         replica: The index of this rank's replica.
@@ -58,12 +59,13 @@ class Rollout:
         tp_rank: This rank's index in its replica.
         drafter: "mtp", "ngram", "suffix", or None.
         drafts: Counts drafts during generate().
-        awake: The parts of the memory that are awake, of "weights" and "kv_cache".
+        awake: The parts of the memory that are awake: "weights", "kv_cache", or both.
         shared_weights: {name in the model's files: view of vLLM's tensor}, if the trainer is to use
-            these tensors as its frozen weights and to read the files into them; else None.
+            these tensors as its frozen weights, after reading the files into them; else None.
         adapter: The adapter that vLLM keeps apart from the base, or None.
         scheduler: The scheduler for closed batches, or None to use vLLM's own.
-        closed_batch_share: The share of the last batch's steps that this scheduler made itself.
+        closed_batch_share: The fraction of the last batch's steps that `scheduler` did not leave to
+            vLLM.
     """
 
     def __init__(self, config: DictConfig, device: torch.device):
@@ -96,9 +98,9 @@ class Rollout:
         self.vocab_size = hf_config.get_text_config().vocab_size
         self.stop_token_ids = find_stop_token_ids(Path(config.model.path))
         self.placeholder_ids = find_placeholder_ids(hf_config) if config.model.images else []
-        # A response ends when the model samples a placeholder of an image, since the trainer would
-        # replace it by features and compute another continuation. Forbidding placeholders instead
-        # would change the log-probabilities of all other tokens.
+        # A response ends when the model samples the placeholder of an image, because the trainer
+        # would replace it by image features and compute different log-probabilities after it.
+        # Forbidding placeholders instead would change the log-probabilities of all other tokens.
         self.stop_token_ids += [i for i in self.placeholder_ids if i < self.vocab_size]
 
     def _start(self, config: DictConfig, shares_base: bool) -> None:
@@ -113,18 +115,18 @@ class Rollout:
                 self.llm = LLM(**arguments)
         except ValueError as error:
             raise InputError(f"vLLM cannot start: {error}") from error
-        # vLLM-private: no method returns the scheduler, nor the number of steps in flight.
+        # vLLM-private: no method returns the scheduler or the number of steps in flight.
         scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
         self.scheduler = scheduler if "scheduler_cls" in arguments else None
         self.drafts = speculation.DraftCounter(scheduler)
         self.closed_batch_share = 0.0
 
     def _attach(self, config: DictConfig) -> None:
-        """Find the model's parts in vLLM, and note that they hold nothing of the trainer's yet."""
+        """Find the model's parts in vLLM, and mark their weights as invalid."""
         vllm_model = self.model()
         self.adapter = None
         self.lora_request = None
-        self.needed = {"base"}  # what has to be valid before generate()
+        self.needed = {"base"}  # the parts that have to be valid before generate()
         if adapters.has_separate_adapter(config):
             self.adapter = adapters.Adapter(vllm_model, config)
             self.lora_request = adapters.lora_request()
@@ -134,7 +136,7 @@ class Rollout:
         if read_hf_config(config.model.path).tie_word_embeddings:
             self.sync.untie_output_matrix(vllm_model)
         self.awake = set(PARTS)
-        self.valid: set[str] = set()  # what is the trainer's as of now
+        self.valid: set[str] = set()  # the parts that hold the trainer's current weights
         self.asleep_gib: list[float] = []  # memory in use during each sleep
 
     def _share_weights(self, config: DictConfig) -> dict[str, Tensor] | None:
@@ -167,8 +169,8 @@ class Rollout:
             return CpuMemory()
         if self.shared_weights is not None:
             return SharedMemory(self.llm)
-        # Level 2 drops the weights, which are updated before each use, but also buffers of a
-        # drafter, which are not. Ascend has level 1 only.
+        # Level 2 drops the weights, which are updated before each use. It also drops a drafter's
+        # buffers, which are not updated. Ascend supports only level 1.
         level = 1 if self.device.type == "npu" or self.drafter == "mtp" else 2
         return OwnMemory(self.llm, self.adapter, self.device.type, level)
 
@@ -181,7 +183,7 @@ class Rollout:
         sampling: DictConfig,
         image_prompts: Sequence[ImagePrompt] | None = None,
     ) -> tuple[Batch, Tensor]:
-        """Generate one response to each prompt, which depends on its prompt and seed alone.
+        """Generate one response to each prompt. It depends only on its prompt and its seed.
 
         Ranks of one replica must pass the same arguments.
 
@@ -191,14 +193,14 @@ class Rollout:
             image_prompts: The prompts with their images. All ranks pass them, or none does.
 
         Returns:
-            The batch of prompts and responses end to end, and bool [n], whether max_tokens ended
-            the response. The batch has the fields
+            The batch of prompts and responses end to end, and bool [n], True for responses that
+            were ended by max_tokens. The batch has the fields
 
             * loss_mask, fp32 [T]: 1 on responses, including the token that ends them;
-            * rollout_log_probs, fp32 [T]: of the distribution that was sampled from, after
-              temperature, top_p etc.;
-            * kept_words, int32 [T, top_k + NUM_TIES], if top_k is set: the tokens that each token
-              was drawn from (see Batch).
+            * rollout_log_probs, fp32 [T]: under the distribution that tokens were sampled from,
+              after temperature, top_p etc.;
+            * kept_words, int32 [T, top_k + NUM_TIES], if top_k is set: the token ids that each
+              token was sampled from (see Batch).
 
             Responses of a vision-language model may end with the placeholder of an image, which
             the trainer has to replace by another token on input.
@@ -217,7 +219,7 @@ class Rollout:
         return responses.batch(prompts), truncated
 
     def sampling_params(self, sampling: DictConfig, seed: int):
-        """Return vLLM's SamplingParams of a request of generate()."""
+        """Return vLLM's SamplingParams for one request of generate()."""
         return sampling_params(sampling, seed, self.stop_token_ids, self.vocab_size)
 
     def fill(
@@ -233,7 +235,7 @@ class Rollout:
             params: vLLM's SamplingParams of each request.
 
         Returns:
-            bool [n], whether max_tokens ended the response.
+            bool [n], True for responses that were ended by max_tokens.
         """
         # vLLM looks for stop strings in text, token by token.
         has_stop_strings = any(request_params.stop for request_params in params)
@@ -262,9 +264,10 @@ class Rollout:
         return torch.tensor(is_truncated, dtype=torch.bool)
 
     def log_probs(self, batch: Batch, temperature: float) -> Tensor:
-        """Return fp32 [tokens], the log-probabilities of the tokens whose loss_mask is not 0.
+        """Return the log-probabilities of the tokens whose loss_mask is not 0: fp32 [tokens].
 
-        Each token costs a request with everything before it: for a few short sequences only.
+        Each token needs its own request, whose prompt is all earlier tokens. So use this only for a
+        few short sequences.
 
         Raises:
             RuntimeError: vLLM is asleep, or its weights are not the trainer's.
@@ -324,7 +327,7 @@ class Rollout:
 
     @property
     def is_current(self) -> bool:
-        """Whether vLLM's weights are the trainer's, as of the last update and since it slept."""
+        """Whether vLLM holds the trainer's weights: they were updated after the last sleep."""
         return self.valid == self.needed
 
     @property
@@ -333,17 +336,16 @@ class Rollout:
         return "base" in self.valid
 
     def update_weights(self, weights: NamedWeights) -> None:
-        """Take over all weights. Called by all ranks together.
+        """Copy all weights into vLLM. Called by all ranks together.
 
-        With a separate adapter these are the weights of the base, and update_adapter() has to
-        follow.
+        With a separate adapter, these are the base's weights, and update_adapter() has to follow.
 
         Args:
-            weights: (Hugging Face name, full tensor), one after the other.
+            weights: Yields pairs (Hugging Face name, full tensor).
 
         Raises:
-            RuntimeError: The weights' memory is asleep (vLLM would silently write past it), or the
-                weights are the trainer's own.
+            RuntimeError: The weights' memory is asleep (vLLM would silently write past it), or
+                vLLM shares the weights of the trainer.
         """
         if self.shared_weights is not None:
             raise RuntimeError(
@@ -359,7 +361,7 @@ class Rollout:
         self.valid = {"base"}
 
     def update_adapter(self, adapter: NamedWeights) -> None:
-        """Take over the adapter's matrices. Called by all ranks together.
+        """Copy the adapter's matrices into vLLM. Called by all ranks together.
 
         Args:
             adapter: As Engine.export_adapter() yields them.
@@ -381,12 +383,12 @@ class Rollout:
     def sleep(self) -> dict[str, float]:
         """Give up the memory of the KV cache and, unless the trainer shares them, the weights.
 
-        On a CPU no memory moves, but generate() raises all the same. The base of a separate
-        adapter stays valid. Warns if the memory in use during sleeps grows.
+        On a CPU no memory is freed, but generate() still raises an error until wake() is called.
+        The base of a separate adapter stays valid. Warns if the memory in use during sleeps grows.
 
         Returns:
-            rollout/closed_batch: The share of the last generate()'s steps that the scheduler for
-                closed batches made itself.
+            rollout/closed_batch: The fraction of the steps of the last generate() that the
+                scheduler for closed batches did not leave to vLLM.
             perf/memory_awake_gib, perf/memory_asleep_gib: The memory in use on the device before
                 and after, by all processes. Not on a CPU.
         """
@@ -417,9 +419,9 @@ class Rollout:
             )
 
     def wake(self, part: str) -> None:
-        """Take back the memory of "weights", or, after their update, of the "kv_cache".
+        """Take back the memory of the "weights" or, after their update, of the "kv_cache".
 
-        The weights' content is lost, except for the base of a separate adapter.
+        The weights have to be updated then, except for the base of a separate adapter.
 
         Raises:
             RuntimeError: The part is unknown, or it is the KV cache and the weights are not valid.
@@ -436,14 +438,14 @@ class Rollout:
         self.awake.add(part)
 
     def shutdown(self) -> None:
-        """End vLLM and, with it, the default process group.
+        """Shut down vLLM and, with it, the default process group.
 
-        It wakes before that, since CUDA cannot free memory that is asleep.
+        This wakes vLLM first, since CUDA cannot free memory that is asleep.
         """
         for part in PARTS:
             if part not in self.awake:
                 self.memory.take_back(part, are_weights_valid=bool(self.valid))
-        # vLLM-private: LLM has no method that ends it.
+        # vLLM-private: LLM has no method that shuts it down.
         self.llm.llm_engine.engine_core.shutdown()
 
 

@@ -18,8 +18,9 @@ def run_requests(
     end.
 
     Args:
-        responses: Where the scheduler puts tokens as soon as they are drawn, if it does.
-        progress_label: What follows "generate" in that line.
+        responses: The responses to which the scheduler for closed batches adds tokens as they are
+            drawn; None if it is not used.
+        progress_label: The text after "generate" in the progress line.
     """
     outputs = {}
     num_tokens = 0
@@ -27,7 +28,7 @@ def run_requests(
         total=num_requests,
         leave=False,
         dynamic_ncols=True,
-        disable=dist.get_rank() != 0 or None,  # None disables it where there is no terminal
+        disable=dist.get_rank() != 0 or None,  # None: disabled unless there is a terminal
         bar_format=(
             f"generate{progress_label} |{{bar:20}}| {{n_fmt}}/{{total_fmt}} responses{{postfix}}"
         ),
@@ -50,7 +51,7 @@ def run_requests(
 
 
 def copy_outputs(outputs: list, responses: Responses) -> None:
-    """Copy vLLM's outputs into `responses`, one row each."""
+    """Copy vLLM's outputs into `responses`, one row per output."""
     for row, output in enumerate(outputs):
         num_tokens = len(output.token_ids)
         token_ids = np.array(output.logprobs.token_ids).reshape(num_tokens, -1)

@@ -1,4 +1,4 @@
-"""Prompts with images, as vLLM takes them."""
+"""Passing prompts with images to vLLM."""
 
 import re
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from engines.model import mtp
 from engines.model.hf import read_hf_config
 from rollout.vllm.versions import keep_pixels_normalized
 
-# Processed images. Those of one prompt would be enough, since its samples follow each other.
+# For processed images. Those of one prompt would suffice: all its samples come one after the other.
 CACHE_GIB = 1.0
 
 
@@ -23,7 +23,7 @@ class ImagePrompt(NamedTuple):
     """A prompt and its images.
 
     Attributes:
-        input_ids: The prompt as the chat template renders it: with one placeholder per image.
+        input_ids: The prompt as the chat template renders it, with one placeholder per image.
         images: uint8 [height, width, 3] each.
     """
 
@@ -59,7 +59,7 @@ def check_images(config: DictConfig) -> None:
 
 
 def check_packages(config: DictConfig) -> None:
-    """Raise InputError if vLLM's class of a vision-language model cannot be imported.
+    """Raise InputError if vLLM's class for a vision-language model cannot be imported.
 
     The usual reason is that torchvision is missing.
     """
@@ -78,7 +78,7 @@ def check_packages(config: DictConfig) -> None:
 
 
 def find_placeholder_ids(hf_config) -> list[int]:
-    """Return the ids of tokens that stand for images or videos until features replace them."""
+    """Return the ids of the tokens in whose places a model puts features of images or videos."""
     ids = set()
     for name in hf_config.to_dict():
         if re.fullmatch(r"(image|video|audio)_token_(id|index)", name):
@@ -127,13 +127,13 @@ def enqueue_image_prompts(
         prompts: The ids of each prompt in the trainer, with one placeholder per image feature.
 
     Raises:
-        InputError: On all ranks, if vLLM rejects a prompt of one of them, or expands it to other
-            ids than the trainer.
+        InputError: vLLM rejects a prompt, or expands it to ids that differ from the trainer's.
+            Raised on all ranks if it happens on any of them.
     """
     problem = None
     try:
         llm.enqueue(vllm_prompts(image_prompts), params, use_tqdm=False)
-    except Exception as error:  # its type depends on vLLM's version, e.g. if a prompt is too long
+    except Exception as error:  # its type depends on the vLLM release
         problem = f"vLLM rejects a prompt with images: {error}"
     # vLLM-private: enqueue() does not return the ids to which it expands a prompt.
     requests = llm.llm_engine.engine_core.engine_core.scheduler.requests.values()

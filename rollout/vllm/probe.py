@@ -1,7 +1,7 @@
-"""A check that vLLM computes what the trainer does, adapters included.
+"""A check that vLLM and the trainer compute the same log-probabilities, adapters included.
 
-It compares log-probabilities of a few fixed tokens, and detects adapters that are not applied, or
-applied twice.
+It compares the log-probabilities of a few fixed tokens. It detects adapters that are not applied or
+are applied twice.
 """
 
 import torch
@@ -14,12 +14,12 @@ from engines.model.hf import read_hf_config
 from rollout.vllm.engine import Rollout
 
 NUM_SEQUENCES = 4
-LENGTH = 9  # shorter than a block of the KV cache, so that the prefix cache keeps nothing of them
-# The largest root mean square of differences that rounding may cause, in nats, by compute dtype.
-# Distributions after random tokens are flat, and their logits differ more in bfloat16 than those
-# of a model's own responses.
+LENGTH = 9  # shorter than a block of the KV cache, so that the prefix cache stores none
+# The largest root mean square difference that rounding may cause, in nats, by compute dtype. After
+# random tokens, distributions are flat, and in bfloat16 logits differ more than after a model's own
+# responses.
 MAX_GAP = {"float32": 1e-3, "bfloat16": 0.25}
-NUM_SIGMAS = 6  # by chance once in 1e7 syncs
+NUM_SIGMAS = 6  # so a false alarm is expected once in 1e7 syncs
 
 
 class Probe:
@@ -41,7 +41,7 @@ class Probe:
         self.base_log_probs: Tensor | None = None  # without adapters; these never change
 
     def record_trainer(self, engine: Engine) -> None:
-        """Record the trainer's log-probabilities, and once those of its frozen base.
+        """Record the trainer's log-probabilities and, at the first call, its frozen base's.
 
         Called by all ranks together.
         """
@@ -57,10 +57,10 @@ class Probe:
     def check_vllm(self, rollout: Rollout) -> None:
         """Raise RuntimeError unless vLLM's log-probabilities are the trainer's up to rounding.
 
-        The change that adapters make to the log-probabilities is a direction. Along it, vLLM's
-        error is -1 times the change if adapters are not applied, and about +1 times the change if
-        they are applied twice. The error in all other directions is rounding, and tells how large
-        rounding is.
+        The change of the log-probabilities by the adapters is a vector. The component of vLLM's
+        error along this vector is -1 times the vector if adapters are not applied, and about +1
+        times the vector if they are applied twice. All other components of the error come from
+        rounding, and show how large rounding errors are.
         """
         vllm_log_probs = rollout.log_probs(self.batch, self.temperature).double()
         error = vllm_log_probs - self.trainer_log_probs

@@ -1,4 +1,4 @@
-"""How requests are sampled: their parameters, seeds and end tokens, and global random states."""
+"""Sampling of requests: their parameters, seeds and end tokens, and global random states."""
 
 import hashlib
 import json
@@ -19,8 +19,8 @@ NUM_TIES = 8
 def num_candidates(sampling: DictConfig, vocab_size: int) -> int:
     """Return how many of the likeliest tokens vLLM has to report for each sampled token.
 
-    All tokens that sampling keeps are among them. The number is 0 if sampling is greedy, or if it
-    may keep any number of tokens.
+    These tokens include all that top_k keeps. The number is 0 if sampling is greedy or top_k is not
+    set.
     """
     if sampling.temperature == 0 or sampling.top_k <= 0:
         return 0
@@ -28,7 +28,7 @@ def num_candidates(sampling: DictConfig, vocab_size: int) -> int:
 
 
 def sampling_params(sampling: DictConfig, seed: int, stop_token_ids: list[int], vocab_size: int):
-    """Return vLLM's SamplingParams of one request.
+    """Return vLLM's SamplingParams for one request.
 
     Args:
         sampling: temperature (0: greedy), top_p, top_k (-1: all), min_p, max_tokens, stop.
@@ -55,7 +55,7 @@ def sampling_params(sampling: DictConfig, seed: int, stop_token_ids: list[int], 
 
 
 def next_token_params(temperature: float, token_id: int):
-    """Return vLLM's SamplingParams to get the log-probability of one token as the next one."""
+    """Return vLLM's SamplingParams for the log-probability of a token as the next token."""
     from vllm import SamplingParams
 
     return SamplingParams(
@@ -70,7 +70,7 @@ def next_token_params(temperature: float, token_id: int):
 def find_stop_token_ids(model_path: Path) -> list[int]:
     """Return the ids that end a response, in ascending order.
 
-    They are eos_token_id of generation_config.json and of config.json together.
+    They are the eos_token_id of generation_config.json and of config.json together.
 
     Raises:
         InputError: Neither file has one.
@@ -106,7 +106,7 @@ def request_seed(*numbers: int) -> int:
 def preserved_random_state():
     """Restore the states of Python's, NumPy's and torch's global random generators at the end.
 
-    vLLM seeds them, and draws from them even if every request has its own seed.
+    vLLM seeds these generators and draws from them, even if every request has its own seed.
     """
     python_state = random.getstate()
     numpy_state = np.random.get_state()

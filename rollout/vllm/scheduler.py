@@ -1,17 +1,17 @@
-"""vLLM's scheduler for a closed batch: all prompts are known, and nobody waits for one response.
+"""A faster vLLM scheduler for a closed batch: all its prompts are known from the start.
 
 Most steps are uneventful: every running request gets one more token, and nothing else changes. This
 scheduler handles these with arrays over all requests. It allocates a block where a request's last
 one is full, compares the new tokens with those that end a response, and keeps the tokens in arrays.
 
-The rest are events: a request ends, one is admitted, memory is short. These are left to vLLM's own
-code. Before that, the requests of the event are brought to the state in which vLLM's own code would
-have left them. So the results are vLLM's, bit for bit.
+The rest are events: a request ends, one is admitted, or memory is short. Events are left to vLLM's
+own code. Before that, the requests of the event are brought to the state in which vLLM's own code
+would have left them. So the results are the same as vLLM's, bit for bit.
 
-No Python runs per token, only per step and per event.
+Python code runs only per step and per event, not per token.
 
-vLLM-private: `scheduler_cls` is an option, but vLLM declares the interface of schedulers as not
-public. All that this file overrides or touches may change with any release.
+vLLM-private: `scheduler_cls` is an option, but vLLM declares that the interface of schedulers is
+not public. Every attribute and method of vLLM in this file may change with any release.
 """
 
 from copy import copy
@@ -37,15 +37,15 @@ class RequestArrays:
         row_of: {request id: row}.
         num_prompt: int64 [n], tokens of the prompt.
         num_computed: int64 [n], tokens in the KV cache once the steps in flight have ended.
-        last_computed: int64 [n], `num_computed` when the step in flight draws the last token that
-            the limits on lengths permit.
-        num_prefilled: int64 [n], tokens of the prompt computed by the step with which the request
-            began to run, less one.
+        last_computed: int64 [n], the value of `num_computed` at which the step in flight draws the
+            last token that the length limits permit.
+        num_prefilled: int64 [n], one less than the number of prompt tokens computed by the step
+            with which the request began to run.
         num_known: int64 [n], tokens of the response that were known before that step.
-        is_tracked: bool [n], whether the request runs and only its row is kept up to date. The
-            others belong to vLLM's own code: they wait, were preempted, or have ended.
-        is_alive: bool [n + 1], whether the request has not ended. The last entry, which index -1
-            reads, is False: it stands for requests of earlier batches.
+        is_tracked: bool [n], whether the request runs and only its row is kept up to date. Other
+            requests are handled by vLLM's own code: they wait, were preempted, or have ended.
+        is_alive: bool [n + 1], whether the request has not ended. The last entry is False: row -1
+            stands for requests of earlier batches.
         running: int64 [running], the rows of the scheduler's list of running requests.
     """
 
@@ -65,11 +65,11 @@ class ClosedBatchScheduler(AsyncScheduler):
     """vLLM's own scheduler, except between begin() and end().
 
     Attributes:
-        responses: Where the tokens of the batch go; None outside of a batch.
+        responses: The responses of the batch, which get its tokens; None outside of a batch.
         batch: The state of its requests.
         ends_response: bool [vocabulary], the tokens that end a response.
         num_steps: The steps of the batch so far.
-        num_vllm_steps: Those of them that were left to vLLM's own code as a whole.
+        num_vllm_steps: How many of these steps were left entirely to vLLM's own code.
     """
 
     responses: Responses | None = None
@@ -78,8 +78,8 @@ class ClosedBatchScheduler(AsyncScheduler):
         """Declare the next requests to be a closed batch, one for each row of `responses`.
 
         Returns:
-            False if the batch has to take vLLM's own path, because a model or a feature makes
-            steps differ in more than their tokens.
+            False if vLLM's own code has to run the batch, because a model or a feature makes steps
+            differ in more than their tokens.
         """
         if not self._supports_closed_batches():
             return False
@@ -106,10 +106,10 @@ class ClosedBatchScheduler(AsyncScheduler):
         return isinstance(groups[0].kv_cache_spec, FullAttentionSpec)
 
     def end(self) -> float:
-        """Return to vLLM's own path.
+        """Return to vLLM's own code.
 
         Returns:
-            The share of the batch's steps that were not left to vLLM because memory was short.
+            The fraction of the batch's steps that were not left entirely to vLLM's own code.
         """
         self.responses = None
         return 1 - self.num_vllm_steps / max(self.num_steps, 1)
@@ -130,9 +130,9 @@ class ClosedBatchScheduler(AsyncScheduler):
     def _try_schedule_encoder_inputs(
         self, request: Request, num_computed: int, num_new: int, budget: int, *args, **options
     ) -> tuple:
-        """Let a prompt wait while its images do not fit beside those of the steps in flight.
+        """Let a prompt wait until its images fit next to the images of the steps in flight.
 
-        vLLM would cut the prompt before these images, but prompts are not to be cut into chunks.
+        vLLM would cut the prompt before these images, but prompts must not be cut into chunks.
         """
         scheduled = super()._try_schedule_encoder_inputs(
             request, num_computed, num_new, budget, *args, **options
@@ -150,7 +150,7 @@ class ClosedBatchScheduler(AsyncScheduler):
             return super().schedule(*args)
         self.num_steps += 1
         batch = self.batch
-        # The last token of the other running requests is in flight.
+        # Requests that do not continue are running, too, but their last token is in flight.
         continues = batch.num_computed[batch.running] < batch.last_computed[batch.running]
         rows = batch.running[continues]
         num_computed = batch.num_computed[rows]
@@ -184,9 +184,9 @@ class ClosedBatchScheduler(AsyncScheduler):
         return blocks.get_block_ids(allow_none=True)
 
     def _admit(self, num_scheduled: int, *args) -> SchedulerOutput:
-        """Let vLLM's own code admit waiting requests into the room that the running ones leave.
+        """Let vLLM's own code admit waiting requests in addition to the running ones.
 
-        It sees no running requests, and limits that are smaller by what these take.
+        The running requests are hidden from it, and its limits are lowered accordingly.
         """
         running = self.running
         self.running = []
@@ -202,7 +202,7 @@ class ClosedBatchScheduler(AsyncScheduler):
         return output
 
     def _leave_step_to_vllm(self, *args) -> SchedulerOutput:
-        """Leave a whole step to vLLM's own code, which preempts requests if blocks are short."""
+        """Leave a whole step to vLLM's own code, which preempts requests if it lacks blocks."""
         self.num_vllm_steps += 1
         batch = self.batch
         for request, row in zip(self.running, batch.running.tolist()):
@@ -214,7 +214,7 @@ class ClosedBatchScheduler(AsyncScheduler):
         return output
 
     def _track(self, requests: list[Request]) -> None:
-        """Append requests that vLLM's own code has just scheduled to the rows of running ones."""
+        """Track requests that vLLM's own code has just scheduled: append them to `running`."""
         batch = self.batch
         rows = np.array([batch.row_of[request.request_id] for request in requests], np.int64)
         batch.is_tracked[rows] = True
@@ -231,7 +231,7 @@ class ClosedBatchScheduler(AsyncScheduler):
         """Bring a Request to the state that it would have in vLLM's own code.
 
         Args:
-            num_tokens: How many tokens of the response vLLM is to know.
+            num_tokens: How many of the response's tokens the Request is to contain.
         """
         batch = self.batch
         new_tokens = self.responses.tokens[row, request.num_output_tokens : num_tokens]

@@ -1,11 +1,11 @@
 """Speculative decoding: a drafter guesses the next tokens of a response, and one step of the model
 verifies all of them.
 
-Each token is drawn as it would be without drafts, from the same random numbers of its request, and
-a draft is accepted if it is that token. vLLM's drafts are single tokens instead of distributions,
-so this accepts as many as rejection sampling (Leviathan et al. 2023) does: a draft of probability p
-with probability p. In contrast to rejection sampling, a response depends neither on its drafts nor
-on other requests.
+Each token is drawn as without drafts, from the same random numbers of its request, and a draft is
+accepted if it equals the drawn token. vLLM's drafts are single tokens instead of distributions, so
+this accepts as many drafts as rejection sampling (Leviathan et al. 2023): a draft of probability p
+is accepted with probability p. In contrast to rejection sampling, a response depends neither on its
+drafts nor on other requests.
 """
 
 from collections.abc import Iterable, Iterator
@@ -23,9 +23,9 @@ from engines.model.hf import read_hf_config
 from engines.model.quirks import RECURRENT_LAYER_TYPES
 from rollout.vllm.versions import SUPPORTED, SUPPORTED_NAMES
 
-# ngram proposes what has followed the last 2 to 4 tokens where they occurred before.
+# ngram drafts the tokens that followed an earlier occurrence of the last 2 to 4 tokens.
 NGRAM_ARGUMENTS = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
-MAX_GRAPH_TOKENS = 1024  # larger steps keep an accelerator busy without CUDA graphs
+MAX_GRAPH_TOKENS = 1024  # larger steps keep a device busy even without CUDA graphs
 # Drafter -> (the module it needs, what to install).
 PACKAGES = {
     "suffix": ("arctic_inference", "arctic-inference==0.1.1"),
@@ -37,7 +37,7 @@ PACKAGES = {
 
 
 def check_drafter(config: DictConfig) -> None:
-    """Raise InputError for what vLLM cannot do, or would do wrongly, with a drafter."""
+    """Raise InputError for settings that vLLM lacks, or handles wrongly, with a drafter."""
     drafter = mtp.drafter(config)
     if drafter is None:
         return
@@ -72,7 +72,7 @@ def check_drafted_sampling(config: DictConfig, key: str) -> None:
         if sampling.min_p > 0:
             raise InputError(f"{name}.min_p={sampling.min_p:g}: vLLM has no min_p with {key}")
         if sampling.stop:
-            # vLLM would keep all tokens of the step in which it finds the string.
+            # vLLM would keep all tokens of the step that completes the stop string.
             raise InputError(
                 f"{name}.stop: vLLM looks for strings once per step, and with {key} a step has "
                 "several tokens"
@@ -111,7 +111,7 @@ def drafter_arguments(config: DictConfig) -> dict:
 
 
 def graph_tokens(num_seqs: int, num_drafted: int) -> int:
-    """Return the tokens of the largest step that vLLM captures a CUDA graph for."""
+    """Return the largest number of tokens for which vLLM captures a CUDA graph."""
     return min(num_seqs * (1 + num_drafted), max(num_seqs, MAX_GRAPH_TOKENS))
 
 
@@ -122,15 +122,15 @@ class DraftCounter:
     """Counts drafts, and the tokens that responses got from them.
 
     Attributes:
-        counts: int64 [4], over the steps of responses with drafts: the number of these steps, the
-            tokens drafted, the tokens accepted, and the accepted tokens that responses kept. A
-            response keeps none after its end.
+        counts: int64 [4], sums over responses and their steps with drafts: the number of these
+            steps, of drafted tokens, of accepted tokens, and of accepted tokens that responses
+            kept. A response keeps no tokens after its end.
     """
 
     def __init__(self, scheduler):
         self.counts = torch.zeros(4, dtype=torch.int64)
-        # vLLM-private: the scheduler is the only place that knows which tokens a response keeps.
-        # It calls these two methods in turn for each response, the first one only with drafts.
+        # vLLM-private: only the scheduler knows which tokens a response keeps. For each response,
+        # it calls the two methods replaced here, one after the other; the first only with drafts.
         self.update_request = scheduler._update_request_with_output
         self.had_drafts = False
         scheduler.make_spec_decoding_stats = self._count_drafts
@@ -153,8 +153,8 @@ class DraftCounter:
 def draft_metrics(counts: Tensor) -> dict[str, float]:
     """Return the metrics of `DraftCounter.counts`.
 
-    mtp/accept_rate is the share of drafted tokens that were accepted, mtp/accept_length the mean
-    number of tokens that a response got from a step with drafts.
+    mtp/accept_rate is the fraction of drafted tokens that were accepted; mtp/accept_length is the
+    mean number of tokens that a response got from a step with drafts.
     """
     num_steps, num_drafted, num_accepted, num_kept = counts.tolist()
     return {
@@ -167,7 +167,7 @@ def draft_metrics(counts: Tensor) -> dict[str, float]:
 
 
 def replace_samplers(config: DictConfig, vllm_version: str, device_type: str) -> None:
-    """Replace vLLM's rejection samplers by the one described above. Call before vLLM starts.
+    """Replace vLLM's rejection samplers by this module's method. Call before vLLM starts.
 
     Raises:
         InputError: This version of vLLM is not supported.
@@ -184,7 +184,7 @@ def replace_samplers(config: DictConfig, vllm_version: str, device_type: str) ->
             "once, with vLLM's own scheduler",
             flush=True,
         )
-    # vLLM-private: no option exchanges the rejection sampler.
+    # vLLM-private: no option replaces the rejection sampler.
     from vllm.v1.sample.rejection_sampler import RejectionSampler
 
     RejectionSampler.forward = sample_and_verify
@@ -232,13 +232,14 @@ def accepted_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Return the tokens drawn for each request, and how many of them count.
 
-    For vLLM's V2 model runner. The tokens of one request are consecutive rows. The first counts,
-    and each later one counts if all drafts before it are the tokens that were drawn there.
+    For vLLM's V2 model runner. The tokens of one request are consecutive rows. The first token
+    counts; a later token counts if each draft up to its row equals the token drawn in the row
+    before the draft.
 
     Args:
         drawn: int64 [rows], the token drawn in each row.
-        drafts: [rows], the input token of each row; the first one of a request is no draft.
-        ends: [requests + 1], the first row of each request, and at last the number of rows.
+        drafts: [rows], the input token of each row; in the first row of a request it is no draft.
+        ends: [requests + 1], the first row of each request, and then the number of rows.
         num_tokens: The largest number of drafts per request.
 
     Returns:
@@ -255,13 +256,13 @@ def accepted_tokens(
 def sample_and_verify(
     self: nn.Module, metadata, draft_probs: Tensor | None, logits: Tensor, sampling
 ):
-    """Sample one token after the other, for the requests whose drafts were right so far.
+    """Sample one token after the other for each request, as long as its drafts are right.
 
-    This is RejectionSampler.forward() of vLLM's V1 model runner, whose requests have generators.
+    Replaces RejectionSampler.forward() in vLLM's V1 model runner, whose requests have generators.
 
     Args:
-        logits: [rows, vocabulary]. A request has a row for each draft and one more; the rows of a
-            request are consecutive.
+        logits: [rows, vocabulary]. A request has a row for each draft and an additional one; the
+            rows of a request are consecutive.
         sampling: vLLM's SamplingMetadata of all requests.
     """
     from vllm.v1.outputs import LogprobsTensors, SamplerOutput
@@ -275,7 +276,7 @@ def sample_and_verify(
     # -1 is vLLM's value for no token.
     tokens = torch.full((num_requests, max_tokens), -1, dtype=torch.int32, device=device)
     log_probs = None
-    requests = torch.arange(num_requests, device=device)  # those with right drafts so far
+    requests = torch.arange(num_requests, device=device)  # all drafts right so far
     for place in range(max_tokens):
         sampled = self.sampler(logits[first_row[requests] + place], select(sampling, requests))
         tokens[requests, place] = sampled.sampled_token_ids[:, 0]
@@ -305,7 +306,7 @@ def allocate_log_probs(step_tensors, num_requests: int, max_tokens: int) -> list
 def select(sampling, requests: Tensor):
     """Return the part of vLLM's SamplingMetadata that belongs to some of its requests.
 
-    Only the fields that `sampling.sampling_params` may set are selected.
+    Selects only the fields that `sampling.sampling_params` may set.
     """
     selected = {}
     for name in ("temperature", "top_p", "top_k"):
@@ -323,7 +324,7 @@ def select(sampling, requests: Tensor):
 
 
 def drafter_module(llm) -> nn.Module:
-    """Return the MTP layers in vLLM on this rank, which use the model's embedding and output."""
+    """Return vLLM's MTP layers on this rank. They share the model's embedding and output matrix."""
 
     def find(worker):
         # vLLM-private: apply_model() reaches the model, but not its drafter.
@@ -350,8 +351,8 @@ def load_drafter(llm, weights: list[tuple[str, Tensor]], device_type: str) -> No
     if device_type == "cuda":
         drafter.load_weights(weights)
         return
-    # vLLM-private: reload_weights() is for the model only. A CPU's kernels keep weights in a layout
-    # of their own, which these functions undo and redo.
+    # vLLM-private: reload_weights() is for the model only. A CPU's kernels keep weights in their
+    # own layout, which these functions undo and redo.
     from vllm.model_executor.model_loader.reload import (
         finalize_layerwise_reload,
         initialize_layerwise_reload,

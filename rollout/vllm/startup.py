@@ -1,4 +1,4 @@
-"""What has to be changed in this process before vLLM starts."""
+"""Changes to this process that are needed before vLLM starts."""
 
 import logging
 import os
@@ -18,15 +18,15 @@ from rollout.vllm.versions import SUPPORTED, SUPPORTED_NAMES
 
 
 def quiet_vllm() -> None:
-    """Let vLLM log errors alone, unless the user has chosen a level. Call before importing vLLM."""
+    """Let vLLM log only errors, unless the user has set a level. Call before importing vLLM."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 
 def prepare_process(config: DictConfig, host: Host, shares_base: bool) -> None:
-    """Change what vLLM's arguments cannot change: environment variables, and some of its code.
+    """Change settings for which vLLM has no argument: environment variables, and some of its code.
 
     Raises:
-        InputError: There is a drafter, and no support for one in this version of vLLM.
+        InputError: A drafter is configured, and this release of vLLM does not support one.
     """
     if host.is_cpu:
         prepare_cpu(config, shares_base)
@@ -57,7 +57,7 @@ def prepare_cpu(config: DictConfig, shares_base: bool) -> None:
 
 
 def choose_model_runner(config: DictConfig, host: Host) -> None:
-    """Choose the V2 model runner for mixtures of experts where vLLM has it only on request."""
+    """Choose the V2 model runner for mixtures of experts if vLLM uses it only on request."""
     release = SUPPORTED.get(host.vllm_version)
     if release is None or not release.has_optional_v2_runner_for_experts:
         return
@@ -82,9 +82,9 @@ def print_graph_capture() -> None:
 
 
 def skip_ranks_of_tokens() -> None:
-    """Keep vLLM's sampler on CUDA from computing how many tokens are likelier than the sampled one.
+    """Keep vLLM's sampler on CUDA from computing the rank of each sampled token by likelihood.
 
-    Nothing here needs that rank. Computing it reads all logits and takes a third of the time of
+    The ranks are not used. Computing them reads all logits and takes a third of the time for
     log-probabilities.
     """
     # vLLM-private: the sampler computes ranks with every log-probability; no option avoids it.

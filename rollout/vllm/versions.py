@@ -13,12 +13,12 @@ class Release:
 
     Attributes:
         running_limits: Attributes of vLLM's scheduler that limit the number of running requests.
-        counts_tokens_in_flight: Whether `Request.num_in_flight_tokens` exists: the tokens computed
-            by the request's steps in flight, tokens of its prompt included.
+        counts_tokens_in_flight: Whether `Request.num_in_flight_tokens` exists: the number of tokens
+            that the request's steps in flight compute, including tokens of its prompt.
         gumbel_sample_options: Keyword arguments with which the V2 model runner's `gumbel_sample`
             samples a token that is not a draft.
         has_optional_v2_runner_for_experts: Whether mixtures of experts can run in the V2 model
-            runner, which is faster, but some families only on request.
+            runner, which is faster, but vLLM uses it for some families only on request.
     """
 
     running_limits: tuple[str, ...]
@@ -28,8 +28,8 @@ class Release:
 
 
 SUPPORTED = {
-    # Tested on CUDA, where requests run in the V2 model runner, asynchronously. With the drafters
-    # ngram and suffix it is the V1 model runner.
+    # Tested on CUDA, where requests run asynchronously in the V2 model runner, or with the drafters
+    # ngram and suffix in the V1 model runner.
     "0.25.1": Release(
         running_limits=("max_num_running_reqs",),
         counts_tokens_in_flight=False,
@@ -55,10 +55,10 @@ def installed_version() -> str:
 
 
 def keep_pixels_normalized() -> dict[str, bool]:
-    """Return engine arguments with which the image processor normalizes pixels.
+    """Return engine arguments that let the image processor normalize pixels.
 
-    Releases from 0.32 on would normalize pixels on the device, and skip that where
-    preprocessor_config.json has no mean although the processor's class has one. The vision tower
+    By default, releases from 0.32 on normalize pixels on the device. They skip this if
+    preprocessor_config.json has no mean, even if the processor's class has one. The vision tower
     would then read raw bytes. Earlier releases have no such argument.
     """
     from vllm import EngineArgs

@@ -24,20 +24,20 @@ class WeightSync:
     ):
         """
         Args:
-            vllm_names: As `weight_names.vllm_weight_names` returns.
+            vllm_names: As returned by `weight_names.vllm_weight_names`.
         """
         self.llm = llm
         self.device_type = device_type
         self.vllm_names = vllm_names
         self.adapter = adapter
         self.drafter = drafter
-        # Whether vLLM's output matrix has to get the weights of the embedding.
+        # Whether vLLM's output matrix needs a copy of the embedding's weights.
         self.needs_output_matrix = False
 
     def untie_output_matrix(self, vllm_model) -> None:
-        """Send the embedding of a tied model to vLLM's output matrix, too, if it has one.
+        """Copy the embedding of a tied model also to vLLM's output matrix, if vLLM has one.
 
-        Some families stay tied in vLLM whatever hf_overrides demands, and have no output matrix.
+        Some families stay tied in vLLM regardless of hf_overrides, and have no output matrix.
         """
         layer_names = [name for name, _ in vllm_model.named_modules()]
         self.needs_output_matrix = any(name.endswith("lm_head") for name in layer_names)
@@ -51,7 +51,7 @@ class WeightSync:
         weights = speculation.collect_drafter_weights(self.renamed(weights), drafter_weights)
         with self.adapter.unwrapped() if self.adapter else nullcontext():
             self.load_model(weights)
-        # Should vLLM have stopped early, other ranks still wait in the remaining collectives.
+        # If vLLM has stopped early, other ranks still wait in the remaining collectives.
         for _ in weights:
             pass
         if self.drafter == "mtp":
@@ -59,11 +59,11 @@ class WeightSync:
         if self.adapter:
             self.adapter.register()
         self.llm.reset_prefix_cache()
-        # Features that the old vision tower computed are cached by image.
+        # The cache holds image features that were computed with the old weights.
         self.llm.llm_engine.reset_encoder_cache()
 
     def renamed(self, weights: NamedWeights) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights that vLLM has, under their names there."""
+        """Yield the weights that vLLM needs, with their names in vLLM."""
         for name, tensor in weights:
             vllm_name = self.vllm_names.get(name, name)
             if vllm_name is None:
@@ -83,5 +83,5 @@ class WeightSync:
             return
         if self.device_type == "cpu":
             self.llm.apply_model(cpu.forget_packed_experts)
-        # On a CPU, linear layers are packed once they are loaded. This packs them again.
+        # On a CPU, vLLM packs linear layers after loading. reload_weights packs them again.
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
