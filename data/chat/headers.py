@@ -61,7 +61,7 @@ def read_header(chat: ChatTokenizer) -> Header:
     if 0 < num_common < len(tokens.ids):
         closing = with_prompt[: tokens.end(num_common - 1)]
 
-    # The white space in front of the header may differ.
+    # The white space before the header may differ.
     prompt = with_prompt[len(closing) :].lstrip()
     header = os.path.commonprefix([prompt, before_answer.removeprefix(closing).lstrip()])
     if header != prompt:

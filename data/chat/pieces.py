@@ -84,7 +84,8 @@ def find_one_by_one(chat: RenderedChat, offsets: list[list[int]], word: str) -> 
     """Mark one text at a time, because marks in some of the texts change the chat.
 
     A template may compare a text with a fixed word, or shorten it. If every mark in a text changes
-    the chat, the text itself is searched for. It must occur once, and not inside another text.
+    the chat, the text itself is searched for. If it occurs once, that is its place, unless this
+    place is inside another text.
     """
     pieces: list[Piece] = []
     unmarked = []

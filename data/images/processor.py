@@ -266,7 +266,8 @@ def place_before(place: int, replacements: Sequence[dict]) -> int:
     For a character inside an image, this is the end of the image's placeholder.
 
     Args:
-        replacements: in order, each with its `span` in the text before and its `new_span`.
+        replacements: in order, each with its `span` in the text before the expansion, and its
+            `new_span` in the expanded text.
     """
     num_added = 0
     for replacement in replacements:

@@ -421,7 +421,7 @@ class Rollout:
     def wake(self, part: str) -> None:
         """Take back the memory of the "weights" or, after their update, of the "kv_cache".
 
-        The weights have to be updated then, except for the base of a separate adapter.
+        Their content is lost, except for the base of a separate adapter.
 
         Raises:
             RuntimeError: The part is unknown, or it is the KV cache and the weights are not valid.

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 
 from config import InputError
 
-# Tokens that may be as likely as the last one of the top_k. Sampling keeps all of them.
+# How many tokens may tie with the last one of the top_k. Sampling keeps all of them.
 NUM_TIES = 8
 
 

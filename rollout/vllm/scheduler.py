@@ -143,7 +143,7 @@ class ClosedBatchScheduler(AsyncScheduler):
         no_other_inputs = [[] for _ in scheduled[3:]]
         return ([], 0, budget, *no_other_inputs)
 
-    # -- what the next step computes --------------------------------------------------------------
+    # -- scheduling a step ------------------------------------------------------------------------
 
     def schedule(self, *args) -> SchedulerOutput:
         if self.responses is None:
@@ -246,7 +246,7 @@ class ClosedBatchScheduler(AsyncScheduler):
             request.num_in_flight_tokens = request.num_output_placeholders + num_prefilled
         self.kv_cache_manager.cache_blocks(request, num_cached)
 
-    # -- what a step has drawn --------------------------------------------------------------------
+    # -- processing the output of a step ----------------------------------------------------------
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput
@@ -295,7 +295,7 @@ class ClosedBatchScheduler(AsyncScheduler):
         model_output: ModelRunnerOutput,
         request_ids: list[str],
     ) -> dict:
-        """Let vLLM's own code process what a step has drawn, for some of its requests."""
+        """Let vLLM's own code process a step's output for some of its requests."""
         step = copy(scheduler_output)
         step.num_scheduled_tokens = {
             name: scheduler_output.num_scheduled_tokens[name] for name in request_ids
