@@ -39,7 +39,9 @@ def find_files(files: str | Sequence[str]) -> list[Path]:
 
     Names may be patterns (*.jsonl) or directories, which are replaced by their files, in
     alphabetical order.
-    Raises InputError for a missing or empty file, and for an unknown suffix.
+
+    Raises:
+        InputError: a file is missing or empty, or has an unknown suffix.
     """
     names = [files] if isinstance(files, str) else files
     paths = []
@@ -97,7 +99,8 @@ def read_rows(path: Path, work: Path):
     would add the argument names of all tool calls to every tool call. The cells of .csv files stay
     text, so that 007 and NA are unchanged.
 
-    Raises InputError for a file that cannot be read or has no rows.
+    Raises:
+        InputError: the file cannot be read or has no rows.
     """
     import datasets
 

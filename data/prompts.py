@@ -48,13 +48,14 @@ UNUSED = {"input_ids": [], "length": 0, "record": "", "shape": ""}
 class Prompt:
     """A prompt and the row that it comes from.
 
-    input_ids: the tokens to continue.
-    text: the prompt as its template renders it. If it was truncated, the text of its tokens.
-    row: the complete row of the data file, except for pixels.
-    question: the text of the last user message; "" for a prompt of plain text.
-    images: uint8 [height, width, 3] each.
-    before_images: for a prompt with images, its tokens with one placeholder per image, as its
-        template renders it. `text` is the text of these tokens.
+    Attributes:
+        input_ids: the tokens to continue.
+        text: the prompt as its template renders it. If it was truncated, the text of its tokens.
+        row: the complete row of the data file, except for pixels.
+        question: the text of the last user message; "" for a prompt of plain text.
+        images: uint8 [height, width, 3] each.
+        before_images: for a prompt with images, its tokens with one placeholder per image, as its
+            template renders it. `text` is the text of these tokens.
     """
 
     input_ids: list[int]
@@ -84,9 +85,10 @@ def tokenize_prompts(
             in data.dataset.tokenize().
         options: the `data` section of the configuration.
 
-    Raises InputError for a missing, unreadable or empty file, for the first malformed row (as
-    file:line), for prompts longer than options.max_prompt_length if options.truncation is error,
-    and if no row is left.
+    Raises:
+        InputError: a file is missing, unreadable or empty; a row is malformed (the first one is
+            reported, as file:line); prompts are longer than options.max_prompt_length and
+            options.truncation is error; no row is left.
     """
     return tokenized(
         Kind(FORMAT, OPTIONS, "max_prompt_length", UNUSED, tokenize_row),
@@ -153,7 +155,9 @@ def encode_prompt(
 
     A generator: run it with data.chat.encoding.encode_together(). Without a chat template, the
     tokens of a plain string begin with the tokenizer's own special tokens, which `text` lacks.
-    Raises InputError, without file and line, if the row is malformed.
+
+    Raises:
+        InputError: the row is malformed. The message does not contain file and line.
     """
     messages = read_messages(row, bool(chat.tokenizer.chat_template), options)
     if messages is None:

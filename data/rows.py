@@ -27,8 +27,9 @@ RESPONSE_COLUMNS = (
 class TemplateInputs:
     """The inputs of the chat template that come from a row, other than its messages.
 
-    tools: JSON schemas of the tools, or None.
-    arguments: keyword arguments of the template, e.g. enable_thinking.
+    Attributes:
+        tools: JSON schemas of the tools, or None.
+        arguments: keyword arguments of the template, e.g. enable_thinking.
     """
 
     tools: list | None
@@ -39,7 +40,9 @@ def training_messages(row: dict, has_template: bool, options) -> list[dict] | No
     """Return the checked messages of a row for fine-tuning, without None values.
 
     Returns None for a prompt and response of plain text if there is no chat template.
-    Raises InputError for a malformed row.
+
+    Raises:
+        InputError: the row is malformed.
     """
     response = row.get(options.response_key)
     is_pair = has_prompt_column(row, options)
@@ -68,7 +71,8 @@ def read_messages(
     Args:
         with_response: whether the row needs a response; used in the error for missing columns.
 
-    Raises InputError for a malformed row.
+    Raises:
+        InputError: the row is malformed.
     """
     is_prompt = has_prompt_column(row, options)
     key = options.prompt_key if is_prompt else options.messages_key
@@ -157,7 +161,8 @@ def template_inputs(row: dict, reserved, options) -> TemplateInputs:
     Args:
         reserved: names that cannot be arguments of a template.
 
-    Raises InputError for columns of a wrong type.
+    Raises:
+        InputError: a column has the wrong type.
     """
     tools = read_tools(row, options)
     arguments = row.get(options.template_kwargs_key)

@@ -25,9 +25,10 @@ SHAREGPT_ROLES = {
 class Shape(NamedTuple):
     """A shape of rows.
 
-    columns: a description of its columns, for error messages.
-    read: (row, with_response) -> the columns to add to a row of this shape, so that it has
-        `messages`, or `prompt` and `response`. None if the row has another shape.
+    Attributes:
+        columns: a description of its columns, for the log.
+        read: (row, with_response) -> the columns to add to a row of this shape, so that it has
+            `messages`, or `prompt` and `response`. None if the row has another shape.
     """
 
     columns: str

@@ -37,7 +37,8 @@ class Conversation:
         text: the rendered chat.
         tokens: its tokens; computed when first used, or set by encoding.encode_together().
 
-    Raises InputError if the template rejects the conversation or leaves out a part of a message.
+    Raises:
+        InputError: the template rejects the conversation or leaves out a part of a message.
     """
 
     def __init__(

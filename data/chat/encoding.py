@@ -24,10 +24,11 @@ Steps = Generator[Conversation, None, Result]
 class EncodedRow(NamedTuple):
     """The tokens of a row.
 
-    input_ids: T token ids.
-    loss_mask: T values, 1 for the tokens to learn, otherwise 0. The first is always 0, since
-        nothing predicts the first token.
-    images: the images of the row.
+    Attributes:
+        input_ids: T token ids.
+        loss_mask: T values, 1 for the tokens to learn, otherwise 0. The first is always 0, since
+            nothing predicts the first token.
+        images: the images of the row.
     """
 
     input_ids: list[int]
@@ -45,8 +46,9 @@ def encode(row: dict, chat: ChatTokenizer, options, folder: Path = Path()) -> St
             or the last one. A message with loss_mask 0 or weight 0 is not learned.
         folder: the directory that relative paths of images refer to.
 
-    Raises InputError if the row is malformed, or if a turn cannot be located or has no end. Its
-    message does not contain file and line.
+    Raises:
+        InputError: the row is malformed, or a turn cannot be located or has no end. The message
+            does not contain file and line.
     """
     messages = training_messages(row, bool(chat.tokenizer.chat_template), options)
     images = RowImages()

@@ -29,11 +29,12 @@ from data.chat.tokens import Span
 class Ending:
     """How a template ends the turns of the assistant.
 
-    ids: the ids of the end tokens. A turn ends with the first of them after its text.
-    text: the text that ends a turn if no token does.
-    tail: the text to add to the last turn of a chat, up to and including the end token, if the
-        template ends a turn only when the chat continues. Empty if every turn has its end.
-    call_tail: the end token to add instead if the last turn calls a tool.
+    Attributes:
+        ids: the ids of the end tokens. A turn ends with the first of them after its text.
+        text: the text that ends a turn if no token does.
+        tail: the text to add to the last turn of a chat, up to and including the end token, if the
+            template ends a turn only when the chat continues. Empty if every turn has its end.
+        call_tail: the end token to add instead if the last turn calls a tool.
     """
 
     ids: frozenset[int]
@@ -116,7 +117,8 @@ def find_turn_end(conversation: Conversation, turn: Run, following: Run | None) 
         turn: the text of the turn, or the part of it before another message's text.
         following: the run after it, None at the end of the chat.
 
-    Raises InputError if nothing ends the turn, so that the model would not learn to stop.
+    Raises:
+        InputError: nothing ends the turn, so the model would not learn to stop.
     """
     ending = read_ending(conversation.chat)
     gap_end = following.start if following else len(conversation.text)

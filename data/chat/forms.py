@@ -17,9 +17,10 @@ from dataclasses import dataclass
 class Form:
     """One way to write down a conversation.
 
-    convert_content: a function applied to the content of every message unless it is empty.
-    arguments_as_text: whether the arguments of tool calls are JSON text instead of objects.
-    defaults: the keys that a message gets if it lacks them, with their values.
+    Attributes:
+        convert_content: a function applied to the content of every message unless it is empty.
+        arguments_as_text: whether the arguments of tool calls are JSON text instead of objects.
+        defaults: the keys that a message gets if it lacks them, with their values.
     """
 
     convert_content: Callable

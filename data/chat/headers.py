@@ -30,8 +30,11 @@ MAX_CACHED_PROMPTS = 1000
 class Header:
     """How a template begins a turn of the assistant, without the end of the user's turn.
 
-    text: the text at the start of every turn. prompt: the text that asks for a turn. Both are empty
-    if they cannot be read from the template.
+    Both texts are empty if they cannot be read from the template.
+
+    Attributes:
+        text: the text at the start of every turn.
+        prompt: the text that asks for a turn.
     """
 
     text: str = ""
@@ -81,7 +84,8 @@ def find_header_end(conversation: Conversation, turn: Run, previous: Run) -> int
             turn.end.
         previous: the run before it.
 
-    Raises InputError if neither is found.
+    Raises:
+        InputError: neither the prompt nor the header is found.
     """
     text = conversation.text
     gap = text[previous.end : turn.start]

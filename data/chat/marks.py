@@ -37,11 +37,12 @@ PARTIAL_END = re.compile(r"[\W_]*(\s\S*)?$")
 class Text(NamedTuple):
     """One string within the messages.
 
-    number: its position among all strings of the conversation.
-    message: the index of its message.
-    is_own: whether the message's author wrote it. False for results of tools, which some formats
-        keep inside the assistant's message.
-    text: the string itself.
+    Attributes:
+        number: its position among all strings of the conversation.
+        message: the index of its message.
+        is_own: whether the message's author wrote it. False for results of tools, which some
+            formats keep inside the assistant's message.
+        text: the string itself.
     """
 
     number: int

@@ -24,10 +24,11 @@ UNMISTAKABLE_LENGTH = 16
 class RenderedChat:
     """A rendered chat and how it was made.
 
-    text: the rendered chat.
-    messages: the messages, in the form that was passed to the template.
-    texts: all texts of the messages.
-    render: renders other messages in the same way; returns None if the template rejects them.
+    Attributes:
+        text: the rendered chat.
+        messages: the messages, in the form that was passed to the template.
+        texts: all texts of the messages.
+        render: renders other messages in the same way; returns None if the template rejects them.
     """
 
     text: str
@@ -47,8 +48,12 @@ def find_pieces(
 ) -> list[Piece]:
     """Return the pieces of a rendered chat, in order.
 
-    find_special_tokens returns where special tokens are written in a text; each gets a mark.
-    Raises InputError for a text that cannot be located because every mark in it changes the chat.
+    Args:
+        find_special_tokens: returns the spans of special tokens that are written in a text. Each
+            of them gets a mark.
+
+    Raises:
+        InputError: a text cannot be located because every mark in it changes the chat.
     """
     pieces = find_unmistakable_texts(chat.text, chat.texts)
     if pieces is not None:

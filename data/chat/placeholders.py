@@ -19,9 +19,10 @@ from data.images.sources import IMAGE, MARK, file_of, read_image
 class RowImages(NamedTuple):
     """The images of a row.
 
-    of_tokens: [T], 1 for the tokens that stand for images, otherwise 0. Empty without images.
-    images: uint8 [height, width, 3] each.
-    files: the files that the images were read from.
+    Attributes:
+        of_tokens: [T], 1 for the tokens that stand for images, otherwise 0. Empty without images.
+        images: uint8 [height, width, 3] each.
+        files: the files that the images were read from.
     """
 
     of_tokens: Sequence[int] = ()
@@ -59,7 +60,8 @@ def tokens_with_images(
             returns them.
         folder: the directory that relative paths of images refer to.
 
-    Raises InputError if placeholders and images do not match, or an image cannot be read.
+    Raises:
+        InputError: placeholders and images do not match, or an image cannot be read.
     """
     tokens = conversation.escaped_tokens(options.special_tokens_in_text)
     reader = conversation.chat.reader

@@ -37,10 +37,11 @@ CALL_PROBE = [
 class RenderedProbe:
     """PROBE as the template renders it.
 
-    text: the rendered chat.
-    answer_end, answer_2_end: where the texts of the two answers end.
-    after_question, after_answer, after_answer_2: the tokens after a text, up to the next text or
-        the end of the chat.
+    Attributes:
+        text: the rendered chat.
+        answer_end, answer_2_end: where the texts of the two answers end.
+        after_question, after_answer, after_answer_2: the tokens after a text, up to the next text
+            or the end of the chat.
     """
 
     text: str

@@ -20,9 +20,10 @@ class Run:
     A run contains no text of another message. If a template puts other texts into a turn, for
     example the result of a tool, the turn's message has several runs.
 
-    message: the index of the message; None for text that its author did not write, such as the
-        results of tools that are kept in the assistant's message.
-    start, end: for a turn without text, both are where its header ends.
+    Attributes:
+        message: the index of the message; None for text that its author did not write, such as the
+            results of tools that are kept in the assistant's message.
+        start, end: for a turn without text, both are where its header ends.
     """
 
     message: int | None

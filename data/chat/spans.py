@@ -50,8 +50,9 @@ def find_spans(conversation: Conversation, turns: list[int]) -> list[Span]:
     If the template itself marks the turns exactly, its marks are used (template_mask.py); otherwise
     the turns are searched for.
 
-    Raises InputError for a turn that cannot be located, that has no end, that is incomplete, or
-    that contains another message's text.
+    Raises:
+        InputError: a turn cannot be located, has no end, is incomplete, or contains another
+            message's text.
     """
     spans = marked_spans(conversation, turns)
     if spans is None:
@@ -66,7 +67,8 @@ def search_spans(conversation: Conversation, turns: list[int]) -> list[Span]:
     A turn has several spans if the template puts other messages' texts into it. If the template
     leaves out the end of the last turn, it is added to the conversation's text and tokens.
 
-    Raises InputError for a turn that cannot be located, that has no end, or that is incomplete.
+    Raises:
+        InputError: a turn cannot be located, has no end, or is incomplete.
     """
     runs = find_runs(conversation, turns)
     messages_with_text = {piece.source.message for piece in conversation.pieces if is_own(piece)}

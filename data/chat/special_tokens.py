@@ -27,7 +27,11 @@ def find_special_tokens(text: str, chat: ChatTokenizer) -> list[Span]:
 def needs_escape(text: str, policy: str, chat: ChatTokenizer) -> bool:
     """Return whether a text contains special tokens that have to be escaped under this policy.
 
-    policy is "keep", "escape" or "error". With "error", raises InputError if there are any.
+    Args:
+        policy: "keep", "escape" or "error".
+
+    Raises:
+        InputError: the policy is "error", and the text contains special tokens.
     """
     if policy == "keep":
         return False
@@ -51,7 +55,9 @@ def escape_special_tokens(
 
     Each stretch between two special tokens that are kept is tokenized again, by a tokenizer that
     knows no special tokens. So it gets the ids of ordinary text.
-    Raises InputError if the tokenizer cannot do this.
+
+    Raises:
+        InputError: the tokenizer cannot do this.
     """
     is_quoted = tokens.mask(spans)
     kept = [

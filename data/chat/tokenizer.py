@@ -33,7 +33,8 @@ class ChatTokenizer:
         special: the control tokens in `added`, except the unknown token.
         generation_prompts: cache of data.chat.headers.generation_prompt().
 
-    Raises InputError if the tokenizer is not a fast one.
+    Raises:
+        InputError: the tokenizer is not a fast one.
     """
 
     def __init__(self, tokenizer, end_ids=(), reader=None):
