@@ -379,14 +379,17 @@ def main(folder: Path, *names: str) -> None:
         importlib.import_module(module)
     this_device = device.init()
     num_ranks = dist.get_world_size()
+    is_first_rank = dist.get_rank() == 0
     gc.freeze()  # what imports made: otherwise each new_layout() would look through it
     logging.getLogger("megatron").setLevel(logging.ERROR)
     # On CUDA every length of a micro-batch would be compiled, which takes seconds.
     torch.compiler.set_stance("eager_on_recompile")
     results = CASES.run(num_ranks, names, folder, this_device)
-    if dist.get_rank() == 0:
+    if is_first_rank:
         (folder / f"{num_ranks}.json").write_text(json.dumps(results))
-    device.shutdown()
+    # The last case with vLLM may have ended the process group.
+    if dist.is_initialized():
+        device.shutdown()
 
 
 if __name__ == "__main__":
