@@ -1121,7 +1121,7 @@ def test_a_mistake_is_one_line_before_the_model_is_loaded(assets, tmp_path):
     )
     lines = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert len(lines) == 1
-    assert lines[0].endswith("those are rollout_generate, actor_update")
+    assert lines[0].endswith("these are rollout_generate, actor_update")
     assert not (tmp_path / "config.yaml").exists()
 
 
