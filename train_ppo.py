@@ -249,9 +249,9 @@ def load_prompts(run, files):
     config = run.config
     cache = cache_directory(config)
     tokenized = on_rank0(
-        tokenize_prompts, files, run.tokenizer, config.data, cache, config.model.path, run.reader
+        tokenize_prompts, files, run.tokenizer, config.data, cache, config.model.path, run.processor
     )
-    return PromptDataset.load(tokenized, run.reader)
+    return PromptDataset.load(tokenized, run.processor)
 
 
 def grade_one(config, grader, train) -> None:

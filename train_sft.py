@@ -228,9 +228,9 @@ def load_data(run, files):
     config = run.config
     cache = cache_directory(config)
     tokenized = on_rank0(
-        tokenize, files, run.tokenizer, config.data, cache, config.model.path, run.reader
+        tokenize, files, run.tokenizer, config.data, cache, config.model.path, run.processor
     )
-    dataset = TokenDataset.load(tokenized, run.reader)
+    dataset = TokenDataset.load(tokenized, run.processor)
     longest = int(dataset.lengths.max())
     limit, setting = sequence_limit(config, run.world_size)
     if longest > limit:

@@ -34,7 +34,7 @@ from benchmarks.shapes import IMAGE, NAMES, VISION, make_model
 from config import load
 from data.batching.batch import Batch, bounds
 from data.batching.packing import pack
-from data.images.processor import Pictures, Reader
+from data.images.processor import Pictures, Processor
 from engines.base import Engine
 from engines.build import engine_class
 from engines.memory import GIB
@@ -76,19 +76,19 @@ def make_batch(seed: int, tokens: int, micro_batches: int, vocabulary: int) -> B
 
 
 def make_image_batch(
-    seed: int, tokens: int, micro_batches: int, reader: Reader, size: tuple[int, int]
+    seed: int, tokens: int, micro_batches: int, processor: Processor, size: tuple[int, int]
 ) -> Batch:
     """Return the same, with the same image before every text. size: its height and width."""
     rng = np.random.default_rng(seed)
     image = rng.integers(0, 256, (*size, 3), np.uint8)
-    image_ids = torch.tensor(reader.expand(reader.image_token, [image]).tokens.ids)
+    image_ids = torch.tensor(processor.expand(processor.image_token, [image]).tokens.ids)
     lengths = draw_lengths(rng, tokens, micro_batches, num_image_tokens=len(image_ids))
     ids = torch.from_numpy(rng.integers(0, NUM_BYTES, sum(lengths)))
     batch = packed(ids, lengths)
     for start in batch.cu_seqlens[:-1].tolist():
         ids[start : start + len(image_ids)] = image_ids
     batch.rows = torch.zeros(len(lengths), dtype=torch.int64)
-    batch.pictures = Pictures([[image]], reader)
+    batch.pictures = Pictures([[image]], processor)
     return batch
 
 
@@ -143,10 +143,10 @@ def make_batches(engine: Engine, arguments: argparse.Namespace) -> list[Batch]:
     """Return this rank's shares of the batches that steps take in turn."""
     tokens = engine.config.data.max_tokens_per_micro_batch
     seeds = [1000 * i + engine.dp_rank for i in range(NUM_BATCHES)]
-    if engine.reader:
+    if engine.processor:
         size = IMAGE[arguments.shape]
         return [
-            make_image_batch(seed, tokens, arguments.micro_batches, engine.reader, size)
+            make_image_batch(seed, tokens, arguments.micro_batches, engine.processor, size)
             for seed in seeds
         ]
     vocabulary = engine.hf_config.vocab_size

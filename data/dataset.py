@@ -16,7 +16,7 @@ import torch
 from data.batching.batch import Batch
 from data.chat.encoding import Steps, encode
 from data.chat.tokenizer import ChatTokenizer
-from data.images.processor import Pictures, Reader
+from data.images.processor import Pictures, Processor
 from data.shapes import read_shape
 from data.tokenization import Kind, kept_tokens, tokenized
 
@@ -44,18 +44,18 @@ def tokenize(
     options,
     cache_dir: Path,
     tokenizer_dir: Path | str,
-    reader: Reader | None = None,
+    processor: Processor | None = None,
 ) -> Path:
     """Return the cache folder for these files, after writing it if there is none. For rank 0 only.
 
     The folder holds input_ids.npy int32 [T], loss_mask.npy uint8 [T], cu_seqlens.npy int64 [n+1]
-    and stats.json; with a reader also the files of StoredImages.
+    and stats.json; with a processor also the files of StoredImages.
 
     Args:
         files: names of data files, patterns or directories: see data.files.find_files().
         options: the `data` section of the configuration.
         tokenizer_dir: the model's directory or hub name.
-        reader: the image processor of a vision-language model.
+        processor: the image processor of a vision-language model.
 
     Raises:
         InputError: a file is missing, unreadable or empty; a row is malformed (the first one is
@@ -63,7 +63,7 @@ def tokenize(
             is error; no row is left.
     """
     kind = Kind(FORMAT, OPTIONS, "max_length", UNUSED, tokenize_row)
-    return tokenized(kind, files, tokenizer, options, cache_dir, tokenizer_dir, reader)
+    return tokenized(kind, files, tokenizer, options, cache_dir, tokenizer_dir, processor)
 
 
 def tokenize_row(row: dict, chat: ChatTokenizer, options, folder: Path = Path()) -> Steps[dict]:
@@ -86,7 +86,7 @@ class TokenDataset:
 
     Args:
         path: the cache folder.
-        reader: the image processor of a vision-language model. Batches then carry images.
+        processor: the image processor of a vision-language model. Batches then carry images.
 
     Attributes:
         name: a hash of everything that the tokens depend on.
@@ -94,7 +94,7 @@ class TokenDataset:
         stats: see tokenization.write_arrays().
     """
 
-    def __init__(self, path: Path, reader: Reader | None = None):
+    def __init__(self, path: Path, processor: Processor | None = None):
         self.name = path.name
         self.stats = json.loads((path / "stats.json").read_text())
         self.input_ids = np.load(path / "input_ids.npy", mmap_mode="r")
@@ -102,12 +102,12 @@ class TokenDataset:
         self.cu_seqlens = np.load(path / "cu_seqlens.npy", mmap_mode="r")
         self.lengths = np.diff(np.asarray(self.cu_seqlens))
         self.pictures: Pictures | None = None
-        if reader:
-            self.pictures, self.name = Pictures.load(path, reader)
+        if processor:
+            self.pictures, self.name = Pictures.load(path, processor)
 
     @classmethod
-    def load(cls, path: Path, reader: Reader | None = None) -> TokenDataset:
-        return cls(Path(path), reader)
+    def load(cls, path: Path, processor: Processor | None = None) -> TokenDataset:
+        return cls(Path(path), processor)
 
     def __len__(self) -> int:
         return len(self.lengths)

@@ -21,7 +21,7 @@ from data.chat.forms import has_image, text_of
 from data.chat.placeholders import RowImages, tokens_with_images
 from data.chat.plain_text import check_no_images, tokenize_plain
 from data.chat.tokenizer import ChatTokenizer
-from data.images.processor import Pictures, Reader
+from data.images.processor import Pictures, Processor
 from data.images.sources import IMAGE, place_images, without_pixels
 from data.rows import has_prompt_column, read_messages, template_inputs
 from data.shapes import read_shape
@@ -72,7 +72,7 @@ def tokenize_prompts(
     options,
     cache_dir: Path,
     tokenizer_dir: Path | str,
-    reader: Reader | None = None,
+    processor: Processor | None = None,
 ) -> Path:
     """Return the cache folder for these files, after writing it if there is none. For rank 0 only.
 
@@ -97,7 +97,7 @@ def tokenize_prompts(
         options,
         cache_dir,
         tokenizer_dir,
-        reader,
+        processor,
     )
 
 
@@ -234,10 +234,10 @@ class PromptDataset(Sequence):
 
     pictures: Pictures | None = None
 
-    def __init__(self, path: Path, reader: Reader | None = None):
+    def __init__(self, path: Path, processor: Processor | None = None):
         self.name = path.name
-        if reader:
-            self.pictures, self.name = Pictures.load(path, reader)
+        if processor:
+            self.pictures, self.name = Pictures.load(path, processor)
         self.stats = json.loads((path / "stats.json").read_text())
         self.input_ids = np.load(path / "input_ids.npy", mmap_mode="r")
         self.cu_seqlens = np.load(path / "cu_seqlens.npy", mmap_mode="r")
@@ -247,8 +247,8 @@ class PromptDataset(Sequence):
         self.drawn_lengths = np.full(len(self.lengths), np.nan, np.float32)
 
     @classmethod
-    def load(cls, path: Path, reader: Reader | None = None) -> PromptDataset:
-        return cls(Path(path), reader)
+    def load(cls, path: Path, processor: Processor | None = None) -> PromptDataset:
+        return cls(Path(path), processor)
 
     def __len__(self) -> int:
         return len(self.lengths)

@@ -23,7 +23,7 @@ from data.chat.encoding import Steps, encode_together
 from data.chat.tokenizer import ChatTokenizer
 from data.files import find_files, is_json, read_rows
 from data.images import stored
-from data.images.processor import Reader
+from data.images.processor import Processor
 from data.shapes import SHAPES
 
 # Additional columns in caches of a vision-language model, with the values of a row without images.
@@ -61,10 +61,10 @@ class Kind(NamedTuple):
     unused: dict
     tokenize_row: Callable
 
-    def with_images(self, paths: list[Path], reader: Reader) -> Kind:
+    def with_images(self, paths: list[Path], processor: Processor) -> Kind:
         """Return this kind for a vision-language model, whose caches also store images."""
         folders = [str(folder_of(path)) for path in paths]
-        images = f" with images of {folders} without {sorted(reader.dropped)}"
+        images = f" with images of {folders} without {sorted(processor.dropped)}"
         return self._replace(format=f"{self.format}{images}", unused=self.unused | NO_IMAGES)
 
 
@@ -92,23 +92,23 @@ def tokenized(
     options,
     cache_dir: Path,
     tokenizer_dir: Path | str,
-    reader: Reader | None,
+    processor: Processor | None,
 ) -> Path:
     """Return the cache folder for these files, after writing it if there is none.
 
     Args:
         options: the `data` section of the configuration.
-        reader: the image processor of a vision-language model, else None.
+        processor: the image processor of a vision-language model, else None.
 
     Raises:
         InputError: see dataset.tokenize().
     """
     paths = find_files(files)
     tokenizer_dir = Path(tokenizer_dir)
-    chat = ChatTokenizer.load(tokenizer, tokenizer_dir, reader)
+    chat = ChatTokenizer.load(tokenizer, tokenizer_dir, processor)
     limit = LengthLimit(kind.limit, getattr(options, kind.limit), options.truncation)
-    if reader:
-        kind = kind.with_images(paths, reader)
+    if processor:
+        kind = kind.with_images(paths, processor)
 
     def write(folder: Path) -> None:
         import pyarrow
@@ -121,7 +121,7 @@ def tokenized(
     key = cache_key(paths, chat, tokenizer_dir, kind.format, values)
     folder = cached(Path(cache_dir) / key, write, stored.are_current)
     stats = json.loads((folder / "stats.json").read_text())
-    if reader and not stats["images"]:
+    if processor and not stats["images"]:
         print(f"data: no row of {files} has an image", flush=True)
     report_shapes(stats)
     return folder

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from data.batching.batch import Batch
 from data.batching.plan import MicroBatches, Plan
-from data.images.processor import Reader
+from data.images.processor import Processor
 from engines.context_parallel import has_dynamic_cp
 from engines.heads import Head
 from engines.memory import Estimate
@@ -47,7 +47,7 @@ class Engine(ABC):
             engine.context_parallel_size is a number; several groups of data-parallel ranks if it is
             "auto".
         head: the module from engines/heads.py that is applied to the last hidden states.
-        reader: reads the images of a vision-language model; None for a text model.
+        processor: turns images into tokens and tensors; None for a text model.
         micro_batches_multiple: the number of micro-batches in a batch is a multiple of this.
         names: name in the files of model.path -> name in the model. None: the engine does not use
             that weight.
@@ -62,7 +62,7 @@ class Engine(ABC):
     dp_group: ProcessGroup
     cp_groups: dict[int, ProcessGroup]
     head: nn.Module
-    reader: Reader | None = None
+    processor: Processor | None = None
     micro_batches_multiple: int = 1
     names: dict[str, str | None]
     _flops: tuple[int, int, int]  # see count_flops in engines/model/flops.py
@@ -253,9 +253,9 @@ class Engine(ABC):
 
         Attention among the patches of an image is not counted.
         """
-        if self.reader is None:
+        if self.processor is None:
             return [0.0] * len(batch)
-        is_image_token = self.reader.token_types([batch.input_ids.tolist()])[0] > 0
+        is_image_token = self.processor.token_types([batch.input_ids.tolist()])[0] > 0
         image_flops = float(self._image_flops)
         return [image_flops * int(part.sum()) for part in is_image_token.split(batch.lengths)]
 

@@ -65,8 +65,8 @@ def load_tokenizer(config):
     return tokenizer
 
 
-def load_reader(config, tokenizer):
-    """Return the data.images.processor.Reader of model.path, or None if model.images is false.
+def load_processor(config, tokenizer):
+    """Return the data.images.processor.Processor of model.path, or None if model.images is false.
 
     Raises InputError if the critic or the reference processes images differently from the actor:
     it receives the actor's tokens.
@@ -79,21 +79,21 @@ def load_reader(config, tokenizer):
                 "model.images=true"
             )
         return None
-    from data.images.processor import Reader
+    from data.images.processor import Processor
 
-    reader = Reader(config.model.path, tokenizer, dropped_keys)
+    processor = Processor(config.model.path, tokenizer, dropped_keys)
     for role in ("critic", "reference"):
         path = path_of(config, role)
         if not path or path == config.model.path:
             continue
-        if not reader.reads_as(Reader(path, dropped=dropped_keys)):
+        if not processor.reads_as(Processor(path, dropped=dropped_keys)):
             raise InputError(
                 f"{role}.path={path} processes images differently from "
                 f"model.path={config.model.path}: give both the same processor"
             )
     # Older models store the chat template with the processor.
-    tokenizer.chat_template = tokenizer.chat_template or reader.processor.chat_template
-    return reader
+    tokenizer.chat_template = tokenizer.chat_template or processor.hf_processor.chat_template
+    return processor
 
 
 def report_unused_mtp(config, hf_config) -> None:

@@ -35,7 +35,7 @@ class Run:
         agreement: decides after every step whether to stop and whether to save.
     From load_tokenizer():
         tokenizer: the tokenizer of model.path.
-        reader: reads images; None if model.images is false.
+        processor: turns images into tokens and tensors; None if model.images is false.
     From the script:
         train, val: the data sets; val may be None.
     From count_steps():
@@ -59,7 +59,7 @@ class Run:
     heartbeat: Heartbeat | None
     agreement: Agreement
     tokenizer: Any = field(init=False)
-    reader: Any = field(init=False)
+    processor: Any = field(init=False)
     train: Any = field(init=False)
     val: Any = field(init=False)
     steps_per_epoch: int = field(init=False)
@@ -93,7 +93,7 @@ class Run:
         tracking.check_loggers(self.config)
         models.report_unused_mtp(self.config, hf_config)
         self.tokenizer = models.load_tokenizer(self.config)
-        self.reader = models.load_reader(self.config, self.tokenizer)
+        self.processor = models.load_processor(self.config, self.tokenizer)
 
     def count_steps(self) -> None:
         self.steps_per_epoch, self.total_steps = setup.count_steps(self.config, self.train)

@@ -64,12 +64,12 @@ def tokens_with_images(
         InputError: placeholders and images do not match, or an image cannot be read.
     """
     tokens = conversation.escaped_tokens(options.special_tokens_in_text)
-    reader = conversation.chat.reader
-    if reader:
+    processor = conversation.chat.processor
+    if processor:
         check_no_stray_placeholders(conversation, tokens, sources, options)
     if not sources:
         return tokens, RowImages()
-    if reader is None:
+    if processor is None:
         raise InputError("it has images: set model.images=true, or leave them out")
     if tokens is not conversation.tokens:
         raise InputError(
@@ -78,8 +78,8 @@ def tokens_with_images(
         )
     if len(sources) > 1:
         check_order_of_images(conversation)
-    images = [reader.resized(read_image(source, folder)) for source in sources]
-    expanded_tokens, of_tokens = reader.expand(conversation.text, images)
+    images = [processor.resized(read_image(source, folder)) for source in sources]
+    expanded_tokens, of_tokens = processor.expand(conversation.text, images)
     paths = [file_of(source, folder) for source in sources]
     files = [str(path) for path in paths if path]
     return expanded_tokens, RowImages(of_tokens, images, files)
@@ -89,11 +89,11 @@ def check_no_stray_placeholders(
     conversation: Conversation, tokens: Tokens, sources: list, options
 ) -> None:
     """Raise InputError if a text contains a placeholder that does not belong to an image."""
-    reader = conversation.chat.reader
-    if not sources and (reader.token_types([tokens.ids]) > 0).any():
+    processor = conversation.chat.processor
+    if not sources and (processor.token_types([tokens.ids]) > 0).any():
         raise InputError(
             "it has no image, and a text in it has what stands for one, such as "
-            f"{reader.image_token!r}"
+            f"{processor.image_token!r}"
         )
     for message in conversation.messages:
         if message["role"] != "assistant" and MARK in text_of(message.get("content")):

@@ -25,7 +25,7 @@ class ChatTokenizer:
     Args:
         tokenizer: a fast tokenizer of transformers.
         end_ids: tokens that end generation, in addition to the tokenizer's eos token.
-        reader: a data.images.processor.Reader, for rows with images.
+        processor: a data.images.processor.Processor, for rows with images.
 
     Attributes:
         end_ids: all tokens that end generation.
@@ -37,13 +37,13 @@ class ChatTokenizer:
         InputError: the tokenizer is not a fast one.
     """
 
-    def __init__(self, tokenizer, end_ids=(), reader=None):
+    def __init__(self, tokenizer, end_ids=(), processor=None):
         if not tokenizer.is_fast:
             raise InputError(
                 f"{type(tokenizer).__name__} gives no character offsets: a fast tokenizer is needed"
             )
         self.tokenizer = tokenizer
-        self.reader = reader
+        self.processor = processor
         self.end_ids = frozenset({tokenizer.eos_token_id, *end_ids} - {None})
 
         added_tokens = tokenizer.added_tokens_decoder
@@ -64,7 +64,7 @@ class ChatTokenizer:
         self.generation_prompts: dict[tuple, str] = {}
 
     @classmethod
-    def load(cls, tokenizer, directory: Path, reader=None) -> ChatTokenizer:
+    def load(cls, tokenizer, directory: Path, processor=None) -> ChatTokenizer:
         """Return a ChatTokenizer with the end tokens that a model's files list.
 
         These are the eos_token_id of generation_config.json and of config.json, if the files exist.
@@ -75,7 +75,7 @@ class ChatTokenizer:
                 continue
             eos = json.loads(path.read_text()).get("eos_token_id")
             end_ids |= set(eos if isinstance(eos, list) else [eos])
-        return cls(tokenizer, end_ids, reader)
+        return cls(tokenizer, end_ids, processor)
 
     def render(
         self, messages: list[dict], tools: list | None = None, tokenize: bool = False, **options

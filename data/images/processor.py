@@ -46,8 +46,8 @@ class Expanded(NamedTuple):
     is_image_token: list[int]
 
 
-class Reader:
-    """A model's processor of images and text.
+class Processor:
+    """transformers' processor of a vision-language model, with the checks that training needs.
 
     Args:
         path: the model's path.
@@ -66,9 +66,9 @@ class Reader:
     """
 
     def __init__(self, path: Path | str, tokenizer=None, dropped: Sequence[str] = ()):
-        self.processor = load_processor(Path(path), tokenizer)
+        self.hf_processor = load_hf_processor(Path(path), tokenizer)
         self.dropped = frozenset(dropped)
-        self.image_token = self.processor.image_token
+        self.image_token = self.hf_processor.image_token
         self.token_type_keys: list[str] = []
         image = grey_image(SMALL_SIDE)
         try:
@@ -76,7 +76,7 @@ class Reader:
             self.expand(self.image_token, [image])
         except CALL_ERRORS as error:
             raise InputError(
-                f"model.path={path}: {type(self.processor).__name__} is not supported: {error!r}"
+                f"model.path={path}: {type(self.hf_processor).__name__} is not supported: {error!r}"
             ) from error
         ids = output["input_ids"][0]
         self.token_type_keys = [
@@ -96,9 +96,9 @@ class Reader:
         if unknown:
             raise InputError(
                 f"{DROP_KEY} names {', '.join(sorted(unknown))}; "
-                f"{type(self.processor).__name__} returns {', '.join(sorted(keys))}"
+                f"{type(self.hf_processor).__name__} returns {', '.join(sorted(keys))}"
             )
-        needed = self.dropped & {*self.processor.image_processor.model_input_names}
+        needed = self.dropped & {*self.hf_processor.image_processor.model_input_names}
         if needed:
             raise InputError(
                 f"{DROP_KEY} names {', '.join(sorted(needed))}, which the model needs of an image: "
@@ -113,7 +113,7 @@ class Reader:
         lost = sorted(expected - self.tensors([image]).keys() - {*self.token_type_keys})
         if lost:
             raise InputError(
-                f"model.path={path}: {type(self.processor).__name__} returns {', '.join(lost)} "
+                f"model.path={path}: {type(self.hf_processor).__name__} returns {', '.join(lost)} "
                 "only for a text with images, which would not reach the model and is not supported"
                 f": leave it out with {DROP_KEY}=[{','.join(lost)}]"
             )
@@ -123,30 +123,30 @@ class Reader:
         for key in self.token_type_keys:
             if types != np.asarray(output[key]).tolist():
                 raise InputError(
-                    f"model.path={path}: {type(self.processor).__name__} returns {key}, which does "
-                    "not depend on the tokens alone and is not supported: leave it out with "
+                    f"model.path={path}: {type(self.hf_processor).__name__} returns {key}, which "
+                    "depends on more than the tokens and is not supported: leave it out with "
                     f"{DROP_KEY}=[{key}]"
                 )
 
     def _call(self, images: list, text: str, **options) -> dict:
-        return self.processor(images=images, text=[text], add_special_tokens=False, **options)
+        return self.hf_processor(images=images, text=[text], add_special_tokens=False, **options)
 
     def tensors(self, images: list[np.ndarray]) -> dict[str, Tensor]:
         """Return the model's inputs for one or more images, uint8 [height, width, 3]."""
         writable = [np.array(image) for image in images]  # torch warns about mapped memory
-        output = self.processor(images=writable, return_tensors="pt")
+        output = self.hf_processor(images=writable, return_tensors="pt")
         left_out = self.dropped | NOT_FOR_MODEL | {*self.token_type_keys}
         return {key: tensor for key, tensor in output.items() if key not in left_out}
 
     def token_types(self, ids: list[list[int]]) -> Tensor:
         """Return int64 [n, T]: 0 for tokens of text, another number for tokens of images."""
-        return torch.tensor(self.processor.create_mm_token_type_ids(ids))
+        return torch.tensor(self.hf_processor.create_mm_token_type_ids(ids))
 
-    def reads_as(self, other: Reader) -> bool:
+    def reads_as(self, other: Processor) -> bool:
         """Return whether both turn small and large images into the same tokens and pixels."""
         images = [self.resized(grey_image(side)) for side in (SMALL_SIDE, LARGE_SIDE)]
-        settings = self.processor.image_processor.to_dict()
-        other_settings = other.processor.image_processor.to_dict()
+        settings = self.hf_processor.image_processor.to_dict()
+        other_settings = other.hf_processor.image_processor.to_dict()
         has_same_tokens = self._tokens_of(images) == other._tokens_of(images)
         return has_same_tokens and settings == other_settings
 
@@ -186,7 +186,7 @@ class Reader:
 
     def _record_resizing(self, image: np.ndarray) -> tuple[list, dict[str, Tensor]]:
         """Return the results of the processor's resize() for an image, and the image's tensors."""
-        image_processor = self.processor.image_processor
+        image_processor = self.hf_processor.image_processor
         resize = image_processor.resize
         recorded = []
 
@@ -279,7 +279,7 @@ def place_before(place: int, replacements: Sequence[dict]) -> int:
     return place - num_added
 
 
-def load_processor(path: Path, tokenizer=None):
+def load_hf_processor(path: Path, tokenizer=None):
     """Return transformers' processor of a model, with a placeholder for images.
 
     Args:
@@ -337,18 +337,18 @@ class Pictures:
         images: a list of images for each row, uint8 [height, width, 3].
     """
 
-    def __init__(self, images: Sequence[list[np.ndarray]], reader: Reader):
+    def __init__(self, images: Sequence[list[np.ndarray]], processor: Processor):
         self.images = images
-        self.reader = reader
+        self.processor = processor
 
     @classmethod
-    def load(cls, folder: Path, reader: Reader) -> tuple[Pictures, str]:
+    def load(cls, folder: Path, processor: Processor) -> tuple[Pictures, str]:
         """Return the images of a cache folder, and a hash of the data that a model reads from it.
 
         The folder's name is not a sufficient hash: it does not depend on the contents of image
         files, which may change.
         """
         checksums = json.loads((folder / CHECKSUMS).read_text())
-        contents = [folder.name, checksums["pixels.bin"], sorted(reader.dropped)]
+        contents = [folder.name, checksums["pixels.bin"], sorted(processor.dropped)]
         digest = hashlib.sha256(json.dumps(contents).encode())
-        return cls(StoredImages(folder), reader), digest.hexdigest()
+        return cls(StoredImages(folder), processor), digest.hexdigest()

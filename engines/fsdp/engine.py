@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from data.batching.batch import Batch
 from data.batching.plan import MicroBatches
-from data.images.processor import Reader
+from data.images.processor import Processor
 from engines import optimizer, schedule
 from engines.adapter_guard import AdapterGuard
 from engines.base import Engine, LossFn
@@ -139,9 +139,9 @@ class FSDPEngine(Engine):
         self._images = None
         self._image_flops = 0
         if config.model.images:
-            self.reader = Reader(config.model.path, dropped=config.data.drop_processor_keys)
-            self._images = vision.Images(self.hf, self.reader)
-            self._image_flops = vision.count_flops(self.hf, self.reader)
+            self.processor = Processor(config.model.path, dropped=config.data.drop_processor_keys)
+            self._images = vision.Images(self.hf, self.processor)
+            self._image_flops = vision.count_flops(self.hf, self.processor)
         self._layers = layer_modules(self.hf, self.hf.get_decoder())
         prepare_layers(self.hf, config, self.device.type)
         # Unlike self._layers, these include the vision tower's layers.

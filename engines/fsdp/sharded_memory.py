@@ -6,7 +6,7 @@ import torch
 from omegaconf import DictConfig
 from torch import nn
 
-from data.images.processor import Reader
+from data.images.processor import Processor
 from engines.context_parallel import fixed_cp_size
 from engines.fsdp import vision
 from engines.fsdp.attention import gathers_keys
@@ -201,11 +201,11 @@ def layer_bytes_per_token(setup: Setup) -> float:
 def tower_bytes_per_token(setup: Setup) -> float:
     """Return the bytes that the vision tower keeps per token if all tokens are image tokens."""
     config = setup.config
-    reader = Reader(config.model.path, dropped=config.data.drop_processor_keys)
+    processor = Processor(config.model.path, dropped=config.data.drop_processor_keys)
     if not setup.is_trained:
         return 0
     return vision.kept_bytes_per_token(
-        setup.hf, reader, setup.compute_bytes, config.engine.activation_checkpointing
+        setup.hf, processor, setup.compute_bytes, config.engine.activation_checkpointing
     )
 
 

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from config import InputError
 from data.batching.batch import Batch
-from data.images.processor import Reader
+from data.images.processor import Processor
 from engines.model.flops import matrix_flops
 from engines.model.hf import layer_modules
 
@@ -42,7 +42,7 @@ def check_images(config: DictConfig) -> None:
 # -- costs -----------------------------------------------------------------------------------------
 
 
-def image_matrices(hf: nn.Module, reader: Reader) -> dict[nn.Parameter, float]:
+def image_matrices(hf: nn.Module, processor: Processor) -> dict[nn.Parameter, float]:
     """Return {matrix: rows per image token} for the matrices before the text model, in order.
 
     An image token sends one row per patch through the matrices of the vision tower's layers and the
@@ -61,7 +61,7 @@ def image_matrices(hf: nn.Module, reader: Reader) -> dict[nn.Parameter, float]:
     in_layers = {p for layer in layer_modules(hf, hf) for p in layer.parameters()}
     # A convolution turns pixels into patches. If there is none, the first matrix does.
     patch_matrix = next((p for p in matrices if p.ndim > 2), matrices[0])
-    patches = patches_per_token(reader, patch_matrix)
+    patches = patches_per_token(processor, patch_matrix)
     rows = {}
     for p in matrices:
         sees_patches = p in in_layers or p is patch_matrix or p.ndim > 2
@@ -69,12 +69,12 @@ def image_matrices(hf: nn.Module, reader: Reader) -> dict[nn.Parameter, float]:
     return rows
 
 
-def patches_per_token(reader: Reader, patch_matrix: nn.Parameter) -> float:
+def patches_per_token(processor: Processor, patch_matrix: nn.Parameter) -> float:
     """Return the number of patches per image token."""
-    ids, image = reader.sample
-    num_pixels = reader.tensors(image)["pixel_values"].numel()
+    ids, image = processor.sample
+    num_pixels = processor.tensors(image)["pixel_values"].numel()
     num_patches = num_pixels // patch_matrix[0].numel()
-    num_image_tokens = int((reader.token_types([ids.tolist()]) > 0).sum())
+    num_image_tokens = int((processor.token_types([ids.tolist()]) > 0).sum())
     return num_patches / num_image_tokens
 
 
@@ -83,18 +83,18 @@ def matrices_without_gradient(matrices: Iterable[nn.Parameter]) -> set[nn.Parame
     return {*takewhile(lambda p: not p.requires_grad, matrices)}
 
 
-def count_flops(hf: nn.Module, reader: Reader) -> int:
+def count_flops(hf: nn.Module, processor: Processor) -> int:
     """Return the FLOPs per image token of a forward and backward pass through the vision tower.
 
     They are counted as in engines.model.flops.count_flops().
     """
-    matrices = image_matrices(hf, reader)
+    matrices = image_matrices(hf, processor)
     skipped = matrices_without_gradient(matrices)
     return int(sum(matrix_flops(p, skipped) * rows for p, rows in matrices.items()))
 
 
 def kept_bytes_per_token(
-    hf: nn.Module, reader: Reader, itemsize: int, checkpointing: bool
+    hf: nn.Module, processor: Processor, itemsize: int, checkpointing: bool
 ) -> float:
     """Return the bytes per image token that the vision tower keeps for the backward pass.
 
@@ -105,7 +105,7 @@ def kept_bytes_per_token(
         itemsize: bytes per number of an activation.
         checkpointing: whether layers keep only their inputs, except one layer at a time.
     """
-    matrices = image_matrices(hf, reader)
+    matrices = image_matrices(hf, processor)
     skipped = matrices_without_gradient(matrices)
     outside_layers = matrices.keys()
     layer_inputs = [0.0]
@@ -177,15 +177,15 @@ class Images:
             on the filler's tokens, so its gradient is 0.
     """
 
-    def __init__(self, hf: nn.Module, reader: Reader):
-        self.reader = reader
-        self.filler, self.image = reader.sample
+    def __init__(self, hf: nn.Module, processor: Processor):
+        self.processor = processor
+        self.filler, self.image = processor.sample
         # Models with multi-axis position ids (M-RoPE, Qwen2-VL 2024) compute them with this method.
         self.get_position_ids = getattr(hf.base_model, "get_rope_index", None)
         self.position_arguments = {}
         if self.get_position_ids:
             self.position_arguments = inspect.signature(self.get_position_ids).parameters
-        available = {"input_ids", *reader.token_type_keys, *reader.tensors(self.image)}
+        available = {"input_ids", *processor.token_type_keys, *processor.tensors(self.image)}
         for parameter in self.position_arguments.values():
             is_required = (
                 parameter.default is parameter.empty
@@ -232,9 +232,10 @@ class Images:
         ids = pad_sequence(sequences, True)
         is_token = pad_sequence([torch.ones_like(sequence) for sequence in sequences], True)
         types = {
-            name: self.reader.token_types(ids.tolist()) for name in self.reader.token_type_keys
+            name: self.processor.token_types(ids.tolist())
+            for name in self.processor.token_type_keys
         }
-        image_tensors = self.reader.tensors(images or self.image)
+        image_tensors = self.processor.tensors(images or self.image)
         inputs = image_tensors | types | {"input_ids": ids, "attention_mask": is_token}
         by_token = {"input_ids": ids, "position_ids": self._position_ids(inputs), **types}
         if packed:
@@ -256,5 +257,5 @@ class Images:
 
         Such a token was sampled and has no image. No token follows it, so nothing depends on it.
         """
-        is_image = self.reader.token_types([ids[-1:].tolist()])[0] > 0
+        is_image = self.processor.token_types([ids[-1:].tolist()])[0] > 0
         return torch.cat([ids[:-1], ids[-1:].masked_fill(is_image, 0)])

@@ -169,17 +169,17 @@ def make_batches(engine: Engine) -> ProbeBatches:
     first, second = tokens.split(LENGTHS)
     pictures = None
     shared_length = SHARED_LENGTH
-    if engine.reader:
-        reader = engine.reader
+    if engine.processor:
+        processor = engine.processor
         pixels = torch.randint(256, (60, 90, 3), dtype=torch.uint8, generator=generator)
-        image = reader.resized(pixels.numpy())
-        image_tokens = torch.tensor(reader.expand(reader.image_token, [image]).tokens.ids)
-        before = reader.without_images(first[:TOKENS_BEFORE_IMAGE])
-        after = reader.without_images(first[TOKENS_BEFORE_IMAGE:])
+        image = processor.resized(pixels.numpy())
+        image_tokens = torch.tensor(processor.expand(processor.image_token, [image]).tokens.ids)
+        before = processor.without_images(first[:TOKENS_BEFORE_IMAGE])
+        after = processor.without_images(first[TOKENS_BEFORE_IMAGE:])
         first = torch.cat([before, image_tokens, after])
-        second = reader.without_images(second)
+        second = processor.without_images(second)
         shared_length += len(image_tokens)
-        pictures = Pictures([[image], [], [image, image]], reader)
+        pictures = Pictures([[image], [], [image, image]], processor)
     third = first[:shared_length]
 
     def batch(sequences: list[Tensor], rows_of_pictures: list[int]) -> Batch:

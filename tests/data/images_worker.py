@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 from config import InputError, load
 from data.batching.packing import partition
 from data.dataset import TokenDataset, tokenize
-from data.images.processor import Reader
+from data.images.processor import Processor
 from engines.checkpoint.export import export_hf
 from engines.fsdp.engine import FSDPEngine
 from engines.parallel import device
@@ -77,16 +77,16 @@ def configure(folder, case, *overrides):
     )
 
 
-def rows(folder, config, reader):
+def rows(folder, config, processor):
     path = tokenize(
         str(folder / "rows.jsonl"),
         AutoTokenizer.from_pretrained(config.model.path),
         config.data,
         folder / "cache" / f"{dist.get_world_size()}",
         config.model.path,
-        reader,
+        processor,
     )
-    return TokenDataset.load(path, reader)
+    return TokenDataset.load(path, processor)
 
 
 def loss_of(num_trained):
@@ -107,7 +107,7 @@ def main(folder):
         except InputError as error:
             results[name] = {"error": str(error)}
             continue
-        train = rows(folder, config, Reader(config.model.path))
+        train = rows(folder, config, Processor(config.model.path))
         batch = train.batch(range(len(train)))
         loss_fn = loss_of(int(batch.fields["loss_mask"].sum()))
         steps = []

@@ -28,7 +28,7 @@ from transformers import AutoConfig, AutoTokenizer, Qwen2_5_VLProcessor
 from config import InputError, load
 from data.batching.batch import Batch
 from data.dataset import TokenDataset, tokenize
-from data.images.processor import Pictures, Reader, load_processor
+from data.images.processor import Pictures, Processor, load_hf_processor
 from data.prompts import PromptDataset, tokenize_prompts
 from engines.build import engine_class
 from engines.fsdp import vision as images
@@ -36,7 +36,7 @@ from engines.fsdp.tower_attention import WINDOWS, vision_tower_configs
 from engines.fsdp.transforms import build_model
 from engines.heads import Head
 from engines.model.hf import auto_class
-from job.models import load_reader
+from job.models import load_processor
 from tests.data.images_worker import CASES, LR, STEPS, Case, configure
 from tests.support.estimates import estimate_gib
 from tests.support.launch import launch, run
@@ -130,7 +130,7 @@ TEXTS = [
 @functools.cache
 def plain_rows(folder, family):
     """Return what transformers' processor makes of each row: the model's inputs [1, T]."""
-    processor = load_processor(folder / family)
+    processor = load_hf_processor(folder / family)
     images = [Image.open(folder / f"{i}.png") for i in range(len(SIZES))]
     answers = ["fine", "yes, one", "two of them", "there", "a", "said"]
     rows = []
@@ -323,15 +323,15 @@ def options(**changes):
 
 
 @pytest.fixture(scope="module")
-def reader(folder):
-    return Reader(folder / "qwen2_5_vl")
+def processor(folder):
+    return Processor(folder / "qwen2_5_vl")
 
 
 @pytest.fixture
-def make(folder, reader, tmp_path):
+def make(folder, processor, tmp_path):
     """Return a function: make(rows, option=value, ...) -> the dataset of these rows."""
 
-    def make(rows, kind=TokenDataset, reader=reader, **changes):
+    def make(rows, kind=TokenDataset, processor=processor, **changes):
         (folder / "some.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         write = tokenize if kind is TokenDataset else tokenize_prompts
         path = write(
@@ -340,9 +340,9 @@ def make(folder, reader, tmp_path):
             options(**changes),
             tmp_path / "cache",
             folder / "qwen2_5_vl",
-            reader,
+            processor,
         )
-        return kind.load(path, reader)
+        return kind.load(path, processor)
 
     return make
 
@@ -495,8 +495,8 @@ def test_bad_images_are_errors_of_their_rows(make, bad, message):
 
 def test_images_need_a_model_of_images(make, folder):
     with pytest.raises(InputError, match=r"some.jsonl:1: it has images: set model.images=true"):
-        make([row()], reader=None)
-    assert len(make([{"messages": chat("no", "a")}], reader=None)) == 1
+        make([row()], processor=None)
+    assert len(make([{"messages": chat("no", "a")}], processor=None)) == 1
     with pytest.raises(InputError, match=r"some.jsonl:1: a part of a message is of type audio_url"):
         make(
             [
@@ -510,26 +510,26 @@ def test_images_need_a_model_of_images(make, folder):
                     )
                 }
             ],
-            reader=None,
+            processor=None,
         )
     with pytest.raises(
         InputError,
         match="data.drop_processor_keys names pixels; Qwen2_5_VLProcessor returns image_grid_thw",
     ):
-        Reader(folder / "qwen2_5_vl", dropped=["pixels"])
+        Processor(folder / "qwen2_5_vl", dropped=["pixels"])
     with pytest.raises(InputError, match="data.drop_processor_keys names input_ids; "):
-        Reader(folder / "qwen2_5_vl", dropped=["input_ids"])
+        Processor(folder / "qwen2_5_vl", dropped=["input_ids"])
     for key in ("pixel_values", "image_grid_thw"):
         with pytest.raises(
             InputError,
             match=f"data.drop_processor_keys names {key}, which the model needs of an image",
         ):
-            Reader(folder / "qwen2_5_vl", dropped=[key])
+            Processor(folder / "qwen2_5_vl", dropped=[key])
     make_model(folder / "text", "qwen2_tied")
     with pytest.raises(
         InputError, match="reads no images: transformers has no processor for model_type=qwen2"
     ):
-        Reader(folder / "text")
+        Processor(folder / "text")
 
 
 @pytest.mark.parametrize(
@@ -556,7 +556,7 @@ def test_truncation_never_cuts_an_image(make, truncation, text, num_rows, num_dr
         ("right", "long " * 50 + "<image>", False),
     ],
 )
-def test_truncation_of_a_prompt_never_cuts_an_image(make, reader, truncation, text, is_kept):
+def test_truncation_of_a_prompt_never_cuts_an_image(make, processor, truncation, text, is_kept):
     """vLLM gets the remaining prompt with one placeholder, and expands it to the same tokens."""
     prompts = make([row(text), row()], PromptDataset, truncation=truncation, max_prompt_length=150)
     assert len(prompts) == 1 + is_kept
@@ -564,8 +564,8 @@ def test_truncation_of_a_prompt_never_cuts_an_image(make, reader, truncation, te
     if is_kept:
         prompt = prompts[0]
         assert len(prompt.input_ids) == 150
-        before = reader.processor.tokenizer.decode(prompt.before_images)
-        assert reader.expand(before, prompt.images).tokens.ids == prompt.input_ids
+        before = processor.hf_processor.tokenizer.decode(prompt.before_images)
+        assert processor.expand(before, prompt.images).tokens.ids == prompt.input_ids
         assert prompt.text == before
 
 
@@ -593,7 +593,7 @@ def first_pixel(dataset):
 
 def test_keys_that_are_left_out_are_part_of_the_caches_name(make, folder, tmp_path):
     for dropped in ([], ["token_type_ids"]):
-        make([row()], reader=Reader(folder / "gemma3", dropped=dropped))
+        make([row()], processor=Processor(folder / "gemma3", dropped=dropped))
     assert len([*(tmp_path / "cache").iterdir()]) == 2
 
 
@@ -610,14 +610,14 @@ def test_batches_carry_images_along(make):
     assert [len(part.images) for part in batch.split([1, 2])] == [1, 2]
 
 
-def test_prompts_have_their_images_and_rewards_their_paths(make, reader):
+def test_prompts_have_their_images_and_rewards_their_paths(make, processor):
     prompts = make(
         [{"prompt": "which <image>", "images": ["0.png"], "answer": "red"}], PromptDataset
     )
     prompt = prompts[0]
     assert prompt.row == {"prompt": "which <image>", "images": ["0.png"], "answer": "red"}
     assert prompt.text == "<|im_start|>user\nwhich <image><|im_end|>\n<|im_start|>assistant\n"
-    placeholder = reader.processor.image_token_id
+    placeholder = processor.hf_processor.image_token_id
     assert prompt.before_images.count(placeholder) == 1
     assert prompt.input_ids.count(placeholder) > 1
     assert [image.shape for image in prompt.images] == [
@@ -695,8 +695,10 @@ def test_keys_that_would_not_reach_the_model_are_an_error(folder, monkeypatch):
         InputError,
         match=r"returns mask only for a text with images, .*data.drop_processor_keys=\[mask\]",
     ):
-        Reader(folder / "qwen2_5_vl")
-    assert Reader(folder / "qwen2_5_vl", dropped=["mask"]).token_type_keys == ["mm_token_type_ids"]
+        Processor(folder / "qwen2_5_vl")
+    assert Processor(folder / "qwen2_5_vl", dropped=["mask"]).token_type_keys == [
+        "mm_token_type_ids"
+    ]
 
 
 def test_token_types_that_a_model_needs_cannot_be_dropped(folder):
@@ -707,11 +709,12 @@ def test_token_types_that_a_model_needs_cannot_be_dropped(folder):
         InputError, match="needs mm_token_type_ids: remove it from data.drop_processor_keys"
     ):
         images.Images(
-            kind.from_config(config), Reader(folder / "qwen2_5_vl", dropped=["mm_token_type_ids"])
+            kind.from_config(config),
+            Processor(folder / "qwen2_5_vl", dropped=["mm_token_type_ids"]),
         )
-    assert Reader(folder / "llava").token_type_keys == []
-    assert Reader(folder / "gemma3").token_type_keys == ["token_type_ids"]
-    assert Reader(folder / "gemma3", dropped=["token_type_ids"]).token_type_keys == []
+    assert Processor(folder / "llava").token_type_keys == []
+    assert Processor(folder / "gemma3").token_type_keys == ["token_type_ids"]
+    assert Processor(folder / "gemma3", dropped=["token_type_ids"]).token_type_keys == []
 
 
 @pytest.mark.parametrize("role", ["critic", "reference"])
@@ -732,7 +735,7 @@ def test_all_models_of_a_run_have_the_same_tokens_for_an_image(folder, tmp_path,
                 f"{role}.path={path}",
             ],
         )
-        return load_reader(config, AutoTokenizer.from_pretrained(folder / "qwen2_5_vl"))
+        return load_processor(config, AutoTokenizer.from_pretrained(folder / "qwen2_5_vl"))
 
     other = make_image_model(tmp_path / "other", "qwen2_5_vl")
     settings = json.loads((other / "preprocessor_config.json").read_text()) | {
@@ -762,12 +765,12 @@ def test_activations_of_images_are_estimated(folder, family, dtype):
     With recomputation the estimate also includes what one layer takes.
     """
     shape = AutoConfig.from_pretrained(folder / family)
-    reader = Reader(folder / family)
+    processor = Processor(folder / family)
     image = np.random.RandomState(0).randint(0, 256, (224, 224, 3)).astype(np.uint8)
     inputs = {}
-    for name, x in reader.tensors([image]).items():
+    for name, x in processor.tensors([image]).items():
         inputs[name] = x.to(dtype) if x.is_floating_point() else x
-    num_tokens = sum(reader.expand(reader.image_token, [image]).is_image_token)
+    num_tokens = sum(processor.expand(processor.image_token, [image]).is_image_token)
 
     def estimate_and_measure(frozen="nothing", checkpointing=False):
         """Return bytes per image token: estimated and measured."""
@@ -786,7 +789,7 @@ def test_activations_of_images_are_estimated(folder, family, dtype):
         with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
             hf.base_model.get_image_features(**inputs)
         measured = sum(x.nbytes() for pointer, x in kept.items() if pointer not in weights)
-        estimated = images.kept_bytes_per_token(hf, reader, dtype.itemsize, checkpointing)
+        estimated = images.kept_bytes_per_token(hf, processor, dtype.itemsize, checkpointing)
         return estimated, measured / num_tokens
 
     estimated, whole = estimate_and_measure()
@@ -813,9 +816,9 @@ def test_a_thread_prepares_the_next_micro_batch(make, folder):
     batch = make([row(images=[f"{i}.png"]) for i in range(4)]).batch(range(4))
     config = AutoConfig.from_pretrained(folder / "qwen2_5_vl")
     hf = auto_class(config).from_config(config)
-    model_images = images.Images(hf, batch.pictures.reader)
+    model_images = images.Images(hf, batch.pictures.processor)
     recorded = RecordedImages(batch.pictures.images)
-    batch = dataclasses.replace(batch, pictures=Pictures(recorded, batch.pictures.reader))
+    batch = dataclasses.replace(batch, pictures=Pictures(recorded, batch.pictures.processor))
     micro_batches = batch.split([1] * 4)
     prepared = model_images.prepare_ahead(iter(micro_batches), packed=True)
     inputs_of_micro_batches = [next(prepared)[1]]
@@ -847,7 +850,7 @@ def test_a_dry_run_counts_activations_of_images(folder):
     )
     kept = images.kept_bytes_per_token(
         build_model(config, Head.LOG_PROBS)[0],
-        Reader(folder / "qwen2_5_vl"),
+        Processor(folder / "qwen2_5_vl"),
         4,
         config.engine.activation_checkpointing,
     )
@@ -923,7 +926,7 @@ def shades(folder):
     return folder
 
 
-def test_the_same_rows_beside_other_images_are_another_dataset(shades, reader, tmp_path):
+def test_the_same_rows_beside_other_images_are_another_dataset(shades, processor, tmp_path):
     colours = []
     for shade in (10, 200):
         (tmp_path / str(shade)).mkdir()
@@ -935,9 +938,9 @@ def test_the_same_rows_beside_other_images_are_another_dataset(shades, reader, t
             options(),
             tmp_path / "cache",
             shades / "qwen2_5_vl",
-            reader,
+            processor,
         )
-        colours += colours_of(TokenDataset.load(path, reader))
+        colours += colours_of(TokenDataset.load(path, processor))
     assert colours == [[10], [200]]
 
 
@@ -959,7 +962,7 @@ def test_an_image_that_changes_is_read_again(shades, make, form):
     assert colours == [[10], [200]]
 
 
-def test_columns_of_images_stay_encoded(shades, reader, tmp_path):
+def test_columns_of_images_stay_encoded(shades, processor, tmp_path):
     """Bytes come before the path, which is only a name.
 
     A bad image is an error of its row, and rewards get the path.
@@ -974,9 +977,9 @@ def test_columns_of_images_stay_encoded(shades, reader, tmp_path):
     def prompts(rows):
         pq.write_table(rows.data.table, path)
         written = tokenize_prompts(
-            str(path), tokenizer, options(), tmp_path, shades / "qwen2_5_vl", reader
+            str(path), tokenizer, options(), tmp_path, shades / "qwen2_5_vl", processor
         )
-        return PromptDataset.load(written, reader)
+        return PromptDataset.load(written, processor)
 
     typed_rows = rows.cast_column("images", datasets.List(datasets.Image()))
     for table in (rows, typed_rows):
@@ -987,7 +990,7 @@ def test_columns_of_images_stay_encoded(shades, reader, tmp_path):
         prompts(typed_rows)
 
 
-def test_a_cell_of_text_may_be_a_list_of_images(shades, reader, tmp_path):
+def test_a_cell_of_text_may_be_a_list_of_images(shades, processor, tmp_path):
     lists = [json.dumps(["10.png", "200.png"]), json.dumps([{"path": "200.png"}, "10.png"])]
     texts = ["<image> and <image>"] * 2
     colours = []
@@ -1002,9 +1005,9 @@ def test_a_cell_of_text_may_be_a_list_of_images(shades, reader, tmp_path):
             options(),
             tmp_path,
             shades / "qwen2_5_vl",
-            reader,
+            processor,
         )
-        colours.append(colours_of(TokenDataset.load(path, reader)))
+        colours.append(colours_of(TokenDataset.load(path, processor)))
     assert colours == [[[10, 200], [200, 10]]] * 2
 
 
@@ -1035,7 +1038,7 @@ def test_contents_have_one_form(shades, make):
         "hello \nworld",
     ]
     rows = [{"messages": chat(content, "a")} for content in parts]
-    for dataset in (make(rows), make(rows, reader=None)):
+    for dataset in (make(rows), make(rows, processor=None)):
         ids = [dataset.batch([i]).input_ids.tolist() for i in range(3)]
         assert ids[0] == ids[1]
         assert question_of(ids[0], shades) in ("hello world", "hello \nworld")
@@ -1085,7 +1088,7 @@ def test_a_row_that_would_end_with_an_image_is_dropped(make):
     assert make(rows, max_length=end + 1, truncation="right").stats["dropped_images"] == 0
 
 
-def test_a_template_that_moves_images_is_refused(folder, reader, tmp_path):
+def test_a_template_that_moves_images_is_refused(folder, processor, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(folder / "qwen2_5_vl")
     tokenizer.chat_template = tokenizer.chat_template.replace(
         "in m.content %}", "in m.content|reverse %}"
@@ -1100,11 +1103,11 @@ def test_a_template_that_moves_images_is_refused(folder, reader, tmp_path):
             options(),
             tmp_path,
             folder / "qwen2_5_vl",
-            reader,
+            processor,
         )
 
 
-def test_images_without_a_chat_template_are_an_error(folder, reader, tmp_path):
+def test_images_without_a_chat_template_are_an_error(folder, processor, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(folder / "qwen2_5_vl")
     tokenizer.chat_template = None
     (folder / "plain.jsonl").write_text(
@@ -1118,5 +1121,5 @@ def test_images_without_a_chat_template_are_an_error(folder, reader, tmp_path):
                 options(),
                 tmp_path,
                 folder / "qwen2_5_vl",
-                reader,
+                processor,
             )

@@ -43,7 +43,7 @@ class StubEngine:
     cp_groups = {1: None}
     compute_dtype = torch.float32
     device = torch.device("cpu")
-    reader = None
+    processor = None
 
     def __init__(self, leaking_layer: int | None, num_layers: int = 4):
         torch.manual_seed(0)
