@@ -34,7 +34,7 @@ from benchmarks.shapes import IMAGE, NAMES, VISION, make_model
 from config import load
 from data.batching.batch import Batch, bounds
 from data.batching.packing import pack
-from data.images.processor import Pictures, Processor
+from data.images.processor import ImageStore, Processor
 from engines.base import Engine
 from engines.build import engine_class
 from engines.memory import GIB
@@ -88,7 +88,7 @@ def make_image_batch(
     for start in batch.cu_seqlens[:-1].tolist():
         ids[start : start + len(image_ids)] = image_ids
     batch.rows = torch.zeros(len(lengths), dtype=torch.int64)
-    batch.pictures = Pictures([[image]], processor)
+    batch.image_store = ImageStore([[image]], processor)
     return batch
 
 

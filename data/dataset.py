@@ -16,7 +16,7 @@ import torch
 from data.batching.batch import Batch
 from data.chat.encoding import Steps, encode
 from data.chat.tokenizer import ChatTokenizer
-from data.images.processor import Pictures, Processor
+from data.images.processor import ImageStore, Processor
 from data.shapes import read_shape
 from data.tokenization import Kind, kept_tokens, tokenized
 
@@ -101,9 +101,9 @@ class TokenDataset:
         self.loss_mask = np.load(path / "loss_mask.npy", mmap_mode="r")
         self.cu_seqlens = np.load(path / "cu_seqlens.npy", mmap_mode="r")
         self.lengths = np.diff(np.asarray(self.cu_seqlens))
-        self.pictures: Pictures | None = None
+        self.image_store: ImageStore | None = None
         if processor:
-            self.pictures, self.name = Pictures.load(path, processor)
+            self.image_store, self.name = ImageStore.load(path, processor)
 
     @classmethod
     def load(cls, path: Path, processor: Processor | None = None) -> TokenDataset:
@@ -130,7 +130,7 @@ class TokenDataset:
                 "answer_mask": joined(map(last_run, masks), np.float32),
             },
             torch.as_tensor(np.asarray(indices)),
-            self.pictures,
+            self.image_store,
         )
 
 

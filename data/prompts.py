@@ -21,7 +21,7 @@ from data.chat.forms import has_image, text_of
 from data.chat.placeholders import RowImages, tokens_with_images
 from data.chat.plain_text import check_no_images, tokenize_plain
 from data.chat.tokenizer import ChatTokenizer
-from data.images.processor import Pictures, Processor
+from data.images.processor import ImageStore, Processor
 from data.images.sources import IMAGE, place_images, without_pixels
 from data.rows import has_prompt_column, read_messages, template_inputs
 from data.shapes import read_shape
@@ -229,15 +229,15 @@ class PromptDataset(Sequence):
         stats: see data.tokenization.write_arrays().
         drawn_lengths: np.float32 [n], the mean length in tokens of each prompt's latest responses;
             nan before the first ones.
-        pictures: the images of the prompts; None for a model without images.
+        image_store: the images of the prompts; None for a model without images.
     """
 
-    pictures: Pictures | None = None
+    image_store: ImageStore | None = None
 
     def __init__(self, path: Path, processor: Processor | None = None):
         self.name = path.name
         if processor:
-            self.pictures, self.name = Pictures.load(path, processor)
+            self.image_store, self.name = ImageStore.load(path, processor)
         self.stats = json.loads((path / "stats.json").read_text())
         self.input_ids = np.load(path / "input_ids.npy", mmap_mode="r")
         self.cu_seqlens = np.load(path / "cu_seqlens.npy", mmap_mode="r")
@@ -258,7 +258,7 @@ class PromptDataset(Sequence):
         start = self.record_ends[row - 1] if row else 0
         record = json.loads(self.records[start : self.record_ends[row]].tobytes())
         ids = self.input_ids[self.cu_seqlens[row] : self.cu_seqlens[row + 1]].tolist()
-        images = self.pictures.images[row] if self.pictures else ()
+        images = self.image_store.images[row] if self.image_store else ()
         return Prompt(ids, images=images, **record)
 
     def expected_lengths(self, rows: Sequence[int]) -> list[float]:

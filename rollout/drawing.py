@@ -209,9 +209,9 @@ class Sampler:
             request.sampling,
             **image_arguments(request.dataset, prompts),
         )
-        if request.dataset.pictures:
+        if request.dataset.image_store:
             rows = dataset_rows(request, assignment)[assignment.replica]
-            batch = replace(batch, rows=rows, pictures=request.dataset.pictures)
+            batch = replace(batch, rows=rows, image_store=request.dataset.image_store)
         rank = torch.tensor(dist.get_rank())
         seconds = torch.zeros(dist.get_world_size())
         seconds = seconds.index_fill(0, rank, time.perf_counter() - start)
@@ -291,7 +291,7 @@ class Sampler:
                 **generation.metrics,
             },
             parts={name: values.float() for name, values in numbers.parts.items()},
-            rows=dataset_rows(request, assignment) if request.dataset.pictures else None,
+            rows=dataset_rows(request, assignment) if request.dataset.image_store else None,
         )
         return samples, numbers.is_graded.bool()
 
@@ -343,7 +343,7 @@ def dataset_rows(request: Request, assignment: Assignment) -> Tensor:
 
 def image_arguments(dataset: PromptDataset, prompts: list[Prompt]) -> dict:
     """Return Rollout.generate()'s arguments for the prompts' images, if the dataset has images."""
-    if not dataset.pictures:
+    if not dataset.image_store:
         return {}
     image_prompts = [
         ImagePrompt(prompt.before_images or prompt.input_ids, prompt.images) for prompt in prompts

@@ -130,7 +130,7 @@ def plan_mini_batches(
 ) -> Routes:
     """Divide each mini-batch over data-parallel ranks, so that they have equal work."""
     image_flops = torch.zeros(len(samples), dtype=torch.float64)
-    if samples.batch.pictures:
+    if samples.batch.image_store:
         own_flops = engine.image_flops(samples.batch)
         image_flops[samples.held] = torch.tensor(own_flops, dtype=torch.float64)
         image_flops = sum_over_ranks(image_flops, group)
@@ -170,11 +170,11 @@ def exchange_tokens(
         return received
 
     sent = samples.batch.select(torch.cat(leaving))
-    has_pictures = sent.pictures is not None
+    has_images = sent.image_store is not None
     return Batch(
         exchange(sent.input_ids),
         bounds(lengths),
         {name: exchange(x) for name, x in sent.fields.items()},
-        samples.rows[arriving] if has_pictures else None,
-        sent.pictures,
+        samples.rows[arriving] if has_images else None,
+        sent.image_store,
     )

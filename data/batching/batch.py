@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from data.images.processor import Pictures
+    from data.images.processor import ImageStore
 
 
 @dataclass
@@ -23,8 +23,8 @@ class Batch:
         cu_seqlens: [n+1] int64; sequence i is cu_seqlens[i]:cu_seqlens[i+1].
         fields: name -> [T]; entry t belongs to token t. For example loss_mask, old_log_probs and
             advantages; also kept_words [T, K] int32, see the property.
-        rows: [n] int64, the row of `pictures` that holds each sequence's images.
-        pictures: the images of all rows; the same object in all batches that are joined. None
+        rows: [n] int64, the row of `image_store` that holds each sequence's images.
+        image_store: the images of all rows; the same object in all batches that are joined. None
             without images.
     """
 
@@ -32,7 +32,7 @@ class Batch:
     cu_seqlens: Tensor
     fields: dict[str, Tensor] = field(default_factory=dict)
     rows: Tensor | None = None
-    pictures: Pictures | None = None
+    image_store: ImageStore | None = None
 
     def __len__(self) -> int:
         return len(self.cu_seqlens) - 1
@@ -58,9 +58,9 @@ class Batch:
     @property
     def images(self) -> list[np.ndarray]:
         """The images of all sequences, in order: uint8 [height, width, 3] each."""
-        if not self.pictures:
+        if not self.image_store:
             return []
-        return [image for row in self.rows.tolist() for image in self.pictures.images[row]]
+        return [image for row in self.rows.tolist() for image in self.image_store.images[row]]
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
@@ -70,9 +70,9 @@ class Batch:
         fields = {}
         for name in first.fields:
             fields[name] = torch.cat([batch.fields[name] for batch in batches])
-        rows = torch.cat([batch.rows for batch in batches]) if first.pictures else None
+        rows = torch.cat([batch.rows for batch in batches]) if first.image_store else None
         input_ids = torch.cat([batch.input_ids for batch in batches])
-        return Batch(input_ids, bounds(lengths), fields, rows, first.pictures)
+        return Batch(input_ids, bounds(lengths), fields, rows, first.image_store)
 
     def select(self, indices: Sequence[int] | Tensor) -> Batch:
         """Return the sequences at these indices, in this order."""
@@ -83,8 +83,8 @@ class Batch:
         offset_of_token = torch.repeat_interleave(offsets, lengths)
         tokens = torch.arange(int(cu_seqlens[-1])) + offset_of_token
         fields = {name: values[tokens] for name, values in self.fields.items()}
-        rows = self.rows[indices] if self.pictures else None
-        return Batch(self.input_ids[tokens], cu_seqlens, fields, rows, self.pictures)
+        rows = self.rows[indices] if self.image_store else None
+        return Batch(self.input_ids[tokens], cu_seqlens, fields, rows, self.image_store)
 
     def split(self, counts: list[int]) -> list[Batch]:
         """Return the first counts[0] sequences, the next counts[1], and so on.
@@ -95,11 +95,11 @@ class Batch:
         num_tokens = [int(part.sum()) for part in lengths]
         input_ids = self.input_ids.split(num_tokens)
         fields = {name: values.split(num_tokens) for name, values in self.fields.items()}
-        rows = self.rows.split(counts) if self.pictures else [None] * len(counts)
+        rows = self.rows.split(counts) if self.image_store else [None] * len(counts)
         parts = []
         for i in range(len(counts)):
             own_fields = {name: values[i] for name, values in fields.items()}
-            part = Batch(input_ids[i], bounds(lengths[i]), own_fields, rows[i], self.pictures)
+            part = Batch(input_ids[i], bounds(lengths[i]), own_fields, rows[i], self.image_store)
             parts.append(part)
         return parts
 

@@ -330,7 +330,7 @@ def without_videos(kind: type) -> type:
     return WithoutVideos
 
 
-class Pictures:
+class ImageStore:
     """The images of rows, and the processor that turns them into tensors.
 
     Args:
@@ -342,7 +342,7 @@ class Pictures:
         self.processor = processor
 
     @classmethod
-    def load(cls, folder: Path, processor: Processor) -> tuple[Pictures, str]:
+    def load(cls, folder: Path, processor: Processor) -> tuple[ImageStore, str]:
         """Return the images of a cache folder, and a hash of the data that a model reads from it.
 
         The folder's name is not a sufficient hash: it does not depend on the contents of image

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from config import InputError
 from data.batching.batch import Batch, bounds
-from data.images.processor import Pictures
+from data.images.processor import ImageStore
 from engines.base import Engine
 from engines.context_parallel import has_dynamic_cp, shares_sequences
 from engines.heads import ValueHead
@@ -167,7 +167,7 @@ def make_batches(engine: Engine) -> ProbeBatches:
     vocabulary = engine.hf_config.vocab_size
     tokens = torch.randint(vocabulary, (sum(LENGTHS),), generator=generator)
     first, second = tokens.split(LENGTHS)
-    pictures = None
+    image_store = None
     shared_length = SHARED_LENGTH
     if engine.processor:
         processor = engine.processor
@@ -179,13 +179,13 @@ def make_batches(engine: Engine) -> ProbeBatches:
         first = torch.cat([before, image_tokens, after])
         second = processor.without_images(second)
         shared_length += len(image_tokens)
-        pictures = Pictures([[image], [], [image, image]], processor)
+        image_store = ImageStore([[image], [], [image, image]], processor)
     third = first[:shared_length]
 
-    def batch(sequences: list[Tensor], rows_of_pictures: list[int]) -> Batch:
+    def batch(sequences: list[Tensor], image_rows: list[int]) -> Batch:
         lengths = torch.tensor([len(sequence) for sequence in sequences])
-        rows = torch.tensor(rows_of_pictures)
-        return Batch(torch.cat(sequences), bounds(lengths), {}, rows, pictures)
+        rows = torch.tensor(image_rows)
+        return Batch(torch.cat(sequences), bounds(lengths), {}, rows, image_store)
 
     return ProbeBatches(
         two_sequences=batch([first, second], [0, 1]),

@@ -95,10 +95,10 @@ def vllm_prompts(image_prompts: Sequence[ImagePrompt]) -> list[dict]:
     for _, images in image_prompts:
         for array in images:
             arrays[id(array)] = array
-    pictures = {}
+    pil_images = {}
     hashes = {}
     for key, array in arrays.items():
-        pictures[key] = Image.fromarray(array)
+        pil_images[key] = Image.fromarray(array)
         digest = sha256(np.ascontiguousarray(array)).hexdigest()
         hashes[key] = f"{array.shape} {digest}"
 
@@ -107,7 +107,7 @@ def vllm_prompts(image_prompts: Sequence[ImagePrompt]) -> list[dict]:
         keys = [id(array) for array in images]
         prompt = {
             "prompt_token_ids": input_ids,
-            "multi_modal_data": {"image": [pictures[key] for key in keys]},
+            "multi_modal_data": {"image": [pil_images[key] for key in keys]},
             "multi_modal_uuids": {"image": [hashes[key] for key in keys]},
         }
         prompts.append(prompt)

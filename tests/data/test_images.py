@@ -28,7 +28,7 @@ from transformers import AutoConfig, AutoTokenizer, Qwen2_5_VLProcessor
 from config import InputError, load
 from data.batching.batch import Batch
 from data.dataset import TokenDataset, tokenize
-from data.images.processor import Pictures, Processor, load_hf_processor
+from data.images.processor import ImageStore, Processor, load_hf_processor
 from data.prompts import PromptDataset, tokenize_prompts
 from engines.build import engine_class
 from engines.fsdp import vision as images
@@ -587,7 +587,7 @@ def test_an_image_that_changes_is_read_anew(make, folder, capsys, kind, text):
 
 
 def first_pixel(dataset):
-    image = dataset.pictures.images[0][0]
+    image = dataset.image_store.images[0][0]
     return image[0, 0].tolist()
 
 
@@ -621,7 +621,7 @@ def test_prompts_have_their_images_and_rewards_their_paths(make, processor):
     assert prompt.before_images.count(placeholder) == 1
     assert prompt.input_ids.count(placeholder) > 1
     assert [image.shape for image in prompt.images] == [
-        image.shape for image in prompts.pictures.images[0]
+        image.shape for image in prompts.image_store.images[0]
     ]
 
 
@@ -816,9 +816,11 @@ def test_a_thread_prepares_the_next_micro_batch(make, folder):
     batch = make([row(images=[f"{i}.png"]) for i in range(4)]).batch(range(4))
     config = AutoConfig.from_pretrained(folder / "qwen2_5_vl")
     hf = auto_class(config).from_config(config)
-    model_images = images.Images(hf, batch.pictures.processor)
-    recorded = RecordedImages(batch.pictures.images)
-    batch = dataclasses.replace(batch, pictures=Pictures(recorded, batch.pictures.processor))
+    model_images = images.Images(hf, batch.image_store.processor)
+    recorded = RecordedImages(batch.image_store.images)
+    batch = dataclasses.replace(
+        batch, image_store=ImageStore(recorded, batch.image_store.processor)
+    )
     micro_batches = batch.split([1] * 4)
     prepared = model_images.prepare_ahead(iter(micro_batches), packed=True)
     inputs_of_micro_batches = [next(prepared)[1]]
@@ -915,7 +917,7 @@ def colours_of(dataset):
     """Return the mean of each image, by row."""
     colours = []
     for row in range(len(dataset)):
-        colours.append([int(image.mean()) for image in dataset.pictures.images[row]])
+        colours.append([int(image.mean()) for image in dataset.image_store.images[row]])
     return colours
 
 
