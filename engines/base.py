@@ -158,8 +158,8 @@ class Engine(ABC):
 
         Log-probabilities are computed only for tokens whose fields["loss_mask"] is not 0, because
         the output matrix costs as much as several layers; elsewhere they are 0. Without that field,
-        they are computed for all but the first token of each sequence. With fields["kept_words"]
-        [T, K], log-probabilities and entropy are normalized over the tokens that sampling kept.
+        they are computed for all but the first token of each sequence. With fields["candidate_ids"]
+        [T, K], log-probabilities and entropy are normalized over these candidates.
 
         Args:
             batch: this rank's share.

@@ -60,7 +60,7 @@ class LogProbHead(nn.Module):
         )
 
     def forward(
-        self, hidden: Tensor, weight: Tensor, targets: Tensor, kept_words: Tensor
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, candidate_ids: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return log_probs [k] fp32, entropy [k] fp32 (nats) and is_greedy [k] bool.
 
@@ -68,7 +68,7 @@ class LogProbHead(nn.Module):
             hidden: [k, h]. See linear_log_probs about its gradient.
             weight: [this rank's share of the vocabulary, h].
             targets: [k] int64, the tokens to predict.
-            kept_words: [k, K] int64, the tokens that sampling kept for each target; K = 0: all.
+            candidate_ids: [k, K] int64, the tokens that each target was sampled from; K = 0: all.
         """
         settings = self.settings
         if settings.group is not None:
@@ -76,7 +76,7 @@ class LogProbHead(nn.Module):
             num_tokens = max(0, self.vocab_size - first_token)
             weight = weight[:num_tokens]  # without the rows that pad the vocabulary
             settings = replace(settings, first_token=first_token)
-        return linear_log_probs(hidden, weight, targets, settings, kept_words)
+        return linear_log_probs(hidden, weight, targets, settings, candidate_ids)
 
 
 class ValueHead(nn.Module):
@@ -86,7 +86,7 @@ class ValueHead(nn.Module):
     num_differentiable = 1
 
     def forward(
-        self, hidden: Tensor, weight: Tensor, targets: Tensor, kept_words: Tensor
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, candidate_ids: Tensor
     ) -> tuple[Tensor]:
         """Return the value [k] fp32 of the state before each target; weight is [1, h]."""
         values = nn.functional.linear(hidden, weight)[:, 0]

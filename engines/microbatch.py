@@ -67,7 +67,7 @@ class MicroBatch:
     group       the context-parallel ranks that share the micro-batch
     place       [own] int64: the slots of this rank that predict
     targets     [own] int64: the token that each of these slots predicts
-    kept_words  [own, K] int64: the tokens that sampling kept for each target, see Batch
+    candidate_ids  [own, K] int64: the tokens that each target was sampled from, see Batch
     token       [k] int64: the tokens that are predicted, on all ranks
     source      [k] int64: the slot that predicts each token, among the [ranks * size] of all ranks
     fields      name -> [T]
@@ -84,7 +84,7 @@ class MicroBatch:
     group: ProcessGroup
     place: Tensor
     targets: Tensor
-    kept_words: Tensor
+    candidate_ids: Tensor
     token: Tensor
     source: Tensor
     fields: dict[str, Tensor]
@@ -282,7 +282,7 @@ def lay_out(
         group=group,
         place=move(placement.slots.slot[is_own]),
         targets=move(batch.input_ids[own_targets]),
-        kept_words=move(batch.kept_words[own_targets]),
+        candidate_ids=move(batch.candidate_ids[own_targets]),
         token=move(placement.predicted),
         source=move(placement.slots.rank * grid.num_slots + placement.slots.slot),
         fields={name: move(values) for name, values in batch.fields.items()},

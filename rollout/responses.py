@@ -11,54 +11,56 @@ import torch
 from data.batching.batch import Batch
 
 MAP_NORESERVE = 0x4000  # linux/mman.h
-# If the kept tokens have a lower total probability, beyond rounding, others could be drawn as well.
-COVERED = 0.99
+# If the recorded candidates have less total probability than this, the sampler had further ones.
+MIN_COVERAGE = 0.99
 
 
 class Responses:
     """Responses to n requests, which grow a token at a time.
 
-    tokens     int32 [n, max_tokens]; only the first lengths[i] tokens of row i are valid
-    log_probs  fp32 [n, max_tokens]
-    lengths    int64 [n]
-    kept       int32 [n, max_tokens, 1 + num_kept]: the token that was drawn, followed by the tokens
-               that it was drawn from, padded with -1; None if num_kept is 0
+    tokens      int32 [n, max_tokens]; only the first lengths[i] tokens of row i are valid
+    log_probs   fp32 [n, max_tokens]
+    lengths     int64 [n]
+    candidates  int32 [n, max_tokens, 1 + num_candidates]: the token that was drawn, followed by the
+                tokens that it was drawn from, padded with -1; None if num_candidates is 0
     """
 
-    def __init__(self, n: int, max_tokens: int, num_kept: int):
+    def __init__(self, n: int, max_tokens: int, num_candidates: int):
         self.tokens = lazy_zeros((n, max_tokens), np.int32)
         self.log_probs = lazy_zeros((n, max_tokens), np.float32)
-        self.kept = lazy_zeros((n, max_tokens, 1 + num_kept), np.int32) if num_kept else None
+        self.candidates: np.ndarray | None = None
+        if num_candidates:
+            self.candidates = lazy_zeros((n, max_tokens, 1 + num_candidates), np.int32)
         self.lengths = np.zeros(n, np.int64)
 
     def append(self, rows: np.ndarray, token_ids: np.ndarray, log_probs: np.ndarray) -> None:
         """Append one token to each of these rows, which must be distinct.
 
-        token_ids, log_probs: [len(rows), 1 + num_kept]; vLLM lists the token that was drawn, and
-        then the num_kept likeliest ones.
+        token_ids, log_probs: [len(rows), 1 + num_candidates]; vLLM lists the token that was drawn
+        first, followed by the num_candidates most likely ones.
         """
         self._write((rows, self.lengths[rows]), token_ids, log_probs)
         self.lengths[rows] += 1
 
     def set(self, row: int, token_ids: np.ndarray, log_probs: np.ndarray) -> None:
-        """Write a whole response: token_ids, log_probs [tokens, 1 + num_kept]."""
+        """Write a whole response: token_ids, log_probs [tokens, 1 + num_candidates]."""
         self._write((row, slice(len(token_ids))), token_ids, log_probs)
         self.lengths[row] = len(token_ids)
 
     def _write(self, position: tuple, token_ids: np.ndarray, log_probs: np.ndarray) -> None:
         self.tokens[position] = token_ids[:, 0]
         self.log_probs[position] = log_probs[:, 0]
-        if self.kept is None:
+        if self.candidates is None:
             return
-        if (np.exp(log_probs[:, 1:]).sum(1) < COVERED).any():
-            num_kept = token_ids.shape[1] - 1
+        if (np.exp(log_probs[:, 1:]).sum(1) < MIN_COVERAGE).any():
+            num_candidates = token_ids.shape[1] - 1
             warnings.warn(
-                f"some tokens were drawn from more than {num_kept} tokens, because several of them "
-                f"have equal probabilities, but the trainer knows only the first {num_kept}: lower "
-                "rollout.top_p, or raise rollout.top_k",
+                f"some tokens were drawn from more than {num_candidates} candidates, because "
+                "several candidates are equally likely, but the trainer knows only the first "
+                f"{num_candidates}: lower rollout.top_p, or raise rollout.top_k",
                 stacklevel=2,
             )
-        self.kept[position] = np.where(np.isinf(log_probs), -1, token_ids)
+        self.candidates[position] = np.where(np.isinf(log_probs), -1, token_ids)
 
     def batch(self, prompts: Sequence[list[int]]) -> Batch:
         """Return prompts and responses, packed, with the fields that Rollout.generate() lists."""
@@ -81,10 +83,10 @@ class Responses:
         log_probs = np.zeros_like(mask)
         log_probs[targets] = self.log_probs[rows, columns]
         fields = {"loss_mask": mask, "rollout_log_probs": log_probs}
-        if self.kept is not None:
-            kept = np.full((num_tokens, self.kept.shape[2]), -1, np.int32)
-            kept[targets] = self.kept[rows, columns]
-            fields["kept_words"] = kept
+        if self.candidates is not None:
+            candidates = np.full((num_tokens, self.candidates.shape[2]), -1, np.int32)
+            candidates[targets] = self.candidates[rows, columns]
+            fields["candidate_ids"] = candidates
         return Batch(
             torch.from_numpy(input_ids),
             torch.from_numpy(cu_seqlens),

@@ -22,7 +22,7 @@ class Batch:
         input_ids: [T] int64.
         cu_seqlens: [n+1] int64; sequence i is cu_seqlens[i]:cu_seqlens[i+1].
         fields: name -> [T]; entry t belongs to token t. For example loss_mask, old_log_probs and
-            advantages; also kept_words [T, K] int32, see the property.
+            advantages; also candidate_ids [T, K] int32, see the property.
         rows: [n] int64, the row of `image_store` that holds each sequence's images.
         image_store: the images of all rows; the same object in all batches that are joined. None
             without images.
@@ -48,12 +48,12 @@ class Batch:
         return torch.arange(len(self.input_ids)) - starts
 
     @property
-    def kept_words(self) -> Tensor:
+    def candidate_ids(self) -> Tensor:
         """[T, K] int64: the token ids that each token was sampled from (rollout.top_k).
 
         Padded with -1 where there are fewer than K. K = 0 means the full vocabulary.
         """
-        return self.fields.get("kept_words", torch.empty(len(self.input_ids), 0)).long()
+        return self.fields.get("candidate_ids", torch.empty(len(self.input_ids), 0)).long()
 
     @property
     def images(self) -> list[np.ndarray]:

@@ -301,14 +301,14 @@ class FSDPEngine(Engine):
         """Return the head's outputs for all tokens of one sequence but the first."""
         ids = sequence.input_ids.to(self.device)
         place = torch.arange(len(ids) - 1, device=self.device)
-        kept_words = ids.new_empty(len(place), 0)
+        candidate_ids = ids.new_empty(len(place), 0)
         if sequence.images:
             inputs = self._images.inputs(sequence, sequence.images, packed=False)
             inputs = {name: x.to(self.device) for name, x in inputs.items()}
         else:
             position_ids = torch.arange(len(ids), device=self.device)
             inputs = {"input_ids": ids[None], "position_ids": position_ids[None]}
-        return self.model(place, ids[1:], kept_words, **inputs)
+        return self.model(place, ids[1:], candidate_ids, **inputs)
 
     @contextmanager
     def padded(self) -> Iterator[None]:
@@ -367,7 +367,9 @@ class FSDPEngine(Engine):
             "input_ids": batch.input_ids,
             "position_ids": batch.positions.expand_as(batch.input_ids),
         }
-        outputs = self.model(batch.place, batch.targets, batch.kept_words, batch.packing, **inputs)
+        outputs = self.model(
+            batch.place, batch.targets, batch.candidate_ids, batch.packing, **inputs
+        )
         return tuple(batch.to_tokens(x) for x in outputs)
 
     # -- structure ---------------------------------------------------------------------------------

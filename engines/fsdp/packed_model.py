@@ -23,7 +23,7 @@ class PackedModel(nn.Module):
         self,
         place: Tensor,
         targets: Tensor,
-        kept_words: Tensor,
+        candidate_ids: Tensor,
         packing: Packing | None = None,
         **inputs: Tensor,
     ):
@@ -32,7 +32,7 @@ class PackedModel(nn.Module):
         Args:
             place: [k], for each token the index of the preceding token in [length * rows].
             targets: [k], the tokens themselves.
-            kept_words: [k, K], the tokens that sampling kept.
+            candidate_ids: [k, K], the tokens that each target was sampled from.
             packing: None if every row holds one sequence.
             inputs: input_ids and position_ids [rows, length] and, for images, further inputs of the
                 model.
@@ -44,4 +44,4 @@ class PackedModel(nn.Module):
         outputs = body(use_cache=False, **attention, **inputs)
         hidden = outputs[0].transpose(0, 1).flatten(0, 1).index_select(0, place)
         weight = self.hf.get_output_embeddings().weight.to(hidden.dtype)
-        return self.head(hidden, weight, targets, kept_words)
+        return self.head(hidden, weight, targets, candidate_ids)

@@ -34,7 +34,7 @@ class TokenOutputs:
             self.gather_hidden(hidden).index_select(0, micro_batch.place),
             self.output_matrix().to(hidden.dtype),
             micro_batch.targets,
-            micro_batch.kept_words,
+            micro_batch.candidate_ids,
         )
         return tuple(micro_batch.to_tokens(output) for output in outputs)
 

@@ -33,9 +33,9 @@ from rollout.vllm.image_prompts import (
     find_placeholder_ids,
 )
 from rollout.vllm.sampling import (
+    count_candidates,
     find_stop_token_ids,
     next_token_params,
-    num_candidates,
     preserved_random_state,
     sampling_params,
 )
@@ -199,7 +199,7 @@ class Rollout:
             * loss_mask, fp32 [T]: 1 on responses, including the token that ends them;
             * rollout_log_probs, fp32 [T]: under the distribution that tokens were sampled from,
               after temperature, top_p etc.;
-            * kept_words, int32 [T, top_k + NUM_TIES], if top_k is set: the token ids that each
+            * candidate_ids, int32 [T, top_k + NUM_TIES], if top_k is set: the token ids that each
               token was sampled from (see Batch).
 
             Responses of a vision-language model may end with the placeholder of an image, which
@@ -211,8 +211,8 @@ class Rollout:
         """
         self._check_ready("generate()")
         params = [self.sampling_params(sampling, seed) for seed in seeds]
-        num_kept = num_candidates(sampling, self.vocab_size)
-        responses = Responses(len(prompts), sampling.max_tokens, num_kept)
+        num_candidates = count_candidates(sampling, self.vocab_size)
+        responses = Responses(len(prompts), sampling.max_tokens, num_candidates)
         self.drafts.counts.zero_()
         with preserved_random_state():
             truncated = self.fill(responses, prompts, params, image_prompts)

@@ -16,7 +16,7 @@ from config import InputError
 NUM_TIES = 8
 
 
-def num_candidates(sampling: DictConfig, vocab_size: int) -> int:
+def count_candidates(sampling: DictConfig, vocab_size: int) -> int:
     """Return how many of the likeliest tokens vLLM has to report for each sampled token.
 
     These tokens include all that top_k keeps. The number is 0 if sampling is greedy or top_k is not
@@ -45,7 +45,7 @@ def sampling_params(sampling: DictConfig, seed: int, stop_token_ids: list[int], 
         stop=list(sampling.stop) or None,
         stop_token_ids=stop_token_ids,
         seed=seed,
-        logprobs=num_candidates(sampling, vocab_size),
+        logprobs=count_candidates(sampling, vocab_size),
         flat_logprobs=True,
         # A stop string may contain special tokens.
         detokenize=bool(sampling.stop),

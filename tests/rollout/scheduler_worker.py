@@ -158,7 +158,7 @@ def make_prompts(number: int) -> list[list[int]]:
 
 def response_columns(batch: Batch) -> list[list[list]]:
     """Return (tokens, log-probabilities, kept tokens if there are any) of each response."""
-    names = [name for name in ("rollout_log_probs", "kept_words") if name in batch.fields]
+    names = [name for name in ("rollout_log_probs", "candidate_ids") if name in batch.fields]
     columns = [batch.input_ids, *(batch.fields[name] for name in names)]
     split_columns = [column.split(batch.lengths) for column in columns]
     masks = batch.fields["loss_mask"].split(batch.lengths)

@@ -62,7 +62,7 @@ def test_the_closed_batch_scheduler_gives_vllms_results(
         assert compared["responses"] == 48, (name, compared)
         assert 0 < compared["truncated"] <= 48, (name, compared)
         assert compared["tokens"] >= 48, (name, compared)
-        assert ("kept_words" in compared["fields"]) == ("top_k" in name), (name, compared)
+        assert ("candidate_ids" in compared["fields"]) == ("top_k" in name), (name, compared)
     shares_of_vllm = [
         compared["steps of vLLM"] / compared["steps"]
         for name, compared in rounds.items()
@@ -267,7 +267,7 @@ def test_cut_distributions(rollout_results, rollout_folder, name, parameter):
 @pytest.mark.parametrize("name", launch_params(LAUNCHES, ONE_RANK))
 def test_the_trainer_knows_the_tokens_that_sampling_kept(rollout_results, name):
     written = rollout_results(name)["kept tokens"]
-    kept = torch.tensor(written["kept_words"])
+    kept = torch.tensor(written["candidate_ids"])
     ids = torch.tensor(written["input_ids"])
     is_response = torch.tensor(written["loss_mask"]) > 0
     assert torch.equal(kept[is_response, 0], ids[is_response])

@@ -106,7 +106,7 @@ def test_responses_do_not_depend_on_the_drafter(speculation_results, name):
             case = (round_name, sampling)
             expected = speculation_results("plain")[round_name][sampling]
             drafted = speculation_results(name)[round_name][sampling]
-            for key in ("input_ids", "lengths", "truncated", "loss_mask", "kept_words"):
+            for key in ("input_ids", "lengths", "truncated", "loss_mask", "candidate_ids"):
                 assert drafted.get(key) == expected.get(key), (case, key)
             log_probs = torch.tensor(drafted["rollout_log_probs"])
             expected_log_probs = torch.tensor(expected["rollout_log_probs"])

@@ -52,7 +52,7 @@ def make_batch(step: int) -> Batch:
     """Return the 8 sequences of a step. Batches repeat, so that there is something to learn.
 
     Each batch has a sequence of one token, one with a loss at its end only, one without any loss,
-    and first tokens whose loss_mask is 1. In one batch of four, fields["kept_words"] limits the
+    and first tokens whose loss_mask is 1. In one batch of four, fields["candidate_ids"] limits the
     tokens that sampling could have drawn.
     """
     generator = torch.Generator().manual_seed(step % NUM_BATCHES)
@@ -69,7 +69,7 @@ def make_batch(step: int) -> Batch:
     if step % NUM_BATCHES == 1:
         others = torch.rand(num_tokens, VOCAB_SIZE, generator=generator).argsort(1)[:, :20]
         others = others.where(others != ids[:, None], -1)
-        fields["kept_words"] = torch.cat([ids[:, None], others], 1).int()
+        fields["candidate_ids"] = torch.cat([ids[:, None], others], 1).int()
     return Batch(ids, cu_seqlens, fields)
 
 
@@ -78,9 +78,9 @@ def kept_logits(logits: Tensor, batch: Batch, tokens: slice) -> tuple[Tensor, Te
 
     logits: [n, V] for the tokens in a slice of the batch. The indices, [n], are into V or K.
     """
-    if "kept_words" not in batch.fields:
+    if "candidate_ids" not in batch.fields:
         return logits, batch.input_ids[tokens]
-    kept = batch.kept_words[tokens]
+    kept = batch.candidate_ids[tokens]
     kept_logits = logits.gather(-1, kept.clamp(0)).masked_fill(kept < 0, -1e9)
     return kept_logits, torch.zeros(len(kept), dtype=torch.int64)
 
