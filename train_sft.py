@@ -204,7 +204,7 @@ def validate(engine, val, batch_size: int) -> dict[str, float]:
         num_wrong = torch.zeros(len(batch)).index_add_(0, row_of_token, is_wrong.float())
         is_exact = num_wrong == 0
         # A row that several ranks share counts once.
-        is_counted = plan.speaks(engine.dp_rank)
+        is_counted = plan.reported_by(engine.dp_rank)
         mask = batch.fields["loss_mask"] * is_counted[row_of_token]
         nll = -(log_probs.double() * mask).sum()
         num_exact = (is_counted & is_exact).sum()

@@ -44,7 +44,7 @@ from benchmarks.shapes import SHAPES, make_model
 from config import load
 from data.batching.batch import Batch, bounds
 from data.batching.groups import schedule
-from data.batching.packing import pack, partition, spread
+from data.batching.packing import pack, partition, split_micro_batches
 from data.batching.plan import Plan
 from engines.base import Engine
 from engines.build import engine_class
@@ -97,7 +97,7 @@ def fixed_efficiency(
     for share, micro_batches in zip(shares, packed_shares):
         share_lengths = [lengths[i] for i in share]
         share_costs = []
-        for members in spread(micro_batches, num_passes, share_lengths):
+        for members in split_micro_batches(micro_batches, num_passes, share_lengths):
             share_costs.append(sum(costs[share[i]] for i in members))
         costs_of_shares.append(share_costs)
     # All groups wait for the slowest in every pass.

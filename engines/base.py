@@ -132,7 +132,7 @@ class Engine(ABC):
     def sum_over_dp(self, amounts: Tensor) -> Tensor:
         """Sum a tensor over all data-parallel ranks, and return the sum on each of them.
 
-        If several ranks work on the same sequence, only one may add its result: see Plan.speaks().
+        If several ranks work on one sequence, only one may add its result: see Plan.reported_by().
         """
         amounts = amounts.to(self.device)
         dist.all_reduce(amounts, group=self.dp_group)

@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 from torch.distributed import ProcessGroup
 
 from data.batching.groups import schedule
-from data.batching.packing import pack, partition, spread
+from data.batching.packing import pack, partition, split_micro_batches
 from data.batching.plan import MicroBatches, Plan
 from engines.context_parallel import fixed_cp_size, has_dynamic_cp
 
@@ -83,7 +83,7 @@ class Planner:
         max_num_bins = torch.tensor(len(bins), device=self.device)
         dist.all_reduce(max_num_bins, op=dist.ReduceOp.MAX, group=self.dp_group)
         num_bins = round_up(int(max_num_bins), self.micro_batches_multiple)
-        bins = spread(bins, num_bins, padded_lengths)
+        bins = split_micro_batches(bins, num_bins, padded_lengths)
         return [(group_size, members) for members in bins]
 
 

@@ -2,6 +2,6 @@
 
 batch.py holds the tokens; order.py chooses the rows of a step; packing.py divides them into equal
 parts and into micro-batches; plan.py assigns ranks to sequences; groups.py plans dynamic context
-parallelism, which is chosen per batch. Everything here is computed from values that all ranks have,
-so all ranks reach the same result without communication.
+parallelism, whose size is chosen per batch. All ranks compute the same results from values that
+they all have, so they need not communicate.
 """

@@ -22,10 +22,10 @@ class Batch:
         input_ids: [T] int64.
         cu_seqlens: [n+1] int64; sequence i is cu_seqlens[i]:cu_seqlens[i+1].
         fields: name -> [T]; entry t belongs to token t. For example loss_mask, old_log_probs and
-            advantages; also candidate_ids [T, K] int32, see the property.
+            advantages. candidate_ids is [T, K] int32: see the property of that name.
         rows: [n] int64, the row of `image_store` that holds each sequence's images.
-        image_store: the images of all rows; the same object in all batches that are joined. None
-            without images.
+        image_store: the images of the whole dataset; batches that are concatenated must have the
+            same one. None for a text model.
     """
 
     input_ids: Tensor
@@ -64,7 +64,7 @@ class Batch:
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
-        """Lay the sequences of batches with the same fields end to end."""
+        """Concatenate batches, which must have the same fields."""
         first = batches[0]
         lengths = torch.cat([batch.cu_seqlens.diff() for batch in batches])
         fields = {}

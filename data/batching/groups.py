@@ -15,17 +15,17 @@ import numpy as np
 from config import InputError
 from data.batching.plan import Group, Passes, duration
 
-# The fraction of time that an extra pass must save, since every pass gathers the weights again.
+# An extra pass must save this fraction of the time, since every pass gathers the weights again.
 COST_OF_PASS = 0.01
-# How many pass counts are compared.
-NUM_TRIES = 2
-# The fraction of their time that ranks lose by sharing a micro-batch.
+# The number of pass counts to try, starting with the smallest one that fits; the fastest is used.
+NUM_PASS_COUNTS = 2
+# Ranks that share a micro-batch lose this fraction of their time.
 COST_OF_SHARING = 0.1
-# Group sizes are chosen once for each of these limits, and the results are compared. A sequence
-# that takes longer than this multiple of a rank's even share of a pass gets a larger group than its
-# length requires.
-MAX_LATENESS = (math.inf, 2, 1)
-# No larger group is made if each of its ranks would hold less than this fraction of max_tokens.
+# A sequence gets a larger group than its length requires if it would take longer than a limit, in
+# multiples of the time that each rank would work in a perfectly balanced pass. All of these limits
+# are tried, and the fastest result is used.
+TIME_LIMITS = (math.inf, 2, 1)
+# A group is not enlarged if each of its ranks would hold less than this fraction of max_tokens.
 MIN_FILL = 1 / 8
 
 
@@ -40,19 +40,21 @@ def schedule(
 ) -> Passes:
     """Divide a batch into passes. In each pass, every rank is in one group.
 
-    A group begins at a multiple of its size, which is a power of two. A sequence gets the smallest
-    group that can hold it, or a larger one if the other ranks would otherwise wait for it.
-    Sequences go, the longest first, to the least busy group. Several pass counts are compared, and
-    the fastest is used, assuming that a pass takes as long as its busiest rank. Every rank that
-    calls this with the same arguments gets the same result.
+    The size of a group is a power of two, and its first rank is a multiple of its size. A sequence
+    gets the smallest group that can hold it, or a larger one if the other ranks would otherwise
+    wait for it. Sequences are assigned to the least busy group, the longest sequences first.
+    Several schedules with different numbers of passes are compared, and the fastest is returned. A
+    pass is assumed to take as long as its busiest rank. The result depends only on the arguments,
+    so all ranks get the same.
 
     Args:
         lengths: tokens of each sequence.
         costs: the time that each sequence takes on one rank, in any unit.
         num_ranks: the number of ranks that work on the batch.
         max_tokens: a group of s ranks takes at most s * max_tokens tokens.
-        multiple: maps a group size to the multiple to which each sequence is padded.
-        padded: pad each sequence to the longest one in its micro-batch instead.
+        multiple: takes a group size; the length of each sequence is rounded up to a multiple of
+            the result.
+        padded: each sequence is also padded to the longest one in its micro-batch.
         passes_multiple: the number of passes is a multiple of this.
 
     Raises:
@@ -62,7 +64,7 @@ def schedule(
 
     @cache
     def candidates(number: int) -> list[Passes]:
-        packed = [packer.pack(number * passes_multiple, lateness) for lateness in MAX_LATENESS]
+        packed = [packer.pack(number * passes_multiple, time_limit) for time_limit in TIME_LIMITS]
         return [passes for passes in packed if passes]
 
     tokens_per_round = num_ranks * max_tokens * passes_multiple
@@ -80,13 +82,13 @@ def schedule(
         return duration(passes, costs, COST_OF_SHARING) * (1 + COST_OF_PASS * len(passes))
 
     compared = []
-    for number in range(lowest, lowest + NUM_TRIES):
+    for number in range(lowest, lowest + NUM_PASS_COUNTS):
         compared += candidates(number)
     return min(compared, key=seconds)
 
 
 class Packer:
-    """Puts sequences into the groups of a given number of passes. Arguments as for `schedule`.
+    """Assigns sequences to groups, for a fixed number of passes. Takes the arguments of schedule().
 
     Attributes:
         sizes: the sizes that a group may have.
@@ -123,24 +125,25 @@ class Packer:
             )
         self.smallest_size = 1 << fits.argmax(0)
 
-    def pack(self, num_passes: int, lateness: float) -> Passes | None:
+    def pack(self, num_passes: int, time_limit: float) -> Passes | None:
         """Return the groups of each pass, or None if the sequences do not fit.
 
         Args:
-            lateness: one of MAX_LATENESS.
+            time_limit: one of TIME_LIMITS.
         """
-        num_free = num_passes * self.num_ranks  # ranks without a group, over all passes
+        num_free = num_passes * self.num_ranks  # ranks without a group, summed over passes
         even_share = self.total_cost / num_free
-        sizes = self._group_sizes(even_share, lateness)
-        groups = GroupsInTheMaking(self)
-        # The largest groups first, so that no group is too small for the sequences that follow.
+        sizes = self._group_sizes(even_share, time_limit)
+        groups = UnfinishedGroups(self)
+        # Start with the sequences that need the largest groups, so that existing groups are large
+        # enough for all later sequences.
         for i in np.lexsort((-self.costs, -sizes)).tolist():
             size = int(sizes[i])
-            while size == 1 and num_free:  # no larger group will be made
+            while size == 1 and num_free:  # all remaining sequences fit on one rank
                 groups.begin(1)
                 num_free -= 1
             group = groups.least_busy(i)
-            if num_free >= size and (group is None or groups.is_late(group, i, even_share)):
+            if num_free >= size and (group is None or groups.would_be_late(group, i, even_share)):
                 group = groups.begin(size)
                 num_free -= size
             if group is None:
@@ -150,19 +153,22 @@ class Packer:
             groups.begin(1)
         return self._arrange(groups, num_passes)
 
-    def _group_sizes(self, even_share: float, lateness: float) -> np.ndarray:
+    def _group_sizes(self, even_share: float, time_limit: float) -> np.ndarray:
         """Return the size of the group that each sequence should get: [n] int64."""
         sizes = self.smallest_size.copy()
         largest_useful = np.minimum(self.sizes[-1], self.tokens[1] / (MIN_FILL * self.max_tokens))
         while True:
-            is_late = self.costs / sizes > lateness * even_share
+            is_late = self.costs / sizes > time_limit * even_share
             is_too_small = (2 * sizes <= largest_useful) & is_late
             if not is_too_small.any():
                 return sizes
             sizes[is_too_small] *= 2
 
-    def _arrange(self, groups: "GroupsInTheMaking", num_passes: int) -> Passes | None:
-        """Put groups with similar times into the same pass, since all wait for the slowest."""
+    def _arrange(self, groups: "UnfinishedGroups", num_passes: int) -> Passes | None:
+        """Put groups that take similar times into the same pass: all wait for the slowest one.
+
+        Returns None if the groups do not fit into the passes.
+        """
         passes: Passes = [[] for _ in range(num_passes)]
         room = [self.num_ranks] * num_passes
         by_time = sorted(
@@ -175,20 +181,20 @@ class Packer:
             passes[index].append(group)
             room[index] -= group.size
         for pass_groups in passes:
-            # Placed from largest to smallest, each group begins at a multiple of its size.
+            # In order of decreasing size, the first rank of each group is a multiple of its size.
             pass_groups.sort(key=lambda group: -group.size)
             for previous, group in zip(pass_groups, pass_groups[1:]):
                 group.first = previous.first + previous.size
         return passes
 
 
-class GroupsInTheMaking:
-    """Groups that are still being filled, with their tokens and times.
+class UnfinishedGroups:
+    """Groups that are still being filled.
 
     Attributes:
-        busy: the time that the ranks of each group take.
-        tokens: the tokens in each group.
-        longest: the longest sequence of each group, in tokens.
+        busy: the time that each group takes, in the unit of costs.
+        tokens: the number of tokens in each group.
+        longest: the number of tokens of each group's longest sequence.
     """
 
     def __init__(self, packer: Packer):
@@ -197,8 +203,8 @@ class GroupsInTheMaking:
         self.busy: list[float] = []
         self.tokens: list[int] = []
         self.longest: list[int] = []
-        # Two heaps: (time, group) of the groups that may have room, and (-room, group) of the
-        # groups that were too full for some sequence.
+        # Two heaps. _open: (time, group) for groups that may have room. _closed: (-room, group) for
+        # groups that were too full for an earlier sequence.
         self._open: list[tuple[float, int]] = []
         self._closed: list[tuple[int, int]] = []
 
@@ -217,7 +223,7 @@ class GroupsInTheMaking:
         self._reopen(int(self.packer.tokens[1][i]))
         while self._open:
             busy, group = self._open[0]
-            if busy != self.busy[group]:  # outdated: the heap has a newer entry of this group
+            if busy != self.busy[group]:  # outdated: the heap has a newer entry for this group
                 heapq.heappop(self._open)
                 continue
             room = self.room(group)
@@ -228,17 +234,17 @@ class GroupsInTheMaking:
         return None
 
     def _reopen(self, num_tokens: int) -> None:
-        """Reconsider the groups that were too full for longer sequences."""
+        """Reopen the closed groups that have room for num_tokens tokens."""
         while self._closed and -self._closed[0][0] >= num_tokens:
             _, group = heapq.heappop(self._closed)
             heapq.heappush(self._open, (self.busy[group], group))
 
-    def is_late(self, group: int, i: int, even_share: float) -> bool:
-        """Return whether sequence i would make a group take longer than an even share."""
+    def would_be_late(self, group: int, i: int, even_share: float) -> bool:
+        """Return whether a group with sequence i would take longer than an even share."""
         return self.busy[group] + self.packer.costs[i] / self.groups[group].size > even_share
 
     def room(self, group: int) -> int:
-        """Return the length of the longest sequence that still fits in a group, in tokens."""
+        """Return the number of tokens of the longest sequence that still fits into a group."""
         capacity = self.packer.max_tokens * self.groups[group].size
         if not self.packer.padded:
             return capacity - self.tokens[group]

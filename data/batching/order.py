@@ -1,4 +1,4 @@
-"""The rows of each step, computed from seed and step alone, for any rank and world size."""
+"""The rows of each step: a function of seed and step alone, on every rank and any world size."""
 
 from functools import lru_cache
 
@@ -8,8 +8,9 @@ import torch
 
 @lru_cache(maxsize=2)
 def order(num_rows: int, seed: int, epoch: int) -> np.ndarray:
-    """Return the order in which the rows of an epoch are seen: [num_rows] int64."""
-    # Multiplied by a prime, so that epoch e + 1 of one seed is not epoch e of the next.
+    """Return the order of the rows in an epoch: [num_rows] int64."""
+    # The seed is multiplied by a prime, so that epoch e + 1 of one seed differs from epoch e of the
+    # next seed.
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     return torch.randperm(num_rows, generator=generator).numpy()
 
@@ -17,8 +18,9 @@ def order(num_rows: int, seed: int, epoch: int) -> np.ndarray:
 def global_batch(num_rows: int, batch_size: int, seed: int, step: int) -> np.ndarray:
     """Return the rows of an optimizer step: [batch_size] int64.
 
-    They are order(num_rows, seed, epoch)[k*B:(k+1)*B] in step k of the epoch. There is no state, so
-    resuming needs only the step. The last num_rows % B rows in the order of an epoch are skipped.
+    In step k of an epoch, they are order(num_rows, seed, epoch)[k * B : (k + 1) * B], where B is
+    batch_size. There is no state, so resuming needs only the step. The last num_rows % B rows of an
+    epoch's order are skipped.
 
     Args:
         step: counted from 0.

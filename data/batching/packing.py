@@ -1,4 +1,4 @@
-"""Dividing items into parts of equal cost, and sequences into micro-batches under a token limit."""
+"""Divide items into parts of equal cost, and pack sequences into micro-batches."""
 
 import heapq
 from collections.abc import Sequence
@@ -8,15 +8,15 @@ import numpy as np
 
 from config import InputError
 
-# With more items per part than this, a greedy division is as good as largest differencing.
+# With more items per part than this, the greedy method balances as well as largest differencing.
 MANY_ITEMS_PER_PART = 32
 
 
 def partition(costs: Sequence[float], num_parts: int) -> list[list[int]]:
     """Divide items into parts with nearly equal sums of costs.
 
-    Uses largest differencing (Karmarkar and Karp 1982). Very many items are divided greedily
-    instead, which is faster and leaves differences as small as the smallest items.
+    Uses largest differencing (Karmarkar and Karp 1982), or for very many items the greedy method,
+    which is faster. Its sums then differ by about as much as the smallest items cost.
 
     Returns:
         num_parts sorted lists of indices. Their lengths may differ, and some are empty if there are
@@ -49,9 +49,10 @@ Part = tuple[float, list[int]]
 
 
 def partition_by_differencing(costs: Sequence[float], num_parts: int) -> list[list[int]]:
-    """Start with one division per item; merge the two whose parts differ most until one is left.
+    """Start with one division per item, and merge divisions until one is left.
 
-    Merging joins the largest part of one division with the smallest part of the other.
+    Each step merges the two divisions whose parts differ most: the largest part of one is joined
+    with the smallest part of the other, and so on.
     """
     heap: list[tuple[float, int, list[Part]]] = []  # (-difference, tie breaker, parts)
     for i in sorted(range(len(costs)), key=lambda i: (costs[i], i)):
@@ -93,7 +94,7 @@ def pack(lengths: Sequence[int], max_tokens: int, padded: bool = False) -> list[
     """Pack sequences into micro-batches of at most max_tokens (first fit, longest first).
 
     Args:
-        padded: count each sequence as long as the longest one in its micro-batch.
+        padded: pad each sequence to the longest one in its micro-batch.
 
     Returns:
         The sequences of each micro-batch, as indices.
@@ -120,13 +121,13 @@ def pack(lengths: Sequence[int], max_tokens: int, padded: bool = False) -> list[
     return [micro_batch.sequences for micro_batch in micro_batches]
 
 
-def spread(
+def split_micro_batches(
     micro_batches: list[list[int]], num_micro_batches: int, lengths: Sequence[int]
 ) -> list[list[int]]:
     """Split micro-batches, the fullest first, until there are num_micro_batches.
 
-    All ranks need the same number of micro-batches, so a rank with fewer splits some. If it has too
-    few sequences, the remaining micro-batches stay empty.
+    All ranks need the same number of micro-batches, so a rank that has fewer splits some of them.
+    If it has too few sequences, the remaining micro-batches stay empty.
 
     Args:
         num_micro_batches: at least len(micro_batches).

@@ -29,13 +29,13 @@ Passes = list[list[Group]]
 
 @dataclass
 class Plan:
-    """The part of a batch of n sequences that one data-parallel rank works on.
+    """One data-parallel rank's share of a batch of n sequences.
 
     Attributes:
-        sequences: the rank's share: the indices of its sequences, in order.
-        micro_batches: the share divided into micro-batches, equally many on all ranks.
-        first, count: [n] int64; ranks first : first + count work on a sequence.
-        metrics: to be logged.
+        sequences: the indices of the sequences in the share, in order.
+        micro_batches: the share divided into micro-batches, the same number on all ranks.
+        first, count: [n] int64; ranks first : first + count work on each sequence.
+        metrics: the metrics of the division; see of().
     """
 
     sequences: list[int]
@@ -44,10 +44,10 @@ class Plan:
     count: Tensor
     metrics: dict[str, float] = field(default_factory=dict)
 
-    def speaks(self, rank: int) -> Tensor:
-        """Return which sequences of its share a rank counts when ranks add up their results.
+    def reported_by(self, rank: int) -> Tensor:
+        """Return the sequences of this share that a rank reports when ranks sum their results.
 
-        A sequence that several ranks share is counted only by the first of them.
+        If several ranks work on the same sequence, only the first of them reports it.
 
         Returns:
             [len(sequences)] bool.
@@ -58,8 +58,9 @@ class Plan:
     def of(passes: Passes, rank: int, lengths: Sequence[int], costs: Sequence[float]) -> "Plan":
         """Return the plan of one rank.
 
-        Its metrics are perf/cp_{size}, the number of the batch's tokens in groups of that size, and
-        perf/plan_efficiency, the fraction of the ranks' time that is used, estimated from costs.
+        Its metrics are perf/cp_{size}, the number of tokens that groups of that size work on, and
+        perf/plan_efficiency, the fraction of time in which ranks do not wait for each other,
+        estimated from costs.
         """
         num_ranks = sum(group.size for group in passes[0])
         groups = [group for pass_groups in passes for group in pass_groups]
@@ -92,12 +93,12 @@ def tokens_by_group_size(
 
 
 def duration(passes: Passes, costs: Sequence[float], sharing: float = 0.0) -> float:
-    """Return how long the ranks take for all passes, in the unit of costs.
+    """Return the time for all passes, in the unit of costs.
 
     A pass takes as long as its busiest group.
 
     Args:
-        sharing: the fraction of time that a group of several ranks loses by sharing a micro-batch.
+        sharing: the fraction by which a micro-batch takes longer if several ranks share it.
     """
     longest = []
     for groups in passes:

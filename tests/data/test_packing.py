@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 from config import InputError
 from data.batching.batch import Batch
 from data.batching.order import global_batch, order
-from data.batching.packing import pack, partition, spread
+from data.batching.packing import pack, partition, split_micro_batches
 
 lengths_and_cap = st.integers(1, 400).flatmap(
     lambda cap: st.tuples(st.lists(st.integers(1, cap), max_size=60), st.just(cap))
@@ -23,7 +23,7 @@ lengths_and_cap = st.integers(1, 400).flatmap(
 def test_micro_batches_never_exceed_the_cap_and_hold_each_sequence_once(case, padded, num_added):
     lengths, cap = case
     bins = pack(lengths, cap, padded)
-    bins = spread(bins, len(bins) + num_added, lengths)
+    bins = split_micro_batches(bins, len(bins) + num_added, lengths)
     assert sorted(itertools.chain(*bins)) == list(range(len(lengths)))
     for sequences in bins:
         used = [lengths[i] for i in sequences]
@@ -37,7 +37,7 @@ def test_spread_gives_exactly_the_number_of_bins_that_other_ranks_have(case, num
     lengths, cap = case
     bins = pack(lengths, cap)
     num_bins = len(bins) + num_added
-    bins = spread(bins, num_bins, lengths)
+    bins = split_micro_batches(bins, num_bins, lengths)
     assert len(bins) == num_bins
     if len(lengths) >= num_bins:
         assert all(bins), "no micro-batch stays empty while another holds two sequences"
