@@ -27,7 +27,7 @@ TOKENIZER_FILES = (
     "processor_config.json",
 )
 CHECKSUMS = "sums.json"  # the sha256 of every other file in a folder
-SCRATCH = "datasets"  # a folder inside the one being written, removed before it is finished
+SCRATCH = "datasets"  # a folder for temporary files inside a cache folder that is being written
 
 
 def cache_key(
@@ -37,10 +37,11 @@ def cache_key(
 
     Args:
         paths: data files and saved data sets; their contents are hashed.
-        chat: its template and the tokens that end generation are hashed.
-        tokenizer_dir: a directory, whose tokenizer files are hashed, or a hub repository's name.
+        chat: the chat template and the tokens that end generation are hashed.
+        tokenizer_dir: a directory, whose tokenizer files are hashed, or the name of a repository on
+            the hub.
         version: the version of the cache's file format.
-        options: values of the settings that the tokens depend on.
+        options: the values of the settings that the tokens depend on.
     """
     settings = [version, chat.tokenizer.chat_template, sorted(chat.end_ids), *options]
     if not tokenizer_dir.is_dir():  # a hub name: there are no files to hash
@@ -53,7 +54,7 @@ def cache_key(
 
 
 def files_below(paths: list[Path]) -> Iterator[Path]:
-    """Yield the files among these paths, and all files in the directories among them."""
+    """Yield all these files, and all files in these directories."""
     for path in paths:
         if path.is_file():
             yield path
@@ -70,32 +71,32 @@ def always_current(folder: Path) -> bool:
     return True
 
 
-def cached(
+def ensure_cached(
     folder: Path,
     write: Callable[[Path], None],
     is_current: Callable[[Path], bool] = always_current,
 ) -> Path:
-    """Return the folder, after writing it if it is missing, damaged or out of date.
+    """Return the folder. Writes it first if it is missing, damaged or out of date.
 
-    Several runs may do so at the same time: each writes to its own temporary folder, and the first
-    to finish renames its folder to `folder`.
+    Several runs may call this at the same time. Each writes to a temporary folder of its own, and
+    the first to finish renames it to `folder`.
 
     Args:
-        write: fills the folder that it gets as its argument. A folder `datasets` that it leaves
-            there is removed.
-        is_current: returns whether an intact folder may still be used.
+        write: fills a folder, which it gets as its argument. The folder `datasets` in it is
+            for temporary files and is removed afterwards.
+        is_current: returns whether an undamaged folder is up to date.
 
     Raises:
         InputError: the cache directory cannot be written, or the disk is full.
     """
-    # Checked before the contents: another run may be about to finish the folder.
+    # Check this first: another run may finish the folder while the contents are checked.
     existed = folder.exists()
     if is_intact(folder) and is_current(folder):
         return folder
     if existed:
         print(
-            f"data: {folder} is damaged, or files that it was made from have changed: "
-            "it is written again",
+            f"data: {folder} is written again, because it is damaged or the files that it was "
+            "made from have changed",
             flush=True,
         )
         shutil.rmtree(folder, ignore_errors=True)
@@ -107,7 +108,7 @@ def cached(
         try:
             work.rename(folder)
         except OSError:
-            # Another run was faster, and its folder is as good.
+            # Another run was faster, and its folder can be used.
             if not (is_intact(folder) and is_current(folder)):
                 raise
     return folder
@@ -117,8 +118,8 @@ def cached(
 def working_folder(folder: Path) -> Iterator[Path]:
     """Create an empty folder NAME.*.tmp next to `folder`; remove it at the end if it still exists.
 
-    The process holds a lock on the file NAME.*.lock as long as it lives. Forked processes do not
-    inherit the lock. So a later run can tell which folders were abandoned.
+    Meanwhile, the process holds a lock on the file NAME.*.lock, which forked processes do not
+    inherit. A folder without a lock was abandoned by a process that was killed.
     """
     cache = folder.parent
     try:
@@ -134,7 +135,7 @@ def working_folder(folder: Path) -> Iterator[Path]:
         yield work
     finally:
         shutil.rmtree(work, ignore_errors=True)
-        with suppress(FileNotFoundError):  # another run's remove_abandoned() was faster
+        with suppress(FileNotFoundError):  # another run's remove_abandoned() has removed the lock
             lock.close()
 
 
@@ -142,7 +143,7 @@ def remove_abandoned(cache: Path) -> None:
     """Remove the unfinished folders of processes that were killed."""
     for work in cache.glob("*.tmp"):
         lock = work.with_suffix(".lock")
-        # An OSError means that the process is alive, or that this file system has no locks.
+        # An OSError means that the process is still running, or that the file system has no locks.
         with suppress(OSError), lock.open("a") as file:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(work, ignore_errors=True)
@@ -155,7 +156,7 @@ def write_checksums(folder: Path) -> None:
 
 
 def is_intact(folder: Path) -> bool:
-    """Return whether all files of a finished folder have the contents that were written."""
+    """Return whether the folder is complete, and its files match their checksums."""
     try:
         checksums = json.loads((folder / CHECKSUMS).read_text())
         return all(

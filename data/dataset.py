@@ -14,13 +14,13 @@ import numpy as np
 import torch
 
 from data.batching.batch import Batch
-from data.chat.encoding import Steps, encode
+from data.chat.encoding import RowCoroutine, encode
 from data.chat.tokenizer import ChatTokenizer
 from data.images.processor import ImageStore, Processor
 from data.shapes import read_shape
-from data.tokenization import Kind, kept_tokens, tokenized
+from data.tokenization import CacheSpec, kept_tokens, tokenize_to_cache
 
-FORMAT = 6  # version of the cache; increase it when encode() or the files of a cache change
+VERSION = 6  # version of the cache; increase it when encode() or the files of a cache change
 OPTIONS = (
     "messages_key",
     "prompt_key",
@@ -33,8 +33,8 @@ OPTIONS = (
     "truncation",
     "special_tokens_in_text",
 )
-# The columns of a row without a trained token. length is the number of tokens before truncation,
-# shape the name of the format that the row was read in (data/shapes.py).
+# The columns of a row that is not used, because none of its tokens is trained. length is the number
+# of tokens before truncation; shape is the name of the row's format (data/shapes.py).
 UNUSED = {"input_ids": [], "loss_mask": [], "length": 0, "shape": ""}
 
 
@@ -46,28 +46,30 @@ def tokenize(
     tokenizer_dir: Path | str,
     processor: Processor | None = None,
 ) -> Path:
-    """Return the cache folder for these files, after writing it if there is none. For rank 0 only.
+    """Return the cache folder for these files. Writes it if there is none. For rank 0 only.
 
-    The folder holds input_ids.npy int32 [T], loss_mask.npy uint8 [T], cu_seqlens.npy int64 [n+1]
-    and stats.json; with a processor also the files of StoredImages.
+    The folder holds input_ids.npy (int32 [T]), loss_mask.npy (uint8 [T]), cu_seqlens.npy
+    (int64 [n+1]) and stats.json. With a processor, it also holds the files of StoredImages.
 
     Args:
         files: names of data files, patterns or directories: see data.files.find_files().
         options: the `data` section of the configuration.
         tokenizer_dir: the model's directory or hub name.
-        processor: the image processor of a vision-language model.
+        processor: the processor of a vision-language model, else None.
 
     Raises:
-        InputError: a file is missing, unreadable or empty; a row is malformed (the first one is
-            reported, as file:line); rows are longer than options.max_length and options.truncation
-            is error; no row is left.
+        InputError: a file is missing, unreadable or empty; a row is malformed (the message names
+            the first one, as file:line); rows are longer than options.max_length, and
+            options.truncation is error; no row is left.
     """
-    kind = Kind(FORMAT, OPTIONS, "max_length", UNUSED, tokenize_row)
-    return tokenized(kind, files, tokenizer, options, cache_dir, tokenizer_dir, processor)
+    spec = CacheSpec(VERSION, OPTIONS, "max_length", UNUSED, tokenize_row)
+    return tokenize_to_cache(spec, files, tokenizer, options, cache_dir, tokenizer_dir, processor)
 
 
-def tokenize_row(row: dict, chat: ChatTokenizer, options, folder: Path = Path()) -> Steps[dict]:
-    """Compute the columns in which a row differs from UNUSED. Run it with encode_together()."""
+def tokenize_row(
+    row: dict, chat: ChatTokenizer, options, folder: Path = Path()
+) -> RowCoroutine[dict]:
+    """Return the columns of a row that differ from UNUSED. Run it with encode_together()."""
     row, shape = read_shape(row, options, with_response=True)
     ids, mask, images = yield from encode(row, chat, options, folder)
     kept = kept_tokens(len(ids), options.max_length, options.truncation)
@@ -86,11 +88,11 @@ class TokenDataset:
 
     Args:
         path: the cache folder.
-        processor: the image processor of a vision-language model. Batches then carry images.
+        processor: the processor of a vision-language model, whose batches carry images; else None.
 
     Attributes:
         name: a hash of everything that the tokens depend on.
-        lengths: int64 [n], tokens of each row.
+        lengths: int64 [n], the number of tokens of each row.
         stats: see tokenization.write_arrays().
     """
 
@@ -115,27 +117,27 @@ class TokenDataset:
     def batch(self, indices: Sequence[int]) -> Batch:
         """Return the rows at these indices, in this order.
 
-        The batch has two fields, float32 [T] of 0 and 1. loss_mask is 1 for the tokens to learn;
-        answer_mask is 1 for the last turn of each row, which validation compares with greedy
-        choices.
+        The batch has two fields, float32 [T] of 0 and 1. loss_mask is 1 for the tokens to learn.
+        answer_mask is 1 for the last of these turns in each row: validation checks whether greedy
+        decoding would produce it.
         """
         rows = [slice(self.cu_seqlens[i], self.cu_seqlens[i + 1]) for i in indices]
         masks = [self.loss_mask[row] for row in rows]
         cu_seqlens = np.cumsum([0, *self.lengths[list(indices)]], dtype=np.int64)
         return Batch(
-            joined((self.input_ids[row] for row in rows), np.int64),
+            concatenate((self.input_ids[row] for row in rows), np.int64),
             torch.from_numpy(cu_seqlens),
             {
-                "loss_mask": joined(masks, np.float32),
-                "answer_mask": joined(map(last_run, masks), np.float32),
+                "loss_mask": concatenate(masks, np.float32),
+                "answer_mask": concatenate(map(last_run, masks), np.float32),
             },
             torch.as_tensor(np.asarray(indices)),
             self.image_store,
         )
 
 
-def joined(arrays: Iterable[np.ndarray], dtype) -> torch.Tensor:
-    """Concatenate any number of arrays, even none."""
+def concatenate(arrays: Iterable[np.ndarray], dtype) -> torch.Tensor:
+    """Concatenate arrays. Without any array, the result is empty."""
     converted = [np.asarray(array, dtype) for array in arrays]
     return torch.from_numpy(np.concatenate([np.empty(0, dtype), *converted]))
 

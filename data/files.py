@@ -1,4 +1,4 @@
-"""Data files: finding them, and reading their rows."""
+"""Find data files, and read their rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from config import InputError
 
-# Each may be followed by .gz, except .parquet, which is compressed itself.
+# All but .parquet, which is compressed already, may be followed by .gz.
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 
 
@@ -64,15 +64,15 @@ def check_file(path: Path) -> None:
         return
     if format_of(path) not in SUFFIXES:
         raise InputError(
-            f"{path}: unknown suffix {path.suffix!r}: must be {', '.join(SUFFIXES)} (or one of "
-            "these and .gz), or a directory"
+            f"{path}: unknown suffix {path.suffix!r}: must be one of {', '.join(SUFFIXES)}, with "
+            "or without .gz, or a directory"
         )
     if not path.stat().st_size:
         raise InputError(f"{path}: the file is empty")
 
 
 def expand(path: Path) -> list[Path]:
-    """Return a file, a saved data set, or the files of a directory."""
+    """Return the path itself if it is a file or a saved data set; else the directory's files."""
     if path.is_file() or (path / "dataset_info.json").exists():
         return [path]
     splits_file = path / "dataset_dict.json"
@@ -86,18 +86,18 @@ def expand(path: Path) -> list[Path]:
     files = sorted(file for file in path.iterdir() if format_of(file) in SUFFIXES)
     if not files:
         raise InputError(
-            f"{path}: no file in it ends in {', '.join(SUFFIXES)}, nor was it written by "
-            "save_to_disk of datasets"
+            f"{path}: the directory has no file that ends in {', '.join(SUFFIXES)}, and it was "
+            "not written by save_to_disk() of Hugging Face datasets"
         )
     return files
 
 
 def read_rows(path: Path, work: Path):
-    """Return a datasets.Dataset with one example per row, memory-mapped from files in `work`.
+    """Return the rows as a datasets.Dataset, memory-mapped from files in `work`.
 
-    Rows of .jsonl and .json files are JSON text in a column "text". Arrow must not parse it: it
-    would add the argument names of all tool calls to every tool call. The cells of .csv files stay
-    text, so that 007 and NA are unchanged.
+    For .jsonl and .json files it has one column, "text", with each row as JSON. Arrow must not
+    parse the JSON: it would give every tool call the argument names of all tool calls. The cells of
+    .csv files stay text, so that 007 and NA are unchanged.
 
     Raises:
         InputError: the file cannot be read or has no rows.
@@ -115,7 +115,7 @@ def read_rows(path: Path, work: Path):
         ValueError,
     ) as error:
         reason = " ".join(str(error.__cause__ or error).split())
-        raise InputError(f"{path}: cannot be read, or has no rows: {reason}") from error
+        raise InputError(f"{path}: the file cannot be read, or has no rows: {reason}") from error
 
 
 def load_dataset(path: Path, work: Path):
@@ -160,13 +160,13 @@ def load_csv(path: Path, cache: str):
 
 
 def starts_an_array(path: Path) -> bool:
-    """Return whether a .json file holds an array, instead of one row per line."""
+    """Return whether a .json file holds an array rather than one row per line."""
     with path.open(encoding="utf-8-sig") as file:
         return file.read(4096).lstrip().startswith("[")
 
 
 def write_lines(path: Path, work: Path) -> Path:
-    """Write the rows of a JSON array one per line into `work`, and return the new file."""
+    """Write the rows of a JSON array to a file in `work`, one per line, and return the file."""
     lines_path = work / "rows.jsonl"
     with path.open(encoding="utf-8-sig") as file, lines_path.open("w", encoding="utf-8") as lines:
         lines.writelines(json.dumps(row) + "\n" for row in json.load(file))
@@ -174,16 +174,17 @@ def write_lines(path: Path, work: Path) -> Path:
 
 
 def without_decoding(rows):
-    """Return the data set with images as {bytes, path}.
+    """Return the data set with its images still encoded, as {bytes, path}.
 
-    Otherwise `datasets` decodes images while it reads, and one bad image fails the whole file.
+    Otherwise `datasets` would decode images while it reads rows, and one broken image would make
+    the whole file unreadable.
     """
     rows.info.features = undecoded_feature(rows.features)
     return rows
 
 
 def undecoded_feature(feature):
-    """Return the type of a column, with decoding turned off for the images in it."""
+    """Return a column's type with the decoding of images turned off."""
     from datasets import Image
 
     if isinstance(feature, Image):

@@ -1,18 +1,18 @@
-"""Checks that the messages of a chat are well-formed."""
+"""Check that the messages of a chat are well-formed."""
 
 from __future__ import annotations
 
 from config import InputError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# Keys that control whether an assistant message is learned; `weight` is OpenAI's name.
+# Keys that decide whether an assistant message is learned; `weight` is OpenAI's name.
 LOSS_KEYS = ("loss_mask", "weight")
 
 
 def check_message(message, name: str) -> None:
     """Raise InputError for a malformed message.
 
-    `name` is its place in the row, e.g. messages[2].
+    `name` is the message's path in the row, e.g. messages[2].
     """
     if not isinstance(message, dict):
         raise InputError(f'"{name}" must be an object, not {type(message).__name__}')
@@ -54,16 +54,16 @@ def check_loss_keys(message: dict, name: str) -> None:
             raise InputError(f'"{name}.{key}" is {value!r}: must be 0 or 1')
         if value and message["role"] != "assistant":
             raise InputError(
-                f'"{name}.{key}" is 1 on role {message["role"]}: only assistant messages can be '
-                "trained"
+                f'"{name}.{key}" is 1, but the role is {message["role"]}: only assistant messages '
+                "can be trained"
             )
 
 
 def without_none(value):
-    """Return a value without the None entries of its dicts, at any depth.
+    """Remove the entries that are None from all dicts in a value, at any depth.
 
-    Arrow gives every row the keys of all rows, with None for missing ones. Templates would print or
-    test these entries.
+    Arrow gives every row the keys of all rows, with None for those that the row lacks. A template
+    might print them, or test whether they exist.
     """
     if isinstance(value, dict):
         return {key: without_none(item) for key, item in value.items() if item is not None}

@@ -16,7 +16,7 @@ import numpy as np
 
 from config import InputError
 from data.chat.conversation import Conversation
-from data.chat.encoding import Steps
+from data.chat.encoding import RowCoroutine
 from data.chat.forms import has_image, text_of
 from data.chat.placeholders import RowImages, tokens_with_images
 from data.chat.plain_text import check_no_images, tokenize_plain
@@ -25,10 +25,10 @@ from data.images.processor import ImageStore, Processor
 from data.images.sources import IMAGE, place_images, without_pixels
 from data.rows import has_prompt_column, read_messages, template_inputs
 from data.shapes import read_shape
-from data.tokenization import Kind, kept_tokens, tokenized
+from data.tokenization import CacheSpec, kept_tokens, tokenize_to_cache
 
 # Part of a cache's name. Increase it when encode_prompt() or the files of a cache change.
-FORMAT = "prompts 6"
+VERSION = "prompts 6"
 # The keys of the section `data` that prompts depend on.
 OPTIONS = (
     "messages_key",
@@ -90,8 +90,8 @@ def tokenize_prompts(
             reported, as file:line); prompts are longer than options.max_prompt_length and
             options.truncation is error; no row is left.
     """
-    return tokenized(
-        Kind(FORMAT, OPTIONS, "max_prompt_length", UNUSED, tokenize_row),
+    return tokenize_to_cache(
+        CacheSpec(VERSION, OPTIONS, "max_prompt_length", UNUSED, tokenize_row),
         files,
         tokenizer,
         options,
@@ -101,7 +101,9 @@ def tokenize_prompts(
     )
 
 
-def tokenize_row(row: dict, chat: ChatTokenizer, options, folder: Path = Path()) -> Steps[dict]:
+def tokenize_row(
+    row: dict, chat: ChatTokenizer, options, folder: Path = Path()
+) -> RowCoroutine[dict]:
     """Compute a row's columns of the cache; without input_ids if the row is not used."""
     standard_row, shape = read_shape(row, options, with_response=False)
     prompt = yield from encode_prompt(standard_row, chat, options, folder)
@@ -150,7 +152,7 @@ class EncodedPrompt(NamedTuple):
 
 def encode_prompt(
     row: dict, chat: ChatTokenizer, options, folder: Path = Path()
-) -> Steps[EncodedPrompt]:
+) -> RowCoroutine[EncodedPrompt]:
     """Encode a row's prompt, which ends with the template's generation prompt.
 
     A generator: run it with data.chat.encoding.encode_together(). Without a chat template, the

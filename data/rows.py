@@ -1,4 +1,4 @@
-"""The columns of a row: its messages, its tools and the arguments of the chat template."""
+"""Read the columns of a row: its messages, its tools, and arguments for the chat template."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ RESPONSE_COLUMNS = (
 
 @dataclass(frozen=True)
 class TemplateInputs:
-    """The inputs of the chat template that come from a row, other than its messages.
+    """What a row passes to the chat template in addition to its messages.
 
     Attributes:
-        tools: JSON schemas of the tools, or None.
-        arguments: keyword arguments of the template, e.g. enable_thinking.
+        tools: the JSON schemas of the tools, or None.
+        arguments: keyword arguments, e.g. enable_thinking.
     """
 
     tools: list | None
@@ -37,9 +37,9 @@ class TemplateInputs:
 
 
 def training_messages(row: dict, has_template: bool, options) -> list[dict] | None:
-    """Return the checked messages of a row for fine-tuning, without None values.
+    """Check and return the messages of a row for fine-tuning, without None values.
 
-    Returns None for a prompt and response of plain text if there is no chat template.
+    Returns None if the row is a prompt and a response, and the model has no chat template.
 
     Raises:
         InputError: the row is malformed.
@@ -64,12 +64,12 @@ def has_prompt_column(row: dict, options) -> bool:
 def read_messages(
     row: dict, has_template: bool, options, with_response: bool = False
 ) -> list[dict] | None:
-    """Return the checked messages of a row, or of its prompt, without None values.
+    """Check and return the messages of a row, or of its prompt, without None values.
 
-    Returns None for a prompt of plain text if there is no chat template.
+    Returns None if the prompt is a string, and the model has no chat template.
 
     Args:
-        with_response: whether the row needs a response; used in the error for missing columns.
+        with_response: whether the row needs a response. This only affects error messages.
 
     Raises:
         InputError: the row is malformed.
@@ -98,7 +98,7 @@ def read_messages(
 
 
 def hint_at_columns(row: dict, options, with_response: bool) -> str:
-    """Return the end of an error about missing columns: the row's columns, and the keys to set."""
+    """Return the end of an error about a missing column: the row's columns, and settings to try."""
     columns = [column for column, value in row.items() if value is not None]
     hint = f"; the row has {', '.join(columns) or 'no columns'}"
     keys = likely_columns(row, columns, options, with_response)
@@ -111,8 +111,8 @@ def hint_at_columns(row: dict, options, with_response: bool) -> str:
         return f"{hint}: set {' '.join(settings)}"
     if with_response:
         hint += (
-            ": name the column of messages in data.messages_key, or those of two texts in "
-            "data.prompt_key and data.response_key"
+            ": set data.messages_key to the column of messages, or data.prompt_key and "
+            "data.response_key to the columns of the two texts"
         )
     return hint
 
@@ -120,9 +120,9 @@ def hint_at_columns(row: dict, options, with_response: bool) -> str:
 def likely_columns(
     row: dict, columns: list[str], options, with_response: bool
 ) -> dict[str, str | None]:
-    """Return {configuration key: column}, the settings with which this row could be read.
+    """Return settings under which this row could be read, as {configuration key: column}.
 
-    A column is None if the row has no suitable one.
+    The column is None where the row has no suitable one.
     """
     prompt = options.prompt_key
     text_columns = [column for column in columns if isinstance(row[column], str)]
@@ -146,7 +146,7 @@ def looks_like_chat(value) -> bool:
 
 
 def pick_column(likely_names: tuple[str, ...], columns: list[str]) -> str | None:
-    """Return the likeliest of the columns, else the first one, or None if there are none."""
+    """Return the first of the likely names that is a column; else the first column, or None."""
     for name in likely_names:
         if name in columns:
             return name
@@ -154,12 +154,12 @@ def pick_column(likely_names: tuple[str, ...], columns: list[str]) -> str | None
 
 
 def template_inputs(row: dict, reserved, options) -> TemplateInputs:
-    """Return the inputs of the chat template that come from a row, other than its messages.
+    """Return what a row passes to the chat template in addition to its messages.
 
-    A column enable_thinking counts as an argument of the template.
+    A column `enable_thinking` becomes an argument of the template.
 
     Args:
-        reserved: names that cannot be arguments of a template.
+        reserved: names that the template's arguments must not have.
 
     Raises:
         InputError: a column has the wrong type.
@@ -184,7 +184,7 @@ def template_inputs(row: dict, reserved, options) -> TemplateInputs:
 
 
 def read_tools(row: dict, options) -> list | None:
-    """Return the tools of a row. Data sets with typed columns keep them as JSON in a string."""
+    """Return the tools of a row. In data sets with typed columns, they are JSON in a string."""
     tools = row.get(options.tools_key)
     if isinstance(tools, str) and tools.lstrip().startswith("["):
         try:

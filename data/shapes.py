@@ -1,6 +1,6 @@
-"""Rows in the formats of other projects (Alpaca, ShareGPT, prompt/completion), converted to ours.
+"""Convert rows from the formats of other projects: Alpaca, ShareGPT and prompt/completion.
 
-Such formats are called shapes. They are recognized without any setting in the configuration.
+Such a format is called a shape. Shapes are recognized without any setting in the configuration.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 from config import InputError
 from data.messages import ROLES
 
-# ShareGPT's `from` -> our role. The value of a function_call is the call as JSON.
+# ShareGPT's `from` -> role. The value of a function_call is a call, or a list of calls, as JSON.
 SHAREGPT_ROLES = {
     "human": "user",
     "gpt": "assistant",
@@ -23,12 +23,12 @@ SHAREGPT_ROLES = {
 
 
 class Shape(NamedTuple):
-    """A shape of rows.
+    """The format of a row in another project.
 
     Attributes:
-        columns: a description of its columns, for the log.
-        read: (row, with_response) -> the columns to add to a row of this shape, so that it has
-            `messages`, or `prompt` and `response`. None if the row has another shape.
+        columns: a description of the columns, for the log.
+        read: (row, with_response) -> the columns to add, so that the row has `messages`, or
+            `prompt` and `response`. None if the row does not have this shape.
     """
 
     columns: str
@@ -36,7 +36,7 @@ class Shape(NamedTuple):
 
 
 def read_alpaca(row: dict, with_response: bool) -> dict | None:
-    """Read instruction, input and output. history is a list of (question, answer) pairs."""
+    """Read the columns instruction, input, output and history, pairs of question and answer."""
     has_texts = all(isinstance(row.get(key), str) for key in ("instruction", "output"))
     if row.get("prompt") is not None or not has_texts:
         return None
@@ -49,7 +49,7 @@ def read_alpaca(row: dict, with_response: bool) -> dict | None:
 
 
 def read_sharegpt(row: dict, with_response: bool) -> dict | None:
-    """Read conversations; their messages are converted by convert_sharegpt()."""
+    """Read the column conversations. convert_sharegpt() converts its messages later."""
     turns = row.get("conversations")
     if not isinstance(turns, list) or row.get("prompt") is not None:
         return None
@@ -57,9 +57,9 @@ def read_sharegpt(row: dict, with_response: bool) -> dict | None:
 
 
 def read_prompt_completion(row: dict, with_response: bool) -> dict | None:
-    """Read prompt and completion, which are strings or lists of messages.
+    """Read the columns prompt and completion, which are strings or lists of messages.
 
-    The messages of the prompt are not learned. Only rows for fine-tuning have this shape.
+    The messages of the prompt are not learned. This shape is only for fine-tuning.
     """
     prompt = row.get("prompt")
     completion = row.get("completion")
@@ -78,33 +78,33 @@ def read_prompt_completion(row: dict, with_response: bool) -> dict | None:
 
 
 def system_messages(row: dict) -> list[dict]:
-    """Return a list with the message of the column `system`; [] if the row has none."""
+    """Return the column `system` as a list of one message; [] if the row lacks the column."""
     return [{"role": "system", "content": row["system"]}] if row.get("system") else []
 
 
 SHAPES = {
     "Alpaca": Shape(
-        "instruction, output, and perhaps input, system, history (a list of pairs of a question "
-        "and its answer).",
+        "instruction, output, and optionally input, system and history (a list of pairs of "
+        "question and answer).",
         read_alpaca,
     ),
     "ShareGPT": Shape(
-        "conversations, a list of {from, value} or {role, content}, and perhaps system.",
+        "conversations, a list of {from, value} or {role, content}, and optionally system.",
         read_sharegpt,
     ),
     "prompt/completion": Shape(
-        "prompt and completion: two strings, or lists of messages of which only the completion's "
-        "are learned.",
+        "prompt and completion, two strings or lists of messages. Only the completion is learned.",
         read_prompt_completion,
     ),
 }
 
 
 def read_shape(row: dict, options, with_response: bool) -> tuple[dict, str]:
-    """Return (row with the columns that options name, name of the shape that the row had).
+    """Return (row with `messages`, or `prompt` and `response`; the name of its shape).
 
-    The name is "" for a row that has these columns already. Other shapes are tried only on rows
-    without the default columns, and only if options name no other columns.
+    If no conversion is needed, returns the row as it is, and "" for the name. Shapes are tried only
+    for rows without `messages`, and only if the keys for messages, prompt and response in `options`
+    have their default values.
 
     Args:
         with_response: whether a row needs a response (fine-tuning) or only a prompt.
@@ -124,7 +124,7 @@ def is_sharegpt_message(message) -> bool:
 
 
 def convert_sharegpt(message: dict, name: str) -> dict:
-    """Return a message {from, value} as {role, content}. `name` is its place in the row."""
+    """Convert a message from {from, value} to {role, content}. `name` is its path in the row."""
     sender = message["from"]
     value = message["value"]
     role = SHAREGPT_ROLES.get(sender)

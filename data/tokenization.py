@@ -1,7 +1,7 @@
-"""From data files to a cache folder: rows are tokenized once, in worker processes.
+"""Tokenize data files into a cache folder, once, in worker processes.
 
-dataset.py uses this for SFT and prompts.py for RL: each supplies a `Kind`. Only rank 0 tokenizes.
-It imports Hugging Face datasets and pyarrow only if there is no cache yet.
+dataset.py does this for SFT and prompts.py for RL, each with its own CacheSpec. Only rank 0
+tokenizes. It imports Hugging Face datasets and pyarrow only if there is no cache yet.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import NamedTuple
 import numpy as np
 
 from config import InputError, die_with
-from data.cache import cache_key, cached
-from data.chat.encoding import Steps, encode_together
+from data.cache import cache_key, ensure_cached
+from data.chat.encoding import RowCoroutine, encode_together
 from data.chat.tokenizer import ChatTokenizer
 from data.files import find_files, is_json, read_rows
 from data.images import stored
@@ -44,28 +44,28 @@ def die_with_parent() -> None:
 os.register_at_fork(after_in_child=die_with_parent)
 
 
-class Kind(NamedTuple):
-    """A kind of cache: the columns that it holds for each row, and the options they depend on.
+class CacheSpec(NamedTuple):
+    """What a cache for SFT or for RL contains: the columns of a row, and how they are computed.
 
     Attributes:
-        format: version of the files, a part of the cache's name.
+        version: the version of the cache's files. It is a part of the folder's name.
         options: the keys of `data` that the tokens depend on.
-        limit: the key of `data` that limits a row's length.
-        unused: the columns of a row that is not used, with their values.
+        limit_key: the key of `data` that limits the length of a row.
+        unused: all columns, with the values for a row that is not used.
         tokenize_row: (row, chat, options, folder) -> the columns that differ from `unused`.
     """
 
-    format: int | str
+    version: int | str
     options: tuple[str, ...]
-    limit: str
+    limit_key: str
     unused: dict
     tokenize_row: Callable
 
-    def with_images(self, paths: list[Path], processor: Processor) -> Kind:
-        """Return this kind for a vision-language model, whose caches also store images."""
+    def with_images(self, paths: list[Path], processor: Processor) -> CacheSpec:
+        """Return the spec of a cache that also stores images, for a vision-language model."""
         folders = [str(folder_of(path)) for path in paths]
         images = f" with images of {folders} without {sorted(processor.dropped)}"
-        return self._replace(format=f"{self.format}{images}", unused=self.unused | NO_IMAGES)
+        return self._replace(version=f"{self.version}{images}", unused=self.unused | NO_IMAGES)
 
 
 class LengthLimit(NamedTuple):
@@ -85,8 +85,8 @@ class LengthLimit(NamedTuple):
         return lengths > (self.tokens or np.inf)
 
 
-def tokenized(
-    kind: Kind,
+def tokenize_to_cache(
+    spec: CacheSpec,
     files: str | Sequence[str],
     tokenizer,
     options,
@@ -106,20 +106,20 @@ def tokenized(
     paths = find_files(files)
     tokenizer_dir = Path(tokenizer_dir)
     chat = ChatTokenizer.load(tokenizer, tokenizer_dir, processor)
-    limit = LengthLimit(kind.limit, getattr(options, kind.limit), options.truncation)
+    limit = LengthLimit(spec.limit_key, getattr(options, spec.limit_key), options.truncation)
     if processor:
-        kind = kind.with_images(paths, processor)
+        spec = spec.with_images(paths, processor)
 
     def write(folder: Path) -> None:
         import pyarrow
 
-        tables = tokenize_files(paths, kind, chat, options, folder / "datasets")
+        tables = tokenize_files(paths, spec, chat, options, folder / "datasets")
         check_lengths(paths, tables, limit)
         write_arrays(folder, pyarrow.concat_tables(tables), limit)
 
-    values = [getattr(options, name) for name in kind.options]
-    key = cache_key(paths, chat, tokenizer_dir, kind.format, values)
-    folder = cached(Path(cache_dir) / key, write, stored.are_current)
+    values = [getattr(options, name) for name in spec.options]
+    key = cache_key(paths, chat, tokenizer_dir, spec.version, values)
+    folder = ensure_cached(Path(cache_dir) / key, write, stored.are_current)
     stats = json.loads((folder / "stats.json").read_text())
     if processor and not stats["images"]:
         print(f"data: no row of {files} has an image", flush=True)
@@ -137,7 +137,9 @@ def report_shapes(stats: dict) -> None:
 # -- rows to tokens --------------------------------------------------------------------------------
 
 
-def tokenize_files(paths: list[Path], kind: Kind, chat: ChatTokenizer, options, work: Path) -> list:
+def tokenize_files(
+    paths: list[Path], spec: CacheSpec, chat: ChatTokenizer, options, work: Path
+) -> list:
     """Tokenize all files.
 
     Args:
@@ -155,7 +157,7 @@ def tokenize_files(paths: list[Path], kind: Kind, chat: ChatTokenizer, options, 
         options = SimpleNamespace(**options)
     with forking_workers():
         tables = [
-            tokenize_file(path, kind, chat, options, work / str(i)) for i, path in enumerate(paths)
+            tokenize_file(path, spec, chat, options, work / str(i)) for i, path in enumerate(paths)
         ]
     for table in tables:
         if table["error"].null_count < len(table):
@@ -176,8 +178,8 @@ def forking_workers() -> Iterator[None]:
         gc.unfreeze()
 
 
-def tokenize_file(path: Path, kind: Kind, chat: ChatTokenizer, options, work: Path):
-    """Return a file's rows as a pyarrow.Table with the columns of `kind.unused`, and `error`."""
+def tokenize_file(path: Path, spec: CacheSpec, chat: ChatTokenizer, options, work: Path):
+    """Return a file's rows as a pyarrow.Table with the columns of `spec.unused`, and `error`."""
     from datasets import Features
 
     rows = read_rows(path, work)
@@ -194,11 +196,11 @@ def tokenize_file(path: Path, kind: Kind, chat: ChatTokenizer, options, work: Pa
         fn_kwargs={
             "name": str(path),
             "is_json": is_json(path),
-            "kind": kind,
+            "spec": spec,
             "chat": chat,
             "options": options,
         },
-        features=Features({name: types[name] for name in [*kind.unused, "error"]}),
+        features=Features({name: types[name] for name in [*spec.unused, "error"]}),
         desc=f"tokenizing {path.name}",
         num_proc=min(num_processes, len(rows)) if num_processes > 1 else None,
         new_fingerprint="tokens",
@@ -237,7 +239,7 @@ def tokenize_rows(
     indices: list[int],
     name: str,
     is_json: bool,
-    kind: Kind,
+    spec: CacheSpec,
     chat: ChatTokenizer,
     options,
 ) -> dict[str, list]:
@@ -250,13 +252,13 @@ def tokenize_rows(
         is_json: whether the only column, `text`, holds rows as JSON.
 
     Returns:
-        The columns of `kind.unused`, and `error`: for a row that cannot be used, an error message
+        The columns of `spec.unused`, and `error`: for a row that cannot be used, an error message
         with file and line.
     """
     folder = folder_of(Path(name))
-    unused = kind.unused | {"error": None}
+    unused = spec.unused | {"error": None}
 
-    def steps(values: tuple) -> Steps[dict]:
+    def encode_row(values: tuple) -> RowCoroutine[dict]:
         row = dict(zip(columns, values, strict=True))
         if is_json:
             if not row["text"].strip():
@@ -264,11 +266,11 @@ def tokenize_rows(
             row = parse_row(row["text"])
         if not isinstance(row, dict):
             raise InputError(f"the row must be an object, not {type(row).__name__}")
-        return (yield from kind.tokenize_row(row, chat, options, folder))
+        return (yield from spec.tokenize_row(row, chat, options, folder))
 
     results = []
     rows = zip(*columns.values(), strict=True)
-    tokenized_rows = encode_together([steps(values) for values in rows])
+    tokenized_rows = encode_together([encode_row(values) for values in rows])
     for index, result in zip(indices, tokenized_rows, strict=True):
         if isinstance(result, InputError):
             result = {"error": f"{name}:{index + 1}: {result}"}

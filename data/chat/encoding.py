@@ -11,14 +11,14 @@ from data.chat.conversation import Conversation
 from data.chat.placeholders import RowImages, tokens_with_images
 from data.chat.plain_text import check_no_images, encode_pair
 from data.chat.spans import find_spans
-from data.chat.tokenizer import HALF_CHARACTER, ChatTokenizer
+from data.chat.tokenizer import LONE_SURROGATE, ChatTokenizer
 from data.images.sources import place_images
 from data.rows import template_inputs, training_messages
 
 Result = TypeVar("Result")
-# A computation that yields its conversation, if it has one, and resumes once encode_together() has
-# tokenized this conversation together with those of other rows.
-Steps = Generator[Conversation, None, Result]
+# The computation of one row. It yields the row's conversation, if there is one, and resumes after
+# encode_together() has tokenized the conversations of many rows in one call.
+RowCoroutine = Generator[Conversation, None, Result]
 
 
 class EncodedRow(NamedTuple):
@@ -36,7 +36,9 @@ class EncodedRow(NamedTuple):
     images: RowImages
 
 
-def encode(row: dict, chat: ChatTokenizer, options, folder: Path = Path()) -> Steps[EncodedRow]:
+def encode(
+    row: dict, chat: ChatTokenizer, options, folder: Path = Path()
+) -> RowCoroutine[EncodedRow]:
     """Encode a row for fine-tuning. A generator: run it with encode_together().
 
     Args:
@@ -87,14 +89,14 @@ def learned_turns(messages: list[dict], train_on: str) -> list[int]:
 
 def check_no_image_learned(mask: list[int], images: RowImages) -> None:
     """Raise InputError if the tokens to learn include those of an image."""
-    if any(learned and of_image for learned, of_image in zip(mask, images.of_tokens)):
+    if any(learned and of_image for learned, of_image in zip(mask, images.is_image_token)):
         raise InputError(
             "a turn of the assistant that is learned has an image, which no model can write: give "
             "the message loss_mask 0"
         )
 
 
-def encode_together(rows: list[Steps[Result]]) -> list[Result | InputError]:
+def encode_together(rows: list[RowCoroutine[Result]]) -> list[Result | InputError]:
     """Run the computations of several rows; return the result or the InputError of each.
 
     Their conversations are tokenized in one call, which uses several threads.
@@ -128,7 +130,7 @@ def tokenize_together(conversations: list[Conversation]) -> None:
     Conversations that may fail are left out. They are tokenized individually later, so that a
     failure affects only its own row.
     """
-    batch = [c for c in conversations if c.chat.is_stock and not HALF_CHARACTER.search(c.text)]
+    batch = [c for c in conversations if c.chat.is_stock and not LONE_SURROGATE.search(c.text)]
     if not batch:
         return
     batch_tokens = batch[0].chat.tokenize_batch([c.text for c in batch])

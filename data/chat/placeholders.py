@@ -1,4 +1,4 @@
-"""Images in a conversation: the template writes placeholders, which become the images' tokens."""
+"""Images in a conversation: replace the placeholders that the template writes by image tokens."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ class RowImages(NamedTuple):
     """The images of a row.
 
     Attributes:
-        of_tokens: [T], 1 for the tokens that stand for images, otherwise 0. Empty without images.
+        is_image_token: [T], 1 for tokens of images, 0 for tokens of text. Empty without images.
         images: uint8 [height, width, 3] each.
         files: the files that the images were read from.
     """
 
-    of_tokens: Sequence[int] = ()
+    is_image_token: Sequence[int] = ()
     images: Sequence[np.ndarray] = ()
     files: Sequence[str] = ()
 
     def would_be_cut(self, kept: slice) -> bool:
-        """Return whether a row cut to these tokens would lose a token of an image, or end with one.
+        """Return whether keeping only these tokens would cut an image, or end with an image.
 
-        No token after it would depend on an image at the end.
+        An image at the end is useless, since no token after it depends on it.
         """
-        of_tokens = self.of_tokens[kept]
-        loses_tokens = sum(of_tokens) < sum(self.of_tokens)
-        return loses_tokens or 1 in of_tokens[-1:]
+        is_image_token = self.is_image_token[kept]
+        loses_tokens = sum(is_image_token) < sum(self.is_image_token)
+        return loses_tokens or 1 in is_image_token[-1:]
 
     def columns(self) -> dict:
         """Return the images as columns of a cache; {} for a row without images."""
@@ -51,9 +51,9 @@ class RowImages(NamedTuple):
 def tokens_with_images(
     conversation: Conversation, sources: list, options, folder: Path
 ) -> tuple[Tokens, RowImages]:
-    """Return a conversation's tokens, with placeholders replaced by image tokens, and the images.
+    """Return a conversation's tokens, with placeholders replaced by image tokens, and its images.
 
-    options.special_tokens_in_text is applied to special tokens that are written in texts.
+    Special tokens in texts are treated as options.special_tokens_in_text says.
 
     Args:
         sources: the images in the order of the conversation, as data.images.sources.place_images()
@@ -70,19 +70,19 @@ def tokens_with_images(
     if not sources:
         return tokens, RowImages()
     if processor is None:
-        raise InputError("it has images: set model.images=true, or leave them out")
+        raise InputError("the row has images: set model.images=true, or remove them")
     if tokens is not conversation.tokens:
         raise InputError(
-            "it has images, and texts with special tokens, which cannot be escaped beside images: "
-            "set data.special_tokens_in_text=keep, or leave them out"
+            "the row has images and a text with special tokens, which cannot be escaped in a row "
+            "with images: set data.special_tokens_in_text=keep, or remove the special tokens"
         )
     if len(sources) > 1:
         check_order_of_images(conversation)
     images = [processor.resized(read_image(source, folder)) for source in sources]
-    expanded_tokens, of_tokens = processor.expand(conversation.text, images)
+    expanded_tokens, is_image_token = processor.expand(conversation.text, images)
     paths = [file_of(source, folder) for source in sources]
     files = [str(path) for path in paths if path]
-    return expanded_tokens, RowImages(of_tokens, images, files)
+    return expanded_tokens, RowImages(is_image_token, images, files)
 
 
 def check_no_stray_placeholders(
@@ -92,19 +92,19 @@ def check_no_stray_placeholders(
     processor = conversation.chat.processor
     if not sources and (processor.token_types([tokens.ids]) > 0).any():
         raise InputError(
-            "it has no image, and a text in it has what stands for one, such as "
-            f"{processor.image_token!r}"
+            "the row has no image, but a text contains an image placeholder, such as "
+            f"{processor.image_token!r}: remove it"
         )
     for message in conversation.messages:
         if message["role"] != "assistant" and MARK in text_of(message.get("content")):
             raise InputError(
-                f'a text has {MARK}, and the row has no image in "{options.images_key}": name the '
-                "column of images in data.images_key"
+                f'a text contains {MARK}, but the row has no image in "{options.images_key}": set '
+                "data.images_key to the column of images"
             )
 
 
 def check_order_of_images(conversation: Conversation) -> None:
-    """Raise InputError if the template moves messages in a way that swaps their images.
+    """Raise InputError if the template moves messages so that the order of their images changes.
 
     The order is found by rendering numbered texts in place of the images.
     """
@@ -115,7 +115,9 @@ def check_order_of_images(conversation: Conversation) -> None:
     positions = [text.find(f"<<{number}>>") for number in range(num_images)]
     printed = [position for position in positions if position >= 0]
     if sorted(printed) != printed:
-        raise InputError("the chat template puts its images in another order")
+        raise InputError(
+            "the chat template changes the order of the images, which is not supported"
+        )
 
 
 def number_images(message: dict, numbers: count) -> dict:

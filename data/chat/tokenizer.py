@@ -15,8 +15,8 @@ from data.chat.tokens import Tokens
 
 # Raised by Jinja templates that reject a conversation; raise_exception(...) is a TemplateError.
 TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError)
-# A lone surrogate: half of a character outside of the basic plane. "\ud83d" is half of an emoji.
-HALF_CHARACTER = re.compile("[\ud800-\udfff]")
+# JSON may contain one half of a UTF-16 surrogate pair, e.g. "\ud83d", which is half of an emoji.
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class ChatTokenizer:
@@ -96,11 +96,16 @@ class ChatTokenizer:
             return None
 
     def tokenize(self, text: str, **options) -> Tokens:
-        """Return the tokens of a text. Raises InputError for a text with half a character."""
-        half = HALF_CHARACTER.search(text)
-        if half:
+        """Return the tokens of a text.
+
+        Raises:
+            InputError: the text contains a lone surrogate.
+        """
+        surrogate = LONE_SURROGATE.search(text)
+        if surrogate:
             raise InputError(
-                f"the text has half a character, {half[0]!r}, at position {half.start()}"
+                f"the text contains a lone surrogate, {surrogate[0]!r}, at position "
+                f"{surrogate.start()}: write the complete character, or remove it"
             )
         return self.tokenize_batch([text], **options)[0]
 

@@ -1,6 +1,6 @@
-"""Images in rows of data, from the row to the tensors that a vision-language model reads.
+"""Images, from a row of data to the input tensors of a vision-language model.
 
-sources.py finds the images of a row and reads them; stored.py keeps their pixels in a cache folder;
-processor.py wraps the model's own processor. The engine's part is in engines/fsdp/vision.py, and
-images are passed to vLLM in rollout/vllm/.
+sources.py finds and reads the images of a row; stored.py stores their pixels in a cache folder;
+processor.py wraps the processor of the model. engines/fsdp/vision.py passes images to the model,
+and rollout/vllm/image_prompts.py to vLLM.
 """

@@ -1,8 +1,8 @@
-"""A vision-language model's processor: tokens that stand for an image, and the tensors of images.
+"""A vision-language model's processor: it turns images into tokens and input tensors.
 
-An image is decoded and resized once and kept as bytes, which are much smaller than the tensors that
-a model reads. The processor makes these tensors when a micro-batch is laid out. So a batch, however
-it is split or joined, carries one number per sequence and no pixels.
+An image is decoded and resized once and stored as bytes, which are much smaller than the model's
+input tensors. The processor computes these tensors when a micro-batch is laid out. So batches carry
+no pixels, but only the row number of each sequence.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from data.cache import CHECKSUMS
 from data.chat.tokens import Tokens
 from data.images.stored import StoredImages
 
-# Keys of a processor's output that are not for the model.
+# Keys of a processor's output that are not passed to the model.
 NOT_FOR_MODEL = {"input_ids", "attention_mask", "offset_mapping", "text_replacement_offsets"}
 GREY = 127
 SMALL_SIDE = 32  # in pixels; every processor accepts images of this size
@@ -37,9 +37,9 @@ class Expanded(NamedTuple):
     """The tokens of a text whose placeholders have been expanded to the images' tokens.
 
     Attributes:
-        tokens: their spans are in the text before the expansion; an image's tokens are at its
-            placeholder.
-        is_image_token: [T], 1 for the tokens of images, otherwise 0.
+        tokens: the tokens. Their spans refer to the text before the expansion; the tokens of an
+            image have the span of its placeholder.
+        is_image_token: [T], 1 for tokens of images, 0 for tokens of text.
     """
 
     tokens: Tokens
@@ -51,13 +51,14 @@ class Processor:
 
     Args:
         path: the model's path.
-        tokenizer: used in place of the processor's own.
-        dropped: keys of the processor's output to leave out.
+        tokenizer: replaces the processor's own tokenizer.
+        dropped: keys of the processor's output that are not passed to the model.
 
     Attributes:
+        hf_processor: the processor of transformers.
         image_token: the placeholder for an image in a text.
-        token_type_keys: keys of the processor's output that hold a number for each token. The
-            number depends on the token alone.
+        token_type_keys: keys of the processor's output with one number per token, which depends
+            only on the token itself.
         sample: the input_ids of one small image, and a list with this image.
 
     Raises:
@@ -101,21 +102,21 @@ class Processor:
         needed = self.dropped & {*self.hf_processor.image_processor.model_input_names}
         if needed:
             raise InputError(
-                f"{DROP_KEY} names {', '.join(sorted(needed))}, which the model needs of an image: "
-                "take it out"
+                f"{DROP_KEY} names {', '.join(sorted(needed))}, which the model needs: remove it "
+                "from the list"
             )
 
     def _check_all_keys_reach_model(
         self, path: Path | str, output: dict, image: np.ndarray
     ) -> None:
-        """Check that tensors(), which passes images without text, returns all keys needed."""
+        """Check that tensors(), which processes images without text, returns all necessary keys."""
         expected = output.keys() - NOT_FOR_MODEL - self.dropped
         lost = sorted(expected - self.tensors([image]).keys() - {*self.token_type_keys})
         if lost:
             raise InputError(
                 f"model.path={path}: {type(self.hf_processor).__name__} returns {', '.join(lost)} "
-                "only for a text with images, which would not reach the model and is not supported"
-                f": leave it out with {DROP_KEY}=[{','.join(lost)}]"
+                "only for images together with text, which is not supported: if the model does not "
+                f"need it, set {DROP_KEY}=[{','.join(lost)}]"
             )
 
     def _check_token_types(self, path: Path | str, output: dict) -> None:
@@ -124,8 +125,8 @@ class Processor:
             if types != np.asarray(output[key]).tolist():
                 raise InputError(
                     f"model.path={path}: {type(self.hf_processor).__name__} returns {key}, which "
-                    "depends on more than the tokens and is not supported: leave it out with "
-                    f"{DROP_KEY}=[{key}]"
+                    "depends on more than the tokens and is not supported: if the model does not "
+                    f"need it, set {DROP_KEY}=[{key}]"
                 )
 
     def _call(self, images: list, text: str, **options) -> dict:
@@ -133,17 +134,17 @@ class Processor:
 
     def tensors(self, images: list[np.ndarray]) -> dict[str, Tensor]:
         """Return the model's inputs for one or more images, uint8 [height, width, 3]."""
-        writable = [np.array(image) for image in images]  # torch warns about mapped memory
+        writable = [np.array(image) for image in images]  # torch warns about read-only memory
         output = self.hf_processor(images=writable, return_tensors="pt")
         left_out = self.dropped | NOT_FOR_MODEL | {*self.token_type_keys}
         return {key: tensor for key, tensor in output.items() if key not in left_out}
 
     def token_types(self, ids: list[list[int]]) -> Tensor:
-        """Return int64 [n, T]: 0 for tokens of text, another number for tokens of images."""
+        """Return the types of tokens, int64 [n, T]: 0 for text, other numbers for images."""
         return torch.tensor(self.hf_processor.create_mm_token_type_ids(ids))
 
     def reads_as(self, other: Processor) -> bool:
-        """Return whether both turn small and large images into the same tokens and pixels."""
+        """Return whether both processors turn images into the same tokens and pixels."""
         images = [self.resized(grey_image(side)) for side in (SMALL_SIDE, LARGE_SIDE)]
         settings = self.hf_processor.image_processor.to_dict()
         other_settings = other.hf_processor.image_processor.to_dict()
@@ -154,14 +155,14 @@ class Processor:
         return [self.expand(self.image_token, [image]).tokens.ids for image in images]
 
     def without_images(self, ids: Tensor) -> Tensor:
-        """Return ids [T] with another token in place of those that stand for images."""
+        """Return ids [T] with each token of an image replaced by a token of text."""
         is_image_token = self.token_types([ids.tolist()])[0] > 0
         return ids.masked_fill(is_image_token, int(ids[~is_image_token][0]))
 
     def resized(self, image) -> np.ndarray:
-        """Return an image as resized by the processor, if this leads to the same tensors.
+        """Return an image as the processor resizes it, provided that its tensors stay the same.
 
-        If it does not, or if resizing does not make the image smaller, returns it unchanged.
+        Returns the image unchanged if they do not, or if the resized image is not smaller.
 
         Returns:
             uint8 [height, width, 3].
@@ -185,7 +186,7 @@ class Processor:
         return small if is_same else image
 
     def _record_resizing(self, image: np.ndarray) -> tuple[list, dict[str, Tensor]]:
-        """Return the results of the processor's resize() for an image, and the image's tensors."""
+        """Process an image; return the results of the processor's resize(), and the tensors."""
         image_processor = self.hf_processor.image_processor
         resize = image_processor.resize
         recorded = []
@@ -210,14 +211,15 @@ class Processor:
         """Tokenize a text that has a placeholder for each of these images.
 
         Raises:
-            InputError: the text has more or fewer placeholders than images, or the model could not
-                tell its images from the text or from each other.
+            InputError: the number of placeholders differs from the number of images, or the model
+                could not distinguish the images from the text or from each other.
         """
         num_placeholders = text.count(self.image_token)
         if num_placeholders != len(images):
             raise InputError(
-                f"the rendered chat has {num_placeholders} times {self.image_token!r} for "
-                f"{len(images)} images: the template leaves them out, or a text has it, too"
+                f"the rendered chat contains {self.image_token!r} {num_placeholders} times for "
+                f"{len(images)} images: either the chat template leaves out images, or a text "
+                "contains the placeholder literally"
             )
         output = self._call(
             images, text, return_text_replacement_offsets=True, return_offsets_mapping=True
@@ -228,11 +230,11 @@ class Processor:
         image_spans = [replacement["new_span"] for replacement in replacements]
         is_image_token = [int(overlaps_any(offset, image_spans)) for offset in offsets]
         self._check_image_tokens(ids, is_image_token, len(images))
-        places = [
-            (place_before(start, replacements), place_before(end, replacements))
+        spans = [
+            (position_before(start, replacements), position_before(end, replacements))
             for start, end in offsets
         ]
-        return Expanded(Tokens(ids, places.__getitem__), is_image_token)
+        return Expanded(Tokens(ids, spans.__getitem__), is_image_token)
 
     def _check_image_tokens(
         self, ids: list[int], is_image_token: list[int], num_images: int
@@ -240,13 +242,14 @@ class Processor:
         has_image_type = (self.token_types([ids])[0] > 0).int()
         if has_image_type.gt(torch.tensor(is_image_token)).any():
             raise InputError(
-                "a text in it has the placeholder of an image or a video, beside its images"
+                "a text contains the placeholder of an image or a video, in addition to the row's "
+                "images: remove it"
             )
         num_runs = int(has_image_type.diff(prepend=torch.zeros(1)).gt(0).sum())
         if self.token_type_keys and num_runs < num_images:
             raise InputError(
-                "the template puts nothing between two of its images, which the model could not "
-                "tell apart"
+                "the chat template writes nothing between two images, so the model could not tell "
+                "them apart: put text between them"
             )
 
 
@@ -260,49 +263,50 @@ def overlaps_any(offset: tuple[int, int], spans: Sequence[tuple[int, int]]) -> b
     return any(start < span_end and end > span_start for span_start, span_end in spans)
 
 
-def place_before(place: int, replacements: Sequence[dict]) -> int:
-    """Return where a character of the expanded text was before placeholders were replaced.
+def position_before(position: int, replacements: Sequence[dict]) -> int:
+    """Convert a position in the expanded text to a position in the text before the expansion.
 
-    For a character inside an image, this is the end of the image's placeholder.
+    A position inside an image becomes the end of the image's placeholder.
 
     Args:
-        replacements: in order, each with its `span` in the text before the expansion, and its
-            `new_span` in the expanded text.
+        replacements: the replaced placeholders in order, each with its `span` in the text before
+            the expansion and its `new_span` in the expanded text.
     """
     num_added = 0
     for replacement in replacements:
         new_start, new_end = replacement["new_span"]
         _, end = replacement["span"]
-        if place < new_end:
-            return place - num_added if place <= new_start else end
+        if position < new_end:
+            return position - num_added if position <= new_start else end
         num_added = new_end - end
-    return place - num_added
+    return position - num_added
 
 
 def load_hf_processor(path: Path, tokenizer=None):
-    """Return transformers' processor of a model, with a placeholder for images.
+    """Load transformers' processor of a model.
 
     Args:
-        tokenizer: used in place of the processor's own.
+        tokenizer: replaces the processor's own tokenizer.
 
     Raises:
-        InputError: the model has no processor, or one that cannot be loaded or used.
+        InputError: the model has no processor, the processor cannot be loaded, or it has no
+            placeholder for images.
     """
     from transformers import AutoConfig
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
     hf_config = AutoConfig.from_pretrained(path)
-    kind = PROCESSOR_MAPPING.get(type(hf_config), None)
-    if kind is None:
+    processor_class = PROCESSOR_MAPPING.get(type(hf_config), None)
+    if processor_class is None:
         raise InputError(
             f"model.images=true, but model.path={path} reads no images: transformers has no "
             f"processor for model_type={hf_config.model_type}"
         )
     try:
         try:
-            processor = kind.from_pretrained(path)
+            processor = processor_class.from_pretrained(path)
         except ImportError:
-            processor = without_videos(kind).from_pretrained(path)
+            processor = without_videos(processor_class).from_pretrained(path)
     except LOAD_ERRORS as error:
         reason = " ".join(str(error).split())[:300]
         raise InputError(
@@ -312,29 +316,30 @@ def load_hf_processor(path: Path, tokenizer=None):
         processor.tokenizer = tokenizer
     if getattr(processor, "image_token", None) is None:
         raise InputError(
-            f"model.path={path}: {kind.__name__} has no placeholder for images, which is not "
-            "supported"
+            f"model.path={path}: {processor_class.__name__} has no placeholder for images, "
+            "which is not supported"
         )
     return processor
 
 
-def without_videos(kind: type) -> type:
-    """Return a processor class without its video part, the only part that needs torchvision."""
+def without_videos(processor_class: type) -> type:
+    """Return a processor class without its video processor, which alone needs torchvision."""
 
-    class WithoutVideos(kind):
+    class WithoutVideos(processor_class):
         @classmethod
         def get_attributes(cls):
-            return [name for name in kind.get_attributes() if name != "video_processor"]
+            names = processor_class.get_attributes()
+            return [name for name in names if name != "video_processor"]
 
-    WithoutVideos.__name__ = kind.__name__  # error messages and saved files contain it
+    WithoutVideos.__name__ = processor_class.__name__  # error messages and saved files contain it
     return WithoutVideos
 
 
 class ImageStore:
-    """The images of rows, and the processor that turns them into tensors.
+    """The images of a dataset, and the processor that turns them into tensors.
 
     Args:
-        images: a list of images for each row, uint8 [height, width, 3].
+        images: for each row, the list of its images, uint8 [height, width, 3].
     """
 
     def __init__(self, images: Sequence[list[np.ndarray]], processor: Processor):
@@ -343,10 +348,10 @@ class ImageStore:
 
     @classmethod
     def load(cls, folder: Path, processor: Processor) -> tuple[ImageStore, str]:
-        """Return the images of a cache folder, and a hash of the data that a model reads from it.
+        """Return the images of a cache folder, and a hash of everything a model reads from it.
 
-        The folder's name is not a sufficient hash: it does not depend on the contents of image
-        files, which may change.
+        The folder's name is not enough: it does not depend on the contents of the image files,
+        which may change.
         """
         checksums = json.loads((folder / CHECKSUMS).read_text())
         contents = [folder.name, checksums["pixels.bin"], sorted(processor.dropped)]

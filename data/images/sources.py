@@ -1,7 +1,7 @@
-"""Finding the images of a row, and reading them.
+"""Find the images of a row, and read them.
 
-A row has images in parts of its messages, or in a column of its own. `place_images()` brings both
-into one form; `read_image()` reads an image from its path, its bytes or a data URL.
+Images are in the parts of messages, or in a column of their own. place_images() brings both into
+one form; read_image() reads an image from a path, from bytes or from a data URL.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from config import InputError
 IMAGE_PARTS = ("image", "image_url")
 TEXT_PARTS = ("text", "input_text", "output_text")
 UNSUPPORTED_PARTS = ("video", "video_url", "audio", "audio_url", "input_audio")
-# Keys of a part that may hold its image. A path next to bytes is only a name.
+# Keys of a part that may hold its image, in order of preference.
 SOURCES = (*IMAGE_PARTS, "bytes", "base64", "url", "path")
-MARK = "<image>"  # in a text: the next image of the row's column
+MARK = "<image>"  # in a text, this stands for the next image of the row's column
 IMAGE = {"type": "image"}
-# Processors may mistake a height of 1 or 3 pixels for the number of channels.
+# Processors may mistake a side of 1 or 3 pixels for the number of channels.
 MIN_SIDE = 4
 
 
@@ -34,18 +34,19 @@ def place_images(messages: list[dict], column, key: str) -> tuple[list[dict], li
     """Bring the images of a row, and the contents of its messages, into one form.
 
     Args:
-        column: the row's column of images: an image or a list of them, perhaps as JSON in a text.
-            Its images are used for parts without an image of their own, and for each <image> in a
+        column: the row's column of images: an image or a list of images, possibly as JSON text.
+            They fill image parts without an image of their own, and replace each <image> in a
             text. If the messages have neither, the images are put before the user's first text.
-        key: name of the column, for error messages.
+        key: the name of the column, for error messages.
 
     Returns:
-        The messages and the images. The content of a message is a string or a list of the parts
+        The messages and their images. The content of a message is a string or a list of the parts
         {"type": "text", "text": ...} and {"type": "image"}; parts of other types are unchanged. The
-        images are in the order of their parts, as source_of() returns them.
+        images are in the same order as their parts, in the form that source_of() returns.
 
     Raises:
-        InputError: there are more or fewer images than places for them, or videos or audio.
+        InputError: the number of images differs from the number of image parts, or a message
+            contains video or audio.
     """
     image_column = ImageColumn.of(column, key)
     placement = Placement(image_column)
@@ -54,7 +55,9 @@ def place_images(messages: list[dict], column, key: str) -> tuple[list[dict], li
     if image_column.images and not image_column.used:
         if sources:
             raise InputError(
-                f'"{key}" has {len(image_column.images)} images, and the messages have others'
+                f'the messages contain {len(sources)} images, and the column "{key}" contains '
+                f"{len(image_column.images)} more: add a part "
+                '{"type": "image"} for each image of the column, or remove the column'
             )
         first = first_of_user(messages)
         sources = image_column.take_all()
@@ -69,7 +72,7 @@ def place_images(messages: list[dict], column, key: str) -> tuple[list[dict], li
 
 
 def first_of_user(messages: list[dict]) -> int:
-    """Return the index of the user's first message, or 0."""
+    """Return the index of the user's first message; 0 if there is none."""
     for i, message in enumerate(messages):
         if message["role"] == "user":
             return i
@@ -81,9 +84,9 @@ class ImageColumn:
     """A row's column of images.
 
     Attributes:
-        key: its name.
-        images: images as the row has them.
-        used: indices of the images that the messages have used so far.
+        key: the name of the column.
+        images: the images, in the form in which the row stores them.
+        used: the indices of the images that the messages have used so far.
     """
 
     key: str
@@ -92,8 +95,8 @@ class ImageColumn:
 
     @staticmethod
     def of(column, key: str) -> ImageColumn:
-        column = parsed(column)
-        is_empty_cell = isinstance(column, str) and not column  # of a CSV file
+        column = parse_column(column)
+        is_empty_cell = isinstance(column, str) and not column  # in a CSV file
         if column is None or is_empty_cell:
             return ImageColumn(key, [])
         if isinstance(column, list | tuple):
@@ -106,13 +109,13 @@ class ImageColumn:
             index = len(self.used)
         elif index not in range(len(self.images)):
             raise InputError(
-                f'a part of a message has index {index!r}, and "{self.key}" has '
+                f'a part of a message has index {index!r}, but "{self.key}" has '
                 f"{len(self.images)} images"
             )
         self.used.append(index)
         if index >= len(self.images):
             raise InputError(
-                f"the messages refer to {len(self.used)} images or more of the column "
+                f"the messages refer to at least {len(self.used)} images of the column "
                 f'"{self.key}", which has {len(self.images)}'
             )
         return self.images[index]
@@ -125,7 +128,7 @@ class ImageColumn:
         num_used = len(set(self.used))
         if num_used < len(self.images):
             raise InputError(
-                f'"{self.key}" has {len(self.images)} images, and the messages name {num_used} '
+                f'"{self.key}" has {len(self.images)} images, but the messages use only {num_used} '
                 "of them"
             )
 
@@ -152,7 +155,7 @@ class Placement:
         return parts
 
     def parts_of_text(self, text: str) -> list[dict]:
-        """Split a text into parts; <image> is an image if the row has a column of images."""
+        """Split a text into parts. If the row has a column of images, <image> becomes an image."""
         if not self.column.images:
             return text_parts(text)
         before, *texts = text.split(MARK)
@@ -163,9 +166,11 @@ class Placement:
         return parts
 
     def add(self, part: dict) -> dict:
-        """Collect a part's image, or the column's image for it; return the replacing part."""
+        """Add a part's image, or the column's next one, to `sources`; return the new part."""
         if part.get("text"):
-            raise InputError("a part of a message has both text and an image: make it two parts")
+            raise InputError(
+                "a part of a message contains both text and an image: split it into two parts"
+            )
         index = part.get("index")
         own_keys = {
             key: value for key, value in part.items() if key not in ("type", "text", "index")
@@ -173,7 +178,7 @@ class Placement:
         source = source_of(own_keys)
         if index is not None and source is not None:
             raise InputError(
-                "a part of a message has both an image and an index: leave one of them out"
+                "a part of a message has both an image and an index: remove one of them"
             )
         self.sources.append(self.column.take(index) if source is None else source)
         return IMAGE
@@ -193,10 +198,12 @@ def is_image(part) -> bool:
 
 
 def read_text(part) -> str | None:
-    """Return the text of a part without an image; None for a type that only the template knows.
+    """Return the text of a part that is not an image; None if the part has another type.
+
+    The chat template may know other types.
 
     Raises:
-        InputError: it is a video or audio, or not a valid part of a message.
+        InputError: the part is video or audio, or it is not a valid part of a message.
     """
     if isinstance(part, str):
         return part
@@ -205,29 +212,29 @@ def read_text(part) -> str | None:
     for name in UNSUPPORTED_PARTS:
         if kind == name or fields.get(name) is not None:
             raise InputError(
-                f"a part of a message is of type {name}: videos and audio are not supported, "
-                "leave it out"
+                f"a part of a message is of type {name}: videos and audio are not supported; "
+                "remove it"
             )
     if kind not in (None, *TEXT_PARTS):
         return None
     if not isinstance(fields.get("text"), str):
         raise InputError(
-            f"a part of a message, {str(part)[:60]}, is neither text nor an image: it must be "
+            f"a part of a message, {str(part)[:60]}, is neither text nor an image: write it as "
             '{"type": "text", "text": ...} or {"type": "image", "image": ...}'
         )
     return fields["text"]
 
 
-def parsed(column):
-    """Return a column of images, decoded if it is JSON, as in data sets with typed columns."""
+def parse_column(column):
+    """Return a column of images. Decodes a list that is stored as JSON text, as in CSV files."""
     if isinstance(column, str) and column.startswith("["):
-        with suppress(json.JSONDecodeError):  # then it is a path
+        with suppress(json.JSONDecodeError):  # a path that begins with "["
             return json.loads(column)
     return column
 
 
 def without_pixels(row: dict, key: str) -> dict:
-    """Return a row to be stored as JSON: None instead of an image's bytes, paths unchanged.
+    """Return a row that can be stored as JSON: the bytes of images become None, paths stay.
 
     Args:
         key: the column of images.
@@ -239,7 +246,7 @@ def without_pixels(row: dict, key: str) -> dict:
 
 
 def strip_pixels(value, name: str):
-    """Return a value of a row without pixels; `name` is the key of the value or of its list."""
+    """Return a value of a row without pixels. `name` is the key of the value, or of its list."""
     from PIL.Image import Image
 
     if isinstance(value, dict):
@@ -247,7 +254,7 @@ def strip_pixels(value, name: str):
     if isinstance(value, list | tuple):
         return [strip_pixels(item, name) for item in value]
     if name in SOURCES:
-        column = parsed(value)
+        column = parse_column(value)
         if column is not value:
             return json.dumps(strip_pixels(column, name))
         if is_data_url(value):
@@ -265,13 +272,14 @@ def is_data_url(value) -> bool:
 
 
 def source_of(value):
-    """Return an image's bytes, its path, or a PIL.Image; None if there is none.
+    """Return an image as bytes, a path or a PIL.Image; None if there is none.
 
     Args:
-        value: one of these, a data URL, or a dict such as {"bytes": ..., "path": ...}, even nested.
+        value: bytes, a path, a PIL.Image, a data URL, or a possibly nested dict that contains one,
+            such as {"bytes": ..., "path": ...}.
 
     Raises:
-        InputError: a key that is not supported, or base64 that cannot be decoded.
+        InputError: the dict has an unsupported key, or base64 text cannot be decoded.
     """
     key = None
     while isinstance(value, dict):
@@ -288,12 +296,12 @@ def source_of(value):
 
 
 def source_key(fields: dict) -> str | None:
-    """Return the key that holds an image: the first with a value that is not empty, if any."""
+    """Return the key that holds an image, preferably one whose value is not empty; else None."""
     for key, value in fields.items():
         if value is not None and key not in SOURCES:
             raise InputError(
-                f'an image has the key "{key}", which is not supported: leave it out, and give the '
-                'image as a path, a data URL or bytes, such as {"type": "image", "image": "a.png"}'
+                f'an image has the key "{key}", which is not supported: remove it, and write the '
+                'image as a path, a data URL or bytes, e.g. {"type": "image", "image": "a.png"}'
             )
     keys = [key for key in SOURCES if fields.get(key) is not None]
     keys.sort(key=lambda key: not fields[key])
@@ -301,7 +309,7 @@ def source_key(fields: dict) -> str | None:
 
 
 def file_of(source, folder: Path) -> Path | None:
-    """Return the file that read_image() would read; None if the image is not in a file."""
+    """Return the file that contains an image; None if the image is not in a file."""
     source = source_of(source)
     if not source or not isinstance(source, str):
         return None
@@ -316,26 +324,26 @@ def read_image(source, folder: Path):
         folder: the directory that relative paths refer to.
 
     Raises:
-        InputError: it is not an image, or one that models cannot read.
+        InputError: the image cannot be read, is too small, or does not have 8 bits per channel.
     """
     path = file_of(source, folder)
     source = source_of(source)
     if not source:
-        raise InputError("an image is empty: give its path, a data URL or bytes, or leave it out")
+        raise InputError("an image is empty: set it to a path, a data URL or bytes, or remove it")
     if path and "://" in source and not source.startswith("file://"):
         raise InputError(
-            f"{source[:60]} is a remote image: download it, and give the path of the file"
+            f"{source[:60]} is a remote image: download it, and use the path of the file"
         )
     description = str(path)[:200] if path else f"of type {type(source).__name__}"
     try:
         image = decode(path or source)
-    except Exception as error:  # every format raises exceptions of its own
+    except Exception as error:  # each image format raises its own exceptions
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"an image {description} cannot be read: {reason}") from None
     if min(image.size) < MIN_SIDE:
         raise InputError(
-            f"an image {description} of {image.width} x {image.height} pixels is too small: both "
-            f"sides need at least {MIN_SIDE} pixels"
+            f"an image {description} of {image.width} x {image.height} pixels is too small: use "
+            f"images with at least {MIN_SIDE} pixels on both sides"
         )
     return image
 
@@ -351,6 +359,6 @@ def decode(source):
     else:
         image = Image.open(BytesIO(source))
     if image.mode[0] in "IF":
-        # convert() would clip these at 255.
-        raise ValueError(f"its mode is {image.mode}, save it with 8 bits per channel")
+        # convert() would clip the values at 255.
+        raise ValueError(f"its mode is {image.mode}: save it with 8 bits per channel")
     return ImageOps.exif_transpose(image).convert("RGB")

@@ -1,4 +1,4 @@
-"""The pixels of images in a cache folder, and the state of the files that they were read from."""
+"""Store the pixels of images in a cache folder, and detect changes to their files."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ NUM_CHANNELS = 3
 
 
 class StoredImages(Sequence):
-    """The images of each row in a cache folder; item i is a list of uint8 [height, width, 3].
+    """The images in a cache folder. Item i is the list of row i's images, uint8 [height, width, 3].
 
     Files:
-        pixels.bin: uint8, memory-mapped, the images end to end.
-        image_sizes.npy: int32 [m, 2], height and width of each image.
-        image_rows.npy: int64 [n+1], row i has the images image_rows[i] : image_rows[i+1].
+        pixels.bin: uint8, all images end to end, memory-mapped.
+        image_sizes.npy: int32 [m, 2], the height and width of each image.
+        image_rows.npy: int64 [n+1]; row i has the images image_rows[i] : image_rows[i+1].
     """
 
     def __init__(self, path: Path):
@@ -46,7 +46,8 @@ def write(folder: Path, table, is_used: np.ndarray) -> int:
 
     Args:
         table: has the columns pixels, image_sizes and image_files.
-        is_used: [rows of the table] bool; unused rows have no images, but may have image files.
+        is_used: bool, one per row of the table. The pixels of unused rows are not stored, but
+            their image files are recorded.
 
     Returns:
         The number of images.
@@ -67,14 +68,14 @@ def write(folder: Path, table, is_used: np.ndarray) -> int:
 
 
 def state(path: Path) -> list[int] | None:
-    """Return size and modification time [ns], which change with the file; None if it is missing."""
+    """Return a file's size and modification time in ns; None if the file is missing."""
     if not path.is_file():
         return None
     return [path.stat().st_size, path.stat().st_mtime_ns]
 
 
 def are_current(folder: Path) -> bool:
-    """Return whether the image files that a cache folder was made from are unchanged."""
+    """Return whether the image files are the same as when the cache folder was written."""
     path = folder / "image_files.json"
     if not path.is_file():
         return True

@@ -976,7 +976,7 @@ def test_prompt_and_response():
             },
             "No user query found",
         ),
-        ({"messages": say("x\ud83d", "y")}, "the text has half a character"),
+        ({"messages": say("x\ud83d", "y")}, "lone surrogate"),
         ({"prompt": "x"}, '"response" is missing'),
         ({"prompt": 3, "response": "x"}, '"prompt" must be a list of messages'),
     ],

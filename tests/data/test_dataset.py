@@ -23,7 +23,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from config import InputError
-from data.cache import cached
+from data.cache import ensure_cached
 from data.dataset import TokenDataset, tokenize
 
 CHATML = """
@@ -616,7 +616,7 @@ def test_runs_that_write_the_same_cache_at_the_same_time_share_it(tmp_path):
 
         try:
             for i in range(30):
-                assert (cached(tmp_path / str(i), write) / "tokens").read_text() == "tokens"
+                assert (ensure_cached(tmp_path / str(i), write) / "tokens").read_text() == "tokens"
         except BaseException as error:
             failures.put(repr(error))
             barrier.abort()

@@ -352,7 +352,7 @@ def row(text="<image>", images=("0.png",), **more):
 
 
 TEXT = {"type": "text", "text": "b"}
-LITERAL = 'a text has <image>, and the row has no image in "images"'
+LITERAL = 'a text contains <image>, but the row has no image in "images"'
 
 
 @pytest.mark.parametrize(
@@ -360,18 +360,18 @@ LITERAL = 'a text has <image>, and the row has no image in "images"'
     [
         (
             row("<image><image>", ["0.png", "1.png"]),
-            "nothing between two of its images, which the model could not tell apart",
+            "writes nothing between two images, so the model could not tell them apart",
         ),
         (
             row("which tag?", messages=chat("which tag?", "the <image> tag")),
-            "learned has an image, which no model can write",
+            "learned contains an image, which no model can generate",
         ),
-        (row("<image> <video>"), "has the placeholder of an image or a video, beside its images"),
+        (row("<image> <video>"), "a text contains the placeholder of an image or a video"),
         (row(images=["small.png"]), "of 9 x 3 pixels is too small"),
         (row(images=["long.png"]), "rejects an image of 2000 x 5 pixels: absolute aspect ratio"),
         (
             {"messages": chat([{"type": "text", "text": "a", "image": "0.png"}], "a")},
-            "both text and an image",
+            "contains both text and an image",
         ),
         (row(images=["no.png"]), "no.png cannot be read: .*No such file"),
         (row(images=["rows.jsonl"]), "rows.jsonl cannot be read: cannot identify"),
@@ -379,19 +379,19 @@ LITERAL = 'a text has <image>, and the row has no image in "images"'
         (row(images=["data:image/png;base64,%%%"]), "an image's base64 cannot be decoded"),
         (
             row("<image> <image>"),
-            'the messages refer to 2 images or more of the column "images", which has 1',
+            'the messages refer to at least 2 images of the column "images", which has 1',
         ),
         (
             row("<image>", ["0.png", "1.png"]),
-            '"images" has 2 images, and the messages name 1 of them',
+            '"images" has 2 images, but the messages use only 1 of them',
         ),
         (
             row([{"type": "image", "image": "0.png"}]),
-            '"images" has 1 images, and the messages have others',
+            'the messages contain 1 images, and the column "images" contains 1 more',
         ),
         (
             {"messages": chat("say <image>", "a")},
-            "it has no image, and a text in it has what stands for one",
+            "the row has no image, but a text contains an image placeholder",
         ),
         (
             {
@@ -399,7 +399,7 @@ LITERAL = 'a text has <image>, and the row has no image in "images"'
                     [{"type": "image", "image": "0.png"}, {"type": "text", "text": "<image>"}], "a"
                 )
             },
-            'a text has <image>, and the row has no image in "images"',
+            LITERAL,
         ),
         (
             row([{"type": "video", "video": "a.mp4"}], []),
@@ -441,23 +441,23 @@ LITERAL = 'a text has <image>, and the row has no image in "images"'
             'the key "source"',
         ),
         ({"messages": chat([TEXT, 5], "a")}, "a part of a message, 5, is neither text nor"),
-        (row([{"type": "image", "index": 1}]), 'has index 1, and "images" has 1 images'),
+        (row([{"type": "image", "index": 1}]), 'has index 1, but "images" has 1 images'),
         (row([{"type": "image", "index": 0, "image": "0.png"}]), "both an image and an index"),
         (
             row([{"type": "image", "index": 0}] * 2, ["0.png", "1.png"]),
-            '"images" has 2 images, and the messages name 1 of them',
+            '"images" has 2 images, but the messages use only 1 of them',
         ),
         *[
-            (row(images=[empty]), "an image is empty: give its path")
+            (row(images=[empty]), "an image is empty: set it to a path")
             for empty in (None, {}, "", "data:image/png;base64,")
         ],
         (
             row(images=["deep.png"]),
-            "cannot be read: its mode is I;16, save it with 8 bits per channel",
+            "cannot be read: its mode is I;16: save it with 8 bits per channel",
         ),
         (
             row(images=["float.tiff"]),
-            "cannot be read: its mode is F, save it with 8 bits per channel",
+            "cannot be read: its mode is F: save it with 8 bits per channel",
         ),
         (
             {
@@ -494,7 +494,9 @@ def test_bad_images_are_errors_of_their_rows(make, bad, message):
 
 
 def test_images_need_a_model_of_images(make, folder):
-    with pytest.raises(InputError, match=r"some.jsonl:1: it has images: set model.images=true"):
+    with pytest.raises(
+        InputError, match=r"some.jsonl:1: the row has images: set model.images=true"
+    ):
         make([row()], processor=None)
     assert len(make([{"messages": chat("no", "a")}], processor=None)) == 1
     with pytest.raises(InputError, match=r"some.jsonl:1: a part of a message is of type audio_url"):
@@ -522,7 +524,7 @@ def test_images_need_a_model_of_images(make, folder):
     for key in ("pixel_values", "image_grid_thw"):
         with pytest.raises(
             InputError,
-            match=f"data.drop_processor_keys names {key}, which the model needs of an image",
+            match=f"data.drop_processor_keys names {key}, which the model needs",
         ):
             Processor(folder / "qwen2_5_vl", dropped=[key])
     make_model(folder / "text", "qwen2_tied")
@@ -693,7 +695,7 @@ def test_keys_that_would_not_reach_the_model_are_an_error(folder, monkeypatch):
     monkeypatch.setattr(Qwen2_5_VLProcessor, "__call__", call_with_mask)
     with pytest.raises(
         InputError,
-        match=r"returns mask only for a text with images, .*data.drop_processor_keys=\[mask\]",
+        match=r"returns mask only for images together with text.*drop_processor_keys=\[mask\]",
     ):
         Processor(folder / "qwen2_5_vl")
     assert Processor(folder / "qwen2_5_vl", dropped=["mask"]).token_type_keys == [
@@ -1098,7 +1100,7 @@ def test_a_template_that_moves_images_is_refused(folder, processor, tmp_path):
     (folder / "moved.jsonl").write_text(
         json.dumps(row("<image>a<image>", images=["0.png", "1.png"])) + "\n"
     )
-    with pytest.raises(InputError, match="images in another order"):
+    with pytest.raises(InputError, match="changes the order of the images"):
         tokenize(
             str(folder / "moved.jsonl"),
             tokenizer,

@@ -323,7 +323,7 @@ def test_plain_text_without_a_chat_template(make, tmp_path):
         ({"prompt": [user("q"), assistant("a")]}, '"prompt" ends with a turn of the assistant'),
         ({"prompt": "q", "tools": {}}, '"tools" must be a list, not dict'),
         ({"prompt": "q", "enable_thinking": "no"}, "\"enable_thinking\" is 'no'"),
-        ({"prompt": "half \ud800"}, "the text has half a character"),
+        ({"prompt": "half \ud800"}, "lone surrogate"),
     ],
 )
 def test_a_malformed_row_is_named_by_file_and_line(make, tmp_path, row, message):
