@@ -183,7 +183,7 @@ class Engine(ABC):
             whether x_t is its most likely token [T] bool. Where fields["loss_mask"] is 0, and for
             the first token of a sequence: 0, 0, False.
         """
-        log_probs, entropy, is_greedy = self.ask(batch, micro_batches)
+        log_probs, entropy, is_greedy = self.head_outputs(batch, micro_batches)
         return log_probs, entropy, is_greedy > 0
 
     def values(self, batch: Batch, micro_batches: MicroBatches | None = None) -> Tensor:
@@ -192,15 +192,15 @@ class Engine(ABC):
         Returns V(x_<t) [T] fp32, the value of the state before token t; 0 where fields["loss_mask"]
         is 0.
         """
-        return self.ask(batch, micro_batches)[0]
+        return self.head_outputs(batch, micro_batches)[0]
 
     @abstractmethod
-    def ask(self, batch: Batch, micro_batches: MicroBatches | None = None) -> Tensor:
+    def head_outputs(self, batch: Batch, micro_batches: MicroBatches | None = None) -> Tensor:
         """Compute the head's outputs [num_outputs, T] fp32, without gradient."""
 
     @abstractmethod
-    def one_at_a_time(self, batch: Batch) -> Tensor:
-        """Compute the same as ask(), with every sequence alone in its micro-batch.
+    def head_outputs_one_by_one(self, batch: Batch) -> Tensor:
+        """Compute the same as head_outputs(), with every sequence alone in its micro-batch.
 
         The guard uses the result as its reference. An engine that can run the attention of
         transformers uses it here.
@@ -229,7 +229,7 @@ class Engine(ABC):
 
     # -- FLOPs -----------------------------------------------------------------------------------
 
-    def flops(self, lengths: list[int], num_asked: int | None = None) -> float:
+    def flops(self, lengths: list[int], num_predicted: int | None = None) -> float:
         """Return the FLOPs of the forward and backward passes over some sequences.
 
         Matrix products and causal attention are counted; attention is proportional to the sum of
@@ -237,11 +237,11 @@ class Engine(ABC):
 
         Args:
             lengths: number of tokens in each sequence.
-            num_asked: number of tokens that the output matrix is applied to. None: all.
+            num_predicted: number of tokens that the output matrix is applied to. None: all.
         """
         flops_in_layers, flops_in_head, flops_in_attention = self._flops
         num_tokens = sum(lengths)
-        num_outputs = num_tokens if num_asked is None else num_asked
+        num_outputs = num_tokens if num_predicted is None else num_predicted
         return float(
             flops_in_layers * num_tokens
             + flops_in_head * num_outputs

@@ -268,7 +268,7 @@ class FSDPEngine(Engine):
     # -- evaluation --------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def ask(self, batch: Batch, micro_batches: MicroBatches | None = None) -> Tensor:
+    def head_outputs(self, batch: Batch, micro_batches: MicroBatches | None = None) -> Tensor:
         self.onload("parameters")
         num_tokens = len(batch.input_ids)
         answers = torch.zeros(self.head.num_outputs, num_tokens, device=self.device)
@@ -284,7 +284,7 @@ class FSDPEngine(Engine):
         return answers
 
     @torch.no_grad()
-    def one_at_a_time(self, batch: Batch) -> Tensor:
+    def head_outputs_one_by_one(self, batch: Batch) -> Tensor:
         self.onload("parameters")
         answers = torch.zeros(self.head.num_outputs, len(batch.input_ids), device=self.device)
         self.model.eval()

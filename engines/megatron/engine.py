@@ -332,7 +332,7 @@ class MegatronEngine(Engine):
 
     @cuda_is_cpu()
     @torch.no_grad()
-    def ask(self, batch: Batch, micro_batches: MicroBatches | None = None) -> Tensor:
+    def head_outputs(self, batch: Batch, micro_batches: MicroBatches | None = None) -> Tensor:
         self.onload("parameters")
         num_tokens = len(batch.input_ids)
         outputs = torch.zeros(self.head.num_outputs, num_tokens, device=self.device)
@@ -364,9 +364,11 @@ class MegatronEngine(Engine):
             dist.broadcast(outputs, mpu.get_pipeline_model_parallel_last_rank(), self.pp_group)
         return outputs
 
-    def one_at_a_time(self, batch: Batch) -> Tensor:
+    def head_outputs_one_by_one(self, batch: Batch) -> Tensor:
         smallest_group = min(self.cp_groups)
-        return self.ask(batch, [(smallest_group, [number]) for number in range(len(batch))])
+        return self.head_outputs(
+            batch, [(smallest_group, [number]) for number in range(len(batch))]
+        )
 
     def _run_schedule(
         self, batch: Batch, planned: MicroBatches, use_hidden: Callable, forward_only: bool

@@ -196,7 +196,7 @@ def make_batches(engine: Engine) -> ProbeBatches:
 
 def one_at_a_time(engine: Engine, batch: Batch) -> Tensor:
     """Return the outputs [outputs, T] of sequences that are computed one at a time."""
-    return engine.one_at_a_time(batch)[: engine.head.num_differentiable]
+    return engine.head_outputs_one_by_one(batch)[: engine.head.num_differentiable]
 
 
 def run_together(engine: Engine, batch: Batch, size: int) -> Tensor:
@@ -208,7 +208,7 @@ def run_together(engine: Engine, batch: Batch, size: int) -> Tensor:
     """
     size = min(size, max(engine.cp_groups))
     micro_batches = [(size, list(range(len(batch))))]
-    return engine.ask(batch, micro_batches)[: engine.head.num_differentiable]
+    return engine.head_outputs(batch, micro_batches)[: engine.head.num_differentiable]
 
 
 def largest_absolute(engine: Engine, values: Tensor) -> float:

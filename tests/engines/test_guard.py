@@ -78,10 +78,10 @@ class StubEngine:
         outputs[:2] = hidden[:, :2].T
         return outputs
 
-    def ask(self, batch: Batch, micro_batches: list) -> Tensor:
+    def head_outputs(self, batch: Batch, micro_batches: list) -> Tensor:
         return self.outputs(batch.input_ids, batch.cu_seqlens[:-1].tolist())
 
-    def one_at_a_time(self, batch: Batch) -> Tensor:
+    def head_outputs_one_by_one(self, batch: Batch) -> Tensor:
         sequences = batch.input_ids.split(batch.lengths)
         return torch.cat([self.outputs(sequence, [0]) for sequence in sequences], dim=1)
 
