@@ -108,7 +108,7 @@ class PlanningEngine(Engine):
         self.dp_group = None
         self._flops = (3 * 10**9, 6 * 10**8, 6 * 10**5)
 
-    def multiple(self, size: int) -> int:
+    def padding_multiple(self, group_size: int) -> int:
         return 1
 
 

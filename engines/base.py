@@ -102,15 +102,15 @@ class Engine(ABC):
             self.dp_size,
             self.dp_group,
             self.device,
-            self.multiple,
+            self.padding_multiple,
             self.micro_batches_multiple,
         )
 
     @abstractmethod
-    def multiple(self, size: int) -> int:
-        """Return the padding multiple in a context-parallel group of this size.
+    def padding_multiple(self, group_size: int) -> int:
+        """Return the padding multiple for a context-parallel group of this size.
 
-        The length of every sequence is padded to a multiple of this number of tokens.
+        Every sequence is padded to a multiple of this number of tokens.
         """
 
     def counts_group(self, group: ProcessGroup) -> bool:

@@ -97,8 +97,8 @@ def check_token_cap(config: DictConfig, hf_config, world_size: int) -> None:
     else:
         group_sizes = [fixed_cp_size(engine)]
     if any(size > 1 and gathers_keys(engine, hf_config, size) for size in group_sizes):
-        length_multiple = 2 if has_dynamic_cp(engine) else 2 * fixed_cp_size(engine)
-        check_micro_batch_cap(config, length_multiple)
+        padding_multiple = 2 if has_dynamic_cp(engine) else 2 * fixed_cp_size(engine)
+        check_micro_batch_cap(config, padding_multiple)
 
 
 def check_recurrence(config: DictConfig, hf: nn.Module) -> None:

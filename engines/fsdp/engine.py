@@ -317,9 +317,9 @@ class FSDPEngine(Engine):
 
     # -- micro-batches -----------------------------------------------------------------------------
 
-    def multiple(self, size: int) -> int:
-        is_zigzag = size > 1 and gathers_keys(self.config.engine, self.hf_config, size)
-        return 2 * size if is_zigzag else 1
+    def padding_multiple(self, group_size: int) -> int:
+        is_zigzag = group_size > 1 and gathers_keys(self.config.engine, self.hf_config, group_size)
+        return 2 * group_size if is_zigzag else 1
 
     def _laid_out(self, batch: Batch, micro_batches: MicroBatches) -> Iterator[MicroBatch]:
         """Yield the micro-batches, each divided over its group of ranks."""
@@ -349,7 +349,7 @@ class FSDPEngine(Engine):
         if packed or zigzag:
             packing_of = partial(Packing.of, group=group, device=self.device, zigzag=zigzag)
         if image_inputs is None:
-            multiple = self.multiple(group.size())
+            multiple = self.padding_multiple(group.size())
             layout = Layout(packed, multiple, zigzag)
             return lay_out(batch, layout, group, self.device, packing_of)
         filler = 0 if batch.images else len(self._images.filler)

@@ -219,8 +219,8 @@ class MegatronEngine(Engine):
 
     # -- training ----------------------------------------------------------------------------------
 
-    def multiple(self, size: int) -> int:
-        return layout.length_multiple(self.config.engine, size)
+    def padding_multiple(self, group_size: int) -> int:
+        return layout.padding_multiple(self.config.engine, group_size)
 
     @cuda_is_cpu()
     def train_batch(
@@ -245,7 +245,7 @@ class MegatronEngine(Engine):
             self._run_schedule(batch, micro_batches, step_loss, forward_only=False)
         lr = schedule.learning_rate(self.optim, step, self.total_steps)
         grad_norm = self.step_optimizer(lr)
-        metrics = self._reduce_metrics(step_loss)
+        metrics = step_loss.reduce_metrics(self.sum_over_dp, self.pp_group)
         if has_aux_loss:
             metrics["router_aux_loss"] = self._reduce_aux_loss()
         return {
@@ -302,25 +302,6 @@ class MegatronEngine(Engine):
         if math.isfinite(grad_norm):
             distributed_optimizer.apply_gradients(self.optimizer, self.optim, lr, grad_norm)
         return grad_norm
-
-    def _reduce_metrics(self, step_loss: StepLoss) -> dict[str, float]:
-        """Return a step's metrics, summed over data-parallel ranks, on all pipeline stages."""
-        metrics = {}
-        if mpu.is_pipeline_last_stage(ignore_virtual=True):
-            amounts = step_loss.amounts
-            sums = self.sum_over_dp(torch.stack(list(amounts.values())))
-            metrics = dict(zip(amounts, sums.tolist()))
-            if step_loss.mtp is not None:
-                group = mpu.get_data_parallel_group(with_context_parallel=True)
-                dist.all_reduce(step_loss.mtp.sums, group=group)
-                for layer, loss in enumerate(step_loss.mtp.sums.tolist(), 1):
-                    metrics[f"mtp/loss_{layer}"] = loss
-        if self.pp_group.size() > 1:
-            box = [metrics]
-            last_rank = mpu.get_pipeline_model_parallel_last_rank()
-            dist.broadcast_object_list(box, last_rank, self.pp_group, self.device)
-            metrics = box[0]
-        return metrics
 
     def _reduce_aux_loss(self) -> float:
         """Return a step's auxiliary loss of routers, as a mean over layers."""
@@ -391,7 +372,7 @@ class MegatronEngine(Engine):
         packing_of = None
         if is_packed or not HAVE_TE:
             packing_of = partial(Packing.from_lengths, group=group, device=self.device)
-        arrangement = Layout(is_packed, self.multiple(cp_size), is_zigzag=True)
+        arrangement = Layout(is_packed, self.padding_multiple(cp_size), is_zigzag=True)
         return lay_out(batch, arrangement, group, self.device, packing_of, num_ahead)
 
     # -- modules -----------------------------------------------------------------------------------

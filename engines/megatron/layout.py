@@ -18,7 +18,7 @@ from engines.megatron.distributed_optimizer import ddp_config
 from engines.model.experts import aux_loss_coef
 
 
-def length_multiple(engine: DictConfig, cp_size: int) -> int:
+def padding_multiple(engine: DictConfig, cp_size: int) -> int:
     """Return the number of which every sequence's padded length must be a multiple.
 
     Args:
@@ -134,9 +134,9 @@ def check_context_parallel(config: DictConfig, hf_config) -> None:
     """Raise InputError for token caps and models that context parallelism does not support."""
     engine = config.engine
     if not has_dynamic_cp(engine):
-        check_micro_batch_cap(config, length_multiple(engine, fixed_cp_size(engine)))
+        check_micro_batch_cap(config, padding_multiple(engine, fixed_cp_size(engine)))
         return
-    check_micro_batch_cap(config, length_multiple(engine, 2) // 2)
+    check_micro_batch_cap(config, padding_multiple(engine, 2) // 2)
     if HAVE_TE:
         raise InputError(
             "engine.context_parallel_size=auto is not supported with TransformerEngine. Set it to "

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -53,6 +55,7 @@ class StepLoss:
         self.outputs = outputs
         self.counts_group = counts_group
         self.mtp = mtp
+        self.device = device
         self.amounts = defaultdict(lambda: torch.zeros((), device=device))
         # Megatron's schedule expects a number of tokens; gradients are not divided by it.
         self.num_tokens = torch.zeros((), dtype=torch.int, device=device)
@@ -76,6 +79,31 @@ class StepLoss:
             self.mtp.sums[layer] += layer_loss.detach()
             loss = loss + self.mtp.weight * layer_loss
         return loss, self.num_tokens, {}
+
+    def reduce_metrics(
+        self, sum_over_dp: Callable[[Tensor], Tensor], pp_group: ProcessGroup
+    ) -> dict[str, float]:
+        """Return the step's metrics, summed over data-parallel ranks, on all pipeline stages.
+
+        Args:
+            sum_over_dp: see Engine.sum_over_dp().
+            pp_group: the ranks of all pipeline stages.
+        """
+        metrics = {}
+        if mpu.is_pipeline_last_stage(ignore_virtual=True):
+            sums = sum_over_dp(torch.stack(list(self.amounts.values())))
+            metrics = dict(zip(self.amounts, sums.tolist()))
+            if self.mtp is not None:
+                group = mpu.get_data_parallel_group(with_context_parallel=True)
+                dist.all_reduce(self.mtp.sums, group=group)
+                for layer, loss in enumerate(self.mtp.sums.tolist(), 1):
+                    metrics[f"mtp/loss_{layer}"] = loss
+        if pp_group.size() > 1:
+            box = [metrics]
+            last_rank = mpu.get_pipeline_model_parallel_last_rank()
+            dist.broadcast_object_list(box, last_rank, pp_group, self.device)
+            metrics = box[0]
+        return metrics
 
 
 def count_mtp_targets(batch: Batch, num_layers: int) -> Tensor:
