@@ -297,14 +297,14 @@ class Engine(ABC):
     # -- weights ---------------------------------------------------------------------------------
 
     @abstractmethod
-    def export_weights(self, whole: bool = True) -> Iterator[tuple[str, Tensor]]:
+    def export_weights(self, include_unused: bool = True) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, full tensor in the compute dtype).
 
         The order is the same on all ranks. A tied output matrix is left out. Adapters are merged
         into the weights.
 
         Args:
-            whole: also yield the weights of left_alone(), at the end.
+            include_unused: also yield the weights of unused_weights(), at the end.
         """
 
     @abstractmethod
@@ -328,11 +328,11 @@ class Engine(ABC):
     def _use_adapters(self, use: bool) -> None: ...
 
     @property
-    def leaves_alone(self) -> bool:
+    def has_unused_weights(self) -> bool:
         """Whether model.path has weights that this engine does not use, such as a vision tower."""
         return None in self.names.values()
 
-    def left_alone(self) -> Iterator[tuple[str, Tensor]]:
+    def unused_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor) of the weights in model.path that this engine does not use."""
         for name, tensor in ignored_weights(Path(self.config.model.path), self.names):
             yield name, tensor.to(self.device)

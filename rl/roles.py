@@ -173,9 +173,10 @@ class Roles:
             )
             # If the actor lacks the layers of an MTP drafter, they come from the model's files.
             # vLLM needs no other weights that the actor lacks.
-            whole = self.rollout.drafter == "mtp"
+            include_unused = self.rollout.drafter == "mtp"
             with without_adapters:
-                self.rollout.update_weights(self.actor.export_weights(whole=whole))
+                weights = self.actor.export_weights(include_unused)
+                self.rollout.update_weights(weights)
         if self.rollout.adapter:
             self.rollout.update_adapter(self.actor.export_adapter())
 

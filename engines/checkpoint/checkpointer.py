@@ -178,7 +178,7 @@ class Checkpointer:
             state["rng"] = {f"rank_{dist.get_rank()}": rng_state()}
             group = self.group if self.asynchronous else None
             writing = engine.write(state, temporary / "weights", group)
-        if engine.leaves_alone:
+        if engine.has_unused_weights:
             progress = progress | {"rest": str(Path(engine.config.model.path).absolute())}
         checkpoint = UnpublishedCheckpoint(temporary, target, progress)
         if writing is None:

@@ -68,7 +68,7 @@ def write_export(
         directory.mkdir(parents=True)
         tokenizer.save_pretrained(directory)
         if model.lora.rank:
-            lora.write(weights, model.lora, model.path, directory, engine.leaves_alone)
+            lora.write(weights, model.lora, model.path, directory, engine.has_unused_weights)
             return
         engine.save_config(directory)
     write_safetensors(weights, directory)

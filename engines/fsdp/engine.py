@@ -419,11 +419,11 @@ class FSDPEngine(Engine):
     def _use_adapters(self, use: bool) -> None:
         self._state.use_adapters(use)
 
-    def export_weights(self, whole: bool = True) -> Iterator[tuple[str, Tensor]]:
+    def export_weights(self, include_unused: bool = True) -> Iterator[tuple[str, Tensor]]:
         self.onload("parameters")
         yield from self._state.weights()
-        if whole:
-            yield from self.left_alone()
+        if include_unused:
+            yield from self.unused_weights()
 
     def export_adapter(self) -> Iterator[tuple[str, Tensor]]:
         self.onload("parameters")

@@ -443,7 +443,7 @@ class MegatronEngine(Engine):
         for adapter in self._adapters.values():
             adapter.enabled = use
 
-    def export_weights(self, whole: bool = True) -> Iterator[tuple[str, Tensor]]:
+    def export_weights(self, include_unused: bool = True) -> Iterator[tuple[str, Tensor]]:
         self.onload("parameters")
         enabled = {weight: adapter for weight, adapter in self._adapters.items() if adapter.enabled}
 
@@ -453,8 +453,8 @@ class MegatronEngine(Engine):
             return weight.detach()
 
         yield from bridge.export(self.mapping, self.models, self.compute_dtype, self.device, merged)
-        if whole:
-            yield from self.left_alone()
+        if include_unused:
+            yield from self.unused_weights()
 
     def export_adapter(self) -> Iterator[tuple[str, Tensor]]:
         self.onload("parameters")

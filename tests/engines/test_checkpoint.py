@@ -24,7 +24,7 @@ class Killed(BaseException):
 class StubEngine:
     """The part of an engine that a checkpoint needs: named tensors of a model directory."""
 
-    leaves_alone = False
+    has_unused_weights = False
 
     def __init__(self, model: Path):
         self.config = OmegaConf.create({"model": {"path": str(model)}})
