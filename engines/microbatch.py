@@ -41,39 +41,41 @@ class Layout:
 
 
 @dataclass
-class Ahead:
+class TokensAhead:
     """Inputs and targets of a multi-token-prediction layer that predicts k tokens further ahead.
 
-    input_ids  [b, s] int64: the token k positions after the token in each slot. -1 past the end of
-               a sequence, and in its first slot, where vLLM's drafters see no token either
-    place      [own] int64: the slots that predict, k + 1 positions before their targets
-    targets    [own] int64: the tokens to predict
+    input_ids         [b, s] int64: the token k positions after the token in each slot. -1 past the
+                      end of a sequence, and in its first slot, where vLLM's drafters see no token
+                      either
+    predicting_slots  [m] int64: the slots that predict, k + 1 positions before their targets
+    targets           [m] int64: the tokens to predict
     """
 
     input_ids: Tensor
-    place: Tensor
+    predicting_slots: Tensor
     targets: Tensor
 
 
 @dataclass
 class MicroBatch:
-    """T tokens, k of which are predicted. This rank has `size` slots, and predicts `own` of the k.
+    """T tokens, k of which are predicted. This rank has s * b slots, and predicts m of the k tokens.
 
-    input_ids   [b, s] int64: this rank's slots; b = 1 if packed
-    padding     [b, s] bool: slots without a token
-    lengths     of the sequences, padding included; the last one may consist of padding alone
-    packing     the sequences' boundaries, for the engine's attention; None for plain attention
-    positions   [s] int64: each slot's position in its sequence
-    group       the context-parallel ranks that share the micro-batch
-    place       [own] int64: the slots of this rank that predict
-    targets     [own] int64: the token that each of these slots predicts
-    candidate_ids  [own, K] int64: the tokens that each target was sampled from, see Batch
-    token       [k] int64: the tokens that are predicted, on all ranks
-    source      [k] int64: the slot that predicts each token, among the [ranks * size] of all ranks
-    fields      name -> [T]
-    num_tokens  T
-    ahead       for k = 1, 2, ...: see Ahead
-    given       inputs of a vision-language model, in place of input_ids
+    input_ids         [b, s] int64: the token in each slot of this rank; b = 1 if packed
+    padding           [b, s] bool: slots without a token
+    lengths           of the sequences, padding included; the last one may be padding alone
+    packing           the sequences' boundaries, for the engine's attention; None for plain attention
+    positions         [s] int64: each slot's position in its sequence
+    group             the context-parallel ranks that share the micro-batch
+    predicting_slots  [m] int64: the slots of this rank that predict a token
+    targets           [m] int64: the token that each of these slots predicts
+    candidate_ids     [m, K] int64: the tokens that each target was sampled from, see Batch
+    predicted_tokens  [k] int64: the tokens that are predicted on any rank of the group
+    source_slots      [k] int64: the slot that predicts each of them. With R ranks, the slots of all
+                      ranks are numbered from 0 to R * s * b - 1.
+    fields            name -> [T]
+    num_tokens        T
+    ahead             entry i is for the MTP layer that predicts i + 1 tokens further ahead
+    image_inputs      inputs of a vision-language model, which replace input_ids and positions
     """
 
     input_ids: Tensor
@@ -82,26 +84,28 @@ class MicroBatch:
     packing: Any
     positions: Tensor
     group: ProcessGroup
-    place: Tensor
+    predicting_slots: Tensor
     targets: Tensor
     candidate_ids: Tensor
-    token: Tensor
-    source: Tensor
+    predicted_tokens: Tensor
+    source_slots: Tensor
     fields: dict[str, Tensor]
     num_tokens: int
-    ahead: list[Ahead]
-    given: dict[str, Tensor] = field(default_factory=dict)
+    ahead: list[TokensAhead]
+    image_inputs: dict[str, Tensor] = field(default_factory=dict)
 
     def to_tokens(self, predictions: Tensor) -> Tensor:
-        """Scatter this rank's predictions [own] to tokens [T], with 0 for tokens without one.
+        """Scatter this rank's predictions [m] to tokens [T], with 0 for tokens without one.
 
         The result is the same on all ranks of the context-parallel group.
         """
         if self.group.size() > 1:
             slots = predictions.new_zeros(self.input_ids.numel())
-            slots = slots.index_copy(0, self.place, predictions)
-            predictions = AllGather.apply(slots, self.group).index_select(0, self.source)
-        return predictions.new_zeros(self.num_tokens).index_copy(0, self.token, predictions)
+            slots = slots.index_copy(0, self.predicting_slots, predictions)
+            predictions = AllGather.apply(slots, self.group).index_select(0, self.source_slots)
+        return predictions.new_zeros(self.num_tokens).index_copy(
+            0, self.predicted_tokens, predictions
+        )
 
 
 # -- index arithmetic -----------------------------------------------------------------------------
@@ -144,10 +148,10 @@ class Grid:
         elif self.layout.is_zigzag:
             rank, start, offset = self._locate_zigzag(sequence, position)
         else:
-            place = self.starts[sequence] + position
-            rank = place // self.num_slots
+            token = self.starts[sequence] + position
+            rank = token // self.num_slots
             start = 0
-            offset = place % self.num_slots
+            offset = token % self.num_slots
         if self.layout.is_packed:
             return Slots(rank, start + offset)
         return Slots(rank, offset * len(self.lengths) + sequence)
@@ -214,7 +218,7 @@ def place_tokens(batch: Batch, grid: Grid, rank: int, ahead: int = 0) -> Placeme
     sequence = torch.repeat_interleave(torch.arange(len(batch)), batch.cu_seqlens.diff())
     position = batch.position_ids
 
-    # If ahead > 0, the first slot of a sequence gets no token, see Ahead.
+    # If ahead > 0, the first slot of a sequence gets no token, see TokensAhead.
     first_read = ahead + 1 if ahead else 0
     is_read = position >= first_read
     slots = grid.locate(sequence[is_read], position[is_read] - ahead)
@@ -280,11 +284,11 @@ def lay_out(
         packing=make_packing(row_lengths) if make_packing else None,
         positions=move(slot_positions(row_lengths, layout, group, device)),
         group=group,
-        place=move(placement.slots.slot[is_own]),
+        predicting_slots=move(placement.slots.slot[is_own]),
         targets=move(batch.input_ids[own_targets]),
         candidate_ids=move(batch.candidate_ids[own_targets]),
-        token=move(placement.predicted),
-        source=move(placement.slots.rank * grid.num_slots + placement.slots.slot),
+        predicted_tokens=move(placement.predicted),
+        source_slots=move(placement.slots.rank * grid.num_slots + placement.slots.slot),
         fields={name: move(values) for name, values in batch.fields.items()},
         num_tokens=len(batch.input_ids),
         ahead=[
@@ -294,12 +298,14 @@ def lay_out(
     )
 
 
-def lay_out_ahead(batch: Batch, placement: Placement, rank: int, device: torch.device) -> Ahead:
+def lay_out_ahead(
+    batch: Batch, placement: Placement, rank: int, device: torch.device
+) -> TokensAhead:
     """Build this rank's tensors for one multi-token-prediction layer, on the device."""
     is_own = placement.slots.on(rank)
-    return Ahead(
+    return TokensAhead(
         input_ids=to_device(placement.input_ids, device),
-        place=to_device(placement.slots.slot[is_own], device),
+        predicting_slots=to_device(placement.slots.slot[is_own], device),
         targets=to_device(batch.input_ids[placement.predicted[is_own]], device),
     )
 

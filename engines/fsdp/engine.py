@@ -300,15 +300,15 @@ class FSDPEngine(Engine):
     def _forward_alone(self, sequence: Batch) -> tuple[Tensor, ...]:
         """Return the head's outputs for all tokens of one sequence but the first."""
         ids = sequence.input_ids.to(self.device)
-        place = torch.arange(len(ids) - 1, device=self.device)
-        candidate_ids = ids.new_empty(len(place), 0)
+        predicting_slots = torch.arange(len(ids) - 1, device=self.device)
+        candidate_ids = ids.new_empty(len(predicting_slots), 0)
         if sequence.images:
             inputs = self._images.inputs(sequence, sequence.images, packed=False)
             inputs = {name: x.to(self.device) for name, x in inputs.items()}
         else:
             position_ids = torch.arange(len(ids), device=self.device)
             inputs = {"input_ids": ids[None], "position_ids": position_ids[None]}
-        return self.model(place, ids[1:], candidate_ids, **inputs)
+        return self.model(predicting_slots, ids[1:], candidate_ids, **inputs)
 
     @contextmanager
     def padded(self) -> Iterator[None]:
@@ -356,19 +356,19 @@ class FSDPEngine(Engine):
         layout = Layout(packed)
         laid_out = lay_out(batch, layout, group, self.device, packing_of, filler=filler)
         inputs_on_device = {name: to_device(x, self.device) for name, x in image_inputs.items()}
-        return replace(laid_out, given=inputs_on_device)
+        return replace(laid_out, image_inputs=inputs_on_device)
 
     def _forward(self, batch: MicroBatch) -> tuple[Tensor, ...]:
         """Return log_probs, entropy and is_greedy (with a value head: values), each [T].
 
         Entry t belongs to token t.
         """
-        inputs = batch.given or {
+        inputs = batch.image_inputs or {
             "input_ids": batch.input_ids,
             "position_ids": batch.positions.expand_as(batch.input_ids),
         }
         outputs = self.model(
-            batch.place, batch.targets, batch.candidate_ids, batch.packing, **inputs
+            batch.predicting_slots, batch.targets, batch.candidate_ids, batch.packing, **inputs
         )
         return tuple(batch.to_tokens(x) for x in outputs)
 

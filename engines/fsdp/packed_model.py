@@ -21,7 +21,7 @@ class PackedModel(nn.Module):
 
     def forward(
         self,
-        place: Tensor,
+        predicting_slots: Tensor,
         targets: Tensor,
         candidate_ids: Tensor,
         packing: Packing | None = None,
@@ -30,8 +30,8 @@ class PackedModel(nn.Module):
         """Return the head's outputs for k tokens.
 
         Args:
-            place: [k], for each token the index of the preceding token in [length * rows].
-            targets: [k], the tokens themselves.
+            predicting_slots: [k], the index in [length * rows] of the token before each target.
+            targets: [k], the tokens to predict.
             candidate_ids: [k, K], the tokens that each target was sampled from.
             packing: None if every row holds one sequence.
             inputs: input_ids and position_ids [rows, length] and, for images, further inputs of the
@@ -42,6 +42,6 @@ class PackedModel(nn.Module):
         has_images = len(inputs) > 2
         body = self.hf.base_model if has_images else self.hf.get_decoder()
         outputs = body(use_cache=False, **attention, **inputs)
-        hidden = outputs[0].transpose(0, 1).flatten(0, 1).index_select(0, place)
+        hidden = outputs[0].transpose(0, 1).flatten(0, 1).index_select(0, predicting_slots)
         weight = self.hf.get_output_embeddings().weight.to(hidden.dtype)
         return self.head(hidden, weight, targets, candidate_ids)

@@ -332,7 +332,7 @@ class MegatronEngine(Engine):
         )
 
         def collect(micro_batch: MicroBatch, hidden: Tensor, non_loss_data: bool) -> None:
-            token_outputs = self.outputs.of_tokens(micro_batch, hidden)
+            token_outputs = self.outputs.compute(micro_batch, hidden)
             tokens = next(tokens_of_micro_batches)
             outputs[:, tokens] = torch.stack([x.float() for x in token_outputs])
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from engines.heads import ValueHead
 from engines.megatron.gpt import HiddenStates
-from engines.microbatch import Ahead, MicroBatch
+from engines.microbatch import TokensAhead, MicroBatch
 
 
 class TokenOutputs:
@@ -28,17 +28,17 @@ class TokenOutputs:
         self.sequence_parallel = sequence_parallel
         self.has_value_head = isinstance(head, ValueHead)
 
-    def of_tokens(self, micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, ...]:
+    def compute(self, micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, ...]:
         """Return the head's outputs, each [T], from hidden states [s, b, h]."""
         outputs = self.head(
-            self.gather_hidden(hidden).index_select(0, micro_batch.place),
+            self.gather_hidden(hidden).index_select(0, micro_batch.predicting_slots),
             self.output_matrix().to(hidden.dtype),
             micro_batch.targets,
             micro_batch.candidate_ids,
         )
         return tuple(micro_batch.to_tokens(output) for output in outputs)
 
-    def mtp_loss(self, ahead: Ahead, hidden: Tensor) -> Tensor:
+    def mtp_loss(self, ahead: TokensAhead, hidden: Tensor) -> Tensor:
         """Return the sum of an MTP layer's cross-entropies on this rank.
 
         The output matrix gets no gradient from this loss.
@@ -48,7 +48,7 @@ class TokenOutputs:
         """
         full_vocabulary = ahead.targets.new_empty(len(ahead.targets), 0)
         log_probs = self.head(
-            self.gather_hidden(hidden).index_select(0, ahead.place),
+            self.gather_hidden(hidden).index_select(0, ahead.predicting_slots),
             self.output_matrix().detach().to(hidden.dtype),
             ahead.targets,
             full_vocabulary,

@@ -69,7 +69,7 @@ class StepLoss:
         """
         num_mtp_layers = 0 if self.mtp is None else len(self.mtp.sums)
         hidden, *mtp_outputs = hidden.chunk(1 + num_mtp_layers)
-        outputs = self.outputs.of_tokens(micro_batch, hidden)
+        outputs = self.outputs.compute(micro_batch, hidden)
         differentiable = outputs[: self.outputs.head.num_differentiable]
         loss, reported = self.loss_fn(*differentiable, micro_batch.fields)
         for name, amount in {"loss": loss, **reported}.items():
