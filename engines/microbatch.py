@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from data.batching.batch import Batch
-from engines.parallel.collectives import AllGather
+from engines.parallel.collectives import AllGatherSliceGrad
 from engines.parallel.device import to_device
 from engines.parallel.varlen import Zigzag
 from engines.planning import round_up
@@ -102,7 +102,9 @@ class MicroBatch:
         if self.group.size() > 1:
             slots = predictions.new_zeros(self.input_ids.numel())
             slots = slots.index_copy(0, self.predicting_slots, predictions)
-            predictions = AllGather.apply(slots, self.group).index_select(0, self.source_slots)
+            predictions = AllGatherSliceGrad.apply(slots, self.group).index_select(
+                0, self.source_slots
+            )
         return predictions.new_zeros(self.num_tokens).index_copy(
             0, self.predicted_tokens, predictions
         )

@@ -42,7 +42,7 @@ from engines.model.hf import keep_zero_rows, layer_modules, plain_attention
 from engines.model.lengths import keep_short_frequencies
 from engines.model.logits import logit_constants
 from engines.model.weights import Placement, load_adapter, load_weights
-from engines.parallel.collectives import groups_of
+from engines.parallel.collectives import groups_by_size
 from engines.parallel.device import to_device
 from engines.parallel.offload import HostMemory
 
@@ -118,7 +118,7 @@ class FSDPEngine(Engine):
         self.dp_group = mesh["dp"].get_group()
         self.cp_group = mesh["cp"].get_group()
         if has_dynamic_cp(self.config.engine):
-            self.cp_groups = groups_of(self.dp_group, self.cp_group)
+            self.cp_groups = groups_by_size(self.dp_group, self.cp_group)
         else:
             self.cp_groups = {cp: self.cp_group}
 

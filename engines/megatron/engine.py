@@ -54,7 +54,7 @@ from engines.model.experts import aux_loss_weight
 from engines.model.flops import count_flops
 from engines.model.hf import build_on_meta, read_hf_config
 from engines.model.names import literal_names
-from engines.parallel.collectives import groups_of
+from engines.parallel.collectives import groups_by_size
 from engines.parallel.offload import HostMemory
 
 
@@ -152,7 +152,7 @@ class MegatronEngine(Engine):
         self.pp_group = mpu.get_pipeline_model_parallel_group()
         self.sequence_parallel = engine.sequence_parallel and self.tp_group.size() > 1
         if has_dynamic_cp(engine):
-            self.cp_groups = groups_of(self.dp_group, self.cp_group)
+            self.cp_groups = groups_by_size(self.dp_group, self.cp_group)
         else:
             self.cp_groups = {self.cp_group.size(): self.cp_group}
         if engine.virtual_pipeline_model_parallel_size > 1:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-class AllGather(torch.autograd.Function):
+class AllGatherSliceGrad(torch.autograd.Function):
     """All-gather for results from which every rank computes the same loss.
 
     [T/R, ...] on each of R ranks -> [T, ...] on all of them. In the backward pass, this rank's
@@ -44,7 +44,7 @@ class AllToAll(torch.autograd.Function):
         return AllToAll.apply(grad, ctx.group), None
 
 
-class GatherAll(torch.autograd.Function):
+class AllGatherSumGrad(torch.autograd.Function):
     """All-gather for results from which every rank computes something different.
 
     [T/R, ...] on each of R ranks -> [T, ...] on all of them. In the backward pass, gradients are
@@ -65,7 +65,7 @@ class GatherAll(torch.autograd.Function):
         return own, None
 
 
-def groups_of(
+def groups_by_size(
     dp_group: dist.ProcessGroup, single: dist.ProcessGroup
 ) -> dict[int, dist.ProcessGroup]:
     """Return this rank's groups for dynamic context parallelism, by size.
@@ -76,11 +76,11 @@ def groups_of(
     single: the group that contains only this rank.
     """
     own_dp_ranks = tuple(dist.get_process_group_ranks(dp_group))
-    return {1: single} | _groups_of(dist.group.WORLD, own_dp_ranks)
+    return {1: single} | _create_groups(dist.group.WORLD, own_dp_ranks)
 
 
 @cache
-def _groups_of(
+def _create_groups(
     world: dist.ProcessGroup, own_dp_ranks: tuple[int, ...]
 ) -> dict[int, dist.ProcessGroup]:
     """Create the groups of several ranks. All ranks create all groups, in the same order."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
 
-from engines.parallel.collectives import GatherAll
+from engines.parallel.collectives import AllGatherSumGrad
 
 # torch 2.13 needs an argument for grouped heads. torch 2.11 lacks it and recognizes them itself.
 HAS_GQA_ARGUMENT = "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -253,8 +253,8 @@ class Zigzag:
         [s, b, heads, dim].
         """
         if self.size > 1:
-            key = self._in_order(GatherAll.apply(key, self.group))
-            value = self._in_order(GatherAll.apply(value, self.group))
+            key = self._in_order(AllGatherSumGrad.apply(key, self.group))
+            value = self._in_order(AllGatherSumGrad.apply(value, self.group))
         has_kernel = query.is_cuda and query.dtype != torch.float32 and query.shape[1] == 1
         if not has_kernel or needs_all_scores(scoring):
             return by_segment(query, key, value, self.segments, scoring)
