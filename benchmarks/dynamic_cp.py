@@ -42,7 +42,7 @@ from benchmarks.harness import (
 )
 from benchmarks.shapes import SHAPES, make_model
 from config import load
-from data.batching.batch import Batch, bounds
+from data.batching.batch import Batch, make_cu_seqlens
 from data.batching.groups import schedule
 from data.batching.packing import pack, partition, split_micro_batches
 from data.batching.plan import Plan
@@ -224,7 +224,7 @@ def make_batch(arguments: argparse.Namespace, seed: int) -> Batch:
     vocab_size = SHAPES[arguments.measure].vocab_size
     ids = np.random.default_rng(seed).integers(0, vocab_size, sum(lengths))
     fields = {"loss_mask": torch.ones(len(ids))}
-    return Batch(torch.from_numpy(ids), bounds(torch.tensor(lengths)), fields)
+    return Batch(torch.from_numpy(ids), make_cu_seqlens(torch.tensor(lengths)), fields)
 
 
 def measure_way(

@@ -31,7 +31,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.harness import make_parser
 from config import load
-from data.batching.batch import Batch, bounds
+from data.batching.batch import Batch, make_cu_seqlens
 from data.prompts import Prompt, PromptDataset
 from engines.base import Engine
 from profiling import Profiler
@@ -144,7 +144,7 @@ def draw_batch(num_tokens: int, group_size: int) -> Batch:
         response = max(1, int(torch.randn(()).add(MEAN_LOG_LENGTH).exp()))
         lengths.append(PROMPT_TOKENS + response)
     lengths = torch.tensor(lengths)
-    cu_seqlens = bounds(lengths)
+    cu_seqlens = make_cu_seqlens(lengths)
     total = int(lengths.sum())
     positions = torch.arange(total) - torch.repeat_interleave(cu_seqlens[:-1], lengths)
     mask = (positions >= PROMPT_TOKENS).float()

@@ -32,7 +32,7 @@ from omegaconf import DictConfig
 from benchmarks.harness import MODELS, add_settings, make_parser, model_settings, print_row
 from benchmarks.shapes import IMAGE, NAMES, VISION, make_model
 from config import load
-from data.batching.batch import Batch, bounds
+from data.batching.batch import Batch, make_cu_seqlens
 from data.batching.packing import pack
 from data.images.processor import ImageStore, Processor
 from engines.base import Engine
@@ -112,7 +112,7 @@ def draw_lengths(
 
 
 def packed(ids: torch.Tensor, lengths: list[int]) -> Batch:
-    return Batch(ids, bounds(torch.tensor(lengths)), {"loss_mask": torch.ones(len(ids))})
+    return Batch(ids, make_cu_seqlens(torch.tensor(lengths)), {"loss_mask": torch.ones(len(ids))})
 
 
 # ---- steps ----

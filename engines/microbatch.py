@@ -58,12 +58,12 @@ class TokensAhead:
 
 @dataclass
 class MicroBatch:
-    """T tokens, k of which are predicted. This rank has s * b slots, and predicts m of the k tokens.
+    """T tokens, k of which are predicted. This rank has s * b slots and predicts m of the tokens.
 
     input_ids         [b, s] int64: the token in each slot of this rank; b = 1 if packed
     padding           [b, s] bool: slots without a token
     lengths           of the sequences, padding included; the last one may be padding alone
-    packing           the sequences' boundaries, for the engine's attention; None for plain attention
+    packing           the sequences' boundaries for the engine's attention; None for plain attention
     positions         [s] int64: each slot's position in its sequence
     group             the context-parallel ranks that share the micro-batch
     predicting_slots  [m] int64: the slots of this rank that predict a token

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from data.batching.batch import Batch, bounds
+from data.batching.batch import Batch, make_cu_seqlens
 from data.batching.plan import Plan
 from engines.base import Engine
 from rollout.exchange import sum_over_ranks
@@ -173,7 +173,7 @@ def exchange_tokens(
     has_images = sent.image_store is not None
     return Batch(
         exchange(sent.input_ids),
-        bounds(lengths),
+        make_cu_seqlens(lengths),
         {name: exchange(x) for name, x in sent.fields.items()},
         samples.rows[arriving] if has_images else None,
         sent.image_store,

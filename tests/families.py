@@ -17,7 +17,7 @@ import torch.nn.functional as F
 import transformers
 
 from config import InputError, load
-from data.batching.batch import Batch, bounds
+from data.batching.batch import Batch, make_cu_seqlens
 from engines.fsdp.engine import FSDPEngine
 from engines.model.hf import auto_class, read_hf_config
 from engines.parallel import device
@@ -180,7 +180,7 @@ def make_batch() -> Batch:
     lengths = torch.tensor([30, 7, 41, 2])
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(3, 97, (int(lengths.sum()),), generator=generator)
-    return Batch(tokens, bounds(lengths))
+    return Batch(tokens, make_cu_seqlens(lengths))
 
 
 def plain_results(directory: Path, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -72,13 +72,13 @@ class Batch:
             fields[name] = torch.cat([batch.fields[name] for batch in batches])
         rows = torch.cat([batch.rows for batch in batches]) if first.image_store else None
         input_ids = torch.cat([batch.input_ids for batch in batches])
-        return Batch(input_ids, bounds(lengths), fields, rows, first.image_store)
+        return Batch(input_ids, make_cu_seqlens(lengths), fields, rows, first.image_store)
 
     def select(self, indices: Sequence[int] | Tensor) -> Batch:
         """Return the sequences at these indices, in this order."""
         indices = torch.as_tensor(indices, dtype=torch.int64)
         lengths = self.cu_seqlens.diff()[indices]
-        cu_seqlens = bounds(lengths)
+        cu_seqlens = make_cu_seqlens(lengths)
         offsets = self.cu_seqlens[indices] - cu_seqlens[:-1]
         offset_of_token = torch.repeat_interleave(offsets, lengths)
         tokens = torch.arange(int(cu_seqlens[-1])) + offset_of_token
@@ -99,11 +99,13 @@ class Batch:
         parts = []
         for i in range(len(counts)):
             own_fields = {name: values[i] for name, values in fields.items()}
-            part = Batch(input_ids[i], bounds(lengths[i]), own_fields, rows[i], self.image_store)
+            part = Batch(
+                input_ids[i], make_cu_seqlens(lengths[i]), own_fields, rows[i], self.image_store
+            )
             parts.append(part)
         return parts
 
 
-def bounds(lengths: Tensor) -> Tensor:
+def make_cu_seqlens(lengths: Tensor) -> Tensor:
     """Return cu_seqlens of n sequences with these lengths: [n+1] int64."""
     return torch.cat([lengths.new_zeros(1), lengths]).cumsum(0)

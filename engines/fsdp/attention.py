@@ -50,7 +50,7 @@ class Packing:
 
     cu_seqlens  [n+1] int32 on the model's device: where sequences begin, and T. Padding at the end
                 counts as a sequence.
-    bounds      the same numbers as a list
+    offsets     the same numbers as a list
     max_length  upper bound of the sequence lengths in tokens
     group       with Ulysses, the ranks that divide the T tokens. None: this rank has all of them.
     zigzag      with zigzag, how ranks divide each sequence and gather its keys and values. Also
@@ -58,7 +58,7 @@ class Packing:
     """
 
     cu_seqlens: Tensor
-    bounds: list[int]
+    offsets: list[int]
     max_length: int
     group: dist.ProcessGroup | None = None
     zigzag: Zigzag | None = None
@@ -67,15 +67,15 @@ class Packing:
     def of(
         lengths: list[int], group: dist.ProcessGroup, device: torch.device, zigzag: bool
     ) -> Packing:
-        bounds = [0, *accumulate(lengths)]
+        offsets = [0, *accumulate(lengths)]
         # A power of two, so that compiled code sees few different values.
         max_length = 1 << (max(lengths) - 1).bit_length()
         return Packing(
-            to_device(torch.tensor(bounds, dtype=torch.int32), device),
-            bounds,
+            to_device(torch.tensor(offsets, dtype=torch.int32), device),
+            offsets,
             max_length,
             group if group.size() > 1 and not zigzag else None,
-            Zigzag(bounds, group, device) if zigzag else None,
+            Zigzag(offsets, group, device) if zigzag else None,
         )
 
     def arguments(self) -> dict:
@@ -144,7 +144,7 @@ def whole_sequences(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scoring: 
 @torch.compiler.disable
 def by_sequence(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scoring: Scoring) -> Tensor:
     """Do the same as whole_sequences(), one sequence after another."""
-    segments = [(start, end, start, end) for start, end in pairwise(packing.bounds)]
+    segments = [(start, end, start, end) for start, end in pairwise(packing.offsets)]
     return by_segment(q[:, None], k[:, None], v[:, None], segments, scoring)[:, 0]
 
 

@@ -37,7 +37,7 @@ class PackedModel(nn.Module):
             inputs: input_ids and position_ids [rows, length] and, for images, further inputs of the
                 model.
         """
-        self.state_resets.bounds = packing.bounds if packing else None
+        self.state_resets.offsets = packing.offsets if packing else None
         attention = packing.arguments() if packing else {}
         has_images = len(inputs) > 2
         body = self.hf.base_model if has_images else self.hf.get_decoder()

@@ -25,12 +25,12 @@ def has_convolution(module: nn.Module) -> bool:
 class StateResets:
     """Makes recurrent layers start every packed sequence with a fresh state.
 
-    bounds  where the sequences of the current micro-batch begin, and the end of the last one. None:
+    offsets  where the sequences of the current micro-batch begin, and the end of the last one. None:
             every row is one sequence.
     """
 
     def __init__(self, hf: nn.Module):
-        self.bounds: list[int] | None = None
+        self.offsets: list[int] | None = None
         for layer in recurrent_layers(hf):
             layer.forward = partial(self.by_sequence, layer.forward)
 
@@ -46,29 +46,29 @@ class StateResets:
         Returns:
             [1, T, h], or a tuple that starts with it.
         """
-        if self.bounds is None:
+        if self.offsets is None:
             return forward(hidden_states, *args, **kwargs)
         whole_shape = hidden_states.shape[:2]
         outputs = {}
         further_outputs = []
-        for segments in similar_segments(self.bounds):
+        for segments in similar_segments(self.offsets):
             divide = partial(rows_of, segments=segments, whole_shape=whole_shape)
             row_kwargs = {name: divide(x) for name, x in kwargs.items()}
             result = forward(divide(hidden_states), *map(divide, args), **row_kwargs)
             rows, *further_outputs = result if isinstance(result, tuple) else (result,)
             for (start, end), row in zip(segments, rows):
                 outputs[start] = row[: end - start]
-        joined = torch.cat([outputs[start] for start in self.bounds[:-1]])[None]
+        joined = torch.cat([outputs[start] for start in self.offsets[:-1]])[None]
         if further_outputs:
             # The further outputs are the layer's final state, which training does not use.
             return (joined, *[None] * len(further_outputs))
         return joined
 
 
-def similar_segments(bounds: list[int]) -> list[list[Segment]]:
+def similar_segments(offsets: list[int]) -> list[list[Segment]]:
     """Group sequences whose lengths round up to the same power of two."""
     groups = defaultdict(list)
-    for start, end in pairwise(bounds):
+    for start, end in pairwise(offsets):
         groups[(end - start - 1).bit_length()].append((start, end))
     return list(groups.values())
 

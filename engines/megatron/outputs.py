@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from engines.heads import ValueHead
 from engines.megatron.gpt import HiddenStates
-from engines.microbatch import TokensAhead, MicroBatch
+from engines.microbatch import MicroBatch, TokensAhead
 
 
 class TokenOutputs:

@@ -130,9 +130,9 @@ class Packing(PackedSeqParams):
     @staticmethod
     def from_lengths(lengths: list[int], group, device: torch.device) -> "Packing":
         """Return the packing of sequences of these lengths, shared by a context-parallel group."""
-        bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        cu_seqlens = bounds.to(device)
-        zigzag = Zigzag(bounds.tolist(), group, device)
+        offsets = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        cu_seqlens = offsets.to(device)
+        zigzag = Zigzag(offsets.tolist(), group, device)
         # With "thd", Megatron would apply rotary embeddings one sequence at a time, and every layer
         # would wait for the device to report the sequences' lengths.
         qkv_format = "thd" if gpt_layer_specs.HAVE_TE else "packed"

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from config import InputError
-from data.batching.batch import Batch, bounds
+from data.batching.batch import Batch, make_cu_seqlens
 from data.images.processor import ImageStore
 from engines.base import Engine
 from engines.context_parallel import has_dynamic_cp, shares_sequences
@@ -185,7 +185,7 @@ def make_batches(engine: Engine) -> ProbeBatches:
     def batch(sequences: list[Tensor], image_rows: list[int]) -> Batch:
         lengths = torch.tensor([len(sequence) for sequence in sequences])
         rows = torch.tensor(image_rows)
-        return Batch(torch.cat(sequences), bounds(lengths), {}, rows, image_store)
+        return Batch(torch.cat(sequences), make_cu_seqlens(lengths), {}, rows, image_store)
 
     return ProbeBatches(
         two_sequences=batch([first, second], [0, 1]),

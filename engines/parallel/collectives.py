@@ -8,10 +8,9 @@ from torch import Tensor
 
 
 class AllGatherSliceGrad(torch.autograd.Function):
-    """All-gather for results from which every rank computes the same loss.
+    """All-gather [T/R, ...] -> [T, ...] over R ranks which all compute the same loss from the result.
 
-    [T/R, ...] on each of R ranks -> [T, ...] on all of them. In the backward pass, this rank's
-    slice of the gradient is already complete.
+    So all ranks have the same gradient, and the backward pass returns this rank's slice of it.
     """
 
     @staticmethod
@@ -45,10 +44,9 @@ class AllToAll(torch.autograd.Function):
 
 
 class AllGatherSumGrad(torch.autograd.Function):
-    """All-gather for results from which every rank computes something different.
+    """All-gather [T/R, ...] -> [T, ...] over R ranks which use the result for different purposes.
 
-    [T/R, ...] on each of R ranks -> [T, ...] on all of them. In the backward pass, gradients are
-    summed over ranks.
+    So the backward pass sums the ranks' gradients, and returns this rank's slice of the sum.
     """
 
     @staticmethod

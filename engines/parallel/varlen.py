@@ -181,14 +181,14 @@ class Zigzag:
     al. 2024, section 3.3.2).
 
     Args:
-        bounds: [n+1], sequence i has the tokens bounds[i] to bounds[i+1] - 1. With several ranks,
-            all bounds are multiples of 2 * ranks.
+        offsets: [n+1], sequence i has the tokens offsets[i] to offsets[i + 1] - 1. With several
+            ranks, all offsets are multiples of 2 * ranks.
         group: the context-parallel ranks.
         device: where attention is computed.
     """
 
-    def __init__(self, bounds: list[int], group: dist.ProcessGroup, device: torch.device):
-        self.bounds = bounds
+    def __init__(self, offsets: list[int], group: dist.ProcessGroup, device: torch.device):
+        self.offsets = offsets
         self.group = group
         self.device = device
         self.size = group.size()
@@ -198,9 +198,9 @@ class Zigzag:
     def segments(self) -> list[Segment]:
         """The causal blocks. Queries are numbered on this rank, keys over all ranks' tokens."""
         if self.size == 1:
-            return [Segment(start, end, start, end) for start, end in pairwise(self.bounds)]
+            return [Segment(start, end, start, end) for start, end in pairwise(self.offsets)]
         segments = []
-        for start, end in pairwise(self.bounds):
+        for start, end in pairwise(self.offsets):
             chunk = (end - start) // (2 * self.size)
             first_query = start // self.size
             middle_query = first_query + chunk
@@ -269,7 +269,7 @@ class Zigzag:
         """Reorder [all tokens, ...] from the order of ranks to the order of the sequences."""
         num_own = gathered.shape[0] // self.size
         chunks = []
-        for start, end in pairwise(self.bounds):
+        for start, end in pairwise(self.offsets):
             length = (end - start) // (2 * self.size)
             for index in range(2 * self.size):
                 is_second = index >= self.size

@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from torch.distributed.fsdp import FSDPModule
 
 from config import load
-from data.batching.batch import Batch, bounds
+from data.batching.batch import Batch, make_cu_seqlens
 from engines.fsdp.engine import FSDPEngine
 from engines.memory import LABELS, Estimate
 from tests.support.models import make_model
@@ -45,7 +45,7 @@ def make_config(model: Path, *pairs: str) -> DictConfig:
 
 def make_batch() -> Batch:
     ids = torch.randint(3, 90, (NUM_TOKENS,), generator=torch.Generator().manual_seed(0))
-    return Batch(ids, bounds(torch.tensor([NUM_TOKENS])))
+    return Batch(ids, make_cu_seqlens(torch.tensor([NUM_TOKENS])))
 
 
 def negative_log_likelihood(log_probs, entropy, batch_fields):

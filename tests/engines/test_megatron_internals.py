@@ -161,7 +161,7 @@ def leaks(folder: Path, this_device: torch.device) -> dict[str, list[str] | None
 
     def forgetful(self, *tensors, packed_seq_params, **kwargs):
         zigzag = packed_seq_params.zigzag
-        one_sequence = Zigzag([0, zigzag.bounds[-1]], zigzag.group, zigzag.device)
+        one_sequence = Zigzag([0, zigzag.offsets[-1]], zigzag.group, zigzag.device)
         packing = replace(packed_seq_params, zigzag=one_sequence)
         return forward(self, *tensors, packed_seq_params=packing, **kwargs)
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from data.batching.batch import Batch, bounds
+from data.batching.batch import Batch, make_cu_seqlens
 from engines.microbatch import Layout, lay_out, make_grid, place_tokens
 
 LENGTHS = [5, 1, 12, 7]
@@ -50,7 +50,7 @@ def make_batch(lengths: list[int] = LENGTHS) -> Batch:
     fields = {"loss_mask": loss_mask}
     return Batch(
         torch.arange(100, 100 + num_tokens),
-        bounds(torch.tensor(lengths, dtype=torch.int64)),
+        make_cu_seqlens(torch.tensor(lengths, dtype=torch.int64)),
         fields,
     )
 
