@@ -25,8 +25,8 @@ def has_convolution(module: nn.Module) -> bool:
 class StateResets:
     """Makes recurrent layers start every packed sequence with a fresh state.
 
-    offsets  where the sequences of the current micro-batch begin, and the end of the last one. None:
-            every row is one sequence.
+    offsets  where the sequences of the current micro-batch begin, and the end of the last one; None
+             if every row is one sequence
     """
 
     def __init__(self, hf: nn.Module):

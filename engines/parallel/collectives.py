@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class AllGatherSliceGrad(torch.autograd.Function):
-    """All-gather [T/R, ...] -> [T, ...] over R ranks which all compute the same loss from the result.
+    """All-gather [T/R, ...] -> [T, ...] over R ranks that compute the same loss from the result.
 
     So all ranks have the same gradient, and the backward pass returns this rank's slice of it.
     """
@@ -44,7 +44,7 @@ class AllToAll(torch.autograd.Function):
 
 
 class AllGatherSumGrad(torch.autograd.Function):
-    """All-gather [T/R, ...] -> [T, ...] over R ranks which use the result for different purposes.
+    """All-gather [T/R, ...] -> [T, ...] over R ranks that use the result for different purposes.
 
     So the backward pass sums the ranks' gradients, and returns this rank's slice of the sum.
     """
