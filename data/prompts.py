@@ -1,4 +1,4 @@
-"""Prompts for reinforcement learning: tokenized once, kept with their rows, read one at a time.
+"""Prompts for reinforcement learning: tokenized once, stored with their rows, read one at a time.
 
 As in data/dataset.py, reading needs only numpy. Hugging Face datasets is imported only on rank 0,
 and only if there is no cache yet.
@@ -46,16 +46,17 @@ UNUSED = {"input_ids": [], "length": 0, "record": "", "shape": ""}
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt and the row that it comes from.
+    """A prompt and its row.
 
     Attributes:
-        input_ids: the tokens to continue.
-        text: the prompt as its template renders it. If it was truncated, the text of its tokens.
+        input_ids: the tokens that the model continues.
+        text: the prompt as the chat template renders it; after truncation, the text of the
+            remaining tokens.
         row: the complete row of the data file, except for pixels.
         question: the text of the last user message; "" for a prompt of plain text.
         images: uint8 [height, width, 3] each.
-        before_images: for a prompt with images, its tokens with one placeholder per image, as its
-            template renders it. `text` is the text of these tokens.
+        before_images: the tokens of `text`, with a single placeholder for each image; None for a
+            prompt without images.
     """
 
     input_ids: list[int]
@@ -74,20 +75,20 @@ def tokenize_prompts(
     tokenizer_dir: Path | str,
     processor: Processor | None = None,
 ) -> Path:
-    """Return the cache folder for these files, after writing it if there is none. For rank 0 only.
+    """Return the cache folder for these files. Writes it first if there is none. For rank 0 only.
 
     The folder holds input_ids.npy (int32 [T]), cu_seqlens.npy (int64 [n+1]), records.jsonl (text,
     row and question of each prompt), record_ends.npy (int64 [n], in bytes) and stats.json.
 
     Args:
-        files: data files. Their rows have `prompt` (a string or messages), or `messages`, from
-            which assistant turns at the end are removed. Tools and template arguments are read as
-            in data.dataset.tokenize().
+        files: data files, whose rows have `prompt` (a string or messages) or `messages`. Assistant
+            turns at the end of `messages` are removed. Tools and template arguments are read as in
+            data.dataset.tokenize().
         options: the `data` section of the configuration.
 
     Raises:
-        InputError: a file is missing, unreadable or empty; a row is malformed (the first one is
-            reported, as file:line); prompts are longer than options.max_prompt_length and
+        InputError: a file is missing, unreadable or empty; a row is malformed (the message names
+            the first one, as file:line); prompts are longer than options.max_prompt_length, and
             options.truncation is error; no row is left.
     """
     return tokenize_to_cache(
@@ -104,7 +105,7 @@ def tokenize_prompts(
 def tokenize_row(
     row: dict, chat: ChatTokenizer, options, folder: Path = Path()
 ) -> RowCoroutine[dict]:
-    """Compute a row's columns of the cache; without input_ids if the row is not used."""
+    """Return the columns of a row that differ from UNUSED. Run it with encode_together()."""
     standard_row, shape = read_shape(row, options, with_response=False)
     prompt = yield from encode_prompt(standard_row, chat, options, folder)
     row = without_pixels(row, options.images_key)
@@ -128,21 +129,21 @@ def tokenize_row(
         columns["record"] = json.dumps(record)
     except TypeError as error:
         raise InputError(
-            f"the row cannot be handed to a reward function as JSON: {error}"
+            f"the row cannot be passed to a reward function, because it is not JSON: {error}"
         ) from error
     return columns | {"input_ids": kept_ids} | prompt.images.columns()
 
 
 def cut_placeholders(ids: list[int], num_cut: int, truncation: str) -> list[int]:
-    """Truncate a prompt's tokens with placeholders in the same way as its tokens with images.
+    """Truncate a prompt whose images are single placeholders, as the expanded prompt was truncated.
 
-    The part that is cut contains no image, so it has the same length in both.
+    Truncation never cuts an image, so it removes the same tokens from both.
     """
     return ids[num_cut:] if truncation == "left" else ids[: len(ids) - num_cut]
 
 
 class EncodedPrompt(NamedTuple):
-    """The tokens of a row's prompt. See Prompt for text and question."""
+    """A row's prompt as tokens. `text` and `question` are the same as in Prompt."""
 
     input_ids: list[int]
     text: str
@@ -153,10 +154,11 @@ class EncodedPrompt(NamedTuple):
 def encode_prompt(
     row: dict, chat: ChatTokenizer, options, folder: Path = Path()
 ) -> RowCoroutine[EncodedPrompt]:
-    """Encode a row's prompt, which ends with the template's generation prompt.
+    """Encode a row's prompt, up to and including the template's generation prompt.
 
-    A generator: run it with data.chat.encoding.encode_together(). Without a chat template, the
-    tokens of a plain string begin with the tokenizer's own special tokens, which `text` lacks.
+    A generator: run it with data.chat.encoding.encode_together(). If there is no chat template, the
+    prompt is a string, and its tokens begin with the tokenizer's own special tokens, which are not
+    in `text`.
 
     Raises:
         InputError: the row is malformed. The message does not contain file and line.
@@ -166,7 +168,8 @@ def encode_prompt(
         prompt = encode_plain_prompt(row, chat, options)
     elif not chat.tokenizer.chat_template:
         raise InputError(
-            "the tokenizer has no chat template: give data.chat_template, or rows of a plain string"
+            "the tokenizer has no chat template, so prompts must be strings: set "
+            "data.chat_template to a template for messages"
         )
     else:
         messages, sources = place_images(messages, row.get(options.images_key), options.images_key)
@@ -189,7 +192,7 @@ def encode_plain_prompt(row: dict, chat: ChatTokenizer, options) -> EncodedPromp
     tokens = tokenize_plain(text, options.special_tokens_in_text, chat)
     ids = tokens.ids
     if ids and ids[-1] == chat.tokenizer.eos_token_id and tokens.start(len(ids) - 1) == len(text):
-        # The tokenizer ends every text itself, and the model would not continue after that.
+        # This tokenizer adds an eos token to every text, after which the model would not continue.
         ids = ids[:-1]
     return EncodedPrompt(ids, text, "", RowImages())
 
@@ -201,11 +204,11 @@ def without_reply(messages: list[dict], row: dict, options) -> list[dict]:
         end -= 1
     if has_prompt_column(row, options) and end < len(messages):
         raise InputError(
-            f'"{options.prompt_key}" ends with a turn of the assistant: leave it out, or name the '
-            "column in data.messages_key, where such turns are not part of the prompt"
+            f'"{options.prompt_key}" ends with an assistant turn: remove it, or set '
+            f"data.messages_key={options.prompt_key}, which removes such turns from the prompt"
         )
     if not end:
-        raise InputError(f'"{options.messages_key}" has turns of the assistant alone')
+        raise InputError(f'"{options.messages_key}" contains only assistant turns')
     return messages[:end]
 
 
@@ -223,15 +226,15 @@ def last_user_text(messages: list[dict]) -> str:
 
 
 class PromptDataset(Sequence):
-    """The n prompts of a cache folder, memory-mapped: nothing is read before it is needed.
+    """The n prompts of a cache folder, memory-mapped: a prompt is read when it is needed.
 
     Attributes:
         name: a hash of everything that the prompts depend on.
         lengths: np.int64 [n], the number of tokens of each prompt.
         stats: see data.tokenization.write_arrays().
-        drawn_lengths: np.float32 [n], the mean length in tokens of each prompt's latest responses;
-            nan before the first ones.
-        image_store: the images of the prompts; None for a model without images.
+        drawn_lengths: np.float32 [n], the mean number of tokens in the latest responses to each
+            prompt; nan if there are none yet.
+        image_store: the images of the prompts; None for a text model.
     """
 
     image_store: ImageStore | None = None
@@ -264,7 +267,7 @@ class PromptDataset(Sequence):
         return Prompt(ids, images=images, **record)
 
     def expected_lengths(self, rows: Sequence[int]) -> list[float]:
-        """Return the drawn_lengths of these rows; unknown ones get the mean of the others, or 1."""
+        """Return the drawn_lengths of these rows, with the mean of known ones, or 1, for nan."""
         lengths = self.drawn_lengths[rows]
         is_known = ~np.isnan(lengths)
         default = lengths[is_known].mean() if is_known.any() else 1.0

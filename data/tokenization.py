@@ -26,13 +26,13 @@ from data.images import stored
 from data.images.processor import Processor
 from data.shapes import SHAPES
 
-# Additional columns in caches of a vision-language model, with the values of a row without images.
+# The additional columns for a vision-language model, with the values for a row without images.
 NO_IMAGES = {"pixels": b"", "image_sizes": [], "image_files": [], "cut": False}
 ROWS_PER_CALL = 100  # of tokenize_rows()
-MAX_SERIAL_ROWS = 2000  # starting worker processes takes longer than tokenizing fewer rows
+MAX_SERIAL_ROWS = 2000  # for fewer rows, starting worker processes takes longer than tokenizing
 MAX_PROCESSES = 8
-NUM_LISTED_ROWS = 5  # in an error message about several rows
-# The id of this process while it forks workers; see die_with_parent().
+NUM_LISTED_ROWS = 5  # at most, in an error message
+# The id of this process while it forks workers, for die_with_parent().
 PARENT_OF_WORKERS: list[int] = []
 
 
@@ -52,7 +52,7 @@ class CacheSpec(NamedTuple):
         options: the keys of `data` that the tokens depend on.
         limit_key: the key of `data` that limits the length of a row.
         unused: all columns, with the values for a row that is not used.
-        tokenize_row: (row, chat, options, folder) -> the columns that differ from `unused`.
+        tokenize_row: (row, chat, options, folder) -> the columns whose values differ from `unused`.
     """
 
     version: int | str
@@ -73,8 +73,8 @@ class LengthLimit(NamedTuple):
 
     Attributes:
         key: its name in `data`.
-        tokens: the limit, or None.
-        truncation: how longer rows are handled: error, drop, left or right.
+        tokens: the limit; None: no limit.
+        truncation: what to do with longer rows: error, drop, left or right.
     """
 
     key: str
@@ -94,11 +94,11 @@ def tokenize_to_cache(
     tokenizer_dir: Path | str,
     processor: Processor | None,
 ) -> Path:
-    """Return the cache folder for these files, after writing it if there is none.
+    """Return the cache folder for these files. Writes it first if there is none.
 
     Args:
         options: the `data` section of the configuration.
-        processor: the image processor of a vision-language model, else None.
+        processor: the processor of a vision-language model, else None.
 
     Raises:
         InputError: see dataset.tokenize().
@@ -122,16 +122,16 @@ def tokenize_to_cache(
     folder = ensure_cached(Path(cache_dir) / key, write, stored.are_current)
     stats = json.loads((folder / "stats.json").read_text())
     if processor and not stats["images"]:
-        print(f"data: no row of {files} has an image", flush=True)
+        print(f"data: no row in {files} has an image", flush=True)
     report_shapes(stats)
     return folder
 
 
 def report_shapes(stats: dict) -> None:
-    """Print how many rows were converted from the formats of other projects."""
+    """Print how many rows were converted from each format of another project."""
     for name in SHAPES.keys() & stats.keys():
         columns = SHAPES[name].columns
-        print(f"data: {stats[name]:,} rows have the shape of {name}: {columns}", flush=True)
+        print(f"data: {stats[name]:,} rows are in the {name} format: {columns}", flush=True)
 
 
 # -- rows to tokens --------------------------------------------------------------------------------
@@ -143,17 +143,18 @@ def tokenize_files(
     """Tokenize all files.
 
     Args:
-        work: a directory for the tables, which are memory-mapped from it.
+        work: the directory that the tables are written to and memory-mapped from.
 
     Returns:
-        A pyarrow.Table per file, with one row for each row or line of the file. Empty lines become
-        unused rows.
+        One pyarrow.Table per file, with one row for each row or line of the file. Empty lines
+        become unused rows.
 
     Raises:
-        InputError: a file without rows, or a row that cannot be used (the first one, as file:line).
+        InputError: a file has no rows, or a row is malformed (the message names the first one, as
+            file:line).
     """
     if isinstance(options, Mapping):
-        # OmegaConf takes microseconds to look up a key.
+        # Each lookup of a key takes microseconds in OmegaConf.
         options = SimpleNamespace(**options)
     with forking_workers():
         tables = [
@@ -167,8 +168,9 @@ def tokenize_files(
 
 @contextmanager
 def forking_workers() -> Iterator[None]:
-    """Let the processes forked within this block end when this process does."""
-    # Imported modules hold a million objects, which the garbage collector would visit repeatedly.
+    """Within this block, make forked processes end when this process ends."""
+    # Imported modules hold a million objects, which the workers' garbage collectors would visit
+    # again and again.
     gc.freeze()
     PARENT_OF_WORKERS.append(os.getpid())
     try:
@@ -243,17 +245,17 @@ def tokenize_rows(
     chat: ChatTokenizer,
     options,
 ) -> dict[str, list]:
-    """Tokenize some rows of a file. A function for datasets' map().
+    """Tokenize some rows of a file. For the map() of Hugging Face datasets.
 
     Args:
-        columns: for each column, its values in these rows.
+        columns: {name: values of these rows}.
         indices: the indices of the rows in the file, from 0.
         name: the file's path.
-        is_json: whether the only column, `text`, holds rows as JSON.
+        is_json: whether there is only the column `text`, with rows as JSON.
 
     Returns:
-        The columns of `spec.unused`, and `error`: for a row that cannot be used, an error message
-        with file and line.
+        The columns of `spec.unused`, and `error`, which is a message with file and line for a row
+        that is malformed.
     """
     folder = folder_of(Path(name))
     unused = spec.unused | {"error": None}
@@ -285,18 +287,18 @@ def parse_row(text: str):
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise InputError(f"not JSON: {error.msg} at column {error.colno}") from None
+        raise InputError(f"the row is not JSON: {error.msg} at column {error.colno}") from None
 
 
 def folder_of(path: Path) -> Path:
-    """Return the directory that relative paths in a data file or saved data set refer to."""
+    """Return the directory for relative paths in a data file or a saved data set."""
     return (path if path.is_dir() else path.parent).resolve()
 
 
 def kept_tokens(length: int, limit: int | None, truncation: str) -> slice:
-    """Return the slice of tokens that are kept of a row with `length` tokens.
+    """Return the slice of its tokens that a row of `length` tokens keeps.
 
-    A row that is longer than the limit keeps none if truncation is error or drop.
+    If truncation is error or drop, a row that is longer than the limit keeps none.
     """
     if limit is None or length <= limit:
         return slice(None)
@@ -308,7 +310,7 @@ def kept_tokens(length: int, limit: int | None, truncation: str) -> slice:
 
 
 def check_lengths(paths: list[Path], tables: list, limit: LengthLimit) -> None:
-    """Raise InputError if truncation is error and rows are too long; it lists a few of them."""
+    """Raise InputError, which lists a few rows, if truncation is error and rows are too long."""
     if limit.truncation != "error" or limit.tokens is None:
         return
     num_rows = 0
@@ -336,10 +338,14 @@ def check_lengths(paths: list[Path], tables: list, limit: LengthLimit) -> None:
 def write_arrays(folder: Path, table, limit: LengthLimit) -> None:
     """Copy a table's columns into files, and write stats.json.
 
-    stats.json contains the numbers of rows (kept), tokens, dropped_long and truncated rows (kept),
-    and rows of each shape, e.g. Alpaca; and max_length, the length of the longest kept row. For SFT
-    it also contains loss_tokens and dropped_no_loss. With images, it also contains their number and
-    dropped_images, the number of rows that truncation would cut within an image's tokens.
+    stats.json contains
+
+    * rows, tokens, max_length: the number of kept rows, their tokens, and the longest one's length;
+    * dropped_long, truncated: the numbers of rows that were too long;
+    * the number of rows of each shape, e.g. Alpaca;
+    * loss_tokens, dropped_no_loss (SFT): the number of trained tokens, and of rows without any;
+    * images, dropped_images (with images): the number of images, and of rows that are dropped
+      because truncation would cut them within an image's tokens.
 
     Raises:
         InputError: no row is left.
@@ -374,15 +380,15 @@ def write_arrays(folder: Path, table, limit: LengthLimit) -> None:
 
 
 class RowCounts(NamedTuple):
-    """How the rows of a table were handled.
+    """The rows of a table, by what happens to them.
 
     Attributes:
-        kept_lengths: [n], the number of tokens that are kept of each row.
-        is_used: [n] bool, whether any token of a row is kept.
-        num_dropped: rows that are too long, if truncation is drop.
-        num_truncated: rows that are used, but were longer than the limit.
-        num_cut: rows that truncation would cut within the tokens of an image.
-        num_untrained: rows without a trained token, after truncation.
+        kept_lengths: [n], the number of tokens that each row keeps.
+        is_used: [n] bool, whether a row keeps any token.
+        num_dropped: the number of rows dropped because they are too long (truncation: drop).
+        num_truncated: the number of rows that are used but were truncated.
+        num_cut: the number of rows dropped because truncation would cut an image.
+        num_untrained: the number of rows dropped because no remaining token is trained.
     """
 
     kept_lengths: np.ndarray
@@ -425,7 +431,7 @@ def no_row_left(counts: RowCounts, limit: LengthLimit) -> str:
 
 
 def write_records(folder: Path, table) -> None:
-    """Write records.jsonl, and record_ends.npy, int64 [n]: where each line ends, in bytes."""
+    """Write records.jsonl, and record_ends.npy, int64 [n]: the byte offset of each line's end."""
     line_lengths = []
     with open(folder / "records.jsonl", "wb") as file:
         for chunk in table["record"].chunks:
@@ -436,13 +442,14 @@ def write_records(folder: Path, table) -> None:
 
 
 def write_array(folder: Path, name: str, dtype, table, num_tokens: int) -> np.ndarray:
-    """Write the lists in a column end to end into an .npy file [num_tokens], and return the array.
+    """Concatenate the lists of a column in an .npy file [num_tokens], and return the array.
 
-    Chunks of a few thousand rows are copied one at a time.
+    Copies one chunk of a few thousand rows at a time, to limit the memory in use.
     """
     path = folder / f"{name}.npy"
     array = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=(num_tokens,))
-    # Reserve the space now: a disk that fills up under a memory map kills the process silently.
+    # Reserve the space now: if the disk fills up while a memory map is written, the process is
+    # killed without an error message.
     with open(path, "r+b") as file:
         os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
     position = 0

@@ -151,7 +151,7 @@ def test_names_of_files(make, tokenizer_dir, tmp_path):
         f"{tmp_path}/splits holds the splits train, test: choose one, e.g. {tmp_path}/splits/train"
     )
     (tmp_path / "packed.jsonl.gz").write_bytes(gzip.compress(lines.encode() + b"nonsense\n"))
-    with pytest.raises(InputError, match=r"packed\.jsonl\.gz:3: not JSON"):
+    with pytest.raises(InputError, match=r"packed\.jsonl\.gz:3: the row is not JSON"):
         make(tmp_path / "packed.jsonl.gz")
     (tmp_path / "packed.jsonl.gz").write_bytes(b"not packed")
     with pytest.raises(InputError, match=r"packed\.jsonl\.gz: cannot be read"):
@@ -236,7 +236,7 @@ def test_arguments_of_different_tool_calls_stay_apart(make, tokenizer_dir, tmp_p
 
 def test_unicode_line_separators_do_not_end_a_line(make, tokenizer_dir, tmp_path):
     path = write(tmp_path / "a.jsonl", [chat("q", "a\u2028b\x85c\x0bd"), "nonsense"])
-    with pytest.raises(InputError, match=r"a\.jsonl:2: not JSON"):
+    with pytest.raises(InputError, match=r"a\.jsonl:2: the row is not JSON"):
         make(path)
     assert texts(make(write(path, [chat("q", "a\u2028b\x85c")])), tokenizer_dir) == [
         "a\u2028b\x85c<|im_end|>"
@@ -382,7 +382,7 @@ def test_data_sets_in_common_shapes_are_read_as_they_are(
     assert data.stats["rows"] == len(rows) + 1
     capsys.readouterr()
     make(tmp_path / "a.jsonl")  # a cache reports it, too
-    assert capsys.readouterr().out.startswith(f"data: {len(rows)} rows have the shape of {name}: ")
+    assert capsys.readouterr().out.startswith(f"data: {len(rows)} rows are in the {name} format: ")
 
 
 @pytest.mark.parametrize(

@@ -1118,7 +1118,7 @@ def test_images_without_a_chat_template_are_an_error(folder, processor, tmp_path
         json.dumps({"prompt": "a", "response": "b", "images": ["0.png"]}) + "\n"
     )
     for write in (tokenize, tokenize_prompts):
-        with pytest.raises(InputError, match="no chat template: give data.chat_template"):
+        with pytest.raises(InputError, match="no chat template: set data.chat_template"):
             write(
                 str(folder / "plain.jsonl"),
                 tokenizer,

@@ -299,9 +299,7 @@ def test_plain_text_without_a_chat_template(make, tmp_path):
     assert [p.question for p in prompts] == ["", ""]
     with pytest.raises(InputError, match=r"a\.jsonl:1: the prompt is empty"):
         make(write(tmp_path / "a.jsonl", [{"prompt": ""}]), plain)
-    with pytest.raises(
-        InputError, match=r"a\.jsonl:1: the tokenizer has no chat template: give data.chat_template"
-    ):
+    with pytest.raises(InputError, match=r"a\.jsonl:1: the tokenizer has no chat template"):
         make(write(tmp_path / "a.jsonl", [{"messages": [user("q")]}]), plain)
 
 
@@ -319,8 +317,8 @@ def test_plain_text_without_a_chat_template(make, tmp_path):
         ({"prompt": []}, '"prompt" must be a list of messages'),
         ({"messages": "q"}, '"messages" must be a list of messages'),
         ({"messages": [{"role": "robot", "content": "q"}]}, "\"messages[0].role\" is 'robot'"),
-        ({"messages": [assistant("a")]}, '"messages" has turns of the assistant alone'),
-        ({"prompt": [user("q"), assistant("a")]}, '"prompt" ends with a turn of the assistant'),
+        ({"messages": [assistant("a")]}, '"messages" contains only assistant turns'),
+        ({"prompt": [user("q"), assistant("a")]}, '"prompt" ends with an assistant turn'),
         ({"prompt": "q", "tools": {}}, '"tools" must be a list, not dict'),
         ({"prompt": "q", "enable_thinking": "no"}, "\"enable_thinking\" is 'no'"),
         ({"prompt": "half \ud800"}, "lone surrogate"),
@@ -365,7 +363,7 @@ def test_a_template_that_refuses(make, tmp_path):
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('no such chat') }}"
     with pytest.raises(
-        InputError, match=r"a\.jsonl:1: the chat template refuses the conversation: no such chat"
+        InputError, match=r"a\.jsonl:1: the chat template rejects the conversation: no such chat"
     ):
         make(write(tmp_path / "a.jsonl", [{"prompt": "q"}]), tokenizer)
 
