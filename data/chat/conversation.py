@@ -1,9 +1,9 @@
 """A conversation as its chat template renders it.
 
-How a template renders a message may depend on the other messages: Qwen3 drops the thinking of
-earlier turns, Mistral moves the tools to the last user turn, Gemma 4 puts the results of tools into
-the assistant's turn. So a conversation is rendered as a whole and tokenized once; the assistant's
-turns are located in its text afterwards (data/chat/spans.py).
+A template may render a message differently depending on the other messages: Qwen3 drops the
+thinking of earlier turns, Mistral moves the tools to the last user turn, and Gemma 4 puts tool
+results into the assistant's turn. So a conversation is rendered as a whole and tokenized once.
+Afterwards, data/chat/spans.py locates the assistant's turns in the text.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ class Conversation:
         messages: checked messages, as data.rows returns them.
         chat: the tokenizer with its template.
         inputs: the tools and template arguments of the row.
-        options: passed to the template whenever it renders the whole conversation, e.g.
+        options: passed to the template when it renders the whole conversation, e.g.
             add_generation_prompt=True.
 
     Attributes:
         messages: the messages in the form that suits the template (data/chat/forms.py).
         text: the rendered chat.
-        tokens: its tokens; computed when first used, or set by encoding.encode_together().
+        tokens: the tokens of the text; computed when first used, or set by
+            encoding.encode_together().
 
     Raises:
-        InputError: the template rejects the conversation or leaves out a part of a message.
+        InputError: the template rejects the conversation, or it leaves out a part of a message.
     """
 
     def __init__(
@@ -53,30 +54,31 @@ class Conversation:
     def choose_form(self, messages: list[dict]) -> tuple[list[dict], str]:
         """Return the messages in the form that suits the template, and the rendered text.
 
-        This is the first form that the template prints correctly, or else the first it accepts.
+        This is the first form that the template prints correctly, or, if it prints none correctly,
+        the first that it accepts.
         """
         template_messages = [without_loss_keys(message) for message in messages]
         first_accepted = None
-        first_refusal = None
+        first_error = None
         for form in forms(template_messages):
             try:
                 text = self.render(form, **self.options)
             except TEMPLATE_ERRORS as error:
-                first_refusal = first_refusal or error
+                first_error = first_error or error
                 continue
             if is_printed_as_meant(form, text):
                 return form, text
             first_accepted = first_accepted or (form, text)
         if first_accepted is None:
             raise InputError(
-                f"the chat template refuses the conversation: {first_refusal}"
-            ) from first_refusal
+                f"the chat template rejects the conversation: {first_error}"
+            ) from first_error
         return first_accepted
 
     def check_no_part_left_out(self) -> None:
-        """Raise InputError if the template skips message parts of a type that it does not know.
+        """Raise InputError if the template skips a message part because it does not know its type.
 
-        Answers before the last user turn are not checked: a template may leave out their thinking.
+        Answers before the last user turn are not checked, since a template may drop their thinking.
         """
         last_user_turn = max(
             (i for i, message in enumerate(self.messages) if message["role"] == "user"), default=0
@@ -99,8 +101,8 @@ class Conversation:
         shortened[index] = message | {"content": other_parts}
         if self.try_render(shortened, **self.options) == self.text:
             raise InputError(
-                f"the chat template leaves out a part of message {index}, {str(part)[:60]}: leave "
-                'it out, or make it {"type": "image", "image": ...} or '
+                f"the chat template leaves out a part of message {index}, {str(part)[:60]}: remove "
+                'it, or write it as {"type": "image", "image": ...} or '
                 '{"type": "text", "text": ...}'
             )
 
@@ -125,7 +127,7 @@ class Conversation:
         ids = self.render(self.messages, tokenize=True, return_dict=False, **self.options)
         if tokens.ids != ids:
             raise InputError(
-                "apply_chat_template(tokenize=True) returns other ids than tokenizing the rendered "
+                "apply_chat_template(tokenize=True) does not return the tokens of the rendered "
                 "text: this tokenizer cannot be used for training"
             )
         return tokens
@@ -137,7 +139,7 @@ class Conversation:
 
     @cached_property
     def pieces(self) -> list[Piece]:
-        """The parts of the rendered chat that come from the messages, in order."""
+        """The parts of the rendered chat that come from messages, in order."""
         rendered = RenderedChat(
             self.text,
             self.messages,
@@ -150,25 +152,27 @@ class Conversation:
         """Return the tokens after applying a policy to special tokens that are written in texts.
 
         Args:
-            policy: the value of data.special_tokens_in_text. None escapes special tokens in the
-                results of tools and keeps them elsewhere.
+            policy: the value of data.special_tokens_in_text. None means: escape special tokens in
+                tool results, and keep them elsewhere.
         """
         has_tools = any(m["role"] == "tool" or len(m) > 2 for m in self.messages)
         if policy == "keep" or (policy is None and not has_tools):
             return self.tokens
-        quoting = [text for text in self.texts if self.is_escaped(text, policy)]
-        if not quoting:
+        texts_to_escape = [text for text in self.texts if self.is_escaped(text, policy)]
+        if not texts_to_escape:
             return self.tokens
-        spans = [Span(piece.start, piece.end) for piece in self.pieces if piece.source in quoting]
+        spans = [
+            Span(piece.start, piece.end) for piece in self.pieces if piece.source in texts_to_escape
+        ]
         return escape_special_tokens(self.tokens, self.text, spans, self.chat)
 
     def is_escaped(self, text: Text, policy: str | None) -> bool:
-        """Return whether special tokens that are written in this text have to be escaped."""
+        """Return whether this text contains special tokens that have to be escaped."""
         is_tool_result = not text.is_own or self.messages[text.message]["role"] == "tool"
         default = "escape" if is_tool_result else "keep"
         return needs_escape(text.text, policy or default, self.chat)
 
 
 def without_loss_keys(message: dict) -> dict:
-    """Return a message without the keys that only the loss uses."""
+    """Return a message without the keys that only control the loss."""
     return {key: value for key, value in message.items() if key not in LOSS_KEYS}

@@ -1,4 +1,4 @@
-"""From one row of data to token ids and a mask of the tokens that the model has to generate."""
+"""Turn a row of data into token ids and a mask of the tokens that the model has to generate."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class EncodedRow(NamedTuple):
 
     Attributes:
         input_ids: T token ids.
-        loss_mask: T values, 1 for the tokens to learn, otherwise 0. The first is always 0, since
-            nothing predicts the first token.
+        loss_mask: T values, 1 for the tokens to learn, otherwise 0. The first value is always 0,
+            since nothing predicts the first token.
         images: the images of the row.
     """
 
@@ -42,11 +42,11 @@ def encode(
     """Encode a row for fine-tuning. A generator: run it with encode_together().
 
     Args:
-        row: has `messages` (and perhaps tools and template arguments), or `prompt` and `response`.
-            Of the latter, only the response is learned.
-        options: the `data` section of the configuration. Its train_on selects all assistant turns
-            or the last one. A message with loss_mask 0 or weight 0 is not learned.
-        folder: the directory that relative paths of images refer to.
+        row: a row with `messages` (and optionally tools and template arguments), or with `prompt`
+            and `response`, of which only the response is learned.
+        options: the `data` section of the configuration. Its train_on selects all assistant turns,
+            or only the last one. A message with loss_mask 0 or weight 0 is not learned.
+        folder: the directory for relative paths of images.
 
     Raises:
         InputError: the row is malformed, or a turn cannot be located or has no end. The message
@@ -62,8 +62,8 @@ def encode(
     else:
         if not chat.tokenizer.chat_template:
             raise InputError(
-                "the tokenizer has no chat template: give data.chat_template, or rows of two "
-                "strings"
+                "the tokenizer has no chat template, so prompt and response must be strings: set "
+                "data.chat_template to a template for messages"
             )
         turns = learned_turns(messages, options.train_on)
         messages, sources = place_images(messages, row.get(options.images_key), options.images_key)
@@ -88,23 +88,23 @@ def learned_turns(messages: list[dict], train_on: str) -> list[int]:
 
 
 def check_no_image_learned(mask: list[int], images: RowImages) -> None:
-    """Raise InputError if the tokens to learn include those of an image."""
-    if any(learned and of_image for learned, of_image in zip(mask, images.is_image_token)):
+    """Raise InputError if the tokens to learn include tokens of an image."""
+    if any(is_learned and is_image for is_learned, is_image in zip(mask, images.is_image_token)):
         raise InputError(
-            "a turn of the assistant that is learned has an image, which no model can write: give "
-            "the message loss_mask 0"
+            "an assistant turn that is learned contains an image, which no model can generate: set "
+            '"loss_mask": 0 in this message'
         )
 
 
 def encode_together(rows: list[RowCoroutine[Result]]) -> list[Result | InputError]:
-    """Run the computations of several rows; return the result or the InputError of each.
+    """Run the coroutines of several rows, and return the result or the InputError of each.
 
-    Their conversations are tokenized in one call, which uses several threads.
+    All conversations are tokenized in one call, which uses several threads.
     """
     results: list = [None] * len(rows)
 
     def advance(index: int) -> Conversation | None:
-        """Run a row until it yields its conversation, or until it ends with a result."""
+        """Run a row until it yields its conversation, or ends with a result."""
         try:
             return next(rows[index])
         except StopIteration as end:
@@ -125,10 +125,10 @@ def encode_together(rows: list[RowCoroutine[Result]]) -> list[Result | InputErro
 
 
 def tokenize_together(conversations: list[Conversation]) -> None:
-    """Set the tokens of conversations in one call.
+    """Tokenize several conversations in one call, and set their `tokens`.
 
-    Conversations that may fail are left out. They are tokenized individually later, so that a
-    failure affects only its own row.
+    Conversations whose tokenization may fail are skipped. They are tokenized one by one later, so
+    that a failure affects only its own row.
     """
     batch = [c for c in conversations if c.chat.is_stock and not LONE_SURROGATE.search(c.text)]
     if not batch:

@@ -1,4 +1,4 @@
-"""Where an assistant turn ends: the token at which generation stops, which is learned too."""
+"""Find the end of an assistant turn: the token that ends generation, which is learned as well."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from data.chat.tokens import Span
 
 @dataclass(frozen=True)
 class Ending:
-    """How a template ends the turns of the assistant.
+    """How a template ends assistant turns.
 
     Attributes:
-        ids: the ids of the end tokens. A turn ends with the first of them after its text.
-        text: the text that ends a turn if no token does.
-        tail: the text to add to the last turn of a chat, up to and including the end token, if the
-            template ends a turn only when the chat continues. Empty if every turn has its end.
-        call_tail: the end token to add instead if the last turn calls a tool.
+        ids: the ids of the end tokens. A turn ends with the first end token after its text.
+        text: the text that ends a turn if the template has no end token.
+        tail: the text to append to the chat's last turn, up to and including the end token, if the
+            template ends a turn only when another turn follows. Empty if it ends every turn.
+        call_tail: the end token to append instead if the last turn calls a tool.
     """
 
     ids: frozenset[int]
@@ -47,10 +47,10 @@ class Ending:
 def read_ending(chat: ChatTokenizer) -> Ending:
     """Return how the template ends the two turns of the probe.
 
-    Normally a turn ends with one of chat.end_ids. The files of a base model that learns a new
-    template may not list the end token. Then it is an added token that ends both turns of the
-    assistant, or that also ends the user's turn. But if only the last turn has one of chat.end_ids
-    (gpt-oss), the earlier turns have no end token.
+    Normally a turn ends with one of chat.end_ids. If a base model is to learn a new template, its
+    files may not list the template's end token. In that case, the end token is an added token that
+    ends both assistant turns, or that ends the first assistant turn and the user's turn. If only
+    the last turn ends with one of chat.end_ids (gpt-oss), earlier turns have no end token.
     """
     messages = find_probe(chat)
     if messages is None:
@@ -85,7 +85,7 @@ def read_ending(chat: ChatTokenizer) -> Ending:
 def find_end_between_turns(chat: ChatTokenizer, probe: RenderedProbe) -> int | None:
     """Return the index in probe.after_answer of the token that ends the first answer, or None.
 
-    It is one of chat.end_ids, or an added token that ends the user's turn, too.
+    This token is one of chat.end_ids, or an added token that also ends the user's turn.
     """
     end = probe.after_answer.first(chat.end_ids)
     if end is not None:
@@ -99,7 +99,7 @@ def find_end_between_turns(chat: ChatTokenizer, probe: RenderedProbe) -> int | N
 
 
 def read_call_tail(chat: ChatTokenizer, ids: frozenset[int]) -> str:
-    """Return the end token (of these ids) between a tool call and its result; "" if none."""
+    """Return the end token between a tool call and its result, or "". Its id is one of `ids`."""
     renderings = map(chat.try_render, forms(CALL_PROBE))
     text = next(filter(None, renderings), "")
     call_end = max(text.rfind(part) for part in (ARGUMENT, FUNCTION_NAME, ANSWER))
@@ -109,13 +109,14 @@ def read_call_tail(chat: ChatTokenizer, ids: frozenset[int]) -> str:
 
 
 def find_turn_end(conversation: Conversation, turn: Run, following: Run | None) -> int:
-    """Return where a turn ends, including the token that ends generation.
+    """Return the position where a turn ends, after the token that ends generation.
 
-    If the template leaves out the end of the chat's last turn, it is added to the conversation.
+    If the template leaves out the end of the chat's last turn, the end is appended to the
+    conversation.
 
     Args:
-        turn: the text of the turn, or the part of it before another message's text.
-        following: the run after it, None at the end of the chat.
+        turn: the text of the turn, or its part before the text of another message.
+        following: the next run; None at the end of the chat.
 
     Raises:
         InputError: nothing ends the turn, so the model would not learn to stop.
@@ -141,7 +142,7 @@ def find_turn_end(conversation: Conversation, turn: Run, following: Run | None) 
 
 
 def continues_turn(conversation: Conversation, gap: str, following: Run) -> bool:
-    """Return whether the following run belongs to the same turn of the assistant."""
+    """Return whether the following run belongs to the same assistant turn."""
     if following.message is None:
         return False
     if conversation.messages[following.message]["role"] != "assistant":
@@ -153,7 +154,7 @@ def continues_turn(conversation: Conversation, gap: str, following: Run) -> bool
 
 
 def no_end_error(chat: ChatTokenizer, ending: Ending, message: int, gap: str) -> InputError:
-    """Return the error for a turn that no token ends."""
+    """Return the error for a turn without an end token."""
     end_tokens = sorted(chat.added.get(token, str(token)) for token in ending.ids)
     known = ", ".join(end_tokens) or "no known token"
     return turn_not_found(
@@ -164,9 +165,9 @@ def no_end_error(chat: ChatTokenizer, ending: Ending, message: int, gap: str) ->
 
 
 def check_nothing_follows_end(conversation: Conversation, message: int, span: Span) -> None:
-    """Raise InputError if the template writes an end token before the end of a turn.
+    """Raise InputError if the template writes an end token within a turn.
 
-    Generation stops at the first end token, so the model would never produce the rest.
+    Generation stops at the first end token, so the model would never generate the rest.
     """
     end_ids = read_ending(conversation.chat).ids
     start, end = span
@@ -184,7 +185,7 @@ def check_nothing_follows_end(conversation: Conversation, message: int, span: Sp
 
 
 def has_inner_end(conversation: Conversation, end_ids: frozenset[int], span: Span) -> bool:
-    """Return whether the text of an end token appears in the span before its very end."""
+    """Return whether an end token is written in the span anywhere but at its very end."""
     for token in end_ids:
         text = conversation.chat.added.get(token)
         if not text:

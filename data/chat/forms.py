@@ -1,7 +1,7 @@
-"""Messages in the forms that different chat templates expect.
+"""Convert messages to the forms that different chat templates expect.
 
-Templates disagree on the details: one calls m.content a string, another loops over its parts; one
-prints the arguments of a tool call as they are, another encodes them as JSON. A conversation is
+Templates disagree on details: one expects the content as a string, another as a list of parts; one
+prints the arguments of a tool call unchanged, another encodes them as JSON. A conversation is
 rendered in one form after another until the template prints everything correctly.
 """
 
@@ -18,9 +18,9 @@ class Form:
     """One way to write down a conversation.
 
     Attributes:
-        convert_content: a function applied to the content of every message unless it is empty.
-        arguments_as_text: whether the arguments of tool calls are JSON text instead of objects.
-        defaults: the keys that a message gets if it lacks them, with their values.
+        convert_content: a function that is applied to the content of every message with content.
+        arguments_as_text: whether the arguments of tool calls are JSON text rather than objects.
+        defaults: keys and values to add to messages that lack these keys.
     """
 
     convert_content: Callable
@@ -67,7 +67,7 @@ def as_parts(content):
 
 
 def text_of(content: str | list | None) -> str:
-    """Return the text in a message's content; other parts, such as images, are skipped."""
+    """Return the text of a message's content, without other parts such as images."""
     if not isinstance(content, list):
         return content or ""
     return "\n".join(
@@ -92,7 +92,7 @@ def as_json(value) -> str:
 def with_arguments(call: dict, as_text: bool) -> dict:
     """Return a tool call with its arguments as JSON text (as_text=True) or as an object.
 
-    Text that is not a JSON object stays unchanged.
+    Arguments that cannot be converted stay unchanged.
     """
     function = call.get("function", call)
     if "arguments" in function:
@@ -116,10 +116,10 @@ def arguments_to_object(arguments):
 
 
 def missing_text(message: dict, text: str) -> str:
-    """Return a part of the message that the text lacks, or "" if the text is complete.
+    """Return a part of the message that is missing from the text, or "" if there is none.
 
-    Checks the last line of the message and the names of the functions that it calls, and nothing
-    else, because templates may leave out earlier thinking.
+    Checks only the last line of the message and the names of the functions that it calls, because
+    templates may drop earlier thinking.
     """
     answer = text_of(message.get("content")).rpartition("</think>")[2]
     last_line = answer.strip().rpartition("\n")[2]
@@ -132,8 +132,8 @@ def missing_text(message: dict, text: str) -> str:
 def is_printed_as_meant(messages: list[dict], text: str) -> bool:
     """Return whether a rendered chat shows all messages of user and assistant correctly.
 
-    It does not if it shows an object in Python or JSON notation, or JSON text that was encoded as
-    JSON a second time. Then the template expects another form.
+    A chat in the wrong form contains objects in Python or JSON notation, or JSON text that was
+    encoded as JSON a second time.
     """
     for message in messages:
         if message["role"] in ("user", "assistant") and missing_text(message, text):
@@ -144,7 +144,7 @@ def is_printed_as_meant(messages: list[dict], text: str) -> bool:
 
 
 def wrong_notations(message: dict) -> list[str]:
-    """Return the texts that appear when a template cannot handle the form of this message."""
+    """Return the texts that a template prints if it expects this message in another form."""
     notations = []
     content = message.get("content")
     if isinstance(content, list):

@@ -1,8 +1,8 @@
-"""Where an assistant turn begins: its header, and the generation prompt that contains it.
+"""Find the beginning of an assistant turn: the end of its header or its generation prompt.
 
-The header begins a turn in the history, e.g. "<|im_start|>assistant\\n". The generation prompt
-asks the model for a turn: the header, and perhaps more, such as "<think>\\n". Both are given to the
-model and never learned.
+The header begins every turn in the history, e.g. "<|im_start|>assistant\\n". The generation prompt
+asks the model for a new turn. It consists of the header and possibly more, such as "<think>\\n".
+Both are part of the model's input and are never learned.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from data.chat.runs import Run, turn_not_found
 from data.chat.special_tokens import find_special_tokens
 from data.chat.tokenizer import ChatTokenizer
 
-# A tag that is cut off: "<thi" of "<think>", which </think> would not continue.
+# The beginning of a tag at the end of a text, e.g. "<" if one text continues with <think> and the
+# other with </think>.
 UNCLOSED_TAG = re.compile(r"<[^<>]*$")
-# Limits the cache for templates that write a different text between any two messages.
+# Limits the cache: some templates write a different text before every turn.
 MAX_CACHED_PROMPTS = 1000
 
 
 @dataclass(frozen=True)
 class Header:
-    """How a template begins a turn of the assistant, without the end of the user's turn.
+    """How a template begins an assistant turn, after the end of the user's turn.
 
-    Both texts are empty if they cannot be read from the template.
+    Both texts are empty if they cannot be determined.
 
     Attributes:
-        text: the text at the start of every turn.
-        prompt: the text that asks for a turn.
+        text: the text at the beginning of every turn.
+        prompt: the generation prompt.
     """
 
     text: str = ""
@@ -43,7 +44,7 @@ class Header:
 
 @lru_cache(maxsize=16)
 def read_header(chat: ChatTokenizer) -> Header:
-    """Return the header that the template writes into a chat of two turns."""
+    """Return the header that the template writes into the probe."""
     probe = find_probe(chat)
     if probe is None:
         return Header()
@@ -56,7 +57,7 @@ def read_header(chat: ChatTokenizer) -> Header:
     history = chat.try_render(probe)
     before_answer = history.partition(QUESTION)[2].partition(ANSWER)[0]
 
-    # Both begin with the tokens that close the user's turn.
+    # Both texts begin with the tokens that close the user's turn.
     tokens = chat.tokenize(with_prompt)
     bare_ids = chat.tokenize(without_prompt).ids
     num_common = len(os.path.commonprefix([tokens.ids, bare_ids]))
@@ -64,7 +65,7 @@ def read_header(chat: ChatTokenizer) -> Header:
     if 0 < num_common < len(tokens.ids):
         closing = with_prompt[: tokens.end(num_common - 1)]
 
-    # The white space before the header may differ.
+    # White space before the header may differ between prompt and history.
     prompt = with_prompt[len(closing) :].lstrip()
     header = os.path.commonprefix([prompt, before_answer.removeprefix(closing).lstrip()])
     if header != prompt:
@@ -73,19 +74,18 @@ def read_header(chat: ChatTokenizer) -> Header:
 
 
 def find_header_end(conversation: Conversation, turn: Run, previous: Run) -> int:
-    """Return where the header of a turn, or the generation prompt for it, ends.
+    """Return the position where a turn begins: the end of its header or generation prompt.
 
-    Normally the text before a turn is the prompt with which the template asks for this turn. If not
-    (the template adds an empty <think> block, or it rejects the shortened chat), the header of the
-    probe is searched for.
+    Normally the text before a turn is the generation prompt for this turn. Otherwise the header of
+    the probe is searched for, for example if the template adds an empty <think> block, or if it
+    rejects the chat before this turn.
 
     Args:
-        turn: the text of the turn. If it is empty, the turn lies anywhere between previous.end and
-            turn.end.
-        previous: the run before it.
+        turn: the text of the turn. An empty turn lies anywhere between previous.end and turn.end.
+        previous: the run before the turn.
 
     Raises:
-        InputError: neither the prompt nor the header is found.
+        InputError: neither the generation prompt nor the header is found.
     """
     text = conversation.text
     gap = text[previous.end : turn.start]
@@ -97,31 +97,31 @@ def find_header_end(conversation: Conversation, turn: Run, previous: Run) -> int
     if prompt and num_agreeing == len(prompt):
         if header_start < 0 or turn.is_empty:
             return previous.end + num_agreeing
-        # The prompt may lack the header, which then follows it.
+        # If the prompt does not contain the header, the header may follow it.
         return previous.end + max(num_agreeing, header_start + len(header.text))
     if header_start >= 0:
-        # Some turns of the history begin with the whole prompt, e.g. with a <think> block.
+        # Some turns in the history begin with the whole prompt, e.g. with a <think> block.
         has_prompt = gap.startswith(header.prompt, header_start)
         opening = header.prompt if has_prompt else header.text
         return previous.end + header_start + len(opening)
     if not turn.is_empty and len(gap.rstrip()) <= num_agreeing <= len(gap):
-        # The gap is the beginning of the prompt, or empty.
+        # The gap is empty, or it is the beginning of the prompt.
         continues_turn = role_of(conversation, previous) == "assistant"
         has_no_header = not header.text or header.text not in prompt
         if continues_turn or (gap.strip() and has_no_header):
             return previous.end + num_agreeing
     raise turn_not_found(
         turn.message,
-        f"it should begin with the prompt for it, {prompt or header.text!r}, which is not in "
-        f"{gap!r}",
+        f"it should begin after the generation prompt {prompt or header.text!r}, which is missing "
+        f"from the text before it, {gap!r}",
     )
 
 
 def find_header(header: Header, gap: str, is_empty_turn: bool) -> int:
-    """Return where the header begins in the text before a turn, or -1.
+    """Return the position of the header in the text before a turn, or -1.
 
-    The last header in this text counts. For an empty turn it is the first one, because the text may
-    extend to the headers of later turns.
+    If there are several headers, the last one counts. For an empty turn, the first one counts,
+    because the text may include the headers of later turns.
     """
     if not header.text:
         return -1
@@ -135,7 +135,7 @@ def role_of(conversation: Conversation, run: Run) -> str | None:
 def cached_generation_prompt(
     conversation: Conversation, message: int, previous: Run, gap: str
 ) -> str:
-    """Return generation_prompt(), cached for turns that follow the same text."""
+    """Return generation_prompt() from a cache, if an earlier turn followed the same text."""
     inputs = conversation.inputs
     cache = conversation.chat.generation_prompts
     role = role_of(conversation, previous)
@@ -148,10 +148,10 @@ def cached_generation_prompt(
 
 
 def generation_prompt(conversation: Conversation, message: int, previous: Run) -> str:
-    """Return what the template writes after the previous run when it asks for this message.
+    """Return the generation prompt for this message: the text that follows the previous run.
 
-    It is "" if another message's text follows that run, or if the template rejects the shortened
-    chat.
+    Returns "" if the previous run is not the last text of the chat before this message, or if the
+    template rejects that chat.
     """
     chat = conversation.chat
     messages = conversation.messages[:message]
@@ -166,9 +166,9 @@ def generation_prompt(conversation: Conversation, message: int, previous: Run) -
 
 
 def skip_absorbed_spaces(conversation: Conversation, start: int) -> int:
-    """Return `start`, or the end of the header's last token if that extends beyond `start`.
+    """Return `start`, or the end of the header's last token if the token extends beyond `start`.
 
-    Phi-3's "<|assistant|>" absorbs the white space after it, even if it belongs to the answer.
+    Phi-3's token "<|assistant|>" absorbs the white space after it, even the answer's own.
     """
     chat = conversation.chat
     if not chat.absorbs_spaces:
@@ -177,5 +177,5 @@ def skip_absorbed_spaces(conversation: Conversation, start: int) -> int:
     index = bisect_right(range(len(tokens.ids)), start, key=tokens.end)
     if index == len(tokens.ids) or tokens.ids[index] not in chat.added:
         return start
-    is_of_header = bool(conversation.text[tokens.start(index) : start].strip())
-    return tokens.end(index) if is_of_header else start
+    begins_in_header = bool(conversation.text[tokens.start(index) : start].strip())
+    return tokens.end(index) if begins_in_header else start

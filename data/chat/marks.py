@@ -1,7 +1,7 @@
-"""Marks: words put into messages' texts, to see where these texts appear in a rendered chat.
+"""Insert marks into the texts of messages, to see where these texts appear in a rendered chat.
 
-Each mark names its text and its offset in that text. "Hello there" with two marks becomes
-"HelloqZx0y0Zq thereqZx0y1Zq": text 0, marks 0 and 1. data/chat/pieces.py renders such messages.
+A mark contains the number of its text and its own number. "Hello there" with two marks becomes
+"HelloqZx0y0Zq thereqZx0y1Zq": marks 0 and 1 of text 0. data/chat/pieces.py renders such messages.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from typing import NamedTuple
 
 from data.chat.tokens import Span
 
-# Letters only, so that templates which trim, escape or dump JSON leave a mark alone.
+# Only letters, which stay the same when a template trims or escapes a text, or dumps it as JSON.
 MARK_WORD = "qZx"
 
-# Templates branch on the values of these keys, but do not print them.
+# Templates read the values of these keys but do not print them.
 CONTROL_KEYS = frozenset({"role", "type", "id", "name", "tool_call_id"})
-# In a tool call, the name of the function is printed.
+# In a tool call, "name" is the name of the function, which is printed.
 CONTROL_KEYS_OF_CALLS = CONTROL_KEYS - {"name"}
 
-# From the start of a text through its first word, past tags and punctuation: all of
+# The beginning of a text, including tags and punctuation, up to the end of its first word:
 # "<think>\nOkay" in "<think>\nOkay, so". A mark must not break a tag that templates look for.
 FIRST_WORD = re.compile(r"(?:<[^<>\s]*>|[\W_])*+[^\W_]+")
-# The last letter of a text, not counting tags and punctuation: "y" in "why?</b>".
+# The last letter of a text that is not in a tag: "y" in "why?</b>".
 LAST_LETTER = re.compile(r"[^\W_](?=(?:<[^<>\s]*>|[\W_])*+\Z)")
-# LAST_LETTER is searched in this many characters at the end of a text first, which is faster.
+# To save time, LAST_LETTER is first searched for in this many characters at the end of a text.
 LAST_LETTER_REACH = 60
-# A partial word at the start of agreeing text, with the punctuation after it, e.g. "lo, " in
-# "lo, dear reader"; and a partial word at its end, e.g. " wor" in "hello wor". See agreement().
+# For agreement(): a partial word at the start of a text and the punctuation after it, e.g. "lo, "
+# in "lo, dear reader"; and a partial word at the end of a text, e.g. " wor" in "hello wor".
 PARTIAL_START = re.compile(r"^(\S*\s)?[\W_]*")
 PARTIAL_END = re.compile(r"[\W_]*(\s\S*)?$")
 
@@ -38,10 +38,10 @@ class Text(NamedTuple):
     """One string within the messages.
 
     Attributes:
-        number: its position among all strings of the conversation.
-        message: the index of its message.
-        is_own: whether the message's author wrote it. False for results of tools, which some
-            formats keep inside the assistant's message.
+        number: the index among all strings of the conversation.
+        message: the index of the message.
+        is_own: whether the author of the message wrote the string. False for tool results, which
+            some formats store in the assistant's message.
         text: the string itself.
     """
 
@@ -52,7 +52,7 @@ class Text(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """The characters start:end of a rendered chat, which come from one Text."""
+    """The characters start:end of a rendered chat, all of which come from the same Text."""
 
     start: int
     end: int
@@ -60,7 +60,7 @@ class Piece(NamedTuple):
 
 
 class TextReplacer:
-    """Copies messages with every printable string replaced; counts the strings on the way."""
+    """Copies messages with every printed string replaced, and counts these strings."""
 
     def __init__(self, replace: Callable[[Text], str]):
         self.replace = replace
@@ -96,15 +96,15 @@ class TextReplacer:
     def copy_entry(self, key: str, value, message: int, is_own: bool, control_keys: frozenset[str]):
         if key in control_keys:
             return value
-        if key == "arguments":  # of a tool call: all of them are printed, whatever their names
+        if key == "arguments":  # all arguments of a tool call are printed, whatever their names
             control_keys = frozenset()
         return self.copy_value(value, message, is_own, control_keys)
 
 
 def replace_texts(messages: list[dict], replace: Callable[[Text], str]) -> list[dict]:
-    """Return the messages with replace(text) in place of each of their texts.
+    """Return the messages with each text replaced by replace(text).
 
-    Texts are numbered in the order in which they are visited.
+    Texts are numbered in the order in which they occur.
     """
     replacer = TextReplacer(replace)
     return [replacer.copy_message(index, message) for index, message in enumerate(messages)]
@@ -123,10 +123,10 @@ def texts_of(messages: list[dict]) -> list[Text]:
 
 
 def mark_offsets(text: str, special_tokens: list[Span]) -> list[int]:
-    """Return the offsets at which a text gets its marks, in order.
+    """Return the offsets of the marks in a text, in ascending order.
 
-    One mark is after the first word and one is inside the last word, so that most of the text lies
-    between them. Another one is inside each special token that is written in the text.
+    One mark is after the first word and one is inside the last word, so that most of the text is
+    between them. Each special token that is written in the text also gets a mark inside it.
     """
     first = FIRST_WORD.match(text)
     last = LAST_LETTER.search(text, max(0, len(text) - LAST_LETTER_REACH))
@@ -142,7 +142,7 @@ def mark_offsets(text: str, special_tokens: list[Span]) -> list[int]:
 def mark_messages(
     messages: list[dict], offsets: list[list[int]], word: str = MARK_WORD
 ) -> list[dict]:
-    """Return the messages with marks; offsets[n] are the offsets of the marks in text n."""
+    """Insert marks into messages. offsets[n] are the offsets of the marks in text n."""
 
     def mark(text: Text) -> str:
         marked = ""
@@ -158,7 +158,7 @@ def mark_messages(
 def read_marks(
     marked: str, texts: list[Text], offsets: list[list[int]], word: str = MARK_WORD
 ) -> tuple[str, list[Piece]]:
-    """Return a rendered chat without its marks, and the pieces around the marks, in order."""
+    """Remove the marks from a rendered chat; return the chat and the pieces that had marks."""
     # [text, number, index, text, number, index, ..., text]
     parts = re.split(rf"{word}(\d+)y(\d+)Zq", marked)
     plain = "".join(parts[::3])
@@ -185,8 +185,8 @@ def read_marks(
 def agreement(plain: str, position: int, text: str, offset: int) -> Span:
     """Return the span of `plain` around `position` that agrees with `text` around `offset`.
 
-    The span consists of whole words, without white space at its edges. Other white space, or a
-    letter that happens to be the same, may come from the template.
+    The span is limited to whole words, without white space at its edges: further characters that
+    happen to agree may come from the template.
     """
     before = text[:offset]
     after = text[offset:]

@@ -1,10 +1,10 @@
-"""Which message each part of a rendered chat comes from.
+"""Find out which message each part of a rendered chat comes from.
 
-Templates trim, quote, move, merge and drop texts, so a text cannot be located by the header before
-it. Searching for the text itself fails if it is short: "yes" may occur anywhere. Instead, the chat
-is rendered a second time with marks inside the texts (data/chat/marks.py). If the two renderings
-differ only by the marks, every mark shows where its text is. If all texts are long and occur once,
-no second rendering is needed.
+Templates trim, quote, move, merge and drop texts, so the header before a text does not reveal its
+message. Searching for the text itself fails if it is short: "yes" may occur anywhere. Instead, the
+chat is rendered a second time with marks inside the texts (data/chat/marks.py). If the two
+renderings differ only by the marks, every mark shows where its text is. If every text is long and
+occurs only once, the second rendering is skipped.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from config import InputError
 from data.chat.marks import MARK_WORD, Piece, Text, mark_messages, mark_offsets, read_marks
 from data.chat.tokens import Span
 
-# No template repeats a text of this many characters by chance.
+# A text of this many characters does not occur in a template by chance.
 UNMISTAKABLE_LENGTH = 16
 
 
 @dataclass(frozen=True)
 class RenderedChat:
-    """A rendered chat and how it was made.
+    """A rendered chat, with the means to render it again.
 
     Attributes:
         text: the rendered chat.
         messages: the messages, in the form that was passed to the template.
         texts: all texts of the messages.
-        render: renders other messages in the same way; returns None if the template rejects them.
+        render: renders modified messages with the same settings; returns None if the template
+            rejects them.
     """
 
     text: str
@@ -37,7 +38,7 @@ class RenderedChat:
     render: Callable[[list[dict]], str | None]
 
     def pieces_by_marks(self, offsets: list[list[int]], word: str) -> list[Piece] | None:
-        """Return the pieces with marks at these offsets; None if the marks change the chat."""
+        """Return the pieces that contain marks at these offsets; None if marks change the chat."""
         marked = self.render(mark_messages(self.messages, offsets, word)) or ""
         plain, pieces = read_marks(marked, self.texts, offsets, word)
         return pieces if plain == self.text else None
@@ -49,8 +50,7 @@ def find_pieces(
     """Return the pieces of a rendered chat, in order.
 
     Args:
-        find_special_tokens: returns the spans of special tokens that are written in a text. Each
-            of them gets a mark.
+        find_special_tokens: returns the spans of the special tokens that are written in a text.
 
     Raises:
         InputError: a text cannot be located because every mark in it changes the chat.
@@ -69,9 +69,9 @@ def find_pieces(
 
 
 def find_unmistakable_texts(rendered: str, texts: list[Text]) -> list[Piece] | None:
-    """Return the pieces if every text is long and occurs once, in order; None otherwise.
+    """Return the pieces if every text is long and occurs exactly once, in order; else None.
 
-    No template leaves out such a text and happens to write an identical one elsewhere.
+    A template would not leave out such a text and write the same one itself.
     """
     pieces = []
     reached = 0
@@ -88,9 +88,9 @@ def find_unmistakable_texts(rendered: str, texts: list[Text]) -> list[Piece] | N
 def find_one_by_one(chat: RenderedChat, offsets: list[list[int]], word: str) -> list[Piece]:
     """Mark one text at a time, because marks in some of the texts change the chat.
 
-    A template may compare a text with a fixed word, or shorten it. If every mark in a text changes
-    the chat, the text itself is searched for. If it occurs once, that is its place, unless this
-    place is inside another text.
+    For example, a template may compare a text with a fixed word, or shorten it. If every mark in a
+    text changes the chat, the text itself is searched for. It is found if it occurs once, and not
+    inside another text.
     """
     pieces: list[Piece] = []
     unmarked = []
@@ -118,9 +118,9 @@ def find_one_by_one(chat: RenderedChat, offsets: list[list[int]], word: str) -> 
 def find_text_by_marks(
     chat: RenderedChat, source: Text, offsets: list[int], word: str
 ) -> list[Piece] | None:
-    """Return the pieces of one text, located by the marks that do not change the chat.
+    """Return the pieces of one text, using only marks that do not change the chat.
 
-    Returns None if there is no such mark.
+    Returns None if every mark changes the chat.
     """
 
     def pieces_with(chosen: list[int]) -> list[Piece] | None:

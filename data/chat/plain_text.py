@@ -9,21 +9,21 @@ from data.chat.tokens import Span, Tokens
 
 
 def check_no_images(row: dict, options) -> None:
-    """Raise InputError for a row of plain text with images: only a chat template can place them."""
+    """Raise InputError if a row of plain text has images, which need a chat template."""
     if row.get(options.images_key):
         raise InputError(
-            f'it has "{options.images_key}", and the tokenizer has no chat template: '
-            "give data.chat_template"
+            f'the row has "{options.images_key}", but the tokenizer has no chat template: '
+            "set data.chat_template"
         )
 
 
 def tokenize_plain(text: str, policy: str | None, chat: ChatTokenizer) -> Tokens:
-    """Return the tokens of a text, with the special tokens that the tokenizer adds around any text.
+    """Return the tokens of a text, including special tokens that the tokenizer adds around it.
 
-    Added tokens have an empty span, at the start or at the end of the text.
+    The added tokens have empty spans at the start or at the end of the text.
 
     Args:
-        policy: the value of data.special_tokens_in_text; None keeps special tokens.
+        policy: the value of data.special_tokens_in_text; None means keep.
     """
     options = {}
     if needs_escape(text, policy or "keep", chat):
@@ -37,8 +37,8 @@ def tokenize_plain(text: str, policy: str | None, chat: ChatTokenizer) -> Tokens
         span = tokens.span_of(index)
         if span is not None:
             return span
-        is_in_front = first_in_text is not None and index < first_in_text
-        return Span(0, 0) if is_in_front else Span(len(text), len(text))
+        is_at_start = first_in_text is not None and index < first_in_text
+        return Span(0, 0) if is_at_start else Span(len(text), len(text))
 
     return Tokens(tokens.ids, span_of)
 
@@ -48,15 +48,15 @@ def encode_pair(
 ) -> tuple[list[int], list[int]]:
     """Return (ids, mask), each [T], of a prompt followed by its response and an eos token.
 
-    mask is 1 on the response and on the eos token. If the tokenizer itself ends every text with an
-    eos token, no second one is added.
+    The mask is 1 for the response and the eos token. If the tokenizer already adds an eos token to
+    every text, no second one is added.
     """
     eos = chat.tokenizer.eos_token_id
     if eos is None:
-        raise InputError("the tokenizer has no eos token to end a response with")
+        raise InputError("the tokenizer has no eos token, which would end a response")
     tokens = tokenize_plain(prompt + response, policy, chat)
     mask = tokens.mask([Span(len(prompt), len(prompt) + len(response))])
-    ends_itself = bool(tokens.ids) and tokens.ids[-1] == eos and not mask[-1]
-    if ends_itself:
+    has_eos = bool(tokens.ids) and tokens.ids[-1] == eos and not mask[-1]
+    if has_eos:
         return tokens.ids, [*mask[:-1], 1]
     return [*tokens.ids, eos], [*mask, 1]

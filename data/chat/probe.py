@@ -1,4 +1,4 @@
-"""A chat of two turns with known texts, rendered to see how a template begins and ends turns."""
+"""A chat with known texts, rendered to see how a template begins and ends turns."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class RenderedProbe:
 
     Attributes:
         text: the rendered chat.
-        answer_end, answer_2_end: where the texts of the two answers end.
-        after_question, after_answer, after_answer_2: the tokens after a text, up to the next text
+        answer_end, answer_2_end: the positions where the texts of the two answers end.
+        after_question, after_answer, after_answer_2: the tokens between a text and the next text,
             or the end of the chat.
     """
 
@@ -54,7 +54,7 @@ class RenderedProbe:
 
 @lru_cache(maxsize=16)  # a run has one tokenizer; tests have several
 def find_probe(chat: ChatTokenizer) -> list[dict] | None:
-    """Return PROBE in the first form in which the template prints every text once, or None."""
+    """Return PROBE in the first form whose texts the template prints exactly once; else None."""
     for messages in forms(PROBE):
         text = chat.try_render(messages)
         if text is None:

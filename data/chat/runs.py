@@ -1,4 +1,4 @@
-"""Runs: where each message's own text is in a rendered chat."""
+"""Runs: the parts of a rendered chat that are the text of one message."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from config import InputError
 from data.chat.marks import Piece
 
 ADVICE = (
-    "give the message loss_mask 0, which trains without it, or name another template in "
-    "data.chat_template"
+    'set "loss_mask": 0 in this message to exclude it from the loss, or set data.chat_template to '
+    "another template"
 )
 
 
@@ -17,13 +17,13 @@ ADVICE = (
 class Run:
     """The characters start:end of a rendered chat, from the first to the last text of a message.
 
-    A run contains no text of another message. If a template puts other texts into a turn, for
-    example the result of a tool, the turn's message has several runs.
+    A run contains no text of another message. If a template puts another text into a turn, for
+    example a tool result, the message of this turn has several runs.
 
     Attributes:
-        message: the index of the message; None for text that its author did not write, such as the
-            results of tools that are kept in the assistant's message.
-        start, end: for a turn without text, both are where its header ends.
+        message: the index of the message; None for text that the message's author did not write,
+            such as tool results that are stored in the assistant's message.
+        start, end: the positions. For a turn without text, both are the end of its header.
     """
 
     message: int | None
@@ -35,15 +35,15 @@ class Run:
         return self.start >= self.end
 
 
-# Stands for the run before the first one.
+# In place of the run before the first one.
 CHAT_START = Run(None, 0, 0)
 
 
 def runs_of_pieces(pieces: list[Piece]) -> list[Run]:
-    """Return the runs of all messages that have text, in the order of the rendered chat.
+    """Return the runs of all messages with text, in the order of the rendered chat.
 
-    Only the first piece of every text counts: gpt-oss repeats the name of a function before the
-    function's result.
+    If a template prints a text twice, only the first piece counts: gpt-oss repeats a function's
+    name before the function's result.
     """
     runs: list[Run] = []
     seen = set()
@@ -64,5 +64,5 @@ def turn_not_found(message: int, reason: str) -> InputError:
     """Return the error for an assistant turn that cannot be located."""
     return InputError(
         f"cannot locate the assistant turn of message {message} in the rendered chat: {reason}. "
-        f"You may {ADVICE}"
+        f"Either {ADVICE}"
     )

@@ -1,6 +1,6 @@
-"""The characters of each assistant turn in a rendered chat: what the model has to generate.
+"""Find the characters of each assistant turn in a rendered chat: those the model has to generate.
 
-A wrong mask would train without anyone noticing, so a turn that cannot be located for certain is an
+Training with a wrong mask would go unnoticed, so a turn that cannot be located with certainty is an
 error. An example shows how turns are found. The conversation
 
     user: "2+3?"   assistant: "5"   user: "really?"   assistant: "yes"
@@ -12,20 +12,20 @@ is rendered by a ChatML template as
 
 1. Pieces (pieces.py): which message does each part come from? The chat is rendered again with
    marks in every text: "2qZx0y0Zq+3qZx0y1Zq?", "5qZx1y0Zq", "reallyqZx2y0Zq?", "yesqZx3y0Zq".
-   Without the marks both renderings are equal, so the marks show where the texts are. "5" and
-   "yes" are found even if the same characters occur elsewhere, too.
-2. Runs (runs.py): the pieces of one message in a row. Here they are the four texts.
+   Apart from the marks, both renderings are equal, so the marks show where the texts are. "5" and
+   "yes" are found even if the same characters also occur elsewhere.
+2. Runs (runs.py): consecutive pieces of the same message. Here, each of the four texts is a run.
 3. Headers (headers.py): where does the turn "5" begin? The chat up to "2+3?" is rendered with
-   add_generation_prompt=True. What follows "2+3?" is the prompt for the turn,
-   "<|im_end|>\\n<|im_start|>assistant\\n". The whole chat has the same text there, and the turn
-   begins after it.
-4. Endings (endings.py): where does it end? With the first token after "5" that ends generation,
-   "<|im_end|>". It is learned as well, because it teaches the model to stop.
+   add_generation_prompt=True. The text after "2+3?" is the generation prompt for the turn,
+   "<|im_end|>\\n<|im_start|>assistant\\n". The whole chat contains the same text there, and the
+   turn begins after it.
+4. Endings (endings.py): where does the turn end? After the first token following "5" that ends
+   generation, "<|im_end|>". This token is learned as well, to teach the model to stop.
 
-So "5<|im_end|>" and "yes<|im_end|>" are learned. Nothing here depends on the names of the tokens:
-the same steps work for any template. Exceptions are described where they are handled: turns without
-text, templates whose history differs from their prompt (thinking is dropped or added), results of
-tools inside the assistant's turn, last turns without an end.
+So "5<|im_end|>" and "yes<|im_end|>" are learned. Nothing depends on the names of these tokens: the
+same steps work for any template. Exceptions are described where they are handled: turns without
+text; templates that drop thinking from the history, or add it; tool results inside an assistant
+turn; and a last turn without an end.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from data.chat.tokens import Span
 def find_spans(conversation: Conversation, turns: list[int]) -> list[Span]:
     """Return the spans of these assistant messages, in order, each with the turn's end token.
 
-    If the template itself marks the turns exactly, its marks are used (template_mask.py); otherwise
-    the turns are searched for.
+    If the template's own marks are exact, they are used (template_mask.py). Otherwise the turns are
+    searched for.
 
     Raises:
-        InputError: a turn cannot be located, has no end, is incomplete, or contains another
-            message's text.
+        InputError: a turn cannot be located, has no end, is incomplete, or contains the text of
+            another message.
     """
     spans = marked_spans(conversation, turns)
     if spans is None:
@@ -62,10 +62,11 @@ def find_spans(conversation: Conversation, turns: list[int]) -> list[Span]:
 
 
 def search_spans(conversation: Conversation, turns: list[int]) -> list[Span]:
-    """Return the spans of these assistant messages, found by rendering the chat again.
+    """Find these assistant messages by rendering the chat again, and return their spans.
 
-    A turn has several spans if the template puts other messages' texts into it. If the template
-    leaves out the end of the last turn, it is added to the conversation's text and tokens.
+    A turn has several spans if the template puts the texts of other messages into it. If the
+    template leaves out the end of the last turn, the end is appended to the conversation's text and
+    tokens.
 
     Raises:
         InputError: a turn cannot be located, has no end, or is incomplete.
@@ -80,8 +81,7 @@ def search_spans(conversation: Conversation, turns: list[int]) -> list[Span]:
         previous = runs[number - 1] if number else CHAT_START
         following = runs[number + 1] if number + 1 < len(runs) else None
         start = run.start
-        # A run of a turn without text begins where its header ends; only the first run of a turn
-        # has a header.
+        # Only the first run of a turn has a header. The run of a turn without text begins after it.
         if run.message in messages_with_text and not learned_text[run.message]:
             start = find_header_end(conversation, run, previous)
         start = skip_absorbed_spaces(conversation, start)
@@ -107,9 +107,9 @@ def find_runs(conversation: Conversation, turns: list[int]) -> list[Run]:
 
 
 def place_empty_turn(conversation: Conversation, message: int, runs: list[Run]) -> int:
-    """Return where the header of a turn without text ends.
+    """Return the position after the header of a turn without text.
 
-    It is searched for between the texts of earlier messages and the next run.
+    The header is between the texts of earlier messages and the next run.
     """
     earlier = [run for run in runs if run.message is not None and run.message < message]
     previous = max(earlier, key=attrgetter("end"), default=CHAT_START)
@@ -131,12 +131,12 @@ def check_complete(conversation: Conversation, message: int, learned_text: str) 
     if missing:
         raise InputError(
             f"the chat template leaves out a part of the assistant's message {message}: "
-            f"{missing[:40]!r}. Leave it out of the row, or {ADVICE}"
+            f"{missing[:40]!r}. Remove it from the row, or {ADVICE}"
         )
 
 
 def check_no_foreign_text(conversation: Conversation, turns: list[int], spans: list[Span]) -> None:
-    """Raise InputError if another message's text lies within a span that would be learned."""
+    """Raise InputError if a span contains the text of another message, which would be learned."""
     for piece in conversation.pieces:
         if is_own(piece) and piece.source.message in turns:
             continue
@@ -145,5 +145,6 @@ def check_no_foreign_text(conversation: Conversation, turns: list[int], spans: l
             text = conversation.text[piece.start : piece.end]
             raise InputError(
                 f"the chat template puts {text[:40]!r}, a text of message {piece.source.message}, "
-                "where the assistant would learn it"
+                "into an assistant turn, where it would be learned: set data.chat_template to "
+                "another template"
             )

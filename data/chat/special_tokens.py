@@ -1,7 +1,7 @@
-"""Control tokens that are written out in texts, e.g. "<|im_end|>" in a page that a tool returns.
+"""Special tokens that are written in texts, e.g. "<|im_end|>" in a page that a tool returns.
 
-The key data.special_tokens_in_text sets the policy: keep them as control tokens, escape them
-(tokenize them as ordinary text), or reject the row with an error.
+data.special_tokens_in_text sets the policy: keep them as special tokens, escape them (tokenize them
+as ordinary text), or reject the row with an error.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from data.chat.tokens import Span, Tokens
 
 
 def find_special_tokens(text: str, chat: ChatTokenizer) -> list[Span]:
-    """Return the spans of a text in which special tokens are written, in order."""
+    """Return the spans of the special tokens that are written in a text, in order."""
     if not any(prefix in text for prefix in chat.special_prefixes):
         return []
     spans = []
@@ -42,8 +42,8 @@ def needs_escape(text: str, policy: str, chat: ChatTokenizer) -> bool:
         start, end = spans[0]
         raise InputError(
             f"the special token {text[start:end]!r} is written in a text: set "
-            "data.special_tokens_in_text to escape, which reads it as text, or to keep, which "
-            "reads it as the token"
+            "data.special_tokens_in_text to escape (tokenize it as ordinary text) or to keep "
+            "(tokenize it as the special token)"
         )
     return True
 
@@ -53,17 +53,17 @@ def escape_special_tokens(
 ) -> Tokens:
     """Return the tokens of a text after escaping the special tokens within the spans.
 
-    Each stretch between two special tokens that are kept is tokenized again, by a tokenizer that
-    knows no special tokens. So it gets the ids of ordinary text.
+    Each stretch between two kept special tokens is tokenized again without recognizing special
+    tokens, so that they become ordinary text.
 
     Raises:
         InputError: the tokenizer cannot do this.
     """
-    is_quoted = tokens.mask(spans)
+    is_escaped = tokens.mask(spans)
     kept = [
         index
         for index, token in enumerate(tokens.ids)
-        if token in chat.special and not is_quoted[index]
+        if token in chat.special and not is_escaped[index]
     ]
     ids: list[int] = []
     token_spans: list[Span] = []
@@ -83,13 +83,13 @@ def escape_special_tokens(
 
 
 def retokenize(stretch: Tokens, text: str, span: Span, chat: ChatTokenizer) -> Tokens:
-    """Return the tokens of text[span], whose tokens were `stretch`, without any special token."""
+    """Tokenize text[span], whose tokens are `stretch`, again without special tokens."""
     quoted = text[span.start : span.end]
     escaped = chat.tokenize(quoted, split_special_tokens=True)
     is_special = escaped.first(chat.special) is not None
     if is_special or chat.decode(escaped.ids) != chat.decode(stretch.ids):
         raise InputError(
-            f"the tokenizer cannot read the special tokens in {quoted[:80]!r} as text: set "
+            f"the tokenizer cannot tokenize the special tokens in {quoted[:80]!r} as text: set "
             "data.special_tokens_in_text to error or keep"
         )
 

@@ -1,9 +1,9 @@
-"""Assistant turns as the chat template marks them itself, with {% generation %} blocks.
+"""Read the assistant turns that the chat template itself marks, with {% generation %} blocks.
 
-Some templates enclose the tokens that the model has to generate in such a block, and transformers
-turns the blocks into a mask. If the mask is exact, turns need not be searched for. But some
+Some templates enclose the tokens that the model has to generate in such blocks, from which
+transformers computes a mask. If the mask is exact, turns need not be searched for. But some
 templates leave the end token out of the block, and others include the header. For these, the search
-in spans.py is used instead, which finds exactly the tokens that the model generates.
+in spans.py is used, which finds exactly the tokens that the model generates.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from data.chat.tokens import Span
 
 # {% generation %} and {%- generation -%}.
 GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\b")
-# read_header() knows the generation prompt after messages with these roles only.
+# read_header() returns the generation prompt that follows messages with these roles.
 PLAIN_ROLES = ("system", "developer", "user", "assistant")
 
 
 def marked_spans(conversation: Conversation, turns: list[int]) -> list[Span] | None:
     """Return the spans of these assistant messages as the template marks them.
 
-    Returns None if the template has no generation blocks, or if the marks may differ from the
-    result of the search. They may if they do not match the assistant's messages one to one, if a
-    turn does not begin after the generation prompt, or if it does not end with its only end token.
+    Returns None if the template has no generation blocks, or if the search might give a different
+    result: if the marks do not correspond to the assistant's messages one to one, if a turn does
+    not begin after the generation prompt, or if it does not end with its only end token.
     """
     if not is_applicable(conversation):
         return None
@@ -44,10 +44,10 @@ def marked_spans(conversation: Conversation, turns: list[int]) -> list[Span] | N
 
 
 def is_applicable(conversation: Conversation) -> bool:
-    """Return whether the template has generation blocks, and always the same generation prompt.
+    """Return whether the template has generation blocks, and a generation prompt that is fixed.
 
-    Tools and template arguments may change the prompt, and tokens that absorb white space change
-    where turns begin.
+    Tools and template arguments may change the prompt. Tokens that absorb white space may move the
+    beginning of a turn.
     """
     chat = conversation.chat
     inputs = conversation.inputs
@@ -59,7 +59,7 @@ def is_applicable(conversation: Conversation) -> bool:
 
 
 def mask_to_spans(conversation: Conversation) -> list[Span] | None:
-    """Return the characters of each run of tokens that the template marks; None without marks."""
+    """Return the span of each run of marked tokens; None if the tokens differ from our own."""
     rendered = conversation.render(
         conversation.messages,
         tokenize=True,
@@ -82,7 +82,8 @@ def mask_to_spans(conversation: Conversation) -> list[Span] | None:
 def is_exact(conversation: Conversation, message: int, span: Span) -> bool:
     """Return whether a span is exactly the model's output, up to and including the end token.
 
-    The span has to begin after the prompt, and to contain the whole message and a single end token.
+    The span must begin after the generation prompt, contain the whole message, and contain a single
+    end token, at its end.
     """
     text = conversation.text
     prompt = read_header(conversation.chat).prompt

@@ -1,4 +1,4 @@
-"""A tokenizer together with its chat template."""
+"""A tokenizer with its chat template."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import jinja2
 from config import InputError
 from data.chat.tokens import Tokens
 
-# Raised by Jinja templates that reject a conversation; raise_exception(...) is a TemplateError.
+# The exceptions of Jinja templates that reject a conversation. raise_exception() raises a
+# TemplateError.
 TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError)
 # JSON may contain one half of a UTF-16 surrogate pair, e.g. "\ud83d", which is half of an emoji.
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
@@ -25,7 +26,7 @@ class ChatTokenizer:
     Args:
         tokenizer: a fast tokenizer of transformers.
         end_ids: tokens that end generation, in addition to the tokenizer's eos token.
-        processor: a data.images.processor.Processor, for rows with images.
+        processor: the data.images.processor.Processor of a vision-language model, else None.
 
     Attributes:
         end_ids: all tokens that end generation.
@@ -40,7 +41,7 @@ class ChatTokenizer:
     def __init__(self, tokenizer, end_ids=(), processor=None):
         if not tokenizer.is_fast:
             raise InputError(
-                f"{type(tokenizer).__name__} gives no character offsets: a fast tokenizer is needed"
+                f"{type(tokenizer).__name__} returns no character offsets: use a fast tokenizer"
             )
         self.tokenizer = tokenizer
         self.processor = processor
@@ -53,11 +54,11 @@ class ChatTokenizer:
             for i, token in added_tokens.items()
             if token.special and i != tokenizer.unk_token_id
         }
-        # For recognizing texts without special tokens quickly, which are nearly all texts.
+        # Nearly all texts contain none of these prefixes, and therefore no special tokens.
         self.special_prefixes = {text[:2] for text in self.special.values()}
         self.absorbs_spaces = any(token.lstrip or token.rstrip for token in added_tokens.values())
 
-        # Names that cannot be template arguments, because the method has parameters of these names.
+        # Names that cannot be template arguments, because they are parameters of the method.
         self.parameters = inspect.signature(tokenizer.apply_chat_template).parameters.keys()
         self.is_stock = uses_stock_method(tokenizer)
         self.clock = frozen_clock(tokenizer)
@@ -65,9 +66,9 @@ class ChatTokenizer:
 
     @classmethod
     def load(cls, tokenizer, directory: Path, processor=None) -> ChatTokenizer:
-        """Return a ChatTokenizer with the end tokens that a model's files list.
+        """Return a ChatTokenizer with the end tokens that the model's files list.
 
-        These are the eos_token_id of generation_config.json and of config.json, if the files exist.
+        These are the values of eos_token_id in generation_config.json and config.json.
         """
         end_ids = set()
         for path in (directory / "generation_config.json", directory / "config.json"):
@@ -88,7 +89,7 @@ class ChatTokenizer:
     def try_render(self, messages: list[dict], tools: list | None = None, **options) -> str | None:
         """Return the rendered chat, or None if the template rejects it.
 
-        Some templates reject a part of a conversation, for example one without a user turn.
+        For example, some templates reject a conversation without a user turn.
         """
         try:
             return self.render(messages, tools, **options)
@@ -112,7 +113,7 @@ class ChatTokenizer:
     def tokenize_batch(
         self, texts: list[str], add_special_tokens: bool = False, **options
     ) -> list[Tokens]:
-        """Return the tokens of each text. The tokenizer works on several texts in parallel."""
+        """Return the tokens of each text. The texts are tokenized in parallel."""
         encoded = self.tokenizer(
             texts,
             add_special_tokens=add_special_tokens,
@@ -132,10 +133,10 @@ class ChatTokenizer:
 
 
 def uses_stock_method(tokenizer) -> bool:
-    """Return whether apply_chat_template is the method of transformers.
+    """Return whether apply_chat_template() is the method of transformers.
 
-    That method renders a text and then tokenizes it. A tokenizer's own method may do something
-    else, so its result has to be checked for every row.
+    That method renders a text and then tokenizes it. If a tokenizer overrides it, the result has to
+    be checked for every row.
     """
     from transformers import PreTrainedTokenizerBase
 
@@ -143,9 +144,9 @@ def uses_stock_method(tokenizer) -> bool:
 
 
 def frozen_clock(tokenizer) -> dict:
-    """Return template arguments that stop the clock of a template that writes the current time.
+    """Return template arguments that fix the time in a template that writes the current time.
 
-    The texts of two renderings of the same chat are compared, so they must show the same time.
+    Two renderings of the same chat are compared, so they must contain the same time.
     """
     if "strftime_now" not in str(tokenizer.chat_template):
         return {}

@@ -1,4 +1,4 @@
-"""The tokens of a text and the characters that each of them covers."""
+"""The tokens of a text, and the characters that each token covers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Tokens:
 
     Args:
         ids: [T] token ids.
-        span_of: span_of(t) is the (start, end) of token t in the text. It is called only for
-            tokens whose spans are needed: computing all spans of a long text is slow.
+        span_of: span_of(t) returns the (start, end) of token t in the text. It is called only when
+            a span is needed, because computing all spans of a long text is slow.
     """
 
     def __init__(self, ids: list[int], span_of: Callable[[int], tuple[int, int]]):
@@ -28,15 +28,15 @@ class Tokens:
         self.span_of = span_of
 
     def start(self, index: int) -> int:
-        """Return where token number `index` starts in the text."""
+        """Return the start of token number `index` in the text."""
         return self.span_of(index)[0]
 
     def end(self, index: int) -> int:
-        """Return where token number `index` ends in the text."""
+        """Return the end of token number `index` in the text."""
         return self.span_of(index)[1]
 
     def mask(self, spans: list[Span]) -> list[int]:
-        """Return [T] of 0 and 1: 1 for the tokens that share a character with one of the spans."""
+        """Return T values: 1 for tokens that share a character with one of the spans, else 0."""
         mask = [0] * len(self.ids)
         indices = range(len(self.ids))
         for start, end in spans:
@@ -53,7 +53,7 @@ class Tokens:
         return self.part(first, last)
 
     def part(self, first: int, last: int) -> Tokens:
-        """Return the tokens first:last; their spans still refer to the whole text."""
+        """Return the tokens first:last. Their spans still refer to the whole text."""
         return Tokens(self.ids[first:last], lambda index: self.span_of(first + index))
 
     def first(self, ids: Collection[int]) -> int | None:

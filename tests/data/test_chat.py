@@ -579,7 +579,7 @@ def test_a_turn_that_goes_on_after_its_end_is_an_error():
         )
         tokenizer = make_tokenizer(template, eos="<|im_end|>", control=CONTROL)
         with pytest.raises(
-            InputError, match="message 1 .* the template ends it before '.*add.*You may give the"
+            InputError, match="message 1 .* the template ends it before '.*add.*Either set"
         ):
             trained(tokenizer, {"messages": [*say("q1"), calling]})
         assert trained(tokenizer, {"messages": say("q1", "see <|im_end|>\nno")}) == [
@@ -630,7 +630,7 @@ def test_texts_of_other_messages_are_never_learned():
     for text in ("q1", "a longer question than that"):
         with pytest.raises(
             InputError,
-            match=f"puts '{text}', a text of message 0, where the assistant would learn it",
+            match=f"puts .{text}., a text of message 0, into an assistant turn, where it would",
         ):
             encode({"messages": say(text, "a1")}, ChatTokenizer(tokenizer), options())
     # gpt-oss: the name of the function that was called stands before what it returns.
@@ -857,7 +857,7 @@ def test_a_template_that_leaves_out_text_is_an_error():
     for text in ("hi\nthe cat", [{"type": "text", "text": "the cat"}]):
         with pytest.raises(
             InputError,
-            match="leaves out a part of the assistant's message 1: 'the cat'. Leave it out of the",
+            match="leaves out a part of the assistant's message 1: 'the cat'. Remove it from the",
         ):
             encode({"messages": say("q", text)}, ChatTokenizer(make_tokenizer(silent)), options())
 
