@@ -31,7 +31,7 @@ BOTH = ("parameters", "optimizer")
 NUM_TOKENS = 64  # of the step that gives the optimizer a state
 
 
-def seconds_of(work: Callable, *arguments) -> float:
+def measure_seconds(work: Callable, *arguments) -> float:
     start = device.synchronize()
     work(*arguments)
     return device.synchronize() - start
@@ -73,8 +73,8 @@ def main() -> None:
     start = device.synchronize()
     engine = engine_class(config.model_engine)(config, this_device, 10)
     building = device.synchronize() - start
-    first_offload = seconds_of(engine.offload, *BOTH)
-    background = seconds_of(wait, engine.host_memory.parts)
+    first_offload = measure_seconds(engine.offload, *BOTH)
+    background = measure_seconds(wait, engine.host_memory.parts)
     take_step(engine)
     num_pinned_bytes = len(engine.host_memory.parts) * PART_BYTES
     print_row(
@@ -87,8 +87,8 @@ def main() -> None:
         "GiB pinned",
     )
     for _ in range(arguments.rounds):
-        offload = seconds_of(engine.offload, *BOTH)
-        onload = seconds_of(engine.onload, *BOTH)
+        offload = measure_seconds(engine.offload, *BOTH)
+        onload = measure_seconds(engine.onload, *BOTH)
         print_row(
             arguments.shape,
             f"{building:.2f}",

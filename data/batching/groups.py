@@ -13,7 +13,7 @@ from functools import cache
 import numpy as np
 
 from config import InputError
-from data.batching.plan import Group, Passes, duration
+from data.batching.plan import Group, Passes, total_time
 
 # An extra pass must save this fraction of the time, since every pass gathers the weights again.
 COST_OF_PASS = 0.01
@@ -78,13 +78,13 @@ def schedule(
     between = range(lowest, highest)
     lowest += bisect_left(between, True, key=lambda number: bool(candidates(number)))
 
-    def seconds(passes: Passes) -> float:
-        return duration(passes, costs, COST_OF_SHARING) * (1 + COST_OF_PASS * len(passes))
+    def estimated_time(passes: Passes) -> float:
+        return total_time(passes, costs, COST_OF_SHARING) * (1 + COST_OF_PASS * len(passes))
 
     compared = []
     for number in range(lowest, lowest + NUM_PASS_COUNTS):
         compared += candidates(number)
-    return min(compared, key=seconds)
+    return min(compared, key=estimated_time)
 
 
 class Packer:

@@ -77,7 +77,7 @@ class Plan:
             indices = sorted(index_in_share[i] for i in group.sequences)
             micro_batches.append((group.size, indices))
         metrics = tokens_by_group_size(groups, num_ranks, lengths)
-        metrics["perf/plan_efficiency"] = sum(costs) / num_ranks / duration(passes, costs)
+        metrics["perf/plan_efficiency"] = sum(costs) / num_ranks / total_time(passes, costs)
         return Plan(sequences, micro_batches, first, count, metrics)
 
 
@@ -92,20 +92,21 @@ def tokens_by_group_size(
     return metrics
 
 
-def duration(passes: Passes, costs: Sequence[float], sharing: float = 0.0) -> float:
-    """Return the time for all passes, in the unit of costs.
+def total_time(passes: Passes, costs: Sequence[float], sharing: float = 0.0) -> float:
+    """Return the estimated time of all passes, in the unit of costs.
 
-    A pass takes as long as its busiest group.
+    A pass takes as long as its slowest group.
 
     Args:
-        sharing: the fraction by which a micro-batch takes longer if several ranks share it.
+        sharing: the fraction by which sharing a micro-batch among several ranks slows it down.
     """
     longest = []
     for groups in passes:
-        longest.append(max(seconds_of(group, costs, sharing) for group in groups))
+        longest.append(max(group_time(group, costs, sharing) for group in groups))
     return sum(longest)
 
 
-def seconds_of(group: Group, costs: Sequence[float], sharing: float) -> float:
+def group_time(group: Group, costs: Sequence[float], sharing: float) -> float:
+    """Return the time that a group takes for its micro-batch."""
     cost = sum(costs[i] for i in group.sequences)
     return cost * (1 + sharing * (group.size > 1)) / group.size

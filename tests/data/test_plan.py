@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 
 from config import InputError
 from data.batching.groups import schedule
-from data.batching.plan import Plan, duration
+from data.batching.plan import Plan, total_time
 
 
 def seven_b(length: int) -> float:
@@ -134,7 +134,7 @@ def test_others_do_not_wait_for_a_sequence_that_fits_one_rank():
     lengths = [2000, *[100] * 12]
     passes = schedule(lengths, [float(n) for n in lengths], 4, 2000, lambda size: 1)
     assert sizes_of_groups(passes)[0] > 1
-    assert duration(passes, lengths) < 0.5 * 2000
+    assert total_time(passes, lengths) < 0.5 * 2000
 
 
 def test_the_time_of_ranks_is_used():
