@@ -170,7 +170,7 @@ def train(run, roles) -> None:
     if is_new and run.val and trainer.val_before_train:
         run.tracker.log(0, validate(run, roles) | profiler.end_step())
 
-    while run.goes_on:
+    while run.should_continue:
         start = time.perf_counter()
         profiler.begin_step(progress.step + 1)
         roles.wake()

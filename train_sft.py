@@ -99,7 +99,7 @@ def train(run, engine) -> None:
             metrics = validate(engine, run.val, batch_size)
         run.tracker.log(0, metrics | profiler.end_step())
 
-    while run.goes_on:
+    while run.should_continue:
         start = time.perf_counter()
         profiler.begin_step(progress.step + 1)
         with profiler.stage("data"):

@@ -33,10 +33,13 @@ def writing(path: Path, num_bytes: int | None = None) -> Iterator[None]:
             raise
     # Raise it outside the except clause. Inside, the original error would become its context, and
     # an enclosing writing() would report the full disk once more.
-    needed = f"more than {amount(size(path))}" if num_bytes is None else amount(num_bytes)
+    if num_bytes is None:
+        needed = f"more than {format_bytes(size(path))}"
+    else:
+        needed = format_bytes(num_bytes)
     raise InputError(
-        f"{reason}: {path} needs {needed}, {amount(free(path))} are free; make room and run the "
-        "same command again; nothing that was complete is lost"
+        f"{reason}: {path} needs {needed}, {format_bytes(free(path))} are free; make room and run "
+        "the same command again; nothing that was complete is lost"
     )
 
 
@@ -76,8 +79,8 @@ def size(path: Path) -> int:
     return sum(file.stat().st_size for file in (path, *path.rglob("*")) if file.is_file())
 
 
-def amount(num_bytes: int) -> str:
-    """Format a number of bytes for people: in bytes, or from 1 MiB on in MiB."""
+def format_bytes(num_bytes: int) -> str:
+    """Return a readable size: in bytes below 1 MiB, otherwise in MiB."""
     if num_bytes < 2**20:
         return f"{num_bytes:,} bytes"
     return f"{num_bytes / 2**20:,.1f} MiB"

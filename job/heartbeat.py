@@ -92,7 +92,7 @@ class Heartbeat:
             self.record.since = time.time()
             self._write()
 
-    def _sign_life(self) -> None:
+    def _refresh(self) -> None:
         with self.lock:
             self._write()
 
@@ -116,7 +116,7 @@ class Heartbeat:
         previous = []
         while not self.ended.wait(self.interval):
             try:
-                self._sign_life()
+                self._refresh()
                 records = self.records()
             except (OSError, ValueError, TypeError):
                 continue  # a network file system showed half a record: read it again soon
@@ -173,7 +173,7 @@ class Heartbeat:
             print_error(f"{cause}; they waited for trainer.timeout_minutes={minutes:g}: {error}")
             return
         lost_connection = is_runtime_error and "by peer" in str(error)
-        gone = self.find_gone() if lost_connection else []
+        gone = self.find_lost() if lost_connection else []
         if not gone:
             self.excepthook(kind, error, traceback)
             return
@@ -182,7 +182,7 @@ class Heartbeat:
         if self.rank == min(alive_ranks):
             print_error(f"{describe(gone, time.time())}: {error}")
 
-    def find_gone(self) -> list[Record]:
+    def find_lost(self) -> list[Record]:
         """Return the records that nobody writes any more."""
         # If the rendezvous is lost as well, torchrun sends SIGTERM at once.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

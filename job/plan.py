@@ -83,8 +83,8 @@ def print_memory(config, run: Run, role: str | None) -> None:
     if not is_trained:
         return
     of_role = f" of the {role}" if role else ""
-    size = disk.amount(engine.checkpoint_bytes(config, head))
-    free = disk.amount(disk.free(Path(config.output_dir)))
+    size = disk.format_bytes(engine.checkpoint_bytes(config, head))
+    free = disk.format_bytes(disk.free(Path(config.output_dir)))
     print(f"checkpoint{of_role}: {size}; {free} are free in {config.output_dir}")
 
 

@@ -132,12 +132,12 @@ class Run:
         step = self.progress.step
         self.tracker = tracking.Tracker(self.config, self.rank, step, self.total_steps)
         origin = f"resuming from {self.resume_from}" if self.resume_from else "starting"
-        self.tracker.say(
+        self.tracker.print(
             f"{origin}: step {step} of {self.total_steps}, {self.steps_per_epoch} per epoch, "
             f"{description}"
         )
         self.agreement.begin(self.total_steps)
-        self.tracker.say(self.agreement.describe())
+        self.tracker.print(self.agreement.describe())
         self.profiler.on_stage = self.heartbeat.enter
         # Collectives time out a minute after the heartbeat, which names the missing ranks.
         devices.set_timeouts(self.config.trainer.timeout_minutes + 1)
@@ -148,7 +148,7 @@ class Run:
         return self.progress.step >= self.total_steps
 
     @property
-    def goes_on(self) -> bool:
+    def should_continue(self) -> bool:
         """Whether to take another step: some are left, and no rank has been asked to stop."""
         return not self.is_complete and not self.agreement.stop
 
@@ -177,9 +177,9 @@ class Run:
         """Report how the run ended, and close the logs."""
         if self.is_complete:
             kind = "adapter" if self.config.model.lora.rank else "model"
-            self.tracker.say(f"{kind}: {self.output_dir / 'hf'}")
+            self.tracker.print(f"{kind}: {self.output_dir / 'hf'}")
         else:
-            self.tracker.say(
+            self.tracker.print(
                 f"stopped by a signal after step {self.progress.step}; the same command continues "
                 "from there"
             )

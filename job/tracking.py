@@ -121,7 +121,7 @@ class Tracker:
         summary = self._summarize(metrics)
         is_validated = any(name.startswith("val/") for name in metrics)
         if "console" in self.loggers and (step % self.log_freq == 0 or is_validated):
-            self.say(f"step {step:>6}  " + "  ".join(summary))
+            self.print(f"step {step:>6}  " + "  ".join(summary))
         if "tensorboard" in self.loggers:
             with disk.writing(self.out / "tensorboard"):
                 for name, value in metrics.items():
@@ -168,7 +168,7 @@ class Tracker:
             return
         if "console" in self.loggers:
             width = shutil.get_terminal_size((120, 24)).columns
-            self.say(table(examples[:CONSOLE_ROWS], width))
+            self.print(table(examples[:CONSOLE_ROWS], width))
         columns = column_names(examples)
         cells = []
         for row in examples:
@@ -179,7 +179,7 @@ class Tracker:
             samples = self.wandb.Table(columns=columns, data=cells)
             self.wandb.log({"val/samples": samples}, step=step)
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         """Print text on the console, above the progress bar."""
         if self.enabled:
             # A character that the terminal cannot show must not end a run.
@@ -206,7 +206,7 @@ class Tracker:
             advice = f"look at {self.out}/rollouts/step_{written_step}.jsonl"
         else:
             advice = "set trainer.rollout_freq=1 to see the responses"
-        self.say(
+        self.print(
             f"warning: all rewards of the last {CONSTANT_STEPS} steps are {low:g}: nothing is "
             f"learned from them; {advice}"
         )
@@ -215,7 +215,7 @@ class Tracker:
         """Warn once if vLLM's log-probabilities are too far from the trainer's."""
         gap = metrics.get("rollout_corr/log_prob_gap", 0.0)
         if gap > self.max_gap:
-            self.say(
+            self.print(
                 f"warning: vLLM's log-probabilities differ from the trainer's by {gap:.2g} nats on "
                 f"average, where rounding explains at most {self.max_gap:g}: it computes this "
                 "model differently; algorithm.rollout_is=token corrects for it"
@@ -286,7 +286,7 @@ def column_widths(lines: list[list[str]], width: int) -> dict[int, int]:
     num_columns = len(lines[0])
     needed = {}
     for k in range(num_columns):
-        needed[k] = max(columns_of(line[k]) for line in lines)
+        needed[k] = max(terminal_width(line[k]) for line in lines)
     free = width - 2 * num_columns
     widths = {}
     narrow_first = sorted(needed, key=needed.get)
@@ -300,14 +300,14 @@ def fit(text: str, width: int) -> str:
     """Pad the text to `width` columns of a terminal, or cut its middle if it is too long."""
     short = text
     kept = width
-    while columns_of(short) > width:
+    while terminal_width(short) > width:
         kept -= 1
         end = kept // 2
         short = f"{text[: kept - end]}…{text[len(text) - end :]}"
-    return short + " " * (width - columns_of(short))
+    return short + " " * (width - terminal_width(short))
 
 
-def columns_of(text: str) -> int:
+def terminal_width(text: str) -> int:
     """Return the number of terminal columns that a text takes: two for a Chinese character."""
     num_columns = 0
     for character in text:

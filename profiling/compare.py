@@ -275,10 +275,10 @@ def compare_layouts(
     dp_sizes = (coordinates_a.dp.size, coordinates_b.dp.size)
     cp_sizes = (coordinates_a.cp.size, coordinates_b.cp.size)
     if dp_sizes[0] != dp_sizes[1]:
-        return report_other_tokens(stage, dp_sizes, "data")
+        return report_different_tokens(stage, dp_sizes, "data")
     # The two engines divide sequences over context-parallel ranks differently.
     if cp_sizes[0] != cp_sizes[1] or (cp_sizes[0] > 1 and not is_one_engine):
-        return report_other_tokens(stage, cp_sizes, "context")
+        return report_different_tokens(stage, cp_sizes, "context")
     shares_a = by_share(ranks_a)
     shares_b = by_share(ranks_b)
     codes = []
@@ -296,7 +296,7 @@ def compare_layouts(
     return worst(codes)
 
 
-def report_other_tokens(stage: str, sizes: tuple[int, int], axis: str) -> ExitCode:
+def report_different_tokens(stage: str, sizes: tuple[int, int], axis: str) -> ExitCode:
     print(
         f"{stage}: modules are not compared, since {sizes[0]} and {sizes[1]} {axis} parallel ranks "
         "see other tokens"
@@ -326,7 +326,7 @@ def compare_share(
     b = gather(ranks_b)
     calls_a = calls_of_outputs(a)
     calls_b = calls_of_outputs(b)
-    changed_calls = calls_with_other_tokens(a, b)
+    changed_calls = calls_with_different_tokens(a, b)
     common = []
     num_left_out = Counter()
     for key in a.outputs:
@@ -373,7 +373,7 @@ def calls_of_outputs(share: Share) -> Counter[Output]:
     return Counter(key.output for key in share.outputs)
 
 
-def calls_with_other_tokens(a: Share, b: Share) -> set[int]:
+def calls_with_different_tokens(a: Share, b: Share) -> set[int]:
     """Return the calls in which the runs saw different tokens.
 
     The head's outputs show this, because padding does not change the tokens that the head computes.

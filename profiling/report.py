@@ -52,7 +52,7 @@ PANELS = [
     ),
 ]
 # Metrics val/... that do not come from the reward function.
-OTHER_VALIDATION = ("loss", "exact_match", "response_length", "truncated", "failures")
+BUILT_IN_VALIDATION = ("loss", "exact_match", "response_length", "truncated", "failures")
 # Metrics in the table below the stages: name -> unit.
 SPEED_AND_MEMORY = {
     "perf/tokens_per_second": "tokens/s per device",
@@ -69,7 +69,7 @@ def read_metrics(run: Path) -> list[Line]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def steps_among(lines: list[Line]) -> list[Line]:
+def training_steps(lines: list[Line]) -> list[Line]:
     """Return the lines of training steps; other lines have only a validation or a checkpoint."""
     return [line for line in lines if STEP in line]
 
@@ -100,7 +100,7 @@ def table(run: Path) -> str:
     validation before the first step nor the last checkpoint belongs to a step.
     """
     lines = read_metrics(run)
-    steps = steps_among(lines)
+    steps = training_steps(lines)
     run_seconds = sum(line[STEP] for line in steps)
     header = f"{'stage':<26}{'median [s]':>12}{'longest [s]':>12}{'total [s]':>12}"
     texts = [f"{header}{'share':>8}{'steps':>7}"]
@@ -167,7 +167,7 @@ def panels_with_data(lines: list[Line]) -> list[Panel]:
     """Return the panels for which the run has metrics, each with only those metrics."""
     present = {name for line in lines for name, value in line.items() if value is not None}
     validation = sorted(name for name in present if name.startswith("val/"))
-    scores = [name for name in validation if name.split("/")[1] not in OTHER_VALIDATION]
+    scores = [name for name in validation if name.split("/")[1] not in BUILT_IN_VALIDATION]
     panels = []
     for panel in PANELS:
         names = [name for name in panel.names or scores if name in present]
@@ -201,7 +201,7 @@ def draw_stages(axis, legend, lines: list[Line]) -> None:
         legend: an axis for the stages' names and median seconds.
         lines: of metrics.jsonl.
     """
-    steps = steps_among(lines)
+    steps = training_steps(lines)
     stages = visible_stages(lines)
     num_steps = Counter(stage for line in steps for stage in stages_in([line]))
     regular = [stage for stage in stages if 2 * num_steps[stage] > len(steps)]
@@ -237,7 +237,7 @@ def draw_stages(axis, legend, lines: list[Line]) -> None:
 
 def visible_stages(lines: list[Line]) -> list[str]:
     """Return the stages that take a visible share of the time, first those within steps."""
-    steps = steps_among(lines)
+    steps = training_steps(lines)
     min_seconds = MIN_VISIBLE_SHARE * sum(line[STEP] for line in steps)
     return [
         stage

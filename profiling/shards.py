@@ -118,8 +118,8 @@ def largest_difference(a: DumpedTensor, b: DumpedTensor) -> float | None:
 
 
 @dataclass(frozen=True)
-class Place:
-    """A rank along one axis of parallelism."""
+class AxisRank:
+    """A rank's index along one axis of parallelism, and the number of ranks along it."""
 
     rank: int = 0
     size: int = 1
@@ -127,20 +127,20 @@ class Place:
 
 @dataclass(frozen=True)
 class Coordinates:
-    """The place of a rank's modules in the whole model, from a dump's coordinates.json.
+    """Where a rank's modules belong in the whole model, from a dump's coordinates.json.
 
     Attributes:
         engine: the name of the engine's class.
-        dp, cp, tp, pp: places along the axes of parallelism.
+        dp, cp, tp, pp: data-, context-, tensor- and pipeline-parallel rank.
         first_layers: number of the first layer in each of the rank's modules.
         settings: other settings that determine how tensors are divided.
     """
 
     engine: str | None
-    dp: Place
-    cp: Place
-    tp: Place
-    pp: Place
+    dp: AxisRank
+    cp: AxisRank
+    tp: AxisRank
+    pp: AxisRank
     first_layers: Sequence[int]
     settings: dict
 
@@ -148,9 +148,9 @@ class Coordinates:
     def read(path: Path) -> "Coordinates":
         settings = json.loads(path.read_text())
         engine = settings.pop("of", None)
-        places = {axis: Place(*settings.pop(axis, ())) for axis in ("dp", "cp", "tp", "pp")}
+        axis_ranks = {axis: AxisRank(*settings.pop(axis, ())) for axis in ("dp", "cp", "tp", "pp")}
         first_layers = settings.pop("first_layers", ())
-        return Coordinates(engine, **places, first_layers=first_layers, settings=settings)
+        return Coordinates(engine, **axis_ranks, first_layers=first_layers, settings=settings)
 
     @property
     def share(self) -> tuple[int, int]:

@@ -109,7 +109,7 @@ class ResponseTokens:
             )
             for x, reduction in reductions
         ]
-        return self.share.of_all(torch.stack(reduced, 1))
+        return self.share.gather_responses(torch.stack(reduced, 1))
 
     def total(self, x: Tensor) -> Tensor:
         """Return the sum of x [T] over all response tokens of the step: a float64 scalar."""

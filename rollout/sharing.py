@@ -69,7 +69,7 @@ class Share:
         """Repeat the number of each response, x [n], on all its tokens in this share: [T]."""
         return torch.repeat_interleave(x[self.indices], self.batch.cu_seqlens.diff())
 
-    def of_all(self, x: Tensor) -> Tensor:
+    def gather_responses(self, x: Tensor) -> Tensor:
         """Exchange the numbers of this share's responses, x [m, ...].
 
         Returns the numbers of all responses, [n, ...], on every rank.

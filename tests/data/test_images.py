@@ -40,7 +40,7 @@ from job.models import load_processor
 from tests.data.images_worker import CASES, LR, STEPS, Case, configure
 from tests.support.estimates import estimate_gib
 from tests.support.launch import launch, run
-from tests.support.models import OF_IMAGES, make_image_model, make_model
+from tests.support.models import VISION_LANGUAGE, make_image_model, make_model
 
 SIZES = [(90, 60), (61, 130), (28, 28), (200, 170)]  # (width, height) of the images
 ALL_CASES = [(world, name) for world in CASES for name in CASES[world] if name != "gemma3"]
@@ -49,7 +49,7 @@ ALL_CASES = [(world, name) for world in CASES for name in CASES[world] if name !
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("images")
-    for family in OF_IMAGES:
+    for family in VISION_LANGUAGE:
         make_image_model(folder / family, family)
     random = np.random.RandomState(0)
     for i, (width, height) in enumerate(SIZES):
@@ -236,7 +236,7 @@ def test_training_equals_a_plain_loop(results, folder, world, name):
     assert losses[-1] < 0.95 * losses[0]
 
 
-@pytest.mark.parametrize("family", OF_IMAGES)
+@pytest.mark.parametrize("family", VISION_LANGUAGE)
 def test_attention_of_a_tower_takes_all_windows_at_once(folder, family):
     """Qwen's towers pass windows to their attention; Gemma 3's and LLaVA's take rows of images."""
     hf, _ = build_model(configure(folder, Case(family)), Head.LOG_PROBS)

@@ -74,7 +74,7 @@ def test_the_first_lines_say_where_a_run_begins(run, capsys):
 
 def test_validation_is_due_every_few_steps_and_after_the_last(run):
     due = []
-    while run.goes_on:
+    while run.should_continue:
         run.progress.step += 1
         if run.is_validation_due:
             due.append(run.progress.step)
@@ -84,9 +84,9 @@ def test_validation_is_due_every_few_steps_and_after_the_last(run):
 
 
 def test_a_run_ends_when_it_is_asked_to_stop(run):
-    assert run.goes_on
+    assert run.should_continue
     run.agreement.stop = True
-    assert not run.goes_on
+    assert not run.should_continue
     assert not run.is_complete
 
 

@@ -138,7 +138,7 @@ def test_the_table_of_samples_fits_the_terminal(width):
     starts = [header.index(name) for name in ("question", "response", "answer", "score")]
     assert header.split() == ["question", "response", "answer", "score"] and len(lines) == 3
     for line, row in zip(lines, ROWS, strict=True):
-        assert line.isprintable() and len(line) < tracking.columns_of(line) + 1 <= width + 1
+        assert line.isprintable() and len(line) < tracking.terminal_width(line) + 1 <= width + 1
         # Of a line in which each character is on one column.
         cells = re.sub("[一-鿿]", "__", line)
         assert (

@@ -218,7 +218,7 @@ CHAT = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 # Vision-language models. Their tokens are bytes and IMAGE_WORDS; <image> stands for an image.
-OF_IMAGES = {
+VISION_LANGUAGE = {
     "qwen2_5_vl": dict(
         vision_config=dict(
             depth=3,
@@ -261,7 +261,7 @@ TEXT = {
 
 
 def make_image_model(directory: Path, family: str, **changes) -> Path:
-    """Write a model of OF_IMAGES with its tokenizer and its processor."""
+    """Write a vision-language model with its tokenizer and its processor."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
@@ -304,7 +304,7 @@ def make_image_model(directory: Path, family: str, **changes) -> Path:
         boi_token_index=ids["<image>"],
         eoi_token_index=ids["<image_end>"],
         tie_word_embeddings=False,
-        **{**OF_IMAGES[family], "text_config": {**text, **changes}},
+        **{**VISION_LANGUAGE[family], "text_config": {**text, **changes}},
     )
     write_model(directory, **shape)
     if family == "gemma3":
