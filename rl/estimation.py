@@ -145,9 +145,9 @@ def set_advantages(
     rejection = reject_tokens(config, samples, tokens)
     loss_reads = inputs_read(config, "loss_mode")
     if "group" in loss_reads:
-        fields["group"] = share.on_tokens(samples.group)
+        fields["group"] = share.repeat_on_tokens(samples.group)
     if "scores" in loss_reads:
-        fields["scores"] = share.on_tokens(samples.scores)
+        fields["scores"] = share.repeat_on_tokens(samples.scores)
     weights = weigh_tokens(config, share, rejection)
     fields["loss_weight"] = weights.loss
     fields["token_weight"] = weights.token
@@ -206,7 +206,7 @@ def estimate_advantages(
     inputs = AdvantageInputs(
         rewards=shaped.rewards,
         mask=tokens.mask,
-        sequence=share.on_tokens(torch.arange(n)),
+        sequence=share.repeat_on_tokens(torch.arange(n)),
         group=samples.group,
         values=fields.get("values"),
         baseline=samples.baseline,
@@ -234,7 +234,9 @@ def estimate_advantages(
     metrics = response_metrics("critic/advantages", advantages, samples)
     metrics |= response_metrics("critic/returns", returns, samples)
     return Estimate(
-        share.on_tokens(advantages) * tokens.mask, share.on_tokens(returns) * tokens.mask, metrics
+        share.repeat_on_tokens(advantages) * tokens.mask,
+        share.repeat_on_tokens(returns) * tokens.mask,
+        metrics,
     )
 
 
@@ -309,8 +311,8 @@ def weigh_tokens(config: DictConfig, share: Share, rejection: Rejection) -> Weig
         loss_weight += loss_weight_inside * is_inside
         token_weight += token_mean(lengths) * is_inside
     return Weights(
-        share.on_tokens(loss_weight) * rejection.mask,
-        share.on_tokens(token_weight) * rejection.mask,
+        share.repeat_on_tokens(loss_weight) * rejection.mask,
+        share.repeat_on_tokens(token_weight) * rejection.mask,
     )
 
 

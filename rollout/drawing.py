@@ -240,7 +240,7 @@ class Sampler:
         max_failures = self.max_failure_rate * len(assignment.owner)
         results = self.grader.grade(items, groups, max_failures)
         self.agree_on_parts(index, results)
-        results = self.grader.same_parts(items, results)
+        results = self.grader.check_parts(items, results)
         truncated = generation.truncated[kept]
         return Graded(index, batch, texts, prompts, truncated, response_lengths, results)
 

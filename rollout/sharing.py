@@ -65,7 +65,7 @@ class Share:
             metrics[name] = total / (1 if is_sum else self.num_mini_batches)
         return metrics
 
-    def on_tokens(self, x: Tensor) -> Tensor:
+    def repeat_on_tokens(self, x: Tensor) -> Tensor:
         """Repeat the number of each response, x [n], on all its tokens in this share: [T]."""
         return torch.repeat_interleave(x[self.indices], self.batch.cu_seqlens.diff())
 
@@ -91,7 +91,7 @@ class Routes:
     first: Tensor
     count: Tensor
 
-    def lead_to(self, dp_rank: int) -> Tensor:
+    def reach(self, dp_rank: int) -> Tensor:
         """Return whether a data-parallel rank trains on each response: [n] bool."""
         return (self.first <= dp_rank) & (dp_rank < self.first + self.count)
 
@@ -105,7 +105,7 @@ def divide(
     """
     dp_rank_of_rank = gather_dp_ranks(engine, group)
     routes = plan_mini_batches(samples, mini_batches, engine, group)
-    arriving = routes.lead_to(engine.dp_rank).nonzero()[:, 0]
+    arriving = routes.reach(engine.dp_rank).nonzero()[:, 0]
     # Sort by the sending rank: responses arrive in this order.
     arriving = arriving[samples.owner[arriving].argsort(stable=True)]
     batch = exchange_tokens(samples, routes, dp_rank_of_rank, arriving, group)
@@ -158,7 +158,7 @@ def exchange_tokens(
     arriving: indices, among the n, of the responses that arrive, in the order of their arrival.
     """
     held = samples.held
-    leaving = [routes.lead_to(dp_rank)[held].nonzero()[:, 0] for dp_rank in dp_rank_of_rank]
+    leaving = [routes.reach(dp_rank)[held].nonzero()[:, 0] for dp_rank in dp_rank_of_rank]
     tokens_sent = [int(samples.lengths[held[part]].sum()) for part in leaving]
     lengths = samples.lengths[arriving]
     tokens_received = torch.zeros(len(dp_rank_of_rank), dtype=torch.int64)

@@ -122,7 +122,7 @@ class Grader:
 
     def __init__(self, config: DictConfig, startup_timeout: float = 300.0):
         reward = config.reward
-        check_free_groups(reward)
+        check_reward_settings(reward)
         self.startup_timeout = startup_timeout
         self.function = reward.function
         self.num_workers = reward.num_workers
@@ -154,7 +154,7 @@ class Grader:
             InputError: the row lacks something that the function's parameters need.
         """
         request = {"check": True, "prompts": [""], "responses": [""], "rows": [row]}
-        return self.idle[-1].question(request, self.startup_timeout)["notice"]
+        return self.idle[-1].query(request, self.startup_timeout)["notice"]
 
     def grade(
         self, items: Sequence[Item], groups: Sequence[int], max_failures: float = math.inf
@@ -179,7 +179,7 @@ class Grader:
                 thread.result()
         return job.results
 
-    def same_parts(
+    def check_parts(
         self, items: Sequence[Item], results: Sequence[Result | None]
     ) -> list[Result | None]:
         """Replace rewards by failures if their parts differ from those of the first reward.
@@ -195,7 +195,7 @@ class Grader:
                 returned = ", ".join(sorted(result.parts)) or "none"
                 expected = ", ".join(self.parts) or "none"
                 trace = f"the function returned the parts {returned}, and at first {expected}"
-                result = Failure("other parts", trace, row, response)
+                result = Failure("different parts", trace, row, response)
             checked.append(result)
         return checked
 
@@ -265,7 +265,7 @@ class Grader:
             ) from error
 
 
-def check_free_groups(reward: DictConfig) -> None:
+def check_reward_settings(reward: DictConfig) -> None:
     """Check the values of reward.weights and reward.kwargs, and the variables of reward.env.
 
     Raises:

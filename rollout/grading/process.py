@@ -68,7 +68,7 @@ class WorkerProcess:
         self.pending: dict[str, Call] = {}
         self.timers: dict[str, threading.Timer] = {}
         self._start(settings)
-        self.ready = self.question(settings, startup_timeout)
+        self.ready = self.query(settings, startup_timeout)
 
     def _start(self, settings: dict) -> None:
         # Nothing is written to this pipe. When this process ends, however it does, the pipe closes
@@ -87,7 +87,7 @@ class WorkerProcess:
             )
         os.close(its_end)
 
-    def question(self, request: dict, seconds: float) -> dict:
+    def query(self, request: dict, seconds: float) -> dict:
         """Send a request and wait for its answer.
 
         Raises:

@@ -53,7 +53,7 @@ VERL: dict[str, Value] = {
 
 
 def ground_truth(row: dict):
-    available = places_in(row)
+    available = paths_in(row)
     path = next((path for path in GROUND_TRUTHS if path in available), GROUND_TRUTHS[0])
     return value_at(row, path)
 
@@ -254,13 +254,13 @@ def value_at(row: dict, path: str):
         value = value.get(key) if isinstance(value, dict) else None
     if value is None:
         raise InputError(
-            f"the row has no {path}, only {', '.join(places_in(row))}: set "
+            f"the row has no {path}, only {', '.join(paths_in(row))}: set "
             "reward.kwargs.PARAMETER=COLUMN to take a parameter from another column"
         )
     return value
 
 
-def places_in(row: dict) -> list[str]:
+def paths_in(row: dict) -> list[str]:
     """Return the names that `value_at` accepts for this row, down to the second level."""
     places = []
     for key, value in row.items():

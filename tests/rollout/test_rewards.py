@@ -635,14 +635,14 @@ def test_named_parts(make, behave):
 def test_parts_are_the_same_for_all(shared):
     texts = ["1/0", "{'a': 1, 'b': 2}", "{'b': 1, 'a': 2}", "{'a': 1}", "1"]
     items = [("", text, {"row": i}) for i, text in enumerate(texts)]
-    results = shared.same_parts(items, shared.grade(items, range(5)))
+    results = shared.check_parts(items, shared.grade(items, range(5)))
     kinds = [r.kind if isinstance(r, Failure) else r.score for r in results]
-    assert kinds == ["raised", 3.0, 3.0, "other parts", "other parts"]
+    assert kinds == ["raised", 3.0, 3.0, "different parts", "different parts"]
     assert results[3].row == {"row": 3}
     assert results[3].trace == "the function returned the parts a, and at first a, b"
     assert results[4].trace == "the function returned the parts none, and at first a, b"
-    later = shared.same_parts(items[3:4], shared.grade(items[3:4], [0]))
-    assert later[0].kind == "other parts", "in a later batch, too"
+    later = shared.check_parts(items[3:4], shared.grade(items[3:4], [0]))
+    assert later[0].kind == "different parts", "in a later batch, too"
 
 
 FILE = """
