@@ -42,8 +42,8 @@ from pathlib import Path
 from types import FrameType
 
 ROOT = Path(__file__).resolve().parents[1]
-RUN_LIMIT = 1800.0              # seconds, after which a launch is ended and counts as failed
-TERMINATION_LIMIT = 60.0        # seconds; torchrun kills its ranks 30 s after SIGTERM
+RUN_LIMIT = 1800.0  # seconds, after which a launch is ended and counts as failed
+TERMINATION_LIMIT = 60.0  # seconds; torchrun kills its ranks 30 s after SIGTERM
 COMPARED_FILES = ("hf/*", "rollouts/*.jsonl", "validation/*.jsonl")
 # Values that depend on the clock or on the process's memory. The other metrics in perf/, which are
 # perf/plan_efficiency and perf/cp_*, follow from the data.
@@ -52,6 +52,7 @@ MACHINE_METRICS = ("perf/tokens_per_second", "perf/mfu")
 
 
 # ---- the runs ----
+
 
 @dataclass(frozen=True)
 class Run:
@@ -73,7 +74,7 @@ SFT = (
     "data.val_files={assets}/val.jsonl",
     "data.train_batch_size=8",
     "data.max_length=512",
-    "data.max_tokens_per_micro_batch=400",      # two or three micro-batches per rank and step
+    "data.max_tokens_per_micro_batch=400",  # two or three micro-batches per rank and step
     "engine.compute_dtype=float32",
     "optim.lr=1e-3",
     "trainer.test_freq=2",
@@ -90,7 +91,7 @@ PPO = (
     "rollout.kv_cache_gib=0.05",
     "validation.max_tokens=16",
     "reward.num_workers=1",
-    "reward.timeout=300",       # seconds; a failed reward changes what is learned
+    "reward.timeout=300",  # seconds; a failed reward changes what is learned
     "engine.compute_dtype=float32",
     "optim.lr=1e-3",
     "trainer.test_freq=2",
@@ -211,7 +212,7 @@ SHAPE = {
     "intermediate_size": 96,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 32,                         # the smallest that vLLM's attention has on a CPU
+    "head_dim": 32,  # the smallest that vLLM's attention has on a CPU
     "max_position_embeddings": 1024,
     "tie_word_embeddings": False,
     "bos_token_id": None,
@@ -244,8 +245,7 @@ def make_assets(folder: Path) -> None:
     folder.mkdir(parents=True)
     for example in ("arithmetic", "colours"):
         command = [sys.executable, f"examples/{example}.py", "build", str(folder / example)]
-        subprocess.run(
-            command, cwd=ROOT, env=environment(), check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(command, cwd=ROOT, env=environment(), check=True, stdout=subprocess.DEVNULL)
     write_data(folder)
     for name, shape in MODELS.items():
         write_model(folder / name, shape, folder / "arithmetic/model")
@@ -270,7 +270,7 @@ def make_chat(problems: list[dict], index: int) -> dict:
     """A chat with up to 7 problems, so that rows differ in length."""
     num_turns = 1 + index * 3 % 7
     first = 100 + index * 7
-    turns = problems[first:first + num_turns]
+    turns = problems[first : first + num_turns]
     messages = [message for problem in turns for message in problem["messages"]]
     return {"messages": messages}
 
@@ -304,6 +304,7 @@ def write_lines(path: Path, rows: list[dict]) -> None:
 
 
 # ---- running them ----
+
 
 @dataclass
 class Outcome:
@@ -392,7 +393,7 @@ def launch(command: list[str], checkout: Path, log: Path) -> int:
             env=environment(),
             stdout=file,
             stderr=subprocess.STDOUT,
-            start_new_session=True,         # Ctrl-C is for this script, which ends the run
+            start_new_session=True,  # Ctrl-C is for this script, which ends the run
         )
         try:
             return process.wait(RUN_LIMIT)
@@ -416,6 +417,7 @@ def end(process: subprocess.Popen) -> None:
 
 
 # ---- comparing what they left ----
+
 
 @dataclass
 class Comparison:
@@ -512,6 +514,7 @@ def print_table(runs: list[Run], comparisons: list[Comparison]) -> None:
 
 # ---- the command ----
 
+
 def commit_of(checkout: Path) -> str:
     command = ["git", "-C", str(checkout), "rev-parse", "HEAD"]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
@@ -529,7 +532,8 @@ def check_kept(folder: Path, checkout: Path) -> None:
     if is_modified(checkout):
         sys.exit(
             f"error: {checkout} has uncommitted changes, so results would be kept under the wrong "
-            "commit: commit them, or leave out --keep")
+            "commit: commit them, or leave out --keep"
+        )
     commit = commit_of(checkout)
     record = folder / "commit"
     if not record.exists():
@@ -538,7 +542,8 @@ def check_kept(folder: Path, checkout: Path) -> None:
     if kept != commit:
         sys.exit(
             f"error: {folder} has results of commit {kept}, but {checkout} is at {commit}: "
-            "give another folder to --keep, or check out that commit")
+            "give another folder to --keep, or check out that commit"
+        )
 
 
 @contextmanager
@@ -561,14 +566,23 @@ def run_other(runs: list[Run], other: Side, assets: Path) -> None:
 def parse_arguments() -> argparse.Namespace:
     names = [run.name for run in RUNS]
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("other", type=Path, help="the checkout to compare this one with")
     parser.add_argument(
-        "--only", nargs="+", choices=names, default=names, metavar="NAME",
-        help=f"the runs to compare, of {', '.join(names)}")
+        "--only",
+        nargs="+",
+        choices=names,
+        default=names,
+        metavar="NAME",
+        help=f"the runs to compare, of {', '.join(names)}",
+    )
     parser.add_argument(
-        "--keep", type=Path, metavar="FOLDER",
-        help="where models, data and the other checkout's results are kept for later calls")
+        "--keep",
+        type=Path,
+        metavar="FOLDER",
+        help="where models, data and the other checkout's results are kept for later calls",
+    )
     return parser.parse_args()
 
 

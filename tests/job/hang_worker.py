@@ -1,11 +1,11 @@
 """Two ranks, one of which never arrives; or one rank in a long stage.
 
-    torchrun --nproc-per-node 2 tests/job/hang_worker.py OUTPUT_DIR CASE
+torchrun --nproc-per-node 2 tests/job/hang_worker.py OUTPUT_DIR CASE
 
-    earlier           rank 1 sleeps in an earlier stage than rank 0
-    same              rank 1 sleeps in the same stage
-    SIGSTOP, SIGKILL  rank 0 gets this signal while rank 1 waits
-    alone             a single rank stays in a stage for longer than the limit
+earlier           rank 1 sleeps in an earlier stage than rank 0
+same              rank 1 sleeps in the same stage
+SIGSTOP, SIGKILL  rank 0 gets this signal while rank 1 waits
+alone             a single rank stays in a stage for longer than the limit
 """
 
 import os

@@ -617,9 +617,7 @@ def test_a_checkpoint_cannot_run_commands(assets, uninterrupted, tmp_path, trap)
         )
     # PyTorch's own loader springs the trap: otherwise the test would prove nothing.
     metadata = dcp.FileSystemReader(checkpoint / "weights").read_metadata().state_dict_metadata
-    pickled = {
-        key: 0 for key, value in metadata.items() if isinstance(value, BytesStorageMetadata)
-    }
+    pickled = {key: 0 for key, value in metadata.items() if isinstance(value, BytesStorageMetadata)}
     dcp.load(pickled, checkpoint_id=checkpoint / "weights", no_dist=True)
     assert mark.exists()
 

@@ -107,8 +107,7 @@ def test_flops_and_memory_of_frozen_parameters(folder):
         (
             "qwen2_tied",
             ["[embed]"],
-            "matches model.embed_tokens.weight but not lm_head.weight. "
-            "model_engine=fsdp holds",
+            "matches model.embed_tokens.weight but not lm_head.weight. model_engine=fsdp holds",
         ),
         (
             "gemma3 with images",
