@@ -60,8 +60,8 @@ def gae(
 
     The returns are A + V, before A is whitened.
     """
-    rewards_inside = _inside(rewards, mask)
-    values_inside = _inside(values, mask)
+    rewards_inside = _masked(rewards, mask)
+    values_inside = _masked(values, mask)
     next_values = next_in_sequence(values_inside, mask, sequence)
     delta = rewards_inside + gamma * next_values - values_inside
     advantages = sum_to_go(delta, mask, sequence, num_sequences, gamma * lam)
@@ -120,7 +120,7 @@ def reinforce_plus_plus(
 
     G_t = r_t + gamma G_{t+1}. The returns are G before whitening.
     """
-    to_go = sum_to_go(_inside(rewards, mask), mask, sequence, num_sequences, gamma)
+    to_go = sum_to_go(_masked(rewards, mask), mask, sequence, num_sequences, gamma)
     whitened = whiten(to_go, mask, total)
     return whitened.to(rewards.dtype), to_go.to(rewards.dtype)
 
@@ -143,8 +143,8 @@ def remax(
 
     The returns are the reward-to-go.
     """
-    to_go = sum_to_go(_inside(rewards, mask), mask, sequence, num_sequences, 1.0)
-    advantages = _inside(to_go - baseline.double()[sequence], mask)
+    to_go = sum_to_go(_masked(rewards, mask), mask, sequence, num_sequences, 1.0)
+    advantages = _masked(to_go - baseline.double()[sequence], mask)
     return advantages.to(rewards.dtype), to_go.to(rewards.dtype)
 
 
@@ -185,6 +185,6 @@ def _group_statistics(outcome: Tensor, group: Tensor) -> _GroupStatistics:
     return _GroupStatistics(deviation, size, index)
 
 
-def _inside(x: Tensor, mask: Tensor) -> Tensor:
+def _masked(x: Tensor, mask: Tensor) -> Tensor:
     """Return x in float64, 0 outside the mask."""
     return torch.where(mask > 0, x, 0).double()

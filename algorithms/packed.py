@@ -53,7 +53,7 @@ def bounded_exp(x: Tensor) -> Tensor:
     return x.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def from_mean(x: Tensor, weight: Tensor, total: Total = Tensor.sum) -> Tensor:
+def center(x: Tensor, weight: Tensor, total: Total = Tensor.sum) -> Tensor:
     """Subtract the weighted mean from x. For the host.
 
     Computed in float64: in fp32 the mean of equal numbers is not quite that number.
@@ -76,13 +76,13 @@ def whiten(x: Tensor, weight: Tensor, total: Total = Tensor.sum) -> Tensor:
     """Shift and scale x to mean 0 and variance 1. For the host.
 
     The variance is the unbiased one: deviation / sqrt(variance + 1e-8). A single token becomes 0,
-    and so do tokens that are all equal. Arguments as for `from_mean`.
+    and so do tokens that are all equal. Arguments as for `center`.
 
     Returns:
         [T] in x's dtype.
     """
     counts = weight.double()
-    deviation = from_mean(x, weight, total)
+    deviation = center(x, weight, total)
     variance = total(deviation.square() * counts) / (total(counts) - 1).clamp(min=1)
     return (deviation * (variance + 1e-8).rsqrt()).to(x.dtype)
 

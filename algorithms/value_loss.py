@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from algorithms.packed import Total, from_mean
+from algorithms.packed import Total, center
 
 
 def value_loss(
@@ -40,6 +40,6 @@ def explained_variance(
         0 if the returns do not vary.
     """
     errors = returns.double() - values.double()
-    error_squares = total(from_mean(errors, mask, total).square()).item()
-    return_squares = total(from_mean(returns, mask, total).square()).item()
+    error_squares = total(center(errors, mask, total).square()).item()
+    return_squares = total(center(returns, mask, total).square()).item()
     return 1 - error_squares / return_squares if return_squares else 0.0

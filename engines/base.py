@@ -113,7 +113,7 @@ class Engine(ABC):
         Every sequence is padded to a multiple of this number of tokens.
         """
 
-    def counts_group(self, group: ProcessGroup) -> bool:
+    def reports_group(self, group: ProcessGroup) -> bool:
         """Return whether this rank contributes the micro-batches of a group to sum_over_dp().
 
         With dynamic context parallelism, several data-parallel ranks work on the same micro-batch,
@@ -121,13 +121,13 @@ class Engine(ABC):
         """
         return not has_dynamic_cp(self.config.engine) or group.rank() == 0
 
-    def counted_sequences(self, batch: Batch, micro_batches: MicroBatches) -> Batch:
-        """Return the sequences of this rank's share that it contributes to sum_over_dp()."""
-        counted = []
+    def reported_sequences(self, batch: Batch, micro_batches: MicroBatches) -> Batch:
+        """Return the sequences whose results this rank contributes to sum_over_dp()."""
+        numbers = []
         for size, members in micro_batches:
-            if self.counts_group(self.cp_groups[size]):
-                counted.extend(members)
-        return batch.select(counted)
+            if self.reports_group(self.cp_groups[size]):
+                numbers.extend(members)
+        return batch.select(numbers)
 
     def sum_over_dp(self, amounts: Tensor) -> Tensor:
         """Sum a tensor over all data-parallel ranks, and return the sum on each of them.
@@ -220,7 +220,7 @@ class Engine(ABC):
 
     @abstractmethod
     def coordinates(self) -> dict:
-        """Return the place of modules() in the whole model, to compare dumps of different layouts.
+        """Return where modules() lie in the whole model, for comparing dumps of different layouts.
 
         Returns:
             "dp", "cp", "tp", "pp": [rank, size]; "first_layers": the number of the first layer in

@@ -16,7 +16,7 @@ from torch import Tensor
 
 # The logit of a token that sampling did not keep. Its exponential is 0, and so is the product of
 # the logit and its exponential. With minus infinity, that product would be NaN.
-LEFT_OUT = -1e30
+EXCLUDED_LOGIT = -1e30
 
 
 class LogitTransform(NamedTuple):
@@ -89,7 +89,7 @@ def linear_log_probs(
     weight: Tensor,
     targets: Tensor,
     settings: LogProbSettings = LogProbSettings(),
-    kept_tokens: Tensor | None = None,
+    candidate_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return log p(target), the entropy, and whether the target is the most likely token.
 
@@ -99,13 +99,13 @@ def linear_log_probs(
         weight: [V, h] of the same dtype, this rank's rows of the output matrix.
         targets: [T] int64, numbered as in the whole vocabulary.
         settings: temperature, chunks and the division of the vocabulary.
-        kept_tokens: [T, K] int64; rows with fewer than K tokens are filled up with -1. The softmax
+        candidate_ids: [T, K] int64; rows with fewer than K tokens are filled up with -1. The softmax
             is over these tokens alone. None or K = 0: over the whole vocabulary.
 
     Returns:
         log_probs [T] fp32 and entropy [T] fp32 (nats), both differentiable, and is_greedy [T] bool.
     """
-    return LinearLogProbs.apply(hidden, weight, targets, settings, kept_tokens)
+    return LinearLogProbs.apply(hidden, weight, targets, settings, candidate_ids)
 
 
 class LinearLogProbs(torch.autograd.Function):
@@ -118,21 +118,23 @@ class LinearLogProbs(torch.autograd.Function):
         weight: Tensor,
         targets: Tensor,
         settings: LogProbSettings,
-        kept_tokens: Tensor | None,
+        candidate_ids: Tensor | None,
     ):
         targets = targets - settings.first_token
-        if kept_tokens is not None:
-            kept_tokens = kept_tokens - settings.first_token
+        if candidate_ids is not None:
+            candidate_ids = candidate_ids - settings.first_token
         statistics_of = _compiled(_statistics) if settings.is_compiled else _statistics
         chunks = []
         for start in range(0, max(1, len(hidden)), settings.chunk_size):
             chunk = slice(start, start + settings.chunk_size)
-            logits = chunk_logits(hidden, weight, kept_tokens, chunk)
+            logits = chunk_logits(hidden, weight, candidate_ids, chunk)
             chunks.append(statistics_of(logits, targets[chunk], settings.transform))
         statistics = ShardStatistics(*map(torch.cat, zip(*chunks)))
         results = _combine(statistics, targets, settings)
 
-        ctx.save_for_backward(hidden, weight, targets, results.log_z, results.entropy, kept_tokens)
+        ctx.save_for_backward(
+            hidden, weight, targets, results.log_z, results.entropy, candidate_ids
+        )
         ctx.settings = settings
         ctx.mark_non_differentiable(results.is_greedy)
         ctx.set_materialize_grads(False)  # a gradient is None if the loss ignores the output
@@ -140,7 +142,7 @@ class LinearLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, _):
-        hidden, weight, targets, log_z, entropy, kept_tokens = ctx.saved_tensors
+        hidden, weight, targets, log_z, entropy, candidate_ids = ctx.saved_tensors
         chunk_size = ctx.settings.chunk_size
         gradient_of = _compiled(_logits_grad) if ctx.settings.is_compiled else _logits_grad
         if grad_log_probs is None:
@@ -155,7 +157,7 @@ class LinearLogProbs(torch.autograd.Function):
             chunk = slice(start, start + chunk_size)
             chunk_grad_entropy = None if grad_entropy is None else grad_entropy[chunk]
             grad_logits = gradient_of(
-                chunk_logits(hidden, weight, kept_tokens, chunk),
+                chunk_logits(hidden, weight, candidate_ids, chunk),
                 targets[chunk],
                 log_z[chunk],
                 entropy[chunk],
@@ -173,20 +175,20 @@ class LinearLogProbs(torch.autograd.Function):
 
 
 def chunk_logits(
-    hidden: Tensor, weight: Tensor, kept_tokens: Tensor | None, chunk: slice
+    hidden: Tensor, weight: Tensor, candidate_ids: Tensor | None, chunk: slice
 ) -> Tensor:
-    """Return a chunk's products hidden @ weight.T [c, V], with LEFT_OUT for tokens not kept."""
+    """Return a chunk's products hidden @ weight.T [c, V], EXCLUDED_LOGIT if not a candidate."""
     logits = hidden[chunk] @ weight.T
-    if kept_tokens is None or not kept_tokens.shape[1]:
+    if candidate_ids is None or not candidate_ids.shape[1]:
         return logits
     vocab_size = logits.shape[1]
-    kept_tokens = kept_tokens[chunk]
-    is_here = (kept_tokens >= 0) & (kept_tokens < vocab_size)
-    columns = torch.where(is_here, kept_tokens, vocab_size)
+    candidate_ids = candidate_ids[chunk]
+    is_on_rank = (candidate_ids >= 0) & (candidate_ids < vocab_size)
+    columns = torch.where(is_on_rank, candidate_ids, vocab_size)
     # The additional last column is for tokens of other ranks, and for -1.
-    is_kept = torch.zeros(len(logits), vocab_size + 1, dtype=torch.bool, device=logits.device)
-    is_kept = is_kept.scatter_(1, columns, True)[:, :-1]
-    return logits.masked_fill(~is_kept, LEFT_OUT)
+    is_candidate = torch.zeros(len(logits), vocab_size + 1, dtype=torch.bool, device=logits.device)
+    is_candidate = is_candidate.scatter_(1, columns, True)[:, :-1]
+    return logits.masked_fill(~is_candidate, EXCLUDED_LOGIT)
 
 
 def _transformed(logits: Tensor, transform: LogitTransform) -> Tensor:
@@ -194,7 +196,8 @@ def _transformed(logits: Tensor, transform: LogitTransform) -> Tensor:
     temperature, scale, softcap = transform
     z = logits.float() if scale == 1 else logits.float() * scale
     if softcap:
-        z = torch.where(logits > LEFT_OUT / 2, softcap * torch.tanh(z / softcap), LEFT_OUT)
+        capped = softcap * torch.tanh(z / softcap)
+        z = torch.where(logits > EXCLUDED_LOGIT / 2, capped, EXCLUDED_LOGIT)
     return z if temperature == 1 else z / temperature
 
 
@@ -204,12 +207,12 @@ def _statistics(logits: Tensor, targets: Tensor, transform: LogitTransform) -> S
     largest, largest_token = z.max(-1)
     below = z - largest[:, None]
     weights = below.exp()
-    is_here = (targets >= 0) & (targets < z.shape[1])
+    is_on_rank = (targets >= 0) & (targets < z.shape[1])
     target = z.gather(-1, targets.clamp(0, z.shape[1] - 1)[:, None])[:, 0]
     total = weights.sum(-1)
     weighted_total = below.mul_(weights).sum(-1)
     return ShardStatistics(
-        largest, largest_token, total, weighted_total, torch.where(is_here, target, 0.0)
+        largest, largest_token, total, weighted_total, torch.where(is_on_rank, target, 0.0)
     )
 
 

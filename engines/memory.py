@@ -22,7 +22,7 @@ LABELS = {
     "chunk_logits": "logits of a chunk",
     "output_matrix_gradient": "gradient of the output matrix",
     "device_total": "device total",
-    "waiting_on_host": "waits in pinned host memory",
+    "offloaded": "offloaded to host memory",
 }
 ONLY_IN_TRAINING = ("gradients", "optimizer", "unreduced_gradients", "output_matrix_gradient")
 MAY_BE_ON_HOST = ("parameters", "gradients", "optimizer")
@@ -41,7 +41,7 @@ class Estimate:
     gathered_weights        FSDP: weights that other ranks store, in the compute dtype
     unreduced_gradients     FSDP: gradients before they are reduced, and the copy that is reduced
     image_activations       activations of the vision tower
-    waiting_on_host         state that waits in host memory while it is offloaded
+    offloaded               parameters and optimizer state that are in host memory when not in use
     is_on_host              parameters, gradients and optimizer are in host memory (cpu_offload)
     has_unknown_optimizer   the optimizer is the user's own; it is counted as if it were Adam
     """
@@ -55,7 +55,7 @@ class Estimate:
     gathered_weights: float | None = None
     unreduced_gradients: float | None = None
     image_activations: float | None = None
-    waiting_on_host: float | None = None
+    offloaded: float | None = None
     is_on_host: bool = False
     has_unknown_optimizer: bool = False
 
@@ -65,7 +65,7 @@ class Estimate:
         total = 0
         for name in LABELS:
             is_on_device = not (self.is_on_host and name in MAY_BE_ON_HOST)
-            is_term = name not in ("device_total", "waiting_on_host")
+            is_term = name not in ("device_total", "offloaded")
             if is_term and is_on_device:
                 total += getattr(self, name) or 0
         return total
@@ -100,6 +100,6 @@ class Estimate:
         if not parts:
             return estimate
         if estimate.is_on_host:  # these parts never occupy the device
-            return replace(estimate, waiting_on_host=0)
+            return replace(estimate, offloaded=0)
         waiting = sum(getattr(estimate, part) or 0 for part in parts)
-        return replace(estimate, waiting_on_host=waiting)
+        return replace(estimate, offloaded=waiting)

@@ -72,7 +72,7 @@ def original_errors() -> Iterator[None]:
 
 
 def read_tensors(
-    checkpoint: Path, prefix: str, is_left_out: Callable[[str], bool]
+    checkpoint: Path, prefix: str, is_skipped: Callable[[str], bool]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (name without the prefix, tensor) for every stored name that starts with `prefix`.
 
@@ -80,12 +80,12 @@ def read_tensors(
     needed.
 
     Args:
-        is_left_out: takes a name without the prefix; returns True for a tensor to skip.
+        is_skipped: takes a name without the prefix; returns True for a tensor to skip.
     """
     reader = FileSystemReader(checkpoint / "weights")
     for key, entry in reader.read_metadata().state_dict_metadata.items():
         name = key.removeprefix(prefix)
-        if name == key or is_left_out(name):
+        if name == key or is_skipped(name):
             continue
         tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
         dcp.load({key: tensor}, storage_reader=reader, no_dist=True)

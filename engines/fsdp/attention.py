@@ -32,8 +32,8 @@ from engines.parallel.varlen import (
     KernelSegments,
     Scoring,
     Zigzag,
-    by_kernel,
-    by_segment,
+    attend_by_segment,
+    attend_with_kernel,
     explicit_attention,
     needs_all_scores,
 )
@@ -126,31 +126,35 @@ def packed_attention(
         attended = packing.zigzag.attention(*by_token, scoring)
         return attended.transpose(0, 1), None
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T', heads, dim]
-    attend = whole_sequences if packing.group is None else shared_by_heads
+    attend = attend_whole_sequences if packing.group is None else ulysses_attention
     return attend(q, k, v, packing, scoring)[None], None
 
 
-def whole_sequences(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scoring: Scoring) -> Tensor:
+def attend_whole_sequences(
+    q: Tensor, k: Tensor, v: Tensor, packing: Packing, scoring: Scoring
+) -> Tensor:
     """Attend within each sequence when this rank has all tokens, [T, heads, dim] -> same shape."""
     if q.is_cuda and q.dtype != torch.float32 and not needs_all_scores(scoring):
         cu_seqlens = packing.cu_seqlens
         longest = packing.max_length
         segments = KernelSegments(cu_seqlens, cu_seqlens, longest, longest)
-        return by_kernel(q, k, v, segments, scoring)
+        return attend_with_kernel(q, k, v, segments, scoring)
     return by_sequence(q, k, v, packing, scoring)
 
 
 # Not compiled: every new set of lengths would cause a recompilation.
 @torch.compiler.disable
 def by_sequence(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scoring: Scoring) -> Tensor:
-    """Do the same as whole_sequences(), one sequence after another."""
+    """Do the same as attend_whole_sequences(), one sequence after another."""
     segments = [(start, end, start, end) for start, end in pairwise(packing.offsets)]
-    return by_segment(q[:, None], k[:, None], v[:, None], segments, scoring)[:, 0]
+    return attend_by_segment(q[:, None], k[:, None], v[:, None], segments, scoring)[:, 0]
 
 
 # Not compiled: every group of ranks would cause a recompilation, and collectives gain nothing.
 @torch.compiler.disable
-def shared_by_heads(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scoring: Scoring) -> Tensor:
+def ulysses_attention(
+    q: Tensor, k: Tensor, v: Tensor, packing: Packing, scoring: Scoring
+) -> Tensor:
     """Attend within each sequence when ranks divide the tokens, [T', heads, dim] -> same shape.
 
     This is Ulysses: for the attention itself, this rank has all tokens but only some of the heads.
@@ -161,13 +165,13 @@ def shared_by_heads(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scoring: 
     if repeats > 1:
         k = k.repeat_interleave(repeats, dim=1)
         v = v.repeat_interleave(repeats, dim=1)
-    q, k, v = (exchange(x, group, True) for x in (q, k, v))  # [T, heads / ranks, dim]
+    q, k, v = (all_to_all_heads(x, group, True) for x in (q, k, v))  # [T, heads / ranks, dim]
     if scoring.sinks is not None:
         scoring = scoring._replace(sinks=scoring.sinks.chunk(num_ranks)[group.rank()])
-    return exchange(whole_sequences(q, k, v, packing, scoring), group, False)
+    return all_to_all_heads(attend_whole_sequences(q, k, v, packing, scoring), group, False)
 
 
-def exchange(x: Tensor, group: dist.ProcessGroup, scatter_heads: bool) -> Tensor:
+def all_to_all_heads(x: Tensor, group: dist.ProcessGroup, scatter_heads: bool) -> Tensor:
     """Exchange tokens for heads between ranks, or back (Ulysses, Jacobs et al. 2023).
 
     Args:

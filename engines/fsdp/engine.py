@@ -197,7 +197,7 @@ class FSDPEngine(Engine):
         with self.dropout_seeds.seeded(step, dist.get_rank()):
             for micro_batch in self._laid_out(batch, micro_batches):
                 for name, amount in self._backward(micro_batch, loss_fn).items():
-                    sums[name] += amount.detach() * self.counts_group(micro_batch.group)
+                    sums[name] += amount.detach() * self.reports_group(micro_batch.group)
         grad_norm = self._clip_gradients()
         self.adapter_guard.check(grad_norm, self._adapters_without_gradient())
         lr = schedule.learning_rate(self.optim, step, self.total_steps)
@@ -228,7 +228,7 @@ class FSDPEngine(Engine):
 
     def _count_tokens(self, batch: Batch, micro_batches: MicroBatches) -> float:
         """Return the number of tokens in the batch, over all data-parallel ranks."""
-        num_tokens = len(self.counted_sequences(batch, micro_batches).input_ids)
+        num_tokens = len(self.reported_sequences(batch, micro_batches).input_ids)
         return self.sum_over_dp(torch.tensor(float(num_tokens))).item()
 
     def _clip_gradients(self) -> float:

@@ -95,7 +95,7 @@ def estimate_memory(
     estimate = Estimate(
         parameters=frozen + gradients,
         gradients=gradients,
-        optimizer=moments_per_number(setup) * gradients,
+        optimizer=moments_per_element(setup) * gradients,
         gathered_weights=gathered_weights,
         unreduced_gradients=unreduced_gradients,
         activations=setup.num_tokens * activation_bytes_per_token(setup),
@@ -110,7 +110,7 @@ def estimate_memory(
     return [estimate.for_role(config, device_type, is_trained)]
 
 
-def moments_per_number(setup: Setup) -> float:
+def moments_per_element(setup: Setup) -> float:
     """Return the mean number of moments that the optimizer keeps per trained number.
 
     Adam keeps two. Muon keeps one for matrices in layers, and two for other parameters. For the

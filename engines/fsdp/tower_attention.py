@@ -12,7 +12,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from engines.fsdp.attention import reject_unsupported
-from engines.parallel.varlen import KernelSegments, Scoring, by_kernel, by_segment
+from engines.parallel.varlen import KernelSegments, Scoring, attend_by_segment, attend_with_kernel
 
 # transformers passes cu_seqlens only to attention implementations named *flash*.
 WINDOWS = "windows_flash"
@@ -38,10 +38,10 @@ def windows_attention(
     scoring = Scoring(scaling, is_causal=False)
     if q.is_cuda and q.dtype != torch.float32:
         segments = KernelSegments(cu_seqlens, cu_seqlens, max_length, max_length)
-        attended = by_kernel(q, k, v, segments, scoring)
+        attended = attend_with_kernel(q, k, v, segments, scoring)
         return attended[None], None
     segments = [(start, end, start, end) for start, end in pairwise(cu_seqlens.tolist())]
-    attended = by_segment(q[:, None], k[:, None], v[:, None], segments, scoring)
+    attended = attend_by_segment(q[:, None], k[:, None], v[:, None], segments, scoring)
     return attended[None, :, 0], None
 
 

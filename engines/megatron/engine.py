@@ -228,14 +228,14 @@ class MegatronEngine(Engine):
     ) -> dict[str, float]:
         self.onload("parameters", "optimizer")
         micro_batches = micro_batches or self.divide_share(batch.lengths)
-        counted = self.counted_sequences(batch, micro_batches)
-        has_aux_loss = self._begin_routers(len(counted.input_ids))
+        reported = self.reported_sequences(batch, micro_batches)
+        has_aux_loss = self._begin_routers(len(reported.input_ids))
         step_loss = StepLoss(
             self.adapter_guard.watch(loss_fn),
             self.outputs,
-            self.counts_group,
+            self.reports_group,
             self.device,
-            self._mtp_loss(counted),
+            self._mtp_loss(reported),
         )
         for stage in self.stages:
             stage.zero_grad_buffer()
@@ -273,15 +273,15 @@ class MegatronEngine(Engine):
             router.begin_batch(coefficient, num_tokens)
         return True
 
-    def _mtp_loss(self, counted: Batch) -> MTPLoss | None:
+    def _mtp_loss(self, reported: Batch) -> MTPLoss | None:
         """Return the state of the MTP layers' loss for a step; None without such layers.
 
         Args:
-            counted: the sequences of the batch that this rank counts.
+            reported: the result of reported_sequences().
         """
         if not self.num_mtp_layers:
             return None
-        num_targets = self.sum_over_dp(count_mtp_targets(counted, self.num_mtp_layers))
+        num_targets = self.sum_over_dp(count_mtp_targets(reported, self.num_mtp_layers))
         weight = self.config.model.mtp.mtp_loss_scaling_factor / self.num_mtp_layers
         sums = torch.zeros(self.num_mtp_layers, device=self.device)
         return MTPLoss(num_targets.clamp(min=1), weight, sums)

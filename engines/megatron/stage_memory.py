@@ -34,18 +34,18 @@ class PartSizes:
     """The numbers of parameters that one rank holds in a layer, or in a matrix outside layers.
 
     frozen   parameters that are not trained
-    learned  trained parameters that are the same on all expert-parallel ranks
+    dense    trained parameters that are the same on all expert-parallel ranks
     experts  trained parameters that expert-parallel ranks divide
     """
 
     frozen: int = 0
-    learned: int = 0
+    dense: int = 0
     experts: int = 0
 
     def __add__(self, other: "PartSizes") -> "PartSizes":
         return PartSizes(
             self.frozen + other.frozen,
-            self.learned + other.learned,
+            self.dense + other.dense,
             self.experts + other.experts,
         )
 
@@ -180,17 +180,17 @@ def part_sizes(hf: nn.Module, config: DictConfig, shape) -> dict[int | str, Part
             part = MTP
         else:
             part = name
-        number = numbers_on_rank(name, parameter, config.engine, shape)
+        number = elements_on_rank(name, parameter, config.engine, shape)
         if not parameter.requires_grad:
             sizes[part].frozen += number
         elif ".experts." in name:
             sizes[part].experts += number
         else:
-            sizes[part].learned += number
+            sizes[part].dense += number
     return sizes
 
 
-def numbers_on_rank(name: str, parameter: nn.Parameter, engine: DictConfig, shape) -> int:
+def elements_on_rank(name: str, parameter: nn.Parameter, engine: DictConfig, shape) -> int:
     """Return how many of a parameter's numbers one tensor- and expert-parallel rank holds."""
     tp = engine.tensor_model_parallel_size
     is_row_parallel = ".o_proj." in name or ".down_proj." in name
@@ -222,8 +222,8 @@ def estimate_stage(setup: Setup, stage: int, layers: list[int]) -> Estimate:
     if engine.use_distributed_optimizer:
         num_optimizer_shards = setup.world_size // (setup.pp * setup.tp)
         num_expert_shards = setup.world_size // (setup.pp * engine.expert_model_parallel_size)
-    trained = held.learned + held.experts
-    in_optimizer = held.learned / num_optimizer_shards + held.experts / num_expert_shards
+    trained = held.dense + held.experts
+    in_optimizer = held.dense / num_optimizer_shards + held.experts / num_expert_shards
     activations = activation_bytes(setup, stage, len(layers))
     head_input = is_last * setup.num_tokens * hidden * setup.bytes.compute
     is_output_trained = not setup.sizes[setup.output_matrix].frozen

@@ -41,19 +41,19 @@ class StepLoss:
         self,
         loss_fn: LossFn,
         outputs: TokenOutputs,
-        counts_group: Callable[[ProcessGroup], bool],
+        reports_group: Callable[[ProcessGroup], bool],
         device: torch.device,
         mtp: MTPLoss | None,
     ):
         """Start a step with all sums at zero.
 
         Args:
-            counts_group: Engine.counts_group. It tells for a micro-batch's group whether this rank
-                counts the micro-batch in its sums.
+            reports_group: Engine.reports_group. It returns whether this rank adds a group's
+                micro-batches to its sums.
         """
         self.loss_fn = loss_fn
         self.outputs = outputs
-        self.counts_group = counts_group
+        self.reports_group = reports_group
         self.mtp = mtp
         self.device = device
         self.amounts = defaultdict(lambda: torch.zeros((), device=device))
@@ -73,7 +73,7 @@ class StepLoss:
         differentiable = outputs[: self.outputs.head.num_differentiable]
         loss, reported = self.loss_fn(*differentiable, micro_batch.fields)
         for name, amount in {"loss": loss, **reported}.items():
-            self.amounts[name] += amount.detach() * self.counts_group(micro_batch.group)
+            self.amounts[name] += amount.detach() * self.reports_group(micro_batch.group)
         for layer, (ahead, mtp_hidden) in enumerate(zip(micro_batch.ahead, mtp_outputs)):
             layer_loss = self.outputs.mtp_loss(ahead, mtp_hidden) / self.mtp.num_targets[layer]
             self.mtp.sums[layer] += layer_loss.detach()

@@ -51,13 +51,13 @@ def keep_short_frequencies(hf: nn.Module) -> None:
         rope_type = vars(module).get("rope_type")
         if isinstance(rope_type, dict):
             module.rope_type = {
-                layer_type: without_length(name) for layer_type, name in rope_type.items()
+                layer_type: fixed_rope_type(name) for layer_type, name in rope_type.items()
             }
         elif rope_type in LENGTH_DEPENDENT_ROPE:
             module.rope_type = "default"
 
 
-def without_length(rope_type: str) -> str:
+def fixed_rope_type(rope_type: str) -> str:
     """Return "default" for a rope_type whose frequencies depend on the length, else rope_type."""
     return "default" if rope_type in LENGTH_DEPENDENT_ROPE else rope_type
 

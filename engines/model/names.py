@@ -213,8 +213,8 @@ def literal_names(hf: nn.Module, path: Path) -> dict[str, str | None]:
     names_in_model = hf.state_dict().keys()
     names: dict[str, str | None] = {}
     for name in shapes_in_files(path):
-        is_left_out = name not in names_in_model and is_ignored(hf, name)
-        names[name] = None if is_left_out else name
+        is_unused = name not in names_in_model and is_ignored(hf, name)
+        names[name] = None if is_unused else name
     return names
 
 

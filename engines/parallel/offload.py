@@ -19,8 +19,8 @@ PART_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
-class HostPlace:
-    """The place of a storage's bytes in host memory, with its parts laid end to end.
+class HostSlot:
+    """The slot of a storage's bytes in host memory, with its parts laid end to end.
 
     The reference to the storage keeps the storage's address from being reused.
     """
@@ -42,8 +42,8 @@ class HostMemory:
         self.device = device
         self.background = ThreadPoolExecutor(max_workers=1)
         self.parts: list[Future[Tensor]] = []
-        self.places: dict[int, HostPlace] = {}  # by the address of a storage's C++ object
-        self.num_bytes = 0  # of all places
+        self.slots: dict[int, HostSlot] = {}  # by the address of a storage's C++ object
+        self.num_bytes = 0  # of all slots
 
     def reserve(self, tensors: Iterable[Tensor]) -> None:
         """Pin enough host memory, in the background, to hold these tensors too."""
@@ -64,9 +64,9 @@ class HostMemory:
         wait(self.parts)
         full = [storage for storage in self.storages(tensors) if storage.nbytes() >= MIN_BYTES]
         for storage in full:
-            if storage._cdata not in self.places:
-                place = HostPlace(storage, self.num_bytes, storage.nbytes())
-                self.places[storage._cdata] = place
+            if storage._cdata not in self.slots:
+                slot = HostSlot(storage, self.num_bytes, storage.nbytes())
+                self.slots[storage._cdata] = slot
                 self.num_bytes += round_up(storage.nbytes(), MIN_BYTES)
         self.reserve([])
         for on_host, on_device in self._pieces(full):
@@ -79,14 +79,14 @@ class HostMemory:
 
     def onload(self, tensors: Iterable[Tensor]) -> None:
         """Move the contents of tensors back to the device, if they are in host memory."""
-        if not self.places:
+        if not self.slots:
             return
         empty = []
         for storage in self.storages(tensors):
-            if not storage.nbytes() and storage._cdata in self.places:
+            if not storage.nbytes() and storage._cdata in self.slots:
                 empty.append(storage)
         for storage in empty:
-            storage.resize_(self.places[storage._cdata].num_bytes)
+            storage.resize_(self.slots[storage._cdata].num_bytes)
         for on_host, on_device in self._pieces(empty):
             on_device.copy_(on_host, non_blocking=True)
 
@@ -112,7 +112,7 @@ class HostMemory:
         """
         for storage in storages:
             on_device = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
-            start = self.places[storage._cdata].start
+            start = self.slots[storage._cdata].start
             while len(on_device):
                 part, offset = divmod(start, PART_BYTES)
                 on_host = self.parts[part].result()[offset : offset + len(on_device)]

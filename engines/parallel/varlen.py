@@ -71,7 +71,7 @@ class KernelSegments(NamedTuple):
     max_keys: int
 
 
-def by_kernel(
+def attend_with_kernel(
     query: Tensor, key: Tensor, value: Tensor, segments: KernelSegments, scoring: Scoring
 ) -> Tensor:
     """Attend in all segments with one kernel, in a half-precision dtype.
@@ -98,7 +98,7 @@ def by_kernel(
     return attended[..., :value_width]
 
 
-def by_segment(
+def attend_by_segment(
     query: Tensor, key: Tensor, value: Tensor, segments: Iterable[Segment], scoring: Scoring
 ) -> Tensor:
     """Attend in one segment after another, in any dtype.
@@ -119,46 +119,46 @@ def attend_in_segment(query: Tensor, key: Tensor, value: Tensor, scoring: Scorin
     """Attend with query [b, heads, n, dim], key and value [b, kv_heads, m, dim]."""
     num_queries = query.shape[2]
     num_keys = key.shape[2]
-    is_seen = None
+    mask = None
     if 0 < scoring.window < num_keys or needs_all_scores(scoring):
-        is_seen = seen_keys(num_queries, num_keys, scoring.window, query.device)
+        mask = causal_mask(num_queries, num_keys, scoring.window, query.device)
     if needs_all_scores(scoring):
-        return explicit_attention(query, key, value, is_seen, scoring)
-    if is_seen is not None:
-        mask = {"attn_mask": is_seen}
+        return explicit_attention(query, key, value, mask, scoring)
+    if mask is not None:
+        arguments = {"attn_mask": mask}
     elif num_queries == num_keys or not scoring.is_causal:
-        mask = {"is_causal": scoring.is_causal}
+        arguments = {"is_causal": scoring.is_causal}
     else:
-        mask = {"attn_mask": causal_lower_right(num_queries, num_keys)}
+        arguments = {"attn_mask": causal_lower_right(num_queries, num_keys)}
     return F.scaled_dot_product_attention(
         query,
         key,
         value,
         scale=scoring.scaling,
         enable_gqa=query.shape[1] != key.shape[1],
-        **mask,
+        **arguments,
     )
 
 
-def seen_keys(num_queries: int, num_keys: int, window: int, device: torch.device) -> Tensor:
+def causal_mask(num_queries: int, num_keys: int, window: int, device: torch.device) -> Tensor:
     """Return a causal mask [queries, keys] bool: True where a query sees a key.
 
     The last query sees the last key. window: see Scoring.
     """
     num_earlier = num_keys - num_queries
-    is_seen = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(num_earlier)
+    mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(num_earlier)
     if window > 0:
-        is_seen = is_seen.triu(num_earlier + 1 - window)
-    return is_seen
+        mask = mask.triu(num_earlier + 1 - window)
+    return mask
 
 
 def explicit_attention(
-    query: Tensor, key: Tensor, value: Tensor, is_seen: Tensor, scoring: Scoring
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scoring: Scoring
 ) -> Tensor:
     """Attend with all n * m scores in memory, which soft caps and sinks need.
 
     query: [b, heads, n, dim]; key and value: [b, kv_heads, m, dim]. Returns [b, heads, n, dim].
-    is_seen: [.., n, m] bool, True where a query sees a key; window and is_causal are ignored.
+    mask: [.., n, m] bool, True where a query sees a key; window and is_causal are ignored.
     """
     key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
@@ -166,7 +166,7 @@ def explicit_attention(
     scores = (query @ key.transpose(-1, -2)).float() * scaling
     if scoring.softcap:
         scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
-    scores = scores.masked_fill(~is_seen, -torch.inf)
+    scores = scores.masked_fill(~mask, -torch.inf)
     if scoring.sinks is not None:
         sinks = scoring.sinks.float()[:, None, None].expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, sinks], -1)
@@ -257,13 +257,13 @@ class Zigzag:
             value = self._in_order(AllGatherSumGrad.apply(value, self.group))
         has_kernel = query.is_cuda and query.dtype != torch.float32 and query.shape[1] == 1
         if not has_kernel or needs_all_scores(scoring):
-            return by_segment(query, key, value, self.segments, scoring)
+            return attend_by_segment(query, key, value, self.segments, scoring)
         k = key[:, 0]
         v = value[:, 0]
         if self._keys_of_segments is not None:
             k = k.index_select(0, self._keys_of_segments)
             v = v.index_select(0, self._keys_of_segments)
-        return by_kernel(query[:, 0], k, v, self._kernel_segments, scoring)[:, None]
+        return attend_with_kernel(query[:, 0], k, v, self._kernel_segments, scoring)[:, None]
 
     def _in_order(self, gathered: Tensor) -> Tensor:
         """Reorder [all tokens, ...] from the order of ranks to the order of the sequences."""

@@ -155,9 +155,9 @@ def test_the_head_holds_one_chunk(model):
 
 def test_the_total_counts_each_term_once():
     terms = [field.name for field in fields(Estimate) if field.name in LABELS]
-    terms.remove("waiting_on_host")
+    terms.remove("offloaded")
     powers = {name: 2**exponent for exponent, name in enumerate(terms)}
-    estimate = Estimate(**powers, waiting_on_host=1000)
+    estimate = Estimate(**powers, offloaded=1000)
     assert estimate.device_total == 2 ** len(terms) - 1
     assert estimate.rows()["device total"] == estimate.device_total
     assert len(estimate.rows()) == len(LABELS)

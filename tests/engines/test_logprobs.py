@@ -154,7 +154,7 @@ def test_no_kept_tokens_mean_the_whole_vocabulary():
     hidden, weight, targets, *_ = make_inputs(24)
     full = linear_log_probs(hidden, weight, targets)
     no_columns = torch.empty(24, 0, dtype=torch.int64)
-    with_no_columns = linear_log_probs(hidden, weight, targets, kept_tokens=no_columns)
+    with_no_columns = linear_log_probs(hidden, weight, targets, candidate_ids=no_columns)
     for actual, expected in zip(with_no_columns, full):
         assert torch.equal(actual, expected)
 

@@ -56,7 +56,7 @@ def test_dry_run_counts_what_waits_in_host_memory(folder):
         model = f"model.path={folder / 'qwen3'}"
         settings = load("ppo.yaml", [model, "data.train_files=unused", *pairs])
         (sizes,) = estimate_gib(settings, 1, device_type, role)
-        return sizes.get("waits in pinned host memory", 0.0), sizes.get("parameters", 0.0)
+        return sizes.get("offloaded to host memory", 0.0), sizes.get("parameters", 0.0)
 
     waiting, parameters = waits("actor")
     assert waiting == pytest.approx(3 * parameters)
