@@ -1,12 +1,12 @@
-"""Generate responses with vLLM, grade them, and hand their tokens to the ranks that train on them.
+"""Generate responses with vLLM, grade them, and send their tokens to the ranks that train on them.
 
     drawing    prompts -> graded responses: assign, generate, grade, share
-    responses  the tokens of one batch of requests, in arrays
-    samples    graded responses, from which one step learns
-    sharing    moves tokens to the ranks that train on them
-    records    writes samples for people
-    exchange   sums of tensors and lists of objects over all ranks
-    vllm/      the engine that generates
+    responses  the responses to one batch of requests, as arrays
+    samples    graded responses that one step learns from
+    sharing    sends tokens to the ranks that train on them
+    records    writes samples to files that people read
+    exchange   sums tensors, and gathers objects, over all ranks
+    vllm/      the engine that generates responses
     grading/   worker processes that call the reward function
 
 Advantages and losses are in rl/ and algorithms/.

@@ -1,8 +1,8 @@
-"""Prompts -> responses -> scores, in four steps: assign, generate, grade, share.
+"""Draw graded responses to prompts, in four steps: assign, generate, grade, share.
 
-Prompts are assigned to replicas of vLLM. Each replica generates its responses, and all of its ranks
-receive them. Each rank grades some of these responses, and keeps their tokens and texts. Lengths,
-scores and other per-response numbers are then shared with all ranks.
+Each prompt is assigned to a replica of vLLM. A replica generates its responses, and all of its
+ranks receive them. Each rank grades some of these responses, and keeps their tokens and texts.
+Finally, lengths, scores and other numbers of each response are shared with all ranks.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Request:
 
     dataset      the prompts
     rows         the rows of the dataset to respond to; each gets one group of responses
-    sampling     the group `rollout` or `validation` of the configuration: n, temperature, ...
-    seed         distinguishes draws. Together with the row and the number of a response in its
-                 group, it determines the response, however many ranks there are
+    sampling     the section `rollout` or `validation` of the configuration: n, temperature, ...
+    seed         differs between draws. A response depends only on this seed, its row, and its
+                 number in its group, on any number of ranks
     first_group  the number of the first group
     """
 
@@ -52,10 +52,10 @@ class Request:
 class Assignment:
     """The ranks that draw and grade the n responses, in the order of their rows.
 
-    position  [n] int64: the prompt of each response, as a position in the request's rows
-    owner     [n] int64: the rank that grades a response, and keeps its tokens
-    replica   [r] int64: indices, among the n, of the responses of this rank's replica
-    held      [r] bool: whether this rank keeps a response of its replica
+    position  [n] int64: the prompt of each response, as an index into the request's rows
+    owner     [n] int64: the rank that grades each response and keeps its tokens
+    replica   [r] int64: which of the n responses this rank's replica generates
+    held      [r] bool: which of these r responses this rank keeps
     """
 
     position: Tensor
@@ -71,7 +71,7 @@ class Generation:
     batch      prompts and responses, packed
     truncated  [r] bool: whether a response reached max_tokens
     prompts    the prompt of each response
-    seconds    [ranks] fp32: this rank's time for generation; 0 for other ranks
+    seconds    [ranks] fp32: the time that this rank spent on generation; 0 for other ranks
     metrics    metrics of speculative decoding
     """
 
@@ -87,9 +87,9 @@ class Graded:
     """The m responses that this rank keeps, and their results.
 
     index             [m] int64: their indices among the n responses
-    response_lengths  [m] int64: number of tokens that the model sampled
-    results           rewards and failures; None if a response was not graded, which happens after
-                      too many failures
+    response_lengths  [m] int64: the number of tokens that the model sampled
+    results           rewards and failures; None for responses that were not graded, because there
+                      were too many failures
     """
 
     index: Tensor
@@ -103,9 +103,9 @@ class Graded:
 
 @dataclass(frozen=True)
 class ResponseNumbers:
-    """The numbers that every rank knows of each response: float64 tensors, one entry per response.
+    """Numbers of each response that all ranks know: float64 tensors with one entry per response.
 
-    is_graded  1 if there is a reward; otherwise score and parts are 0
+    is_graded  1 for a response with a reward; otherwise score and parts are 0
     parts      the parts of the reward, by name
     """
 
@@ -118,7 +118,7 @@ class ResponseNumbers:
 
     @staticmethod
     def of(graded: Graded, part_names: Sequence[str]) -> ResponseNumbers:
-        """Return the numbers of the m responses of this rank."""
+        """Return the numbers of this rank's m responses."""
         rewards = [r if isinstance(r, Reward) else None for r in graded.results]
         parts = {}
         for name in part_names:
@@ -135,9 +135,9 @@ class ResponseNumbers:
     def on_all_ranks(
         self, index: Tensor, num_responses: int, group: dist.ProcessGroup | None
     ) -> ResponseNumbers:
-        """Exchange numbers between ranks, and return those of all responses.
+        """Gather the numbers of all responses from all ranks.
 
-        index: [m] int64, the indices of this rank's responses among all of them.
+        index: [m] int64, the indices of this rank's responses among all responses.
         """
         columns = [
             self.length,
@@ -171,7 +171,7 @@ class Sampler:
     grader            the processes that call the reward function
     tokenizer         decodes responses
     host_group        gloo group of all ranks
-    max_failure_rate  grading ends early when more than this share of a draw has failed
+    max_failure_rate  grading stops when more than this fraction of a draw has failed
     """
 
     rollout: Rollout
@@ -183,9 +183,9 @@ class Sampler:
     def draw(self, request: Request, profiler: Profiler) -> Samples:
         """Return the responses to a request, generated by all replicas and graded by all ranks.
 
-        Called by all ranks. Every rank gets the numbers of all responses; the tokens and the text
-        of a response are only on the rank that graded it. Responses that could not be graded are
-        listed only as failures.
+        Called by all ranks. Every rank gets the numbers of all responses, but the tokens and the
+        text of a response are only on the rank that graded it. Responses that could not be graded
+        appear only in the list of failures.
         """
         assignment = assign(request, self.rollout)
         with profiler.stage("rollout_generate", self.rollout):
@@ -245,7 +245,7 @@ class Sampler:
         return Graded(index, batch, texts, prompts, truncated, response_lengths, results)
 
     def agree_on_parts(self, index: Tensor, results: list[Result | None]) -> None:
-        """Make all ranks expect the parts that the first reward of the run has."""
+        """Let all ranks expect the same parts as in the first reward of the run."""
         if self.grader.parts is not None:
             return
         rewards = [
@@ -261,8 +261,8 @@ class Sampler:
     ) -> tuple[Samples, Tensor]:
         """Share the numbers of all responses with all ranks.
 
-        Returns samples of all n responses, and whether each of them has been graded, [n] bool. Also
-        records the mean length of the responses to each row in the dataset.
+        Returns samples of all n responses, and which of them were graded: [n] bool. Also records
+        the mean length of the responses to each row in the dataset.
         """
         failures = self.all_failures(graded)
         num_responses = len(assignment.owner)
@@ -309,8 +309,8 @@ class Sampler:
 def assign(request: Request, rollout: Rollout) -> Assignment:
     """Divide the prompts over the replicas, and the responses of a replica over its ranks.
 
-    Replicas finish at about the same time if responses are as long as in the last draw. A group
-    stays on one rank, for reward functions that grade whole groups.
+    If responses are as long as in the previous draw, all replicas finish at about the same time. A
+    group stays on one rank, for reward functions that grade whole groups.
     """
     num_prompts = len(request.rows)
     ranks_per_replica = dist.get_world_size() // rollout.num_replicas

@@ -1,4 +1,4 @@
-"""Exchange data between ranks on the host: sums of tensors, and small Python objects."""
+"""Exchange data between ranks through host memory: sums of tensors, and small Python objects."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def sum_over_ranks(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Replace x by its sum over all ranks, and return it. A single process keeps its x."""
+    """Sum x over all ranks in place, and return it. Without a process group, x stays the same."""
     if dist.is_initialized():
         dist.all_reduce(x, group=group)
     return x
@@ -16,7 +16,7 @@ def sum_over_ranks(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 def gather_on_all_ranks(items: list, group: dist.ProcessGroup | None) -> list:
     """Return the items of all ranks, in the order of the ranks, on every rank.
 
-    Meant for few items.
+    Use this only for a few items.
     """
     items_of_rank = [None] * dist.get_world_size()
     dist.all_gather_object(items_of_rank, items, group=group)
@@ -26,7 +26,7 @@ def gather_on_all_ranks(items: list, group: dist.ProcessGroup | None) -> list:
 def gather_on_first_rank(
     items: list[tuple[int, Any]], group: dist.ProcessGroup | None
 ) -> list[Any]:
-    """Return the items of all ranks, sorted by their positions, on rank 0; an empty list elsewhere.
+    """Gather the items of all ranks on rank 0, sorted by position. Other ranks get an empty list.
 
     items: pairs of a position and an item.
     """

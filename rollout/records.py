@@ -11,19 +11,20 @@ from engines.parallel.device import on_rank0
 from rollout.exchange import gather_on_first_rank
 from rollout.samples import Samples
 
-# Maximum number of characters of a row's value in a file of samples, and of a text in a table.
+# The maximum length in characters of a row's value in a file of samples, and of a text in a table.
 MAX_WRITTEN = 2000
 
 
 def write_samples(samples: Samples, path: Path, group: dist.ProcessGroup | None = None) -> None:
-    """Write one JSON object per response, including the row of the data file, and one per failure.
+    """Write one JSON object per response, with its row of the data file, and one per failure.
 
     Long values of a row are cut to MAX_WRITTEN characters. Called by all ranks; rank 0 writes.
+
     group: gloo group of all ranks.
     """
     groups = samples.group.tolist()
     held = samples.held.tolist()
-    # Shorten each row only once, however many responses its prompt has.
+    # Shorten each row only once, not once per response.
     prompt_of_group = {groups[i]: prompt for i, prompt in zip(held, samples.prompts)}
     row_of_group = {g: shorten_row(prompt.row) for g, prompt in prompt_of_group.items()}
     lines = []
@@ -68,10 +69,10 @@ def failure_lines(samples: Samples) -> list[dict]:
 
 
 def examples(samples: Samples, num_rows: int, group: dist.ProcessGroup | None = None) -> list[dict]:
-    """Return the first response to each of the first num_rows prompts, for a table.
+    """Return a table with the first response to each of the first num_rows prompts.
 
-    The columns are question, response, answer (if the row has one) and score. Texts are cut to
-    MAX_WRITTEN characters. Called by all ranks; rank 0 gets the rows.
+    Its columns are question, response, answer (if the row has one) and score. Texts are cut to
+    MAX_WRITTEN characters. Called by all ranks; rank 0 gets the rows of the table.
     """
     first_of_group: dict[int, int] = {}
     for i, number in enumerate(samples.group.tolist()):
@@ -96,7 +97,7 @@ def example(prompt: Prompt, response: str, score: float) -> dict:
 
 
 def write_lines(path: Path, lines: list[str]) -> None:
-    """Write lines of ASCII to a file. Its directory is created if it is missing."""
+    """Write lines of ASCII to a file, whose directory is created if necessary."""
     text = "".join(line + "\n" for line in lines)
     with disk.writing(path, len(text)):
         path.parent.mkdir(exist_ok=True)
@@ -112,7 +113,7 @@ def cut(text: str) -> str:
 
 
 def shorten_row(row: dict) -> dict:
-    """Return the row with large values, such as megabytes of test cases, replaced by cut texts."""
+    """Return the row with its large values cut, for example megabytes of test cases."""
     shortened = {}
     for key, value in row.items():
         text = value if isinstance(value, str) else json.dumps(value)

@@ -1,4 +1,4 @@
-"""The responses to one batch of requests, in arrays: tokens never become Python objects."""
+"""The responses to one batch of requests, as arrays: tokens never become Python objects."""
 
 import mmap
 import warnings
@@ -16,7 +16,7 @@ MIN_COVERAGE = 0.99
 
 
 class Responses:
-    """Responses to n requests, which grow a token at a time.
+    """Responses to n requests, to which tokens are appended one at a time.
 
     tokens      int32 [n, max_tokens]; only the first lengths[i] tokens of row i are valid
     log_probs   fp32 [n, max_tokens]
@@ -34,7 +34,7 @@ class Responses:
         self.lengths = np.zeros(n, np.int64)
 
     def append(self, rows: np.ndarray, token_ids: np.ndarray, log_probs: np.ndarray) -> None:
-        """Append one token to each of these rows, which must be distinct.
+        """Append one token to each of these rows. No row may occur twice.
 
         token_ids, log_probs: [len(rows), 1 + num_candidates]; vLLM lists the token that was drawn
         first, followed by the num_candidates most likely ones.
@@ -95,9 +95,9 @@ class Responses:
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype) -> np.ndarray:
-    """Return zeros that take memory only where they are written to.
+    """Return an array of zeros that takes up memory only where it is written to.
 
-    Few responses reach max_tokens.
+    This saves memory, because few responses reach max_tokens.
     """
     num_elements = int(np.prod(shape))
     num_bytes = num_elements * np.dtype(dtype).itemsize

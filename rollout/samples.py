@@ -1,7 +1,7 @@
-"""Samples: graded responses, from which one step of reinforcement learning learns.
+"""Samples: the graded responses that one step of reinforcement learning learns from.
 
-Every rank knows the score, the lengths and the prompt's number of each response. Its tokens and its
-text are on one rank only.
+Every rank knows the score, the lengths and the group of each response, but its tokens and its text
+are only on one rank.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ class Samples:
     prompts     the m prompts
     owner       [n] int64: the rank that holds the tokens and the text of each response
     rank        this rank
-    lengths     [n] int64: number of tokens of prompt and response
-    response_lengths  [n] int64: number of tokens that the model sampled
-    group       [n] int64: the number of each response's prompt within the step
+    lengths     [n] int64: the number of tokens of prompt and response together
+    response_lengths  [n] int64: the number of tokens that the model sampled
+    group       [n] int64: the number of the group; the responses to one prompt are a group
     scores      [n] fp32: the scores from the reward function
     truncated   [n] bool: whether a response reached max_tokens
     failures    the responses of all ranks that could not be graded; they are not among the n
-    num_drawn   number of responses drawn in total, including greedy ones and those left out
-    baseline    [n] fp32: the score of a greedy response to the same prompt, if the advantage
-                estimator reads it
-    metrics     metrics of all drawn responses, including those left out
-    parts       [n] fp32 each, by name: the parts of the scores, which are their weighted sums;
-                empty if the reward function returns a single number
+    num_drawn   the number of all drawn responses, including greedy ones and those that were dropped
+    baseline    [n] fp32: the score of a greedy response to the same prompt; None if the advantage
+                estimator does not use it
+    metrics     metrics of all drawn responses, including those that were dropped
+    parts       name -> [n] fp32: the named parts of the scores. A score is the weighted sum of its
+                parts. Empty if the reward function returns a single number
     rows        [n] int64: the dataset row of each response, if prompts have images
     """
 
@@ -65,12 +65,12 @@ class Samples:
 
     @property
     def held(self) -> Tensor:
-        """Indices, among the n, of the m responses that this rank holds: [m] int64."""
+        """Which of the n responses this rank holds, as indices: [m] int64."""
         return (self.owner == self.rank).nonzero()[:, 0]
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors with an entry for each of the n responses, by field name."""
+        """The tensors with one entry for each of the n responses, by field name."""
         return {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
 
     def select(self, keep: Tensor) -> Samples:
@@ -88,7 +88,7 @@ class Samples:
     def with_baseline(self, greedy: Samples) -> Samples:
         """Return these samples with the scores of greedy responses as their baseline.
 
-        greedy: one response per prompt. Groups whose greedy response failed are left out.
+        greedy: one response per prompt. If it could not be graded, its group is dropped.
         """
         score_of_group = dict(zip(greedy.group.tolist(), greedy.scores.tolist()))
         scores = [score_of_group.get(group, math.nan) for group in self.group.tolist()]
@@ -104,9 +104,9 @@ class Samples:
     def mini_batches(self, num_prompts: int) -> Tensor:
         """Return the mini-batch of each response: [n] int64.
 
-        A mini-batch has the responses to num_prompts neighbouring prompts. If num_prompts does not
-        divide the number of prompts, mini-batches have nearly equal sizes of at most num_prompts:
-        otherwise the last few prompts would get a whole optimizer step.
+        A mini-batch has the responses to num_prompts consecutive prompts. If num_prompts does not
+        divide the number of prompts, mini-batches have nearly equal sizes of at most num_prompts.
+        Otherwise, the few prompts that remain would get an optimizer step of their own.
         """
         prompts, index = self.group.unique(return_inverse=True)
         num_mini_batches = -(-len(prompts) // num_prompts)

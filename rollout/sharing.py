@@ -1,9 +1,9 @@
-"""Divide a step over the ranks: move tokens to the ranks that train on them, and exchange numbers.
+"""Divide a step over the ranks: send tokens to the ranks that train on them, and exchange numbers.
 
-Tokens move once, from the rank that drew a response to the ranks that train on it. Otherwise, ranks
-exchange only a few numbers per response, so a rank's host memory hardly grows with the number of
-ranks. Sums over the step are sums of these numbers in the order of the responses, so they are
-bit-identical however the responses are divided.
+Tokens are sent once, from the rank that drew a response to the ranks that train on it. Apart from
+that, ranks exchange only a few numbers per response, so the host memory that a rank needs hardly
+grows with the number of ranks. These numbers are always summed in the order of the responses, so
+the sums are bit-identical however the responses are divided.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from rollout.samples import Samples
 
 @dataclass
 class Share:
-    """The m of a step's n responses on which this rank trains.
+    """The m responses that this rank trains on, out of the n responses of a step.
 
     batch         their tokens, one mini-batch after another
     indices       [m] int64: their indices among the n responses
     mini_batches  [n] int64: the mini-batch of each response
-    plans         the division of each mini-batch. All passes over it have the same micro-batches,
-                  so the ratio is exactly 1 before the first update
-    is_reporter   [m] bool: whether this rank reports the numbers of a response to the other ranks;
-                  the first rank that trains on the response does
-    group         group of all ranks, for tensors on the host; None: the default group, if any
+    plans         the division of each mini-batch. It is the same in all passes over a mini-batch,
+                  so the probability ratio is exactly 1 before the first update
+    is_reporter   [m] bool: whether this rank reports the numbers of a response to the other ranks:
+                  it does if it is the first rank that trains on the response
+    group         the group of all ranks for tensors in host memory; None: the default group
     """
 
     batch: Batch
@@ -54,9 +54,9 @@ class Share:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The metrics of the plans: sums of perf/cp_*, which count tokens, and means of the others.
+        """The metrics of the plans: perf/cp_* are summed, and the mean of all others is taken.
 
-        perf/cp_{size} is the number of tokens that groups of that many ranks have worked on.
+        perf/cp_{size} is the number of tokens that groups of that size have worked on.
         """
         metrics = {}
         for name in self.plans[0].metrics:
@@ -66,7 +66,7 @@ class Share:
         return metrics
 
     def repeat_on_tokens(self, x: Tensor) -> Tensor:
-        """Repeat the number of each response, x [n], on all its tokens in this share: [T]."""
+        """Repeat the number of each response, x [n], for each of its tokens in this share: [T]."""
         return torch.repeat_interleave(x[self.indices], self.batch.cu_seqlens.diff())
 
     def gather_responses(self, x: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ class Routes:
     """The data-parallel ranks that train on each response.
 
     plans         the plans of the mini-batches
-    first, count  [n] int64: the data-parallel ranks are first, ..., first + count - 1
+    first, count  [n] int64: data-parallel ranks first : first + count train on a response
     """
 
     plans: list[Plan]
@@ -99,19 +99,19 @@ class Routes:
 def divide(
     samples: Samples, mini_batches: Tensor, engine: Engine, group: dist.ProcessGroup | None = None
 ) -> Share:
-    """Move the tokens of a step to the ranks that train on them.
+    """Send the tokens of a step to the ranks that train on them.
 
     mini_batches: [n] int64, the mini-batch of each response. Called by all ranks.
     """
     dp_rank_of_rank = gather_dp_ranks(engine, group)
     routes = plan_mini_batches(samples, mini_batches, engine, group)
     arriving = routes.reach(engine.dp_rank).nonzero()[:, 0]
-    # Sort by the sending rank: responses arrive in this order.
+    # Sort by sending rank: this is the order in which responses arrive.
     arriving = arriving[samples.owner[arriving].argsort(stable=True)]
     batch = exchange_tokens(samples, routes, dp_rank_of_rank, arriving, group)
     order = (mini_batches[arriving] * len(samples) + arriving).argsort()
     indices = arriving[order]
-    # Ranks with the same dp_rank have the same responses: only the first of them reports.
+    # Ranks with the same dp_rank have the same responses; only the first of these ranks reports.
     is_first_of_dp_rank = dp_rank_of_rank.index(engine.dp_rank) == dist.get_rank()
     is_reporter = (routes.first[indices] == engine.dp_rank) & is_first_of_dp_rank
     return Share(batch.select(order), indices, mini_batches, routes.plans, is_reporter, group)
@@ -128,7 +128,7 @@ def gather_dp_ranks(engine: Engine, group: dist.ProcessGroup | None) -> list[int
 def plan_mini_batches(
     samples: Samples, mini_batches: Tensor, engine: Engine, group: dist.ProcessGroup | None
 ) -> Routes:
-    """Divide each mini-batch over data-parallel ranks, so that they have equal work."""
+    """Divide each mini-batch over the data-parallel ranks so that all have about equal work."""
     image_flops = torch.zeros(len(samples), dtype=torch.float64)
     if samples.batch.image_store:
         own_flops = engine.image_flops(samples.batch)
@@ -155,7 +155,7 @@ def exchange_tokens(
 ) -> Batch:
     """Send the responses that this rank holds, and return those that it trains on.
 
-    arriving: indices, among the n, of the responses that arrive, in the order of their arrival.
+    arriving: the indices of the responses that this rank receives, in the order of their arrival.
     """
     held = samples.held
     leaving = [routes.reach(dp_rank)[held].nonzero()[:, 0] for dp_rank in dp_rank_of_rank]

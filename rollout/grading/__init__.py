@@ -1,4 +1,4 @@
-"""Call reward functions, which may raise, hang, crash or take all memory, in worker processes.
+"""Call reward functions in worker processes, since they may raise, hang, crash or fill the memory.
 
 grader.py sends samples to workers and collects their rewards; process.py starts and controls one
 worker; worker.py is the program that a worker runs; signature.py binds the parameters of a reward
