@@ -95,8 +95,8 @@ def ensure_cached(
         return folder
     if existed:
         print(
-            f"data: {folder} is written again, because it is damaged or the files that it was "
-            "made from have changed",
+            f"data: {folder} is damaged, or the files that it was made from have changed: "
+            "writing it again",
             flush=True,
         )
         shutil.rmtree(folder, ignore_errors=True)

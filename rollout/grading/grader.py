@@ -17,9 +17,9 @@ from omegaconf import DictConfig, OmegaConf
 from config import InputError
 from rollout.grading.process import Call, WorkerProcess
 
-# Seconds that an event loop may take to cancel a call whose time is up.
+# Seconds that an event loop may take to cancel a call that has timed out.
 EVENT_LOOP_DELAY = 5.0
-# Marks the frames of the worker's own program in a traceback.
+# Occurs in a traceback in every frame of the worker's own program.
 WORKER_FRAME = 'grading/worker.py", line '
 
 
@@ -28,8 +28,8 @@ class Reward:
     """The reward of one response.
 
     Attributes:
-        score: the number that the advantages are computed from.
-        parts: the named parts of the score, which is their weighted sum; empty if it has none.
+        score: the number that advantages are computed from.
+        parts: the named parts, whose weighted sum is the score. Empty if there are none.
     """
 
     score: float
@@ -41,7 +41,8 @@ class Failure:
     """A sample that could not be graded, which is not the same as a reward of 0.
 
     Attributes:
-        kind: raised, timed out, died, forged, not a number, not a list, missing part, other parts.
+        kind: raised, timed out, died, forged, not a number, not a list, missing part, or different
+            parts.
         trace: the traceback, or a sentence that describes the failure.
     """
 
@@ -52,7 +53,7 @@ class Failure:
 
     @property
     def summary(self) -> str:
-        """The kind and the error in one line, with the place in the user's file that raised it."""
+        """The kind and the error in one line, with the user's file and line that raised it."""
         _, _, user_frames = self.trace.rpartition(WORKER_FRAME)
         place = re.search(r'File "(.*)", line (\d+)', user_frames)
         after_last_frame = re.split(r'(?m)^  File ".*\n(?:  .*\n)*', self.trace)[-1]
@@ -66,7 +67,7 @@ Result = Reward | Failure
 
 
 class _Job:
-    """The calls of one `grade()`, shared by the threads that wait for workers."""
+    """The calls of one grade(), shared by the threads that wait for workers."""
 
     def __init__(self, items: Sequence[Item], calls: Iterator[Call], max_failures: float):
         self.items = items
@@ -77,7 +78,7 @@ class _Job:
         self._lock = threading.Lock()
 
     def next_calls(self, count: int) -> list[Call]:
-        """Take up to `count` of the remaining calls; none after too many failures."""
+        """Take up to `count` of the remaining calls, or none if there were too many failures."""
         taken = []
         with self._lock:
             while len(taken) < count and self._num_failures <= self._max_failures:
@@ -106,14 +107,14 @@ class _Job:
 
 
 class Grader:
-    """Worker processes that call one reward function, as configured in the group `reward`.
+    """Worker processes that call one reward function, as configured in the section `reward`.
 
-    The first worker starts in the constructor, so a function that cannot be imported or called
-    raises InputError at once. Other workers start when there is work for them, or to replace
-    workers that died. The function's output goes to {output_dir}/reward_output/rank_{rank}.txt.
+    The constructor starts the first worker, so a function that cannot be imported or called raises
+    InputError at once. More workers start when there is work for them, or to replace workers that
+    died. The function's output goes to {output_dir}/reward_output/rank_{rank}.txt.
 
     Args:
-        startup_timeout: seconds for starting Python and importing the function.
+        startup_timeout: the seconds allowed for starting Python and importing the function.
 
     Attributes:
         takes_groups: whether the function takes all responses of a group at once.
@@ -151,7 +152,7 @@ class Grader:
         """Return a notice about how the function is called, or "" if there is nothing to report.
 
         Raises:
-            InputError: the row lacks something that the function's parameters need.
+            InputError: the row lacks a value for one of the function's parameters.
         """
         request = {"check": True, "prompts": [""], "responses": [""], "rows": [row]}
         return self.idle[-1].query(request, self.startup_timeout)["notice"]
@@ -182,7 +183,7 @@ class Grader:
     def check_parts(
         self, items: Sequence[Item], results: Sequence[Result | None]
     ) -> list[Result | None]:
-        """Replace rewards by failures if their parts differ from those of the first reward.
+        """Turn rewards whose parts differ from those of the first reward into failures.
 
         A missing part is not the same as a part of 0.
         """
@@ -194,18 +195,18 @@ class Grader:
             if isinstance(result, Reward) and sorted(result.parts) != self.parts:
                 returned = ", ".join(sorted(result.parts)) or "none"
                 expected = ", ".join(self.parts) or "none"
-                trace = f"the function returned the parts {returned}, and at first {expected}"
+                trace = f"the function returned the parts {returned}, but at first {expected}"
                 result = Failure("different parts", trace, row, response)
             checked.append(result)
         return checked
 
     def close(self) -> None:
-        """End the workers."""
+        """End all workers."""
         while self.idle:
             self.idle.pop().kill()
 
     def _work(self, job: _Job) -> None:
-        """Grade calls of a job until none is left; a worker that dies is replaced."""
+        """Make calls of a job until none is left. Replaces a worker that dies."""
         worker: WorkerProcess | None = None
         while True:
             num_pending = len(worker.pending) if worker else 0
@@ -229,8 +230,7 @@ class Grader:
     def _handle_ending(self, worker: WorkerProcess, job: _Job) -> None:
         """Record the failure of the call that ended a worker.
 
-        If several calls were in flight, any of them may have ended it: grade each one again, by
-        itself.
+        If several calls were in flight, any of them may be the cause, so each is repeated alone.
         """
         calls = list(worker.pending.values())
         is_sure = len(calls) == 1 and worker.expired in (None, *worker.pending)
@@ -259,14 +259,14 @@ class Grader:
         try:
             return WorkerProcess(self.settings, self.startup_timeout)
         except InputError as error:
-            # The function was importable before, so this is not a mistake of the user.
+            # The function could be imported before, so this is not the user's mistake.
             raise RuntimeError(
-                f"a new process for reward.function={self.function} could not be started"
+                f"cannot start a new process for reward.function={self.function}"
             ) from error
 
 
 def check_reward_settings(reward: DictConfig) -> None:
-    """Check the values of reward.weights and reward.kwargs, and the variables of reward.env.
+    """Check the values in reward.weights and reward.kwargs, and the variables in reward.env.
 
     Raises:
         InputError: a value has the wrong type, or a variable is not set.
@@ -277,15 +277,19 @@ def check_reward_settings(reward: DictConfig) -> None:
     for name, value in reward.kwargs.items():
         if not isinstance(value, str):
             raise InputError(
-                f"reward.kwargs.{name}={value} must be a column of the rows, or a place in one: a.b"
+                f"reward.kwargs.{name}={value} must be the name of a column, or a path in one: "
+                "COLUMN.KEY"
             )
     for name in reward.env:
         if name not in os.environ:
-            raise InputError(f"reward.env names {name}, which is not set in the environment")
+            raise InputError(
+                f"reward.env names {name}, which is not set in the environment: set it, or remove "
+                "it from reward.env"
+            )
 
 
 def check_failures(failures: Sequence[Failure], num_samples: int, max_failure_rate: float) -> None:
-    """Raise InputError, with the first failure, if too many samples could not be graded."""
+    """Raise InputError, which shows the first failure, if too many samples were not graded."""
     if not failures or len(failures) <= max_failure_rate * num_samples:
         return
     first = failures[0]
@@ -293,6 +297,6 @@ def check_failures(failures: Sequence[Failure], num_samples: int, max_failure_ra
         f"{len(failures)} of {num_samples} samples ({len(failures) / num_samples:.1%}) could not "
         f"be graded, more than reward.max_failure_rate={max_failure_rate}; the first: "
         f"{first.summary}, "
-        f"for the response {first.response[:200]!r} (all failures are in failures.jsonl; what the "
-        "function printed is in reward_output/)"
+        f"for the response {first.response[:200]!r} (all failures are in failures.jsonl; the "
+        "function's output is in reward_output/)"
     )

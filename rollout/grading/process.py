@@ -1,11 +1,13 @@
 """Start a worker process, send it requests, and kill it if an answer takes too long.
 
-A worker (rollout/grading/worker.py) is a new program. It is not a fork, since this process holds an
-accelerator and threads, and it does not use multiprocessing, which would unpickle whatever the
-worker sends. A worker runs in its own session, so everything that it has started is killed with it.
-When memory runs out, the kernel kills workers first. They get only ENVIRONMENT and reward.env of
-the environment, so that no secret reaches them by accident. They still have the rights of this
-process: code that is not trusted needs a sandbox.
+A worker (rollout/grading/worker.py) is a new program. It is not a fork, because this process uses
+threads and an accelerator. It does not use multiprocessing, which would unpickle whatever the
+worker sends. A worker runs in its own session, so that all processes that it starts are killed with
+it. When memory runs out, the kernel kills workers first.
+
+So that no secret reaches a worker by accident, it gets only the environment variables in
+ENVIRONMENT and reward.env. It still has the permissions of this process: code that you do not trust
+needs a sandbox.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ from pathlib import Path
 from config import SECRET, InputError
 
 ROOT = Path(__file__).parents[2]
-# Variables with which programs find files, their language and the network. Variables that begin
-# with PYTHON or LC_ are passed on as well, unless they look like secrets.
+# Variables that programs need to find files and the network, and to choose a language. Variables
+# that begin with PYTHON or LC_ are passed on as well, unless they look like secrets.
 ENVIRONMENT = """
     PATH HOME USER LOGNAME SHELL LANG LANGUAGE TZ TMPDIR VIRTUAL_ENV CONDA_PREFIX
     LD_LIBRARY_PATH LD_PRELOAD XDG_CACHE_HOME HF_HOME HF_HUB_CACHE HF_HUB_OFFLINE NLTK_DATA
@@ -36,7 +38,7 @@ ENVIRONMENT = """
 """.split()
 MAX_ANSWER_BYTES = 2**26
 
-Call = list[int]  # indices of the samples that one call of the function grades
+Call = list[int]  # the indices of the samples that one call of the function grades
 
 
 @dataclass
@@ -52,12 +54,12 @@ class WorkerProcess:
 
     Attributes:
         ready: the worker's first answer, with takes_groups and is_async.
-        pending: token -> call, for requests without an answer so far.
-        expired: the token of the call whose time is up, or None.
-        ending: why the worker has ended; None while it runs.
+        pending: token -> call, for requests that were not answered yet.
+        expired: the token of the call that has timed out, or None.
+        ending: why the worker ended; None while it runs.
 
     Raises:
-        InputError: the function cannot be imported or called; the message says why.
+        InputError: the function cannot be imported or called. The message gives the reason.
     """
 
     def __init__(self, settings: dict, startup_timeout: float):
@@ -71,28 +73,27 @@ class WorkerProcess:
         self.ready = self.query(settings, startup_timeout)
 
     def _start(self, settings: dict) -> None:
-        # Nothing is written to this pipe. When this process ends, however it does, the pipe closes
-        # and the worker is killed.
-        its_end, self.lifeline = os.pipe()
-        # The worker's prints go to this file until its first call, when it opens the output file.
+        # Nothing is written to this pipe. It closes when this process ends for whatever reason, and
+        # then the worker is killed.
+        worker_end, self.lifeline = os.pipe()
+        # The worker prints to this file until its first call, when it opens the output file.
         with tempfile.TemporaryFile() as early_prints:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "rollout.grading.worker", str(its_end)],
+                [sys.executable, "-P", "-m", "rollout.grading.worker", str(worker_end)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=early_prints,
-                pass_fds=[its_end],
+                pass_fds=[worker_end],
                 start_new_session=True,
                 env=worker_environment(settings["env"]),
             )
-        os.close(its_end)
+        os.close(worker_end)
 
     def query(self, request: dict, seconds: float) -> dict:
         """Send a request and wait for its answer.
 
         Raises:
-            InputError: the answer is an error, or the worker ended. In both cases, the worker is
-                killed.
+            InputError: the answer is an error, or the worker has ended. The worker is killed.
         """
         self.send(request, seconds, [])
         received = self.receive()
@@ -115,13 +116,13 @@ class WorkerProcess:
         self.timers[token] = timer
         timer.start()
         line = json.dumps({**request, "token": token}).encode() + b"\n"
-        # If the worker has died since its last answer, the pipe is broken. receive() reports that.
+        # If the worker died after its last answer, the pipe is broken, which receive() will report.
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(line)
             self.process.stdin.flush()
 
     def receive(self) -> tuple[Call, dict] | None:
-        """Wait for the next answer; return (call, answer), or None if the worker has ended."""
+        """Wait for the next answer. Returns (call, answer), or None if the worker has ended."""
         line = self.process.stdout.readline(MAX_ANSWER_BYTES)
         try:
             answer = json.loads(line)
@@ -139,17 +140,17 @@ class WorkerProcess:
         return call, answer
 
     def expire(self, token: str, seconds: float) -> None:
-        """Kill the worker because the time of a call is up."""
+        """Kill the worker because a call has timed out."""
         self.expired = token
         self.ending = Ending("timed out", f"took more than {seconds:g} s")
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def kill(self, forged: bool = False) -> None:
-        """End the worker and all processes it started that are still in its session.
+        """End the worker, and the processes that it started unless they left its session.
 
         Args:
-            forged: whether something other than an answer has arrived.
+            forged: whether the worker sent something that is not an answer.
         """
         if not self.alive:
             return
@@ -157,7 +158,7 @@ class WorkerProcess:
         for timer in self.timers.values():
             timer.cancel()
             timer.join()
-        # The process has not been waited for yet, so no other process can have its pid.
+        # Nothing has waited for the process yet, so no other process can have its pid.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         code = self.process.wait()
@@ -166,13 +167,13 @@ class WorkerProcess:
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
         if forged:
-            self.ending = Ending("forged", "wrote into the pipe of the answers")
+            self.ending = Ending("forged", "wrote to the pipe for answers")
         elif not self.expired or code != -signal.SIGKILL:
             self.ending = Ending("died", describe_exit(code))
 
 
 def describe_exit(code: int) -> str:
-    """Describe an exit code, negative for a signal, as the end of a sentence."""
+    """Describe an exit code, which is negative for a signal, as the end of a sentence."""
     if code == -signal.SIGKILL:
         return "ended by signal SIGKILL (out of memory?)"
     if code < 0:
@@ -181,7 +182,7 @@ def describe_exit(code: int) -> str:
 
 
 def worker_environment(names: list[str]) -> dict[str, str]:
-    """Return the environment of a worker: ENVIRONMENT, and the variables of these names."""
+    """Return the environment of a worker: the variables in ENVIRONMENT and in `names`."""
 
     def is_passed_on(name: str) -> bool:
         if name in ENVIRONMENT or name in names:

@@ -1,7 +1,7 @@
-"""Bind the parameters of a reward function by their names, never by their positions.
+"""Bind the parameters of a reward function by name, never by position.
 
-Names are rankwise's, verl's or TRL's, or set in reward.kwargs for places in the row. Any other name
-is an error, since a function that gets a wrong argument would still return a score.
+A name is one of rankwise's, verl's or TRL's, or reward.kwargs binds it to a value in the row. Any
+other name is an error, since a function with a wrong argument would still return a score.
 """
 
 import inspect
@@ -12,7 +12,7 @@ from config import InputError
 
 # (prompt, response, row) -> the argument for one response
 Value = Callable[[str, str, dict], object]
-# The first of these that a row has is the ground truth of functions written for verl.
+# For functions written for verl, the first of these paths that a row has is the ground truth.
 GROUND_TRUTHS = ("reward_model.ground_truth", "ground_truth", "answer")
 # Columns that TRL does not pass on to reward functions.
 NOT_PASSED_BY_TRL = {"prompt", "completion", "completion_ids"}
@@ -25,9 +25,10 @@ class Convention:
     Attributes:
         response_name: the name of the parameter that gets the response.
         values: parameter -> function that computes its argument.
-        takes_groups: each argument is a list over all responses of a group.
-        takes_columns: all other parameters are columns of the rows.
-        is_verl: the function may return a dictionary with a "score", and texts for people.
+        takes_groups: whether each argument is a list with one entry per response of a group.
+        takes_columns: whether all other parameters are columns of the rows.
+        is_verl: whether the function may return a dictionary with a "score", and with texts that
+            are meant for people.
         notice: a description for the user, if the convention is not obvious.
     """
 
@@ -59,7 +60,7 @@ def ground_truth(row: dict):
 
 
 def trl_values(conversation_keys: list[str]) -> dict[str, Value]:
-    """Return TRL's parameters: lists of messages if the row's prompt is one, else strings."""
+    """Return TRL's parameters: lists of messages if the row's prompt is a list, else strings."""
 
     def messages_of(row: dict) -> list[dict] | None:
         candidates = (row.get(key) for key in conversation_keys)
@@ -82,26 +83,26 @@ def trl_values(conversation_keys: list[str]) -> dict[str, Value]:
 
 
 def conventions(conversation_keys: list[str]) -> dict[str, Convention]:
-    """Return the conventions, by their names for the response.
+    """Return the conventions, by the name of the parameter that gets the response.
 
     Args:
         conversation_keys: columns in which a prompt may be a list of messages.
     """
-    places = f"ground_truth is the row's {', else '.join(GROUND_TRUTHS)}"
+    source = f"ground_truth is the row's {', else '.join(GROUND_TRUTHS)}"
     known = [
         Convention("response", OURS),
         Convention(
             "responses", plural(OURS), takes_groups=True, notice="it gets all responses of a group"
         ),
         Convention(
-            "solution_str", VERL, is_verl=True, notice=f"it is called as verl does; {places}"
+            "solution_str", VERL, is_verl=True, notice=f"it is called as verl does; {source}"
         ),
         Convention(
             "solution_strs",
             plural(VERL),
             takes_groups=True,
             is_verl=True,
-            notice=f"it is called as verl does for a batch, which is a group here; {places}",
+            notice=f"it is called as verl does for a batch, which is a group here; {source}",
         ),
         Convention(
             "completions",
@@ -122,7 +123,7 @@ class Signature:
     """The parameters of a reward function, bound by name.
 
     Args:
-        kwargs: parameter -> a column of the row, or a place in one: "reward_model.ground_truth".
+        kwargs: parameter -> a column, or a path in one, such as "reward_model.ground_truth".
         conversation_keys: columns in which a prompt may be a list of messages.
 
     Raises:
@@ -147,7 +148,7 @@ class Signature:
     def _bind(self, kwargs: dict[str, str]) -> dict[str, Value]:
         for name in kwargs:
             if name not in self.names and not self.takes_all:
-                raise InputError(f"it has no parameter {name}, which reward.kwargs names")
+                raise InputError(f"it has no parameter {name}, but reward.kwargs sets it")
         values = dict(self.convention.values)
         for name, path in kwargs.items():
             values[name] = value_reader(path)
@@ -160,23 +161,23 @@ class Signature:
         unknown = positional_only or ([] if self.convention.takes_columns else unbound)
         if has_convention and not unknown:
             return
-        problem = "it names no parameter that is known"
+        problem = "none of its parameters is known"
         if unknown:
-            problem = f"its parameter {unknown[0]} is not known"
+            problem = f"its parameter {unknown[0]} is unknown"
             if has_convention:
-                problem += f" beside {self.convention.response_name}"
+                problem += f" in a function that takes {self.convention.response_name}"
         example = unknown[0] if unknown else "NAME"
         raise InputError(
-            f"{problem}: it may take prompt, response and row; or prompts, responses and rows, the "
-            "lists of a group; or the parameters of verl's or TRL's reward functions; or places of "
-            f"the row that reward.kwargs names, as in reward.kwargs.{example}=COLUMN"
+            f"{problem}: it may take prompt, response and row; or prompts, responses and rows, "
+            "which are lists over a group; or the parameters of verl's or TRL's reward functions; "
+            f"or values in the row, which you set with reward.kwargs.{example}=COLUMN"
         )
 
     def arguments(self, prompts: list[str], responses: list[str], rows: list[dict]) -> dict:
         """Return the arguments of a call for one response, or for all responses of a group.
 
         Raises:
-            InputError: a row lacks something that the function needs.
+            InputError: a row lacks a value for one of the function's parameters.
         """
         samples = list(zip(prompts, responses, rows, strict=True))
         arguments: dict[str, list] = {}
@@ -215,19 +216,19 @@ def is_required(parameter: inspect.Parameter) -> bool:
 def find_convention(
     names: list[str], kwargs: dict[str, str], known: dict[str, Convention]
 ) -> Convention | None:
-    """Return the convention of a function with these parameters.
+    """Return the convention of a function with these parameters, or None.
 
-    This is the convention whose name for the response is a parameter of the function. Failing that,
-    it is the first convention with any other name among the parameters, or rankwise's own if
-    reward.kwargs binds a parameter. Otherwise the result is None.
+    This is the convention whose name for the response is a parameter of the function. If there is
+    none, it is the first convention that has any parameter in common with the function, or
+    rankwise's own if reward.kwargs sets a parameter.
 
     Raises:
-        InputError: the function has the response under two names.
+        InputError: two parameters are names for the response.
     """
     own_names = [name for name in known if name in names and name not in kwargs]
     if len(own_names) > 1:
         raise InputError(
-            f"it takes {' and '.join(own_names)}, which are names for the same thing: leave one out"
+            f"it takes {' and '.join(own_names)}, which are names for the same argument: remove one"
         )
     if own_names:
         return known[own_names[0]]
@@ -247,26 +248,26 @@ def value_at(row: dict, path: str):
     """Return row["a"]["b"] for "a.b".
 
     Raises:
-        InputError: the row has no such value, or it is None. The message lists the row's places.
+        InputError: the row has no such value, or it is None. The message lists the row's paths.
     """
     value = row
     for key in path.split("."):
         value = value.get(key) if isinstance(value, dict) else None
     if value is None:
         raise InputError(
-            f"the row has no {path}, only {', '.join(paths_in(row))}: set "
-            "reward.kwargs.PARAMETER=COLUMN to take a parameter from another column"
+            f"the row has no {path}, only {', '.join(paths_in(row))}: to fill a parameter from "
+            "another column, set reward.kwargs.PARAMETER=COLUMN"
         )
     return value
 
 
 def paths_in(row: dict) -> list[str]:
-    """Return the names that `value_at` accepts for this row, down to the second level."""
-    places = []
+    """Return the paths that value_at() accepts for this row, down to the second level."""
+    paths = []
     for key, value in row.items():
         if value is None:
             continue
-        places.append(key)
+        paths.append(key)
         if isinstance(value, dict):
-            places += [f"{key}.{inner}" for inner in value if value[inner] is not None]
-    return places
+            paths += [f"{key}.{inner}" for inner in value if value[inner] is not None]
+    return paths

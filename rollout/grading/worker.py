@@ -1,8 +1,9 @@
-"""The program of a reward worker: it calls one reward function for rollout/grading/process.py.
+"""The program of a reward worker. It calls one reward function for rollout/grading/process.py.
 
-Requests come from standard input and answers go to standard output, one line of JSON each. A
-request has a random token, which its answer must repeat and which the function does not know. So
-the function, or a program that it starts, cannot forge an answer by writing to our descriptors.
+Requests are read from standard input and answers are written to standard output, one line of JSON
+each. A request contains a random token, which its answer must repeat. The function does not know
+the token, so neither the function nor a program that it starts can forge an answer by writing to
+our file descriptors.
 """
 
 import asyncio
@@ -25,24 +26,24 @@ from rewards import REWARDS, find
 from rollout.grading.signature import Signature
 
 FP32_MAX = (2 - 2**-23) * 2.0**127
-MAX_PRINTED_BYTES = 2**20  # kept of the output before the first call
+MAX_PRINTED_BYTES = 2**20  # of the output before the first call, this much is kept
 
 
 def main(lifeline: int) -> None:
     """Answer requests until standard input ends.
 
-    The first request holds the settings: the group `reward`, and additions by Grader.
+    The first request contains the settings: the section `reward`, and what Grader adds to it.
     """
     die_with_parent(lifeline)
     ignore_signals()
     faulthandler.enable()
-    # The function must neither read the requests nor print among the answers.
+    # The function must not read requests, and its output must not mix with the answers.
     requests = os.fdopen(os.dup(0))
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     sys.stdout = sys.stderr
-    # A process that the function leaves behind must not keep the pipe open.
+    # A process that outlives the worker must not keep the pipe open.
     os.register_at_fork(after_in_child=answers.close)
 
     def reply(token: str, **answer) -> None:
@@ -75,7 +76,7 @@ def serve(reward: "RewardFunction", requests, reply: Callable) -> None:
 
 
 async def serve_async(reward: "RewardFunction", requests, reply: Callable) -> None:
-    """Answer as many requests at a time as the parent sends, in one event loop."""
+    """Answer all requests that the parent sends concurrently, in one event loop."""
 
     async def respond(request: dict) -> None:
         if request["check"]:
@@ -85,7 +86,7 @@ async def serve_async(reward: "RewardFunction", requests, reply: Callable) -> No
         reply(request["token"], **answer)
 
     loop = asyncio.get_running_loop()
-    # Read in a separate thread: the function may use up the threads of the event loop.
+    # Read in a thread of its own: the function may occupy all threads of the event loop.
     reader = ThreadPoolExecutor(1)
     tasks = set()
     while line := await loop.run_in_executor(reader, requests.readline):
@@ -95,7 +96,7 @@ async def serve_async(reward: "RewardFunction", requests, reply: Callable) -> No
 
 
 class RewardFunction:
-    """The user's function, called with the parameters that it names.
+    """The user's function, called with the arguments that it has parameters for.
 
     Its return values become answers, one for each response of a call: {"score", "parts"}, or
     {"kind", "trace"} for a failure.
@@ -107,7 +108,7 @@ class RewardFunction:
         self.output: str | None = settings["output"]
         self.function = find(settings["function"])
         if inspect.isclass(self.function):
-            raise InputError(f"{self.name} is a class: name a function, or an object of the class")
+            raise InputError(f"{self.name} is a class: use a function, or an instance of the class")
         try:
             self.signature = Signature(
                 self.function, settings["kwargs"], settings["conversation_keys"]
@@ -118,10 +119,10 @@ class RewardFunction:
         self.is_async = any(inspect.iscoroutinefunction(f) for f in callables)
 
     def check(self, request: dict) -> dict:
-        """Check that a row has everything the function needs. Built-in functions are called.
+        """Check that a row has everything the function needs. Calls the function if it is built in.
 
         Returns:
-            {"error": message}, or {"notice": notice for the user, or ""}.
+            {"error": message}, or {"notice": a notice for the user, or ""}.
         """
         is_built_in = self.function in REWARDS.values()
         try:
@@ -130,7 +131,7 @@ class RewardFunction:
             if is_built_in:
                 self.function(**arguments)
         except (KeyError, ValueError) as error:
-            advice = "; rename the column, or name your own function" if is_built_in else ""
+            advice = "; rename the column, or use your own function" if is_built_in else ""
             return {"error": f"{self.name}: {error.args[0]}{advice}"}
         return {"notice": f"{self.name}: {notice}" if notice else ""}
 
@@ -169,7 +170,7 @@ class RewardFunction:
         return [self.answer(value) for value in values]
 
     def answer(self, value) -> dict:
-        """Turn what the function returned for one response into a score and its parts."""
+        """Turn the function's return value for one response into a score and its parts."""
         parts = value if isinstance(value, Mapping) else {}
         weights = self.settings["weights"]
         if parts and self.signature.convention.is_verl:
@@ -184,16 +185,16 @@ class RewardFunction:
             score = weighted_sum(parts, weights) if parts else value
             return {"score": finite(score), "parts": parts}
         except (TypeError, ValueError, OverflowError, RuntimeError):
-            problem = "not a number that is finite in fp32"
+            problem = "which is not a finite number in fp32"
             if parts:
-                problem = "whose parts and sum are not all numbers that are finite in fp32"
+                problem = "whose parts and sum are not all finite numbers in fp32"
             trace = f"the function returned {value!r:.200}, {problem}"
             return {"kind": "not a number", "trace": trace}
 
     def redirect_prints(self) -> None:
-        """Append all further output to the output file, beginning with the first call.
+        """At the first call, redirect all further output to the output file.
 
-        Output during the import is copied there first.
+        The output of the import is copied to the file first.
         """
         if self.output is None:
             return
@@ -217,13 +218,13 @@ def as_list(value) -> list:
 
 
 def numeric_parts(parts: Mapping) -> dict:
-    """Leave out the texts for people that functions written for verl may return."""
+    """Remove the texts for people that functions written for verl may return."""
     texts = (str, list, dict, type(None))
     return {name: part for name, part in parts.items() if not isinstance(part, texts)}
 
 
 def weighted_sum(parts: dict[str, float], weights: dict[str, float]) -> float:
-    """Return the weighted sum of the parts. Without any weights, every part has weight 1."""
+    """Return the weighted sum of the parts. If there are no weights, every weight is 1."""
     default = 0 if weights else 1
     return sum(weights.get(name, default) * part for name, part in parts.items())
 
@@ -234,10 +235,10 @@ def failures(request: dict, kind: str, trace: str) -> list[dict]:
 
 
 def finite(value) -> float:
-    """Convert a number, also of numpy or torch, to float. Text is rejected, even if it is numeric.
+    """Convert a number of Python, numpy or torch to float. Rejects text, even if it is numeric.
 
     Raises:
-        ValueError: the number is not finite in fp32.
+        ValueError: the value is text, or not finite in fp32.
     """
     is_text = isinstance(value, str | bytes | bytearray)
     number = math.nan if is_text else float(value)
@@ -249,18 +250,18 @@ def finite(value) -> float:
 def ignore_signals() -> None:
     """Ignore the signals that Slurm and terminals send to all processes: the parent handles them.
 
-    Programs that the reward function starts would inherit SIG_IGN, so use an empty handler.
+    This uses an empty handler, because programs that the function starts would inherit SIG_IGN.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda *_: None)
 
 
 def die_with_parent(lifeline: int) -> None:
-    """Have the kernel kill our process group when the other end of this pipe closes.
+    """Let the kernel kill our process group when the other end of this pipe closes.
 
     Asynchronous I/O works even while the function holds the interpreter's lock, for example in a
-    regular expression; a thread would not. PR_SET_PDEATHSIG would fire too early: when the thread
-    that started us ends.
+    regular expression. A thread would have to wait for the lock, and PR_SET_PDEATHSIG would fire
+    too early, when the thread that started this process ends.
     """
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
@@ -269,7 +270,7 @@ def die_with_parent(lifeline: int) -> None:
 
 
 def limit_memory(num_bytes: int) -> None:
-    """Limit this process's memory, and let the kernel kill it first when memory runs out.
+    """Limit this process's memory, and make it the first to be killed when memory runs out.
 
     Allocations beyond the limit raise MemoryError.
     """

@@ -998,7 +998,7 @@ def test_tokenizers_that_cannot_serve():
             return [0, *out] if tokenize else out
 
     odd = Prefixing(tokenizer_object=make_tokenizer().backend_tokenizer, chat_template=CHATML)
-    with pytest.raises(InputError, match="other ids"):
+    with pytest.raises(InputError, match="does not return the tokens of the rendered text"):
         encode({"messages": say("q", "a")}, ChatTokenizer(odd), options())
 
 

@@ -154,7 +154,7 @@ def test_names_of_files(make, tokenizer_dir, tmp_path):
     with pytest.raises(InputError, match=r"packed\.jsonl\.gz:3: the row is not JSON"):
         make(tmp_path / "packed.jsonl.gz")
     (tmp_path / "packed.jsonl.gz").write_bytes(b"not packed")
-    with pytest.raises(InputError, match=r"packed\.jsonl\.gz: cannot be read"):
+    with pytest.raises(InputError, match=r"packed\.jsonl\.gz: the file cannot be read"):
         make(tmp_path / "packed.jsonl.gz")
 
 
@@ -246,7 +246,7 @@ def test_unicode_line_separators_do_not_end_a_line(make, tokenizer_dir, tmp_path
 @pytest.mark.parametrize(
     "row, message",
     [
-        ('{"messages": [', "not JSON: Expecting value at column 15"),
+        ('{"messages": [', "the row is not JSON: Expecting value at column 15"),
         ("[1]", "the row must be an object, not list"),
         ({"text": "x"}, '"messages" is missing'),
         ({"messages": [{"role": "robot", "content": "x"}]}, "\"messages[0].role\" is 'robot'"),
@@ -294,7 +294,7 @@ def test_files_that_cannot_be_read(make, tmp_path):
         "bad.json": "cannot be read",
         "latin.jsonl": "cannot be read",
         "header.csv": "has no rows",
-        "none": "nor was it written by save_to_disk",
+        "none": "not written by save_to_disk",
         "*.jsonlines": "no such file",
     }.items():
         with pytest.raises(InputError, match=message) as raised:
@@ -404,8 +404,7 @@ def test_data_sets_in_common_shapes_are_read_as_they_are(
         ),
         (
             {"prompt": None, "n": 1},
-            '"messages" is missing; the row has n: name the column of messages in '
-            "data.messages_key",
+            '"messages" is missing; the row has n: set data.messages_key to the column of messages',
         ),
         (
             {"conversations": [{"from": "robot", "value": "q"}]},

@@ -306,7 +306,7 @@ def test_plain_text_without_a_chat_template(make, tmp_path):
 @pytest.mark.parametrize(
     "row, message",
     [
-        ('{"prompt": ', "not JSON: Expecting value at column 12"),
+        ('{"prompt": ', "the row is not JSON: Expecting value at column 12"),
         ('"q"', "the row must be an object, not str"),
         (
             {"text": "q"},

@@ -360,22 +360,22 @@ REJECTED = {
         lambda p, r, row: 0,
         {},
         {},
-        "its parameter p is not known beside response: it may take prompt,",
+        "its parameter p is unknown in a function that takes response: it may take prompt,",
     ),
-    "no names": (lambda *arguments: 0, {}, {}, "it names no parameter that is known: it may"),
-    "any names": (lambda **arguments: 0, {}, {}, "it names no parameter that is known: it may"),
-    "positions": (lambda prompt, response, row, /: 0, {}, {}, "its parameter prompt is not known"),
+    "no names": (lambda *arguments: 0, {}, {}, "none of its parameters is known: it may"),
+    "any names": (lambda **arguments: 0, {}, {}, "none of its parameters is known: it may"),
+    "positions": (lambda prompt, response, row, /: 0, {}, {}, "its parameter prompt is unknown"),
     "a name that is not in reward.kwargs": (
         lambda response, truth: 0,
         {"truth": 1},
         {},
-        "as in reward.kwargs.truth=COLUMN",
+        "which you set with reward.kwargs.truth=COLUMN",
     ),
     "one and many": (
         lambda prompt, responses: 0,
         {},
         {},
-        "its parameter prompt is not known beside responses",
+        "its parameter prompt is unknown in a function that takes responses",
     ),
     "two names for one thing": (
         lambda response, completions: 0,
@@ -387,7 +387,7 @@ REJECTED = {
         lambda response: 0,
         {},
         {"truth": "a"},
-        "it has no parameter truth, which reward.kwargs names",
+        "it has no parameter truth, but reward.kwargs sets it",
     ),
     "a missing column": (
         lambda response, truth: 0,
@@ -595,7 +595,7 @@ def test_numbers(shared):
     assert [r.kind for r in results] == ["not a number"] * len(bad)
     shown = ["nan", "inf", *bad[2:-1], "1" + "0" * 199]
     assert [r.trace for r in results] == [
-        f"the function returned {value}, not a number that is finite in fp32" for value in shown
+        f"the function returned {value}, which is not a finite number in fp32" for value in shown
     ]
     largest = torch.finfo(torch.float32).max
     assert grade(shared, repr(largest)) == [largest]
@@ -639,8 +639,8 @@ def test_parts_are_the_same_for_all(shared):
     kinds = [r.kind if isinstance(r, Failure) else r.score for r in results]
     assert kinds == ["raised", 3.0, 3.0, "different parts", "different parts"]
     assert results[3].row == {"row": 3}
-    assert results[3].trace == "the function returned the parts a, and at first a, b"
-    assert results[4].trace == "the function returned the parts none, and at first a, b"
+    assert results[3].trace == "the function returned the parts a, but at first a, b"
+    assert results[4].trace == "the function returned the parts none, but at first a, b"
     later = shared.check_parts(items[3:4], shared.grade(items[3:4], [0]))
     assert later[0].kind == "different parts", "in a later batch, too"
 
@@ -869,7 +869,7 @@ def test_grading_ends_when_too_many_have_failed(make, behave):
     [
         ("reward.weights.a=much", "reward.weights.a=much must be a number"),
         ("reward.weights.a=yes", "reward.weights.a=True must be a number"),
-        ("reward.kwargs.a=5", "reward.kwargs.a=5 must be a column of the rows"),
+        ("reward.kwargs.a=5", "reward.kwargs.a=5 must be the name of a column"),
         ("reward.kwargs.a=b", "exact_match: it has no parameter a"),
     ],
 )
@@ -884,7 +884,7 @@ def test_a_class_is_rejected_and_its_objects_are_called(make, tmp_path):
         "class Judge:\n    def __call__(self, response): return 0.5\njudge = Judge()\n"
     )
     with pytest.raises(
-        InputError, match="judge.py:Judge is a class: name a function, or an object of the class"
+        InputError, match="judge.py:Judge is a class: use a function, or an instance of the class"
     ):
         make(f"{tmp_path}/judge.py:Judge", 1, SLACK)
     with closing(make(f"{tmp_path}/judge.py:judge", 1, SLACK)) as grader:
@@ -899,7 +899,7 @@ def workers_of_this_process() -> set[int]:
 def test_a_worker_that_reports_an_error_is_ended(make, tmp_path):
     (tmp_path / "needs.py").write_text("def needs(response, truth): return 0.0\n")
     before = workers_of_this_process()
-    with pytest.raises(InputError, match="its parameter truth is not known"):
+    with pytest.raises(InputError, match="its parameter truth is unknown"):
         make(f"{tmp_path}/needs.py:needs", 1, SLACK)
     assert workers_of_this_process() == before
     grader = make(f"{tmp_path}/needs.py:needs", 1, SLACK, "reward.kwargs.truth=column")
