@@ -161,7 +161,7 @@ class Signature:
         unknown = positional_only or ([] if self.convention.takes_columns else unbound)
         if has_convention and not unknown:
             return
-        problem = "none of its parameters is known"
+        problem = "it has no known parameter"
         if unknown:
             problem = f"its parameter {unknown[0]} is unknown"
             if has_convention:

@@ -362,8 +362,8 @@ REJECTED = {
         {},
         "its parameter p is unknown in a function that takes response: it may take prompt,",
     ),
-    "no names": (lambda *arguments: 0, {}, {}, "none of its parameters is known: it may"),
-    "any names": (lambda **arguments: 0, {}, {}, "none of its parameters is known: it may"),
+    "no names": (lambda *arguments: 0, {}, {}, "it has no known parameter: it may"),
+    "any names": (lambda **arguments: 0, {}, {}, "it has no known parameter: it may"),
     "positions": (lambda prompt, response, row, /: 0, {}, {}, "its parameter prompt is unknown"),
     "a name that is not in reward.kwargs": (
         lambda response, truth: 0,
@@ -612,7 +612,7 @@ def test_named_parts(make, behave):
         assert results[1].kind == "not a number"
         assert results[1].summary == (
             "not a number: the function returned {'a': 1.0, 'b': None}, whose parts and sum are "
-            "not all numbers that are finite in fp32"
+            "not all finite numbers in fp32"
         )
     with closing(
         make(behave, 1, SLACK, "reward.weights.correct=2", "reward.weights.format=-0.5")
