@@ -111,8 +111,8 @@ def hint_at_columns(row: dict, options, with_response: bool) -> str:
         return f"{hint}: set {' '.join(settings)}"
     if with_response:
         hint += (
-            ": set data.messages_key to the column of messages, or data.prompt_key and "
-            "data.response_key to the columns of the two texts"
+            ": name the column of messages in data.messages_key, or the columns of prompt and "
+            "response in data.prompt_key and data.response_key"
         )
     return hint
 

@@ -1,10 +1,10 @@
-"""One LoRA adapter that vLLM keeps apart from a frozen base (model.lora.merge=false).
+"""One LoRA adapter that vLLM stores separately from a frozen base (model.lora.merge=false).
 
-Every request uses the adapter. The base may be the trainer's own memory.
+Every request uses the adapter. vLLM and the trainer may share the memory of the base.
 
-vLLM wraps the layers that have adapters. It fuses some of these layers: q, k and v, or gate and up,
-are one matrix in the base, with two or three adapters. The wrappers are found through the model's
-lora_manager.
+vLLM wraps the layers that have adapters. Some of these layers are fused: q, k and v, or gate and
+up, are one matrix in the base, but have two or three adapters. The model's lora_manager lists the
+wrappers.
 """
 
 from collections.abc import Iterator
@@ -30,26 +30,26 @@ ADAPTER_ID = 1  # vLLM's ids begin here; 0 stands for no adapter
 
 
 def has_separate_adapter(config: DictConfig) -> bool:
-    """Return whether vLLM keeps the adapter apart from the base, instead of merged into it."""
+    """Return whether vLLM stores the adapter separately instead of merging it into the base."""
     return config.model.lora.rank > 0 and not config.model.lora.merge
 
 
 def sharing_obstacle(config: DictConfig, world_size: int) -> str | None:
-    """Return why the trainer's frozen weights cannot be vLLM's own tensors.
+    """Return the reason why vLLM and the trainer cannot share the tensors of the frozen weights.
 
-    None means that nothing in the configuration prevents it.
+    Returns None if the configuration allows it.
     """
     if config.model_engine != "fsdp":
-        return f"model_engine={config.model_engine} keeps weights in another layout than vLLM"
+        return f"model_engine={config.model_engine} stores weights in a different layout than vLLM"
     tp_size = config.rollout.tensor_parallel_size
     if tp_size > 1:
         return f"rollout.tensor_parallel_size={tp_size} divides vLLM's weights"
     if expert_weights(model_on_meta(config)):
-        return "vLLM keeps experts in another layout"
+        return "vLLM stores experts in a different layout"
     if not is_replicated(config, world_size):
         return (
-            "not every rank holds all of the trainer's weights (several ranks do with "
-            "engine.fsdp_size=1 and without engine.cpu_offload)"
+            "the trainer's weights are sharded or offloaded (set engine.fsdp_size=1 and "
+            "engine.cpu_offload=false to keep all of them on every rank)"
         )
     if torch.accelerator.is_available() and torch.accelerator.current_accelerator().type == "npu":
         return "vLLM changes the layout of weights on an NPU"
@@ -57,7 +57,7 @@ def sharing_obstacle(config: DictConfig, world_size: int) -> str | None:
 
 
 def shares_base(config: DictConfig, world_size: int) -> bool:
-    """Return whether the trainer uses vLLM's weights as its frozen ones; then vLLM starts first."""
+    """Return whether the trainer uses vLLM's tensors as its frozen weights: vLLM starts first."""
     return (
         has_separate_adapter(config)
         and config.rollout.share_base != "never"
@@ -66,17 +66,17 @@ def shares_base(config: DictConfig, world_size: int) -> bool:
 
 
 def check_adapter(config: DictConfig, world_size: int) -> None:
-    """Raise InputError if vLLM cannot keep the adapter apart, or cannot share the base."""
+    """Raise InputError if vLLM cannot store the adapter separately, or cannot share the base."""
     share_base = config.rollout.share_base
     is_separate = has_separate_adapter(config)
     if share_base != "auto" and not is_separate:
         raise InputError(
-            f"rollout.share_base={share_base} does nothing without model.lora.rank above 0 and "
-            "model.lora.merge=false"
+            f"rollout.share_base={share_base} does nothing without model.lora.rank > 0 and "
+            "model.lora.merge=false: leave it out"
         )
     if is_separate and config.engine.compute_dtype == "float32" and torch.cuda.is_available():
         raise InputError(
-            "vLLM's CUDA kernels for adapters do not compute in float32: set "
+            "vLLM's CUDA kernels for adapters do not support float32: set "
             "engine.compute_dtype=bfloat16, or model.lora.merge=true"
         )
     if share_base == "always":
@@ -89,7 +89,7 @@ def adapter_arguments(config: DictConfig) -> dict:
     """Return the arguments of `vllm.LLM` for the adapter. Imports vLLM.
 
     Raises:
-        InputError: The adapter's rank is larger than vLLM supports.
+        InputError: vLLM does not support adapters of this rank.
     """
     from vllm.config.lora import MaxLoRARanks
 
@@ -98,7 +98,7 @@ def adapter_arguments(config: DictConfig) -> dict:
     sufficient_ranks = [vllm_rank for vllm_rank in vllm_ranks if vllm_rank >= rank]
     if not sufficient_ranks:
         raise InputError(
-            f"model.lora.rank={rank} is larger than vLLM's largest, {max(vllm_ranks)}: lower it, "
+            f"model.lora.rank={rank} is larger than vLLM supports ({max(vllm_ranks)}): lower it, "
             "or set model.lora.merge=true"
         )
     layers = {layer_of(name) for name in matrix_shapes(config)}
@@ -138,21 +138,20 @@ def lora_request():
 
 
 class LayoutError(Exception):
-    """vLLM keeps some weights in a layout that differs from the model's files."""
+    """The layout of some weights in vLLM differs from the layout in the model's files."""
 
 
 # vLLM-private: its public interface loads adapters from a directory of files. The class below
-# copies from memory instead, through the adapter manager of vLLM's model, into the buffers that
-# CUDA graphs read.
+# instead copies from memory to the buffers that CUDA graphs read, through vLLM's adapter manager.
 
 
 class Adapter:
-    """The adapter in vLLM's model on this rank. It never moves in memory: CUDA graphs read it."""
+    """The adapter in vLLM's model on this rank, at a fixed address, which CUDA graphs use."""
 
     def __init__(self, vllm_model: nn.Module, config: DictConfig):
         """
         Raises:
-            InputError: vLLM has no room for the adapter of a layer.
+            InputError: vLLM does not support the adapter of a layer.
         """
         self.vllm_model = vllm_model
         self.manager = vllm_model.lora_manager
@@ -165,7 +164,7 @@ class Adapter:
         missing = recorder.weights.keys() - recorder.copies.keys()
         if missing:
             raise InputError(
-                f"vLLM has no room for an adapter of {layer_of(min(missing))}: exclude it with "
+                f"vLLM does not support an adapter for {layer_of(min(missing))}: exclude it with "
                 "model.lora.exclude_modules, or set model.lora.merge=true"
             )
         self.copies = recorder.copies
@@ -184,9 +183,9 @@ class Adapter:
                 layer.set_lora(0, lora_a[0], lora_b[0])
 
     def register(self) -> None:
-        """Make an adapter of zeros the active one.
+        """Activate an adapter of zeros.
 
-        Needed at first, and after a reload of the base, which removes all adapters.
+        This is necessary at the start, and after reloading the base, which removes all adapters.
         """
         from vllm.lora.lora_model import LoRAModel
 
@@ -197,17 +196,18 @@ class Adapter:
         self.forget_mapping()
 
     def forget_mapping(self) -> None:
-        """Let the next step write the mapping from tokens to adapters again. Needed after a sleep.
+        """Make the next step write the mapping from tokens to adapters again, as after a sleep.
 
-        vLLM writes this mapping only if it has changed, but a sleep loses it.
+        vLLM writes this mapping only when it changes, but its memory is lost during a sleep.
         """
         self.manager._last_mapping = None
 
     def update(self, matrices: dict[str, Tensor]) -> None:
-        """Copy the matrices into vLLM's own buffers. Replaces the values of `matrices`.
+        """Copy the matrices into vLLM's own buffers. Modifies the dictionary `matrices`.
 
         Args:
-            matrices: As in Engine.export_adapter(). In vLLM, B includes the factor alpha / rank.
+            matrices: As in Engine.export_adapter(). In vLLM's buffers, B includes the factor
+                alpha / rank.
         """
         if matrices.keys() != self.copies.keys():
             raise RuntimeError(
@@ -223,18 +223,18 @@ class Adapter:
         for name, matrix in matrices.items():
             matrix = matrix.contiguous()
             for copy in self.copies[name]:
-                # The recorded source is a view of a matrix at the start of its memory. This matrix
-                # may start anywhere, as in the buffer of a collective.
+                # The recorded source is a view of a matrix that starts at offset 0 of its storage.
+                # This matrix may start at another offset, e.g. in the buffer of a collective.
                 offset = matrix.storage_offset() + copy.source.storage_offset()
                 source = matrix.as_strided(copy.source.size(), copy.source.stride(), offset)
                 destinations.append(copy.destination)
                 sources.append(source)
-        # One launch instead of one for each of hundreds of small matrices.
+        # One kernel launch instead of hundreds, one per small matrix.
         torch._foreach_copy_(destinations, sources)
 
     @contextmanager
     def unwrapped(self) -> Iterator[None]:
-        """Within this block, vLLM's layers have no wrappers, so weights have their usual names."""
+        """Within this block, remove the layers' wrappers, so weights have their usual names."""
         from vllm.lora.utils import replace_submodule
 
         for name, layer in self.manager.modules.items():
@@ -249,7 +249,7 @@ class Adapter:
         """Return {name in the model's files: a view of vLLM's tensor with that weight}.
 
         Raises:
-            LayoutError: vLLM keeps a weight in pieces, or in another shape or dtype.
+            LayoutError: vLLM stores a weight in pieces, or in a different shape or dtype.
         """
         shapes = {name: weight.shape for name, weight in self.model.named_parameters()}
         recorder = CopyRecorder(shapes, dtype)
@@ -260,11 +260,11 @@ class Adapter:
         for name, weight in recorder.weights.items():
             destinations = [copy.destination for copy in recorder.copies[name]]
             if len(destinations) != 1 or not has_layout_of(destinations[0], weight):
-                raise LayoutError(f"vLLM keeps {name} in another layout than its file")
+                raise LayoutError(f"vLLM stores {name} in a different layout than the model's file")
             views[name] = destinations[0]
         return views
 
 
 def has_layout_of(view: Tensor, weight: Tensor) -> bool:
-    """Return whether a view of vLLM's memory can hold a weight unchanged."""
+    """Return whether a view of vLLM's memory has the layout of a weight."""
     return view.shape == weight.shape and view.dtype == weight.dtype and view.is_contiguous()

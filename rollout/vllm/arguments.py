@@ -1,4 +1,4 @@
-"""The arguments of `vllm.LLM`, computed from the configuration. Nothing here changes any state."""
+"""Compute the arguments of `vllm.LLM` from the configuration. Nothing here changes any state."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ from rollout.vllm.capacity import CPU_KV_CACHE_GIB, max_num_seqs
 from rollout.vllm.sampling import NUM_TIES
 from rollout.vllm.versions import SUPPORTED, installed_version
 
-MAX_PREFILL_TOKENS = 8192  # tokens of prompts in one forward pass
+MAX_PREFILL_TOKENS = 8192  # prompt tokens in one forward pass, unless one prompt is longer
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ class Host:
     """The hardware and the vLLM release that a run uses.
 
     Attributes:
-        world_size: The number of ranks of the run.
+        world_size: The number of ranks in the run.
         device_type: "cpu", "cuda" or "npu".
         device_bytes: The device's memory; 0 for a CPU.
-        vllm_version: The installed vLLM's version, as in `versions.SUPPORTED`.
+        vllm_version: The version of the installed vLLM, as in `versions.SUPPORTED`.
     """
 
     world_size: int
@@ -54,15 +54,15 @@ def engine_arguments(config: DictConfig, host: Host, shares_base: bool) -> dict:
     """Return the arguments of `vllm.LLM`.
 
     Args:
-        shares_base: Whether the trainer's frozen weights are vLLM's own tensors.
+        shares_base: Whether vLLM and the trainer share the tensors of the frozen weights.
 
     Raises:
         InputError: vLLM does not support adapters of this rank.
     """
     num_seqs = max_num_seqs(config, host.world_size, host.device_bytes)
-    # vLLM for CPUs packs the output matrix. If it is tied to the embedding, an update would leave
-    # old weights in the packed copy. So it is untied and also gets the embedding's weights, unless
-    # it is the trainer's own tensor.
+    # On a CPU, vLLM packs a copy of the output matrix. If it were tied to the embedding, an update
+    # would leave old weights in this copy. So the output matrix is untied, and each update copies
+    # the embedding's weights into it. A shared base stays tied.
     hf_config = read_hf_config(config.model.path)
     is_tied = hf_config.tie_word_embeddings and shares_base
     arguments = model_arguments(config, is_tied)
@@ -89,7 +89,7 @@ def model_arguments(config: DictConfig, is_tied: bool = False) -> dict:
     """Return the arguments that describe the model and its requests.
 
     Args:
-        is_tied: Whether vLLM's output matrix is its embedding, if config.json ties them.
+        is_tied: Whether vLLM ties the output matrix to the embedding, if config.json does so.
     """
     max_tokens = max(config.rollout.max_tokens, config.validation.max_tokens)
     num_logprobs = max(config.rollout.top_k, config.validation.top_k) + NUM_TIES
@@ -99,9 +99,10 @@ def model_arguments(config: DictConfig, is_tied: bool = False) -> dict:
         "model": config.model.path,
         "max_model_len": config.data.max_prompt_length + max_tokens,
         "dtype": config.engine.compute_dtype,
-        # Only stop strings need text. The ids that end a response come from the model's files.
+        # Text is needed only to find stop strings. The ids that end a response are read from the
+        # model's files.
         "skip_tokenizer_init": not needs_text,
-        "logprobs_mode": "processed_logprobs",  # of the distribution that tokens are sampled from
+        "logprobs_mode": "processed_logprobs",  # those of the distribution that is sampled from
         "max_logprobs": num_logprobs,
         "seed": config.trainer.seed % 2**32,
         **modality_arguments(hf_config, is_tied, config.model.images),
@@ -111,8 +112,8 @@ def model_arguments(config: DictConfig, is_tied: bool = False) -> dict:
 def modality_arguments(hf_config, is_tied: bool, with_images: bool) -> dict:
     """Return the arguments that choose between a text model and a vision-language model.
 
-    A vision-language model without images in its data runs as a text model if vLLM has a class for
-    its text part, and otherwise without its vision tower.
+    Without images in the data, a vision-language model runs as a text model if vLLM has a class for
+    its text part. Otherwise it runs without its vision tower.
     """
     if hf_config.get_text_config() is hf_config:
         return {"hf_overrides": {"tie_word_embeddings": is_tied}}
@@ -134,11 +135,11 @@ def modality_arguments(hf_config, is_tied: bool, with_images: bool) -> dict:
 
 
 def standalone_text_class(hf_config) -> str | None:
-    """Return the name of vLLM's class for a model's text part alone, or None if it has none."""
+    """Return the name of vLLM's class for only the text part of a model, or None."""
     from vllm import ModelRegistry
 
     text_config = type(hf_config.get_text_config())
-    # transformers has no public function that returns the class for a configuration.
+    # transformers has no public function that maps a configuration to its class.
     text_class = AutoModelForCausalLM._model_mapping.get(text_config, None)
     if text_class and text_class.__name__ in ModelRegistry.get_supported_archs():
         return text_class.__name__
@@ -149,7 +150,7 @@ def memory_arguments(config: DictConfig, host: Host) -> dict:
     """Return the arguments that control the device's memory."""
     rollout = config.rollout
     if host.is_cpu:
-        # Profiling the memory that images need takes 14 s and has no effect on a CPU.
+        # Measuring the memory for images takes 14 s and has no effect on a CPU.
         arguments = {"skip_mm_profiling": True}
     else:
         arguments = {
@@ -172,8 +173,8 @@ def batch_arguments(config: DictConfig, num_seqs: int, max_model_len: int) -> di
         "max_num_batched_tokens": max(
             MAX_PREFILL_TOKENS, max_model_len, num_seqs * tokens_per_request
         ),
-        # A prompt cut into chunks draws too early from its request's random generator. On a CPU,
-        # vLLM crashes.
+        # If a prompt is cut into chunks, its request draws from the random generator too early, and
+        # on a CPU vLLM crashes.
         "enable_chunked_prefill": False,
     }
 
@@ -187,7 +188,7 @@ def graph_arguments(config: DictConfig, host: Host, num_seqs: int) -> dict:
     """Return the arguments that control CUDA graphs."""
     if is_eager(config, host.device_type):
         return {"enforce_eager": True}
-    # By default, vLLM captures no graphs for more than 512 tokens, and larger batches run eagerly.
+    # By default, vLLM captures graphs for at most 512 tokens, so larger batches would run eagerly.
     num_tokens = speculation.graph_tokens(num_seqs, mtp.num_drafted(config))
     return {
         "enforce_eager": False,
@@ -196,13 +197,13 @@ def graph_arguments(config: DictConfig, host: Host, num_seqs: int) -> dict:
 
 
 def architecture_limits(text_config, host: Host) -> dict:
-    """Return the arguments that work around vLLM's errors with some architectures."""
+    """Return the arguments that work around vLLM's limitations for some architectures."""
     arguments = {}
     if experts_per_token(text_config) and not host.is_cpu:
-        # Other backends keep experts in a layout in which their weights cannot be updated.
+        # Other backends store experts in a layout that cannot be updated.
         arguments["moe_backend"] = "triton"
     layer_types = getattr(text_config, "layer_types", None) or ()
     if RECURRENT_LAYER_TYPES & set(layer_types):
-        # vLLM caches the states of recurrent layers only if prompts are cut into chunks.
+        # vLLM can cache the states of recurrent layers only with chunked prompts.
         arguments["enable_prefix_caching"] = False
     return arguments

@@ -1,4 +1,4 @@
-"""How many responses one vLLM decodes at once."""
+"""Estimate how many responses one replica of vLLM can decode at once."""
 
 import torch
 from omegaconf import DictConfig
@@ -11,16 +11,16 @@ from engines.planning import round_up
 
 CPU_KV_CACHE_GIB = 1.0
 MAX_NUM_SEQS = 1024
-LOGIT_COPIES = 3  # fp32 copies of a response's logits that sampling holds at once
+LOGIT_COPIES = 3  # the fp32 copies of each response's logits that exist during sampling
 
 
 def max_num_seqs(config: DictConfig, world_size: int, device_bytes: int) -> int:
-    """Return rollout.max_num_seqs or, if it is null, as many sequences as fit in vLLM's memory.
+    """Return rollout.max_num_seqs or, if it is null, the number of sequences that fit in memory.
 
-    The result is at most MAX_NUM_SEQS, and at most the number of responses that one vLLM generates
-    in one draw. Memory is estimated for the longest prompt and half of rollout.max_tokens per
-    response; where this is too little, vLLM preempts some responses. Unless rollout.kv_cache_gib is
-    set, the logits of a response are added.
+    The result is at most MAX_NUM_SEQS, and at most the number of responses that a replica generates
+    in one draw. The estimate for each sequence is the KV cache of the longest prompt and of half of
+    rollout.max_tokens, plus the logits unless rollout.kv_cache_gib is set. If sequences need more,
+    vLLM preempts some of them.
 
     Args:
         device_bytes: The device's memory; 0 for a CPU.
@@ -43,7 +43,7 @@ def max_num_seqs(config: DictConfig, world_size: int, device_bytes: int) -> int:
 
 
 def kv_bytes_per_token(config: DictConfig, shape) -> int:
-    """Return the bytes of one token's keys and values on one rank, which has at least one head."""
+    """Return the bytes of a token's keys and values on one rank, which has at least one KV head."""
     dim = head_dim(shape)
     key_width = attention_widths(shape)[1]
     width_on_rank = max(dim, key_width // dim // config.rollout.tensor_parallel_size * dim)
@@ -52,10 +52,10 @@ def kv_bytes_per_token(config: DictConfig, shape) -> int:
 
 
 def weight_bytes(config: DictConfig) -> float:
-    """Return the bytes of the model's weights on one rank of a replica."""
+    """Return the bytes of the model's weights on each rank of a replica."""
     model = build_on_meta(
         read_hf_config(config.model.path), torch.float32, images=config.model.images
     )
-    num_numbers = sum(parameter.numel() for parameter in model.parameters())
+    num_elements = sum(parameter.numel() for parameter in model.parameters())
     itemsize = getattr(torch, config.engine.compute_dtype).itemsize
-    return num_numbers * itemsize / config.rollout.tensor_parallel_size
+    return num_elements * itemsize / config.rollout.tensor_parallel_size

@@ -1,4 +1,4 @@
-"""Finding out where vLLM's loaders copy weights, without loading any."""
+"""Find out where vLLM's loaders copy weights, without loading any."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -10,11 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 @dataclass(frozen=True)
 class Copy:
-    """A copy that a loader makes.
+    """A copy that a loader would make.
 
     Attributes:
         destination: A view of vLLM's memory.
-        source: A view, on the meta device, of the weight that goes there.
+        source: A view of the weight, on the meta device.
     """
 
     destination: Tensor
@@ -22,7 +22,7 @@ class Copy:
 
 
 class CopyRecorder(TorchDispatchMode):
-    """Within this context, copies of `weights` are recorded instead of made.
+    """Within this context, copies from `weights` are recorded but not made.
 
     Attributes:
         weights: {name: a tensor on the meta device}. Pass these to a loader.

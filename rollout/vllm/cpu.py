@@ -1,4 +1,4 @@
-"""Workarounds for vLLM's build for CPUs."""
+"""Workarounds for vLLM's CPU build."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,9 +9,9 @@ from torch import nn
 def free_shared_memory(ranks: Sequence[int], tp_rank: int) -> None:
     """Unlink the shared memory that these ranks of one replica will use for communication.
 
-    Its name depends only on the ranks. vLLM cannot start if a killed run has left this memory, or
-    if another run with the same layout is using it. Unlinking removes only the name: a run that is
-    using the memory keeps it.
+    Its name depends only on the ranks. vLLM could not start if a killed run had left this memory
+    behind, or if another run with the same layout was using it. Unlinking removes only the name:
+    another run can still use its memory.
     """
     name = "-".join(map(str, ranks))
     for file in Path("/dev/shm").glob(f"*-tp:*-[[]{name}]-cpushm_{tp_rank}"):
@@ -19,9 +19,10 @@ def free_shared_memory(ranks: Sequence[int], tp_rank: int) -> None:
 
 
 def keep_plain_weights() -> None:
-    """Keep vLLM from packing the weights of linear layers. Call before vLLM starts.
+    """Keep vLLM from packing the weights of linear layers. Call this before vLLM starts.
 
-    Otherwise it packs them into its own layout and drops the originals, which the trainer shares.
+    Packing would copy the weights to another layout, and drop the originals, which the trainer
+    shares.
     """
     # vLLM-private: no option turns packing off.
     from vllm.model_executor.layers import utils
@@ -33,10 +34,10 @@ def keep_plain_weights() -> None:
 
 
 def forget_packed_experts(model: nn.Module) -> None:
-    """Let vLLM pack its experts again after the next reload of weights.
+    """Make vLLM pack its experts again after the next reload of weights.
 
-    vLLM packs experts when it creates their kernel. A reload replaces them by unpacked ones, but
-    keeps the kernel, which would read these as packed.
+    vLLM packs experts when it creates their kernel. A reload replaces them with unpacked ones but
+    keeps the kernel, which expects packed ones.
     """
     # vLLM-private: reload_weights() forgets other layers' kernels, but not these.
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts

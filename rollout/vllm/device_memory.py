@@ -1,7 +1,7 @@
-"""The device memory of vLLM's weights and KV cache: giving it up and taking it back.
+"""Free and restore the device memory of vLLM's weights and KV cache.
 
-vLLM calls this sleeping and waking. At sleep level 1, weights are copied to host memory, and copied
-back on waking; at level 2 they are dropped.
+vLLM calls this sleeping and waking. At sleep level 1, weights are copied to host memory, and waking
+copies them back. At level 2 they are dropped.
 """
 
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ PARTS = ("weights", "kv_cache")
 def used_gib(device: torch.device) -> float | None:
     """Return the GiB in use on the device by all allocators and processes; None for a CPU.
 
-    torch's own statistics do not see vLLM's allocator.
+    torch's own statistics do not include vLLM's allocator.
     """
     if device.type == "cpu":
         return None
@@ -26,12 +26,12 @@ def used_gib(device: torch.device) -> float | None:
 
 
 class CpuMemory:
-    """vLLM's memory on a CPU, which is never given up."""
+    """vLLM's memory on a CPU, which is never freed."""
 
-    def give_up(self, keep_weights: bool) -> None:
+    def free(self, keep_weights: bool) -> None:
         pass
 
-    def take_back(self, part: str, are_weights_valid: bool) -> None:
+    def restore(self, part: str, are_weights_valid: bool) -> None:
         pass
 
     def forget_host_copies(self) -> None:
@@ -39,15 +39,15 @@ class CpuMemory:
 
 
 class SharedMemory:
-    """vLLM's memory if the trainer shares its weights. Only the KV cache sleeps."""
+    """vLLM's memory when the trainer shares its weights: only the KV cache sleeps."""
 
     def __init__(self, llm):
         self.llm = llm
 
-    def give_up(self, keep_weights: bool) -> None:
+    def free(self, keep_weights: bool) -> None:
         drop_kv_cache()
 
-    def take_back(self, part: str, are_weights_valid: bool) -> None:
+    def restore(self, part: str, are_weights_valid: bool) -> None:
         if part == "kv_cache":
             # LLM.wake_up() would do nothing, because LLM.sleep() was not called.
             self.llm.collective_rpc("wake_up", kwargs={"tags": [part]})
@@ -59,14 +59,14 @@ class SharedMemory:
 class OwnMemory:
     """vLLM's memory on an accelerator, with its own weights.
 
-    The weights of a frozen base stay valid, so they are copied to host memory only once: later
-    sleeps drop them, and waking restores them from the first copies.
+    The weights of a frozen base never change, so they are copied to host memory only once. Later
+    sleeps drop them, and waking restores them from the same copies.
     """
 
     def __init__(self, llm, adapter: Adapter | None, device_type: str, level: int):
         """
         Args:
-            level: vLLM's sleep level if the weights need not be kept.
+            level: vLLM's sleep level when the weights need not be kept.
         """
         self.llm = llm
         self.adapter = adapter
@@ -74,14 +74,14 @@ class OwnMemory:
         self.level = level
         self.host_copies: dict[int, Tensor] = {}
 
-    def give_up(self, keep_weights: bool) -> None:
+    def free(self, keep_weights: bool) -> None:
         if self.host_copies:
             self.llm.sleep(level=2)
             fill_on_waking(self.host_copies)
         else:
             self.llm.sleep(level=1 if keep_weights else self.level)
 
-    def take_back(self, part: str, are_weights_valid: bool) -> None:
+    def restore(self, part: str, are_weights_valid: bool) -> None:
         if part == "weights" and are_weights_valid and self.device_type == "cuda":
             self.host_copies = find_host_copies()
         self.llm.wake_up(tags=[part])
@@ -89,12 +89,12 @@ class OwnMemory:
             self.adapter.forget_mapping()
 
     def forget_host_copies(self) -> None:
-        """Forget the copies of the weights, which are about to change."""
+        """Forget the copies in host memory, because the weights are about to change."""
         self.host_copies = {}
 
 
-# vLLM-private: LLM.sleep() always puts weights and KV cache to sleep together, and frees the copies
-# in host memory on waking. The functions below reach into its allocator instead.
+# vLLM-private: LLM.sleep() can only put weights and KV cache to sleep together, and waking frees
+# the copies in host memory. So the functions below use its allocator directly.
 
 
 def allocations(tag: str) -> Iterable:
@@ -106,7 +106,7 @@ def allocations(tag: str) -> Iterable:
 
 
 def drop_kv_cache() -> None:
-    """Give up the memory of the KV cache, and nothing else."""
+    """Free the memory of the KV cache, and nothing else."""
     from vllm.device_allocator.cumem import unmap_and_release
 
     torch.cuda.synchronize()
@@ -117,11 +117,11 @@ def drop_kv_cache() -> None:
 
 
 def find_host_copies() -> dict[int, Tensor]:
-    """Return {device address: copy in host memory} for the weights, which are asleep."""
+    """Return {device address: copy in host memory} of the weights, which must be asleep."""
     return {block.handle[2]: block.cpu_backup_tensor for block in allocations("weights")}
 
 
 def fill_on_waking(host_copies: dict[int, Tensor]) -> None:
-    """Let waking restore the weights, which are asleep, from earlier copies."""
+    """Make waking restore the weights, which must be asleep, from these copies."""
     for block in allocations("weights"):
         block.cpu_backup_tensor = host_copies[block.handle[2]]

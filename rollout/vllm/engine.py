@@ -396,7 +396,7 @@ class Rollout:
         awake_gib = used_gib(self.device)
         keeps_base = self.adapter is not None and bool(self.valid)
         if self.awake:
-            self.memory.give_up(keep_weights=keeps_base)
+            self.memory.free(keep_weights=keeps_base)
         self.awake = set()
         self.valid = self.valid & {"base"} if self.adapter else set()
         asleep_gib = used_gib(self.device)
@@ -434,7 +434,7 @@ class Rollout:
                 "update_weights(), then this"
             )
         if part not in self.awake:
-            self.memory.take_back(part, are_weights_valid=bool(self.valid))
+            self.memory.restore(part, are_weights_valid=bool(self.valid))
         self.awake.add(part)
 
     def shutdown(self) -> None:
@@ -444,7 +444,7 @@ class Rollout:
         """
         for part in PARTS:
             if part not in self.awake:
-                self.memory.take_back(part, are_weights_valid=bool(self.valid))
+                self.memory.restore(part, are_weights_valid=bool(self.valid))
         # vLLM-private: LLM has no method that shuts it down.
         self.llm.llm_engine.engine_core.shutdown()
 

@@ -1,4 +1,4 @@
-"""Stepping vLLM until the requests of a batch have ended."""
+"""Step vLLM until all requests of a batch have ended."""
 
 import time
 
@@ -14,12 +14,12 @@ def run_requests(
 ) -> list:
     """Step vLLM until all requests have ended, and return their outputs in order.
 
-    On a terminal, rank 0 shows the progress of its replica in one line, which disappears at the
+    On a terminal, rank 0 shows the progress of its replica in one line, which is removed at the
     end.
 
     Args:
-        responses: The responses to which the scheduler for closed batches adds tokens as they are
-            drawn; None if it is not used.
+        responses: The responses that the scheduler for closed batches appends tokens to; None if
+            this scheduler is not used.
         progress_label: The text after "generate" in the progress line.
     """
     outputs = {}
@@ -28,7 +28,7 @@ def run_requests(
         total=num_requests,
         leave=False,
         dynamic_ncols=True,
-        disable=dist.get_rank() != 0 or None,  # None: disabled unless there is a terminal
+        disable=dist.get_rank() != 0 or None,  # None: only on a terminal
         bar_format=(
             f"generate{progress_label} |{{bar:20}}| {{n_fmt}}/{{total_fmt}} responses{{postfix}}"
         ),

@@ -1,4 +1,4 @@
-"""Passing prompts with images to vLLM."""
+"""Pass prompts with images to vLLM."""
 
 import re
 from collections.abc import Sequence
@@ -15,7 +15,8 @@ from engines.model import mtp
 from engines.model.hf import read_hf_config
 from rollout.vllm.versions import keep_pixels_normalized
 
-# For processed images. Those of one prompt would suffice: all its samples come one after the other.
+# The size of vLLM's cache of processed images. One prompt's images would be enough, because all
+# responses to a prompt are requested one after the other.
 CACHE_GIB = 1.0
 
 
@@ -36,25 +37,25 @@ def image_arguments() -> dict:
     return {
         "limit_mm_per_prompt": {"video": 0, "audio": 0},
         "mm_processor_cache_gb": CACHE_GIB,
-        # vLLM prepares images with the processor in the model's directory, which needs a tokenizer.
+        # vLLM uses the processor in the model's directory, which needs a tokenizer.
         "skip_tokenizer_init": False,
         **keep_pixels_normalized(),
     }
 
 
 def check_images(config: DictConfig) -> None:
-    """Raise InputError if images are combined with a feature that vLLM lacks for them."""
+    """Raise InputError if images are combined with a feature that vLLM lacks for images."""
     if not config.model.images:
         return
     if config.model.lora.rank and not config.model.lora.merge:
         raise InputError(
-            "model.images=true with adapters needs model.lora.merge=true: vLLM has adapters for "
-            "the text model only"
+            "model.images=true with adapters needs model.lora.merge=true: vLLM supports adapters "
+            "only in text models"
         )
     if mtp.drafter(config):
         raise InputError(
-            "model.images=true: vLLM's drafters do not see images. Set "
-            "model.mtp.enable_rollout=false and rollout.speculative=null."
+            "model.images=true: vLLM's drafters do not support images: set "
+            "model.mtp.enable_rollout=false and rollout.speculative=null"
         )
 
 
@@ -78,7 +79,7 @@ def check_packages(config: DictConfig) -> None:
 
 
 def find_placeholder_ids(hf_config) -> list[int]:
-    """Return the ids of the tokens in whose places a model puts features of images or videos."""
+    """Return the ids of the placeholder tokens that a model replaces by features of images etc."""
     ids = set()
     for name in hf_config.to_dict():
         if re.fullmatch(r"(image|video|audio)_token_(id|index)", name):
@@ -87,9 +88,9 @@ def find_placeholder_ids(hf_config) -> list[int]:
 
 
 def vllm_prompts(image_prompts: Sequence[ImagePrompt]) -> list[dict]:
-    """Return the prompts in vLLM's form.
+    """Return the prompts in vLLM's format.
 
-    An array that several prompts share is converted and hashed only once.
+    An image that several prompts share is converted and hashed only once.
     """
     arrays = {}
     for _, images in image_prompts:
@@ -127,15 +128,15 @@ def enqueue_image_prompts(
         prompts: The ids of each prompt in the trainer, with one placeholder per image feature.
 
     Raises:
-        InputError: vLLM rejects a prompt, or expands it to ids that differ from the trainer's.
-            Raised on all ranks if it happens on any of them.
+        InputError: on any rank, vLLM rejects a prompt, or expands it to ids that differ from the
+            trainer's. Raised on all ranks.
     """
     problem = None
     try:
         llm.enqueue(vllm_prompts(image_prompts), params, use_tqdm=False)
     except Exception as error:  # its type depends on the vLLM release
         problem = f"vLLM rejects a prompt with images: {error}"
-    # vLLM-private: enqueue() does not return the ids to which it expands a prompt.
+    # vLLM-private: enqueue() does not return the ids that it expands a prompt to.
     requests = llm.llm_engine.engine_core.engine_core.scheduler.requests.values()
     for trainer_ids, (_, images), request in zip(prompts, image_prompts, requests):
         vllm_ids = list(request.prompt_token_ids)
@@ -154,12 +155,12 @@ def describe_mismatch(
     images: list[np.ndarray],
     placeholder_ids: list[int],
 ) -> str:
-    """Return how vLLM's expansion of a prompt differs from the trainer's."""
+    """Describe how vLLM's expansion of a prompt differs from the trainer's."""
     num_in_vllm = int(np.isin(vllm_ids, placeholder_ids).sum())
     num_in_trainer = int(np.isin(trainer_ids, placeholder_ids).sum())
     sizes = ", ".join(f"{image.shape[1]} x {image.shape[0]}" for image in images)
     return (
         f"vLLM sees {num_in_vllm} image tokens in a prompt of {len(vllm_ids)} tokens with images "
-        f"of {sizes} pixels, and the trainer {num_in_trainer} in {len(trainer_ids)} tokens: the "
-        "versions of vLLM and transformers do not fit each other"
+        f"of {sizes} pixels, but the trainer sees {num_in_trainer} in {len(trainer_ids)} tokens: "
+        "the installed versions of vLLM and transformers are incompatible"
     )

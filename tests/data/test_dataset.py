@@ -404,7 +404,8 @@ def test_data_sets_in_common_shapes_are_read_as_they_are(
         ),
         (
             {"prompt": None, "n": 1},
-            '"messages" is missing; the row has n: set data.messages_key to the column of messages',
+            '"messages" is missing; the row has n: name the column of messages in '
+            "data.messages_key",
         ),
         (
             {"conversations": [{"from": "robot", "value": "q"}]},

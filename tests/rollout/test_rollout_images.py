@@ -136,7 +136,7 @@ def test_more_images_than_vllm_keeps_at_a_time(results, folder):
 def test_vllm_and_the_trainer_must_see_the_same_image_tokens(results):
     assert results["another size"].startswith(
         "vLLM sees 12 image tokens in a prompt of 40 tokens with images of 84 x 56, 84 x 56 "
-        "pixels, and the trainer 8 in 36 tokens"
+        "pixels, but the trainer sees 8 in 36 tokens"
     )
     assert "vLLM rejects a prompt with images" in results["too long"]
 
