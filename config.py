@@ -252,7 +252,7 @@ weakref.finalize(InputError, leave_process_group)
 
 
 def die_with(parent: int) -> None:
-    """Have this process killed when its parent process ends, however it ends."""
+    """Have the kernel kill this process when its parent ends, for whatever reason."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent ended before prctl() took effect
         sys.exit(f"process {parent}, which started this one, has ended")

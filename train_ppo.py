@@ -52,7 +52,7 @@ class PpoProgress(Progress):
 
 
 def main(config):
-    # Slow imports come last, so that --help and mistakes in the configuration need no waiting.
+    # Imported only here, so that --help and configuration errors appear at once.
     import torch.distributed as dist
 
     from engines.parallel import device
@@ -93,7 +93,7 @@ def main(config):
 
 
 def start_grader(config):
-    """Check the settings of PPO, which takes no time, and start the grading processes.
+    """Check the PPO settings, which is quick, and start the grading processes.
 
     Returns a Grader. Raises InputError for settings that contradict each other, and for a reward
     function that cannot be found or does not fit the settings.
@@ -255,9 +255,9 @@ def load_prompts(run, files):
 
 
 def grade_one(config, grader, train) -> None:
-    """Print the reward of one response to the first prompt: its true answer.
+    """Grade the true answer to the first prompt as if it were a response, and print the reward.
 
-    The response is empty if the row has no answer. Raises InputError if it cannot be graded.
+    If the row has no answer, grade an empty response. Raises InputError if grading fails.
     """
     from rollout.grading.grader import Failure
 

@@ -34,7 +34,7 @@ class SftProgress(Progress):
 
 
 def main(config):
-    # Slow imports come last, so that --help and mistakes in the configuration need no waiting.
+    # Imported only here, so that --help and configuration errors appear at once.
     from engines.build import engine_class
     from engines.checkpoint.export import export_hf
     from engines.parallel import device
@@ -141,7 +141,7 @@ def train(run, engine) -> None:
 def sft_loss(num_tokens: int):
     """Return the loss function: the mean negative log-likelihood of the trained tokens.
 
-    For a micro-batch it returns a summand; the summands of all micro-batches add up to the mean.
+    It returns the contribution of one micro-batch; the contributions add up to the mean.
 
     Args:
         num_tokens: number of trained tokens in the whole batch, over all ranks.
@@ -161,7 +161,7 @@ def with_prefix(prefix: str, metrics: dict[str, float]) -> dict[str, float]:
 
 
 def throughput(run, tokens_per_second: float, flops_per_second: float) -> dict[str, float]:
-    """Return metrics of the speed of one device.
+    """Return the speed per device as metrics.
 
     Model FLOPs utilization (MFU) is left out if the device's peak is unknown.
 
@@ -181,8 +181,8 @@ def validate(engine, val, batch_size: int) -> dict[str, float]:
     """Return the loss and the share of exact matches over every row of `val`.
 
     The loss is the mean negative log-likelihood of the trained tokens. A row matches exactly if
-    greedy decoding would reproduce its last answer. That is so if each token of the answer is the
-    most likely one after the true tokens before it, so one forward pass suffices.
+    greedy decoding would reproduce its last answer. This holds if every token of the answer is the
+    most likely one after the true tokens before it, so one forward pass is enough.
     """
     import torch
     import torch.distributed as dist
@@ -191,7 +191,7 @@ def validate(engine, val, batch_size: int) -> dict[str, float]:
     # Sums: negative log-likelihood, trained tokens, exact matches, rows.
     totals = torch.zeros(4, dtype=torch.float64)
     starts = range(0, len(val), batch_size)
-    # Only rank 0 shows a bar. None: only if standard error is a terminal.
+    # Only rank 0 shows a bar, and only if standard error is a terminal (tqdm's None).
     hides_bar = None if dist.get_rank() == 0 else True
     for start in tqdm(starts, desc="validate", leave=False, disable=hides_bar):
         rows = range(start, min(start + batch_size, len(val)))

@@ -1,4 +1,4 @@
-"""Recognize errors of full disks, and report the path and the bytes needed in one line."""
+"""Recognize errors caused by a full disk, and report the path and the bytes needed."""
 
 import errno
 import os
@@ -39,7 +39,7 @@ def writing(path: Path, num_bytes: int | None = None) -> Iterator[None]:
         needed = format_bytes(num_bytes)
     raise InputError(
         f"{reason}: {path} needs {needed}, {format_bytes(free(path))} are free; make room and run "
-        "the same command again; nothing that was complete is lost"
+        "the same command again; files that were complete are kept"
     )
 
 

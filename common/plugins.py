@@ -51,9 +51,10 @@ def find(
     own = parameters(function) - set(inputs)
     for kwarg in kwargs:
         if kwarg not in own:
-            alternatives = f"only {', '.join(sorted(own))}" if own else "nor any other"
+            own_names = ", ".join(sorted(own)) or "none"
             raise InputError(
-                f"{kwargs_key}.{kwarg}: {name} has no such parameter of its own, {alternatives}"
+                f"{kwargs_key}.{kwarg}: {name} has no parameter {kwarg} of its own (it has "
+                f"{own_names})"
             )
     try:
         inspect.signature(function).bind(**dict.fromkeys(inputs), **kwargs)

@@ -69,7 +69,7 @@ def parts_of(key: str) -> Iterator[str]:
 def keys_by_name(known: dict) -> dict[str, str]:
     """Return keys by the last part of their names.
 
-    If several keys share it, keys of this script come first, and then the order of the files.
+    If several keys share a name, return this script's key, or else the one in the first file.
     """
     by_name = {}
     for key in reversed([*known, *readers()]):

@@ -50,8 +50,8 @@ class Heartbeat:
     The run ends with a one-line error if, for timeout_minutes,
 
     * a rank is late and no rank enters a new stage;
-    * nobody writes the record of a rank, because its node is lost or its process is stopped; or
-    * ranks wait for a rank in a collective of the accelerator, which raises no error itself.
+    * a rank's record is not updated, because its node is lost or its process is stopped; or
+    * ranks hang in a collective on the accelerator, which raises no error by itself.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class Heartbeat:
     def _end(self, cause: str, waiting: list[Record]) -> None:
         """End this process; the first of the waiting ranks prints the cause.
 
-        The other ranks wait until it has: torchrun ends all ranks as soon as one has ended.
+        The other ranks wait until then, since torchrun ends all ranks as soon as one has ended.
         """
         if self.rank == min(record.rank for record in waiting):
             print_error(f"{cause} waited for trainer.timeout_minutes={self.limit / 60:g}")
@@ -183,7 +183,7 @@ class Heartbeat:
             print_error(f"{describe(gone, time.time())}: {error}")
 
     def find_lost(self) -> list[Record]:
-        """Return the records that nobody writes any more."""
+        """Return the records of lost ranks, which are no longer updated."""
         # If the rendezvous is lost as well, torchrun sends SIGTERM at once.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         before = self.records()

@@ -12,7 +12,7 @@ MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
 def with_local_models(config):
     """Return the configuration with a local directory for every model.
 
-    A model that is named as on the hub is downloaded, unless it is in the cache already.
+    A model with the name of one on the hub is downloaded, unless it is already in the cache.
     """
     from omegaconf import OmegaConf
 
@@ -25,7 +25,7 @@ def with_local_models(config):
 
 
 def path_of(config, role: str) -> str | None:
-    """Return the path of a role's model; None without such a role or a model of its own."""
+    """Return the path in {role}.path, or None if it is not set or the role does not exist."""
     return config[role].path if role in config else None
 
 
@@ -68,8 +68,8 @@ def load_tokenizer(config):
 def load_processor(config, tokenizer):
     """Return the data.images.processor.Processor of model.path, or None if model.images is false.
 
-    Raises InputError if the critic or the reference processes images differently from the actor:
-    it receives the actor's tokens.
+    Raises InputError if the critic or the reference, which receive the actor's tokens, process
+    images differently from the actor.
     """
     dropped_keys = config.data.drop_processor_keys
     if not config.model.images:

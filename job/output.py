@@ -16,8 +16,8 @@ from common import disk
 from config import InputError
 from engines.parallel.device import on_rank0
 
-TOUCH_SECONDS = 5.0  # between two signs of life in the lock file
-WATCH_SECONDS = 20.0  # how long to watch another host's lock for a sign of life
+TOUCH_SECONDS = 5.0  # how often a process touches its lock file
+WATCH_SECONDS = 20.0  # how long to watch whether another host touches its lock file
 
 
 class Lock:

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-# Values that earlier versions did not record, because they knew no others.
+# Settings that earlier versions did not record, with the only values that they supported.
 IMPLIED_BY_OLD_CHECKPOINTS = {
     "optim.name": "adamw",
     "model.lora": "none",
@@ -21,7 +21,7 @@ class Progress:
         identity: settings that must not change when a run resumes, by their names in error
             messages. See `identify()`.
         export_dtype: dtype of exported weights, such as "bfloat16".
-        lora: settings of the adapters that an export needs; None without adapters.
+        lora: the adapter settings that an export needs; None without adapters.
         step: number of completed steps.
     """
 
@@ -96,7 +96,7 @@ def identify(config, hf_config, train) -> dict[str, Any]:
 
 
 def identify_adapters(config) -> dict[str, Any]:
-    """Return the settings of the adapters, and fingerprints of the frozen weights below them."""
+    """Return the adapter settings, and fingerprints of the frozen weights."""
     from engines.model.model_files import fingerprint
     from engines.parallel.device import on_rank0
 
@@ -112,7 +112,7 @@ def identify_adapters(config) -> dict[str, Any]:
 
 
 def adapter(config) -> dict[str, Any] | None:
-    """Return the settings of the adapters that an export needs; None without adapters."""
+    """Return the adapter settings that an export needs, or None without adapters."""
     from omegaconf import OmegaConf
 
     if not config.model.lora.rank:

@@ -6,7 +6,7 @@ from typing import Any
 from config import InputError
 from job.progress import Progress
 
-# Settings of a run's identity that trainer.resume_override may name. The others determine weights.
+# Settings in a run's identity that trainer.resume_override may name. The rest shape the weights.
 OVERRIDABLE = (
     "data.train_batch_size",
     "data.train_files",
@@ -72,7 +72,7 @@ def choose_checkpoint(config, latest: Path | None) -> Path | None:
         if config.trainer.resume_override:
             raise InputError(
                 "trainer.resume_override is set, but there is no checkpoint to continue from: set "
-                "trainer.resume to its path"
+                "trainer.resume to the path of one"
             )
         return None
     if not (path / "trainer.json").is_file():
@@ -83,7 +83,7 @@ def choose_checkpoint(config, latest: Path | None) -> Path | None:
 
 
 def check_adapter_path(config, path: Path, saved: Progress) -> None:
-    """Raise InputError if model.lora.adapter_path differs from that of the checkpoint's run."""
+    """Raise InputError if model.lora.adapter_path is set and is not the checkpoint's."""
     adapter_path = config.model.lora.adapter_path
     if adapter_path and adapter_path != (saved.lora or {}).get("adapter_path"):
         raise InputError(

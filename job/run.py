@@ -45,7 +45,7 @@ class Run:
         profiler: times the stages of every step and records the selected ones.
     From find_checkpoint():
         checkpointer: writes and reads checkpoints.
-        progress: counts steps; that of a new run until a checkpoint is loaded.
+        progress: counts the steps; starts from 0 unless a checkpoint is loaded.
         resume_from: the checkpoint to continue from, or None.
     From start():
         tracker: writes metrics and the lines of the log.
@@ -149,7 +149,7 @@ class Run:
 
     @property
     def should_continue(self) -> bool:
-        """Whether to take another step: some are left, and no rank has been asked to stop."""
+        """Whether to take another step: steps are left, and no rank has been asked to stop."""
         return not self.is_complete and not self.agreement.stop
 
     @property
@@ -163,7 +163,7 @@ class Run:
         return self.is_complete or self.is_due(self.config.trainer.test_freq)
 
     def is_due(self, frequency: int) -> bool:
-        """Return whether something that happens every `frequency` steps (-1: never) is due."""
+        """Return whether an action is due that happens every `frequency` steps (-1: never)."""
         return frequency > 0 and self.progress.step % frequency == 0
 
     def end_loop(self) -> None:

@@ -106,7 +106,10 @@ def start_profiler(config, device, total_steps: int, model_stages: list[str]):
         raise InputError(str(error)) from None
     is_rank0 = int(os.environ.get("RANK", 0)) == 0
     if profiler.interval == OFF and tool and is_rank0:
-        print("profiler.tool records nothing: trainer.profile_interval=[-1, -1] is off", flush=True)
+        print(
+            "profiler.tool records nothing: trainer.profile_interval=[-1, -1] selects no steps",
+            flush=True,
+        )
     compiling_values = ("always", "auto") if device.type == "cuda" else ("always",)
     is_compiled = config.engine.get("torch_compile") in compiling_values
     if is_compiled and "msprobe" in (tool or ()):

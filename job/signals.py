@@ -23,8 +23,8 @@ class Agreement:
     def __init__(self, save_freq: int, save_minutes: float):
         """
         Args:
-            save_freq: steps between two checkpoints; -1: does not count.
-            save_minutes: minutes between two checkpoints; 0: does not count.
+            save_freq: steps between checkpoints; -1: do not save by steps.
+            save_minutes: minutes between checkpoints; 0: do not save by time.
         """
         self.save_freq = save_freq
         self.save_seconds = 60 * save_minutes

@@ -145,7 +145,7 @@ class Tracker:
         return summary
 
     def log_rest(self, step: int, metrics: dict[str, float]) -> None:
-        """Record metrics that came after the last step's line: the time of its checkpoint.
+        """Record metrics that come after the last step's line, such as the time of its checkpoint.
 
         Called by all ranks.
         """
@@ -217,8 +217,8 @@ class Tracker:
         if gap > self.max_gap:
             self.print(
                 f"warning: vLLM's log-probabilities differ from the trainer's by {gap:.2g} nats on "
-                f"average, where rounding explains at most {self.max_gap:g}: it computes this "
-                "model differently; algorithm.rollout_is=token corrects for it"
+                f"average, where rounding explains at most {self.max_gap:g}: vLLM computes this "
+                "model differently; algorithm.rollout_is=token corrects for that"
             )
             self.max_gap = math.inf
 
@@ -365,8 +365,8 @@ def supersede(path: Path, step: int) -> None:
         os.replace(temporary, path)
     if lines["broken"]:
         print(
-            f"{path}: lines that could not be read ({len(lines['broken'])}) are in "
-            f"{path.stem}.broken.jsonl now",
+            f"{path}: moved lines that could not be read ({len(lines['broken'])}) to "
+            f"{path.stem}.broken.jsonl",
             flush=True,
         )
 

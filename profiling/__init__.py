@@ -117,7 +117,7 @@ class Profiler:
         through.
 
         Args:
-            name: of the stage.
+            name: the stage's name, such as actor_update.
             engine: the engine whose `modules()` compute in the block.
         """
         if self.synchronize:

@@ -49,14 +49,15 @@ from profiling.shards import (
 )
 
 METRICS = ("loss", "entropy", "grad_norm")
-# Differences of smaller metrics are relative to this: a policy's first loss is 0 except for
-# rounding.
+# Smaller metrics are compared relative to this: a policy's first loss is 0 up to rounding.
 SMALL_METRIC = 0.01
 # A module's input is another module's output, or an argument that the module may not even read.
 FORWARD_INPUT = re.compile(r"\.forward(\.\d+)?\.input\.")
 DIFFERENT_MICRO_BATCHES = "their micro-batches differ (raise data.max_tokens_per_micro_batch)"
-RECOMPUTED = "one run alone calls them again (recomputation)"
-PADDED = "one run alone pads them (engine.sequence_parallel=false or profiler.msprobe.task=tensor)"
+RECOMPUTED = "only one run recomputes them in its backward pass"
+PADDED = (
+    "only one run pads them (set engine.sequence_parallel=false or profiler.msprobe.task=tensor)"
+)
 
 
 class ExitCode(IntEnum):
@@ -132,7 +133,7 @@ def compare_runs(
     codes = [metrics]
     left_out = sorted(set(stages_a) ^ set(stages_b))
     if left_out and stage is None:
-        print(f"in one run only, left out: {', '.join(left_out)}")
+        print(f"dumped in only one run, so not compared: {', '.join(left_out)}")
         codes.append(ExitCode.DIVERGE)
     for name in common:
         codes.append(compare_stage(name, stages_a[name], stages_b[name], settings))
@@ -298,8 +299,8 @@ def compare_layouts(
 
 def report_different_tokens(stage: str, sizes: tuple[int, int], axis: str) -> ExitCode:
     print(
-        f"{stage}: modules are not compared, since {sizes[0]} and {sizes[1]} {axis} parallel ranks "
-        "see other tokens"
+        f"{stage}: modules are not compared, because {sizes[0]} and {sizes[1]} {axis}-parallel "
+        "ranks see different tokens"
     )
     return ExitCode.NOTHING_TO_COMPARE
 
@@ -350,7 +351,7 @@ def compare_share(
             for key in (*a.outputs, *b.outputs)
             if key.output not in calls_a or key.output not in calls_b
         ]
-    notes = [", outputs of forward passes alone"]
+    notes = [", only outputs of forward passes"]
     notes += [f"; {number} not compared: {why}" for why, number in num_left_out.items()]
     return report(Comparison(title, common, only_in_one, notes), settings)
 
@@ -362,8 +363,8 @@ def is_complete(title: str, run: str, ranks: list[RankDump]) -> bool:
     if len(ranks) == tp_size * pp_size:
         return True
     print(
-        f"{title}: {run} has the dumps of {len(ranks)} of {tp_size} tensor x {pp_size} pipeline "
-        "parallel ranks: set profiler.ranks=all"
+        f"{title}: run {run} has dumps of only {len(ranks)} of {tp_size} tensor- x {pp_size} "
+        "pipeline-parallel ranks: set profiler.ranks=all"
     )
     return False
 
@@ -376,7 +377,7 @@ def calls_of_outputs(share: Share) -> Counter[Output]:
 def calls_with_different_tokens(a: Share, b: Share) -> set[int]:
     """Return the calls in which the runs saw different tokens.
 
-    The head's outputs show this, because padding does not change the tokens that the head computes.
+    The head's outputs show this, because the head never computes padding.
     """
     heads_a = head_outputs(a)
     heads_b = head_outputs(b)
@@ -401,7 +402,7 @@ def report(comparison: Comparison, settings: Settings) -> ExitCode:
         write_table(settings.output / f"{title.replace(' ', '_')}.csv", comparison.pairs)
     only_in_one = comparison.only_in_one
     if only_in_one:
-        note += f", {len(only_in_one)} in one run only"
+        note += f", {len(only_in_one)} in only one run"
     differences = [pair.difference for pair in comparison.pairs]
     largest = comparison.pairs[differences.index(max(differences))]
     too_large = [i for i, difference in enumerate(differences) if difference > settings.tolerance]
@@ -413,7 +414,7 @@ def report(comparison: Comparison, settings: Settings) -> ExitCode:
             f"largest difference {largest.difference:.2g}"
         )
     if only_in_one:
-        print(f"    the first in one run only: {only_in_one[0]}")
+        print(f"    the first in only one run: {only_in_one[0]}")
     return ExitCode.DIVERGE if too_large or only_in_one else ExitCode.AGREE
 
 

@@ -174,8 +174,8 @@ class Msprobe(Tool):
     def close(self) -> None:
         if self.never_run:
             print(
-                f"rank {self.rank}: msprobe dumped nothing of {', '.join(self.never_run)}: not run "
-                "in the interval",
+                f"rank {self.rank}: msprobe dumped nothing of {', '.join(self.never_run)}, which "
+                "did not run in the interval",
                 flush=True,
             )
         self.debugger = None
@@ -207,8 +207,8 @@ def check_path(key: str, path: Path | None) -> None:
 
     if path is not None and not re.match(FileCheckConst.FILE_VALID_PATTERN, str(path.resolve())):
         raise ValueError(
-            f"{key}: msprobe does not accept the path {path.resolve()}: it may only have the "
-            "letters a to z, digits and _ . : / -"
+            f"{key}: msprobe does not accept the path {path.resolve()}: it may "
+            "contain only letters a to z, digits and _ . : / -"
         )
 
 
@@ -245,7 +245,7 @@ def read_config(path: Path) -> dict:
     """Read msprobe's config.json.
 
     Raises:
-        ValueError: the file cannot be read, or it selects steps or ranks, which have other keys.
+        ValueError: the file cannot be read, or it selects steps or ranks, which other keys do.
     """
     try:
         config = json.loads(path.read_text())

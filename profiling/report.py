@@ -22,7 +22,7 @@ Line = dict[str, float | None]  # a line of metrics.jsonl
 
 @dataclass(frozen=True)
 class Panel:
-    """A panel of the picture. If names is empty, it shows the reward's own validation scores."""
+    """A panel of the picture. Without names, it shows the reward function's validation scores."""
 
     title: str
     names: list[str]
@@ -142,7 +142,7 @@ def draw(run: Path):
 
     lines = read_metrics(run)
     panels = panels_with_data(lines)
-    # The stages and their legend fill the rest of the last row, which is at least two places.
+    # The stages and their legend fill the rest of the last row, which is at least two columns wide.
     num_rows = math.ceil((len(panels) + 2) / NUM_COLUMNS)
     first_free_column = max(0, len(panels) - NUM_COLUMNS * (num_rows - 1))
     figure = pyplot.figure(figsize=(4 * NUM_COLUMNS, 2.8 * num_rows), layout="constrained")
@@ -236,7 +236,7 @@ def draw_stages(axis, legend, lines: list[Line]) -> None:
 
 
 def visible_stages(lines: list[Line]) -> list[str]:
-    """Return the stages that take a visible share of the time, first those within steps."""
+    """Return the stages that take a visible share of the time, those within steps first."""
     steps = training_steps(lines)
     min_seconds = MIN_VISIBLE_SHARE * sum(line[STEP] for line in steps)
     return [

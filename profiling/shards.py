@@ -15,7 +15,7 @@ from torch import Tensor
 STATISTICS = {"max": "Max", "min": "Min", "mean": "Mean", "l2norm": "Norm"}
 # msprobe's name for a part of a call -> the name to use in tensor names.
 PARTS = {"input_args": "input", "input_kwargs": "input"}
-# Megatron module -> the Hugging Face module that computes the same. Megatron fuses the qkv and
+# Megatron module -> the equivalent Hugging Face module. Megatron fuses the qkv and
 # gate-up projections with the norm before them, so these have no equivalent. Both engines have the
 # same head.
 SAME_MODULE = {
@@ -221,7 +221,7 @@ def gather(ranks: list[RankDump]) -> Share:
 
     ranks: the tensor- and pipeline-parallel ranks.
     """
-    # By a module's first layer, since the chunks of a virtual pipeline alternate between ranks.
+    # Grouped by the module's first layer: chunks of a virtual pipeline alternate between ranks.
     outputs_of_module: dict[int, dict[OutputKey, list[DumpedTensor]]] = {}
     share = Share()
     for rank in sorted(ranks, key=lambda rank: rank.coordinates.tp.rank):
@@ -291,9 +291,9 @@ TensorPair = tuple[DumpedTensor, DumpedTensor]
 def pairs(a: Share, b: Share, key: OutputKey) -> list[TensorPair]:
     """Pair the tensors of an output that must hold the same numbers, perhaps in another order.
 
-    The order may differ because padding moves the sequences of a micro-batch. If the sizes match
-    neither directly nor after joining shards, the padding that sequence parallelism adds to every
-    sequence is removed. The list is empty if they do not match then either.
+    The order may differ because padding moves the sequences of a micro-batch. If the sizes differ
+    even after shards are joined, the padding that sequence parallelism adds to every sequence is
+    removed. The list is empty if the sizes still differ.
     """
     shards_a = a.outputs[key]
     shards_b = b.outputs[key]

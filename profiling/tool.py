@@ -33,7 +33,7 @@ class Tool:
         Args:
             settings: the group `profiler` of the configuration.
             directory: for the tool's files.
-            rank: of this process.
+            rank: this process's rank.
             model_stages: the stages of this run in which a model computes.
 
         Raises:

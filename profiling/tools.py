@@ -79,8 +79,8 @@ class Torch(Tool):
         for name in self.activities:
             if name not in available:
                 raise ValueError(
-                    f"profiler.torch.activities: {name} is not on this machine, which has "
-                    f"{', '.join(available)}"
+                    f"profiler.torch.activities: {name} is not available on this machine, which "
+                    f"has {', '.join(available)}"
                 )
 
     def open(self, step: int) -> None:

@@ -85,7 +85,7 @@ class Weights:
 
 
 class ResponseTokens:
-    """Reductions over the response tokens of a share. All ranks get the results of all responses.
+    """Reduce values over the tokens of each response; all ranks get the results for all responses.
 
     mask  [T] fp32: 1 on response tokens
     """
@@ -317,7 +317,7 @@ def weigh_tokens(config: DictConfig, share: Share, rejection: Rejection) -> Weig
 
 
 def value_metrics(samples: Samples, tokens: ResponseTokens) -> Metrics:
-    """Return how well the critic's values explain the returns, if there is a critic."""
+    """Return metrics of the critic's values, or none without a critic."""
     fields = tokens.share.batch.fields
     if "values" not in fields:
         return {}

@@ -32,7 +32,7 @@ class ActorLoss:
     def __call__(
         self, log_probs: Tensor, entropy: Tensor, fields: Fields
     ) -> tuple[Tensor, Amounts]:
-        """Return the loss of a micro-batch, and amounts whose sums over ranks are metrics."""
+        """Return a micro-batch's loss and its contribution to each metric, a sum over ranks."""
         algorithm = self.config.algorithm
         old_log_probs = fields.get("old_log_probs", log_probs.detach())
         loss_weight = fields["loss_weight"]

@@ -124,7 +124,7 @@ class Roles:
         return engine
 
     def start_rollout(self) -> None:
-        """Offload the trained engines, which loading a checkpoint moves back, and start vLLM."""
+        """Offload the trained engines, in case a checkpoint was loaded, and start vLLM."""
         self._offload_trained()
         if self.rollout is None:
             self.rollout = Rollout(self.config, self.device)
@@ -143,7 +143,7 @@ class Roles:
         """Send the actor's weights, or its adapter, to vLLM and make it ready to generate.
 
         Does nothing if vLLM is still awake after a validation. With an adapter, raises RuntimeError
-        if vLLM then computes something else than the actor.
+        if vLLM's log-probabilities then differ from the actor's.
         """
         if self.rollout.is_current:
             return
@@ -171,8 +171,8 @@ class Roles:
             without_adapters = (
                 self.actor.without_adapters() if self.rollout.adapter else nullcontext()
             )
-            # If the actor lacks the layers of an MTP drafter, they come from the model's files.
-            # vLLM needs no other weights that the actor lacks.
+            # If the actor lacks an MTP drafter's layers, they are read from the model's files.
+            # Without a drafter, vLLM needs only the actor's weights.
             include_unused = self.rollout.drafter == "mtp"
             with without_adapters:
                 weights = self.actor.export_weights(include_unused)
@@ -217,7 +217,7 @@ class Roles:
         """Return graded responses to every row, drawn with the settings of `validation`."""
         self.wake()
         rows = range(len(dataset))
-        # Only the total time of validation is reported, as "validate", and not that of its stages.
+        # Report only the total time of a validation, as "validate", and not the time of its stages.
         unreported = Profiler()
         with self.profiler.stage("validate"):
             return self.draw(
@@ -295,7 +295,7 @@ class Roles:
             return device.memory()
         return {"perf/memory_training_gib": used}
 
-    # -- keeping -----------------------------------------------------------------------------------
+    # -- saving and closing ------------------------------------------------------------------------
 
     def load(self, checkpointer: Checkpointer, path: Path) -> dict:
         """Load the trained engines from a checkpoint, and return its progress."""
@@ -317,6 +317,6 @@ class Roles:
         export_hf(self.actor, self.tokenizer, directory)
 
     def close(self) -> None:
-        """Stop vLLM and the process group. vLLM wakes up to stop, so the engines are offloaded."""
+        """Stop vLLM and the process group. vLLM wakes up to stop, so offload the engines first."""
         self._offload_trained()
         self.rollout.shutdown()

@@ -64,7 +64,7 @@ def update(
 
 
 def off_policy_metrics(means: dict[str, float]) -> dict[str, float]:
-    """Return metrics rollout_corr/... from the token means of the results of off_policy()."""
+    """Return metrics rollout_corr/... from the means of off_policy()'s results over tokens."""
     sample_size = effective_sample_size(means["ratio"], means["ratio_squared"])
     metrics = means | {"effective_sample_size": sample_size}
     del metrics["ratio_squared"]

@@ -579,7 +579,7 @@ def test_a_run_continues_from_an_older_checkpoint_when_the_newest_is_damaged(
     assert "step 15 of 20" in done.stdout
     assert curve(out) == curve(uninterrupted)
     assert (
-        f"{out}/metrics.jsonl: lines that could not be read (1) are in metrics.broken.jsonl now"
+        f"{out}/metrics.jsonl: moved lines that could not be read (1) to metrics.broken.jsonl"
         in done.stdout
     )
     assert (out / "metrics.broken.jsonl").read_bytes() == b'{"step": 3, "train\xff\n'

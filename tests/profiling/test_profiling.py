@@ -326,7 +326,7 @@ def test_mistakes_are_errors_at_start(tmp_path, mistake):
 def test_tools_of_accelerators_are_errors_without_one(tool):
     with pytest.raises(InputError, match=ON_A_CPU[tool]):
         job.start_profiler(configure(f"profiler.tool={tool}"), CPU, 10, [])
-    with pytest.raises(InputError, match="cuda is not on this machine"):
+    with pytest.raises(InputError, match="cuda is not available on this machine"):
         job.start_profiler(
             configure("profiler.tool=torch", "profiler.torch.activities=[cpu,cuda]"), CPU, 10, []
         )
@@ -412,7 +412,8 @@ def test_a_named_stage_that_never_ran_is_reported(tmp_path, capsys):
     with profiler.stage("train_batch", engine):
         model(torch.ones(1, 4))
     profiler.close()
-    assert "msprobe dumped nothing of validate: not run in the interval" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "msprobe dumped nothing of validate, which did not run in the interval" in printed
 
 
 def test_dumps_do_not_nest(tmp_path):
@@ -615,7 +616,7 @@ def test_engines_agree(assets, tmp_path):
 
 def agreeing_tensors(stage, printed):
     """Return how many tensors agree in a stage, when the layouts differ."""
-    line = rf"\n{stage}: (\d+) tensors agree, outputs of forward passes alone; largest"
+    line = rf"\n{stage}: (\d+) tensors agree, only outputs of forward passes; largest"
     match = re.search(line, printed)
     assert match, printed
     return int(match[1])
@@ -650,15 +651,15 @@ def test_modules_and_stages_of_one_run_alone_are_reported(sft):
     path.write_text(json.dumps(dump))
     printed = compared(sft, "dumped", "less", 2, 1)
     assert re.search(
-        r"tensors agree, \d+ in one run only; .*\n"
-        r"    the first in one run only: Module\..*\.backward\.0",
+        r"tensors agree, \d+ in only one run; .*\n"
+        r"    the first in only one run: Module\..*\.backward\.0",
         printed,
     )
     shutil.copytree(sft / "dumped", sft / "more")
     shutil.copytree(sft / "more/profile/step_2/train_batch", sft / "more/profile/step_2/validate")
     printed = compared(sft, "dumped", "more", 2, 1)
     assert "metrics of step 2 agree" in printed
-    assert "in one run only, left out: validate" in printed
+    assert "dumped in only one run, so not compared: validate" in printed
     assert "tensors agree;" in printed
     compared(sft, "dumped", "more", 2, 0, "--stage", "train_batch")
 
@@ -762,7 +763,7 @@ def test_shards_are_joined_by_their_statistics(layouts, capsys):
     sp = without_tensors(layouts / "sp_whole", "statistics_sp")
     code, printed = compare_layouts(capsys, layouts / "fsdp_whole", sp)
     assert code == 0
-    assert f"{PER_MICRO_BATCH - 2} not compared: one run alone pads them" in printed
+    assert f"{PER_MICRO_BATCH - 2} not compared: only one run pads them" in printed
 
 
 @pytest.mark.slow
@@ -792,19 +793,19 @@ def test_another_output_matrix_is_found_at_the_head(layouts, capsys):
 def test_outputs_that_cannot_be_compared_are_reported(layouts, capsys):
     code, printed = compare_layouts(capsys, layouts / "fsdp", layouts / "dp")
     assert code == 2
-    assert "1 and 2 data parallel ranks see other tokens" in printed
+    assert "1 and 2 data-parallel ranks see different tokens" in printed
     assert "metrics of step 2 agree" in printed
     code, printed = compare_layouts(capsys, layouts / "fsdp", layouts / "sp")
     assert code == 2
     assert "not compared: their micro-batches differ" in printed
     code, printed = compare_layouts(capsys, layouts / "fsdp", layouts / "recompute")
     assert code == 0
-    assert f"{2 * 4 * 7} not compared: one run alone calls them again (recomputation)" in printed
+    assert f"{2 * 4 * 7} not compared: only one run recomputes them" in printed
     for path in copy(layouts / "tp", "one_rank").glob("profile/step_2/*/step2/rank1"):
         shutil.rmtree(path)
     code, printed = compare_layouts(capsys, layouts / "fsdp", layouts / "one_rank")
     assert code == 2
-    missing = "B has the dumps of 1 of 2 tensor x 1 pipeline parallel ranks"
+    missing = "run B has dumps of only 1 of 2 tensor- x 1 pipeline-parallel ranks"
     assert f"{missing}: set profiler.ranks=all" in printed
 
 

@@ -105,7 +105,7 @@ def test_models_that_a_function_reads_are_built(configure, setting, roles):
         (["adv_estimator=my.py:without_rest"], "got an unexpected keyword argument 'mask'"),
         (
             ["adv_kwargs.beta=1"],
-            "algorithm.adv_kwargs.beta: grpo has no such parameter of its own, nor any other",
+            "algorithm.adv_kwargs.beta: grpo has no parameter beta of its own (it has none)",
         ),
         (
             ["adv_estimator=my.py:needs_alpha", "adv_kwargs.alpha=1", "adv_kwargs.alhpa=1"],
@@ -205,7 +205,7 @@ def test_total_adds_up_the_response_tokens(configure):
         ),
         (
             ["adv_estimator=my.py:without_returns"],
-            "without_returns must return two things, advantages and returns",
+            "without_returns must return a pair: advantages and returns",
         ),
         (
             ["loss_agg_mode=my.py:total_length"],
@@ -236,7 +236,7 @@ def test_wrong_shapes_are_rejected_before_the_update(configure, settings, messag
         ),
         (
             ["loss_mode=my.py:loss_without_metrics"],
-            "loss_without_metrics must return two things, losses and a dictionary of metrics",
+            "loss_without_metrics must return a pair: losses and a dictionary of metrics",
         ),
         (
             ["loss_mode=my.py:loss_with_number"],

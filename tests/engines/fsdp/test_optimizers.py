@@ -194,11 +194,11 @@ def test_biases_of_experts_are_not_decayed_and_no_matrices_for_muon(folder):
         ),
         (
             ["optim.kwargs.momentum=0.9"],
-            "optim.kwargs.momentum: adamw has no such parameter of its own, nor any other",
+            "optim.kwargs.momentum: adamw has no parameter momentum of its own (it has none)",
         ),
         (
             ["optim.name=muon", "optim.kwargs.eps=1e-7"],
-            "eps: muon has no such parameter of its own, only momentum, nesterov, ns_steps",
+            "eps: muon has no parameter eps of its own (it has momentum, nesterov, ns_steps)",
         ),
         (
             ["optim.name={file}:bare"],
@@ -219,7 +219,7 @@ def test_biases_of_experts_are_not_decayed_and_no_matrices_for_muon(folder):
         (["optim.lr_scheduler_type={file}:sgd"], "missing a required argument: 'params'"),
         (
             ["optim.lr_scheduler_kwargs.power=2"],
-            "optim.lr_scheduler_kwargs.power: cosine has no such parameter of its own",
+            "optim.lr_scheduler_kwargs.power: cosine has no parameter power of its own",
         ),
     ],
 )
