@@ -109,15 +109,15 @@ def test_models_that_a_function_reads_are_built(configure, setting, roles):
         ),
         (
             ["adv_estimator=my.py:needs_alpha", "adv_kwargs.alpha=1", "adv_kwargs.alhpa=1"],
-            "adv_kwargs.alhpa: my.py:needs_alpha has no such",
+            "adv_kwargs.alhpa: my.py:needs_alpha has no parameter alhpa of its own",
         ),
         (
             ["loss_mode=my.py:loss", "loss_kwargs.bta=1"],
-            "loss_kwargs.bta: my.py:loss has no such parameter of its own, only beta",
+            "loss_kwargs.bta: my.py:loss has no parameter bta of its own (it has beta)",
         ),
         (
             ["loss_mode=my.py:loss", "loss_kwargs.log_probs=1"],
-            "loss_kwargs.log_probs: my.py:loss has no such parameter of its own",
+            "loss_kwargs.log_probs: my.py:loss has no parameter log_probs of its own",
         ),
         (
             ["loss_mode=my.py:loss", "clip_ratio_high=0.3"],
