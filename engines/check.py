@@ -60,9 +60,9 @@ class Reference:
 def main(config: DictConfig) -> None:
     """Run all checks; raise InputError at the first failure."""
     if config.model.lora.rank:
-        raise InputError("engines.check is for whole models: leave out model.lora")
+        raise InputError("engines.check does not support adapters: leave out model.lora")
     if config.model.images:
-        raise InputError("engines.check is for text: leave out model.images")
+        raise InputError("engines.check does not support images: leave out model.images")
     this_device = device.init()
     exported = Path(config.output_dir) / "check"
     try:
@@ -89,7 +89,8 @@ def check_engine_and_export(
     engine = engine_class(config.model_engine)(config, this_device, total_steps=1)
     difference, bound = guard.check_isolation(engine)
     form = "packed" if config.engine.use_remove_padding else "padded"
-    report("guard", f"{form} sequences and one at a time: {describe(difference, bound)}")
+    subject = f"the outputs of {form} sequences and of one sequence at a time"
+    report("guard", f"{subject} {describe(difference, bound)}")
     batch = guard.make_batches(engine).two_sequences
     reference = Reference(batch, engine.log_probs(batch)[0].cpu(), bound)
 
@@ -98,8 +99,10 @@ def check_engine_and_export(
     is_tied = read_hf_config(path).tie_word_embeddings
     differences = list(find_differences(path, exported, is_tied))
     if differences:
-        raise InputError(f"export: {differences[0]}, one of {len(differences)} such tensors")
-    report("export", "every tensor of model.path, with its value")
+        raise InputError(
+            f"export: {len(differences)} tensors differ from model.path; {differences[0]}"
+        )
+    report("export", "has every tensor of model.path, with the same values")
     return reference
 
 
@@ -110,7 +113,9 @@ def check_reload(
     reloaded = OmegaConf.merge(config, {"model": {"path": str(exported)}})
     engine = engine_class(config.model_engine)(reloaded, this_device, total_steps=1)
     log_probs = engine.log_probs(reference.batch)[0].cpu()
-    require_close("reload", "log-probabilities of the export", log_probs, reference)
+    require_close(
+        "reload", "the engine's log-probabilities before and after the export", log_probs, reference
+    )
 
 
 def check_transformers(config: DictConfig, this_device: torch.device, reference: Reference) -> None:
@@ -119,7 +124,9 @@ def check_transformers(config: DictConfig, this_device: torch.device, reference:
     path = Path(config.model.path)
     log_probs = transformers_log_probs(path, reference.batch, dtype, this_device)
     bound = KERNEL_BOUNDS[config.engine.compute_dtype]
-    require_close("transformers", "its log-probabilities", log_probs, reference, bound)
+    require_close(
+        "transformers", "its log-probabilities and the engine's", log_probs, reference, bound
+    )
 
 
 def check_vllm(config: DictConfig, exported: Path, reference: Reference) -> None:
@@ -130,7 +137,7 @@ def check_vllm(config: DictConfig, exported: Path, reference: Reference) -> None
     try:
         dtype = getattr(torch, config.engine.compute_dtype)
         log_probs = vllm_log_probs(exported, reference.batch, dtype)
-    except Exception as error:  # vLLM may raise anything for a model that it is not made for
+    except Exception as error:  # vLLM may raise any error for an unsupported model
         reason = " ".join(str(error).split())[:300]
         message = f"vLLM cannot run the export: {reason}"
         if is_supported_by_vllm(exported):
@@ -138,7 +145,9 @@ def check_vllm(config: DictConfig, exported: Path, reference: Reference) -> None
         report("vLLM", message, passed=False)
         return
     bound = KERNEL_BOUNDS[config.engine.compute_dtype]
-    require_close("vLLM", "its log-probabilities of the export", log_probs, reference, bound)
+    require_close(
+        "vLLM", "its log-probabilities for the export and the engine's", log_probs, reference, bound
+    )
 
 
 # -- the report -----------------------------------------------------------------------------------
@@ -152,7 +161,7 @@ def report(check: str, result: str, passed: bool = True) -> None:
 
 
 def describe(difference: float, bound: float) -> str:
-    return f"differ by {difference:.1g} nats, at most {bound:.1g} allowed"
+    return f"differ by {difference:.1g} nats (at most {bound:.1g} allowed)"
 
 
 def require_close(
@@ -169,8 +178,8 @@ def require_close(
     if bound is None:
         bound = reference.bound
     difference = (log_probs - reference.log_probs).square().mean().sqrt().item()
-    result = f"{subject}: {describe(difference, bound)}"
-    if not difference <= bound:  # also if it is not a number
+    result = f"{subject} {describe(difference, bound)}"
+    if not difference <= bound:  # also true for NaN
         raise InputError(f"{check}: {result}")
     report(check, result)
 
@@ -208,11 +217,11 @@ def find_differences(path: Path, exported: Path, is_tied: bool) -> Iterator[str]
                     exported_tensor = read_tensor(exported_files.pop(name), name)
                     original = tensors.get_tensor(name).to(exported_tensor.dtype)
                     if not torch.equal(original, exported_tensor):
-                        yield f"{name} has another value"
+                        yield f"{name} has different values"
                 elif not name.endswith(may_be_missing):
-                    yield f"{name} is lost"
+                    yield f"{name} is missing"
     for name in exported_files:
-        yield f"{name} is new"
+        yield f"{name} is not in model.path"
 
 
 def read_tensor(file: Path, name: str) -> Tensor:

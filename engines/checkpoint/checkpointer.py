@@ -89,8 +89,8 @@ class Checkpointer:
 
         can_continue = intact is not None and intact.parent == self.directory
         if damage and not can_continue:
-            alternative = intact or "no other checkpoint beside it"
-            raise InputError(f"{damage[candidates[0]]}; {alternative} is intact")
+            alternative = f"{intact} is intact" if intact else "no other checkpoint is intact"
+            raise InputError(f"{damage[candidates[0]]}; {alternative}")
         on_rank0(self._set_aside, damage, intact, dry_run, group=self.group)
         return intact
 
@@ -123,12 +123,12 @@ class Checkpointer:
         """Report damaged checkpoints, and rename them unless this is a dry run."""
         for path, problem in damage.items():
             if dry_run:
-                print(f"{problem}; the run would go on from {intact}", flush=True)
+                print(f"{problem}; the run would resume from {intact}", flush=True)
                 continue
             renamed = path.rename(unused_name(path))
             self._point_latest_to(intact)
             print(
-                f"{problem}; it is {renamed.name} now, and the run goes on from {intact}",
+                f"{problem}; renamed it to {renamed.name}, and resuming from {intact}",
                 flush=True,
             )
 

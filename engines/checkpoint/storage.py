@@ -139,11 +139,11 @@ def read_manifest(checkpoint: Path) -> Manifest:
         progress = json.loads((checkpoint / "trainer.json").read_text())
     except (OSError, ValueError) as error:
         raise InputError(
-            f"{checkpoint} is not a checkpoint, or it is damaged: trainer.json: {error}"
+            f"{checkpoint} is not a checkpoint, or is damaged: cannot read trainer.json: {error}"
         ) from None
     checksums = progress.pop("checksums", {})
     if checksums and checksums.pop("trainer.json", None) != progress_checksum(progress):
-        raise InputError(f"{checkpoint} is damaged: trainer.json is not as it was written")
+        raise InputError(f"{checkpoint} is damaged: trainer.json has changed since it was written")
     return Manifest(progress, checksums)
 
 
@@ -165,7 +165,7 @@ def find_damage(
             damage.append(f"{name}: {error.strerror}")
             continue
         if not is_intact:
-            damage.append(f"{name} is not as it was written")
+            damage.append(f"{name} has changed since it was written")
     return damage
 
 
@@ -173,12 +173,12 @@ def find_unlisted_files(checkpoint: Path, checksums: dict[str, str]) -> list[str
     """Return one message for every weight file without a checksum."""
     if not checksums:
         print(
-            f"{checkpoint} is not verified: it has no checksums, since an earlier version wrote it",
+            f"{checkpoint} cannot be verified: an earlier version wrote it without checksums",
             flush=True,
         )
         return []
     files = {f"weights/{path.name}" for path in (checkpoint / "weights").glob("*")}
-    return [f"{name} is not part of the checkpoint" for name in files - checksums.keys()]
+    return [f"{name} is not listed in trainer.json" for name in files - checksums.keys()]
 
 
 def sync_directory(path: Path) -> None:
@@ -221,7 +221,7 @@ def data_only(checkpoint: Path) -> Iterator[None]:
         function = re.search(r"GLOBAL (\S+)", str(error))
         call = function[1] if function else error
         raise InputError(
-            f"{checkpoint} was not loaded: a pickle in it contains more than data: it calls {call}"
+            f"{checkpoint} was not loaded: a pickle in it contains code, which calls {call}"
         ) from None
     finally:
         os.environ.update(before)

@@ -225,22 +225,22 @@ def explain(
     difference_of_first_layers: Callable[[int | None], float],
 ) -> str:
     """Return one line that says where the outputs diverge first, and what to change."""
-    place = find_divergence(engine, bound, difference_of_first_layers)
+    first_place = find_divergence(engine, bound, difference_of_first_layers)
     config = engine.config
     text_config = engine.hf_config.get_text_config()
     bidirectional_fix = config_json_fix(text_config, BIDIRECTIONAL, "null")
-    fix = f"model_engine={config.model_engine} cannot train it{bidirectional_fix}"
-    way = "packed" if config.engine.use_remove_padding else "padded"
+    fix = f"model_engine={config.model_engine} cannot train this model{bidirectional_fix}"
+    arrangement = "packed" if config.engine.use_remove_padding else "padded"
     if shares_sequences(config.engine):
-        way += " and shared"
+        arrangement += " and shared"
         fix = "set engine.context_parallel_size=1"
     elif config.engine.use_remove_padding:
         with engine.padded():
             if difference_of_first_layers(None) <= bound:
                 fix = "set engine.use_remove_padding=false"
     return (
-        f"{way} sequences and one at a time differ, first {place}: by {difference:.2g}, where "
-        f"rounding explains at most {bound:.2g}; {fix}"
+        f"the outputs of {arrangement} sequences and of one sequence at a time differ by "
+        f"{difference:.2g}, first {first_place}, but rounding explains at most {bound:.2g}: {fix}"
     )
 
 
@@ -251,16 +251,16 @@ def find_divergence(
     num_layers = engine.hf_config.get_text_config().num_hidden_layers
     if difference_of_first_layers(0) > bound:
         return "in the embedding"
-    # With the first `agree` layers the outputs agree; with the first `differ` layers they do not.
-    agree = 0
-    differ = num_layers
-    while differ - agree > 1:
-        middle = (agree + differ) // 2
+    # The outputs are equal after the first num_equal layers, and differ after num_different layers.
+    num_equal = 0
+    num_different = num_layers
+    while num_different - num_equal > 1:
+        middle = (num_equal + num_different) // 2
         if difference_of_first_layers(middle) > bound:
-            differ = middle
+            num_different = middle
         else:
-            agree = middle
-    return f"in layer {agree} of 0 to {num_layers - 1}"
+            num_equal = middle
+    return f"in layer {num_equal} of 0 to {num_layers - 1}"
 
 
 # -- changes to a model's layers -----------------------------------------------------------------

@@ -25,26 +25,26 @@ def bind(device: torch.device) -> str:
         bus = properties.pci_bus_id
         address = f"{domain:04x}:{bus:02x}:{properties.pci_device_id:02x}.0"
         result = bind_near(Path("/sys/bus/pci/devices", address))
-        return f"NUMA affinity: {device} ({address}) {result}"
+        return f"NUMA affinity for {device} ({address}): {result}"
     except (OSError, ValueError, RuntimeError, AttributeError) as error:
         # For example, some versions of torch_npu do not report the PCI address.
-        return f"NUMA affinity: CPUs stay as they are, {type(error).__name__}: {error}"
+        return f"NUMA affinity for {device}: not bound, because of {type(error).__name__}: {error}"
 
 
 def bind_near(pci_device: Path) -> str:
     """Bind this process to the CPUs near a device in /sys/bus/pci/devices.
 
-    A device that belongs to no NUMA node is near all CPUs. Returns the end of a log line.
+    A device that belongs to no NUMA node is near all CPUs. Returns the result, for a log line.
     """
     near = parse_cpulist((pci_device / "local_cpulist").read_text())
     allowed = os.sched_getaffinity(0)
     cpus = near & allowed
     if not cpus:
-        return "is near CPUs that this process may not use: CPUs stay as they are"
-    for thread in os.listdir("/proc/self/task"):  # threads started later inherit it
+        return "not bound, because this process may not use the CPUs near the device"
+    for thread in os.listdir("/proc/self/task"):  # threads that start later inherit the CPUs
         with suppress(ProcessLookupError):  # a thread may end meanwhile
             os.sched_setaffinity(int(thread), cpus)
-    return f"is near {len(cpus)} of {len(allowed)} CPUs, to which this process is bound"
+    return f"bound to {len(cpus)} of {len(allowed)} CPUs"
 
 
 def parse_cpulist(text: str) -> set[int]:

@@ -404,7 +404,7 @@ def test_without_an_intact_checkpoint_nothing_begins_anew(results):
     first, second = results(2)["harmed"]["both"]
     assert first == second
     assert (
-        "step_00000005 is damaged: hf/config.json is not as it was written; no other checkpoint"
+        "step_00000005 is damaged: hf/config.json has changed since it was written; no other"
         in first
     )
 

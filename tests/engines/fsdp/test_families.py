@@ -349,10 +349,11 @@ def test_sequences_that_leak_into_others_are_found(results, world):
         assert told[name] is not None, name
         assert len(told[name]) == world, name
         for error in told[name]:
-            assert "one at a time differ, first in layer 0 of 0 to 2: by" in error
+            assert "sequence at a time differ by" in error
+            assert "first in layer 0 of 0 to 2, but rounding" in error
             assert setting in error
     for error in told["both ways packed"]:
-        assert "cannot train it: set use_bidirectional_attention=True to null in" in error
+        assert "cannot train this model: set use_bidirectional_attention=True to null in" in error
     difference, bound = told["found"]
     assert difference < 1e-5
     assert bound == 1e-4
