@@ -14,16 +14,16 @@ Every rank knows these numbers of all n responses of the step:
 An estimator that names only these returns (advantages, returns), each [n] fp32; they hold for every
 token of the response.
 
-Of tokens, a rank holds those that it trains on:
+Each rank holds only the tokens that it trains on:
 
     rewards   [T] fp32: the score on the last response token, minus KL penalties where configured
-    mask      [T] fp32: 1 on response tokens; tokens in between that were not sampled, such as tool
-              results, are stepped over
+    mask      [T] fp32: 1 on response tokens. Tokens between them that were not sampled, such as
+              tool results, are skipped.
     sequence  [T] int64: the response of each token, in 0..n-1
     num_sequences  n
     values    [T] fp32: V(x_<t)
     old_log_probs, ref_log_probs, rollout_log_probs    [T] fp32 each
-    total     sums x [T] over all response tokens of the step, on every rank: a float64 scalar
+    total     returns the float64 sum of x [T] over the response tokens of all ranks
 
 An estimator that names one of these returns (advantages, returns), each [T] in the dtype of the
 rewards and 0 outside the mask.

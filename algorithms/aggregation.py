@@ -1,14 +1,15 @@
-"""From per-token losses to one number, by weights that make any aggregate a plain sum.
+"""Token weights that turn the aggregation of per-token losses into a plain sum.
 
 Every function takes
 
     lengths     [n] fp32: the number of tokens of each response that count; 0 if the response is in
                 another mini-batch or was rejected
-    max_tokens  by name: the longest response that rollout.max_tokens allows
+    max_tokens  passed by name: the longest response that rollout.max_tokens allows
 
 and returns [n] fp32: the weight of each token of a response, such that the sum of loss * weight is
-the aggregate. A rank thus needs the lengths of all responses of the mini-batch but only its own
-tokens, and sums of micro-batches and ranks add up, however the mini-batch is divided.
+the aggregate. So a rank needs the lengths of all responses in the mini-batch, but only its own
+tokens. The sums of micro-batches and ranks add up to the same result, however the mini-batch is
+divided.
 """
 
 import torch

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def informative(scores: Tensor, group: Tensor) -> Tensor:
-    """Return whether the scores in each response's group differ; never in a group of one.
+    """Return for each response whether the scores in its group differ; False in a group of one.
 
     Args:
         scores: [n] fp32.

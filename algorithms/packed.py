@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 Total = Callable[[Tensor], Tensor]  # [T] -> a scalar
-MAX_LOG_RATIO = 20.0  # beyond this a ratio only says that it is extreme, and fp32 soon overflows
+MAX_LOG_RATIO = 20.0  # larger ratios carry no more information, and fp32 soon overflows
 
 
 def sum_by_sequence(x: Tensor, sequence: Tensor, num_sequences: int) -> Tensor:
@@ -61,7 +61,7 @@ def center(x: Tensor, weight: Tensor, total: Total = Tensor.sum) -> Tensor:
     Args:
         x: [T].
         weight: [T], how often each x counts: a mask, or numbers of tokens.
-        total: sums over [T], and over other ranks where they hold a part of x.
+        total: sums over [T] and, if ranks divide x, over ranks.
 
     Returns:
         [T] float64; 0 where the weight is 0.
@@ -117,8 +117,7 @@ def sum_to_go(
 
     All sequences advance together, from their last token. The masked tokens are laid out by their
     position: all first tokens, then all second tokens, and so on, the longest sequence first. So
-    the tokens that follow one another are the first ones of neighbouring slices, and no padding is
-    needed.
+    slice k + 1 holds the successors of the first tokens of slice k, and no padding is needed.
 
     Args:
         x: [T].
@@ -138,7 +137,7 @@ def sum_to_go(
     slice_starts = num_at_position.cumsum(0) - num_at_position
     place = slice_starts[position] + rank_by_length[sequence_of_token]
     y = x.new_empty(len(tokens)).index_copy(0, place, x[tokens])
-    # numpy is faster than torch where there is little to add. The slices share y's memory.
+    # numpy is faster than torch for small sums. The slices share y's memory.
     slices = [part.numpy() for part in y.split(num_at_position.tolist())]
     for current, following in zip(slices[-2::-1], slices[:0:-1]):
         current[: len(following)] += decay * following

@@ -113,7 +113,7 @@ def _surrogate(
     dual_clip: float,
 ) -> LossAndMetrics:
     if dual_clip != 0 and dual_clip <= 1:
-        raise ValueError(f"dual_clip is {dual_clip}: it must be above 1, or 0 for none")
+        raise ValueError(f"dual_clip={dual_clip} must be above 1, or 0 to disable it")
     ratio = bounded_exp(log_ratios)
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)

@@ -36,7 +36,7 @@ def correction_weights(
         [T] fp32; 0 outside the mask.
     """
     if level not in ("token", "sequence"):
-        raise ValueError(f"level {level!r} is none of token, sequence")
+        raise ValueError(f"level must be 'token' or 'sequence', not {level!r}")
     log_ratios = log_ratio(old_log_probs, rollout_log_probs, mask).detach()
     ratio = _ratio_at(level, log_ratios, mask, sequence, num_sequences)
     return ratio.clamp(max=threshold) * mask
@@ -66,7 +66,7 @@ def keep_mask(
         [T] fp32.
     """
     if level not in ("token", "sequence", "geometric"):
-        raise ValueError(f"level {level!r} is none of token, sequence, geometric")
+        raise ValueError(f"level must be 'token', 'sequence' or 'geometric', not {level!r}")
     log_ratios = log_ratio(old_log_probs, rollout_log_probs, mask).detach()
     ratio = _ratio_at(level, log_ratios, mask, sequence, num_sequences)
     return mask * ((ratio >= low) & (ratio <= high))
@@ -97,7 +97,8 @@ def off_policy(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -
 def effective_sample_size(ratio: float, ratio_squared: float) -> float:
     """Return mean(r)^2 / mean(r^2) from the two means (Kong 1992).
 
-    This is the share of the samples that would be as good if they needed no weights.
+    It is relative to the number of samples: with 0.5, the weighted samples are worth half as many
+    unweighted ones.
     """
     return ratio * ratio / ratio_squared if ratio_squared else 0.0
 

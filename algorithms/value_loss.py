@@ -34,7 +34,7 @@ def explained_variance(
 
     Args:
         values, returns, mask: [T] fp32.
-        total: sums over [T], and over the tokens of other ranks.
+        total: sums over [T] and over all ranks.
 
     Returns:
         0 if the returns do not vary.

@@ -4,8 +4,8 @@ import warnings
 
 from engines.base import Engine
 
-# Warnings that every rank would print: megatron-core's about optional packages, and torch's about
-# deprecated names that Megatron uses.
+# Every rank would print these warnings: from megatron-core about optional packages, and from torch
+# about deprecated names that Megatron uses.
 HARMLESS_WARNINGS = (
     "Transformer Engine and Apex are not installed",
     "Apex is not installed",

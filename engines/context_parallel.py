@@ -52,7 +52,7 @@ def sequence_limit(config: DictConfig, world_size: int) -> SequenceLimit:
     pipeline_parallel_size = engine.get("pipeline_model_parallel_size", 1)
     num_ranks = world_size // (tensor_parallel_size * pipeline_parallel_size)
     largest_group = 1 << max(0, num_ranks.bit_length() - 1)
-    return SequenceLimit(max_tokens * largest_group, f"{reason} for each of {largest_group} ranks")
+    return SequenceLimit(max_tokens * largest_group, f"{reason} on each of {largest_group} ranks")
 
 
 def check_batch_size(config: DictConfig, num_dp_ranks: int) -> None:
@@ -75,13 +75,13 @@ def check_batch_size(config: DictConfig, num_dp_ranks: int) -> None:
 
 
 def check_micro_batch_cap(config: DictConfig, multiple: int) -> None:
-    """Raise InputError if padding would lift a sequence as long as the token cap above the cap.
+    """Raise InputError if a sequence as long as the token cap would exceed it once padded.
 
     multiple: this layout pads every sequence to a multiple of this number of tokens.
     """
     max_tokens = config.data.max_tokens_per_micro_batch
     if max_tokens % multiple:
         raise InputError(
-            f"data.max_tokens_per_micro_batch={max_tokens} must be a multiple of {multiple}, "
-            "which this layout pads every sequence to"
+            f"data.max_tokens_per_micro_batch={max_tokens} must be a multiple of {multiple}: "
+            "this layout pads the length of every sequence to such a multiple"
         )

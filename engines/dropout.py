@@ -27,7 +27,7 @@ class DropoutSeeds:
     def seeded(self, step: int, *ranks: int) -> Iterator[None]:
         """Within this block, random generators start from this step's seed.
 
-        ranks: numbers that distinguish the ranks whose dropout masks must differ.
+        ranks: this rank's numbers within the groups whose ranks need different dropout masks.
         """
         if step == self._step:
             self._batch_of_step += 1

@@ -27,7 +27,7 @@ class LogProbHead(nn.Module):
     """Log-probabilities, entropies, and whether tokens are the most likely ones."""
 
     num_outputs = 3
-    num_differentiable = 2  # the loss is called with this many of the first outputs
+    num_differentiable = 2  # only this many outputs, the first ones, are passed to the loss
 
     def __init__(
         self,

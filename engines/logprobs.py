@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# The logit of a token that sampling did not keep. Its exponential is 0, and so is the product of
-# the logit and its exponential. With minus infinity, that product would be NaN.
+# The logit of a token that is not a candidate. Both exp(logit) and logit * exp(logit) are 0; with
+# minus infinity, the product would be NaN.
 EXCLUDED_LOGIT = -1e30
 
 
@@ -35,7 +35,7 @@ class LogitTransform(NamedTuple):
 class LogProbSettings:
     """Settings of linear_log_probs.
 
-    transform    how logits follow from the products with the output matrix
+    transform    the steps from the products with the output matrix to the softmax
     chunk_size   number of tokens whose logits are in memory at once
     is_compiled  whether torch.compile fuses the passes over a chunk's logits
     group        ranks that divide the vocabulary; None for one rank
@@ -52,8 +52,8 @@ class LogProbSettings:
 class ShardStatistics(NamedTuple):
     """Statistics of the logits z of one rank's part of the vocabulary; all [T], fp32.
 
-    The sums are relative to the largest logit m: if all logits had a large offset in common, sums
-    of the logits themselves would lose precision.
+    The sums are over differences to the largest logit m: if all logits were large, sums of the
+    logits themselves would lose precision.
 
     largest         m
     largest_token   int64, index of m in this part of the vocabulary
@@ -99,8 +99,8 @@ def linear_log_probs(
         weight: [V, h] of the same dtype, this rank's rows of the output matrix.
         targets: [T] int64, numbered as in the whole vocabulary.
         settings: temperature, chunks and the division of the vocabulary.
-        candidate_ids: [T, K] int64; rows with fewer than K tokens are filled up with -1. The softmax
-            is over these tokens alone. None or K = 0: over the whole vocabulary.
+        candidate_ids: [T, K] int64; rows with fewer than K tokens are padded with -1. The softmax
+            is over these tokens only. None or K = 0: it is over the whole vocabulary.
 
     Returns:
         log_probs [T] fp32 and entropy [T] fp32 (nats), both differentiable, and is_greedy [T] bool.
@@ -235,7 +235,7 @@ def _combine(
     factor = below.exp()
     sums = torch.stack([total * factor, (weighted_total + total * below) * factor, target])
     total, weighted_total, target = reduce(sums, dist.ReduceOp.SUM)
-    # Among equal logits, the first token is the most likely one, as in argmax.
+    # If logits are equal, the first token counts as the most likely one, as in argmax.
     no_token = torch.iinfo(largest_token.dtype).max
     candidates = torch.where(largest == highest, largest_token + settings.first_token, no_token)
     most_likely = reduce(candidates, dist.ReduceOp.MIN)

@@ -36,7 +36,7 @@ class Estimate:
     gradients               of the parameters that are trained
     optimizer               the optimizer's state
     activations             tensors that the forward pass keeps for the backward pass
-    chunk_logits            logits of the tokens that the head computes at once, and their gradient
+    chunk_logits            logits of one chunk of tokens in the head, and their gradient
     output_matrix_gradient  the head's fp32 sum over chunks
     gathered_weights        FSDP: weights that other ranks store, in the compute dtype
     unreduced_gradients     FSDP: gradients before they are reduced, and the copy that is reduced
@@ -84,7 +84,7 @@ class Estimate:
         return rows
 
     def for_role(self, config: DictConfig, device_type: str, is_trained: bool) -> "Estimate":
-        """Return the estimate without the role's missing terms, and with its offloaded bytes.
+        """Return the estimate for a role: without the terms it lacks, and with its offloaded bytes.
 
         is_trained: whether the role has gradients and an optimizer.
         """

@@ -16,9 +16,9 @@ def keys_per_token(
 ) -> float:
     """Return how many tokens' keys and values a rank keeps for each of its own tokens.
 
-    In a group that gathers keys, each rank keeps the keys of all ranks. It keeps half a token more
-    per own token, since both of its chunks keep the sequence's first keys. In other groups, the
-    number exceeds 1 only if key heads are repeated.
+    In a group that gathers keys, each rank keeps the keys of all ranks. The first keys of a
+    sequence are kept twice, for both of the rank's chunks, which adds half a token per own token.
+    In other groups, the number exceeds 1 only if key heads are repeated.
 
     Args:
         config: the run's configuration.
@@ -40,7 +40,7 @@ def keys_per_token(
 def root_and_layer(parameters: list[nn.Parameter], layers: list[nn.Module]) -> tuple[int, int]:
     """Count the elements of parameters outside all decoder layers, and in the largest layer.
 
-    parameters: those to count; all other parameters of the layers are ignored.
+    parameters: only these are counted, in the layers too.
     """
     counted = {id(parameter) for parameter in parameters}
     sizes = []

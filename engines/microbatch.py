@@ -1,8 +1,9 @@
-"""A micro-batch as one rank sees it: padded, this rank's share of the tokens, and the way back.
+"""Divides a micro-batch over ranks: pads it, gives each rank its tokens, and collects results.
 
-Terms in this file: a *token* is an index into the T tokens of the micro-batch. A *slot* is a place
-in a rank's [b, s] input, padding included. Slots are numbered as in hidden states [s, b, h]
-flattened to [s * b, h]. The hidden state in the slot of token t - 1 predicts token t.
+Terms in this file: a *token* is an index into the T tokens of the micro-batch. A *slot* is a
+position in a rank's [b, s] input, padding included. Slots are numbered like the rows of hidden
+states [s * b, h], which are flattened from [s, b, h]. The hidden state in the slot of token t - 1
+predicts token t.
 
 The index arithmetic is done first, on the host (Grid, place_tokens); then tensors are built and
 moved to the device (lay_out).
@@ -115,7 +116,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Slots:
-    """The places of n tokens: the rank of each token, and its slot there; both [n] int64."""
+    """Where n tokens are: the rank of each token, and its slot on that rank; both [n] int64."""
 
     rank: Tensor
     slot: Tensor
@@ -171,13 +172,13 @@ class Grid:
 def make_grid(lengths: list[int], layout: Layout, num_ranks: int, filler: int) -> Grid:
     """Pad the sequences so that all ranks have equally many slots, and at least one.
 
-    If padding to the multiple does not achieve this, a last sequence of padding alone is added.
+    If padding to the multiple is not enough, a last sequence is added that is only padding.
 
     Args:
         lengths: number of tokens in each sequence.
         layout: rows, padding and the division over ranks.
         num_ranks: number of ranks in the context-parallel group.
-        filler: length of a last sequence that is added in any case; only for one rank. 0: none.
+        filler: the length of a padding sequence that is always added; only for one rank. 0: none.
     """
     padded = [round_up(length, layout.padding_multiple) for length in lengths]
     if filler:
@@ -265,8 +266,8 @@ def lay_out(
         device: where the tensors go.
         make_packing: lengths of the sequences in a row -> MicroBatch.packing. None: no packing.
         num_ahead: the number of layers of multi-token prediction, see MicroBatch.ahead.
-        filler: the length of a sequence of padding to add; only for a group of one rank. 0: add
-            none unless it is needed.
+        filler: the length of a padding sequence that is always added; only for a group of one rank.
+            0: add one only if it is needed.
     """
     rank = group.rank()
     grid = make_grid(batch.lengths, layout, group.size(), filler)

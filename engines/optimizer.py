@@ -1,7 +1,7 @@
 """Optimizers of the FSDP engine, and the check of their configuration keys for both engines.
 
-Every optimizer is a function that is called with these inputs by name. It may collect the inputs
-that it does not read in **_.
+Every optimizer is a function that is called with these inputs by name. It may accept inputs that it
+does not use as **_.
 
     params  parameter groups with their weight_decay, in this order: hidden matrices (the matrices
             in decoder layers); embeddings, output matrix and experts; norms and biases (without

@@ -18,7 +18,7 @@ from engines.context_parallel import fixed_cp_size, has_dynamic_cp
 class Planner:
     """Divides batches over the data-parallel ranks of one engine.
 
-    config                  the run's configuration, with this engine's groups
+    config                  the configuration of this engine, see Engine.config
     dp_rank, dp_size        this rank's data-parallel rank, and the number of data-parallel ranks
     dp_group                the group of the data-parallel ranks
     device                  device of the tensors in collectives of dp_group

@@ -135,8 +135,8 @@ class Checkpointer:
     def load(self, path: Path, engine: Engine, **other_engines: Engine) -> dict:
         """Read a checkpoint into the engines, and return its progress.
 
-        The checkpoint may have been saved by any number of ranks. A rank for which it has no random
-        generators keeps its own.
+        The checkpoint may have been saved by any number of ranks. A rank whose random generators
+        were not saved keeps its current ones.
 
         Raises:
             InputError: if a pickle in the checkpoint contains more than data.
@@ -262,7 +262,7 @@ def delete(checkpoint: Path) -> None:
 
 @contextmanager
 def removed_on_failure(directory: Path) -> Iterator[None]:
-    """Remove a directory if the block fails. In the block, all ranks write to the directory.
+    """Remove a directory if the block fails. All ranks write to the directory within the block.
 
     Raises:
         InputError: if the disk is full.

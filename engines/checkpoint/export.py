@@ -203,8 +203,8 @@ def export_checkpoint(checkpoint: Path, out: Path, merge: bool = False) -> None:
         check_merge(stored)
     if stored.rest and not stored.adapter and not stored.rest.is_dir():
         raise InputError(
-            f"{checkpoint} has only the trained weights, and {stored.rest}, which had the other "
-            "weights, does not exist: restore that model"
+            f"{checkpoint} has only the trained weights. The other weights were in {stored.rest}, "
+            "which does not exist: restore that model"
         )
 
     temporary = out.with_name(out.name + ".tmp")
@@ -230,8 +230,8 @@ def check_merge(stored: StoredModel) -> None:
         )
     if fingerprint(stored.base) != stored.base_fingerprint:
         raise InputError(
-            f"--merge: the adapters in {stored.checkpoint} were trained with another model than "
-            f"the one that is now in {stored.base}: restore the original model"
+            f"--merge: the adapters in {stored.checkpoint} were trained with a different "
+            f"model from the one that is now in {stored.base}: restore the original model"
         )
 
 

@@ -199,7 +199,7 @@ def padded_attention(
     s_aux: Tensor | None = None,
     **options,
 ) -> tuple[Tensor, None]:
-    """Attend within rows of one sequence each: [b, heads, n, dim] -> [b, n, heads, dim].
+    """Attend within rows that hold one sequence each: [b, heads, n, dim] -> [b, n, heads, dim].
 
     transformers' own attention silently ignores soft caps and sinks; this function applies them.
 
@@ -224,7 +224,7 @@ def padded_attention(
 def gathers_keys(engine: DictConfig, hf_config, group_size: int) -> bool:
     """Return whether the ranks of a group gather each other's keys and values (zigzag).
 
-    They do so for padded rows, and if the heads cannot be divided over so many ranks (Ulysses).
+    They do so for padded rows, and for packed ones if Ulysses cannot divide the heads over them.
     """
     if not shares_sequences(engine):
         return False

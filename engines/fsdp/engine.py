@@ -402,7 +402,7 @@ class FSDPEngine(Engine):
         self.host_memory.reserve(future_optimizer_tensors(optimizers))
 
     def onload(self, *parts: str) -> None:
-        """Move them back, unless they are on the device. Methods that need them call this."""
+        """Move parts back to the device after offload(). Methods that need them call this."""
         self.host_memory.onload(self.tensors_of(*parts))
 
     def tensors_of(self, *parts: str) -> Iterator[Tensor]:

@@ -9,8 +9,8 @@ from engines.fsdp.recurrence import StateResets
 class PackedModel(nn.Module):
     """A Hugging Face model with a head in place of its last matrix product.
 
-    The head needs the output matrix, which FSDP gathers for this module's forward pass. So the head
-    is called in there.
+    The head needs the output matrix, which FSDP gathers for this module's forward pass. So
+    forward() calls the head.
     """
 
     def __init__(self, hf: nn.Module, head: nn.Module):

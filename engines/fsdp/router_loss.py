@@ -18,7 +18,7 @@ class RouterLoss:
     """
 
     def __init__(self, hf: nn.Module, hf_config, coefficient: float | None):
-        """Start to watch a model's routers. Call this before layers are compiled.
+        """Start recording a model's routers. Call this before layers are compiled.
 
         Args:
             coefficient: engine.router_aux_loss_coef. None: the coefficient in config.json.

@@ -111,7 +111,7 @@ def estimate_memory(
 
 
 def moments_per_element(setup: Setup) -> float:
-    """Return the mean number of moments that the optimizer keeps per trained number.
+    """Return the mean number of moments that the optimizer keeps per trained element.
 
     Adam keeps two. Muon keeps one for matrices in layers, and two for other parameters. For the
     user's own optimizer, two are assumed.
@@ -166,9 +166,9 @@ def layer_bytes_per_token(setup: Setup) -> float:
     """Return the bytes of activations per token in one Llama-like layer.
 
     These are the residual and normalized inputs; q, k, v and the attention output; gate, up and
-    their product. With experts, the last three exist once per expert of the token, with the
-    expert's copy of the token and its output. Without torch.compile, there are also the fp32 copies
-    in both norms and the gate's activation.
+    their product. With experts, the last three exist for each expert that a token is sent to, and
+    so do a copy of the token and the expert's output. Without torch.compile, there are also the
+    fp32 copies in both norms and the gate's activation.
     """
     shape = setup.shape
     hidden = shape.hidden_size

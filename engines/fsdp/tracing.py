@@ -101,11 +101,11 @@ def reject_randomness_and_failure(hf: nn.Module, config: DictConfig, plain: Plai
     if plain.operations:
         fix = config_json_fix(hf_config, "jitter", "0")
         raise InputError(
-            f"model.path={path}: {name} computes with random numbers in training "
+            f"model.path={path}: {name} uses random numbers in training "
             f"({min(plain.operations)}), which is not supported{fix}"
         )
     if plain.failure:
-        raise InputError(f"model.path={path}: {name} fails: {plain.failure}")
+        raise InputError(f"model.path={path}: the forward pass of {name} fails: {plain.failure}")
 
 
 def check_packed_sequences(hf: nn.Module, config: DictConfig) -> None:
@@ -183,10 +183,10 @@ def failure_of_call(decoder: nn.Module, arguments: dict) -> str | None:
         return str(error)
     except NotImplementedError:
         return (
-            "the values of tensors decide what its layers compute, so it cannot be checked before "
-            "weights are loaded"
+            "the values of tensors determine what its layers compute, so it cannot be checked "
+            "before weights are loaded"
         )
-    except Exception as error:  # a model that does not expect these inputs may raise anything
+    except Exception as error:  # a model may raise any error for unexpected inputs
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     return None
 

@@ -45,8 +45,8 @@ def check_images(config: DictConfig) -> None:
 def image_matrices(hf: nn.Module, processor: Processor) -> dict[nn.Parameter, float]:
     """Return {matrix: rows per image token} for the matrices before the text model, in order.
 
-    An image token sends one row per patch through the matrices of the vision tower's layers and the
-    matrix that turns pixels into patches, and a single row through all others.
+    The matrix that turns pixels into patches and the matrices of the vision tower's layers process
+    one row per patch. All others process one row per image token.
     """
     text_parameters = {
         *hf.get_decoder().parameters(),
@@ -103,7 +103,7 @@ def kept_bytes_per_token(
 
     Args:
         itemsize: bytes per number of an activation.
-        checkpointing: whether layers keep only their inputs, except one layer at a time.
+        checkpointing: whether all layers but one keep only their inputs.
     """
     matrices = image_matrices(hf, processor)
     skipped = matrices_without_gradient(matrices)

@@ -78,8 +78,8 @@ def write(
     """Write the states of engines into a new directory. All ranks call this together.
 
     Args:
-        states: sharded state by name of the engine. Under "rng", {"rank_0": tensor} with this
-            rank's name and random generators.
+        states: engine name -> sharded state; and "rng" -> {"rank_0": tensor}, this rank's name and
+            the states of its random generators.
         group: a gloo group to write in the background, or None.
 
     Returns:

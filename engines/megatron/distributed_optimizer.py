@@ -136,7 +136,7 @@ def build_optimizer(
     optimizer.chained_optimizers = [
         inner for inner in optimizer.chained_optimizers if not inner.is_stub_optimizer
     ]
-    # TransformerEngine's optimizer is always fused; torch's must be told.
+    # TransformerEngine's optimizer is always fused; torch's needs a flag.
     if USING_PYTORCH_OPTIMIZER:
         for group in optimizer.param_groups:
             group["fused"] = True
@@ -149,7 +149,7 @@ def apply_gradients(
     """Clip the gradients and take a step.
 
     Args:
-        optimizer: its gradients have been prepared (prepare_grads).
+        optimizer: prepare_grads() must have been called.
         grad_norm: the norm of the gradients.
     """
     for group in optimizer.param_groups:
@@ -167,9 +167,9 @@ def apply_gradients(
 def smallest_stage_gradient(
     stages: list[DistributedDataParallel], pp_group: dist.ProcessGroup, device: torch.device
 ) -> float:
-    """Return the largest gradient (in magnitude) of the stage where this is smallest.
+    """Return the smallest of all stages' largest absolute gradients.
 
-    All stages count, also virtual ones and those on other ranks.
+    The stages include virtual ones and those of other ranks.
     """
     largest = torch.zeros(len(stages), pp_group.size(), device=device)
     for number, stage in enumerate(stages):

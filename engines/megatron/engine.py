@@ -156,7 +156,7 @@ class MegatronEngine(Engine):
         else:
             self.cp_groups = {self.cp_group.size(): self.cp_group}
         if engine.virtual_pipeline_model_parallel_size > 1:
-            # The interleaved schedule needs a number of micro-batches that pp divides.
+            # The interleaved schedule needs a multiple of pp micro-batches.
             self.micro_batches_multiple = self.pp_group.size()
 
     def _build_model(self) -> None:
@@ -206,7 +206,8 @@ class MegatronEngine(Engine):
             )
         last_model = self.models[-1]
         if mpu.is_pipeline_last_stage(ignore_virtual=True):
-            # As a submodule, the head is found by hooks. It runs after the schedule's forward pass.
+            # It is a submodule so that hooks find it, although it runs after the schedule's forward
+            # pass.
             last_model.head = self.head
         self.outputs = TokenOutputs(last_model, self.head, self.tp_group, self.sequence_parallel)
 
@@ -365,7 +366,7 @@ class MegatronEngine(Engine):
         """Return this rank's part of a micro-batch that a context-parallel group shares.
 
         Args:
-            num_ahead: the number of MTP layers for which to lay out the tokens ahead.
+            num_ahead: the number of MTP layers, each of which needs its own tokens ahead.
         """
         is_packed = self.config.engine.use_remove_padding
         group = self.cp_groups[cp_size]
@@ -416,7 +417,7 @@ class MegatronEngine(Engine):
                 storage.resize_(0)
 
     def onload(self, *parts: str) -> None:
-        """Move them back, unless they are on the device. Methods that need them call this."""
+        """Move parts back to the device after offload(). Methods that need them call this."""
         self.host_memory.onload(self.tensors_of(*parts))
         if "optimizer" in parts:
             for gradients in self.gradient_buffers():

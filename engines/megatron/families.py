@@ -11,8 +11,8 @@ FAMILIES = ("llama", "mimo", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"
 FAMILIES_OF_MBRIDGE = ("llama", "qwen2", "qwen3")
 # Rope types whose frequencies are fixed by config.json. Others depend on the sequence length.
 ROPE_TYPES = ("default", "llama3", "linear", "yarn")
-# Key in config.json -> its only supported value. The last two mean that every layer has experts, in
-# models that have experts.
+# Key in config.json -> its only supported value. With the last two values, every layer of a mixture
+# of experts has experts.
 SUPPORTED_VALUES = {
     "hidden_act": "silu",
     "attention_dropout": 0.0,

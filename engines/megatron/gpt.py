@@ -224,7 +224,7 @@ def set_rotary_embedding(model: HiddenStates, hf_config) -> None:
 
 
 def set_partition_attributes(module: nn.Module) -> None:
-    """Give parameters that tensor-parallel ranks do not divide the attributes that say so."""
+    """Mark the parameters that tensor-parallel ranks do not divide, by Megatron's attributes."""
     for parameter in module.parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
 

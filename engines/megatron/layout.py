@@ -19,7 +19,7 @@ from engines.model.experts import aux_loss_coef
 
 
 def padding_multiple(engine: DictConfig, cp_size: int) -> int:
-    """Return the number of which every sequence's padded length must be a multiple.
+    """Return the padding multiple: every padded length must be a multiple of this number.
 
     Args:
         cp_size: the number of context-parallel ranks that share the sequence.

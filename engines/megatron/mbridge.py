@@ -40,7 +40,7 @@ class MBridge:
     def to_hf(self, name: str, parts: list[Tensor], dim: int = 0) -> Iterator[tuple[str, Tensor]]:
         whole = parts[0]
         is_value_head = name == OUTPUT_LAYER and len(whole) == 1
-        if is_value_head:  # It has no padded vocabulary, which mbridge would cut off.
+        if is_value_head:  # A value head has no vocabulary padding, which mbridge would cut off.
             return iter([("lm_head.weight", whole)])
         if len(parts) > 1:
             whole.tensor_model_parallel = True

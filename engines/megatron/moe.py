@@ -3,8 +3,8 @@
 megatron-core 0.16.1 routes with functions of TransformerEngine, and weights the routers' auxiliary
 loss by one tensor- and context-parallel rank's number of tokens instead of the micro-batch's.
 
-Ranks divide the experts between them, but never split an expert. Every rank routes its own tokens,
-so tensor parallelism needs sequence parallelism, and computes its own experts.
+Ranks divide the experts between them, but never split an expert. Every rank computes its own
+experts. It also routes its own tokens, so tensor parallelism needs sequence parallelism.
 """
 
 import torch

@@ -31,7 +31,7 @@ WHOLE_MATRICES = (".mlp.gate.weight", ".input_proj.weight")
 
 @dataclass
 class PartSizes:
-    """The numbers of parameters that one rank holds in a layer, or in a matrix outside layers.
+    """How many elements of parameters one rank holds in a layer, or in a matrix outside layers.
 
     frozen   parameters that are not trained
     dense    trained parameters that are the same on all expert-parallel ranks
@@ -52,7 +52,7 @@ class PartSizes:
 
 @dataclass(frozen=True)
 class Bytes:
-    """Bytes per number.
+    """Bytes per element.
 
     compute    for frozen weights and activations
     trained    for trained weights
@@ -136,8 +136,8 @@ def estimate_memory(
 ) -> list[Estimate]:
     """Estimate one rank's peak memory in each pipeline stage.
 
-    The sizes of parameters, gradients and optimizer state are exact, except that buffers' padding
-    is neglected and that uneven shares are averaged over ranks. The activations are those of all
+    The sizes of parameters, gradients and optimizer state are exact, except that the padding of
+    buffers is ignored and uneven shares are averaged over ranks. The activations are those of all
     micro-batches that wait for their backward pass on the stage. All experts are assumed to get
     equally many tokens.
     """
@@ -191,7 +191,7 @@ def part_sizes(hf: nn.Module, config: DictConfig, shape) -> dict[int | str, Part
 
 
 def elements_on_rank(name: str, parameter: nn.Parameter, engine: DictConfig, shape) -> int:
-    """Return how many of a parameter's numbers one tensor- and expert-parallel rank holds."""
+    """Return how many of a parameter's elements one tensor- and expert-parallel rank holds."""
     tp = engine.tensor_model_parallel_size
     is_row_parallel = ".o_proj." in name or ".down_proj." in name
     if ".lora_" in name:

@@ -79,9 +79,9 @@ def aux_loss_coef(coefficient: float | None, hf_config) -> float:
 def aux_loss_weight(coefficient: float | None, hf_config, num_routers: int) -> float:
     """Return the factor by which to multiply aux_loss().
 
-    The two losses are scaled differently: if experts are chosen evenly, aux_loss() is num_routers,
-    whereas transformers' loss, for which config.json's coefficient is meant, is the number of
-    experts per token. So the coefficient in config.json is converted; the user's applies as is.
+    The coefficient in config.json is for transformers' loss, which is scaled differently. If
+    experts are chosen evenly, that loss is the number of experts per token, and aux_loss() is
+    num_routers. So the coefficient in config.json is converted; the user's own is not.
     """
     weight = aux_loss_coef(coefficient, hf_config)
     if coefficient is not None:

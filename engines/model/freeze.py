@@ -26,16 +26,16 @@ def apply(
 
     Args:
         hf: the model on the meta device.
-        engine_parameter_of: maps a tensor's name in the files to an identifier of the engine's
-            parameter that holds it. Several tensors may share a parameter.
+        engine_parameter_of: maps the name of a tensor in the files to a key for the engine's
+            parameter that holds it. One parameter may hold several tensors.
 
     Returns:
-        The names of the frozen tensors in the files of model.path.
+        The names of the frozen tensors, as in the files.
 
     Raises:
-        InputError: if a pattern matches nothing, or the patterns match all parameters or only a
-            part of one. With a value head, a pattern may match nothing, since a critic may be
-            another model than the policy.
+        InputError: if a pattern matches nothing, if nothing is left to train, or if only a part of
+            a parameter matches. With a value head, a pattern may match nothing, since the critic
+            may be a different model from the policy.
     """
     patterns = list(config.model.freeze)
     if not patterns:
@@ -108,7 +108,7 @@ def check_matches(
     """Raise InputError for a pattern that matches no parameter of the model.
 
     Args:
-        in_model: the names, in the files, of the model's parameters.
+        in_model: the names of the model's parameters, as in the files.
         known: in_model and the names of all other weights in the files, which this run ignores.
     """
     if not matches:
@@ -151,8 +151,8 @@ def check_something_is_trained(config: DictConfig, hf: nn.Module) -> None:
     trained = [name for name, parameter in hf.named_parameters() if parameter.requires_grad]
     if config.model.mtp.detach_encoder and not any("mtp_layers" in name for name in trained):
         raise InputError(
-            f"model.freeze={patterns} and model.mtp.detach_encoder=true leave the loss of the MTP "
-            "layers nothing to train: set model.mtp.enable_train=false"
+            f"model.freeze={patterns} and model.mtp.detach_encoder=true leave nothing to train for "
+            "the loss of the MTP layers: set model.mtp.enable_train=false"
         )
     if not trained:
         raise InputError(f"model.freeze={patterns} leaves nothing to train")

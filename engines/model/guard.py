@@ -1,10 +1,10 @@
 """Check, before the first step, that sequences which share a batch do not see each other.
 
 The bug. For speed, several sequences go through a model at once: packed one after the other,
-padded to the same length, or divided over context-parallel ranks. That is right only if every
-layer treats them as separate. A layer that does not know where a sequence begins (a convolution,
-a recurrence, an attention that ignores cu_seqlens) mixes them. Training then works, and learns
-something else.
+padded to the same length, or divided over context-parallel ranks. That is correct only if every
+layer keeps them apart. A layer that does not know where a sequence begins (a convolution, a
+recurrence, an attention that ignores cu_seqlens) mixes them. Training then raises no error, but
+learns the wrong thing.
 
 The idea. We keep no list of families that work. We compute, with the real model and its real
 weights, the log-probabilities of a few short random sequences twice: all sequences together, the
@@ -66,7 +66,7 @@ class ProbeBatches:
     joined: Batch
 
     def with_third(self, values: Tensor) -> Tensor:
-        """Extend values [..., T] for two_sequences to three_sequences, repeating the first ones."""
+        """Extend values [..., T] of two_sequences to three_sequences by repeating its start."""
         third_length = self.three_sequences.lengths[2]
         return torch.cat([values, values[..., :third_length]], -1)
 
@@ -74,7 +74,7 @@ class ProbeBatches:
 def check_isolation(engine: Engine) -> tuple[float, float]:
     """Check that a sequence's outputs do not depend on the other sequences of its batch.
 
-    All ranks call this together. The engine is left as it was.
+    All ranks call this together. The engine's state does not change.
 
     Returns:
         (difference, bound): the largest difference between a token's outputs, and the largest that
@@ -103,7 +103,7 @@ class Comparison:
 
 
 def compare(engine: Engine, batches: ProbeBatches, independent_layers: bool) -> Comparison:
-    """Compute the sequences together and one at a time; raise InputError if outputs differ."""
+    """Compare sequences computed together and one at a time; raise InputError if outputs differ."""
     path = engine.config.model.path
     with changed_layers(engine, keep_output, independent_layers):
         expected = one_at_a_time(engine, batches.two_sequences)
@@ -141,9 +141,9 @@ def group_sizes(engine: Engine) -> list[int]:
 
 
 def warn_if_inconclusive(engine: Engine, batches: ProbeBatches, comparison: Comparison) -> None:
-    """Report a model for which the comparison proves nothing.
+    """Warn if the comparison proves nothing, because a leak would hardly change the outputs.
 
-    Its outputs do not change noticeably even when all sequences are joined into one.
+    That is so if they hardly change even when all sequences are joined into one.
     """
     size = group_sizes(engine)[0]
     together = run_together(engine, batches.joined, size)

@@ -93,7 +93,7 @@ def from_config(hf_config, dtype: torch.dtype, attention: str | None) -> nn.Modu
     try:
         with torch.device("meta"):
             return kind.from_config(hf_config, dtype=dtype, attn_implementation=attention)
-    except Exception as error:  # transformers may raise anything for values it does not expect
+    except Exception as error:  # transformers may raise any error for unexpected values
         reason = " ".join(str(error).split())[:200]
         raise InputError(
             f"model.path={hf_config.name_or_path}: transformers cannot build the model that "
@@ -104,8 +104,8 @@ def from_config(hf_config, dtype: torch.dtype, attention: str | None) -> nn.Modu
 def keep_text_modules(hf: nn.Module) -> None:
     """Reduce a vision-language model to its decoder and output matrix, which keep their names.
 
-    Other weights in the files, such as the vision tower, are added to the patterns of weights that
-    transformers ignores when it loads the model.
+    The files may hold other weights, such as a vision tower. Their names are added to the patterns
+    of weights that transformers ignores when it loads the model.
     """
     text_modules = (hf.get_decoder(), hf.get_output_embeddings())
     kept = {module for text_module in text_modules for module in text_module.modules()}

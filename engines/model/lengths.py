@@ -37,15 +37,15 @@ def check_rope(hf_config, config: DictConfig) -> None:
         if longest > limit:
             raise InputError(
                 f"model.path={config.model.path}: rope_type={parameters['rope_type']} in "
-                f"config.json has other frequencies beyond {limit} tokens: lower {key}={longest}"
+                f"config.json changes the frequencies beyond {limit} tokens: lower {key}={longest}"
             )
 
 
 def keep_short_frequencies(hf: nn.Module) -> None:
     """Fix the frequencies of rotary embeddings to those of short sequences.
 
-    check_rope() has ruled out longer sequences. Without this, modules would look for them in every
-    batch.
+    check_rope() has ruled out longer sequences. Without this function, modules would search every
+    batch for them.
     """
     for module in hf.modules():
         rope_type = vars(module).get("rope_type")

@@ -55,7 +55,7 @@ def logits_of_hidden_states(hf: nn.Module, hidden: Tensor) -> Tensor | None:
     try:
         input_ids = torch.zeros(1, 1, dtype=torch.int64, device="meta")
         return hf(input_ids=input_ids).logits
-    except Exception:  # a model that does not expect the replaced modules may raise anything
+    except Exception:  # the model may raise any error, since its modules are replaced
         return None
     finally:
         del base.forward
@@ -63,7 +63,7 @@ def logits_of_hidden_states(hf: nn.Module, hidden: Tensor) -> Tensor | None:
 
 
 class BaseModelOutput(tuple):
-    """Stands in for a base model's output: has hidden states, and None for any other attribute."""
+    """Replaces a base model's output: has the hidden states, and None for all other attributes."""
 
     last_hidden_state = property(itemgetter(0))
 

@@ -183,7 +183,7 @@ def check_adapted_layers(hf: nn.Module, lora: DictConfig, layers: dict[str, nn.M
 def check_names(hf: nn.Module, lora: DictConfig) -> None:
     """Raise InputError if a name in the settings is not the name of a linear layer.
 
-    PEFT would silently exclude nothing for the name of a larger module such as `mlp`.
+    PEFT would silently ignore the name of a larger module, such as `mlp`.
     """
     from peft.tuners.lora import Linear
 
@@ -233,7 +233,7 @@ def initial_adapter(
 
 
 def initial_matrix(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Initialise an adapter matrix in fp32. The engine and the layout of ranks do not matter.
+    """Initialise an adapter matrix in fp32, independently of the engine and the layout of ranks.
 
     As in PEFT, B is zero, and A is uniform in +-1 / sqrt(in features).
     """
@@ -325,8 +325,8 @@ def write(
 
     Args:
         base: the directory of the frozen model.
-        is_part: whether `base` also contains other modules, such as a vision tower, whose layers
-            may have the same last names as adapted ones.
+        is_part: whether `base` also contains other modules, such as a vision tower. Their layers
+            may have the same last names as the adapted layers.
     """
     tensors = {PREFIX + name: tensor.cpu().contiguous() for name, tensor in adapter}
     modules = {name.removeprefix(PREFIX).split(".lora_")[0] for name in tensors}

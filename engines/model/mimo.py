@@ -49,7 +49,7 @@ def write_config_class(hf_config, directory: Path) -> None:
     """Write configuration_mimo.py into an exported model, and refer to it in hf_config.
 
     Call this before config.json is written. Other programs can then read config.json with
-    trust_remote_code=True. Does nothing for models other than MiMo, or that bring their own class.
+    trust_remote_code=True. Does nothing for other models, or if the model has its own class.
     """
     if hf_config.model_type == "mimo" and not getattr(hf_config, "auto_map", None):
         hf_config.auto_map = {"AutoConfig": "configuration_mimo.MiMoConfig"}

@@ -104,7 +104,7 @@ def stored_tensors(hf: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
     A tied parameter is yielded once.
     """
-    # state_dict() is called first, since FSDP frees the parameters that it gathers for it.
+    # Call state_dict() first: FSDP gathers parameters for it, and frees them afterwards.
     names = hf.state_dict().keys()
     yield from hf.named_parameters()
     for name, buffer in hf.named_buffers():

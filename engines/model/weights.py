@@ -30,8 +30,8 @@ def check_files(
 ) -> None:
     """Check that the files hold exactly the weights of a model.
 
-    Only headers are read, and matrices that config.json ties but the files hold twice. With a value
-    head, the files may lack the output matrix, or have a language model's.
+    Only headers are read, except for tied matrices that are in the files twice: their values are
+    compared. With a value head, the files may lack the output matrix, or hold a language model's.
 
     Args:
         hf: the model on the meta device.
@@ -163,8 +163,8 @@ def load_weights(
         names: name in the files -> name in the model, as returned by model_names().
         head: with Head.VALUES, the output matrix is zero unless the files have a value head, so
             all values are 0 at first.
-        shared_weights: existing tensors by name that become parameters, so that no new memory is
-            allocated for these.
+        shared_weights: existing tensors by name. They become parameters, for which no memory is
+            allocated.
     """
     allocate(hf, placement, shared_weights or {})
     if head is Head.VALUES:

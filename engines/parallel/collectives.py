@@ -81,7 +81,7 @@ def groups_by_size(
 def _create_groups(
     world: dist.ProcessGroup, own_dp_ranks: tuple[int, ...]
 ) -> dict[int, dist.ProcessGroup]:
-    """Create the groups of several ranks. All ranks create all groups, in the same order."""
+    """Create the groups of more than one rank. All ranks create all groups, in the same order."""
     dp_ranks_of_all = [None] * dist.get_world_size()
     dist.all_gather_object(dp_ranks_of_all, own_dp_ranks)
     groups = {}

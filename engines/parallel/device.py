@@ -30,8 +30,7 @@ PEAK_FLOPS = {
     "A10G": 70e12,
     "RTX 4090": 165e12,
 }
-# Besides the accelerator's backend, gloo serves tensors in host memory, which checkpoints and
-# offloaded parameters need.
+# Use gloo for tensors in host memory, which checkpoints and offloaded parameters need.
 BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
 REQUIRED_VARIABLES = ("LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -64,7 +63,7 @@ def init(timeout_minutes: float = 30) -> torch.device:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with(PARENT)  # otherwise the ranks would outlive a killed torchrun
     device = select_device(int(os.environ["LOCAL_RANK"]))
-    # fp32 means fp32 in convolutions too, as it does in matrix products.
+    # Do not use TF32 in convolutions either: matrix products do not use it by default.
     torch.backends.cudnn.allow_tf32 = False
     dist.init_process_group(
         BACKENDS.get(device.type, "gloo"),
@@ -82,7 +81,7 @@ def select_device(local_rank: int) -> torch.device:
     count = torch.accelerator.device_count()
     if max(local_rank + 1, int(os.environ.get("LOCAL_WORLD_SIZE", 1))) > count:
         raise InputError(
-            f"more processes than devices: start {count} per node, one for each device"
+            f"there are more processes than devices: start {count} per node, one for each device"
         )
     torch.accelerator.set_device_index(local_rank)
     return torch.device(accelerator.type, local_rank)

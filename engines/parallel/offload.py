@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from engines.parallel.device import synchronize
 from engines.planning import round_up
 
-# Smaller storages, such as Adam's step counters, stay on the device. Places in host memory are
+# Smaller storages, such as Adam's step counters, stay on the device. Slots in host memory are
 # multiples of this size.
 MIN_BYTES = 4096
 # Host memory is pinned in parts of this size, a power of two: torch would round up other sizes.
@@ -20,7 +20,7 @@ PART_BYTES = 256 * 2**20
 
 @dataclass(frozen=True)
 class HostSlot:
-    """The slot of a storage's bytes in host memory, with its parts laid end to end.
+    """Where a storage's bytes are in host memory, counted over all parts laid end to end.
 
     The reference to the storage keeps the storage's address from being reused.
     """
@@ -42,8 +42,8 @@ class HostMemory:
         self.device = device
         self.background = ThreadPoolExecutor(max_workers=1)
         self.parts: list[Future[Tensor]] = []
-        self.slots: dict[int, HostSlot] = {}  # by the address of a storage's C++ object
-        self.num_bytes = 0  # of all slots
+        self.slots: dict[int, HostSlot] = {}  # keyed by the address of a storage's C++ object
+        self.num_bytes = 0  # the total size of all slots
 
     def reserve(self, tensors: Iterable[Tensor]) -> None:
         """Pin enough host memory, in the background, to hold these tensors too."""
@@ -71,7 +71,7 @@ class HostMemory:
         self.reserve([])
         for on_host, on_device in self._pieces(full):
             on_host.copy_(on_device, non_blocking=True)
-        synchronize()  # the copies read memory that is freed next
+        synchronize()  # wait for the copies before the memory is freed
         for storage in full:
             storage.resize_(0)
         if full and self.device.type != "cpu":
@@ -106,7 +106,7 @@ class HostMemory:
                 yield local
 
     def _pieces(self, storages: list[torch.UntypedStorage]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield views of these storages' bytes (in host memory, on the device), both [n] uint8.
+        """Yield (host view, device view) of these storages' bytes, both [n] uint8.
 
         A storage that spans several parts of host memory is yielded in several pieces.
         """

@@ -459,7 +459,7 @@ def test_policy_losses_worked_out_by_hand():
         POLICY_LOSSES["gspo"](logs, 0 * ones, -ones, ones, sequence, 2, **CLIPS)[0],
         [1, 1] + [2**1.5] * 4,
     )
-    with pytest.raises(ValueError, match="dual_clip is 0.9"):
+    with pytest.raises(ValueError, match="dual_clip=0.9 must be above 1"):
         POLICY_LOSSES["ppo"](
             *[torch.zeros(1)] * 4, ints(0), 1, clip_low=0.2, clip_high=0.2, dual_clip=0.9
         )
@@ -653,7 +653,7 @@ def test_rollout_correction_worked_out_by_hand():
             correction_weights(*common, level=level, threshold=1e30)[1:].log(), [20, -20, -math.inf]
         )
     assert keep_mask(*common, level="token", low=1, high=1).tolist() == [1, 0, 0, 0]
-    with pytest.raises(ValueError, match="'geometric' is none of token, sequence"):
+    with pytest.raises(ValueError, match="must be 'token' or 'sequence', not 'geometric'"):
         correction_weights(*common, level="geometric", threshold=2.0)
     trainer = floats(0.5, 0.3, 0.2)
     rollout = floats(0.2, 0.2, 0.6)

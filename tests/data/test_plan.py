@@ -159,6 +159,6 @@ def test_a_batch_that_needs_twice_the_passes_of_its_token_count_is_planned_fast(
 def test_no_group_can_hold_a_sequence():
     with pytest.raises(
         InputError,
-        match="a sequence of 500 tokens is longer than .*micro_batch=100 for each of 4 ranks",
+        match="a sequence of 500 tokens is longer than .*micro_batch=100 on each of 4 ranks",
     ):
         schedule([3, 500], [1.0, 2.0], 6, 100, lambda size: 1)

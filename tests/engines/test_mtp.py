@@ -494,7 +494,7 @@ def test_export_of_a_checkpoint_includes_untrained_layers(
         assert torch.equal(expected[hf_name], weight), hf_name
     gone = megatron_folder / "gone"
     model.rename(gone)
-    message = re.escape(f"{model}, which had the other weights, does not exist")
+    message = re.escape(f"The other weights were in {model}, which does not exist")
     try:
         with pytest.raises(InputError, match=message):
             export_checkpoint(checkpoint, tmp_path / "other")

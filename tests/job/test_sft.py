@@ -360,7 +360,7 @@ MISTAKES = {
     ),
     "a row that no group of ranks can hold": (
         ["engine.context_parallel_size=auto", "data.max_tokens_per_micro_batch=30"],
-        "tokens, more than data.max_tokens_per_micro_batch=30 for each of 1 ranks: raise it",
+        "tokens, more than data.max_tokens_per_micro_batch=30 on each of 1 ranks: raise it",
     ),
     "a word instead of a number of ranks": (
         ["engine.context_parallel_size=all"],

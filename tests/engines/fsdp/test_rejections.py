@@ -263,12 +263,12 @@ LONGROPE = dict(
                 ),
             ),
             [],
-            "LlamaForCausalLM fails: RuntimeError",
+            "the forward pass of LlamaForCausalLM fails: RuntimeError",
         ),
         (
             dict(model_type="phi3", rope_parameters=LONGROPE, original_max_position_embeddings=64),
             ["data.max_length=65"],
-            "rope_type=longrope in config.json has other frequencies beyond 64 tokens: "
+            "rope_type=longrope in config.json changes the frequencies beyond 64 tokens: "
             "lower data.max_length=65",
         ),
         (
@@ -295,7 +295,7 @@ LONGROPE = dict(
             "is_causal=False in its attention, which is not supported: "
             "set use_bidirectional_attention=all to null in config.json",
         ),
-        (dict(model_type="jetmoe"), [], "the values of tensors decide what its layers compute"),
+        (dict(model_type="jetmoe"), [], "the values of tensors determine what its layers compute"),
         (
             dict(
                 model_type="deepseek_v2",
