@@ -2,17 +2,17 @@
 
     def f(prompt, response, row)        two texts and the row of the data file
     def f(prompts, responses, rows)     lists over all responses to one prompt; returns a list
-    async def f(...)                    either; a worker runs reward.concurrency calls at once
+    async def f(...)                    one of these; a worker runs reward.concurrency at once
 
-Parameters are bound by name, and a function takes only those that it needs. reward.kwargs adds
-parameters that are columns of the row, or places in one. For each response a function returns a
-number, or a dictionary of named parts, which are logged and weighted by reward.weights. Functions
-written for verl and TRL work as they are (rollout/grading/signature.py). Add yours to REWARDS, or
-keep it in a file of its own: reward.function=path/to/file.py:name.
+Parameters are bound by name, and a function takes only those that it needs. reward.kwargs fills
+further parameters with columns of the row, or with values inside a column. For each response, a
+function returns a number or a dictionary of named parts, which are logged and weighted by
+reward.weights. Functions written for verl and TRL work as they are (rollout/grading/signature.py).
+Add your function to REWARDS, or write it in your own file: reward.function=path/to/file.py:name.
 
-Rewards run in worker processes that may be killed (rollout/grading/): a function that raises or
-hangs costs its sample, and the run stops when too many do. What a module remembers belongs to its
-worker alone and is lost when that is killed.
+Reward functions run in worker processes that may be killed (rollout/grading/). If a function raises
+or hangs, its sample is dropped, and the run stops if too many samples are. Each worker has its own
+copy of a module's variables, which are lost when the worker is killed.
 """
 
 import importlib
@@ -23,16 +23,17 @@ from collections.abc import Callable
 from common import plugins
 from config import InputError
 
-# The format of DeepSeek-R1: both parts, once each, and nothing around them.
+# The format of DeepSeek-R1: each part exactly once, and nothing else.
 INSIDE_TAGS = r"(?:(?!</?(?:think|answer)>).)*"
 THINK_THEN_ANSWER = rf"<think>{INSIDE_TAGS}</think>\s*<answer>{INSIDE_TAGS}</answer>"
 
 
 def exact_match(prompt: str, response: str, row: dict) -> float:
-    """Return 1.0 when the response is row["answer"] or ends with it, else 0.0.
+    """Return 1.0 if the response is row["answer"] or ends with it, else 0.0.
 
-    At the end, the answer must be on a line of its own or after a comma and a space, as in
-    "7+8=15, 4+3+1=8, 85". "4+3+1=85" is not the answer 85. White space around either is ignored.
+    At the end of a longer response, the answer must be on its own line or follow a comma and a
+    space: "7+8=15, 4+3+1=8, 85" ends with 85, but "4+3+1=85" does not. White space around response
+    and answer is ignored.
     """
     text = response.strip()
     answer = str(value_of(row, "answer")).strip()
@@ -41,21 +42,21 @@ def exact_match(prompt: str, response: str, row: dict) -> float:
 
 
 def math(prompt: str, response: str, row: dict) -> float:
-    """Return 1.0 when math-verify finds the response's answer equal to row["answer"], else 0.0.
+    """Return 1.0 if the response's answer equals row["answer"] according to math-verify, else 0.0.
 
-    row["answer"] is an expression, plain or in LaTeX, or a text with one in \\boxed{} or $...$.
-    In the response, the last \\boxed{} counts (several close together are a set), else the last
-    $...$ or plain number.
+    row["answer"] is an expression, plain or in LaTeX, or a text that contains an expression in
+    \\boxed{} or $...$. The response's answer is its last \\boxed{} (several in a row are a set), or
+    else its last $...$ or plain number.
 
     Raises:
-        ValueError: row["answer"] cannot be read.
+        ValueError: math-verify cannot read row["answer"].
     """
     from math_verify import parse, verify
 
-    # Its own time limits are off, since the worker has one; it would warn about that every time.
+    # The worker has a time limit, so turn off math-verify's own, and the warning about that.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     answer = str(value_of(row, "answer"))
-    # math-verify does not look for bare LaTeX: it would read 2\sqrt{3} as the number 2.
+    # math-verify does not recognize LaTeX outside of these: it would read 2\sqrt{3} as 2.
     is_marked = "$" in answer or r"\boxed" in answer
     marked = answer if is_marked else rf"\boxed{{{answer}}}"
     gold = parse(marked, parsing_timeout=None)
@@ -66,10 +67,10 @@ def math(prompt: str, response: str, row: dict) -> float:
 
 
 def format(prompt: str, response: str, row: dict) -> float:
-    """Return 1.0 when the whole response, stripped, matches the format, else 0.0.
+    """Return 1.0 if the whole response, stripped, matches the format, else 0.0.
 
-    The format is the regular expression row["format"], in which a dot matches newlines too. Without
-    one it is <think>...</think><answer>...</answer>, whose first tag the prompt may have opened.
+    The format is the regular expression row["format"], in which a dot also matches newlines. The
+    default is <think>...</think><answer>...</answer>, whose <think> may be the end of the prompt.
     """
     pattern = row.get("format")
     text = response.strip()
@@ -83,7 +84,7 @@ REWARDS = {"exact_match": exact_match, "math": math, "format": format}
 
 
 def value_of(row: dict, key: str):
-    """Return row[key]; raises a KeyError that names the row's keys when it is missing or None."""
+    """Return row[key]. Raises a KeyError, which lists the row's keys, if it is missing or None."""
     if row.get(key) is None:
         available = ", ".join(name for name, value in row.items() if value is not None)
         raise KeyError(f'the row has no "{key}", only {available}')
@@ -91,9 +92,9 @@ def value_of(row: dict, key: str):
 
 
 def find(function: str) -> Callable:
-    """Return the reward function of this name: a key of REWARDS, or path/to/file.py:name.
+    """Return the reward function with this name: a key of REWARDS, or path/to/file.py:name.
 
-    Called in workers, since it imports the file.
+    Only workers call this, since it imports the file.
 
     Raises:
         InputError: there is no such name or file, or the file cannot be imported.

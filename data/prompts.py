@@ -129,7 +129,7 @@ def tokenize_row(
         columns["record"] = json.dumps(record)
     except TypeError as error:
         raise InputError(
-            f"the row cannot be passed to a reward function, because it is not JSON: {error}"
+            f"the row cannot be passed to a reward function as JSON: {error}"
         ) from error
     return columns | {"input_ids": kept_ids} | prompt.images.columns()
 

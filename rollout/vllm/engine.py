@@ -1,12 +1,11 @@
-"""vLLM in this process: generates with the trainer's weights, and frees its memory for training.
+"""vLLM in this process: it generates with the trainer's weights, and frees memory for training.
 
-A round has this order; a call out of order raises RuntimeError:
+In each round, the calls have this order; any other order raises RuntimeError:
 
     wake("weights") -> update_weights(...) -> wake("kv_cache") -> generate(...) -> sleep()
 
-With a separate adapter (model.lora with merge=false) the base stays valid. So update_weights() is
-needed only in the first round, followed by update_adapter(). Later rounds need only
-update_adapter().
+With a separate adapter (model.lora.merge=false), the base stays valid between rounds. So the first
+round calls update_weights() and update_adapter(), and later rounds call only update_adapter().
 """
 
 import warnings
@@ -44,8 +43,8 @@ from rollout.vllm.startup import prepare_process, quiet_vllm
 from rollout.vllm.weight_names import vllm_weight_names
 from rollout.vllm.weight_sync import NamedWeights, WeightSync
 
-MAX_GROWTH_GIB = 1.0  # of the memory in use while vLLM sleeps
-SETTLED_ROUND = 2  # the first rounds still allocate new buffers
+MAX_GROWTH_GIB = 1.0  # if the memory in use while vLLM sleeps grows by more, warn
+SETTLED_ROUND = 2  # earlier rounds still allocate new buffers
 
 
 class Rollout:
@@ -58,21 +57,22 @@ class Rollout:
         num_replicas: The number of replicas.
         tp_rank: This rank's index in its replica.
         drafter: "mtp", "ngram", "suffix", or None.
-        drafts: Counts drafts during generate().
+        drafts: Counts the drafts of the last generate().
         awake: The parts of the memory that are awake: "weights", "kv_cache", or both.
-        shared_weights: {name in the model's files: view of vLLM's tensor}, if the trainer is to use
-            these tensors as its frozen weights, after reading the files into them; else None.
-        adapter: The adapter that vLLM keeps apart from the base, or None.
-        scheduler: The scheduler for closed batches, or None to use vLLM's own.
-        closed_batch_share: The fraction of the last batch's steps that `scheduler` did not leave to
-            vLLM.
+        shared_weights: {name in the model's files: view of vLLM's tensor}. The trainer reads the
+            files into these tensors, and uses them as its frozen weights. None if nothing is
+            shared.
+        adapter: The adapter that vLLM stores separately from the base, or None.
+        scheduler: The scheduler for closed batches; None if vLLM's own scheduler is used.
+        closed_batch_share: The fraction of the last batch's steps that were scheduled by
+            `scheduler` rather than by vLLM's own code.
     """
 
     def __init__(self, config: DictConfig, device: torch.device):
-        """Start vLLM, asleep and with invalid weights.
+        """Start vLLM and put it to sleep, with weights that are not valid yet.
 
         Raises:
-            InputError: vLLM cannot run on this many ranks, or in this much memory.
+            InputError: vLLM cannot run this configuration, on this many ranks, in this memory.
         """
         check_rollout(config, dist.get_world_size())
         self.device = device
@@ -99,8 +99,8 @@ class Rollout:
         self.stop_token_ids = find_stop_token_ids(Path(config.model.path))
         self.placeholder_ids = find_placeholder_ids(hf_config) if config.model.images else []
         # A response ends when the model samples the placeholder of an image, because the trainer
-        # would replace it by image features and compute different log-probabilities after it.
-        # Forbidding placeholders instead would change the log-probabilities of all other tokens.
+        # would put image features in its place and compute other log-probabilities after it.
+        # Excluding placeholders from sampling would change the log-probabilities of all tokens.
         self.stop_token_ids += [i for i in self.placeholder_ids if i < self.vocab_size]
 
     def _start(self, config: DictConfig, shares_base: bool) -> None:
@@ -122,11 +122,11 @@ class Rollout:
         self.closed_batch_share = 0.0
 
     def _attach(self, config: DictConfig) -> None:
-        """Find the model's parts in vLLM, and mark their weights as invalid."""
+        """Prepare updates of vLLM's weights, which are marked as invalid."""
         vllm_model = self.model()
         self.adapter = None
         self.lora_request = None
-        self.needed = {"base"}  # the parts that have to be valid before generate()
+        self.needed = {"base"}  # the parts that must be valid before generate()
         if adapters.has_separate_adapter(config):
             self.adapter = adapters.Adapter(vllm_model, config)
             self.lora_request = adapters.lora_request()
@@ -140,14 +140,15 @@ class Rollout:
         self.asleep_gib: list[float] = []  # memory in use during each sleep
 
     def _share_weights(self, config: DictConfig) -> dict[str, Tensor] | None:
-        """Return views of the base's weights for the trainer, or None if the layouts differ."""
+        """Return views of vLLM's base weights for the trainer, or None if the layouts differ."""
         try:
             weights = self.adapter.base_weights(getattr(torch, config.engine.compute_dtype))
         except adapters.LayoutError as error:
             if config.rollout.share_base == "always":
                 raise InputError(f"rollout.share_base=always: {error}") from error
             print_once(
-                f"rollout.share_base: {error}, so the trainer has a copy of the frozen weights"
+                f"rollout.share_base: {error}, so the trainer has its own copy of the frozen "
+                "weights"
             )
             return None
         num_gib = sum(weight.nbytes for weight in weights.values()) / 2**30
@@ -156,13 +157,15 @@ class Rollout:
             "rank"
         )
         self.adapter.register()
-        self.valid = {"base"}  # once the trainer has read the model's files into them
+        self.valid = {"base"}  # the trainer will read the model's files into these tensors
         return weights
 
     def _report_copy_of_base(self, config: DictConfig, shares_base: bool) -> None:
         if self.adapter and not shares_base and config.rollout.share_base == "auto":
             obstacle = adapters.sharing_obstacle(config, dist.get_world_size())
-            print_once(f"rollout.share_base: {obstacle}, so vLLM has a copy of the frozen weights")
+            print_once(
+                f"rollout.share_base: {obstacle}, so vLLM has its own copy of the frozen weights"
+            )
 
     def _make_memory(self) -> CpuMemory | SharedMemory | OwnMemory:
         if self.device.type == "cpu":
@@ -170,7 +173,7 @@ class Rollout:
         if self.shared_weights is not None:
             return SharedMemory(self.llm)
         # Level 2 drops the weights, which are updated before each use. It also drops a drafter's
-        # buffers, which are not updated. Ascend supports only level 1.
+        # buffers, which are not updated, so MTP needs level 1. Ascend supports only level 1.
         level = 1 if self.device.type == "npu" or self.drafter == "mtp" else 2
         return OwnMemory(self.llm, self.adapter, self.device.type, level)
 
@@ -183,27 +186,27 @@ class Rollout:
         sampling: DictConfig,
         image_prompts: Sequence[ImagePrompt] | None = None,
     ) -> tuple[Batch, Tensor]:
-        """Generate one response to each prompt. It depends only on its prompt and its seed.
+        """Generate one response to each prompt; it depends only on the prompt and the seed.
 
-        Ranks of one replica must pass the same arguments.
+        All ranks of a replica must pass the same arguments.
 
         Args:
             sampling: temperature (0: greedy), top_p, top_k (-1: all), min_p, max_tokens, and stop
                 (strings).
-            image_prompts: The prompts with their images. All ranks pass them, or none does.
+            image_prompts: The prompts with their images. Either all ranks pass them, or none does.
 
         Returns:
-            The batch of prompts and responses end to end, and bool [n], True for responses that
-            were ended by max_tokens. The batch has the fields
+            The batch of prompts and responses, and bool [n], True for responses that were cut off
+            at max_tokens. The batch has the fields
 
-            * loss_mask, fp32 [T]: 1 on responses, including the token that ends them;
+            * loss_mask, fp32 [T]: 1 for tokens of responses, including the token that ends them;
             * rollout_log_probs, fp32 [T]: under the distribution that tokens were sampled from,
-              after temperature, top_p etc.;
+              i.e. after temperature, top_p etc.;
             * candidate_ids, int32 [T, top_k + NUM_TIES], if top_k is set: the token ids that each
               token was sampled from (see Batch).
 
-            Responses of a vision-language model may end with the placeholder of an image, which
-            the trainer has to replace by another token on input.
+            A response of a vision-language model may end with the placeholder of an image. The
+            trainer must replace it with another token in the model's input.
 
         Raises:
             RuntimeError: vLLM is asleep, or its weights are not the trainer's.
@@ -235,9 +238,9 @@ class Rollout:
             params: vLLM's SamplingParams of each request.
 
         Returns:
-            bool [n], True for responses that were ended by max_tokens.
+            bool [n], True for responses that were cut off at max_tokens.
         """
-        # vLLM looks for stop strings in text, token by token.
+        # vLLM searches for stop strings after every token, in the text.
         has_stop_strings = any(request_params.stop for request_params in params)
         is_closed_batch = (
             self.scheduler is not None and not has_stop_strings and self.scheduler.begin(responses)
@@ -266,8 +269,8 @@ class Rollout:
     def log_probs(self, batch: Batch, temperature: float) -> Tensor:
         """Return the log-probabilities of the tokens whose loss_mask is not 0: fp32 [tokens].
 
-        Each token needs its own request, whose prompt is all earlier tokens. So use this only for a
-        few short sequences.
+        Each token needs a request of its own, with all earlier tokens as the prompt. So use this
+        only for a few short sequences.
 
         Raises:
             RuntimeError: vLLM is asleep, or its weights are not the trainer's.
@@ -279,10 +282,10 @@ class Rollout:
         sequences = batch.input_ids.split(batch.lengths)
         masks = batch.fields["loss_mask"].split(batch.lengths)
         for ids, mask in zip(sequences, masks):
-            for place in mask.nonzero().flatten().tolist():
-                token = int(ids[place])
+            for position in mask.nonzero().flatten().tolist():
+                token = int(ids[position])
                 tokens.append(token)
-                prompts.append({"prompt_token_ids": ids[:place].tolist()})
+                prompts.append({"prompt_token_ids": ids[:position].tolist()})
                 params.append(next_token_params(temperature, token))
         with preserved_random_state():
             outputs = self.llm.generate(
@@ -310,11 +313,11 @@ class Rollout:
         return self.modules()[0]
 
     def modules(self) -> list[torch.nn.Module]:
-        """Return the modules that a profiler may hook, as Engine.modules() does."""
+        """Return the modules that a profiler may hook, like Engine.modules()."""
         return self.llm.apply_model(lambda model: model)
 
     def coordinates(self) -> dict:
-        """Return this rank's place in the layout, as Engine.coordinates() does."""
+        """Return this rank's coordinates in the parallel layout, like Engine.coordinates()."""
         return {
             "dp": [self.replica, self.num_replicas],
             "cp": [0, 1],
@@ -327,7 +330,7 @@ class Rollout:
 
     @property
     def is_current(self) -> bool:
-        """Whether vLLM holds the trainer's weights: they were updated after the last sleep."""
+        """Whether vLLM has the trainer's current weights, updated since the last sleep."""
         return self.valid == self.needed
 
     @property
@@ -338,22 +341,22 @@ class Rollout:
     def update_weights(self, weights: NamedWeights) -> None:
         """Copy all weights into vLLM. Called by all ranks together.
 
-        With a separate adapter, these are the base's weights, and update_adapter() has to follow.
+        With a separate adapter, these are the base's weights, and update_adapter() must follow.
 
         Args:
             weights: Yields pairs (Hugging Face name, full tensor).
 
         Raises:
-            RuntimeError: The weights' memory is asleep (vLLM would silently write past it), or
-                vLLM shares the weights of the trainer.
+            RuntimeError: The weights are asleep, in which case vLLM would silently write to other
+                memory, or vLLM and the trainer share the weights.
         """
         if self.shared_weights is not None:
             raise RuntimeError(
-                "update_weights() of weights that are the trainer's own: there is nothing to send"
+                "update_weights() while vLLM and the trainer share the weights: do not call it"
             )
         if "weights" not in self.awake:
             raise RuntimeError(
-                "update_weights() while the weights sleep: call wake('weights') first"
+                "update_weights() while the weights are asleep: call wake('weights') first"
             )
         self.valid = set()
         self.memory.forget_host_copies()
@@ -364,14 +367,15 @@ class Rollout:
         """Copy the adapter's matrices into vLLM. Called by all ranks together.
 
         Args:
-            adapter: As Engine.export_adapter() yields them.
+            adapter: As yielded by Engine.export_adapter().
 
         Raises:
-            RuntimeError: The weights' memory is asleep, or holds no base.
+            RuntimeError: The weights are asleep, or the base is not valid.
         """
         if "weights" not in self.awake or not self.has_base:
             raise RuntimeError(
-                "update_adapter() without a base: call wake('weights') and update_weights() first"
+                "update_adapter() without a valid base: call wake('weights') and update_weights() "
+                "first"
             )
         self.valid = {"base"}
         self.adapter.update(dict(adapter))
@@ -381,16 +385,17 @@ class Rollout:
     # -- sleeping and waking ----------------------------------------------------------------------
 
     def sleep(self) -> dict[str, float]:
-        """Give up the memory of the KV cache and, unless the trainer shares them, the weights.
+        """Free the memory of the KV cache and, unless the trainer shares them, of the weights.
 
         On a CPU no memory is freed, but generate() still raises an error until wake() is called.
-        The base of a separate adapter stays valid. Warns if the memory in use during sleeps grows.
+        The base of a separate adapter stays valid. Warns if more memory is in use than during
+        earlier sleeps.
 
         Returns:
-            rollout/closed_batch: The fraction of the steps of the last generate() that the
-                scheduler for closed batches did not leave to vLLM.
-            perf/memory_awake_gib, perf/memory_asleep_gib: The memory in use on the device before
-                and after, by all processes. Not on a CPU.
+            rollout/closed_batch: The fraction of steps of the last generate() that were scheduled
+                by the scheduler for closed batches.
+            perf/memory_awake_gib, perf/memory_asleep_gib: The memory in use on the device by all
+                processes, before and after. Not on a CPU.
         """
         metrics = {"rollout/closed_batch": self.closed_batch_share}
         awake_gib = used_gib(self.device)
@@ -413,21 +418,21 @@ class Rollout:
         settled_gib = self.asleep_gib[SETTLED_ROUND]
         if asleep_gib > settled_gib + MAX_GROWTH_GIB:
             warnings.warn(
-                f"{asleep_gib:.1f} GiB are in use while vLLM sleeps, and {settled_gib:.1f} were in "
-                "its third round",
+                f"{asleep_gib:.1f} GiB are in use on the device while vLLM sleeps, up from "
+                f"{settled_gib:.1f} GiB in round {SETTLED_ROUND + 1}",
                 stacklevel=3,
             )
 
     def wake(self, part: str) -> None:
-        """Take back the memory of the "weights" or, after their update, of the "kv_cache".
+        """Restore the memory of the "weights" or, after their update, of the "kv_cache".
 
-        Their content is lost, except for the base of a separate adapter.
+        The contents are lost, except for the base of a separate adapter.
 
         Raises:
-            RuntimeError: The part is unknown, or it is the KV cache and the weights are not valid.
+            RuntimeError: The part is unknown, or it is the KV cache but the weights are not valid.
         """
         if part not in PARTS:
-            raise RuntimeError(f"wake({part!r}): there are 'weights' and 'kv_cache' only")
+            raise RuntimeError(f"wake({part!r}): the part must be 'weights' or 'kv_cache'")
         if part == "kv_cache" and not self.is_current:
             raise RuntimeError(
                 "wake('kv_cache') before the weights were updated: call wake('weights'), then "
@@ -438,9 +443,9 @@ class Rollout:
         self.awake.add(part)
 
     def shutdown(self) -> None:
-        """Shut down vLLM and, with it, the default process group.
+        """Shut down vLLM, which also destroys the default process group.
 
-        This wakes vLLM first, since CUDA cannot free memory that is asleep.
+        Wakes vLLM first, since CUDA cannot free memory that is asleep.
         """
         for part in PARTS:
             if part not in self.awake:

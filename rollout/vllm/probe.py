@@ -1,7 +1,7 @@
-"""A check that vLLM and the trainer compute the same log-probabilities, adapters included.
+"""Check that vLLM and the trainer compute the same log-probabilities, including adapters.
 
-It compares the log-probabilities of a few fixed tokens. It detects adapters that are not applied or
-are applied twice.
+The check compares the log-probabilities of a few fixed tokens. It detects adapters that are not
+applied, or that are applied twice.
 """
 
 import torch
@@ -14,18 +14,17 @@ from engines.model.hf import read_hf_config
 from rollout.vllm.engine import Rollout
 
 NUM_SEQUENCES = 4
-LENGTH = 9  # shorter than a block of the KV cache, so that the prefix cache stores none
-# The largest root mean square difference that rounding may cause, in nats, by compute dtype. After
-# random tokens, distributions are flat, and in bfloat16 logits differ more than after a model's own
-# responses.
+LENGTH = 9  # shorter than a block of the KV cache, so the prefix cache stores none of the sequences
+# By compute dtype, the largest root mean square difference in nats that rounding can explain. It is
+# larger in bfloat16 than for a model's responses, since distributions after random tokens are flat.
 MAX_GAP = {"float32": 1e-3, "bfloat16": 0.25}
-NUM_SIGMAS = 6  # so a false alarm is expected once in 1e7 syncs
+NUM_SIGMAS = 6  # about one false alarm in 1e7 syncs
 
 
 class Probe:
-    """Records the trainer's log-probabilities, and later compares vLLM's with them.
+    """Records the trainer's log-probabilities, and later compares them with vLLM's.
 
-    The trainer's parameters have left the device by the time vLLM can answer.
+    This takes two calls, because the trainer's parameters are offloaded before vLLM can generate.
     """
 
     def __init__(self, config: DictConfig):
@@ -41,7 +40,7 @@ class Probe:
         self.base_log_probs: Tensor | None = None  # without adapters; these never change
 
     def record_trainer(self, engine: Engine) -> None:
-        """Record the trainer's log-probabilities and, at the first call, its frozen base's.
+        """Record the trainer's log-probabilities. The first call also records the frozen base's.
 
         Called by all ranks together.
         """
@@ -55,12 +54,12 @@ class Probe:
         return engine.log_probs(self.batch)[0].cpu()[is_compared].double()
 
     def check_vllm(self, rollout: Rollout) -> None:
-        """Raise RuntimeError unless vLLM's log-probabilities are the trainer's up to rounding.
+        """Raise RuntimeError unless vLLM's log-probabilities equal the trainer's up to rounding.
 
-        The change of the log-probabilities by the adapters is a vector. The component of vLLM's
-        error along this vector is -1 times the vector if adapters are not applied, and about +1
-        times the vector if they are applied twice. All other components of the error come from
-        rounding, and show how large rounding errors are.
+        The adapters change the log-probabilities by a vector. If vLLM does not apply them, its
+        error has the component -1 in the direction of this vector, in units of its length; if it
+        applies them twice, about +1. The error in all other directions shows the size of rounding
+        errors.
         """
         vllm_log_probs = rollout.log_probs(self.batch, self.temperature).double()
         error = vllm_log_probs - self.trainer_log_probs
@@ -75,7 +74,7 @@ class Probe:
         if not gap <= self.max_gap or is_adapter_wrong:
             applied_share = 1 + error_along / change_size
             raise RuntimeError(
-                f"vLLM does not compute what the trainer does: log-probabilities are {gap:.3g} "
-                f"nats apart (root mean square) and contain {applied_share:.2f} of the adapters' "
-                "effect (1: right, 0: not applied, 2: applied twice)"
+                "vLLM's log-probabilities differ from the trainer's: by "
+                f"{gap:.3g} nats (root mean square), and they contain the effect of the adapters "
+                f"{applied_share:.2f} times (1: right, 0: not applied, 2: applied twice)"
             )

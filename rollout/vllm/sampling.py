@@ -1,4 +1,4 @@
-"""Sampling of requests: their parameters, seeds and end tokens, and global random states."""
+"""Sampling: the parameters, seeds and end tokens of requests, and global random states."""
 
 import hashlib
 import json
@@ -12,15 +12,15 @@ from omegaconf import DictConfig
 
 from config import InputError
 
-# How many tokens may tie with the last one of the top_k. Sampling keeps all of them.
+# This many tokens may be as likely as the last one of the top_k. vLLM samples from all of them.
 NUM_TIES = 8
 
 
 def count_candidates(sampling: DictConfig, vocab_size: int) -> int:
-    """Return how many of the likeliest tokens vLLM has to report for each sampled token.
+    """Return how many of the most likely tokens vLLM has to report for each sampled token.
 
-    These tokens include all that top_k keeps. The number is 0 if sampling is greedy or top_k is not
-    set.
+    They include all tokens that top_k permits. The number is 0 if sampling is greedy or top_k is
+    not set.
     """
     if sampling.temperature == 0 or sampling.top_k <= 0:
         return 0
@@ -55,7 +55,7 @@ def sampling_params(sampling: DictConfig, seed: int, stop_token_ids: list[int], 
 
 
 def next_token_params(temperature: float, token_id: int):
-    """Return vLLM's SamplingParams for the log-probability of a token as the next token."""
+    """Return vLLM's SamplingParams that report a token's log-probability as the next token."""
     from vllm import SamplingParams
 
     return SamplingParams(
@@ -70,7 +70,7 @@ def next_token_params(temperature: float, token_id: int):
 def find_stop_token_ids(model_path: Path) -> list[int]:
     """Return the ids that end a response, in ascending order.
 
-    They are the eos_token_id of generation_config.json and of config.json together.
+    They are the values of eos_token_id in generation_config.json and in config.json.
 
     Raises:
         InputError: Neither file has one.
@@ -88,15 +88,15 @@ def find_stop_token_ids(model_path: Path) -> list[int]:
     if not ids:
         raise InputError(
             f"model.path={model_path}: neither generation_config.json nor config.json has an "
-            "eos_token_id. Add the id of the token that ends a response to one of them."
+            "eos_token_id: add the id of the token that ends a response to one of them"
         )
     return sorted(ids)
 
 
 def request_seed(*numbers: int) -> int:
-    """Return a request's seed, e.g. from (trainer.seed, step, prompt, sample).
+    """Compute a request's seed from numbers, e.g. (trainer.seed, step, prompt, sample).
 
-    It is 62 bits of the numbers' SHA-256, so that seeds of different responses are unrelated.
+    The seed is 62 bits of the numbers' SHA-256, so different responses have unrelated seeds.
     """
     digest = hashlib.sha256(repr(numbers).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 2

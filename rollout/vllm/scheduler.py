@@ -1,14 +1,14 @@
-"""A faster vLLM scheduler for a closed batch: all its prompts are known from the start.
+"""A faster vLLM scheduler for closed batches, whose prompts are all known from the start.
 
-Most steps are uneventful: every running request gets one more token, and nothing else changes. This
-scheduler handles these with arrays over all requests. It allocates a block where a request's last
-one is full, compares the new tokens with those that end a response, and keeps the tokens in arrays.
+In most steps, every running request gets one more token, and nothing else changes. This scheduler
+handles such steps with arrays over all requests: it allocates a new block for each request whose
+last block is full, checks whether the new tokens end a response, and stores the tokens.
 
-The rest are events: a request ends, one is admitted, or memory is short. Events are left to vLLM's
-own code. Before that, the requests of the event are brought to the state in which vLLM's own code
-would have left them. So the results are the same as vLLM's, bit for bit.
+Everything else is an event: a request ends, a request is admitted, or memory runs short. Events are
+left to vLLM's own code. Before an event, its requests are brought to the state that they would have
+in vLLM's own code. So the results are bit-identical to vLLM's.
 
-Python code runs only per step and per event, not per token.
+Python code runs once per step and per event, but not once per token.
 
 vLLM-private: `scheduler_cls` is an option, but vLLM declares that the interface of schedulers is
 not public. Every attribute and method of vLLM in this file may change with any release.
@@ -31,21 +31,21 @@ RELEASE = SUPPORTED[installed_version()]
 
 
 class RequestArrays:
-    """The state of all requests of a batch, one row each, in the order in which they were added.
+    """The state of all requests of a batch: one row per request, in the order of their arrival.
 
     Attributes:
         row_of: {request id: row}.
-        num_prompt: int64 [n], tokens of the prompt.
-        num_computed: int64 [n], tokens in the KV cache once the steps in flight have ended.
-        last_computed: int64 [n], the value of `num_computed` at which the step in flight draws the
-            last token that the length limits permit.
-        num_prefilled: int64 [n], one less than the number of prompt tokens computed by the step
-            with which the request began to run.
-        num_known: int64 [n], tokens of the response that were known before that step.
-        is_tracked: bool [n], whether the request runs and only its row is kept up to date. Other
-            requests are handled by vLLM's own code: they wait, were preempted, or have ended.
-        is_alive: bool [n + 1], whether the request has not ended. The last entry is False: row -1
-            stands for requests of earlier batches.
+        num_prompt: int64 [n], the number of prompt tokens.
+        num_computed: int64 [n], the number of tokens in the KV cache after the steps in flight.
+        last_computed: int64 [n], the value of `num_computed` when the step in flight draws the last
+            token that the length limits permit.
+        num_prefilled: int64 [n], one less than the number of prompt tokens that were computed in
+            the step that admitted the request.
+        num_known: int64 [n], the number of response tokens that were known before that step.
+        is_tracked: bool [n], whether the request is running and its state is kept in this row
+            rather than in vLLM's Request. False for requests that are waiting, preempted or ended.
+        is_alive: bool [n + 1], whether the request has not ended. Row -1 is for requests of earlier
+            batches, and is False.
         running: int64 [running], the rows of the scheduler's list of running requests.
     """
 
@@ -65,11 +65,11 @@ class ClosedBatchScheduler(AsyncScheduler):
     """vLLM's own scheduler, except between begin() and end().
 
     Attributes:
-        responses: The responses of the batch, which get its tokens; None outside of a batch.
-        batch: The state of its requests.
-        ends_response: bool [vocabulary], the tokens that end a response.
-        num_steps: The steps of the batch so far.
-        num_vllm_steps: How many of these steps were left entirely to vLLM's own code.
+        responses: The responses that the batch's tokens are appended to; None outside of a batch.
+        batch: The state of the batch's requests.
+        ends_response: bool [vocabulary], whether a token ends a response.
+        num_steps: The number of steps of the batch so far.
+        num_vllm_steps: The number of steps that were left entirely to vLLM's own code.
     """
 
     responses: Responses | None = None
@@ -78,8 +78,8 @@ class ClosedBatchScheduler(AsyncScheduler):
         """Declare the next requests to be a closed batch, one for each row of `responses`.
 
         Returns:
-            False if vLLM's own code has to run the batch, because a model or a feature makes steps
-            differ in more than their tokens.
+            False if vLLM's own code has to run the batch, because the model or a configured feature
+            changes more in each step than the tokens.
         """
         if not self._supports_closed_batches():
             return False
@@ -106,7 +106,7 @@ class ClosedBatchScheduler(AsyncScheduler):
         return isinstance(groups[0].kv_cache_spec, FullAttentionSpec)
 
     def end(self) -> float:
-        """Return to vLLM's own code.
+        """Leave everything to vLLM's own code again.
 
         Returns:
             The fraction of the batch's steps that were not left entirely to vLLM's own code.
@@ -130,9 +130,9 @@ class ClosedBatchScheduler(AsyncScheduler):
     def _try_schedule_encoder_inputs(
         self, request: Request, num_computed: int, num_new: int, budget: int, *args, **options
     ) -> tuple:
-        """Let a prompt wait until its images fit next to the images of the steps in flight.
+        """Make a prompt wait until there is room for its images besides those of steps in flight.
 
-        vLLM would cut the prompt before these images, but prompts must not be cut into chunks.
+        vLLM would cut the prompt before the images, but prompts must not be cut into chunks.
         """
         scheduled = super()._try_schedule_encoder_inputs(
             request, num_computed, num_new, budget, *args, **options
@@ -150,7 +150,7 @@ class ClosedBatchScheduler(AsyncScheduler):
             return super().schedule(*args)
         self.num_steps += 1
         batch = self.batch
-        # Requests that do not continue are running, too, but their last token is in flight.
+        # Requests that do not continue are still running, but their last token is in flight.
         continues = batch.num_computed[batch.running] < batch.last_computed[batch.running]
         rows = batch.running[continues]
         num_computed = batch.num_computed[rows]
@@ -186,7 +186,7 @@ class ClosedBatchScheduler(AsyncScheduler):
     def _admit(self, num_scheduled: int, *args) -> SchedulerOutput:
         """Let vLLM's own code admit waiting requests in addition to the running ones.
 
-        The running requests are hidden from it, and its limits are lowered accordingly.
+        Meanwhile, the running requests are hidden, and vLLM's limits are lowered accordingly.
         """
         running = self.running
         self.running = []
@@ -202,7 +202,7 @@ class ClosedBatchScheduler(AsyncScheduler):
         return output
 
     def _leave_step_to_vllm(self, *args) -> SchedulerOutput:
-        """Leave a whole step to vLLM's own code, which preempts requests if it lacks blocks."""
+        """Leave a whole step to vLLM's own code, which preempts requests if blocks run out."""
         self.num_vllm_steps += 1
         batch = self.batch
         for request, row in zip(self.running, batch.running.tolist()):
@@ -214,7 +214,7 @@ class ClosedBatchScheduler(AsyncScheduler):
         return output
 
     def _track(self, requests: list[Request]) -> None:
-        """Track requests that vLLM's own code has just scheduled: append them to `running`."""
+        """Start to track requests that vLLM's own code has just scheduled."""
         batch = self.batch
         rows = np.array([batch.row_of[request.request_id] for request in requests], np.int64)
         batch.is_tracked[rows] = True
@@ -231,13 +231,13 @@ class ClosedBatchScheduler(AsyncScheduler):
         """Bring a Request to the state that it would have in vLLM's own code.
 
         Args:
-            num_tokens: How many of the response's tokens the Request is to contain.
+            num_tokens: The number of response tokens that the Request should contain.
         """
         batch = self.batch
         new_tokens = self.responses.tokens[row, request.num_output_tokens : num_tokens]
         request.append_output_token_ids(new_tokens.tolist())
         request.num_computed_tokens = int(batch.num_computed[row])
-        # The keys and values of the newest token are not computed yet.
+        # The keys and values of the newest token have not been computed yet.
         num_cached = request.num_tokens - 1
         request.num_output_placeholders = request.num_computed_tokens - num_cached
         if RELEASE.counts_tokens_in_flight:
@@ -254,17 +254,17 @@ class ClosedBatchScheduler(AsyncScheduler):
         if self.responses is None or not model_output.req_ids:
             return super().update_from_output(scheduler_output, model_output)
         batch = self.batch
-        # A step may have been scheduled before its request was known to have ended, possibly as the
-        # last one of an earlier batch.
+        # The output may include requests that ended after the step was scheduled, even requests of
+        # an earlier batch.
         rows = np.array([batch.row_of.get(name, -1) for name in model_output.req_ids])
-        places = np.flatnonzero(batch.is_alive[rows])
-        rows = rows[places]
-        token_ids, log_probs = (values[places] for values in model_output.logprobs[:2])
+        positions = np.flatnonzero(batch.is_alive[rows])
+        rows = rows[positions]
+        token_ids, log_probs = (values[positions] for values in model_output.logprobs[:2])
         self.responses.append(rows, token_ids, log_probs)
         num_tokens = self.responses.lengths[rows]
         if self.max_num_encoder_input_tokens:
             is_first_token = num_tokens == batch.num_known[rows] + 1
-            self._free_images(model_output, places[is_first_token])
+            self._free_images(model_output, positions[is_first_token])
         is_event = (
             self.ends_response[token_ids[:, 0]]
             | (batch.num_prompt[rows] + num_tokens > batch.last_computed[rows])
@@ -272,7 +272,7 @@ class ClosedBatchScheduler(AsyncScheduler):
         )
         if not is_event.any():
             return {}
-        event_ids = [model_output.req_ids[place] for place in places[is_event]]
+        event_ids = [model_output.req_ids[i] for i in positions[is_event]]
         event_rows = rows[is_event]
         for name, row, length in zip(event_ids, event_rows.tolist(), num_tokens[is_event].tolist()):
             if batch.is_tracked[row]:
@@ -283,10 +283,10 @@ class ClosedBatchScheduler(AsyncScheduler):
         batch.running = batch.running[batch.is_alive[batch.running]]
         return outputs
 
-    def _free_images(self, model_output: ModelRunnerOutput, places: np.ndarray) -> None:
-        """Free the features of images whose prompts are now in the KV cache."""
-        for place in places.tolist():
-            request = self.requests[model_output.req_ids[place]]
+    def _free_images(self, model_output: ModelRunnerOutput, positions: np.ndarray) -> None:
+        """Free the image features of prompts that are now in the KV cache."""
+        for i in positions.tolist():
+            request = self.requests[model_output.req_ids[i]]
             self.encoder_cache_manager.free(request)
 
     def _leave_events_to_vllm(

@@ -1,4 +1,4 @@
-"""Checks of the configuration for errors that vLLM reports only after loading models."""
+"""Check the configuration for errors that vLLM would report only after models were loaded."""
 
 from omegaconf import DictConfig
 
@@ -59,7 +59,7 @@ def check_vllm_model(config: DictConfig) -> None:
 
 
 def reason_of(error: ValueError) -> str:
-    """Return the reason for a pydantic validation error, in one line."""
+    """Return the reason of a pydantic validation error in one line."""
     message = str(error).split("Value error, ")[-1]
     one_line = " ".join(message.split())
     return one_line.split(" [type=")[0]

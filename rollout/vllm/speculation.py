@@ -1,10 +1,10 @@
-"""Speculative decoding: a drafter guesses the next tokens of a response, and one step of the model
-verifies all of them.
+"""Speculative decoding: a drafter guesses the next tokens of a response, and the model verifies
+all of them in one step.
 
-Each token is drawn as without drafts, from the same random numbers of its request, and a draft is
-accepted if it equals the drawn token. vLLM's drafts are single tokens instead of distributions, so
-this accepts as many drafts as rejection sampling (Leviathan et al. 2023): a draft of probability p
-is accepted with probability p. In contrast to rejection sampling, a response depends neither on its
+Each token is drawn as it would be without drafts, with the same random numbers, and a draft is
+accepted if it equals the drawn token. vLLM drafts single tokens rather than distributions, so this
+accepts as many drafts as rejection sampling (Leviathan et al. 2023): a draft of probability p is
+accepted with probability p. Unlike with rejection sampling, a response depends neither on its
 drafts nor on other requests.
 """
 
@@ -23,10 +23,10 @@ from engines.model.hf import read_hf_config
 from engines.model.quirks import RECURRENT_LAYER_TYPES
 from rollout.vllm.versions import SUPPORTED, SUPPORTED_NAMES
 
-# ngram drafts the tokens that followed an earlier occurrence of the last 2 to 4 tokens.
+# "ngram" drafts the tokens that followed an earlier occurrence of the last 2 to 4 tokens.
 NGRAM_ARGUMENTS = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
 MAX_GRAPH_TOKENS = 1024  # larger steps keep a device busy even without CUDA graphs
-# Drafter -> (the module it needs, what to install).
+# Drafter -> (the module that it needs, the package to install).
 PACKAGES = {
     "suffix": ("arctic_inference", "arctic-inference==0.1.1"),
     "ngram": ("numba", "numba"),
@@ -37,7 +37,7 @@ PACKAGES = {
 
 
 def check_drafter(config: DictConfig) -> None:
-    """Raise InputError for settings that vLLM lacks, or handles wrongly, with a drafter."""
+    """Raise InputError for settings that vLLM does not support, or gets wrong, with a drafter."""
     drafter = mtp.drafter(config)
     if drafter is None:
         return
@@ -45,21 +45,21 @@ def check_drafter(config: DictConfig) -> None:
     key = "model.mtp.enable_rollout=true" if drafter == "mtp" else f"rollout.speculative={drafter}"
     if drafter == "mtp" and speculative:
         raise InputError(
-            f"{key} and rollout.speculative={speculative} are two drafters: choose one"
+            f"{key} and rollout.speculative={speculative} are two drafters: set only one of them"
         )
     if torch.accelerator.is_available() and torch.accelerator.current_accelerator().type == "npu":
-        raise InputError(f"{key} is not supported on an NPU, where vLLM has a sampler of its own")
+        raise InputError(f"{key} is not supported on an NPU, where vLLM has a different sampler")
     if drafter in PACKAGES:
         module, package = PACKAGES[drafter]
         if find_spec(module) is None:
-            raise InputError(f"{key} needs a package: pip install {package}")
+            raise InputError(f"{key} needs the module {module}: pip install {package}")
     check_drafted_sampling(config, key)
     hf_config = read_hf_config(config.model.path)
     layer_types = getattr(hf_config.get_text_config(), "layer_types", None) or ()
     if RECURRENT_LAYER_TYPES & set(layer_types):
         raise InputError(
-            f"{key} is not supported for recurrent layers, whose states cannot forget rejected "
-            "drafts"
+            f"{key} is not supported for models with recurrent layers, whose states cannot be "
+            "reset after rejected drafts"
         )
     if drafter == "mtp":
         check_mtp_drafter(config, key, hf_config)
@@ -70,21 +70,23 @@ def check_drafted_sampling(config: DictConfig, key: str) -> None:
     for name in ("rollout", "validation"):
         sampling = config[name]
         if sampling.min_p > 0:
-            raise InputError(f"{name}.min_p={sampling.min_p:g}: vLLM has no min_p with {key}")
-        if sampling.stop:
-            # vLLM would keep all tokens of the step that completes the stop string.
             raise InputError(
-                f"{name}.stop: vLLM looks for strings once per step, and with {key} a step has "
-                "several tokens"
+                f"{name}.min_p={sampling.min_p:g}: vLLM does not support min_p with {key}"
+            )
+        if sampling.stop:
+            # vLLM would keep all tokens of the step that completes a stop string.
+            raise InputError(
+                f"{name}.stop is not supported with {key}: vLLM searches for stop strings once per "
+                "step, but a step draws several tokens"
             )
 
 
 def check_mtp_drafter(config: DictConfig, key: str, hf_config) -> None:
-    """Raise InputError for models and adapters with which MTP layers cannot draft."""
+    """Raise InputError for models and adapters with which MTP layers cannot be a drafter."""
     path = config.model.path
     if hf_config.model_type != "mimo":
         raise InputError(
-            f"{key} is supported for MiMo only, and model.path={path} is {hf_config.model_type}"
+            f"{key} is supported only for MiMo, but model.path={path} is {hf_config.model_type}"
         )
     num_tokens = config.model.mtp.num_speculative_tokens
     num_layers = mtp.num_layers(hf_config)
@@ -95,7 +97,7 @@ def check_mtp_drafter(config: DictConfig, key: str, hf_config) -> None:
         )
     if config.model.lora.rank and not config.model.lora.merge:
         raise InputError(
-            f"{key} with adapters needs model.lora.merge=true: vLLM has no adapters for drafters"
+            f"{key} with adapters needs model.lora.merge=true: vLLM's drafters have no adapters"
         )
 
 
@@ -122,15 +124,16 @@ class DraftCounter:
     """Counts drafts, and the tokens that responses got from them.
 
     Attributes:
-        counts: int64 [4], sums over responses and their steps with drafts: the number of these
-            steps, of drafted tokens, of accepted tokens, and of accepted tokens that responses
-            kept. A response keeps no tokens after its end.
+        counts: int64 [4], summed over responses: the numbers of steps with drafts, of drafted
+            tokens, of accepted tokens, and of accepted tokens that the response kept. It does not
+            keep tokens after its end.
     """
 
     def __init__(self, scheduler):
         self.counts = torch.zeros(4, dtype=torch.int64)
         # vLLM-private: only the scheduler knows which tokens a response keeps. For each response,
-        # it calls the two methods replaced here, one after the other; the first only with drafts.
+        # it calls the two methods that are replaced here in this order, the first one only if there
+        # were drafts.
         self.update_request = scheduler._update_request_with_output
         self.had_drafts = False
         scheduler.make_spec_decoding_stats = self._count_drafts
@@ -151,7 +154,7 @@ class DraftCounter:
 
 
 def draft_metrics(counts: Tensor) -> dict[str, float]:
-    """Return the metrics of `DraftCounter.counts`.
+    """Compute metrics from `DraftCounter.counts`.
 
     mtp/accept_rate is the fraction of drafted tokens that were accepted; mtp/accept_length is the
     mean number of tokens that a response got from a step with drafts.
@@ -167,7 +170,7 @@ def draft_metrics(counts: Tensor) -> dict[str, float]:
 
 
 def replace_samplers(config: DictConfig, vllm_version: str, device_type: str) -> None:
-    """Replace vLLM's rejection samplers by this module's method. Call before vLLM starts.
+    """Replace vLLM's rejection samplers with our own. Call this before vLLM starts.
 
     Raises:
         InputError: This version of vLLM is not supported.
@@ -175,7 +178,7 @@ def replace_samplers(config: DictConfig, vllm_version: str, device_type: str) ->
     release = SUPPORTED.get(vllm_version)
     if release is None:
         raise InputError(
-            f"speculative decoding supports vLLM {SUPPORTED_NAMES}, and {vllm_version} is "
+            f"speculative decoding supports vLLM {SUPPORTED_NAMES}, but {vllm_version} is "
             "installed: install one of these, or turn speculative decoding off"
         )
     if dist.get_rank() == 0:
@@ -198,7 +201,7 @@ def replace_v2_sampler(gumbel_sample_options: dict[str, bool]) -> None:
     from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
     def sample_and_count(*arguments, use_fp64=False, **options):
-        # vLLM passes these by position. Names that begin with "_" are not needed.
+        # vLLM passes these by position. Names that begin with "_" are not used.
         (
             logits,
             _draft_logits,
@@ -230,16 +233,16 @@ def replace_v2_sampler(gumbel_sample_options: dict[str, bool]) -> None:
 def accepted_tokens(
     drawn: Tensor, drafts: Tensor, ends: Tensor, num_tokens: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the tokens drawn for each request, and how many of them count.
+    """Return the tokens drawn for each request, and how many of them are valid.
 
-    For vLLM's V2 model runner. The tokens of one request are consecutive rows. The first token
-    counts; a later token counts if each draft up to its row equals the token drawn in the row
-    before the draft.
+    For vLLM's V2 model runner. The rows of one request are consecutive. The token of its first row
+    is valid. The token of a later row is valid if all drafts up to this row are right: a draft is
+    right if it equals the token drawn in the previous row.
 
     Args:
         drawn: int64 [rows], the token drawn in each row.
-        drafts: [rows], the input token of each row; in the first row of a request it is no draft.
-        ends: [requests + 1], the first row of each request, and then the number of rows.
+        drafts: [rows], the input token of each row. It is a draft except in a request's first row.
+        ends: [requests + 1], the first row of each request, followed by the number of rows.
         num_tokens: The largest number of drafts per request.
 
     Returns:
@@ -256,13 +259,14 @@ def accepted_tokens(
 def sample_and_verify(
     self: nn.Module, metadata, draft_probs: Tensor | None, logits: Tensor, sampling
 ):
-    """Sample one token after the other for each request, as long as its drafts are right.
+    """Sample one token after another for each request, until one of its drafts is wrong.
 
-    Replaces RejectionSampler.forward() in vLLM's V1 model runner, whose requests have generators.
+    Replaces RejectionSampler.forward() in vLLM's V1 model runner, where each request has a random
+    generator of its own.
 
     Args:
-        logits: [rows, vocabulary]. A request has a row for each draft and an additional one; the
-            rows of a request are consecutive.
+        logits: [rows, vocabulary]. A request has one row more than it has drafts, and its rows are
+            consecutive.
         sampling: vLLM's SamplingMetadata of all requests.
     """
     from vllm.v1.outputs import LogprobsTensors, SamplerOutput
@@ -273,21 +277,21 @@ def sample_and_verify(
     max_tokens = 1 + max(metadata.num_draft_tokens)
     first_row = (num_drafts + 1).cumsum(0) - num_drafts - 1
     first_draft = first_row - torch.arange(num_requests, device=device)
-    # -1 is vLLM's value for no token.
+    # vLLM uses -1 for "no token".
     tokens = torch.full((num_requests, max_tokens), -1, dtype=torch.int32, device=device)
     log_probs = None
-    requests = torch.arange(num_requests, device=device)  # all drafts right so far
-    for place in range(max_tokens):
-        sampled = self.sampler(logits[first_row[requests] + place], select(sampling, requests))
-        tokens[requests, place] = sampled.sampled_token_ids[:, 0]
+    requests = torch.arange(num_requests, device=device)  # those whose drafts were all right so far
+    for step in range(max_tokens):
+        sampled = self.sampler(logits[first_row[requests] + step], select(sampling, requests))
+        tokens[requests, step] = sampled.sampled_token_ids[:, 0]
         if sampled.logprobs_tensors is not None:
             if log_probs is None:
                 log_probs = allocate_log_probs(sampled.logprobs_tensors, num_requests, max_tokens)
             for all_values, values in zip(log_probs, sampled.logprobs_tensors):
-                all_values[requests, place] = values
-        requests = requests[place < num_drafts[requests]]
-        draft = metadata.draft_token_ids[first_draft[requests] + place]
-        requests = requests[tokens[requests, place] == draft]
+                all_values[requests, step] = values
+        requests = requests[step < num_drafts[requests]]
+        draft = metadata.draft_token_ids[first_draft[requests] + step]
+        requests = requests[tokens[requests, step] == draft]
         if not len(requests):
             break
     logprobs_tensors = None
@@ -304,9 +308,9 @@ def allocate_log_probs(step_tensors, num_requests: int, max_tokens: int) -> list
 
 
 def select(sampling, requests: Tensor):
-    """Return the part of vLLM's SamplingMetadata that belongs to some of its requests.
+    """Return vLLM's SamplingMetadata for only some of its requests.
 
-    Selects only the fields that `sampling.sampling_params` may set.
+    Selects only in the fields that sampling.sampling_params() may set.
     """
     selected = {}
     for name in ("temperature", "top_p", "top_k"):
@@ -351,8 +355,8 @@ def load_drafter(llm, weights: list[tuple[str, Tensor]], device_type: str) -> No
     if device_type == "cuda":
         drafter.load_weights(weights)
         return
-    # vLLM-private: reload_weights() is for the model only. A CPU's kernels keep weights in their
-    # own layout, which these functions undo and redo.
+    # vLLM-private: reload_weights() does not include the drafter. Kernels for CPUs store weights in
+    # a layout of their own, which these functions undo and redo.
     from vllm.model_executor.model_loader.reload import (
         finalize_layerwise_reload,
         initialize_layerwise_reload,

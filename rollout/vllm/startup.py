@@ -1,4 +1,4 @@
-"""Changes to this process that are needed before vLLM starts."""
+"""Change settings of this process before vLLM starts."""
 
 import logging
 import os
@@ -23,10 +23,10 @@ def quiet_vllm() -> None:
 
 
 def prepare_process(config: DictConfig, host: Host, shares_base: bool) -> None:
-    """Change settings for which vLLM has no argument: environment variables, and some of its code.
+    """Set environment variables, and replace code of vLLM, where vLLM has no argument for it.
 
     Raises:
-        InputError: A drafter is configured, and this release of vLLM does not support one.
+        InputError: A drafter is configured, but not supported with this release of vLLM.
     """
     if host.is_cpu:
         prepare_cpu(config, shares_base)
@@ -38,9 +38,9 @@ def prepare_process(config: DictConfig, host: Host, shares_base: bool) -> None:
         speculation.replace_samplers(config, host.vllm_version, host.device_type)
     if host.vllm_version not in SUPPORTED:
         warnings.warn(
-            f"vLLM {host.vllm_version} is installed, and rollout/vllm/scheduler.py was tested with "
-            f"{SUPPORTED_NAMES} only. vLLM's own scheduler is used instead, with which small "
-            "models take up to three times as long.",
+            f"vLLM {host.vllm_version} is installed, but rollout/vllm/scheduler.py was tested only "
+            f"with {SUPPORTED_NAMES}. vLLM's own scheduler is used instead, which takes up to "
+            "three times as long for small models.",
             stacklevel=3,
         )
     elif host.device_type == "cuda":
@@ -57,7 +57,7 @@ def prepare_cpu(config: DictConfig, shares_base: bool) -> None:
 
 
 def choose_model_runner(config: DictConfig, host: Host) -> None:
-    """Choose the V2 model runner for mixtures of experts if vLLM uses it only on request."""
+    """Request the V2 model runner for mixtures of experts if vLLM does not use it by default."""
     release = SUPPORTED.get(host.vllm_version)
     if release is None or not release.has_optional_v2_runner_for_experts:
         return
@@ -68,7 +68,7 @@ def choose_model_runner(config: DictConfig, host: Host) -> None:
 
 
 def print_graph_capture() -> None:
-    """Let rank 0 print how much time and memory vLLM's CUDA graphs took."""
+    """Make vLLM print on rank 0 how much time and memory its CUDA graphs took."""
     if dist.get_rank() != 0:
         return
     # The modules of the V2 and of the V1 model runner.
@@ -82,12 +82,12 @@ def print_graph_capture() -> None:
 
 
 def skip_ranks_of_tokens() -> None:
-    """Keep vLLM's sampler on CUDA from computing the rank of each sampled token by likelihood.
+    """Keep vLLM's CUDA sampler from computing each sampled token's rank by likelihood.
 
-    The ranks are not used. Computing them reads all logits and takes a third of the time for
+    These ranks are not used. Computing them reads all logits, and takes a third of the time for
     log-probabilities.
     """
-    # vLLM-private: the sampler computes ranks with every log-probability; no option avoids it.
+    # vLLM-private: the sampler computes ranks along with log-probabilities; no option avoids it.
     from vllm.v1.worker.gpu.sample import logprob
 
     def do_nothing(*arguments, **options):

@@ -1,4 +1,4 @@
-"""The vLLM releases that are supported, and how their interfaces differ.
+"""The supported vLLM releases, and how their interfaces differ.
 
 To support another release, add it to `SUPPORTED` and run the tests in tests/rollout on a CPU and on
 a GPU. Nothing outside this file depends on a version number.
@@ -9,16 +9,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Release:
-    """How one release of vLLM differs from others.
+    """The interfaces of one vLLM release that differ between releases.
 
     Attributes:
         running_limits: Attributes of vLLM's scheduler that limit the number of running requests.
         counts_tokens_in_flight: Whether `Request.num_in_flight_tokens` exists: the number of tokens
-            that the request's steps in flight compute, including tokens of its prompt.
-        gumbel_sample_options: Keyword arguments with which the V2 model runner's `gumbel_sample`
-            samples a token that is not a draft.
-        has_optional_v2_runner_for_experts: Whether mixtures of experts can run in the V2 model
-            runner, which is faster, but vLLM uses it for some families only on request.
+            that the request's steps in flight compute, including prompt tokens.
+        gumbel_sample_options: Keyword arguments of the V2 model runner's `gumbel_sample` for
+            sampling a token that is not a draft.
+        has_optional_v2_runner_for_experts: Whether vLLM can run some families of mixtures of
+            experts in the faster V2 model runner, but does so only on request.
     """
 
     running_limits: tuple[str, ...]
@@ -28,8 +28,8 @@ class Release:
 
 
 SUPPORTED = {
-    # Tested on CUDA, where requests run asynchronously in the V2 model runner, or with the drafters
-    # ngram and suffix in the V1 model runner.
+    # Tested on CUDA. There, requests run asynchronously in the V2 model runner, or in the V1 model
+    # runner with the drafters ngram and suffix.
     "0.25.1": Release(
         running_limits=("max_num_running_reqs",),
         counts_tokens_in_flight=False,
@@ -57,9 +57,9 @@ def installed_version() -> str:
 def keep_pixels_normalized() -> dict[str, bool]:
     """Return engine arguments that let the image processor normalize pixels.
 
-    By default, releases from 0.32 on normalize pixels on the device. They skip this if
-    preprocessor_config.json has no mean, even if the processor's class has one. The vision tower
-    would then read raw bytes. Earlier releases have no such argument.
+    By default, releases from 0.32 on normalize pixels on the device. But they skip this if
+    preprocessor_config.json has no mean, even if the processor's class has a default. The vision
+    tower would then read raw bytes. Earlier releases have no such argument.
     """
     from vllm import EngineArgs
 

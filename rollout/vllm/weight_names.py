@@ -1,4 +1,4 @@
-"""The names that a model's weights have in vLLM."""
+"""Map the names of a model's weights to their names in vLLM."""
 
 from pathlib import Path
 
@@ -12,9 +12,9 @@ from rollout.vllm.arguments import standalone_text_class
 def vllm_weight_names(model_path: Path, with_images: bool) -> dict[str, str | None]:
     """Return {name in the model's files: name in vLLM} for the names that may differ.
 
-    None stands for weights that vLLM does not need, such as the vision tower of a vision-language
-    model that is used without images. A text model's names differ if its files leave out the
-    prefix of the base model: transformers adds the prefix on loading, but vLLM does not.
+    The name in vLLM is None for weights that vLLM does not need, such as the vision tower if there
+    are no images. The names of a text model differ if its files leave out the prefix of the base
+    model: transformers adds the prefix when it loads them, but vLLM does not.
     """
     hf_config = read_hf_config(model_path)
     model = build_on_meta(hf_config, torch.float32, images=with_images)

@@ -1,4 +1,4 @@
-"""Copying the trainer's weights into vLLM's model."""
+"""Copy the trainer's weights into vLLM's model."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
@@ -12,7 +12,7 @@ NamedWeights = Iterable[tuple[str, Tensor]]
 
 
 class WeightSync:
-    """Copies weights into vLLM's model, and its drafter, on this rank."""
+    """Copies weights into vLLM's model and its drafter on this rank."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class WeightSync:
         self.needs_output_matrix = False
 
     def untie_output_matrix(self, vllm_model) -> None:
-        """Copy the embedding of a tied model also to vLLM's output matrix, if vLLM has one.
+        """In later updates, copy the embedding of a tied model to vLLM's output matrix, too.
 
         Some families stay tied in vLLM regardless of hf_overrides, and have no output matrix.
         """
@@ -43,15 +43,15 @@ class WeightSync:
         self.needs_output_matrix = any(name.endswith("lm_head") for name in layer_names)
 
     def load(self, weights: NamedWeights) -> None:
-        """Copy all weights of the model, as Engine.export_weights() yields them.
+        """Copy all weights of the model, as yielded by Engine.export_weights().
 
-        Called by all ranks together: `weights` may run collectives.
+        Called by all ranks together, because iterating over `weights` may run collectives.
         """
         drafter_weights: list[tuple[str, Tensor]] = []
         weights = speculation.collect_drafter_weights(self.renamed(weights), drafter_weights)
         with self.adapter.unwrapped() if self.adapter else nullcontext():
             self.load_model(weights)
-        # If vLLM has stopped early, other ranks still wait in the remaining collectives.
+        # If vLLM stops early, the other ranks still need this rank in the remaining collectives.
         for _ in weights:
             pass
         if self.drafter == "mtp":
@@ -59,7 +59,7 @@ class WeightSync:
         if self.adapter:
             self.adapter.register()
         self.llm.reset_prefix_cache()
-        # The cache holds image features that were computed with the old weights.
+        # This cache holds image features that were computed with the old weights.
         self.llm.llm_engine.reset_encoder_cache()
 
     def renamed(self, weights: NamedWeights) -> Iterator[tuple[str, Tensor]]:
@@ -73,9 +73,9 @@ class WeightSync:
                 yield "lm_head.weight", tensor
 
     def load_model(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """Let vLLM's model read the weights, in the way that works on this device."""
+        """Load the weights into vLLM's model in the way that works on this device."""
         if self.device_type == "cuda":
-            # In place, and ten times as fast as reload_weights.
+            # This copies in place, and is ten times as fast as reload_weights.
             def load_in_place(model) -> None:
                 model.load_weights(weights)
 

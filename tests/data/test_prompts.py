@@ -321,7 +321,7 @@ def test_plain_text_without_a_chat_template(make, tmp_path):
         ({"prompt": [user("q"), assistant("a")]}, '"prompt" ends with an assistant turn'),
         ({"prompt": "q", "tools": {}}, '"tools" must be a list, not dict'),
         ({"prompt": "q", "enable_thinking": "no"}, "\"enable_thinking\" is 'no'"),
-        ({"prompt": "half \ud800"}, "lone surrogate"),
+        ({"prompt": "half \ud800"}, "the text contains a lone surrogate"),
     ],
 )
 def test_a_malformed_row_is_named_by_file_and_line(make, tmp_path, row, message):

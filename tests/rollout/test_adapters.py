@@ -121,7 +121,10 @@ def test_the_probe_detects_a_difference_from_the_trainer(result):
             if trap == "merged_base" and result.kind == "shared":
                 assert "the trainer's own" in message, (trap, error)
             else:
-                assert "vLLM does not compute what the trainer does" in message, (trap, error)
+                assert "vLLM's log-probabilities differ from the trainer's" in message, (
+                    trap,
+                    error,
+                )
 
 
 @pytest.mark.parametrize(

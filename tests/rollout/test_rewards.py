@@ -1101,7 +1101,7 @@ def test_the_share_of_failures_has_a_limit(num_failures, rate, stops):
     assert str(raised.value) == (
         f"{num_failures} of 4 samples ({num_failures / 4:.1%}) could not be graded, more than "
         f"reward.max_failure_rate={rate}; the first: raised: Zero division 0 (a.py:3), for the "
-        "response '1/0' (all failures are in failures.jsonl; what the function printed is in "
+        "response '1/0' (all failures are in failures.jsonl; the function's output is in "
         "reward_output/)"
     )
 

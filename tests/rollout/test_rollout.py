@@ -173,7 +173,7 @@ def test_greedy_responses_are_the_likeliest_and_the_same_after_a_sleep(result, n
 SLEEPS = "generate() with nothing awake"
 STALE = "generate() with weights awake and base not valid"
 NO_WEIGHTS = "before the weights were updated"
-WEIGHTS_SLEEP = "update_weights() while the weights sleep"
+WEIGHTS_SLEEP = "update_weights() while the weights are asleep"
 # (case, part of the error message, or None)
 PROTOCOL = [
     ("generate at first", SLEEPS),
