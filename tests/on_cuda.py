@@ -36,7 +36,7 @@ from tests.engines.test_megatron import (
 from tests.engines.test_megatron_adapters import ALL as ADAPTED, lora_reference
 from tests.engines.test_megatron_checkpoints import SAVED_AT
 from tests.job.test_output import HANGS
-from tests.profiling.test_profiling import profile
+from tests.profiling.support import profile
 from tests.support.foreign import FOREIGN
 from tests.support.launch import launch
 from tests.support.models import make_model

@@ -10,6 +10,7 @@ FILES_THAT_SHARE_LAUNCHES = {
     "fsdp": "tests/engines/fsdp/*.py",
     "megatron": "tests/engines/test_m*.py",
     "rollout": "tests/rollout/test_rollout*.py",
+    "profiling": "tests/profiling/*.py",
 }
 
 
