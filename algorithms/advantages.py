@@ -74,21 +74,19 @@ def grpo(outcome: Tensor, group: Tensor, **_) -> AdvantagesAndReturns:
     """Group-relative advantages (Shao et al. 2024).
 
     (outcome - mean) / (unbiased standard deviation + 1e-6), both over the group. In a group of one
-    the advantage is the outcome. The returns are the outcomes.
+    the advantage is 0, because there is nothing to compare with. The returns are the outcomes.
     """
     groups = _group_statistics(outcome, group)
     squares = sum_by_sequence(groups.deviation.square(), groups.index, len(group))
     variance = squares[groups.index] / (groups.size - 1).clamp(min=1)
-    normalized = groups.deviation / (variance.sqrt() + 1e-6)
-    advantages = torch.where(groups.size > 1, normalized, groups.deviation)
+    advantages = groups.deviation / (variance.sqrt() + 1e-6)
     return advantages.to(outcome.dtype), outcome
 
 
 def dr_grpo(outcome: Tensor, group: Tensor, **_) -> AdvantagesAndReturns:
     """GRPO without the division by the standard deviation (Liu et al. 2025).
 
-    outcome - mean over the group. In a group of one the advantage is the outcome. The returns are
-    the outcomes.
+    outcome - mean over the group, which is 0 in a group of one. The returns are the outcomes.
     """
     groups = _group_statistics(outcome, group)
     return groups.deviation.to(outcome.dtype), outcome
@@ -98,11 +96,11 @@ def rloo(outcome: Tensor, group: Tensor, **_) -> AdvantagesAndReturns:
     """REINFORCE leave-one-out (Ahmadian et al. 2024).
 
     outcome - mean of the k-1 other outcomes in its group = k / (k-1) * (outcome - mean). In a group
-    of one the advantage is the outcome. The returns are the outcomes.
+    of one the advantage is 0. The returns are the outcomes.
     """
     groups = _group_statistics(outcome, group)
-    left_out = groups.deviation * groups.size / (groups.size - 1)
-    advantages = torch.where(groups.size > 1, left_out, groups.deviation)
+    num_others = (groups.size - 1).clamp(min=1)
+    advantages = groups.deviation * groups.size / num_others
     return advantages.to(outcome.dtype), outcome
 
 
@@ -130,7 +128,7 @@ def reinforce_plus_plus_baseline(
 ) -> AdvantagesAndReturns:
     """REINFORCE++-baseline (Hu 2025): outcome - mean over the group, whitened over all tokens.
 
-    In a group of one the value before whitening is the outcome. The returns are the outcomes.
+    In a group of one the value before whitening is 0. The returns are the outcomes.
     """
     advantages, _ = dr_grpo(outcome, group)
     return whiten(advantages, lengths), outcome
@@ -163,7 +161,7 @@ ADVANTAGES = {
 class _GroupStatistics:
     """Per response, each [n].
 
-    deviation: float64, outcome - mean of the group; the mean of a group of one counts as 0.
+    deviation: float64, outcome - mean of the group; 0 in a group of one.
     size: float64, the number of responses in the group.
     index: int64, the group's number in 0..n-1.
     """
@@ -181,8 +179,7 @@ def _group_statistics(outcome: Tensor, group: Tensor) -> _GroupStatistics:
     _, index = group.unique(return_inverse=True)
     size = sum_by_sequence(torch.ones_like(outcome), index, n)[index]
     mean = sum_by_sequence(outcome, index, n)[index] / size
-    deviation = torch.where(size > 1, outcome - mean, outcome)
-    return _GroupStatistics(deviation, size, index)
+    return _GroupStatistics(outcome - mean, size, index)
 
 
 def _masked(x: Tensor, mask: Tensor) -> Tensor:

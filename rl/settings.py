@@ -3,11 +3,19 @@
 import os
 import sys
 
+import torch
 from omegaconf import DictConfig
 
 from config import InputError
 from engines.context_parallel import sequence_limit
-from rl.functions import FUNCTIONS, find_function, inputs_read, reads_tokens
+from rl.functions import (
+    FUNCTIONS,
+    built_in_readers,
+    check_shapes,
+    find_function,
+    inputs_read,
+    reads_tokens,
+)
 from rl.models import mini_batch_prompts
 from rl.requirements import check_keys_have_an_effect
 
@@ -18,6 +26,9 @@ def check_settings(config: DictConfig) -> None:
     for key in FUNCTIONS:
         find_function(config, key)
     check_advantage_inputs(config)
+    check_groups_can_differ(config)
+    check_kl_loss_teaches(config)
+    check_no_dropout(config)
     check_keys_have_an_effect(config)
     check_sampling(config)
     check_cut_off_tokens(config)
@@ -42,6 +53,59 @@ def check_advantage_inputs(config: DictConfig) -> None:
             f"algorithm.adv_estimator={config.algorithm.adv_estimator} names {min(token_inputs)}, "
             "which covers one rank's tokens: name outcome instead, which covers all responses, or "
             "name num_sequences too, and add up over all ranks with total (docs/forking.md)"
+        )
+
+
+def check_groups_can_differ(config: DictConfig) -> None:
+    """Raise InputError for a built-in estimator that compares the only response with itself."""
+    name = config.algorithm.adv_estimator
+    if config.rollout.n == 1 and name in built_in_readers("adv_estimator", "group"):
+        raise InputError(
+            f"algorithm.adv_estimator={name} with rollout.n=1 learns nothing: it compares the "
+            "responses to the same prompt. Set rollout.n=2 or more, or choose an estimator without "
+            "groups, such as reinforce_plus_plus, remax or gae"
+        )
+
+
+def check_kl_loss_teaches(config: DictConfig) -> None:
+    """Raise InputError if the expected gradient of the divergence in the loss is 0.
+
+    This is so if its derivative is the same at every token, as that of k1: the expectation of
+    grad log p under p is 0.
+    """
+    algorithm = config.algorithm
+    if not algorithm.use_kl_loss:
+        return
+    log_probs = torch.tensor([-3.0, -2.0, -1.5, -1.0, -0.5, -0.25], requires_grad=True)
+    ref_log_probs = torch.tensor([-1.0, -2.5, -1.0, -1.25, -0.25, -0.5])
+    divergence = find_function(config, "kl_loss_type")(
+        log_probs=log_probs, ref_log_probs=ref_log_probs
+    )
+    check_shapes(config, "kl_loss_type", log_probs, divergence)
+    derivative = torch.zeros_like(log_probs)
+    if divergence.requires_grad:
+        (derivative,) = torch.autograd.grad(divergence.sum(), log_probs)
+    if torch.equal(derivative, derivative[:1].expand_as(derivative)):
+        raise InputError(
+            f"algorithm.kl_loss_type={algorithm.kl_loss_type} has no effect as a loss: its "
+            "derivative is the same at every token, so its expected gradient is 0. Set "
+            "algorithm.kl_loss_type=k2 (its gradient is that of KL(policy || reference)) or k3 "
+            "(that of KL(reference || policy)), or algorithm.use_kl_in_reward=true with "
+            f"algorithm.kl_penalty={algorithm.kl_loss_type}"
+        )
+
+
+def check_no_dropout(config: DictConfig) -> None:
+    """Raise InputError for dropout of adapters.
+
+    The log-probabilities before and during the update would come from different dropout masks, so
+    ratios would differ from 1 before anything was learned.
+    """
+    dropout = config.model.lora.dropout
+    if dropout > 0:
+        raise InputError(
+            f"model.lora.dropout={dropout} does not work with PPO: ratios of probabilities would "
+            "differ from 1 before anything is learned. Set model.lora.dropout=0"
         )
 
 

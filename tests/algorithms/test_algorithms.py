@@ -164,7 +164,7 @@ def from_scores(advantage_of):
                 for j, score in enumerate(scores)
                 if given.group[j] == given.group[i] and j != i
             ]
-            advantage = advantage_of(scores[i], others) if others else scores[i]
+            advantage = advantage_of(scores[i], others) if others else 0.0
             advantages.append([advantage] * len(rewards))
             returns.append([scores[i]] * len(rewards))
         return advantages, returns
@@ -278,9 +278,9 @@ def test_advantages_worked_out_by_hand():
 
     scores = [3, 3, 1, 1, 4, 5]
     std = math.sqrt(7 / 3) + 1e-6  # (1/9 + 25/9 + 16/9) / 2
-    check("grpo", [1 / 3 / std, 1 / 3 / std, -5 / 3 / std, -5 / 3 / std, 4 / 3 / std, 5], scores)
-    check("dr_grpo", [1 / 3, 1 / 3, -5 / 3, -5 / 3, 4 / 3, 5], scores)
-    check("rloo", [0.5, 0.5, -2.5, -2.5, 2, 5], scores)
+    check("grpo", [1 / 3 / std, 1 / 3 / std, -5 / 3 / std, -5 / 3 / std, 4 / 3 / std, 0], scores)
+    check("dr_grpo", [1 / 3, 1 / 3, -5 / 3, -5 / 3, 4 / 3, 0], scores)
+    check("rloo", [0.5, 0.5, -2.5, -2.5, 2, 0], scores)
     check("remax", [0, -0.5, 0, 0, 2, 1], [3, 2.5, 1, 1, 4, 5], baseline=floats(1, 2, 3, 4))
     # The mean of the returns is 59/24, and they deviate from it by (-17, 1, -47, -35, 37, 61)/24.
     std = 24 * math.sqrt((17**2 + 1 + 47**2 + 35**2 + 37**2 + 61**2) / 24**2 / 5)

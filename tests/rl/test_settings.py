@@ -75,7 +75,22 @@ CONTRADICTIONS = {
         ["algorithm.loss_mode=cispo", "algorithm.clip_ratio_c=2.0"],
         "does nothing without",
     ),
-    "groups of one that are filtered": ([FILTER, "rollout.n=1"], "needs rollout.n of 2 or more"),
+    **{
+        f"groups of one with {name}": (
+            [f"algorithm.adv_estimator={name}", "rollout.n=1"],
+            f"algorithm.adv_estimator={name} with rollout.n=1 learns nothing",
+        )
+        for name in ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline")
+    },
+    "a divergence whose gradient is 0 as a loss": (
+        ["algorithm.use_kl_loss=true", "algorithm.kl_loss_type=k1"],
+        "algorithm.kl_loss_type=k1 has no effect as a loss",
+    ),
+    "dropout of adapters": (
+        ["model.lora.rank=4", "model.lora.dropout=0.1"],
+        "model.lora.dropout=0.1 does not work with PPO",
+    ),
+    "groups of one that are filtered": ([FILTER, "rollout.n=1", GAE], "needs rollout.n of 2 or more"),
     "a buffer longer than a response": (
         ["rollout.max_tokens=10", "reward.overlong_buffer=11"],
         "is more than rollout.max_tokens=10",
@@ -105,6 +120,9 @@ def test_contradictions_are_input_errors(what):
         [],
         ["data.train_batch_size=8", "algorithm.ppo_mini_batch_size=8"],
         [GAE, "critic.path=there", "critic.warmup_steps=3"],
+        [GAE, "rollout.n=1"],
+        ["algorithm.adv_estimator=reinforce_plus_plus", "rollout.n=1"],
+        *(["algorithm.use_kl_loss=true", f"algorithm.kl_loss_type={k}"] for k in ("k2", "k3", "abs")),
         ["reference.path=there", "algorithm.use_kl_loss=true"],
         ["reference.path=there", "algorithm.use_kl_in_reward=true"],
         [FILTER, "rollout.n=2"],
