@@ -4,11 +4,16 @@
     def f(prompts, responses, rows)     lists over all responses to one prompt; returns a list
     async def f(...)                    one of these; a worker runs reward.concurrency at once
 
-Parameters are bound by name, and a function takes only those that it needs. reward.kwargs fills
-further parameters with columns of the row, or with values inside a column. For each response, a
-function returns a number or a dictionary of named parts, which are logged and weighted by
-reward.weights. Functions written for verl and TRL work as they are (rollout/grading/signature.py).
-Add your function to REWARDS, or write it in your own file: reward.function=path/to/file.py:name.
+Parameters are bound by name, and a function takes only those that it needs. A parameter `answer`
+gets the row's column of this name. reward.kwargs binds further parameters to columns of the row or
+to places in one, and can take the answer from elsewhere, as in
+reward.kwargs.answer=reward_model.ground_truth. The response lacks the string that ended it
+(rollout.stop) and, unless reward.skip_special_tokens=false, special tokens.
+
+For each response a function returns a number, or a dictionary of named parts, which are logged and
+weighted by reward.weights. Functions written for verl and TRL work as they are
+(rollout/grading/signature.py). Add yours to REWARDS, or keep it in a file of its own:
+reward.function=path/to/file.py:name.
 
 Reward functions run in worker processes that may be killed (rollout/grading/). If a function raises
 or hangs, its sample is dropped, and the run stops if too many samples are. Each worker has its own
@@ -28,40 +33,39 @@ INSIDE_TAGS = r"(?:(?!</?(?:think|answer)>).)*"
 THINK_THEN_ANSWER = rf"<think>{INSIDE_TAGS}</think>\s*<answer>{INSIDE_TAGS}</answer>"
 
 
-def exact_match(prompt: str, response: str, row: dict) -> float:
-    """Return 1.0 if the response is row["answer"] or ends with it, else 0.0.
+def exact_match(response: str, answer) -> float:
+    """Return 1.0 if the response is the row's answer or ends with it, else 0.0.
 
     At the end of a longer response, the answer must be on its own line or follow a comma and a
     space: "7+8=15, 4+3+1=8, 85" ends with 85, but "4+3+1=85" does not. White space around response
     and answer is ignored.
     """
     text = response.strip()
-    answer = str(value_of(row, "answer")).strip()
     last_part = re.split(r", |\n", text)[-1].strip()
-    return float(answer in (text, last_part))
+    return float(str(answer).strip() in (text, last_part))
 
 
-def math(prompt: str, response: str, row: dict) -> float:
-    """Return 1.0 if the response's answer equals row["answer"] according to math-verify, else 0.0.
+def math(response: str, answer) -> float:
+    """Return 1.0 if math-verify finds the response's answer equal to the row's, else 0.0.
 
-    row["answer"] is an expression, plain or in LaTeX, or a text that contains an expression in
-    \\boxed{} or $...$. The response's answer is its last \\boxed{} (several in a row are a set), or
-    else its last $...$ or plain number.
+    The row's answer is an expression, plain or in LaTeX, or a text with one in \\boxed{} or $...$.
+    In the response, the last \\boxed{} counts (several close together are a set), else the last
+    $...$ or plain number.
 
     Raises:
-        ValueError: math-verify cannot read row["answer"].
+        ValueError: the row's answer cannot be read.
     """
     from math_verify import parse, verify
 
     # The worker has a time limit, so turn off math-verify's own, and the warning about that.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    answer = str(value_of(row, "answer"))
-    # math-verify does not recognize LaTeX outside of these: it would read 2\sqrt{3} as 2.
+    answer = str(answer)
+    # math-verify does not look for bare LaTeX: it would read 2\sqrt{3} as the number 2.
     is_marked = "$" in answer or r"\boxed" in answer
     marked = answer if is_marked else rf"\boxed{{{answer}}}"
     gold = parse(marked, parsing_timeout=None)
     if not gold:
-        raise ValueError(f'math-verify cannot read the row\'s "answer": {answer[:200]!r}')
+        raise ValueError(f"math-verify cannot read the row's answer {answer[:200]!r}")
     found = parse(response, parsing_timeout=None)
     return float(verify(gold, found, timeout_seconds=None))
 
@@ -81,14 +85,6 @@ def format(prompt: str, response: str, row: dict) -> float:
 
 
 REWARDS = {"exact_match": exact_match, "math": math, "format": format}
-
-
-def value_of(row: dict, key: str):
-    """Return row[key]. Raises a KeyError, which lists the row's keys, if it is missing or None."""
-    if row.get(key) is None:
-        available = ", ".join(name for name, value in row.items() if value is not None)
-        raise KeyError(f'the row has no "{key}", only {available}')
-    return row[key]
 
 
 def find(function: str) -> Callable:

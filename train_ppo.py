@@ -50,6 +50,15 @@ class PpoProgress(Progress):
     critic_updates: int = 0
     critic_skipped: int = 0
 
+    def count_updates(self, metrics: dict[str, float], num_updates: int) -> None:
+        """Count the optimizer steps of the models that were updated in a step."""
+        if "actor/skipped" in metrics:
+            self.actor_updates += num_updates
+            self.actor_skipped += int(metrics["actor/skipped"])
+        if "critic/skipped" in metrics:
+            self.critic_updates += num_updates
+            self.critic_skipped += int(metrics["critic/skipped"])
+
 
 def main(config):
     # Imported only here, so that --help and configuration errors appear at once.
@@ -76,15 +85,19 @@ def main(config):
             run.progress.kl_coef = config.algorithm.kl_ctrl.kl_coef
     roles.start_rollout()
     last_step = run.progress.step if run.resume_from else -1
-    device.on_rank0(tracking.supersede, run.output_dir / "failures.jsonl", last_step)
+    if not run.only_validates:
+        device.on_rank0(tracking.supersede, run.output_dir / "failures.jsonl", last_step)
     run.start(
         f"{len(run.train)} prompts, {roles.actor.dp_size} data-parallel ranks and "
         f"{roles.rollout.num_replicas} of vLLM on {run.device.type}"
     )
-    train(run, roles)
+    if run.only_validates:
+        run.tracker.log(run.progress.step, validate(run, roles) | run.profiler.end_step())
+    else:
+        train(run, roles)
     run.end_loop()
     grader.close()
-    if run.is_complete:
+    if run.is_complete and not run.only_validates:
         roles.export(run.output_dir / "hf")
     run.close()
     dist.barrier()
@@ -175,6 +188,7 @@ def train(run, roles) -> None:
         profiler.begin_step(progress.step + 1)
         roles.wake()
         samples, progress.batch = roles.collect(run.train, progress.batch, progress.step + 1)
+        run.tracker.report_failures(progress.step + 1, samples)
         metrics = roles.sleep()
         share = roles.divide(samples)
         roles.compute_log_probs(share, progress.step)
@@ -184,13 +198,7 @@ def train(run, roles) -> None:
         metrics |= roles.update_actor(share, progress.step)
         metrics |= roles.memory()
         progress.step += 1
-        num_updates = share.num_mini_batches * config.algorithm.ppo_epochs
-        if "actor/skipped" in metrics:
-            progress.actor_updates += num_updates
-            progress.actor_skipped += int(metrics["actor/skipped"])
-        if "critic/skipped" in metrics:
-            progress.critic_updates += num_updates
-            progress.critic_skipped += int(metrics["critic/skipped"])
+        progress.count_updates(metrics, share.num_mini_batches * config.algorithm.ppo_epochs)
         progress.failures += len(samples.failures)
         progress.kl_coef = next_kl_coef(config, progress.kl_coef, metrics, len(samples))
         run.agreement.update(progress.step, run.device)
@@ -228,6 +236,7 @@ def validate(run, roles) -> dict[str, float]:
 
     step = run.progress.step
     samples = roles.validate(run.val, step)
+    run.tracker.report_failures(step, samples)
     run.tracker.log_samples(step, examples(samples, 16, roles.host_group))
     if run.config.trainer.rollout_freq > 0:
         file = run.output_dir / "validation" / f"step_{step}.jsonl"

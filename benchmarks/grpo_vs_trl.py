@@ -130,7 +130,7 @@ def own_step(metrics: dict) -> dict[str, float]:
     step = {
         "step": metrics["timing/step"],
         "length": metrics["response_length/mean"],
-        "score": metrics["critic/score/mean"],
+        "score": metrics["score/mean"],
         "grad_norm": metrics["actor/grad_norm"],
     }
     for column, stages in STAGES.items():

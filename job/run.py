@@ -74,6 +74,7 @@ class Run:
     def begin(cls, config: DictConfig) -> Self:
         """Join the other ranks, claim the output directory and find the models."""
         trainer = config.trainer
+        setup.check_validation(config)
         agreement = Agreement(trainer.save_freq, trainer.save_minutes)
         device = devices.init(trainer.timeout_minutes)
         setup.check_directories(config)
@@ -128,7 +129,8 @@ class Run:
         Args:
             description: rows and ranks of this run, for the first line of the log.
         """
-        on_rank0(setup.write_config, self.config)
+        if not self.only_validates:
+            on_rank0(setup.write_config, self.config)
         step = self.progress.step
         self.tracker = tracking.Tracker(self.config, self.rank, step, self.total_steps)
         origin = f"resuming from {self.resume_from}" if self.resume_from else "starting"
@@ -141,6 +143,11 @@ class Run:
         self.profiler.on_stage = self.heartbeat.enter
         # Collectives time out a minute after the heartbeat, which names the missing ranks.
         devices.set_timeouts(self.config.trainer.timeout_minutes + 1)
+
+    @property
+    def only_validates(self) -> bool:
+        """Whether the run evaluates a model, and does not train it."""
+        return self.config.trainer.get("val_only", False)
 
     @property
     def is_complete(self) -> bool:
@@ -175,7 +182,9 @@ class Run:
 
     def close(self) -> None:
         """Report how the run ended, and close the logs."""
-        if self.is_complete:
+        if self.only_validates:
+            self.tracker.print("validated the model; nothing was trained (trainer.val_only=true)")
+        elif self.is_complete:
             kind = "adapter" if self.config.model.lora.rank else "model"
             self.tracker.print(f"{kind}: {self.output_dir / 'hf'}")
         else:

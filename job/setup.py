@@ -27,6 +27,16 @@ def check_directories(config) -> None:
         output.claim(output_dir)
 
 
+def check_validation(config) -> None:
+    """Raise InputError for a frequency of validations without validation files."""
+    trainer = config.trainer
+    if trainer.test_freq > 0 and config.data.val_files is None:
+        raise InputError(
+            f"trainer.test_freq={trainer.test_freq} does nothing without data.val_files: set it, "
+            "or leave out trainer.test_freq"
+        )
+
+
 def write_config(config) -> None:
     """Write config.yaml, without secrets, to the output directory."""
     from omegaconf import OmegaConf

@@ -24,13 +24,15 @@ from profiling.report import write_report
 # Metrics on the console, in this order.
 CONSOLE = {
     "train/loss": "loss {:.4f}",
-    "critic/score/mean": "score {:.3f}",
+    "score/mean": "score {:.3f}",
     "reward/informative_groups": "informative {:.0%}",
     "response_length/mean": "length {:.1f}",
     "val/loss": "val loss {:.4f}",
     "val/exact_match": "exact match {:.1%}",
     "actor/entropy": "entropy {:.3f}",
-    "actor/ppo_kl": "kl {:.1e}",
+    "actor/ppo_kl": "ppo kl {:.1e}",
+    "actor/kl_loss": "reference kl {:.1e}",
+    "actor/reward_kl": "reference kl {:.1e}",
     "train/grad_norm": "grad norm {:.3f}",
     "actor/grad_norm": "grad norm {:.3f}",
     "train/lr": "lr {:.2e}",
@@ -64,9 +66,12 @@ class Tracker:
         self.out = Path(config.output_dir)
         self.path = self.out / "metrics.jsonl"
         last_step = step or -1  # a new run writes step 0 again
+        if config.trainer.get("val_only"):
+            last_step = math.inf  # no step will run again
         on_rank0(supersede, self.path, last_step, group=dist.group.WORLD)
         if not self.enabled:
             return
+        self.logged_steps = logged_steps(self.path)
         self.loggers = list(config.trainer.logger)
         self.log_freq = config.trainer.log_freq
         self.rollout_freq = config.trainer.get("rollout_freq", -1)
@@ -88,12 +93,13 @@ class Tracker:
         )
         self._open_loggers(config, last_step)
 
-    def _open_loggers(self, config: DictConfig, last_step: int) -> None:
+    def _open_loggers(self, config: DictConfig, last_step: float) -> None:
         if "tensorboard" in self.loggers:
             from torch.utils.tensorboard import SummaryWriter
 
             directory = self.out / "tensorboard"
-            self.tensorboard = SummaryWriter(directory, purge_step=last_step + 1)
+            purge_step = None if last_step == math.inf else last_step + 1
+            self.tensorboard = SummaryWriter(directory, purge_step=purge_step)
         if "wandb" in self.loggers:
             import wandb
 
@@ -115,19 +121,11 @@ class Tracker:
         on_rank0(self._log, step, metrics, group=dist.group.WORLD)
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
-        # JSON has no NaN.
-        finite = {name: x if math.isfinite(x) else None for name, x in metrics.items()}
-        self._append({"step": step, **finite})
+        self._record(step, metrics)
         summary = self._summarize(metrics)
         is_validated = any(name.startswith("val/") for name in metrics)
         if "console" in self.loggers and (step % self.log_freq == 0 or is_validated):
             self.print(f"step {step:>6}  " + "  ".join(summary))
-        if "tensorboard" in self.loggers:
-            with disk.writing(self.out / "tensorboard"):
-                for name, value in metrics.items():
-                    self.tensorboard.add_scalar(name, value, step)
-        if "wandb" in self.loggers:
-            self.wandb.log(metrics, step=step)
         self._warn_of_constant_rewards(step, metrics)
         self._warn_of_gap(metrics)
         self.bar.set_postfix_str("  ".join(summary[:1]), refresh=False)
@@ -150,11 +148,27 @@ class Tracker:
         Called by all ranks.
         """
         if metrics:
-            on_rank0(self._append, {"step": step, **metrics}, group=dist.group.WORLD)
+            on_rank0(self._record, step, metrics, group=dist.group.WORLD)
 
-    def _append(self, line: dict) -> None:
-        with disk.writing(self.path), open(self.path, "a") as file:
-            file.write(json.dumps(line) + "\n")
+    def _record(self, step: int, metrics: dict[str, float]) -> None:
+        """Write metrics of a step to metrics.jsonl, tensorboard and wandb.
+
+        metrics.jsonl has one object per step: metrics of a step that it has already are added.
+        """
+        # JSON has no NaN.
+        finite = {name: x if math.isfinite(x) else None for name, x in metrics.items()}
+        if step in self.logged_steps:
+            add_to_line(self.path, step, finite)
+        else:
+            with disk.writing(self.path), open(self.path, "a") as file:
+                file.write(json.dumps({"step": step, **finite}) + "\n")
+            self.logged_steps.add(step)
+        if "tensorboard" in self.loggers:
+            with disk.writing(self.out / "tensorboard"):
+                for name, value in metrics.items():
+                    self.tensorboard.add_scalar(name, value, step)
+        if "wandb" in self.loggers:
+            self.wandb.log(metrics, step=step)
 
     def log_samples(self, step: int, examples: list[dict]) -> None:
         """Show some responses of a validation.
@@ -178,6 +192,20 @@ class Tracker:
         if "wandb" in self.loggers:
             samples = self.wandb.Table(columns=columns, data=cells)
             self.wandb.log({"val/samples": samples}, step=step)
+
+    def report_failures(self, step: int, samples) -> None:
+        """Report on the console that some responses of a step could not be graded.
+
+        Args:
+            samples: rollout.samples.Samples.
+        """
+        failures = samples.failures
+        if failures:
+            self.print(
+                f"warning: {len(failures)} of {samples.num_drawn} responses of step {step} could "
+                f"not be graded and are left out; the first: {failures[0].summary} (all are in "
+                f"{self.out}/failures.jsonl)"
+            )
 
     def print(self, text: str) -> None:
         """Print text on the console, above the progress bar."""
@@ -344,7 +372,28 @@ def markdown(text: str) -> str:
     return "".join(escaped)
 
 
-def supersede(path: Path, step: int) -> None:
+def logged_steps(path: Path) -> set[int]:
+    """Return the steps of the lines in metrics.jsonl."""
+    if not path.exists():
+        return set()
+    return {json.loads(line)["step"] for line in path.read_text().splitlines()}
+
+
+def add_to_line(path: Path, step: int, metrics: dict) -> None:
+    """Add metrics to the line of a step in metrics.jsonl. A kill leaves the old file or the new."""
+    lines = []
+    for line in path.read_text().splitlines():
+        values = json.loads(line)
+        if values["step"] == step:
+            line = json.dumps(values | metrics)
+        lines.append(line + "\n")
+    temporary = path.with_suffix(".tmp")
+    with disk.writing(path):
+        temporary.write_text("".join(lines))
+    os.replace(temporary, path)
+
+
+def supersede(path: Path, step: float) -> None:
     """Keep only the lines up to `step` in a file of JSON lines.
 
     Later lines, whose steps will run again, are moved to *.superseded.jsonl. Lines that cannot be
@@ -371,7 +420,7 @@ def supersede(path: Path, step: int) -> None:
         )
 
 
-def classify_line(line: bytes, step: int) -> str:
+def classify_line(line: bytes, step: float) -> str:
     """Return "kept", "superseded" or "broken"; see supersede()."""
     try:
         is_kept = line.endswith(b"\n") and json.loads(line)["step"] <= step

@@ -31,7 +31,7 @@ class Panel:
 PANELS = [
     Panel("loss", ["train/loss", "val/loss"]),
     Panel("exact match", ["val/exact_match"]),
-    Panel("score per response", ["critic/score/mean"]),
+    Panel("score per response", ["score/mean"]),
     Panel("validation score", []),
     Panel("groups with different scores", ["reward/informative_groups"]),
     Panel("response length [tokens]", ["response_length/mean", "val/response_length"]),

@@ -79,13 +79,18 @@ def collection_metrics(
     draws: list[Samples], drawn: Samples, is_informative: Tensor
 ) -> dict[str, float]:
     """Return the metrics of all drawn responses, including groups that are left out."""
-    metrics = {"rollout/num_gen_batches": len(draws), **spread("critic/score", drawn.scores)}
+    metrics = {"rollout/num_gen_batches": len(draws), **score_metrics(drawn.scores)}
     for name in draws[0].metrics:
         metrics[name] = sum(samples.metrics[name] for samples in draws) / len(draws)
     for name, values in drawn.parts.items():
         metrics[f"reward/{name}/mean"] = values.mean().item()
     metrics["reward/informative_groups"] = is_informative.float().mean().item()
     return metrics
+
+
+def score_metrics(scores: Tensor) -> dict[str, float]:
+    """Return metrics of the scores. critic/score is their old name, kept for one version."""
+    return spread("score", scores) | spread("critic/score", scores)
 
 
 def penalized_scores(config: DictConfig, samples: Samples) -> Tensor:

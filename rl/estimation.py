@@ -19,7 +19,7 @@ from algorithms.dapo import informative
 from algorithms.kl import adapt
 from algorithms.rollout_correction import keep_mask, off_policy
 from algorithms.value_loss import explained_variance
-from rl.collecting import penalized_scores, spread
+from rl.collecting import penalized_scores, score_metrics, spread
 from rl.functions import (
     AdvantageInputs,
     call,
@@ -178,7 +178,7 @@ def shape_rewards(
     """
     share = tokens.share
     outcome = penalized_scores(config, samples)
-    metrics = spread("critic/score", samples.scores) | spread("critic/rewards", outcome)
+    metrics = score_metrics(samples.scores) | spread("critic/rewards", outcome)
     last_tokens = share.batch.cu_seqlens[1:] - 1
     rewards = torch.zeros_like(tokens.mask).index_copy(0, last_tokens, outcome[share.indices])
     if config.algorithm.use_kl_in_reward:

@@ -31,6 +31,7 @@ from rollout.sharing import Share, divide
 from rollout.vllm import adapters, probe
 from rollout.vllm.device_memory import used_gib
 from rollout.vllm.engine import Rollout
+from rollout.vllm.sampling import validation_sampling
 
 VALIDATION_SEED = -1  # in place of the number of a prompt batch
 
@@ -199,7 +200,12 @@ class Roles:
         """
         max_failure_rate = self.config.reward.max_failure_rate
         sampler = Sampler(
-            self.rollout, self.grader, self.tokenizer, self.host_group, max_failure_rate
+            self.rollout,
+            self.grader,
+            self.tokenizer,
+            self.host_group,
+            max_failure_rate,
+            self.config.reward.skip_special_tokens,
         )
         seeds = (self.config.trainer.seed, seed)
         request = Request(dataset, rows, sampling, seeds, first_group)
@@ -219,10 +225,9 @@ class Roles:
         rows = range(len(dataset))
         # Report only the total time of a validation, as "validate", and not the time of its stages.
         unreported = Profiler()
+        sampling = validation_sampling(self.config)
         with self.profiler.stage("validate"):
-            return self.draw(
-                step, dataset, rows, self.config.validation, VALIDATION_SEED, profiler=unreported
-            )
+            return self.draw(step, dataset, rows, sampling, VALIDATION_SEED, profiler=unreported)
 
     def sleep(self) -> dict[str, float]:
         """Take the device back from vLLM, and return metrics of its memory."""

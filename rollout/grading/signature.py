@@ -14,6 +14,8 @@ from config import InputError
 Value = Callable[[str, str, dict], object]
 # For functions written for verl, the first of these paths that a row has is the ground truth.
 GROUND_TRUTHS = ("reward_model.ground_truth", "ground_truth", "answer")
+# A column that functions of rankwise's convention may take as a parameter without reward.kwargs.
+ANSWER = "answer"
 # Columns that TRL does not pass on to reward functions.
 NOT_PASSED_BY_TRL = {"prompt", "completion", "completion_ids"}
 
@@ -148,8 +150,13 @@ class Signature:
     def _bind(self, kwargs: dict[str, str]) -> dict[str, Value]:
         for name in kwargs:
             if name not in self.names and not self.takes_all:
-                raise InputError(f"it has no parameter {name}, but reward.kwargs sets it")
+                names = ", ".join(sorted(self.names)) or "none"
+                raise InputError(
+                    f"it has no parameter {name}, but reward.kwargs sets it; it has {names}"
+                )
         values = dict(self.convention.values)
+        if self.convention.values is OURS and ANSWER in self.required:
+            values[ANSWER] = value_reader(ANSWER)
         for name, path in kwargs.items():
             values[name] = value_reader(path)
         return {
@@ -254,9 +261,11 @@ def value_at(row: dict, path: str):
     for key in path.split("."):
         value = value.get(key) if isinstance(value, dict) else None
     if value is None:
+        parameter = path.rpartition(".")[2]
         raise InputError(
-            f"the row has no {path}, only {', '.join(paths_in(row))}: to fill a parameter from "
-            "another column, set reward.kwargs.PARAMETER=COLUMN"
+            f"the row has no {path}, only {', '.join(paths_in(row))}: set "
+            f"reward.kwargs.{parameter}=COLUMN to take it from another column, such as "
+            "reward_model.ground_truth"
         )
     return value
 

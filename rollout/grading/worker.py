@@ -17,7 +17,7 @@ import resource
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -131,8 +131,7 @@ class RewardFunction:
             if is_built_in:
                 self.function(**arguments)
         except (KeyError, ValueError) as error:
-            advice = "; rename the column, or use your own function" if is_built_in else ""
-            return {"error": f"{self.name}: {error.args[0]}{advice}"}
+            return {"error": f"{self.name}: {error.args[0]}"}
         return {"notice": f"{self.name}: {notice}" if notice else ""}
 
     def grade(self, request: dict) -> list[dict]:
@@ -208,8 +207,11 @@ class RewardFunction:
 
 
 def as_list(value) -> list:
-    """Return the values of a list, tuple, array or tensor; [] for anything else."""
-    if isinstance(value, str | bytes | Mapping):
+    """Return the values of a list, tuple, array, tensor or generator; [] for anything else.
+
+    A set has no order that could match that of the responses.
+    """
+    if isinstance(value, str | bytes | Mapping | Set):
         return []
     try:
         return list(value)

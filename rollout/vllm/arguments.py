@@ -13,7 +13,7 @@ from engines.model.quirks import RECURRENT_LAYER_TYPES
 from engines.parallel.device import capacity
 from rollout.vllm import adapters, image_prompts, speculation
 from rollout.vllm.capacity import CPU_KV_CACHE_GIB, max_num_seqs
-from rollout.vllm.sampling import NUM_TIES
+from rollout.vllm.sampling import NUM_TIES, sampling_groups
 from rollout.vllm.versions import SUPPORTED, installed_version
 
 MAX_PREFILL_TOKENS = 8192  # prompt tokens in one forward pass, unless one prompt is longer
@@ -91,9 +91,10 @@ def model_arguments(config: DictConfig, is_tied: bool = False) -> dict:
     Args:
         is_tied: Whether vLLM ties the output matrix to the embedding, if config.json does so.
     """
-    max_tokens = max(config.rollout.max_tokens, config.validation.max_tokens)
-    num_logprobs = max(config.rollout.top_k, config.validation.top_k) + NUM_TIES
-    needs_text = bool(config.rollout.stop or config.validation.stop)
+    groups = sampling_groups(config).values()
+    max_tokens = max(sampling.max_tokens for sampling in groups)
+    num_logprobs = max(sampling.top_k for sampling in groups) + NUM_TIES
+    needs_text = any(sampling.stop for sampling in groups)
     hf_config = read_hf_config(config.model.path)
     return {
         "model": config.model.path,

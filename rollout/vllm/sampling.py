@@ -8,12 +8,27 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from config import InputError
 
 # This many tokens may be as likely as the last one of the top_k. vLLM samples from all of them.
 NUM_TIES = 8
+
+
+def validation_sampling(config: DictConfig) -> DictConfig:
+    """Return the group `validation`, with the values of `rollout` in place of null."""
+    validation = config.validation
+    unset = {key: config.rollout[key] for key, value in validation.items() if value is None}
+    return OmegaConf.merge(validation, unset)
+
+
+def sampling_groups(config: DictConfig) -> dict[str, DictConfig]:
+    """Return the sampling settings of a run, by group: `validation` only with validation files."""
+    groups = {"rollout": config.rollout}
+    if config.data.val_files is not None:
+        groups["validation"] = validation_sampling(config)
+    return groups
 
 
 def count_candidates(sampling: DictConfig, vocab_size: int) -> int:

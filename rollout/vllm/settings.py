@@ -7,6 +7,7 @@ from engines.model.hf import read_hf_config
 from engines.model.shape import layer_configs
 from rollout.vllm import adapters, image_prompts, speculation
 from rollout.vllm.arguments import model_arguments
+from rollout.vllm.sampling import sampling_groups
 from rollout.vllm.startup import quiet_vllm
 
 
@@ -53,9 +54,21 @@ def check_vllm_model(config: DictConfig) -> None:
         ModelConfig(**arguments)
     except ValueError as error:
         raise InputError(
-            f"vLLM rejects model.path={config.model.path} with data.max_prompt_length + max_tokens "
-            f"= {arguments['max_model_len']}: {reason_of(error)}"
+            f"vLLM rejects model.path={config.model.path} with {describe_length(config)}: "
+            f"{reason_of(error)}"
         ) from error
+
+
+def describe_length(config: DictConfig) -> str:
+    """Return the keys that determine the longest sequence, with their values."""
+    groups = sampling_groups(config)
+    longest = max(groups, key=lambda name: groups[name].max_tokens)
+    prompt = config.data.max_prompt_length
+    response = groups[longest].max_tokens
+    return (
+        f"sequences of {prompt + response} tokens (data.max_prompt_length={prompt} + "
+        f"{longest}.max_tokens={response})"
+    )
 
 
 def reason_of(error: ValueError) -> str:

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import train_sft
-from config import load
+from config import InputError, load
 from job.progress import Progress
 from job.run import Run
+from job.setup import check_validation
 from job.signals import Agreement
 from profiling import Profiler
 
@@ -70,6 +71,14 @@ def test_the_first_lines_say_where_a_run_begins(run, capsys):
         "starting: step 0 of 10, 5 per epoch, 1 row",
         "checkpoints: when asked to stop, and after the last step",
     ]
+
+
+def test_a_frequency_of_validations_needs_validation_files(tmp_path):
+    settings = ["model.path=x", "data.train_files=x", "trainer.test_freq=4"]
+    with pytest.raises(InputError, match="test_freq=4 does nothing without data.val_files"):
+        check_validation(load("sft.yaml", settings))
+    check_validation(load("sft.yaml", [*settings, "data.val_files=x"]))
+    check_validation(load("sft.yaml", settings[:2]))
 
 
 def test_validation_is_due_every_few_steps_and_after_the_last(run):

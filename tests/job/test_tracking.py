@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from dataclasses import replace
 from html import unescape
 
 import pytest
@@ -14,6 +15,7 @@ from config import InputError, load
 from data.batching.batch import Batch
 from data.prompts import Prompt
 from job import tracking
+from rollout.grading.grader import Failure
 from rollout.records import MAX_WRITTEN, examples, write_samples
 from rollout.samples import Samples
 
@@ -42,7 +44,7 @@ def track(out, rewards, *more):
         tracker.log(
             step,
             {
-                "critic/score/mean": sum(values) / len(values),
+                "score/mean": sum(values) / len(values),
                 "critic/rewards/min": min(values),
                 "critic/rewards/max": max(values),
                 "reward/informative_groups": 0.625,
@@ -162,7 +164,7 @@ def test_a_character_that_the_terminal_cannot_show_does_not_end_the_run(tmp_path
 def test_tensorboard_has_metrics_samples_and_the_picture(tmp_path):
     track(tmp_path, [[0, 1]] * 3, "trainer.logger=[tensorboard]")
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [e.value for e in events.Scalars("critic/score/mean")] == [0.5] * 3
+    assert [e.value for e in events.Scalars("score/mean")] == [0.5] * 3
     (event,) = events.Tensors("val/samples/text_summary")
     header, _, *lines = event.tensor_proto.string_val[0].decode().splitlines()
     assert event.step == 3 and header == "| question | response | answer | score |"
@@ -171,6 +173,46 @@ def test_tensorboard_has_metrics_samples_and_the_picture(tmp_path):
     (image,) = events.Images("report")
     height, width, _ = imread(tmp_path / "report.png").shape
     assert (image.step, image.height, image.width) == (3, height, width)
+
+
+def test_metrics_have_one_object_per_step(tmp_path):
+    track(tmp_path, [[0, 1], [1, 1]])
+    tracker = tracking.Tracker(configure(tmp_path), 0, 2, 2)
+    tracker.log_rest(2, {"timing/save": 3.0})
+    tracker.log_rest(3, {"timing/save": 4.0})
+    tracker.close()
+    first, second, third = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert first["step"] == 1
+    assert second["step"] == 2
+    assert second["score/mean"] == 1.0
+    assert second["timing/save"] == 3.0
+    assert third == {"step": 3, "timing/save": 4.0}
+
+
+def test_a_validation_of_an_earlier_step_moves_no_line(tmp_path):
+    track(tmp_path, [[0, 1], [1, 1]])
+    settings = ["trainer.val_only=true", "data.val_files=x"]
+    tracker = tracking.Tracker(configure(tmp_path, *settings), 0, 1, 2)
+    tracker.log(1, {"val/exact_match": 0.5})
+    tracker.close()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]
+    assert [line.get("val/exact_match") for line in lines] == [0.5, None]
+    assert [line["score/mean"] for line in lines] == [0.5, 1.0]
+
+
+def test_the_console_names_the_first_failure_of_a_step(tmp_path, capsys):
+    samples = make_samples([{}], [0, 0], [""])
+    failure = Failure("raised", "Traceback\nValueError: no Q, please", {}, "Q")
+    tracker = tracking.Tracker(configure(tmp_path), 0, 0, 1)
+    tracker.report_failures(1, samples)
+    tracker.report_failures(2, replace(samples, failures=[failure], num_drawn=3))
+    tracker.log(2, {"timing/step": 1.0})
+    tracker.close()
+    warning = capsys.readouterr().out.splitlines()[0]
+    assert "1 of 3 responses of step 2 could not be graded" in warning
+    assert "raised: " in warning
+    assert "ValueError: no Q, please" in warning
 
 
 def test_wandb_has_metrics_samples_and_the_picture(tmp_path, monkeypatch, capsys):

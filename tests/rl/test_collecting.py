@@ -81,8 +81,11 @@ def test_filter_groups_draws_until_there_are_enough_and_keeps_the_first():
     assert samples.metrics == pytest.approx(
         {
             "rollout/num_gen_batches": 2,
+            "score/mean": statistics.mean(scores),
             "critic/score/mean": statistics.mean(scores),
+            "score/max": max(scores),
             "critic/score/max": max(scores),
+            "score/min": min(scores),
             "critic/score/min": min(scores),
             "reward/informative_groups": 5 / 6,
         }

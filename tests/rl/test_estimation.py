@@ -35,8 +35,11 @@ def test_group_advantages_and_weights_of_two_mini_batches():
     for name in ("advantages", "returns", "loss_weight", "token_weight"):
         assert (f[name][f["loss_mask"] == 0] == 0).all()
     expected = {
+        "score/mean": 1.25,
         "critic/score/mean": 1.25,
+        "score/max": 2,
         "critic/score/max": 2,
+        "score/min": 0,
         "critic/score/min": 0,
         "critic/rewards/mean": 1.25,
         "response_length/mean": 2,

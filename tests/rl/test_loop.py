@@ -114,7 +114,11 @@ def finished(tmp_path, monkeypatch):
     run.resume_from = None
     run.checkpointer = None
     run.start("1 prompt")
-    run.tracker = SimpleNamespace(lines=[], log=lambda step, line: run.tracker.lines.append(line))
+    run.tracker = SimpleNamespace(
+        lines=[],
+        log=lambda step, line: run.tracker.lines.append(line),
+        report_failures=lambda step, samples: None,
+    )
     roles = Roles(run.profiler)
     clock = iter(range(1000))
     now = SimpleNamespace(perf_counter=lambda: SECONDS_PER_LOOK * next(clock))

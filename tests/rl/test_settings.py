@@ -90,7 +90,10 @@ CONTRADICTIONS = {
         ["model.lora.rank=4", "model.lora.dropout=0.1"],
         "model.lora.dropout=0.1 does not work with PPO",
     ),
-    "groups of one that are filtered": ([FILTER, "rollout.n=1", GAE], "needs rollout.n of 2 or more"),
+    "groups of one that are filtered": (
+        [FILTER, "rollout.n=1", GAE],
+        "needs rollout.n of 2 or more",
+    ),
     "a buffer longer than a response": (
         ["rollout.max_tokens=10", "reward.overlong_buffer=11"],
         "is more than rollout.max_tokens=10",
@@ -122,7 +125,10 @@ def test_contradictions_are_input_errors(what):
         [GAE, "critic.path=there", "critic.warmup_steps=3"],
         [GAE, "rollout.n=1"],
         ["algorithm.adv_estimator=reinforce_plus_plus", "rollout.n=1"],
-        *(["algorithm.use_kl_loss=true", f"algorithm.kl_loss_type={k}"] for k in ("k2", "k3", "abs")),
+        *(
+            ["algorithm.use_kl_loss=true", f"algorithm.kl_loss_type={k}"]
+            for k in ("k2", "k3", "abs")
+        ),
         ["reference.path=there", "algorithm.use_kl_loss=true"],
         ["reference.path=there", "algorithm.use_kl_in_reward=true"],
         [FILTER, "rollout.n=2"],
@@ -141,7 +147,7 @@ def test_what_contradicts_nothing_is_accepted(more):
 
 def test_every_requirement_in_the_comments_can_be_read_and_is_met_by_its_own_words():
     requirements = read_requirements(CONFIGS / "ppo.yaml")
-    assert len(requirements) == 30
+    assert len(requirements) == 31
     assert [c.form for c in requirements["reference.path"]] == ["equals", "equals", "reads"]
     (condition,) = requirements["critic.lr"]
     assert not condition.holds(configure())

@@ -385,7 +385,7 @@ def test_a_run_leaves_what_it_promises(layouts, assets):
     assert all(
         f"user\n{prompt}<" in line["prompt"] for prompt, line in zip(wanted, first, strict=True)
     )
-    assert lines[1]["critic/score/mean"] == pytest.approx(sum(line["score"] for line in first) / 32)
+    assert lines[1]["score/mean"] == pytest.approx(sum(line["score"] for line in first) / 32)
     assert len({line["response"] for line in first}) == 32
     assert {line["truncated"] for line in first} == {True, False}
 
@@ -415,6 +415,19 @@ def test_responses_are_shown_and_written_beside_the_true_answers(layouts, alone,
                 row["answer"],
                 f"{w['score']:.2f}",
             )
+
+
+def test_val_only_evaluates_a_checkpoint_and_trains_nothing(alone, assets, tmp_path):
+    trained, _ = alone("layout1")
+    checkpoint = f"trainer.resume={trained}/checkpoints/step_00000003"
+    done = run([*COMMAND, *layout(assets, tmp_path, checkpoint, "trainer.val_only=true")])
+    (line,) = metrics(tmp_path)
+    assert line["step"] == 3
+    assert line["val/letters"] == metrics(trained)[-1]["val/letters"]
+    assert rollouts(tmp_path, "validation").keys() == {"step_3.jsonl"}
+    assert "nothing was trained" in done.stdout
+    assert not (tmp_path / "hf").exists()
+    assert not (tmp_path / "rollouts").exists()
 
 
 def test_one_bar_per_generation_which_disappears(alone):
@@ -512,7 +525,7 @@ def test_what_the_straight_run_has_to_remember(alone):
     assert sum(failed) > 1
     assert all(m["rollout/num_gen_batches"] > 1 for m in lines), "steps draw again"
     assert all(0 < m["reward/informative_groups"] <= 1 for m in lines)
-    assert len({m["critic/score/mean"] for m in lines}) > 1
+    assert len({m["score/mean"] for m in lines}) > 1
     assert lines[-1]["critic/vf_loss"] < lines[0]["critic/vf_loss"]
     assert lines[0]["critic/values/mean"] == 0
 

@@ -78,7 +78,9 @@ class Drawing:
     ) -> Samples:
         changes = {"n": num_samples, "stop": []}
         sampling = OmegaConf.merge(self.engine.config.rollout, changes)
-        sampler = Sampler(self.rollout, grader, self.tokenizer, self.host_group, max_failure_rate)
+        sampler = Sampler(
+            self.rollout, grader, self.tokenizer, self.host_group, max_failure_rate, True
+        )
         request = Request(self.dataset, rows, sampling, seed=(7, 1), first_group=FIRST_GROUP)
         samples = sampler.draw(request, Profiler())
         check_failures(samples.failures, samples.num_drawn, max_failure_rate)

@@ -7,6 +7,7 @@ import pytest
 from config import InputError, load
 from rollout.vllm import speculation, startup
 from rollout.vllm.arguments import MAX_PREFILL_TOKENS, Host, engine_arguments
+from rollout.vllm.sampling import validation_sampling
 from rollout.vllm.scheduler import ClosedBatchScheduler
 from rollout.vllm.versions import SUPPORTED
 from tests.support.models import make_model
@@ -40,10 +41,26 @@ def test_a_cpu_has_no_graphs_and_no_sleep_mode(folder):
     assert arguments["skip_mm_profiling"] is True
     assert arguments["kv_cache_memory_bytes"] == 2**30
     assert arguments["max_num_batched_tokens"] == MAX_PREFILL_TOKENS
-    assert arguments["max_model_len"] == 160
+    assert arguments["max_model_len"] == 150
     assert arguments["hf_overrides"] == {"tie_word_embeddings": False}
     absent = {"compilation_config", "enable_sleep_mode", "gpu_memory_utilization", "moe_backend"}
     assert absent.isdisjoint(arguments)
+
+
+def test_validation_counts_only_with_validation_files_and_follows_rollout(folder):
+    settings = ["data.val_files=x", "rollout.top_k=5", "rollout.stop=[Q]"]
+    longer = make_config(folder / "dense", *settings)
+    assert engine_arguments(longer, make_host("cpu"), False)["max_model_len"] == 160
+    sampling = validation_sampling(longer)
+    assert sampling.max_tokens == 60
+    assert sampling.temperature == 0
+    assert sampling.top_k == 5
+    assert list(sampling.stop) == ["Q"]
+    other = make_config(
+        folder / "dense", *settings, "validation.stop=[]", "validation.max_tokens=null"
+    )
+    assert engine_arguments(other, make_host("cpu"), False)["max_model_len"] == 150
+    assert list(validation_sampling(other).stop) == []
 
 
 @pytest.mark.parametrize("version", SUPPORTED)

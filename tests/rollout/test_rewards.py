@@ -62,7 +62,7 @@ PATIENCE = 300.0  # seconds that a busy machine may take
     ],
 )
 def test_exact_match(response, answer, score):
-    assert rewards.exact_match("any", response, {"answer": answer}) == score
+    assert rewards.exact_match(response, answer) == score
 
 
 def test_exact_match_takes_every_reply_of_the_example_and_no_other():
@@ -71,9 +71,9 @@ def test_exact_match_takes_every_reply_of_the_example_and_no_other():
     assert any(", " in reply for reply in replies)
     assert any(", " not in reply for reply in replies)
     for row, reply in zip(rows, replies):
-        assert rewards.exact_match("", reply, row) == 1.0
-        assert rewards.exact_match("", reply + "0", row) == 0.0
-        assert rewards.exact_match("", "1" + reply, {"answer": "x"}) == 0.0
+        assert rewards.exact_match(reply, row["answer"]) == 1.0
+        assert rewards.exact_match(reply + "0", row["answer"]) == 0.0
+        assert rewards.exact_match("1" + reply, "x") == 0.0
 
 
 @pytest.mark.parametrize(
@@ -105,14 +105,14 @@ def test_exact_match_takes_every_reply_of_the_example_and_no_other():
     ],
 )
 def test_math(response, answer, score):
-    assert rewards.math("any", response, {"answer": answer}) == score
+    assert rewards.math(response, answer) == score
 
 
 def test_math_works_in_a_thread():
     """The library's own time limits are signals, which do not work in threads."""
     scores = []
     thread = threading.Thread(
-        target=lambda: scores.append(rewards.math("", r"\boxed{\frac{2}{4}}", {"answer": "0.5"}))
+        target=lambda: scores.append(rewards.math(r"\boxed{\frac{2}{4}}", "0.5"))
     )
     thread.start()
     thread.join()
@@ -121,7 +121,7 @@ def test_math_works_in_a_thread():
 
 def test_math_rejects_an_answer_that_it_cannot_read():
     with pytest.raises(ValueError, match="cannot read"):
-        rewards.math("", "5", {"answer": ""})
+        rewards.math("5", "")
 
 
 @pytest.mark.parametrize(
@@ -148,10 +148,14 @@ def test_format(prompt, response, row, score):
 
 
 @pytest.mark.parametrize("name", ["exact_match", "math"])
-def test_a_missing_answer_is_an_error(name):
+def test_built_in_rewards_take_their_answer_from_the_row_or_from_a_place_in_it(name):
+    function = REWARDS[name]
+    assert call(function, {"answer": 5}, {}) == {"response": "5", "answer": 5}
+    place = {"answer": "reward_model.ground_truth"}
+    assert call(function, VERL_ROW, place) == {"response": "5", "answer": "5"}
     for row in ({"result": 5}, {"result": 5, "answer": None}):
-        with pytest.raises(KeyError, match='no "answer", only result'):
-            REWARDS[name]("", "5", row)
+        with pytest.raises(InputError, match="no answer, only result: set reward.kwargs.answer="):
+            call(function, row, {})
 
 
 # -- finding a function ----------------------------------------------------------------------------
@@ -163,7 +167,7 @@ def test_names_and_files(tmp_path):
     (tmp_path / "config.py").write_text(
         "from beside import BONUS\nfrom rewards import exact_match\n\n"
         "def twice(prompt, response, row):\n"
-        "    return BONUS * exact_match(prompt, response, row)\n"
+        "    return BONUS * exact_match(response, row['answer'])\n"
     )
     function = find(f"{tmp_path}/config.py:twice")
     assert function("", "5", {"answer": 5}) == 2.0
@@ -273,6 +277,12 @@ CALLS = {
         VERL_ROW,
         {"ground_truth": "reward_model.ground_truth"},
         {"response": "5", "ground_truth": "5"},
+    ),
+    "the answer": (
+        lambda response, answer: 0,
+        {"answer": 5},
+        {},
+        {"response": "5", "answer": 5},
     ),
     "a column": (lambda answer: 0, {"a": 1}, {"answer": "a"}, {"answer": 1}),
     "a default": (lambda response, scale=2: 0, {"a": 1}, {}, {"response": "5"}),
@@ -660,6 +670,8 @@ def rank(prompts, responses, rows):
         return [1.0]
     if "text" in responses:
         return "ab"
+    if "set" in responses:
+        return {1.0, 2.0}
     order = sorted(responses)
     size = len(responses)
     results = [{"rank": order.index(r), "size": size, "calls": calls} for r in responses]
@@ -729,13 +741,30 @@ def file(tmp_path_factory):
 
 def test_a_function_of_groups_gets_each_group_in_one_call(make, file):
     with closing(make(f"{file}:rank", 1, SLACK)) as grader:
-        texts = ["b", "x", "a", "raise", "c", "y", "fewer", "d", "nan", "e", "text", "z"]
-        groups = [7, 3, 7, 4, 7, 4, 5, 5, 6, 6, 8, 8]
+        texts = [
+            "b",
+            "x",
+            "a",
+            "raise",
+            "c",
+            "y",
+            "fewer",
+            "d",
+            "nan",
+            "e",
+            "text",
+            "z",
+            "set",
+            "w",
+        ]
+        groups = [7, 3, 7, 4, 7, 4, 5, 5, 6, 6, 8, 8, 9, 9]
         results = grader.grade([("", text, {"text": text}) for text in texts], groups)
         assert [results[i].parts["rank"] for i in (0, 2, 4, 1, 9)] == [1, 0, 2, 0, 0]
         assert [results[i].parts["size"] for i in (0, 1, 9)] == [3, 1, 2]
         assert results[9].parts["calls"] == 5
-        failed = {i: (results[i].kind, results[i].row["text"]) for i in (3, 5, 6, 7, 8, 10, 11)}
+        failed = {
+            i: (results[i].kind, results[i].row["text"]) for i in (3, 5, 6, 7, 8, 10, 11, 12, 13)
+        }
         assert failed == {
             3: ("raised", "raise"),
             5: ("raised", "y"),
@@ -744,6 +773,8 @@ def test_a_function_of_groups_gets_each_group_in_one_call(make, file):
             8: ("not a number", "nan"),
             10: ("not a list", "text"),
             11: ("not a list", "z"),
+            12: ("not a list", "set"),
+            13: ("not a list", "w"),
         }
         assert "not a list of 2" in results[6].trace
         assert "all responses of a group" in grader.check({})
@@ -807,7 +838,7 @@ def test_functions_of_verl_and_trl_are_called_as_these_do(make, file):
         assert grader.check({"answer": 5}) == "", "built-in functions need no explanation"
         with pytest.raises(
             InputError,
-            match='reward.function=exact_match: the row has no "answer", only solution; rename',
+            match="reward.function=exact_match: the row has no answer, only solution: set",
         ):
             grader.check({"solution": 5})
 
