@@ -1,4 +1,4 @@
-"""Ranks that share sequences as needed, against a fixed number of ranks that share all sequences.
+"""Context parallelism chosen per batch, compared with fixed context-parallel sizes.
 
     # simulated, on a CPU
     python benchmarks/dynamic_cp.py [--shapes 0.5B 7B] [--ranks 8 64 512]
@@ -6,13 +6,13 @@
     torchrun --nproc-per-node 2 benchmarks/dynamic_cp.py --measure 0.5B \\
         engine.param_dtype=bfloat16 [model_engine=megatron]
 
-The first way is engine.context_parallel_size=auto, the others are numbers. A step has --sequences
+This compares engine.context_parallel_size=auto with numbers. A step has --sequences
 sequences per rank, whose lengths are log-normal between --shortest and --longest tokens. Each rank
 has room for --cap tokens; n ranks that share have room for n times as many.
 
 Simulated: the share of the ranks' time that is used, if a pass takes as long as the rank with most
 FLOPs, and sharing costs nothing. Measured: FSDP2 (or model_engine=megatron) takes the same steps
-in each way in turn. Fixed numbers of ranks that cannot hold the longest sequence are left out.
+with each value in turn. Fixed numbers of ranks that cannot hold the longest sequence are left out.
 Prints a Markdown table.
 """
 
@@ -158,11 +158,11 @@ def print_simulation(
 
 
 class Measurement:
-    """The steps of one way.
+    """The measured steps with one context-parallel size.
 
     Attributes:
         speeds: tokens per second and rank of each step.
-        losses: of each step.
+        losses: the loss of each step.
         efficiencies: the share of the ranks' time that is used, as far as FLOPs tell.
     """
 
@@ -187,7 +187,7 @@ class Measurement:
         self.efficiencies.append(plan.metrics.get("perf/plan_efficiency", float("nan")))
 
     def drop_first(self) -> None:
-        """Forget the time of the step that warms up, but not its loss."""
+        """Drop the time of the warm-up step, but keep its loss."""
         self.speeds.pop(0)
         self.efficiencies.pop(0)
 
@@ -258,7 +258,7 @@ def measure(arguments: argparse.Namespace) -> None:
             "ranks",
             "sharing",
             "tokens/s per rank (each step)",
-            "against the first",
+            "relative to the first",
             "time used",
             "peak GiB",
             "loss",

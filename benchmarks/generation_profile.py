@@ -1,4 +1,4 @@
-"""The time of generation and where it goes, with vLLM as train_ppo.py runs it.
+"""How long generation takes, and where the time goes, with vLLM as train_ppo.py runs it.
 
     python benchmarks/generation_profile.py 0.5B [--responses 1024] [--tokens 256 512] \\
         [--kernels 12] [key=value ...]
@@ -7,7 +7,7 @@ Takes a shape of benchmarks/shapes.py with random weights. All responses have --
 such a model with a vocabulary of 152k tokens hardly ever ends one. Prints:
 
 * a Markdown table with seconds, and microseconds per token: with vLLM's own scheduler, with
-  rollout/vllm/scheduler.py, with the latter but without log-probabilities, and for responses whose
+  rollout/vllm/scheduler.py, with the latter without log-probabilities, and for responses whose
   lengths are log-normal (sigma 1) with the same sum;
 * how many responses differ between the two schedulers;
 * the milliseconds of a step in each part of the host's work. `wait` is the time in which the host

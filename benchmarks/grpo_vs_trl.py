@@ -1,4 +1,4 @@
-"""GRPO steps of this repository against TRL's GRPOTrainer on a CPU.
+"""Compare GRPO steps of this repository with TRL's GRPOTrainer on a CPU.
 
     python benchmarks/grpo_vs_trl.py --trl-python TRL_VENV/bin/python [--pairs 5] [--ranks 1 2] \\
         [--steps 4]
@@ -8,9 +8,9 @@ Both have the same model, prompts, reward and updates. A step is 8 prompts x 8 r
 temperature 1, advantages within groups, clipped loss over all tokens, no KL to a reference. Neither
 program computes old log-probabilities, which one update per rollout does not need. Here vLLM
 generates, in the same process; TRL calls transformers' generate, because the vLLM that it would
-start in its process fails on a CPU. TRL takes micro-batches of 8 rows, or of all, padded to the
-longest row of the step; ours are packed. Both have two cores: two threads in one process, or one in
-each of two.
+start in its process fails on a CPU. TRL's micro-batches have 8 rows, or all rows, padded to the
+longest row of the step; ours are packed. Both use two cores: one process with two threads, or two
+processes with one thread each.
 
 --trl-python is the interpreter of an environment that has TRL (see benchmarks/trl_sft.py); without
 it only this repository is timed. The two run in turn, so that a busy machine slows both. The result
@@ -18,7 +18,7 @@ is the ratio of each pair, in response tokens per second: each token is generate
 on once. Responses are random, so their number of tokens differs a little from run to run; the mean
 length is printed for both. Score and gradient norm show that both do the same work.
 
-The second table is in seconds of a mean step, on rank 0. With two ranks, waiting for the other
+The second table has the seconds of a mean step on rank 0. With two ranks, waiting for the other
 rank's responses is in `generate` for TRL, and in `reward` for this repository.
 """
 
@@ -67,9 +67,9 @@ class Bench:
 
     Attributes:
         work: a folder with data/ in it, for everything that runs write.
-        steps: counted steps of each run.
-        prompts: per step, over all ranks.
-        max_tokens: of a response.
+        steps: number of counted steps per run.
+        prompts: number of prompts per step, over all ranks.
+        max_tokens: length limit of a response.
         micro_batch_tokens: the cap of this repository's micro-batches.
         trl_python: the interpreter of TRL's environment, or None.
         continuous_batching: whether TRL generates with generate_batch.
@@ -85,7 +85,7 @@ class Bench:
 
 
 def mean_step(steps: list[dict[str, float]], prompts: int) -> MeanStep:
-    """Return the mean of the counted steps, with the seconds that are in no stage as `rest`."""
+    """Return the mean of the counted steps; `rest` is the time outside all stages."""
     counted = steps[WARM_UP:]
     step = {}
     for name in counted[0]:

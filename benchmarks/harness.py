@@ -1,4 +1,4 @@
-"""What the scripts in this folder share: their parser, commands, settings and tables."""
+"""Helpers of the scripts in this folder: parser, commands, settings and tables."""
 
 import argparse
 import json

@@ -1,11 +1,11 @@
-"""What a rank's host does between vLLM's arrays and the loss, and whether it grows with the ranks.
+"""The time and memory that a rank's host needs between vLLM and the loss, by number of ranks.
 
     python benchmarks/host_path.py [--tokens 1000000] [--ranks 1 8 64] [--estimators grpo gae] \\
         [--group 8]
 
-Measured is the work of rank 0 of N: Sampler.draw, divide and set_advantages, on --tokens tokens in
-responses of log-normal length (mean 256, sigma 1), whatever N. Each case runs in a process of its
-own (benchmarks/host_path_case.py), which also explains how the other ranks are simulated. Seconds
+This measures the work of rank 0 of N: Sampler.draw, divide and set_advantages, on --tokens tokens
+in responses of log-normal length (mean 256, sigma 1), for any N. Each case runs in a process of its
+own; benchmarks/host_path_case.py explains how the other ranks are simulated. Seconds
 are processor time, the smallest of --repeats steps; MiB are the most that the steps add to the
 memory of the process.
 """

@@ -3,10 +3,10 @@
     python benchmarks/host_path_case.py --ranks 8 --estimator grpo --tokens 1000000 --group 8 \\
         --repeats 5
 
-Generation, decoding, grading and the models are left out: their results exist beforehand. The other
-N - 1 ranks are simulated. A collective brings what they would send, as copies of this rank's
-numbers and tokens. So nothing waits and nothing goes over a wire, but arrays have their true sizes,
-and the bytes that this rank passes to collectives are counted.
+Generation, decoding, grading and the models are left out: their results are made beforehand. The
+other N - 1 ranks are simulated: a collective returns copies of this rank's numbers and tokens in
+place of theirs. So nothing waits and nothing is sent, but arrays have their true sizes, and the
+bytes that this rank passes to collectives are counted.
 
 The line has "seconds" {stage: the smallest of all steps}, "tokens" of this rank, "mib" that the
 steps add to the memory of the process at most, and "kb" of numbers sent per step.
@@ -53,7 +53,7 @@ class SimulatedRanks:
     """Collectives of N ranks in one process.
 
     Attributes:
-        num_bytes: of numbers that this rank has passed to all_reduce. Tokens do not count.
+        num_bytes: bytes of the numbers that this rank has passed to all_reduce, without tokens.
     """
 
     def __init__(self, num_ranks: int):
@@ -128,7 +128,7 @@ class Prompts(PromptDataset):
 
 @dataclass
 class Case:
-    """What the steps of a case work on."""
+    """The inputs of a case's steps."""
 
     config: DictConfig
     dataset: Prompts

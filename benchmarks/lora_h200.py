@@ -1,4 +1,4 @@
-"""GRPO with all weights and with LoRA: the seconds of a step by stage, from ppo_h200.py.
+"""Seconds of a GRPO step by stage, with all weights and with LoRA; runs ppo_h200.py.
 
     python benchmarks/lora_h200.py 7B engine.param_dtype=bfloat16 \\
         [--ways full merged swapped shared] [--rank 16]

@@ -144,7 +144,7 @@ class Timeline:
 
     Attributes:
         seconds, gib: when each sample was taken, and the memory in use.
-        step_ends: when metrics.jsonl got each of its lines, beginning with 0.0.
+        step_ends: 0.0, then the time at which each line of metrics.jsonl was written.
     """
 
     def __init__(self):
@@ -240,7 +240,7 @@ def output_folder(arguments: argparse.Namespace) -> Path:
 
 
 def stop(signal_number: int, frame: FrameType | None) -> None:
-    """End like Ctrl-C does, so that the run is killed too."""
+    """End as on Ctrl-C, so that the run is killed too."""
     sys.exit(1)
 
 
@@ -273,7 +273,7 @@ def run_steps(
 def kill(run: subprocess.Popen) -> None:
     """End torchrun and its ranks.
 
-    They are not asked to stop: to write a checkpoint of such a model takes longer than all steps.
+    They are killed, since a checkpoint of such a model would take longer than all steps.
     """
     if run.poll() is None:
         ranks = psutil.Process(run.pid).children(recursive=True)

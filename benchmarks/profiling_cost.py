@@ -1,4 +1,4 @@
-"""What each tool of the profiler costs: time against a plain step, and disk space per step.
+"""The cost of each profiling tool: time relative to a plain step, and disk space per step.
 
     # after `make demo-assets`
     OMP_NUM_THREADS=1 python benchmarks/profiling_cost.py runs/demo/model runs/demo/train.jsonl

@@ -587,7 +587,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def stop(signal_number: int, frame: FrameType | None) -> None:
-    """End like Ctrl-C does, so that the run in progress is killed too."""
+    """End as on Ctrl-C, so that the run in progress is killed too."""
     sys.exit(128 + signal_number)
 
 

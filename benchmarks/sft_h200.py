@@ -1,4 +1,4 @@
-"""Speed of SFT steps: Qwen2.5 shapes with random weights, packed batches, our engines.
+"""The speed of SFT steps on our engines: Qwen2.5 shapes with random weights, packed batches.
 
     python benchmarks/sft_h200.py 7B engine.param_dtype=bfloat16 \\
         data.max_tokens_per_micro_batch=16384
@@ -124,10 +124,10 @@ class Timing:
 
     Attributes:
         warm_up: seconds of the first steps together.
-        first_loss: of the first step, over all ranks.
+        first_loss: loss of the first step, over all ranks.
         step: seconds of a step, the median of those after the first.
-        tokens_per_rank: per step.
-        flops_per_rank: per step, the mean over batches.
+        tokens_per_rank: tokens of one rank per step.
+        flops_per_rank: FLOPs of one rank per step, averaged over batches.
         peak_gib: the largest of all ranks.
     """
 

@@ -1,4 +1,4 @@
-"""SFT steps of this repository against TRL's SFTTrainer on a CPU.
+"""Compare SFT steps of this repository with TRL's SFTTrainer on a CPU.
 
     python benchmarks/sft_vs_trl.py --trl-python TRL_VENV/bin/python [--pairs 5] [--ranks 1 2]
 
@@ -46,7 +46,7 @@ class Trial:
 
     Attributes:
         speed: tokens per second of all ranks, the median of the counted steps.
-        losses: of all steps.
+        losses: the loss of every step.
     """
 
     speed: float
@@ -63,7 +63,7 @@ class Bench:
 
     Attributes:
         work: a folder with data/ in it, for everything that runs write.
-        steps: of each run, the first WARM_UP included.
+        steps: number of steps per run, including the first WARM_UP.
         batch_size: sequences per step.
     """
 
@@ -75,7 +75,7 @@ class Bench:
 def launch(python: str, ranks: int, script: str, *arguments: str) -> None:
     """Run a script of this repository to its end, on the same cores for either program.
 
-    They are two threads in one process, or one in each of two.
+    It has two threads in one process, or one in each of two processes.
     """
     command = [*python_command(ranks, python), str(ROOT / script), *arguments]
     num_threads = max(1, NUM_CORES // ranks)

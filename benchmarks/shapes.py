@@ -1,4 +1,4 @@
-"""The models of the other scripts: made once, from a configuration, with random weights.
+"""Models with random weights for the other scripts, each made once from a configuration.
 
 Their shapes are Qwen2.5's, and some built from them. A shape whose name ends in -MTP is a MiMo: it
 has one more layer, which drafts the token after the next one. How much drafts help depends on how

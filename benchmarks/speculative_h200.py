@@ -63,8 +63,8 @@ class Measurement:
     Attributes:
         lengths: which case it is: "equal", "log-normal" or "its own".
         limits: the largest length of each response, as text.
-        tokens: of all responses.
-        responses: a hash of each.
+        tokens: number of tokens in all responses.
+        responses: a hash of each response.
         accept_rate, accept_length: see `draft_metrics`.
     """
 
@@ -161,7 +161,7 @@ def load_config(arguments: argparse.Namespace, prompts: list[list[int]]) -> Dict
 
 
 def limits_by_case(arguments: argparse.Namespace, num_prompts: int) -> list[tuple[str, list[int]]]:
-    """Return (what the lengths are, the limit of each response) for each case."""
+    """Return (name of the lengths, the limit of each response) for each case."""
     mean = arguments.tokens
     longest = LONGEST * mean
     few = min(FEW, num_prompts)

@@ -1,11 +1,11 @@
-"""Processor time of tokenization with a loss mask, against datasets.map.
+"""Processor time of tokenization with a loss mask, compared with datasets.map.
 
     python benchmarks/tokenize_speed.py [--rows 4000] [--pairs 5] [--tokenizer DIR]
 
 The other side is one call of transformers' apply_chat_template per row in datasets.map, which is
 what TRL's SFTTrainer does with assistant_only_loss.
 
-Measured is the way from a .jsonl of chats to arrays on disk, in a new process each time. The two
+The time is measured from a .jsonl of chats to arrays on disk, in a new process each time. The two
 run in turn, so that a busy machine slows both; the result is the ratio of each pair, in seconds of
 user and system time. The chats are single-turn and five-turn, with words from Python's own library,
 under a template with the structure of Qwen3's and the {% generation %} marks that the other side

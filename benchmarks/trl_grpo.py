@@ -1,4 +1,4 @@
-"""The other side of the GRPO benchmark: TRL's GRPOTrainer, one JSON line about its steps.
+"""TRL's half of the GRPO benchmark: print one JSON line about GRPOTrainer's steps.
 
     python benchmarks/trl_grpo.py --model DIR/model --data DIR/train.jsonl --steps 5 --prompts 8 \\
         --samples 8 --micro-batch-size 8

@@ -1,4 +1,4 @@
-"""The other side of the SFT benchmark: TRL's SFTTrainer, one JSON line about its steps.
+"""TRL's half of the SFT benchmark: print one JSON line about SFTTrainer's steps.
 
     python benchmarks/trl_sft.py --model DIR/model --data DIR/train.jsonl --steps 12 \\
         --batch-size 32 --micro-batch-size 8

@@ -63,7 +63,7 @@ class Work:
 
     Attributes:
         rows: one per micro-batch, in order.
-        lengths: of the sequences of each step.
+        lengths: the lengths of each step's sequences.
     """
 
     rows: list[dict]

@@ -9,8 +9,8 @@ many of 200 answers are right.
 The model is a Qwen3 of 1.4 million parameters that reads and writes single characters. The task is
 arithmetic as a chat. Half of the questions ask only for the number; the other half also ask for the
 steps column by column ("7+8=15, 4+3+1=8, 85"). So answers have 2 to 30 characters. The model learns
-to write columns in minutes; numbers without columns take far longer. To the first kind of question,
-one reply in five shows the columns anyway, and reinforcement learning finds that this pays off.
+to write columns in minutes; numbers without columns take far longer. One in five replies to the
+first kind of question shows the columns anyway; reinforcement learning finds that this pays off.
 
 DIR/worked has the same problems with the columns in every reply, for training adapters. DIR/mimo is
 a model of the same size with a layer for multi-token prediction. The same arguments always give

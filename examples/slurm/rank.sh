@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One rank under srun: torch's names for slurm's numbers, then the command.
+# Start one rank under srun: translate Slurm's variables into torch's, then run the command.
 #   srun examples/slurm/rank.sh python train_sft.py my.yaml
 set -euo pipefail
 export RANK=${SLURM_PROCID:?start this with srun} LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS

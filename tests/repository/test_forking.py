@@ -57,7 +57,7 @@ def fork(tmp_path, monkeypatch):
 
 
 def test_a_reward_of_a_group(fork, tmp_path):
-    config = fork("A reward of a group", f"output_dir={tmp_path}")
+    config = fork("A reward for a whole group", f"output_dir={tmp_path}")
     responses = ["the answer is 7", "7", "8", "  7"]
     grader = Grader(config)
     results = grader.grade([("3+4", response, {"answer": 7}) for response in responses], [0] * 4)
@@ -259,11 +259,11 @@ def copy_with_tool(root: Path) -> None:
     """
     ignored = shutil.ignore_patterns(".*", "runs", "tests", "docs")
     shutil.copytree(ROOT, root, ignore=ignored)
-    (code,) = blocks(SECTIONS["A turn of a tool"], "python")
+    (code,) = blocks(SECTIONS["A tool call"], "python")
     call = r'r"(\d+)\+(\d+)=$"'
     assert code.count(call) == 1
     (root / "tool_rollout.py").write_text(code.replace(call, r'r"([0-9]).*([0-9])"'))
-    (edit,) = blocks(SECTIONS["A turn of a tool"], "diff")
+    (edit,) = blocks(SECTIONS["A tool call"], "diff")
     removed, added = edit.splitlines()
     assert removed.startswith("-")
     assert added.startswith("+")

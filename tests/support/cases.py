@@ -10,12 +10,12 @@ launches those alone:
     @pytest.mark.parametrize("world, name", case_params(CASES))
     def test_training(results, world, name): ...
 
-Cases of several words have underscores there: `pytest -k "[2-tp2_full]"`.
+In a test's id, spaces of a case's name become underscores: `pytest -k "[2-tp2_full]"`.
 
 The fixture that launches the worker calls selected_cases(request) to learn which cases to run.
 A worker whose cases are defined beside their assertions keeps them in a Registry.
 
-Where a launch runs all its cases at once, as those of vLLM do, tests name launches instead, with
+Launches of vLLM run all their cases at once. Their tests name launches instead of cases, with
 launch_params(LAUNCHES), and the fixture runs selected_launches(request, LAUNCHES).
 """
 
@@ -52,10 +52,10 @@ def case_params(
 
 
 def launch_params(launches: dict[str, Any], names: Iterable[str] | None = None) -> list:
-    """Return parameter sets (name of a launch), each of which needs this launch alone.
+    """Return parameter sets (name of a launch), each of which needs only this launch.
 
     launches: name -> an object with the attribute `ranks`
-    names: of the launches to return; without them all
+    names: the launches to return; none given: all
     """
     chosen = launches if names is None else names
     params = []
@@ -74,7 +74,7 @@ def selected_launches(request: pytest.FixtureRequest, launches: dict[str, Any]) 
 
 
 def id_of(name: str) -> str:
-    """Return a case's name as a test's id, which -k can select: it allows no spaces."""
+    """Return a test's id for a case: its name without spaces, so that -k can select it."""
     return name.replace(" ", "_")
 
 

@@ -74,7 +74,7 @@ def forget_own_modules() -> None:
 def is_own(module) -> bool:
     """Return whether a module belongs to this repository and not to a package in its .venv.
 
-    Reads the module's own dictionary: torch.ops answers to every attribute.
+    Reads the module's own dictionary, because torch.ops has every attribute.
     """
     attributes = vars(module)
     paths = list(attributes.get("__path__", ()))  # a package without __init__.py has only a path
@@ -134,7 +134,7 @@ def run_request(folder: Path, command: list[str], cwd: str, env: dict[str, str])
 
 
 def exit_code_of(work: Callable, *arguments) -> int:
-    """Call `work` and everything that an interpreter does at its end; return the exit code."""
+    """Call `work`, then do what an interpreter does before it ends; return the exit code."""
     code = 0
     try:
         work(*arguments)

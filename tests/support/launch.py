@@ -59,9 +59,9 @@ GENERATES = re.compile(
 # On a machine with a GPU, importing torch starts threads, which a fork would lack.
 CAN_FORK = shutil.which("nvidia-smi") is None
 # vLLM's build for CPUs gives the shared memory of tensor parallelism the same name in every run, so
-# two runs must not start at once, also not in the two processes of pytest-xdist.
+# two runs must not start at once, even in the two processes of pytest-xdist.
 SHARED_MEMORY_LOCK = Path(tempfile.gettempdir()) / "rankwise-tests-shared-memory.lock"
-# Two threads that both find no server would start two.
+# Otherwise two threads could each start a server.
 SERVER_LOCK = threading.Lock()
 
 

@@ -1,4 +1,4 @@
-"""A plain training loop around transformers: what the engines' results are compared with.
+"""A plain training loop around transformers, whose results the engines must match.
 
 It runs one sequence at a time in fp32 with transformers' eager attention and shares no code with
 the engines.
@@ -55,10 +55,10 @@ LORA_ALPHA = 6
 
 @dataclass
 class PlainTraining:
-    """What a plain loop of TOTAL_STEPS steps computes.
+    """The results of a plain loop of TOTAL_STEPS steps.
 
     losses, norms  of each step; the gradient norm before clipping
-    weights        number of steps -> {name in the files: weight} after so many
+    weights        number of steps -> the weights after them, {name in the files: weight}
     """
 
     losses: list[float] = field(default_factory=list)
@@ -100,7 +100,7 @@ def plain_training(
 def plain_optimizers(model: nn.Module, with_muon: bool) -> list[torch.optim.Optimizer]:
     """Return AdamW, without weight decay for norms and biases, and optionally Muon.
 
-    with_muon: Muon has the hidden matrices.
+    with_muon: whether Muon trains the hidden matrices.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     spared = {
@@ -155,7 +155,7 @@ def plain_model(directory: Path | str) -> nn.Module:
 
 
 def make_adapter(directory: Path) -> None:
-    """Write an adapter of peft's, whose two matrices are both random, to {directory}_adapter."""
+    """Write a peft adapter with two random matrices per layer to {directory}_adapter."""
     torch.manual_seed(1)
     settings = LoraConfig(
         r=LORA_RANK, lora_alpha=LORA_ALPHA, target_modules="all-linear", task_type="CAUSAL_LM"
@@ -204,7 +204,7 @@ def plain_loss(
 
 
 def plain_answers(directory: Path | str, weights: dict[str, Tensor] | None = None) -> Tensor:
-    """Return log-probabilities, entropy and greedy of batch 0, [3, T], entry t about token t.
+    """Return log-probability, entropy and is_greedy of each token of batch 0: [3, T].
 
     weights: named as in the files, in place of those in the directory.
     """

@@ -51,7 +51,7 @@ def make_samples(lengths, scores, group, baseline=None, failures=()):
 
 
 def on_one_rank(batch):
-    """Return the fields of Samples for a batch that this process has alone."""
+    """Return the fields of Samples for a batch that only this process holds."""
     sums = torch.cat([torch.zeros(1), batch.fields["loss_mask"].cumsum(0)])[batch.cu_seqlens]
     return {
         "owner": torch.zeros(len(batch), dtype=torch.int64),
@@ -62,7 +62,7 @@ def on_one_rank(batch):
 
 
 def whole(samples, minis=None):
-    """Return the share of a process alone.
+    """Return the share of a single process.
 
     minis: the mini-batch of each response, in order; None: all are in one.
     """
@@ -76,7 +76,7 @@ def whole(samples, minis=None):
 
 
 def failure(number):
-    """Return a failure with a number by which to tell it from others."""
+    """Return a failure that its number distinguishes from others."""
     return Failure("raised", f"trace {number}", {"number": number}, "text")
 
 
@@ -110,7 +110,7 @@ class LossOfTokens:
 
 
 def loss_of_two_tokens(config, **fields) -> LossOfTokens:
-    """Return the actor's loss of two responses of one token each, which both weigh 0.5.
+    """Return the actor's loss for two responses of one token each, with weight 0.5 each.
 
     fields: values of the two tokens by name. The log-probabilities are -1.5 and -0.5.
     """
@@ -133,7 +133,7 @@ def loss_of_two_tokens(config, **fields) -> LossOfTokens:
     return LossOfTokens(loss.item(), metrics, log_probs.grad.tolist())
 
 
-# By name: log_prob - ref_log_prob -> the estimate, and its derivative.
+# Name -> the estimate and its derivative, as functions of log_prob - ref_log_prob.
 DIVERGENCES = {
     "k1": lambda d: (d, 1),
     "k2": lambda d: (d * d / 2, d),

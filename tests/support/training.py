@@ -1,4 +1,4 @@
-"""What the engines' test workers train on: settings, batches, a loss, and shares of a batch.
+"""Settings, batches, a loss and shares of a batch for the engines' test workers.
 
 The numbers are chosen so that a mistake shows: see make_batch().
 """
@@ -20,7 +20,7 @@ from data.batching.plan import MicroBatches
 from engines.base import Engine
 from engines.context_parallel import has_dynamic_cp
 
-NUM_BATCHES = 4  # batches repeat after so many steps
+NUM_BATCHES = 4  # number of different batches, which repeat in turn
 VOCAB_SIZE = 97
 LONGEST = 40  # tokens of the longest sequence in every batch
 TOTAL_STEPS = 16
@@ -74,7 +74,7 @@ def make_batch(step: int) -> Batch:
 
 
 def kept_logits(logits: Tensor, batch: Batch, tokens: slice) -> tuple[Tensor, Tensor]:
-    """Return the logits among which tokens were drawn, [n, V] or [n, K], and the tokens' indices.
+    """Return the logits of the tokens that could be drawn, and the index of each drawn token.
 
     logits: [n, V] for the tokens in a slice of the batch. The indices, [n], are into V or K.
     """
