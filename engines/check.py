@@ -100,7 +100,7 @@ def check_engine_and_export(
     differences = list(find_differences(path, exported, is_tied))
     if differences:
         raise InputError(
-            f"export: {len(differences)} tensors differ from model.path; {differences[0]}"
+            f"export: {len(differences)} tensors are not as in model.path: {differences[0]}"
         )
     report("export", "has every tensor of model.path, with the same values")
     return reference

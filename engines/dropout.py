@@ -27,7 +27,7 @@ class DropoutSeeds:
     def seeded(self, step: int, *ranks: int) -> Iterator[None]:
         """Within this block, random generators start from this step's seed.
 
-        ranks: this rank's numbers within the groups whose ranks need different dropout masks.
+        ranks: this rank's number in each group whose ranks need different dropout masks.
         """
         if step == self._step:
             self._batch_of_step += 1

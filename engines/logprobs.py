@@ -177,7 +177,7 @@ class LinearLogProbs(torch.autograd.Function):
 def chunk_logits(
     hidden: Tensor, weight: Tensor, candidate_ids: Tensor | None, chunk: slice
 ) -> Tensor:
-    """Return a chunk's products hidden @ weight.T [c, V], EXCLUDED_LOGIT if not a candidate."""
+    """Return a chunk's products hidden @ weight.T [c, V]; non-candidates get EXCLUDED_LOGIT."""
     logits = hidden[chunk] @ weight.T
     if candidate_ids is None or not candidate_ids.shape[1]:
         return logits

@@ -40,7 +40,7 @@ def keys_per_token(
 def root_and_layer(parameters: list[nn.Parameter], layers: list[nn.Module]) -> tuple[int, int]:
     """Count the elements of parameters outside all decoder layers, and in the largest layer.
 
-    parameters: only these are counted, in the layers too.
+    parameters: the parameters to count; the layers may have others.
     """
     counted = {id(parameter) for parameter in parameters}
     sizes = []

@@ -128,7 +128,7 @@ class Checkpointer:
             renamed = path.rename(unused_name(path))
             self._point_latest_to(intact)
             print(
-                f"{problem}; renamed it to {renamed.name}, and resuming from {intact}",
+                f"{problem}; renamed to {renamed.name}, resuming from {intact}",
                 flush=True,
             )
 

@@ -325,7 +325,7 @@ class FSDPEngine(Engine):
         """Yield the micro-batches, each divided over its group of ranks."""
         parts = (batch.select(members) for _, members in micro_batches)
         if self._images:
-            prepared = self._images.prepare_ahead(parts, self.config.engine.use_remove_padding)
+            prepared = self._images.prefetch_inputs(parts, self.config.engine.use_remove_padding)
         else:
             prepared = zip(parts, repeat(None))
         for (size, _), (part, image_inputs) in zip(micro_batches, prepared):

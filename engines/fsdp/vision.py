@@ -102,7 +102,7 @@ def kept_bytes_per_token(
     the output of its activation function, and fp32 copies inside norms that are not torch's own.
 
     Args:
-        itemsize: bytes per number of an activation.
+        itemsize: bytes per element of an activation.
         checkpointing: whether all layers but one keep only their inputs.
     """
     matrices = image_matrices(hf, processor)
@@ -197,7 +197,7 @@ class Images:
                     "data.drop_processor_keys"
                 )
 
-    def prepare_ahead(
+    def prefetch_inputs(
         self, batches: Iterable[Batch], packed: bool
     ) -> Iterator[tuple[Batch, dict[str, Tensor]]]:
         """Yield each batch with its inputs().

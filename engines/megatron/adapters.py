@@ -20,7 +20,12 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from config import InputError
-from engines.megatron.bridge import WeightMapping, adaptable_layers, gather_parts, on_all_stages
+from engines.megatron.bridge import (
+    WeightMapping,
+    adaptable_layers,
+    gather_parts,
+    parameters_of_all_stages,
+)
 from engines.megatron.torch_layers import AdaptableLinear, TorchRowParallelLinear
 from engines.model import lora
 from engines.model.shape import stage_sizes
@@ -249,7 +254,7 @@ def export_adapters(
     for model in models:
         matrices |= {name: matrix for matrix, name in adapter_names(model).items()}
     tp_group = mpu.get_tensor_model_parallel_group()
-    for part in on_all_stages(matrices, dtype, device):
+    for part in parameters_of_all_stages(matrices, dtype, device):
         parts = gather_parts(part.value, tp_group) if part.is_divided else [part.value]
         yield part.name, torch.cat(parts, part.dim) if len(parts) > 1 else parts[0]
 

@@ -81,7 +81,7 @@ def export(
     for model in models:
         parameters |= dict(global_parameters(model))
     exported = set()
-    for part in on_all_stages(parameters, dtype, device, value_of):
+    for part in parameters_of_all_stages(parameters, dtype, device, value_of):
         if ".experts." in part.name:
             parts = gather_parts(part.value, ep_group)
         elif part.is_divided:
@@ -94,7 +94,7 @@ def export(
                 yield hf_name, tensor
 
 
-def on_all_stages(
+def parameters_of_all_stages(
     parameters: dict[str, nn.Parameter],
     dtype: torch.dtype,
     device: torch.device,

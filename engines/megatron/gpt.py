@@ -224,7 +224,7 @@ def set_rotary_embedding(model: HiddenStates, hf_config) -> None:
 
 
 def set_partition_attributes(module: nn.Module) -> None:
-    """Mark the parameters that tensor-parallel ranks do not divide, by Megatron's attributes."""
+    """Set Megatron's attributes on the parameters that tensor-parallel ranks do not divide."""
     for parameter in module.parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
 

@@ -106,10 +106,10 @@ def compare(engine: Engine, batches: ProbeBatches, independent_layers: bool) -> 
     """Compare sequences computed together and one at a time; raise InputError if outputs differ."""
     path = engine.config.model.path
     with changed_layers(engine, keep_output, independent_layers):
-        expected = one_at_a_time(engine, batches.two_sequences)
+        expected = outputs_one_by_one(engine, batches.two_sequences)
         differences = []
         for size in group_sizes(engine):
-            together = run_together(engine, batches.three_sequences, size)
+            together = outputs_together(engine, batches.three_sequences, size)
             difference = largest_absolute(engine, together - batches.with_third(expected))
             differences.append((difference, size))
     difference, size = max(differences)
@@ -117,15 +117,15 @@ def compare(engine: Engine, batches: ProbeBatches, independent_layers: bool) -> 
         raise InputError(f"model.path={path}: the model's outputs are not finite")
 
     with changed_layers(engine, add_rounding_noise(engine), independent_layers):
-        noisy = one_at_a_time(engine, batches.two_sequences)
+        noisy = outputs_one_by_one(engine, batches.two_sequences)
         bound = max(MIN_BOUND, MARGIN * largest_absolute(engine, noisy - expected))
     if difference > bound:
 
         def difference_of_first_layers(num_layers: int | None) -> float:
             """Return the difference if only the first layers run. None: all layers."""
             with changed_layers(engine, keep_first_layers(num_layers), independent_layers):
-                together = run_together(engine, batches.three_sequences, size)
-                single = one_at_a_time(engine, batches.two_sequences)
+                together = outputs_together(engine, batches.three_sequences, size)
+                single = outputs_one_by_one(engine, batches.two_sequences)
                 return largest_absolute(engine, together - batches.with_third(single))
 
         reason = explain(engine, difference, bound, difference_of_first_layers)
@@ -146,7 +146,7 @@ def warn_if_inconclusive(engine: Engine, batches: ProbeBatches, comparison: Comp
     That is so if they hardly change even when all sequences are joined into one.
     """
     size = group_sizes(engine)[0]
-    together = run_together(engine, batches.joined, size)
+    together = outputs_together(engine, batches.joined, size)
     leak = together - batches.with_third(comparison.expected)
     # The first token of a sequence has no output.
     leak = leak[:, batches.three_sequences.position_ids > 0]
@@ -194,12 +194,12 @@ def make_batches(engine: Engine) -> ProbeBatches:
     )
 
 
-def one_at_a_time(engine: Engine, batch: Batch) -> Tensor:
+def outputs_one_by_one(engine: Engine, batch: Batch) -> Tensor:
     """Return the outputs [outputs, T] of sequences that are computed one at a time."""
     return engine.head_outputs_one_by_one(batch)[: engine.head.num_differentiable]
 
 
-def run_together(engine: Engine, batch: Batch, size: int) -> Tensor:
+def outputs_together(engine: Engine, batch: Batch, size: int) -> Tensor:
     """Return the outputs [outputs, T] of a batch that is computed as one micro-batch.
 
     Args:

@@ -18,8 +18,8 @@ EXPERTS_PER_TOKEN_KEYS = ("num_experts_per_tok", "top_k_experts", "moe_topk")
 NUM_MTP_LAYERS_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 
 
-def config_json_fix(hf_config, key_part: str, harmless: str) -> str:
-    """Return ": set KEY=VALUE to `harmless` in config.json", the end of an error message.
+def config_json_fix(hf_config, key_part: str, new_value: str) -> str:
+    """Return ": set KEY=VALUE to `new_value` in config.json", the end of an error message.
 
     Every key that contains `key_part` and is set is listed. Returns "" if there is none.
     """
@@ -28,4 +28,4 @@ def config_json_fix(hf_config, key_part: str, harmless: str) -> str:
     ]
     if not settings:
         return ""
-    return f": set {', '.join(settings)} to {harmless} in config.json"
+    return f": set {', '.join(settings)} to {new_value} in config.json"

@@ -20,7 +20,7 @@ PART_BYTES = 256 * 2**20
 
 @dataclass(frozen=True)
 class HostSlot:
-    """Where a storage's bytes are in host memory, counted over all parts laid end to end.
+    """The range of a storage's bytes in host memory, as if all parts were one buffer.
 
     The reference to the storage keeps the storage's address from being reused.
     """

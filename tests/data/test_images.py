@@ -824,7 +824,7 @@ def test_a_thread_prepares_the_next_micro_batch(make, folder):
         batch, image_store=ImageStore(recorded, batch.image_store.processor)
     )
     micro_batches = batch.split([1] * 4)
-    prepared = model_images.prepare_ahead(iter(micro_batches), packed=True)
+    prepared = model_images.prefetch_inputs(iter(micro_batches), packed=True)
     inputs_of_micro_batches = [next(prepared)[1]]
     deadline = time.monotonic() + 30
     while 1 not in recorded.read and time.monotonic() < deadline:
@@ -838,7 +838,7 @@ def test_a_thread_prepares_the_next_micro_batch(make, folder):
             assert torch.equal(inputs[name], expected[name]), name
     recorded[2] = [np.zeros((4, 2000, 3), np.uint8)]
     with pytest.raises(ValueError, match="aspect ratio"):
-        list(model_images.prepare_ahead(micro_batches, packed=True))
+        list(model_images.prefetch_inputs(micro_batches, packed=True))
 
 
 def test_a_dry_run_counts_activations_of_images(folder):

@@ -568,7 +568,7 @@ def test_a_run_continues_from_an_older_checkpoint_when_the_newest_is_damaged(
         "it was written; "
     )
     planned = f"{damage}the run would resume from {out}/checkpoints/step_00000015\n"
-    renamed = f"{damage}renamed it to step_00000020.damaged, and resuming from {out}/"
+    renamed = f"{damage}renamed to step_00000020.damaged, resuming from {out}/"
     dry_run = run([*command, "dry_run=true"])
     assert dry_run.stdout.count(planned) == 1
     assert f"continuing from {out}/checkpoints/step_00000015" in dry_run.stdout
