@@ -652,7 +652,7 @@ def test_files_of_a_checkpoint(megatron_results, megatron_folder, tmp_path):
         (
             "mimo",
             "enable=true enable_train=true detach_encoder=true model.freeze=[mtp_layers]",
-            "leave the loss of the MTP layers",
+            "leave nothing to train for the loss of the MTP layers",
         ),
         (
             "lost",
