@@ -220,7 +220,7 @@ def new_layout() -> None:
         ]
         for group in groups:
             dist.destroy_process_group(group)
-        collectives._groups_of.cache_clear()
+        collectives._create_groups.cache_clear()
 
 
 def attention_modules(engine: Engine) -> list[TorchAttention]:
