@@ -292,7 +292,12 @@ def measure(arguments: argparse.Namespace) -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = make_parser(__doc__)
     add_settings(parser)
-    parser.add_argument("--measure", choices=SHAPES, metavar="SHAPE", help="instead of simulating")
+    parser.add_argument(
+        "--measure",
+        choices=SHAPES,
+        metavar="SHAPE",
+        help="measure steps instead of simulating them",
+    )
     parser.add_argument("--models", type=Path, default=MODELS)
     parser.add_argument("--steps", type=int, default=5, help="to measure")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["0.5B", "7B"])

@@ -134,7 +134,7 @@ def without_log_probs(scheduler_class: type) -> type:
 def log_normal_lengths(count: int, mean: int, longest: int) -> list[int]:
     """Return log-normal lengths (sigma 1) from 1 to `longest` with this mean."""
     draws = np.exp(np.random.default_rng(0).normal(size=count))
-    # Lengths beyond the longest are cut, and the others scaled up, until the mean is right.
+    # Cut lengths above the longest and scale up the rest, until the mean is right.
     for _ in range(20):
         draws = np.clip(draws * mean / draws.mean(), 1, longest)
     return draws.round().astype(int).tolist()

@@ -30,7 +30,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def model_settings(path: Path) -> list[str]:
-    """Return the settings without which no configuration loads; a script that makes its own
+    """Return settings for the keys that have no default; a script that makes its own
     batches reads no file."""
     return [f"model.path={path}", "data.train_files=none"]
 

@@ -204,7 +204,7 @@ def letters(prompt, response, row):
 
 
 def coin(prompt, response, row):
-    """0 or 1, at random, so that some groups get one reward alone."""
+    """0 or 1, at random, so that in some groups all rewards are equal."""
     return float(sum(response.encode()) % 2)
 '''
 SHAPE = {
@@ -393,7 +393,7 @@ def launch(command: list[str], checkout: Path, log: Path) -> int:
             env=environment(),
             stdout=file,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C is for this script, which ends the run
+            start_new_session=True,  # on Ctrl-C, this script ends the run itself
         )
         try:
             return process.wait(RUN_LIMIT)

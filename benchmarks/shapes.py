@@ -179,7 +179,7 @@ def image_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def write_image_files(text: PreTrainedConfig, directory: Path) -> None:
-    """Write what a vision-language model needs beside its configuration and weights."""
+    """Write the files of a vision-language model except its configuration and weights."""
     image_tokenizer().save_pretrained(directory)
     processor = {"image_processor_type": "Qwen2VLImageProcessor"}
     (directory / "preprocessor_config.json").write_text(json.dumps(processor))

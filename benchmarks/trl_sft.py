@@ -49,8 +49,8 @@ class Clock(TrainerCallback):
     """Seconds between the ends of optimizer steps: data, forward, backward, update and metrics.
 
     Attributes:
-        seconds, loss: of each step.
-        tokens: of all ranks since the start, without padding, after each step.
+        seconds, loss: the time and the loss of each step.
+        tokens: running total over all ranks, without padding, after each step.
     """
 
     def __init__(self):

@@ -174,7 +174,7 @@ def count_step_flops(path: Path, lora_rank: int, lengths: list[list[int]]) -> fl
 
 
 def print_result(arguments: argparse.Namespace, seconds: float, tokens: float, flops: float):
-    """Print the line of the table. tokens, flops: of a step."""
+    """Print the line of the table. tokens, flops: totals of a step."""
     this_device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     peak_flops = device.peak_flops(this_device) or float("nan")
     name = "TRL"

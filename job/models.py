@@ -12,7 +12,7 @@ MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
 def with_local_models(config):
     """Return the configuration with a local directory for every model.
 
-    A model with the name of one on the hub is downloaded, unless it is already in the cache.
+    If a path is the name of a model on the hub, the model is downloaded, unless it is cached.
     """
     from omegaconf import OmegaConf
 
@@ -25,7 +25,7 @@ def with_local_models(config):
 
 
 def path_of(config, role: str) -> str | None:
-    """Return the path in {role}.path, or None if it is not set or the role does not exist."""
+    """Return {role}.path, or None if it is not set or the script has no such role."""
     return config[role].path if role in config else None
 
 

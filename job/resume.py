@@ -83,7 +83,7 @@ def choose_checkpoint(config, latest: Path | None) -> Path | None:
 
 
 def check_adapter_path(config, path: Path, saved: Progress) -> None:
-    """Raise InputError if model.lora.adapter_path is set and is not the checkpoint's."""
+    """Raise InputError if model.lora.adapter_path is set and differs from the checkpoint's."""
     adapter_path = config.model.lora.adapter_path
     if adapter_path and adapter_path != (saved.lora or {}).get("adapter_path"):
         raise InputError(

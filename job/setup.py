@@ -28,7 +28,7 @@ def check_directories(config) -> None:
 
 
 def check_validation(config) -> None:
-    """Raise InputError for a frequency of validations without validation files."""
+    """Raise InputError if trainer.test_freq is set without validation files."""
     trainer = config.trainer
     if trainer.test_freq > 0 and config.data.val_files is None:
         raise InputError(

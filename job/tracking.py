@@ -153,7 +153,7 @@ class Tracker:
     def _record(self, step: int, metrics: dict[str, float]) -> None:
         """Write metrics of a step to metrics.jsonl, tensorboard and wandb.
 
-        metrics.jsonl has one object per step: metrics of a step that it has already are added.
+        metrics.jsonl has one object per step. If the step has one already, metrics are added to it.
         """
         # JSON has no NaN.
         finite = {name: x if math.isfinite(x) else None for name, x in metrics.items()}
@@ -380,7 +380,7 @@ def logged_steps(path: Path) -> set[int]:
 
 
 def add_to_line(path: Path, step: int, metrics: dict) -> None:
-    """Add metrics to the line of a step in metrics.jsonl. A kill leaves the old file or the new."""
+    """Add metrics to the line of a step in metrics.jsonl, by replacing the file atomically."""
     lines = []
     for line in path.read_text().splitlines():
         values = json.loads(line)

@@ -199,7 +199,7 @@ def draw_stages(axis, legend, lines: list[Line]) -> None:
     Args:
         axis: where to draw.
         legend: an axis for the stages' names and median seconds.
-        lines: of metrics.jsonl.
+        lines: the lines of metrics.jsonl.
     """
     steps = training_steps(lines)
     stages = visible_stages(lines)

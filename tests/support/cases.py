@@ -55,7 +55,7 @@ def launch_params(launches: dict[str, Any], names: Iterable[str] | None = None) 
     """Return parameter sets (name of a launch), each of which needs only this launch.
 
     launches: name -> an object with the attribute `ranks`
-    names: the launches to return; none given: all
+    names: the launches to return; without names, all
     """
     chosen = launches if names is None else names
     params = []

@@ -76,7 +76,7 @@ def whole(samples, minis=None):
 
 
 def failure(number):
-    """Return a failure that its number distinguishes from others."""
+    """Return a failure that contains this number, so that tests can tell failures apart."""
     return Failure("raised", f"trace {number}", {"number": number}, "text")
 
 
