@@ -111,3 +111,20 @@ def test_speed_is_of_one_device(monkeypatch):
     assert train_sft.throughput(run, 100.0, 8e12) == {"perf/tokens_per_second": 25.0}
     monkeypatch.setattr("engines.parallel.device.peak_flops", lambda device: 8e12)
     assert train_sft.throughput(run, 100.0, 8e12)["perf/mfu"] == 0.25
+
+
+def test_the_first_line_counts_the_data_parallel_ranks(run, monkeypatch, capsys):
+    """Of four ranks, two share each row."""
+    run.world_size = 4
+    monkeypatch.setattr(train_sft, "set_up", lambda config: run)
+    engine = SimpleNamespace(dp_size=2)
+    monkeypatch.setattr("engines.build.engine_class", lambda name: lambda *arguments: engine)
+
+    def train(run, engine):
+        raise InterruptedError("the run has started")
+
+    monkeypatch.setattr(train_sft, "train", train)
+    with pytest.raises(InterruptedError):
+        train_sft.main(run.config)
+    first_line = capsys.readouterr().out.splitlines()[0]
+    assert first_line.endswith("1 rows, 2 data-parallel ranks on cpu")

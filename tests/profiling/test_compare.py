@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from profiling import compare
+from profiling import compare, shards
 from tests.profiling.support import PROBE, arguments
 from tests.support.launch import launch, run
 
@@ -149,6 +149,29 @@ def test_differences_are_relative_to_the_largest_number_in_the_tensors(a, b, exp
 )
 def test_a_loss_that_is_0_but_for_rounding_agrees(a, b, expected):
     assert compare.metric_difference(a, b) == pytest.approx(expected)
+
+
+def write_dump(folder, pp_rank, first_layers):
+    """Write the dump of a pipeline rank: the output of one layer in each of its chunks."""
+    folder.mkdir(parents=True)
+    statistics = {"Max": 1.0, "Min": 0.0, "Mean": 0.5, "Norm": 1.0}
+    output = {"shape": [2], "dtype": "torch.float32", **statistics}
+    calls = {
+        f"Module.{chunk}.decoder.layers.0.TransformerLayer.forward.0": {"output": [output]}
+        for chunk in range(len(first_layers))
+    }
+    (folder / "dump.json").write_text(json.dumps({"data": calls}))
+    coordinates = {"of": "MegatronEngine", "pp": [pp_rank, 2], "first_layers": first_layers}
+    (folder / "coordinates.json").write_text(json.dumps(coordinates))
+
+
+def test_layers_of_a_virtual_pipeline_are_in_the_order_of_the_model(tmp_path):
+    """The first tensor that diverges is the first in this order."""
+    write_dump(tmp_path / "rank0", 0, [0, 2])
+    write_dump(tmp_path / "rank1", 1, [1, 3])
+    outputs = shards.gather(shards.read_ranks(tmp_path)).outputs
+    modules = [key.output.module for key in outputs]
+    assert modules == [f"model.layers.{layer}." for layer in range(4)]
 
 
 @pytest.fixture(scope="module")

@@ -676,6 +676,10 @@ MISTAKES = {
         ["rollout.tensor_parallel_size=2"],
         "does not divide the 1 ranks",
     ),
+    "a warm-up as long as the run": (
+        [GAE, "critic.warmup_steps=3", "trainer.total_steps=3"],
+        "critic.warmup_steps=3 leaves no step for the actor",
+    ),
     "a critic that is not there": ([GAE, "critic.path=/nowhere"], "/nowhere"),
 }
 # in the order in which they are found
