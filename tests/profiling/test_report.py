@@ -21,7 +21,7 @@ def test_the_picture_keeps_metrics_that_are_0_and_has_bars_for_stages_of_some_st
     from matplotlib import pyplot
 
     constant = {
-        "critic/score/mean": 0.0,
+        "score/mean": 0.0,
         "response_length/clip_ratio": 0.0,
         "perf/mfu": None,
         "val/failures": 0,
