@@ -250,6 +250,8 @@ RULES = {
     "data.max_length": at_least(2),
     "data.truncation": one_of("error", "left", "right", "drop"),
     "data.max_tokens_per_micro_batch": at_least(2),
+    "data.system_key": optional(str),
+    "data.lost_fields": one_of("error", "drop", "ignore"),
     "data.chat_template": optional(str),
     "data.train_on": one_of("all", "last"),
     "data.special_tokens_in_text": optional(str, one_of("keep", "escape", "error")),

@@ -16,11 +16,12 @@ import torch
 from data.batching.batch import Batch
 from data.chat.encoding import RowCoroutine, encode
 from data.chat.tokenizer import ChatTokenizer
+from data.columns import describe_use
 from data.images.processor import ImageStore, Processor
 from data.shapes import read_shape
 from data.tokenization import CacheSpec, kept_tokens, tokenize_to_cache
 
-VERSION = 6  # version of the cache; increase it when encode() or the files of a cache change
+VERSION = 7  # version of the cache; increase it when encode() or the files of a cache change
 OPTIONS = (
     "messages_key",
     "prompt_key",
@@ -32,10 +33,21 @@ OPTIONS = (
     "max_length",
     "truncation",
     "special_tokens_in_text",
+    "system_key",
+    "lost_fields",
+    "ignored_fields",
 )
 # The columns of a row that is not used, because none of its tokens is trained. length is the number
-# of tokens before truncation; shape is the name of the row's format (data/shapes.py).
-UNUSED = {"input_ids": [], "loss_mask": [], "length": 0, "shape": ""}
+# of tokens before truncation; shape is the name of the row's format (data/shapes.py); use is a
+# data.columns.RowUse as JSON; is_lost tells whether it is dropped because of data.lost_fields.
+UNUSED = {
+    "input_ids": [],
+    "loss_mask": [],
+    "length": 0,
+    "shape": "",
+    "use": "",
+    "is_lost": False,
+}
 
 
 def tokenize(
@@ -70,10 +82,14 @@ def tokenize_row(
     row: dict, chat: ChatTokenizer, options, folder: Path = Path()
 ) -> RowCoroutine[dict]:
     """Return the columns of a row that differ from UNUSED. Run it with encode_together()."""
-    row, shape = read_shape(row, options, with_response=True)
-    ids, mask, images = yield from encode(row, chat, options, folder)
+    standard_row, shape = read_shape(row, options, with_response=True)
+    encoded = yield from encode(standard_row, chat, options, folder)
+    use = describe_use(row, shape, options, encoded.losses, with_response=True)
+    if encoded.is_dropped:
+        return {"is_lost": True, "use": use}
+    ids, mask, images = encoded[:3]
     kept = kept_tokens(len(ids), options.max_length, options.truncation)
-    columns = {"length": len(ids), "shape": shape, "image_files": list(images.files)}
+    columns = {"length": len(ids), "shape": shape, "use": use, "image_files": list(images.files)}
     if images.would_be_cut(kept):
         return columns | {"cut": True}
     ids = ids[kept]

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import re
+
 from config import InputError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# Keys that decide whether an assistant message is learned; `weight` is OpenAI's name.
-LOSS_KEYS = ("loss_mask", "weight")
+# Keys that decide whether an assistant message is learned. `weight` is OpenAI's name, `training`
+# and `train` are axolotl's, `loss` is that of ms-swift.
+LOSS_KEYS = ("loss_mask", "weight", "loss", "train", "training", "trainable")
+# A value without text under a name like these may be another way to exclude something from the
+# loss, such as axolotl's `train_detail`.
+LOSS_WORDS = re.compile(r"(?:^|_)(?:mask|loss|train|weight)(?:ed|ing|able|s)?(?:_|$)")
+# Columns that may weigh or exclude a whole row, unless their value is an ordinary text.
+ROW_LOSS_COLUMNS = (*LOSS_KEYS, "mask", "masked", "weights", "sample_weight", "loss_weight")
+# Cells of CSV files are texts.
+BOOLEAN_TEXTS = {"true": 1.0, "false": 0.0}
 
 
 def check_message(message, name: str) -> None:
@@ -51,12 +61,53 @@ def check_loss_keys(message: dict, name: str) -> None:
         if value is None:
             continue
         if value not in (0, 1):
-            raise InputError(f'"{name}.{key}" is {value!r}: must be 0 or 1')
+            raise InputError(f'"{name}.{key}" is {value!r}: must be true or false, or 1 or 0')
         if value and message["role"] != "assistant":
             raise InputError(
                 f'"{name}.{key}" is 1, but the role is {message["role"]}: only assistant messages '
                 "can be trained"
             )
+
+
+def check_other_loss_keys(message: dict, name: str) -> None:
+    """Raise InputError for a value that seems to control the loss in a way that is not read."""
+    for key, value in message.items():
+        if key in LOSS_KEYS or isinstance(value, (str, type(None))):
+            continue
+        if LOSS_WORDS.search(key):
+            raise InputError(
+                f'"{name}.{key}" is {str(value)[:40]}, and nothing reads it: use loss_mask (0 or '
+                f"1), or name it in data.ignored_fields if it is not about the loss"
+            )
+
+
+def check_row_loss_columns(row: dict, options) -> None:
+    """Raise InputError if a column seems to weigh or exclude the row.
+
+    The value 1 is accepted, since it changes nothing.
+    """
+    for column in ROW_LOSS_COLUMNS:
+        value = number_in_text(row.get(column))
+        if isinstance(value, (str, type(None))) or column in options.ignored_fields:
+            continue
+        if value != 1:
+            raise InputError(
+                f'the column "{column}" is {str(value)[:40]}, and rows have no weight or mask: '
+                "use loss_mask (0 or 1) in messages, leave out the row, or name the column in "
+                "data.ignored_fields if it is not about the loss"
+            )
+
+
+def number_in_text(value):
+    """Return the number or boolean that a text stands for; other values are returned unchanged."""
+    if not isinstance(value, str):
+        return value
+    if value.lower() in BOOLEAN_TEXTS:
+        return BOOLEAN_TEXTS[value.lower()]
+    try:
+        return float(value)
+    except ValueError:
+        return value
 
 
 def without_none(value):

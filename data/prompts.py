@@ -18,9 +18,11 @@ from config import InputError
 from data.chat.conversation import Conversation
 from data.chat.encoding import RowCoroutine
 from data.chat.forms import has_image, text_of
+from data.chat.lost import Loss, find_losses, must_be_dropped, plain_row_losses
 from data.chat.placeholders import RowImages, tokens_with_images
 from data.chat.plain_text import check_no_images, tokenize_plain
 from data.chat.tokenizer import ChatTokenizer
+from data.columns import describe_use
 from data.images.processor import ImageStore, Processor
 from data.images.sources import IMAGE, place_images, without_pixels
 from data.rows import has_prompt_column, read_messages, template_inputs
@@ -28,7 +30,7 @@ from data.shapes import read_shape
 from data.tokenization import CacheSpec, kept_tokens, tokenize_to_cache
 
 # Part of a cache's name. Increase it when encode_prompt() or the files of a cache change.
-VERSION = "prompts 6"
+VERSION = "prompts 7"
 # The keys of the section `data` that prompts depend on.
 OPTIONS = (
     "messages_key",
@@ -39,9 +41,12 @@ OPTIONS = (
     "max_prompt_length",
     "truncation",
     "special_tokens_in_text",
+    "system_key",
+    "lost_fields",
+    "ignored_fields",
 )
 # The columns of a row that is not used: an empty line, or a prompt that is too long.
-UNUSED = {"input_ids": [], "length": 0, "record": "", "shape": ""}
+UNUSED = {"input_ids": [], "length": 0, "record": "", "shape": "", "use": "", "is_lost": False}
 
 
 @dataclass(frozen=True)
@@ -108,10 +113,14 @@ def tokenize_row(
     """Return the columns of a row that differ from UNUSED. Run it with encode_together()."""
     standard_row, shape = read_shape(row, options, with_response=False)
     prompt = yield from encode_prompt(standard_row, chat, options, folder)
+    use = describe_use(row, shape, options, prompt.losses, with_response=False)
+    if prompt.is_dropped:
+        return {"is_lost": True, "use": use}
     row = without_pixels(row, options.images_key)
     num_tokens = len(prompt.input_ids)
     kept = kept_tokens(num_tokens, options.max_prompt_length, options.truncation)
-    columns = {"length": num_tokens, "shape": shape, "image_files": list(prompt.images.files)}
+    columns = {"length": num_tokens, "shape": shape, "use": use}
+    columns["image_files"] = list(prompt.images.files)
     kept_ids = prompt.input_ids[kept]
     would_be_cut = prompt.images.would_be_cut(kept)
     if not kept_ids or would_be_cut:
@@ -143,12 +152,19 @@ def cut_placeholders(ids: list[int], num_cut: int, truncation: str) -> list[int]
 
 
 class EncodedPrompt(NamedTuple):
-    """A row's prompt as tokens. `text` and `question` are the same as in Prompt."""
+    """The tokens of a row's prompt.
+
+    Attributes:
+        text, question: see Prompt.
+        losses, is_dropped: see data.chat.encoding.EncodedRow.
+    """
 
     input_ids: list[int]
     text: str
     question: str
     images: RowImages
+    losses: Sequence[Loss] = ()
+    is_dropped: bool = False
 
 
 def encode_prompt(
@@ -177,10 +193,14 @@ def encode_prompt(
         inputs = template_inputs(row, chat.parameters, options)
         conversation = Conversation(turns, chat, inputs, add_generation_prompt=True)
         yield conversation
+        losses = find_losses(conversation)
+        if must_be_dropped(losses, options.lost_fields, conversation.messages):
+            return EncodedPrompt([], "", "", RowImages(), losses, is_dropped=True)
         sources = sources[: count_images(turns)]
         tokens, images = tokens_with_images(conversation, sources, options, folder)
-        prompt = EncodedPrompt(tokens.ids, conversation.text, last_user_text(turns), images)
-    if not prompt.input_ids:
+        question = last_user_text(turns)
+        prompt = EncodedPrompt(tokens.ids, conversation.text, question, images, losses)
+    if not prompt.input_ids and not prompt.is_dropped:
         raise InputError("the prompt is empty")
     return prompt
 
@@ -188,13 +208,16 @@ def encode_prompt(
 def encode_plain_prompt(row: dict, chat: ChatTokenizer, options) -> EncodedPrompt:
     """Encode a prompt of plain text."""
     check_no_images(row, options)
+    losses = plain_row_losses(row, options)
+    if must_be_dropped(losses, options.lost_fields):
+        return EncodedPrompt([], "", "", RowImages(), losses, is_dropped=True)
     text = row[options.prompt_key]
     tokens = tokenize_plain(text, options.special_tokens_in_text, chat)
     ids = tokens.ids
     if ids and ids[-1] == chat.tokenizer.eos_token_id and tokens.start(len(ids) - 1) == len(text):
         # This tokenizer adds an eos token to every text, after which the model would not continue.
         ids = ids[:-1]
-    return EncodedPrompt(ids, text, "", RowImages())
+    return EncodedPrompt(ids, text, "", RowImages(), losses)
 
 
 def without_reply(messages: list[dict], row: dict, options) -> list[dict]:

@@ -6,7 +6,13 @@ import json
 from dataclasses import dataclass
 
 from config import InputError
-from data.messages import check_message, without_none
+from data.chat.forms import text_of
+from data.messages import (
+    check_message,
+    check_other_loss_keys,
+    check_row_loss_columns,
+    without_none,
+)
 from data.shapes import convert_sharegpt, is_sharegpt_message
 
 # Likely names of a column, the likeliest first; suggested when the expected column is missing.
@@ -44,12 +50,15 @@ def training_messages(row: dict, has_template: bool, options) -> list[dict] | No
     Raises:
         InputError: the row is malformed.
     """
+    check_row_loss_columns(row, options)
     response = row.get(options.response_key)
     is_pair = has_prompt_column(row, options)
     if is_pair and not isinstance(response, str):
         hint = hint_at_columns(row, options, with_response=True)
         raise InputError(f'"{options.response_key}" is missing or not a string{hint}')
     messages = read_messages(row, has_template, options, with_response=True)
+    for i, message in enumerate(messages or ()):
+        check_other_loss_keys(message, f"message {i}")
     if not is_pair or messages is None:
         return messages
     context = [{"loss_mask": 0} | message for message in messages]
@@ -88,13 +97,52 @@ def read_messages(
         messages = [{"role": "user", "content": messages}]
     if not isinstance(messages, list) or not messages:
         raise InputError(f'"{key}" must be a list of messages, not {str(messages)[:40]!r}')
-    messages = [
-        convert_sharegpt(message, f"{key}[{i}]") if is_sharegpt_message(message) else message
+    checked = [
+        read_message(message, f"{key}[{i}]", options.ignored_fields)
         for i, message in enumerate(messages)
     ]
-    for i, message in enumerate(messages):
-        check_message(message, f"{key}[{i}]")
-    return without_none(messages)
+    return with_system_column(without_none(checked), row, options)
+
+
+def read_message(message, name: str, ignored_fields) -> dict:
+    """Return a checked message without ignored fields, as {role, content, ...}.
+
+    `name` is its place in the row, e.g. messages[2].
+    """
+    if ignored_fields and isinstance(message, dict):
+        message = {key: item for key, item in message.items() if key not in ignored_fields}
+    if is_sharegpt_message(message):
+        message = convert_sharegpt(message, name)
+    check_message(message, name)
+    return message
+
+
+def system_column(row: dict, options) -> str:
+    """Return the system message that a row has in a column of its own, or ""."""
+    system = row.get(options.system_key) if options.system_key else None
+    return system if isinstance(system, str) and system.strip() else ""
+
+
+def with_system_column(messages: list[dict], row: dict, options) -> list[dict]:
+    """Return the messages, beginning with the system message that the row has in a column.
+
+    Raises:
+        InputError: the messages have another system message.
+    """
+    system = system_column(row, options)
+    if not system:
+        return messages
+    for message in messages:
+        if message["role"] not in ("system", "developer"):
+            continue
+        if text_of(message.get("content")).strip() == system.strip():
+            return messages
+        raise InputError(
+            f'the column "{options.system_key}" is {system[:40]!r}, and the messages have another '
+            f"{message['role']} message: leave one of them out, or set data.system_key=null, which "
+            "does not read the column"
+        )
+    return [{"role": "system", "content": system}, *messages]
 
 
 def hint_at_columns(row: dict, options, with_response: bool) -> str:
@@ -172,6 +220,8 @@ def template_inputs(row: dict, reserved, options) -> TemplateInputs:
         )
     thinking = {"enable_thinking": row.get("enable_thinking")}
     arguments = without_none(thinking | without_none(arguments or {}))
+    for name in options.ignored_fields:
+        arguments.pop(name, None)
     # The string "false" would be true in a template.
     if not isinstance(arguments.get("enable_thinking", True), bool):
         raise InputError(

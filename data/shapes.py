@@ -27,11 +27,13 @@ class Shape(NamedTuple):
 
     Attributes:
         columns: a description of the columns, for the log.
+        reads: the columns that are read, in addition to those that any row may have.
         read: (row, with_response) -> the columns to add, so that the row has `messages`, or
             `prompt` and `response`. None if the row does not have this shape.
     """
 
     columns: str
+    reads: tuple[str, ...]
     read: Callable[[dict, bool], dict | None]
 
 
@@ -40,9 +42,28 @@ def read_alpaca(row: dict, with_response: bool) -> dict | None:
     has_texts = all(isinstance(row.get(key), str) for key in ("instruction", "output"))
     if row.get("prompt") is not None or not has_texts:
         return None
-    question = "\n\n".join(filter(None, (row["instruction"], row.get("input"))))
-    messages = system_messages(row)
-    for pair in [*(row.get("history") or []), (question, row["output"])]:
+    return alpaca_messages(row, "output")
+
+
+def read_dolly(row: dict, with_response: bool) -> dict | None:
+    """Read the columns instruction, context and response."""
+    has_texts = all(isinstance(row.get(key), str) for key in ("instruction", "response"))
+    if row.get("prompt") is not None or not has_texts or "context" not in row:
+        return None
+    return alpaca_messages(row, "response")
+
+
+def alpaca_messages(row: dict, output_column: str) -> dict:
+    """Return {"messages": ...} for an instruction with its input or context, and the answer."""
+    inputs = [text for text in (row.get("input"), row.get("context")) if text]
+    if len(inputs) > 1:
+        raise InputError(
+            'a row with "instruction" may have "input" or "context", and this one has both: join '
+            "the two, or rename the one that the model must not see"
+        )
+    question = "\n\n".join([row["instruction"], *inputs])
+    messages = []
+    for pair in [*(row.get("history") or []), (question, row[output_column])]:
         for role, text in zip(("user", "assistant"), pair, strict=True):
             messages.append({"role": role, "content": text})
     return {"messages": messages}
@@ -53,7 +74,7 @@ def read_sharegpt(row: dict, with_response: bool) -> dict | None:
     turns = row.get("conversations")
     if not isinstance(turns, list) or row.get("prompt") is not None:
         return None
-    return {"messages": system_messages(row) + turns}
+    return {"messages": turns}
 
 
 def read_prompt_completion(row: dict, with_response: bool) -> dict | None:
@@ -77,23 +98,26 @@ def read_prompt_completion(row: dict, with_response: bool) -> dict | None:
     return {"messages": context + completion}
 
 
-def system_messages(row: dict) -> list[dict]:
-    """Return the column `system` as a list of one message; [] if the row lacks the column."""
-    return [{"role": "system", "content": row["system"]}] if row.get("system") else []
-
-
 SHAPES = {
     "Alpaca": Shape(
-        "instruction, output, and optionally input, system and history (a list of pairs of "
-        "question and answer).",
+        "instruction, output, and optionally input (or context), system and history (a list of "
+        "pairs of question and answer).",
+        ("instruction", "input", "context", "output", "history"),
         read_alpaca,
+    ),
+    "Dolly": Shape(
+        "instruction, context (may be empty), response, and optionally system and history.",
+        ("instruction", "input", "context", "response", "history"),
+        read_dolly,
     ),
     "ShareGPT": Shape(
         "conversations, a list of {from, value} or {role, content}, and optionally system.",
+        ("conversations",),
         read_sharegpt,
     ),
     "prompt/completion": Shape(
         "prompt and completion, two strings or lists of messages. Only the completion is learned.",
+        ("prompt", "completion"),
         read_prompt_completion,
     ),
 }

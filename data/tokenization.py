@@ -21,6 +21,7 @@ from config import InputError, die_with
 from data.cache import cache_key, ensure_cached
 from data.chat.encoding import RowCoroutine, encode_together
 from data.chat.tokenizer import ChatTokenizer
+from data.columns import report_lines, uses_of_file
 from data.files import find_files, is_json, read_rows
 from data.images import stored
 from data.images.processor import Processor
@@ -28,6 +29,7 @@ from data.shapes import SHAPES
 
 # The additional columns for a vision-language model, with the values for a row without images.
 NO_IMAGES = {"pixels": b"", "image_sizes": [], "image_files": [], "cut": False}
+USES = "uses.json"
 ROWS_PER_CALL = 100  # of tokenize_rows()
 MAX_SERIAL_ROWS = 2000  # for fewer rows, starting worker processes takes longer than tokenizing
 MAX_PROCESSES = 8
@@ -103,6 +105,8 @@ def tokenize_to_cache(
     Raises:
         InputError: see dataset.tokenize().
     """
+    if isinstance(options, Mapping):
+        options = plain_options(options)
     paths = find_files(files)
     tokenizer_dir = Path(tokenizer_dir)
     chat = ChatTokenizer.load(tokenizer, tokenizer_dir, processor)
@@ -116,6 +120,7 @@ def tokenize_to_cache(
         tables = tokenize_files(paths, spec, chat, options, folder / "datasets")
         check_lengths(paths, tables, limit)
         write_arrays(folder, pyarrow.concat_tables(tables), limit)
+        write_uses(folder, tables)
 
     values = [getattr(options, name) for name in spec.options]
     key = cache_key(paths, chat, tokenizer_dir, spec.version, values)
@@ -124,7 +129,23 @@ def tokenize_to_cache(
     if processor and not stats["images"]:
         print(f"data: no row in {files} has an image", flush=True)
     report_shapes(stats)
+    uses = json.loads((folder / USES).read_text())
+    is_training = "loss_mask" in spec.unused
+    for line in report_lines(paths, uses, is_training):
+        print(f"data: {line}", flush=True)
+    if "dropped_lost_fields" in stats:
+        number = stats["dropped_lost_fields"]
+        print(f"data: {number:,} rows are dropped, because data.lost_fields=drop", flush=True)
     return folder
+
+
+def plain_options(options: Mapping) -> SimpleNamespace:
+    """Return the section `data` with plain attributes: OmegaConf takes microseconds per look-up."""
+    values = {}
+    for key, value in options.items():
+        is_list = isinstance(value, Sequence) and not isinstance(value, str)
+        values[key] = list(value) if is_list else value
+    return SimpleNamespace(**values)
 
 
 def report_shapes(stats: dict) -> None:
@@ -153,9 +174,6 @@ def tokenize_files(
         InputError: a file has no rows, or a row is malformed (the message names the first one, as
             file:line).
     """
-    if isinstance(options, Mapping):
-        # Each lookup of a key takes microseconds in OmegaConf.
-        options = SimpleNamespace(**options)
     with forking_workers():
         tables = [
             tokenize_file(path, spec, chat, options, work / str(i)) for i, path in enumerate(paths)
@@ -229,6 +247,8 @@ def column_types() -> dict:
         "record": Value("string"),
         "shape": Value("string"),
         "error": Value("string"),
+        "use": Value("string"),
+        "is_lost": Value("bool"),
         "cut": Value("bool"),
         "pixels": Value("large_binary"),
         "image_sizes": List(List(Value("int32"))),
@@ -345,7 +365,8 @@ def write_arrays(folder: Path, table, limit: LengthLimit) -> None:
     * the number of rows of each shape, e.g. Alpaca;
     * loss_tokens, dropped_no_loss (SFT): the number of trained tokens, and of rows without any;
     * images, dropped_images (with images): the number of images, and of rows that are dropped
-      because truncation would cut them within an image's tokens.
+      because truncation would cut them within an image's tokens;
+    * dropped_lost_fields (if there are any): the number of rows that data.lost_fields drops.
 
     Raises:
         InputError: no row is left.
@@ -373,6 +394,8 @@ def write_arrays(folder: Path, table, limit: LengthLimit) -> None:
     if "pixels" in table.column_names:
         stats["dropped_images"] = counts.num_cut
         stats["images"] = stored.write(folder, table, counts.is_used)
+    if counts.num_lost:
+        stats["dropped_lost_fields"] = counts.num_lost
     for shape in table["shape"].value_counts().to_pylist():
         if shape["values"]:
             stats[shape["values"]] = shape["counts"]
@@ -389,6 +412,7 @@ class RowCounts(NamedTuple):
         num_truncated: the number of rows that are used but were truncated.
         num_cut: the number of rows dropped because truncation would cut an image.
         num_untrained: the number of rows dropped because no remaining token is trained.
+        num_lost: the number of rows dropped because of data.lost_fields.
     """
 
     kept_lengths: np.ndarray
@@ -397,6 +421,7 @@ class RowCounts(NamedTuple):
     num_truncated: int
     num_cut: int
     num_untrained: int
+    num_lost: int
 
 
 def count_rows(table, limit: LengthLimit) -> RowCounts:
@@ -419,6 +444,7 @@ def count_rows(table, limit: LengthLimit) -> RowCounts:
         num_truncated=int((is_long & is_used).sum()),
         num_cut=num_cut,
         num_untrained=num_unused - num_dropped - num_cut,
+        num_lost=sum(table["is_lost"].to_pylist()),
     )
 
 
@@ -427,7 +453,15 @@ def no_row_left(counts: RowCounts, limit: LengthLimit) -> str:
     message = f"no row is left: {num_long} rows are longer than data.{limit.key}={limit.tokens}"
     if counts.num_untrained > 0:
         message += f", {counts.num_untrained} have no trained token"
+    if counts.num_lost:
+        message += f", {counts.num_lost} lose text under the chat template (data.lost_fields=drop)"
     return message
+
+
+def write_uses(folder: Path, tables: list) -> None:
+    """Write how the columns of each file are used: see data.columns.uses_of_file()."""
+    uses = [uses_of_file(table["use"].value_counts().to_pylist()) for table in tables]
+    (folder / USES).write_text(json.dumps(uses, indent=1))
 
 
 def write_records(folder: Path, table) -> None:

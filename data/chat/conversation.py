@@ -14,6 +14,7 @@ from config import InputError
 from data.chat.forms import forms, is_printed_as_meant
 from data.chat.marks import Piece, Text, texts_of
 from data.chat.pieces import RenderedChat, find_pieces
+from data.chat.reasoning import with_readable_reasoning
 from data.chat.special_tokens import escape_special_tokens, find_special_tokens, needs_escape
 from data.chat.tokenizer import TEMPLATE_ERRORS, ChatTokenizer
 from data.chat.tokens import Span, Tokens
@@ -57,7 +58,11 @@ class Conversation:
         This is the first form that the template prints correctly, or, if it prints none correctly,
         the first that it accepts.
         """
-        template_messages = [without_loss_keys(message) for message in messages]
+        template_messages = with_readable_reasoning(
+            [without_loss_keys(message) for message in messages],
+            self.try_render,
+            self.chat.reasoning_keys.setdefault(str(self.inputs.arguments), {}),
+        )
         first_accepted = None
         first_error = None
         for form in forms(template_messages):

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from config import InputError
 from data.chat.conversation import Conversation
+from data.chat.lost import Loss, find_losses, must_be_dropped, plain_row_losses
 from data.chat.placeholders import RowImages, tokens_with_images
 from data.chat.plain_text import check_no_images, encode_pair
 from data.chat.spans import find_spans
 from data.chat.tokenizer import LONE_SURROGATE, ChatTokenizer
 from data.images.sources import place_images
+from data.messages import LOSS_KEYS
 from data.rows import template_inputs, training_messages
 
 Result = TypeVar("Result")
@@ -29,11 +31,15 @@ class EncodedRow(NamedTuple):
         loss_mask: T values, 1 for the tokens to learn, otherwise 0. The first value is always 0,
             since nothing predicts the first token.
         images: the images of the row.
+        losses: the texts and fields of the row that the tokens lack.
+        is_dropped: whether the row has no tokens because of its losses.
     """
 
     input_ids: list[int]
     loss_mask: list[int]
     images: RowImages
+    losses: Sequence[Loss] = ()
+    is_dropped: bool = False
 
 
 def encode(
@@ -45,7 +51,8 @@ def encode(
         row: a row with `messages` (and optionally tools and template arguments), or with `prompt`
             and `response`, of which only the response is learned.
         options: the `data` section of the configuration. Its train_on selects all assistant turns,
-            or only the last one. A message with loss_mask 0 or weight 0 is not learned.
+            or only the last one. A message is not learned if one of
+            data.messages.LOSS_KEYS is 0 or false in it.
         folder: the directory for relative paths of images.
 
     Raises:
@@ -56,6 +63,9 @@ def encode(
     images = RowImages()
     if messages is None:
         check_no_images(row, options)
+        losses = plain_row_losses(row, options)
+        if must_be_dropped(losses, options.lost_fields):
+            return EncodedRow([], [], images, losses, is_dropped=True)
         prompt = row[options.prompt_key]
         response = row[options.response_key]
         ids, mask = encode_pair(prompt, response, options.special_tokens_in_text, chat)
@@ -69,6 +79,9 @@ def encode(
         messages, sources = place_images(messages, row.get(options.images_key), options.images_key)
         conversation = Conversation(messages, chat, template_inputs(row, chat.parameters, options))
         yield conversation
+        losses = find_losses(conversation)
+        if must_be_dropped(losses, options.lost_fields, conversation.messages):
+            return EncodedRow([], [], images, losses, is_dropped=True)
         spans = find_spans(conversation, turns)
         tokens, images = tokens_with_images(conversation, sources, options, folder)
         ids = tokens.ids
@@ -76,7 +89,7 @@ def encode(
         check_no_image_learned(mask, images)
     if mask:
         mask[0] = 0
-    return EncodedRow(ids, mask, images)
+    return EncodedRow(ids, mask, images, losses)
 
 
 def learned_turns(messages: list[dict], train_on: str) -> list[int]:
@@ -84,7 +97,11 @@ def learned_turns(messages: list[dict], train_on: str) -> list[int]:
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if train_on == "last":
         turns = turns[-1:]
-    return [i for i in turns if messages[i].get("loss_mask", 1) and messages[i].get("weight", 1)]
+    return [i for i in turns if is_learned(messages[i])]
+
+
+def is_learned(message: dict) -> bool:
+    return all(message.get(key, True) for key in LOSS_KEYS)
 
 
 def check_no_image_learned(mask: list[int], images: RowImages) -> None:

@@ -43,12 +43,14 @@ class Text(NamedTuple):
         is_own: whether the author of the message wrote the string. False for tool results, which
             some formats store in the assistant's message.
         text: the string itself.
+        key: the message's key that holds it, e.g. "content".
     """
 
     number: int
     message: int
     is_own: bool
     text: str
+    key: str
 
 
 class Piece(NamedTuple):
@@ -65,6 +67,7 @@ class TextReplacer:
     def __init__(self, replace: Callable[[Text], str]):
         self.replace = replace
         self.count = 0
+        self.key = ""
 
     def copy_message(self, index: int, message: dict) -> dict:
         copy = {}
@@ -72,6 +75,7 @@ class TextReplacer:
             if key in CONTROL_KEYS:
                 copy[key] = value
                 continue
+            self.key = key
             is_own = isinstance(value, str) or key in ("content", "tool_calls")
             control_keys = CONTROL_KEYS_OF_CALLS if key == "tool_calls" else CONTROL_KEYS
             copy[key] = self.copy_value(value, index, is_own, control_keys)
@@ -81,7 +85,7 @@ class TextReplacer:
         if isinstance(value, str):
             if not value or value.isspace():
                 return value
-            text = Text(self.count, message, is_own, value)
+            text = Text(self.count, message, is_own, value, self.key)
             self.count += 1
             return self.replace(text)
         if isinstance(value, list):

@@ -33,6 +33,7 @@ class ChatTokenizer:
         added: id -> text of the tokens that were added to the vocabulary.
         special: the control tokens in `added`, except the unknown token.
         generation_prompts: cache of data.chat.headers.generation_prompt().
+        reasoning_keys: caches of data.chat.reasoning.with_readable_reasoning().
 
     Raises:
         InputError: the tokenizer is not a fast one.
@@ -63,6 +64,7 @@ class ChatTokenizer:
         self.is_stock = uses_stock_method(tokenizer)
         self.clock = frozen_clock(tokenizer)
         self.generation_prompts: dict[tuple, str] = {}
+        self.reasoning_keys: dict[str, dict[str, bool]] = {}
 
     @classmethod
     def load(cls, tokenizer, directory: Path, processor=None) -> ChatTokenizer:

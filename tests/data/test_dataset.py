@@ -71,6 +71,9 @@ def options(**changes):
             tools_key="tools",
             num_proc=None,
             template_kwargs_key="chat_template_kwargs",
+            system_key="system",
+            lost_fields="error",
+            ignored_fields=[],
             train_on="all",
             max_length=200,
             truncation="error",
@@ -179,6 +182,7 @@ def test_arrays_and_batches(make, tmp_path):
         "loss_mask.npy",
         "stats.json",
         "sums.json",
+        "uses.json",
     }
     assert [a.dtype for a in (data.input_ids, data.loss_mask, data.cu_seqlens)] == [
         np.int32,
@@ -339,7 +343,6 @@ SHAPES = {
                     {"from": "observation", "value": "2"},
                     {"from": "gpt", "value": "b"},
                 ],
-                "tools": '[{"name": "f"}]',
             },
             "tool\n2<|im_end|>",
             ['f{"a": 1}', "b"],

@@ -1,0 +1,441 @@
+"""Find the texts and fields of a row that do not reach its tokens.
+
+Templates leave out what they do not know: the reasoning of the last turn, tools, the system
+message. No list of names decides what is lost. The rendered chat does: for nearly all rows,
+`conversation.pieces` already shows every text in full. For the others, the texts in question are
+rendered again with a mark after every word, and each missing mark shows a lost part. Values without
+text are removed from the row: if the rendered chat stays the same, they were lost.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from config import InputError
+from data.chat.conversation import Conversation
+from data.chat.forms import as_json
+from data.chat.marks import MARK_WORD, Text, mark_messages, replace_texts
+from data.chat.pieces import UNMISTAKABLE_LENGTH
+
+# Kinds of losses.
+LOST = "lost"  # a text, or a field that may stand for one
+EARLIER = "earlier"  # reasoning that the template prints only in the latest turns
+UNREAD = "unread"  # a number or a boolean
+
+# Tags are not marked, because templates look for them.
+WORD_OR_TAG = re.compile(r"<[^<>\s]*>|\[/?[A-Z_]+\]|([^\W_]+)")
+CLOSING_TAG = re.compile(r"</[^<>\s]*>|\[/[A-Z_]+\]|<\|END[^<>\s]*\|>")
+MAX_MARKS = 300  # per text
+# Fields that every template knows, and those that only link messages to each other.
+ORDINARY_FIELDS = frozenset({"role", "content", "tool_calls", "type", "id", "tool_call_id"})
+
+
+class Loss(NamedTuple):
+    """A text or a field that the rendered chat lacks.
+
+    Attributes:
+        kind: LOST, EARLIER or UNREAD.
+        field: its name, e.g. "reasoning_content" or "tools".
+        message: the index of its message; None for a column of the row.
+        excerpt: the beginning of the lost text, or the value.
+    """
+
+    kind: str
+    field: str
+    message: int | None
+    excerpt: str
+
+
+def find_losses(conversation: Conversation) -> list[Loss]:
+    """Return the texts and fields of a row that its rendered chat lacks."""
+    return [
+        *TextCheck(conversation).losses(),
+        *lost_fields(conversation),
+        *lost_call_arguments(conversation),
+        *lost_tools(conversation),
+        *lost_template_arguments(conversation),
+    ]
+
+
+def must_be_dropped(losses: list[Loss], policy: str, messages: list[dict] = ()) -> bool:
+    """Return whether a row with these losses must be dropped.
+
+    Args:
+        policy: the value of data.lost_fields.
+        messages: the messages of the row, for the error.
+
+    Raises:
+        InputError: the policy is "error", and something is lost.
+    """
+    lost = [loss for loss in losses if loss.kind == LOST]
+    if not lost or policy == "ignore":
+        return False
+    if policy == "drop":
+        return True
+    loss = lost[0]
+    if not messages:
+        raise InputError(
+            f'it has "{loss.field}", and the tokenizer has no chat template: give '
+            "data.chat_template, remove it from the row, or set data.lost_fields to drop or ignore"
+        )
+    place = ""
+    if loss.message is not None:
+        place = f" of message {loss.message} ({messages[loss.message]['role']})"
+    remedies = ["remove it from the row"]
+    if loss.field not in ("content", "tool_calls", "tools"):
+        remedies.append(f'set data.ignored_fields=["{loss.field}"] if it is not for the model')
+    raise InputError(
+        f"the chat template leaves out {loss.field}{place}: {loss.excerpt!r}. Name a template that "
+        f"prints it in data.chat_template, {', '.join(remedies)}, or set data.lost_fields to drop "
+        "or ignore"
+    )
+
+
+# -- texts of messages -----------------------------------------------------------------------------
+
+
+@dataclass
+class TextCheck:
+    """Finds the texts of messages that a rendered chat lacks."""
+
+    conversation: Conversation
+
+    def losses(self) -> Iterator[Loss]:
+        suspects = [text for text in self.texts_not_located() if not self.is_verbatim(text)]
+        for text in self.texts_without_all_marks(suspects):
+            missing = self.missing_marks(text)
+            if not missing or self.is_repeated(text):
+                continue
+            offsets = word_ends(text.text)
+            start = offsets[missing[0] - 1] if missing[0] else 0
+            excerpt = text.text[start : offsets[missing[-1]]].strip()[:60]
+            kind = EARLIER if self.is_dropped_by_design(text, missing) else LOST
+            yield Loss(kind, text.key, text.message, excerpt)
+
+    def texts_not_located(self) -> list[Text]:
+        """Return the texts that conversation.pieces does not show in full."""
+        conversation = self.conversation
+        located = set()
+        for piece in located_pieces(conversation):
+            text = piece.source.text.strip()
+            starts = conversation.text.startswith(text, piece.start)
+            if starts or conversation.text.endswith(text, 0, piece.end):
+                located.add(piece.source.number)
+        return [text for text in conversation.texts if text.number not in located]
+
+    @cached_property
+    def squashed(self) -> str:
+        return squash(self.conversation.text)
+
+    def is_verbatim(self, text: Text) -> bool:
+        """Return whether a long text appears in the chat, apart from white space and escapes.
+
+        It must appear as often as in the messages.
+        """
+        for written in (text.text, as_json(text.text)[1:-1]):
+            squashed = squash(written)
+            if len(squashed) < UNMISTAKABLE_LENGTH or squashed not in self.squashed:
+                continue
+            copies = [other for other in self.conversation.texts if text.text in other.text]
+            if self.squashed.count(squashed) >= len(copies):
+                return True
+        return False
+
+    def texts_without_all_marks(self, suspects: list[Text]) -> list[Text]:
+        """Render the chat once with marks in all these texts; return the texts that lack some."""
+        if not suspects:
+            return []
+        arrived = self.arrived_marks(suspects, self.conversation.messages)
+        if arrived is None:
+            return suspects
+        return [text for text in suspects if lacking(text, arrived)]
+
+    def arrived_marks(
+        self, texts: list[Text], messages: list[dict], **options
+    ) -> set[tuple[int, int]] | None:
+        """Return (text, mark) for each mark in the rendered chat; None if the template refuses.
+
+        Args:
+            texts: the texts that get a mark after every word.
+            options: replaces the conversation's options.
+        """
+        conversation = self.conversation
+        offsets: list[list[int]] = [[] for _ in conversation.texts]
+        for text in texts:
+            offsets[text.number] = word_ends(text.text)
+        word = unused_word(conversation.text)
+        marked_messages = mark_messages(messages, offsets, word)
+        marked = conversation.try_render(marked_messages, **(conversation.options | options))
+        if marked is None:
+            return None
+        marks = re.findall(rf"{word}(\d+)y(\d+)Zq", marked)
+        return {(int(number), int(index)) for number, index in marks}
+
+    def missing_marks(self, text: Text) -> list[int]:
+        """Return the indices of the words in a text that the rendered chat lacks.
+
+        If a template cannot handle the marks, for example because it compares the text with a fixed
+        word, the text is replaced to see whether it has an effect.
+        """
+        arrived = self.arrived_marks([text], self.conversation.messages)
+        missing = lacking(text, arrived or set())
+        if len(missing) < len(word_ends(text.text)):
+            return missing
+        if squash(text.text) not in self.squashed:
+            return missing
+        is_printed = arrived is None or self.replacement_has_effect(text)
+        return [] if is_printed else missing
+
+    def replacement_has_effect(self, text: Text) -> bool:
+        """Return whether the rendered chat changes if another word replaces the text."""
+        conversation = self.conversation
+
+        def replace(other: Text) -> str:
+            return MARK_WORD if other.number == text.number else other.text
+
+        replaced = replace_texts(conversation.messages, replace)
+        return conversation.try_render(replaced, **conversation.options) != conversation.text
+
+    def is_repeated(self, text: Text) -> bool:
+        """Return whether the same message has this text a second time, and it is printed there."""
+        copies = [
+            other
+            for other in self.conversation.texts
+            if other.message == text.message
+            and other.number != text.number
+            and squash(other.text) == squash(text.text)
+        ]
+        return any(not self.missing_marks(copy) for copy in copies)
+
+    def is_dropped_by_design(self, text: Text, missing: list[int]) -> bool:
+        """Return whether the template prints this text of the assistant in the latest turn only.
+
+        That is so if it prints the text when the chat ends with this message, or if the text is the
+        reasoning before a closing tag, in an answer before the last user message.
+        """
+        messages = self.conversation.messages
+        is_last = text.message == len(messages) - 1
+        if messages[text.message]["role"] != "assistant" or is_last:
+            return False
+        shortened = messages[: text.message + 1]
+        arrived = self.arrived_marks([text], shortened, add_generation_prompt=False)
+        if arrived is not None and not lacking(text, arrived):
+            return True
+        if text.message > last_user_message(messages):
+            return False
+        ends = word_ends(text.text)
+        is_beginning = missing == list(range(len(missing)))
+        rest_start = ends[missing[-1]]
+        num_missing = len(missing)
+        rest_end = ends[num_missing] if num_missing < len(ends) else len(text.text)
+        return is_beginning and bool(CLOSING_TAG.search(text.text, rest_start, rest_end))
+
+
+def located_pieces(conversation: Conversation) -> list:
+    """Return conversation.pieces, or [] if a text cannot be located for certain."""
+    try:
+        return conversation.pieces
+    except InputError:
+        return []
+
+
+def squash(text: str) -> str:
+    """Return a text without white space."""
+    return "".join(text.split())
+
+
+def word_ends(text: str) -> list[int]:
+    """Return where the words of a text end, for at most about MAX_MARKS words of a long text."""
+    ends = [match.end() for match in WORD_OR_TAG.finditer(text) if match[1]]
+    if not ends:
+        return [len(text.rstrip())]
+    step = 1 + len(ends) // MAX_MARKS
+    return [*ends[:-1:step], ends[-1]]
+
+
+def lacking(text: Text, arrived: set[tuple[int, int]]) -> list[int]:
+    """Return the indices of a text's marks that did not arrive."""
+    num_marks = len(word_ends(text.text))
+    return [index for index in range(num_marks) if (text.number, index) not in arrived]
+
+
+def unused_word(text: str) -> str:
+    """Return a word for marks that does not occur in the text."""
+    word = MARK_WORD
+    while word in text:
+        word += "x"
+    return word
+
+
+def last_user_message(messages: list[dict]) -> int:
+    """Return the index of the last user message, or -1."""
+    return max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
+
+
+# -- values without text ---------------------------------------------------------------------------
+
+
+def is_empty(value) -> bool:
+    """Return whether a value is None, an empty list or dict, or white space."""
+    return value is None or value in ("", [], {}) or (isinstance(value, str) and value.isspace())
+
+
+def plain_row_losses(row: dict, options) -> list[Loss]:
+    """Return the columns that only a chat template could print, of a row of plain text."""
+    columns = [options.tools_key, options.template_kwargs_key, "enable_thinking"]
+    if isinstance(row.get(options.system_key), str):
+        columns.append(options.system_key)
+    return [
+        Loss(LOST, column, None, str(row[column])[:60])
+        for column in columns
+        if not is_empty(row.get(column))
+    ]
+
+
+def lost_fields(conversation: Conversation) -> Iterator[Loss]:
+    """Yield the fields of messages without a text that could be marked, and without an effect.
+
+    `name` counts as one, because templates compare it. In the result of a tool it is only a link.
+    """
+    if all(message.keys() <= ORDINARY_FIELDS for message in conversation.messages):
+        return
+    with_text = {(text.message, text.key) for text in conversation.texts}
+    fields = []
+    for i, message in enumerate(conversation.messages):
+        for key, value in message.items():
+            is_link = key in ORDINARY_FIELDS or (key == "name" and message["role"] == "tool")
+            if not is_link and not is_empty(value) and (i, key) not in with_text:
+                fields.append((i, key))
+    if fields and has_effect(conversation, fields):
+        fields = [field for field in fields if not has_effect(conversation, [field])]
+    for i, key in fields:
+        value = conversation.messages[i][key]
+        kind = UNREAD if isinstance(value, (bool, int, float)) else LOST
+        yield Loss(kind, key, i, str(value)[:60])
+
+
+def has_effect(conversation: Conversation, fields: list[tuple[int, str]]) -> bool:
+    """Return whether the rendered chat changes without these fields, (message, key) each."""
+    shortened = []
+    for i, message in enumerate(conversation.messages):
+        kept = {key: value for key, value in message.items() if (i, key) not in fields}
+        shortened.append(kept)
+    return conversation.try_render(shortened, **conversation.options) != conversation.text
+
+
+def lost_call_arguments(conversation: Conversation) -> Iterator[Loss]:
+    """Yield the arguments of tool calls that contain no text, only numbers, and are not printed."""
+    for i, message in enumerate(conversation.messages):
+        calls = message.get("tool_calls") or ()
+        for index, call in enumerate(calls):
+            arguments = call.get("function", call).get("arguments")
+            values = list(leaves(arguments))
+            has_text = any(isinstance(value, str) and value for value in values)
+            if not values or has_text:
+                continue
+            if all(as_json(value) in conversation.text for value in values):
+                continue
+            shortened = list(conversation.messages)
+            shortened[i] = message | {"tool_calls": without_arguments(calls, index)}
+            if conversation.try_render(shortened, **conversation.options) == conversation.text:
+                yield Loss(LOST, "tool_calls", i, str(arguments)[:60])
+
+
+def without_arguments(calls: list[dict], index: int) -> list[dict]:
+    """Return tool calls of which the one with this index has no arguments."""
+    call = calls[index]
+    emptied = call.get("function", call) | {"arguments": {}}
+    shortened = list(calls)
+    shortened[index] = call | {"function": emptied} if "function" in call else emptied
+    return shortened
+
+
+def leaves(value) -> Iterator:
+    """Yield the values within dicts and lists that are neither."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            yield from leaves(item)
+    elif value is not None:
+        yield value
+
+
+# -- tools and template arguments ------------------------------------------------------------------
+
+
+def lost_tools(conversation: Conversation) -> Iterator[Loss]:
+    """Yield the tools whose name or description is not printed."""
+    tools = conversation.inputs.tools
+    if not tools:
+        return
+    squashed = squash(conversation.text)
+    is_proven = False
+    for tool in tools:
+        for text in tool_texts(tool):
+            written = [squash(text), squash(as_json(text)[1:-1])]
+            if not any(form in squashed for form in written):
+                yield Loss(LOST, "tools", None, text[:60])
+            elif len(text) > UNMISTAKABLE_LENGTH and not occurs_in_messages(conversation, text):
+                is_proven = True
+    if is_proven:
+        return
+    without_tools = conversation.chat.try_render(
+        conversation.messages, None, **conversation.options, **conversation.inputs.arguments
+    )
+    if without_tools == conversation.text:
+        yield Loss(LOST, "tools", None, str(tools)[:60])
+
+
+def occurs_in_messages(conversation: Conversation, text: str) -> bool:
+    return any(text in other.text for other in conversation.texts)
+
+
+def tool_texts(tool) -> list[str]:
+    """Return the name and the description of a tool, without those that are empty."""
+    function = tool.get("function", tool) if isinstance(tool, dict) else tool
+    if isinstance(function, dict):
+        texts = [function.get("name"), function.get("description")]
+    else:
+        texts = [function]
+    return [text for text in texts if isinstance(text, str) and text.strip()]
+
+
+def lost_template_arguments(conversation: Conversation) -> Iterator[Loss]:
+    """Yield the arguments of the template that have no effect.
+
+    One that the template names may have an effect in other rows, such as a default value.
+    """
+    arguments = conversation.inputs.arguments
+    template = str(conversation.chat.tokenizer.chat_template)
+    for name, value in arguments.items():
+        if is_empty(value):
+            continue
+        is_value = isinstance(value, (bool, int, float)) or " " not in str(value).strip()
+        is_named = re.search(rf"\b{re.escape(name)}\b", template)
+        if is_value and is_named:
+            continue
+        if not argument_has_effect(conversation, name):
+            yield Loss(LOST, name, None, str(value)[:60])
+
+
+def argument_has_effect(conversation: Conversation, name: str) -> bool:
+    """Return whether the chat or its generation prompt changes without this argument."""
+    arguments = conversation.inputs.arguments
+    shortened = {key: value for key, value in arguments.items() if key != name}
+
+    def render(**options) -> str | None:
+        return conversation.chat.try_render(
+            conversation.messages, conversation.inputs.tools, **options
+        )
+
+    for has_prompt in (False, True):
+        with_argument = render(add_generation_prompt=has_prompt, **arguments)
+        without_argument = render(add_generation_prompt=has_prompt, **shortened)
+        if with_argument != without_argument:
+            return True
+    return False

@@ -1,0 +1,218 @@
+"""Report which columns and message fields of each file are read, ignored or lost.
+
+Every row has a RowUse. The RowUses of each file are summed up in the cache's uses.json, so that a
+run that finds the cache prints the same lines.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+from data.chat.lost import EARLIER, LOST, UNREAD, Loss, is_empty
+from data.rows import has_prompt_column, system_column
+from data.shapes import SHAPES
+
+
+class RowUse(NamedTuple):
+    """How the columns of a row and the fields of its messages are used.
+
+    Attributes:
+        columns: the columns that are read.
+        fields: the fields of messages that are read.
+        other_columns: the columns that are not read.
+        ignored_fields: the fields of messages that are not read.
+        lost: columns and fields that the rendered chat lacks.
+        earlier: fields that the template prints only in the latest turns.
+        has_system_column: whether a column becomes the system message.
+    """
+
+    columns: tuple[str, ...]
+    fields: tuple[str, ...]
+    other_columns: tuple[str, ...]
+    ignored_fields: tuple[str, ...]
+    lost: tuple[str, ...]
+    earlier: tuple[str, ...]
+    has_system_column: bool
+
+
+@lru_cache(maxsize=10_000)  # the rows of a data set have few different uses
+def to_json(use: RowUse) -> str:
+    return json.dumps(use)
+
+
+def describe_use(
+    row: dict, shape: str, options, losses: Iterable[Loss], with_response: bool
+) -> str:
+    """Return the RowUse of a row as JSON.
+
+    Args:
+        row: the row of the data file.
+        shape: the name of its shape (data/shapes.py), or "".
+        losses: from data.chat.lost.find_losses().
+        with_response: whether the response is read, too (fine-tuning).
+    """
+    lost = names_of(losses, LOST)
+    unread = names_of(losses, UNREAD)
+    chat_columns = columns_of_chat(row, shape, options, with_response)
+    input_columns = columns_of_inputs(row, options)
+    columns = [column for column in [*chat_columns, *input_columns] if column not in lost]
+    present = [column for column, value in row.items() if not is_empty(value)]
+    fields = list(fields_of_messages(row, chat_columns))
+    ignored = [name for name in fields if name in options.ignored_fields or name in unread]
+    use = RowUse(
+        tuple(column for column in columns if column in present),
+        tuple(name for name in fields if name not in ignored and name not in lost),
+        tuple(column for column in present if column not in columns and column not in lost),
+        tuple(ignored),
+        lost,
+        names_of(losses, EARLIER),
+        bool(system_column(row, options)),
+    )
+    return to_json(use)
+
+
+def names_of(losses: Iterable[Loss], kind: str) -> tuple[str, ...]:
+    return tuple(sorted({loss.field for loss in losses if loss.kind == kind}))
+
+
+def columns_of_chat(row: dict, shape: str, options, with_response: bool) -> list[str]:
+    """Return the columns that hold messages, or a prompt and its response."""
+    if shape:
+        return list(SHAPES[shape].reads)
+    if not has_prompt_column(row, options):
+        return [options.messages_key]
+    return [options.prompt_key, options.response_key] if with_response else [options.prompt_key]
+
+
+def columns_of_inputs(row: dict, options) -> list[str]:
+    """Return the columns that any row may have beside its chat."""
+    columns = [options.tools_key, options.template_kwargs_key, "enable_thinking"]
+    columns.append(options.images_key)
+    if system_column(row, options):
+        columns.append(options.system_key)
+    return columns
+
+
+def fields_of_messages(row: dict, columns: list[str]) -> dict[str, None]:
+    """Return the names of the fields that the messages in these columns have, in order."""
+    fields: dict[str, None] = {}
+    for column in columns:
+        messages = row.get(column)
+        if not isinstance(messages, list):
+            continue
+        for message in messages:
+            if isinstance(message, dict):
+                fields |= dict.fromkeys(key for key in message if not is_empty(message[key]))
+    return fields
+
+
+@dataclass
+class FileUse:
+    """How the columns of a file are used: sums of the RowUses of its rows.
+
+    The dicts map a name to a number of rows. See RowUse.
+    """
+
+    columns: dict[str, int] = field(default_factory=dict)
+    fields: dict[str, int] = field(default_factory=dict)
+    other_columns: dict[str, int] = field(default_factory=dict)
+    ignored_fields: dict[str, int] = field(default_factory=dict)
+    lost: dict[str, int] = field(default_factory=dict)
+    earlier: dict[str, int] = field(default_factory=dict)
+    num_system_columns: int = 0
+    num_files: int = 1
+
+    def add(self, use: RowUse, num_rows: int) -> None:
+        """Add rows that have the same use."""
+        for name in ("columns", "fields", "other_columns", "ignored_fields", "lost", "earlier"):
+            add_counts(getattr(self, name), dict.fromkeys(getattr(use, name), num_rows))
+        if use.has_system_column:
+            self.num_system_columns += num_rows
+
+    def merge(self, other: FileUse) -> None:
+        """Add the rows of another file."""
+        for name, value in vars(other).items():
+            if isinstance(value, dict):
+                add_counts(getattr(self, name), value)
+        self.num_system_columns += other.num_system_columns
+        self.num_files += other.num_files
+
+    def names(self) -> str:
+        """Return the names in all dicts, to recognize files with the same columns."""
+        return str({name: sorted(value) for name, value in vars(self).items() if is_dict(value)})
+
+
+def is_dict(value) -> bool:
+    return isinstance(value, dict)
+
+
+def add_counts(counts: dict[str, int], added: dict[str, int]) -> None:
+    for name, number in added.items():
+        counts[name] = counts.get(name, 0) + number
+
+
+def uses_of_file(uses: Iterable[dict]) -> dict:
+    """Return the FileUse of a file as a dict.
+
+    Args:
+        uses: {"values": a RowUse as JSON, "counts": number of rows} for each different RowUse.
+    """
+    total = FileUse()
+    for use in uses:
+        if use["values"]:
+            total.add(RowUse(*json.loads(use["values"])), use["counts"])
+    return asdict(total)
+
+
+def report_lines(paths: list[Path], uses: list[dict], is_training: bool) -> Iterator[str]:
+    """Yield the lines that tell a user how the files are read.
+
+    Files with the same columns and fields share their lines.
+
+    Args:
+        uses: uses_of_file() for each path.
+        is_training: whether the rows are for fine-tuning. Otherwise, columns that are not read are
+            for the reward function.
+    """
+    merged: dict[str, tuple[str, FileUse]] = {}
+    for path, use in zip(paths, uses):
+        file_use = FileUse(**use)
+        key = file_use.names()
+        if key in merged:
+            merged[key][1].merge(file_use)
+        else:
+            merged[key] = (path.name, file_use)
+    for name, file_use in merged.values():
+        if file_use.num_files > 1:
+            name += f" and {file_use.num_files - 1} more files"
+        for line in lines_of_file(file_use, is_training):
+            yield f"{name}: {line}"
+
+
+def lines_of_file(use: FileUse, is_training: bool) -> Iterator[str]:
+    columns = list(use.columns)
+    if use.fields and columns:
+        columns[0] += f" ({', '.join(use.fields)})"
+    parts = [f"reads {', '.join(columns)}"]
+    if use.other_columns and is_training:
+        parts.append(f"ignores the columns {with_counts(use.other_columns)}")
+    elif use.other_columns:
+        parts.append(f"leaves to the reward function {with_counts(use.other_columns)}")
+    if use.ignored_fields:
+        parts.append(f"ignores in messages {with_counts(use.ignored_fields)}")
+    yield "; ".join(parts)
+    if use.num_system_columns:
+        yield f"the system column becomes the system message ({use.num_system_columns:,} rows)"
+    if use.earlier:
+        yield f"the chat template drops from earlier turns, by design: {with_counts(use.earlier)}"
+    if use.lost:
+        yield f"the chat template leaves out {with_counts(use.lost)}: see data.lost_fields"
+
+
+def with_counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{name} ({number:,} rows)" for name, number in counts.items())
