@@ -860,7 +860,7 @@ def test_a_template_that_leaves_out_text_is_an_error():
     for text in ("hi\nthe cat", [{"type": "text", "text": "the cat"}]):
         with pytest.raises(
             InputError,
-            match="leaves out content of message 1 .*'(hi\\n)?the cat'",
+            match="leaves out content of message 1 .*'(hi.*)?the cat'",
         ):
             encode({"messages": say("q", text)}, ChatTokenizer(make_tokenizer(silent)), options())
 

@@ -104,6 +104,7 @@ def test_rows_of_the_example(make, tmp_path):
         "record_ends.npy",
         "stats.json",
         "sums.json",
+        "uses.json",
     }
     assert len(prompts) == 50
     assert prompts.name == folder.name
