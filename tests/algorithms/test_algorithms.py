@@ -722,8 +722,8 @@ def test_algorithms_import_torch_only():
     }
 
 
-def whiten_on_two_ranks(x, mask, rank_of_token):
-    """Whiten the tokens of two ranks at once; their totals are added up as all-reduce does."""
+def on_two_ranks(compute):
+    """Return [compute(0, total), compute(1, total)], where total adds up as all-reduce does."""
     barrier = threading.Barrier(2)
     partial_sums = [0.0, 0.0]
     results = [None, None]
@@ -736,8 +736,7 @@ def whiten_on_two_ranks(x, mask, rank_of_token):
             barrier.wait()
             return result
 
-        inside = rank_of_token == rank
-        results[rank] = whiten(x[inside], mask[inside], total)
+        results[rank] = compute(rank, total)
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
     for thread in threads:
@@ -751,7 +750,26 @@ def test_whitening_takes_mean_and_variance_over_all_ranks():
     batch = Packed(3)
     x = batch.random(scale=2.0)
     rank_of_token = batch.sequence % 2
+
+    def whiten_share(rank, total):
+        inside = rank_of_token == rank
+        return whiten(x[inside], batch.mask[inside], total)
+
     expected = whiten(x, batch.mask)
-    results = whiten_on_two_ranks(x, batch.mask, rank_of_token)
-    for rank, result in enumerate(results):
+    for rank, result in enumerate(on_two_ranks(whiten_share)):
         close(result, expected[rank_of_token == rank])
+
+
+def test_explained_variance_takes_both_means_over_all_ranks():
+    """The values are too low on one rank and too high on the other."""
+    batch = Packed(3)
+    rank_of_token = batch.sequence % 2
+    returns = batch.random(scale=2.0) + rank_of_token
+    values = returns + 3.0 * rank_of_token - 1.0 + batch.random()
+
+    def explain_share(rank, total):
+        inside = rank_of_token == rank
+        return explained_variance(values[inside], returns[inside], batch.mask[inside], total)
+
+    expected = explained_variance(values, returns, batch.mask)
+    assert on_two_ranks(explain_share) == pytest.approx([expected, expected])

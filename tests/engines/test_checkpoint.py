@@ -1,6 +1,7 @@
 """Checkpoints of one rank, with an engine that is only a dictionary of tensors."""
 
 import shutil
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -135,6 +136,13 @@ def test_loading_restores_weights_progress_and_random_numbers(checkpointer, engi
     assert torch.equal(torch.rand(3), expected)
     for name, tensor in engine.weights.items():
         assert torch.equal(other.weights[name], tensor), name
+
+
+def test_after_loading_other_pickles_can_be_read_again(checkpointer, engine, tmp_path):
+    """Only the checkpoint must consist of data; a reward function may load its own objects."""
+    torch.save(Fraction(1, 3), tmp_path / "fraction.pt")
+    checkpointer.load(save(checkpointer, 1, engine), engine)
+    assert torch.load(tmp_path / "fraction.pt", weights_only=False) == Fraction(1, 3)
 
 
 DAMAGED = ("hf/tokenizer.json", "weights/__0_0.distcp", "weights/.metadata")

@@ -9,7 +9,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from config import InputError
+from config import InputError, load
+from engines.fsdp.state import ModelState
 from engines.heads import Head
 from engines.model.experts import expert_weights, experts_per_token
 from engines.model.hf import build_on_meta, read_hf_config
@@ -17,6 +18,7 @@ from engines.model.model_files import fingerprint, ignored_weights, shapes_in_fi
 from engines.model.names import model_names, split_stacks, stacked, stored_tensors
 from engines.model.shape import stage_sizes
 from engines.model.weights import Placement, check_files, copy_rows, load_weights
+from tests.support.foreign import FOREIGN
 from tests.support.models import make_model
 
 CPU = torch.device("cpu")
@@ -94,6 +96,23 @@ def test_copy_rows_of_a_part_of_a_stack():
     assert torch.equal(stack[0, 2], source[0])
     assert torch.equal(stack[1, 0], source[1])
     assert stack.count_nonzero() == 7
+
+
+def test_an_export_casts_parameters_but_not_buffers(tmp_path):
+    """The experts that a token goes to depend on a buffer, which transformers keeps in fp32."""
+    path = make_model(tmp_path / "glm4_moe", "qwen2_tied", **FOREIGN["glm4_moe"])
+    config = load("sft.yaml", [f"model.path={path}", "data.train_files=unused"])
+    assert config.engine.compute_dtype == "bfloat16"
+
+    exported = dict(ModelState(loaded(path), [], config, CPU).weights())
+
+    in_files = load_file(path / "model.safetensors")
+    buffers = [name for name in in_files if name.endswith("e_score_correction_bias")]
+    assert buffers
+    for name, tensor in in_files.items():
+        expected = tensor if name in buffers else tensor.bfloat16()
+        assert exported[name].dtype == expected.dtype, name
+        assert torch.equal(exported[name], expected), name
 
 
 # -- names -----------------------------------------------------------------------------------------

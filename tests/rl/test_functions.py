@@ -46,6 +46,7 @@ def loss_with_number(log_probs, **_): return log_probs, {"largest": 0.5}
 
 # Aggregations.
 def total_length(lengths, **_): return lengths.sum()
+def column(lengths, **_): return lengths[:, None]
 def halves(lengths, **_): return torch.full_like(lengths, 0.5)
 def reads_tokens(mask, **_): return mask / mask.sum()
 
@@ -210,6 +211,10 @@ def test_total_adds_up_the_response_tokens(configure):
         (
             ["loss_agg_mode=my.py:total_length"],
             r"total_length must return one number per response, shape \[2\], not \[\]",
+        ),
+        (
+            ["loss_agg_mode=my.py:column"],
+            r"column must return one number per response, shape \[2\], not \[2, 1\]",
         ),
         (
             ["use_kl_in_reward=true", "kl_penalty=my.py:mean_gap"],
