@@ -1,6 +1,7 @@
 """A rank's CPUs near its accelerator, and the memory of its process."""
 
 import os
+import resource
 import sys
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from engines.parallel import affinity
+from engines.parallel import device as this_device
 from tests.support.launch import run
 
 
@@ -49,6 +51,17 @@ def test_on_the_real_machine(cpus):
     assert "not bound, because of " in affinity.bind(torch.device("meta")), "never fatal"
     for device in Path("/sys/bus/pci/devices").glob("*"):
         assert affinity.bind_near(device).startswith("bound to ")
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="the peak is then the allocator's")
+def test_the_peak_on_a_cpu_is_in_gib():
+    """It lies between the memory in use now and the peak with the parent process's included."""
+    resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    resident_gib = resident_pages * resource.getpagesize() / 2**30
+    peak = this_device.memory()["perf/memory_peak_gib"]
+    peak_with_parent = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    assert resident_gib <= peak + 0.01
+    assert peak <= peak_with_parent + 0.01
 
 
 @pytest.mark.slow

@@ -14,18 +14,43 @@ from rl.roles import Roles
 
 
 class RecordingEngine:
-    """An engine that trains nothing and reports the learning rate of each step."""
+    """An engine that trains nothing and reports the learning rate of each step.
+
+    on_device: the parts that would be in the device's memory
+    """
 
     def __init__(self, config, device, total_steps, **_):
         self.config = config
         self.total_steps = total_steps
+        self.on_device = {"parameters", "optimizer"}
 
     def offload(self, *parts):
-        """Do nothing: this engine holds no tensors."""
+        self.on_device -= set(parts)
+
+    def onload(self):
+        self.on_device = {"parameters", "optimizer"}
 
     def train_batch(self, batch, loss_fn, step, micro_batches):
         rate = schedule.learning_rate(self.config.optim, step, self.total_steps)
         return {"lr": rate, "skipped": 0}
+
+
+class RecordingRollout:
+    """A vLLM that generates nothing. It records what engines hold on the device when it wakes.
+
+    held: the part of vLLM that wakes up -> role -> the parts that its engine holds
+    """
+
+    is_current = False
+    has_base = True
+    adapter = None
+
+    def __init__(self, engines):
+        self.engines = engines
+        self.held = {}
+
+    def wake(self, part):
+        self.held[part] = {role: set(engine.on_device) for role, engine in self.engines.items()}
 
 
 @pytest.fixture
@@ -35,10 +60,9 @@ def make_roles(monkeypatch):
     monkeypatch.setattr(dist, "new_group", lambda backend: None)
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
 
-    def make(total_steps, *settings):
+    def make(total_steps, *settings, device="cpu"):
         config = load("ppo.yaml", ["model.path=unused", "data.train_files=unused", *settings])
-        device = torch.device("cpu")
-        return Roles(config, device, None, None, Profiler(), total_steps)
+        return Roles(config, torch.device(device), None, None, Profiler(), total_steps)
 
     return make
 
@@ -69,3 +93,21 @@ def test_the_actors_schedule_begins_after_the_critics_warm_up(make_roles):
     critic_optim = roles.critic.config.optim
     expected = [schedule.learning_rate(critic_optim, k, num_steps) for k in range(num_steps)]
     assert [m["critic/lr"] for m in critic_metrics] == expected
+
+
+def test_trained_engines_leave_the_device_before_vllm_wakes(make_roles):
+    """vLLM's weights need the critic's memory. The actor keeps its parameters until they are sent.
+
+    Before this, a checkpoint was saved, which moves everything to the device.
+    """
+    roles = make_roles(6, "algorithm.adv_estimator=gae", device="cuda")
+    assert roles.offloaded == ["parameters", "optimizer"]
+    engines = {"actor": roles.actor, "critic": roles.critic}
+    roles.rollout = RecordingRollout(engines)
+    for engine in engines.values():
+        engine.onload()
+
+    roles.wake()
+
+    assert roles.rollout.held["weights"] == {"actor": {"parameters"}, "critic": set()}
+    assert roles.rollout.held["kv_cache"] == {"actor": set(), "critic": set()}

@@ -11,8 +11,10 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from engines.model import experts
 from tests.engines.fsdp.cases import (
+    AUX,
     BF16,
     build,
+    train,
     worker_case,
 )
 from tests.engines.fsdp.test_training import BALANCED, CASES, result_of
@@ -105,6 +107,24 @@ def test_the_auxiliary_loss_of_routers(results, folder, world, name):
     for key, want in (("loss", total), ("router_aux_loss", aux), ("grad_norm", norm)):
         assert worst([step[key]], [want]) < NORM_BOUND, key
     assert aux > 1.01
+
+
+def test_the_auxiliary_loss_of_a_step_does_not_include_earlier_steps(folder):
+    """With a learning rate of 0, the same batch has the same loss in every step."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        engine = build(
+            folder / "qwen3_moe",
+            torch.device("cpu"),
+            f"{AUX} torch_compile=never",
+            more=["optim.lr=0"],
+        )
+        first = train(engine, [0])[0]["router_aux_loss"]
+        second = train(engine, [0])[0]["router_aux_loss"]
+    finally:
+        dist.destroy_process_group()
+    assert first > 1
+    assert second == first
 
 
 def test_a_coefficient_of_config_json_weighs_as_in_transformers():

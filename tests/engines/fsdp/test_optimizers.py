@@ -32,7 +32,7 @@ from tests.support.training import digest, gather, make_tokenizer
 def muon_steps(folder: Path, device: torch.device) -> dict[str, float]:
     """Return how much sharded matrices differ from whole ones after three steps.
 
-    Their gradients are equal. The result has an entry for each mesh.
+    Their gradients are equal, and so are their learning rates, which change from step to step. The result has an entry for each mesh.
     """
     num_ranks = dist.get_world_size()
     sizes = [(32, 32), (7, 96), (48, 5), (1, 8), (33, 16)]  # ranks do not divide all rows
@@ -48,11 +48,12 @@ def muon_steps(folder: Path, device: torch.device) -> dict[str, float]:
         parts = [torch.nn.Parameter(distribute_tensor(p.detach(), mesh, placements)) for p in whole]
         settings = dict(lr=0.1, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
         optimizers = [torch.optim.Muon(whole, **settings), ShardedMuon(parts, **settings)]
-        for _ in range(3):
+        for lr in (0.1, 0.05, 0.02):
             for p, part in zip(whole, parts):
                 p.grad = torch.randn(p.shape, generator=g)
                 part.grad = distribute_tensor(p.grad, mesh, placements)
             for each in optimizers:
+                each.param_groups[0]["lr"] = lr
                 each.step()
         distances = [p - part.full_tensor() for p, part in zip(whole, parts)]
         differences[name] = max(distance.abs().max().item() for distance in distances)
@@ -65,6 +66,15 @@ def test_muon_orthogonalizes_whole_matrices(results, world):
     """The numbers equal those on one rank, except for the rounding of an addition."""
     assert all(difference < 1e-6 for difference in results(world)["muon_steps"].values())
     assert len(results(world)["muon_steps"]) == (2 if world == 4 else 1)
+
+
+def test_muon_follows_the_learning_rate_on_one_rank(folder):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        differences = muon_steps(folder, torch.device("cpu"))
+    finally:
+        dist.destroy_process_group()
+    assert differences["shard"] < 1e-6
 
 
 def test_muon_has_the_hidden_matrices_and_adamw_the_rest(folder):
