@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engines.parallel import affinity
-from engines.parallel import device as this_device
+from engines.parallel import affinity, device as this_device
 from tests.support.launch import run
 
 

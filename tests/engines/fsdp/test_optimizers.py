@@ -32,7 +32,8 @@ from tests.support.training import digest, gather, make_tokenizer
 def muon_steps(folder: Path, device: torch.device) -> dict[str, float]:
     """Return how much sharded matrices differ from whole ones after three steps.
 
-    Their gradients are equal, and so are their learning rates, which change from step to step. The result has an entry for each mesh.
+    Their gradients are equal, and so are their learning rates, which change from step to step. The
+    result has an entry for each mesh.
     """
     num_ranks = dist.get_world_size()
     sizes = [(32, 32), (7, 96), (48, 5), (1, 8), (33, 16)]  # ranks do not divide all rows
