@@ -158,6 +158,23 @@ def build(model: nn.Module, layers: list[nn.Module], optim: DictConfig) -> list[
     return optimizers
 
 
+def group_settings(optimizers: list[Optimizer], optim: DictConfig) -> list[dict]:
+    """Return the settings of each parameter group that the configuration determines.
+
+    Of torch's own optimizers, these are all but the parameters. The user's own may also keep state
+    in a group, such as a counter, so only those named like an input of its function count.
+    """
+    configured = plugins.parameters(find_optimizer(optim)) | {"weight_decay", *optim.kwargs}
+    settings = []
+    for optimizer in optimizers:
+        is_from_torch = type(optimizer).__module__.startswith("torch.optim")
+        changes_no_group = is_from_torch or isinstance(optimizer, ShardedMuon)
+        for group in optimizer.param_groups:
+            names = group.keys() if changes_no_group else group.keys() & configured
+            settings.append({name: group[name] for name in names if name != "params"})
+    return settings
+
+
 def parameter_groups(model: nn.Module, layers: list[nn.Module], weight_decay: float) -> list[dict]:
     """Group the trained parameters: hidden matrices, other matrices, and without weight decay."""
     trained = [p for p in model.parameters() if p.requires_grad]

@@ -435,7 +435,11 @@ class FSDPEngine(Engine):
 
     def load_state(self, state: dict) -> None:
         self.onload("parameters", "optimizer")
+        settings = optimizer.group_settings(self.optimizers, self.optim)
         self._state.load_state_dict(state, self.optimizers)
+        # A checkpoint holds the settings with which it was written; the configuration may differ.
+        for group, of_group in zip(self._param_groups(), settings):
+            group.update(of_group)
 
     def write(
         self, states: dict[str, dict], directory: Path, group: dist.ProcessGroup | None
