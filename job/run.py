@@ -12,6 +12,7 @@ from engines.checkpoint.checkpointer import Checkpointer
 from engines.parallel import device as devices
 from engines.parallel.device import on_rank0
 from job import models, setup, tracking
+from job.consistency import check_ranks_agree
 from job.heartbeat import Heartbeat
 from job.progress import Progress
 from job.resume import find_resume
@@ -77,6 +78,7 @@ class Run:
         setup.check_validation(config)
         agreement = Agreement(trainer.save_freq, trainer.save_minutes)
         device = devices.init(trainer.timeout_minutes)
+        check_ranks_agree(config)
         setup.check_directories(config)
         heartbeat = setup.start_heartbeat(config)
         setup.bind_cpus(config, device)

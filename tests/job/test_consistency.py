@@ -1,0 +1,92 @@
+"""Ranks that start with different settings, files or libraries."""
+
+import shutil
+import sys
+
+import pytest
+
+from config import load
+from engines.parallel.device import free_port
+from job import consistency
+from job.consistency import describe_rank, files_named_in, first_difference
+from tests.support.launch import LIMIT, start
+
+
+def configure(tmp_path, *settings: str):
+    reward = tmp_path / "mine.py"
+    if not reward.exists():
+        reward.write_text("def f(response):\n    return 0.0\n")
+    return load(
+        "ppo.yaml",
+        ["model.path=x", "data.train_files=x", f"reward.function={reward}:f", *settings],
+    )
+
+
+def test_equal_ranks_have_no_difference(tmp_path):
+    setup = describe_rank(configure(tmp_path))
+    assert setup == describe_rank(configure(tmp_path))
+    assert setup["optim.lr"] == "1e-06"
+    assert "rankwise's rl/losses.py" in setup
+    assert "rankwise's configs/ppo.yaml" in setup
+    assert "rankwise's train_ppo.py" in setup
+    assert not any("tests/" in name for name in setup)
+    assert "not installed" not in {setup[name] for name in consistency.LIBRARIES}
+
+
+def test_the_first_key_that_differs_is_named_with_its_ranks(tmp_path):
+    setup = describe_rank(configure(tmp_path))
+    other = describe_rank(configure(tmp_path, "optim.lr=5e-2", "rollout.n=4"))
+    assert first_difference([setup, setup, other, other]).startswith(
+        "rollout.n differs between ranks: 8 on rank 0, 4 on rank 2, 3: start all ranks"
+    )
+
+
+def test_a_file_that_the_configuration_names_is_compared(tmp_path):
+    before = describe_rank(configure(tmp_path))
+    (tmp_path / "mine.py").write_text("def f(response):\n    return 1.0\n")
+    after = describe_rank(configure(tmp_path))
+    assert first_difference([before, after]).startswith(f"the file {tmp_path}/mine.py differs")
+    assert files_named_in(["x" * 5000, 3, str(tmp_path)]) == []
+
+
+def test_the_code_is_compared(tmp_path, monkeypatch):
+    before = describe_rank(configure(tmp_path))
+    copy = tmp_path / "copy"
+    shutil.copytree(consistency.ROOT / "rl", copy / "rl")
+    shutil.copytree(consistency.ROOT / "configs", copy / "configs")
+    monkeypatch.setattr(consistency, "ROOT", copy)
+    names = {name for name in describe_rank(configure(tmp_path)) if "rl/" in name}
+    assert names == {name for name in before if "rankwise's rl/" in name}
+    with (copy / "rl" / "losses.py").open("a") as file:
+        file.write("# changed\n")
+    changed = describe_rank(configure(tmp_path))
+    assert {name for name in names if changed[name] != before[name]} == {"rankwise's rl/losses.py"}
+
+
+def test_secrets_are_compared_but_not_shown(tmp_path, monkeypatch):
+    monkeypatch.setenv("MY_API_KEY", "abcdefgh")
+    pair = "trainer.experiment_name=abcdefgh"
+    setup = describe_rank(configure(tmp_path, pair))
+    assert "abcdefgh" not in str(setup)
+    assert setup["trainer.experiment_name"].startswith("secret ")
+
+
+@pytest.mark.slow
+def test_two_ranks_with_different_learning_rates_do_not_start(tmp_path):
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
+    processes = []
+    for rank, lr in enumerate(("1e-3", "5e-2")):
+        command = [
+            sys.executable,
+            "train_sft.py",
+            f"model.path={tmp_path}",
+            f"data.train_files={tmp_path}/none.jsonl",
+            f"output_dir={tmp_path}/out",
+            f"optim.lr={lr}",
+        ]
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        processes.append(start(command, tmp_path / f"log_{rank}", **environment, **own))
+    assert [process.wait(LIMIT) for process in processes] == [2, 2]
+    (line,) = (tmp_path / "log_0").read_text().splitlines()
+    assert "optim.lr differs between ranks: 0.001 on rank 0, 0.05 on rank 1" in line
+    assert not (tmp_path / "out").exists()
