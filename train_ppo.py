@@ -153,6 +153,7 @@ def set_up(config, grader):
             f"because the run has {run.total_steps} steps: lower it"
         )
     check_vllm_model(config)
+    run.plan_memory(models.role_configs(config))
     run.start_profiler(models.hooked_stages(config, run.device.type))
     identity = identify(config, hf_config, run.train) | {
         "rollout.n": config.rollout.n,

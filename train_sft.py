@@ -74,6 +74,7 @@ def set_up(config):
     datasets = [dataset for dataset in (run.train, run.val) if dataset]
     warn_of_length(hf_config, max(int(dataset.lengths.max()) for dataset in datasets))
     run.count_steps()
+    run.plan_memory({None: config})
     run.start_profiler(["train_batch", "validate"] if run.val else ["train_batch"])
     progress = SftProgress(
         identity=identify(config, hf_config, run.train),

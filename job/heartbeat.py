@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
 
 RECORD_BYTES = 256
@@ -52,6 +53,10 @@ class Heartbeat:
     * a rank is late and no rank enters a new stage;
     * a rank's record is not updated, because its node is lost or its process is stopped; or
     * ranks hang in a collective on the accelerator, which raises no error by itself.
+
+    Attributes:
+        explain_out_of_memory: returns the error for a rank that has run out of device memory, from
+            (rank, stage, step). None until the run has set it.
     """
 
     def __init__(
@@ -79,6 +84,7 @@ class Heartbeat:
         self.ended = threading.Event()
         self.seconds_in_collective = seconds_in_collective
         self.enter("start")
+        self.explain_out_of_memory: Callable[[int, str, int | None], str] | None = None
         self.excepthook = sys.excepthook
         sys.excepthook = self._explain
         threading.Thread(target=self._watch, daemon=True).start()
@@ -162,10 +168,18 @@ class Heartbeat:
         os._exit(1)
 
     def _explain(self, kind, error, traceback) -> None:
-        """Name the missing ranks after a collective has timed out or lost its connection.
+        """Explain an error that ends the run in one line, if it is one of these:
+
+        * this rank has run out of device memory;
+        * a collective has timed out, or lost its connection: name the missing ranks.
 
         This method replaces sys.excepthook.
         """
+        if issubclass(kind, torch.OutOfMemoryError) and self.explain_out_of_memory:
+            print_error(
+                self.explain_out_of_memory(self.rank, self.record.stage, self.record.step)
+            )
+            return
         is_runtime_error = issubclass(kind, RuntimeError)
         if is_runtime_error and "timed out" in str(error).lower():
             minutes = self.limit / 60

@@ -14,6 +14,7 @@ from engines.parallel.device import on_rank0
 from job import models, setup, tracking
 from job.consistency import check_ranks_agree
 from job.heartbeat import Heartbeat
+from job.memory_plan import MemoryPlan
 from job.progress import Progress
 from job.resume import find_resume
 from job.signals import Agreement
@@ -44,6 +45,8 @@ class Run:
         total_steps: steps of the whole run, including those before a resume.
     From start_profiler():
         profiler: times the stages of every step and records the selected ones.
+    From plan_memory():
+        memory_plan: the estimated memory of the run's engines.
     From find_checkpoint():
         checkpointer: writes and reads checkpoints.
         progress: counts the steps; starts from 0 unless a checkpoint is loaded.
@@ -66,6 +69,7 @@ class Run:
     steps_per_epoch: int = field(init=False)
     total_steps: int = field(init=False)
     profiler: Profiler = field(init=False)
+    memory_plan: MemoryPlan = field(init=False)
     checkpointer: Checkpointer = field(init=False)
     progress: Progress = field(init=False)
     resume_from: Path | None = field(init=False)
@@ -110,6 +114,20 @@ class Run:
         self.profiler = setup.start_profiler(
             self.config, self.device, self.total_steps, model_stages
         )
+
+    def plan_memory(self, roles: dict[str | None, DictConfig]) -> None:
+        """Estimate the device memory, and warn if the device has hardly more.
+
+        Args:
+            roles: the configuration of each engine, by role; the only role of SFT is None.
+        """
+        capacity = devices.capacity(self.device)
+        self.memory_plan = MemoryPlan(roles, self.world_size, self.device.type, capacity)
+        if self.heartbeat:
+            self.heartbeat.explain_out_of_memory = self.memory_plan.explain
+        warning = on_rank0(self.memory_plan.warning)
+        if warning and self.rank == 0:
+            print(warning, flush=True)
 
     def find_checkpoint(self, progress: Progress) -> None:
         """Find the checkpoint to continue from and check that it fits this run.

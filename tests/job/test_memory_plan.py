@@ -1,0 +1,87 @@
+"""The estimate of a run's memory beside the device's, and the advice when it does not fit."""
+
+import sys
+
+import pytest
+import torch
+
+from config import load
+from engines.memory import GIB
+from job.heartbeat import Heartbeat
+from job.memory_plan import MemoryPlan
+from rl.models import role_configs
+from tests.support.models import make_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("models") / "qwen3", "qwen3")
+
+
+def sft_config(model, *settings: str):
+    needed = [f"model.path={model}", "data.train_files=x", "data.max_length=64"]
+    return load("sft.yaml", [*needed, "data.max_tokens_per_micro_batch=4096", *settings])
+
+
+def ppo_config(model, *settings: str):
+    needed = [f"model.path={model}", "data.train_files=x", "algorithm.adv_estimator=gae"]
+    lengths = ["data.max_prompt_length=32", "rollout.max_tokens=32"]
+    return load("ppo.yaml", [*needed, *lengths, "data.max_tokens_per_micro_batch=4096", *settings])
+
+
+def make_plan(roles, capacity: float) -> MemoryPlan:
+    return MemoryPlan(roles, world_size=2, device_type="cuda", capacity=int(capacity))
+
+
+def test_there_is_a_warning_from_95_percent_of_the_device(model):
+    roles = {None: sft_config(model)}
+    _, num_bytes = make_plan(roles, 0).largest()
+    assert make_plan(roles, 0).warning() is None, "a CPU has no memory of its own"
+    assert make_plan(roles, num_bytes / 0.94).warning() is None
+    warning = make_plan(roles, num_bytes / 0.96).warning()
+    assert f"needs about {num_bytes / GIB:.1f} GiB" in warning
+    assert "data.max_tokens_per_micro_batch=2048" in warning
+
+
+def test_savings_are_what_the_changed_setting_saves_and_the_largest_comes_first(model):
+    plan = make_plan({None: sft_config(model)}, GIB)
+    before = plan.estimate(None, sft_config(model)).device_total
+    savings = plan.savings()
+    assert len(savings) >= 3
+    for saving in savings:
+        after = plan.estimate(None, sft_config(model, saving.setting)).device_total
+        assert before - after == pytest.approx(saving.num_bytes)
+    sizes = [saving.num_bytes for saving in savings]
+    assert sizes == sorted(sizes, reverse=True)
+    settings = {saving.setting.split("=")[0] for saving in savings}
+    assert "engine.activation_checkpointing" in settings
+    spared = make_plan({None: sft_config(model, "engine.activation_checkpointing=true")}, GIB)
+    assert all("activation_checkpointing" not in saving.setting for saving in spared.savings())
+
+
+def test_another_role_counts_unless_it_waits_in_host_memory(model):
+    kept = role_configs(ppo_config(model, "offload.optimizer=false", "offload.parameters=false"))
+    moved = role_configs(ppo_config(model))
+    _, with_critic = make_plan(kept, GIB).largest()
+    role, alone = make_plan(moved, GIB).largest()
+    other = "critic" if role == "actor" else "actor"
+    estimate = make_plan(moved, GIB).estimate(other, moved[other])
+    assert with_critic - alone == estimate.parameters + estimate.optimizer
+    settings = {saving.setting for saving in make_plan(kept, GIB).savings()}
+    assert {"offload.parameters=true", "offload.optimizer=true"} < settings
+    assert "rollout.gpu_memory_utilization below 0.6" in make_plan(kept, GIB).advice()
+
+
+def test_a_rank_without_memory_ends_with_one_line(model, tmp_path, capfd):
+    heartbeat = Heartbeat(tmp_path / "heartbeat", 3, 1, 30.0, lambda: 0.0)
+    try:
+        heartbeat.explain_out_of_memory = make_plan({None: sft_config(model)}, GIB).explain
+        heartbeat.enter("train_batch", 7)
+        error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        sys.excepthook(type(error), error, None)
+    finally:
+        heartbeat.close()
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("error: rank 3 ran out of device memory in stage train_batch of step 7")
+    assert "the device has 1.0 GiB" in line
+    assert "To lower it, set " in line
