@@ -176,9 +176,7 @@ class Heartbeat:
         This method replaces sys.excepthook.
         """
         if issubclass(kind, torch.OutOfMemoryError) and self.explain_out_of_memory:
-            print_error(
-                self.explain_out_of_memory(self.rank, self.record.stage, self.record.step)
-            )
+            print_error(self.explain_out_of_memory(self.rank, self.record.stage, self.record.step))
             return
         is_runtime_error = issubclass(kind, RuntimeError)
         if is_runtime_error and "timed out" in str(error).lower():

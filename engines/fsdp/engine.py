@@ -30,6 +30,7 @@ from engines.fsdp import sharded_memory, vision
 from engines.fsdp.attention import Packing, attention_set_to, gathers_keys
 from engines.fsdp.checks import check_model_and_layout
 from engines.fsdp.packed_model import PackedModel
+from engines.fsdp.rounding import movable_share
 from engines.fsdp.router_loss import RouterLoss
 from engines.fsdp.sharding import full_tensor, reshard, shard
 from engines.fsdp.state import ModelState, future_optimizer_tensors, optimizer_tensors
@@ -91,6 +92,7 @@ class FSDPEngine(Engine):
         self.optimizers = []
         if optimize:
             self.optimizers = optimizer.build(self.model, self._layers, self.optim)
+            self._report_lost_updates()
         self._lr_ratios = [self._lr_ratio(group) for group in self._param_groups()]
         self._flops = count_flops(self.hf, self.hf_config)
         self.host_memory = HostMemory(device)
@@ -107,6 +109,22 @@ class FSDPEngine(Engine):
         return check_model_and_layout(config, world_size, head)
 
     # -- construction ------------------------------------------------------------------------------
+
+    def _report_lost_updates(self) -> None:
+        """Print how many of the weights can change, if they are updated in 16 bits."""
+        trained = [p for p in self.model.parameters() if p.requires_grad and p.dtype.itemsize == 2]
+        # A rank's own part may be empty, but all ranks have the same parameters.
+        if not trained:
+            return
+        share = movable_share(trained, self.optim.lr, self.device)
+        if dist.get_rank() == 0:
+            key = "model.lora.dtype" if self.config.model.lora.rank else "engine.param_dtype"
+            print(
+                f"{key}=bfloat16: an update of optim.lr={self.optim.lr:g} can change {share:.1%} "
+                "of the weights; in the others it is lost in rounding, and they change only where "
+                f"updates are larger. {key}=float32 keeps every update",
+                flush=True,
+            )
 
     def _form_groups(self) -> None:
         cp = fixed_cp_size(self.config.engine)

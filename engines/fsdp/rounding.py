@@ -1,0 +1,40 @@
+"""Which 16-bit weights an update can change at all.
+
+A weight that the optimizer updates in bfloat16 has 8 significant bits. An update of less than half
+the distance to the next bfloat16 number is lost in rounding.
+"""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+@torch.no_grad()
+def movable_share(parameters: Iterable[nn.Parameter], lr: float, device: torch.device) -> float:
+    """Return the share of the weights that an update of +lr or -lr changes, over all ranks.
+
+    AdamW's updates are about as large as the learning rate, and rarely larger.
+
+    Args:
+        parameters: trained parameters of this rank. All ranks call this together.
+        lr: the peak learning rate.
+    """
+    num_movable = 0
+    num_weights = 0
+    for parameter in parameters:
+        weights = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        num_movable += count_movable(weights, lr)
+        num_weights += weights.numel()
+    counts = torch.tensor([num_movable, num_weights], device=device)
+    dist.all_reduce(counts)
+    num_movable, num_weights = counts.tolist()
+    return num_movable / max(num_weights, 1)
+
+
+def count_movable(weights: Tensor, lr: float) -> int:
+    """Return how many numbers change, in their own dtype, when lr is added or subtracted."""
+    is_movable = (weights + lr != weights) | (weights - lr != weights)
+    return int(is_movable.sum())
