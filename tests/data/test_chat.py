@@ -680,6 +680,20 @@ def test_tokens_that_take_in_white_space():
     ]
 
 
+def test_an_answer_may_begin_with_a_token_that_stands_alone():
+    """The header's token absorbs white space, so that added tokens after it are looked at."""
+    template = (
+        "{%- for m in messages %}"
+        "{{ '<|' + m.role + '|>\n' + m.content + '<|a_end|>' }}{% endfor %}"
+        "{{- '<|assistant|>\n' if add_generation_prompt }}"
+    )
+    tokenizer = make_tokenizer(template, eos="<|a_end|>")
+    absorbing = AddedToken("<|assistant|>", rstrip=True, special=True, normalized=False)
+    tokenizer.add_tokens([absorbing, "<think>"])
+    messages = say("q1", "<think>a1", "q2", "a2")
+    assert learned_text({"messages": messages}, tokenizer) == "<think>a1<|a_end|>a2<|a_end|>"
+
+
 def test_weight_0_takes_a_turn_out():
     messages = say("q1", "a1", "q2", "a2")
     messages[1]["weight"] = 0

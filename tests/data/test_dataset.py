@@ -453,16 +453,17 @@ LONG = [
 
 
 def test_truncation_error_lists_the_rows(make, tmp_path):
-    path = write(tmp_path / "a.jsonl", LONG[:1] + LONG[1:2] * 3 + LONG[2:])
+    first = write(tmp_path / "a.jsonl", LONG[:1] + LONG[1:2] * 3)
+    second = write(tmp_path / "b.jsonl", LONG[2:])
     with pytest.raises(InputError) as raised:
-        make(path, max_length=41)
+        make([first, second], max_length=41)
     assert str(raised.value) == (
-        f"5 of 6 rows are longer than data.max_length=41: {path}:2 (42 tokens), {path}:3 "
-        f"(42 tokens), {path}:4 (42 tokens), {path}:5 (52 tokens), {path}:6 (52 tokens); raise it, "
-        "or set data.truncation to left, right or drop"
+        f"5 of 6 rows are longer than data.max_length=41: {first}:2 (42 tokens), {first}:3 "
+        f"(42 tokens), {first}:4 (42 tokens), {second}:1 (52 tokens), {second}:2 (52 tokens); "
+        "raise it, or set data.truncation to left, right or drop"
     )
-    make(path, max_length=52)
-    make(path, max_length=None)
+    make([first, second], max_length=52)
+    make([first, second], max_length=None)
 
 
 def test_truncation(make, tokenizer_dir, tmp_path):

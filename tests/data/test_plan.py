@@ -148,6 +148,12 @@ def test_the_time_of_ranks_is_used():
         assert plan.metrics["perf/plan_efficiency"] > 0.93, num_ranks
 
 
+def test_a_group_that_was_too_full_takes_a_sequence_that_fills_it_exactly():
+    """The third sequence finds the first group too full; the fourth needs the rest of it."""
+    passes = schedule([70, 60, 40, 30], [1.0] * 4, 1, 100, lambda size: 1)
+    assert sorted(group.sequences for groups in passes for group in groups) == [[0, 3], [1, 2]]
+
+
 def test_a_batch_that_needs_twice_the_passes_of_its_token_count_is_planned_fast():
     """Where no two sequences fit into a micro-batch."""
     start = time.process_time()

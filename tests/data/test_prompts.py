@@ -18,6 +18,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from config import InputError
+from data import dataset, prompts as prompts_module
+from data.chat.encoding import encode_together
+from data.chat.tokenizer import ChatTokenizer
 from data.dataset import tokenize
 from data.prompts import PromptDataset, tokenize_prompts
 from examples.arithmetic import make_rows, make_tokenizer
@@ -490,6 +493,26 @@ def test_a_cache_is_found_until_something_changes(make, tokenizer_dir, tmp_path)
     assert len(changed_folders | {folder}) == 7
     assert make(path) == folder
     assert len(list((tmp_path / "cache").iterdir())) == 7
+
+
+@pytest.mark.parametrize("module", [dataset, prompts_module])
+def test_every_option_that_tokenizes_a_row_is_part_of_the_caches_name(module):
+    names = set()
+
+    class RecordedOptions(SimpleNamespace):
+        """Options that record which of them are read."""
+
+        def __getattribute__(self, name):
+            names.add(name)
+            return super().__getattribute__(name)
+
+    sft = {"response_key": "response", "train_on": "all", "max_length": 200}
+    recorded = RecordedOptions(**vars(options(**sft)))
+    chat = ChatTokenizer(make_tokenizer())
+    rows = [{"prompt": "q", "response": "a"}, {"messages": [user("q"), assistant("a")]}]
+    results = encode_together([module.tokenize_row(row, chat, recorded) for row in rows])
+    assert not [result for result in results if isinstance(result, InputError)]
+    assert {name for name in names if not name.startswith("__")} == set(module.OPTIONS)
 
 
 @pytest.mark.slow

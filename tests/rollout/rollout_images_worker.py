@@ -17,7 +17,10 @@ from safetensors.torch import load_file
 from transformers import AutoProcessor
 
 from config import InputError, load
+from data.images.processor import ImageStore, Processor
+from data.prompts import Prompt, PromptDataset
 from engines.parallel import device
+from rollout.drawing import Assignment, Request, Sampler
 from rollout.vllm.engine import Rollout
 from rollout.vllm.image_prompts import ImagePrompt
 
@@ -76,6 +79,9 @@ def main(folder: Path) -> None:
     push("as they are")
     texts = [make_prompt(processor, 0, [])[1].input_ids] * GROUP_SIZE
     results["text"] = written(*rollout.generate(texts, range(GROUP_SIZE), config.rollout))
+    sampling = OmegaConf.merge(config.rollout, {"n": 2})
+    dataset = FixedPrompts(processor, folder / "model")
+    results["of a replica"] = images_of_second_replica(rollout, dataset, sampling)
     scheduler = rollout.scheduler
     features = scheduler.encoder_cache_manager
     features.cache_size = FEATURE_CACHE_TOKENS
@@ -101,6 +107,37 @@ def main(folder: Path) -> None:
     (folder / "results.json").write_text(json.dumps(results))
     rollout.shutdown()
     device.shutdown()
+
+
+class FixedPrompts(PromptDataset):
+    """The prompts with images of SIZES, which are in no file."""
+
+    def __init__(self, processor, path: Path):
+        self.prompts = []
+        for number, sizes in enumerate(SIZES):
+            inputs, (ids, images) = make_prompt(processor, number, sizes)
+            trainer_ids = inputs["input_ids"][0].tolist()
+            prompt = Prompt(trainer_ids, "", {}, images=images, before_images=ids)
+            self.prompts.append(prompt)
+        self.image_store = ImageStore([prompt.images for prompt in self.prompts], Processor(path))
+
+    def __getitem__(self, index: int) -> Prompt:
+        return self.prompts[index]
+
+
+def images_of_second_replica(rollout: Rollout, dataset: FixedPrompts, sampling) -> dict:
+    """Generate as a replica that has only the last two of five prompts.
+
+    Returns the rows of the batch, and the sizes of its images.
+    """
+    position = torch.arange(5).repeat_interleave(sampling.n)
+    owner = (position >= 3).long()
+    replica = owner.nonzero()[:, 0]
+    assignment = Assignment(position, owner, replica, held=torch.ones(len(replica), dtype=bool))
+    request = Request(dataset, [4, 2, 0, 3, 1], sampling, seed=(0,))
+    sampler = Sampler(rollout, None, None, None, 0.0)
+    batch = sampler.generate(request, assignment).batch
+    return {"rows": batch.rows.tolist(), "sizes": [image.shape[:2] for image in batch.images]}
 
 
 def with_another_tower(weights: dict) -> dict:

@@ -982,14 +982,15 @@ def test_functions_that_end_their_process(make, shared, behave, tmp_path):
 
 
 def test_functions_may_print_and_read(make, tmp_path, capfd):
-    (tmp_path / "talks.py").write_text("print('hello from the import')\n" + BEHAVE)
+    talks = "import os; os.write(1, b'hello from a library\\n'); print('hello from the import')\n"
+    (tmp_path / "talks.py").write_text(talks + BEHAVE)
     with closing(make(f"{tmp_path}/talks.py:behave", 1, SLACK)) as grader:
         output = Path(grader.settings["output"])
         assert not output.exists(), "a dry run leaves nothing"
         assert grade(grader, "print", "2", "print", "crash")[:3] == [1.0, 2.0, 1.0]
         assert output.parts[-2:] == ("reward_output", "rank_0.txt")
         text = output.read_text()
-    assert text.startswith("hello from the import\n")
+    assert text.startswith("hello from a library\nhello from the import\n")
     for number in (5, 6, 7):
         assert text.count(f'{{"reward": {number}}}') == 2
     assert "Segmentation fault" in text

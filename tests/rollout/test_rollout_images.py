@@ -120,6 +120,14 @@ def test_texts_beside_images(results):
 
 
 @pytest.mark.slow
+def test_responses_of_a_replica_have_the_images_of_their_prompts(results):
+    rows = results["of a replica"]["rows"]
+    assert rows == [3, 3, 1, 1]
+    expected_sizes = [list(size) for row in rows for size in SIZES[row]]
+    assert results["of a replica"]["sizes"] == expected_sizes
+
+
+@pytest.mark.slow
 def test_more_images_than_vllm_keeps_at_a_time(results, folder):
     """With either scheduler, bit for bit, where memory is short for features and the KV cache."""
     assert results["as they are"] == results["vLLM's"]
