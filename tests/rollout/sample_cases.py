@@ -111,6 +111,9 @@ def run(folder: Path, rollout: Rollout, engine: FSDPEngine) -> dict:
         results["one"] = written_samples(draw(grader, [1], 1))
         with make_grader(folder, engine, "rank") as group_grader:
             results["groups"] = gather(written_samples(draw(group_grader, [0, 4, 2], 4)))
+        # Exactly as many failures as are allowed, early on the rank that has them all.
+        rate = len(samples.failures) / samples.num_drawn
+        results["bad first"] = written_samples(draw(grader, [3, 0, 1, 2, 4], 4, rate))
         too_strict = partial(draw, grader, range(5), 4, max_failure_rate=0.01)
         results["too many failures"] = gather(error_of(too_strict))
     results["learned"] = {

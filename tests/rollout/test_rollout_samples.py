@@ -39,8 +39,9 @@ def test_samples_do_not_depend_on_the_number_of_ranks(rollout_results, two_ranks
     assert first == second, "ranks disagree"
     keys = ["texts", "input_ids", "group", "scores", "truncated", "prompts", "failures"]
     for key in [*keys, "loss_mask", "sizes"]:
-        # "one" has fewer prompts than there are replicas.
-        for case in ("two", "one"):
+        # "one" has fewer prompts than there are replicas. In "bad first", grading would end early
+        # if a rank compared its own failures with its own share of the responses.
+        for case in ("two", "one", "bad first"):
             assert two[case][key] == one[case][key], (case, key)
         assert first[key] == one["all"][0][key], key
         assert two["by length"][key] == one["all"][0][key], key
