@@ -120,7 +120,7 @@ class Packer:
         if not fits[-1].all():
             raise InputError(
                 f"a sequence of {max(lengths)} tokens is longer than "
-                f"data.max_tokens_per_micro_batch={max_tokens} for each of {self.sizes[-1]} ranks: "
+                f"data.max_tokens_per_micro_batch={max_tokens} on each of {self.sizes[-1]} ranks: "
                 "raise it, or use shorter sequences"
             )
         self.smallest_size = 1 << fits.argmax(0)

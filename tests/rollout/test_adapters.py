@@ -89,7 +89,7 @@ def test_the_base_is_sent_once_or_never(result):
     is_sharing_reported = "share the frozen weights, which saves 0.000" in result.stdout
     assert is_sharing_reported == (result.kind == "shared")
     if result.kind == "shared":
-        assert "vLLM has a copy of the frozen weights" not in result.stdout
+        assert "vLLM has its own copy of the frozen weights" not in result.stdout
     obstacle = "rollout.share_base: rollout.tensor_parallel_size=2 divides vLLM's weights"
     assert (obstacle in result.stdout) == (result.name == "swapped_tp2")
 
@@ -121,7 +121,7 @@ def test_the_probe_detects_a_difference_from_the_trainer(result):
             kind, message = error
             assert kind == "RuntimeError", (trap, error)
             if trap == "merged_base" and result.kind == "shared":
-                assert "the trainer's own" in message, (trap, error)
+                assert "the trainer share the weights" in message, (trap, error)
             else:
                 assert "vLLM's log-probabilities differ from the trainer's" in message, (
                     trap,
@@ -147,7 +147,7 @@ def test_the_probe_detects_a_difference_from_the_trainer(result):
         (
             "model.lora.rank=8 rollout.share_base=always model_engine=megatron",
             1,
-            "model_engine=megatron keeps",
+            "model_engine=megatron stores",
         ),
     ],
 )

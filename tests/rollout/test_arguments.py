@@ -138,5 +138,5 @@ def test_the_model_runner_of_experts(folder, monkeypatch, version, family, setti
 
 def test_drafters_need_a_supported_version(folder):
     config = make_config(folder / "dense", "rollout.speculative=ngram")
-    with pytest.raises(InputError, match=f"0.25.1 and 0.32.0, and {UNKNOWN_VERSION} is installed"):
+    with pytest.raises(InputError, match=f"0.25.1 and 0.32.0, but {UNKNOWN_VERSION} is installed"):
         speculation.replace_samplers(config, UNKNOWN_VERSION, "cuda")

@@ -232,5 +232,5 @@ def test_a_model_whose_mtp_layers_vllm_does_not_have(tmp_path):
     make_model(tmp_path / "qwen3", "qwen3")
     settings = ["data.train_files=unused", "model.mtp.enable=true", "model.mtp.enable_rollout=true"]
     config = load("ppo.yaml", [f"model.path={tmp_path / 'qwen3'}", *settings])
-    with pytest.raises(InputError, match="MiMo only"):
+    with pytest.raises(InputError, match="only for MiMo"):
         check_drafter(config)
