@@ -45,9 +45,9 @@ class Plan:
     metrics: dict[str, float] = field(default_factory=dict)
 
     def reported_by(self, rank: int) -> Tensor:
-        """Return the sequences of this share that a rank reports when ranks sum their results.
+        """Return which sequences of this share a rank includes when ranks sum their results.
 
-        If several ranks work on the same sequence, only the first of them reports it.
+        If several ranks work on the same sequence, only the first of them includes it.
 
         Returns:
             [len(sequences)] bool.

@@ -150,8 +150,8 @@ def cached_generation_prompt(
 def generation_prompt(conversation: Conversation, message: int, previous: Run) -> str:
     """Return the generation prompt for this message: the text that follows the previous run.
 
-    Returns "" if the previous run is not the last text of the chat before this message, or if the
-    template rejects that chat.
+    Returns "" if the template rejects the chat that ends before this message, or if that chat does
+    not end with the previous run.
     """
     chat = conversation.chat
     messages = conversation.messages[:message]

@@ -53,7 +53,7 @@ def tokens_with_images(
 ) -> tuple[Tokens, RowImages]:
     """Return a conversation's tokens, with placeholders replaced by image tokens, and its images.
 
-    Special tokens in texts are treated as options.special_tokens_in_text says.
+    Applies options.special_tokens_in_text to special tokens that are written in texts.
 
     Args:
         sources: the images in the order of the conversation, as data.images.sources.place_images()

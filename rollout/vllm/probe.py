@@ -56,10 +56,9 @@ class Probe:
     def check_vllm(self, rollout: Rollout) -> None:
         """Raise RuntimeError unless vLLM's log-probabilities equal the trainer's up to rounding.
 
-        The adapters change the log-probabilities by a vector. If vLLM does not apply them, its
-        error has the component -1 in the direction of this vector, in units of its length; if it
-        applies them twice, about +1. The error in all other directions shows the size of rounding
-        errors.
+        The adapters change the log-probabilities by a vector. If vLLM does not apply the adapters,
+        its error is minus this vector. If it applies them twice, its error is about this vector.
+        The error in all other directions shows how large rounding errors are.
         """
         vllm_log_probs = rollout.log_probs(self.batch, self.temperature).double()
         error = vllm_log_probs - self.trainer_log_probs

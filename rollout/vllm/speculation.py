@@ -310,7 +310,7 @@ def allocate_log_probs(step_tensors, num_requests: int, max_tokens: int) -> list
 def select(sampling, requests: Tensor):
     """Return vLLM's SamplingMetadata for only some of its requests.
 
-    Selects only in the fields that sampling.sampling_params() may set.
+    Of its fields, those that sampling.sampling_params() may set are selected.
     """
     selected = {}
     for name in ("temperature", "top_p", "top_k"):
