@@ -135,7 +135,14 @@ def images_of_second_replica(rollout: Rollout, dataset: FixedPrompts, sampling) 
     replica = owner.nonzero()[:, 0]
     assignment = Assignment(position, owner, replica, held=torch.ones(len(replica), dtype=bool))
     request = Request(dataset, [4, 2, 0, 3, 1], sampling, seed=(0,))
-    sampler = Sampler(rollout, None, None, None, 0.0)
+    sampler = Sampler(
+        rollout,
+        grader=None,
+        tokenizer=None,
+        host_group=None,
+        max_failure_rate=0.0,
+        skip_special_tokens=True,
+    )
     batch = sampler.generate(request, assignment).batch
     return {"rows": batch.rows.tolist(), "sizes": [image.shape[:2] for image in batch.images]}
 
