@@ -74,8 +74,7 @@ def tokenize(
             the first one, as file:line); rows are longer than options.max_length, and
             options.truncation is error; no row is left.
     """
-    spec = CacheSpec(VERSION, OPTIONS, "max_length", UNUSED, tokenize_row)
-    return tokenize_to_cache(spec, files, tokenizer, options, cache_dir, tokenizer_dir, processor)
+    return tokenize_to_cache(SPEC, files, tokenizer, options, cache_dir, tokenizer_dir, processor)
 
 
 def tokenize_row(
@@ -97,6 +96,9 @@ def tokenize_row(
     if any(mask):
         columns |= {"input_ids": ids, "loss_mask": mask} | images.columns()
     return columns
+
+
+SPEC = CacheSpec(VERSION, OPTIONS, "max_length", UNUSED, tokenize_row)
 
 
 class TokenDataset:

@@ -6,6 +6,7 @@ import csv
 import glob
 import gzip
 import json
+import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -50,12 +51,24 @@ def find_files(files: str | Sequence[str]) -> list[Path]:
         if not Path(name).exists():
             matches = [Path(match) for match in sorted(glob.glob(name, recursive=True))]
         if not matches:
-            raise InputError(f"{name}: no such file or directory")
+            raise InputError(f"{name}: no such file or directory{hub_advice(name)}")
         for match in matches:
             paths += expand(match)
     for path in paths:
         check_file(path)
     return paths
+
+
+def hub_advice(name: str) -> str:
+    """Return the advice for a name that may be a data set on the hub, or ""."""
+    is_hub_name = re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not Path(name).suffix
+    if not is_hub_name:
+        return ""
+    return (
+        '. If it is a data set on the hub, save it first: python -c "from datasets import '
+        f"load_dataset; load_dataset('{name}').save_to_disk('data')\", and name a split of it, such "
+        "as data/train"
+    )
 
 
 def check_file(path: Path) -> None:
@@ -116,6 +129,30 @@ def read_rows(path: Path, work: Path):
     ) as error:
         reason = " ".join(str(error.__cause__ or error).split())
         raise InputError(f"{path}: the file cannot be read, or has no rows: {reason}") from error
+
+
+def parse_row(text: str):
+    """Return the row that a line of JSON holds.
+
+    Raises:
+        InputError: the line is not JSON, or an object in it has a key twice.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=unique_keys)
+    except json.JSONDecodeError as error:
+        raise InputError(f"the row is not JSON: {error.msg} at column {error.colno}") from None
+
+
+def unique_keys(pairs: list[tuple[str, object]]) -> dict:
+    """Return the dict of these pairs. Otherwise json keeps the last value of a repeated key."""
+    unique = dict(pairs)
+    if len(unique) < len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise InputError(f'the key "{key}" occurs twice in one object: keep one of the two')
+            seen.add(key)
+    return unique
 
 
 def load_dataset(path: Path, work: Path):

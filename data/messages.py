@@ -39,6 +39,12 @@ def check_content(message: dict, name: str) -> None:
     content = message.get("content")
     if content is None:
         is_call = message["role"] == "assistant" and message.get("tool_calls")
+        if not is_call and message.get("function_call"):
+            raise InputError(
+                f'"{name}.function_call" is OpenAI\'s old format: write it as "tool_calls": '
+                '[{"type": "function", "function": {"name": ..., "arguments": ...}}], and the role '
+                "function as tool"
+            )
         if not is_call:
             raise InputError(f'"{name}.content" is missing')
     elif not isinstance(content, (str, list)):

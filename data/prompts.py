@@ -96,15 +96,7 @@ def tokenize_prompts(
             the first one, as file:line); prompts are longer than options.max_prompt_length, and
             options.truncation is error; no row is left.
     """
-    return tokenize_to_cache(
-        CacheSpec(VERSION, OPTIONS, "max_prompt_length", UNUSED, tokenize_row),
-        files,
-        tokenizer,
-        options,
-        cache_dir,
-        tokenizer_dir,
-        processor,
-    )
+    return tokenize_to_cache(SPEC, files, tokenizer, options, cache_dir, tokenizer_dir, processor)
 
 
 def tokenize_row(
@@ -141,6 +133,9 @@ def tokenize_row(
             f"the row cannot be passed to a reward function as JSON: {error}"
         ) from error
     return columns | {"input_ids": kept_ids} | prompt.images.columns()
+
+
+SPEC = CacheSpec(VERSION, OPTIONS, "max_prompt_length", UNUSED, tokenize_row)
 
 
 def cut_placeholders(ids: list[int], num_cut: int, truncation: str) -> list[int]:

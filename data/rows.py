@@ -236,11 +236,16 @@ def template_inputs(row: dict, reserved, options) -> TemplateInputs:
 def read_tools(row: dict, options) -> list | None:
     """Return the tools of a row. In data sets with typed columns, they are JSON in a string."""
     tools = row.get(options.tools_key)
+    if isinstance(tools, str) and not tools.strip():
+        return None  # an empty cell of a CSV file
     if isinstance(tools, str) and tools.lstrip().startswith("["):
         try:
             tools = json.loads(tools)
         except json.JSONDecodeError as error:
             raise InputError(f'"{options.tools_key}" is not JSON: {error}') from error
     if not isinstance(tools, (list, type(None))):
-        raise InputError(f'"{options.tools_key}" must be a list, not {type(tools).__name__}')
+        raise InputError(
+            f'"{options.tools_key}" must be a list of JSON schemas, or such a list as JSON text, '
+            f"not {str(tools)[:40]!r}"
+        )
     return tools

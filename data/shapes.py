@@ -133,6 +133,7 @@ def read_shape(row: dict, options, with_response: bool) -> tuple[dict, str]:
     Args:
         with_response: whether a row needs a response (fine-tuning) or only a prompt.
     """
+    row = with_parsed_chats(row)
     has_default_keys = options.messages_key == "messages" and options.prompt_key == "prompt"
     names_a_response = with_response and options.response_key != "response"
     if has_default_keys and not names_a_response and row.get("messages") is None:
@@ -141,6 +142,33 @@ def read_shape(row: dict, options, with_response: bool) -> tuple[dict, str]:
             if columns:
                 return row | columns, name
     return row, ""
+
+
+def with_parsed_chats(row: dict) -> dict:
+    """Return the row with lists in place of chats that are JSON text, as in cells of CSV files."""
+    parsed = {}
+    for column, value in row.items():
+        if isinstance(value, str) and value.lstrip().startswith("["):
+            messages = parse_chat(value)
+            if messages is not None:
+                parsed[column] = messages
+    return row | parsed if parsed else row
+
+
+def parse_chat(text: str) -> list | None:
+    """Return the messages that a text holds as JSON, or None if it is another text."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return None
+    return value if is_chat(value) else None
+
+
+def is_chat(value) -> bool:
+    """Return whether a value is a list of messages, in our format or ShareGPT's."""
+    if not isinstance(value, list) or not value or not isinstance(value[0], dict):
+        return False
+    return {"role", "content"} <= value[0].keys() or is_sharegpt_message(value[0])
 
 
 def is_sharegpt_message(message) -> bool:

@@ -22,7 +22,7 @@ from data.cache import cache_key, ensure_cached
 from data.chat.encoding import RowCoroutine, encode_together
 from data.chat.tokenizer import ChatTokenizer
 from data.columns import report_lines, uses_of_file
-from data.files import find_files, is_json, read_rows
+from data.files import find_files, is_json, parse_row, read_rows
 from data.images import stored
 from data.images.processor import Processor
 from data.shapes import SHAPES
@@ -303,13 +303,6 @@ def tokenize_rows(
     return tokens
 
 
-def parse_row(text: str):
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise InputError(f"the row is not JSON: {error.msg} at column {error.colno}") from None
-
-
 def folder_of(path: Path) -> Path:
     """Return the directory for relative paths in a data file or a saved data set."""
     return (path if path.is_dir() else path.parent).resolve()
@@ -413,6 +406,7 @@ class RowCounts(NamedTuple):
         num_cut: the number of rows dropped because truncation would cut an image.
         num_untrained: the number of rows dropped because no remaining token is trained.
         num_lost: the number of rows dropped because of data.lost_fields.
+        has_text: whether any line is not blank.
     """
 
     kept_lengths: np.ndarray
@@ -422,6 +416,7 @@ class RowCounts(NamedTuple):
     num_cut: int
     num_untrained: int
     num_lost: int
+    has_text: bool
 
 
 def count_rows(table, limit: LengthLimit) -> RowCounts:
@@ -445,10 +440,13 @@ def count_rows(table, limit: LengthLimit) -> RowCounts:
         num_cut=num_cut,
         num_untrained=num_unused - num_dropped - num_cut,
         num_lost=sum(table["is_lost"].to_pylist()),
+        has_text=any(table["use"].to_pylist()),
     )
 
 
 def no_row_left(counts: RowCounts, limit: LengthLimit) -> str:
+    if not counts.has_text:
+        return "no row is left: all lines of the files are blank"
     num_long = counts.num_dropped + counts.num_cut
     message = f"no row is left: {num_long} rows are longer than data.{limit.key}={limit.tokens}"
     if counts.num_untrained > 0:

@@ -7,6 +7,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from common import disk
 from config import without_secrets
+from data.preview import NUM_ROWS, preview_dataset
 from job.run import Run
 
 
@@ -24,6 +25,9 @@ def print_plan(run: Run, roles: dict[str | None, DictConfig]) -> None:
         if dataset:
             counts = [f"{quantity} {count:,}" for quantity, count in dataset.stats.items()]
             print(f"{name}: {', '.join(counts)}")
+    print("the first rows, with the trained tokens highlighted:")
+    for line in preview_dataset(run.train, run.tokenizer, NUM_ROWS):
+        print(line)
     origin = f", continuing from {run.resume_from}" if run.resume_from else ""
     print(f"steps: {run.total_steps}{origin}")
     for role, settings in roles.items():

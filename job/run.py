@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
 
+from data.chat.tokenizer import load_tokenizer
 from engines.checkpoint.checkpointer import Checkpointer
 from engines.parallel import device as devices
 from engines.parallel.device import on_rank0
@@ -99,7 +100,7 @@ class Run:
     def load_tokenizer(self, hf_config) -> None:
         tracking.check_loggers(self.config)
         models.report_unused_mtp(self.config, hf_config)
-        self.tokenizer = models.load_tokenizer(self.config)
+        self.tokenizer = load_tokenizer(self.config)
         self.processor = models.load_processor(self.config, self.tokenizer)
 
     def count_steps(self) -> None:

@@ -153,3 +153,20 @@ def frozen_clock(tokenizer) -> dict:
     if "strftime_now" not in str(tokenizer.chat_template):
         return {}
     return {"strftime_now": datetime.datetime.now().strftime}
+
+
+def load_tokenizer(config):
+    """Return the tokenizer of model.path, with the template in data.chat_template if it is set."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(f"no tokenizer in model.path={config.model.path}: {error}") from None
+    template = config.data.chat_template
+    if template is not None:
+        try:
+            tokenizer.chat_template = Path(template).read_text()
+        except OSError as error:
+            raise InputError(f"data.chat_template={template}: {error.strerror}") from None
+    return tokenizer
