@@ -1,0 +1,160 @@
+"""Show rows as the model will see them: the decoded tokens, with the trained ones highlighted.
+
+    python -m data.preview FILE model.path=MODEL [my.yaml] [key=value ...]
+    python -m data.preview --prompts FILE model.path=MODEL [my.yaml] [key=value ...]
+
+The first form is for files of train_sft.py, the second for prompts of train_ppo.py. Trained tokens
+are green on a terminal, and between [[ and ]] elsewhere. After the rows follow the columns and
+message fields that are read, and those that are ignored. --rows N shows N rows instead of 3.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from config import InputError, load, report
+from data import dataset, prompts
+from data.chat.tokenizer import ChatTokenizer, load_tokenizer
+from data.columns import report_lines, uses_of_file
+from data.dataset import TokenDataset
+from data.files import find_files, is_json, read_rows
+from data.prompts import PromptDataset
+from data.tokenization import CacheSpec, plain_options, tokenize_rows
+
+NUM_ROWS = 3
+MAX_LENGTH = 2000  # characters shown of a run of tokens; the middle of a longer one is left out
+TRAINED_ON_TERMINAL = ("\x1b[32m", "\x1b[0m")
+TRAINED_ELSEWHERE = ("[[", "]]")
+
+
+def preview_file(path: Path, spec: CacheSpec, config, num_rows: int) -> Iterator[str]:
+    """Yield the lines of a preview of the first rows of a file.
+
+    Args:
+        spec: for fine-tuning or for prompts; tells how a row is tokenized.
+
+    Raises:
+        InputError: the file or the tokenizer cannot be read.
+    """
+    tokenizer = load_tokenizer(config)
+    chat = ChatTokenizer.load(tokenizer, model_directory(config.model.path))
+    options = plain_options(config.data)
+    with tempfile.TemporaryDirectory() as work:
+        rows = read_rows(path, Path(work))
+        num_rows = min(num_rows, len(rows))
+        tokens = tokenize_rows(
+            rows[:num_rows], range(num_rows), str(path), is_json(path), spec, chat, options
+        )
+    for i in range(num_rows):
+        row = {name: values[i] for name, values in tokens.items()}
+        yield ""
+        yield from row_lines(f"{path}:{i + 1}", row, chat)
+    uses = [{"values": use, "counts": 1} for use in tokens["use"]]
+    yield ""
+    is_training = "loss_mask" in spec.unused
+    yield from report_lines([path], [uses_of_file(uses)], is_training)
+
+
+def model_directory(name: str) -> Path:
+    """Return the directory of a model; small files of a model on the hub are downloaded."""
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(name, allow_patterns=["*config.json"]))
+
+
+def row_lines(name: str, row: dict, chat: ChatTokenizer) -> Iterator[str]:
+    """Yield the lines for one tokenized row: its columns, as in CacheSpec.unused."""
+    ids = row["input_ids"]
+    if row.get("error"):
+        yield f"error: {row['error']}"
+    elif row["is_lost"]:
+        yield f"{name}: dropped, because the template loses a part of it (data.lost_fields=drop)"
+    elif not ids:
+        yield f"{name}: not used: {row['length']} tokens, too long or without a trained token"
+    else:
+        yield from token_lines(name, ids, row.get("loss_mask"), chat)
+
+
+def preview_dataset(data: TokenDataset | PromptDataset, tokenizer, num_rows: int) -> Iterator[str]:
+    """Yield the lines of a preview of the first rows of a tokenized data set."""
+    chat = ChatTokenizer(tokenizer)
+    for i in range(min(num_rows, len(data))):
+        mask = None
+        if isinstance(data, TokenDataset):
+            batch = data.batch([i])
+            ids = batch.input_ids.tolist()
+            mask = batch.fields["loss_mask"].int().tolist()
+        else:
+            ids = data[i].input_ids
+        yield from token_lines(f"row {i + 1}", ids, mask, chat)
+
+
+def token_lines(
+    name: str, ids: Sequence[int], mask: Sequence[int] | None, chat: ChatTokenizer
+) -> Iterator[str]:
+    """Yield a line with the numbers of tokens, and the lines of the decoded text."""
+    trained = "" if mask is None else f", {sum(mask)} of them trained"
+    yield f"{name}: {len(ids)} tokens{trained}"
+    for line in highlight(ids, mask, chat).split("\n"):
+        yield f"  | {line}"
+
+
+def highlight(ids: Sequence[int], mask: Sequence[int] | None, chat: ChatTokenizer) -> str:
+    """Return the text of the tokens, with marks around runs of trained tokens.
+
+    Args:
+        mask: 1 for each trained token, else 0; None: no token is trained.
+    """
+    before, after = TRAINED_ON_TERMINAL if has_colours() else TRAINED_ELSEWHERE
+    if mask is None:
+        mask = [0] * len(ids)
+    shown = []
+    for is_trained, run in itertools.groupby(zip(ids, mask), key=lambda pair: pair[1]):
+        text = shorten(chat.decode([token for token, _ in run])).replace("\x1b", "\\x1b")
+        shown.append(f"{before}{text}{after}" if is_trained else text)
+    return "".join(shown)
+
+
+def has_colours() -> bool:
+    """Return whether standard output shows colours: https://no-color.org."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+
+
+def shorten(text: str) -> str:
+    """Leave out the middle of a long text."""
+    if len(text) <= MAX_LENGTH:
+        return text
+    half = MAX_LENGTH // 2
+    return f"{text[:half]} ... {text[-half:]}"
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser("python -m data.preview", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--prompts", action="store_true", help="the rows are for train_ppo.py")
+    parser.add_argument("--rows", type=int, default=NUM_ROWS, help="number of rows to show")
+    parser.add_argument("file", help="a data file, or a pattern or a directory of them")
+    parser.add_argument("settings", nargs="*", help="YAML files and key=value pairs")
+    args = parser.parse_args(arguments)
+    defaults = "ppo.yaml" if args.prompts else "sft.yaml"
+    spec = prompts.SPEC if args.prompts else dataset.SPEC
+    config = load(defaults, [*args.settings, f"data.train_files={args.file}"])
+    for path in find_files(config.data.train_files):
+        for line in preview_file(path, spec, config, args.rows):
+            print(line)
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except InputError as error:
+        report(error)
+        sys.exit(2)

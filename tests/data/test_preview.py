@@ -1,0 +1,97 @@
+"""The preview of rows: decoded tokens, trained ones highlighted, and ignored fields."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from data import preview
+from data.dataset import TokenDataset
+from data.preview import preview_dataset
+from data.prompts import PromptDataset, tokenize_prompts
+from tests.data.test_dataset import chat, make, options, tokenizer_dir, write  # noqa: F401
+
+
+@pytest.fixture
+def show(tokenizer_dir, tmp_path, capsys):  # noqa: F811
+    """Return a function: show(rows, argument, ...) -> the lines that the command prints."""
+
+    def show(rows, *arguments):
+        path = write(tmp_path / "rows.jsonl", rows)
+        preview.main([str(path), f"model.path={tokenizer_dir}", *arguments])
+        lines = capsys.readouterr().out.splitlines()
+        return [line.replace(str(tmp_path), "DIR") for line in lines if line]
+
+    return show
+
+
+def test_trained_tokens_are_between_brackets(show):
+    row = chat("2+3", "5", "sure?", "yes") | {"source": "a book"}
+    lines = show([row, chat("only", "two rows"), chat("not", "shown")], "--rows", "2")
+    assert lines == [
+        "DIR/rows.jsonl:1: 54 tokens, 6 of them trained",
+        "  | <|im_start|>user",
+        "  | 2+3<|im_end|>",
+        "  | <|im_start|>assistant",
+        "  | [[5<|im_end|>]]",
+        "  | <|im_start|>user",
+        "  | sure?<|im_end|>",
+        "  | <|im_start|>assistant",
+        "  | [[yes<|im_end|>]]",
+        "  | ",
+        "DIR/rows.jsonl:2: 33 tokens, 9 of them trained",
+        "  | <|im_start|>user",
+        "  | only<|im_end|>",
+        "  | <|im_start|>assistant",
+        "  | [[two rows<|im_end|>]]",
+        "  | ",
+        "rows.jsonl: reads messages (role, content); ignores the columns source (1 rows)",
+    ]
+
+
+def test_rows_that_are_errors_or_too_long_are_shown_as_such(show):
+    lost = chat("q", "a")
+    lost["messages"][1]["reasoning_content"] = "because of this"
+    lines = show([lost, chat("q", "a" * 300)], "data.max_length=100", "data.truncation=drop")
+    assert lines[0].startswith("error: DIR/rows.jsonl:1: the chat template leaves out reasoning")
+    assert lines[1].startswith("DIR/rows.jsonl:2: not used: 322 tokens, too long")
+
+
+def test_a_prompt_ends_with_the_generation_prompt(show):
+    lines = show([{"prompt": "2+3", "answer": "5"}], "--prompts")
+    assert lines[0] == "DIR/rows.jsonl:1: 22 tokens"
+    assert lines[3:5] == ["  | <|im_start|>assistant", "  | "]
+    assert "leaves to the reward function answer" in lines[-1]
+
+
+def test_a_terminal_gets_colours_and_no_control_characters_of_the_text(show, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    lines = show([chat("\x1b[31mred", "5")])
+    assert "  | \x1b[32m5<|im_end|>\x1b[0m" in lines
+    assert "  | \\x1b[31mred<|im_end|>" in lines
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "  | [[5<|im_end|>]]" in show([chat("q", "5")])
+
+
+def test_long_texts_lose_their_middle(show):
+    (line,) = (line for line in show([chat("q", "x" * 3000)]) if "xxx" in line)
+    assert " ... " in line
+    assert len(line) < 2100
+
+
+def test_a_dry_run_shows_the_first_rows_of_its_data_set(make, tokenizer_dir, tmp_path):  # noqa: F811
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_dir)
+    file = write(tmp_path / "rows.jsonl", [chat("q", "first"), chat("q", "second")])
+    trained = list(preview_dataset(TokenDataset.load(make(file)), tokenizer, 1))
+    assert trained[0] == "row 1: 27 tokens, 6 of them trained"
+    assert "  | [[first<|im_end|>]]" in trained
+    settings = SimpleNamespace(**vars(options()), max_prompt_length=100)
+    prompts = write(tmp_path / "prompts.jsonl", [{"prompt": "2+3"}])
+    cache = tokenize_prompts(str(prompts), tokenizer, settings, tmp_path / "c", tokenizer_dir)
+    shown = list(preview_dataset(PromptDataset.load(cache), tokenizer, 3))
+    assert shown[0] == "row 1: 22 tokens"
+    assert json.dumps(shown).count("[[") == 0
