@@ -66,8 +66,8 @@ def hub_advice(name: str) -> str:
         return ""
     return (
         '. If it is a data set on the hub, save it first: python -c "from datasets import '
-        f"load_dataset; load_dataset('{name}').save_to_disk('data')\", and name a split of it, such "
-        "as data/train"
+        f"load_dataset; load_dataset('{name}').save_to_disk('data')\", and name a split of it, "
+        "such as data/train"
     )
 
 

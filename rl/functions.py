@@ -242,6 +242,4 @@ def check_pair(config: DictConfig, key: str, result: Any, second: type, expected
     """
     is_pair = isinstance(result, tuple) and len(result) == 2
     if not is_pair or not isinstance(result[1], second):
-        raise InputError(
-            f"algorithm.{key}={config.algorithm[key]} must return a pair: {expected}"
-        )
+        raise InputError(f"algorithm.{key}={config.algorithm[key]} must return a pair: {expected}")

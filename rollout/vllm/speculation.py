@@ -21,6 +21,7 @@ from config import InputError
 from engines.model import mtp
 from engines.model.hf import read_hf_config
 from engines.model.quirks import RECURRENT_LAYER_TYPES
+from rollout.vllm.sampling import validation_sampling
 from rollout.vllm.versions import SUPPORTED, SUPPORTED_NAMES
 
 # "ngram" drafts the tokens that followed an earlier occurrence of the last 2 to 4 tokens.
@@ -67,8 +68,8 @@ def check_drafter(config: DictConfig) -> None:
 
 def check_drafted_sampling(config: DictConfig, key: str) -> None:
     """Raise InputError for sampling parameters that vLLM does not support with a drafter."""
-    for name in ("rollout", "validation"):
-        sampling = config[name]
+    groups = {"rollout": config.rollout, "validation": validation_sampling(config)}
+    for name, sampling in groups.items():
         if sampling.min_p > 0:
             raise InputError(
                 f"{name}.min_p={sampling.min_p:g}: vLLM does not support min_p with {key}"
