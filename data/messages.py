@@ -14,7 +14,11 @@ LOSS_KEYS = ("loss_mask", "weight", "loss", "train", "training", "trainable")
 # loss, such as axolotl's `train_detail`.
 LOSS_WORDS = re.compile(r"(?:^|_)(?:mask|loss|train|weight)(?:ed|ing|able|s)?(?:_|$)")
 # Columns that may weigh or exclude a whole row, unless their value is an ordinary text.
-ROW_LOSS_COLUMNS = (*LOSS_KEYS, "mask", "masked", "weights", "sample_weight", "loss_weight")
+# Each has the value that changes nothing.
+ROW_LOSS_COLUMNS = dict.fromkeys([*LOSS_KEYS, "weights", "sample_weight", "loss_weight"], 1) | {
+    "mask": 0,
+    "masked": 0,
+}
 # Cells of CSV files are texts.
 BOOLEAN_TEXTS = {"true": 1.0, "false": 0.0}
 
@@ -88,15 +92,12 @@ def check_other_loss_keys(message: dict, name: str) -> None:
 
 
 def check_row_loss_columns(row: dict, options) -> None:
-    """Raise InputError if a column seems to weigh or exclude the row.
-
-    The value 1 is accepted, since it changes nothing.
-    """
-    for column in ROW_LOSS_COLUMNS:
+    """Raise InputError if a column seems to weigh or exclude the row."""
+    for column, usual_value in ROW_LOSS_COLUMNS.items():
         value = number_in_text(row.get(column))
         if isinstance(value, (str, type(None))) or column in options.ignored_fields:
             continue
-        if value != 1:
+        if value != usual_value:
             raise InputError(
                 f'the column "{column}" is {str(value)[:40]}, and rows have no weight or mask: '
                 "use loss_mask (0 or 1) in messages, leave out the row, or name the column in "

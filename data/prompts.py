@@ -17,8 +17,15 @@ import numpy as np
 from config import InputError
 from data.chat.conversation import Conversation
 from data.chat.encoding import RowCoroutine
+from data.chat.endings import read_ending
 from data.chat.forms import has_image, text_of
-from data.chat.lost import Loss, find_losses, must_be_dropped, plain_row_losses
+from data.chat.lost import (
+    Loss,
+    find_losses,
+    located_pieces,
+    must_be_dropped,
+    plain_row_losses,
+)
 from data.chat.placeholders import RowImages, tokens_with_images
 from data.chat.plain_text import check_no_images, tokenize_plain
 from data.chat.tokenizer import ChatTokenizer
@@ -191,6 +198,7 @@ def encode_prompt(
         losses = find_losses(conversation)
         if must_be_dropped(losses, options.lost_fields, conversation.messages):
             return EncodedPrompt([], "", "", RowImages(), losses, is_dropped=True)
+        check_asks_for_turn(conversation)
         sources = sources[: count_images(turns)]
         tokens, images = tokens_with_images(conversation, sources, options, folder)
         question = last_user_text(turns)
@@ -198,6 +206,25 @@ def encode_prompt(
     if not prompt.input_ids and not prompt.is_dropped:
         raise InputError("the prompt is empty")
     return prompt
+
+
+def check_asks_for_turn(conversation: Conversation) -> None:
+    """Raise InputError if a prompt ends with the end of a turn of the assistant.
+
+    Some templates write nothing for an empty result of a tool, or for a role that they do not know.
+    """
+    pieces = located_pieces(conversation)
+    if not pieces or conversation.messages[pieces[-1].source.message]["role"] != "assistant":
+        return
+    tail_start = pieces[-1].end
+    tail = conversation.tokens.between(tail_start, len(conversation.text))
+    end = tail.first(read_ending(conversation.chat).ids)
+    if end is not None and not conversation.text[tail.end(end) :].strip():
+        raise InputError(
+            "the chat template does not ask for an answer: the prompt ends with "
+            f"{conversation.text[tail_start:]!r}, the end of a turn of the assistant. Remove the "
+            "messages after that turn, or set data.chat_template to another template"
+        )
 
 
 def encode_plain_prompt(row: dict, chat: ChatTokenizer, options) -> EncodedPrompt:

@@ -143,6 +143,24 @@ class Conversation:
         return texts_of(self.messages)
 
     @cached_property
+    def inputs_as_text(self) -> str:
+        return str(self.inputs)
+
+    @cached_property
+    def literals_of_messages(self) -> list[frozenset[str]]:
+        """For each message, the literals of the template that its texts contain."""
+        literals: list[set[str]] = [set() for _ in self.messages]
+        for text in self.texts:
+            literals[text.message].update(
+                literal for literal in self.chat.literals if literal in text.text
+            )
+        return [frozenset(found) for found in literals]
+
+    def literals_before(self, message: int) -> frozenset[str]:
+        """Return the literals of the template that the texts before a message contain."""
+        return frozenset().union(*self.literals_of_messages[:message])
+
+    @cached_property
     def pieces(self) -> list[Piece]:
         """The parts of the rendered chat that come from messages, in order."""
         rendered = RenderedChat(

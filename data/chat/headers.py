@@ -135,11 +135,22 @@ def role_of(conversation: Conversation, run: Run) -> str | None:
 def cached_generation_prompt(
     conversation: Conversation, message: int, previous: Run, gap: str
 ) -> str:
-    """Return generation_prompt() from a cache, if an earlier turn followed the same text."""
-    inputs = conversation.inputs
-    cache = conversation.chat.generation_prompts
-    role = role_of(conversation, previous)
-    key = (gap, role, bool(inputs.tools), str(inputs.arguments))
+    """Return generation_prompt(), cached for turns that a template cannot tell apart.
+
+    A prompt may depend on the tools, the template's arguments, the roles so far, and on texts that
+    the template looks for in them, such as "/no_think" in the system message.
+    """
+    chat = conversation.chat
+    if not chat.is_stock:
+        return generation_prompt(conversation, message, previous)
+    key = (
+        gap,
+        role_of(conversation, previous),
+        conversation.inputs_as_text,
+        frozenset(earlier["role"] for earlier in conversation.messages[:message]),
+        conversation.literals_before(message),
+    )
+    cache = chat.generation_prompts
     if key not in cache:
         if len(cache) > MAX_CACHED_PROMPTS:
             cache.clear()

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from config import InputError
 from data.chat.conversation import Conversation
 from data.chat.forms import as_json
-from data.chat.marks import MARK_WORD, Text, mark_messages, replace_texts
+from data.chat.marks import MARK_WORD, Text, mark_messages
 from data.chat.pieces import UNMISTAKABLE_LENGTH
 
 # Kinds of losses.
@@ -157,11 +157,14 @@ class TextCheck:
     def arrived_marks(
         self, texts: list[Text], messages: list[dict], **options
     ) -> set[tuple[int, int]] | None:
-        """Return (text, mark) for each mark in the rendered chat; None if the template refuses.
+        """Return (text, mark) for each mark in the rendered chat; None if marks cannot tell.
+
+        They cannot if the template rejects them, or if they change the rest of the chat.
 
         Args:
             texts: the texts that get a mark after every word.
-            options: replaces the conversation's options.
+            messages: the conversation's messages, or only the first of them.
+            options: replace the conversation's options.
         """
         conversation = self.conversation
         offsets: list[list[int]] = [[] for _ in conversation.texts]
@@ -172,33 +175,36 @@ class TextCheck:
         marked = conversation.try_render(marked_messages, **(conversation.options | options))
         if marked is None:
             return None
-        marks = re.findall(rf"{word}(\d+)y(\d+)Zq", marked)
-        return {(int(number), int(index)) for number, index in marks}
+        mark = re.compile(rf"{word}(\d+)y(\d+)Zq")
+        if messages is conversation.messages and mark.sub("", marked) != conversation.text:
+            return None
+        return {(int(number), int(index)) for number, index in mark.findall(marked)}
 
     def missing_marks(self, text: Text) -> list[int]:
         """Return the indices of the words in a text that the rendered chat lacks.
 
-        If a template cannot handle the marks, for example because it compares the text with a fixed
-        word, the text is replaced to see whether it has an effect.
+        If marks cannot tell, for example because the template compares the text with a fixed word,
+        the words are searched for.
         """
         arrived = self.arrived_marks([text], self.conversation.messages)
-        missing = lacking(text, arrived or set())
-        if len(missing) < len(word_ends(text.text)):
-            return missing
-        if squash(text.text) not in self.squashed:
-            return missing
-        is_printed = arrived is None or self.replacement_has_effect(text)
-        return [] if is_printed else missing
+        if arrived is None:
+            return self.words_not_found(text)
+        return lacking(text, arrived)
 
-    def replacement_has_effect(self, text: Text) -> bool:
-        """Return whether the rendered chat changes if another word replaces the text."""
-        conversation = self.conversation
-
-        def replace(other: Text) -> str:
-            return MARK_WORD if other.number == text.number else other.text
-
-        replaced = replace_texts(conversation.messages, replace)
-        return conversation.try_render(replaced, **conversation.options) != conversation.text
+    def words_not_found(self, text: Text) -> list[int]:
+        """Return the indices of the words that the rendered chat does not contain in this order."""
+        missing = []
+        reached = 0
+        start = 0
+        for index, end in enumerate(word_ends(text.text)):
+            words = text.text[start:end].split() or [""]
+            start = end
+            position = self.conversation.text.find(words[-1], reached)
+            if position < 0:
+                missing.append(index)
+            else:
+                reached = position + len(words[-1])
+        return missing
 
     def is_repeated(self, text: Text) -> bool:
         """Return whether the same message has this text a second time, and it is printed there."""

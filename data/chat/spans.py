@@ -35,11 +35,11 @@ from operator import attrgetter
 
 from config import InputError
 from data.chat.conversation import Conversation
-from data.chat.endings import check_nothing_follows_end, find_turn_end
+from data.chat.endings import check_nothing_follows_end, find_turn_end, read_ending
 from data.chat.forms import missing_text
-from data.chat.headers import find_header_end, skip_absorbed_spaces
+from data.chat.headers import find_header_end, read_header, role_of, skip_absorbed_spaces
 from data.chat.marks import Piece
-from data.chat.runs import ADVICE, CHAT_START, Run, runs_of_pieces
+from data.chat.runs import ADVICE, CHAT_START, Run, runs_of_pieces, turn_not_found
 from data.chat.template_mask import marked_spans
 from data.chat.tokens import Span
 
@@ -84,6 +84,7 @@ def search_spans(conversation: Conversation, turns: list[int]) -> list[Span]:
         # Only the first run of a turn has a header. The run of a turn without text begins after it.
         if run.message in messages_with_text and not learned_text[run.message]:
             start = find_header_end(conversation, run, previous)
+            check_has_header(conversation, run, previous)
         start = skip_absorbed_spaces(conversation, start)
         span = Span(start, find_turn_end(conversation, run, following))
         spans.append(span)
@@ -93,6 +94,24 @@ def search_spans(conversation: Conversation, turns: list[int]) -> list[Span]:
     for message in turns:
         check_complete(conversation, message, learned_text[message])
     return spans
+
+
+def check_has_header(conversation: Conversation, turn: Run, previous: Run) -> None:
+    """Raise InputError if a turn follows the end of another one of the assistant without a header.
+
+    The model would learn to go on after the token that ends generation.
+    """
+    header = read_header(conversation.chat).text
+    gap = conversation.text[previous.end : turn.start]
+    if role_of(conversation, previous) != "assistant" or not header or header in gap:
+        return
+    tokens = conversation.tokens.between(previous.end, turn.start)
+    if tokens.first(read_ending(conversation.chat).ids) is not None:
+        raise turn_not_found(
+            turn.message,
+            f"the template ends the assistant's message before it, {gap!r}, and begins no new turn "
+            f"with {header!r} (the two messages could be joined)",
+        )
 
 
 def find_runs(conversation: Conversation, turns: list[int]) -> list[Run]:

@@ -18,6 +18,8 @@ from data.chat.tokens import Tokens
 TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError)
 # JSON may contain one half of a UTF-16 surrogate pair, e.g. "\ud83d", which is half of an emoji.
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+# The name of a role or of a key, or white space.
+WORD_OR_SPACE = re.compile(r"(?:\w+|\s+)\Z")
 
 
 class ChatTokenizer:
@@ -32,6 +34,7 @@ class ChatTokenizer:
         end_ids: all tokens that end generation.
         added: id -> text of the tokens that were added to the vocabulary.
         special: the control tokens in `added`, except the unknown token.
+        literals: the strings in the template's code that it may look for in texts.
         generation_prompts: cache of data.chat.headers.generation_prompt().
         reasoning_keys: caches of data.chat.reasoning.with_readable_reasoning().
 
@@ -63,6 +66,7 @@ class ChatTokenizer:
         self.parameters = inspect.signature(tokenizer.apply_chat_template).parameters.keys()
         self.is_stock = uses_stock_method(tokenizer)
         self.clock = frozen_clock(tokenizer)
+        self.literals = template_literals(str(tokenizer.chat_template or ""))
         self.generation_prompts: dict[tuple, str] = {}
         self.reasoning_keys: dict[str, dict[str, bool]] = {}
 
@@ -143,6 +147,19 @@ def uses_stock_method(tokenizer) -> bool:
     from transformers import PreTrainedTokenizerBase
 
     return type(tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template
+
+
+def template_literals(template: str) -> list[str]:
+    """Return the strings in a template's code, except words such as role names, and white space."""
+    try:
+        tokens = list(jinja2.Environment().lex(template))
+    except jinja2.TemplateError:  # reported when a chat is rendered
+        return []
+    sources = {source[1:-1] for _, kind, source in tokens if kind == "string"}
+    strings = [
+        source.encode("ascii", "backslashreplace").decode("unicode-escape") for source in sources
+    ]
+    return [string for string in strings if len(string) > 1 and not WORD_OR_SPACE.match(string)]
 
 
 def frozen_clock(tokenizer) -> dict:

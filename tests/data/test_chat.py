@@ -546,6 +546,13 @@ def test_a_template_that_always_prompts_for_thoughts():
     ]
 
 
+AXOLOTL_PHI3 = (
+    "{% for m in messages %}"
+    "{% if m.role == 'user' %}{{ '<|user|>\n' + m.content + '<|end|>\n<|assistant|>\n' }}"
+    "{% elif m.role == 'assistant' %}{{ m.content + '<|end|>\n' }}{% endif %}{% endfor %}"
+)
+
+
 def test_a_second_message_of_the_assistant_without_a_header():
     template = CHATML.replace(
         "{{ '<|im_start|>' + m.role + '\n' +",
@@ -560,10 +567,51 @@ def test_a_second_message_of_the_assistant_without_a_header():
             {"role": "assistant", "content": "two, and more of it"},
         ]
     }
-    assert trained(template, row) == [
-        "one, and more of it<|im_end|>",
-        "two, and more of it<|im_end|>",
-    ]
+    with pytest.raises(InputError, match="message 2 .* begins no new turn"):
+        trained(template, row)
+    row["messages"][2]["loss_mask"] = 0
+    assert trained(template, row) == ["one, and more of it<|im_end|>"]
+
+
+def test_axolotls_phi3_writes_the_header_after_the_user():
+    """So a second answer in a row would follow the end of the first one."""
+    phi3 = make_tokenizer(AXOLOTL_PHI3, eos="<|end|>", control=["<|end|>"])
+    messages = say("q", "one", "r", "two")
+    assert trained(phi3, {"messages": messages}) == ["one<|end|>", "two<|end|>"]
+    with pytest.raises(InputError, match="message 2 .* begins no new turn"):
+        trained(phi3, {"messages": [*say("q", "one"), messages[3]]})
+    call_without_tools = [*say("q", "one"), {"role": "tool", "content": ""}, messages[3]]
+    with pytest.raises(InputError, match="message 3 .* begins no new turn"):
+        trained(phi3, {"messages": call_without_tools})
+
+
+PROMPT_BY_ROW = CHATML.replace(
+    "{{ '<|im_start|>assistant\n' }}",
+    "{{ '<|im_start|>assistant\n' + ('<think>\n' if CONDITION else '') }}",
+)
+
+
+@pytest.mark.parametrize(
+    "condition, system, tools",
+    [
+        ("tools and tools[0].function.name == 'add'", "be brief", [TOOL]),
+        ("'/think' in messages[0].content", "be brief /think", None),
+    ],
+)
+def test_the_prompt_for_a_turn_is_that_of_its_own_row(condition, system, tools):
+    """It is cached, but another row's prompt must not be used."""
+    template = "{{ tools | tojson if tools }}" + PROMPT_BY_ROW.replace("CONDITION", condition)
+    tokenizer = make_tokenizer(template)
+    chat = ChatTokenizer(tokenizer)
+    other_tools = [{"function": {"name": "sub"}}] if tools else None
+    answer = "<think>\nlet me see</think>the cat"
+    learned = []
+    for content, tools_of_row in (("be brief", other_tools), (system, tools)):
+        messages = [{"role": "system", "content": content}, *say("q", answer)]
+        ids, mask = encode({"messages": messages, "tools": tools_of_row}, chat, options())
+        learned.append(tokenizer.decode([token for token, bit in zip(ids, mask) if bit]))
+    assert learned[0] == answer + "<|im_end|>"
+    assert learned[1] == answer.removeprefix("<think>\n") + "<|im_end|>"
 
 
 def test_a_turn_that_goes_on_after_its_end_is_an_error():

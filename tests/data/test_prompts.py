@@ -375,6 +375,25 @@ def test_a_template_that_refuses(make, tmp_path):
         make(write(tmp_path / "a.jsonl", [{"prompt": "q"}]), tokenizer)
 
 
+def test_a_prompt_that_does_not_ask_for_an_answer(make, tmp_path):
+    """axolotl's template for Phi-3 writes the header after the user, and knows no tools."""
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=make_tokenizer().backend_tokenizer, eos_token="<|im_end|>"
+    )
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content + '<|im_end|>\n[A]' }}"
+        "{% elif m.role == 'assistant' %}{{ m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    )
+    messages = [user("q"), assistant("a"), {"role": "tool", "content": ""}]
+    path = write(tmp_path / "a.jsonl", [{"prompt": [user("q")]}, {"prompt": messages}])
+    with pytest.raises(InputError, match="a.jsonl:2: the chat template does not ask for an answer"):
+        make(path, tokenizer)
+    messages[2]["content"] = "3"
+    path = write(tmp_path / "a.jsonl", [{"prompt": messages}])
+    with pytest.raises(InputError, match="a.jsonl:1: the chat template leaves out content of"):
+        make(path, tokenizer)
+
+
 def test_a_row_that_json_cannot_hold(make, tmp_path):
     rows = [{"prompt": "q", "when": datetime.datetime(2020, 1, 1)}]
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
