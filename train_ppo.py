@@ -131,6 +131,7 @@ def set_up(config, grader):
 
     The user's mistakes are reported here, before any weights are loaded; cheap checks come first.
     """
+    from job.end_tokens import warn_of_end_token
     from job.run import Run
     from rl import models
     from rollout.vllm.settings import check_rollout, check_vllm_model
@@ -140,6 +141,7 @@ def set_up(config, grader):
     hf_config = models.check_models(config, run.world_size)
     check_rollout(config, run.world_size)
     run.load_tokenizer(hf_config)
+    warn_of_end_token(config, run.chat_tokenizer())
     run.train = load_prompts(run, config.data.train_files)
     run.val = load_prompts(run, config.data.val_files)
     notices = {grader.check(prompts[0].row) for prompts in (run.train, run.val) if prompts}

@@ -38,13 +38,16 @@ def main(config):
     from engines.build import engine_class
     from engines.checkpoint.export import export_hf
     from engines.parallel import device
+    from job.end_tokens import new_end_ids
     from job.plan import print_plan
 
     run = set_up(config)
+    end_ids = new_end_ids(run)
     if config.dry_run:
         device.on_rank0(print_plan, run, {None: run.config})
         return device.shutdown()
     engine = engine_class(config.model_engine)(run.config, run.device, run.total_steps)
+    engine.new_end_ids = end_ids
     if run.resume_from:
         run.progress.take_counters(run.checkpointer.load(run.resume_from, engine))
     run.start(f"{len(run.train)} rows, {engine.dp_size} data-parallel ranks on {run.device.type}")

@@ -37,6 +37,7 @@ OPTIONS = (
     "lost_fields",
     "ignored_fields",
 )
+TOKENS_AT_ONCE = 1 << 22  # the number of tokens that are searched at a time
 # The columns of a row that is not used, because none of its tokens is trained. length is the number
 # of tokens before truncation; shape is the name of the row's format (data/shapes.py); use is a
 # data.columns.RowUse as JSON; is_lost tells whether it is dropped because of data.lost_fields.
@@ -131,6 +132,21 @@ class TokenDataset:
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    def trained_ends(self, candidates: Iterable[int]) -> set[int]:
+        """Return those of these tokens with which a trained part of a row ends."""
+        missing = {*candidates}
+        trained = set()
+        for start in range(0, len(self.input_ids), TOKENS_AT_ONCE):
+            if not missing:
+                break
+            mask = self.loss_mask[start : start + TOKENS_AT_ONCE + 1]
+            is_end = (mask > 0) & (np.append(mask[1:], 0) == 0)
+            ids = self.input_ids[start : start + TOKENS_AT_ONCE]
+            found = missing.intersection(np.unique(ids[is_end[: len(ids)]]).tolist())
+            trained |= found
+            missing -= found
+        return trained
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """Return the rows at these indices, in this order.

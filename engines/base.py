@@ -1,7 +1,7 @@
 """The interface of an engine: a model divided over ranks, to train, evaluate and export."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,6 +51,8 @@ class Engine(ABC):
         micro_batches_multiple: the number of micro-batches in a batch is a multiple of this.
         names: name in the files of model.path -> name in the model. None: the engine does not use
             that weight.
+        new_end_ids: end tokens that the run teaches and that the files of model.path do not name;
+            save_config() names them.
     """
 
     config: DictConfig
@@ -65,6 +67,7 @@ class Engine(ABC):
     processor: Processor | None = None
     micro_batches_multiple: int = 1
     names: dict[str, str | None]
+    new_end_ids: Sequence[int] = ()
     _flops: tuple[int, int, int]  # see count_flops in engines/model/flops.py
     _image_flops: float
 
@@ -342,7 +345,8 @@ class Engine(ABC):
         # Imported here: transformers takes seconds to import.
         from engines.checkpoint.model_config import save_model_config
 
-        save_model_config(Path(self.config.model.path), self.compute_dtype, directory)
+        path = Path(self.config.model.path)
+        save_model_config(path, self.compute_dtype, directory, self.new_end_ids)
 
     # -- checkpoints -----------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
 
-from data.chat.tokenizer import load_tokenizer
+from data.chat.tokenizer import ChatTokenizer, load_tokenizer
 from engines.checkpoint.checkpointer import Checkpointer
 from engines.parallel import device as devices
 from engines.parallel.device import on_rank0
@@ -102,6 +102,10 @@ class Run:
         models.report_unused_mtp(self.config, hf_config)
         self.tokenizer = load_tokenizer(self.config)
         self.processor = models.load_processor(self.config, self.tokenizer)
+
+    def chat_tokenizer(self) -> ChatTokenizer:
+        """Return the tokenizer with its chat template and the end tokens of model.path."""
+        return ChatTokenizer.load(self.tokenizer, Path(self.config.model.path), self.processor)
 
     def count_steps(self) -> None:
         self.steps_per_epoch, self.total_steps = setup.count_steps(self.config, self.train)

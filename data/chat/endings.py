@@ -35,12 +35,14 @@ class Ending:
         tail: the text to append to the chat's last turn, up to and including the end token, if the
             template ends a turn only when another turn follows. Empty if it ends every turn.
         call_tail: the end token to append instead if the last turn calls a tool.
+        token: the end token that the template writes after an answer; None if there is none.
     """
 
     ids: frozenset[int]
     text: str = ""
     tail: str = ""
     call_tail: str = ""
+    token: int | None = None
 
 
 @lru_cache(maxsize=16)
@@ -62,10 +64,12 @@ def read_ending(chat: ChatTokenizer) -> Ending:
     for candidates in (chat.end_ids, chat.added):
         end = shared.first(candidates)
         if end is not None:
-            return Ending(chat.end_ids | {shared.ids[end]})
+            token = shared.ids[end]
+            return Ending(chat.end_ids | {token}, token=token)
 
-    if probe.after_answer_2.first(chat.end_ids) is not None:
-        return Ending(chat.end_ids)
+    end = probe.after_answer_2.first(chat.end_ids)
+    if end is not None:
+        return Ending(chat.end_ids, token=probe.after_answer_2.ids[end])
     end = find_end_between_turns(chat, probe)
     if end is None:
         closing = ""
@@ -73,13 +77,14 @@ def read_ending(chat: ChatTokenizer) -> Ending:
             closing = probe.text[probe.answer_end : shared.end(num_shared - 1)].strip()
         return Ending(chat.end_ids, text=closing)
 
-    ids = chat.end_ids | {probe.after_answer.ids[end]}
+    token = probe.after_answer.ids[end]
+    ids = chat.end_ids | {token}
     if probe.after_answer_2.first(chat.added) is not None:
-        return Ending(ids)
+        return Ending(ids, token=token)
     closing = probe.text[probe.answer_end : probe.after_answer.end(end)]
     already_written = probe.text[probe.answer_2_end :]
     tail = closing.removeprefix(already_written)
-    return Ending(ids, tail=tail, call_tail=read_call_tail(chat, ids))
+    return Ending(ids, tail=tail, call_tail=read_call_tail(chat, ids), token=token)
 
 
 def find_end_between_turns(chat: ChatTokenizer, probe: RenderedProbe) -> int | None:

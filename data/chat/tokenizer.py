@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import datetime
 import inspect
-import json
 import re
 from pathlib import Path
 
 import jinja2
 
+from common.end_tokens import read_end_ids
 from config import InputError
 from data.chat.tokens import Tokens
 
@@ -76,13 +76,7 @@ class ChatTokenizer:
 
         These are the values of eos_token_id in generation_config.json and config.json.
         """
-        end_ids = set()
-        for path in (directory / "generation_config.json", directory / "config.json"):
-            if not path.is_file():
-                continue
-            eos = json.loads(path.read_text()).get("eos_token_id")
-            end_ids |= set(eos if isinstance(eos, list) else [eos])
-        return cls(tokenizer, end_ids, processor)
+        return cls(tokenizer, read_end_ids(directory), processor)
 
     def render(
         self, messages: list[dict], tools: list | None = None, tokenize: bool = False, **options

@@ -1,10 +1,12 @@
 """Writes the files of an exported model other than its weights and tokenizer."""
 
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 
+from common.end_tokens import add_end_ids
 from engines.model import mimo
 from engines.model.hf import auto_class, read_hf_config
 
@@ -14,8 +16,15 @@ from engines.model.hf import auto_class, read_hf_config
 SIDE_FILES = ("generation_config.json", "*processor_config.json", "*.py")
 
 
-def save_model_config(model_path: Path, dtype: torch.dtype, directory: Path) -> None:
-    """Write config.json for weights of this dtype, and copy SIDE_FILES, into a directory."""
+def save_model_config(
+    model_path: Path, dtype: torch.dtype, directory: Path, new_end_ids: Iterable[int] = ()
+) -> None:
+    """Write config.json for weights of this dtype, and copy SIDE_FILES, into a directory.
+
+    Args:
+        new_end_ids: tokens that end a response of the exported model, besides those that the files
+            of model_path name. They are added to generation_config.json.
+    """
     hf_config = read_hf_config(model_path)
     hf_config.dtype = dtype
     hf_config.get_text_config().dtype = dtype
@@ -25,3 +34,4 @@ def save_model_config(model_path: Path, dtype: torch.dtype, directory: Path) -> 
     for pattern in SIDE_FILES:
         for file in model_path.glob(pattern):
             shutil.copy(file, directory)
+    add_end_ids(directory, new_end_ids)

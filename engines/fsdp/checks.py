@@ -49,7 +49,7 @@ def check_model_and_layout(config: DictConfig, world_size: int, head: Head):
     experts.check_experts_per_token(hf, hf_config, config.model.path)
     check_files(hf, Path(config.model.path), head)
     tracing.check_forward_pass(hf, config)
-    freeze.apply(config, hf, head)
+    freeze.apply(config, hf, head, reports=True)
     lora.check_config(config, hf)
     return hf_config
 

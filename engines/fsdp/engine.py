@@ -39,7 +39,7 @@ from engines.heads import Head, LogProbHead, ValueHead
 from engines.microbatch import Layout, MicroBatch, lay_out
 from engines.model import guard, lora
 from engines.model.flops import count_flops
-from engines.model.hf import keep_zero_rows, layer_modules, plain_attention
+from engines.model.hf import keep_zero_padding_row, layer_modules, plain_attention
 from engines.model.lengths import keep_short_frequencies
 from engines.model.logits import logit_constants
 from engines.model.weights import Placement, load_adapter, load_weights
@@ -198,7 +198,7 @@ class FSDPEngine(Engine):
         load_adapter(self.hf, self.config.model.lora, self.config.trainer.seed)
         embedding = self.hf.get_input_embeddings()
         row_sums = full_tensor(embedding.weight.detach().abs().sum(1)).to(self.device)
-        keep_zero_rows(embedding, row_sums == 0)
+        keep_zero_padding_row(embedding, embedding.padding_row, row_sums == 0)
         self.model.train()
 
     # -- training ----------------------------------------------------------------------------------

@@ -136,7 +136,7 @@ class MegatronEngine(Engine):
         mtp.check_config(config, hf_config)
         hf = build_on_meta(hf_config, torch.float32, head, with_mtp=mtp.is_trained(config))
         bridge.check_files(hf, Path(path), head)
-        freeze.apply(config, hf, head, Mapping(hf_config, head).parameter_key)
+        freeze.apply(config, hf, head, Mapping(hf_config, head).parameter_key, reports=True)
         check_adapters(config, hf_config, hf)
         return hf_config
 

@@ -21,7 +21,7 @@ from engines.megatron.bridge import WeightMapping
 from engines.megatron.gpt import HiddenStates
 from engines.megatron.mapping import global_parameters
 from engines.model import lora
-from engines.model.hf import keep_zero_rows
+from engines.model.hf import keep_zero_padding_row
 
 # engine.recompute -> fields of TransformerConfig.
 RECOMPUTE_FIELDS = {
@@ -106,15 +106,16 @@ def require_gradient(_: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
     return output.requires_grad_()
 
 
-def keep_zero_embeddings(changes: Changes) -> None:
-    """Block gradients to the embedding rows that are zero: see keep_zero_rows()."""
+def keep_padding_embedding(changes: Changes) -> None:
+    """Block gradients to a padding token's row that is zero: see keep_zero_padding_row()."""
+    padding_row = changes.hf.get_input_embeddings().padding_row
     for model in changes.models:
         if model.pre_process or model.mtp_process:
-            keep_zero_rows_of_shard(model.embedding.word_embeddings)
+            keep_padding_row_of_shard(model.embedding.word_embeddings, padding_row)
 
 
-def keep_zero_rows_of_shard(embedding: nn.Module) -> None:
-    """Apply keep_zero_rows() to an embedding whose rows tensor-parallel ranks divide."""
+def keep_padding_row_of_shard(embedding: nn.Module, padding_row: int | None) -> None:
+    """Apply keep_zero_padding_row() to an embedding whose rows tensor-parallel ranks divide."""
     group = mpu.get_tensor_model_parallel_group()
     own_is_zero = (embedding.weight.detach() == 0).all(1)
     is_zero = [torch.empty_like(own_is_zero) for _ in range(group.size())]
@@ -126,14 +127,14 @@ def keep_zero_rows_of_shard(embedding: nn.Module) -> None:
             return mask.t().chunk(group.size())[group.rank()]
         return mask
 
-    keep_zero_rows(embedding, torch.cat(is_zero), to_output_layout)
+    keep_zero_padding_row(embedding, padding_row, torch.cat(is_zero), to_output_layout)
 
 
 TRANSFORMS: list[Callable[[Changes], None]] = [
     freeze,
     attach_lora,
     require_embedding_gradient,
-    keep_zero_embeddings,
+    keep_padding_embedding,
 ]
 
 

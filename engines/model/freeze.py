@@ -1,8 +1,9 @@
 """model.freeze: parameters that are not trained. They have no gradients and no optimizer state."""
 
+import os
 import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -13,12 +14,17 @@ from config import InputError
 from engines.heads import Head
 from engines.model.names import model_names, stacked
 
+# A part of a regular expression: an escaped character, a set of characters, or a dot that stands
+# for exactly one character.
+ESCAPE_SET_OR_DOT = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\.(?![*+?{])", re.DOTALL)
+
 
 def apply(
     config: DictConfig,
     hf: nn.Module,
     head: Head = Head.LOG_PROBS,
     engine_parameter_of: Callable[[str], str] = str,
+    reports: bool = False,
 ) -> set[str]:
     """Set requires_grad of a model's parameters according to model.freeze.
 
@@ -28,6 +34,8 @@ def apply(
         hf: the model on the meta device.
         engine_parameter_of: maps the name of a tensor in the files to a key for the engine's
             parameter that holds it. One parameter may hold several tensors.
+        reports: whether rank 0 prints what is frozen, and warns of patterns that match more than
+            they seem to say.
 
     Returns:
         The names of the frozen tensors, as in the files.
@@ -49,15 +57,12 @@ def apply(
     path = Path(config.model.path)
     names = model_names(hf, path)
     names_of_parameter = file_names_of_parameters(hf, names)
-    in_model = {name for file_names in names_of_parameter.values() for name in file_names}
-    for pattern in patterns:
-        matches = matching_names(pattern, {*names, *in_model})
-        if head is not Head.VALUES:
-            check_matches(pattern, matches, in_model, {*names, *in_model}, path)
     if head is Head.VALUES:
         del names_of_parameter[hf.get_output_embeddings().weight]
+    else:
+        check_patterns(patterns, names, names_of_parameter, path)
 
-    trainable_names = {name for file_names in names_of_parameter.values() for name in file_names}
+    trainable_names = [name for file_names in names_of_parameter.values() for name in file_names]
     frozen = {name for pattern in patterns for name in matching_names(pattern, trainable_names)}
     names_of_engine_parameter = defaultdict(list)
     for parameter, file_names in names_of_parameter.items():
@@ -65,6 +70,10 @@ def apply(
         names_of_engine_parameter[engine_parameter_of(file_names[0])] += file_names
     check_whole_parameters(config, frozen, list(names_of_engine_parameter.values()))
     check_something_is_trained(config, hf)
+    if reports and int(os.environ.get("RANK", 0)) == 0:
+        report(config, head, hf, [name for name in trainable_names if name in frozen])
+        for pattern in patterns:
+            warn_of_wide_pattern(pattern, trainable_names)
     return frozen
 
 
@@ -92,7 +101,24 @@ def file_names_of_parameters(
     return names_of_parameter
 
 
-def matching_names(pattern: str, names: set[str]) -> set[str]:
+def check_patterns(
+    patterns: list[str],
+    names: Iterable[str],
+    names_of_parameter: dict[nn.Parameter, list[str]],
+    path: Path,
+) -> None:
+    """Raise InputError for a pattern that matches no parameter of the model.
+
+    Args:
+        names: the names of all weights in the files.
+    """
+    in_model = {name for file_names in names_of_parameter.values() for name in file_names}
+    known = {*names, *in_model}
+    for pattern in patterns:
+        check_matches(pattern, matching_names(pattern, known), in_model, known, path)
+
+
+def matching_names(pattern: str, names: Iterable[str]) -> set[str]:
     """Return the names that a pattern of model.freeze matches."""
     try:
         return {name for name in names if re.search(pattern, name)}
@@ -156,3 +182,69 @@ def check_something_is_trained(config: DictConfig, hf: nn.Module) -> None:
         )
     if not trained:
         raise InputError(f"model.freeze={patterns} leaves nothing to train")
+
+
+# -- the report ------------------------------------------------------------------------------------
+
+
+def report(config: DictConfig, head: Head, hf: nn.Module, frozen: Sequence[str]) -> None:
+    """Print how many parameters are frozen.
+
+    Args:
+        frozen: the names of the frozen tensors in the files, in the order of the model.
+    """
+    parameters = list(hf.parameters())
+    frozen_parameters = [parameter for parameter in parameters if not parameter.requires_grad]
+    num_elements = sum(parameter.numel() for parameter in parameters)
+    num_frozen_elements = sum(parameter.numel() for parameter in frozen_parameters)
+    of_critic = " of the critic" if head is Head.VALUES else ""
+    span = ""
+    if frozen:
+        span = f": {frozen[0]}" if len(frozen) == 1 else f": {frozen[0]} to {frozen[-1]}"
+    print(
+        f"model.freeze={list(config.model.freeze)} freezes {len(frozen_parameters)} of "
+        f"{len(parameters)} parameters{of_critic} ({num_frozen_elements:,} of {num_elements:,} "
+        f"elements){span}",
+        flush=True,
+    )
+
+
+def warn_of_wide_pattern(pattern: str, names: Sequence[str]) -> None:
+    """Print a warning if a pattern matches more names than it seems to say.
+
+    For example, 'layers.1.' matches layers 10 to 19, since a dot stands for any character, and
+    so does 'layers.1', which may end within a number.
+    """
+    matches = matching_names(pattern, names)
+    literal = with_literal_dots(pattern)
+    literal_matches = matching_names(literal, names)
+    additional = [name for name in names if name in matches - literal_matches]
+    # A pattern that matches nothing with literal dots has its dots on purpose.
+    if additional and literal_matches:
+        print(
+            f"warning: model.freeze: {pattern!r} also matches {additional[0]}, because a dot "
+            f"stands for any character: write {literal!r} to match only dots",
+            flush=True,
+        )
+    cut = [name for name in names if name in literal_matches and ends_in_number(literal, name)]
+    if cut and len(cut) < len(literal_matches):
+        print(
+            f"warning: model.freeze: {pattern!r} also matches {cut[0]}, because it ends within the "
+            r"number: end the pattern with '\.' to match only the whole number",
+            flush=True,
+        )
+
+
+def with_literal_dots(pattern: str) -> str:
+    """Return a regular expression in which every dot that stands for one character is escaped."""
+
+    def escape_dot(part: re.Match) -> str:
+        return r"\." if part[0] == "." else part[0]
+
+    return ESCAPE_SET_OR_DOT.sub(escape_dot, pattern)
+
+
+def ends_in_number(pattern: str, name: str) -> bool:
+    """Return whether a pattern's match in a name ends between two digits."""
+    end = re.search(pattern, name).end()
+    return name[max(end - 1, 0) : end].isdigit() and name[end : end + 1].isdigit()

@@ -75,8 +75,11 @@ def build_on_meta(
     has_more_than_text = hf_config.get_text_config() is not hf_config
     if has_more_than_text and not images:
         keep_text_modules(hf)
-    # Batches contain no padding tokens, so the padding token is learned like any other token.
-    hf.get_input_embeddings().padding_idx = None
+    # Batches contain no padding tokens, so the padding token is learned like any other token,
+    # unless its row is zero: see keep_zero_padding_row().
+    embedding = hf.get_input_embeddings()
+    embedding.padding_row = getattr(embedding, "padding_idx", None)
+    embedding.padding_idx = None
     if hf.get_output_embeddings().bias is not None:
         raise InputError("a bias on the output matrix is not supported")
     if head is Head.VALUES:
@@ -144,25 +147,29 @@ def plain_attention(hf: nn.Module) -> str:
     return "eager"
 
 
-def keep_zero_rows(
-    embedding: nn.Module, zero: Tensor, layout: Callable[[Tensor], Tensor] = lambda mask: mask
+def keep_zero_padding_row(
+    embedding: nn.Module,
+    padding_row: int | None,
+    is_zero: Tensor,
+    layout: Callable[[Tensor], Tensor] = lambda mask: mask,
 ) -> None:
-    """Block gradients to the rows of an embedding that are zero before training.
+    """Block gradients to the padding token's embedding if it is zero before training.
 
-    transformers initialises the padding token's row to zero. Normalising a zero vector multiplies
-    its gradient by 1 / sqrt(eps), which is 1,000 in RMSNorm, so a single padding token would
-    dominate the gradient of a step.
+    transformers initialises this row to zero. Normalising a zero vector multiplies its gradient by
+    1 / sqrt(eps), which is 1,000 in RMSNorm, so a single padding token would dominate the gradient
+    of a step. Other rows that are zero are learned, as in transformers.
 
     Args:
-        zero: [vocabulary] bool, true for rows that are zero.
+        padding_row: the row's number. None if the model has no padding token.
+        is_zero: [vocabulary] bool, true for rows that are zero.
         layout: maps a mask with the shape of the module's input [batch, length] to the shape of its
             output without the last dimension.
     """
-    if not zero.any():
+    if padding_row is None or not is_zero[padding_row]:
         return
 
-    def detach_zero_rows(_, inputs: tuple, output: Tensor) -> Tensor:
-        is_zero = layout(zero[inputs[0]])[..., None]
-        return torch.where(is_zero, output.detach(), output)
+    def detach_padding(_, inputs: tuple, output: Tensor) -> Tensor:
+        is_padding = layout(inputs[0] == padding_row)[..., None]
+        return torch.where(is_padding, output.detach(), output)
 
-    embedding.register_forward_hook(detach_zero_rows)
+    embedding.register_forward_hook(detach_padding)

@@ -1,5 +1,7 @@
 """Checks of rotary embeddings and sliding windows, which depend on the sequence length."""
 
+from collections.abc import Iterator
+
 from omegaconf import DictConfig
 from torch import nn
 
@@ -25,20 +27,24 @@ def check_rope(hf_config, config: DictConfig) -> None:
         InputError: if the run's longest sequence exceeds the length at which frequencies change.
     """
     longest, key = longest_sequence(config)
+    for rope_type, limit in frequency_limits(hf_config):
+        if longest > limit:
+            raise InputError(
+                f"model.path={config.model.path}: rope_type={rope_type} in "
+                f"config.json changes the frequencies beyond {limit} tokens: lower {key}={longest}"
+            )
+
+
+def frequency_limits(hf_config) -> Iterator[tuple[str, int]]:
+    """Yield (rope_type, length in tokens beyond which its frequencies change), if they do."""
     rope = getattr(hf_config, "rope_parameters", None) or {}
     # Some models have separate parameters for each type of layer.
     per_layer_type = [value for value in rope.values() if isinstance(value, dict)]
     for parameters in (rope, *per_layer_type):
-        if parameters.get("rope_type") not in LENGTH_DEPENDENT_ROPE:
-            continue
-        limit = (
-            parameters.get("original_max_position_embeddings") or hf_config.max_position_embeddings
-        )
-        if longest > limit:
-            raise InputError(
-                f"model.path={config.model.path}: rope_type={parameters['rope_type']} in "
-                f"config.json changes the frequencies beyond {limit} tokens: lower {key}={longest}"
-            )
+        rope_type = parameters.get("rope_type")
+        if rope_type in LENGTH_DEPENDENT_ROPE:
+            original_length = parameters.get("original_max_position_embeddings")
+            yield rope_type, original_length or hf_config.max_position_embeddings
 
 
 def keep_short_frequencies(hf: nn.Module) -> None:

@@ -1,7 +1,6 @@
 """Sampling: the parameters, seeds and end tokens of requests, and global random states."""
 
 import hashlib
-import json
 import random
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +9,7 @@ import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
 
+from common.end_tokens import read_end_ids
 from config import InputError
 
 # This many tokens may be as likely as the last one of the top_k. vLLM samples from all of them.
@@ -90,16 +90,7 @@ def find_stop_token_ids(model_path: Path) -> list[int]:
     Raises:
         InputError: Neither file has one.
     """
-    ids = set()
-    for name in ("generation_config.json", "config.json"):
-        file = model_path / name
-        if not file.is_file():
-            continue
-        eos_token_id = json.loads(file.read_text()).get("eos_token_id")
-        if isinstance(eos_token_id, list):
-            ids.update(eos_token_id)
-        elif eos_token_id is not None:
-            ids.add(eos_token_id)
+    ids = read_end_ids(model_path)
     if not ids:
         raise InputError(
             f"model.path={model_path}: neither generation_config.json nor config.json has an "

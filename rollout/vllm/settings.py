@@ -4,6 +4,7 @@ from omegaconf import DictConfig
 
 from config import InputError
 from engines.model.hf import read_hf_config
+from engines.model.lengths import frequency_limits
 from engines.model.shape import layer_configs
 from rollout.vllm import adapters, image_prompts, speculation
 from rollout.vllm.arguments import model_arguments
@@ -17,6 +18,7 @@ def check_rollout(config: DictConfig, world_size: int) -> None:
     Reads the model's config.json. Does not import vLLM.
     """
     check_tensor_parallel_size(config, world_size)
+    check_frequencies(config)
     image_prompts.check_images(config)
     adapters.check_adapter(config, world_size)
     speculation.check_drafter(config)
@@ -36,6 +38,26 @@ def check_tensor_parallel_size(config: DictConfig, world_size: int) -> None:
                 f"rollout.tensor_parallel_size={tp_size} does not divide the model's {num_heads} "
                 "attention heads"
             )
+
+
+def check_frequencies(config: DictConfig) -> None:
+    """Raise InputError if vLLM and the trainer would rotate training responses differently.
+
+    With longrope, vLLM applies the long factors to all requests if any request may be longer than
+    the original length. The trainer applies the short factors, since no training sequence is longer
+    (see engines/model/lengths.py).
+    """
+    prompt = config.data.max_prompt_length
+    hf_config = read_hf_config(config.model.path).get_text_config()
+    for rope_type, limit in frequency_limits(hf_config):
+        for group, sampling in sampling_groups(config).items():
+            if rope_type == "longrope" and prompt + sampling.max_tokens > limit:
+                raise InputError(
+                    f"{group}.max_tokens={sampling.max_tokens} and data.max_prompt_length={prompt} "
+                    f"allow more than the {limit} tokens of longrope's short factors, so vLLM "
+                    "would apply the long factors to training responses too: lower "
+                    f"{group}.max_tokens to at most {limit - prompt}"
+                )
 
 
 def check_vllm_model(config: DictConfig) -> None:

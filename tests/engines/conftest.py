@@ -33,8 +33,17 @@ def megatron_folder(tmp_path_factory) -> Path:
     make_model(folder / "mimo", "mimo")
     make_model(folder / "mimo_two", "mimo", num_hidden_layers=4, num_nextn_predict_layers=2)
     make_model(folder / "mimo_tied", "mimo", num_hidden_layers=4, tie_word_embeddings=True)
+    make_model(folder / "zero_rows", "llama", num_hidden_layers=2)
+    zero_rows(folder / "zero_rows")
     make_broken_models(folder)
     return folder
+
+
+def zero_rows(model: Path) -> None:
+    """Set two rows of the embedding to zero; a third one, of the padding token, is zero already."""
+    weights = load_file(model / "model.safetensors")
+    weights["model.embed_tokens.weight"][[7, 50]] = 0
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
 
 
 def make_broken_models(folder: Path) -> None:

@@ -241,6 +241,7 @@ EQUAL_TO_PLAIN: CaseTable = FROZEN | {
     (2, "moe cp2 ep2"): Case("qwen3_moe_raw", f"{CP2} {EP2}"),
     (2, "moe pp2 full"): Case("qwen3_moe", f"{PP2} {FULL} {AUX}"),
     (2, "critic moe ep2"): Case("qwen3_moe", EP2, critic=True),
+    (2, "zero rows tp2"): Case("zero_rows", f"{TP2} {EPS}"),
     (2, "mistral cp2"): Case("mistral", CP2),
     (2, "mistral padded"): Case("mistral", f"{PP2} {PADDED}"),
     (2, "mistral pp2 vpp2"): Case("mistral", f"{PP2} {VPP2}"),

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data.batching.order import global_batch
 from examples.arithmetic import make_rows, make_tokenizer
+from rollout.vllm.sampling import find_stop_token_ids
 from tests.support.launch import (
     LIMIT,
     ROOT,
@@ -154,7 +155,11 @@ def test_a_run_writes_all_its_files(uninterrupted):
     assert list((uninterrupted / "tensorboard").iterdir())
     assert "seed: 0" in (uninterrupted / "config.yaml").read_text()
     AutoModelForCausalLM.from_pretrained(uninterrupted / "hf")
-    assert AutoTokenizer.from_pretrained(uninterrupted / "hf").chat_template
+    tokenizer = AutoTokenizer.from_pretrained(uninterrupted / "hf")
+    assert tokenizer.chat_template
+    # The model's files name token 1; rows teach the end token of the template.
+    for directory in ("hf", "checkpoints/step_00000020/hf"):
+        assert find_stop_token_ids(uninterrupted / directory) == [1, tokenizer.eos_token_id]
 
 
 def validation_losses(out):

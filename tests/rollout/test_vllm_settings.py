@@ -65,6 +65,40 @@ def test_settings_that_images_do_not_support(ocr_model, setting, remedy):
         check_rollout(config, 1)
 
 
+@pytest.mark.parametrize(
+    "settings, is_accepted",
+    [
+        (["validation.max_tokens=57", "data.val_files=x"], False),
+        (["validation.max_tokens=56", "data.val_files=x"], True),
+        (["validation.max_tokens=57"], True),  # nothing is validated
+        (["data.val_files=x"], True),  # as long as responses in training
+    ],
+)
+def test_vllm_would_apply_the_long_factors_of_longrope(tmp_path, settings, is_accepted):
+    """vLLM chooses them for all requests, by the longest one; the trainer has the short factors."""
+    rope = dict(
+        rope_type="longrope",
+        rope_theta=10000.0,
+        short_factor=[1.0] * 4,
+        long_factor=[2.0] * 4,
+        original_max_position_embeddings=64,
+    )
+    lengths = dict(rope_parameters=rope, original_max_position_embeddings=64)
+    make_model(tmp_path, "llama", model_type="phi3", **lengths)
+    limits = ["data.max_prompt_length=8", "rollout.max_tokens=56"]
+    config = make_config(tmp_path, *limits, *settings)
+    if is_accepted:
+        check_rollout(config, 1)
+        return
+    with pytest.raises(InputError) as error:
+        check_rollout(config, 1)
+    assert str(error.value) == (
+        "validation.max_tokens=57 and data.max_prompt_length=8 allow more than the 64 tokens of "
+        "longrope's short factors, so vLLM would apply the long factors to training responses "
+        "too: lower validation.max_tokens to at most 56"
+    )
+
+
 def test_a_model_for_which_vllm_needs_torchvision(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torchvision", None)  # as if it were not installed
     make_model(tmp_path, "gemma3 with images")

@@ -19,6 +19,7 @@ from tests.engines.fsdp.test_training import FROZEN, result_of
 from tests.support.cases import case_params, needs
 from tests.support.estimates import checkpoint_bytes, estimate_gib
 from tests.support.plain import matches_any, tensor_bytes
+from tests.support.models import make_model
 from tests.support.training import make_tokenizer
 
 
@@ -128,6 +129,54 @@ def test_what_cannot_be_frozen(folder, family, pairs, message):
     settings = make_config(folder, model, f"model.freeze={patterns}", *others)
     with pytest.raises(InputError, match=message):
         FSDPEngine.check(settings, 1)
+
+
+@pytest.fixture(scope="module")
+def twelve_layers(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("twelve")
+    return make_model(directory, "llama", num_hidden_layers=12)
+
+
+LAYER = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48 + 2 * 32  # numbers in the 9 tensors of a layer
+
+
+@pytest.mark.parametrize(
+    "pattern, frozen_layers, warning",
+    [
+        (
+            "layers.1.",
+            (1, 10, 11),
+            r"also matches model.layers.10.self_attn.q_proj.weight, because a dot stands for any "
+            r"character: write 'layers\\.1\\.' to match only dots",
+        ),
+        (r"layers\.1\.", (1,), None),
+        ("layers[.]1[.]", (1,), None),
+        (
+            "layers.1",
+            (1, 10, 11),
+            r"also matches model.layers.10.self_attn.q_proj.weight, because it ends within the "
+            r"number: end the pattern with '\.' to match only the whole number",
+        ),
+        (r"layers\.1[01]\..*", (10, 11), None),
+    ],
+)
+def test_what_is_frozen_is_counted_and_wide_patterns_are_named(
+    twelve_layers, capsys, pattern, frozen_layers, warning
+):
+    freeze = f"model.freeze=['{pattern}']"
+    settings = make_config(twelve_layers.parent, f"model.path={twelve_layers}", freeze)
+    FSDPEngine.check(settings, 1)
+    lines = capsys.readouterr().out.splitlines()
+    total = 12 * LAYER + 2 * 97 * 32 + 32
+    num_layers = len(frozen_layers)
+    assert lines[0] == (
+        f"model.freeze={[pattern]} freezes {9 * num_layers} of {12 * 9 + 3} parameters "
+        f"({num_layers * LAYER:,} of {total:,} elements): "
+        f"model.layers.{frozen_layers[0]}.self_attn.q_proj.weight to "
+        f"model.layers.{frozen_layers[-1]}.post_attention_layernorm.weight"
+    )
+    warnings = [] if warning is None else [f"warning: model.freeze: {pattern!r} {warning}"]
+    assert lines[1:] == warnings
 
 
 def test_what_can_be_frozen(folder):

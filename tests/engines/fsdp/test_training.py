@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -38,6 +39,7 @@ from tests.engines.fsdp.cases import (
     train,
     worker_case,
 )
+from tests.engines.fsdp.model_files import rewrite_weights
 from tests.support.cases import case_params, needs
 from tests.support.models import make_model
 from tests.support.plain import (
@@ -490,3 +492,28 @@ def test_a_token_called_padding_is_learned_like_others(folder, tmp_path):
     ours: nn.Module = build_on_meta(hf_config, torch.float32)
     assert theirs.get_input_embeddings().padding_idx == 5
     assert ours.get_input_embeddings().padding_idx is None
+
+
+def test_rows_of_zeros_are_learned_as_in_transformers(tmp_path):
+    """All but the padding token's, which transformers does not learn either."""
+    model = make_model(tmp_path, "llama")
+    zeros = [5, 7, 50]  # 5 is the padding token
+
+    def with_zeros(name, weight):
+        if name == "model.embed_tokens.weight":
+            weight[zeros] = 0
+        return name, weight
+
+    rewrite_weights(model, with_zeros)
+    expected = plain_training(model).weights[FEW]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        engine = build(model, torch.device("cpu"))
+        train(engine, range(FEW))
+        learned = dict(engine.export_weights())
+    finally:
+        dist.destroy_process_group()
+    rows = learned["model.embed_tokens.weight"][zeros]
+    assert rows[0].norm() == 0
+    assert rows[1:].norm(dim=1).min() > 1e-3
+    torch.testing.assert_close(rows, expected["model.embed_tokens.weight"][zeros])
