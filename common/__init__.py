@@ -1,1 +1,1 @@
-"""Helpers that have nothing to do with training, used everywhere: disks, checksums, plugins."""
+"""Helpers that have nothing to do with training: disks, checksums, plugins, and end tokens."""

@@ -18,8 +18,8 @@ from tests.engines.fsdp.cases import FREEZE, FREEZE_SETTING, build, make_config,
 from tests.engines.fsdp.test_training import FROZEN, result_of
 from tests.support.cases import case_params, needs
 from tests.support.estimates import checkpoint_bytes, estimate_gib
-from tests.support.plain import matches_any, tensor_bytes
 from tests.support.models import make_model
+from tests.support.plain import matches_any, tensor_bytes
 from tests.support.training import make_tokenizer
 
 
