@@ -70,6 +70,7 @@ class Engine(ABC):
     new_end_ids: Sequence[int] = ()
     _flops: tuple[int, int, int]  # see count_flops in engines/model/flops.py
     _image_flops: float
+    _padding: Tensor | None = None  # of the latest micro-batch
 
     # -- batches ---------------------------------------------------------------------------------
 
@@ -229,6 +230,15 @@ class Engine(ABC):
             "dp", "cp", "tp", "pp": [rank, size]; "first_layers": the number of the first layer in
             each module; and the other settings that determine how tensors are divided.
         """
+
+    def padding(self) -> Tensor | None:
+        """Return where the latest micro-batch has no token, for records of modules' outputs.
+
+        Returns:
+            [b, s] bool, or [s, b] if the engine's hidden states are [s, b, h], for the slots of
+            this context-parallel rank; None before the first micro-batch.
+        """
+        return self._padding
 
     # -- FLOPs -----------------------------------------------------------------------------------
 

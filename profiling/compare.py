@@ -9,15 +9,15 @@ number in the tensor.
 If both runs use the same engine and layout, dumps are compared rank by rank. They are compared
 element by element if whole tensors were dumped. The inputs of forward passes are left out.
 
-If the engines or the layouts differ (for example, tensor-parallel ranks against one rank), the
-outputs of equivalent modules in forward passes are compared by their statistics; level L1 dumps no
-modules. Shards are joined, and layers are numbered as in the whole model. All ranks must be dumped
-(profiler.ranks=all). Runs with different numbers of data- or context-parallel ranks cannot be
-compared, because their ranks see different tokens.
+If the engines, the layouts or the micro-batches differ (for example, tensor-parallel ranks against
+one rank), the outputs of equivalent modules in forward passes are compared by their statistics over
+all tokens, without padding. All ranks must be dumped (profiler.ranks=all).
 
-Exit code 0: everything that was compared agrees, and the rest is listed; 1: the runs diverge, or
-one ran something that the other did not; 2: there is nothing to compare. --output keeps tables of
-every number.
+Layers are numbered as in the whole model.
+
+Exit code 0: the runs agree; 1: the runs diverge, or one ran something that the other did not;
+2: there is nothing to compare; 3: what could be compared agrees, but more than a tenth of the
+tensors, or all tensors of a layer, could not be compared. --output keeps tables of every number.
 """
 
 import argparse
@@ -27,43 +27,40 @@ import re
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
 
-from profiling.report import read_metrics
-from profiling.shards import (
-    HEAD,
-    STATISTICS,
+from profiling import layouts
+from profiling.dumps import (
     DumpedTensor,
-    Output,
-    OutputKey,
     RankDump,
-    Share,
-    gather,
+    in_whole_model,
     largest_difference,
-    pairs,
     read,
     read_ranks,
 )
+from profiling.report import read_metrics
 
 METRICS = ("loss", "entropy", "grad_norm")
 # Smaller metrics are compared relative to this: a policy's first loss is 0 up to rounding.
 SMALL_METRIC = 0.01
 # A module's input is another module's output, or an argument that the module may not even read.
 FORWARD_INPUT = re.compile(r"\.forward(\.\d+)?\.input\.")
-DIFFERENT_MICRO_BATCHES = "their micro-batches differ (raise data.max_tokens_per_micro_batch)"
-RECOMPUTED = "only one run recomputes them in its backward pass"
-PADDED = (
-    "only one run pads them (set engine.sequence_parallel=false or profiler.msprobe.task=tensor)"
+PLACE = re.compile(
+    r"(?:Module\.(?P<chunk>\d+)\.)?.*\.(?P<direction>forward|backward)\.(?P<call>\d+)"
 )
+OUTPUTS_ALONE = ", only outputs of forward passes"
+# Runs agree only if at least this share of the outputs could be compared.
+ENOUGH = 0.9
 
 
 class ExitCode(IntEnum):
     AGREE = 0
     DIVERGE = 1
     NOTHING_TO_COMPARE = 2
+    PARTLY_COMPARED = 3
 
 
 @dataclass(frozen=True)
@@ -85,11 +82,13 @@ class Pair:
 
     Attributes:
         difference: the largest difference, relative to the largest number in the tensors.
+        place: the output and the call, if the names do not tell them.
     """
 
     a: DumpedTensor
     b: DumpedTensor
     difference: float
+    place: str = ""
 
 
 @dataclass
@@ -100,13 +99,27 @@ class Comparison:
         title: names the stage and the ranks.
         pairs: in execution order.
         only_in_one: names of tensors in one run only.
-        notes: remarks on the tensors that were compared or left out.
+        notes: remarks on the tensors that were compared.
+        num_before: for each pair, how many tensors before it could not be compared; may be empty.
+        left_out: reason -> the number of tensors that could not be compared.
+        layers_left_out: the layers of which no tensor could be compared.
     """
 
     title: str
     pairs: list[Pair]
     only_in_one: list[str]
     notes: list[str] = field(default_factory=list)
+    num_before: list[int] = field(default_factory=list)
+    left_out: Counter[str] = field(default_factory=Counter)
+    layers_left_out: list[int] = field(default_factory=list)
+
+    @property
+    def total(self) -> int:
+        return len(self.pairs) + self.left_out.total()
+
+    @property
+    def is_complete_enough(self) -> bool:
+        return not self.layers_left_out and len(self.pairs) >= ENOUGH * self.total
 
 
 def compare_runs(
@@ -141,8 +154,16 @@ def compare_runs(
 
 
 def worst(codes: Iterable[int]) -> ExitCode:
-    """Return the most important exit code: DIVERGE, then NOTHING_TO_COMPARE, then AGREE."""
-    severity = (ExitCode.AGREE, ExitCode.NOTHING_TO_COMPARE, ExitCode.DIVERGE)
+    """Return the most important exit code.
+
+    That is DIVERGE, then NOTHING_TO_COMPARE, then PARTLY_COMPARED, then AGREE.
+    """
+    severity = (
+        ExitCode.AGREE,
+        ExitCode.PARTLY_COMPARED,
+        ExitCode.NOTHING_TO_COMPARE,
+        ExitCode.DIVERGE,
+    )
     return ExitCode(max(codes, key=severity.index))
 
 
@@ -204,15 +225,51 @@ def stages_of(run: Path, step: int) -> dict[str, Path]:
 def compare_stage(stage: str, folder_a: Path, folder_b: Path, settings: Settings) -> ExitCode:
     ranks_a = read_ranks(folder_a)
     ranks_b = read_ranks(folder_b)
+    if not have_same_layout(ranks_a, ranks_b):
+        return compare_layouts(stage, ranks_a, ranks_b, settings)
+    comparisons = [
+        compare_ranks(f"{stage} {a.name}", a, b) for a, b in zip(ranks_a, ranks_b, strict=True)
+    ]
+    if len(comparisons) > 1:
+        print_first_divergence(stage, ranks_a, comparisons, settings)
+    return worst([report(comparison, settings) for comparison in comparisons])
+
+
+def have_same_layout(ranks_a: list[RankDump], ranks_b: list[RankDump]) -> bool:
+    """Return whether the ranks of both runs hold the same parts of the model, and of the batch."""
     layout_a = {rank.name: rank.coordinates for rank in ranks_a}
     layout_b = {rank.name: rank.coordinates for rank in ranks_b}
     if layout_a != layout_b:
-        return compare_layouts(stage, ranks_a, ranks_b, settings)
-    codes = []
-    for a, b in zip(ranks_a, ranks_b, strict=True):
-        comparison = compare_ranks(f"{stage} {a.name}", a, b)
-        codes.append(report(comparison, settings))
-    return worst(codes)
+        return False
+    return all(layouts.have_same_calls(a, b) for a, b in zip(ranks_a, ranks_b, strict=True))
+
+
+def print_first_divergence(
+    stage: str, ranks: list[RankDump], comparisons: list[Comparison], settings: Settings
+) -> None:
+    """Print which rank diverges first: a difference passes from layer to layer between ranks."""
+    candidates = []
+    for rank, comparison in zip(ranks, comparisons, strict=True):
+        for index, pair in enumerate(comparison.pairs):
+            if pair.difference > settings.tolerance:
+                place = place_in_model(pair.a.name, rank.coordinates.first_layers)
+                candidates.append((place, index, rank.name, pair.a.name))
+    if candidates:
+        _, _, rank_name, name = min(candidates)
+        print(f"{stage}: diverges first on {rank_name}, at {name}")
+
+
+def place_in_model(name: str, first_layers: Sequence[int]) -> tuple[bool, int, int]:
+    """Return a sort key: forward before backward, by call, then from the first stage to the last.
+
+    In backward passes, the last stage comes first.
+    """
+    match = PLACE.match(name)
+    is_backward = match["direction"] == "backward" if match else False
+    call = int(match["call"]) if match else 0
+    chunk = int(match["chunk"]) if match and match["chunk"] else 0
+    first_layer = first_layers[chunk] if chunk < len(first_layers) else 0
+    return is_backward, call, -first_layer if is_backward else first_layer
 
 
 def compare_ranks(title: str, rank_a: RankDump, rank_b: RankDump) -> Comparison:
@@ -229,8 +286,13 @@ def compare_ranks(title: str, rank_a: RankDump, rank_b: RankDump) -> Comparison:
 
 
 def compared_tensors(rank: RankDump) -> dict[str, DumpedTensor]:
-    tensors = read(rank.folder)
-    return {name: tensor for name, tensor in tensors.items() if not FORWARD_INPUT.search(name)}
+    """Return a rank's tensors by name, with the numbers of layers in the whole model."""
+    tensors = {}
+    for name, tensor in read(rank.folder).items():
+        if not FORWARD_INPUT.search(name):
+            tensor.name = in_whole_model(name, rank.coordinates.first_layers)
+            tensors[tensor.name] = tensor
+    return tensors
 
 
 def tensor_difference(a: DumpedTensor, b: DumpedTensor) -> float:
@@ -249,15 +311,20 @@ def relative_difference(
     Returns:
         inf if a statistic of only one tensor is finite.
     """
-    known = [
-        (a[name], b[name]) for name in STATISTICS if a[name] is not None and b[name] is not None
-    ]
-    if any(math.isfinite(x) != math.isfinite(y) for x, y in known):
+    names = [name for name in a if a[name] is not None and b[name] is not None]
+    if any(math.isfinite(a[name]) != math.isfinite(b[name]) for name in names):
         return math.inf
-    finite = [(x, y) for x, y in known if math.isfinite(x)]
-    # The first two statistics are the largest and the smallest element.
-    scale = max((max(abs(x), abs(y)) for x, y in finite[:2]), default=0.0)
-    differences = [abs(x - y) / max(abs(x), abs(y), scale) for x, y in finite if x != y]
+    finite = [name for name in names if math.isfinite(a[name])]
+    extremes = [max(abs(a[name]), abs(b[name])) for name in finite if name in ("max", "min")]
+    scale = max(extremes, default=0.0)
+    differences = []
+    for name in finite:
+        if a[name] == b[name]:
+            continue
+        largest = max(abs(a[name]), abs(b[name]))
+        # Norms are themselves as large as the tensor.
+        largest = largest if name in ("l2norm", "rms") else max(largest, scale)
+        differences.append(abs(a[name] - b[name]) / largest)
     if element and math.isfinite(element) and scale:
         differences.append(element / scale)
     return max(differences, default=0.0)
@@ -269,123 +336,26 @@ def relative_difference(
 def compare_layouts(
     stage: str, ranks_a: list[RankDump], ranks_b: list[RankDump], settings: Settings
 ) -> ExitCode:
-    """Compare the outputs of equivalent modules, in each share of the batch."""
-    coordinates_a = ranks_a[0].coordinates
-    coordinates_b = ranks_b[0].coordinates
-    is_one_engine = coordinates_a.engine == coordinates_b.engine
-    dp_sizes = (coordinates_a.dp.size, coordinates_b.dp.size)
-    cp_sizes = (coordinates_a.cp.size, coordinates_b.cp.size)
-    if dp_sizes[0] != dp_sizes[1]:
-        return report_different_tokens(stage, dp_sizes, "data")
-    # The two engines divide sequences over context-parallel ranks differently.
-    if cp_sizes[0] != cp_sizes[1] or (cp_sizes[0] > 1 and not is_one_engine):
-        return report_different_tokens(stage, cp_sizes, "context")
-    shares_a = by_share(ranks_a)
-    shares_b = by_share(ranks_b)
-    codes = []
-    for share in sorted(shares_a.keys() & shares_b.keys()):
-        title = stage
-        if dp_sizes[0] > 1:
-            title += f" dp{share[0]}"
-        if cp_sizes[0] > 1:
-            title += f" cp{share[1]}"
-        ranks = (shares_a[share], shares_b[share])
-        codes.append(compare_share(title, *ranks, is_one_engine, settings))
-    if not codes:
-        print(f"{stage}: no rank was dumped in both")
-        return ExitCode.NOTHING_TO_COMPARE
-    return worst(codes)
-
-
-def report_different_tokens(stage: str, sizes: tuple[int, int], axis: str) -> ExitCode:
-    print(
-        f"{stage}: modules are not compared, because {sizes[0]} and {sizes[1]} {axis}-parallel "
-        "ranks see different tokens"
-    )
-    return ExitCode.NOTHING_TO_COMPARE
-
-
-def by_share(ranks: list[RankDump]) -> dict[tuple[int, int], list[RankDump]]:
-    """Return the ranks of each share of the batch: (data-parallel rank, context-parallel rank)."""
-    shares = {}
-    for rank in ranks:
-        shares.setdefault(rank.coordinates.share, []).append(rank)
-    return shares
-
-
-def compare_share(
-    title: str,
-    ranks_a: list[RankDump],
-    ranks_b: list[RankDump],
-    is_one_engine: bool,
-    settings: Settings,
-) -> ExitCode:
-    """Compare the ranks that see one share of the batch, gathered into one model."""
-    if not (is_complete(title, "A", ranks_a) and is_complete(title, "B", ranks_b)):
-        return ExitCode.NOTHING_TO_COMPARE
-    a = gather(ranks_a)
-    b = gather(ranks_b)
-    calls_a = calls_of_outputs(a)
-    calls_b = calls_of_outputs(b)
-    changed_calls = calls_with_different_tokens(a, b)
-    common = []
-    num_left_out = Counter()
-    for key in a.outputs:
-        if key.output not in calls_b:
-            continue
-        if key.call in changed_calls:
-            num_left_out[DIFFERENT_MICRO_BATCHES] += 1
-            continue
-        if calls_a[key.output] != calls_b[key.output]:
-            num_left_out[RECOMPUTED] += 1
-            continue
-        matched = pairs(a, b, key)
-        if not matched:
-            num_left_out[PADDED] += 1
-        for x, y in matched:
-            common.append(Pair(x, y, relative_difference(x.statistics, y.statistics)))
-    only_in_one = []
-    if is_one_engine:
-        only_in_one = [
-            str(key.output)
-            for key in (*a.outputs, *b.outputs)
-            if key.output not in calls_a or key.output not in calls_b
-        ]
-    notes = [", only outputs of forward passes"]
-    notes += [f"; {number} not compared: {why}" for why, number in num_left_out.items()]
-    return report(Comparison(title, common, only_in_one, notes), settings)
-
-
-def is_complete(title: str, run: str, ranks: list[RankDump]) -> bool:
-    """Return whether all ranks of the model were dumped; print a message if not."""
-    tp_size = ranks[0].coordinates.tp.size
-    pp_size = ranks[0].coordinates.pp.size
-    if len(ranks) == tp_size * pp_size:
-        return True
-    print(
-        f"{title}: run {run} has dumps of only {len(ranks)} of {tp_size} tensor- x {pp_size} "
-        "pipeline-parallel ranks: set profiler.ranks=all"
-    )
-    return False
-
-
-def calls_of_outputs(share: Share) -> Counter[Output]:
-    """Return how often each output was computed."""
-    return Counter(key.output for key in share.outputs)
-
-
-def calls_with_different_tokens(a: Share, b: Share) -> set[int]:
-    """Return the calls in which the runs saw different tokens.
-
-    The head's outputs show this, because the head never computes padding.
-    """
-    heads_a = head_outputs(a)
-    heads_b = head_outputs(b)
-    return {key.call for key in heads_a + heads_b if heads_a != heads_b or not pairs(a, b, key)}
-
-
-def head_outputs(share: Share) -> list[OutputKey]:
-    return [key for key in share.outputs if key.output.module == HEAD]
+    """Compare the outputs of equivalent modules over all tokens."""
+    outputs_of_runs = []
+    for run, ranks in (("A", ranks_a), ("B", ranks_b)):
+        try:
+            outputs_of_runs.append(layouts.read_all(ranks))
+        except ValueError as error:
+            print(f"{stage}: run {run} {error}")
+            return ExitCode.NOTHING_TO_COMPARE
+    is_one_engine = ranks_a[0].coordinates.engine == ranks_b[0].coordinates.engine
+    a = layouts.gather(ranks_a, outputs_of_runs[0], translated=not is_one_engine)
+    b = layouts.gather(ranks_b, outputs_of_runs[1], translated=not is_one_engine)
+    matches = layouts.match(a, b)
+    pairs = [Pair(x, y, tensor_difference(x, y), place) for x, y, place in matches.pairs]
+    # An engine has modules without an equivalent in the other engine.
+    only_in_one = matches.only_in_one if is_one_engine else []
+    comparison = Comparison(stage, pairs, only_in_one, [OUTPUTS_ALONE])
+    comparison.num_before = matches.before
+    comparison.left_out = matches.left_out
+    comparison.layers_left_out = matches.layers_left_out
+    return report(comparison, settings)
 
 
 # -- report ----------------------------------------------------------------------------------------
@@ -395,8 +365,10 @@ def report(comparison: Comparison, settings: Settings) -> ExitCode:
     """Print where a comparison diverges, and write its table."""
     title = comparison.title
     note = "".join(comparison.notes)
+    reasons = [f"{number} not compared: {why}" for why, number in comparison.left_out.items()]
+    note += "".join(f"; {reason}" for reason in reasons)
     if not comparison.pairs:
-        print(f"{title}: no module in common{note}")
+        print(f"{title}: nothing could be compared{note}")
         return ExitCode.NOTHING_TO_COMPARE
     if settings.output:
         write_table(settings.output / f"{title.replace(' ', '_')}.csv", comparison.pairs)
@@ -409,13 +381,22 @@ def report(comparison: Comparison, settings: Settings) -> ExitCode:
     if too_large:
         print_divergence(comparison, too_large[0], largest, note)
     else:
-        print(
-            f"{title}: {len(comparison.pairs)} tensors agree{note}; "
-            f"largest difference {largest.difference:.2g}"
-        )
+        print_agreement(comparison, largest, note)
     if only_in_one:
         print(f"    the first in only one run: {only_in_one[0]}")
-    return ExitCode.DIVERGE if too_large or only_in_one else ExitCode.AGREE
+    if too_large or only_in_one:
+        return ExitCode.DIVERGE
+    return ExitCode.AGREE if comparison.is_complete_enough else ExitCode.PARTLY_COMPARED
+
+
+def print_agreement(comparison: Comparison, largest: Pair, note: str) -> None:
+    num_compared = len(comparison.pairs)
+    subject = f"{num_compared} tensors agree"
+    if not comparison.is_complete_enough:
+        subject = f"only {num_compared} of {comparison.total} tensors could be compared; they agree"
+    print(f"{comparison.title}: {subject}{note}; largest difference {largest.difference:.2g}")
+    if comparison.layers_left_out:
+        print(f"    layers of which nothing was compared: {comparison.layers_left_out}")
 
 
 def print_divergence(comparison: Comparison, first: int, largest: Pair, note: str) -> None:
@@ -427,20 +408,26 @@ def print_divergence(comparison: Comparison, first: int, largest: Pair, note: st
     name = pair.a.name
     if pair.a.name != pair.b.name:
         name += f" / {pair.b.name}"
+    if pair.place:
+        name += f" ({pair.place})"
+    num_before = comparison.num_before[first] if comparison.num_before else 0
+    warning = f" ({num_before} tensors before it could not be compared)" if num_before else ""
     print(
-        f"{comparison.title}: diverges at {name}, relative difference {pair.difference:.3g}; "
-        f"tensor {first + 1} of {len(comparison.pairs)}{note}"
+        f"{comparison.title}: diverges at {name}{warning}, relative difference "
+        f"{pair.difference:.3g}; tensor {first + 1} of {len(comparison.pairs)}{note}"
     )
     for run, tensor in (("A", pair.a), ("B", pair.b)):
         statistics = [f"{name} {value}" for name, value in tensor.statistics.items()]
         print(f"    {run}: shape {tensor.shape}  {'  '.join(statistics)}")
     print(f"    largest difference {largest.difference:.3g}, at {largest.a.name}")
+    if comparison.layers_left_out:
+        print(f"    layers of which nothing was compared: {comparison.layers_left_out}")
 
 
 def write_table(path: Path, compared_pairs: list[Pair]) -> None:
     """Write a CSV file with a line for each pair of tensors."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    columns = ("name", "shape", *STATISTICS)
+    columns = ("name", "shape", *compared_pairs[0].a.statistics)
     header = [f"{run} {column}" for run in "AB" for column in columns]
     with open(path, "w", newline="") as file:
         table = csv.writer(file)

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from profiling.outputs import FILE, OutputRecorder
 from profiling.tool import Stage, Tool
 
 TASKS = ("statistics", "tensor")
@@ -94,10 +95,12 @@ class Msprobe(Tool):
         self.current_stage = stage.name
         self.never_run = [name for name in self.never_run if name != stage.name]
         dump = Dump(stage.name, stage.directory / f"step{stage.step}" / f"rank{self.rank}")
+        recorder = OutputRecorder(stage.engine)
         has_started = False
         try:
             with self._counting_failures(stage):
                 self._start(stage, dump.directory)
+                recorder.start()
                 has_started = True
             # Hooks do not run inside compiled functions.
             with torch.compiler.set_stance("force_eager"):
@@ -108,10 +111,12 @@ class Msprobe(Tool):
                 self.debugger.step()
             raise
         finally:
+            recorder.stop()
             self.current_stage = None
         if has_started:
             with self._counting_failures(stage):
                 self._finish(stage, dump)
+                recorder.write(dump.directory / FILE)
 
     def _start(self, stage: Stage, target: Path) -> None:
         if target.exists():  # left by a killed run whose step is repeated

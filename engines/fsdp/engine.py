@@ -385,6 +385,7 @@ class FSDPEngine(Engine):
             "input_ids": batch.input_ids,
             "position_ids": batch.positions.expand_as(batch.input_ids),
         }
+        self._padding = batch.padding
         outputs = self.model(
             batch.predicting_slots, batch.targets, batch.candidate_ids, batch.packing, **inputs
         )

@@ -360,7 +360,12 @@ class MegatronEngine(Engine):
         micro_batches = [
             self._lay_out(batch.select(members), size, num_ahead) for size, members in planned
         ]
-        run_schedule(self.stages, micro_batches, use_hidden, forward_only)
+        run_schedule(
+            self.stages, micro_batches, use_hidden, forward_only, self._remember_padding
+        )
+
+    def _remember_padding(self, micro_batch: MicroBatch) -> None:
+        self._padding = micro_batch.padding.T
 
     def _lay_out(self, batch: Batch, cp_size: int, num_ahead: int) -> MicroBatch:
         """Return this rank's part of a micro-batch that a context-parallel group shares.

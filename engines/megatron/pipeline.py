@@ -14,6 +14,7 @@ def run_schedule(
     micro_batches: list[MicroBatch],
     use_hidden: Callable,
     forward_only: bool,
+    on_forward: Callable[[MicroBatch], None],
 ) -> None:
     """Run the forward passes and, unless forward_only, the backward passes of micro-batches.
 
@@ -22,10 +23,12 @@ def run_schedule(
         use_hidden: called on the last stage with each micro-batch and its hidden states. For
             training, it returns the loss like StepLoss. With forward_only, it is also passed
             non_loss_data=True.
+        on_forward: called with each micro-batch before its forward pass on one of the stages.
     """
 
     def forward(remaining: Iterator[MicroBatch], stage: nn.Module) -> tuple[Tensor, Callable]:
         micro_batch = next(remaining)
+        on_forward(micro_batch)
         hidden = stage(
             micro_batch.input_ids,
             None,

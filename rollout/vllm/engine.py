@@ -326,6 +326,9 @@ class Rollout:
             "first_layers": [0],
         }
 
+    def padding(self) -> None:
+        """Return None, as Engine.padding() does if padding is not known."""
+
     # -- weights ----------------------------------------------------------------------------------
 
     @property
