@@ -49,7 +49,7 @@ SMALL_METRIC = 0.01
 # A module's input is another module's output, or an argument that the module may not even read.
 FORWARD_INPUT = re.compile(r"\.forward(\.\d+)?\.input\.")
 PLACE = re.compile(
-    r"(?:Module\.(?P<chunk>\d+)\.)?.*\.(?P<direction>forward|backward)\.(?P<call>\d+)"
+    r"(?:Module\.(?P<chunk>\d+)\.)?.*\.(?P<part>forward|backward|parameters_grad)\.(?P<call>\d+)"
 )
 OUTPUTS_ALONE = ", only outputs of forward passes"
 # Runs agree only if at least this share of the outputs could be compared.
@@ -265,7 +265,7 @@ def place_in_model(name: str, first_layers: Sequence[int]) -> tuple[bool, int, i
     In backward passes, the last stage comes first.
     """
     match = PLACE.match(name)
-    is_backward = match["direction"] == "backward" if match else False
+    is_backward = match["part"] != "forward" if match else False
     call = int(match["call"]) if match else 0
     chunk = int(match["chunk"]) if match and match["chunk"] else 0
     first_layer = first_layers[chunk] if chunk < len(first_layers) else 0

@@ -123,7 +123,7 @@ def read_all(ranks: list[RankDump]) -> list[RankOutputs]:
     world_size = outputs[0].world_size
     if len(ranks) < world_size:
         raise ValueError(
-            f"has the dumps of {len(ranks)} of {world_size} ranks: set profiler.ranks=all"
+            f"has dumps of only {len(ranks)} of {world_size} ranks: set profiler.ranks=all"
         )
     return outputs
 
@@ -216,14 +216,17 @@ def over_calls(outputs: Outputs) -> dict[OutputKey, Statistics]:
 
 
 def have_same_calls(a: RankDump, b: RankDump) -> bool:
-    """Return whether the same rank of two runs computed the head for as many tokens in each call.
+    """Return whether the same rank of two runs called its modules for the same micro-batches.
 
-    True if a dump holds no outputs.
+    The head shows the number of tokens in each call; recomputation calls modules again. True if a
+    dump holds no outputs.
     """
     outputs_a = read_outputs(a.folder)
     outputs_b = read_outputs(b.folder)
     if outputs_a is None or outputs_b is None:
         return True
+    if outputs_a.num_recomputed != outputs_b.num_recomputed:
+        return False
     return head_calls(outputs_a) == head_calls(outputs_b)
 
 

@@ -60,9 +60,15 @@ class OutputRecord:
 
 @dataclass(frozen=True)
 class RankOutputs:
-    """The outputs on one rank, in execution order; world_size: number of ranks in the run."""
+    """The outputs on one rank, in execution order.
+
+    Attributes:
+        world_size: number of ranks in the run.
+        num_recomputed: number of calls that recomputed activations; they are not recorded.
+    """
 
     world_size: int
+    num_recomputed: int
     records: list[OutputRecord]
 
 
@@ -76,7 +82,7 @@ def read_outputs(folder: Path) -> RankOutputs | None:
     for module, index, first_layer, calls in content["outputs"]:
         statistics = None if calls is None else [Statistics(*call) for call in calls]
         records.append(OutputRecord(module, index, first_layer, statistics))
-    return RankOutputs(content["world_size"], records)
+    return RankOutputs(content["world_size"], content["num_recomputed"], records)
 
 
 # -- recording -------------------------------------------------------------------------------------
@@ -97,6 +103,7 @@ class OutputRecorder:
         # (module, index, first layer) -> one [max, min, sum, sum of squares] and size per call.
         # None: a call had no row per token.
         self.calls: dict[tuple[str, int, int], list[tuple[Tensor, int]] | None] = {}
+        self.num_recomputed = 0
         self.padding: Tensor | None = None
         self.has_padding = False
 
@@ -121,11 +128,17 @@ class OutputRecorder:
     def write(self, path: Path) -> None:
         outputs = [[*key, in_numbers(calls)] for key, calls in self.calls.items()]
         world_size = dist.get_world_size() if dist.is_initialized() else 1
-        path.write_text(json.dumps({"world_size": world_size, "outputs": outputs}))
+        content = {
+            "world_size": world_size,
+            "num_recomputed": self.num_recomputed,
+            "outputs": outputs,
+        }
+        path.write_text(json.dumps(content))
 
     @torch.no_grad()
     def _record(self, name: str, first_layer: int, module: nn.Module, inputs, output) -> None:
-        if is_in_backward():  # activations are recomputed
+        if is_in_backward():
+            self.num_recomputed += 1
             return
         self._update_padding()
         for index, tensor in float_tensors(output):

@@ -360,9 +360,7 @@ class MegatronEngine(Engine):
         micro_batches = [
             self._lay_out(batch.select(members), size, num_ahead) for size, members in planned
         ]
-        run_schedule(
-            self.stages, micro_batches, use_hidden, forward_only, self._remember_padding
-        )
+        run_schedule(self.stages, micro_batches, use_hidden, forward_only, self._remember_padding)
 
     def _remember_padding(self, micro_batch: MicroBatch) -> None:
         self._padding = micro_batch.padding.T

@@ -20,6 +20,7 @@ def assets(tmp_path_factory):
     matrices = {
         "model": (None, 1),
         "defect": ("model.layers.2.self_attn.k_proj.weight", 1.01),
+        "early": ("model.layers.0.mlp.up_proj.weight", 1.01),
         "late": ("model.layers.3.mlp.down_proj.weight", 1.01),
         "head": ("lm_head.weight", 1.05),
     }

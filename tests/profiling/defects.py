@@ -5,11 +5,11 @@
 dumps one update of the sound model and of every defective model in every layout, with the default
 settings, and compares the sound model in each layout with each defective model in each layout. It
 prints how many defects were found in the right layer. test_compare_layouts.py does the same for
-some of them.
+two of them.
 
-    torchrun --nproc-per-node N tests/profiling/defects.py FOLDER MODEL ...
+    torchrun --nproc-per-node N tests/profiling/defects.py FOLDER LAYOUT MODEL ...
 
-dumps the update of some models (directories FOLDER/models/{name}) in the layouts for N ranks, as
+dumps the update of some models (directories FOLDER/models/{name}) in one layout for N ranks, as
 FOLDER/runs/{layout}/{name}.
 """
 
@@ -33,6 +33,7 @@ from job import setup as job
 from profiling import compare
 from tests.engines.megatron_worker import new_layout
 from tests.profiling.profiling_worker import (
+    CP2,
     NO_SP,
     PP2,
     TOTAL_STEPS,
@@ -49,7 +50,6 @@ from tests.support.training import make_batch, make_loss
 
 SOUND = "sound"
 STAGE = "train_batch"
-CP2 = "engine.context_parallel_size=2"
 # By number of ranks. Tensor parallelism has sequence parallelism unless NO_SP is set.
 LAYOUTS = {
     1: {
@@ -151,11 +151,10 @@ def dump(folder: Path, model: str, name: str, this_device: torch.device) -> None
         (out / "metrics.jsonl").write_text(json.dumps(line) + "\n")
 
 
-def dump_all(folder: Path, models: list[str]) -> None:
+def dump_all(folder: Path, layout: str, models: list[str]) -> None:
     this_device = device.init()
-    for name in LAYOUTS[dist.get_world_size()]:
-        for model in models:
-            dump(folder, model, name, this_device)
+    for model in models:
+        dump(folder, model, layout, this_device)
     device.shutdown()
 
 
@@ -188,8 +187,9 @@ def is_right(defect: str, printed: str) -> bool:
 def main(folder: Path) -> None:
     """Run the whole experiment, and print a table of the defects found per pair of layouts."""
     make_models(folder, DEFECTS)
-    for num_ranks in LAYOUTS:
-        launch(num_ranks, "tests/profiling/defects.py", folder, SOUND, *DEFECTS, timeout=3000)
+    for num_ranks, layouts in LAYOUTS.items():
+        for layout in layouts:
+            launch(num_ranks, "tests/profiling/defects.py", folder, layout, SOUND, *DEFECTS)
     names = [*LAYOUTS[1], *LAYOUTS[2]]
     found = Counter()
     for layout_a, layout_b in itertools.product(names, names):
@@ -210,6 +210,6 @@ def main(folder: Path) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) > 2:
-        dump_all(Path(sys.argv[1]), sys.argv[2:])
+        dump_all(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])
     else:
         main(Path(sys.argv[1]))

@@ -33,6 +33,7 @@ STAGES = [
 TP2 = "engine.tensor_model_parallel_size=2"
 PP2 = "engine.pipeline_model_parallel_size=2"
 VPP2 = "engine.virtual_pipeline_model_parallel_size=2"
+CP2 = "engine.context_parallel_size=2"
 NO_SP = "engine.sequence_parallel=false"
 ONE_MICRO_BATCH = "data.max_tokens_per_micro_batch=1000"
 TOTAL_STEPS = 2
@@ -47,7 +48,7 @@ class Layout:
     settings: list[str] = field(default_factory=list)
 
 
-# By number of ranks. Sequence parallelism pads sequences, which may change the micro-batches.
+# By number of ranks. Tensor parallelism has sequence parallelism, which pads, unless NO_SP is set.
 LAYOUTS = {
     1: {
         "fsdp": Layout("fsdp"),
@@ -56,16 +57,20 @@ LAYOUTS = {
     2: {
         "tp": Layout("megatron", settings=[TP2, NO_SP]),
         "sp": Layout("megatron", settings=[TP2]),
-        "sp_whole": Layout("megatron", settings=[TP2, ONE_MICRO_BATCH]),
-        "tp_whole": Layout("megatron", settings=[TP2, NO_SP, ONE_MICRO_BATCH]),
         "vpp": Layout("megatron", settings=[PP2, VPP2]),
         "recompute": Layout("megatron", settings=[TP2, NO_SP, "engine.recompute=full"]),
         "dp": Layout("fsdp"),
+        "cp": Layout("megatron", settings=[CP2]),
+        "sp_early": Layout("megatron", "early", [TP2]),
+        "vpp_early": Layout("megatron", "early", [PP2, VPP2]),
+        "vpp_late": Layout("megatron", "late", [PP2, VPP2]),
+        "dp_early": Layout("fsdp", "early"),
+        "cp_early": Layout("megatron", "early", [CP2]),
         "head": Layout("megatron", "head", [PP2]),
     },
     4: {
         "tp_pp": Layout("megatron", settings=[TP2, PP2, NO_SP]),
-        "defect": Layout("megatron", "late", [TP2, PP2, ONE_MICRO_BATCH]),
+        "tp_pp_late": Layout("megatron", "late", [TP2, PP2]),
     },
 }
 
@@ -148,7 +153,7 @@ def dump_layouts(models: Path, folder: Path) -> None:
         new_layout()
         settings = ["data.max_tokens_per_micro_batch=96", *layout.settings]
         model = models / layout.model
-        config = configure(layout.engine, model, folder / name, "tensor", *settings)
+        config = configure(layout.engine, model, folder / name, "statistics", *settings)
         profiler = job.start_profiler(config, this_device, TOTAL_STEPS, STAGES)
         actor, critic = build_engines(layout.engine, config, this_device)
         batch = make_batch(2)

@@ -83,9 +83,7 @@ def dumping(directory, *overrides):
 
 def linear():
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
-    return model, SimpleNamespace(
-        modules=lambda: [model], coordinates=dict, padding=lambda: None
-    )
+    return model, SimpleNamespace(modules=lambda: [model], coordinates=dict, padding=lambda: None)
 
 
 def arguments(assets, out, *overrides):

@@ -1,0 +1,287 @@
+"""Comparing dumps of runs whose ranks divide the model or the batch differently."""
+
+import itertools
+import json
+import re
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from profiling import compare, layouts
+from profiling.dumps import AxisRank, Coordinates, in_whole_model
+from profiling.outputs import FILE, OutputRecorder, Statistics, read_outputs
+from tests.profiling.support import dumping
+from tests.profiling.test_compare import PER_MICRO_BATCH
+from tests.support.launch import launch
+
+MEGATRON = ("tp", "sp", "vpp", "recompute", "cp", "tp_pp")
+
+
+# -- records of outputs ----------------------------------------------------------------------------
+
+
+class Layer(torch.nn.Module):
+    """A layer that returns its bias separately, as Megatron's do."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 6, bias=False)
+        self.bias = torch.nn.Parameter(torch.randn(6))
+
+    def forward(self, x):
+        return self.linear(x), self.bias
+
+
+def decoder():
+    torch.manual_seed(0)
+    model = torch.nn.Module()
+    model.decoder = torch.nn.Module()
+    model.decoder.layers = torch.nn.ModuleList([Layer()])
+    return model
+
+
+def recorded(folder, x, padding, compute, tp=(0, 1), first_layer=0):
+    """Record one call of the layer on x [s, b, 4]; return its outputs by name."""
+    model = decoder()
+    engine = SimpleNamespace(
+        modules=lambda: [model],
+        coordinates=lambda: {"tp": tp, "first_layers": [first_layer]},
+        padding=lambda: padding,
+    )
+    recorder = OutputRecorder(engine)
+    recorder.start()
+    compute(model.decoder.layers[0], x)
+    recorder.stop()
+    folder.mkdir()
+    recorder.write(folder / FILE)
+    return {record.module: record.calls for record in read_outputs(folder).records}
+
+
+def call(layer, x):
+    return layer(x)
+
+
+def test_statistics_of_padded_shards_pool_to_those_of_the_whole(tmp_path):
+    """The padding is full of huge numbers. Each of two ranks has half of the sequence."""
+    tokens = torch.randn(7, 1, 4)
+    no_padding = torch.zeros(7, 1, dtype=torch.bool)
+    [whole] = recorded(tmp_path / "whole", tokens, no_padding, call)["decoder.layers.0"]
+    padded = torch.cat([tokens, torch.full((3, 1, 4), 1e6)])
+    padding = torch.arange(10)[:, None] >= 7
+    parts = []
+    for rank, part in enumerate(padded.chunk(2)):
+        outputs = recorded(tmp_path / f"rank{rank}", part, padding, call, tp=(rank, 2))
+        parts += outputs["decoder.layers.0"]
+    pooled = layouts.pool(parts)
+    assert [part.size for part in parts] == [5 * 6, 2 * 6]
+    assert vars(pooled) == pytest.approx(vars(whole), rel=1e-5)
+    with torch.no_grad():
+        layer = decoder().decoder.layers[0]
+        expected = layer.linear(tokens) + layer.bias
+    assert whole.max == pytest.approx(expected.max().item())
+    assert whole.rms == pytest.approx(expected.square().mean().sqrt().item())
+
+
+def test_calls_that_recompute_activations_are_not_recorded(tmp_path):
+    def train(layer, x):
+        output = checkpoint(layer.linear, x.requires_grad_(), use_reentrant=False)
+        output.square().sum().backward()
+
+    outputs = recorded(tmp_path / "rank0", torch.randn(7, 1, 4), None, train, first_layer=3)
+    assert list(outputs) == ["decoder.layers.3.linear"], "numbered as in the whole model"
+    assert len(outputs["decoder.layers.3.linear"]) == 1
+
+
+def test_an_output_without_a_row_per_token_is_not_pooled(tmp_path):
+    padding = torch.zeros(7, 1, dtype=torch.bool)
+    outputs = recorded(tmp_path / "rank0", torch.randn(5, 1, 4), padding, call)
+    assert outputs == {"decoder.layers.0.linear": None, "decoder.layers.0": None}
+
+
+def test_names_have_the_number_of_the_layer_in_the_whole_model():
+    name = "Module.1.decoder.layers.1.mlp.linear_fc2.Linear.forward.0.output.0"
+    expected = "Module.1.decoder.layers.7.mlp.linear_fc2.Linear.forward.0.output.0"
+    assert in_whole_model(name, [2, 6]) == expected
+    assert in_whole_model("Module.0.hf.lm_head.Linear.forward.0", [2]) == (
+        "Module.0.hf.lm_head.Linear.forward.0"
+    )
+
+
+def test_divergences_are_ordered_over_pipeline_stages():
+    """Forward from the first stage to the last, then backward from the last to the first."""
+    names = [
+        ("Module.0.decoder.layers.0.mlp.M.forward.0.output.0", [0, 4]),
+        ("Module.0.decoder.layers.2.mlp.M.forward.0.output.0", [2, 6]),
+        ("Module.1.decoder.layers.4.mlp.M.forward.0.output.0", [0, 4]),
+        ("Module.0.decoder.layers.0.mlp.M.forward.1.output.0", [0, 4]),
+        ("Module.1.decoder.layers.6.mlp.M.backward.0.input.0", [2, 6]),
+        ("Module.0.decoder.layers.3.mlp.M.parameters_grad.0.weight.0", [2, 6]),
+        ("Module.0.decoder.layers.0.mlp.M.parameters_grad.0.weight.0", [0, 4]),
+    ]
+    places = [compare.place_in_model(*name) for name in names]
+    assert places == sorted(places)
+    assert len(set(places)) == len(places)
+
+
+@pytest.mark.parametrize(
+    "size_a, size_b, tp_a, tp_b, is_comparable",
+    [
+        (12, 12, 1, 1, True),
+        (24, 12, 2, 1, True),
+        (24, 12, 1, 1, False),
+        (12, 24, 1, 4, True),
+        (10, 12, 2, 2, False),
+        (12, 0, 2, 2, False),
+    ],
+)
+def test_sizes_may_differ_by_repetition_on_tensor_parallel_ranks(
+    size_a, size_b, tp_a, tp_b, is_comparable
+):
+    statistics = (Statistics(size_a), Statistics(size_b))
+    reason = layouts.reason_to_leave_out(*statistics, coordinates(tp_a), coordinates(tp_b))
+    assert (reason is None) == is_comparable
+
+
+def coordinates(tp_size):
+    alone = AxisRank()
+    return Coordinates("Engine", alone, alone, AxisRank(0, tp_size), alone, [0], {})
+
+
+# -- coverage --------------------------------------------------------------------------------------
+
+
+def dump_stack(folder, widths, tp_size):
+    """Dump a stack of layers, all of which return zeros, with these widths."""
+    linears = [torch.nn.Linear(a, b) for a, b in itertools.pairwise(widths)]
+    model = torch.nn.Sequential(*linears)
+    for parameter in model.parameters():
+        torch.nn.init.zeros_(parameter)
+    engine = SimpleNamespace(
+        modules=lambda: [model],
+        coordinates=lambda: {"tp": [0, tp_size], "first_layers": [0]},
+        padding=lambda: None,
+    )
+    profiler = dumping(folder)
+    profiler.begin_step(1)
+    with profiler.stage("train_batch", engine):
+        model(torch.ones(3, widths[0]))
+    profiler.close()
+
+
+def test_comparing_a_small_part_is_not_an_agreement(tmp_path, capsys):
+    """In the second run three of four layers have other widths: nothing shows that they agree."""
+    dump_stack(tmp_path / "a", [4, 4, 4, 4, 4], 1)
+    dump_stack(tmp_path / "b", [4, 5, 5, 5, 4], 3)
+    code = compare.compare_runs(tmp_path / "a", tmp_path / "b", 1, None, compare.Settings())
+    printed = capsys.readouterr().out
+    assert code == 3
+    assert "train_batch: only 2 of 5 tensors could be compared; they agree" in printed
+    assert "3 not compared: the runs have different numbers of elements" in printed
+
+
+def test_a_dump_without_outputs_is_reported(tmp_path, capsys):
+    dump_stack(tmp_path / "a", [4, 4], 1)
+    dump_stack(tmp_path / "b", [4, 4], 2)
+    for path in (tmp_path / "b").rglob(FILE):
+        path.unlink()
+    code = compare.compare_runs(tmp_path / "a", tmp_path / "b", 1, None, compare.Settings())
+    assert code == 2
+    assert f"run B has a dump without {FILE}" in capsys.readouterr().out
+
+
+# -- layouts ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def runs(assets, tmp_path_factory):
+    """Dumps of the same update in each layout, with and without a defect."""
+    out = tmp_path_factory.mktemp("layouts")
+    for num_ranks in (1, 2, 4):
+        launch(num_ranks, "tests/profiling/profiling_worker.py", "layouts", assets, out)
+    return out
+
+
+def compare_layouts(capsys, a, b):
+    code = compare.compare_runs(a, b, 2, None, compare.Settings())
+    return code, capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "a, b", list(itertools.combinations(["fsdp", "fsdp_whole", "dp", *MEGATRON], 2))
+)
+def test_layouts_agree(runs, capsys, a, b):
+    """Also with other micro-batches, or other numbers of ranks that see different tokens."""
+    code, printed = compare_layouts(capsys, runs / a, runs / b)
+    assert code == 0, printed
+    assert printed.startswith("metrics of step 2 agree")
+    for stage in ("compute_values", "actor_update"):
+        line = rf"^{stage}: (\d+) tensors agree, only outputs of forward passes; largest"
+        match = re.search(line, printed, re.M)
+        assert match, printed
+        if stage == "actor_update" and b in MEGATRON and a not in MEGATRON:
+            assert int(match[1]) % PER_MICRO_BATCH == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("a", ["fsdp", "fsdp_whole", "dp", *MEGATRON])
+@pytest.mark.parametrize(
+    "b, layer",
+    [
+        ("sp_early", 0),
+        ("vpp_early", 0),
+        ("dp_early", 0),
+        ("cp_early", 0),
+        ("vpp_late", 3),
+        ("tp_pp_late", 3),
+    ],
+)
+def test_the_first_divergence_is_in_the_layer_of_the_defect(runs, capsys, a, b, layer):
+    """All layers in the names are numbered as in the whole model."""
+    code, printed = compare_layouts(capsys, runs / a, runs / b)
+    assert code == 1
+    lines = [line for line in printed.splitlines() if line.startswith("actor_update")]
+    named = lines[0].split(" at ")[1].split(", relative")[0]
+    assert set(re.findall(r"layers\.(\d+)\.", named)) == {str(layer)}, lines[0]
+    part = "up_proj|linear_fc1" if layer == 0 else "down_proj|linear_fc2"
+    assert re.search(part, named), lines[0]
+    assert "could not be compared" not in printed
+
+
+@pytest.mark.slow
+def test_another_output_matrix_is_found_at_the_head(runs, capsys):
+    """On the second pipeline rank, after layers that agree. The critic's head is its own."""
+    code, printed = compare_layouts(capsys, runs / "fsdp", runs / "head")
+    assert code == 1
+    assert printed.startswith("metrics of step 2 diverge\n    actor/loss ")
+    assert "\nactor_update: diverges at head (output 0, call 0), relative" in printed
+    assert f"; tensor {PER_MICRO_BATCH - 1} of {2 * PER_MICRO_BATCH}, " in printed
+    assert re.search(r"\ncompute_values: \d+ tensors agree", printed)
+
+
+@pytest.mark.slow
+def test_missing_ranks_are_reported(runs, capsys):
+    one_rank = shutil.copytree(runs / "tp", runs / "one_rank")
+    for path in one_rank.glob("profile/step_2/*/step2/rank1"):
+        shutil.rmtree(path)
+    code, printed = compare_layouts(capsys, runs / "fsdp", one_rank)
+    assert code == 2
+    assert "run B has dumps of only 1 of 2 ranks: set profiler.ranks=all" in printed
+
+
+@pytest.mark.slow
+def test_losses_that_differ_are_found_where_dumps_agree(runs, capsys):
+    path = shutil.copytree(runs / "fsdp", runs / "another_loss") / "metrics.jsonl"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "actor/loss": 1.87}) + "\n")
+    code, printed = compare_layouts(capsys, runs / "fsdp", runs / "another_loss")
+    assert code == 1
+    assert "diverge" in printed.splitlines()[0]
+    assert "B 1.87" in printed
+    assert "actor_update rank0: " in printed
+    path.unlink()
+    code, printed = compare_layouts(capsys, runs / "fsdp", runs / "another_loss")
+    assert code == 0
+    assert printed.startswith("metrics of step 2 are not in both runs")
