@@ -8,8 +8,8 @@
 Files are written to {directory}/step_{N}/{stage}/. When a stage runs again in the same step, they
 go to {stage}.2/ and so on.
 
-This package imports nothing else from the repository. tools.py and msprobe.py record; compare.py,
-shards.py and report.py read.
+This package imports nothing else from the repository. tools.py, msprobe.py and
+outputs.py record; compare.py, dumps.py, layouts.py and report.py read.
 """
 
 import atexit

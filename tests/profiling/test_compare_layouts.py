@@ -11,7 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from profiling import compare, layouts
-from profiling.dumps import AxisRank, Coordinates, in_whole_model
+from profiling.dumps import AxisRank, Coordinates, RankDump, in_whole_model
 from profiling.outputs import FILE, OutputRecorder, Statistics, read_outputs
 from tests.profiling.support import dumping
 from tests.profiling.test_compare import PER_MICRO_BATCH
@@ -108,6 +108,31 @@ def test_names_have_the_number_of_the_layer_in_the_whole_model():
     assert in_whole_model("Module.0.hf.lm_head.Linear.forward.0", [2]) == (
         "Module.0.hf.lm_head.Linear.forward.0"
     )
+
+
+def test_layers_of_a_virtual_pipeline_are_in_the_order_of_the_model(tmp_path):
+    """The first tensor that diverges is the first in this order."""
+    ranks = []
+    for rank, first_layers in enumerate(([0, 2], [1, 3])):
+        chunks = [decoder(), decoder()]
+        engine = SimpleNamespace(
+            modules=lambda chunks=chunks: chunks,
+            coordinates=lambda first_layers=first_layers: {"first_layers": first_layers},
+            padding=lambda: None,
+        )
+        recorder = OutputRecorder(engine)
+        recorder.start()
+        for chunk in chunks:
+            chunk.decoder.layers[0](torch.randn(7, 1, 4))
+        recorder.stop()
+        folder = tmp_path / f"rank{rank}"
+        folder.mkdir()
+        recorder.write(folder / FILE)
+        ranks.append(RankDump(folder, coordinates(tp_size=1)))
+    outputs = layouts.gather(ranks, layouts.read_all(ranks), translated=False)
+    modules = [key.module for key in outputs.statistics]
+    layers = [f"decoder.layers.{number}" for number in range(4)]
+    assert modules == [name for layer in layers for name in (f"{layer}.linear", layer)]
 
 
 def test_divergences_are_ordered_over_pipeline_stages():
