@@ -14,24 +14,14 @@ import signal
 import sys
 import weakref
 from collections.abc import Callable
-from itertools import pairwise
-from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from configs.files import (
-    CONFIGS,
-    InputError,
-    engine_files,
-    flatten,
-    is_free,
-    read,
-    read_defaults,
-    read_pair,
-)
-from configs.names import reader_note, readers, suggest
-from configs.rules import REQUIRED, problem_with
+from configs.arguments import read_layers
+from configs.checks import key_problems, value_problems
+from configs.files import CONFIGS, InputError, engine_files, flatten, read, read_defaults
+from configs.names import readers
 
 PARENT = os.getppid()  # torchrun, unless it is killed during the imports below
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -43,7 +33,6 @@ SECRET = re.compile(
 )
 # Shorter values of environment variables are not hidden: they could occur in any text.
 MIN_SECRET_LENGTH = 6
-USAGE = "arguments are YAML files and key=value pairs"
 # The errors that run() has printed.
 reported_errors: list[Exception] = []
 
@@ -56,28 +45,32 @@ def load(defaults: str, arguments: list[str]) -> DictConfig:
 
     The defaults are configs/{defaults} and configs/model_engine/{model_engine}.yaml.
 
-    Returns a read-only, fully resolved DictConfig. Raises InputError for the first mistake: an
-    unknown key (the message suggests a similar one, if any), a wrong type, a value that breaks its
-    rule, a missing value, or an unreadable file.
+    Returns a read-only, fully resolved DictConfig. Raises InputError with every mistake: unknown
+    keys (the message suggests a similar one, if any), wrong types, values that break their rules,
+    missing values, and unreadable files. Values are checked once all keys are known.
     """
     try:
         base = read_defaults(CONFIGS / defaults)
-        default_engine = engine_defaults(base.model_engine)
-        check_argument_style(arguments, flatten(base) | flatten(default_engine))
-        files = [read(Path(argument)) for argument in arguments if "=" not in argument]
-        pairs = [read_pair(argument) for argument in arguments if "=" in argument]
-        model_engine = choose_engine([base, *files, *pairs])
-        known = OmegaConf.merge(base, engine_defaults(model_engine))
+        every_key = flatten(base) | flatten(engine_defaults(base.model_engine))
+        layers, problems = read_layers(arguments, every_key)
+        known = OmegaConf.merge(base, engine_defaults(choose_engine([base, *layers])))
         known_keys = flatten(known)
-        for layer in (*files, *pairs):
-            check_keys(flatten(layer), known_keys)
-        config = OmegaConf.merge(known, *files, *pairs)
+        for layer in layers:
+            problems += key_problems(layer, known_keys)
+        raise_all(problems)
+        config = OmegaConf.merge(known, *layers)
         OmegaConf.resolve(config)
     except OmegaConfBaseException as error:
         raise InputError(str(error)) from None
-    check_values(flatten(config), known_keys)
+    raise_all(value_problems(flatten(config), known_keys))
     OmegaConf.set_readonly(config, True)
     return config
+
+
+def raise_all(problems: list[str]) -> None:
+    """Raise one InputError with all problems, each of them once, if there are any."""
+    if problems:
+        raise InputError(*dict.fromkeys(problems))
 
 
 def engine_defaults(model_engine: str) -> DictConfig:
@@ -97,74 +90,6 @@ def choose_engine(layers: list[DictConfig]) -> str:
 def defaults(group: str) -> DictConfig:
     """Return the defaults of a group of keys in configs/ppo.yaml."""
     return OmegaConf.select(read(CONFIGS / "ppo.yaml"), group)
-
-
-# -- checks ----------------------------------------------------------------------------------------
-
-
-def check_argument_style(arguments: list[str], known: dict) -> None:
-    """Raise InputError for arguments in the style of argparse or Hydra.
-
-    These are --key value, --key=value, +key=value, ++key=value and ~key.
-    """
-    for argument, following in pairwise([*arguments, ""]):
-        if not argument.startswith(("-", "+", "~")):
-            continue
-        key, equals, value = argument.lstrip("-+~").partition("=")
-        is_flag = argument.startswith("-") and not equals
-        if is_flag and not re.search(r"^-|=|\.ya?ml$", following):
-            value = following
-        target = key if key in known else suggest(key, known)
-        advice = target or "--help lists the keys"
-        if target in readers():
-            advice = f"write {target}={value or '...'}{reader_note(target, known)}"
-        raise InputError(f"{argument}: {advice}; {USAGE}")
-
-
-def check_keys(layer: dict, known: dict) -> None:
-    """Raise InputError for a key of a layer that does not exist, or that is a group."""
-    for key, value in layer.items():
-        check_is_group(key, value, known)
-        if key in known or is_free(key, known):
-            continue
-        members = [name for name in known if name.startswith(f"{key}.")]
-        if members:
-            raise InputError(f"{key} is a group of keys, not a value; did you mean {members[0]}?")
-        if key in readers():
-            raise InputError(f"unknown key {key}; only {readers()[key]} reads it")
-        target = suggest(key, known)
-        advice = target or "--help lists the keys"
-        if target in readers():
-            advice = f"the nearest is {target}{reader_note(target, known)}"
-        raise InputError(f"unknown key {key}; {advice}")
-
-
-def check_is_group(key: str, value, known: dict) -> None:
-    """Raise InputError for a group where a value belongs, or a value where a group belongs."""
-    is_group = isinstance(value, dict)
-    is_free_group = known.get(key) == {}
-    if is_group and key in known and not is_free_group:
-        raise InputError(f"{key} is a value, not a group of keys")
-    if is_free_group and not is_group:
-        raise InputError(f"{key} is a group of keys, not a value: write {key}.NAME=...")
-
-
-def check_values(values: dict, known: dict) -> None:
-    """Raise InputError for a value that is missing, has the wrong type or breaks its rule.
-
-    Args:
-        values: the merged configuration, flattened.
-        known: the defaults, flattened.
-    """
-    for key, value in values.items():
-        if value == REQUIRED or is_free(key, known):
-            continue
-        problem = problem_with(key, value, known[key])
-        if problem:
-            raise InputError(f"{key}={value!r} {problem}")
-    for key, value in values.items():
-        if value == REQUIRED:
-            raise InputError(f"{key} is missing: pass {key}=... or set it in a YAML file")
 
 
 # -- secrets ---------------------------------------------------------------------------------------
@@ -206,7 +131,7 @@ def hide_secrets(text: str, is_secret: bool = False) -> str:
 def run(main: Callable[[DictConfig], None], defaults: str, doc: str) -> None:
     """Run a script: call main(config) with the configuration from sys.argv.
 
-    An InputError is printed as one line per node, and the exit code is 2.
+    An InputError is printed in one line per mistake and node, and the exit code is 2.
     """
     if {"-h", "--help"} & set(sys.argv[1:]):
         files = [CONFIGS / defaults, *engine_files()]
@@ -222,7 +147,10 @@ def run(main: Callable[[DictConfig], None], defaults: str, doc: str) -> None:
 
 
 def report(error: InputError) -> None:
-    """Print an error once per node, since a file may be missing on only one of them."""
+    """Print an error once per node, since a file may be missing on only one of them.
+
+    Each of its problems is one line.
+    """
     reported_errors.append(error)
     rank = int(os.environ.get("RANK", 0))
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
@@ -232,8 +160,9 @@ def report(error: InputError) -> None:
     from tqdm import tqdm
 
     on_rank = f" on rank {rank}" if rank else ""
-    text = hide_secrets(" ".join(str(error).split()))
-    tqdm.write(f"error{on_rank}: {text}", file=sys.stderr)
+    for problem in error.problems:
+        text = hide_secrets(" ".join(problem.split()))
+        tqdm.write(f"error{on_rank}: {text}", file=sys.stderr)
 
 
 def leave_process_group() -> None:

@@ -14,7 +14,15 @@ INDENT = 2  # spaces per level in the files of configs/
 
 
 class InputError(ValueError):
-    """A mistake of the user. Scripts print it as one line per node and exit with code 2."""
+    """Mistakes of the user. Scripts print one line for each and exit with code 2.
+
+    Attributes:
+        problems: a sentence about each mistake. Usually there is one.
+    """
+
+    def __init__(self, *problems: str):
+        super().__init__("\n".join(problems))
+        self.problems = problems
 
 
 def engine_files() -> list[Path]:

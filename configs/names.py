@@ -37,22 +37,49 @@ def suggest(key: str, known: dict) -> str:
     Args:
         known: the keys of this script and engine.
     """
-    names = OmegaConf.load(CONFIGS / "names.yaml")
+    names = read_names()
     key = key.replace("-", "_")
+    last_name = key.rpartition(".")[2]
     for part in parts_of(key):
-        if part in names:
+        is_whole_name = key == part or key.endswith(f".{part}")
+        is_sentence = " " in names.get(part, "")
+        if part in names and (is_whole_name or is_sentence):
             return names[part]
-    parts = key.split(".")
-    for start in range(1, len(parts)):
-        without_prefix = ".".join(parts[start:])
-        if without_prefix in known:
-            return without_prefix
+    ending = find_by_ending(key, known)
+    if ending:
+        return ending
     similar_keys = difflib.get_close_matches(key, known, n=1, cutoff=KEY_SIMILARITY)
     if similar_keys:
         return similar_keys[0]
-    by_name = dict(names) | keys_by_name(known)
-    similar_names = difflib.get_close_matches(parts[-1], by_name, n=1, cutoff=NAME_SIMILARITY)
+    by_name = keys_by_name(known)
+    if last_name in by_name and "." in key:
+        return by_name[last_name]
+    groups = [names[part] for part in parts_of(key) if part in names]
+    if groups:
+        return groups[0]
+    by_name = names | by_name
+    similar_names = difflib.get_close_matches(last_name, by_name, n=1, cutoff=NAME_SIMILARITY)
     return by_name[similar_names[0]] if similar_names else ""
+
+
+@cache
+def read_names() -> dict[str, str]:
+    """Return configs/names.yaml: names of other projects -> a key or a sentence."""
+    return OmegaConf.to_container(OmegaConf.load(CONFIGS / "names.yaml"))
+
+
+def find_by_ending(key: str, known: dict) -> str:
+    """Return the known key that ends like `key`, in at least two names; "" if there is none.
+
+    For actor.optim.lr: optim.lr. For lora.rank: model.lora.rank.
+    """
+    names = key.split(".")
+    for start in range(len(names) - 1):
+        ending = ".".join(names[start:])
+        if ending in known:
+            return ending
+    endings = [name for name in known if len(names) > 1 and name.endswith(f".{key}")]
+    return endings[0] if len(endings) == 1 else ""
 
 
 def parts_of(key: str) -> Iterator[str]:

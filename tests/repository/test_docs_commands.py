@@ -72,7 +72,9 @@ def test_a_launch_has_a_valid_configuration(page, command, docs_folder, monkeypa
             check_settings(config)
             check_rollout(config, launch.num_ranks)
     except InputError as error:
-        assert f"error: {error}" in "\n".join(PAGES.values())
+        text = "\n".join(PAGES.values())
+        for problem in error.problems:
+            assert f"error: {problem}\n" in text
 
 
 @commands_of_kind("benchmark")

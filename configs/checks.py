@@ -1,0 +1,74 @@
+"""Check keys and values against configs/*.yaml and configs/rules.py, and describe every mistake."""
+
+from collections.abc import Iterator
+
+from omegaconf import DictConfig
+
+from configs.files import InputError, flatten, is_free
+from configs.names import reader_note, readers, suggest
+from configs.rules import REQUIRED, problem_with
+
+
+def key_problems(layer: DictConfig, known: dict) -> Iterator[str]:
+    """Yield a sentence about each key of a layer that does not exist or that is a group.
+
+    Args:
+        known: the keys of this script and engine, with their defaults.
+    """
+    try:
+        values = flatten(layer)
+    except InputError as error:
+        yield str(error)
+        return
+    for key, value in values.items():
+        problem = group_problem(key, value, known)
+        if problem:
+            yield problem
+        elif key not in known and not is_free(key, known):
+            yield unknown_key_problem(key, known)
+
+
+def unknown_key_problem(key: str, known: dict) -> str:
+    """Return a sentence about a key that does not exist, with the key to use instead."""
+    members = [name for name in known if name.startswith(f"{key}.")]
+    if members:
+        return f"{key} is a group of keys, not a value; did you mean {members[0]}?"
+    if key in readers():
+        return f"unknown key {key}; only {readers()[key]} reads it"
+    target = suggest(key, known)
+    advice = target or "--help lists the keys"
+    if target in readers():
+        advice = f"the nearest is {target}{reader_note(target, known)}"
+    return f"unknown key {key}; {advice}"
+
+
+def group_problem(key: str, value, known: dict) -> str | None:
+    """Describe a group where a value belongs, or a value where a group belongs."""
+    is_group = isinstance(value, dict)
+    is_free_group = known.get(key) == {}
+    if is_group and key in known and not is_free_group:
+        return f"{key} is a value, not a group of keys"
+    if is_free_group and not is_group:
+        return f"{key} is a group of keys, not a value: write {key}.NAME=..."
+    return None
+
+
+def value_problems(values: dict, known: dict) -> list[str]:
+    """Return a sentence about each value that has the wrong type, breaks its rule or is missing.
+
+    Args:
+        values: the merged configuration, flattened.
+        known: the defaults, flattened.
+    """
+    problems = []
+    missing = []
+    for key, value in values.items():
+        if is_free(key, known):
+            continue
+        if value == REQUIRED:
+            missing.append(f"{key} is missing: pass {key}=... or set it in a YAML file")
+            continue
+        problem = problem_with(key, value, known[key])
+        if problem:
+            problems.append(f"{key}={value!r} {problem}")
+    return problems + missing
