@@ -14,6 +14,7 @@ LONG_PROMPT = 330
 MAX_TOKENS = 24
 SETTINGS = [
     "data.train_files=unused",
+    "data.val_files=unused",
     "engine.compute_dtype=float32",
     "engine.log_prob_chunk_size=29",
     "optim.lr=0.02",
