@@ -4,6 +4,7 @@ metrics.jsonl is always written; trainer.logger adds the console, tensorboard an
 """
 
 import importlib.util
+import inspect
 import json
 import math
 import os
@@ -43,14 +44,50 @@ CONSOLE = {
 CONSOLE_ROWS = 4  # samples that the console shows
 MIN_COLUMN_WIDTH = 8
 CONSTANT_STEPS = 5  # steps in a row with equal rewards before the console warns
+WANDB_OFFLINE_MODES = ("offline", "dryrun", "disabled")
+WANDB_ADVICE = (
+    "run `wandb login`, or set the environment variable WANDB_API_KEY, or WANDB_MODE=offline to "
+    "write to output_dir only"
+)
 # compute dtype -> nats that rounding can add to the mean of rollout_corr/log_prob_gap.
 ROUNDING_GAPS = {"float32": 1e-3, "bfloat16": 0.1}
 
 
 def check_loggers(config: DictConfig) -> None:
-    """Raise InputError for a logger whose package is not installed."""
-    if "wandb" in config.trainer.logger and importlib.util.find_spec("wandb") is None:
+    """Raise InputError for a logger that is not installed, or into which nobody is logged in.
+
+    All ranks call this. Only rank 0, which writes, needs the login.
+    """
+    if "wandb" not in config.trainer.logger:
+        return
+    if importlib.util.find_spec("wandb") is None:
         raise InputError("trainer.logger names wandb, which is not installed: pip install wandb")
+    on_rank0(check_wandb_login)
+
+
+def check_wandb_login() -> None:
+    """Raise InputError if wandb would write to its server, and has no valid API key for it."""
+    import wandb
+
+    try:
+        is_offline = wandb.setup().settings.mode in WANDB_OFFLINE_MODES
+        is_ready = is_offline or has_wandb_key()
+    except (wandb.Error, ValueError) as error:
+        raise InputError(f"trainer.logger names wandb, and {error}; {WANDB_ADVICE}") from None
+    if not is_ready:
+        raise InputError(f"trainer.logger names wandb, which has no API key: {WANDB_ADVICE}")
+
+
+def has_wandb_key() -> bool:
+    """Return whether wandb has an API key, or raise wandb.Error if its server rejects the key.
+
+    wandb looks in its environment variables, its settings and .netrc. It does not ask for a key.
+    """
+    import wandb
+
+    if "prompt" in inspect.signature(wandb.login).parameters:
+        return wandb.login(prompt=False)
+    return wandb.api.api_key is not None  # earlier releases would ask for a key
 
 
 class Tracker:

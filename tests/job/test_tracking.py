@@ -1,6 +1,7 @@
 """What a run shows of itself while it goes on: console, tensorboard, wandb."""
 
 import json
+import os
 import re
 import sys
 from dataclasses import replace
@@ -234,6 +235,37 @@ def test_a_logger_that_is_not_installed_is_a_mistake(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not
     with pytest.raises(InputError, match="wandb, which is not installed"):
         tracking.check_loggers(configure(tmp_path, "trainer.logger=[wandb]"))
+
+
+@pytest.fixture
+def wandb_without_login(tmp_path, monkeypatch):
+    """Make wandb read its settings anew, on a machine on which nobody has logged in."""
+    import wandb
+
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "wandb_config"))
+    wandb.teardown()
+    yield wandb
+    wandb.teardown()
+
+
+def test_wandb_without_a_login_is_a_mistake(tmp_path, monkeypatch, wandb_without_login):
+    config = configure(tmp_path, "trainer.logger=[wandb]")
+    with pytest.raises(InputError, match="wandb, which has no API key: run `wandb login`"):
+        tracking.check_loggers(config)
+    monkeypatch.setenv("WANDB_API_KEY", "short")
+    with pytest.raises(InputError, match="names wandb, and .* invalid: .* WANDB_MODE=offline"):
+        tracking.check_loggers(config)
+
+
+@pytest.mark.parametrize("mode", ["offline", "disabled"])
+def test_wandb_needs_no_login_offline(tmp_path, monkeypatch, wandb_without_login, mode):
+    monkeypatch.setenv("WANDB_MODE", mode)
+    wandb_without_login.teardown()
+    tracking.check_loggers(configure(tmp_path, "trainer.logger=[wandb]"))
 
 
 # -- samples ---------------------------------------------------------------------------------------
