@@ -14,10 +14,12 @@ import signal
 import sys
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from configs import paths
 from configs.arguments import read_layers
 from configs.checks import key_problems, value_problems
 from configs.files import CONFIGS, InputError, engine_files, flatten, read, read_defaults
@@ -43,7 +45,8 @@ reported_errors: list[Exception] = []
 def load(defaults: str, arguments: list[str]) -> DictConfig:
     """Merge the defaults with the YAML files and key=value pairs of `arguments`; later ones win.
 
-    The defaults are configs/{defaults} and configs/model_engine/{model_engine}.yaml.
+    The defaults are configs/{defaults} and configs/model_engine/{model_engine}.yaml. In paths, ~
+    and environment variables ($NAME or ${NAME}) are expanded.
 
     Returns a read-only, fully resolved DictConfig. Raises InputError with every mistake: unknown
     keys (the message suggests a similar one, if any), wrong types, values that break their rules,
@@ -59,10 +62,11 @@ def load(defaults: str, arguments: list[str]) -> DictConfig:
             problems += key_problems(layer, known_keys)
         raise_all(problems)
         config = OmegaConf.merge(known, *layers)
+        raise_all(paths.expand_braced(config))
         OmegaConf.resolve(config)
     except OmegaConfBaseException as error:
         raise InputError(str(error)) from None
-    raise_all(value_problems(flatten(config), known_keys))
+    raise_all(paths.expand(config) + value_problems(flatten(config), known_keys))
     OmegaConf.set_readonly(config, True)
     return config
 
@@ -102,10 +106,9 @@ def without_secrets(config: DictConfig) -> DictConfig:
     """
     shown = OmegaConf.create(OmegaConf.to_container(config))
     for key, value in flatten(shown).items():
-        if not isinstance(value, str):
-            continue
         is_secret = key not in readers() and SECRET.search(key) is not None
-        hidden = hide_secrets(value, is_secret)
+        hide = partial(hide_secrets, is_secret=is_secret)
+        hidden = paths.apply(hide, value)
         if hidden != value:
             OmegaConf.update(shown, key, hidden)
     return shown

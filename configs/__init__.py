@@ -1,7 +1,7 @@
 """The keys of the configuration: YAML files with every default, and the modules that describe them.
 
 arguments.py reads a command's arguments, files.py reads YAML, checks.py finds every mistake in keys
-and values, rules.py lists the valid values of each key, names.py suggests a key in place of an
-unknown one, and json_schema.py describes the keys to editors. Layers are loaded and merged in
-config.py.
+and values, rules.py lists the valid values of each key, paths.py expands ~ and environment
+variables, names.py suggests a key in place of an unknown one, and json_schema.py describes the keys
+to editors. Layers are loaded and merged in config.py.
 """

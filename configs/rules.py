@@ -5,7 +5,7 @@ JSON schema.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 # Python type -> (its name in error messages, its name in JSON schema).
@@ -29,10 +29,13 @@ class Rule:
     Attributes:
         problem: returns the problem with a value, such as "must be at least 1", or None.
         schema: the same condition as JSON schema, as far as JSON schema can express it.
+        is_path: whether values may name files or directories, in which ~ and environment variables
+            are expanded: a path, a list of paths, or path/to/file.py:name.
     """
 
     problem: Callable[[Any], str | None]
     schema: dict
+    is_path: bool = False
 
 
 def problem_with(key: str, value, default) -> str | None:
@@ -50,6 +53,11 @@ def problem_with(key: str, value, default) -> str | None:
     elif key not in RULES and not isinstance(value, str):
         return "must be a string"
     return rule.problem(value)
+
+
+def is_path(key: str) -> bool:
+    """Return whether the value of a key may name files or directories."""
+    return RULES.get(key, ANYTHING).is_path
 
 
 def has_type(value, kind: type) -> bool:
@@ -111,7 +119,8 @@ def optional(kind: type | tuple[type, ...], then: Rule = ANYTHING) -> Rule:
             return f"must be {name} or null"
         return then.problem(value)
 
-    return Rule(problem, {"anyOf": [{"type": json_type} | then.schema, {"type": "null"}]})
+    schema = {"anyOf": [{"type": json_type} | then.schema, {"type": "null"}]}
+    return Rule(problem, schema, then.is_path)
 
 
 # -- rules for single keys -------------------------------------------------------------------------
@@ -167,9 +176,15 @@ def unknown_logger(value: list) -> str | None:
 
 KNOWN_LOGGERS = ("console", "tensorboard", "wandb")
 LOGGERS = Rule(unknown_logger, {"items": {"enum": [*KNOWN_LOGGERS]}})
-PATHS = rule(
-    "must be a path or a list of paths", lambda v: is_text(v) or are_names(v), **STRING_OR_LIST
+PATH = replace(rule("must be a string", lambda v: isinstance(v, str), type="string"), is_path=True)
+PATHS = replace(
+    rule(
+        "must be a path or a list of paths", lambda v: is_text(v) or are_names(v), **STRING_OR_LIST
+    ),
+    is_path=True,
 )
+# The name of a built-in function, or path/to/file.py:name.
+FUNCTION = PATH
 TARGETS = rule(
     "must be all-linear, a regular expression or a list of names",
     lambda v: is_text(v) or are_names(v),
@@ -234,13 +249,15 @@ FREQUENCY = above_or(0, -1, "never")
 # -- the table -------------------------------------------------------------------------------------
 
 RULES = {
+    "output_dir": PATH,
+    "model.path": PATH,
     "model.freeze": STRINGS,
     "model.lora.rank": at_least(0),
     "model.lora.alpha": at_least(1),
     "model.lora.dropout": DROPOUT,
     "model.lora.target_modules": TARGETS,
     "model.lora.exclude_modules": STRINGS,
-    "model.lora.adapter_path": optional(str),
+    "model.lora.adapter_path": optional(str, PATH),
     "model.lora.dtype": DTYPE,
     "model.mtp.mtp_loss_scaling_factor": above(0.0),
     "model.mtp.num_speculative_tokens": at_least(1),
@@ -252,17 +269,19 @@ RULES = {
     "data.max_tokens_per_micro_batch": at_least(2),
     "data.system_key": optional(str),
     "data.lost_fields": one_of("error", "drop", "ignore"),
-    "data.chat_template": optional(str),
+    "data.chat_template": optional(str, PATH),
     "data.train_on": one_of("all", "last"),
     "data.special_tokens_in_text": optional(str, one_of("keep", "escape", "error")),
     "data.num_proc": optional(int, at_least(1)),
-    "data.cache_dir": optional(str),
+    "data.cache_dir": optional(str, PATH),
     "data.max_prompt_length": at_least(1),
+    "optim.name": FUNCTION,
     "optim.lr": at_least(0.0),
     "optim.betas": BETAS,
     "optim.eps": above(0.0),
     "optim.weight_decay": at_least(0.0),
     "optim.clip_grad": at_least(0.0),
+    "optim.lr_scheduler_type": FUNCTION,
     "optim.lr_warmup_steps_ratio": between(0.0, 1.0),
     "optim.lr_decay_steps_ratio": between(0.0, 1.0),
     "optim.min_lr_ratio": between(0.0, 1.0),
@@ -272,6 +291,7 @@ RULES = {
     "trainer.save_minutes": at_least(0.0),
     "trainer.test_freq": FREQUENCY,
     "trainer.seed": between(0, 2**40),
+    "trainer.resume": PATH,
     "trainer.resume_override": STRINGS,
     "trainer.max_checkpoints": FREQUENCY,
     "trainer.timeout_minutes": above(0.0),
@@ -285,7 +305,7 @@ RULES = {
     "profiler.torch.trace": one_of("stage", "interval"),
     "profiler.torch.activities": optional(list, NAMES),
     "profiler.memory.max_entries": at_least(1),
-    "profiler.msprobe.config_path": optional(str),
+    "profiler.msprobe.config_path": optional(str, PATH),
     "profiler.msprobe.task": optional(str, one_of("statistics", "tensor")),
     "profiler.msprobe.level": optional(str, one_of("L0", "L1", "mix")),
     "profiler.msprobe.stages": optional(list, NAMES),
@@ -310,6 +330,7 @@ RULES = {
     "validation.min_p": optional(NUMBER, between(0.0, 1.0)),
     "validation.max_tokens": optional(int, at_least(1)),
     "validation.stop": optional(list, STRINGS),
+    "reward.function": FUNCTION,
     "reward.num_workers": at_least(1),
     "reward.timeout": above(0.0),
     "reward.concurrency": at_least(1),
@@ -318,17 +339,22 @@ RULES = {
     "reward.max_failure_rate": between(0.0, 1.0),
     "reward.overlong_buffer": at_least(0),
     "reward.overlong_penalty": at_least(0.0),
+    "algorithm.adv_estimator": FUNCTION,
     "algorithm.gamma": between(0.0, 1.0),
     "algorithm.lam": between(0.0, 1.0),
+    "algorithm.loss_mode": FUNCTION,
     "algorithm.clip_ratio_low": between(0.0, 1.0),
     "algorithm.clip_ratio_high": at_least(0.0),
     "algorithm.clip_ratio_c": above_or(1, 0, "none"),
+    "algorithm.loss_agg_mode": FUNCTION,
     "algorithm.ppo_mini_batch_size": optional(int, at_least(1)),
     "algorithm.ppo_epochs": at_least(1),
+    "algorithm.kl_penalty": FUNCTION,
     "algorithm.kl_ctrl.type": one_of("fixed", "adaptive"),
     "algorithm.kl_ctrl.kl_coef": at_least(0.0),
     "algorithm.kl_ctrl.target_kl": above(0.0),
     "algorithm.kl_ctrl.horizon": at_least(1),
+    "algorithm.kl_loss_type": FUNCTION,
     "algorithm.kl_loss_coef": at_least(0.0),
     "algorithm.rollout_is": one_of("none", "token", "sequence"),
     "algorithm.rollout_is_threshold": above(0.0),
@@ -336,11 +362,11 @@ RULES = {
     "algorithm.rollout_rs_threshold": at_least(1.0),
     "algorithm.rollout_rs_threshold_lower": between(0.0, 1.0),
     "algorithm.filter_groups.max_num_gen_batches": at_least(1),
-    "critic.path": optional(str),
+    "critic.path": optional(str, PATH),
     "critic.lr": at_least(0.0),
     "critic.cliprange_value": at_least(0.0),
     "critic.warmup_steps": at_least(0),
-    "reference.path": optional(str),
+    "reference.path": optional(str, PATH),
     "engine.param_dtype": DTYPE,
     "engine.compute_dtype": DTYPE,
     "engine.reduce_dtype": DTYPE,

@@ -6,10 +6,10 @@ import pytest
 from omegaconf import OmegaConf
 
 from config import InputError, hide_secrets, load, run, without_secrets
-from configs.files import CONFIGS, SCRIPTS, flatten
+from configs.files import CONFIGS, SCRIPTS, engine_files, flatten, read_comments
 from configs.json_schema import DIRECTORY, schema, write_schemas
 from configs.names import readers
-from configs.rules import problem_with
+from configs.rules import is_path, problem_with
 from job.setup import write_config
 
 NEEDED = ["model.path=m", "data.train_files=t.jsonl"]
@@ -56,6 +56,62 @@ def test_secrets_are_shown_and_kept_as_the_variables_that_hold_them(monkeypatch,
     assert "messages_key: messages" in text and OmegaConf.to_container(
         shown, resolve=True
     ) == OmegaConf.to_container(config)
+
+
+def test_home_and_environment_variables_are_expanded_in_paths(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("SCRATCH", "/scratch")
+    monkeypatch.setenv("DATA_TOKEN", "/secret_data")
+    (tmp_path / "a.yaml").write_text(
+        "output_dir: ~/x\nmodel: {path: $SCRATCH/m}\n"
+        "data: {train_files: [~/a.jsonl, '${SCRATCH}/b.jsonl', $DATA_TOKEN/c.jsonl]}\n"
+        "optim: {name: ~/my.py:adam, kwargs: {note: ~/$SCRATCH}}\n"
+    )
+    arguments = [
+        "trainer.resume=${output_dir}/checkpoints/step_1",
+        "data.chat_template=${oc.env:SCRATCH}/t.jinja",
+        "algorithm.loss_mode=~/my.py:loss",
+        "data.val_files=~/val.jsonl",
+    ]
+    config = load("ppo.yaml", [str(tmp_path / "a.yaml"), *arguments])
+    assert config.output_dir == "/home/me/x"
+    assert config.model.path == "/scratch/m"
+    files = ["/home/me/a.jsonl", "/scratch/b.jsonl", "/secret_data/c.jsonl"]
+    assert config.data.train_files == files
+    assert config.data.val_files == "/home/me/val.jsonl"
+    assert config.data.chat_template == "/scratch/t.jinja"
+    assert config.optim.name == "/home/me/my.py:adam"
+    assert config.algorithm.loss_mode == "/home/me/my.py:loss"
+    assert config.trainer.resume == "/home/me/x/checkpoints/step_1"
+    assert config.optim.kwargs.note == "~/$SCRATCH", "this is no path"
+    shown = without_secrets(config)
+    assert OmegaConf.to_container(shown, resolve=False)["data"]["train_files"] == [
+        *files[:2],
+        "${oc.env:DATA_TOKEN}/c.jsonl",
+    ]
+
+
+@pytest.mark.parametrize(
+    "argument, message",
+    [
+        ("output_dir=$NOWHERE/x", "output_dir=$NOWHERE/x: the environment variable NOWHERE is not"),
+        ("output_dir=${NOWHERE}/x", "output_dir=${NOWHERE}/x: the environment variable NOWHERE is"),
+        ("data.val_files=[a,$NOWHERE]", "data.val_files=$NOWHERE: the environment variable"),
+        ("output_dir=~nobody_here/x", "~nobody_here is no user's home; write ./~nobody_here/x"),
+    ],
+)
+def test_a_path_that_cannot_be_expanded_is_a_mistake(argument, message):
+    assert message in told("sft", argument)
+
+
+def test_every_key_that_names_files_has_the_rule_of_a_path():
+    files = [*(CONFIGS / f"{script}.yaml" for script in SCRIPTS), *engine_files()]
+    comments = {key: text for file in files for key, text in read_comments(file).items()}
+    name = re.compile(r"(^|[._])(path|dir|files|template)$")
+    value = re.compile(r"\.py:name|^(a )?(file|directory) |path of a")
+    for key, comment in comments.items():
+        names_files = name.search(key) or value.search(comment)
+        assert is_path(key) == bool(names_files), key
 
 
 def test_the_configuration_is_read_only():
