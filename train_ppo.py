@@ -132,6 +132,7 @@ def set_up(config, grader):
     The user's mistakes are reported here, before any weights are loaded; cheap checks come first.
     """
     from job.end_tokens import warn_of_end_token
+    from job.models import check_token_ids
     from job.run import Run
     from rl import models
     from rollout.vllm.settings import check_rollout, check_vllm_model
@@ -144,6 +145,7 @@ def set_up(config, grader):
     warn_of_end_token(config, run.chat_tokenizer())
     run.train = load_prompts(run, config.data.train_files)
     run.val = load_prompts(run, config.data.val_files)
+    check_token_ids(config, hf_config, run.tokenizer, run.datasets())
     notices = {grader.check(prompts[0].row) for prompts in (run.train, run.val) if prompts}
     for notice in notices:
         if notice and run.rank == 0:

@@ -65,7 +65,7 @@ def set_up(config):
     The user's mistakes are reported here, before any weights are loaded; cheap checks come first.
     """
     from engines.build import engine_class
-    from job.models import warn_of_length
+    from job.models import check_token_ids, warn_of_length
     from job.run import Run
 
     run = Run.begin(config)
@@ -74,8 +74,10 @@ def set_up(config):
     run.load_tokenizer(hf_config)
     run.train = load_data(run, config.data.train_files)
     run.val = load_data(run, config.data.val_files)
-    datasets = [dataset for dataset in (run.train, run.val) if dataset]
-    warn_of_length(hf_config, max(int(dataset.lengths.max()) for dataset in datasets))
+    datasets = run.datasets()
+    check_token_ids(config, hf_config, run.tokenizer, datasets)
+    longest = max(int(dataset.lengths.max()) for dataset in datasets.values())
+    warn_of_length(hf_config, longest)
     run.count_steps()
     run.plan_memory({None: config})
     run.start_profiler(["train_batch", "validate"] if run.val else ["train_batch"])

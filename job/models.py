@@ -5,6 +5,7 @@ from pathlib import Path
 
 from config import InputError
 
+TOKENS_AT_ONCE = 1 << 22  # the number of tokens that are searched at a time
 # Files to download from the hub: weights, tokenizer, chat template, and the model's own code.
 MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
 
@@ -92,6 +93,36 @@ def report_unused_mtp(config, hf_config) -> None:
             "exports copy them unchanged from the files of model.path",
             flush=True,
         )
+
+
+def check_token_ids(config, hf_config, tokenizer, datasets: dict) -> None:
+    """Raise InputError if rows contain a token for which the model has no embedding.
+
+    Called by all ranks.
+
+    Args:
+        hf_config: the configuration of the text model.
+        datasets: the configuration key of the files -> their TokenDataset or PromptDataset.
+    """
+    from engines.parallel.device import on_rank0
+
+    if max(tokenizer.get_vocab().values()) >= hf_config.vocab_size:
+        on_rank0(find_unknown_token, config, hf_config.vocab_size, tokenizer, datasets)
+
+
+def find_unknown_token(config, vocab_size: int, tokenizer, datasets: dict) -> None:
+    """Do the same as check_token_ids(), on rank 0, for a tokenizer that has such tokens."""
+    for key, dataset in datasets.items():
+        for start in range(0, len(dataset.input_ids), TOKENS_AT_ONCE):
+            largest = int(dataset.input_ids[start : start + TOKENS_AT_ONCE].max())
+            if largest >= vocab_size:
+                token = tokenizer.convert_ids_to_tokens(largest)
+                raise InputError(
+                    f"{key} has rows with the token {token} ({largest}), but the embedding of "
+                    f"model.path={config.model.path} has only {vocab_size} rows: use the tokenizer "
+                    "that belongs to the model, or add rows with resize_token_embeddings() of "
+                    "transformers"
+                )
 
 
 def warn_of_length(hf_config, longest: int) -> None:

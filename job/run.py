@@ -107,6 +107,11 @@ class Run:
         """Return the tokenizer with its chat template and the end tokens of model.path."""
         return ChatTokenizer.load(self.tokenizer, Path(self.config.model.path), self.processor)
 
+    def datasets(self) -> dict[str, Any]:
+        """Return the data sets by the configuration key of their files."""
+        datasets = {"data.train_files": self.train, "data.val_files": self.val}
+        return {key: dataset for key, dataset in datasets.items() if dataset}
+
     def count_steps(self) -> None:
         self.steps_per_epoch, self.total_steps = setup.count_steps(self.config, self.train)
 

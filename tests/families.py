@@ -72,11 +72,25 @@ HEADS_OF_8 = ("gemma3_text", "helium", "hunyuan_v1_dense", "ministral")
 MODELS = {
     **{family: {} for family in PLAIN},
     **{family: {"head_dim": 8} for family in HEADS_OF_8},
+    "deepseek_v4": dict(
+        head_dim=16,
+        qk_rope_head_dim=8,
+        q_lora_rank=16,
+        o_lora_rank=16,
+        o_groups=2,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        index_head_dim=16,
+        index_n_heads=2,
+        index_topk=4,
+    ),
     "gemma4_text": dict(
         head_dim=8, global_head_dim=8, hidden_size_per_layer_input=8, vocab_size_per_layer_input=97
     ),
     "gpt2": dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
     "lfm2": dict(layer_types=["conv", "full_attention", "conv"]),
+    "olmoe": dict(num_experts=4, num_experts_per_tok=2),
     "qwen3_vl_moe": dict(
         vision_config=dict(
             depth=1,
@@ -97,6 +111,7 @@ MODELS = {
         ),
     ),
     "seed_oss": dict(head_dim=8, attention_dropout=0.0, residual_dropout=0.0),
+    "zaya": dict(head_dim=8, router_hidden_size=16, num_experts=4, moe_intermediate_size=24),
 }
 ROPES = {
     "llama with dynamic rope": ("llama", dict(rope_type="dynamic", factor=2.0)),

@@ -41,6 +41,7 @@ from engines.parallel.varlen import (
 # Arguments that models pass to their attention, but that do not change its result.
 HARMLESS = {"position_ids", "use_cache", "cache_position", "output_attentions", "is_causal"}
 NEEDS_WINDOW_MASK = "only a mask limits its attention to a window"
+PARTIAL_WINDOW = "only some of transformers' attention implementations apply its window"
 NOT_CAUSAL = "is_causal=False"
 
 
@@ -276,14 +277,18 @@ def reject_unsupported(options: dict) -> None:
 
 
 def reject_window_mask(attention_mask: Tensor | None, window: int) -> None:
-    """Raise InputError if a model limits its attention to a window only by a mask.
+    """Raise InputError if a model limits its attention to a window only by a mask, or without one.
 
     This is detected in passes over shapes (on the meta device): see window_as_mask().
     """
     if attention_mask is None or not attention_mask.is_meta:
         return
-    if attention_mask.shape[2:] not in ((1, 1), (2, window)):
-        raise InputError(f"{NEEDS_WINDOW_MASK} of {attention_mask.shape[-1]} tokens")
+    if attention_mask.shape[2:] in ((1, 1), (2, window)):
+        return
+    window_of_mask = attention_mask.shape[-1]
+    if window_of_mask == 0:
+        raise InputError(f"{PARTIAL_WINDOW} of {window} tokens")
+    raise InputError(f"{NEEDS_WINDOW_MASK} of {window_of_mask} tokens")
 
 
 def window_as_mask(*_, device: torch.device, local_size: int | None = None, **__) -> Tensor | None:

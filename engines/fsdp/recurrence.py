@@ -44,25 +44,46 @@ class StateResets:
         call. Arguments of shape [1, T, ...], such as positions, are divided in the same way.
 
         Returns:
-            [1, T, h], or a tuple that starts with it.
+            [1, T, h], or a tuple that starts with it. Further outputs of shape [1, T, ...], such as
+            keys and values, are joined in the same way. Others are the layer's final state, which
+            training does not use: they are None.
         """
         if self.offsets is None:
             return forward(hidden_states, *args, **kwargs)
         whole_shape = hidden_states.shape[:2]
-        outputs = {}
-        further_outputs = []
+        # The outputs for the sequence that begins at an offset.
+        outputs: dict[int, list[Tensor | None]] = {}
+        is_tuple = False
         for segments in similar_segments(self.offsets):
             divide = partial(rows_of, segments=segments, whole_shape=whole_shape)
+            rows = divide(hidden_states)
             row_kwargs = {name: divide(x) for name, x in kwargs.items()}
-            result = forward(divide(hidden_states), *map(divide, args), **row_kwargs)
-            rows, *further_outputs = result if isinstance(result, tuple) else (result,)
-            for (start, end), row in zip(segments, rows):
-                outputs[start] = row[: end - start]
-        joined = torch.cat([outputs[start] for start in self.offsets[:-1]])[None]
-        if further_outputs:
-            # The further outputs are the layer's final state, which training does not use.
-            return (joined, *[None] * len(further_outputs))
-        return joined
+            result = forward(rows, *map(divide, args), **row_kwargs)
+            is_tuple = isinstance(result, tuple)
+            results = result if is_tuple else (result,)
+            for row, (start, end) in enumerate(segments):
+                outputs[start] = [part_of_row(x, row, end - start, rows.shape) for x in results]
+        in_order = [outputs[start] for start in self.offsets[:-1]]
+        joined = tuple(map(join, zip(*in_order)))
+        return joined if is_tuple else joined[0]
+
+
+def part_of_row(output, row: int, length: int, shape: torch.Size) -> Tensor | None:
+    """Return the first tokens of a row of a layer's output; None if it has no tokens.
+
+    Args:
+        shape: the shape of the layer's input, [rows, tokens, h].
+    """
+    if not isinstance(output, Tensor) or output.shape[:2] != shape[:2]:
+        return None
+    return output[row, :length]
+
+
+def join(parts: tuple[Tensor | None, ...]) -> Tensor | None:
+    """Return the outputs for all sequences as one row [1, T, ...]; None if one is missing."""
+    if any(part is None for part in parts):
+        return None
+    return torch.cat(parts)[None]
 
 
 def similar_segments(offsets: list[int]) -> list[list[Segment]]:

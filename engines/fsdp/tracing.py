@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from config import InputError
 from engines.context_parallel import shares_sequences
-from engines.fsdp.attention import NEEDS_WINDOW_MASK, NOT_CAUSAL, Packing
+from engines.fsdp.attention import NEEDS_WINDOW_MASK, NOT_CAUSAL, PARTIAL_WINDOW, Packing
 from engines.fsdp.recurrence import recurrent_layers
 from engines.model.hf import plain_attention
 from engines.model.lengths import keep_short_frequencies
@@ -123,6 +123,8 @@ def check_packed_sequences(hf: nn.Module, config: DictConfig) -> None:
     if failure:
         if NOT_CAUSAL in failure:
             advice = config_json_fix(hf_config, BIDIRECTIONAL, "null")
+        elif PARTIAL_WINDOW in failure:
+            advice = config_json_fix(hf_config, "sliding_window", "null")
         raise InputError(
             f"model.path={path}: {name} does not take packed sequences: {failure}{advice}"
         )
@@ -147,7 +149,8 @@ def packed_failure(hf: nn.Module) -> str | None:
     row_mask = make_mask(MASK_SHAPES[1])
     failure = failure_with(hf, "packed", attention_mask=row_mask, packing=packing)
     # Other failures do not matter here: transformers cannot build all masks on the meta device.
-    return failure if failure and failure.startswith(NEEDS_WINDOW_MASK) else None
+    wrong_windows = (NEEDS_WINDOW_MASK, PARTIAL_WINDOW)
+    return failure if failure and failure.startswith(wrong_windows) else None
 
 
 def failure_with(hf: nn.Module, attention: str, **arguments) -> str | None:

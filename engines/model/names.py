@@ -138,9 +138,14 @@ class LoadingRules:
         """Return the name in the model, and the pattern of the matching converter, if any."""
         from transformers.core_model_loading import rename_source_key
 
-        return rename_source_key(
+        name, pattern = rename_source_key(
             file_name, self.renamings, self.converters, self.base_model_prefix, self.stored
         )
+        if name not in self.stored and file_name in self.stored:
+            # As transformers does, leave out rules that match too much. For example, DeepSeek-V4's
+            # rule for the norms of compressors also renames model.norm.weight.
+            return rename_source_key(file_name, [], [], self.base_model_prefix, self.stored)
+        return name, pattern
 
     def leaves_as_is(self, name: str, pattern: str, shape: list[int]) -> bool:
         """Return whether a converter leaves a weight unchanged because its shape already fits."""

@@ -127,17 +127,23 @@ def test_the_auxiliary_loss_of_a_step_does_not_include_earlier_steps(folder):
     assert second == first
 
 
-def test_a_coefficient_of_config_json_weighs_as_in_transformers():
-    """For layers that choose alike, the two losses differ by a constant factor."""
-    logits = torch.randn(50, 8)
+def test_a_coefficient_of_config_json_weighs_each_layer_as_in_transformers():
+    """transformers pools the layers' tokens: it would not notice layers that even out."""
+    generator = torch.Generator().manual_seed(0)
+    prefers_early = torch.randn(50, 8, generator=generator) - torch.arange(8)
+    prefers_late = prefers_early.flip(1)
+    layers = (prefers_early, prefers_late, prefers_early, prefers_late)
     shape = AutoConfig.for_model(**FAMILIES["qwen3_moe"], output_router_logits=True)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         ours = experts.aux_loss(
-            [logits] * 5, torch.zeros(50, dtype=torch.bool), 3, 50, dist.group.WORLD
+            [*layers], torch.zeros(50, dtype=torch.bool), 3, 50, dist.group.WORLD
         )
     finally:
         dist.destroy_process_group()
-    theirs = shape.router_aux_loss_coef * load_balancing_loss_func((logits,) * 5, 8, 3)
-    assert experts.aux_loss_weight(None, shape, 5) * ours.item() == pytest.approx(theirs.item())
-    assert experts.aux_loss_weight(0.1, shape, 5) == 0.1, "as it is given"
+    coefficient = shape.router_aux_loss_coef
+    weighted = experts.aux_loss_weight(None, shape, 4) * ours.item()
+    by_layer = [load_balancing_loss_func((logits,), 8, 3).item() for logits in layers]
+    assert weighted == pytest.approx(coefficient * sum(by_layer) / 4)
+    assert weighted > 1.3 * coefficient * load_balancing_loss_func(layers, 8, 3).item()
+    assert experts.aux_loss_weight(0.1, shape, 4) == 0.1, "as it is given"

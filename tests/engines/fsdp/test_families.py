@@ -27,6 +27,7 @@ from engines.model import guard
 from engines.model.hf import auto_class
 from engines.model.model_files import fingerprint
 from job.progress import adapter as adapter_record
+from tests import families
 from tests.engines.fsdp.cases import (
     BF16,
     CP2,
@@ -44,7 +45,7 @@ from tests.engines.fsdp.test_training import result_of
 from tests.support.cases import needs
 from tests.support.foreign import FOREIGN
 from tests.support.launch import export
-from tests.support.models import MULTIMODAL
+from tests.support.models import MULTIMODAL, write_model
 from tests.support.plain import (
     LOG_PROB_BOUND,
     LOSS_BOUND,
@@ -360,3 +361,21 @@ def test_sequences_that_leak_into_others_are_found(results, world):
     assert told["same"] == [True] * world
     assert "impossible to check whether the model keeps sequences apart" in told["deaf"][0]
     assert not any(told["deaf"][1:])
+
+
+@pytest.mark.parametrize(
+    "family, is_packed",
+    [
+        ("zaya", True),  # its recurrent modules return queries, keys and values
+        ("zaya", False),
+        ("deepseek_v4", False),  # transformers has a rule that would rename its last norm, too
+    ],
+)
+def test_families_that_are_compared_in_this_process(tmp_path, family, is_packed):
+    model = write_model(tmp_path, **families.SHAPES[family])
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        difference = families.compare(model, is_packed)
+    finally:
+        dist.destroy_process_group()
+    assert difference.is_small, difference

@@ -241,6 +241,12 @@ LONGROPE = dict(
             f"do not pass the sequence boundaries on to their attention: {PADDING}",
         ),
         (
+            dict(model_type="olmoe", num_experts=4, num_experts_per_tok=2, sliding_window=7),
+            [],
+            "only some of transformers' attention implementations apply its window of 7 tokens: "
+            "set sliding_window=7 to null in config.json",
+        ),
+        (
             dict(model_type="mamba"),
             [],
             "MambaForCausalLM does not take packed sequences: ValueError",
