@@ -31,6 +31,8 @@ def add_end_ids(directory: Path, ids: Iterable[int]) -> None:
     if source != file:
         special = ("bos_token_id", "pad_token_id", "eos_token_id")
         values = {key: values[key] for key in special if values.get(key) is not None}
+    # With this mark, older versions of transformers replace the file's values by config.json's.
+    values.pop("_from_model_config", None)
     values["eos_token_id"] = [*sorted(listed_ids(values)), *new_ids]
     file.write_text(json.dumps(values, indent=2) + "\n")
 

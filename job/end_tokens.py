@@ -44,13 +44,14 @@ def find_new_end_ids(
         f"the rows teach the model to end a turn with {tokens}, which generation_config.json and "
         f"config.json of model.path={path} do not name: "
     )
+    pronoun = "it" if len(ids) == 1 else "them"
     if config.model.lora.rank:
         line += (
-            "merged exports will name it (generation_config.json). With the adapter alone, add it "
-            "to eos_token_id there"
+            f"merged exports will name {pronoun} in generation_config.json. To use the adapter "
+            f"alone, add {pronoun} to eos_token_id there"
         )
     else:
-        line += "exports will name it (generation_config.json)"
+        line += f"exports will name {pronoun} in generation_config.json"
     print(line, flush=True)
     return sorted(ids)
 

@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import GenerationConfig
 
 from config import load
 from data.chat.tokenizer import ChatTokenizer
@@ -70,10 +71,8 @@ def test_exports_name_the_end_token_that_rows_teach(folder, tmp_path, capsys):
         export.mkdir()
         save_model_config(path, torch.float32, export, ids)
         assert find_stop_token_ids(export) == sorted({TEXT_END, turn_end})
-        assert json.loads((export / "generation_config.json").read_text())["eos_token_id"] == [
-            TEXT_END,
-            turn_end,
-        ]
+        assert GenerationConfig.from_pretrained(export).eos_token_id == [TEXT_END, turn_end]
+        assert "_from_model_config" not in (export / "generation_config.json").read_text()
 
     # A run that resumes keeps the end tokens of its checkpoint, even with other data.
     shutil.copytree(export, tmp_path / "checkpoint" / "hf")
