@@ -23,6 +23,7 @@ from configs import paths
 from configs.arguments import read_layers
 from configs.checks import key_problems, value_problems
 from configs.files import CONFIGS, InputError, engine_files, flatten, read, read_defaults
+from configs.help import help_text
 from configs.names import readers
 
 PARENT = os.getppid()  # torchrun, unless it is killed during the imports below
@@ -134,14 +135,16 @@ def hide_secrets(text: str, is_secret: bool = False) -> str:
 def run(main: Callable[[DictConfig], None], defaults: str, doc: str) -> None:
     """Run a script: call main(config) with the configuration from sys.argv.
 
+    --help prints the docstring `doc` and all keys; --help GROUP... prints groups of keys.
+
     An InputError is printed in one line per mistake and node, and the exit code is 2.
     """
-    if {"-h", "--help"} & set(sys.argv[1:]):
-        files = [CONFIGS / defaults, *engine_files()]
-        print(doc, *(path.read_text() for path in files), sep="\n")
-        return
+    arguments = sys.argv[1:]
     try:
-        main(load(defaults, sys.argv[1:]))
+        if {"-h", "--help"} & set(arguments):
+            print(help_text(defaults, doc, arguments))
+            return
+        main(load(defaults, arguments))
     except InputError as error:
         report(error)
         sys.exit(2)

@@ -98,7 +98,7 @@ def main(config):
     run.end_loop()
     grader.close()
     if run.is_complete and not run.only_validates:
-        roles.export(run.output_dir / "hf")
+        roles.export(run.output_dir / "hf", run.base_name)
     run.close()
     dist.barrier()
     roles.close()
@@ -167,7 +167,7 @@ def set_up(config, grader):
     progress = PpoProgress(
         identity=identity,
         export_dtype=config.engine.compute_dtype,
-        lora=adapter(config),
+        lora=adapter(config, run.base_name),
         kl_coef=config.algorithm.kl_ctrl.kl_coef,
     )
     run.find_checkpoint(progress)

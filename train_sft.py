@@ -54,7 +54,7 @@ def main(config):
     train(run, engine)
     run.end_loop()
     if run.is_complete:
-        export_hf(engine, run.tokenizer, run.output_dir / "hf")
+        export_hf(engine, run.tokenizer, run.output_dir / "hf", run.base_name)
     run.close()
     device.shutdown()
 
@@ -84,7 +84,7 @@ def set_up(config):
     progress = SftProgress(
         identity=identify(config, hf_config, run.train),
         export_dtype=config.engine.compute_dtype,
-        lora=adapter(config),
+        lora=adapter(config, run.base_name),
     )
     run.find_checkpoint(progress)
     return run

@@ -6,23 +6,39 @@ from pathlib import Path
 from config import InputError
 
 TOKENS_AT_ONCE = 1 << 22  # the number of tokens that are searched at a time
-# Files to download from the hub: weights, tokenizer, chat template, and the model's own code.
-MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
+# Files to download from the hub: tokenizer, chat template, the model's own code, and its weights.
+DESCRIPTION_FILES = ["*.json", "*.model", "*.txt", "*.jinja", "*.py"]
+WEIGHT_FILES = ["*.safetensors"]
 
 
 def with_local_models(config):
     """Return the configuration with a local directory for every model.
 
-    If a path is the name of a model on the hub, the model is downloaded, unless it is cached.
+    If a path is the name of a model on the hub, the model is downloaded, unless it is cached. A dry
+    run needs no weights and downloads none.
     """
     from omegaconf import OmegaConf
 
+    patterns = DESCRIPTION_FILES if config.dry_run else DESCRIPTION_FILES + WEIGHT_FILES
     paths = {}
     for role in ("model", "critic", "reference"):
         path = path_of(config, role)
         if path is not None and not Path(path).is_dir():
-            paths[role] = {"path": download(path, f"{role}.path")}
+            paths[role] = {"path": download(path, f"{role}.path", patterns)}
     return OmegaConf.merge(config, paths)
+
+
+def base_name(config) -> str:
+    """Return the name of model.path for other programs and machines.
+
+    Args:
+        config: the configuration as the user wrote it, not that of with_local_models().
+
+    Returns:
+        The absolute path of a directory, or the name of a model on the hub.
+    """
+    path = Path(config.model.path)
+    return str(path.absolute()) if path.is_dir() else config.model.path
 
 
 def path_of(config, role: str) -> str | None:
@@ -30,18 +46,19 @@ def path_of(config, role: str) -> str | None:
     return config[role].path if role in config else None
 
 
-def download(name: str, key: str) -> str:
+def download(name: str, key: str, patterns: list[str]) -> str:
     """Download a model from the hub, and return its directory in the cache.
 
     Args:
         key: the configuration key that names the model, for error messages.
+        patterns: patterns of the files to download.
     """
     from huggingface_hub import snapshot_download
 
     try:
         if name.startswith((".", "/", "~")):
             raise FileNotFoundError("no such directory")
-        return snapshot_download(name, allow_patterns=MODEL_FILES)
+        return snapshot_download(name, allow_patterns=patterns)
     except (OSError, ValueError, RuntimeError) as error:  # the hub raises errors of these types
         reason = str(error).splitlines()[0]
         raise InputError(

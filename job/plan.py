@@ -8,6 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 from common import disk
 from config import without_secrets
 from data.preview import NUM_ROWS, preview_dataset
+from engines.model.model_files import is_only_described
 from job.run import Run
 
 
@@ -19,7 +20,7 @@ def print_plan(run: Run, roles: dict[str | None, DictConfig]) -> None:
             is None.
     """
     config = next(iter(roles.values()))
-    print(OmegaConf.to_yaml(without_secrets(config)))
+    print(OmegaConf.to_yaml(without_secrets(run.named_config)))
     print(f"layout: {run.world_size} ranks on {run.device.type} = {layout(config, run.world_size)}")
     for name, dataset in (("train", run.train), ("val", run.val)):
         if dataset:
@@ -32,6 +33,11 @@ def print_plan(run: Run, roles: dict[str | None, DictConfig]) -> None:
     print(f"steps: {run.total_steps}{origin}")
     for role, settings in roles.items():
         print_memory(settings, run, role)
+        if is_only_described(settings):
+            print(
+                f"weights: {settings.model.path} has none, so this plan follows from config.json "
+                "and cannot check the files"
+            )
     if "rollout" in config:
         print_rollout(config, run)
 

@@ -72,8 +72,8 @@ def identify(config, hf_config, train) -> dict[str, Any]:
     """Return the settings that must not change when a run resumes.
 
     They determine the rows of every step and the shapes of the weights. With adapters, they include
-    a fingerprint of the frozen weights, which are not part of a checkpoint. Called by all ranks;
-    rank 0 reads the files.
+    a fingerprint of the frozen weights, which are not part of a checkpoint, unless a dry run has no
+    weights. Called by all ranks; rank 0 reads the files.
     """
     from engines.model import mtp
 
@@ -97,25 +97,31 @@ def identify(config, hf_config, train) -> dict[str, Any]:
 
 def identify_adapters(config) -> dict[str, Any]:
     """Return the adapter settings, and fingerprints of the frozen weights."""
-    from engines.model.model_files import fingerprint
+    from engines.model.model_files import fingerprint, is_only_described
     from engines.parallel.device import on_rank0
 
     lora = config.model.lora
     identity = {
         "model.lora": f"rank {lora.rank}, alpha {lora.alpha}, on {lora.target_modules} without "
         f"{lora.exclude_modules}",
-        "frozen weights": on_rank0(fingerprint, Path(config.model.path)),
     }
+    if is_only_described(config):
+        return identity
+    identity["frozen weights"] = on_rank0(fingerprint, Path(config.model.path))
     if "critic" in config and config.critic.path:
         identity["frozen weights of the critic"] = on_rank0(fingerprint, Path(config.critic.path))
     return identity
 
 
-def adapter(config) -> dict[str, Any] | None:
-    """Return the adapter settings that an export needs, or None without adapters."""
+def adapter(config, base_name: str) -> dict[str, Any] | None:
+    """Return the adapter settings that an export needs, or None without adapters.
+
+    Args:
+        base_name: the directory or hub name of the frozen model, for adapter_config.json.
+    """
     from omegaconf import OmegaConf
 
     if not config.model.lora.rank:
         return None
     base = str(Path(config.model.path).absolute())
-    return OmegaConf.to_container(config.model.lora) | {"base": base}
+    return OmegaConf.to_container(config.model.lora) | {"base": base, "base_name": base_name}

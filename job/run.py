@@ -31,6 +31,8 @@ class Run:
 
     Attributes, from begin():
         config: the configuration, with a local directory for every model.
+        named_config: the configuration as the user wrote it, in which a model may have the name of
+            one on the hub. It is the one to print and to save.
         device: the device of this rank.
         rank, world_size: this rank, and the number of ranks.
         output_dir: the run's directory.
@@ -57,6 +59,7 @@ class Run:
     """
 
     config: DictConfig
+    named_config: DictConfig
     device: torch.device
     rank: int
     world_size: int
@@ -89,6 +92,7 @@ class Run:
         setup.bind_cpus(config, device)
         return cls(
             config=models.with_local_models(config),
+            named_config=config,
             device=device,
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),
@@ -160,9 +164,9 @@ class Run:
             description: rows and ranks of this run, for the first line of the log.
         """
         if not self.only_validates:
-            on_rank0(setup.write_config, self.config)
+            on_rank0(setup.write_config, self.named_config)
         step = self.progress.step
-        self.tracker = tracking.Tracker(self.config, self.rank, step, self.total_steps)
+        self.tracker = tracking.Tracker(self.named_config, self.rank, step, self.total_steps)
         origin = f"resuming from {self.resume_from}" if self.resume_from else "starting"
         self.tracker.print(
             f"{origin}: step {step} of {self.total_steps}, {self.steps_per_epoch} per epoch, "
@@ -173,6 +177,11 @@ class Run:
         self.profiler.on_stage = self.heartbeat.enter
         # Collectives time out a minute after the heartbeat, which names the missing ranks.
         devices.set_timeouts(self.config.trainer.timeout_minutes + 1)
+
+    @property
+    def base_name(self) -> str:
+        """The name of the model that the run starts from: see models.base_name()."""
+        return models.base_name(self.named_config)
 
     @property
     def only_validates(self) -> bool:

@@ -317,9 +317,12 @@ class Roles:
         with self.profiler.stage("save"):
             checkpointer.save(step, self.actor, progress, self.tokenizer, **trained)
 
-    def export(self, directory: Path) -> None:
-        """Write the actor, or its adapter, as Hugging Face files."""
-        export_hf(self.actor, self.tokenizer, directory)
+    def export(self, directory: Path, base_name: str) -> None:
+        """Write the actor, or its adapter for the model called `base_name`, as Hugging Face files.
+
+        See export_hf().
+        """
+        export_hf(self.actor, self.tokenizer, directory, base_name)
 
     def close(self) -> None:
         """Stop vLLM and the process group. vLLM wakes up to stop, so offload the engines first."""

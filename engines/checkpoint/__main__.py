@@ -3,14 +3,17 @@
     python -m engines.checkpoint export CHECKPOINT OUT
     python -m engines.checkpoint export CHECKPOINT OUT --merge
 
-OUT becomes a model directory or, for a run with adapters, a PEFT adapter. With --merge, the
-adapters are added to the frozen model, and OUT becomes a model directory.
+CHECKPOINT is a directory such as output_dir/checkpoints/step_00000010. For the newest checkpoint, it
+can be output_dir, or the file `latest` in checkpoints/. OUT becomes a model directory or, for a run
+with adapters, a PEFT adapter. With --merge, the adapters are added to the frozen model, and OUT
+becomes a model directory.
 """
 
 import sys
 from pathlib import Path
 
 from config import InputError
+from engines.checkpoint.checkpointer import find_checkpoint
 from engines.checkpoint.export import export_checkpoint
 
 
@@ -19,9 +22,9 @@ def main(arguments: list[str]) -> None:
     options = arguments[3:]
     if not is_export or options not in ([], ["--merge"]):
         sys.exit(__doc__)
-    checkpoint = Path(arguments[1])
     out = Path(arguments[2])
     try:
+        checkpoint = find_checkpoint(Path(arguments[1]))
         export_checkpoint(checkpoint, out, merge=bool(options))
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -247,6 +247,32 @@ def checkpoints(directory: Path) -> list[Path]:
     return sorted(named, key=lambda path: int(path.name.removeprefix("step_")))
 
 
+def find_checkpoint(path: Path) -> Path:
+    """Return the checkpoint that a path means.
+
+    Args:
+        path: a checkpoint, a run's directory, its directory checkpoints/ or the file `latest` in
+            it. For all but the first, the newest checkpoint is meant, and printed.
+
+    Raises:
+        InputError: if there is no checkpoint.
+    """
+    if (path / "trainer.json").is_file():
+        return path
+    if path.name == "latest" and path.is_file():
+        newest = [path.with_name(path.read_text().strip())]
+    else:
+        newest = checkpoints(path / "checkpoints") or checkpoints(path)
+    if not newest or not newest[-1].is_dir():
+        exists = "has no checkpoint" if path.exists() else "does not exist"
+        raise InputError(
+            f"{path} {exists}: give a directory such as output_dir/checkpoints/step_00000010, or "
+            "output_dir for the newest checkpoint"
+        )
+    print(f"checkpoint: {newest[-1]}", flush=True)
+    return newest[-1]
+
+
 def unused_name(path: Path) -> Path:
     """Return the first of {path}.damaged, {path}.damaged1, ... that does not exist."""
     for number in itertools.count():

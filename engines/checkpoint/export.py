@@ -32,12 +32,17 @@ MAX_FILE_BYTES = 4 * 2**30
 # -- from an engine --------------------------------------------------------------------------------
 
 
-def export_hf(engine: Engine, tokenizer, directory: Path) -> None:
+def export_hf(engine: Engine, tokenizer, directory: Path, base_name: str | None = None) -> None:
     """Write an engine's model in the format of transformers, PEFT and vLLM.
 
     The result is a model directory or, if the engine has adapters, a PEFT adapter. An existing
     `directory` is replaced once the new one is complete. All ranks call this together.
+
+    Args:
+        base_name: the directory or hub name of the frozen model, for an adapter's
+            adapter_config.json; None: the directory in model.path.
     """
+    base_name = base_name or str(Path(engine.config.model.path).absolute())
     temporary = directory.with_name(directory.name + ".tmp")
     has_adapters = engine.config.model.lora.rank > 0
     weights = engine.export_adapter() if has_adapters else engine.export_weights()
@@ -45,7 +50,7 @@ def export_hf(engine: Engine, tokenizer, directory: Path) -> None:
     def write_on_rank0() -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         try:
-            write_export(engine, tokenizer, weights, temporary)
+            write_export(engine, tokenizer, weights, temporary, base_name)
         finally:
             # The other ranks take part in gathering every tensor, so rank 0 must do so even if it
             # failed to write one.
@@ -60,7 +65,11 @@ def export_hf(engine: Engine, tokenizer, directory: Path) -> None:
 
 
 def write_export(
-    engine: Engine, tokenizer, weights: Iterable[tuple[str, Tensor]], directory: Path
+    engine: Engine,
+    tokenizer,
+    weights: Iterable[tuple[str, Tensor]],
+    directory: Path,
+    base_name: str,
 ) -> None:
     """Write the tokenizer and, with it, either the adapters or config.json and all weights."""
     model = engine.config.model
@@ -68,7 +77,7 @@ def write_export(
         directory.mkdir(parents=True)
         tokenizer.save_pretrained(directory)
         if model.lora.rank:
-            lora.write(weights, model.lora, model.path, directory, engine.has_unused_weights)
+            lora.write(weights, model.lora, base_name, directory, engine.has_unused_weights)
             return
         engine.save_config(directory)
     write_safetensors(weights, directory)
@@ -154,8 +163,8 @@ class StoredModel:
     checkpoint: Path
     # The dtype of exported weights.
     dtype: torch.dtype
-    # The run's settings for adapters, plus the directory of the frozen model under "base". None if
-    # the run has no adapters.
+    # The run's settings for adapters, plus the directory of the frozen model under "base" and its
+    # name under "base_name". None if the run has no adapters.
     adapter: DictConfig | None
     # Checksum of the frozen model, if there are adapters.
     base_fingerprint: str | None
@@ -178,6 +187,11 @@ class StoredModel:
     @property
     def base(self) -> Path:
         return Path(self.adapter.base)
+
+    @property
+    def base_name(self) -> str:
+        """The directory or hub name of the frozen model. Older checkpoints have only the former."""
+        return self.adapter.get("base_name", self.adapter.base)
 
 
 def export_checkpoint(checkpoint: Path, out: Path, merge: bool = False) -> None:
@@ -240,7 +254,7 @@ def write_stored_adapter(stored: StoredModel, directory: Path) -> None:
     model_files = shutil.ignore_patterns("config.json", *SIDE_FILES)
     shutil.copytree(stored.checkpoint / "hf", directory, ignore=model_files)
     weights = stored_weights(stored.checkpoint)
-    lora.write(weights, stored.adapter, stored.base, directory, stored.rest is not None)
+    lora.write(weights, stored.adapter, stored.base_name, directory, stored.rest is not None)
 
 
 def write_stored_model(stored: StoredModel, directory: Path, merge: bool) -> None:

@@ -53,6 +53,7 @@ from engines.model import freeze, guard, lora, mtp
 from engines.model.experts import aux_loss_weight
 from engines.model.flops import count_flops
 from engines.model.hf import build_on_meta, read_hf_config
+from engines.model.model_files import is_only_described
 from engines.model.names import literal_names
 from engines.parallel.collectives import groups_by_size
 from engines.parallel.offload import HostMemory
@@ -135,7 +136,8 @@ class MegatronEngine(Engine):
         layout.check_layout(config, hf_config, world_size)
         mtp.check_config(config, hf_config)
         hf = build_on_meta(hf_config, torch.float32, head, with_mtp=mtp.is_trained(config))
-        bridge.check_files(hf, Path(path), head)
+        if not is_only_described(config):
+            bridge.check_files(hf, Path(path), head)
         freeze.apply(config, hf, head, Mapping(hf_config, head).parameter_key, reports=True)
         check_adapters(config, hf_config, hf)
         return hf_config

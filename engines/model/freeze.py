@@ -12,6 +12,7 @@ from torch import nn
 
 from config import InputError
 from engines.heads import Head
+from engines.model.model_files import is_only_described
 from engines.model.names import model_names, stacked
 
 # A part of a regular expression: an escaped character, a set of characters, or a dot that stands
@@ -55,11 +56,11 @@ def apply(
             "adapters: leave it out"
         )
     path = Path(config.model.path)
-    names = model_names(hf, path)
+    names = {} if is_only_described(config) else model_names(hf, path)
     names_of_parameter = file_names_of_parameters(hf, names)
     if head is Head.VALUES:
         del names_of_parameter[hf.get_output_embeddings().weight]
-    else:
+    elif names:
         check_patterns(patterns, names, names_of_parameter, path)
 
     trainable_names = [name for file_names in names_of_parameter.values() for name in file_names]

@@ -324,7 +324,7 @@ def write(
     """Write adapter_model.safetensors and adapter_config.json for PEFT and vLLM.
 
     Args:
-        base: the directory of the frozen model.
+        base: the absolute path or the hub name of the frozen model.
         is_part: whether `base` also contains other modules, such as a vision tower. Their layers
             may have the same last names as the adapted layers.
     """
@@ -336,7 +336,7 @@ def write(
     settings = {
         **PLAIN,
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(Path(base).absolute()),
+        "base_model_name_or_path": base,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": lora.dropout,

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from omegaconf import DictConfig
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -35,6 +36,14 @@ def weight_files(path: Path) -> list[Path]:
         if not file.exists():
             raise InputError(f"model.path={path} lacks {file.name}")
     return files
+
+
+def is_only_described(config: DictConfig) -> bool:
+    """Return whether this is a dry run of a model without weights, which config.json describes.
+
+    Such a dry run estimates the memory, but cannot compare the model with its files.
+    """
+    return config.dry_run and not any(Path(config.model.path).glob("*.safetensors"))
 
 
 def shapes_in_files(path: Path) -> dict[str, list[int]]:

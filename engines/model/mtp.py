@@ -12,7 +12,7 @@ from torch import nn
 
 from config import InputError, defaults
 from engines.model.mimo import MiMoLayer
-from engines.model.model_files import shapes_in_files
+from engines.model.model_files import is_only_described, shapes_in_files
 from engines.model.quirks import NUM_MTP_LAYERS_KEYS
 
 # model_type -> the class of MTP layers that model_engine=megatron can train.
@@ -64,6 +64,8 @@ def check_config(config: DictConfig, hf_config) -> None:
     check_required_keys(config.model.mtp)
     if config.model.mtp.enable:
         check_has_layers(hf_config, config.model.path)
+        if not is_only_described(config):
+            check_has_weights(hf_config, config.model.path)
     if is_trained(config):
         check_trainable(config, hf_config)
 
@@ -81,10 +83,7 @@ def check_required_keys(mtp: DictConfig) -> None:
 
 
 def check_has_layers(hf_config, path: str) -> None:
-    """Raise InputError if the model has no MTP layers, or its files lack their weights.
-
-    The weights are checked only for the model types in LAYERS, whose weight names we know.
-    """
+    """Raise InputError if the model has no MTP layers."""
     number = num_layers(hf_config)
     if not number:
         settings = [f"{key}={getattr(hf_config, key, None)}" for key in NUM_MTP_LAYERS_KEYS]
@@ -92,8 +91,16 @@ def check_has_layers(hf_config, path: str) -> None:
             f"model.mtp.enable=true, but model.path={path} has no MTP layers: its config.json has "
             f"{' and '.join(settings)}"
         )
+
+
+def check_has_weights(hf_config, path: str) -> None:
+    """Raise InputError if the files lack weights of the MTP layers.
+
+    The weights are checked only for the model types in LAYERS, whose weight names we know.
+    """
     if hf_config.model_type not in LAYERS:
         return
+    number = num_layers(hf_config)
     expected = {f"model.mtp_layers.{name}" for name in layers(hf_config).state_dict()}
     missing = sorted(expected - shapes_in_files(Path(path)).keys())
     if missing:

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from config import InputError
-from engines.checkpoint.checkpointer import Checkpointer
+from engines.checkpoint.checkpointer import Checkpointer, find_checkpoint
 from engines.checkpoint.export import export_checkpoint
 from engines.checkpoint.storage import Writer
 from tests.support.models import make_model
@@ -179,3 +179,21 @@ def test_an_export_holds_the_weights_of_the_checkpoint(checkpointer, engine, tmp
         assert torch.equal(exported[name], tensor), name
     assert (tmp_path / "exported" / "tokenizer.json").is_file()
     assert (tmp_path / "exported" / "config.json").is_file()
+
+
+def test_an_export_finds_the_newest_checkpoint_of_a_run(tmp_path, capsys):
+    checkpoints = tmp_path / "run" / "checkpoints"
+    for name in ("step_00000009", "step_00000010", "step_00000011.tmp"):
+        (checkpoints / name).mkdir(parents=True)
+        (checkpoints / name / "trainer.json").touch()
+    (checkpoints / "latest").write_text("step_00000009\n")
+    (tmp_path / "empty").mkdir()
+    newest = checkpoints / "step_00000010"
+    for path in (newest, tmp_path / "run", checkpoints):
+        assert find_checkpoint(path) == newest
+    assert find_checkpoint(checkpoints / "latest") == checkpoints / "step_00000009"
+    assert capsys.readouterr().out.splitlines()[0] == f"checkpoint: {newest}"
+    with pytest.raises(InputError, match="empty has no checkpoint: give a directory such as"):
+        find_checkpoint(tmp_path / "empty")
+    with pytest.raises(InputError, match="nowhere does not exist"):
+        find_checkpoint(tmp_path / "nowhere")

@@ -1,11 +1,13 @@
 """The plan that a dry run prints."""
 
+import shutil
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from common import disk
-from config import load
+from config import InputError, load
 from engines.build import engine_class
 from engines.heads import Head
 from job.plan import print_plan
@@ -20,6 +22,7 @@ def test_each_role_is_estimated_for_its_own_model(tmp_path, capsys):
         needed = [f"model.path={tmp_path / role}", "data.train_files=t", f"output_dir={tmp_path}"]
         roles[role] = load("sft.yaml", needed)
     run = SimpleNamespace(
+        named_config=roles["actor"],
         world_size=1,
         device=torch.device("cpu"),
         train=None,
@@ -34,3 +37,26 @@ def test_each_role_is_estimated_for_its_own_model(tmp_path, capsys):
     critic_bytes = engine.checkpoint_bytes(roles["critic"], Head.VALUES)
     assert f"checkpoint of the actor: {disk.format_bytes(actor_bytes)};" in printed
     assert f"checkpoint of the critic: {disk.format_bytes(critic_bytes)};" in printed
+
+
+@pytest.mark.parametrize("engine", ["fsdp", "megatron"])
+@pytest.mark.parametrize(
+    "settings", [["model.lora.rank=4"], ["model.freeze=['layers\\.0\\.']"]], ids=["lora", "freeze"]
+)
+def test_a_dry_run_needs_no_weights(tmp_path, engine, settings):
+    """The estimate is that of the whole model. A run itself needs the weights."""
+    make_model(tmp_path / "whole", "qwen3")
+    shutil.copytree(tmp_path / "whole", tmp_path / "described")
+    (tmp_path / "described" / "model.safetensors").unlink()
+    needed = ["data.train_files=t", f"output_dir={tmp_path}", f"model_engine={engine}", *settings]
+
+    def estimate(name, *more):
+        config = load("sft.yaml", [f"model.path={tmp_path / name}", *needed, *more])
+        kind = engine_class(config.model_engine)
+        kind.check(config, 1)
+        stages = kind.estimate_memory(config, 1, "cpu", Head.LOG_PROBS, True)
+        return [stage.rows() for stage in stages], kind.checkpoint_bytes(config, Head.LOG_PROBS)
+
+    assert estimate("described", "dry_run=true") == estimate("whole")
+    with pytest.raises(InputError, match="described lacks model.safetensors"):
+        estimate("described")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -21,6 +22,7 @@ from tests.support.launch import (
     LIMIT,
     ROOT,
     checkpoints,
+    export,
     imported,
     kill_all,
     metrics,
@@ -339,6 +341,40 @@ def test_dry_run_prints_the_plan_and_trains_nothing(assets, tmp_path):
         assert done.stdout.count(part) == 1, part
     assert not (tmp_path / "checkpoints").exists()
     assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def put_on_hub(model, cache, name, weights):
+    """Copy a model into a cache of the hub, with or without its weights."""
+    repository = cache / f"models--{name.replace('/', '--')}"
+    snapshot = repository / "snapshots" / "0123"
+    (repository / "refs").mkdir(parents=True, exist_ok=True)
+    (repository / "refs" / "main").write_text("0123")
+    ignored = [] if weights else ["*.safetensors"]
+    shutil.copytree(model, snapshot, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*ignored))
+
+
+def test_a_model_of_the_hub_keeps_its_name(assets, tmp_path):
+    """A dry run needs no weights. An adapter's files name the model as the user did."""
+    hub = {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+    settings = ["model.path=org/tiny", "model.lora.rank=2", "trainer.total_steps=1"]
+    command = [*PYTHON, *arguments(assets, tmp_path / "out", *settings)]
+    put_on_hub(assets / "model", tmp_path / "hub", "org/tiny", weights=False)
+    planned = run([*command, "dry_run=true"], **hub)
+    assert "  path: org/tiny\n" in planned.stdout and "device total" in planned.stdout
+    assert "so this plan follows from config.json and cannot check the files" in planned.stdout
+    missing = run(command, returncode=2, **hub)
+    assert missing.stderr.count("error: ") == 1 and "model.safetensors" in missing.stderr
+
+    put_on_hub(assets / "model", tmp_path / "hub", "org/tiny", weights=True)
+    run(command, **hub)
+    config = OmegaConf.load(tmp_path / "out" / "config.yaml")
+    assert config.model.path == "org/tiny"
+    export(tmp_path / "out", tmp_path / "exported")
+    for adapter in (tmp_path / "out" / "hf", tmp_path / "exported"):
+        written = json.loads((adapter / "adapter_config.json").read_text())
+        assert written["base_model_name_or_path"] == "org/tiny"
+    export(tmp_path / "out" / "checkpoints" / "latest", tmp_path / "merged", "--merge")
+    assert (tmp_path / "merged" / "model.safetensors").is_file()
 
 
 def broken_file(tmp_path, text):

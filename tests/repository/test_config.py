@@ -547,6 +547,36 @@ def test_an_error_is_one_line_a_node_and_exit_code_2(monkeypatch, capsys, rank, 
     )
 
 
+def help_of(monkeypatch, capsys, *arguments):
+    monkeypatch.setattr("sys.argv", ["train_ppo.py", *arguments])
+    run(None, "ppo.yaml", "the script's docstring")
+    return capsys.readouterr().out
+
+
+def test_help_prints_groups(monkeypatch, capsys):
+    text = help_of(monkeypatch, capsys, "--help", "rollout", "my.yaml", "optim.lr", "engine")
+    assert "docstring" not in text and "train_files" not in text and "weight_decay" not in text
+    lines = text.splitlines()
+    assert lines[:2] == ["# rollout in configs/ppo.yaml", "rollout:"]
+    for key, place in readers().items():
+        if key.startswith(("rollout.", "engine.")):
+            name = key.rpartition(".")[2]
+            assert sum(line.startswith(f"  {name}:") for line in lines) >= 1, (key, place)
+    assert sum(line.startswith("  lr:") for line in lines) == 1
+    assert "model_engine/fsdp.yaml" in text and "model_engine/megatron.yaml" in text
+    assert text.rstrip().endswith("tokens whose logits are in memory at the same time")
+    assert "# log-probabilities cover the full vocabulary" in text, "a comment's second line"
+
+
+def test_help_of_a_group_that_does_not_exist_lists_the_groups(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["train_ppo.py", "--help", "rolout"])
+    with pytest.raises(SystemExit) as left:
+        run(None, "ppo.yaml", "")
+    message = capsys.readouterr().err
+    assert left.value.code == 2 and message.startswith("error: --help rolout: there is no such")
+    assert "the groups are model, data, rollout, " in message and "engine" in message
+
+
 def test_help_lists_every_key(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["train_sft.py", "--help"])
     run(None, "sft.yaml", "the script's docstring")

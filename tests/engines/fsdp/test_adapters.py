@@ -221,7 +221,7 @@ def test_files_name_no_more_layers_than_have_adapters(folder, tmp_path):
     lora.write(
         [(f"{prefix}A.weight", torch.ones(4, 32)), (f"{prefix}B.weight", torch.ones(32, 4))],
         settings,
-        folder / "llama",
+        str(folder / "llama"),
         tmp_path,
     )
     model = PeftModel.from_pretrained(plain_model(folder / "llama"), tmp_path)
