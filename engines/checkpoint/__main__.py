@@ -3,9 +3,9 @@
     python -m engines.checkpoint export CHECKPOINT OUT
     python -m engines.checkpoint export CHECKPOINT OUT --merge
 
-CHECKPOINT is a directory such as output_dir/checkpoints/step_00000010. For the newest checkpoint, it
-can be output_dir, or the file `latest` in checkpoints/. OUT becomes a model directory or, for a run
-with adapters, a PEFT adapter. With --merge, the adapters are added to the frozen model, and OUT
+CHECKPOINT is a directory such as output_dir/checkpoints/step_00000010. For the newest checkpoint,
+it can be output_dir, or the file `latest` in checkpoints/. OUT becomes a model directory or, for a
+run with adapters, a PEFT adapter. With --merge, the adapters are added to the frozen model, and OUT
 becomes a model directory.
 """
 

@@ -10,6 +10,7 @@ from common import disk
 from config import InputError, load
 from engines.build import engine_class
 from engines.heads import Head
+from examples.arithmetic import make_tokenizer
 from job.plan import print_plan
 from tests.support.models import make_model
 
@@ -25,7 +26,8 @@ def test_each_role_is_estimated_for_its_own_model(tmp_path, capsys):
         named_config=roles["actor"],
         world_size=1,
         device=torch.device("cpu"),
-        train=None,
+        train=[],
+        tokenizer=make_tokenizer(),
         val=None,
         total_steps=8,
         resume_from=None,
