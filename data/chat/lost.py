@@ -18,7 +18,7 @@ from typing import NamedTuple
 from config import InputError
 from data.chat.conversation import Conversation
 from data.chat.forms import as_json
-from data.chat.marks import MARK_WORD, Text, mark_messages
+from data.chat.marks import MARK_WORD, Piece, Text, mark_messages
 from data.chat.pieces import UNMISTAKABLE_LENGTH
 
 # Kinds of losses.
@@ -29,7 +29,7 @@ UNREAD = "unread"  # a number or a boolean
 # Tags are not marked, because templates look for them.
 WORD_OR_TAG = re.compile(r"<[^<>\s]*>|\[/?[A-Z_]+\]|([^\W_]+)")
 CLOSING_TAG = re.compile(r"</[^<>\s]*>|\[/[A-Z_]+\]|<\|END[^<>\s]*\|>")
-MAX_MARKS = 300  # per text
+MAX_MARKS = 100  # per text
 # Fields that every template knows, and those that only link messages to each other.
 ORDINARY_FIELDS = frozenset({"role", "content", "tool_calls", "type", "id", "tool_call_id"})
 
@@ -105,9 +105,17 @@ class TextCheck:
     conversation: Conversation
 
     def losses(self) -> Iterator[Loss]:
-        suspects = [text for text in self.texts_not_located() if not self.is_verbatim(text)]
-        for text in self.texts_without_all_marks(suspects):
-            missing = self.missing_marks(text)
+        suspects = []
+        for text in self.texts_not_located():
+            if self.lacks_earlier_thinking(text):
+                yield Loss(EARLIER, text.key, text.message, text.text[:60])
+            elif not self.is_verbatim(text):
+                suspects.append(text)
+        if not suspects:
+            return
+        arrived = self.arrived_marks(suspects, self.conversation.messages)
+        for text in suspects:
+            missing = self.missing_marks(text) if arrived is None else lacking(text, arrived)
             if not missing or self.is_repeated(text):
                 continue
             offsets = word_ends(text.text)
@@ -116,16 +124,41 @@ class TextCheck:
             kind = EARLIER if self.is_dropped_by_design(text, missing) else LOST
             yield Loss(kind, text.key, text.message, excerpt)
 
+    @cached_property
+    def pieces_of_texts(self) -> dict[int, list[Piece]]:
+        """The pieces of the rendered chat by the number of their text."""
+        pieces: dict[int, list[Piece]] = {}
+        for piece in located_pieces(self.conversation):
+            pieces.setdefault(piece.source.number, []).append(piece)
+        return pieces
+
     def texts_not_located(self) -> list[Text]:
         """Return the texts that conversation.pieces does not show in full."""
-        conversation = self.conversation
-        located = set()
-        for piece in located_pieces(conversation):
-            text = piece.source.text.strip()
-            starts = conversation.text.startswith(text, piece.start)
-            if starts or conversation.text.endswith(text, 0, piece.end):
-                located.add(piece.source.number)
-        return [text for text in conversation.texts if text.number not in located]
+        return [text for text in self.conversation.texts if not self.is_located(text, text.text)]
+
+    def is_located(self, text: Text, part: str) -> bool:
+        """Return whether a piece of the text begins or ends with this part of it."""
+        part = part.strip()
+        rendered = self.conversation.text
+        return any(
+            rendered.startswith(part, piece.start) or rendered.endswith(part, 0, piece.end)
+            for piece in self.pieces_of_texts.get(text.number, ())
+        )
+
+    def lacks_earlier_thinking(self, text: Text) -> bool:
+        """Return whether only the thinking before a closing tag is missing in an earlier answer."""
+        message = self.conversation.messages[text.message]
+        if message["role"] != "assistant" or text.message > self.last_user_message:
+            return False
+        *_, closing_tag = [None, *CLOSING_TAG.finditer(text.text)]
+        rest = text.text[closing_tag.end() :] if closing_tag else ""
+        return bool(rest.strip()) and self.is_located(text, rest)
+
+    @cached_property
+    def last_user_message(self) -> int:
+        messages = self.conversation.messages
+        users = (i for i, message in enumerate(messages) if message["role"] == "user")
+        return max(users, default=-1)
 
     @cached_property
     def squashed(self) -> str:
@@ -144,15 +177,6 @@ class TextCheck:
             if self.squashed.count(squashed) >= len(copies):
                 return True
         return False
-
-    def texts_without_all_marks(self, suspects: list[Text]) -> list[Text]:
-        """Render the chat once with marks in all these texts; return the texts that lack some."""
-        if not suspects:
-            return []
-        arrived = self.arrived_marks(suspects, self.conversation.messages)
-        if arrived is None:
-            return suspects
-        return [text for text in suspects if lacking(text, arrived)]
 
     def arrived_marks(
         self, texts: list[Text], messages: list[dict], **options
@@ -227,21 +251,35 @@ class TextCheck:
         is_last = text.message == len(messages) - 1
         if messages[text.message]["role"] != "assistant" or is_last:
             return False
-        shortened = messages[: text.message + 1]
-        arrived = self.arrived_marks([text], shortened, add_generation_prompt=False)
-        if arrived is not None and not lacking(text, arrived):
-            return True
-        if text.message > last_user_message(messages):
+        return self.is_printed_if_last(text) or self.is_earlier_thinking(text, missing)
+
+    def is_printed_if_last(self, text: Text) -> bool:
+        """Return whether the template prints this text if the chat ends with its message.
+
+        The result is cached if it does, for other messages with the same keys.
+        """
+        conversation = self.conversation
+        shortened = conversation.messages[: text.message + 1]
+        printed_if_last = conversation.chat.printed_if_last
+        key = (text.key, *shortened[-1], str(conversation.inputs.arguments))
+        if key not in printed_if_last:
+            arrived = self.arrived_marks([text], shortened, add_generation_prompt=False)
+            if arrived is None or lacking(text, arrived):
+                return False
+            printed_if_last.add(key)
+        return True
+
+    def is_earlier_thinking(self, text: Text, missing: list[int]) -> bool:
+        """Return whether these words are the thinking before a closing tag in an earlier answer."""
+        if text.message > self.last_user_message or missing != list(range(len(missing))):
             return False
-        ends = word_ends(text.text)
-        is_beginning = missing == list(range(len(missing)))
+        ends = [*word_ends(text.text), len(text.text)]
         rest_start = ends[missing[-1]]
-        num_missing = len(missing)
-        rest_end = ends[num_missing] if num_missing < len(ends) else len(text.text)
-        return is_beginning and bool(CLOSING_TAG.search(text.text, rest_start, rest_end))
+        rest_end = ends[len(missing)]
+        return bool(CLOSING_TAG.search(text.text, rest_start, rest_end))
 
 
-def located_pieces(conversation: Conversation) -> list:
+def located_pieces(conversation: Conversation) -> list[Piece]:
     """Return conversation.pieces, or [] if a text cannot be located for certain."""
     try:
         return conversation.pieces
@@ -275,11 +313,6 @@ def unused_word(text: str) -> str:
     while word in text:
         word += "x"
     return word
-
-
-def last_user_message(messages: list[dict]) -> int:
-    """Return the index of the last user message, or -1."""
-    return max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
 
 
 # -- values without text ---------------------------------------------------------------------------

@@ -37,6 +37,7 @@ class ChatTokenizer:
         literals: the strings in the template's code that it may look for in texts.
         generation_prompts: cache of data.chat.headers.generation_prompt().
         reasoning_keys: caches of data.chat.reasoning.with_readable_reasoning().
+        printed_if_last: cache of data.chat.lost.TextCheck.is_printed_if_last().
 
     Raises:
         InputError: the tokenizer is not a fast one.
@@ -68,6 +69,7 @@ class ChatTokenizer:
         self.clock = frozen_clock(tokenizer)
         self.literals = template_literals(str(tokenizer.chat_template or ""))
         self.generation_prompts: dict[tuple, str] = {}
+        self.printed_if_last: set[tuple] = set()
         self.reasoning_keys: dict[str, dict[str, bool]] = {}
 
     @classmethod
