@@ -6,10 +6,10 @@
         data.max_tokens_per_micro_batch=262144 --train
 
 Arguments: a shape (benchmarks/shapes.py), then key=value pairs of configs/sft.yaml. The first form
-takes steps of benchmarks/sft_h200.py with these settings, and with each setting that the error would
-advise. It prints the estimated and the measured saving of each. The second form runs train_sft.py,
-with and without dry_run=true, on rows of 4,000 tokens that fill a micro-batch, and prints the lines
-about memory.
+takes steps of benchmarks/sft_h200.py with these settings, and with each setting that the error
+would advise. It prints the estimated and the measured saving of each. The second form runs
+train_sft.py on rows of 4,000 tokens that fill a micro-batch, with and without dry_run=true, and
+prints the lines about memory.
 """
 
 import json
@@ -40,7 +40,7 @@ from job.memory_plan import MemoryPlan
 
 PEAK = re.compile(r"(\d+\.\d) \((\d+\.\d)\)")
 ROW_LENGTH = 4000
-ABOUT_MEMORY = ("warning: training needs", "out of device memory")
+ABOUT_MEMORY = re.compile("warning: training needs|out of device memory")
 
 
 def measure(shape: str, settings: list[str], options: list[str]) -> tuple[float, float]:
@@ -72,8 +72,8 @@ def print_savings(shape: str, model: Path, settings: list[str], options: list[st
 def run_out_of_memory(model: Path, settings: list[str]) -> None:
     """Run train_sft.py on rows that fill a micro-batch, and print its lines about memory."""
     make_tokenizer().save_pretrained(model)
-    num_tokens = load("sft.yaml", [*model_settings(model), *settings]).data
-    num_rows = num_tokens.max_tokens_per_micro_batch // ROW_LENGTH
+    config = load("sft.yaml", [*model_settings(model), *settings])
+    num_rows = config.data.max_tokens_per_micro_batch // ROW_LENGTH
     row = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2" * 3900}]
     rows = model.parent / "long_rows.jsonl"
     rows.write_text(f"{json.dumps({'messages': row})}\n" * num_rows)
@@ -85,7 +85,7 @@ def run_out_of_memory(model: Path, settings: list[str]) -> None:
     for option in ("dry_run=true", "dry_run=false"):
         done = subprocess.run([*command, option], cwd=ROOT, capture_output=True, text=True)
         lines = (done.stdout + done.stderr).splitlines()
-        about_memory = [line for line in lines if any(text in line for text in ABOUT_MEMORY)]
+        about_memory = [line for line in lines if ABOUT_MEMORY.search(line)]
         tracebacks = sum("Traceback" in line for line in lines)
         print(f"{option}: exit code {done.returncode}, {tracebacks} tracebacks", flush=True)
         print("\n".join(about_memory), flush=True)

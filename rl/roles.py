@@ -176,7 +176,7 @@ class Roles:
             # Without a drafter, vLLM needs only the actor's weights.
             include_unused = self.rollout.drafter == "mtp"
             with without_adapters:
-                weights = self.actor.export_weights(include_unused)
+                weights = self.actor.export_weights(include_unused=include_unused)
                 self.rollout.update_weights(weights)
         if self.rollout.adapter:
             self.rollout.update_adapter(self.actor.export_adapter())

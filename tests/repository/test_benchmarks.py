@@ -44,6 +44,10 @@ SMOKES = {
         "tiny-VL data.max_tokens_per_micro_batch=512 --micro-batches 1 --steps 1 --models MODELS",
         r"\| tiny-VL \| 1 \| 512 \|  \| [\d,]+ \| nan% \| \d+\.\d \(\d+\.\d\) \|",
     ),
+    "memory_h200.py": Smoke(
+        f"tiny {FP32} data.max_tokens_per_micro_batch=4096 --steps 1 --models MODELS",
+        r"\| engine.activation_checkpointing=true \| 0\.\d \| -?\d\.\d \| \d\.\d \(0\.\d\) \|",
+    ),
     "lora_h200.py": Smoke(
         f"tiny {SMALL_PPO} --steps 1 --assets ASSETS --models MODELS --ways shared",
         r"saves 0\.\d+ GiB(.*\n)*"
