@@ -78,8 +78,17 @@ def choose_checkpoint(config, latest: Path | None) -> Path | None:
     if not (path / "trainer.json").is_file():
         raise InputError(
             f"trainer.resume={resume} is neither auto, never, nor a checkpoint directory"
+            f"{checkpoint_hint(path)}"
         )
     return path
+
+
+def checkpoint_hint(path: Path) -> str:
+    """Return "; did you mean ...?" for a path that means a run's newest checkpoint, else ""."""
+    from engines.checkpoint.checkpointer import newest_checkpoint
+
+    newest = newest_checkpoint(path)
+    return f"; did you mean {newest}?" if newest else ""
 
 
 def check_adapter_path(config, path: Path, saved: Progress) -> None:

@@ -259,18 +259,28 @@ def find_checkpoint(path: Path) -> Path:
     """
     if (path / "trainer.json").is_file():
         return path
-    if path.name == "latest" and path.is_file():
-        newest = [path.with_name(path.read_text().strip())]
-    else:
-        newest = checkpoints(path / "checkpoints") or checkpoints(path)
-    if not newest or not newest[-1].is_dir():
+    newest = newest_checkpoint(path)
+    if newest is None:
         exists = "has no checkpoint" if path.exists() else "does not exist"
         raise InputError(
             f"{path} {exists}: give a directory such as output_dir/checkpoints/step_00000010, or "
             "output_dir for the newest checkpoint"
         )
-    print(f"checkpoint: {newest[-1]}", flush=True)
-    return newest[-1]
+    print(f"checkpoint: {newest}", flush=True)
+    return newest
+
+
+def newest_checkpoint(path: Path) -> Path | None:
+    """Return the newest checkpoint of a run, or None if it has none.
+
+    Args:
+        path: the run's directory, its directory checkpoints/ or the file `latest` in it.
+    """
+    if path.name == "latest" and path.is_file():
+        newest = path.with_name(path.read_text().strip())
+        return newest if newest.is_dir() else None
+    found = checkpoints(path / "checkpoints") or checkpoints(path)
+    return found[-1] if found else None
 
 
 def unused_name(path: Path) -> Path:

@@ -101,3 +101,13 @@ def test_older_checkpoints_lack_settings_that_had_one_value(tmp_path):
         "model.mtp.enable_train": False,
         "model.freeze": [],
     }
+
+
+def test_a_run_named_in_place_of_its_checkpoint_is_answered_with_the_newest(tmp_path):
+    newest = tmp_path / "run" / "checkpoints" / "step_00000010"
+    newest.mkdir(parents=True)
+    resume = f"trainer.resume={tmp_path / 'run'}"
+    config = load("sft.yaml", ["model.path=m", "data.train_files=t", resume])
+    message = f"nor a checkpoint directory; did you mean {newest}\\?"
+    with pytest.raises(InputError, match=message):
+        find_resume(config, None, Progress(identity={}), 20)

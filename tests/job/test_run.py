@@ -32,6 +32,7 @@ def make_run(out, *pairs, step: int = 0, total_steps: int = 10) -> Run:
     config = load("sft.yaml", [*needed, "trainer.logger=[console]", *pairs])
     run = Run(
         config=config,
+        named_config=config,
         device=CPU,
         rank=0,
         world_size=1,

@@ -98,6 +98,7 @@ def finished(tmp_path, monkeypatch):
     config = load("ppo.yaml", [*pairs, "algorithm.ppo_epochs=2", "trainer.rollout_freq=-1"])
     run = Run(
         config=config,
+        named_config=config,
         device=torch.device("cpu"),
         rank=0,
         world_size=NUM_RANKS,
