@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from data.chat.lost import EARLIER, LOST, UNREAD, Loss, is_empty
+from data.chat.lost import EARLIER, EMPTY, LOST, UNREAD, Loss, is_empty
 from data.rows import has_prompt_column, system_column
 from data.shapes import SHAPES
 
@@ -29,6 +29,7 @@ class RowUse(NamedTuple):
         lost: columns and fields that the rendered chat lacks.
         earlier: fields that the template prints only in the latest turns.
         has_system_column: whether a column becomes the system message.
+        has_empty_answer: whether an answer without any text is trained.
     """
 
     columns: tuple[str, ...]
@@ -38,6 +39,7 @@ class RowUse(NamedTuple):
     lost: tuple[str, ...]
     earlier: tuple[str, ...]
     has_system_column: bool
+    has_empty_answer: bool
 
 
 @lru_cache(maxsize=10_000)  # the rows of a data set have few different uses
@@ -63,7 +65,8 @@ def describe_use(
     columns = [column for column in [*chat_columns, *input_columns] if column not in lost]
     present = [column for column, value in row.items() if not is_empty(value)]
     fields = list(fields_of_messages(row, chat_columns))
-    ignored = [name for name in fields if name in options.ignored_fields or name in unread]
+    ignored = [name for name in fields if name in options.ignored_fields]
+    ignored += [name for name in unread if name not in ignored]
     use = RowUse(
         tuple(column for column in columns if column in present),
         tuple(name for name in fields if name not in ignored and name not in lost),
@@ -72,6 +75,7 @@ def describe_use(
         lost,
         names_of(losses, EARLIER),
         bool(system_column(row, options)),
+        any(loss.kind == EMPTY for loss in losses),
     )
     return to_json(use)
 
@@ -125,6 +129,7 @@ class FileUse:
     lost: dict[str, int] = field(default_factory=dict)
     earlier: dict[str, int] = field(default_factory=dict)
     num_system_columns: int = 0
+    num_empty_answers: int = 0
     num_files: int = 1
 
     def add(self, use: RowUse, num_rows: int) -> None:
@@ -133,6 +138,8 @@ class FileUse:
             add_counts(getattr(self, name), dict.fromkeys(getattr(use, name), num_rows))
         if use.has_system_column:
             self.num_system_columns += num_rows
+        if use.has_empty_answer:
+            self.num_empty_answers += num_rows
 
     def merge(self, other: FileUse) -> None:
         """Add the rows of another file."""
@@ -140,6 +147,7 @@ class FileUse:
             if isinstance(value, dict):
                 add_counts(getattr(self, name), value)
         self.num_system_columns += other.num_system_columns
+        self.num_empty_answers += other.num_empty_answers
         self.num_files += other.num_files
 
     def names(self) -> str:
@@ -188,6 +196,8 @@ def report_lines(paths: list[Path], uses: list[dict], is_training: bool) -> Iter
         else:
             merged[key] = (path.name, file_use)
     for name, file_use in merged.values():
+        if not file_use.columns:
+            continue  # every row is an error or blank
         if file_use.num_files > 1:
             name += f" and {file_use.num_files - 1} more files"
         for line in lines_of_file(file_use, is_training):
@@ -207,12 +217,29 @@ def lines_of_file(use: FileUse, is_training: bool) -> Iterator[str]:
         parts.append(f"ignores in messages {with_counts(use.ignored_fields)}")
     yield "; ".join(parts)
     if use.num_system_columns:
-        yield f"the system column becomes the system message ({use.num_system_columns:,} rows)"
+        rows = count_of_rows(use.num_system_columns)
+        yield f"the system column becomes the system message ({rows})"
+    if use.num_empty_answers:
+        rows = count_of_rows(use.num_empty_answers)
+        yield f"an empty answer is trained ({rows}): the model learns to stop at once"
+    yield from advice_on_columns(use)
     if use.earlier:
         yield f"the chat template drops from earlier turns, by design: {with_counts(use.earlier)}"
     if use.lost:
         yield f"the chat template leaves out {with_counts(use.lost)}: see data.lost_fields"
 
 
+def advice_on_columns(use: FileUse) -> Iterator[str]:
+    """Yield the settings under which columns with telling names would be read."""
+    for column in use.other_columns:
+        is_system = column.lower().startswith("system") and not use.num_system_columns
+        if is_system:
+            yield f"data.system_key={column} would make this column the system message"
+
+
 def with_counts(counts: dict[str, int]) -> str:
-    return ", ".join(f"{name} ({number:,} rows)" for name, number in counts.items())
+    return ", ".join(f"{name} ({count_of_rows(number)})" for name, number in counts.items())
+
+
+def count_of_rows(number: int) -> str:
+    return "1 row" if number == 1 else f"{number:,} rows"

@@ -5,17 +5,22 @@ from __future__ import annotations
 import csv
 import glob
 import gzip
+import itertools
 import json
 import re
 import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from config import InputError
+from data.messages import parse_json
 
 # All but .parquet, which is compressed already, may be followed by .gz.
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+# Of a directory's subdirectories, which may hold a million images.
+MAX_LISTED = 10_000
 
 
 def suffix_of(path: Path) -> str:
@@ -97,12 +102,21 @@ def expand(path: Path) -> list[Path]:
             f"{path} holds the splits {', '.join(splits)}: choose one, e.g. {path / splits[0]}"
         )
     files = sorted(file for file in path.iterdir() if format_of(file) in SUFFIXES)
+    report_subdirectories(path)
     if not files:
         raise InputError(
             f"{path}: the directory has no file that ends in {', '.join(SUFFIXES)}, and it was "
             "not written by save_to_disk() of Hugging Face datasets"
         )
     return files
+
+
+def report_subdirectories(path: Path) -> None:
+    """Print a line if subdirectories of a directory contain data files, which are not read."""
+    for file in itertools.islice(path.glob("*/**/*"), MAX_LISTED):
+        if format_of(file) in SUFFIXES:
+            print(f"data: files in subdirectories are not read, such as {file}", flush=True)
+            return
 
 
 def read_rows(path: Path, work: Path):
@@ -138,21 +152,15 @@ def parse_row(text: str):
         InputError: the line is not JSON, or an object in it has a key twice.
     """
     try:
-        return json.loads(text, object_pairs_hook=unique_keys)
-    except json.JSONDecodeError as error:
-        raise InputError(f"the row is not JSON: {error.msg} at column {error.colno}") from None
-
-
-def unique_keys(pairs: list[tuple[str, object]]) -> dict:
-    """Return the dict of these pairs. Otherwise json keeps the last value of a repeated key."""
-    unique = dict(pairs)
-    if len(unique) < len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise InputError(f'the key "{key}" occurs twice in one object: keep one of the two')
-            seen.add(key)
-    return unique
+        return parse_json(text)
+    except ValueError as error:
+        reason = str(error)
+        if isinstance(error, json.JSONDecodeError):
+            reason = f"{error.msg} at column {error.colno}"
+        raise InputError(
+            f"the row is not JSON: {reason}. Each line must hold one row, unless the whole file is "
+            "an array of rows"
+        ) from None
 
 
 def load_dataset(path: Path, work: Path):
@@ -168,7 +176,7 @@ def load_dataset(path: Path, work: Path):
         return without_decoding(datasets.Dataset.from_parquet(str(source), cache_dir=cache))
     if file_format == ".csv":
         return load_csv(source, cache)
-    if file_format == ".json" and starts_an_array(source):
+    if starts_an_array(source):
         source = write_lines(source, work)
     return datasets.Dataset.from_text(str(source), cache_dir=cache, encoding="utf-8-sig")
 
@@ -182,13 +190,18 @@ def unpack(path: Path, work: Path) -> Path:
 
 
 def load_csv(path: Path, cache: str):
-    """Return the rows of a .csv file, with all columns as strings."""
+    """Return the rows of a .csv file, with all columns as strings.
+
+    Raises:
+        ValueError: the file is not a table: see read_header().
+    """
     import datasets
 
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        columns = next(csv.reader(file))
+    columns = read_header(path)
     return datasets.Dataset.from_csv(
         str(path),
+        names=columns,
+        header=0,
         features=datasets.Features({column: datasets.Value("string") for column in columns}),
         cache_dir=cache,
         keep_default_na=False,
@@ -196,17 +209,65 @@ def load_csv(path: Path, cache: str):
     )
 
 
+def read_header(path: Path) -> list[str]:
+    """Return the columns of a .csv file. A column without a name gets its number as a name.
+
+    The reader of `datasets` would move the cells of rows that are too long into other columns, and
+    fill up rows that are too short.
+
+    Raises:
+        ValueError: two columns have the same name; a row has more or fewer cells than there are
+            columns; quotes are wrong; the cells are not separated by commas.
+    """
+    csv.field_size_limit(sys.maxsize)
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        rows = csv.reader(file, strict=True)
+        try:
+            header = next(rows)
+            check_columns(header)
+            for row in rows:
+                if row and len(row) != len(header):
+                    raise ValueError(
+                        f"line {rows.line_num} has {len(row)} of {len(header)} cells: put quotes "
+                        "around cells that contain commas"
+                    )
+        except csv.Error as error:
+            raise ValueError(
+                f"line {rows.line_num}: {error}; a quote within a quoted cell is written twice"
+            ) from None
+    return [name or f"column {i + 1}" for i, name in enumerate(header)]
+
+
+def check_columns(header: list[str]) -> None:
+    """Raise ValueError if the first line of a .csv file does not look like the names of columns."""
+    repeated = [name for i, name in enumerate(header) if name in header[:i]]
+    if repeated:
+        raise ValueError(f"the header names the column {repeated[0]!r} twice")
+    separators = [separator for separator in "\t;|" if separator in header[0]]
+    if len(header) == 1 and separators:
+        raise ValueError(
+            f"the header is {header[0][:60]!r}: separate cells by commas, not by {separators[0]!r}"
+        )
+
+
 def starts_an_array(path: Path) -> bool:
-    """Return whether a .json file holds an array rather than one row per line."""
+    """Return whether a file holds an array rather than one row per line."""
     with path.open(encoding="utf-8-sig") as file:
         return file.read(4096).lstrip().startswith("[")
 
 
 def write_lines(path: Path, work: Path) -> Path:
-    """Write the rows of a JSON array to a file in `work`, one per line, and return the file."""
+    """Write the rows of a JSON array to a file in `work`, one per line, and return the file.
+
+    Raises:
+        ValueError: the file is not one array, or has no rows.
+    """
     lines_path = work / "rows.jsonl"
-    with path.open(encoding="utf-8-sig") as file, lines_path.open("w", encoding="utf-8") as lines:
-        lines.writelines(json.dumps(row) + "\n" for row in json.load(file))
+    rows = parse_json(path.read_text(encoding="utf-8-sig"))
+    if not rows:
+        raise ValueError("the array is empty")
+    with lines_path.open("w", encoding="utf-8") as lines:
+        lines.writelines(json.dumps(row) + "\n" for row in rows)
     return lines_path
 
 

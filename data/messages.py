@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 from config import InputError
@@ -19,6 +20,8 @@ ROW_LOSS_COLUMNS = dict.fromkeys([*LOSS_KEYS, "weights", "sample_weight", "loss_
     "mask": 0,
     "masked": 0,
 }
+# Keys of a tool call's function beside its arguments.
+CALL_KEYS = ("name", "id", "type", "index", "function", "description")
 # Cells of CSV files are texts.
 BOOLEAN_TEXTS = {"true": 1.0, "false": 0.0}
 
@@ -52,13 +55,33 @@ def check_content(message: dict, name: str) -> None:
         if not is_call:
             raise InputError(f'"{name}.content" is missing')
     elif not isinstance(content, (str, list)):
-        raise InputError(f'"{name}.content" must be a string, not {type(content).__name__}')
+        raise InputError(f'"{name}.content" must be a string, not {type_name(content)}')
+
+
+def type_name(value) -> str:
+    return "object" if isinstance(value, dict) else type(value).__name__
 
 
 def check_tool_calls(message: dict, name: str) -> None:
     calls = message.get("tool_calls") or []
     if not isinstance(calls, list) or not all(map(is_tool_call, calls)):
         raise InputError(f'"{name}.tool_calls" must be a list of objects with a function')
+    for i, call in enumerate(calls):
+        check_function(call.get("function") or call, f"{name}.tool_calls[{i}]")
+
+
+def check_function(function: dict, name: str) -> None:
+    """Raise InputError if a call has no name, or its arguments have another name."""
+    if not isinstance(function.get("name"), str) or not function["name"].strip():
+        raise InputError(f'"{name}" has no name of a function')
+    others = [
+        key for key, value in function.items() if key not in CALL_KEYS and value is not None
+    ]
+    if function.get("arguments") is None and others:
+        raise InputError(
+            f'"{name}" has no "arguments", only {", ".join(others)}: name them "arguments", or '
+            'write "arguments": {}'
+        )
 
 
 def is_tool_call(call) -> bool:
@@ -91,6 +114,20 @@ def check_other_loss_keys(message: dict, name: str) -> None:
             )
 
 
+def check_parts_without_loss_keys(message: dict, name: str) -> None:
+    """Raise InputError if a part of a message excludes itself from the loss."""
+    content = message.get("content")
+    for i, part in enumerate(content if isinstance(content, list) else ()):
+        for key, value in part.items() if isinstance(part, dict) else ():
+            is_about_loss = key in LOSS_KEYS or LOSS_WORDS.search(key)
+            if is_about_loss and value not in (None, 1) and not isinstance(value, str):
+                raise InputError(
+                    f'"{name}.content[{i}].{key}" is {str(value)[:40]}, and a part of a message '
+                    "cannot be excluded from the loss: split the message in two, with loss_mask 0 "
+                    f'in the first, or set data.ignored_fields=["{key}"]'
+                )
+
+
 def check_row_loss_columns(row: dict, options) -> None:
     """Raise InputError if a column seems to weigh or exclude the row."""
     for column, usual_value in ROW_LOSS_COLUMNS.items():
@@ -121,10 +158,45 @@ def without_none(value):
     """Remove the entries that are None from all dicts in a value, at any depth.
 
     Arrow gives every row the keys of all rows, with None for those that the row lacks. A template
-    might print them, or test whether they exist.
+    might print them, or test whether they exist. In the arguments and parameters of functions that
+    were read from JSON, null is a value.
     """
     if isinstance(value, dict):
-        return {key: without_none(item) for key, item in value.items() if item is not None}
+        kept = {}
+        for key, item in value.items():
+            is_written = key in ("arguments", "parameters") and isinstance(item, JsonObject)
+            if item is not None:
+                kept[key] = item if is_written else without_none(item)
+        return kept
     if isinstance(value, list):
         return [without_none(item) for item in value]
     return value
+
+
+class JsonObject(dict):
+    """An object that was read from JSON, so that somebody wrote each of its nulls."""
+
+
+def parse_json(text: str):
+    """Parse JSON. Its objects are JsonObjects.
+
+    Raises:
+        InputError: an object has a key twice.
+        ValueError: the text is not JSON.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=unique_keys)
+    except RecursionError:
+        raise ValueError("too many nested brackets") from None
+
+
+def unique_keys(pairs: list[tuple[str, object]]) -> JsonObject:
+    """Return the object of these pairs. Otherwise json keeps the last value of a repeated key."""
+    unique = JsonObject(pairs)
+    if len(unique) < len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise InputError(f'the key "{key}" occurs twice in one object: keep one of the two')
+            seen.add(key)
+    return unique

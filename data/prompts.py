@@ -23,6 +23,7 @@ from data.chat.lost import (
     Loss,
     find_losses,
     located_pieces,
+    lost_part_fields,
     must_be_dropped,
     plain_row_losses,
 )
@@ -37,7 +38,7 @@ from data.shapes import read_shape
 from data.tokenization import CacheSpec, kept_tokens, tokenize_to_cache
 
 # Part of a cache's name. Increase it when encode_prompt() or the files of a cache change.
-VERSION = "prompts 7"
+VERSION = "prompts 8"
 # The keys of the section `data` that prompts depend on.
 OPTIONS = (
     "messages_key",
@@ -190,12 +191,13 @@ def encode_prompt(
             "data.chat_template to a template for messages"
         )
     else:
+        losses = [*lost_part_fields(without_reply(messages, row, options))]
         messages, sources = place_images(messages, row.get(options.images_key), options.images_key)
         turns = without_reply(messages, row, options)
         inputs = template_inputs(row, chat.parameters, options)
         conversation = Conversation(turns, chat, inputs, add_generation_prompt=True)
         yield conversation
-        losses = find_losses(conversation)
+        losses += find_losses(conversation)
         if must_be_dropped(losses, options.lost_fields, conversation.messages):
             return EncodedPrompt([], "", "", RowImages(), losses, is_dropped=True)
         check_asks_for_turn(conversation)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 
 from config import InputError
-from data.chat.forms import text_of
+from data.chat.forms import is_list_of_texts, text_of
 from data.messages import (
+    BOOLEAN_TEXTS,
     check_message,
     check_other_loss_keys,
+    check_parts_without_loss_keys,
     check_row_loss_columns,
+    number_in_text,
+    parse_json,
     without_none,
 )
-from data.shapes import convert_sharegpt, is_sharegpt_message
+from data.shapes import SHAREGPT_ROLES, convert_sharegpt, is_chat, is_sharegpt_message
 
 # Likely names of a column, the likeliest first; suggested when the expected column is missing.
 PROMPT_COLUMNS = ("prompt", "question", "instruction", "problem", "query", "input", "text")
@@ -53,12 +56,18 @@ def training_messages(row: dict, has_template: bool, options) -> list[dict] | No
     check_row_loss_columns(row, options)
     response = row.get(options.response_key)
     is_pair = has_prompt_column(row, options)
-    if is_pair and not isinstance(response, str):
+    if is_pair and response is None:
         hint = hint_at_columns(row, options, with_response=True)
-        raise InputError(f'"{options.response_key}" is missing or not a string{hint}')
+        raise InputError(f'"{options.response_key}" is missing{hint}')
+    if is_pair and not isinstance(response, str):
+        raise InputError(
+            f'"{options.response_key}" must be a text, not {str(response)[:60]}. (A list of '
+            'messages is read from "completion", beside "prompt".)'
+        )
     messages = read_messages(row, has_template, options, with_response=True)
     for i, message in enumerate(messages or ()):
         check_other_loss_keys(message, f"message {i}")
+        check_parts_without_loss_keys(message, f"message {i}")
     if not is_pair or messages is None:
         return messages
     context = [{"loss_mask": 0} | message for message in messages]
@@ -110,16 +119,37 @@ def read_message(message, name: str, ignored_fields) -> dict:
     `name` is its place in the row, e.g. messages[2].
     """
     if ignored_fields and isinstance(message, dict):
-        message = {key: item for key, item in message.items() if key not in ignored_fields}
+        message = without_fields(message, ignored_fields)
+        if isinstance(message.get("content"), list):
+            parts = [without_fields(part, ignored_fields) for part in message["content"]]
+            message = message | {"content": parts}
     if is_sharegpt_message(message):
         message = convert_sharegpt(message, name)
     check_message(message, name)
     return message
 
 
+def without_fields(value, names):
+    """Return an object without the fields with these names; other values are returned unchanged."""
+    if not isinstance(value, dict):
+        return value
+    return {key: item for key, item in value.items() if key not in names}
+
+
 def system_column(row: dict, options) -> str:
-    """Return the system message that a row has in a column of its own, or ""."""
+    """Return the system message that a row has in a column of its own, or "".
+
+    Raises:
+        InputError: the column is a list or an object, but not a list of texts.
+    """
     system = row.get(options.system_key) if options.system_key else None
+    if system and is_list_of_texts(system):
+        system = text_of(system)
+    if isinstance(system, (list, dict)) and system:
+        raise InputError(
+            f'the column "{options.system_key}" must be a text, not {str(system)[:60]}: write it '
+            "as a text, or set data.system_key=null, which does not read the column"
+        )
     return system if isinstance(system, str) and system.strip() else ""
 
 
@@ -172,33 +202,37 @@ def likely_columns(
 
     The column is None where the row has no suitable one.
     """
+    chats = {column: row[column] for column in columns if is_chat(row[column])}
+    complete = [column for column, chat in chats.items() if is_question_and_answer(chat)]
     prompt = options.prompt_key
-    text_columns = [column for column in columns if isinstance(row[column], str)]
     if row.get(prompt) is None:
-        prompt = pick_column(PROMPT_COLUMNS, text_columns)
-    chat_columns = [column for column in columns if looks_like_chat(row[column])]
-    if chat_columns and prompt != options.prompt_key:
-        return {"messages_key": chat_columns[0]}
+        if complete or (chats and not with_response):
+            return {"messages_key": (complete or list(chats))[0]}
+        prompt = pick_column(PROMPT_COLUMNS, [*chats, *text_columns_of(row, columns)])
     keys = {"prompt_key": prompt}
     if with_response:
-        other_columns = [column for column in text_columns if column != prompt]
-        keys["response_key"] = pick_column(RESPONSE_COLUMNS, other_columns)
+        others = [column for column in text_columns_of(row, columns) if column != prompt]
+        keys["response_key"] = pick_column(RESPONSE_COLUMNS, others)
     return keys
 
 
-def looks_like_chat(value) -> bool:
-    """Return whether a column's value is a list of messages, in our format or ShareGPT's."""
-    if not isinstance(value, list) or not value or not isinstance(value[0], dict):
-        return False
-    return bool(value[0].keys() & {"role", "from"})
+def text_columns_of(row: dict, columns: list[str]) -> list[str]:
+    return [column for column in columns if isinstance(row[column], str)]
+
+
+def is_question_and_answer(chat: list[dict]) -> bool:
+    """Return whether a chat has turns of the assistant and of somebody else."""
+    roles = {SHAREGPT_ROLES.get(message.get("role", message.get("from"))) for message in chat}
+    return "assistant" in roles and len(roles) > 1
 
 
 def pick_column(likely_names: tuple[str, ...], columns: list[str]) -> str | None:
-    """Return the first of the likely names that is a column; else the first column, or None."""
+    """Return the first of the likely names that is a column, in any case; else None."""
     for name in likely_names:
-        if name in columns:
-            return name
-    return columns[0] if columns else None
+        for column in columns:
+            if column.strip().lower() == name:
+                return column
+    return None
 
 
 def template_inputs(row: dict, reserved, options) -> TemplateInputs:
@@ -218,7 +252,7 @@ def template_inputs(row: dict, reserved, options) -> TemplateInputs:
         raise InputError(
             f'"{options.template_kwargs_key}" must be an object, not {type(arguments).__name__}'
         )
-    thinking = {"enable_thinking": row.get("enable_thinking")}
+    thinking = {"enable_thinking": boolean_in_text(row.get("enable_thinking"))}
     arguments = without_none(thinking | without_none(arguments or {}))
     for name in options.ignored_fields:
         arguments.pop(name, None)
@@ -233,6 +267,12 @@ def template_inputs(row: dict, reserved, options) -> TemplateInputs:
     return TemplateInputs(without_none(tools) or None, arguments)
 
 
+def boolean_in_text(value):
+    """Return the boolean that a cell of a CSV file stands for; other values are unchanged."""
+    is_boolean = isinstance(value, str) and value.lower() in BOOLEAN_TEXTS
+    return bool(number_in_text(value)) if is_boolean else value
+
+
 def read_tools(row: dict, options) -> list | None:
     """Return the tools of a row. In data sets with typed columns, they are JSON in a string."""
     tools = row.get(options.tools_key)
@@ -240,8 +280,8 @@ def read_tools(row: dict, options) -> list | None:
         return None  # an empty cell of a CSV file
     if isinstance(tools, str) and tools.lstrip().startswith("["):
         try:
-            tools = json.loads(tools)
-        except json.JSONDecodeError as error:
+            tools = parse_json(tools)
+        except ValueError as error:
             raise InputError(f'"{options.tools_key}" is not JSON: {error}') from error
     if not isinstance(tools, (list, type(None))):
         raise InputError(

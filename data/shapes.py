@@ -5,12 +5,11 @@ Such a format is called a shape. Shapes are recognized without any setting in th
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import NamedTuple
 
 from config import InputError
-from data.messages import ROLES
+from data.messages import ROLES, parse_json
 
 # ShareGPT's `from` -> role. The value of a function_call is a call, or a list of calls, as JSON.
 SHAREGPT_ROLES = {
@@ -39,22 +38,29 @@ class Shape(NamedTuple):
 
 def read_alpaca(row: dict, with_response: bool) -> dict | None:
     """Read the columns instruction, input, output and history, pairs of question and answer."""
-    has_texts = all(isinstance(row.get(key), str) for key in ("instruction", "output"))
-    if row.get("prompt") is not None or not has_texts:
+    has_columns = all(row.get(key) is not None for key in ("instruction", "output"))
+    if row.get("prompt") is not None or not has_columns:
         return None
     return alpaca_messages(row, "output")
 
 
 def read_dolly(row: dict, with_response: bool) -> dict | None:
     """Read the columns instruction, context and response."""
-    has_texts = all(isinstance(row.get(key), str) for key in ("instruction", "response"))
-    if row.get("prompt") is not None or not has_texts or "context" not in row:
+    has_columns = all(row.get(key) is not None for key in ("instruction", "response"))
+    if row.get("prompt") is not None or not has_columns or "context" not in row:
         return None
     return alpaca_messages(row, "response")
 
 
 def alpaca_messages(row: dict, output_column: str) -> dict:
-    """Return {"messages": ...} for an instruction with its input or context, and the answer."""
+    """Return {"messages": ...} for an instruction with its input or context, and the answer.
+
+    Raises:
+        InputError: a column is not a text, or the history is not a list of pairs of texts.
+    """
+    for column in ("instruction", "input", "context", output_column):
+        if not isinstance(row.get(column), (str, type(None))):
+            raise InputError(f'"{column}" must be a text, not {str(row[column])[:40]!r}')
     inputs = [text for text in (row.get("input"), row.get("context")) if text]
     if len(inputs) > 1:
         raise InputError(
@@ -63,10 +69,28 @@ def alpaca_messages(row: dict, output_column: str) -> dict:
         )
     question = "\n\n".join([row["instruction"], *inputs])
     messages = []
-    for pair in [*(row.get("history") or []), (question, row[output_column])]:
+    for pair in [*read_history(row.get("history")), (question, row[output_column])]:
         for role, text in zip(("user", "assistant"), pair, strict=True):
             messages.append({"role": role, "content": text})
     return {"messages": messages}
+
+
+def read_history(history) -> list:
+    """Return the earlier questions and answers, [question, answer] each.
+
+    Raises:
+        InputError: the history is something else.
+    """
+    if not history:
+        return []
+    for pair in history if isinstance(history, list) else [history]:
+        is_pair = isinstance(pair, (list, tuple)) and len(pair) == 2
+        if not is_pair or not all(isinstance(text, str) for text in pair):
+            raise InputError(
+                '"history" must be a list of pairs of texts, [question, answer], not '
+                f"{str(pair)[:60]!r}"
+            )
+    return history
 
 
 def read_sharegpt(row: dict, with_response: bool) -> dict | None:
@@ -158,7 +182,7 @@ def with_parsed_chats(row: dict) -> dict:
 def parse_chat(text: str) -> list | None:
     """Return the messages that a text holds as JSON, or None if it is another text."""
     try:
-        value = json.loads(text)
+        value = parse_json(text)
     except ValueError:
         return None
     return value if is_chat(value) else None
@@ -179,6 +203,8 @@ def convert_sharegpt(message: dict, name: str) -> dict:
     """Convert a message from {from, value} to {role, content}. `name` is its path in the row."""
     sender = message["from"]
     value = message["value"]
+    if message.get("content") is not None:
+        raise InputError(f'"{name}" has both "value" and "content": remove one of the two')
     role = SHAREGPT_ROLES.get(sender)
     if role is None:
         raise InputError(f'"{name}.from" is {sender!r}: must be one of {", ".join(SHAREGPT_ROLES)}')
@@ -186,7 +212,7 @@ def convert_sharegpt(message: dict, name: str) -> dict:
     if sender != "function_call":
         return rest | {"role": role, "content": value}
     try:
-        calls = json.loads(value)
+        calls = parse_json(value)
     except (TypeError, ValueError) as error:
         raise InputError(
             f'"{name}.value" is the function_call {value!r}, which is not JSON'

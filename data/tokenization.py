@@ -21,7 +21,7 @@ from config import InputError, die_with
 from data.cache import cache_key, ensure_cached
 from data.chat.encoding import RowCoroutine, encode_together
 from data.chat.tokenizer import ChatTokenizer
-from data.columns import report_lines, uses_of_file
+from data.columns import count_of_rows, report_lines, uses_of_file
 from data.files import find_files, is_json, parse_row, read_rows
 from data.images import stored
 from data.images.processor import Processor
@@ -134,8 +134,11 @@ def tokenize_to_cache(
     for line in report_lines(paths, uses, is_training):
         print(f"data: {line}", flush=True)
     if "dropped_lost_fields" in stats:
-        number = stats["dropped_lost_fields"]
-        print(f"data: {number:,} rows are dropped, because data.lost_fields=drop", flush=True)
+        number = count_of_rows(stats["dropped_lost_fields"])
+        print(f"data: dropped because of data.lost_fields=drop: {number}", flush=True)
+    if stats.get("dropped_no_loss"):
+        number = count_of_rows(stats["dropped_no_loss"])
+        print(f"data: not used, because no token is trained: {number}", flush=True)
     return folder
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import cached_property
 
 from config import InputError
-from data.chat.forms import forms, is_printed_as_meant
+from data.chat.forms import forms, is_complete, is_list_of_texts, printed_as_code
 from data.chat.marks import Piece, Text, texts_of
 from data.chat.pieces import RenderedChat, find_pieces
 from data.chat.reasoning import with_readable_reasoning
@@ -21,6 +21,12 @@ from data.chat.tokens import Span, Tokens
 from data.images.sources import IMAGE
 from data.messages import LOSS_KEYS
 from data.rows import TemplateInputs
+
+ADVICE_ON_PARTS = (
+    'write texts as {"type": "text", "text": ...}, images as {"type": "image", "image": ...}, '
+    'reasoning as the key "reasoning_content" of the message, tool calls as its key "tool_calls", '
+    'and each result of a tool as a message with the role "tool"'
+)
 
 
 class Conversation:
@@ -55,15 +61,16 @@ class Conversation:
     def choose_form(self, messages: list[dict]) -> tuple[list[dict], str]:
         """Return the messages in the form that suits the template, and the rendered text.
 
-        This is the first form that the template prints correctly, or, if it prints none correctly,
-        the first that it accepts.
+        This is the first form that the template prints completely, without objects in the notation
+        of code. If there is none, it is the first one without such objects.
         """
         template_messages = with_readable_reasoning(
             [without_loss_keys(message) for message in messages],
             self.try_render,
             self.chat.reasoning_keys.setdefault(str(self.inputs.arguments), {}),
         )
-        first_accepted = None
+        incomplete = []
+        code = ""
         first_error = None
         for form in forms(template_messages):
             try:
@@ -71,14 +78,27 @@ class Conversation:
             except TEMPLATE_ERRORS as error:
                 first_error = first_error or error
                 continue
-            if is_printed_as_meant(form, text):
+            code_in_form = printed_as_code(form, text)
+            code = code or code_in_form
+            if code_in_form:
+                continue
+            if is_complete(form, text):
                 return form, text
-            first_accepted = first_accepted or (form, text)
-        if first_accepted is None:
+            incomplete.append((form, text))
+        if incomplete:
+            return incomplete[0]
+        unusual_part = describe_unusual_part(messages)
+        if code and unusual_part:
+            raise InputError(f"the chat template does not know {unusual_part}: {ADVICE_ON_PARTS}")
+        if code:
             raise InputError(
-                f"the chat template rejects the conversation: {first_error}"
-            ) from first_error
-        return first_accepted
+                f"the chat template prints {code[:80]}, a value in the notation of a program: the "
+                "arguments of tool calls must be an object, or an object as JSON text"
+            )
+        advice = f". It may not know {unusual_part}: {ADVICE_ON_PARTS}" if unusual_part else ""
+        raise InputError(
+            f"the chat template rejects the conversation: {first_error}{advice}"
+        ) from first_error
 
     def check_no_part_left_out(self) -> None:
         """Raise InputError if the template skips a message part because it does not know its type.
@@ -106,9 +126,8 @@ class Conversation:
         shortened[index] = message | {"content": other_parts}
         if self.try_render(shortened, **self.options) == self.text:
             raise InputError(
-                f"the chat template leaves out a part of message {index}, {str(part)[:60]}: remove "
-                'it, or write it as {"type": "image", "image": ...} or '
-                '{"type": "text", "text": ...}'
+                f"the chat template leaves out a part of message {index}, {str(part)[:60]}: "
+                f"{ADVICE_ON_PARTS}"
             )
 
     def render(self, messages: list[dict], **options):
@@ -199,3 +218,13 @@ class Conversation:
 def without_loss_keys(message: dict) -> dict:
     """Return a message without the keys that only control the loss."""
     return {key: value for key, value in message.items() if key not in LOSS_KEYS}
+
+
+def describe_unusual_part(messages: list[dict]) -> str:
+    """Return a description of the first part that is neither a text nor an image, or ""."""
+    for i, message in enumerate(messages):
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            if part != IMAGE and not is_list_of_texts([part]):
+                return f"a part of message {i}, {str(part)[:80]}"
+    return ""

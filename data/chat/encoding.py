@@ -8,7 +8,15 @@ from typing import NamedTuple, TypeVar
 
 from config import InputError
 from data.chat.conversation import Conversation
-from data.chat.lost import Loss, find_losses, must_be_dropped, plain_row_losses
+from data.chat.lost import (
+    EMPTY,
+    Loss,
+    empty_answers,
+    find_losses,
+    lost_part_fields,
+    must_be_dropped,
+    plain_row_losses,
+)
 from data.chat.placeholders import RowImages, tokens_with_images
 from data.chat.plain_text import check_no_images, encode_pair
 from data.chat.spans import find_spans
@@ -68,6 +76,8 @@ def encode(
             return EncodedRow([], [], images, losses, is_dropped=True)
         prompt = row[options.prompt_key]
         response = row[options.response_key]
+        if not response.strip():
+            losses = [*losses, Loss(EMPTY, options.response_key, None, "")]
         ids, mask = encode_pair(prompt, response, options.special_tokens_in_text, chat)
     else:
         if not chat.tokenizer.chat_template:
@@ -76,10 +86,11 @@ def encode(
                 "data.chat_template to a template for messages"
             )
         turns = learned_turns(messages, options.train_on)
+        losses = [*lost_part_fields(messages)]
         messages, sources = place_images(messages, row.get(options.images_key), options.images_key)
         conversation = Conversation(messages, chat, template_inputs(row, chat.parameters, options))
         yield conversation
-        losses = find_losses(conversation)
+        losses += [*find_losses(conversation), *empty_answers(conversation, turns)]
         if must_be_dropped(losses, options.lost_fields, conversation.messages):
             return EncodedRow([], [], images, losses, is_dropped=True)
         spans = find_spans(conversation, turns)

@@ -12,6 +12,8 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from data.chat.marks import texts_of
+
 
 @dataclass(frozen=True)
 class Form:
@@ -32,6 +34,8 @@ class Form:
         written = self.defaults | message
         if message.get("content"):
             written["content"] = self.convert_content(message["content"])
+        elif message.get("content") == []:
+            written["content"] = ""
         if message.get("tool_calls"):
             written["tool_calls"] = [
                 with_arguments(call, self.arguments_as_text) for call in message["tool_calls"]
@@ -44,7 +48,7 @@ def forms(messages: list[dict]) -> Iterator[list[dict]]:
     contents = [message["content"] for message in messages if "content" in message]
     conversions = [unchanged, as_parts]
     if any(map(is_list_of_texts, contents)) and not any(map(has_image, contents)):
-        conversions = [unchanged, text_of, as_parts]
+        conversions = [unchanged, joined, as_parts]
 
     has_calls = any(message.get("tool_calls") for message in messages)
     argument_types = (False, True) if has_calls else (False,)
@@ -64,6 +68,11 @@ def unchanged(content):
 def as_parts(content):
     """Return a message's content as a list of parts."""
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def joined(content):
+    """Return a list of texts as one text. A list with parts of other types is unchanged."""
+    return text_of(content) if is_list_of_texts(content) else content
 
 
 def text_of(content: str | list | None) -> str:
@@ -92,12 +101,11 @@ def as_json(value) -> str:
 def with_arguments(call: dict, as_text: bool) -> dict:
     """Return a tool call with its arguments as JSON text (as_text=True) or as an object.
 
-    Arguments that cannot be converted stay unchanged.
+    Missing arguments are {}. Arguments that cannot be converted stay unchanged.
     """
     function = call.get("function", call)
-    if "arguments" in function:
-        convert = arguments_to_text if as_text else arguments_to_object
-        function = function | {"arguments": convert(function["arguments"])}
+    convert = arguments_to_text if as_text else arguments_to_object
+    function = function | {"arguments": convert(function.get("arguments", {}))}
     return call | {"function": function} if "function" in call else function
 
 
@@ -129,18 +137,28 @@ def missing_text(message: dict, text: str) -> str:
     return next((part for part in (last_line, *names) if part not in text), "")
 
 
-def is_printed_as_meant(messages: list[dict], text: str) -> bool:
-    """Return whether a rendered chat shows all messages of user and assistant correctly.
+def is_complete(messages: list[dict], text: str) -> bool:
+    """Return whether a rendered chat shows the messages of user and assistant: see missing_text."""
+    return not any(
+        message["role"] in ("user", "assistant") and missing_text(message, text)
+        for message in messages
+    )
 
-    A chat in the wrong form contains objects in Python or JSON notation, or JSON text that was
-    encoded as JSON a second time.
+
+def printed_as_code(messages: list[dict], text: str) -> str:
+    """Return a value of the messages that a rendered chat shows in the notation of code, or "".
+
+    A template that expects another form prints objects in Python or JSON notation, or encodes JSON
+    text as JSON a second time. The same characters may be written in the messages themselves.
     """
     for message in messages:
-        if message["role"] in ("user", "assistant") and missing_text(message, text):
-            return False
-        if any(notation in text for notation in wrong_notations(message)):
-            return False
-    return True
+        for notation in wrong_notations(message):
+            if notation not in text:
+                continue
+            num_written = sum(source.text.count(notation) for source in texts_of(messages))
+            if text.count(notation) > num_written:
+                return notation
+    return ""
 
 
 def wrong_notations(message: dict) -> list[str]:

@@ -9,6 +9,7 @@ text are removed from the row: if the rendered chat stays the same, they were lo
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,13 +19,15 @@ from typing import NamedTuple
 from config import InputError
 from data.chat.conversation import Conversation
 from data.chat.forms import as_json
-from data.chat.marks import MARK_WORD, Piece, Text, mark_messages
+from data.chat.marks import MARK_WORD, Piece, Text, mark_messages, texts_of
 from data.chat.pieces import UNMISTAKABLE_LENGTH
+from data.images.sources import TEXT_PARTS
 
 # Kinds of losses.
 LOST = "lost"  # a text, or a field that may stand for one
 EARLIER = "earlier"  # reasoning that the template prints only in the latest turns
 UNREAD = "unread"  # a number or a boolean
+EMPTY = "empty"  # an answer without any text, which is trained
 
 # Tags are not marked, because templates look for them.
 WORD_OR_TAG = re.compile(r"<[^<>\s]*>|\[/?[A-Z_]+\]|([^\W_]+)")
@@ -38,7 +41,7 @@ class Loss(NamedTuple):
     """A text or a field that the rendered chat lacks.
 
     Attributes:
-        kind: LOST, EARLIER or UNREAD.
+        kind: LOST, EARLIER, UNREAD or EMPTY.
         field: its name, e.g. "reasoning_content" or "tools".
         message: the index of its message; None for a column of the row.
         excerpt: the beginning of the lost text, or the value.
@@ -86,10 +89,15 @@ def must_be_dropped(losses: list[Loss], policy: str, messages: list[dict] = ()) 
     if loss.message is not None:
         place = f" of message {loss.message} ({messages[loss.message]['role']})"
     remedies = ["remove it from the row"]
-    if loss.field not in ("content", "tool_calls", "tools"):
-        remedies.append(f'set data.ignored_fields=["{loss.field}"] if it is not for the model')
+    fields = list(dict.fromkeys(loss.field for loss in lost))
+    others = f" (and {', '.join(fields[1:])})" if len(fields) > 1 else ""
+    ignorable = [field for field in fields if field not in ("content", "tool_calls", "tools")]
+    if loss.field in ignorable:
+        names = json.dumps(ignorable, separators=(",", ":"))
+        remedies.append(f"set data.ignored_fields='{names}' if the model must not see this")
     raise InputError(
-        f"the chat template leaves out {loss.field}{place}: {loss.excerpt!r}. Name a template that "
+        f"the chat template leaves out {loss.field}{place}: {loss.excerpt!r}{others}. Name a "
+        "template that "
         f"prints it in data.chat_template, {', '.join(remedies)}, or set data.lost_fields to drop "
         "or ignore"
     )
@@ -364,6 +372,28 @@ def has_effect(conversation: Conversation, fields: list[tuple[int, str]]) -> boo
         kept = {key: value for key, value in message.items() if (i, key) not in fields}
         shortened.append(kept)
     return conversation.try_render(shortened, **conversation.options) != conversation.text
+
+
+def lost_part_fields(messages: list[dict]) -> Iterator[Loss]:
+    """Yield the fields of texts in a list of parts, such as citations. Nothing reads them."""
+    for i, message in enumerate(messages):
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            if not isinstance(part, dict) or part.get("type", "text") not in TEXT_PARTS:
+                continue
+            for key, value in part.items():
+                if key in ("type", "text") or is_empty(value):
+                    continue
+                kind = LOST if texts_of([{key: value}]) else UNREAD
+                yield Loss(kind, key, i, str(value)[:60])
+
+
+def empty_answers(conversation: Conversation, turns: list[int]) -> Iterator[Loss]:
+    """Yield those of the assistant's messages in `turns` that have no text at all."""
+    with_text = {text.message for text in conversation.texts}
+    for i in turns:
+        if i not in with_text:
+            yield Loss(EMPTY, "content", i, "")
 
 
 def lost_call_arguments(conversation: Conversation) -> Iterator[Loss]:

@@ -398,7 +398,7 @@ def test_data_sets_in_common_shapes_are_read_as_they_are(
         ),
         (
             {"prompt": "q", "text": "a", "source": "s"},
-            '"response" is missing or not a string; the row has prompt, text, source: '
+            '"response" is missing; the row has prompt, text, source: '
             "set data.response_key=text",
         ),
         (

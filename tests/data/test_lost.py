@@ -287,7 +287,7 @@ def test_the_column_system_becomes_the_system_message(make, tokenizer_dir, tmp_p
     first, second = texts_of_rows(make(path), tokenizer_dir)
     assert first == "<|im_start|>system\nbe brief<|im_end|>\n" + second
     assert (
-        "a.jsonl: the system column becomes the system message (1 rows)" in capsys.readouterr().out
+        "a.jsonl: the system column becomes the system message (1 row)" in capsys.readouterr().out
     )
     unread, _ = texts_of_rows(make(path, system_key=None), tokenizer_dir)
     assert unread == second
@@ -319,8 +319,8 @@ def test_a_run_prints_how_each_file_is_read(make, tmp_path, capsys):  # noqa: F8
     rows[0]["messages"][1]["score"] = 0.5
     path = write(tmp_path / "a.jsonl", [*rows, chat("q", "a")])
     expected = (
-        "data: a.jsonl: reads messages (role, content); ignores the columns source (1 rows), "
-        "lang (1 rows); ignores in messages score (1 rows)\n"
+        "data: a.jsonl: reads messages (role, content); ignores the columns source (1 row), "
+        "lang (1 row); ignores in messages score (1 row)\n"
     )
     make(path)
     assert expected in capsys.readouterr().out
@@ -343,8 +343,8 @@ def test_rows_that_lose_text_are_dropped_and_counted(make, tokenizer_dir, tmp_pa
     assert stats["dropped_lost_fields"] == 1
     assert stats["dropped_no_loss"] == stats["dropped_long"] == 0
     output = capsys.readouterr().out
-    assert "the chat template leaves out reasoning (1 rows): see data.lost_fields" in output
-    assert "1 rows are dropped, because data.lost_fields=drop" in output
+    assert "the chat template leaves out reasoning (1 row): see data.lost_fields" in output
+    assert "dropped because of data.lost_fields=drop: 1 row" in output
     assert len(TokenDataset.load(make(path, lost_fields="ignore"))) == 3
     write(path, [lost])
     with pytest.raises(InputError, match="1 lose text under the chat template"):

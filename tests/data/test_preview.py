@@ -46,7 +46,7 @@ def test_trained_tokens_are_between_brackets(show):
         "  | <|im_start|>assistant",
         "  | [[two rows<|im_end|>]]",
         "  | ",
-        "rows.jsonl: reads messages (role, content); ignores the columns source (1 rows)",
+        "rows.jsonl: reads messages (role, content); ignores the columns source (1 row)",
     ]
 
 

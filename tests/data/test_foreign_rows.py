@@ -1,0 +1,258 @@
+"""Rows and files as other projects write them: nothing in them is lost or misread in silence."""
+
+import json
+from pathlib import Path
+
+import datasets
+import pytest
+
+from config import InputError
+from data.chat.encoding import encode as encode_row, encode_together
+from data.chat.tokenizer import ChatTokenizer
+from data.columns import report_lines, uses_of_file
+from data.dataset import tokenize_row
+from data.files import find_files, parse_row, read_rows
+from data.rows import system_column, template_inputs, training_messages
+from data.shapes import read_shape
+from tests.data.chat_templates import MISTRAL, QWEN2, make_tokenizer
+from tests.data.test_chat import ADD, call, options, say, trained
+
+# A template that prints a content of any type, like Llama's for the results of tools.
+PRINTS_ALL = """
+{%- for m in messages %}
+    {{- '<|im_start|>' ~ m.role ~ '\n' ~ m.content ~ '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+ENDS = ["<|im_end|>"]
+
+
+def text(value, **fields):
+    return {"type": "text", "text": value} | fields
+
+
+def encoded(row, template=QWEN2, **changes):
+    """Return the EncodedRow of a row, or raise its InputError."""
+    tokenizer = make_tokenizer(template)
+    chat = ChatTokenizer(tokenizer, tokenizer.convert_tokens_to_ids(ENDS))
+    (result,) = encode_together([encode_row(row, chat, options(**changes))])
+    if isinstance(result, InputError):
+        raise result
+    return result
+
+
+# -- parts of messages -----------------------------------------------------------------------------
+
+ANTHROPIC_CALL = {"type": "tool_use", "id": "1", "name": "weather", "input": {"city": "Rome"}}
+ANTHROPIC_RESULT = {"type": "tool_result", "tool_use_id": "1", "content": "20 degrees"}
+THOUGHT = {"type": "thinking", "thinking": "Two and three are five."}
+
+
+@pytest.mark.parametrize("template", [QWEN2, MISTRAL, PRINTS_ALL])
+@pytest.mark.parametrize(
+    "messages",
+    [
+        say("2+3", {"role": "assistant", "content": [THOUGHT, text("5")]}),
+        say("Weather?", {"role": "assistant", "content": [text("Wait."), ANTHROPIC_CALL]}),
+        say([ANTHROPIC_RESULT], [text("20 degrees")]),
+    ],
+)
+def test_parts_of_other_types_are_neither_left_out_nor_printed_as_code(template, messages):
+    with pytest.raises(InputError, match="a part of message ., .* tool calls as its key"):
+        encoded({"messages": messages}, template)
+
+
+def test_texts_in_parts_are_printed_as_texts_beside_other_forms():
+    row = {"messages": say([text("one"), text("two")], "three")}
+    ids = encoded(row, PRINTS_ALL).input_ids
+    assert "one\ntwo" in make_tokenizer(PRINTS_ALL).decode(ids)
+    assert encoded({"messages": say([], "three")}).input_ids
+
+
+def test_code_that_a_message_quotes_is_no_sign_of_a_wrong_form():
+    quoting = [
+        {"role": "user", "content": "Call it with {'a': 1} or [{'type': 'text', 'text': 'x'}]"},
+        {"role": "assistant", "tool_calls": [call("add", a=1)]},
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "2"},
+    ]
+    assert trained(QWEN2, {"messages": quoting}, ends=ENDS)[0] == f"{ADD}<|im_end|>"
+
+
+@pytest.mark.parametrize("key", ["train", "weight", "loss_mask", "train_detail"])
+def test_a_part_that_is_excluded_from_the_loss_is_an_error(key):
+    row = {"messages": say("q", [text("not this ", **{key: 0}), text("but this")])}
+    with pytest.raises(InputError, match=rf"message 1.content\[0\].{key}.* split the message"):
+        encoded(row)
+    assert encoded(row, ignored_fields=[key])
+
+
+def test_fields_of_parts_are_reported():
+    cited = [text("answer", citations=[{"cited_text": "the source"}], cache_control={"type": "x"})]
+    row = {"messages": say("q", cited)}
+    with pytest.raises(InputError, match="leaves out citations of message 1"):
+        encoded(row)
+    losses = encoded(row, ignored_fields=["citations"]).losses
+    assert [(loss.kind, loss.field) for loss in losses] == [("unread", "cache_control")]
+
+
+def test_an_error_names_all_fields_that_could_be_ignored():
+    row = {"messages": say({"role": "user", "content": "q", "country": "US", "ip": "a b"}, "a")}
+    with pytest.raises(InputError, match=r"""ignored_fields='\["country","ip"\]'"""):
+        encoded(row)
+
+
+# -- calls of tools --------------------------------------------------------------------------------
+
+
+def agent(function):
+    return say(
+        "q",
+        {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]},
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "done"},
+    )
+
+
+@pytest.mark.parametrize(
+    "function, error",
+    [
+        ({"arguments": {"a": 1}}, "has no name of a function"),
+        ({"name": "add", "parameters": {"a": 1}}, 'no "arguments", only parameters'),
+        ({"name": "add", "arguments": '{"a":'}, "arguments of tool calls must be an object"),
+        ({"name": "add", "arguments": '"{}"'}, "arguments of tool calls must be an object"),
+    ],
+)
+def test_calls_that_no_template_prints_as_meant(function, error):
+    with pytest.raises(InputError, match=error):
+        encoded({"messages": agent(function)})
+
+
+def test_a_call_without_arguments_has_none():
+    answers = trained(QWEN2, {"messages": agent({"name": "add"}), "x": None}, ends=ENDS)
+    assert '{"name": "add", "arguments": {}}' in answers[0]
+
+
+def test_null_is_a_value_in_arguments_and_schemas_of_json():
+    tool = {"name": "add", "parameters": {"properties": {"a": {"default": None}}}, "strict": None}
+    row = {"messages": agent({"name": "add", "arguments": {"a": None}}), "tools": [tool]}
+    inputs = template_inputs(parse_row(json.dumps(row)), (), options())
+    assert inputs.tools == [{"name": "add", "parameters": tool["parameters"]}]
+    messages = training_messages(parse_row(json.dumps(row)), True, options())
+    assert messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": None}
+    padded = training_messages(row, True, options())  # as a row of a Parquet file
+    assert padded[1]["tool_calls"][0]["function"]["arguments"] == {}
+
+
+# -- columns ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "row, error",
+    [
+        ({"instruction": "i", "output": 5}, '"output" must be a text'),
+        ({"instruction": "i", "input": 23, "output": "o"}, '"input" must be a text'),
+        ({"instruction": "i", "output": "o", "history": [{"q": "a"}]}, "list of pairs of texts"),
+        ({"instruction": "i", "output": "o", "history": "q"}, "list of pairs of texts"),
+        (
+            {"conversations": [{"from": "human", "value": "v", "role": "user", "content": "c"}]},
+            'both "value" and "content"',
+        ),
+        ({"prompt": "p", "response": 5}, '"response" must be a text, not 5'),
+        # No column is proposed whose contents are unknown, and none without the question.
+        ({"system": "s", "chat": "USER: q ASSISTANT: a"}, "the row has system, chat: name the"),
+        ({"chosen": [{"role": "assistant", "content": "a"}], "x": {}}, "chosen, x: name the"),
+        (
+            {"input": [{"role": "user", "content": "q"}], "output": "a"},
+            "set data.prompt_key=input data.response_key=output",
+        ),
+        ({"chosen": say("q", "a"), "rejected": say("q", "b")}, "set data.messages_key=chosen"),
+    ],
+)
+def test_rows_that_are_not_read_as_something_else(row, error):
+    with pytest.raises(InputError, match=error):
+        training_messages(read_shape(row, options(), True)[0], True, options())
+
+
+def test_a_system_column_may_be_a_list_of_texts():
+    assert system_column({"system": [text("Be"), text("brief")]}, options()) == "Be\nbrief"
+    with pytest.raises(InputError, match='column "system" must be a text'):
+        system_column({"system": {"role": "system", "content": "x"}}, options())
+
+
+def test_thinking_may_be_a_cell_of_a_csv_file():
+    inputs = template_inputs({"enable_thinking": "False"}, (), options())
+    assert inputs.arguments == {"enable_thinking": False}
+
+
+def lines_of(rows):
+    """Return the report about these rows."""
+    tokenizer = make_tokenizer(QWEN2)
+    chat = ChatTokenizer(tokenizer, tokenizer.convert_tokens_to_ids(ENDS))
+    settings = options(max_length=1000, truncation="error")
+    results = encode_together([tokenize_row(row, chat, settings) for row in rows])
+    uses = uses_of_file([{"values": result["use"], "counts": 1} for result in results])
+    return list(report_lines([Path("f")], [uses], is_training=True))
+
+
+def test_the_report_counts_empty_answers_and_names_a_key_for_system_prompts():
+    empty = {"instruction": "i", "output": "", "system_prompt": "Be brief"}
+    masked = say("q", {"role": "assistant", "content": "", "loss_mask": 0}, "r", "a")
+    lines = lines_of([empty, {"messages": say("q", "")}, {"messages": masked}])
+    assert "f: an empty answer is trained (2 rows): the model learns to stop at once" in lines
+    assert "f: data.system_key=system_prompt would make this column the system message" in lines
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+def rows_of(tmp_path, name, content):
+    path = tmp_path / name
+    path.write_text(content)
+    datasets.disable_progress_bars()
+    return read_rows(path, tmp_path / f"work_{name}")
+
+
+@pytest.mark.parametrize(
+    "content, error",
+    [
+        ("prompt,response\nq,a,more\n", "line 2 has 3 of 2 cells"),
+        ("prompt,response\nq, really,a\nq,a\n", "line 2 has 3 of 2 cells"),
+        ("prompt,response\nq\n", "line 2 has 1 of 2 cells"),
+        ("prompt,response,response\nq,a,b\n", "names the column 'response' twice"),
+        ("prompt;response\nq;a\n", "separate cells by commas, not by ';'"),
+        ('prompt,response\n"say \\"hi\\" now",a\n', "line 2: ',' expected after '\"'; a quote"),
+    ],
+)
+def test_csv_files_whose_cells_would_move(tmp_path, content, error):
+    with pytest.raises(InputError, match=error):
+        rows_of(tmp_path, "a.csv", content)
+
+
+def test_csv_files_of_pandas_and_long_cells(tmp_path):
+    long = "word, " * 50_000
+    rows = rows_of(tmp_path, "a.csv", f',prompt,response\n0,"{long}","a ""b""\n"\n\n1,q,a\n')
+    assert rows[0] == {"column 1": "0", "prompt": long, "response": 'a "b"\n'}
+    assert rows["prompt"][1] == "q"
+
+
+def test_arrays_are_read_from_either_suffix_and_may_not_repeat_keys(tmp_path):
+    array = json.dumps([{"prompt": "p", "response": "r"}] * 2, indent=1)
+    assert len(rows_of(tmp_path, "a.jsonl", array)) == 2
+    with pytest.raises(InputError, match='the key "prompt" occurs twice'):
+        rows_of(tmp_path, "a.json", '[{"prompt": "p", "prompt": "q"}]')
+    with pytest.raises(InputError, match="the array is empty"):
+        rows_of(tmp_path, "b.json", "[]")
+
+
+@pytest.mark.parametrize("line", ["1" * 5000, "[" * 200_000, '{"a": 1},'])
+def test_lines_that_python_cannot_parse_are_errors(line):
+    with pytest.raises(InputError, match="the row is not JSON: .* Each line must hold one row"):
+        parse_row(line)
+
+
+def test_files_in_subdirectories_are_mentioned(tmp_path, capsys):
+    (tmp_path / "more").mkdir()
+    for name in ("a.jsonl", "more/b.jsonl"):
+        (tmp_path / name).write_text("{}\n")
+    assert find_files(str(tmp_path)) == [tmp_path / "a.jsonl"]
+    assert "not read, such as" in capsys.readouterr().out
