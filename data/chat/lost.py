@@ -21,7 +21,7 @@ from data.chat.conversation import Conversation
 from data.chat.forms import as_json
 from data.chat.marks import MARK_WORD, Piece, Text, mark_messages, texts_of
 from data.chat.pieces import UNMISTAKABLE_LENGTH
-from data.images.sources import TEXT_PARTS
+from data.images.sources import TEXT_PARTS, is_image
 
 # Kinds of losses.
 LOST = "lost"  # a text, or a field that may stand for one
@@ -379,7 +379,8 @@ def lost_part_fields(messages: list[dict]) -> Iterator[Loss]:
     for i, message in enumerate(messages):
         content = message.get("content")
         for part in content if isinstance(content, list) else ():
-            if not isinstance(part, dict) or part.get("type", "text") not in TEXT_PARTS:
+            is_text = isinstance(part, dict) and part.get("type", "text") in TEXT_PARTS
+            if not is_text or is_image(part):
                 continue
             for key, value in part.items():
                 if key in ("type", "text") or is_empty(value):

@@ -559,7 +559,8 @@ def test_a_killed_tokenization_leaves_nothing_for_good(make, tokenizer_dir, tmp_
             data.tokenization.write_arrays = wait_for_input
         if sys.argv[1] == "work":
             options.num_proc = 2
-            data.dataset.tokenize_row = lambda *_: (os.write(1, b"ready\\n"), time.sleep(600))
+            wait = lambda *_: (os.write(1, b"ready\\n"), time.sleep(600))
+            data.dataset.SPEC = data.dataset.SPEC._replace(tokenize_row=wait)
         folders = {str(cache)!r}, {str(tokenizer_dir)!r}
         print(data.dataset.tokenize({str(path)!r}, tokenizer, options, *folders))
         """
@@ -721,4 +722,4 @@ def test_a_cache_hit_needs_no_datasets_library(make, tokenizer_dir, tmp_path):
     out = subprocess.run(
         [sys.executable, "-c", code], cwd=root, env=os.environ, capture_output=True, text=True
     )
-    assert out.stdout.strip() == str(folder), out.stderr
+    assert out.stdout.splitlines()[-1:] == [str(folder)], out.stderr
