@@ -23,10 +23,10 @@ from data.chat.lost import (
     Loss,
     find_losses,
     located_pieces,
-    lost_part_fields,
     must_be_dropped,
     plain_row_losses,
 )
+from data.chat.part_fields import lost_part_fields
 from data.chat.placeholders import RowImages, tokens_with_images
 from data.chat.plain_text import check_no_images, tokenize_plain
 from data.chat.tokenizer import ChatTokenizer

@@ -13,10 +13,10 @@ from data.chat.lost import (
     Loss,
     empty_answers,
     find_losses,
-    lost_part_fields,
     must_be_dropped,
     plain_row_losses,
 )
+from data.chat.part_fields import lost_part_fields
 from data.chat.placeholders import RowImages, tokens_with_images
 from data.chat.plain_text import check_no_images, encode_pair
 from data.chat.spans import find_spans

@@ -9,7 +9,6 @@ text are removed from the row: if the rendered chat stays the same, they were lo
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,9 +18,8 @@ from typing import NamedTuple
 from config import InputError
 from data.chat.conversation import Conversation
 from data.chat.forms import as_json
-from data.chat.marks import MARK_WORD, Piece, Text, mark_messages, texts_of
+from data.chat.marks import MARK_WORD, Piece, Text, mark_messages
 from data.chat.pieces import UNMISTAKABLE_LENGTH
-from data.images.sources import TEXT_PARTS, is_image
 
 # Kinds of losses.
 LOST = "lost"  # a text, or a field that may stand for one
@@ -93,13 +91,12 @@ def must_be_dropped(losses: list[Loss], policy: str, messages: list[dict] = ()) 
     others = f" (and {', '.join(fields[1:])})" if len(fields) > 1 else ""
     ignorable = [field for field in fields if field not in ("content", "tool_calls", "tools")]
     if loss.field in ignorable:
-        names = json.dumps(ignorable, separators=(",", ":"))
-        remedies.append(f"set data.ignored_fields='{names}' if the model must not see this")
+        names = ",".join(ignorable)
+        remedies.append(f"set data.ignored_fields=[{names}] if the model must not see this")
     raise InputError(
         f"the chat template leaves out {loss.field}{place}: {loss.excerpt!r}{others}. Name a "
-        "template that "
-        f"prints it in data.chat_template, {', '.join(remedies)}, or set data.lost_fields to drop "
-        "or ignore"
+        f"template that prints it in data.chat_template, {', '.join(remedies)}, or set "
+        "data.lost_fields to drop or ignore"
     )
 
 
@@ -372,21 +369,6 @@ def has_effect(conversation: Conversation, fields: list[tuple[int, str]]) -> boo
         kept = {key: value for key, value in message.items() if (i, key) not in fields}
         shortened.append(kept)
     return conversation.try_render(shortened, **conversation.options) != conversation.text
-
-
-def lost_part_fields(messages: list[dict]) -> Iterator[Loss]:
-    """Yield the fields of texts in a list of parts, such as citations. Nothing reads them."""
-    for i, message in enumerate(messages):
-        content = message.get("content")
-        for part in content if isinstance(content, list) else ():
-            is_text = isinstance(part, dict) and part.get("type", "text") in TEXT_PARTS
-            if not is_text or is_image(part):
-                continue
-            for key, value in part.items():
-                if key in ("type", "text") or is_empty(value):
-                    continue
-                kind = LOST if texts_of([{key: value}]) else UNREAD
-                yield Loss(kind, key, i, str(value)[:60])
 
 
 def empty_answers(conversation: Conversation, turns: list[int]) -> Iterator[Loss]:
