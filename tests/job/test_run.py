@@ -118,6 +118,7 @@ def test_the_first_line_counts_the_data_parallel_ranks(run, monkeypatch, capsys)
     """Of four ranks, two share each row."""
     run.world_size = 4
     monkeypatch.setattr(train_sft, "set_up", lambda config: run)
+    monkeypatch.setattr("job.end_tokens.new_end_ids", lambda run: [])
     engine = SimpleNamespace(dp_size=2)
     monkeypatch.setattr("engines.build.engine_class", lambda name: lambda *arguments: engine)
 

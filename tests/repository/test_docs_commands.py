@@ -27,6 +27,7 @@ NOT_RUN_HERE = {
     "python -m pytest": "needs a GPU",
     "python -m config schema": "writes into the repository",
     "python -m tests.families": "takes minutes",
+    "python -m tests.profiling.defects": "takes minutes",
     "python -m data.preview": "needs a model of the hub; tests/data/test_preview.py calls it",
 }
 
