@@ -425,12 +425,10 @@ def lost_tools(conversation: Conversation) -> Iterator[Loss]:
     tools = conversation.inputs.tools
     if not tools:
         return
-    squashed = squash(conversation.text)
     is_proven = False
     for tool in tools:
         for text in tool_texts(tool):
-            written = [squash(text), squash(as_json(text)[1:-1])]
-            if not any(form in squashed for form in written):
+            if text not in conversation.text and not is_written(text, conversation.text):
                 yield Loss(LOST, "tools", None, text[:60])
             elif len(text) > UNMISTAKABLE_LENGTH and not occurs_in_messages(conversation, text):
                 is_proven = True
@@ -441,6 +439,12 @@ def lost_tools(conversation: Conversation) -> Iterator[Loss]:
     )
     if without_tools == conversation.text:
         yield Loss(LOST, "tools", None, str(tools)[:60])
+
+
+def is_written(text: str, rendered: str) -> bool:
+    """Return whether a text appears in a rendered chat, apart from white space and escapes."""
+    squashed = squash(rendered)
+    return squash(text) in squashed or squash(as_json(text)[1:-1]) in squashed
 
 
 def occurs_in_messages(conversation: Conversation, text: str) -> bool:
