@@ -147,7 +147,7 @@ def save(folder: Path, this_device: torch.device, name: str) -> dict:
     checkpointer = Checkpointer(folder / "checkpoints" / name, 2, asynchronous=False)
     progress = {"step": SAVED_AT, "export_dtype": "float32"}
     if run.has_lora:
-        progress["lora"] = adapter_identity(engine.config)
+        progress["lora"] = adapter_identity(engine.config, str(engine.config.model.path))
         progress["run"] = {"frozen weights": fingerprint(folder / run.family)}
     checkpointer.save(SAVED_AT, engine, progress, make_tokenizer())
     random = gather(torch.rand(1).item())

@@ -70,7 +70,10 @@ def checkpoint(folder: Path, device: torch.device, family: str) -> dict:
         adapter = {}
         if lora:
             frozen_weights = {"frozen weights": fingerprint(model)}
-            adapter = {"lora": adapter_record(engine.config), "run": frozen_weights}
+            adapter = {
+                "lora": adapter_record(engine.config, str(engine.config.model.path)),
+                "run": frozen_weights,
+            }
         train(engine, range(5))
         listings = set()
         stop = threading.Event()

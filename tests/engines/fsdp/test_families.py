@@ -120,7 +120,7 @@ def text_training(folder: Path, device: torch.device, family: str, lora: bool) -
     progress = {
         "export_dtype": "float32",
         "run": {"frozen weights": fingerprint(folder / family)},
-        "lora": adapter_record(engine.config),
+        "lora": adapter_record(engine.config, str(engine.config.model.path)),
     }
     checkpointer.save(3, engine, progress, make_tokenizer())
     export_hf(engine, make_tokenizer(), folder / f"hf {name}")
