@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from data.chat.lost import EARLIER, EMPTY, LOST, UNREAD, Loss, is_empty
 from data.rows import has_prompt_column, system_column
-from data.shapes import SHAPES
+from data.shapes import SHAPES, chats_in_text
 
 
 class RowUse(NamedTuple):
@@ -30,6 +30,7 @@ class RowUse(NamedTuple):
         earlier: fields that the template prints only in the latest turns.
         has_system_column: whether a column becomes the system message.
         has_empty_answer: whether an answer without any text is trained.
+        json_chats: the columns of chats that are JSON text.
     """
 
     columns: tuple[str, ...]
@@ -40,6 +41,7 @@ class RowUse(NamedTuple):
     earlier: tuple[str, ...]
     has_system_column: bool
     has_empty_answer: bool
+    json_chats: tuple[str, ...]
 
 
 @lru_cache(maxsize=10_000)  # the rows of a data set have few different uses
@@ -76,6 +78,7 @@ def describe_use(
         names_of(losses, EARLIER),
         bool(system_column(row, options)),
         any(loss.kind == EMPTY for loss in losses),
+        tuple(chats_in_text(row, options)),
     )
     return to_json(use)
 
@@ -128,14 +131,16 @@ class FileUse:
     ignored_fields: dict[str, int] = field(default_factory=dict)
     lost: dict[str, int] = field(default_factory=dict)
     earlier: dict[str, int] = field(default_factory=dict)
+    json_chats: dict[str, int] = field(default_factory=dict)
     num_system_columns: int = 0
     num_empty_answers: int = 0
     num_files: int = 1
 
     def add(self, use: RowUse, num_rows: int) -> None:
         """Add rows that have the same use."""
-        for name in ("columns", "fields", "other_columns", "ignored_fields", "lost", "earlier"):
-            add_counts(getattr(self, name), dict.fromkeys(getattr(use, name), num_rows))
+        for name, value in vars(self).items():
+            if isinstance(value, dict):
+                add_counts(value, dict.fromkeys(getattr(use, name), num_rows))
         if use.has_system_column:
             self.num_system_columns += num_rows
         if use.has_empty_answer:
@@ -216,6 +221,8 @@ def lines_of_file(use: FileUse, is_training: bool) -> Iterator[str]:
     if use.ignored_fields:
         parts.append(f"ignores in messages {with_counts(use.ignored_fields)}")
     yield "; ".join(parts)
+    if use.json_chats:
+        yield f"JSON text is read as a chat: {with_counts(use.json_chats)}"
     if use.num_system_columns:
         rows = count_of_rows(use.num_system_columns)
         yield f"the system column becomes the system message ({rows})"

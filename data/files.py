@@ -153,6 +153,8 @@ def parse_row(text: str):
     """
     try:
         return parse_json(text)
+    except InputError:
+        raise
     except ValueError as error:
         reason = str(error)
         if isinstance(error, json.JSONDecodeError):

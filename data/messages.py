@@ -53,7 +53,8 @@ def check_content(message: dict, name: str) -> None:
                 "function as tool"
             )
         if not is_call:
-            raise InputError(f'"{name}.content" is missing')
+            keys = ", ".join(key for key, value in message.items() if value is not None)
+            raise InputError(f'"{name}.content" is missing; the message has {keys}')
     elif not isinstance(content, (str, list)):
         raise InputError(f'"{name}.content" must be a string, not {type_name(content)}')
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -21,16 +22,18 @@ from pathlib import Path
 from config import InputError, load, report
 from data import dataset, prompts
 from data.chat.tokenizer import ChatTokenizer, load_tokenizer
-from data.columns import report_lines, uses_of_file
+from data.columns import count_of_rows, report_lines, uses_of_file
 from data.dataset import TokenDataset
 from data.files import find_files, is_json, read_rows
 from data.prompts import PromptDataset
-from data.tokenization import CacheSpec, plain_options, tokenize_rows
+from data.tokenization import CacheSpec, LengthLimit, plain_options, tokenize_rows
 
 NUM_ROWS = 3
 MAX_LENGTH = 2000  # characters shown of a run of tokens; the middle of a longer one is left out
 TRAINED_ON_TERMINAL = ("\x1b[32m", "\x1b[0m")
 TRAINED_ELSEWHERE = ("[[", "]]")
+# All but tabs and line ends. They would change a terminal, or the direction of a text.
+CONTROL_CHARACTER = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def preview_file(path: Path, spec: CacheSpec, config, num_rows: int) -> Iterator[str]:
@@ -45,6 +48,7 @@ def preview_file(path: Path, spec: CacheSpec, config, num_rows: int) -> Iterator
     tokenizer = load_tokenizer(config)
     chat = ChatTokenizer.load(tokenizer, model_directory(config.model.path))
     options = plain_options(config.data)
+    limit = LengthLimit(spec.limit_key, getattr(options, spec.limit_key), options.truncation)
     with tempfile.TemporaryDirectory() as work:
         rows = read_rows(path, Path(work))
         num_rows = min(num_rows, len(rows))
@@ -54,9 +58,10 @@ def preview_file(path: Path, spec: CacheSpec, config, num_rows: int) -> Iterator
     for i in range(num_rows):
         row = {name: values[i] for name, values in tokens.items()}
         yield ""
-        yield from row_lines(f"{path}:{i + 1}", row, chat)
+        yield from row_lines(f"{path}:{i + 1}", row, chat, limit)
     uses = [{"values": use, "counts": 1} for use in tokens["use"]]
     yield ""
+    yield f"the first {count_of_rows(num_rows)}:"
     is_training = "loss_mask" in spec.unused
     yield from report_lines([path], [uses_of_file(uses)], is_training)
 
@@ -70,15 +75,19 @@ def model_directory(name: str) -> Path:
     return Path(snapshot_download(name, allow_patterns=["*config.json"]))
 
 
-def row_lines(name: str, row: dict, chat: ChatTokenizer) -> Iterator[str]:
+def row_lines(name: str, row: dict, chat: ChatTokenizer, limit: LengthLimit) -> Iterator[str]:
     """Yield the lines for one tokenized row: its columns, as in CacheSpec.unused."""
     ids = row["input_ids"]
     if row.get("error"):
         yield f"error: {row['error']}"
     elif row["is_lost"]:
         yield f"{name}: dropped, because the template loses a part of it (data.lost_fields=drop)"
+    elif not ids and not row["length"]:
+        yield f"{name}: not used: the line is blank"
+    elif not ids and limit.is_exceeded(row["length"]):
+        yield f"{name}: not used: {row['length']} tokens, more than data.{limit.key}={limit.tokens}"
     elif not ids:
-        yield f"{name}: not used: {row['length']} tokens, too long or without a trained token"
+        yield f"{name}: not used: no token is trained"
     else:
         yield from token_lines(name, ids, row.get("loss_mask"), chat)
 
@@ -118,7 +127,8 @@ def highlight(ids: Sequence[int], mask: Sequence[int] | None, chat: ChatTokenize
         mask = [0] * len(ids)
     shown = []
     for is_trained, run in itertools.groupby(zip(ids, mask), key=lambda pair: pair[1]):
-        text = shorten(chat.decode([token for token, _ in run])).replace("\x1b", "\\x1b")
+        text = shorten(chat.decode([token for token, _ in run]))
+        text = CONTROL_CHARACTER.sub(lambda match: ascii(match[0])[1:-1], text)
         shown.append(f"{before}{text}{after}" if is_trained else text)
     return "".join(shown)
 
@@ -137,6 +147,8 @@ def shorten(text: str) -> str:
 
 
 def main(arguments: list[str]) -> None:
+    import datasets
+
     parser = argparse.ArgumentParser("python -m data.preview", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--prompts", action="store_true", help="the rows are for train_ppo.py")
@@ -144,6 +156,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("file", help="a data file, or a pattern or a directory of them")
     parser.add_argument("settings", nargs="*", help="YAML files and key=value pairs")
     args = parser.parse_args(arguments)
+    datasets.disable_progress_bars()  # they would stand between the lines
     defaults = "ppo.yaml" if args.prompts else "sft.yaml"
     spec = prompts.SPEC if args.prompts else dataset.SPEC
     config = load(defaults, [*args.settings, f"data.train_files={args.file}"])

@@ -183,6 +183,9 @@ def encode_prompt(
         InputError: the row is malformed. The message does not contain file and line.
     """
     messages = read_messages(row, bool(chat.tokenizer.chat_template), options)
+    prompt_text = row.get(options.prompt_key)
+    if has_prompt_column(row, options) and isinstance(prompt_text, str) and not prompt_text.strip():
+        raise InputError("the prompt is empty")
     if messages is None:
         prompt = encode_plain_prompt(row, chat, options)
     elif not chat.tokenizer.chat_template:

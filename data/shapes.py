@@ -5,6 +5,7 @@ Such a format is called a shape. Shapes are recognized without any setting in th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -19,6 +20,10 @@ SHAREGPT_ROLES = {
     "observation": "tool",
     "function_response": "tool",
 } | {role: role for role in ROLES}
+
+
+# str() of a list of messages.
+CHAT_IN_PYTHON = re.compile(r"\s*\[\s*\{\s*'(?:role|content|from|value)'\s*:")
 
 
 class Shape(NamedTuple):
@@ -157,7 +162,7 @@ def read_shape(row: dict, options, with_response: bool) -> tuple[dict, str]:
     Args:
         with_response: whether a row needs a response (fine-tuning) or only a prompt.
     """
-    row = with_parsed_chats(row)
+    row = row | chats_in_text(row, options)
     has_default_keys = options.messages_key == "messages" and options.prompt_key == "prompt"
     names_a_response = with_response and options.response_key != "response"
     if has_default_keys and not names_a_response and row.get("messages") is None:
@@ -168,15 +173,32 @@ def read_shape(row: dict, options, with_response: bool) -> tuple[dict, str]:
     return row, ""
 
 
-def with_parsed_chats(row: dict) -> dict:
-    """Return the row with lists in place of chats that are JSON text, as in cells of CSV files."""
-    parsed = {}
-    for column, value in row.items():
-        if isinstance(value, str) and value.lstrip().startswith("["):
-            messages = parse_chat(value)
-            if messages is not None:
-                parsed[column] = messages
-    return row | parsed if parsed else row
+def chats_in_text(row: dict, options) -> dict[str, list]:
+    """Return the columns of chats that are JSON text, as in cells of CSV files, as {column: chat}.
+
+    Only columns that hold chats otherwise are read in this way. A response may be any text, and so
+    may the completion of a prompt that is a text.
+
+    Raises:
+        InputError: a chat is written in Python's notation.
+    """
+    chats: dict[str, list] = {}
+    for column in (options.messages_key, "conversations", options.prompt_key, "completion"):
+        value = row.get(column)
+        if not isinstance(value, str) or not value.lstrip().startswith("["):
+            continue
+        is_prompt_text = isinstance(row.get("prompt"), str) and "prompt" not in chats
+        if column == "completion" and is_prompt_text:
+            continue
+        if CHAT_IN_PYTHON.match(value):
+            raise InputError(
+                f'"{column}" is a chat in the notation of Python, {value[:40]!r}: write it as '
+                "JSON, with json.dumps()"
+            )
+        messages = parse_chat(value)
+        if messages is not None:
+            chats[column] = messages
+    return chats
 
 
 def parse_chat(text: str) -> list | None:

@@ -12,6 +12,8 @@ from data.chat.tokenizer import ChatTokenizer
 from data.columns import report_lines, uses_of_file
 from data.dataset import tokenize_row
 from data.files import find_files, parse_row, read_rows
+from data.messages import check_message
+from data.prompts import tokenize_row as tokenize_prompt
 from data.rows import system_column, template_inputs, training_messages
 from data.shapes import read_shape
 from tests.data.chat_templates import MISTRAL, QWEN2, make_tokenizer
@@ -202,6 +204,34 @@ def test_the_report_counts_empty_answers_and_names_a_key_for_system_prompts():
     assert "f: data.system_key=system_prompt would make this column the system message" in lines
 
 
+CHAT = [{"role": "user", "content": "q"}]
+
+
+def test_only_columns_of_chats_are_read_from_json_and_a_line_says_so():
+    row = {"prompt": "Write a chat", "response": json.dumps(CHAT)}
+    assert training_messages(read_shape(row, options(), True)[0], True, options())[1:] == [
+        {"role": "assistant", "content": json.dumps(CHAT)}
+    ]
+    completion = {"prompt": "Write a chat", "completion": json.dumps(CHAT)}
+    assert read_shape(completion, options(), True)[0]["response"] == json.dumps(CHAT)
+    lines = lines_of([{"prompt": json.dumps(CHAT), "response": "r"}])
+    assert "f: JSON text is read as a chat: prompt (1 row)" in lines
+    with pytest.raises(InputError, match="a chat in the notation of Python.* json.dumps"):
+        read_shape({"prompt": str(CHAT)}, options(), False)
+
+
+def test_an_empty_prompt_is_an_error_with_a_template_too():
+    chat = ChatTokenizer(make_tokenizer(QWEN2))
+    settings = options(max_prompt_length=100, truncation="error")
+    (result,) = encode_together([tokenize_prompt({"prompt": " "}, chat, settings)])
+    assert str(result) == "the prompt is empty"
+
+
+def test_a_message_without_content_is_named_with_its_keys():
+    with pytest.raises(InputError, match='content" is missing; the message has role, text'):
+        check_message({"role": "user", "text": "q", "name": None}, "messages[0]")
+
+
 # -- files -----------------------------------------------------------------------------------------
 
 
@@ -248,6 +278,8 @@ def test_arrays_are_read_from_either_suffix_and_may_not_repeat_keys(tmp_path):
 def test_lines_that_python_cannot_parse_are_errors(line):
     with pytest.raises(InputError, match="the row is not JSON: .* Each line must hold one row"):
         parse_row(line)
+    with pytest.raises(InputError, match="^the key"):
+        parse_row('{"a": 1, "a": 2}')
 
 
 def test_files_in_subdirectories_are_mentioned(tmp_path, capsys):

@@ -46,6 +46,7 @@ def test_trained_tokens_are_between_brackets(show):
         "  | <|im_start|>assistant",
         "  | [[two rows<|im_end|>]]",
         "  | ",
+        "the first 2 rows:",
         "rows.jsonl: reads messages (role, content); ignores the columns source (1 row)",
     ]
 
@@ -53,9 +54,15 @@ def test_trained_tokens_are_between_brackets(show):
 def test_rows_that_are_errors_or_too_long_are_shown_as_such(show):
     lost = chat("q", "a")
     lost["messages"][1]["reasoning_content"] = "because of this"
-    lines = show([lost, chat("q", "a" * 300)], "data.max_length=100", "data.truncation=drop")
+    asked = {"messages": [{"role": "user", "content": "q"}]}
+    rows = [lost, chat("q", "a" * 300), asked, ""]
+    lines = show(rows, "data.max_length=100", "data.truncation=drop", "--rows", "4")
     assert lines[0].startswith("error: DIR/rows.jsonl:1: the chat template leaves out reasoning")
-    assert lines[1].startswith("DIR/rows.jsonl:2: not used: 322 tokens, too long")
+    assert lines[1:4] == [
+        "DIR/rows.jsonl:2: not used: 322 tokens, more than data.max_length=100",
+        "DIR/rows.jsonl:3: not used: no token is trained",
+        "DIR/rows.jsonl:4: not used: the line is blank",
+    ]
 
 
 def test_a_prompt_ends_with_the_generation_prompt(show):
@@ -68,9 +75,9 @@ def test_a_prompt_ends_with_the_generation_prompt(show):
 def test_a_terminal_gets_colours_and_no_control_characters_of_the_text(show, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.delenv("NO_COLOR", raising=False)
-    lines = show([chat("\x1b[31mred", "5")])
+    lines = show([chat("\x1b[31mred\r\u202e", "5")])
     assert "  | \x1b[32m5<|im_end|>\x1b[0m" in lines
-    assert "  | \\x1b[31mred<|im_end|>" in lines
+    assert "  | \\x1b[31mred\\r\\u202e<|im_end|>" in lines
     monkeypatch.setenv("NO_COLOR", "1")
     assert "  | [[5<|im_end|>]]" in show([chat("q", "5")])
 
