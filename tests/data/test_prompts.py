@@ -145,11 +145,11 @@ def test_expected_lengths_are_those_drawn_last_or_their_mean(make, tmp_path):
 
 def test_prompts_are_read_in_any_order(make, tmp_path):
     prompts = PromptDataset.load(
-        make(write(tmp_path / "a.jsonl", [{"prompt": f"q{i}" * i} for i in range(40)]))
+        make(write(tmp_path / "a.jsonl", [{"prompt": f"q{i}" * i + "?"} for i in range(40)]))
     )
     order = list(range(40))
     random.Random(0).shuffle(order)
-    assert [prompts[i].row["prompt"] for i in order] == [f"q{i}" * i for i in order]
+    assert [prompts[i].row["prompt"] for i in order] == [f"q{i}" * i + "?" for i in order]
     assert prompts[-1] == prompts[39]
     assert prompts[np.int64(39)] == prompts[39]
     assert prompts[-40] == prompts[0]
@@ -476,7 +476,9 @@ def test_truncation(make, tmp_path, truncation, texts, counts):
 
 
 def test_parallel_equals_serial(make, tmp_path):
-    path = write(tmp_path / "a.jsonl", [{"prompt": f"question {i}" * (i % 5)} for i in range(40)])
+    path = write(
+        tmp_path / "a.jsonl", [{"prompt": f"question {i}" * (1 + i % 5)} for i in range(40)]
+    )
     serial = make(path, num_proc=1, max_prompt_length=30, truncation="drop")
     before = {p.name: p.read_bytes() for p in serial.iterdir()}
     shutil.rmtree(serial)
