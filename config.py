@@ -25,6 +25,7 @@ from configs.checks import key_problems, value_problems
 from configs.files import CONFIGS, InputError, engine_files, flatten, read, read_defaults
 from configs.help import help_text
 from configs.names import readers
+from configs.rules import REQUIRED
 
 PARENT = os.getppid()  # torchrun, unless it is killed during the imports below
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -44,10 +45,11 @@ reported_errors: list[Exception] = []
 
 
 def load(defaults: str, arguments: list[str]) -> DictConfig:
-    """Merge the defaults with the YAML files and key=value pairs of `arguments`; later ones win.
+    """Merge the defaults with the YAML files of `arguments`, then with its key=value pairs.
 
-    The defaults are configs/{defaults} and configs/model_engine/{model_engine}.yaml. In paths, ~
-    and environment variables ($NAME or ${NAME}) are expanded.
+    Pairs win over files, and later ones over earlier ones. The defaults are configs/{defaults} and
+    configs/model_engine/{model_engine}.yaml. In paths, ~ and environment variables ($NAME or
+    ${NAME}) are expanded.
 
     Returns a read-only, fully resolved DictConfig. Raises InputError with every mistake: unknown
     keys (the message suggests a similar one, if any), wrong types, values that break their rules,
@@ -66,8 +68,9 @@ def load(defaults: str, arguments: list[str]) -> DictConfig:
         raise_all(paths.expand_braced(config))
         OmegaConf.resolve(config)
     except OmegaConfBaseException as error:
-        raise InputError(str(error)) from None
-    raise_all(paths.expand(config) + value_problems(flatten(config), known_keys))
+        raise InputError(omegaconf_problem(error)) from None
+    values = flatten(config) | left_open(layers)
+    raise_all(paths.expand(config) + value_problems(values, known_keys))
     OmegaConf.set_readonly(config, True)
     return config
 
@@ -76,6 +79,20 @@ def raise_all(problems: list[str]) -> None:
     """Raise one InputError with all problems, each of them once, if there are any."""
     if problems:
         raise InputError(*dict.fromkeys(problems))
+
+
+def omegaconf_problem(error: OmegaConfBaseException) -> str:
+    """Return OmegaConf's description of a problem, with the key and without details."""
+    description = str(error).splitlines()[0]
+    return f"{error.full_key}: {description}" if error.full_key else description
+
+
+def left_open(layers: list[DictConfig]) -> dict[str, str]:
+    """Return the keys whose last value is ???, which OmegaConf replaces by the default."""
+    last_values = {}
+    for layer in layers:
+        last_values |= flatten(layer)
+    return {key: value for key, value in last_values.items() if value == REQUIRED}
 
 
 def engine_defaults(model_engine: str) -> DictConfig:

@@ -8,7 +8,8 @@ On one node, on two nodes, with Slurm (srun starts the ranks), and on a laptop's
     sbatch examples/slurm/ppo.sbatch my.yaml
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 train_ppo.py configs/demo/ppo.yaml
 
-Arguments are YAML files and key=value pairs; later ones win. configs/ppo.yaml lists every key.
+Arguments are YAML files and key=value pairs. Pairs win over files, and later ones over earlier
+ones. configs/ppo.yaml lists every key.
 Rewards are functions in rewards.py, or your own: reward.function=my_file.py:name.
 
 SIGTERM, SIGUSR1 or Ctrl-C saves a checkpoint after the current step and exits with code 0; the same

@@ -8,7 +8,8 @@
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 \\
         train_sft.py configs/demo/sft.yaml                              a laptop's CPU
 
-Arguments are YAML files and key=value pairs; later ones win. configs/sft.yaml lists every key.
+Arguments are YAML files and key=value pairs. Pairs win over files, and later ones over earlier
+ones. configs/sft.yaml lists every key.
 SIGTERM, SIGUSR1 or Ctrl-C saves a checkpoint and exits with code 0; the same command continues from
 there. (torchrun does not forward SIGUSR1, and kills its ranks after 30 s: give it
 --signals-to-handle SIGTERM,SIGUSR1 --shutdown-timeout 600.) A mistake in the configuration or the

@@ -70,5 +70,6 @@ def value_problems(values: dict, known: dict) -> list[str]:
             continue
         problem = problem_with(key, value, known[key])
         if problem:
-            problems.append(f"{key}={value!r} {problem}")
+            shown = "null" if value is None else repr(value)
+            problems.append(f"{key}={shown} {problem}")
     return problems + missing

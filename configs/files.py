@@ -4,12 +4,16 @@ import re
 from functools import cache
 from pathlib import Path
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError
 
 CONFIGS = Path(__file__).resolve().parent
 SCRIPTS = ("sft", "ppo")  # train_{script}.py reads configs/{script}.yaml
 KEY_LINE = re.compile(r"( *)(\w+):")
+NUMBER_TAGS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+# Not 0x10 or 0b10, whose base is meant, and not .inf.
+DECIMAL_DIGITS = re.compile(r"[-+]?[0-9_.]+(:|[eE]|$)")
 INDENT = 2  # spaces per level in the files of configs/
 
 
@@ -43,6 +47,7 @@ def read(path: Path) -> DictConfig:
     """
     try:
         layer = OmegaConf.load(path)
+        problems = number_problems(yaml.compose(path.read_text(), yaml.SafeLoader))
     except OSError as error:
         raise InputError(
             f"{path}: {error.strerror}; arguments are YAML files or key=value pairs"
@@ -51,15 +56,62 @@ def read(path: Path) -> DictConfig:
         raise InputError(f"{path} is not YAML: {error}") from None
     if not isinstance(layer, DictConfig):
         raise InputError(f"{path} must hold keys and values")
+    if problems:
+        raise InputError(*(f"{path}: {problem}" for problem in problems))
     return layer
 
 
 def read_pair(argument: str) -> DictConfig:
-    """Return the key and the value of a key=value argument."""
+    """Return the key and the value of a key=value argument.
+
+    Raises InputError if the value is not YAML, or if YAML reads it in an unexpected way: a part of
+    it as a comment, or a number in another base.
+    """
+    key, _, value = argument.partition("=")
     try:
-        return OmegaConf.from_dotlist([argument])
+        layer = OmegaConf.from_dotlist([argument])
+        node = yaml.compose(value, yaml.SafeLoader)
     except YAMLError:
         raise InputError(f"{argument}: the value is not YAML; quote it") from None
+    unread = value[node.end_mark.index if node else 0 :].strip()
+    if unread:
+        raise InputError(
+            f"{argument}: {unread} is a comment in YAML; quote the value, '{key}=\"{value}\"'"
+        )
+    problems = number_problems(node)
+    if problems:
+        raise InputError(*(f"{argument}: {problem}" for problem in problems))
+    return layer
+
+
+def number_problems(node: yaml.Node | None) -> list[str]:
+    """Return a sentence about each number that is another one in YAML.
+
+    YAML 1.1 reads 010 as 8, in base 8, and 1:30 as 90, in base 60.
+
+    Args:
+        node: the parsed text of a value or file. None: an empty one.
+    """
+    if isinstance(node, yaml.MappingNode):
+        children = [child for pair in node.value for child in pair]
+    elif isinstance(node, yaml.SequenceNode):
+        children = node.value
+    else:
+        return scalar_problems(node)
+    return [problem for child in children for problem in number_problems(child)]
+
+
+def scalar_problems(node: yaml.ScalarNode | None) -> list[str]:
+    """Return a sentence about a number that YAML does not read as a decimal one, if it is one."""
+    is_number = node is not None and node.tag in NUMBER_TAGS
+    if not is_number or not DECIMAL_DIGITS.match(node.value):
+        return []
+    value = yaml.safe_load(node.value)
+    try:
+        is_decimal = float(node.value) == value
+    except ValueError:
+        is_decimal = False
+    return [] if is_decimal else [f"{node.value} is {value} in YAML; write that, or quote the text"]
 
 
 def read_comments(path: Path) -> dict[str, str]:
@@ -94,7 +146,7 @@ def flatten(tree: DictConfig | dict, prefix: str = "") -> dict:
         tree = OmegaConf.to_container(tree, resolve=False)
     leaves = {}
     for key, value in tree.items():
-        check_no_dots(str(key), prefix)
+        check_name(str(key), value, prefix)
         if isinstance(value, dict) and value:
             leaves |= flatten(value, f"{prefix}{key}.")
         else:
@@ -102,11 +154,18 @@ def flatten(tree: DictConfig | dict, prefix: str = "") -> dict:
     return leaves
 
 
-def check_no_dots(key: str, prefix: str) -> None:
-    """Raise InputError for a dotted key in a YAML file.
+def check_name(key: str, value, prefix: str) -> None:
+    """Raise InputError for a key that is not the one that was meant.
 
-    OmegaConf would store it as a key of its own, which nothing reads, and not in the group.
+    OmegaConf would store a dotted key of a YAML file as a key of its own, which nothing reads, and
+    not in the group. {a:1} is a key "a:1" without a value.
     """
+    if ":" in key and value is None:
+        name, _, text = key.partition(":")
+        raise InputError(
+            f"{prefix}{key}: YAML needs a space after the colon; write '{{{name}: {text}}}', "
+            "in quotes on a command line"
+        )
     if "." in key:
         group = key.replace(".", ": {")
         closing = "}" * key.count(".")

@@ -37,8 +37,13 @@ def suggest(key: str, known: dict) -> str:
     Args:
         known: the keys of this script and engine.
     """
-    names = read_names()
     key = key.replace("-", "_")
+    return find_suggestion(key, known) or find_suggestion(key.lower(), known)
+
+
+def find_suggestion(key: str, known: dict) -> str:
+    """Return what suggest() returns, for a key in this spelling."""
+    names = read_names()
     last_name = key.rpartition(".")[2]
     for part in parts_of(key):
         is_whole_name = key == part or key.endswith(f".{part}")

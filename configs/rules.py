@@ -4,6 +4,7 @@ RULES is the table. The functions above it build its entries: a check, and the s
 JSON schema.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -45,6 +46,10 @@ def problem_with(key: str, value, default) -> str | None:
         default: the default of the key, which determines its type unless its rule does.
     """
     rule = RULES.get(key, ANYTHING)
+    if isinstance(value, float) and not math.isfinite(value):
+        return "must be a finite number"
+    if value == "None" or (default is None and value == "none"):
+        return "is a text in YAML; an empty value is null"
     has_typed_default = default is not None and default != REQUIRED
     if has_typed_default and "type" not in rule.schema:
         kind = type(default)

@@ -152,12 +152,51 @@ def test_the_configuration_is_read_only():
         ("a={", "is not YAML"),
         ("absent.yaml", "absent.yaml: No such file"),
         ("output_dir=${nowhere}", "nowhere"),
+        ("optim.lr=.inf", "optim.lr=inf must be a finite number"),
+        ("optim.lr=", "optim.lr=null must be a number"),
+        ("optim.lr=???", "optim.lr is missing"),
+        ("data.cache_dir=None", "data.cache_dir='None' is a text in YAML; an empty value is null"),
+        ("data.chat_template=none", "an empty value is null"),
+        ("data.max_length=010", "010 is 8 in YAML; write that, or quote the text"),
+        ("trainer.profile_interval=[1, 1:30]", "1:30 is 90 in YAML"),
+        ("output_dir=runs/a #2", "#2 is a comment in YAML; quote the value, 'output_dir=\"runs/a"),
+        ("data.prompt_key=#q", "#q is a comment in YAML"),
+        ("optim.kwargs={ns_steps:5}", "needs a space after the colon; write '{ns_steps: 5}'"),
+        ("optim.kwargs={momentum:0.9}", "write '{momentum: 0.9}'"),
+        ("OPTIM.LR=1", "the nearest is optim.lr"),
     ],
 )
 def test_a_mistake_names_the_key_and_what_to_change(argument, message):
     with pytest.raises(InputError) as caught:
         load("sft.yaml", [*NEEDED, argument])
     assert message in str(caught.value)
+
+
+def test_a_problem_of_an_interpolation_is_one_line_with_its_key():
+    problem = told("sft", "trainer.experiment_name=${oc.env:NOT_SET}")
+    assert problem.startswith("trainer.experiment_name: ") and "NOT_SET" in problem
+    assert "object_type" not in problem
+
+
+def test_numbers_of_files_are_read_as_they_are_written(tmp_path):
+    file = tmp_path / "a.yaml"
+    file.write_text("trainer: {seed: 010, total_steps: 1:30}\ndata: {max_length: 0x10}\n")
+    problems = told("sft", str(file)).splitlines()
+    assert problems == [
+        f"{file}: 010 is 8 in YAML; write that, or quote the text",
+        f"{file}: 1:30 is 90 in YAML; write that, or quote the text",
+    ]
+    file.write_text("trainer: {seed: 1_000, experiment_name: '010'}\noptim: {lr: 1.0e-4}\n")
+    config = load("sft.yaml", [*NEEDED, str(file), "data.max_length=0x10"])
+    assert (config.trainer.seed, config.trainer.experiment_name) == (1000, "010")
+    assert (config.optim.lr, config.data.max_length) == (1e-4, 16)
+
+
+def test_a_key_left_open_in_a_file_is_missing_until_a_later_layer_sets_it(tmp_path):
+    file = tmp_path / "a.yaml"
+    file.write_text("optim:\n  lr: ???\n")
+    assert "optim.lr is missing" in told("sft", str(file))
+    assert load("sft.yaml", [*NEEDED, str(file), "optim.lr=0.5"]).optim.lr == 0.5
 
 
 def told(script, *arguments):
