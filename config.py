@@ -23,7 +23,7 @@ from configs import paths
 from configs.arguments import read_layers
 from configs.checks import key_problems, value_problems
 from configs.files import CONFIGS, InputError, engine_files, flatten, read, read_defaults
-from configs.help import help_text
+from configs.help import help_text, is_help
 from configs.names import readers
 from configs.rules import REQUIRED
 
@@ -158,7 +158,7 @@ def run(main: Callable[[DictConfig], None], defaults: str, doc: str) -> None:
     """
     arguments = sys.argv[1:]
     try:
-        if {"-h", "--help"} & set(arguments):
+        if any(is_help(argument) for argument in arguments):
             print(help_text(defaults, doc, arguments))
             return
         main(load(defaults, arguments))
@@ -212,7 +212,8 @@ def die_with(parent: int) -> None:
 
 if __name__ == "__main__":
     from configs.json_schema import write_schemas
+    from configs.usage import exit_with_usage
 
     if sys.argv[1:] != ["schema"]:
-        sys.exit(__doc__)
+        exit_with_usage(__doc__, sys.argv[1:])
     write_schemas()

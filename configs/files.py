@@ -14,6 +14,7 @@ KEY_LINE = re.compile(r"( *)(\w+):")
 NUMBER_TAGS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 # Not 0x10 or 0b10, whose base is meant, and not .inf.
 DECIMAL_DIGITS = re.compile(r"[-+]?[0-9_.]+(:|[eE]|$)")
+DATA_FILE = re.compile(r"\.(jsonl|json|csv|parquet)(\.gz)?$")
 INDENT = 2  # spaces per level in the files of configs/
 
 
@@ -49,16 +50,24 @@ def read(path: Path) -> DictConfig:
         layer = OmegaConf.load(path)
         problems = number_problems(yaml.compose(path.read_text(), yaml.SafeLoader))
     except OSError as error:
-        raise InputError(
-            f"{path}: {error.strerror}; arguments are YAML files or key=value pairs"
-        ) from None
+        advice = advice_on_value(path) or "arguments are YAML files or key=value pairs"
+        raise InputError(f"{path}: {error.strerror}; {advice}") from None
     except (YAMLError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} is not YAML: {error}") from None
+        problem = advice_on_value(path) or str(error)
+        raise InputError(f"{path} is not YAML: {problem}") from None
     if not isinstance(layer, DictConfig):
         raise InputError(f"{path} must hold keys and values")
     if problems:
         raise InputError(*(f"{path}: {problem}" for problem in problems))
     return layer
+
+
+def advice_on_value(path: Path) -> str:
+    """Return how to pass a model's directory or a data file, which has no key here; else ""."""
+    if (path / "config.json").is_file():
+        return f"write model.path={path}"
+    is_data = DATA_FILE.search(path.name) is not None
+    return f"write data.train_files={path}" if is_data else ""
 
 
 def read_pair(argument: str) -> DictConfig:

@@ -17,7 +17,8 @@ def help_text(defaults: str, doc: str, arguments: list[str]) -> str:
     Raises InputError for a group that does not exist.
     """
     files = [CONFIGS / defaults, *engine_files()]
-    groups = [argument for argument in arguments if is_group(argument)]
+    words = [word for argument in arguments for word in argument.removeprefix("--help=").split(",")]
+    groups = [word for word in words if is_group(word)]
     if not groups:
         return "\n".join([doc, *(path.read_text() for path in files)])
     blocks = []
@@ -27,6 +28,11 @@ def help_text(defaults: str, doc: str, arguments: list[str]) -> str:
             raise InputError(unknown_group_problem(group, files))
         blocks += filter(None, blocks_of_files)
     return "\n".join(blocks)
+
+
+def is_help(argument: str) -> bool:
+    """Return whether an argument asks for help, perhaps with groups: --help=rollout."""
+    return argument in ("-h", "--help") or argument.startswith("--help=")
 
 
 def is_group(argument: str) -> bool:

@@ -5,6 +5,7 @@ JSON schema.
 """
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +21,7 @@ TYPES = {
     (int, float): ("a number", "number"),
     (str, list): ("a path or a list of paths", ["string", "array"]),
 }
+ONLY_ESCAPES = re.compile(r"(\\[nrt])+")  # written, not interpreted
 REQUIRED = "???"  # the default of a key that has none
 
 
@@ -148,6 +150,21 @@ def are_texts(value) -> bool:
     return isinstance(value, list) and all(is_text(item) for item in value)
 
 
+def stop_problem(value) -> str | None:
+    """Return the problem with a list of strings that end a response.
+
+    In the shell, rollout.stop=["\\n"] loses its quotes, and YAML then reads a backslash and an n.
+    """
+    if not are_texts(value):
+        return "must be a list of strings"
+    if any(ONLY_ESCAPES.fullmatch(text) for text in value):
+        return (
+            "has a backslash and a letter in place of a line break: put the whole argument in "
+            "single quotes and the string in double quotes"
+        )
+    return None
+
+
 def are_names(value) -> bool:
     return are_texts(value) and len(value) > 0
 
@@ -196,6 +213,7 @@ TARGETS = rule(
     **STRING_OR_LIST,
 )
 STRINGS = rule("must be a list of strings", are_texts, items=STRING)
+STOP_STRINGS = Rule(stop_problem, STRINGS.schema)
 NAMES = rule("must be a list of names", are_names, items=STRING, minItems=1)
 BETAS = rule(
     "must be two numbers in [0, 1)",
@@ -250,6 +268,7 @@ GREEDY_OR_TEMPERATURE = rule(
 NUMBER = (int, float)
 DTYPE = one_of("float32", "bfloat16")
 FREQUENCY = above_or(0, -1, "never")
+COUNT_OR_ALL = above_or(0, -1, "all")
 
 # -- the table -------------------------------------------------------------------------------------
 
@@ -291,14 +310,14 @@ RULES = {
     "optim.lr_decay_steps_ratio": between(0.0, 1.0),
     "optim.min_lr_ratio": between(0.0, 1.0),
     "trainer.total_epochs": at_least(1),
-    "trainer.total_steps": FREQUENCY,
+    "trainer.total_steps": above_or(0, -1, "as many as total_epochs has"),
     "trainer.save_freq": FREQUENCY,
     "trainer.save_minutes": at_least(0.0),
     "trainer.test_freq": FREQUENCY,
     "trainer.seed": between(0, 2**40),
     "trainer.resume": PATH,
     "trainer.resume_override": STRINGS,
-    "trainer.max_checkpoints": FREQUENCY,
+    "trainer.max_checkpoints": COUNT_OR_ALL,
     "trainer.timeout_minutes": above(0.0),
     "trainer.max_skipped_steps": at_least(0),
     "trainer.logger": LOGGERS,
@@ -320,7 +339,7 @@ RULES = {
     "rollout.top_k": TOP_K,
     "rollout.min_p": between(0.0, 1.0),
     "rollout.max_tokens": at_least(1),
-    "rollout.stop": STRINGS,
+    "rollout.stop": STOP_STRINGS,
     "rollout.tensor_parallel_size": at_least(1),
     "rollout.gpu_memory_utilization": between(0.01, 1.0),
     "rollout.kv_cache_gib": optional(NUMBER, above(0.0)),
@@ -334,7 +353,7 @@ RULES = {
     "validation.top_k": optional(int, TOP_K),
     "validation.min_p": optional(NUMBER, between(0.0, 1.0)),
     "validation.max_tokens": optional(int, at_least(1)),
-    "validation.stop": optional(list, STRINGS),
+    "validation.stop": optional(list, STOP_STRINGS),
     "reward.function": FUNCTION,
     "reward.num_workers": at_least(1),
     "reward.timeout": above(0.0),
@@ -375,7 +394,7 @@ RULES = {
     "engine.param_dtype": DTYPE,
     "engine.compute_dtype": DTYPE,
     "engine.reduce_dtype": DTYPE,
-    "engine.fsdp_size": FREQUENCY,
+    "engine.fsdp_size": COUNT_OR_ALL,
     "engine.context_parallel_size": AUTO_OR_COUNT,
     "engine.router_aux_loss_coef": optional(NUMBER, at_least(0.0)),
     "engine.torch_compile": one_of("auto", "always", "never"),

@@ -17,6 +17,16 @@ from data.chat.lost import EARLIER, EMPTY, LOST, UNREAD, Loss, is_empty
 from data.rows import has_prompt_column, system_column
 from data.shapes import SHAPES, chats_in_text
 
+DEFAULT_COLUMNS = {
+    "messages_key": "messages",
+    "prompt_key": "prompt",
+    "response_key": "response",
+    "images_key": "images",
+    "tools_key": "tools",
+    "template_kwargs_key": "chat_template_kwargs",
+    "system_key": "system",
+}
+
 
 class RowUse(NamedTuple):
     """How the columns of a row and the fields of its messages are used.
@@ -207,6 +217,23 @@ def report_lines(paths: list[Path], uses: list[dict], is_training: bool) -> Iter
             name += f" and {file_use.num_files - 1} more files"
         for line in lines_of_file(file_use, is_training):
             yield f"{name}: {line}"
+
+
+def unread_key_lines(files, uses: list[dict], options) -> Iterator[str]:
+    """Yield a line about each key that names a column which no row of the files has.
+
+    A key that has its default is not mentioned: most rows have no tools and no images.
+
+    Args:
+        files: data.train_files or data.val_files.
+        uses: uses_of_file() for each file.
+        options: the section `data`.
+    """
+    read = {column for use in uses for column in [*use["columns"], *use["lost"]]}
+    for key, default in DEFAULT_COLUMNS.items():
+        column = getattr(options, key, default)
+        if column not in (default, None, *read):
+            yield f"data.{key}={column}: no column of this name is read from {files}"
 
 
 def lines_of_file(use: FileUse, is_training: bool) -> Iterator[str]:

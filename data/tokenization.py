@@ -21,7 +21,7 @@ from config import InputError, die_with
 from data.cache import cache_key, ensure_cached
 from data.chat.encoding import RowCoroutine, encode_together
 from data.chat.tokenizer import ChatTokenizer
-from data.columns import count_of_rows, report_lines, uses_of_file
+from data.columns import count_of_rows, report_lines, unread_key_lines, uses_of_file
 from data.files import find_files, is_json, parse_row, read_rows
 from data.images import stored
 from data.images.processor import Processor
@@ -133,6 +133,8 @@ def tokenize_to_cache(
     is_training = "loss_mask" in spec.unused
     for line in report_lines(paths, uses, is_training):
         print(f"data: {line}", flush=True)
+    for line in unread_key_lines(files, uses, options):
+        print(f"warning: {line}", flush=True)
     if "dropped_lost_fields" in stats:
         number = count_of_rows(stats["dropped_lost_fields"])
         print(f"data: dropped because of data.lost_fields=drop: {number}", flush=True)

@@ -58,6 +58,8 @@ def download(name: str, key: str, patterns: list[str]) -> str:
     try:
         if name.startswith((".", "/", "~")):
             raise FileNotFoundError("no such directory")
+        if Path(name).is_file():
+            raise FileNotFoundError("it is a file; give the directory that holds it")
         return snapshot_download(name, allow_patterns=patterns)
     except (OSError, ValueError, RuntimeError) as error:  # the hub raises errors of these types
         reason = str(error).splitlines()[0]

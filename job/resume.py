@@ -65,8 +65,9 @@ def choose_checkpoint(config, latest: Path | None) -> Path | None:
             f"trainer.resume=never, but {latest} exists: set trainer.resume=auto to continue from "
             "it, or another output_dir to keep it"
         )
+    names_path = resume not in ("auto", "never")
     path = latest
-    if path is None and resume not in ("auto", "never"):
+    if path is None and names_path:
         path = Path(resume)
     if path is None:
         if config.trainer.resume_override:
@@ -75,12 +76,34 @@ def choose_checkpoint(config, latest: Path | None) -> Path | None:
                 "trainer.resume to the path of one"
             )
         return None
+    if names_path:
+        check_named_checkpoint(Path(resume), latest)
+    return path
+
+
+def check_named_checkpoint(path: Path, latest: Path | None) -> None:
+    """Raise InputError if trainer.resume names no checkpoint, or an earlier one of this run.
+
+    A checkpoint of another run is only for the start: from then on, the same command continues from
+    `latest`.
+    """
     if not (path / "trainer.json").is_file():
         raise InputError(
-            f"trainer.resume={resume} is neither auto, never, nor a checkpoint directory"
+            f"trainer.resume={path} is neither auto, never, nor a checkpoint directory"
             f"{checkpoint_hint(path)}"
         )
-    return path
+    if latest is not None and is_other_checkpoint_of_run(path, latest):
+        raise InputError(
+            f"trainer.resume={path}, but output_dir has a newer checkpoint, {latest}: set "
+            "trainer.resume=auto to continue from that one, or another output_dir to keep both"
+        )
+
+
+def is_other_checkpoint_of_run(path: Path, latest: Path) -> bool:
+    """Return whether a checkpoint lies next to the latest one."""
+    path = path.resolve()
+    latest = latest.resolve()
+    return path.parent == latest.parent and path != latest
 
 
 def checkpoint_hint(path: Path) -> str:

@@ -95,6 +95,27 @@ def count_steps(config, train) -> tuple[int, int]:
     return steps_per_epoch, config.trainer.total_epochs * steps_per_epoch
 
 
+def check_tool_settings(config) -> None:
+    """Raise InputError for a setting in `profiler` of a tool that is not in profiler.tool.
+
+    profiler.synchronize has an effect without a tool.
+    """
+    from config import defaults
+    from configs.files import flatten
+    from profiling import tool_names
+
+    names = tool_names(config.profiler)
+    unchanged = flatten(defaults("profiler"))
+    for key, value in flatten(config.profiler).items():
+        if value == unchanged[key] or key in ("tool", "synchronize"):
+            continue
+        tool, is_of_one_tool, _ = key.partition(".")
+        has_effect = tool in names if is_of_one_tool else len(names) > 0
+        if not has_effect:
+            needed = f"profiler.tool={tool}" if is_of_one_tool else "profiler.tool"
+            raise InputError(f"profiler.{key}={value} does nothing without {needed}: set it, too")
+
+
 def start_profiler(config, device, total_steps: int, model_stages: list[str]):
     """Return a Profiler for the settings in `profiler` and trainer.profile_interval.
 
@@ -104,6 +125,7 @@ def start_profiler(config, device, total_steps: int, model_stages: list[str]):
     from profiling import OFF, Profiler
 
     tool = config.profiler.tool
+    check_tool_settings(config)
     try:
         profiler = Profiler(
             config.profiler,

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from configs.usage import exit_with_usage
+
 TIMING = "timing/"
 STEP = "timing/step"
 # Stages that take a smaller share of the run's time are not drawn.
@@ -278,11 +280,21 @@ def draw_areas(axis, steps: list[Line], stages: list[str], styles: dict[str, dic
     )
 
 
-if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit(__doc__)
-    directory = Path(sys.argv[1])
+def main(arguments: list[str]) -> None:
+    """Print the table of a run, and write its picture."""
+    if len(arguments) != 1 or arguments[0].startswith("-"):
+        exit_with_usage(__doc__, arguments)
+    directory = Path(arguments[0])
     if not (directory / "metrics.jsonl").exists():
-        sys.exit(f"{directory} has no metrics.jsonl (yet)")
+        print(
+            f"error: {directory} has no metrics.jsonl: give the output_dir of a run that has "
+            "finished a step",
+            file=sys.stderr,
+        )
+        sys.exit(2)
     print(table(directory))
     print(write_report(directory))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

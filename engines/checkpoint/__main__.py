@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from config import InputError
+from configs.usage import exit_with_usage
 from engines.checkpoint.checkpointer import find_checkpoint
 from engines.checkpoint.export import export_checkpoint
 
@@ -21,7 +22,7 @@ def main(arguments: list[str]) -> None:
     is_export = len(arguments) >= 3 and arguments[0] == "export"
     options = arguments[3:]
     if not is_export or options not in ([], ["--merge"]):
-        sys.exit(__doc__)
+        exit_with_usage(__doc__, arguments)
     out = Path(arguments[2])
     try:
         checkpoint = find_checkpoint(Path(arguments[1]))

@@ -65,11 +65,13 @@ def check_layout(config: DictConfig, hf_config, world_size: int) -> None:
     check_attention_heads(config, hf_config)
     if world_size % cp:
         raise InputError(
-            f"engine.context_parallel_size={cp} does not divide the {world_size} ranks"
+            f"engine.context_parallel_size={cp} does not divide the number of ranks, "
+            f"{world_size}: lower it, or start other ranks with torchrun --nproc-per-node"
         )
     if engine.fsdp_size > 0 and world_size % engine.fsdp_size:
         raise InputError(
-            f"engine.fsdp_size={engine.fsdp_size} does not divide the {world_size} ranks"
+            f"engine.fsdp_size={engine.fsdp_size} does not divide the number of ranks, "
+            f"{world_size}: lower it, or start other ranks with torchrun --nproc-per-node"
         )
     if config.model.images:
         vision.check_images(config)

@@ -28,7 +28,8 @@ def check_tensor_parallel_size(config: DictConfig, world_size: int) -> None:
     tp_size = config.rollout.tensor_parallel_size
     if world_size % tp_size:
         raise InputError(
-            f"rollout.tensor_parallel_size={tp_size} does not divide the {world_size} ranks"
+            f"rollout.tensor_parallel_size={tp_size} does not divide the number of ranks, "
+            f"{world_size}: lower it, or start other ranks with torchrun --nproc-per-node"
         )
     text_config = read_hf_config(config.model.path).get_text_config()
     for layer in layer_configs(text_config):

@@ -9,7 +9,7 @@ import pytest
 from config import InputError
 from data.chat.encoding import encode as encode_row, encode_together
 from data.chat.tokenizer import ChatTokenizer
-from data.columns import report_lines, uses_of_file
+from data.columns import report_lines, unread_key_lines, uses_of_file
 from data.dataset import tokenize_row
 from data.files import find_files, parse_row, read_rows
 from data.messages import check_message
@@ -194,6 +194,15 @@ def lines_of(rows):
     results = encode_together([tokenize_row(row, chat, settings) for row in rows])
     uses = uses_of_file([{"values": result["use"], "counts": 1} for result in results])
     return list(report_lines([Path("f")], [uses], is_training=True))
+
+
+def test_a_key_that_names_no_column_is_reported():
+    uses = [{"columns": {"messages": 2}, "lost": {}}, {"columns": {"tools": 1}, "lost": {"t": 1}}]
+    assert list(unread_key_lines("f", uses, options())) == []
+    settings = options(tools_key="tols", system_key=None, images_key="messages", prompt_key="t")
+    assert list(unread_key_lines("f", uses, settings)) == [
+        "data.tools_key=tols: no column of this name is read from f"
+    ]
 
 
 def test_the_report_counts_empty_answers_and_names_a_key_for_system_prompts():

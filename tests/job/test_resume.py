@@ -6,7 +6,7 @@ import pytest
 
 from config import InputError, load
 from job.progress import Progress
-from job.resume import find_resume
+from job.resume import choose_checkpoint, find_resume
 
 
 @pytest.mark.parametrize(
@@ -111,3 +111,38 @@ def test_a_run_named_in_place_of_its_checkpoint_is_answered_with_the_newest(tmp_
     message = f"nor a checkpoint directory; did you mean {newest}\\?"
     with pytest.raises(InputError, match=message):
         find_resume(config, None, Progress(identity={}), 20)
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("disable", "trainer.resume=disable is neither auto, never, nor a checkpoint directory"),
+        ("{run}/step_1", "newer checkpoint, {run}/step_2: set trainer.resume=auto"),
+        ("{run}/../run/step_1", "newer checkpoint, {run}/step_2"),
+    ],
+)
+def test_a_checkpoint_that_is_named_is_not_replaced_by_the_newest(tmp_path, name, message):
+    run = tmp_path / "run"
+    for step in (1, 2):
+        folder = run / f"step_{step}"
+        folder.mkdir(parents=True)
+        (folder / "trainer.json").write_text(json.dumps({"step": step, "run": {}}))
+    config = config_with(name.format(run=run))
+    with pytest.raises(InputError) as caught:
+        choose_checkpoint(config, run / "step_2")
+    assert message.format(run=run) in str(caught.value)
+
+
+def test_a_run_that_started_from_another_continues_from_its_own_newest(tmp_path):
+    for name in ("other", "run"):
+        folder = tmp_path / name / "step_2"
+        folder.mkdir(parents=True)
+        (folder / "trainer.json").write_text("{}")
+    latest = tmp_path / "run" / "step_2"
+    config = config_with(f"{tmp_path}/other/step_2")
+    assert choose_checkpoint(config, latest) == latest
+    assert choose_checkpoint(config_with(latest), latest) == latest
+
+
+def config_with(resume):
+    return load("sft.yaml", ["model.path=m", "data.train_files=t", f"trainer.resume={resume}"])

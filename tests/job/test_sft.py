@@ -409,7 +409,7 @@ MISTAKES = {
     ),
     "a layout that does not divide": (
         ["engine.context_parallel_size=2"],
-        "does not divide the 1 ranks",
+        "does not divide the number of ranks, 1",
     ),
     "a row longer than the cap": (
         ["data.max_tokens_per_micro_batch=20"],

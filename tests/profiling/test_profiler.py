@@ -285,3 +285,17 @@ def test_a_missing_package_is_an_error_at_start(monkeypatch):
 def test_values_are_checked_with_the_configuration(pair):
     with pytest.raises(InputError, match=pair.partition("=")[0]):
         configure(pair)
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (["profiler.torch.with_stack=true"], "torch.with_stack=True does nothing without profiler"),
+        (["profiler.tool=nvtx", "profiler.memory.max_entries=5"], "without profiler.tool=memory"),
+        (["profiler.ranks=all"], "profiler.ranks=all does nothing without profiler.tool: set it"),
+    ],
+)
+def test_a_setting_of_a_tool_that_is_not_used_is_an_error(settings, message):
+    with pytest.raises(InputError, match=message):
+        job.start_profiler(configure(*settings), CPU, 10, ["train_batch"])
+    job.start_profiler(configure("profiler.synchronize=true"), CPU, 10, ["train_batch"])

@@ -10,7 +10,9 @@ from configs.files import CONFIGS, SCRIPTS, engine_files, flatten, read_comments
 from configs.json_schema import DIRECTORY, schema, write_schemas
 from configs.names import readers
 from configs.rules import is_path, problem_with
+from engines.checkpoint.__main__ import main as export_main
 from job.setup import write_config
+from profiling.report import main as report_main
 
 NEEDED = ["model.path=m", "data.train_files=t.jsonl"]
 
@@ -164,12 +166,24 @@ def test_the_configuration_is_read_only():
         ("optim.kwargs={ns_steps:5}", "needs a space after the colon; write '{ns_steps: 5}'"),
         ("optim.kwargs={momentum:0.9}", "write '{momentum: 0.9}'"),
         ("OPTIM.LR=1", "the nearest is optim.lr"),
+        ("trainer.total_steps=0", "or -1 for as many as total_epochs has"),
+        ("trainer.max_checkpoints=0", "or -1 for all"),
+        ("engine.fsdp_size=0", "or -1 for all"),
     ],
 )
 def test_a_mistake_names_the_key_and_what_to_change(argument, message):
     with pytest.raises(InputError) as caught:
         load("sft.yaml", [*NEEDED, argument])
     assert message in str(caught.value)
+
+
+def test_values_without_their_keys_are_answered_with_the_key(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    assert told("sft", str(tmp_path)).endswith(f"write model.path={tmp_path}")
+    assert told("sft", str(rows)) == f"{rows} is not YAML: write data.train_files={rows}"
+    assert told("sft", "absent.parquet").endswith("write data.train_files=absent.parquet")
 
 
 def test_a_problem_of_an_interpolation_is_one_line_with_its_key():
@@ -212,6 +226,10 @@ def told(script, *arguments):
         ("validation.top_k=5000", "between 1 and 1024"),
         ("rollout.temperature=0.0", "at least 0.01"),
         ("validation.temperature=0.001", "must be 0 (greedy) or at least 0.01"),
+        ("validation.temperature=.inf", "must be a finite number"),
+        (r"rollout.stop=[\n]", "a backslash and a letter in place of a line break"),
+        (r"validation.stop=[x, '\n\n']", "a backslash and a letter in place of a line break"),
+        ("rollout.stop=[1]", "must be a list of strings"),
     ],
 )
 def test_bounds_of_sampling(argument, message):
@@ -605,6 +623,28 @@ def test_help_prints_groups(monkeypatch, capsys):
     assert "model_engine/fsdp.yaml" in text and "model_engine/megatron.yaml" in text
     assert text.rstrip().endswith("tokens whose logits are in memory at the same time")
     assert "# log-probabilities cover the full vocabulary" in text, "a comment's second line"
+
+
+def test_help_of_a_group_may_be_one_argument(monkeypatch, capsys):
+    texts = []
+    for arguments in (["--help", "rollout", "optim"], ["--help=rollout,optim"]):
+        monkeypatch.setattr("sys.argv", ["train_ppo.py", *arguments])
+        run(print, "ppo.yaml", "The script.")
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert "max_num_seqs" in texts[0] and "val_files" not in texts[0]
+
+
+@pytest.mark.parametrize("main", [export_main, report_main])
+def test_modules_print_their_usage(main, capsys):
+    for arguments, code in (["--help"], 0), (["exprt", "a", "b"], 2), ([], 2):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == code
+        output = capsys.readouterr()
+        assert "python -m" in (output.err if code else output.out)
+        assert ("error: " in output.err) == bool(code)
+        assert ("not understood: exprt a b" in output.err) == (len(arguments) == 3)
 
 
 def test_help_of_a_group_that_does_not_exist_lists_the_groups(monkeypatch, capsys):
