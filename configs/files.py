@@ -81,7 +81,9 @@ def read_pair(argument: str) -> DictConfig:
         layer = OmegaConf.from_dotlist([argument])
         node = yaml.compose(value, yaml.SafeLoader)
     except YAMLError:
-        raise InputError(f"{argument}: the value is not YAML; quote it") from None
+        raise InputError(
+            f"{argument}: the value is not YAML; quote it, '{key}=\"{value}\"'"
+        ) from None
     unread = value[node.end_mark.index if node else 0 :].strip()
     if unread:
         raise InputError(

@@ -33,7 +33,8 @@ def find_resume(config, latest: Path | None, fresh: Progress, total_steps: int) 
     saved = type(fresh).load(path)
     check_adapter_path(config, path, saved)
     has_changed = check_identity(config, path, saved, fresh)
-    if has_changed and saved.step >= total_steps:
+    is_beyond_end = saved.step > total_steps and not config.trainer.get("val_only")
+    if is_beyond_end or (has_changed and saved.step >= total_steps):
         raise InputError(
             f"{path} was saved after step {saved.step}, but this run has only {total_steps} steps: "
             "raise trainer.total_epochs or set trainer.total_steps"

@@ -158,7 +158,7 @@ class Signature:
         if self.convention.values is OURS and ANSWER in self.required:
             values[ANSWER] = value_reader(ANSWER)
         for name, path in kwargs.items():
-            values[name] = value_reader(path)
+            values[name] = value_reader(path, name)
         return {
             name: value for name, value in values.items() if name in self.names or self.takes_all
         }
@@ -247,12 +247,15 @@ def find_convention(
     return None
 
 
-def value_reader(path: str) -> Value:
-    return lambda prompt, response, row: value_at(row, path)
+def value_reader(path: str, parameter: str | None = None) -> Value:
+    return lambda prompt, response, row: value_at(row, path, parameter)
 
 
-def value_at(row: dict, path: str):
+def value_at(row: dict, path: str, parameter: str | None = None):
     """Return row["a"]["b"] for "a.b".
+
+    Args:
+        parameter: the parameter of the function that gets the value, if not the path's last name.
 
     Raises:
         InputError: the row has no such value, or it is None. The message lists the row's paths.
@@ -261,7 +264,7 @@ def value_at(row: dict, path: str):
     for key in path.split("."):
         value = value.get(key) if isinstance(value, dict) else None
     if value is None:
-        parameter = path.rpartition(".")[2]
+        parameter = parameter or path.rpartition(".")[2]
         raise InputError(
             f"the row has no {path}, only {', '.join(paths_in(row))}: set "
             f"reward.kwargs.{parameter}=COLUMN to take it from another column, such as "

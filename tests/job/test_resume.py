@@ -144,5 +144,16 @@ def test_a_run_that_started_from_another_continues_from_its_own_newest(tmp_path)
     assert choose_checkpoint(config_with(latest), latest) == latest
 
 
+@pytest.mark.parametrize("step, is_refused", [(19, False), (20, False), (21, True)])
+def test_a_checkpoint_beyond_the_last_step_is_not_this_runs_result(tmp_path, step, is_refused):
+    (tmp_path / "trainer.json").write_text(json.dumps({"step": step, "run": {}}))
+    fresh = Progress.load(tmp_path)
+    if not is_refused:
+        assert find_resume(config_with(tmp_path), None, fresh, 20) == tmp_path
+        return
+    with pytest.raises(InputError, match=f"after step {step}, but this run has only 20 steps"):
+        find_resume(config_with(tmp_path), None, fresh, 20)
+
+
 def config_with(resume):
     return load("sft.yaml", ["model.path=m", "data.train_files=t", f"trainer.resume={resume}"])

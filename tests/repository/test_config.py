@@ -152,6 +152,7 @@ def test_the_configuration_is_read_only():
         ("model_engine=ray", "model_engine=ray must be one of fsdp"),
         ("model.path=7", "must be a string"),
         ("a={", "is not YAML"),
+        ("data.train_files=*.jsonl", "quote it, 'data.train_files=\"*.jsonl\"'"),
         ("absent.yaml", "absent.yaml: No such file"),
         ("output_dir=${nowhere}", "nowhere"),
         ("optim.lr=.inf", "optim.lr=inf must be a finite number"),

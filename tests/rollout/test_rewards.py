@@ -403,7 +403,7 @@ REJECTED = {
         lambda response, truth: 0,
         {"a": {"b": 1}, "c": None, "d": 2},
         {"truth": "a.x"},
-        "the row has no a.x, only a, a.b, d",
+        "the row has no a.x, only a, a.b, d: set reward.kwargs.truth=COLUMN",
     ),
     "verl's without a source": (
         lambda data_source, solution_str, ground_truth: 0,
