@@ -236,6 +236,25 @@ def unread_key_lines(files, uses: list[dict], options) -> Iterator[str]:
             yield f"data.{key}={column}: no column of this name is read from {files}"
 
 
+def unused_row_lines(stats: dict, limit: str, truncation: str) -> Iterator[str]:
+    """Yield a line for each reason for which rows are cut or not used.
+
+    Args:
+        stats: the numbers of rows, from stats.json.
+        limit: the setting that limits their length, such as data.max_length=4096.
+        truncation: data.truncation.
+    """
+    reasons = {
+        "dropped_long": f"dropped, because they are longer than {limit}",
+        "truncated": f"cut to {limit} (data.truncation={truncation})",
+        "dropped_lost_fields": "dropped because of data.lost_fields=drop",
+        "dropped_no_loss": "not used, because no token is trained",
+    }
+    for name, reason in reasons.items():
+        if stats.get(name):
+            yield f"{reason}: {count_of_rows(stats[name])}"
+
+
 def lines_of_file(use: FileUse, is_training: bool) -> Iterator[str]:
     columns = list(use.columns)
     if use.fields and columns:

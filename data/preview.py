@@ -146,16 +146,23 @@ def shorten(text: str) -> str:
     return f"{text[:half]} ... {text[-half:]}"
 
 
+def row_count(text: str) -> int:
+    """Return a number of rows. Raises ArgumentTypeError for numbers below 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be a number of rows, at least 1")
+    return int(text)
+
+
 def main(arguments: list[str]) -> None:
     import datasets
 
     parser = argparse.ArgumentParser("python -m data.preview", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--prompts", action="store_true", help="the rows are for train_ppo.py")
-    parser.add_argument("--rows", type=int, default=NUM_ROWS, help="number of rows to show")
+    parser.add_argument("--rows", type=row_count, default=NUM_ROWS, help="number of rows to show")
     parser.add_argument("file", help="a data file, or a pattern or a directory of them")
     parser.add_argument("settings", nargs="*", help="YAML files and key=value pairs")
-    args = parser.parse_args(arguments)
+    args = parser.parse_intermixed_args(arguments)
     datasets.disable_progress_bars()  # they would stand between the lines
     defaults = "ppo.yaml" if args.prompts else "sft.yaml"
     spec = prompts.SPEC if args.prompts else dataset.SPEC

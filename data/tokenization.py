@@ -21,7 +21,12 @@ from config import InputError, die_with
 from data.cache import cache_key, ensure_cached
 from data.chat.encoding import RowCoroutine, encode_together
 from data.chat.tokenizer import ChatTokenizer
-from data.columns import count_of_rows, report_lines, unread_key_lines, uses_of_file
+from data.columns import (
+    report_lines,
+    unread_key_lines,
+    unused_row_lines,
+    uses_of_file,
+)
 from data.files import find_files, is_json, parse_row, read_rows
 from data.images import stored
 from data.images.processor import Processor
@@ -135,12 +140,9 @@ def tokenize_to_cache(
         print(f"data: {line}", flush=True)
     for line in unread_key_lines(files, uses, options):
         print(f"warning: {line}", flush=True)
-    if "dropped_lost_fields" in stats:
-        number = count_of_rows(stats["dropped_lost_fields"])
-        print(f"data: dropped because of data.lost_fields=drop: {number}", flush=True)
-    if stats.get("dropped_no_loss"):
-        number = count_of_rows(stats["dropped_no_loss"])
-        print(f"data: not used, because no token is trained: {number}", flush=True)
+    limit_setting = f"data.{limit.key}={limit.tokens}"
+    for line in unused_row_lines(stats, limit_setting, options.truncation):
+        print(f"data: {line}", flush=True)
     return folder
 
 

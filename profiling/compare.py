@@ -138,9 +138,11 @@ def compare_runs(
     stages_b = stages_of(run_b, step)
     common = [name for name in stages_a if name in stages_b and stage in (None, name)]
     if not common:
+        dumped = f"stage {stage}" if stage else "stage"
         print(
-            f"no stage {stage or ''} of step {step} was dumped by both: {run_a} has "
-            f"{list(stages_a)}, {run_b} has {list(stages_b)}"
+            f"no {dumped} of step {step} was dumped by both: {run_a} has "
+            f"{list(stages_a)}, {run_b} has {list(stages_b)}. To dump a step, set "
+            f"profiler.tool=msprobe trainer.profile_interval=[{step},{step}]"
         )
         return worst([metrics, ExitCode.NOTHING_TO_COMPARE])
     codes = [metrics]
@@ -438,15 +440,33 @@ def write_table(path: Path, compared_pairs: list[Pair]) -> None:
             table.writerow([*cells_a, *cells_b, pair.difference])
 
 
+def directory(text: str) -> Path:
+    """Return a run's directory. Raises ArgumentTypeError if there is none of this name."""
+    if not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: no such directory; give a run's output_dir")
+    return Path(text)
+
+
+def tolerance(text: str) -> float:
+    """Return a relative difference. Raises ArgumentTypeError for other texts and below 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} must be a number of at least 0")
+    return value
+
+
 def main() -> ExitCode:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("run_a", type=Path)
-    parser.add_argument("run_b", type=Path)
+    parser.add_argument("run_a", type=directory)
+    parser.add_argument("run_b", type=directory)
     parser.add_argument("--step", type=int, required=True)
     parser.add_argument("--stage")
-    parser.add_argument("--tolerance", type=float, default=Settings.tolerance)
+    parser.add_argument("--tolerance", type=tolerance, default=Settings.tolerance)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     settings = Settings(arguments.tolerance, arguments.output)

@@ -466,7 +466,7 @@ def test_truncation_error_lists_the_rows(make, tmp_path):
     make([first, second], max_length=None)
 
 
-def test_truncation(make, tokenizer_dir, tmp_path):
+def test_truncation(make, tokenizer_dir, tmp_path, capsys):
     path = write(tmp_path / "a.jsonl", LONG)
 
     def truncated(truncation):
@@ -476,11 +476,16 @@ def test_truncation(make, tokenizer_dir, tmp_path):
         return texts(folder, tokenizer_dir), counts
 
     assert truncated("drop") == (["a<|im_end|>"], [1, 0, 3, 0])
+    dropped = "data: dropped, because they are longer than data.max_length=30: 3 rows"
+    assert dropped in capsys.readouterr().out
+    truncated("drop")
+    assert dropped in capsys.readouterr().out, "also if the tokens are in the cache"
     # There are 20 tokens before an answer, so 10 of it fit; after the long question, none does.
     assert truncated("right") == (["a<|im_end|>", "b" * 10, "d" * 10], [3, 1, 0, 2])
     # The last 30 tokens: the newline after the turn is not trained, and nothing predicts the first
     # token.
     answers = ["a", "b" * 20, "c", "d" * 27]
+    assert "cut to data.max_length=30 (data.truncation=right): 2 rows" in capsys.readouterr().out
     assert truncated("left") == ([f"{answer}<|im_end|>" for answer in answers], [4, 0, 0, 3])
 
 

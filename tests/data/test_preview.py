@@ -51,6 +51,16 @@ def test_trained_tokens_are_between_brackets(show):
     ]
 
 
+def test_options_may_stand_between_settings(show, capsys):
+    rows = [chat("a", "b"), chat("c", "d")]
+    lines = show(rows, "--rows", "1", "data.max_length=50")
+    assert "the first 1 row:" in lines
+    for number in ("0", "-1", "x"):
+        with pytest.raises(SystemExit):
+            show(rows, "--rows", number)
+        assert f"{number} must be a number of rows, at least 1" in capsys.readouterr().err
+
+
 def test_rows_that_are_errors_or_too_long_are_shown_as_such(show):
     lost = chat("q", "a")
     lost["messages"][1]["reasoning_content"] = "because of this"

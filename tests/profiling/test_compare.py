@@ -30,6 +30,34 @@ def compared(runs, a, b, step, returncode, *arguments):
     ).stdout
 
 
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (
+            ["{tmp}", "{tmp}/absent", "--step=1"],
+            "absent: no such directory; give a run's output_dir",
+        ),
+        (["{tmp}", "{tmp}", "--step=1", "--tolerance=-1"], "-1 must be a number of at least 0"),
+        (["{tmp}", "{tmp}", "--step=1", "--tolerance=nan"], "nan must be a number of at least 0"),
+    ],
+)
+def test_arguments_without_a_meaning_are_errors(arguments, message, tmp_path, monkeypatch, capsys):
+    paths = [argument.replace("{tmp}", str(tmp_path)) for argument in arguments]
+    monkeypatch.setattr("sys.argv", ["compare", *paths])
+    with pytest.raises(SystemExit) as caught:
+        compare.main()
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_runs_without_dumps_are_answered_with_the_settings_of_one(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["compare", str(tmp_path), str(tmp_path), "--step=3"])
+    assert compare.main() == compare.ExitCode.NOTHING_TO_COMPARE
+    printed = capsys.readouterr().out
+    assert "no stage of step 3 was dumped by both" in printed
+    assert "profiler.tool=msprobe trainer.profile_interval=[3,3]" in printed
+
+
 # Outputs of qkv, q_norm, k_norm, o_proj, attention, gate and up, down_proj, mlp and layer, four
 # times; of the embedding and of the last norm; and two of the head.
 PER_MICRO_BATCH = 4 * 9 + 2 + 2
