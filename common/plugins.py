@@ -18,6 +18,7 @@ from types import ModuleType
 from omegaconf import DictConfig, OmegaConf
 
 from config import InputError
+from configs.rules import TYPES, has_type
 
 
 def find(
@@ -56,6 +57,7 @@ def find(
                 f"{kwargs_key}.{kwarg}: {name} has no parameter {kwarg} of its own (it has "
                 f"{own_names})"
             )
+    check_types(function, kwargs_key, kwargs)
     try:
         inspect.signature(function).bind(**dict.fromkeys(inputs), **kwargs)
     except TypeError as error:
@@ -65,6 +67,15 @@ def find(
             f"inputs that it does not read as **_{source}"
         ) from None
     return partial(function, **kwargs) if kwargs else function
+
+
+def check_types(function: Callable, kwargs_key: str, kwargs: Mapping) -> None:
+    """Raise InputError if a parameter annotated as bool, int or float gets another type."""
+    annotations = inspect.get_annotations(function)
+    for name, value in kwargs.items():
+        kind = annotations.get(name)
+        if kind in (bool, int, float) and not has_type(value, kind):
+            raise InputError(f"{kwargs_key}.{name}={value!r} must be {TYPES[kind][0]}")
 
 
 def parameters(function: Callable) -> set[str]:
@@ -89,6 +100,9 @@ def import_function(setting: str, name: str, known: Iterable[str]) -> Callable:
             f"{setting} must be one of {', '.join(known)}, or path/to/file.py:name; the nearest is "
             f"{nearest(name, known)}"
         )
+    if ".py:" not in name and not name.endswith(".py"):
+        file, _, name = name.rpartition(":")
+        raise InputError(f"{setting} must be path/to/file.py:name; did you mean {file}.py:{name}?")
     file, _, name = name.partition(".py:")
     path = Path(file if file.endswith(".py") else f"{file}.py").expanduser().resolve()
     if not path.is_file():
@@ -104,7 +118,8 @@ def import_function(setting: str, name: str, known: Iterable[str]) -> Callable:
     if not callable(function):
         public = [k for k, v in vars(module).items() if callable(v) and not k.startswith("_")]
         hint = f"; the nearest is {path.name}:{nearest(name, public)}" if public else ""
-        raise InputError(f"{setting}: {path} has no function {name!r}{hint}")
+        problem = f"{path} has no function {name!r}" if name else f"{path}: name a function"
+        raise InputError(f"{setting}: {problem}{hint}")
     return function
 
 

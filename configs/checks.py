@@ -6,7 +6,7 @@ from omegaconf import DictConfig
 
 from configs.files import InputError, flatten, is_free
 from configs.names import reader_note, readers, suggest
-from configs.rules import REQUIRED, problem_with
+from configs.rules import REQUIRED, problem_with, problem_with_number
 
 
 def key_problems(layer: DictConfig, known: dict) -> Iterator[str]:
@@ -63,12 +63,13 @@ def value_problems(values: dict, known: dict) -> list[str]:
     problems = []
     missing = []
     for key, value in values.items():
-        if is_free(key, known):
-            continue
         if value == REQUIRED:
             missing.append(f"{key} is missing: pass {key}=... or set it in a YAML file")
             continue
-        problem = problem_with(key, value, known[key])
+        if is_free(key, known):
+            problem = problem_with_number(value)
+        else:
+            problem = problem_with(key, value, known[key])
         if problem:
             shown = "null" if value is None else repr(value)
             problems.append(f"{key}={shown} {problem}")

@@ -48,8 +48,8 @@ def problem_with(key: str, value, default) -> str | None:
         default: the default of the key, which determines its type unless its rule does.
     """
     rule = RULES.get(key, ANYTHING)
-    if isinstance(value, float) and not math.isfinite(value):
-        return "must be a finite number"
+    if problem_with_number(value):
+        return problem_with_number(value)
     if value == "None" or (default is None and value == "none"):
         return "is a text in YAML; an empty value is null"
     has_typed_default = default is not None and default != REQUIRED
@@ -60,6 +60,12 @@ def problem_with(key: str, value, default) -> str | None:
     elif key not in RULES and not isinstance(value, str):
         return "must be a string"
     return rule.problem(value)
+
+
+def problem_with_number(value) -> str | None:
+    """Return the problem with a value that is an infinite number or not a number, else None."""
+    is_finite = not isinstance(value, float) or math.isfinite(value)
+    return None if is_finite else "must be a finite number"
 
 
 def is_path(key: str) -> bool:

@@ -26,8 +26,13 @@ from torch.optim import Optimizer
 
 from common import plugins
 from config import InputError
+from configs.rules import at_least, rule
 
 INPUTS = ("params", "lr", "betas", "eps")
+MUON_RULES = {
+    "momentum": rule("must be at least 0 and less than 1", lambda v: 0 <= v < 1),
+    "ns_steps": at_least(1),
+}
 DEFAULTS = {"betas": [0.9, 0.95], "eps": 1e-8}
 
 
@@ -203,6 +208,14 @@ def find_optimizer(optim: DictConfig) -> Callable:
     return plugins.find("optim.name", optim.name, OPTIMIZERS, INPUTS, "optim.kwargs", optim.kwargs)
 
 
+def check_muon(kwargs: DictConfig) -> None:
+    """Raise InputError for a parameter of Muon that is out of its bounds."""
+    for name, value in kwargs.items():
+        problem = MUON_RULES[name].problem(value) if name in MUON_RULES else None
+        if problem:
+            raise InputError(f"optim.kwargs.{name}={value} {problem}")
+
+
 def check_optimizer(config: DictConfig) -> None:
     """Raise InputError for an unknown optimizer, and for keys that it does not read."""
     optim = config.optim
@@ -212,6 +225,8 @@ def check_optimizer(config: DictConfig) -> None:
             f"optim.name={optim.name} needs model_engine=fsdp: "
             "model_engine=megatron has no optimizer but AdamW"
         )
+    if optim.name == "muon":
+        check_muon(optim.kwargs)
     for key, default in DEFAULTS.items():
         if key not in inputs and optim[key] != default:
             raise InputError(

@@ -156,6 +156,8 @@ def test_the_configuration_is_read_only():
         ("absent.yaml", "absent.yaml: No such file"),
         ("output_dir=${nowhere}", "nowhere"),
         ("optim.lr=.inf", "optim.lr=inf must be a finite number"),
+        ("optim.kwargs.momentum=.nan", "optim.kwargs.momentum=nan must be a finite number"),
+        ("optim.kwargs.momentum=???", "optim.kwargs.momentum is missing"),
         ("optim.lr=", "optim.lr=null must be a number"),
         ("optim.lr=???", "optim.lr is missing"),
         ("data.cache_dir=None", "data.cache_dir='None' is a text in YAML; an empty value is null"),

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
-from config import InputError
+from config import InputError, load
 from engines import optimizer, schedule
 from engines.checkpoint.checkpointer import Checkpointer
 from engines.fsdp.engine import FSDPEngine
@@ -290,3 +290,22 @@ def test_schedule_of_few_steps(folder, kind, warmup, total):
     rates = [schedule.learning_rate(optim, s, total) for s in range(total)]
     assert all(0 < rate <= 1 for rate in rates)
     assert max(rates) == 1
+
+
+@pytest.mark.parametrize(
+    "setting, message",
+    [
+        ("momentum=high", "optim.kwargs.momentum='high' must be a number"),
+        ("momentum=1.5", "optim.kwargs.momentum=1.5 must be at least 0 and less than 1"),
+        ("ns_steps=0", "optim.kwargs.ns_steps=0 must be at least 1"),
+        ("ns_steps=2.5", "optim.kwargs.ns_steps=2.5 must be a whole number"),
+        ("nesterov=1", "optim.kwargs.nesterov=1 must be true or false"),
+    ],
+)
+def test_parameters_of_muon_have_types_and_bounds(setting, message):
+    needed = ["model.path=m", "data.train_files=t", "optim.name=muon"]
+    with pytest.raises(InputError) as caught:
+        optimizer.check_optimizer(load("sft.yaml", [*needed, f"optim.kwargs.{setting}"]))
+    assert str(caught.value) == message
+    valid = ["optim.kwargs.momentum=0", "optim.kwargs.ns_steps=3", "optim.kwargs.nesterov=false"]
+    optimizer.check_optimizer(load("sft.yaml", [*needed, *valid]))
