@@ -84,8 +84,9 @@ class Run:
         """Join the other ranks, claim the output directory and find the models."""
         trainer = config.trainer
         setup.check_validation(config)
-        agreement = Agreement(trainer.save_freq, trainer.save_minutes)
+        # Only then handle signals: Python would not run a handler while this waits for other ranks.
         device = devices.init(trainer.timeout_minutes)
+        agreement = Agreement(trainer.save_freq, trainer.save_minutes)
         check_ranks_agree(config)
         setup.check_directories(config)
         heartbeat = setup.start_heartbeat(config)

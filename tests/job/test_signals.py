@@ -1,14 +1,17 @@
 """When a run saves and when it stops."""
 
 import signal
+import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from engines.parallel.device import free_port
 from job import signals
 from tests.support.launch import LIMIT, ROOT, environment, heed_signals
 
@@ -22,6 +25,12 @@ if {begins}:
 print("up", flush=True)
 time.sleep(60)
 time.sleep(60)
+"""
+
+WAIT_FOR_A_RANK = """
+from config import load
+from job.run import Run
+Run.begin(load("sft.yaml", ["model.path=m", "data.train_files=t", "dry_run=true"]))
 """
 
 
@@ -134,3 +143,24 @@ def test_a_second_ctrl_c_stops_at_once(number):
     lines = process.communicate(timeout=LIMIT)[1].splitlines()
     assert lines == ["", "SIGINT: stopped at once"]
     assert process.returncode == 128 + signal.SIGINT
+
+
+def test_a_rank_that_waits_for_another_ends_at_once():
+    """Python runs no handler of its own while a rank waits in C++ for the others."""
+    port = free_port()
+    ranks = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="2")
+    process = subprocess.Popen(
+        [sys.executable, "-c", WAIT_FOR_A_RANK],
+        cwd=ROOT,
+        env=environment(**ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT=port),
+    )
+    while process.poll() is None:
+        time.sleep(0.2)
+        with suppress(OSError), socket.create_connection(("127.0.0.1", int(port))):
+            break
+    time.sleep(0.5)
+    process.terminate()
+    try:
+        assert process.wait(timeout=20) == -signal.SIGTERM
+    finally:
+        process.kill()
