@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from data.chat.lost import EARLIER, EMPTY, LOST, UNREAD, Loss, is_empty
+from data.chat.losses import EARLIER, EMPTY, LOST, UNPRINTED, UNREAD, Loss, is_empty
 from data.rows import has_prompt_column, system_column
 from data.shapes import SHAPES, chats_in_text
 
@@ -36,7 +36,7 @@ class RowUse(NamedTuple):
         fields: the fields of messages that are read.
         other_columns: the columns that are not read.
         ignored_fields: the fields of messages that are not read.
-        lost: columns and fields that the rendered chat lacks.
+        lost: columns, fields and descriptions of tools that the rendered chat lacks.
         earlier: fields that the template prints only in the latest turns.
         has_system_column: whether a column becomes the system message.
         has_empty_answer: whether an answer without any text is trained.
@@ -84,7 +84,7 @@ def describe_use(
         tuple(name for name in fields if name not in ignored and name not in lost),
         tuple(column for column in present if column not in columns and column not in lost),
         tuple(ignored),
-        lost,
+        (*lost, *names_of(losses, UNPRINTED)),
         names_of(losses, EARLIER),
         bool(system_column(row, options)),
         any(loss.kind == EMPTY for loss in losses),

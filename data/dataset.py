@@ -21,7 +21,7 @@ from data.images.processor import ImageStore, Processor
 from data.shapes import read_shape
 from data.tokenization import CacheSpec, kept_tokens, tokenize_to_cache
 
-VERSION = 8  # version of the cache; increase it when encode() or the files of a cache change
+VERSION = 9  # version of the cache; increase it when encode() or the files of a cache change
 OPTIONS = (
     "messages_key",
     "prompt_key",

@@ -19,13 +19,8 @@ from data.chat.conversation import Conversation
 from data.chat.encoding import RowCoroutine
 from data.chat.endings import read_ending
 from data.chat.forms import has_image, text_of
-from data.chat.lost import (
-    Loss,
-    find_losses,
-    located_pieces,
-    must_be_dropped,
-    plain_row_losses,
-)
+from data.chat.losses import Loss
+from data.chat.lost import find_losses, located_pieces, must_be_dropped, plain_row_losses
 from data.chat.part_fields import lost_part_fields
 from data.chat.placeholders import RowImages, tokens_with_images
 from data.chat.plain_text import check_no_images, tokenize_plain
@@ -38,7 +33,7 @@ from data.shapes import read_shape
 from data.tokenization import CacheSpec, kept_tokens, tokenize_to_cache
 
 # Part of a cache's name. Increase it when encode_prompt() or the files of a cache change.
-VERSION = "prompts 8"
+VERSION = "prompts 9"
 # The keys of the section `data` that prompts depend on.
 OPTIONS = (
     "messages_key",

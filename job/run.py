@@ -174,7 +174,8 @@ class Run:
             f"{description}"
         )
         self.agreement.begin(self.total_steps)
-        self.tracker.print(self.agreement.describe())
+        if not self.only_validates:
+            self.tracker.print(self.agreement.describe())
         self.profiler.on_stage = self.heartbeat.enter
         # Collectives time out a minute after the heartbeat, which names the missing ranks.
         devices.set_timeouts(self.config.trainer.timeout_minutes + 1)

@@ -9,7 +9,7 @@
     pieces, marks             find out which message each part of the rendered text comes from
     probe         a chat of two turns that shows how a template begins and ends a turn
     forms         the same messages in the forms that different templates expect
-    lost, part_fields         texts and fields of a row that its rendered chat lacks
+    losses, lost, lost_inputs, part_fields     texts and fields that the rendered chat lacks
     reasoning     the key of a message under which a template prints its reasoning
     placeholders  images in a conversation
     plain_text    rows of plain text, for models without a chat template

@@ -8,14 +8,8 @@ from typing import NamedTuple, TypeVar
 
 from config import InputError
 from data.chat.conversation import Conversation
-from data.chat.lost import (
-    EMPTY,
-    Loss,
-    empty_answers,
-    find_losses,
-    must_be_dropped,
-    plain_row_losses,
-)
+from data.chat.losses import EMPTY, Loss
+from data.chat.lost import empty_answers, find_losses, must_be_dropped, plain_row_losses
 from data.chat.part_fields import lost_part_fields
 from data.chat.placeholders import RowImages, tokens_with_images
 from data.chat.plain_text import check_no_images, encode_pair

@@ -13,19 +13,18 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 from config import InputError
 from data.chat.conversation import Conversation
 from data.chat.forms import as_json
+from data.chat.losses import EARLIER, EMPTY, LOST, UNREAD, Loss, is_empty, squash
+from data.chat.lost_inputs import (
+    lost_descriptions,
+    lost_template_arguments,
+    lost_tools,
+)
 from data.chat.marks import MARK_WORD, Piece, Text, mark_messages
 from data.chat.pieces import UNMISTAKABLE_LENGTH
-
-# Kinds of losses.
-LOST = "lost"  # a text, or a field that may stand for one
-EARLIER = "earlier"  # reasoning that the template prints only in the latest turns
-UNREAD = "unread"  # a number or a boolean
-EMPTY = "empty"  # an answer without any text, which is trained
 
 # Tags are not marked, because templates look for them.
 WORD_OR_TAG = re.compile(r"<[^<>\s]*>|\[/?[A-Z_]+\]|([^\W_]+)")
@@ -35,22 +34,6 @@ MAX_MARKS = 100  # per text
 ORDINARY_FIELDS = frozenset({"role", "content", "tool_calls", "type", "id", "tool_call_id"})
 
 
-class Loss(NamedTuple):
-    """A text or a field that the rendered chat lacks.
-
-    Attributes:
-        kind: LOST, EARLIER, UNREAD or EMPTY.
-        field: its name, e.g. "reasoning_content" or "tools".
-        message: the index of its message; None for a column of the row.
-        excerpt: the beginning of the lost text, or the value.
-    """
-
-    kind: str
-    field: str
-    message: int | None
-    excerpt: str
-
-
 def find_losses(conversation: Conversation) -> list[Loss]:
     """Return the texts and fields of a row that its rendered chat lacks."""
     return [
@@ -58,6 +41,7 @@ def find_losses(conversation: Conversation) -> list[Loss]:
         *lost_fields(conversation),
         *lost_call_arguments(conversation),
         *lost_tools(conversation),
+        *lost_descriptions(conversation),
         *lost_template_arguments(conversation),
     ]
 
@@ -292,11 +276,6 @@ def located_pieces(conversation: Conversation) -> list[Piece]:
         return []
 
 
-def squash(text: str) -> str:
-    """Return a text without white space."""
-    return "".join(text.split())
-
-
 def word_ends(text: str) -> list[int]:
     """Return where the words of a text end, for at most about MAX_MARKS words of a long text."""
     ends = [match.end() for match in WORD_OR_TAG.finditer(text) if match[1]]
@@ -321,11 +300,6 @@ def unused_word(text: str) -> str:
 
 
 # -- values without text ---------------------------------------------------------------------------
-
-
-def is_empty(value) -> bool:
-    """Return whether a value is None, an empty list or dict, or white space."""
-    return value is None or value in ("", [], {}) or (isinstance(value, str) and value.isspace())
 
 
 def plain_row_losses(row: dict, options) -> list[Loss]:
@@ -415,83 +389,3 @@ def leaves(value) -> Iterator:
             yield from leaves(item)
     elif value is not None:
         yield value
-
-
-# -- tools and template arguments ------------------------------------------------------------------
-
-
-def lost_tools(conversation: Conversation) -> Iterator[Loss]:
-    """Yield the tools whose name or description is not printed."""
-    tools = conversation.inputs.tools
-    if not tools:
-        return
-    is_proven = False
-    for tool in tools:
-        for text in tool_texts(tool):
-            if text not in conversation.text and not is_written(text, conversation.text):
-                yield Loss(LOST, "tools", None, text[:60])
-            elif len(text) > UNMISTAKABLE_LENGTH and not occurs_in_messages(conversation, text):
-                is_proven = True
-    if is_proven:
-        return
-    without_tools = conversation.chat.try_render(
-        conversation.messages, None, **conversation.options, **conversation.inputs.arguments
-    )
-    if without_tools == conversation.text:
-        yield Loss(LOST, "tools", None, str(tools)[:60])
-
-
-def is_written(text: str, rendered: str) -> bool:
-    """Return whether a text appears in a rendered chat, apart from white space and escapes."""
-    squashed = squash(rendered)
-    return squash(text) in squashed or squash(as_json(text)[1:-1]) in squashed
-
-
-def occurs_in_messages(conversation: Conversation, text: str) -> bool:
-    return any(text in other.text for other in conversation.texts)
-
-
-def tool_texts(tool) -> list[str]:
-    """Return the name and the description of a tool, without those that are empty."""
-    function = tool.get("function", tool) if isinstance(tool, dict) else tool
-    if isinstance(function, dict):
-        texts = [function.get("name"), function.get("description")]
-    else:
-        texts = [function]
-    return [text for text in texts if isinstance(text, str) and text.strip()]
-
-
-def lost_template_arguments(conversation: Conversation) -> Iterator[Loss]:
-    """Yield the arguments of the template that have no effect.
-
-    One that the template names may have an effect in other rows, such as a default value.
-    """
-    arguments = conversation.inputs.arguments
-    template = str(conversation.chat.tokenizer.chat_template)
-    for name, value in arguments.items():
-        if is_empty(value):
-            continue
-        is_value = isinstance(value, (bool, int, float)) or " " not in str(value).strip()
-        is_named = re.search(rf"\b{re.escape(name)}\b", template)
-        if is_value and is_named:
-            continue
-        if not argument_has_effect(conversation, name):
-            yield Loss(LOST, name, None, str(value)[:60])
-
-
-def argument_has_effect(conversation: Conversation, name: str) -> bool:
-    """Return whether the chat or its generation prompt changes without this argument."""
-    arguments = conversation.inputs.arguments
-    shortened = {key: value for key, value in arguments.items() if key != name}
-
-    def render(**options) -> str | None:
-        return conversation.chat.try_render(
-            conversation.messages, conversation.inputs.tools, **options
-        )
-
-    for has_prompt in (False, True):
-        with_argument = render(add_generation_prompt=has_prompt, **arguments)
-        without_argument = render(add_generation_prompt=has_prompt, **shortened)
-        if with_argument != without_argument:
-            return True
-    return False

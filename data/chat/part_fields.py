@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from data.chat.lost import LOST, UNREAD, Loss, is_empty
+from data.chat.losses import LOST, UNREAD, Loss, is_empty
 from data.chat.marks import texts_of
 from data.images.sources import TEXT_PARTS, is_image
 

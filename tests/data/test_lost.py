@@ -8,7 +8,8 @@ from transformers import PreTrainedTokenizerFast
 from config import InputError
 from data.chat import encoding
 from data.chat.conversation import Conversation
-from data.chat.lost import find_losses
+from data.chat.losses import Loss
+from data.chat.lost import find_losses, must_be_dropped
 from data.chat.tokenizer import ChatTokenizer
 from data.dataset import TokenDataset
 from data.prompts import encode_prompt
@@ -174,6 +175,18 @@ def test_tools_that_are_not_printed():
     described = {"function": TOOL["function"] | {"description": "Adds two numbers."}}
     assert not losses(only_names, say("q", "a"), [TOOL])
     assert losses(only_names, say("q", "a"), [described]) == {("lost", "tools")}
+
+
+def test_descriptions_of_parameters_are_reported_and_no_error():
+    number = {"type": "object", "properties": {"x": {"type": "number", "description": "A size"}}}
+    schema = {"type": "object", "properties": {"a": number, "b": {"description": 'the "other"'}}}
+    tool = {"function": {"name": "add", "parameters": schema}}
+    only_names = CHATML + "{% for tool in tools %}{{ tool.function.name }}{% endfor %}"
+    found = losses(only_names, say("q", "a"), [tool])
+    assert found == {("unprinted", "descriptions within tools")}
+    assert not must_be_dropped([Loss(*pair, None, "") for pair in found], "error")
+    as_json = CHATML + "{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
+    assert not losses(as_json, say("q", "a"), [tool])
 
 
 def test_calls_with_numbers_alone():

@@ -429,6 +429,7 @@ def test_val_only_evaluates_a_checkpoint_and_trains_nothing(alone, assets, tmp_p
     assert line["val/letters"] == metrics(trained)[-1]["val/letters"]
     assert rollouts(tmp_path, "validation").keys() == {"step_3.jsonl"}
     assert "nothing was trained" in done.stdout
+    assert "checkpoints: " not in done.stdout
     assert not (tmp_path / "hf").exists()
     assert not (tmp_path / "rollouts").exists()
 
