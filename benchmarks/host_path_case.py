@@ -177,7 +177,14 @@ def make_case(arguments: argparse.Namespace) -> Case:
         f"data.train_batch_size={len(dataset)}",
     ]
     config = load("ppo.yaml", settings)
-    sampler = Sampler(rollout, grader, tokenizer, host_group=None, max_failure_rate=1)
+    sampler = Sampler(
+        rollout,
+        grader,
+        tokenizer,
+        host_group=None,
+        max_failure_rate=1,
+        skip_special_tokens=True,
+    )
     engine = PlanningEngine(config, arguments.ranks)
     return Case(config, dataset, sampler, engine, len(batch.input_ids))
 

@@ -678,7 +678,7 @@ MISTAKES = {
     "an unknown estimator": (["algorithm.adv_estimator=ppo"], "must be one of gae, grpo"),
     "too much tensor parallelism": (
         ["rollout.tensor_parallel_size=2"],
-        "does not divide the 1 ranks",
+        "does not divide the number of ranks, 1",
     ),
     "a warm-up as long as the run": (
         [GAE, "critic.warmup_steps=3", "trainer.total_steps=3"],

@@ -27,10 +27,10 @@ from tests.support.plain import plain_model
         (
             3,
             ["engine.context_parallel_size=2"],
-            "context_parallel_size=2 does not divide the 3 ranks",
+            "context_parallel_size=2 does not divide the number of ranks, 3",
         ),
-        (4, ["engine.fsdp_size=3"], "fsdp_size=3 does not divide the 4 ranks"),
-        (2, ["engine.fsdp_size=4"], "fsdp_size=4 does not divide the 2 ranks"),
+        (4, ["engine.fsdp_size=3"], "fsdp_size=3 does not divide the number of ranks, 4"),
+        (2, ["engine.fsdp_size=4"], "fsdp_size=4 does not divide the number of ranks, 2"),
         (
             2,
             [
