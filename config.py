@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from configs import paths
 from configs.arguments import read_layers
 from configs.checks import key_problems, value_problems
-from configs.files import CONFIGS, InputError, engine_files, flatten, read, read_defaults
+from configs.files import CONFIGS, InputError, engine_files, flatten, read_defaults
 from configs.help import help_text, is_help
 from configs.names import readers
 from configs.rules import REQUIRED
@@ -110,8 +110,8 @@ def choose_engine(layers: list[DictConfig]) -> str:
 
 
 def defaults(group: str) -> DictConfig:
-    """Return the defaults of a group of keys in configs/ppo.yaml."""
-    return OmegaConf.select(read(CONFIGS / "ppo.yaml"), group)
+    """Return the defaults of a group of keys in configs/ppo.yaml. Do not change the result."""
+    return OmegaConf.select(read_defaults(CONFIGS / "ppo.yaml"), group)
 
 
 # -- secrets ---------------------------------------------------------------------------------------

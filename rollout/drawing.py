@@ -190,7 +190,7 @@ class Sampler:
         text of a response are only on the rank that graded it. Responses that could not be graded
         appear only in the list of failures.
         """
-        assignment = assign(request, self.rollout)
+        assignment = assign(request, self.rollout.replica, self.rollout.num_replicas)
         with profiler.stage("rollout_generate", self.rollout):
             generation = self.generate(request, assignment)
         with profiler.stage("reward"):
@@ -312,22 +312,24 @@ class Sampler:
         return [failure for _, failure in sorted(failures, key=lambda pair: pair[0])]
 
 
-def assign(request: Request, rollout: Rollout) -> Assignment:
+def assign(request: Request, own_replica: int, num_replicas: int) -> Assignment:
     """Divide the prompts over the replicas, and the responses of a replica over its ranks.
 
     If responses are as long as in the previous draw, all replicas finish at about the same time. A
     group stays on one rank, for reward functions that grade whole groups.
+
+    own_replica: the index of this rank's replica.
     """
     num_prompts = len(request.rows)
-    ranks_per_replica = dist.get_world_size() // rollout.num_replicas
+    ranks_per_replica = dist.get_world_size() // num_replicas
     owner_of_prompt = torch.empty(num_prompts, dtype=torch.int64)
     lengths = request.dataset.expected_lengths(request.rows)
-    for replica, prompts in enumerate(partition(lengths, rollout.num_replicas)):
+    for replica, prompts in enumerate(partition(lengths, num_replicas)):
         rank_in_replica = torch.arange(len(prompts)) % ranks_per_replica
         owner_of_prompt[prompts] = replica * ranks_per_replica + rank_in_replica
     position = torch.arange(num_prompts).repeat_interleave(request.sampling.n)
     owner = owner_of_prompt[position]
-    of_replica = (owner // ranks_per_replica == rollout.replica).nonzero()[:, 0]
+    of_replica = (owner // ranks_per_replica == own_replica).nonzero()[:, 0]
     held = owner[of_replica] == dist.get_rank()
     return Assignment(position, owner, of_replica, held)
 

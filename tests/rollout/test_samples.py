@@ -2,14 +2,19 @@
 
 import json
 import shutil
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from config import InputError
+from data.prompts import Prompt
 from rl.models import mini_batch_prompts
-from rollout.records import append_failures, write_samples
-from rollout.samples import concat
+from rollout.records import MAX_WRITTEN, append_failures, examples, write_samples
+from rollout.samples import Samples, concat
+from tests.support.ranks import on_ranks
 from tests.support.samples import (
     configure,
     failure,
@@ -53,6 +58,21 @@ def test_concat_puts_draws_behind_each_other():
     assert len(both.prompts) == 3
     assert both.failures == [failure(0), failure(1), failure(1)]
     assert both.batch.fields["loss_mask"].tolist() == [0, 0, 1, 0, 0, 1, 1, 0, 0, 1, 1, 1]
+
+
+def test_parts_go_along_and_may_be_missing_in_a_draw_without_rewards():
+    samples = make_samples([1, 1, 1], [3, 5, 7], [0, 0, 1])
+    parts = {"good": torch.tensor([1.0, 2, 3]), "short": torch.tensor([2.0, 3, 4])}
+    samples = replace(samples, parts=parts)
+    kept = samples.select(torch.tensor([True, False, True]))
+    assert {name: x.tolist() for name, x in kept.parts.items()} == {"good": [1, 3], "short": [2, 4]}
+    nothing = make_samples([], [], [], failures=[failure(0)])
+    both = concat([nothing, samples, kept])
+    assert both.parts["good"].tolist() == [1, 2, 3, 1, 3]
+    assert both.parts["short"].tolist() == [2, 3, 4, 2, 4]
+    assert both.scores.tolist() == [3, 5, 7, 3, 7]
+    assert both.num_drawn == 7
+    assert both.owner.tolist() == [0] * 5
 
 
 def test_a_baseline_belongs_to_its_prompt_and_groups_without_one_go():
@@ -103,6 +123,84 @@ def test_samples_are_written_with_their_failures(tmp_path):
             "row": {},
         },
         {"response": "text", "row": {"number": 3}, "failure": "raised", "trace": "trace 3"},
+    ]
+
+
+LONG_TEXT = "a" * MAX_WRITTEN + "z" * MAX_WRITTEN
+CUT_TEXT = "a" * (MAX_WRITTEN // 2) + " ... " + "z" * (MAX_WRITTEN // 2)
+
+
+def held_by_two_ranks() -> Samples:
+    """Return the samples of this rank: it holds every other response."""
+    rows = [
+        {"answer": 7, "cases": [LONG_TEXT], "note": "a" * MAX_WRITTEN},
+        {"answer": None},
+        {},
+    ]
+    prompts = [
+        Prompt([1, 2], "the chat", rows[0], question="the question"),
+        Prompt([1, 2], LONG_TEXT, rows[1]),
+        Prompt([1, 2], "plain", rows[2]),
+    ]
+    group = [4, 4, 9, 9, 5]
+    samples = make_samples([1, 4, 2, 1, 1], [0.5, 1, 2, 3, 4], group)
+    rank = dist.get_rank()
+    samples = replace(samples, owner=torch.tensor([0, 0, 1, 1, 0]), rank=rank)
+    held = samples.held.tolist()
+    prompt_of_group = dict(zip([4, 9, 5], prompts))
+    return replace(
+        samples,
+        batch=samples.batch.select(held),
+        texts=[LONG_TEXT if i == 2 else f"response {i}" for i in held],
+        prompts=[prompt_of_group[group[i]] for i in held],
+        parts={"good": torch.arange(5) * 0.5},
+    )
+
+
+def write_on_two_ranks(path: Path) -> tuple[list[dict], list[dict]]:
+    samples = held_by_two_ranks()
+    write_samples(samples, path)
+    return examples(samples, 2), examples(samples, 10)
+
+
+def test_samples_of_all_ranks_are_written_in_order_and_long_values_cut(tmp_path):
+    path = tmp_path / "samples" / "step_1.jsonl"
+    tables = on_ranks(2, tmp_path, write_on_two_ranks, path)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["group"] for line in lines] == [4, 4, 9, 9, 5]
+    assert [line["score"] for line in lines] == [0.5, 1, 2, 3, 4]
+    assert [line["parts"] for line in lines] == [{"good": i * 0.5} for i in range(5)]
+    assert [line["length"] for line in lines] == [1, 4, 2, 1, 1]
+    assert [line["truncated"] for line in lines] == [False, True, False, False, False]
+    texts = ["response 0", "response 1", LONG_TEXT, "response 3", "response 4"]
+    assert [line["response"] for line in lines] == texts
+    assert [line["prompt"] for line in lines] == ["the chat"] * 2 + [LONG_TEXT] * 2 + ["plain"]
+    cases = json.dumps([LONG_TEXT])
+    half = MAX_WRITTEN // 2
+    row = {"answer": 7, "note": "a" * MAX_WRITTEN, "cases": f"{cases[:half]} ... {cases[-half:]}"}
+    assert [line["row"] for line in lines] == [row, row, {"answer": None}, {"answer": None}, {}]
+
+    first, other = tables
+    assert other == ([], []), "rank 0 has the tables"
+    two, all_three = first
+    assert two == [
+        {"question": "the question", "response": "response 0", "answer": "7", "score": 0.5},
+        {"question": CUT_TEXT, "response": CUT_TEXT, "score": 2.0},
+    ]
+    assert all_three == [*two, {"question": "plain", "response": "response 4", "score": 4.0}]
+
+
+def test_failures_are_appended_with_their_step(tmp_path):
+    path = tmp_path / "failures.jsonl"
+    append_failures(make_samples([1], [1], [0]), path, 1)
+    assert not path.exists(), "without a failure there is no file"
+    append_failures(make_samples([1], [1], [0], failures=[failure(3), failure(4)]), path, 2)
+    append_failures(make_samples([1], [1], [0], failures=[failure(5)]), path, 3)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(line["step"], line["trace"]) for line in lines] == [
+        (2, "trace 3"),
+        (2, "trace 4"),
+        (3, "trace 5"),
     ]
 
 

@@ -1,0 +1,229 @@
+"""Which rank draws and grades a response, and what all ranks learn of it.
+
+The tokens of the responses are made by hand; vLLM draws them in test_rollout_samples.py.
+"""
+
+import math
+from contextlib import closing
+from functools import cache
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from config import load
+from data.prompts import Prompt, PromptDataset
+from examples.arithmetic import make_tokenizer
+from rollout.drawing import (
+    Assignment,
+    Generation,
+    Request,
+    Sampler,
+    assign,
+    dataset_rows,
+    response_seeds,
+)
+from rollout.grading.grader import Grader
+from rollout.responses import Responses
+from rollout.samples import Samples
+from rollout.vllm.sampling import request_seed
+from tests.support.ranks import on_ranks
+
+NUM_ROWS = 7
+ROWS = [6, 2, 3, 0, 5]
+FAILING_ROW = 3
+NUM_SAMPLES = 2
+MAX_TOKENS = 6
+FIRST_GROUP = 40
+END = 257  # ends a response in the tokenizer of examples/arithmetic.py
+REWARD = """
+def score(prompt, response, row):
+    if row["number"] == 3 and response.endswith("1"):
+        raise ValueError(f"no reward for {response}")
+    return {"tens": int(response[1]) * 10, "units": len(response)}
+"""
+SAMPLING = SimpleNamespace(n=NUM_SAMPLES, stop=[])
+
+
+class HandmadePrompts(PromptDataset):
+    """Seven prompts that are in no file. The prompt of row r has r + 1 tokens."""
+
+    def __init__(self):
+        self.prompts = [
+            Prompt([3 + row] * (row + 1), f"prompt {row}", {"number": row})
+            for row in range(NUM_ROWS)
+        ]
+        self.drawn_lengths = np.full(NUM_ROWS, np.nan, np.float32)
+
+    def __getitem__(self, index: int) -> Prompt:
+        return self.prompts[index]
+
+
+def make_request() -> Request:
+    return Request(HandmadePrompts(), ROWS, SAMPLING, seed=(7, 1), first_group=FIRST_GROUP)
+
+
+def response_text(i: int) -> str:
+    """Return the text of response i of the request: "r" and its row, once or twice, and i % 2."""
+    row = ROWS[i // NUM_SAMPLES]
+    return f"r{row}" * (1 + i % 2) + str(i % 2)
+
+
+def generate_by_hand(request: Request, assignment: Assignment) -> Generation:
+    """Return the responses of this rank's replica. Those of 5 tokens with END are complete."""
+    tokenizer = make_tokenizer()
+    indices = assignment.replica.tolist()
+    prompts = [request.dataset[ROWS[int(assignment.position[i])]] for i in indices]
+    responses = Responses(len(indices), MAX_TOKENS, 0)
+    truncated = []
+    for number, i in enumerate(indices):
+        ids = [*tokenizer(response_text(i), add_special_tokens=False)["input_ids"], END]
+        truncated.append(i % 3 == 0)
+        ids = ids[: len(ids) - truncated[-1]]
+        log_probs = -np.ones((len(ids), 1)) * (i + 1)
+        responses.set(number, np.array(ids)[:, None], log_probs)
+    rank = dist.get_rank()
+    seconds = torch.zeros(dist.get_world_size())
+    seconds[rank] = 1.0 + rank
+    batch = responses.batch([prompt.input_ids for prompt in prompts])
+    return Generation(batch, torch.tensor(truncated), prompts, seconds, {"of vLLM": 3.0})
+
+
+def draw_by_hand(config, num_replicas: int) -> tuple[Samples, list, list, list]:
+    """Return the samples of this rank, the lengths that were recorded, parts and seeds."""
+    request = make_request()
+    ranks_per_replica = dist.get_world_size() // num_replicas
+    assignment = assign(request, dist.get_rank() // ranks_per_replica, num_replicas)
+    with closing(Grader(config)) as grader:
+        sampler = Sampler(None, grader, make_tokenizer(), None, 0.5, True)
+        generation = generate_by_hand(request, assignment)
+        graded = sampler.grade(request, assignment, generation)
+        samples, is_graded = sampler.share(request, assignment, generation, graded)
+        seeds = dict(zip(assignment.replica.tolist(), response_seeds(request, assignment)))
+        recorded = request.dataset.drawn_lengths.tolist()
+        return samples, is_graded, recorded, grader.parts, seeds
+
+
+@pytest.fixture(scope="module")
+def draw(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("drawing")
+    (folder / "reward.py").write_text(REWARD)
+    config = load(
+        "ppo.yaml",
+        [
+            "model.path=unused",
+            "data.train_files=unused",
+            f"output_dir={folder}",
+            f"reward.function={folder}/reward.py:score",
+            "reward.num_workers=1",
+        ],
+    )
+
+    @cache
+    def draw(num_ranks: int, num_replicas: int):
+        folder = tmp_path_factory.mktemp("ranks")
+        return on_ranks(num_ranks, folder, draw_by_hand, config, num_replicas)
+
+    return draw
+
+
+def expected_lengths_of_responses() -> list[int]:
+    return [len(response_text(i)) + (i % 3 != 0) for i in range(len(ROWS) * NUM_SAMPLES)]
+
+
+@pytest.mark.parametrize("num_ranks, num_replicas", [(1, 1), (2, 2), (3, 1)])
+def test_all_ranks_know_the_numbers_and_one_rank_the_tokens(draw, num_ranks, num_replicas):
+    results = draw(num_ranks, num_replicas)
+    tokenizer = make_tokenizer()
+    num_responses = len(ROWS) * NUM_SAMPLES
+    failing = ROWS.index(FAILING_ROW) * NUM_SAMPLES + 1
+    rows = [row for row in ROWS for _ in range(NUM_SAMPLES)]
+    lengths = expected_lengths_of_responses()
+    units = [float(len(response_text(i))) for i in range(num_responses)]
+    units[failing] = 0.0
+    tens = [10.0 * row for row in rows]
+    tens[failing] = 0.0
+    held_by = []
+    for rank, (samples, is_graded, recorded, parts, _) in enumerate(results):
+        assert is_graded.tolist() == [i != failing for i in range(num_responses)]
+        assert parts == ["tens", "units"]
+        assert samples.parts["tens"].tolist() == tens
+        assert samples.parts["units"].tolist() == units
+        assert samples.scores.tolist() == [a + b for a, b in zip(tens, units)]
+        assert samples.scores.dtype == torch.float32
+        assert samples.response_lengths.tolist() == lengths
+        assert samples.lengths.tolist() == [n + row + 1 for n, row in zip(lengths, rows)]
+        assert samples.truncated.tolist() == [i % 3 == 0 for i in range(num_responses)]
+        assert samples.group.tolist() == [FIRST_GROUP + i // 2 for i in range(num_responses)]
+        assert samples.rank == rank
+        assert samples.num_drawn == num_responses
+        assert samples.rows is None
+        (failure,) = samples.failures
+        assert (failure.kind, failure.row) == ("raised", {"number": FAILING_ROW})
+        assert failure.response == response_text(failing)
+        idle = [1 - (1 + r) / num_ranks for r in range(num_ranks)]
+        assert samples.metrics == pytest.approx(
+            {
+                "perf/rollout_idle": sum(idle) / num_ranks,
+                "perf/rollout_idle_max": idle[0],
+                "of vLLM": 3.0,
+            }
+        )
+        means = [math.nan] * NUM_ROWS
+        for k, row in enumerate(ROWS):
+            means[row] = sum(lengths[2 * k : 2 * k + 2]) / 2
+        assert recorded == pytest.approx(means, nan_ok=True)
+        held = samples.held.tolist()
+        held_by += held
+        assert samples.texts == [response_text(i) for i in held]
+        assert [prompt.row["number"] for prompt in samples.prompts] == [rows[i] for i in held]
+        for number, i in enumerate(held):
+            sequence = samples.batch.select([number])
+            is_response = sequence.fields["loss_mask"] > 0
+            response = sequence.input_ids[is_response].tolist()
+            assert sequence.input_ids[~is_response].tolist() == [3 + rows[i]] * (rows[i] + 1)
+            assert tokenizer.decode(response, skip_special_tokens=True) == response_text(i)
+            assert sequence.fields["rollout_log_probs"][is_response].unique().tolist() == [-i - 1]
+    assert sorted(held_by) == list(range(num_responses))
+
+
+def test_a_seed_belongs_to_the_row_and_the_number_in_the_group(draw):
+    """However the responses are divided over replicas."""
+    expected = {}
+    for i in range(len(ROWS) * NUM_SAMPLES):
+        expected[i] = request_seed(7, 1, ROWS[i // NUM_SAMPLES], i % NUM_SAMPLES)
+    seeds = {}
+    for *_, seeds_of_rank in draw(2, 2):
+        assert not seeds.keys() & seeds_of_rank.keys(), "both replicas would draw a response"
+        seeds |= seeds_of_rank
+    assert seeds == expected
+
+
+def assign_by_length(num_replicas: int) -> tuple[list[int], list[int], list[int], list[int]]:
+    """Assign prompts whose last responses had known lengths, and return the parts as lists."""
+    request = make_request()
+    request.dataset.drawn_lengths[ROWS] = [1, 1, 1, 9, 6]
+    ranks_per_replica = dist.get_world_size() // num_replicas
+    assignment = assign(request, dist.get_rank() // ranks_per_replica, num_replicas)
+    lists = [x.tolist() for x in vars(assignment).values()]
+    return *lists, dataset_rows(request, assignment).tolist()
+
+
+def test_replicas_get_equal_lengths_and_their_ranks_get_whole_groups(tmp_path):
+    """Two replicas of two ranks: the prompt of 9 tokens is as long as all others together."""
+    for rank, (position, owner, replica, held, rows) in enumerate(
+        on_ranks(4, tmp_path, assign_by_length, 2)
+    ):
+        assert position == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+        assert rows == [6, 6, 2, 2, 3, 3, 0, 0, 5, 5]
+        replica_of_prompt = [owner[2 * k] // 2 for k in range(len(ROWS))]
+        long_one = replica_of_prompt[3]
+        assert [k for k in range(len(ROWS)) if replica_of_prompt[k] == long_one] == [3]
+        of_others = [owner[2 * k] for k in (0, 1, 2, 4)]
+        first_rank = 2 * (1 - long_one)
+        assert of_others == [first_rank, first_rank + 1, first_rank, first_rank + 1]
+        assert owner[1::2] == owner[::2], "a group is on one rank"
+        assert replica == [i for i in range(10) if owner[i] // 2 == rank // 2]
+        assert held == [owner[i] == rank for i in replica]

@@ -1,0 +1,124 @@
+"""Which ranks train on a response, and the numbers that they exchange."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from data.batching.plan import Plan
+from rollout.samples import Samples
+from rollout.sharing import Share, divide
+from tests.engines.fsdp.cases import build
+from tests.support.models import make_model
+from tests.support.ranks import on_ranks
+from tests.support.samples import make_samples
+
+LENGTHS = [3, 9, 1, 4, 1, 5, 9, 2, 6, 5]  # of the responses; prompts have two tokens
+OWNERS = [1, 0, 1, 1, 0, 1, 0, 0, 1, 1]
+MINI_BATCHES = torch.tensor([0, 1, 1, 0, 0, 1, 0, 1, 0, 1])
+
+
+def all_samples() -> Samples:
+    return make_samples(LENGTHS, range(10), range(10))
+
+
+def held_samples(rank: int, num_ranks: int) -> Samples:
+    """Return the samples as this rank holds them after drawing."""
+    samples = replace(all_samples(), owner=torch.tensor(OWNERS) % num_ranks, rank=rank)
+    held = samples.held.tolist()
+    texts = [samples.texts[i] for i in held]
+    prompts = [samples.prompts[i] for i in held]
+    return replace(samples, batch=samples.batch.select(held), texts=texts, prompts=prompts)
+
+
+def divide_and_exchange(model: Path, engine_settings: str, max_tokens: int) -> dict:
+    cap = [f"data.max_tokens_per_micro_batch={max_tokens}"]
+    engine = build(model, torch.device("cpu"), engine_settings, cap)
+    samples = held_samples(dist.get_rank(), dist.get_world_size())
+    share = divide(samples, MINI_BATCHES, engine)
+    numbers = torch.stack([share.indices, share.batch.cu_seqlens.diff()], 1)
+    return {
+        "share": replace(share, group=None),
+        "dp_rank": engine.dp_rank,
+        "gathered": share.gather_responses(numbers),
+        "repeated": share.repeat_on_tokens(torch.arange(10) * 10),
+        "sizes": [len(batch) for batch, _ in share.parts],
+        "metrics": share.metrics,
+    }
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return make_model(tmp_path_factory.mktemp("sharing") / "llama", "llama")
+
+
+@pytest.mark.parametrize(
+    "engine_settings, max_tokens, dp_ranks",
+    [
+        ("context_parallel_size=2", 24, [0, 0]),
+        # Two ranks share the longest sequences, of 11 tokens.
+        ("context_parallel_size=auto", 9, [0, 1]),
+    ],
+)
+def test_each_response_reaches_the_ranks_that_train_on_it(
+    model, tmp_path, engine_settings, max_tokens, dp_ranks
+):
+    results = on_ranks(2, tmp_path, divide_and_exchange, model, engine_settings, max_tokens)
+    whole = all_samples().batch
+    assert [result["dp_rank"] for result in results] == dp_ranks
+    num_reports = torch.zeros(10, dtype=torch.int64)
+    trained = set()
+    for result in results:
+        share = result["share"]
+        indices = share.indices.tolist()
+        by_mini_batch = [(int(MINI_BATCHES[i]), i) for i in indices]
+        assert by_mini_batch == sorted(by_mini_batch)
+        trained |= set(indices)
+        num_reports[share.indices[share.is_reporter]] += 1
+        expected = whole.select(indices)
+        assert share.batch.input_ids.tolist() == expected.input_ids.tolist()
+        assert share.batch.cu_seqlens.tolist() == expected.cu_seqlens.tolist()
+        assert share.batch.fields.keys() == expected.fields.keys()
+        for name, values in expected.fields.items():
+            assert share.batch.fields[name].tolist() == values.tolist(), name
+        assert share.num_mini_batches == 2
+        num_second = sum(mini_batch for mini_batch, _ in by_mini_batch)
+        assert result["sizes"] == [len(indices) - num_second, num_second]
+        check_micro_batches(share, result["dp_rank"])
+        expected_numbers = [[i, length + 2] for i, length in enumerate(LENGTHS)]
+        assert result["gathered"].tolist() == expected_numbers
+        repeated = [10 * i for i in indices for _ in range(LENGTHS[i] + 2)]
+        assert result["repeated"].tolist() == repeated
+    assert trained == set(range(10))
+    assert num_reports.tolist() == [1] * 10, "one rank reports each response"
+    num_trained = [len(result["share"].indices) for result in results]
+    if dp_ranks == [0, 0]:
+        assert num_trained == [10, 10]
+        assert results[0]["share"].is_reporter.all()
+    else:
+        assert max(num_trained) < 10
+        assert sum(num_trained) > 10, "both ranks train on the longest responses"
+
+
+def check_micro_batches(share: Share, dp_rank: int) -> None:
+    """The micro-batches of each mini-batch hold its sequences once, and its plan names them."""
+    for mini_batch, (batch, plan) in enumerate(share.parts):
+        indices = sorted(i for _, members in plan.micro_batches for i in members)
+        assert indices == list(range(len(batch)))
+        inside = (MINI_BATCHES == mini_batch).nonzero()[:, 0]
+        of_this_rank = (plan.first <= dp_rank) & (dp_rank < plan.first + plan.count)
+        expected = inside[of_this_rank].tolist()
+        assert share.indices[share.mini_batches[share.indices] == mini_batch].tolist() == expected
+
+
+def test_tokens_of_group_sizes_are_summed_over_mini_batches_and_shares_averaged():
+    empty = torch.zeros(0)
+    plans = [
+        Plan([], [], empty, empty, {"perf/cp_1": tokens, "perf/plan_efficiency": efficiency})
+        for tokens, efficiency in ((100.0, 0.5), (20.0, 1.0))
+    ]
+    samples = all_samples()
+    share = Share(samples.batch, torch.arange(10), MINI_BATCHES, plans, torch.ones(10))
+    assert share.metrics == {"perf/cp_1": 120.0, "perf/plan_efficiency": 0.75}

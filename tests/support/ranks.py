@@ -1,0 +1,54 @@
+"""Run a function on several ranks in milliseconds: forks of this process with a gloo group.
+
+For tests of a few collectives that need no torchrun. What the function returns must be picklable.
+"""
+
+import multiprocessing
+import os
+import pickle
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+SECONDS = 60  # for one function on all ranks
+
+
+def on_ranks(num_ranks: int, folder: Path, function: Callable, *arguments) -> list:
+    """Return what function(*arguments) returns on each rank.
+
+    folder: an empty directory, for the file in which the ranks meet.
+    """
+    context = multiprocessing.get_context("fork")
+    receivers = []
+    processes = []
+    for rank in range(num_ranks):
+        receiver, sender = context.Pipe(duplex=False)
+        arguments_of_rank = (sender, rank, num_ranks, folder / "store", function, arguments)
+        process = context.Process(target=run_rank, args=arguments_of_rank, daemon=True)
+        process.start()
+        sender.close()
+        receivers.append(receiver)
+        processes.append(process)
+    results = []
+    for rank, receiver in enumerate(receivers):
+        assert receiver.poll(SECONDS), f"rank {rank} has not ended after {SECONDS} seconds"
+        results.append(pickle.loads(receiver.recv_bytes()))
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    return results
+
+
+def run_rank(
+    sender: Connection, rank: int, num_ranks: int, path: Path, function: Callable, arguments: tuple
+) -> None:
+    """Call the function in a process group, and send its result."""
+    os.environ["RANK"] = str(rank)
+    torch.set_num_threads(1)  # a fork has no other threads
+    store = dist.FileStore(str(path), num_ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+    sender.send_bytes(pickle.dumps(function(*arguments)))
+    dist.destroy_process_group()
