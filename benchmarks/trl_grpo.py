@@ -20,6 +20,7 @@ nor copies weights.
 
 import argparse
 import importlib.util
+import inspect
 import sys
 import tempfile
 import time
@@ -133,21 +134,36 @@ class TimedTrainer(GRPOTrainer):
 def load_reward(name: str) -> Callable:
     """Return a reward in TRL's form.
 
-    name: FILE.py:FUNCTION of (prompt, response, row), as train_ppo.py takes it.
+    name: FILE.py:FUNCTION of some of prompt, response and row, as train_ppo.py takes it.
     """
     path, _, function_name = name.rpartition(":")
     spec = importlib.util.spec_from_file_location("reward", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     score = getattr(module, function_name)
+    parameters = inspect.signature(score).parameters
 
     def reward(prompts, completions, **columns) -> list[float]:
-        return [
-            score(prompt[-1]["content"], turns[0]["content"], {})
-            for prompt, turns in zip(prompts, completions)
-        ]
+        scores = []
+        for i, (prompt, turns) in enumerate(zip(prompts, completions)):
+            row = {key: values[i] for key, values in columns.items() if isinstance(values, list)}
+            values = {"prompt": prompt[-1]["content"], "response": turns[0]["content"], "row": row}
+            scores.append(score(**{name: values[name] for name in parameters}))
+        return scores
 
     return reward
+
+
+def load_prompts(path: str):
+    """Return the rows of a file, with a column of prompts as TRL reads them.
+
+    In a file of conversations, the last turn is the reply, which GRPO does not use.
+    """
+    rows = load_dataset("json", data_files=path, split="train")
+    if "prompt" in rows.column_names:
+        return rows
+    prompts = [messages[:-1] for messages in rows["messages"]]
+    return rows.remove_columns("messages").add_column("prompt", prompts)
 
 
 def vllm_settings(arguments: argparse.Namespace) -> dict:
@@ -170,8 +186,9 @@ def grpo_config(
     return GRPOConfig(
         **trainer_settings(arguments, scratch),
         **vllm_settings(arguments),
+        seed=arguments.seed,
         model_init_kwargs={"dtype": arguments.dtype, "attn_implementation": "sdpa"},
-        bf16=arguments.dtype == "bfloat16",
+        bf16=arguments.dtype == "bfloat16" or arguments.autocast,
         use_transformers_continuous_batching=arguments.continuous_batching,
         per_device_train_batch_size=micro_batch_size,
         gradient_accumulation_steps=micro_steps,
@@ -185,7 +202,7 @@ def grpo_config(
         epsilon=0.2,
         loss_type="dapo",
         scale_rewards="group",
-        shuffle_dataset=False,
+        shuffle_dataset=arguments.seed > 0,
     )
 
 
@@ -196,12 +213,14 @@ def train(arguments: argparse.Namespace, micro_batch_size: int, micro_steps: int
             model=arguments.model,
             reward_funcs=load_reward(arguments.reward),
             processing_class=AutoTokenizer.from_pretrained(arguments.model),
-            train_dataset=load_dataset("json", data_files=arguments.data, split="train"),
+            train_dataset=load_prompts(arguments.data),
             callbacks=[clock],
             args=grpo_config(arguments, micro_batch_size, micro_steps, scratch),
         )
         trainer.clock = clock
         trainer.train()
+        if arguments.save:
+            trainer.save_model(arguments.save)
     return clock
 
 
@@ -233,10 +252,15 @@ def parse_arguments() -> argparse.Namespace:
         help="of weights and optimizer too",
     )
     parser.add_argument(
+        "--autocast", action="store_true", help="compute in bfloat16 on weights in float32"
+    )
+    parser.add_argument(
         "--reward",
         default=f"{ROOT}/benchmarks/even_words.py:even_words",
         metavar="FILE.py:FUNCTION",
     )
+    parser.add_argument("--save", help="directory for the trained model")
+    parser.add_argument("--seed", type=int, default=0)
     add_optimizer_options(parser, lr=1e-6, weight_decay=0.01)
     parser.add_argument("--out", type=Path, help="file for the JSON line too")
     arguments = parser.parse_args()

@@ -83,11 +83,7 @@ def score_and_format(response: str, row: dict) -> dict[str, float]:
 
 
 def make_row(entry: dict, task: str) -> dict:
-    """Return the row of one problem of reasoning-gym.
-
-    Raises:
-        ValueError: the task's scorer rejects the problem's own answer.
-    """
+    """Return the row of one problem of reasoning-gym."""
     metadata = dict(entry["metadata"])
     answer = str(entry["answer"])
     reply = metadata.pop("answer_cot", answer)
@@ -95,19 +91,19 @@ def make_row(entry: dict, task: str) -> dict:
         {"role": "user", "content": entry["question"].strip()},
         {"role": "assistant", "content": reply},
     ]
-    row = {
+    return {
         "messages": messages,
         "answer": answer,
         "task": task,
         "metadata": json.dumps(metadata, default=str),
     }
-    if score(reply, row) < 1.0:
-        raise ValueError(f"{task} gives its own answer {answer!r} no full score")
-    return row
 
 
 def make_rows(task: str, num_rows: int, seed: int, settings: dict) -> list[dict]:
     """Return rows with `num_rows` different questions.
+
+    Some scorers reject a few of their task's own answers (GSM-symbolic's reads -2 as 2). Such
+    problems are left out and counted.
 
     Raises:
         ValueError: the task has fewer questions, or rejects its settings.
@@ -117,13 +113,24 @@ def make_rows(task: str, num_rows: int, seed: int, settings: dict) -> list[dict]
     # Some tasks repeat questions, so draw more problems than rows.
     problems = reasoning_gym.create_dataset(task, seed=seed, size=10 * num_rows, **settings)
     rows: dict[str, dict] = {}
+    num_rejected = 0
     for entry in problems:
         question = entry["question"]
-        if question not in rows:
-            rows[question] = make_row(entry, task)
+        if question in rows:
+            continue
+        row = make_row(entry, task)
+        reply = row["messages"][-1]["content"]
+        if score(reply, row) == 1.0:
+            rows[question] = row
+        else:
+            num_rejected += 1
         if len(rows) == num_rows:
-            return list(rows.values())
-    raise ValueError(f"{task} has only {len(rows)} different questions with these settings")
+            break
+    if num_rejected:
+        print(f"{num_rejected} problems are left out: {task} rejects its own answer to them")
+    if len(rows) < num_rows:
+        raise ValueError(f"{task} has only {len(rows)} different questions with these settings")
+    return list(rows.values())
 
 
 def write_rows(path: Path, rows: list[dict]) -> None:
@@ -139,7 +146,7 @@ def build(directory: Path, settings: dict) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     write_rows(directory / "val.jsonl", rows[:num_val])
     write_rows(directory / "train.jsonl", rows[num_val:])
-    print(f"{directory}/train.jsonl, val.jsonl: {len(rows) - num_val} and {num_val} problems;")
+    print(f"{directory}/train.jsonl, val.jsonl: {len(rows) - num_val} and {num_val} problems")
     for message in rows[0]["messages"]:
         print(f"    {message['role']}: {message['content']}")
 

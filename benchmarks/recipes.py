@@ -1,0 +1,241 @@
+"""Run recipes of examples/recipes over several seeds, collect their curves, and draw them.
+
+    python -m benchmarks.recipes run --out results.json --seeds 0 1 2 --jobs-per-gpu 4 \\
+        sums_grpo sums_dapo trainer.total_steps=100
+    python -m benchmarks.recipes draw results.json --metric score/mean --out docs/images/sums.png
+
+`run` starts one process per recipe and seed, several at a time on every GPU. Settings of the form
+key=value go to all of them. The file that it writes has one entry per run: recipe, seed, seconds of
+wall time, and the metrics of every step. It is rewritten whenever a run ends, so that an
+interrupted call loses nothing. A run that fails is reported with its last lines, and the others go
+on; the exit code is then 1.
+"""
+
+import argparse
+import json
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from benchmarks.harness import ROOT, make_parser, read_metrics, torchrun_command
+
+RECIPES = ROOT / "examples" / "recipes"
+# Kept per step; the rest of metrics.jsonl stays in the run's own folder.
+KEPT = (
+    "step",
+    "score/mean",
+    "reward/correct/mean",
+    "reward/format/mean",
+    "response_length/mean",
+    "response_length/clip_ratio",
+    "reward/informative_groups",
+    "actor/entropy",
+    "actor/grad_norm",
+    "rollout_corr/log_prob_gap",
+    "critic/vf_explained_var",
+    "train/loss",
+    "perf/memory_peak_gib",
+    "perf/tokens_per_second",
+)
+
+
+@dataclass
+class Run:
+    """One run of a recipe.
+
+    Attributes:
+        recipe: the name of its file in examples/recipes, without .yaml.
+        seed: trainer.seed.
+        metrics: for every step, the metrics of KEPT, those of the validation, and all timings.
+        seconds: wall time from the start of the process to its end.
+        exit_code: of the process; 0 if the run ended well.
+    """
+
+    recipe: str
+    seed: int
+    metrics: list[dict] = field(default_factory=list)
+    seconds: float = 0.0
+    exit_code: int | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.recipe}/seed_{self.seed}"
+
+    @property
+    def folder(self) -> Path:
+        return ROOT / "runs" / "recipes" / self.recipe / f"seed_{self.seed}"
+
+    def command(self, settings: list[str]) -> list[str]:
+        """Return the command of the recipe's header, with this seed and folder."""
+        script = "train_sft.py" if self.recipe.endswith("sft") else "train_ppo.py"
+        files = [RECIPES / f"{self.recipe}.yaml"]
+        base = RECIPES / f"{self.recipe.partition('_')[0]}_grpo.yaml"
+        if script == "train_ppo.py" and base not in files:
+            files.insert(0, base)
+        return [
+            *torchrun_command(1),
+            script,
+            *map(str, files),
+            f"trainer.seed={self.seed}",
+            f"output_dir={self.folder}",
+            *settings,
+        ]
+
+
+def kept(metrics: dict) -> dict:
+    """Return the metrics of a step that the results keep."""
+    return {
+        name: value
+        for name, value in metrics.items()
+        if name in KEPT or name.startswith(("val/", "timing/"))
+    }
+
+
+def execute(run: Run, settings: list[str], gpu: int | None) -> None:
+    """Run a recipe to its end and fill in its results."""
+    run.folder.mkdir(parents=True, exist_ok=True)
+    log = run.folder / "log.txt"
+    visible = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)}
+    start = time.perf_counter()
+    with log.open("w") as output:
+        done = subprocess.run(
+            run.command(settings),
+            env={**os.environ, "OMP_NUM_THREADS": "1", **visible},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+        )
+    run.seconds = time.perf_counter() - start
+    # The export in hf/ stays.
+    shutil.rmtree(run.folder / "checkpoints", ignore_errors=True)
+    run.exit_code = done.returncode
+    metrics = run.folder / "metrics.jsonl"
+    if metrics.exists():
+        run.metrics = [kept(line) for line in read_metrics(metrics)]
+    if run.exit_code:
+        last_lines = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
+        print(f"{run.name} failed with exit code {run.exit_code}:\n{last_lines}", flush=True)
+
+
+def num_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def run_all(arguments: argparse.Namespace) -> list[Run]:
+    """Execute every recipe with every seed, `jobs_per_gpu` at a time on each GPU."""
+    names = [text for text in arguments.names if "=" not in text]
+    settings = [text for text in arguments.names if "=" in text]
+    runs = [Run(name, seed) for seed in arguments.seeds for name in names]
+    gpus = list(range(num_gpus())) or [None]
+    slots: queue.Queue[int | None] = queue.Queue()
+    for gpu in gpus * arguments.jobs_per_gpu:
+        slots.put(gpu)
+    writing = threading.Lock()
+
+    def execute_in_slot(run: Run) -> None:
+        gpu = slots.get()
+        try:
+            execute(run, settings, gpu)
+        finally:
+            slots.put(gpu)
+        with writing:
+            done = [asdict(run) for run in runs if run.exit_code is not None]
+            arguments.out.write_text(json.dumps(done))
+        print(f"{run.name}: {run.seconds:.0f} s", flush=True)
+
+    with ThreadPoolExecutor(slots.qsize()) as pool:
+        list(pool.map(execute_in_slot, runs))
+    return runs
+
+
+def first_and_last(run: Run, name: str) -> str:
+    """Return the first and the last value of a metric, as text."""
+    values = [line[name] for line in run.metrics if name in line]
+    return f"{values[0]:.3f} -> {values[-1]:.3f}" if values else "-"
+
+
+def print_table(runs: list[Run]) -> None:
+    print(f"{'run':28} {'seconds':>7}  {'val/score':16}  {'val/loss':16}  {'score/mean':16}")
+    for run in runs:
+        columns = [first_and_last(run, name) for name in ("val/score", "val/loss", "score/mean")]
+        texts = "  ".join(f"{column:16}" for column in columns)
+        print(f"{run.name:28} {run.seconds:7.0f}  {texts}")
+
+
+# ---- pictures ----
+
+
+def smooth(values: list[float], window: int) -> list[float]:
+    """Return running means over the last `window` values."""
+    means = []
+    for end in range(1, len(values) + 1):
+        recent = values[max(0, end - window) : end]
+        means.append(sum(recent) / len(recent))
+    return means
+
+
+def draw(arguments: argparse.Namespace) -> None:
+    """Draw one metric over steps: a line per recipe, the seeds' mean and range."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    entries = [entry for path in arguments.results for entry in json.loads(path.read_text())]
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    recipes = dict.fromkeys(entry["recipe"] for entry in entries)
+    for recipe in arguments.recipes or recipes:
+        curves = []
+        for entry in entries:
+            if entry["recipe"] == recipe and entry["exit_code"] == 0:
+                lines = [line for line in entry["metrics"] if arguments.metric in line]
+                steps = [line["step"] for line in lines]
+                values = [line[arguments.metric] for line in lines]
+                curves.append(smooth(values, arguments.window))
+        means = [sum(values) / len(values) for values in zip(*curves)]
+        lowest = [min(values) for values in zip(*curves)]
+        highest = [max(values) for values in zip(*curves)]
+        steps = steps[: len(means)]
+        (line,) = axes.plot(steps, means, label=f"{recipe} ({len(curves)} seeds)")
+        axes.fill_between(steps, lowest, highest, alpha=0.2, color=line.get_color())
+    axes.set_xlabel("step")
+    axes.set_ylabel(arguments.metric)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(arguments.out, dpi=120)
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser("run", help="run recipes and write their curves")
+    command.add_argument("names", nargs="+", metavar="RECIPE or key=value")
+    command.add_argument("--out", type=Path, required=True, help="the file of results")
+    command.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    command.add_argument("--jobs-per-gpu", type=int, default=1)
+    command = commands.add_parser("draw", help="draw a metric of such files over steps")
+    command.add_argument("results", type=Path, nargs="+")
+    command.add_argument("--metric", required=True)
+    command.add_argument("--recipes", nargs="+", help="only these")
+    command.add_argument("--window", type=int, default=1, help="steps of the running mean")
+    command.add_argument("--out", type=Path, required=True, help="the picture")
+    arguments = parser.parse_args()
+    if arguments.command == "draw":
+        draw(arguments)
+        return
+    runs = run_all(arguments)
+    print_table(runs)
+    sys.exit(any(run.exit_code for run in runs))
+
+
+if __name__ == "__main__":
+    main()
