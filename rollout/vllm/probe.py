@@ -54,14 +54,20 @@ class Probe:
         return engine.log_probs(self.batch)[0].cpu()[is_compared].double()
 
     def check_vllm(self, rollout: Rollout) -> None:
-        """Raise RuntimeError unless vLLM's log-probabilities equal the trainer's up to rounding.
+        """Raise RuntimeError unless vLLM's log-probabilities equal the trainer's up to rounding."""
+        self.compare(rollout.log_probs(self.batch, self.temperature))
+
+    def compare(self, vllm_log_probs: Tensor) -> None:
+        """Raise RuntimeError if these differ too much from the trainer's recorded ones.
 
         The adapters change the log-probabilities by a vector. If vLLM does not apply the adapters,
         its error is minus this vector. If it applies them twice, its error is about this vector.
         The error in all other directions shows how large rounding errors are.
+
+        Args:
+            vllm_log_probs: [compared tokens], of the tokens of `batch` whose loss_mask is 1.
         """
-        vllm_log_probs = rollout.log_probs(self.batch, self.temperature).double()
-        error = vllm_log_probs - self.trainer_log_probs
+        error = vllm_log_probs.double() - self.trainer_log_probs
         change = self.trainer_log_probs - self.base_log_probs
         change_size = change.norm()
         gap = error.square().mean().sqrt()

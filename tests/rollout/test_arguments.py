@@ -5,7 +5,7 @@ import os
 import pytest
 
 from config import InputError, load
-from rollout.vllm import speculation, startup
+from rollout.vllm import adapters, speculation, startup
 from rollout.vllm.arguments import MAX_PREFILL_TOKENS, Host, engine_arguments
 from rollout.vllm.sampling import validation_sampling
 from rollout.vllm.scheduler import ClosedBatchScheduler
@@ -45,6 +45,68 @@ def test_a_cpu_has_no_graphs_and_no_sleep_mode(folder):
     assert arguments["hf_overrides"] == {"tie_word_embeddings": False}
     absent = {"compilation_config", "enable_sleep_mode", "gpu_memory_utilization", "moe_backend"}
     assert absent.isdisjoint(arguments)
+
+
+def test_all_arguments_of_a_dense_model_on_a_cpu(folder):
+    """A key that is missing here would be vLLM's default."""
+    settings = ["trainer.seed=4294967299", "rollout.tensor_parallel_size=2", "rollout.stop=[Q]"]
+    settings += ["rollout.kv_cache_gib=0.5", "data.max_prompt_length=9000", "rollout.n=3"]
+    settings += ["data.train_batch_size=4", "engine.compute_dtype=float32"]
+    config = make_config(folder / "dense", *settings)
+    assert engine_arguments(config, make_host("cpu", world_size=4), False) == {
+        "model": str(folder / "dense"),
+        "max_model_len": 9050,
+        "dtype": "float32",
+        "skip_tokenizer_init": False,
+        "logprobs_mode": "processed_logprobs",
+        "max_logprobs": 7,
+        "seed": 3,
+        "hf_overrides": {"tie_word_embeddings": False},
+        "skip_mm_profiling": True,
+        "kv_cache_memory_bytes": 2**29,
+        "max_num_seqs": 6,
+        "max_num_batched_tokens": 9050,
+        "enable_chunked_prefill": False,
+        "enforce_eager": True,
+        "scheduler_cls": ClosedBatchScheduler,
+        "distributed_executor_backend": "external_launcher",
+        "tensor_parallel_size": 2,
+        "load_format": "dummy",
+    }
+
+
+def test_drafted_tokens_count_in_graphs_and_batches(folder):
+    make_model(folder / "mimo", "mimo")
+    settings = ["model.mtp.enable=true", "model.mtp.enable_rollout=true"]
+    settings += ["model.mtp.num_speculative_tokens=3", "rollout.max_num_seqs=3000"]
+    config = make_config(folder / "mimo", *settings)
+    arguments = engine_arguments(config, make_host("cuda"), False)
+    assert arguments["speculative_config"] == {"method": "mtp", "num_speculative_tokens": 3}
+    assert arguments["max_num_batched_tokens"] == 12_000
+    assert arguments["compilation_config"] == {"max_cudagraph_capture_size": 3000}
+
+
+@pytest.mark.parametrize(
+    "family, settings, world_size, obstacle",
+    [
+        ("dense", [], 1, None),
+        ("dense", [], 2, "the trainer's weights are sharded or offloaded"),
+        ("dense", ["engine.fsdp_size=1"], 2, None),
+        ("dense", ["engine.cpu_offload=true"], 1, "the trainer's weights are sharded or offloaded"),
+        ("dense", ["rollout.tensor_parallel_size=2"], 2, "rollout.tensor_parallel_size=2 divides"),
+        ("dense", ["model_engine=megatron"], 1, "model_engine=megatron stores weights in a diff"),
+        ("experts", [], 1, "vLLM stores experts in a different layout"),
+    ],
+)
+def test_when_vllm_and_the_trainer_share_the_base(folder, family, settings, world_size, obstacle):
+    adapter = make_config(folder / family, "model.lora.rank=4", *settings)
+    reason = adapters.sharing_obstacle(adapter, world_size)
+    assert (reason or "").startswith(obstacle or "")
+    assert (reason is None) == (obstacle is None)
+    assert adapters.shares_base(adapter, world_size) == (obstacle is None)
+    for other in (["rollout.share_base=never"], ["model.lora.merge=true"], ["model.lora.rank=0"]):
+        config = make_config(folder / family, "model.lora.rank=4", *settings, *other)
+        assert not adapters.shares_base(config, world_size)
 
 
 def test_validation_counts_only_with_validation_files_and_follows_rollout(folder):

@@ -28,6 +28,7 @@ from rollout.grading.grader import (
     Reward,
     check_failures,
 )
+from rollout.grading.process import worker_environment
 from rollout.grading.signature import Signature
 
 ROOT = Path(__file__).parents[2]
@@ -703,6 +704,26 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     acc = solution_str == ground_truth
     return {"score": float(acc), "acc": acc, "pred": solution_str, "no": None}
 
+def compute_scores(data_sources, solution_strs, ground_truths, extra_infos):
+    return [{"score": len(text), "pred": text, "acc": False} for text in solution_strs]
+
+def number(responses):
+    return len(responses)
+
+async def first_attempt_hangs(response, path):
+    marker = Path(path)
+    if response == "exit":
+        while not marker.exists():
+            await asyncio.sleep(0.01)
+        os._exit(3)
+    if not marker.exists():
+        marker.touch()
+        await asyncio.sleep(600)
+    return len(response)
+
+def hang(response):
+    time.sleep(600)
+
 def accuracy(completions, solution, log_extra=None, **kwargs):
     return [float(turns[0]["content"] == s) for turns, s in zip(completions, solution)]
 
@@ -779,6 +800,67 @@ def test_a_function_of_groups_gets_each_group_in_one_call(make, file):
         }
         assert "not a list of 2" in results[6].trace
         assert "all responses of a group" in grader.check({})
+
+
+def test_a_function_of_verl_for_a_batch_has_a_score_and_other_parts(make, file):
+    with closing(make(f"{file}:compute_scores", 1, SLACK)) as grader:
+        results = grader.grade([("q", text, VERL_ROW) for text in ("5", "67")], [0, 0])
+    parts = [{"score": 1.0, "acc": 0.0}, {"score": 2.0, "acc": 0.0}]
+    assert results == [Reward(1.0, parts[0]), Reward(2.0, parts[1])]
+
+
+def test_one_number_for_a_group_is_not_a_list(make, file):
+    with closing(make(f"{file}:number", 1, SLACK)) as grader:
+        results = grader.grade([("q", text, {}) for text in ("5", "67")], [0, 0])
+    assert [r.kind for r in results] == ["not a list"] * 2
+    assert results[0].trace == "the function returned 2, not a list of 2"
+
+
+def test_a_call_beside_one_that_ended_the_worker_is_made_again(make, file, tmp_path):
+    """Both are in flight when the worker ends: the first attempt of the other one never ends."""
+    row = {"marker": str(tmp_path / "marker")}
+    function = f"{file}:first_attempt_hangs"
+    settings = ("reward.concurrency=2", "reward.kwargs.path=marker")
+    with closing(make(function, 1, SLACK, *settings)) as grader:
+        items = [("", text, row) for text in ("exit", "abc", "exit", "ab")]
+        results = grader.grade(items, range(4))
+        kinds = [(r.kind, r.trace) for r in results[::2]]
+        assert kinds == [("died", "ended with exit code 3")] * 2
+        assert results[1::2] == [Reward(3.0, {}), Reward(2.0, {})]
+
+
+def test_a_call_that_hangs_ends_its_worker(make, file):
+    with closing(make(f"{file}:hang", 1, 0.3)) as grader:
+        (worker,) = grader.idle
+        (result,) = grade(grader, "1")
+        assert (result.kind, result.trace) == ("timed out", "took more than 0.3 s")
+        assert grader.idle == []
+        assert has_ended(worker.process.pid)
+
+
+def test_the_environment_of_a_worker(monkeypatch):
+    variables = {
+        "JUDGE_API_KEY": "named",
+        "OTHER_API_KEY": "not named",
+        "SOMETHING": "not named",
+        "LC_TIME": "C",
+        "PYTHONHASHSEED": "1",
+        "PYTHON_API_KEY": "a secret",
+        "PYTHONPATH": f"/one{os.pathsep}/two",
+        "CUDA_VISIBLE_DEVICES": "3",
+        "OMP_NUM_THREADS": "8",
+    }
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    environment = worker_environment(["JUDGE_API_KEY"])
+    passed_on = {name for name in variables if name in environment}
+    assert passed_on == variables.keys() - {"OTHER_API_KEY", "SOMETHING", "PYTHON_API_KEY"}
+    assert environment["PYTHONPATH"] == os.pathsep.join([str(ROOT), "/one", "/two"])
+    assert environment["CUDA_VISIBLE_DEVICES"] == ""
+    assert environment["OMP_NUM_THREADS"] == "1"
+    assert environment["PATH"] == os.environ["PATH"]
+    monkeypatch.delenv("PYTHONPATH")
+    assert worker_environment([])["PYTHONPATH"] == str(ROOT)
 
 
 def test_an_async_function_has_several_calls_in_flight(make, file):

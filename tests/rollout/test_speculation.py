@@ -1,7 +1,7 @@
 """Speculative decoding: drafters in vLLM change the speed, and nothing else."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,14 @@ from transformers import AutoModelForCausalLM
 
 import engines.model.mimo  # noqa: F401  makes transformers know MiMo
 from config import InputError, load
-from rollout.vllm.speculation import accepted_tokens, check_drafter
+from rollout.vllm.speculation import (
+    accepted_tokens,
+    check_drafter,
+    collect_drafter_weights,
+    draft_metrics,
+    graph_tokens,
+    sample_and_verify,
+)
 from tests.rollout.speculation_worker import DRAWN_TOKENS, NUM_DRAWS, PROMPT, ROUNDS, SAMPLING
 from tests.support.cases import launch_params, needs, selected_launches
 from tests.support.launch import launch, launch_each
@@ -195,6 +202,113 @@ def test_accepted_tokens_of_the_v2_model_runner():
     assert counts.dtype == torch.int32
     accepted = [row[:count] for row, count in zip(tokens.tolist(), counts)]
     assert accepted == [[5], [6, 7], [1, 2], [8]]
+
+
+NUM_DRAFTS = [0, 2, 3]
+TEMPERATURES = [1.0, 0.7, 1.3]
+TOP_K = [24, 5, 3]
+
+
+def sampling_metadata(requests: list[int]):
+    """Return vLLM's SamplingMetadata of these requests, with new random generators."""
+    from vllm.v1.sample.logits_processor import LogitsProcessors
+    from vllm.v1.sample.metadata import SamplingMetadata
+
+    values = {field.name: None for field in fields(SamplingMetadata)}  # they depend on the release
+    generators = [torch.Generator().manual_seed(i) for i in requests]
+    values |= {
+        "temperature": torch.tensor([TEMPERATURES[i] for i in requests]),
+        "top_k": torch.tensor([TOP_K[i] for i in requests], dtype=torch.int32),
+        "all_greedy": False,
+        "all_random": True,
+        "generators": dict(enumerate(generators)),
+        "max_num_logprobs": 2,
+        "no_penalties": True,
+        "output_token_ids": [[]] * len(requests),
+        "bad_words_token_ids": {},
+        "logitsprocs": LogitsProcessors(),
+    }
+    return SamplingMetadata(**values)
+
+
+@pytest.fixture(scope="module")
+def sampler():
+    from vllm.v1.sample.sampler import Sampler
+
+    return Sampler(logprobs_mode="processed_logprobs")
+
+
+def draw_one_by_one(sampler, logits: torch.Tensor, request: int) -> list[tuple]:
+    """Draw a token from each row of logits as without drafts: (token, ids, log-probabilities)."""
+    metadata = sampling_metadata([request])
+    drawn = []
+    for row in logits:
+        output = sampler(row[None].clone(), metadata)
+        ids, log_probs = output.logprobs_tensors[:2]
+        drawn.append((int(output.sampled_token_ids), ids[0].tolist(), log_probs[0].tolist()))
+    return drawn
+
+
+def test_drafts_change_no_token_of_the_v1_model_runner(sampler):
+    """The first request has no drafts, those of the second are right, the third's second is not."""
+    from vllm.v1.sample.rejection_sampler import RejectionSampler
+    from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+
+    generator = torch.Generator().manual_seed(5)
+    logits = 2 * torch.randn(sum(NUM_DRAFTS) + 3, VOCAB_SIZE, generator=generator)
+    rows_of_request = logits.split([num_drafts + 1 for num_drafts in NUM_DRAFTS])
+    expected = [
+        draw_one_by_one(sampler, rows, request) for request, rows in enumerate(rows_of_request)
+    ]
+    drafts = []
+    for drawn in expected:
+        drafts.append([token for token, *_ in drawn[:-1]])
+    drafts[2][1] = (drafts[2][1] + 1) % VOCAB_SIZE
+    values = {field.name: None for field in fields(SpecDecodeMetadata)} | {
+        "draft_token_ids": torch.tensor(sum(drafts, []), dtype=torch.int32),
+        "num_draft_tokens": NUM_DRAFTS,
+    }
+    metadata = SpecDecodeMetadata(**values)
+    output = sample_and_verify(
+        RejectionSampler(sampler), metadata, None, logits.clone(), sampling_metadata([0, 1, 2])
+    )
+    num_tokens = [1, 3, 2]
+    assert output.sampled_token_ids.dtype == torch.int32
+    max_tokens = max(NUM_DRAFTS) + 1
+    all_ids, all_log_probs = output.logprobs_tensors[:2]
+    assert len(all_ids) == 3 * max_tokens
+    for request, drawn in enumerate(expected):
+        tokens = [token for token, *_ in drawn[: num_tokens[request]]]
+        padding = [-1] * (max_tokens - len(tokens))
+        assert output.sampled_token_ids[request].tolist() == tokens + padding
+        for step, (_, ids, log_probs) in enumerate(drawn[: num_tokens[request]]):
+            row = request * max_tokens + step
+            assert all_ids[row].tolist() == ids
+            assert all_log_probs[row].tolist() == log_probs
+
+
+def test_metrics_of_drafts():
+    """Five steps with ten drafts, of which six were accepted, and five kept."""
+    assert draft_metrics(torch.tensor([5, 10, 6, 5])) == {
+        "mtp/accept_rate": 0.6,
+        "mtp/accept_length": 2.0,
+    }
+    assert draft_metrics(torch.zeros(4)) == {"mtp/accept_rate": 0, "mtp/accept_length": 1}
+
+
+def test_graphs_cover_all_drafted_tokens_of_small_batches():
+    assert graph_tokens(64, 3) == 256
+    assert graph_tokens(700, 0) == 700
+    assert graph_tokens(700, 3) == 1024
+    assert graph_tokens(2000, 3) == 2000
+
+
+def test_weights_of_the_drafter_are_collected_on_the_way():
+    names = ["model.embed_tokens.weight", "model.mtp_layers.0.norm.weight", "lm_head.weight"]
+    weights = [(name, torch.tensor(float(i))) for i, name in enumerate(names)]
+    of_drafter = []
+    assert list(collect_drafter_weights(weights, of_drafter)) == weights
+    assert of_drafter == weights[1:2]
 
 
 # -- what is rejected -----------------------------------------------------------------------------
