@@ -16,8 +16,13 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from configs import packages
+
+try:
+    from omegaconf import DictConfig, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+except ModuleNotFoundError as error:
+    packages.exit_without(error)
 
 from configs import paths
 from configs.arguments import read_layers
@@ -154,7 +159,8 @@ def run(main: Callable[[DictConfig], None], defaults: str, doc: str) -> None:
 
     --help prints the docstring `doc` and all keys; --help GROUP... prints groups of keys.
 
-    An InputError is printed in one line per mistake and node, and the exit code is 2.
+    An InputError is printed in one line per mistake and node, and the exit code is 2. So is a
+    package that is not installed.
     """
     arguments = sys.argv[1:]
     try:
@@ -165,6 +171,8 @@ def run(main: Callable[[DictConfig], None], defaults: str, doc: str) -> None:
     except InputError as error:
         report(error)
         sys.exit(2)
+    except ModuleNotFoundError as error:
+        packages.exit_without(error)
     except KeyboardInterrupt:  # before job.signals.Agreement handles Ctrl-C
         os._exit(130)
 

@@ -192,7 +192,11 @@ class Heartbeat:
         gone_ranks = {record.rank for record in gone}
         alive_ranks = {record.rank for record in self.records()} - gone_ranks
         if self.rank == min(alive_ranks):
-            print_error(f"{describe(gone, time.time())}: {error}")
+            print_error(
+                f"{describe(gone, time.time())}: {error}; look for its own error, or, if there is "
+                "none, whether its node is lost or the kernel has killed it for lack of memory "
+                "(dmesg)"
+            )
 
     def find_lost(self) -> list[Record]:
         """Return the records of lost ranks, which are no longer updated."""

@@ -64,7 +64,8 @@ def download(name: str, key: str, patterns: list[str]) -> str:
     except (OSError, ValueError, RuntimeError) as error:  # the hub raises errors of these types
         reason = str(error).splitlines()[0]
         raise InputError(
-            f"{key}={name} is neither a directory nor a model on the hub: {reason}"
+            f"{key}={name} is neither a directory nor a model on the hub: {reason}; correct the "
+            "name, or give the directory of a copy that you have downloaded"
         ) from None
 
 

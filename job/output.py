@@ -134,7 +134,10 @@ def check_shared(directory: Path, key: str, seconds: float = 10.0) -> None:
             directory.mkdir(parents=True, exist_ok=True)
             (directory / name).touch()
         except OSError as error:
-            raise InputError(f"{key}={directory} cannot be written: {error.strerror}") from None
+            raise InputError(
+                f"{key}={directory} cannot be written: {error.strerror}; set {key} to a directory "
+                "in which you may write"
+            ) from None
         return name
 
     marker = directory / on_rank0(write_marker)

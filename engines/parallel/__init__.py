@@ -1,6 +1,7 @@
 """A rank's device, and its communication with other ranks, for both engines.
 
     device        the rank's device, the process group, and running work on rank 0 alone
+    joining       joining the process group, or one line that says why that failed
     affinity      the CPUs next to the device
     collectives   collectives with a gradient, and groups of ranks
     varlen        attention over sequences laid end to end, on one rank or several

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from config import PARENT, InputError, die_with
+from engines.parallel.joining import join
 
 # Dense bf16 FLOP/s of one device, from the vendors' data sheets; the first match counts. MFU is not
 # reported for other devices.
@@ -32,6 +33,9 @@ PEAK_FLOPS = {
 }
 # Use gloo for tensors in host memory, which checkpoints and offloaded parameters need.
 BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
+# With these values, the user hides all devices.
+HIDING_VARIABLES = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
+HIDING_VALUES = ("", "-1")
 REQUIRED_VARIABLES = ("LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -44,7 +48,8 @@ def init(timeout_minutes: float = 30) -> torch.device:
         timeout_minutes: how long collectives wait.
 
     Raises:
-        InputError: the environment is incomplete, or this rank has no device of its own.
+        InputError: the environment is incomplete, this rank has no device of its own, or it cannot
+            reach the other ranks.
     """
     if "RANK" not in os.environ:
         os.environ.update(
@@ -65,17 +70,15 @@ def init(timeout_minutes: float = 30) -> torch.device:
     device = select_device(int(os.environ["LOCAL_RANK"]))
     # Do not use TF32 in convolutions either: matrix products do not use it by default.
     torch.backends.cudnn.allow_tf32 = False
-    dist.init_process_group(
-        BACKENDS.get(device.type, "gloo"),
-        timeout=datetime.timedelta(minutes=timeout_minutes),
-        device_id=device if device.type == "cuda" else None,
-    )
+    join(BACKENDS.get(device.type, "gloo"), device, timeout_minutes)
     return device
 
 
 def select_device(local_rank: int) -> torch.device:
     """Make the accelerator with this number the current one; without accelerators, use the CPU."""
     if not torch.accelerator.is_available():
+        if local_rank == 0:
+            warn_of_unused_devices()
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator()
     count = torch.accelerator.device_count()
@@ -85,6 +88,24 @@ def select_device(local_rank: int) -> torch.device:
         )
     torch.accelerator.set_device_index(local_rank)
     return torch.device(accelerator.type, local_rank)
+
+
+def warn_of_unused_devices(directory: Path = Path("/dev")) -> None:
+    """Warn that the CPU is used on a machine with accelerators, unless they have been hidden.
+
+    Args:
+        directory: where the operating system lists devices.
+    """
+    names = sorted(path.name for path in directory.iterdir())
+    found = [name for name in names if re.fullmatch(r"(nvidia|davinci)\d+", name)]
+    hiding = [name for name in HIDING_VARIABLES if os.environ.get(name) in HIDING_VALUES]
+    if found and not hiding:
+        print(
+            f"warning: this machine has {directory / found[0]}, but torch {torch.__version__} sees "
+            "no accelerator, so the CPU is used: install the torch of requirements.txt (NVIDIA) or "
+            "requirements-npu.txt (Ascend), and see whether nvidia-smi or npu-smi works",
+            flush=True,
+        )
 
 
 def set_timeouts(minutes: float) -> None:

@@ -114,7 +114,12 @@ class Rollout:
             with preserved_random_state():
                 self.llm = LLM(**arguments)
         except ValueError as error:
-            raise InputError(f"vLLM cannot start: {error}") from error
+            rollout = config.rollout
+            raise InputError(
+                f"vLLM cannot start: {error} (rankwise sets vLLM's memory with "
+                f"rollout.kv_cache_gib={rollout.kv_cache_gib} and "
+                f"rollout.gpu_memory_utilization={rollout.gpu_memory_utilization})"
+            ) from error
         # vLLM-private: no method returns the scheduler or the number of steps in flight.
         scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
         self.scheduler = scheduler if "scheduler_cls" in arguments else None

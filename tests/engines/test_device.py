@@ -1,14 +1,16 @@
-"""A rank's CPUs near its accelerator, and the memory of its process."""
+"""A rank's CPUs near its accelerator, the memory of its process, and how it joins the others."""
 
 import os
 import resource
+import socket
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from engines.parallel import affinity, device as this_device
+from config import InputError
+from engines.parallel import affinity, device as this_device, joining
 from tests.support.launch import run
 
 
@@ -75,3 +77,102 @@ def test_a_process_does_not_count_the_memory_of_its_parent(tmp_path):
     with_parent = float(run([sys.executable, tmp_path / "parent.py"]).stdout)
     assert 0.1 < alone < 0.8
     assert with_parent == pytest.approx(alone, abs=0.2)
+
+
+# -- a device that torch does not see --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "names, hidden, is_warned",
+    [
+        (["nvidia1", "nvidia0", "nvidiactl"], None, True),
+        (["davinci3"], None, True),
+        (["nvidia0"], "", False),
+        (["nvidiactl", "null"], None, False),
+    ],
+)
+def test_a_device_that_torch_does_not_see_is_named(
+    tmp_path, monkeypatch, capsys, names, hidden, is_warned
+):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if hidden is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    for name in names:
+        (tmp_path / name).touch()
+    this_device.warn_of_unused_devices(tmp_path)
+    printed = capsys.readouterr().out
+    expected = f"warning: this machine has {tmp_path / min(names)}, but torch {torch.__version__} "
+    assert printed.startswith(expected) if is_warned else printed == ""
+
+
+# -- joining the other ranks -----------------------------------------------------------------------
+
+CPU = torch.device("cpu")
+SECONDS_TO_JOIN = 1.0
+INTERFACES = ["lo", "eth0", "eth1"]
+
+
+@pytest.fixture
+def rank_of_two(monkeypatch) -> socket.socket:
+    """Describe a group of two ranks in the environment; return a listener on the port of rank 0."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(listener.getsockname()[1]))
+        monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+        yield listener
+
+
+def error_of_joining() -> str:
+    with pytest.raises(InputError) as error:
+        joining.join("gloo", CPU, SECONDS_TO_JOIN / 60)
+    assert not torch.distributed.is_initialized()
+    message = str(error.value)
+    assert "\n" not in message
+    return message
+
+
+def test_a_rank_that_waits_for_a_missing_one_names_the_address(rank_of_two, monkeypatch):
+    port = rank_of_two.getsockname()[1]
+    rank_of_two.close()
+    monkeypatch.setenv("RANK", "0")
+    message = error_of_joining()
+    assert message.startswith(f"rank 0 of 2 cannot join the others at 127.0.0.1:{port}: ")
+    assert "1/2 clients joined; check that every rank has been started" in message
+
+
+def test_a_rank_that_cannot_reach_rank_0_names_the_address(rank_of_two, monkeypatch):
+    port = rank_of_two.getsockname()[1]
+    rank_of_two.close()
+    monkeypatch.setenv("RANK", "1")
+    message = error_of_joining()
+    assert message.startswith(f"rank 1 of 2 cannot join the others at 127.0.0.1:{port}: ")
+    assert "timed out" in message
+
+
+def test_a_port_in_use_is_named(rank_of_two, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    port = rank_of_two.getsockname()[1]
+    message = error_of_joining()
+    assert f"another process uses port {port}: end it, or choose another port" in message
+
+
+def test_an_unknown_interface_of_gloo_is_named(rank_of_two, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth99")
+    message = error_of_joining()
+    assert "GLOO_SOCKET_IFNAME=lo,eth99 names no network interface of this node" in message
+    assert "which has lo" in message
+
+
+@pytest.mark.parametrize("names", ["", "eth", "eth0", "ib,eth1", "=eth0", "=ib,eth1", "^docker,lo"])
+def test_nccl_finds_an_interface(names):
+    joining.check_nccl_interfaces(names, INTERFACES)
+
+
+@pytest.mark.parametrize("names", ["ib", "=eth", "eth00", "ens,ib"])
+def test_nccl_finds_no_interface(names):
+    with pytest.raises(InputError, match="which has lo, eth0, eth1: set it to one of these"):
+        joining.check_nccl_interfaces(names, INTERFACES)

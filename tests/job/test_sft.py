@@ -397,7 +397,7 @@ MISTAKES = {
     "an empty data set": (lambda tmp: [broken_file(tmp, "")], "broken.jsonl: the file is empty"),
     "a directory that cannot be written": (
         ["output_dir=/dev/null/out"],
-        "output_dir=/dev/null/out cannot be written",
+        "output_dir=/dev/null/out cannot be written: Not a directory; set output_dir to a",
     ),
     "a row that no group of ranks can hold": (
         ["engine.context_parallel_size=auto", "data.max_tokens_per_micro_batch=30"],
@@ -426,7 +426,7 @@ MISTAKES = {
     ),
     "a cache that cannot be written": (
         ["data.cache_dir=/dev/null/x"],
-        "data.cache_dir=/dev/null/x cannot be written",
+        "data.cache_dir=/dev/null/x cannot be written: Not a directory; set data.cache_dir to a",
     ),
     "no such checkpoint": (
         ["trainer.resume=/nowhere"],

@@ -1,5 +1,8 @@
+import importlib
 import json
 import re
+import sys
+from pathlib import Path
 
 import jsonschema
 import pytest
@@ -13,6 +16,7 @@ from configs.rules import is_path, problem_with
 from engines.checkpoint.__main__ import main as export_main
 from job.setup import write_config
 from profiling.report import main as report_main
+from tests.support.launch import run as run_script
 
 NEEDED = ["model.path=m", "data.train_files=t.jsonl"]
 
@@ -666,3 +670,32 @@ def test_help_lists_every_key(monkeypatch, capsys):
     assert said.startswith("the script's docstring\n")
     for key, place in readers().items():
         assert place == "train_ppo.py" or f"{key.rpartition('.')[2]}:" in said, key
+
+
+def without_packages(tmp_path, *kept: str) -> dict[str, str]:
+    """Return environment variables with which `python -S` finds only these modules."""
+    for name in kept:
+        module = importlib.import_module(name)
+        folder = Path(module.__file__).parent
+        (tmp_path / name).symlink_to(folder, target_is_directory=True)
+    return {"PYTHONPATH": str(tmp_path)}
+
+
+@pytest.mark.parametrize("script", ["train_sft.py", "train_ppo.py"])
+@pytest.mark.parametrize(
+    "kept, missing, importer",
+    [
+        ([], "omegaconf", "config.py"),
+        (["omegaconf", "yaml", "antlr4"], "(?!omegaconf)[a-z_]+", r"\S+\.py"),
+    ],
+)
+def test_a_missing_package_is_one_line(tmp_path, script, kept, missing, importer):
+    """As with another Python than the environment's, or with an incomplete environment."""
+    env = without_packages(tmp_path, *kept)
+    command = [sys.executable, "-S", script, *NEEDED]
+    error = run_script(command, returncode=2, fresh=True, **env).stderr
+    assert re.fullmatch(
+        rf"error: \S+ \(Python 3\.1[12]\.\d+\) has no module '{missing}', which "
+        rf"\S*{importer} imports: activate the environment .*\n",
+        error,
+    )

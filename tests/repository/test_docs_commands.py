@@ -123,14 +123,38 @@ def quotes() -> list[tuple[str, str, str]]:
 
 
 QUOTES = quotes()
+# How the pages write the directory in which a command runs.
+HOME = "/home/me"
 
 
-@pytest.mark.parametrize(
-    "page, command, output", QUOTES, ids=[f"{page} {command}" for page, command, _ in QUOTES]
-)
-def test_a_command_prints_the_quoted_error(page, command, output):
+def reads_data(command: str) -> bool:
+    """Return whether a command gets as far as its data; it then runs where the data is."""
+    return "my.yaml" in command
+
+
+def quote_params(*, read_data: bool) -> list:
+    """Return the quotes whose commands read data, or those of the others."""
+    return [
+        pytest.param(command, output, id=f"{page} {command}")
+        for page, command, output in QUOTES
+        if reads_data(command) == read_data
+    ]
+
+
+@pytest.mark.parametrize("command, output", quote_params(read_data=False))
+def test_a_command_prints_the_quoted_error(command, output):
     program, *words = shlex.split(command)
     assert program == "python"
     assert output
     done = run([sys.executable, *words], returncode=2, fresh=True)
     assert done.stderr.strip() == output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command, output", quote_params(read_data=True))
+def test_a_command_that_reads_data_prints_the_quoted_error(docs_folder, command, output):
+    program, script, *words = shlex.split(command)
+    assert program == "python"
+    done = run([sys.executable, ROOT / script, *words, "data.num_proc=1"], 2, cwd=docs_folder)
+    lines = re.split("[\r\n]+", done.stderr.replace(str(docs_folder), HOME))
+    assert [line.strip() for line in lines if line.startswith("error: ")] == output.splitlines()

@@ -330,5 +330,6 @@ def test_stop_strings(rollout_results, name):
 def test_a_length_that_vllm_rejects_is_an_input_error(rollout_results, name):
     kind, message = rollout_results(name)["too long"]
     assert kind == "InputError"
-    assert "vLLM cannot start" in message
+    assert message.startswith("vLLM cannot start: ")
+    assert "rollout.gpu_memory_utilization=0.6)" in message
     assert "max_position_embeddings=512" in message

@@ -25,6 +25,8 @@ import psutil
 import pytest
 from filelock import FileLock
 
+from tests.support import metric_names
+
 ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 # Seconds. Most runs take one or two minutes; all cases of an engine together take ten.
@@ -147,11 +149,18 @@ def run_to_end(
     """Run a command to its end, forked where that is possible.
 
     After `timeout` seconds the command is stopped; its return code is then None.
+
+    Asserts that docs/metrics.md has every metric that the command has written.
     """
     command = [str(word) for word in command]
     QuickGuard.check(command)
     with shared_memory_lock(command):
-        return run_now(command, cwd, env, timeout, fresh)
+        done = run_now(command, cwd, env, timeout, fresh)
+    for word in command:
+        key, _, value = word.partition("=")
+        if key == "output_dir":
+            metric_names.check_run(cwd / value)
+    return done
 
 
 def run_now(
