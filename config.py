@@ -27,6 +27,7 @@ except ModuleNotFoundError as error:
 from configs import paths
 from configs.arguments import read_layers
 from configs.checks import key_problems, value_problems
+from configs.environment import rank_problems, read_number
 from configs.files import CONFIGS, InputError, engine_files, flatten, read_defaults
 from configs.help import help_text, is_help
 from configs.names import readers
@@ -167,6 +168,7 @@ def run(main: Callable[[DictConfig], None], defaults: str, doc: str) -> None:
         if any(is_help(argument) for argument in arguments):
             print(help_text(defaults, doc, arguments))
             return
+        raise_all(rank_problems())
         main(load(defaults, arguments))
     except InputError as error:
         report(error)
@@ -183,9 +185,8 @@ def report(error: InputError) -> None:
     Each of its problems is one line.
     """
     reported_errors.append(error)
-    rank = int(os.environ.get("RANK", 0))
-    local_rank = int(os.environ.get("LOCAL_RANK", rank))
-    if local_rank != 0:
+    rank = read_number("RANK", 0)
+    if read_number("LOCAL_RANK", rank) != 0:
         return
     # tqdm.write() does not print into the line of a progress bar.
     from tqdm import tqdm

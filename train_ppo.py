@@ -28,7 +28,7 @@ import time
 from dataclasses import dataclass
 
 from config import InputError, run as run_script
-from job.progress import Progress, adapter, identify
+from job.progress import Progress, adapter, identify, identify_tokens
 
 
 @dataclass(kw_only=True)
@@ -132,6 +132,9 @@ def set_up(config, grader):
 
     The user's mistakes are reported here, before any weights are loaded; cheap checks come first.
     """
+    from data.columns import check_column_keys
+    from data.prompts import OPTIONS
+    from data.selection import training_rows, validation_rows
     from job.end_tokens import warn_of_end_token
     from job.models import check_token_ids
     from job.run import Run
@@ -144,8 +147,9 @@ def set_up(config, grader):
     check_rollout(config, run.world_size)
     run.load_tokenizer(hf_config)
     warn_of_end_token(config, run.chat_tokenizer())
-    run.train = load_prompts(run, config.data.train_files)
-    run.val = load_prompts(run, config.data.val_files)
+    run.train = load_prompts(run, training_rows(config.data))
+    run.val = load_prompts(run, validation_rows(config.data))
+    check_column_keys(config.data, run.datasets())
     check_token_ids(config, hf_config, run.tokenizer, run.datasets())
     notices = {grader.check(prompts[0].row) for prompts in (run.train, run.val) if prompts}
     for notice in notices:
@@ -167,6 +171,7 @@ def set_up(config, grader):
     }
     progress = PpoProgress(
         identity=identity,
+        tokenization=identify_tokens(config, OPTIONS),
         export_dtype=config.engine.compute_dtype,
         lora=adapter(config, run.base_name),
         kl_coef=config.algorithm.kl_ctrl.kl_coef,
@@ -250,8 +255,8 @@ def validate(run, roles) -> dict[str, float]:
     return validation_metrics(samples, run.config.reward.function, run.config.validation.n)
 
 
-def load_prompts(run, files):
-    """Return the prompts of `files`, or None if `files` is None.
+def load_prompts(run, selection):
+    """Return the prompts of a data.selection.Selection, or None if it is None.
 
     Rank 0 tokenizes prompts that are not in the cache; the other ranks read them from there.
     """
@@ -259,12 +264,18 @@ def load_prompts(run, files):
     from engines.parallel.device import on_rank0
     from job.setup import cache_directory
 
-    if files is None:
+    if selection is None:
         return None
     config = run.config
     cache = cache_directory(config)
     tokenized = on_rank0(
-        tokenize_prompts, files, run.tokenizer, config.data, cache, config.model.path, run.processor
+        tokenize_prompts,
+        selection,
+        run.tokenizer,
+        config.data,
+        cache,
+        config.model.path,
+        run.processor,
     )
     return PromptDataset.load(tokenized, run.processor)
 

@@ -20,7 +20,7 @@ import time
 from dataclasses import dataclass
 
 from config import InputError, run as run_script
-from job.progress import Progress, adapter, identify
+from job.progress import Progress, adapter, identify, identify_tokens
 
 
 @dataclass(kw_only=True)
@@ -65,6 +65,9 @@ def set_up(config):
 
     The user's mistakes are reported here, before any weights are loaded; cheap checks come first.
     """
+    from data.columns import check_column_keys
+    from data.dataset import OPTIONS
+    from data.selection import training_rows, validation_rows
     from engines.build import engine_class
     from job.models import check_token_ids, warn_of_length
     from job.run import Run
@@ -73,9 +76,10 @@ def set_up(config):
     config = run.config
     hf_config = engine_class(config.model_engine).check(config, run.world_size)
     run.load_tokenizer(hf_config)
-    run.train = load_data(run, config.data.train_files)
-    run.val = load_data(run, config.data.val_files)
+    run.train = load_data(run, training_rows(config.data))
+    run.val = load_data(run, validation_rows(config.data))
     datasets = run.datasets()
+    check_column_keys(config.data, datasets)
     check_token_ids(config, hf_config, run.tokenizer, datasets)
     longest = max(int(dataset.lengths.max()) for dataset in datasets.values())
     warn_of_length(hf_config, longest)
@@ -84,6 +88,7 @@ def set_up(config):
     run.start_profiler(["train_batch", "validate"] if run.val else ["train_batch"])
     progress = SftProgress(
         identity=identify(config, hf_config, run.train),
+        tokenization=identify_tokens(config, OPTIONS),
         export_dtype=config.engine.compute_dtype,
         lora=adapter(config, run.base_name),
     )
@@ -220,8 +225,8 @@ def validate(engine, val, batch_size: int) -> dict[str, float]:
     return {"val/loss": nll / num_tokens, "val/exact_match": num_exact / num_rows}
 
 
-def load_data(run, files):
-    """Return the tokenized rows of `files`, or None if `files` is None.
+def load_data(run, selection):
+    """Return the tokenized rows of a data.selection.Selection, or None if it is None.
 
     Rank 0 tokenizes rows that are not in the cache; the other ranks read them from there.
     """
@@ -230,20 +235,26 @@ def load_data(run, files):
     from engines.parallel.device import on_rank0
     from job.setup import cache_directory
 
-    if files is None:
+    if selection is None:
         return None
     config = run.config
     cache = cache_directory(config)
     tokenized = on_rank0(
-        tokenize, files, run.tokenizer, config.data, cache, config.model.path, run.processor
+        tokenize,
+        selection,
+        run.tokenizer,
+        config.data,
+        cache,
+        config.model.path,
+        run.processor,
     )
     dataset = TokenDataset.load(tokenized, run.processor)
     longest = int(dataset.lengths.max())
     limit, setting = sequence_limit(config, run.world_size)
     if longest > limit:
         raise InputError(
-            f"a row of {files} has {longest} tokens, more than {setting}: raise it, or lower "
-            "data.max_length with data.truncation=left, right or drop"
+            f"a row of {selection.files} has {longest} tokens, more than {setting}: raise it, or "
+            "lower data.max_length with data.truncation=left, right or drop"
         )
     return dataset
 

@@ -226,7 +226,6 @@ def run_settings(arguments: argparse.Namespace, size: tuple[int, int] | None) ->
         f"data.max_prompt_length={PROMPT_TOKENS + num_image_tokens}",
         f"rollout.n={arguments.n}",
         f"rollout.max_tokens={arguments.tokens}",
-        f"validation.max_tokens={arguments.tokens}",
         "rollout.max_num_seqs=1024",
         f"reward.function={ROOT}/benchmarks/ppo_h200.py:share_of_digits",
         "trainer.rollout_freq=-1",

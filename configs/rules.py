@@ -188,6 +188,13 @@ def is_interval(value: list) -> bool:
     return value == [-1, -1] or 1 <= first <= last
 
 
+def is_count_or_share(value) -> bool:
+    """Return whether a value is a whole number, at least 0, or a number below 1."""
+    if type(value) is float:
+        return 0 <= value < 1
+    return type(value) is int and value >= 0
+
+
 def are_ranks(value) -> bool:
     if value is None or value == "all":
         return True
@@ -256,6 +263,12 @@ AUTO_OR_COUNT = rule(
     type=["integer", "string"],
     anyOf=[{"const": "auto"}, {"type": "integer", "minimum": 1}],
 )
+COUNT_OR_SHARE = rule(
+    "must be a number of rows, or a share between 0 and 1",
+    is_count_or_share,
+    anyOf=[{"type": "integer", "minimum": 0}, {"minimum": 0, "exclusiveMaximum": 1}],
+    type="number",
+)
 DROPOUT = rule(
     "must be at least 0 and less than 1", lambda v: 0 <= v < 1, minimum=0, exclusiveMaximum=1
 )
@@ -293,6 +306,9 @@ RULES = {
     "model.mtp.num_speculative_tokens": at_least(1),
     "data.train_files": PATHS,
     "data.val_files": optional((str, list), PATHS),
+    "data.val_size": COUNT_OR_SHARE,
+    "data.train_max_samples": COUNT_OR_ALL,
+    "data.val_max_samples": COUNT_OR_ALL,
     "data.train_batch_size": at_least(1),
     "data.max_length": at_least(2),
     "data.truncation": one_of("error", "left", "right", "drop"),

@@ -4,7 +4,8 @@
     rows, messages, shapes    the columns of a row, its messages, and the formats of other projects
     chat/        messages -> token ids and loss mask
     images/      images in rows, and the model's image processor
-    tokenization, cache       whole files -> a cache folder on disk
+    selection    which rows are trained on, and which are validated
+    tokenization, lengths, cache    whole files -> a cache folder on disk
     dataset      tokenized rows for fine-tuning
     prompts      tokenized prompts for reinforcement learning
     batching/    the order of rows, batches, and their division over ranks

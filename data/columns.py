@@ -7,12 +7,13 @@ run that finds the cache prints the same lines.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from config import InputError
 from data.chat.losses import EARLIER, EMPTY, LOST, UNPRINTED, UNREAD, Loss, is_empty
 from data.rows import has_prompt_column, system_column
 from data.shapes import SHAPES, chats_in_text
@@ -41,6 +42,7 @@ class RowUse(NamedTuple):
         has_system_column: whether a column becomes the system message.
         has_empty_answer: whether an answer without any text is trained.
         json_chats: the columns of chats that are JSON text.
+        empty_columns: the columns that would be read, but have no value in this row.
     """
 
     columns: tuple[str, ...]
@@ -52,6 +54,7 @@ class RowUse(NamedTuple):
     has_system_column: bool
     has_empty_answer: bool
     json_chats: tuple[str, ...]
+    empty_columns: tuple[str, ...]
 
 
 @lru_cache(maxsize=10_000)  # the rows of a data set have few different uses
@@ -79,6 +82,7 @@ def describe_use(
     fields = list(fields_of_messages(row, chat_columns))
     ignored = [name for name in fields if name in options.ignored_fields]
     ignored += [name for name in unread if name not in ignored]
+    named_columns = key_columns(options, with_response)
     use = RowUse(
         tuple(column for column in columns if column in present),
         tuple(name for name in fields if name not in ignored and name not in lost),
@@ -89,8 +93,16 @@ def describe_use(
         bool(system_column(row, options)),
         any(loss.kind == EMPTY for loss in losses),
         tuple(chats_in_text(row, options)),
+        tuple(column for column in named_columns if is_empty(row.get(column, True))),
     )
     return to_json(use)
+
+
+def key_columns(options, with_response: bool) -> list[str]:
+    """Return the columns that the keys of `data` name."""
+    keys = [key for key in DEFAULT_COLUMNS if with_response or key != "response_key"]
+    columns = [getattr(options, key) for key in keys]
+    return [column for column in columns if column]
 
 
 def names_of(losses: Iterable[Loss], kind: str) -> tuple[str, ...]:
@@ -142,6 +154,7 @@ class FileUse:
     lost: dict[str, int] = field(default_factory=dict)
     earlier: dict[str, int] = field(default_factory=dict)
     json_chats: dict[str, int] = field(default_factory=dict)
+    empty_columns: dict[str, int] = field(default_factory=dict)
     num_system_columns: int = 0
     num_empty_answers: int = 0
     num_files: int = 1
@@ -166,8 +179,9 @@ class FileUse:
         self.num_files += other.num_files
 
     def names(self) -> str:
-        """Return the names in all dicts, to recognize files with the same columns."""
-        return str({name: sorted(value) for name, value in vars(self).items() if is_dict(value)})
+        """Return the names in all dicts, to recognize files whose report is the same."""
+        reported = vars(self) | {"empty_columns": None}
+        return str({name: sorted(value) for name, value in reported.items() if is_dict(value)})
 
 
 def is_dict(value) -> bool:
@@ -219,21 +233,35 @@ def report_lines(paths: list[Path], uses: list[dict], is_training: bool) -> Iter
             yield f"{name}: {line}"
 
 
-def unread_key_lines(files, uses: list[dict], options) -> Iterator[str]:
-    """Yield a line about each key that names a column which no row of the files has.
+def check_column_keys(options, datasets: Mapping[str, Any]) -> None:
+    """Raise InputError for a key of `data` that names a column which is read from no row.
 
-    A key that has its default is not mentioned: most rows have no tools and no images.
+    A key that has its default may do so: most rows have no tools and no images. So may a key whose
+    column exists but is empty.
 
     Args:
-        files: data.train_files or data.val_files.
-        uses: uses_of_file() for each file.
-        options: the section `data`.
+        options: the section `data` of the configuration.
+        datasets: TokenDatasets or PromptDatasets, by the configuration key of their files.
     """
-    read = {column for use in uses for column in [*use["columns"], *use["lost"]]}
+    use = FileUse()
+    for dataset in datasets.values():
+        for use_of_file in dataset.uses:
+            use.merge(FileUse(**use_of_file))
+    read = {*use.columns, *use.lost, *use.empty_columns}
     for key, default in DEFAULT_COLUMNS.items():
         column = getattr(options, key, default)
-        if column not in (default, None, *read):
-            yield f"data.{key}={column}: no column of this name is read from {files}"
+        if column in (default, None) or column in read:
+            continue
+        if column in use.other_columns:
+            raise InputError(
+                f"data.{key}={column} has no effect: the rows have this column, but they are read "
+                f"from {', '.join(use.columns)}. Leave out data.{key}"
+            )
+        columns = [*use.columns, *use.other_columns, *use.lost]
+        raise InputError(
+            f"data.{key}={column} names no column of {' and '.join(datasets)}, which have "
+            f"{', '.join(dict.fromkeys(columns))}: name one of these, or leave out data.{key}"
+        )
 
 
 def unused_row_lines(stats: dict, limit: str, truncation: str) -> Iterator[str]:

@@ -18,8 +18,10 @@ from data.chat.encoding import RowCoroutine, encode
 from data.chat.tokenizer import ChatTokenizer
 from data.columns import describe_use
 from data.images.processor import ImageStore, Processor
+from data.lengths import kept_tokens
+from data.selection import Selection
 from data.shapes import read_shape
-from data.tokenization import CacheSpec, kept_tokens, tokenize_to_cache
+from data.tokenization import CacheSpec, read_uses, tokenize_to_cache
 
 VERSION = 9  # version of the cache; increase it when encode() or the files of a cache change
 OPTIONS = (
@@ -52,7 +54,7 @@ UNUSED = {
 
 
 def tokenize(
-    files: str | Sequence[str],
+    files: str | Sequence[str] | Selection,
     tokenizer,
     options,
     cache_dir: Path,
@@ -65,7 +67,8 @@ def tokenize(
     (int64 [n+1]) and stats.json. With a processor, it also holds the files of StoredImages.
 
     Args:
-        files: names of data files, patterns or directories: see data.files.find_files().
+        files: names of data files, patterns or directories (see data.files.find_files()), or a
+            selection of their rows.
         options: the `data` section of the configuration.
         tokenizer_dir: the model's directory or hub name.
         processor: the processor of a vision-language model, else None.
@@ -112,12 +115,14 @@ class TokenDataset:
     Attributes:
         name: a hash of everything that the tokens depend on.
         lengths: int64 [n], the number of tokens of each row.
+        uses: how the columns of each file are used: data.columns.FileUse as dicts.
         stats: see tokenization.write_arrays().
     """
 
     def __init__(self, path: Path, processor: Processor | None = None):
         self.name = path.name
         self.stats = json.loads((path / "stats.json").read_text())
+        self.uses = read_uses(path)
         self.input_ids = np.load(path / "input_ids.npy", mmap_mode="r")
         self.loss_mask = np.load(path / "loss_mask.npy", mmap_mode="r")
         self.cu_seqlens = np.load(path / "cu_seqlens.npy", mmap_mode="r")

@@ -24,9 +24,10 @@ from data import dataset, prompts
 from data.chat.tokenizer import ChatTokenizer, load_tokenizer
 from data.columns import count_of_rows, report_lines, uses_of_file
 from data.dataset import TokenDataset
-from data.files import find_files, is_json, read_rows
+from data.files import find_files, read_rows
+from data.lengths import LengthLimit
 from data.prompts import PromptDataset
-from data.tokenization import CacheSpec, LengthLimit, plain_options, tokenize_rows
+from data.tokenization import CacheSpec, Source, plain_options, tokenize_rows
 
 NUM_ROWS = 3
 MAX_LENGTH = 2000  # characters shown of a run of tokens; the middle of a longer one is left out
@@ -52,9 +53,7 @@ def preview_file(path: Path, spec: CacheSpec, config, num_rows: int) -> Iterator
     with tempfile.TemporaryDirectory() as work:
         rows = read_rows(path, Path(work))
         num_rows = min(num_rows, len(rows))
-        tokens = tokenize_rows(
-            rows[:num_rows], range(num_rows), str(path), is_json(path), spec, chat, options
-        )
+        tokens = tokenize_rows(rows[:num_rows], range(num_rows), Source(path), spec, chat, options)
     for i in range(num_rows):
         row = {name: values[i] for name, values in tokens.items()}
         yield ""

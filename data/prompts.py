@@ -28,9 +28,11 @@ from data.chat.tokenizer import ChatTokenizer
 from data.columns import describe_use
 from data.images.processor import ImageStore, Processor
 from data.images.sources import IMAGE, place_images, without_pixels
+from data.lengths import kept_tokens
 from data.rows import has_prompt_column, read_messages, template_inputs
+from data.selection import Selection
 from data.shapes import read_shape
-from data.tokenization import CacheSpec, kept_tokens, tokenize_to_cache
+from data.tokenization import CacheSpec, read_uses, tokenize_to_cache
 
 # Part of a cache's name. Increase it when encode_prompt() or the files of a cache change.
 VERSION = "prompts 9"
@@ -76,7 +78,7 @@ class Prompt:
 
 
 def tokenize_prompts(
-    files: str | Sequence[str],
+    files: str | Sequence[str] | Selection,
     tokenizer,
     options,
     cache_dir: Path,
@@ -89,9 +91,9 @@ def tokenize_prompts(
     row and question of each prompt), record_ends.npy (int64 [n], in bytes) and stats.json.
 
     Args:
-        files: data files, whose rows have `prompt` (a string or messages) or `messages`. Assistant
-            turns at the end of `messages` are removed. Tools and template arguments are read as in
-            data.dataset.tokenize().
+        files: names of data files, or a selection of their rows, which have `prompt` (a string or
+            messages) or `messages`. Assistant turns at the end of `messages` are removed. Tools and
+            template arguments are read as in data.dataset.tokenize().
         options: the `data` section of the configuration.
 
     Raises:
@@ -276,6 +278,7 @@ class PromptDataset(Sequence):
     Attributes:
         name: a hash of everything that the prompts depend on.
         lengths: np.int64 [n], the number of tokens of each prompt.
+        uses: how the columns of each file are used: data.columns.FileUse as dicts.
         stats: see data.tokenization.write_arrays().
         drawn_lengths: np.float32 [n], the mean number of tokens in the latest responses to each
             prompt; nan if there are none yet.
@@ -289,6 +292,7 @@ class PromptDataset(Sequence):
         if processor:
             self.image_store, self.name = ImageStore.load(path, processor)
         self.stats = json.loads((path / "stats.json").read_text())
+        self.uses = read_uses(path)
         self.input_ids = np.load(path / "input_ids.npy", mmap_mode="r")
         self.cu_seqlens = np.load(path / "cu_seqlens.npy", mmap_mode="r")
         self.record_ends = np.load(path / "record_ends.npy", mmap_mode="r")

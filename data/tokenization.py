@@ -21,15 +21,12 @@ from config import InputError, die_with
 from data.cache import cache_key, ensure_cached
 from data.chat.encoding import RowCoroutine, encode_together
 from data.chat.tokenizer import ChatTokenizer
-from data.columns import (
-    report_lines,
-    unread_key_lines,
-    unused_row_lines,
-    uses_of_file,
-)
+from data.columns import report_lines, unused_row_lines, uses_of_file
 from data.files import find_files, is_json, parse_row, read_rows
 from data.images import stored
 from data.images.processor import Processor
+from data.lengths import LengthLimit, check_lengths
+from data.selection import Selection, as_selection
 from data.shapes import SHAPES
 
 # The additional columns for a vision-language model, with the values for a row without images.
@@ -38,7 +35,6 @@ USES = "uses.json"
 ROWS_PER_CALL = 100  # of tokenize_rows()
 MAX_SERIAL_ROWS = 2000  # for fewer rows, starting worker processes takes longer than tokenizing
 MAX_PROCESSES = 8
-NUM_LISTED_ROWS = 5  # at most, in an error message
 # The id of this process while it forks workers, for die_with_parent().
 PARENT_OF_WORKERS: list[int] = []
 
@@ -75,26 +71,24 @@ class CacheSpec(NamedTuple):
         return self._replace(version=f"{self.version}{images}", unused=self.unused | NO_IMAGES)
 
 
-class LengthLimit(NamedTuple):
-    """The limit on the number of tokens in a row.
+class Source(NamedTuple):
+    """A data file or a saved data set, and which of its rows are tokenized.
 
     Attributes:
-        key: its name in `data`.
-        tokens: the limit; None: no limit.
-        truncation: what to do with longer rows: error, drop, left or right.
+        path: the file or the directory.
+        is_selected: bool [number of rows]; None: all rows are selected.
     """
 
-    key: str
-    tokens: int | None
-    truncation: str
+    path: Path
+    is_selected: np.ndarray | None = None
 
-    def is_exceeded(self, lengths: np.ndarray) -> np.ndarray:
-        return lengths > (self.tokens or np.inf)
+    def selects(self, row: int) -> bool:
+        return self.is_selected is None or bool(self.is_selected[row])
 
 
 def tokenize_to_cache(
     spec: CacheSpec,
-    files: str | Sequence[str],
+    files: str | Sequence[str] | Selection,
     tokenizer,
     options,
     cache_dir: Path,
@@ -104,6 +98,7 @@ def tokenize_to_cache(
     """Return the cache folder for these files. Writes it first if there is none.
 
     Args:
+        files: names of data files, patterns or directories, or a selection of their rows.
         options: the `data` section of the configuration.
         processor: the processor of a vision-language model, else None.
 
@@ -112,7 +107,8 @@ def tokenize_to_cache(
     """
     if isinstance(options, Mapping):
         options = plain_options(options)
-    paths = find_files(files)
+    selection = as_selection(files)
+    paths = find_files(selection.files)
     tokenizer_dir = Path(tokenizer_dir)
     chat = ChatTokenizer.load(tokenizer, tokenizer_dir, processor)
     limit = LengthLimit(spec.limit_key, getattr(options, spec.limit_key), options.truncation)
@@ -122,24 +118,27 @@ def tokenize_to_cache(
     def write(folder: Path) -> None:
         import pyarrow
 
-        tables = tokenize_files(paths, spec, chat, options, folder / "datasets")
+        work = folder / "datasets"
+        masks = select_rows(paths, selection, work)
+        sources = [Source(path, mask) for path, mask in zip(paths, masks, strict=True)]
+        tables = tokenize_files(sources, spec, chat, options, work)
         check_lengths(paths, tables, limit)
         write_arrays(folder, pyarrow.concat_tables(tables), limit)
         write_uses(folder, tables)
 
-    values = [getattr(options, name) for name in spec.options]
+    values = [getattr(options, name) for name in spec.options] + selection.settings
     key = cache_key(paths, chat, tokenizer_dir, spec.version, values)
     folder = ensure_cached(Path(cache_dir) / key, write, stored.are_current)
     stats = json.loads((folder / "stats.json").read_text())
     if processor and not stats["images"]:
-        print(f"data: no row in {files} has an image", flush=True)
+        print(f"data: no row in {selection.files} has an image", flush=True)
+    if not selection.has_all_rows:
+        print(f"data: {selection.describe(stats['rows'])}", flush=True)
     report_shapes(stats)
-    uses = json.loads((folder / USES).read_text())
+    uses = read_uses(folder)
     is_training = "loss_mask" in spec.unused
     for line in report_lines(paths, uses, is_training):
         print(f"data: {line}", flush=True)
-    for line in unread_key_lines(files, uses, options):
-        print(f"warning: {line}", flush=True)
     limit_setting = f"data.{limit.key}={limit.tokens}"
     for line in unused_row_lines(stats, limit_setting, options.truncation):
         print(f"data: {line}", flush=True)
@@ -165,8 +164,19 @@ def report_shapes(stats: dict) -> None:
 # -- rows to tokens --------------------------------------------------------------------------------
 
 
+def select_rows(paths: list[Path], selection: Selection, work: Path) -> Sequence[np.ndarray | None]:
+    """Return which rows of each file are selected: bool [n], or None for all of them.
+
+    Args:
+        work: a directory for temporary files.
+    """
+    if selection.has_all_rows:
+        return [None] * len(paths)
+    return selection.masks([len(read_rows(path, work / str(i))) for i, path in enumerate(paths)])
+
+
 def tokenize_files(
-    paths: list[Path], spec: CacheSpec, chat: ChatTokenizer, options, work: Path
+    sources: list[Source], spec: CacheSpec, chat: ChatTokenizer, options, work: Path
 ) -> list:
     """Tokenize all files.
 
@@ -183,7 +193,8 @@ def tokenize_files(
     """
     with forking_workers():
         tables = [
-            tokenize_file(path, spec, chat, options, work / str(i)) for i, path in enumerate(paths)
+            tokenize_file(source, spec, chat, options, work / str(i))
+            for i, source in enumerate(sources)
         ]
     for table in tables:
         if table["error"].null_count < len(table):
@@ -205,13 +216,13 @@ def forking_workers() -> Iterator[None]:
         gc.unfreeze()
 
 
-def tokenize_file(path: Path, spec: CacheSpec, chat: ChatTokenizer, options, work: Path):
+def tokenize_file(source: Source, spec: CacheSpec, chat: ChatTokenizer, options, work: Path):
     """Return a file's rows as a pyarrow.Table with the columns of `spec.unused`, and `error`."""
     from datasets import Features
 
-    rows = read_rows(path, work)
+    rows = read_rows(source.path, work)
     if not len(rows):
-        raise InputError(f"{path}: the file has no rows")
+        raise InputError(f"{source.path}: the file has no rows")
     types = column_types()
     num_processes = options.num_proc or default_processes(len(rows))
     tokens = rows.map(
@@ -221,14 +232,13 @@ def tokenize_file(path: Path, spec: CacheSpec, chat: ChatTokenizer, options, wor
         with_indices=True,
         remove_columns=rows.column_names,
         fn_kwargs={
-            "name": str(path),
-            "is_json": is_json(path),
+            "source": source,
             "spec": spec,
             "chat": chat,
             "options": options,
         },
         features=Features({name: types[name] for name in [*spec.unused, "error"]}),
-        desc=f"tokenizing {path.name}",
+        desc=f"tokenizing {source.path.name}",
         num_proc=min(num_processes, len(rows)) if num_processes > 1 else None,
         new_fingerprint="tokens",
         cache_file_name=str(work / "tokens.arrow"),
@@ -266,8 +276,7 @@ def column_types() -> dict:
 def tokenize_rows(
     columns: dict[str, list],
     indices: list[int],
-    name: str,
-    is_json: bool,
+    source: Source,
     spec: CacheSpec,
     chat: ChatTokenizer,
     options,
@@ -277,19 +286,21 @@ def tokenize_rows(
     Args:
         columns: {name: values of these rows}.
         indices: the indices of the rows in the file, from 0.
-        name: the file's path.
-        is_json: whether there is only the column `text`, with rows as JSON.
+        source: the file, and which of its rows are selected.
 
     Returns:
         The columns of `spec.unused`, and `error`, which is a message with file and line for a row
         that is malformed.
     """
-    folder = folder_of(Path(name))
+    folder = folder_of(source.path)
+    holds_json = is_json(source.path)
     unused = spec.unused | {"error": None}
 
-    def encode_row(values: tuple) -> RowCoroutine[dict]:
+    def encode_row(index: int, values: tuple) -> RowCoroutine[dict]:
+        if not source.selects(index):
+            return {}
         row = dict(zip(columns, values, strict=True))
-        if is_json:
+        if holds_json:
             if not row["text"].strip():
                 return {}
             row = parse_row(row["text"])
@@ -298,11 +309,11 @@ def tokenize_rows(
         return (yield from spec.tokenize_row(row, chat, options, folder))
 
     results = []
-    rows = zip(*columns.values(), strict=True)
-    tokenized_rows = encode_together([encode_row(values) for values in rows])
+    rows = zip(indices, zip(*columns.values(), strict=True), strict=True)
+    tokenized_rows = encode_together([encode_row(index, values) for index, values in rows])
     for index, result in zip(indices, tokenized_rows, strict=True):
         if isinstance(result, InputError):
-            result = {"error": f"{name}:{index + 1}: {result}"}
+            result = {"error": f"{source.path}:{index + 1}: {result}"}
         results.append(unused | result)
     tokens = {}
     for key in unused:
@@ -313,43 +324,6 @@ def tokenize_rows(
 def folder_of(path: Path) -> Path:
     """Return the directory for relative paths in a data file or a saved data set."""
     return (path if path.is_dir() else path.parent).resolve()
-
-
-def kept_tokens(length: int, limit: int | None, truncation: str) -> slice:
-    """Return the slice of its tokens that a row of `length` tokens keeps.
-
-    If truncation is error or drop, a row that is longer than the limit keeps none.
-    """
-    if limit is None or length <= limit:
-        return slice(None)
-    if truncation == "left":
-        return slice(length - limit, None)
-    if truncation == "right":
-        return slice(limit)
-    return slice(0)
-
-
-def check_lengths(paths: list[Path], tables: list, limit: LengthLimit) -> None:
-    """Raise InputError, which lists a few rows, if truncation is error and rows are too long."""
-    if limit.truncation != "error" or limit.tokens is None:
-        return
-    num_rows = 0
-    too_long = []
-    for path, table in zip(paths, tables):
-        lengths = table["length"].to_numpy()
-        num_rows += len(lengths)
-        too_long += [
-            f"{path}:{row + 1} ({lengths[row]} tokens)"
-            for row in np.flatnonzero(limit.is_exceeded(lengths))
-        ]
-    if too_long:
-        listed = ", ".join(too_long[:NUM_LISTED_ROWS])
-        if len(too_long) > NUM_LISTED_ROWS:
-            listed += ", ..."
-        raise InputError(
-            f"{len(too_long)} of {num_rows} rows are longer than data.{limit.key}={limit.tokens}: "
-            f"{listed}; raise it, or set data.truncation to left, right or drop"
-        )
 
 
 # -- tokens to arrays ------------------------------------------------------------------------------
@@ -467,6 +441,11 @@ def write_uses(folder: Path, tables: list) -> None:
     """Write how the columns of each file are used: see data.columns.uses_of_file()."""
     uses = [uses_of_file(table["use"].value_counts().to_pylist()) for table in tables]
     (folder / USES).write_text(json.dumps(uses, indent=1))
+
+
+def read_uses(folder: Path) -> list[dict]:
+    """Return how the columns of each file are used, from a cache folder: FileUse as dicts."""
+    return json.loads((folder / USES).read_text())
 
 
 def write_records(folder: Path, table) -> None:

@@ -1,5 +1,6 @@
 """The progress of a run and the settings that identify it, kept in a checkpoint's trainer.json."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -20,12 +21,16 @@ class Progress:
     Attributes:
         identity: settings that must not change when a run resumes, by their names in error
             messages. See `identify()`.
+        tokenization: the settings on which the tokens of the rows depend, by their keys. They are
+            part of the identity, as a hash; these values explain a difference. None in checkpoints
+            of earlier versions.
         export_dtype: dtype of exported weights, such as "bfloat16".
         lora: the adapter settings that an export needs; None without adapters.
         step: number of completed steps.
     """
 
     identity: dict[str, Any]
+    tokenization: dict[str, Any] | None = None
     export_dtype: str | None = None
     lora: dict[str, Any] | None = None
     step: int = 0
@@ -48,6 +53,7 @@ class Progress:
         identity = IMPLIED_BY_OLD_CHECKPOINTS | saved["run"]
         identity.setdefault("critic", identity.get("algorithm.adv_estimator") == "gae")
         progress = cls(identity=identity)
+        progress.tokenization = saved.get("tokenization")
         progress.export_dtype = saved.get("export_dtype")
         progress.lora = saved.get("lora")
         progress.take_counters(saved)
@@ -56,13 +62,13 @@ class Progress:
     def take_counters(self, saved: dict[str, Any]) -> None:
         """Continue counting where a checkpoint ended.
 
-        Identity, export dtype and adapters remain those of this run. A counter that the checkpoint
-        lacks, because an earlier version wrote it, keeps its value.
+        Identity, tokenization, export dtype and adapters remain those of this run. A counter that
+        the checkpoint lacks, because an earlier version wrote it, keeps its value.
 
         Args:
             saved: the content of the checkpoint's trainer.json.
         """
-        own = ("identity", "export_dtype", "lora")
+        own = ("identity", "tokenization", "export_dtype", "lora")
         for name in vars(self):
             if name in saved and name not in own:
                 setattr(self, name, saved[name])
@@ -93,6 +99,19 @@ def identify(config, hf_config, train) -> dict[str, Any]:
         "data.train_files": f"{train.name[:16]} (a hash of data, tokenizer and their options)",
         "the model": f"{hf_config.model_type} of {num_layers} layers of {hf_config.hidden_size}",
     }
+
+
+def identify_tokens(config, options: Sequence[str]) -> dict[str, Any]:
+    """Return the settings on which the tokens of the training rows depend, by their keys.
+
+    Args:
+        options: the keys of `data` on which the tokens of a row depend.
+    """
+    from omegaconf import OmegaConf
+
+    data = OmegaConf.to_container(config.data)
+    names = ("train_files", *options, "chat_template", "val_size", "train_max_samples")
+    return {f"data.{name}": data[name] for name in names}
 
 
 def identify_adapters(config) -> dict[str, Any]:

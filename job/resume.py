@@ -134,16 +134,37 @@ def check_identity(config, path: Path, saved: Progress, fresh: Progress) -> bool
     new = compared_settings(config, fresh)
     changed = [key for key, value in new.items() if old.get(key) != value]
     for key in changed:
-        change = f"{path} was written with {key}={old.get(key)}, now it is {new[key]}"
+        change = describe_change(key, old.get(key), new[key])
+        name = "it"
+        settings = describe_tokenization(saved, fresh) if key == "data.train_files" else ""
+        if settings:
+            change = settings
+            name = key
+        change = f"{path} was written with {change}"
         if key not in config.trainer.resume_override:
             override = ""
             if key in overridable(fresh):
-                override = "name it in trainer.resume_override, "
+                override = f"name {name} in trainer.resume_override, "
             raise InputError(
                 f"{change}: set it back, {override}or start a new run in another output_dir"
             )
         print(f"{change}, as trainer.resume_override allows", flush=True)
     return bool(changed)
+
+
+def describe_change(key: str, old: Any, new: Any) -> str:
+    return f"{key}={old}, now it is {new}"
+
+
+def describe_tokenization(saved: Progress, fresh: Progress) -> str:
+    """Return the settings that changed the tokens of the rows, with their values.
+
+    Returns "" if there are none: the contents of the files or the tokenizer have changed.
+    """
+    old = saved.tokenization or {}
+    new = fresh.tokenization or {}
+    changed = [key for key in old.keys() & new.keys() if old[key] != new[key]]
+    return ", and ".join(describe_change(key, old[key], new[key]) for key in sorted(changed))
 
 
 def compared_settings(config, progress: Progress) -> dict[str, Any]:

@@ -113,8 +113,9 @@ class Run:
         return ChatTokenizer.load(self.tokenizer, Path(self.config.model.path), self.processor)
 
     def datasets(self) -> dict[str, Any]:
-        """Return the data sets by the configuration key of their files."""
-        datasets = {"data.train_files": self.train, "data.val_files": self.val}
+        """Return the data sets by the configuration key that chooses their rows."""
+        val_key = "data.val_size" if self.config.data.val_files is None else "data.val_files"
+        datasets = {"data.train_files": self.train, val_key: self.val}
         return {key: dataset for key, dataset in datasets.items() if dataset}
 
     def count_steps(self) -> None:

@@ -28,12 +28,26 @@ def check_directories(config) -> None:
 
 
 def check_validation(config) -> None:
-    """Raise InputError if trainer.test_freq is set without validation files."""
-    trainer = config.trainer
-    if trainer.test_freq > 0 and config.data.val_files is None:
+    """Raise InputError for settings of the validation that contradict each other or do nothing."""
+    from data.selection import ALL, validation_rows
+
+    data = config.data
+    if data.val_files is not None and data.val_size:
         raise InputError(
-            f"trainer.test_freq={trainer.test_freq} does nothing without data.val_files: set it, "
-            "or leave out trainer.test_freq"
+            f"data.val_files={data.val_files} and data.val_size={data.val_size} both choose the "
+            "rows to validate: leave one of them out"
+        )
+    if validation_rows(data) is not None:
+        return
+    unused = []
+    if config.trainer.test_freq > 0:
+        unused.append(f"trainer.test_freq={config.trainer.test_freq}")
+    if data.val_max_samples != ALL:
+        unused.append(f"data.val_max_samples={data.val_max_samples}")
+    if unused:
+        raise InputError(
+            f"{', '.join(unused)} does nothing without data.val_files or data.val_size: set one of "
+            "these, or leave it out"
         )
 
 

@@ -11,6 +11,9 @@ A requirement is one condition, or several joined by "or":
     (needs validation.temperature above 0)       a key is larger than a number
     (needs an adv_estimator that reads gamma)    the function in this key reads an input
 
+A comment may have several requirements, which must all be met. The requirement of a group, in the
+comment next to its name, applies to each of its keys.
+
 The last form may name two keys and two inputs: "an adv_estimator or loss_mode that reads rewards or
 outcome". One of the functions must then read one of the inputs.
 """
@@ -22,7 +25,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from config import CONFIGS, InputError
-from configs.files import read_comments
+from configs.files import flatten, read_comments
 from rl.functions import FUNCTIONS, built_in_readers, inputs_read
 
 REQUIREMENT = re.compile(r"\(needs ([^()]*)\)")
@@ -111,24 +114,25 @@ def parse_first(text: str) -> tuple[Condition, str]:
     raise ValueError(f"no condition begins with {text!r}: rl/requirements.py lists the forms")
 
 
-def read_requirements(path: Path) -> dict[str, list[Condition]]:
-    """Return the alternative conditions of each key of a YAML file that has a requirement."""
-    requirements = {}
+def read_requirements(path: Path) -> list[tuple[str, list[Condition]]]:
+    """Return (key or group, alternative conditions) for each requirement in a file's comments."""
+    requirements = []
     for key, comment in read_comments(path).items():
-        match = REQUIREMENT.search(comment)
-        if match:
-            requirements[key] = parse(match[1])
+        for text in REQUIREMENT.findall(comment):
+            requirements.append((key, parse(text)))
     return requirements
 
 
 def check_keys_have_an_effect(config: DictConfig) -> None:
     """Raise InputError for a key that differs from its default although nothing reads it."""
     path = CONFIGS / "ppo.yaml"
-    defaults = OmegaConf.load(path)
-    for key, conditions in read_requirements(path).items():
-        value = OmegaConf.select(config, key)
-        if value == OmegaConf.select(defaults, key):
+    defaults = flatten(OmegaConf.load(path))
+    values = flatten(config)
+    for name, conditions in read_requirements(path):
+        if any(condition.holds(config) for condition in conditions):
             continue
-        if not any(condition.holds(config) for condition in conditions):
-            needed = " or ".join(condition.describe() for condition in conditions)
-            raise InputError(f"{key}={value} does nothing without {needed}: leave it out")
+        for key, value in values.items():
+            is_concerned = key == name or key.startswith(f"{name}.")
+            if is_concerned and value != defaults[key]:
+                needed = " or ".join(condition.describe() for condition in conditions)
+                raise InputError(f"{key}={value} does nothing without {needed}: leave it out")

@@ -31,8 +31,11 @@ from engines.model.shape import layer_configs
 from engines.model.weights import check_files
 
 
-def check_model_and_layout(config: DictConfig, world_size: int, head: Head):
+def check_model_and_layout(config: DictConfig, world_size: int, head: Head, reports: bool):
     """Check a run, and return the text model's configuration.
+
+    Args:
+        reports: whether rank 0 prints what model.freeze freezes.
 
     Raises:
         InputError: if this engine does not support the model, the layout or the settings.
@@ -51,7 +54,7 @@ def check_model_and_layout(config: DictConfig, world_size: int, head: Head):
     if not is_only_described(config):
         check_files(hf, Path(config.model.path), head)
     tracing.check_forward_pass(hf, config)
-    freeze.apply(config, hf, head, reports=True)
+    freeze.apply(config, hf, head, reports=reports)
     lora.check_config(config, hf)
     return hf_config
 

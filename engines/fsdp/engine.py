@@ -85,7 +85,7 @@ class FSDPEngine(Engine):
         self.optim = config.optim
         self.compute_dtype = getattr(torch, config.engine.compute_dtype)
         self.world_size = dist.get_world_size()
-        self.hf_config = self.check(config, self.world_size, head)
+        self.hf_config = self.check(config, self.world_size, head, reports=False)
         self._form_groups()
         self._build(head, temperature)
         self._load(head, shared_weights)
@@ -100,13 +100,18 @@ class FSDPEngine(Engine):
         guard.check_isolation(self)
 
     @staticmethod
-    def check(config: DictConfig, world_size: int, head: Head = Head.LOG_PROBS):
+    def check(
+        config: DictConfig, world_size: int, head: Head = Head.LOG_PROBS, reports: bool = True
+    ):
         """Check a run before anything is built, and return the text model's configuration.
+
+        Args:
+            reports: whether rank 0 prints what model.freeze freezes.
 
         Raises:
             InputError: if this engine does not support the model, the layout or the settings.
         """
-        return check_model_and_layout(config, world_size, head)
+        return check_model_and_layout(config, world_size, head, reports)
 
     # -- construction ------------------------------------------------------------------------------
 

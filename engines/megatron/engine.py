@@ -99,7 +99,7 @@ class MegatronEngine(Engine):
         self.head_kind = head
         self.optim = config.optim
         self.lora = config.model.lora
-        self.hf_config = self.check(config, dist.get_world_size(), head)
+        self.hf_config = self.check(config, dist.get_world_size(), head, reports=False)
         self.compute_dtype = getattr(torch, config.engine.compute_dtype)
         self._join_groups()
         self._build_model()
@@ -119,8 +119,13 @@ class MegatronEngine(Engine):
         guard.check_isolation(self)
 
     @staticmethod
-    def check(config: DictConfig, world_size: int, head: Head = Head.LOG_PROBS):
+    def check(
+        config: DictConfig, world_size: int, head: Head = Head.LOG_PROBS, reports: bool = True
+    ):
         """Check a run before anything is built, and return the model's configuration.
+
+        Args:
+            reports: whether rank 0 prints what model.freeze freezes.
 
         Raises:
             InputError: if this engine does not support the model, the layout or the settings.
@@ -138,7 +143,7 @@ class MegatronEngine(Engine):
         hf = build_on_meta(hf_config, torch.float32, head, with_mtp=mtp.is_trained(config))
         if not is_only_described(config):
             bridge.check_files(hf, Path(path), head)
-        freeze.apply(config, hf, head, Mapping(hf_config, head).parameter_key, reports=True)
+        freeze.apply(config, hf, head, Mapping(hf_config, head).parameter_key, reports=reports)
         check_adapters(config, hf_config, hf)
         return hf_config
 

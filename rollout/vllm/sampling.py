@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from common.end_tokens import read_end_ids
 from config import InputError
+from data.selection import validation_rows
 
 # This many tokens may be as likely as the last one of the top_k. vLLM samples from all of them.
 NUM_TIES = 8
@@ -24,9 +25,9 @@ def validation_sampling(config: DictConfig) -> DictConfig:
 
 
 def sampling_groups(config: DictConfig) -> dict[str, DictConfig]:
-    """Return the sampling settings of a run, by group: `validation` only with validation files."""
+    """Return the sampling settings of a run, by group: `validation` only if it validates."""
     groups = {"rollout": config.rollout}
-    if config.data.val_files is not None:
+    if validation_rows(config.data) is not None:
         groups["validation"] = validation_sampling(config)
     return groups
 

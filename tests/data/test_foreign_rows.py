@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from config import InputError
 from data.chat.encoding import encode as encode_row, encode_together
 from data.chat.tokenizer import ChatTokenizer
-from data.columns import report_lines, unread_key_lines, uses_of_file
+from data.columns import check_column_keys, report_lines, uses_of_file
 from data.dataset import tokenize_row
 from data.files import find_files, parse_row, read_rows
 from data.messages import check_message
@@ -196,13 +197,46 @@ def lines_of(rows):
     return list(report_lines([Path("f")], [uses], is_training=True))
 
 
-def test_a_key_that_names_no_column_is_reported():
-    uses = [{"columns": {"messages": 2}, "lost": {}}, {"columns": {"tools": 1}, "lost": {"t": 1}}]
-    assert list(unread_key_lines("f", uses, options())) == []
-    settings = options(tools_key="tols", system_key=None, images_key="messages", prompt_key="t")
-    assert list(unread_key_lines("f", uses, settings)) == [
-        "data.tools_key=tols: no column of this name is read from f"
-    ]
+ROWS_WITH_TOOLS = [
+    {"messages": say("q", "a"), "functions": [{"name": "f"}], "note": "n", "pictures": None},
+    {"messages": say("q", "a")},
+]
+
+
+@pytest.mark.parametrize(
+    "settings, error",
+    [
+        ({"tools_key": "functions"}, None),
+        ({"images_key": "pictures", "system_key": None}, None),  # an empty column
+        (
+            {"tools_key": "tols"},
+            "data.tools_key=tols names no column of data.train_files and data.val_files, which "
+            "have messages, functions, note: name one of these, or leave out data.tools_key",
+        ),
+        (
+            {"prompt_key": "note"},
+            "data.prompt_key=note has no effect: the rows have this column, but they are read from "
+            "messages. Leave out data.prompt_key",
+        ),
+    ],
+)
+def test_a_key_names_a_column_that_is_read(settings, error):
+    """It is enough if one of the files has the column, and if one of its rows has a value."""
+    chosen = options(max_length=1000, truncation="error", lost_fields="ignore", **settings)
+    tokenizer = make_tokenizer(QWEN2)
+    chat = ChatTokenizer(tokenizer, tokenizer.convert_tokens_to_ids(ENDS))
+    results = encode_together([tokenize_row(row, chat, chosen) for row in ROWS_WITH_TOOLS])
+    uses = [uses_of_file([{"values": result["use"], "counts": 1}]) for result in results]
+    datasets = {
+        "data.train_files": SimpleNamespace(uses=uses[1:]),
+        "data.val_files": SimpleNamespace(uses=uses[:1]),
+    }
+    if error is None:
+        check_column_keys(chosen, datasets)
+        return
+    with pytest.raises(InputError) as caught:
+        check_column_keys(chosen, datasets)
+    assert str(caught.value) == error
 
 
 def test_the_report_counts_empty_answers_and_names_a_key_for_system_prompts():

@@ -739,7 +739,6 @@ def ppo_run(tmp_path_factory) -> Path:
         "data.max_tokens_per_micro_batch=200",
         "rollout.n=2",
         "rollout.max_tokens=12",
-        "validation.max_tokens=12",
         "rollout.kv_cache_gib=0.05",
         "reward.num_workers=1",
         "optim.lr=3e-3",

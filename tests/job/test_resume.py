@@ -5,7 +5,8 @@ import json
 import pytest
 
 from config import InputError, load
-from job.progress import Progress
+from data import dataset, prompts
+from job.progress import Progress, identify_tokens
 from job.resume import choose_checkpoint, find_resume
 
 
@@ -72,6 +73,42 @@ def test_what_a_resume_may_not_change(tmp_path, pairs, run, message):
     with pytest.raises(InputError) as caught:
         find_resume(config, None, Progress(identity=saved | run), 20)
     assert message in str(caught.value)
+
+
+TOKENIZATION = {"data.train_files": "a.jsonl", "data.max_length": 4096, "data.truncation": "drop"}
+
+
+@pytest.mark.parametrize(
+    "now, message",
+    [
+        (
+            TOKENIZATION | {"data.max_length": 2048},
+            "was written with data.max_length=4096, now it is 2048: set it back, name "
+            "data.train_files in trainer.resume_override, or start a new run",
+        ),
+        (
+            TOKENIZATION | {"data.max_length": 2048, "data.truncation": "left"},
+            "with data.max_length=4096, now it is 2048, and data.truncation=drop, now it is left:",
+        ),
+        (TOKENIZATION, "with data.train_files=old, now it is new: set it back, name it in"),
+    ],
+)
+def test_other_tokens_are_explained_by_the_settings_that_changed(tmp_path, now, message):
+    fresh = Progress(identity={"data.train_files": "old"}, tokenization=TOKENIZATION, step=3)
+    (tmp_path / "trainer.json").write_text(json.dumps(fresh.to_json()))
+    resumed = Progress(identity={"data.train_files": "new"}, tokenization=now)
+    with pytest.raises(InputError) as caught:
+        find_resume(config_with(tmp_path), None, resumed, 20)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("script, module", [("sft", dataset), ("ppo", prompts)])
+def test_every_setting_that_changes_tokens_can_explain_a_difference(script, module):
+    config = load(f"{script}.yaml", ["model.path=m", "data.train_files=t", "data.val_size=0.1"])
+    identified = identify_tokens(config, module.OPTIONS)
+    assert {f"data.{name}" for name in module.OPTIONS} < identified.keys()
+    assert identified["data.val_size"] == 0.1
+    assert json.loads(json.dumps(identified)) == identified
 
 
 def test_counters_continue_and_the_identity_is_the_new_runs():

@@ -74,12 +74,30 @@ def test_the_first_lines_say_where_a_run_begins(run, capsys):
     ]
 
 
-def test_a_frequency_of_validations_needs_validation_files(tmp_path):
-    settings = ["model.path=x", "data.train_files=x", "trainer.test_freq=4"]
-    with pytest.raises(InputError, match="test_freq=4 does nothing without data.val_files"):
-        check_validation(load("sft.yaml", settings))
-    check_validation(load("sft.yaml", [*settings, "data.val_files=x"]))
-    check_validation(load("sft.yaml", settings[:2]))
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (
+            ["trainer.test_freq=4"],
+            "trainer.test_freq=4 does nothing without data.val_files or data",
+        ),
+        (["data.val_max_samples=4"], "data.val_max_samples=4 does nothing without data.val_files"),
+        (
+            ["data.val_files=x", "data.val_size=4"],
+            "data.val_files=x and data.val_size=4 both choose",
+        ),
+        (["trainer.test_freq=4", "data.val_files=x"], None),
+        (["trainer.test_freq=4", "data.val_max_samples=4", "data.val_size=0.5"], None),
+        ([], None),
+    ],
+)
+def test_settings_of_the_validation_need_rows_to_validate(settings, message):
+    config = load("sft.yaml", ["model.path=x", "data.train_files=x", *settings])
+    if message is None:
+        check_validation(config)
+        return
+    with pytest.raises(InputError, match=message):
+        check_validation(config)
 
 
 def test_validation_is_due_every_few_steps_and_after_the_last(run):

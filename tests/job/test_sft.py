@@ -327,12 +327,15 @@ def test_dry_run_prints_the_plan_and_trains_nothing(assets, tmp_path):
     model = shutil.copytree(assets / "model", tmp_path / "short")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 16}))
-    done = run([*TORCHRUN, *arguments(assets, tmp_path, "dry_run=true", f"model.path={model}")])
+    settings = ["dry_run=true", f"model.path={model}"]
+    settings += ["data.val_size=10", "data.train_max_samples=70"]
+    done = run([*TORCHRUN, *arguments(assets, tmp_path, *settings)])
     for part in (
         "lr: 0.003",
         "2 ranks on cpu = 2 data-parallel",
-        "rows 84",
-        "steps: 20",
+        "train: rows 70,",
+        "val: rows 10,",
+        "steps: 16",
         "optimizer ",
         "activations ",
         "device total",
@@ -488,8 +491,10 @@ def test_a_checkpoint_is_not_continued_with_other_data_nor_overwritten(assets, u
         [*PYTHON, *arguments(assets, uninterrupted, "data.train_on=last", "data.max_length=64")],
         returncode=2,
     )
-    assert "was written with data.train_files=" in done.stderr
-    assert "(a hash of data, tokenizer and their options)" in done.stderr
+    assert (
+        "was written with data.max_length=4096, now it is 64, and data.train_on=all, now it is "
+        "last: set it back, name data.train_files in trainer.resume_override, or" in done.stderr
+    )
     run([*PYTHON, *arguments(assets, uninterrupted, "dry_run=true")])
     done = run([*PYTHON, *arguments(assets, uninterrupted, "trainer.resume=never")], returncode=2)
     assert "trainer.resume=never, but" in done.stderr

@@ -96,7 +96,6 @@ def ppo_run(assets, tmp_path_factory):
             "algorithm.use_kl_in_reward=true",
             "rollout.n=2",
             "rollout.max_tokens=12",
-            "validation.max_tokens=12",
             "data.max_prompt_length=40",
             "rollout.kv_cache_gib=0.05",
             "reward.num_workers=1",

@@ -89,7 +89,6 @@ def test_a_mistake_is_one_line_before_the_model_is_loaded(assets, tmp_path):
                 "profiler.msprobe.stages=[compute_values]",
                 "data.max_prompt_length=60",
                 "rollout.max_tokens=60",
-                "validation.max_tokens=60",
             ),
         ],
         returncode=2,

@@ -9,6 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from config import InputError, hide_secrets, load, run, without_secrets
+from configs.environment import LOWEST
 from configs.files import CONFIGS, SCRIPTS, engine_files, flatten, read_comments
 from configs.json_schema import DIRECTORY, schema, write_schemas
 from configs.names import readers
@@ -335,8 +336,8 @@ def test_bounds_of_sampling(argument, message):
         ("sft", "ddp_timeout", "trainer.timeout_minutes, in minutes"),
         # LLaMA-Factory
         ("sft", "template", "data.chat_template is a file with another one"),
-        ("sft", "max_samples", "pass a file with fewer rows"),
-        ("sft", "val_size", "into a file of their own, data.val_files"),
+        ("sft", "max_samples", "the nearest is data.train_max_samples"),
+        ("sft", "val_size", "the nearest is data.val_size"),
         ("sft", "quantization_bit", "training quantized models is not supported"),
         ("sft", "mask_history", "data.train_on=last trains only the last turn"),
         ("sft", "tokenized_path", "read from data.cache_dir"),
@@ -609,6 +610,40 @@ def test_an_error_is_one_line_a_node_and_exit_code_2(monkeypatch, capsys, rank, 
     assert left.value.code == 2 and capsys.readouterr().err == said.format(
         "broken ${oc.env:HUB_TOKEN}"
     )
+
+
+@pytest.mark.parametrize(
+    "variables, message",
+    [
+        ({"RANK": "abc"}, "RANK='abc' must be a whole number, at least 0: start with torchrun"),
+        ({"RANK": ""}, "RANK='' must be a whole number"),
+        ({"RANK": "-1"}, "RANK='-1' must be a whole number, at least 0"),
+        ({"RANK": "0", "LOCAL_RANK": "x"}, "LOCAL_RANK='x' must be a whole number"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE='0' must be a whole number, at least 1"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE='two' must be a whole number"),
+        ({"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, "RANK=2 must be below WORLD_SIZE=2"),
+        ({"RANK": "0", "MASTER_PORT": "http"}, "MASTER_PORT='http' must be a whole number"),
+        ({"RANK": "0", "MASTER_PORT": "70000"}, "MASTER_PORT=70000 must be at most 65535"),
+        ({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "29500"}, None),
+        ({}, None),
+    ],
+)
+def test_environment_variables_of_ranks_are_numbers(monkeypatch, capsys, variables, message):
+    monkeypatch.setattr("sys.argv", ["train_sft.py", *NEEDED])
+    for name in LOWEST:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    configs = []
+    if message is None:
+        run(configs.append, "sft.yaml", "")
+        assert len(configs) == 1
+        return
+    with pytest.raises(SystemExit) as left:
+        run(configs.append, "sft.yaml", "")
+    lines = capsys.readouterr().err.splitlines()
+    assert left.value.code == 2 and len(lines) == 1 and not configs
+    assert re.match(rf"error( on rank 2)?: the environment variable {re.escape(message)}", lines[0])
 
 
 def help_of(monkeypatch, capsys, *arguments):

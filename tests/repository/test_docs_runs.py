@@ -30,7 +30,6 @@ SMALL_PPO = [
     *SMALL,
     "data.max_prompt_length=40",
     "rollout.max_tokens=12",
-    "validation.max_tokens=12",
     "rollout.kv_cache_gib=0.05",
     "reward.num_workers=1",
 ]

@@ -301,7 +301,6 @@ def test_a_turn_of_a_tool(tmp_path):
         "data.max_prompt_length=64",
         "rollout.n=4",
         "rollout.max_tokens=32",
-        "validation.max_tokens=32",
         "trainer.total_steps=1",
         "trainer.rollout_freq=1",
         "rollout.kv_cache_gib=0.1",

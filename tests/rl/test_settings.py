@@ -12,6 +12,7 @@ from tests.support.samples import (
 )
 
 GAE = "algorithm.adv_estimator=gae"
+VAL_FILES = "data.val_files=there"
 FILTER = "algorithm.filter_groups.enable=true"
 
 CONTRADICTIONS = {
@@ -44,7 +45,7 @@ CONTRADICTIONS = {
         "set rollout.top_k (e.g. 64)",
     ),
     "equal responses of a validation": (
-        ["validation.n=4"],
+        ["validation.n=4", VAL_FILES],
         "validation.n=4 with validation.temperature=0 generates equal responses",
     ),
     **{
@@ -67,10 +68,17 @@ CONTRADICTIONS = {
             "algorithm.rollout_is_threshold=3.0": "algorithm.rollout_is",
             "algorithm.rollout_rs_threshold=3.0": "algorithm.rollout_rs",
             "reward.overlong_penalty=2.0": "reward.overlong_buffer",
-            "validation.top_p=0.5": "validation.temperature above 0",
+            "validation.n=4": "data.val_files or data.val_size above 0",
+            "validation.max_tokens=9": "data.val_files or data.val_size above 0",
+            "validation.top_p=0.5": "data.val_files or data.val_size above 0",
+            "trainer.val_only=True": "data.val_files or data.val_size above 0",
             "algorithm.filter_groups.max_num_gen_batches=2": FILTER,
         }.items()
     },
+    "a share of tokens for greedy decoding": (
+        ["validation.top_p=0.5", VAL_FILES],
+        "validation.top_p=0.5 does nothing without validation.temperature above 0",
+    ),
     "a bound that cispo has not": (
         ["algorithm.loss_mode=cispo", "algorithm.clip_ratio_c=2.0"],
         "does nothing without",
@@ -132,6 +140,8 @@ def test_contradictions_are_input_errors(what):
         ["reference.path=there", "algorithm.use_kl_loss=true"],
         ["reference.path=there", "algorithm.use_kl_in_reward=true"],
         [FILTER, "rollout.n=2"],
+        ["validation.n=4", "validation.temperature=1", VAL_FILES],
+        ["validation.stop=[x]", "data.val_size=0.1"],
         ["rollout.top_k=20", "rollout.top_p=0.9", "algorithm.rollout_is=token"],
         ["rollout.max_tokens=10", "reward.overlong_buffer=10"],
         [
@@ -147,9 +157,11 @@ def test_what_contradicts_nothing_is_accepted(more):
 
 def test_every_requirement_in_the_comments_can_be_read_and_is_met_by_its_own_words():
     requirements = read_requirements(CONFIGS / "ppo.yaml")
-    assert len(requirements) == 31
-    assert [c.form for c in requirements["reference.path"]] == ["equals", "equals", "reads"]
-    (condition,) = requirements["critic.lr"]
+    assert len(requirements) == 32
+    conditions = dict(requirements)
+    assert [c.form for c in conditions["reference.path"]] == ["equals", "equals", "reads"]
+    assert [c.form for c in conditions["validation"]] == ["is set", "above"]
+    (condition,) = conditions["critic.lr"]
     assert not condition.holds(configure())
     assert condition.holds(configure(GAE))
 

@@ -109,7 +109,6 @@ def arguments(assets, out, reward, *more):
         "data.max_tokens_per_micro_batch=200",
         "rollout.n=4",
         "rollout.max_tokens=12",
-        "validation.max_tokens=12",
         "rollout.kv_cache_gib=0.05",
         "optim.lr=3e-3",
         "reward.num_workers=1",

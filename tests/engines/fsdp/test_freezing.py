@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 
@@ -131,6 +132,14 @@ def test_what_cannot_be_frozen(folder, family, pairs, message):
         FSDPEngine.check(settings, 1)
 
 
+@pytest.fixture
+def one_rank():
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 @pytest.fixture(scope="module")
 def twelve_layers(tmp_path_factory):
     directory = tmp_path_factory.mktemp("twelve")
@@ -177,6 +186,15 @@ def test_what_is_frozen_is_counted_and_wide_patterns_are_named(
     )
     warnings = [] if warning is None else [f"warning: model.freeze: {pattern!r} {warning}"]
     assert lines[1:] == warnings
+
+
+def test_a_run_prints_once_what_is_frozen(folder, one_rank, capsys):
+    """The check of a run prints it; its engine checks again, and prints nothing."""
+    settings = make_config(folder, FREEZE_SETTING)
+    FSDPEngine.check(settings, 1)
+    assert capsys.readouterr().out.count("model.freeze") == 1
+    FSDPEngine(settings, torch.device("cpu"), 1)
+    assert "model.freeze" not in capsys.readouterr().out
 
 
 def test_what_can_be_frozen(folder):
