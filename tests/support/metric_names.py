@@ -9,6 +9,7 @@ import ast
 import json
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -59,7 +60,8 @@ def check_run(directory: Path) -> None:
     file = directory / "metrics.jsonl"
     lines = file.read_text().splitlines() if file.exists() else []
     for line in lines:
-        names |= json.loads(line).keys()
+        with suppress(ValueError):  # the run was killed while it wrote the line
+            names |= json.loads(line).keys()
     config = directory / "config.yaml"
     has_own_loss = config.exists() and re.search(r"loss_mode: .*\.py:", config.read_text())
     ours = [name for name in names if not (has_own_loss and name.startswith("actor/"))]
