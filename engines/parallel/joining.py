@@ -1,4 +1,4 @@
-"""Join the process group of a run; a rank that cannot reach the others says so in one line."""
+"""Join the process group of a run; report a rank that cannot reach the others in one line."""
 
 import datetime
 import os
@@ -52,7 +52,7 @@ def explain(error: RuntimeError) -> str:
             "network between the nodes"
         )
     return (
-        f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} cannot join the others at "
+        f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} cannot join the other ranks at "
         f"{os.environ['MASTER_ADDR']}:{port}: {reason}; {advice}"
     )
 

@@ -139,7 +139,7 @@ def test_a_rank_that_waits_for_a_missing_one_names_the_address(rank_of_two, monk
     rank_of_two.close()
     monkeypatch.setenv("RANK", "0")
     message = error_of_joining()
-    assert message.startswith(f"rank 0 of 2 cannot join the others at 127.0.0.1:{port}: ")
+    assert message.startswith(f"rank 0 of 2 cannot join the other ranks at 127.0.0.1:{port}: ")
     assert "1/2 clients joined; check that every rank has been started" in message
 
 
@@ -148,7 +148,7 @@ def test_a_rank_that_cannot_reach_rank_0_names_the_address(rank_of_two, monkeypa
     rank_of_two.close()
     monkeypatch.setenv("RANK", "1")
     message = error_of_joining()
-    assert message.startswith(f"rank 1 of 2 cannot join the others at 127.0.0.1:{port}: ")
+    assert message.startswith(f"rank 1 of 2 cannot join the other ranks at 127.0.0.1:{port}: ")
     assert "timed out" in message
 
 
