@@ -13,7 +13,7 @@ from torch import nn
 from config import InputError
 from engines.heads import Head
 from engines.model.model_files import is_only_described
-from engines.model.names import model_names, stacked
+from engines.model.names import described_names, model_names, stacked
 
 # A part of a regular expression: an escaped character, a set of characters, or a dot that stands
 # for exactly one character.
@@ -55,13 +55,12 @@ def apply(
             f"model.freeze={patterns} does nothing with model.lora.rank={rank}, which trains only "
             "adapters: leave it out"
         )
-    path = Path(config.model.path)
-    names = {} if is_only_described(config) else model_names(hf, path)
+    names, subject = names_in_files(config, hf)
     names_of_parameter = file_names_of_parameters(hf, names)
     if head is Head.VALUES:
         del names_of_parameter[hf.get_output_embeddings().weight]
-    elif names:
-        check_patterns(patterns, names, names_of_parameter, path)
+    else:
+        check_patterns(patterns, names, names_of_parameter, subject)
 
     trainable_names = [name for file_names in names_of_parameter.values() for name in file_names]
     frozen = {name for pattern in patterns for name in matching_names(pattern, trainable_names)}
@@ -76,6 +75,18 @@ def apply(
         for pattern in patterns:
             warn_of_wide_pattern(pattern, trainable_names)
     return frozen
+
+
+def names_in_files(config: DictConfig, hf: nn.Module) -> tuple[dict[str, str | None], str]:
+    """Return {name in the files: name in the model}, and what these names are for error messages.
+
+    Without files, the names are those that transformers would write.
+    """
+    path = Path(config.model.path)
+    if is_only_described(config):
+        subject = f"parameter of the model that config.json in model.path={path} describes"
+        return described_names(hf), subject
+    return model_names(hf, path), f"name in the files of model.path={path}"
 
 
 def file_names_of_parameters(
@@ -106,17 +117,18 @@ def check_patterns(
     patterns: list[str],
     names: Iterable[str],
     names_of_parameter: dict[nn.Parameter, list[str]],
-    path: Path,
+    subject: str,
 ) -> None:
     """Raise InputError for a pattern that matches no parameter of the model.
 
     Args:
         names: the names of all weights in the files.
+        subject: what these names are, for error messages.
     """
     in_model = {name for file_names in names_of_parameter.values() for name in file_names}
     known = {*names, *in_model}
     for pattern in patterns:
-        check_matches(pattern, matching_names(pattern, known), in_model, known, path)
+        check_matches(pattern, matching_names(pattern, known), in_model, known, subject)
 
 
 def matching_names(pattern: str, names: Iterable[str]) -> set[str]:
@@ -130,20 +142,20 @@ def matching_names(pattern: str, names: Iterable[str]) -> set[str]:
 
 
 def check_matches(
-    pattern: str, matches: set[str], in_model: set[str], known: set[str], path: Path
+    pattern: str, matches: set[str], in_model: set[str], known: set[str], subject: str
 ) -> None:
     """Raise InputError for a pattern that matches no parameter of the model.
 
     Args:
         in_model: the names of the model's parameters, as in the files.
         known: in_model and the names of all other weights in the files, which this run ignores.
+        subject: what these names are.
     """
     if not matches:
         without_numbers = {re.sub(r"\d+", "0", name) for name in known}
         nearest = get_close_matches(pattern, without_numbers & known, n=3, cutoff=0)
         raise InputError(
-            f"model.freeze: {pattern!r} matches no name in the files of model.path={path}; the "
-            f"nearest are {', '.join(nearest)}"
+            f"model.freeze: {pattern!r} matches no {subject}; the nearest are {', '.join(nearest)}"
         )
     if not matches & in_model:
         raise InputError(

@@ -67,6 +67,23 @@ def stacked(hf: nn.Module) -> dict[str, list[StackedPart]]:
     return stacks
 
 
+def described_names(hf: nn.Module) -> dict[str, str]:
+    """Return {name in the files that transformers would write: name in the model}.
+
+    For a model without files. Stacked parameters, whose parts are in the files, are left out.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    stacks = stacked(hf)
+    names = {}
+    for name, parameter in hf.named_parameters(remove_duplicate=False):
+        if name in stacks:
+            continue
+        (file_name,) = revert_weight_conversion(hf, {name: parameter.detach()})
+        names[file_name] = name
+    return names
+
+
 def part_of_rows(stack: str, name: str, row_numbers: Tensor) -> StackedPart:
     """Return a part from its row numbers, or raise InputError if they are not consecutive."""
     numbers = row_numbers.flatten().tolist()

@@ -1,5 +1,6 @@
 """model.freeze: parameters that are not trained."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -195,6 +196,27 @@ def test_a_run_prints_once_what_is_frozen(folder, one_rank, capsys):
     assert capsys.readouterr().out.count("model.freeze") == 1
     FSDPEngine(settings, torch.device("cpu"), 1)
     assert "model.freeze" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "family, pattern",
+    [("gemma3 with images", r"^language_model\.model\.layers\.0\."), ("mixtral", "experts")],
+)
+def test_a_dry_run_without_weights_freezes_the_same_parameters(
+    folder, tmp_path, capsys, family, pattern
+):
+    """Patterns are compared with the names that the files would have."""
+    path = make_model(tmp_path / "model", family)
+    settings = [f"model.path={path}", f"model.freeze=['{pattern}']"]
+    FSDPEngine.check(make_config(folder, *settings), 1)
+    with_weights = capsys.readouterr().out
+    assert re.search(r"freezes [1-9]\d* of", with_weights)
+    (path / "model.safetensors").unlink()
+    FSDPEngine.check(make_config(folder, *settings, "dry_run=true"), 1)
+    assert capsys.readouterr().out == with_weights
+    wrong = make_config(folder, settings[0], "model.freeze=['lay3rs']", "dry_run=true")
+    with pytest.raises(InputError, match="'lay3rs' matches no parameter of the model that config"):
+        FSDPEngine.check(wrong, 1)
 
 
 def test_what_can_be_frozen(folder):
