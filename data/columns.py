@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -218,7 +219,7 @@ def report_lines(paths: list[Path], uses: list[dict], is_training: bool) -> Iter
     """
     merged: dict[str, tuple[str, FileUse]] = {}
     for path, use in zip(paths, uses):
-        file_use = FileUse(**use)
+        file_use = FileUse(**deepcopy(use))  # merge() changes its dicts
         key = file_use.names()
         if key in merged:
             merged[key][1].merge(file_use)

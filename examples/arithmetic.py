@@ -315,7 +315,8 @@ def shortened(reply: str) -> str:
     """Return a reply shortened to at most 32 printable characters."""
     if reply.isprintable() and len(reply) <= 32:
         return reply
-    return ascii(reply)[1:30] + "..."
+    escaped = ascii(reply)[1:-1]
+    return escaped if len(escaped) <= 32 else escaped[:29] + "..."
 
 
 def main(description: str, build: Callable[[Path], None], ask: Callable[[Path, int], None]) -> None:

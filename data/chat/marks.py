@@ -129,7 +129,7 @@ def texts_of(messages: list[dict]) -> list[Text]:
 def mark_offsets(text: str, special_tokens: list[Span]) -> list[int]:
     """Return the offsets of the marks in a text, in ascending order.
 
-    One mark is after the first word and one is inside the last word, so that most of the text is
+    One mark is after the first word and one is after the last letter, so that most of the text is
     between them. Each special token that is written in the text also gets a mark inside it.
     """
     first = FIRST_WORD.match(text)

@@ -23,8 +23,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from config import InputError
+from data import dataset as dataset_module
 from data.cache import ensure_cached
 from data.dataset import TokenDataset, tokenize
+from data.tokenization import kept_tokens
 
 CHATML = """
 {%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' + (m.content or '') }}
@@ -398,8 +400,7 @@ def test_data_sets_in_common_shapes_are_read_as_they_are(
         ),
         (
             {"prompt": "q", "text": "a", "source": "s"},
-            '"response" is missing; the row has prompt, text, source: '
-            "set data.response_key=text",
+            '"response" is missing; the row has prompt, text, source: set data.response_key=text',
         ),
         (
             {"id": 3, "dialog": chat("q", "a")["messages"]},
@@ -730,3 +731,56 @@ def test_a_cache_hit_needs_no_datasets_library(make, tokenizer_dir, tmp_path):
     *report, printed = out.stdout.splitlines()
     assert printed == str(folder), out.stderr
     assert "reads " in report[-1]
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 5, 1000])
+def test_the_end_tokens_that_rows_teach(make, tokenizer_dir, tmp_path, monkeypatch, at_once):
+    """Found in parts of the tokens, whose borders are anywhere in a turn."""
+    monkeypatch.setattr(dataset_module, "TOKENS_AT_ONCE", at_once)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_dir)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    (start,) = {tokenizer.convert_tokens_to_ids("<|im_start|>")}
+    (letter,) = tokenizer("a")["input_ids"]
+    data = TokenDataset.load(make(write(tmp_path / "a.jsonl", ROWS)))
+    assert data.trained_ends([end, start, letter]) == {end}
+    assert data.trained_ends([start]) == set()
+    assert data.trained_ends([]) == set()
+
+
+@pytest.mark.parametrize(
+    "length, limit, truncation, kept",
+    [
+        (10, None, "error", range(10)),
+        (10, 10, "error", range(10)),
+        (10, 4, "left", range(6, 10)),
+        (10, 4, "right", range(4)),
+        (10, 4, "drop", range(0)),
+        (10, 4, "error", range(0)),
+    ],
+)
+def test_tokens_that_a_long_row_keeps(length, limit, truncation, kept):
+    assert range(length)[kept_tokens(length, limit, truncation)] == kept
+
+
+def test_an_abandoned_folder_is_removed_and_one_in_use_is_not(tmp_path):
+    """A process that was killed leaves a folder whose lock is free."""
+    for name in ("abandoned", "used"):
+        (tmp_path / f"{name}.x.tmp").mkdir()
+        (tmp_path / f"{name}.x.tmp" / "file").write_text("x")
+        (tmp_path / f"{name}.x.lock").touch()
+    code = (
+        "import fcntl, sys; file = open(sys.argv[1], 'a'); fcntl.lockf(file, fcntl.LOCK_EX); "
+        "print('locked', flush=True); sys.stdin.read()"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-S", "-c", code, str(tmp_path / "used.x.lock")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert holder.stdout.readline() == b"locked\n"
+        ensure_cached(tmp_path / "new", lambda work: (work / "datasets").mkdir())
+    finally:
+        holder.communicate()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "used.x.lock", "used.x.tmp"]
+    assert (tmp_path / "new" / "sums.json").read_text() == "{}"

@@ -10,7 +10,7 @@ import pytest
 from config import InputError
 from data.chat.encoding import encode as encode_row, encode_together
 from data.chat.tokenizer import ChatTokenizer
-from data.columns import check_column_keys, report_lines, uses_of_file
+from data.columns import check_column_keys, report_lines, unused_row_lines, uses_of_file
 from data.dataset import tokenize_row
 from data.files import find_files, parse_row, read_rows
 from data.messages import check_message
@@ -187,14 +187,18 @@ def test_thinking_may_be_a_cell_of_a_csv_file():
     assert inputs.arguments == {"enable_thinking": False}
 
 
-def lines_of(rows):
-    """Return the report about these rows."""
+def use_of(rows, **changes):
+    """Return how the columns of these rows are used, as a cache stores it for a file."""
     tokenizer = make_tokenizer(QWEN2)
     chat = ChatTokenizer(tokenizer, tokenizer.convert_tokens_to_ids(ENDS))
-    settings = options(max_length=1000, truncation="error")
+    settings = options(max_length=1000, truncation="error", **changes)
     results = encode_together([tokenize_row(row, chat, settings) for row in rows])
-    uses = uses_of_file([{"values": result["use"], "counts": 1} for result in results])
-    return list(report_lines([Path("f")], [uses], is_training=True))
+    return uses_of_file([{"values": result["use"], "counts": 1} for result in results])
+
+
+def lines_of(rows, **changes):
+    """Return the report about these rows."""
+    return list(report_lines([Path("f")], [use_of(rows, **changes)], is_training=True))
 
 
 ROWS_WITH_TOOLS = [
@@ -245,6 +249,97 @@ def test_the_report_counts_empty_answers_and_names_a_key_for_system_prompts():
     lines = lines_of([empty, {"messages": say("q", "")}, {"messages": masked}])
     assert "f: an empty answer is trained (2 rows): the model learns to stop at once" in lines
     assert "f: data.system_key=system_prompt would make this column the system message" in lines
+
+
+def test_ignored_fields_are_reported_with_those_that_have_no_effect():
+    messages = say("q", {"role": "assistant", "content": "a", "secret": "x", "score": 0.5})
+    lines = lines_of([{"messages": messages}], ignored_fields=["secret"])
+    assert lines[0].endswith("; ignores in messages secret (1 row), score (1 row)")
+
+
+def test_lines_about_rows_that_are_cut_or_not_used():
+    stats = {"dropped_long": 3, "truncated": 1, "dropped_lost_fields": 0, "dropped_no_loss": 2_000}
+    lines = list(unused_row_lines(stats, "data.max_length=9", "left"))
+    assert lines == [
+        "dropped, because they are longer than data.max_length=9: 3 rows",
+        "cut to data.max_length=9 (data.truncation=left): 1 row",
+        "not used, because no token is trained: 2,000 rows",
+    ]
+    lost = list(unused_row_lines({"dropped_lost_fields": 1}, "data.max_length=9", "left"))
+    assert lost == ["dropped because of data.lost_fields=drop: 1 row"]
+
+
+def test_files_with_the_same_columns_share_their_lines():
+    uses = {}
+    for name, column in (("a", "extra"), ("b", "extra"), ("c", "other"), ("d", "extra")):
+        row = {"messages": say("q", "a"), column: "x"}
+        uses[name] = use_of([row])
+    blank = uses_of_file([{"values": "", "counts": 5}])
+    paths = [Path(name) for name in (*uses, "e")]
+    lines = list(report_lines(paths, [*uses.values(), blank], is_training=True))
+    read = "reads messages (role, content); ignores the columns"
+    assert lines == [f"a and 2 more files: {read} extra (3 rows)", f"c: {read} other (1 row)"]
+    lines = list(report_lines(paths[:1], [uses["a"]], is_training=False))
+    assert lines == [
+        "a: reads messages (role, content); leaves to the reward function extra (1 row)"
+    ]
+
+
+@pytest.mark.parametrize("history", ["not a list", [["q", "a"], ["q"]], [["q", 1]], {"q": "a"}])
+def test_a_history_that_is_no_list_of_pairs(history):
+    row = {"instruction": "i", "output": "o", "history": history}
+    with pytest.raises(InputError, match='"history" must be a list of pairs of texts'):
+        read_shape(row, options(), True)
+
+
+def test_a_row_with_a_prompt_is_not_read_from_conversations():
+    turns = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+    assert read_shape({"conversations": turns}, options(), True) == (
+        {"conversations": turns, "messages": turns},
+        "ShareGPT",
+    )
+    row = {"conversations": turns, "prompt": "p", "response": "r"}
+    assert read_shape(row, options(), True) == (row, "")
+
+
+def test_arguments_of_the_template_must_be_an_object():
+    for value, kind in ((["a"], "list"), ("thinking", "str")):
+        with pytest.raises(
+            InputError, match=f'"chat_template_kwargs" must be an object, not {kind}'
+        ):
+            template_inputs({"chat_template_kwargs": value}, (), options())
+
+
+@pytest.mark.parametrize(
+    "row, tools, arguments",
+    [
+        ({}, None, {}),
+        ({"tools": "", "chat_template_kwargs": None}, None, {}),
+        ({"tools": []}, None, {}),
+        ({"tools": ' [{"name": "f"}]'}, [{"name": "f"}], {}),
+        ({"enable_thinking": "False"}, None, {"enable_thinking": False}),
+        ({"enable_thinking": "true"}, None, {"enable_thinking": True}),
+        (
+            {
+                "enable_thinking": True,
+                "chat_template_kwargs": {"enable_thinking": False, "a": None},
+            },
+            None,
+            {"enable_thinking": False},
+        ),
+        ({"chat_template_kwargs": {"a": 1, "hidden": 2}}, None, {"a": 1}),
+    ],
+)
+def test_inputs_of_the_template(row, tools, arguments):
+    inputs = template_inputs(row, ("tokenize",), options(ignored_fields=["hidden"]))
+    assert (inputs.tools, inputs.arguments) == (tools, arguments)
+
+
+def test_tools_that_are_not_a_list():
+    with pytest.raises(InputError, match='"tools" is not JSON'):
+        template_inputs({"tools": "[{"}, (), options())
+    with pytest.raises(InputError, match='"tools" must be a list of JSON schemas'):
+        template_inputs({"tools": {"name": "f"}}, (), options())
 
 
 CHAT = [{"role": "user", "content": "q"}]

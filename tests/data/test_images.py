@@ -1065,6 +1065,63 @@ def question_of(ids, folder):
     return re.match(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", text, re.DOTALL)[1]
 
 
+def test_a_column_of_images_without_a_mark_is_before_the_users_first_text(shades, make):
+    system = [{"role": "system", "content": "s"}]
+    dataset = make(
+        [
+            {"messages": [*system, *chat("look", "a")], "images": ["200.png"]},
+            {"messages": chat("q", "a"), "images": "10.png"},
+            {"prompt": "q", "response": "a", "images": ["200.png"]},
+        ]
+    )
+    assert colours_of(dataset) == [[200], [10], [200]]
+    tokenizer = AutoTokenizer.from_pretrained(shades / "qwen2_5_vl")
+    users = []
+    for i in range(3):
+        text = re.sub("(<image>)+", "<image>", tokenizer.decode(dataset.batch([i]).input_ids))
+        users.append(re.search(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", text)[1])
+    assert users == ["<image>look", "<image>q", "<image>q"]
+
+
+def test_tokens_of_images_become_tokens_of_text(make, processor):
+    ids = make([row("which <image>")]).batch([0]).input_ids
+    placeholder = processor.hf_processor.image_token_id
+    assert (ids == placeholder).sum() > 1
+    replaced = processor.without_images(ids)
+    assert not (replaced == placeholder).any()
+    kept = ids != placeholder
+    assert replaced[kept].tolist() == ids[kept].tolist()
+    assert set(replaced[~kept].tolist()) == {int(ids[0])}
+
+
+def test_keys_that_the_model_needs_or_the_processor_lacks_cannot_be_dropped(folder):
+    with pytest.raises(InputError, match="names pixel_values, which the model needs"):
+        Processor(folder / "qwen2_5_vl", dropped=["pixel_values"])
+    with pytest.raises(InputError, match="names unknown; Qwen2_5_VLProcessor returns .*pixel"):
+        Processor(folder / "qwen2_5_vl", dropped=["unknown"])
+
+
+def test_the_processor_gets_the_tokenizer_of_the_run(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder / "qwen2_5_vl")
+    assert load_hf_processor(folder / "qwen2_5_vl", tokenizer).tokenizer is tokenizer
+    assert load_hf_processor(folder / "qwen2_5_vl").tokenizer is not tokenizer
+
+
+def test_a_large_image_is_stored_as_small_as_the_model_sees_it(processor):
+    """With the same tensors; a small image that would be enlarged stays as it is."""
+    random = np.random.RandomState(1)
+    large = random.randint(0, 256, (900, 600, 3)).astype(np.uint8)
+    small = processor.resized(large)
+    assert small.size < large.size
+    assert small.dtype == np.uint8
+    expected = processor.tensors([large])
+    tensors = processor.tensors([small])
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[key], expected[key]) for key in expected)
+    tiny = random.randint(0, 256, (9, 8, 3)).astype(np.uint8)
+    assert processor.resized(tiny).tolist() == tiny.tolist()
+
+
 def test_an_image_may_be_given_in_many_ways(shades, make):
     encoded = base64.encodebytes((shades / "200.png").read_bytes()).decode()
     dataset = make(

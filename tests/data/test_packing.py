@@ -73,6 +73,24 @@ def test_partition_holds_each_item_once_and_is_balanced(costs, num_parts):
     assert max(sums) - min(sums) <= max(costs, default=0) * (1 + 1e-9)
 
 
+def test_largest_differencing_is_that_of_the_textbook():
+    """The example of Karmarkar and Karp: the largest two are separated, and so on; 16 and 14."""
+    assert sorted(sums_of(partition([8, 7, 6, 5, 4], 2), [8, 7, 6, 5, 4])) == [14, 16]
+    costs = [13, 12, 11, 9, 8, 8, 7, 6, 5, 4, 4, 3, 2, 1]
+    assert sorted(sums_of(partition(costs, 3), costs)) == [31, 31, 31]
+    assert partition([3, 1, 2], 4) == [[0], [2], [1], []]
+    assert partition([], 2) == [[], []]
+
+
+def test_splitting_leaves_the_micro_batches_as_they_were():
+    bins = [[0, 1, 2], [3]]
+    lengths = [5, 3, 3, 9]
+    assert split_micro_batches(bins, 4, lengths) == [[3], [0], [1], [2]]
+    assert bins == [[0, 1, 2], [3]]
+    assert split_micro_batches(bins, 2, lengths) == [[0, 1, 2], [3]], "the fullest first"
+    assert split_micro_batches([], 2, []) == [[], []]
+
+
 def test_partition_beats_round_robin_on_skewed_work():
     rng = np.random.default_rng(0)
     costs = [24576 * n + n * n for n in rng.lognormal(6, 1.2, 256).astype(int)]
@@ -107,6 +125,20 @@ def test_the_order_is_stateless_and_an_epoch_sees_each_row_once():
     assert (batches[0] != batches[10]).any()
     assert (global_batch(103, 10, seed=3, step=13) == batches[13]).all()
     assert (global_batch(103, 10, seed=4, step=13) != batches[13]).any()
+
+
+def test_batches_are_concatenated_with_their_fields():
+    first = Batch(
+        torch.arange(3), torch.tensor([0, 1, 3]), {"loss_mask": torch.tensor([0.0, 1, 1])}
+    )
+    second = Batch(torch.tensor([7]), torch.tensor([0, 1]), {"loss_mask": torch.tensor([5.0])})
+    both = Batch.concat([first, second, first.select([])])
+    assert both.input_ids.tolist() == [0, 1, 2, 7]
+    assert both.cu_seqlens.tolist() == [0, 1, 3, 4]
+    assert both.fields["loss_mask"].tolist() == [0, 1, 1, 5]
+    assert both.rows is None
+    assert both.images == []
+    assert both.candidate_ids.shape == (4, 0)
 
 
 def test_select_and_position_ids():

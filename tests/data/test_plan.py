@@ -8,6 +8,7 @@ import time
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings, strategies as st
 
 from config import InputError
@@ -152,6 +153,32 @@ def test_a_group_that_was_too_full_takes_a_sequence_that_fills_it_exactly():
     """The third sequence finds the first group too full; the fourth needs the rest of it."""
     passes = schedule([70, 60, 40, 30], [1.0] * 4, 1, 100, lambda size: 1)
     assert sorted(group.sequences for groups in passes for group in groups) == [[0, 3], [1, 2]]
+
+
+def test_a_long_tail_is_planned_as_before():
+    """A change of any sequence's group or pass shows here. Two ranks share the longest one."""
+    lengths = [900, 350, 300, 280, 210, 160, 120, 90, 60, 40, 30, 20]
+    passes = schedule(lengths, [float(n) for n in lengths], 3, 480, lambda size: size)
+    described = []
+    for groups in passes:
+        described.append([(group.first, group.size, group.sequences) for group in groups])
+    assert described == [
+        [(0, 2, [0]), (2, 1, [2, 7, 10])],
+        [(0, 1, [3, 6, 11]), (1, 1, [1, 8]), (2, 1, [4, 5, 9])],
+    ]
+    plan = Plan.of(passes, 1, lengths, [float(n) for n in lengths])
+    assert plan.first.dtype == torch.int64
+    assert plan.count.dtype == torch.int64
+
+
+def test_groups_that_take_similar_times_are_in_the_same_pass():
+    lengths = [100, 90, 60, 50]
+    passes = schedule(lengths, [float(n) for n in lengths], 2, 100, lambda size: 1)
+    assert total_time(passes, lengths) == 160
+    assert total_time(passes, lengths, sharing=0.5) == 160, "no group has two ranks"
+    (shared,) = schedule([180], [180.0], 2, 100, lambda size: 1)
+    assert total_time([shared], [180]) == 90
+    assert total_time([shared], [180], sharing=0.5) == 135
 
 
 def test_a_batch_that_needs_twice_the_passes_of_its_token_count_is_planned_fast():

@@ -561,3 +561,13 @@ def test_a_cache_hit_needs_no_datasets_library(make, tokenizer_dir, tmp_path):
     *report, printed = out.stdout.splitlines()
     assert printed == str(folder), out.stderr
     assert "reads " in report[-1]
+
+
+def test_fields_that_a_prompt_loses_are_reported(make, tmp_path, capsys):
+    row = {"messages": [user("q") | {"mood": "glad"}, assistant("a")]}
+    path = write(tmp_path / "a.jsonl", [row])
+    with pytest.raises(InputError, match="leaves out mood of message 0"):
+        make(path)
+    make(path, lost_fields="ignore")
+    printed = capsys.readouterr().out
+    assert "the chat template leaves out mood (1 row): see data.lost_fields" in printed

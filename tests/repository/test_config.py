@@ -1,23 +1,43 @@
 import importlib
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 
 import jsonschema
 import pytest
+import torch.distributed as dist
 from omegaconf import OmegaConf
 
-from config import InputError, hide_secrets, load, run, without_secrets
+from config import (
+    InputError,
+    hide_secrets,
+    leave_process_group,
+    load,
+    report,
+    run,
+    without_secrets,
+)
 from configs.environment import LOWEST
 from configs.files import CONFIGS, SCRIPTS, engine_files, flatten, read_comments
 from configs.json_schema import DIRECTORY, schema, write_schemas
 from configs.names import readers
-from configs.rules import is_path, problem_with
+from configs.rules import (
+    RULES,
+    above,
+    above_or,
+    at_least,
+    between,
+    is_path,
+    one_of,
+    optional,
+    problem_with,
+)
 from engines.checkpoint.__main__ import main as export_main
 from job.setup import write_config
 from profiling.report import main as report_main
-from tests.support.launch import run as run_script
+from tests.support.launch import ROOT, run as run_script
 
 NEEDED = ["model.path=m", "data.train_files=t.jsonl"]
 
@@ -734,3 +754,111 @@ def test_a_missing_package_is_one_line(tmp_path, script, kept, missing, importer
         rf"\S*{importer} imports: activate the environment .*\n",
         error,
     )
+
+
+def test_schemas_of_keys_of_different_kinds():
+    model = schema("sft")["properties"]["model"]["properties"]
+    assert model["path"].keys() == {"description", "type"}, "a required key has no default"
+    assert model["path"]["type"] == "string"
+    trainer = schema("sft")["properties"]["trainer"]["properties"]
+    interpolation = {"$ref": "#/$defs/interpolation"}
+    seed = {"type": "integer"} | RULES["trainer.seed"].schema if "trainer.seed" in RULES else None
+    assert trainer["seed"]["anyOf"] == [seed or {"type": "integer"}, interpolation]
+    assert trainer["seed"]["default"] == 0
+
+
+def test_an_argument_that_is_no_file_is_answered_with_the_form_of_arguments():
+    with pytest.raises(InputError) as error:
+        load("sft.yaml", [*NEEDED, "unknown"])
+    message = str(error.value)
+    assert message.startswith("unknown: No such file or directory; arguments are YAML files or")
+    assert "data.train_files" not in message
+
+
+@pytest.mark.parametrize(
+    "key, value, default, problem",
+    [
+        ("no.rule", 5, None, "must be a string"),
+        ("no.rule", "text", None, None),
+        ("no.rule", "none", None, "is a text in YAML; an empty value is null"),
+        ("no.rule", "none", "text", None),
+        ("no.rule", "None", "text", "is a text in YAML; an empty value is null"),
+        ("no.rule", 5, "???", "must be a string"),
+        ("no.rule", 1, 0.5, None),
+        ("no.rule", 1.5, 2, "must be a whole number, like its default 2"),
+        ("no.rule", True, 2, "must be a whole number, like its default 2"),
+        ("no.rule", 1, False, "must be true or false, like its default False"),
+        ("no.rule", float("inf"), 0.5, "must be a finite number"),
+    ],
+)
+def test_types_of_values(key, value, default, problem):
+    assert problem_with(key, value, default) == problem
+
+
+def test_optional_values_are_null_or_follow_their_rule():
+    whole = optional(int, at_least(2))
+    problems = [whole.problem(value) for value in (None, 2, 1, 2.5, True, "2")]
+    wrong_type = "must be a whole number or null"
+    assert problems == [None, None, "must be at least 2", *[wrong_type] * 3]
+    assert whole.schema == {"anyOf": [{"type": "integer", "minimum": 2}, {"type": "null"}]}
+
+
+@pytest.mark.parametrize(
+    "made, inside, outside",
+    [
+        (one_of("a", "b"), ["a", "b"], ["c", 1]),
+        (at_least(1), [1, 2.5], [0.99]),
+        (above(1), [1.01], [1, 0]),
+        (above_or(1, -1, "all"), [2, -1], [1, 0, -2]),
+        (between(0, 1), [0, 0.5, 1], [-0.01, 1.01]),
+    ],
+)
+def test_bounds_of_rules(made, inside, outside):
+    """Their schemas have the same bounds."""
+    validator = jsonschema.Draft202012Validator(made.schema)
+    for value in inside:
+        assert made.problem(value) is None
+        assert validator.is_valid(value)
+    for value in outside:
+        assert made.problem(value).startswith("must be ") or "must lie" in made.problem(value)
+        assert not validator.is_valid(value)
+
+
+def test_the_process_group_is_left_after_a_mistake(monkeypatch, capsys):
+    """Otherwise its threads could end the process with another exit code."""
+    monkeypatch.setattr("config.reported_errors", [])
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        leave_process_group()
+        assert dist.is_initialized(), "nothing was reported"
+        report(InputError("a mistake"))
+        leave_process_group()
+        assert not dist.is_initialized()
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    assert capsys.readouterr().err == "error: a mistake\n"
+
+
+def test_a_process_ends_with_its_parent():
+    """Its parent ends before or after it asks for that."""
+    code = """if True:
+        import os, sys, time
+        from config import die_with
+        late = sys.argv[1] == "late"
+        parent = os.getpid()
+        if os.fork() == 0:
+            if late:
+                while os.getppid() == parent:
+                    time.sleep(0.01)
+            die_with(parent)
+            time.sleep(0 if late else 600)
+        elif not late:
+            time.sleep(0.2)
+        os._exit(0)"""
+    for moment in ("early", "late"):
+        command = [sys.executable, "-c", code, moment]
+        # The pipes close when the child has ended, too.
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        has_noticed = "which started this one, has ended" in result.stderr
+        assert has_noticed == (moment == "late")

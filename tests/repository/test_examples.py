@@ -1,11 +1,16 @@
 """The scripts in examples/."""
 
+import hashlib
+import json
 import re
 from pathlib import Path
 
-from transformers import AutoModelForImageTextToText, AutoProcessor
+import numpy as np
+import pytest
+from PIL import Image
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
-from examples import colours
+from examples import arithmetic, colours
 
 
 def count_right(output: str) -> int:
@@ -36,3 +41,123 @@ def test_right_replies_are_counted_even_if_they_are_not_shown(tmp_path: Path, mo
         counts[num_shown] = count_right(output)
     assert counts[0] >= 1
     assert counts[0] == counts[3]
+
+
+STEP = re.compile(r"(\d+)([-+*])(\d+)([-+]1)?=(\d+)")
+
+
+def check_columns(problem: str, steps: list[str], result: int) -> None:
+    """Each step is right by itself, and the steps work on all digits, units first."""
+    first, sign, second = re.fullmatch(r"(\d+)([-+*])(\d+)", problem).groups()
+    values = []
+    for step in steps:
+        a, step_sign, b, carried, value = STEP.fullmatch(step).groups()
+        assert step_sign == sign
+        assert eval(f"{a}{sign}{b}{carried or ''}") == int(value)
+        assert (carried or sign)[0] == sign
+        values.append(int(value))
+    if sign == "*":
+        assert values[0] + 10 * values[1] == result
+        return
+    width = max(len(first), len(second))
+    assert len(steps) == width
+    digits = sum(value % 10 * 10**place for place, value in enumerate(values))
+    carry_out = 10**width if values[-1] > 9 and sign == "+" else 0
+    assert digits + carry_out == result
+    for place, step in enumerate(steps):
+        a, _, b, _, _ = STEP.fullmatch(step).groups()
+        assert int(a) % 10 == int(first) // 10**place % 10
+        assert int(b) == int(second) // 10**place % 10
+
+
+@pytest.fixture(scope="module")
+def arithmetic_rows():
+    return arithmetic.make_rows()
+
+
+def test_answers_and_columns_are_right_and_held_out_problems_stay_so(arithmetic_rows):
+    train, val = arithmetic_rows
+    assert (len(train), len(val)) == (arithmetic.NUM_TRAIN, arithmetic.NUM_VAL)
+    problems = {"train": set(), "val": set()}
+    num_worked = 0
+    for name, rows in (("train", train[:2000]), ("val", val)):
+        for row in rows:
+            question, reply = (message["content"] for message in row["messages"])
+            problem = re.split(r" (?=\d)", question)[-1]
+            result = int(eval(problem))
+            assert row["answer"] == str(result)
+            assert result >= 0
+            *steps, last = reply.split(", ")
+            assert last == row["answer"]
+            asks_for_steps = question.startswith(("Work out ", "Step by step: "))
+            assert steps or not asks_for_steps
+            if steps:
+                check_columns(problem, steps, result)
+            num_worked += bool(steps) and not asks_for_steps
+            problems[name].add(problem)
+    assert len(problems["val"]) == arithmetic.NUM_VAL
+    assert not problems["val"] & problems["train"]
+    assert 0.15 < num_worked / (2500 / 2) < 0.25
+
+
+def test_rows_are_byte_identical(tmp_path, arithmetic_rows):
+    """The same data as ever: the documentation quotes numbers of runs on it."""
+    always_worked, _ = arithmetic.make_rows(always_worked=True)
+    assert all(", " in row["messages"][1]["content"] for row in always_worked)
+    train, val = arithmetic_rows
+    digests = []
+    for rows in (train, val, always_worked):
+        arithmetic.write_rows(tmp_path / "rows.jsonl", rows)
+        text = (tmp_path / "rows.jsonl").read_text()
+        assert [json.loads(line) for line in text.splitlines()] == rows
+        assert text.endswith("\n")
+        digests.append(hashlib.sha256(text.encode()).hexdigest()[:16])
+    assert digests == ["46733d559ecbfdda", "f62e3253a7f2304c", "c50554cad7ba642e"]
+
+
+def test_pictures_are_byte_identical_and_show_their_colours(tmp_path, monkeypatch):
+    monkeypatch.setattr(colours, "NUM_TRAIN", 6)
+    monkeypatch.setattr(colours, "NUM_VAL", 2)
+    rows = colours.make_rows(tmp_path / "images")
+    assert [len(rows[name]) for name in ("train", "val", "words")] == [6, 2, 6]
+    digest = hashlib.sha256(json.dumps(rows).encode())
+    for row in [*rows["val"], *rows["train"]]:
+        question, answer = row["messages"]
+        image_part, text_part = question["content"]
+        assert text_part["text"] == colours.QUESTION
+        assert answer["content"] == row["answer"]
+        pixels = np.asarray(Image.open(tmp_path / image_part["image"])).astype(int)
+        assert pixels.shape == (colours.IMAGE_SIZE, colours.IMAGE_SIZE, 3)
+        is_grey = (np.ptp(pixels, axis=2) == 0) & (pixels[..., 0] >= 110) & (pixels[..., 0] < 150)
+        shade = pixels[~is_grey]
+        assert len(shade) == colours.SQUARE_SIZE**2
+        assert np.abs(shade - colours.COLOURS[row["answer"]]).max() <= 20
+        digest.update(pixels.tobytes())
+    assert digest.hexdigest()[:16] == "b9ff855b52e4d86c"
+
+
+def test_the_models_of_the_examples(docs_folder, tmp_path):
+    """Their sizes, and the tokens that the templates and the engines rely on."""
+    config = AutoConfig.from_pretrained(docs_folder / "model")
+    sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    assert [getattr(config, name) for name in sizes] == [256, 2, 8, 2]
+    assert config.eos_token_id == arithmetic.make_tokenizer().eos_token_id
+    assert not config.tie_word_embeddings
+    mimo = json.loads((docs_folder / "mimo" / "config.json").read_text())
+    assert mimo["num_nextn_predict_layers"] == 1
+    tokenizer = colours.make_image_tokenizer()
+    vision = colours.make_config(tokenizer)
+    assert vision.image_token_id == tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    assert vision.vision_end_token_id == tokenizer.convert_tokens_to_ids("<|vision_end|>")
+    assert vision.vision_config.image_size == colours.IMAGE_SIZE
+    assert vision.text_config.vocab_size == len(tokenizer)
+    assert vision.text_config.eos_token_id == tokenizer.eos_token_id
+    assert not vision.tie_word_embeddings
+
+
+def test_replies_are_shown_in_32_characters():
+    assert arithmetic.shortened("7+8=15, 85") == "7+8=15, 85"
+    assert arithmetic.shortened("a" * 32) == "a" * 32
+    assert arithmetic.shortened("a" * 33) == "a" * 29 + "..."
+    assert arithmetic.shortened("a\nb") == r"a\nb"
+    assert arithmetic.shortened("\n" * 20) == r"\n" * 14 + "\\..."
