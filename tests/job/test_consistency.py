@@ -1,5 +1,6 @@
 """Ranks that start with different settings, files or libraries."""
 
+import platform
 import shutil
 import sys
 
@@ -30,6 +31,7 @@ def test_equal_ranks_have_no_difference(tmp_path):
     assert "rankwise's configs/ppo.yaml" in setup
     assert "rankwise's train_ppo.py" in setup
     assert not any("tests/" in name for name in setup)
+    assert setup["Python"] == platform.python_version().rpartition(".")[0]
     assert "not installed" not in {setup[name] for name in consistency.LIBRARIES}
 
 
@@ -41,12 +43,16 @@ def test_the_first_key_that_differs_is_named_with_its_ranks(tmp_path):
     )
 
 
-def test_a_file_that_the_configuration_names_is_compared(tmp_path):
+def test_a_file_that_the_configuration_names_is_compared(tmp_path, monkeypatch):
     before = describe_rank(configure(tmp_path))
     (tmp_path / "mine.py").write_text("def f(response):\n    return 1.0\n")
     after = describe_rank(configure(tmp_path))
     assert first_difference([before, after]).startswith(f"the file {tmp_path}/mine.py differs")
     assert files_named_in(["x" * 5000, 3, str(tmp_path)]) == []
+    file = tmp_path / "mine.py"
+    assert files_named_in([3, "x" * 5000, f"{file}:f"]) == [file]
+    monkeypatch.setattr(consistency, "MAX_FILE_BYTES", file.stat().st_size - 1)
+    assert files_named_in(str(file)) == [], "data, which rank 0 reads for all"
 
 
 def test_the_code_is_compared(tmp_path, monkeypatch):

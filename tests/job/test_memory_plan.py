@@ -4,11 +4,14 @@ import sys
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from config import load
+from engines.build import engine_class
+from engines.heads import Head
 from engines.memory import GIB
 from job.heartbeat import Heartbeat
-from job.memory_plan import MemoryPlan
+from job.memory_plan import MemoryPlan, candidates
 from rl.models import role_configs
 from tests.support.models import make_model
 
@@ -64,12 +67,45 @@ def test_another_role_counts_unless_it_waits_in_host_memory(model):
     moved = role_configs(ppo_config(model))
     _, with_critic = make_plan(kept, GIB).largest()
     role, alone = make_plan(moved, GIB).largest()
+    assert f" for the {role}, by the estimate" in make_plan(moved, GIB).describe()
     other = "critic" if role == "actor" else "actor"
     estimate = make_plan(moved, GIB).estimate(other, moved[other])
     assert with_critic - alone == estimate.parameters + estimate.optimizer
     settings = {saving.setting for saving in make_plan(kept, GIB).savings()}
     assert {"offload.parameters=true", "offload.optimizer=true"} < settings
     assert "rollout.gpu_memory_utilization below 0.6" in make_plan(kept, GIB).advice()
+
+
+def test_a_critic_is_estimated_with_the_head_of_a_critic(model):
+    roles = role_configs(ppo_config(model))
+    plan = make_plan(roles, GIB)
+    kind = engine_class("fsdp")
+    for role, head in (("actor", Head.LOG_PROBS), ("critic", Head.VALUES)):
+        (expected,) = kind.estimate_memory(roles[role], 2, "cuda", head, True)
+        assert plan.estimate(role, roles[role]) == expected
+    assert plan.estimate("actor", roles["actor"]) != plan.estimate("critic", roles["actor"])
+    (expected,) = kind.estimate_memory(roles["actor"], 2, "cuda", Head.LOG_PROBS, False)
+    assert plan.estimate("reference", roles["actor"]) == expected
+
+
+@pytest.mark.parametrize(
+    "script, pairs, settings",
+    [
+        ("sft", [], {"engine.activation_checkpointing", "engine.cpu_offload"}),
+        ("sft", ["engine.cpu_offload=true"], {"engine.activation_checkpointing"}),
+        ("sft", ["model_engine=megatron"], {"engine.recompute"}),
+        ("sft", ["model_engine=megatron", "engine.recompute=full"], set()),
+        ("ppo", ["engine.activation_checkpointing=true"], set()),
+    ],
+)
+def test_only_settings_that_the_run_does_not_have_are_proposed(model, script, pairs, settings):
+    config = (sft_config if script == "sft" else ppo_config)(model, *pairs)
+    always = {"data.max_tokens_per_micro_batch", "engine.log_prob_chunk_size"}
+    proposed = candidates(config)
+    assert proposed.keys() == settings | always
+    assert proposed["data.max_tokens_per_micro_batch"] == "2048"
+    short = OmegaConf.merge(config, {"data": {"max_tokens_per_micro_batch": 100}})
+    assert candidates(short)["data.max_tokens_per_micro_batch"] == "64", "the longest row fits"
 
 
 def test_a_rank_without_memory_ends_with_one_line(model, tmp_path, capfd):

@@ -1,14 +1,17 @@
-"""Tokens that the tokenizer knows and the model does not."""
+"""The models of a run: where they are, and rows that do not fit them."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from config import InputError, load
 from data.dataset import TokenDataset, tokenize
 from engines.model.hf import read_hf_config
 from examples.arithmetic import make_tokenizer
+from job import models
 from job.models import check_token_ids
 from tests.support.models import make_model
 
@@ -46,3 +49,63 @@ def test_a_token_without_a_row_in_the_embedding(tmp_path, answer, is_known):
     )
     with pytest.raises(InputError, match=message):
         check_token_ids(config, hf_config, tokenizer, datasets)
+
+
+@pytest.mark.parametrize("place", range(5))
+def test_an_unknown_token_is_found_wherever_it_is(monkeypatch, place):
+    """The tokens are searched two at a time, and the first data set is known entirely."""
+    monkeypatch.setattr(models, "TOKENS_AT_ONCE", 2)
+    known = torch.full((5,), 6)
+    unknown = known.clone()
+    unknown[place] = 7
+    tokenizer = SimpleNamespace(convert_ids_to_tokens=lambda token: f"<{token}>")
+    config = load("sft.yaml", ["model.path=m", "data.train_files=t"])
+    datasets = {
+        "train": SimpleNamespace(input_ids=known),
+        "val": SimpleNamespace(input_ids=unknown),
+    }
+    with pytest.raises(InputError, match=r"^val has rows with the token <7> \(7\), .* only 7 rows"):
+        models.find_unknown_token(config, 7, tokenizer, datasets)
+    models.find_unknown_token(config, 8, tokenizer, datasets)
+
+
+@pytest.mark.parametrize("dry_run, downloads_weights", [(True, False), (False, True)])
+def test_models_that_are_no_directory_are_downloaded(
+    tmp_path, monkeypatch, dry_run, downloads_weights
+):
+    """The hub itself answers with a directory that has the model's name."""
+    downloads = {}
+
+    def snapshot_download(name, allow_patterns):
+        downloads[name] = allow_patterns
+        return f"/cache/{name}"
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    pairs = ["model.path=org/actor", f"critic.path={tmp_path}", "reference.path=org/reference"]
+    config = load("ppo.yaml", [*pairs, "data.train_files=t", f"dry_run={dry_run}"])
+    local = models.with_local_models(config)
+    assert local.model.path == "/cache/org/actor"
+    assert local.reference.path == "/cache/org/reference"
+    assert local.critic.path == str(tmp_path)
+    assert downloads.keys() == {"org/actor", "org/reference"}
+    for patterns in downloads.values():
+        assert {"*.json", "*.jinja", "*.py"} < set(patterns)
+        assert ("*.safetensors" in patterns) == downloads_weights
+    assert local.data == config.data
+
+
+def test_the_name_of_the_base_holds_on_other_machines(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "local").mkdir()
+    for path, name in (("local", str(tmp_path / "local")), ("org/model", "org/model")):
+        config = load("sft.yaml", [f"model.path={path}", "data.train_files=t"])
+        assert models.base_name(config) == name
+
+
+@pytest.mark.parametrize("longest, is_warned", [(64, False), (65, True)])
+def test_a_row_beyond_the_models_positions_is_a_warning(capsys, longest, is_warned):
+    models.warn_of_length(SimpleNamespace(max_position_embeddings=64), longest)
+    printed = capsys.readouterr().out
+    assert printed.startswith("warning: a row has 65 tokens") == is_warned
+    models.warn_of_length(SimpleNamespace(), longest)
+    assert capsys.readouterr().out == ""

@@ -11,7 +11,7 @@ from config import InputError, load
 from engines.build import engine_class
 from engines.heads import Head
 from examples.arithmetic import make_tokenizer
-from job.plan import print_plan
+from job.plan import layout, print_plan
 from tests.support.models import make_model
 
 
@@ -30,15 +30,49 @@ def test_each_role_is_estimated_for_its_own_model(tmp_path, capsys):
         tokenizer=make_tokenizer(),
         val=None,
         total_steps=8,
-        resume_from=None,
+        resume_from="runs/step_5",
     )
     print_plan(run, roles)
     printed = capsys.readouterr().out
+    assert "steps: 8, continuing from runs/step_5\n" in printed
     engine = engine_class("fsdp")
     actor_bytes = engine.checkpoint_bytes(roles["actor"], Head.LOG_PROBS)
     critic_bytes = engine.checkpoint_bytes(roles["critic"], Head.VALUES)
     assert f"checkpoint of the actor: {disk.format_bytes(actor_bytes)};" in printed
     assert f"checkpoint of the critic: {disk.format_bytes(critic_bytes)};" in printed
+
+
+@pytest.mark.parametrize(
+    "world_size, pairs, text",
+    [
+        (8, [], "8 data-parallel"),
+        (8, ["engine.context_parallel_size=2"], "4 data-parallel x 2 context-parallel"),
+        (
+            8,
+            ["engine.context_parallel_size=auto"],
+            "8 data-parallel, which share long sequences",
+        ),
+        (
+            16,
+            [
+                "model_engine=megatron",
+                "engine.tensor_model_parallel_size=2",
+                "engine.pipeline_model_parallel_size=4",
+                "engine.expert_model_parallel_size=2",
+            ],
+            "2 data-parallel x 2 tensor-parallel x 4 pipeline-parallel; experts divided by 2 "
+            "within a pipeline stage",
+        ),
+        (
+            8,
+            ["rollout.tensor_parallel_size=2"],
+            "8 data-parallel to train, 4 vLLM x 2 tensor-parallel to generate",
+        ),
+    ],
+)
+def test_the_layout_names_every_kind_of_parallelism(world_size, pairs, text):
+    script = "ppo.yaml" if "rollout" in str(pairs) else "sft.yaml"
+    assert layout(load(script, ["model.path=m", "data.train_files=t", *pairs]), world_size) == text
 
 
 @pytest.mark.parametrize("engine", ["fsdp", "megatron"])

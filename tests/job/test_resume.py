@@ -192,5 +192,12 @@ def test_a_checkpoint_beyond_the_last_step_is_not_this_runs_result(tmp_path, ste
         find_resume(config_with(tmp_path), None, fresh, 20)
 
 
+def test_a_run_that_only_validates_may_read_a_checkpoint_beyond_its_last_step(tmp_path):
+    (tmp_path / "trainer.json").write_text(json.dumps({"step": 21, "run": {}}))
+    pairs = ["model.path=m", "data.train_files=t", "data.val_files=v", "trainer.val_only=true"]
+    config = load("ppo.yaml", [*pairs, f"trainer.resume={tmp_path}"])
+    assert find_resume(config, None, Progress.load(tmp_path), 20) == tmp_path
+
+
 def config_with(resume):
     return load("sft.yaml", ["model.path=m", "data.train_files=t", f"trainer.resume={resume}"])

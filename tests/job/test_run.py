@@ -9,7 +9,7 @@ import train_sft
 from config import InputError, load
 from job.progress import Progress
 from job.run import Run
-from job.setup import check_validation
+from job.setup import check_skipped, check_validation, count_steps
 from job.signals import Agreement
 from profiling import Profiler
 
@@ -26,10 +26,10 @@ class Recorder:
         self.entered.append((stage, step))
 
 
-def make_run(out, *pairs, step: int = 0, total_steps: int = 10) -> Run:
+def make_run(out, *pairs, step: int = 0, total_steps: int = 10, script: str = "sft.yaml") -> Run:
     """Return a run that is ready to start."""
     needed = ["model.path=m", "data.train_files=t", f"output_dir={out}"]
-    config = load("sft.yaml", [*needed, "trainer.logger=[console]", *pairs])
+    config = load(script, [*needed, "trainer.logger=[console]", *pairs])
     run = Run(
         config=config,
         named_config=config,
@@ -48,6 +48,12 @@ def make_run(out, *pairs, step: int = 0, total_steps: int = 10) -> Run:
     run.progress = Progress(identity={}, step=step)
     run.resume_from = None
     return run
+
+
+def lines_without_metrics(capsys) -> list[str]:
+    """Return the printed lines, except for those of metrics and of the picture."""
+    lines = capsys.readouterr().out.splitlines()
+    return [line for line in lines if not line.startswith(("step ", "curves: "))]
 
 
 @pytest.fixture
@@ -98,6 +104,83 @@ def test_settings_of_the_validation_need_rows_to_validate(settings, message):
         return
     with pytest.raises(InputError, match=message):
         check_validation(config)
+
+
+def test_a_run_that_resumes_says_where_it_comes_from(own_signals, tmp_path, capsys):
+    run = make_run(tmp_path, "trainer.save_freq=3", step=4)
+    run.resume_from = "runs/step_4"
+    run.start("1 row")
+    first_line = capsys.readouterr().out.splitlines()[0]
+    assert first_line == "resuming from runs/step_4: step 4 of 10, 5 per epoch, 1 row"
+    assert run.agreement.is_training
+    assert run.agreement.total_steps == 10
+    assert (tmp_path / "config.yaml").exists()
+
+
+def test_a_run_that_only_validates_writes_no_configuration_and_no_checkpoints(
+    own_signals, tmp_path, capsys
+):
+    pairs = ["data.val_files=v", "trainer.val_only=true"]
+    run = make_run(tmp_path, *pairs, step=4, script="ppo.yaml")
+    run.start("1 row")
+    run.tracker.log(4, {"val/score": 1.0})
+    run.close()
+    assert not (tmp_path / "config.yaml").exists()
+    assert lines_without_metrics(capsys) == [
+        "starting: step 4 of 10, 5 per epoch, 1 row",
+        "validated the model; nothing was trained (trainer.val_only=true)",
+    ]
+
+
+@pytest.mark.parametrize(
+    "step, pairs, line",
+    [
+        (10, [], "model: {out}/hf"),
+        (10, ["model.lora.rank=4"], "adapter: {out}/hf"),
+        (9, [], "stopped by a signal after step 9; the same command continues from there"),
+    ],
+)
+def test_the_last_line_says_how_a_run_ended(own_signals, tmp_path, capsys, step, pairs, line):
+    run = make_run(tmp_path, *pairs, step=step)
+    run.start("1 row")
+    run.tracker.log(step, {"train/loss": 1.0})
+    run.close()
+    assert lines_without_metrics(capsys)[-1] == line.format(out=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "num_rows, pairs, steps",
+    [
+        (21, ["trainer.total_epochs=3"], (5, 15)),
+        (20, ["trainer.total_epochs=3", "trainer.total_steps=7"], (5, 7)),
+        (4, [], (1, 1)),
+    ],
+)
+def test_steps_are_whole_batches(num_rows, pairs, steps):
+    settings = ["model.path=x", "data.train_files=x", "data.train_batch_size=4", *pairs]
+    assert count_steps(load("sft.yaml", settings), range(num_rows)) == steps
+    with pytest.raises(InputError, match="train_batch_size=4 is more than the 3 rows of x"):
+        count_steps(load("sft.yaml", settings), range(3))
+
+
+@pytest.mark.parametrize(
+    "skipped, updates, is_last, is_refused",
+    [
+        (2, 9, False, False),
+        (3, 9, False, True),
+        (2, 2, False, False),
+        (2, 2, True, True),
+        (2, 3, True, False),
+        (0, 0, True, False),
+    ],
+)
+def test_a_run_ends_when_too_many_or_all_updates_are_skipped(skipped, updates, is_last, is_refused):
+    trainer = SimpleNamespace(max_skipped_steps=2)
+    if not is_refused:
+        check_skipped(trainer, skipped, updates, is_last)
+        return
+    with pytest.raises(InputError, match=f"not finite in {skipped} of {updates} updates"):
+        check_skipped(trainer, skipped, updates, is_last)
 
 
 def test_validation_is_due_every_few_steps_and_after_the_last(run):

@@ -122,6 +122,50 @@ def test_a_full_disk_is_named(tmp_path):
         tracker.close()
 
 
+def test_a_killed_run_repeats_its_last_steps_and_keeps_their_old_lines(tmp_path, capsys):
+    """It was killed after step 3, while a line was written, and continues from step 1."""
+    track(tmp_path, [[0, 1]] * 3)
+    path = tmp_path / "metrics.jsonl"
+    before = path.read_text().splitlines(keepends=True)
+    with path.open("a") as file:
+        file.write('null\n{"step": 4')
+    tracker = tracking.Tracker(configure(tmp_path), 0, 1, 4)
+    assert tracker.bar.n == 1
+    tracker.log(2, {"train/loss": 1.0})
+    tracker.log(2, {"train/late": 2.0})
+    tracker.close()
+    repeated = json.dumps({"step": 2, "train/loss": 1.0, "train/late": 2.0}) + "\n"
+    assert path.read_text() == before[0] + repeated
+    superseded = tmp_path / "metrics.superseded.jsonl"
+    assert superseded.read_text() == "".join(before[1:]) + '{"step": 4'
+    assert (tmp_path / "metrics.broken.jsonl").read_text() == "null\n"
+    assert (
+        "moved lines that could not be read (1) to metrics.broken.jsonl" in capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize("loggers, steps", [("[console]", [2, 3, 4]), ("[tensorboard]", [])])
+def test_the_console_shows_every_few_steps_and_every_validation(tmp_path, capsys, loggers, steps):
+    settings = [f"trainer.logger={loggers}", "trainer.log_freq=2"]
+    tracker = tracking.Tracker(configure(tmp_path, *settings), 0, 0, 4)
+    for step in range(1, 5):
+        validation = {"val/f": 0.25, "val/loss": 0.5} if step == 3 else {}
+        tracker.log(step, {"score/mean": step / 4} | validation)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert [int(line.split()[1]) for line in lines] == steps
+    for line in lines:
+        assert (
+            line.count("val/f 0.250") == line.count("val loss 0.5000") == (line.split()[1] == "3")
+        )
+    assert tracker.bar.n == 4
+
+
+def test_a_wandb_run_continues_under_its_id(tmp_path):
+    first = tracking.run_id(tmp_path)
+    assert re.fullmatch("[0-9a-f]{16}", first)
+    assert tracking.run_id(tmp_path) == first
+
+
 def test_a_run_that_begins_anew_has_each_step_once(tmp_path):
     """As after a kill before the first checkpoint."""
     for loss in (2.0, 1.0):

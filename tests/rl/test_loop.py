@@ -1,4 +1,4 @@
-"""The loop of train_ppo.py, with roles that compute nothing."""
+"""The loop of train_ppo.py, with roles that compute nothing but record how they are called."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +10,7 @@ import train_ppo
 from config import load
 from job.run import Run
 from profiling import Profiler
-from tests.support.samples import make_samples
+from tests.support.samples import failure, make_samples
 
 NUM_RANKS = 4
 SECONDS_PER_LOOK = 2.0  # by which the clock advances whenever it is read
@@ -46,46 +46,61 @@ class Agreement:
 
 
 class Roles:
-    """Draws the same samples in every step, of which the first step's actor is still waiting."""
+    """Draws the same samples in every step, of which the first step's actor is still waiting.
+
+    calls: the name of each call with the number of a step or a batch that it received
+    """
 
     host_group = None
 
     def __init__(self, profiler):
         self.profiler = profiler
-        self.samples = make_samples([1, 2, 3], [1, 0, 2], [0, 0, 1])
+        self.samples = make_samples([1, 2, 3], [1, 0, 2], [0, 0, 1], failures=[failure(0)])
         self.saved = []
+        self.calls = []
 
     def wake(self):
+        self.calls.append("wake")
         with self.profiler.stage("wake"):
             pass
 
     def collect(self, dataset, batch_index, step):
+        self.calls.append(("collect", batch_index, step))
         with self.profiler.stage("rollout_generate"):
             return self.samples, batch_index + 2
 
+    def validate(self, dataset, step):
+        self.calls.append(("validate", step))
+        return self.samples
+
     def sleep(self):
-        return {}
+        self.calls.append("sleep")
+        return {"perf/asleep": 1.0}
 
     def divide(self, samples):
+        self.calls.append("divide")
         return SimpleNamespace(num_mini_batches=3)
 
     def compute_log_probs(self, share, step):
-        """Nothing to fill."""
+        self.calls.append(("log_probs", step))
 
     def compute_values(self, share):
-        """Nothing to fill."""
+        self.calls.append("values")
 
     def compute_advantages(self, samples, share, kl_coef):
-        return {}
+        self.calls.append(("advantages", kl_coef))
+        return {"critic/advantages/mean": 2.0}
 
     def update_critic(self, share, step):
+        self.calls.append(("critic", step))
         return {"critic/skipped": 1}
 
     def update_actor(self, share, step):
+        self.calls.append(("actor", step))
         return {} if step == 0 else {"actor/skipped": 0}
 
     def memory(self):
-        return {}
+        return {"perf/memory": 3.0}
 
     def save(self, checkpointer, step, progress):
         self.saved.append(progress)
@@ -95,6 +110,7 @@ class Roles:
 def finished(tmp_path, monkeypatch):
     """A run of two steps and its roles, after the loop."""
     pairs = ["model.path=m", "data.train_files=t", f"output_dir={tmp_path}"]
+    pairs += ["data.val_files=v", "trainer.val_before_train=true", "reward.function=my.py:letters"]
     config = load("ppo.yaml", [*pairs, "algorithm.ppo_epochs=2", "trainer.rollout_freq=-1"])
     run = Run(
         config=config,
@@ -109,7 +125,7 @@ def finished(tmp_path, monkeypatch):
     run.steps_per_epoch = 4
     run.total_steps = 2
     run.train = [0]
-    run.val = None
+    run.val = [0]
     run.profiler = Profiler()
     run.progress = train_ppo.PpoProgress(identity={}, kl_coef=0.5)
     run.resume_from = None
@@ -117,8 +133,10 @@ def finished(tmp_path, monkeypatch):
     run.start("1 prompt")
     run.tracker = SimpleNamespace(
         lines=[],
-        log=lambda step, line: run.tracker.lines.append(line),
-        report_failures=lambda step, samples: None,
+        reported=[],
+        log=lambda step, line: run.tracker.lines.append({"step": step, **line}),
+        log_samples=lambda step, examples: None,
+        report_failures=lambda step, samples: run.tracker.reported.append(step),
     )
     roles = Roles(run.profiler)
     clock = iter(range(1000))
@@ -137,7 +155,7 @@ def test_the_heartbeat_hears_of_every_stage(finished):
 def test_tokens_per_second_are_those_of_one_device(finished):
     run, roles = finished
     num_tokens = roles.samples.lengths.sum().item()
-    for line in run.tracker.lines:
+    for line in run.tracker.lines[1:]:
         assert line["perf/tokens_per_second"] == num_tokens / SECONDS_PER_LOOK / NUM_RANKS
 
 
@@ -152,4 +170,36 @@ def test_progress_counts_batches_and_the_updates_of_each_model(finished):
     assert progress["critic_skipped"] == 2
     assert progress["actor_updates"] == updates_per_step, "it waits in the first step"
     assert progress["actor_skipped"] == 0
-    assert [line["train/epoch"] for line in run.tracker.lines] == [0.5, 1.0]
+    assert progress["failures"] == 2
+    assert [line["train/epoch"] for line in run.tracker.lines[1:]] == [0.5, 1.0]
+
+
+def test_the_stages_of_a_step_are_called_in_order_with_its_number(finished):
+    _, roles = finished
+    expected = [("validate", 0)]
+    for step in (0, 1):
+        expected += ["wake", ("collect", 2 * step, step + 1), "sleep", "divide"]
+        expected += [("log_probs", step), "values", ("advantages", 0.5)]
+        expected += [("critic", step), ("actor", step)]
+    assert roles.calls == [*expected, ("validate", 2)]
+
+
+def test_a_step_logs_the_metrics_of_all_its_stages(finished):
+    run, _ = finished
+    first_validation, first, last = run.tracker.lines
+    assert [line["step"] for line in run.tracker.lines] == [0, 1, 2]
+    assert run.tracker.reported == [0, 1, 2, 2]
+    assert not any(name.startswith("train/") for name in first_validation)
+    for line in (first, last):
+        assert line["perf/asleep"] == 1.0
+        assert line["perf/memory"] == 3.0
+        assert line["critic/advantages/mean"] == 2.0
+        assert line["critic/skipped"] == 1
+        assert "timing/wake" in line
+    assert "actor/skipped" not in first
+    assert last["actor/skipped"] == 0
+    assert [line["train/skipped"] for line in (first, last)] == [1, 2]
+    assert [line["reward/failures"] for line in (first, last)] == [1, 2]
+    for line in (first_validation, last):
+        assert line["val/letters"] == 1.0
+    assert not any(name.startswith("val/") for name in first)

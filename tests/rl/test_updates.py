@@ -239,6 +239,7 @@ def test_the_gap_to_the_rollout_is_measured_on_all_tokens_before_or_in_the_updat
             fields["old_log_probs"] = old
         estimated = set_advantages(config, samples, share, 0.0)
         updated = updates.update(actor, share.parts, ActorLoss(config, len(samples)), 0, 1, "actor")
+        assert {"actor/loss", "actor/skipped"} < updated.keys()
         assert any("gap" in key for key in updated) != any("gap" in key for key in estimated)
         return {
             key: x for key, x in (estimated | updated).items() if key.startswith("rollout_corr/")

@@ -1,0 +1,153 @@
+"""Ranks of one process that watch each other: which of them end, and how they explain it."""
+
+import json
+import sys
+import time
+from dataclasses import asdict
+
+import pytest
+
+from job import heartbeat as heartbeat_module
+from job.heartbeat import Heartbeat, Record
+
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+
+LIMIT_SECONDS = 0.2
+WAITED = f"waited for trainer.timeout_minutes={LIMIT_SECONDS / 60:g}"
+
+
+@pytest.fixture
+def exits(monkeypatch):
+    """The exit codes of ranks that ended; only their watching thread ends here."""
+    codes = []
+
+    def end(code: int) -> None:
+        codes.append(code)
+        raise SystemExit
+
+    monkeypatch.setattr(heartbeat_module.os, "_exit", end)
+    monkeypatch.setattr(heartbeat_module, "POLL_SECONDS", 0.1)
+    return codes
+
+
+@pytest.fixture
+def make_ranks(tmp_path, exits):
+    """Return a function that starts ranks 0 and 1 of a node.
+
+    Its argument is the number of seconds that each rank has been in a collective.
+    """
+    started = []
+
+    def make(*seconds_in_collective: float) -> list[Heartbeat]:
+        for rank, seconds in enumerate(seconds_in_collective):
+            minutes = LIMIT_SECONDS / 60
+            started.append(
+                Heartbeat(tmp_path, rank, rank, minutes, lambda seconds=seconds: seconds)
+            )
+        return started
+
+    yield make
+    for rank in reversed(started):
+        rank.close()
+
+
+def wait_for_exits(exits: list[int], number: int) -> None:
+    deadline = time.monotonic() + 30
+    while len(exits) < number:
+        assert time.monotonic() < deadline, f"{len(exits)} ranks ended, not {number}"
+        time.sleep(0.01)
+    assert exits == [1] * number
+
+
+def test_a_rank_in_an_earlier_stage_is_named_by_a_waiting_one(make_ranks, exits, capfd):
+    late, waiting = make_ranks(0, 0)
+    late.enter("reward", 7)
+    waiting.enter("reward", 7)
+    waiting.enter("actor_update", 7)
+    wait_for_exits(exits, 2)
+    assert capfd.readouterr().err == (
+        "error: 1 rank is missing: rank 0 was last seen in stage 'reward' of step 7, entered 0.0 "
+        f"minutes ago, while the other ranks wait in stage 'actor_update'; they {WAITED}\n"
+    )
+
+
+def test_ranks_in_one_long_stage_and_ranks_that_go_on_are_left_alone(make_ranks, exits):
+    first, second = make_ranks(0, 0)
+    for _ in range(8):
+        time.sleep(LIMIT_SECONDS / 4)
+        first.enter("save")  # the second rank is late, but the first does not wait for it
+    for _ in range(8):
+        second.enter("save")
+    time.sleep(2 * LIMIT_SECONDS)
+    assert exits == []
+
+
+def test_a_rank_that_writes_no_records_is_named_in_any_stage(make_ranks, exits, capfd):
+    silent, waiting = make_ranks(0, 0)
+    silent.enter("reward")
+    waiting.enter("wake")
+    silent.ended.set()
+    wait_for_exits(exits, 1)
+    assert capfd.readouterr().err == (
+        "error: 1 rank is missing: rank 0 was last seen in stage 'reward', entered 0.0 minutes "
+        f"ago, while the other ranks wait in stage 'wake'; they {WAITED}\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "seconds, num_exits, cause",
+    [
+        ((9, 9), 2, "all ranks wait in stage 'start': they entered different collectives, or "),
+        ((9, 0), 1, "1 rank is missing: rank 1 was last seen in stage 'start', entered 0.0"),
+    ],
+)
+def test_a_hanging_collective_ends_its_ranks(make_ranks, exits, capfd, seconds, num_exits, cause):
+    for rank in make_ranks(*seconds):
+        assert rank.limit == LIMIT_SECONDS
+    wait_for_exits(exits, num_exits)
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"error: {cause}")
+    assert line.endswith(f"; the others {WAITED}")
+
+
+def test_an_error_of_a_lost_connection_names_the_lost_ranks(make_ranks, exits, capfd, own_signals):
+    first, lost = make_ranks(0, 0)
+    error = RuntimeError("Connection closed by peer")
+    lost.ended.set()
+    first._explain(RuntimeError, error, None)
+    expected = (
+        "error: 1 rank is missing: rank 1 was last seen in stage 'start', entered 0.0 minutes"
+    )
+    assert capfd.readouterr().err == f"{expected} ago: {error}\n"
+    lost._explain(RuntimeError, error, None)
+    assert capfd.readouterr().err == "", "only the first of the ranks that are alive explains it"
+
+
+def test_other_errors_keep_their_traceback(make_ranks, capfd, own_signals):
+    make_ranks(0, 0)
+    for error in (RuntimeError("reset by peer"), RuntimeError("a shape"), ValueError("timed out")):
+        sys.excepthook(type(error), error, None)
+        assert capfd.readouterr().err == f"{type(error).__name__}: {error}\n"
+
+
+def test_an_error_of_a_timeout_names_the_ranks_that_have_none(make_ranks, capfd):
+    first, _ = make_ranks(0, 0)
+    error = RuntimeError("[gloo] Timed out waiting 1000ms")
+    first._explain(RuntimeError, error, None)
+    line = capfd.readouterr().err
+    assert line.startswith("error: 1 rank is missing: rank 1 was last seen in stage 'start'")
+    assert line.endswith(f"; they {WAITED}: {error}\n")
+
+
+def test_records_are_those_of_all_nodes_by_rank(make_ranks, tmp_path):
+    make_ranks(0, 0)
+    others = [Record(3, entered=2, stage="data", step=1), Record(2, stage="start")]
+    lines = [json.dumps(asdict(record)) for record in others]
+    unused_rank = "\0" * heartbeat_module.RECORD_BYTES
+    (tmp_path / "another_node").write_text(unused_rank + " \n".join(lines) + "\n")
+    first = Heartbeat(tmp_path, 4, 2, 1, lambda: 0.0)
+    first.close()
+    records = first.records()
+    assert [record.rank for record in records] == [0, 1, 2, 3, 4]
+    assert records[3] == others[0]
+    assert [record.entered for record in records] == [1, 1, 0, 2, 1]
