@@ -169,13 +169,23 @@ def frozen_clock(tokenizer) -> dict:
 
 
 def load_tokenizer(config):
-    """Return the tokenizer of model.path, with the template in data.chat_template if it is set."""
+    """Return the tokenizer of model.path, with the template in data.chat_template if it is set.
+
+    Raises InputError if there is no tokenizer, or no such template.
+    """
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     except (OSError, ValueError, KeyError) as error:
         raise InputError(f"no tokenizer in model.path={config.model.path}: {error}") from None
+    # Without the tokenizer's files, transformers makes one that turns every text into nothing.
+    if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
+        raise InputError(
+            f"no tokenizer in model.path={config.model.path}: its vocabulary would be "
+            f"{' '.join(tokenizer.all_special_tokens)}. Copy the tokenizer's files into it, such "
+            "as tokenizer.json and tokenizer_config.json"
+        )
     template = config.data.chat_template
     if template is not None:
         try:

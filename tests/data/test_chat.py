@@ -1,10 +1,12 @@
 """Which text is learned, to the character, under the chat templates in use."""
 
 import itertools
+import json
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings, strategies as st
+from omegaconf import OmegaConf
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
@@ -13,7 +15,7 @@ from data.chat import encoding
 from data.chat.conversation import Conversation
 from data.chat.spans import search_spans
 from data.chat.template_mask import marked_spans
-from data.chat.tokenizer import ChatTokenizer
+from data.chat.tokenizer import ChatTokenizer, load_tokenizer
 from data.rows import TemplateInputs
 from tests.data.chat_templates import (
     APERTUS,
@@ -1080,3 +1082,12 @@ def test_every_turn_is_its_content_and_the_end(turns):
     assert trained(TOKENIZER, {"messages": messages}) == [
         answer + "<|im_end|>" for _, answer in turns
     ]
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "gemma2", "gpt2", "gpt_neox", "llama"])
+def test_a_model_without_a_tokenizer_is_an_error(tmp_path, model_type):
+    """For some families, transformers would return a tokenizer without a vocabulary."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    config = OmegaConf.create({"model": {"path": str(tmp_path)}, "data": {"chat_template": None}})
+    with pytest.raises(InputError, match=f"no tokenizer in model.path={tmp_path}: "):
+        load_tokenizer(config)
