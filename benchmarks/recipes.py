@@ -16,6 +16,7 @@ import json
 import os
 import queue
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -72,6 +73,11 @@ class Run:
     def folder(self) -> Path:
         return ROOT / "runs" / "recipes" / self.recipe / f"seed_{self.seed}"
 
+    @property
+    def sft_run(self) -> "Run | None":
+        """The run whose export this recipe starts from, if it is not the pretrained model."""
+        return Run("gsm_sft", self.seed) if self.recipe == "gsm_grpo" else None
+
     def command(self, settings: list[str]) -> list[str]:
         """Return the command of the recipe's header, with this seed and folder."""
         script = "train_sft.py" if self.recipe.endswith("sft") else "train_ppo.py"
@@ -79,12 +85,14 @@ class Run:
         base = RECIPES / f"{self.recipe.partition('_')[0]}_grpo.yaml"
         if script == "train_ppo.py" and base not in files:
             files.insert(0, base)
+        start = [] if self.sft_run is None else [f"model.path={self.sft_run.folder}/hf"]
         return [
             *torchrun_command(1),
             script,
             *map(str, files),
             f"trainer.seed={self.seed}",
             f"output_dir={self.folder}",
+            *start,
             *settings,
         ]
 
@@ -98,24 +106,29 @@ def kept(metrics: dict) -> dict:
     }
 
 
-def execute(run: Run, settings: list[str], gpu: int | None) -> None:
-    """Run a recipe to its end and fill in its results."""
+def execute(run: Run, settings: list[str], gpu: int | None, deadline: float) -> None:
+    """Run a recipe to its end, or to the deadline, and fill in its results."""
     run.folder.mkdir(parents=True, exist_ok=True)
     log = run.folder / "log.txt"
     visible = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)}
     start = time.perf_counter()
     with log.open("w") as output:
-        done = subprocess.run(
+        process = subprocess.Popen(
             run.command(settings),
             env={**os.environ, "OMP_NUM_THREADS": "1", **visible},
             stdout=output,
             stderr=subprocess.STDOUT,
             cwd=ROOT,
+            start_new_session=True,
         )
+        try:
+            run.exit_code = process.wait(max(0.0, deadline - start))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            run.exit_code = process.wait()
     run.seconds = time.perf_counter() - start
     # The export in hf/ stays.
     shutil.rmtree(run.folder / "checkpoints", ignore_errors=True)
-    run.exit_code = done.returncode
     metrics = run.folder / "metrics.jsonl"
     if metrics.exists():
         run.metrics = [kept(line) for line in read_metrics(metrics)]
@@ -134,18 +147,23 @@ def run_all(arguments: argparse.Namespace) -> list[Run]:
     """Execute every recipe with every seed, `jobs_per_gpu` at a time on each GPU."""
     names = [text for text in arguments.names if "=" not in text]
     settings = [text for text in arguments.names if "=" in text]
-    runs = [Run(name, seed) for seed in arguments.seeds for name in names]
+    runs = [Run(name, seed) for name in names for seed in arguments.seeds]
     gpus = list(range(num_gpus())) or [None]
     slots: queue.Queue[int | None] = queue.Queue()
     for gpu in gpus * arguments.jobs_per_gpu:
         slots.put(gpu)
     writing = threading.Lock()
+    deadline = time.perf_counter() + arguments.time_limit
+    ended = {run.name: threading.Event() for run in runs}
 
     def execute_in_slot(run: Run) -> None:
+        if run.sft_run is not None and run.sft_run.name in ended:
+            ended[run.sft_run.name].wait()
         gpu = slots.get()
         try:
-            execute(run, settings, gpu)
+            execute(run, settings, gpu, deadline)
         finally:
+            ended[run.name].set()
             slots.put(gpu)
         with writing:
             done = [asdict(run) for run in runs if run.exit_code is not None]
@@ -222,6 +240,9 @@ def main() -> None:
     command.add_argument("--out", type=Path, required=True, help="the file of results")
     command.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     command.add_argument("--jobs-per-gpu", type=int, default=1)
+    command.add_argument(
+        "--time-limit", type=float, default=1e9, help="seconds; runs that go on then are killed"
+    )
     command = commands.add_parser("draw", help="draw a metric of such files over steps")
     command.add_argument("results", type=Path, nargs="+")
     command.add_argument("--metric", required=True)
