@@ -1,5 +1,6 @@
 """Comparing dumps of runs whose ranks divide the model or the batch differently."""
 
+import functools
 import itertools
 import json
 import re
@@ -178,12 +179,20 @@ def coordinates(tp_size):
 # -- coverage --------------------------------------------------------------------------------------
 
 
-def dump_stack(folder, widths, tp_size):
-    """Dump a stack of layers, all of which return zeros, with these widths."""
+def dump_stack(folder, widths, tp_size, biases=()):
+    """Dump a stack of layers with these widths, whose weights are 0.
+
+    biases: layer -> what it returns, if that is not 0
+    """
     linears = [torch.nn.Linear(a, b) for a, b in itertools.pairwise(widths)]
-    model = torch.nn.Sequential(*linears)
+    model = torch.nn.Module()
+    model.model = torch.nn.Module()
+    model.model.layers = torch.nn.ModuleList(linears)
     for parameter in model.parameters():
         torch.nn.init.zeros_(parameter)
+    for layer, bias in dict(biases).items():
+        torch.nn.init.constant_(linears[layer].bias, bias)
+    model.forward = lambda x: functools.reduce(lambda x, layer: layer(x), linears, x)
     engine = SimpleNamespace(
         modules=lambda: [model],
         coordinates=lambda: {"tp": [0, tp_size], "first_layers": [0]},
@@ -203,8 +212,77 @@ def test_comparing_a_small_part_is_not_an_agreement(tmp_path, capsys):
     code = compare.compare_runs(tmp_path / "a", tmp_path / "b", 1, None, compare.Settings())
     printed = capsys.readouterr().out
     assert code == 3
-    assert "train_batch: only 2 of 5 tensors could be compared; they agree" in printed
+    assert "train_batch: only 1 of 4 tensors could be compared; they agree" in printed
+    assert "layers of which nothing was compared: [0, 1, 2]" in printed
     assert "3 not compared: the runs have different numbers of elements" in printed
+
+
+def test_a_layer_of_which_nothing_is_compared_is_named(tmp_path, capsys):
+    """Of many layers, only one has another width: less than a tenth of all tensors."""
+    num_layers = 21
+    dump_stack(tmp_path / "a", [4] * (num_layers + 1), 1)
+    dump_stack(tmp_path / "b", [4, 4, 5, *[4] * (num_layers - 2)], 3)
+    code = compare.compare_runs(tmp_path / "a", tmp_path / "b", 1, None, compare.Settings())
+    assert code == compare.ExitCode.PARTLY_COMPARED
+    assert "    layers of which nothing was compared: [1]\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "tp_size, title, place, num_tensors",
+    [
+        (
+            1,
+            "train_batch rank0",
+            "Module.0.model.layers.1.Linear.forward.0.output.0, relative difference 1; tensor 4 "
+            "of 9",
+            9,
+        ),
+        (
+            2,
+            "train_batch",
+            "model.layers.1 (output 0, call 0), relative difference 1; tensor 2 of 3, only outputs "
+            "of forward passes",
+            3,
+        ),
+    ],
+    ids=["rank by rank", "other layout"],
+)
+def test_the_first_tensor_that_differs_is_named(
+    tmp_path, capsys, tp_size, title, place, num_tensors
+):
+    """A bias of a layer of width 4 is 2 in one run, where the others have zeros everywhere."""
+    dump_stack(tmp_path / "a", [4, 4, 4, 4], 1)
+    dump_stack(tmp_path / "equal", [4, 4, 4, 4], tp_size)
+    dump_stack(tmp_path / "defect", [4, 4, 4, 4], tp_size, {1: 2.0})
+    loss = {"a": 1.0, "equal": 1.00001, "defect": 1.5}
+    for name, value in loss.items():
+        line = json.dumps({"step": 1, "train/loss": value}) + "\n"
+        (tmp_path / name / "metrics.jsonl").write_text(line)
+    settings = compare.Settings(output=tmp_path / "tables")
+
+    code = compare.compare_runs(tmp_path / "a", tmp_path / "equal", 1, "train_batch", settings)
+    lines = capsys.readouterr().out.splitlines()
+    assert code == compare.ExitCode.AGREE
+    assert lines[0] == "metrics of step 1 agree"
+    assert lines[1].split()[:5] == ["train/loss", "A", "1.0", "B", "1.00001"]
+    assert lines[2].startswith(f"{title}: {num_tensors} tensors agree")
+    assert lines[2].endswith("; largest difference 0")
+    (table,) = (tmp_path / "tables").iterdir()
+    assert len(table.read_text().splitlines()) == 1 + num_tensors
+
+    code = compare.compare_runs(tmp_path / "a", tmp_path / "defect", 1, None, compare.Settings())
+    lines = capsys.readouterr().out.splitlines()
+    assert code == compare.ExitCode.DIVERGE
+    assert lines[0] == "metrics of step 1 diverge"
+    assert lines[1].endswith("relative difference 0.33")
+    assert lines[2] == f"{title}: diverges at {place}"
+    assert lines[3].startswith("    A: ")
+    assert "max 0.0  min 0.0  mean 0.0" in lines[3]
+    assert "max 2.0  min 2.0  mean 2.0" in lines[4]
+
+    code = compare.compare_runs(tmp_path / "a", tmp_path / "equal", 1, "validate", settings)
+    assert code == compare.ExitCode.NOTHING_TO_COMPARE
+    assert "no stage validate of step 1 was dumped by both" in capsys.readouterr().out
 
 
 def test_a_dump_without_outputs_is_reported(tmp_path, capsys):

@@ -1,28 +1,43 @@
 """The stages of a step, with engines that only record their calls."""
 
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from omegaconf import OmegaConf
 
 from config import load
 from engines import schedule
+from engines.heads import Head
 from profiling import Profiler
 from rl import roles as roles_module
 from rl.roles import Roles
+
+GAE = "algorithm.adv_estimator=gae"
+REFERENCE = "algorithm.use_kl_loss=true"
 
 
 class RecordingEngine:
     """An engine that trains nothing and reports the learning rate of each step.
 
+    Its log-probabilities are its number, negative while its adapters are disabled.
+
+    options: the keyword arguments that it was built with
     on_device: the parts that would be in the device's memory
     """
 
-    def __init__(self, config, device, total_steps, **_):
+    num_built = 0
+
+    def __init__(self, config, device, total_steps, **options):
+        RecordingEngine.num_built += 1
+        self.number = RecordingEngine.num_built
         self.config = config
         self.total_steps = total_steps
+        self.options = options
         self.on_device = {"parameters", "optimizer"}
+        self.has_adapters = True
 
     def offload(self, *parts):
         self.on_device -= set(parts)
@@ -34,6 +49,26 @@ class RecordingEngine:
         rate = schedule.learning_rate(self.config.optim, step, self.total_steps)
         return {"lr": rate, "skipped": 0}
 
+    @contextmanager
+    def without_adapters(self):
+        self.has_adapters = False
+        yield
+        self.has_adapters = True
+
+    def log_probs(self, batch, micro_batches):
+        self.onload()
+        number = self.number if self.has_adapters else -self.number
+        return torch.full((2,), number), None, None
+
+    def values(self, batch, micro_batches):
+        return torch.full((2,), 10 * self.number)
+
+    def export_weights(self, include_unused):
+        return ("weights", self.has_adapters, include_unused)
+
+    def export_adapter(self):
+        return "adapter"
+
 
 class RecordingRollout:
     """A vLLM that generates nothing. It records what engines hold on the device when it wakes.
@@ -44,10 +79,25 @@ class RecordingRollout:
     is_current = False
     has_base = True
     adapter = None
+    drafter = None
+    awake = False
 
     def __init__(self, engines):
         self.engines = engines
         self.held = {}
+        self.calls = []
+
+    def update_weights(self, weights):
+        self.calls.append(weights)
+
+    def update_adapter(self, weights):
+        self.calls.append(weights)
+
+    def sleep(self):
+        self.calls.append("sleep")
+
+    def shutdown(self):
+        self.calls.append("shutdown")
 
     def wake(self, part):
         self.held[part] = {role: set(engine.on_device) for role, engine in self.engines.items()}
@@ -72,7 +122,7 @@ def test_the_actors_schedule_begins_after_the_critics_warm_up(make_roles):
     num_warmup_steps = 2
     roles = make_roles(
         num_steps,
-        "algorithm.adv_estimator=gae",
+        GAE,
         f"critic.warmup_steps={num_warmup_steps}",
         "critic.lr=2.0",
         "optim.lr=1.0",
@@ -100,7 +150,7 @@ def test_trained_engines_leave_the_device_before_vllm_wakes(make_roles):
 
     Before this, a checkpoint was saved, which moves everything to the device.
     """
-    roles = make_roles(6, "algorithm.adv_estimator=gae", device="cuda")
+    roles = make_roles(6, GAE, device="cuda")
     assert roles.offloaded == ["parameters", "optimizer"]
     engines = {"actor": roles.actor, "critic": roles.critic}
     roles.rollout = RecordingRollout(engines)
@@ -111,3 +161,127 @@ def test_trained_engines_leave_the_device_before_vllm_wakes(make_roles):
 
     assert roles.rollout.held["weights"] == {"actor": {"parameters"}, "critic": set()}
     assert roles.rollout.held["kv_cache"] == {"actor": set(), "critic": set()}
+
+
+def test_engines_are_built_for_their_roles(make_roles):
+    roles = make_roles(6, GAE, REFERENCE, "rollout.temperature=0.7", "critic.warmup_steps=2")
+    built = {"actor": roles.actor, "critic": roles.critic, "reference": roles.reference}
+    heads = {role: engine.options["head"] for role, engine in built.items()}
+    assert heads == {
+        "actor": Head.LOG_PROBS,
+        "critic": Head.VALUES,
+        "reference": Head.LOG_PROBS,
+    }
+    optimized = {role: engine.options["optimize"] for role, engine in built.items()}
+    assert optimized == {"actor": True, "critic": True, "reference": False}
+    steps = {role: engine.total_steps for role, engine in built.items()}
+    assert steps == {"actor": 4, "critic": 6, "reference": 6}
+    assert {engine.options["temperature"] for engine in built.values()} == {0.7}
+    assert roles.actor.number < roles.critic.number < roles.reference.number
+    alone = make_roles(6, "algorithm.adv_estimator=grpo")
+    assert alone.critic is None
+    assert alone.reference is None
+
+
+@pytest.mark.parametrize(
+    "device, settings, trained, reference",
+    [
+        ("cpu", [], {"parameters", "optimizer"}, {"parameters", "optimizer"}),
+        ("cuda", ["offload.reference=true"], set(), {"optimizer"}),
+        (
+            "cuda",
+            ["offload.parameters=false", "offload.reference=false"],
+            {"parameters"},
+            {"parameters", "optimizer"},
+        ),
+        ("cuda", ["offload.optimizer=false"], {"optimizer"}, {"optimizer"}),
+    ],
+)
+def test_each_engine_leaves_the_device_once_it_is_built(
+    make_roles, device, settings, trained, reference
+):
+    roles = make_roles(6, GAE, REFERENCE, "offload.reference=true", *settings, device=device)
+    assert roles.actor.on_device == trained
+    assert roles.critic.on_device == trained
+    assert roles.reference.on_device == reference
+
+
+def make_share():
+    part = (None, SimpleNamespace(micro_batches=None))
+    return SimpleNamespace(parts=[part], batch=SimpleNamespace(fields={}), num_mini_batches=1)
+
+
+def test_each_field_comes_from_the_engine_of_its_role(make_roles):
+    roles = make_roles(6, GAE, REFERENCE, "algorithm.ppo_epochs=2", device="cuda")
+    share = make_share()
+    roles.compute_log_probs(share, 1)
+    roles.compute_values(share)
+    expected = {
+        "old_log_probs": roles.actor.number,
+        "ref_log_probs": roles.reference.number,
+        "values": 10 * roles.critic.number,
+    }
+    assert {name: x.tolist() for name, x in share.batch.fields.items()} == {
+        name: [number, number] for name, number in expected.items()
+    }
+    assert "parameters" not in roles.reference.on_device
+    stages = {name.removeprefix("timing/") for name in roles.profiler.end_step()}
+    assert stages == {"actor_compute_log_prob", "ref_compute_log_prob", "compute_values"}
+
+
+def test_an_actor_without_its_adapters_is_the_reference(make_roles):
+    roles = make_roles(6, REFERENCE, "algorithm.ppo_epochs=2")
+    roles.config = OmegaConf.merge(roles.config, {"model": {"lora": {"rank": 4}}})
+    share = make_share()
+    roles.reference = None
+    roles.compute_log_probs(share, 1)
+    number = roles.actor.number
+    assert share.batch.fields["old_log_probs"].tolist() == [number, number]
+    assert share.batch.fields["ref_log_probs"].tolist() == [-number, -number]
+
+
+@pytest.mark.parametrize(
+    "has_base, adapter, drafter, sent",
+    [
+        (False, None, None, [("weights", True, False)]),
+        (False, None, "mtp", [("weights", True, True)]),
+        (False, "adapter", None, [("weights", False, False), "adapter"]),
+        (True, "adapter", None, ["adapter"]),
+        (True, None, "mtp", []),
+    ],
+)
+def test_vllm_gets_the_weights_that_it_lacks(make_roles, has_base, adapter, drafter, sent):
+    roles = make_roles(6)
+    roles.rollout = RecordingRollout({"actor": roles.actor})
+    roles.rollout.has_base = has_base
+    roles.rollout.adapter = adapter
+    roles.rollout.drafter = drafter
+    roles.wake()
+    assert roles.rollout.calls == sent
+    roles.rollout.is_current = True
+    roles.wake()
+    assert roles.rollout.calls == sent, "vLLM is still awake, with these weights"
+
+
+def test_checkpoints_hold_the_trained_engines_and_vllm_sleeps_meanwhile(make_roles):
+    roles = make_roles(6, GAE, REFERENCE, device="cuda")
+    roles.rollout = RecordingRollout({})
+    roles.tokenizer = "tokenizer"
+    calls = []
+    checkpointer = SimpleNamespace(
+        save=lambda *values, **roles: calls.append((values, roles)),
+        load=lambda *values, **roles: (values, roles),
+    )
+    critic = {"critic": roles.critic}
+    assert roles.load(checkpointer, "path") == (("path", roles.actor), critic)
+    roles.save(checkpointer, 3, {"step": 3})
+    assert roles.rollout.calls == []
+    roles.rollout.awake = True
+    roles.save(checkpointer, 4, {"step": 4})
+    assert roles.rollout.calls == ["sleep"]
+    assert calls == [((n, roles.actor, {"step": n}, "tokenizer"), critic) for n in (3, 4)]
+    for engine in (roles.actor, roles.critic):
+        engine.onload()
+    roles.close()
+    assert roles.actor.on_device == roles.critic.on_device == set()
+    assert roles.rollout.calls == ["sleep", "shutdown"]
