@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from examples.arithmetic import build
-from tests.repository.pages import SNIPPETS
+from tests.repository.pages import SNIPPETS, block_containing
 from tests.support.launch import ROOT
 
 MY_YAML = """
@@ -33,6 +33,8 @@ def docs_folder(tmp_path_factory) -> Path:
     (folder / "val.jsonl").write_text(val_rows)
     (folder / "configs").symlink_to(ROOT / "configs")
     (folder / "my.yaml").write_text(MY_YAML)
+    support = block_containing("docs/from_llamafactory.md", "text", "train_max_samples")
+    (folder / "support.yaml").write_text(support)
     for name, code in SNIPPETS:
         (folder / name).write_text(code)
     return folder

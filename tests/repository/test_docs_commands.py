@@ -28,6 +28,8 @@ NOT_RUN_HERE = {
     "python -m config schema": "writes into the repository",
     "python -m tests.families": "takes minutes",
     "python -m tests.profiling.defects": "takes minutes",
+    "python -c 'from datasets": "downloads from the hub",
+    "python -m engines.checkpoint export runs/support": "like the command of docs/lora.md",
     "python -m data.preview": "needs a model of the hub; tests/data/test_preview.py calls it",
 }
 

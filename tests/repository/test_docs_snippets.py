@@ -48,6 +48,24 @@ def test_a_reward_grades_in_its_process(docs_folder, settings, monkeypatch):
     assert [round(result.score, 6) for result in results] == REWARDS[settings]
 
 
+@pytest.mark.parametrize(
+    "source, right, wrong",
+    [
+        ("openai/gsm8k", "2+3\n#### 5", "#### 6"),
+        ("HuggingFaceH4/MATH-500", r"\boxed{5}", r"\boxed{6}"),
+    ],
+)
+def test_a_scorer_is_chosen_by_the_source_of_a_row(docs_folder, monkeypatch, source, right, wrong):
+    monkeypatch.chdir(docs_folder)
+    grader = Grader(load("ppo.yaml", [*PATHS, "reward.function=verl_scores.py:compute_score"]))
+    row = ROW | {"data_source": source}
+    results = grader.grade([("2+3", response, row) for response in (right, wrong)], [0, 0])
+    (unknown,) = grader.grade([("2+3", right, ROW)], [0])
+    grader.close()
+    assert [result.score for result in results] == [1.0, 0.0]
+    assert "there is no scorer for d" in unknown.summary
+
+
 def test_the_first_line_of_a_snippet_names_its_file():
     assert len(SNIPPETS) >= len(REWARDS)
     for _, code in SNIPPETS:
