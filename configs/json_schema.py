@@ -70,8 +70,10 @@ def value_schema(key: str, default) -> dict:
 
     Except for strings, the schema also allows an interpolation.
     """
-    value = {} if default is None else {"type": TYPES[type(default)][1]}
-    value |= RULES.get(key, ANYTHING).schema
+    rule = RULES.get(key, ANYTHING)
+    has_type = default is not None and not rule.allows_null
+    value = {"type": TYPES[type(default)][1]} if has_type else {}
+    value |= rule.schema
     if value != {"type": "string"}:
         value = {"anyOf": [value, {"$ref": "#/$defs/interpolation"}]}
     return value if default == REQUIRED else {"default": default} | value

@@ -34,11 +34,13 @@ class Rule:
         schema: the same condition as JSON schema, as far as JSON schema can express it.
         is_path: whether values may name files or directories, in which ~ and environment variables
             are expanded: a path, a list of paths, or path/to/file.py:name.
+        allows_null: whether the value may be null, although the default is not.
     """
 
     problem: Callable[[Any], str | None]
     schema: dict
     is_path: bool = False
+    allows_null: bool = False
 
 
 def problem_with(key: str, value, default) -> str | None:
@@ -53,6 +55,8 @@ def problem_with(key: str, value, default) -> str | None:
     if value == "None" or (default is None and value == "none"):
         return "is a text in YAML; an empty value is null"
     has_typed_default = default is not None and default != REQUIRED
+    if value is None and rule.allows_null:
+        return None
     if has_typed_default and "type" not in rule.schema:
         kind = type(default)
         if not has_type(value, kind):
@@ -133,7 +137,7 @@ def optional(kind: type | tuple[type, ...], then: Rule = ANYTHING) -> Rule:
         return then.problem(value)
 
     schema = {"anyOf": [{"type": json_type} | then.schema, {"type": "null"}]}
-    return Rule(problem, schema, then.is_path)
+    return Rule(problem, schema, then.is_path, allows_null=True)
 
 
 # -- rules for single keys -------------------------------------------------------------------------

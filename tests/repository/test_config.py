@@ -422,6 +422,18 @@ def test_a_pair_with_spaces_is_answered_with_the_form_to_use(arguments, message)
     assert told("sft", *arguments) == f"{message}; arguments are YAML files and key=value pairs"
 
 
+def test_every_key_that_may_be_null_can_be_null():
+    nullable = [key for key, rule in RULES.items() if rule.allows_null]
+    assert "data.system_key" in nullable
+    for script in SCRIPTS:
+        keys = [key for key in nullable if key in flatten(load(f"{script}.yaml", NEEDED))]
+        config = load(f"{script}.yaml", [*NEEDED, *(f"{key}=null" for key in keys)])
+        values = flatten(config)
+        assert {values[key] for key in keys} == {None}
+        document = schema(script)
+        jsonschema.validate(OmegaConf.to_container(config), document)
+
+
 def test_a_pair_without_a_value_is_still_empty():
     assert load("sft.yaml", [*NEEDED, "data.val_files=", "optim.lr=1"]).data.val_files is None
 
