@@ -26,7 +26,7 @@ from config import InputError
 from data import dataset as dataset_module
 from data.cache import ensure_cached
 from data.dataset import TokenDataset, tokenize
-from data.tokenization import kept_tokens
+from data.lengths import kept_tokens
 
 CHATML = """
 {%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' + (m.content or '') }}
@@ -76,6 +76,7 @@ def options(**changes):
             system_key="system",
             lost_fields="error",
             ignored_fields=[],
+            system_prompt=None,
             train_on="all",
             max_length=200,
             truncation="error",
