@@ -318,6 +318,7 @@ RULES = {
     "data.truncation": one_of("error", "left", "right", "drop"),
     "data.max_tokens_per_micro_batch": at_least(2),
     "data.system_key": optional(str),
+    "data.system_prompt": optional(str),
     "data.lost_fields": one_of("error", "drop", "ignore"),
     "data.chat_template": optional(str, PATH),
     "data.train_on": one_of("all", "last"),

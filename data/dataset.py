@@ -38,6 +38,7 @@ OPTIONS = (
     "system_key",
     "lost_fields",
     "ignored_fields",
+    "system_prompt",
 )
 TOKENS_AT_ONCE = 1 << 22  # the number of tokens that are searched at a time
 # The columns of a row that is not used, because none of its tokens is trained. length is the number

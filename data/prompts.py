@@ -49,6 +49,7 @@ OPTIONS = (
     "system_key",
     "lost_fields",
     "ignored_fields",
+    "system_prompt",
 )
 # The columns of a row that is not used: an empty line, or a prompt that is too long.
 UNUSED = {"input_ids": [], "length": 0, "record": "", "shape": "", "use": "", "is_lost": False}

@@ -102,6 +102,7 @@ def read_messages(
         raise InputError(missing + hint_at_columns(row, options, with_response))
     if is_prompt and isinstance(messages, str):
         if not has_template:
+            check_no_system_prompt(options)
             return None
         messages = [{"role": "user", "content": messages}]
     if not isinstance(messages, list) or not messages:
@@ -110,7 +111,7 @@ def read_messages(
         read_message(message, f"{key}[{i}]", options.ignored_fields)
         for i, message in enumerate(messages)
     ]
-    return with_system_column(without_none(checked), row, options)
+    return with_system_message(without_none(checked), row, options)
 
 
 def read_message(message, name: str, ignored_fields) -> dict:
@@ -153,26 +154,38 @@ def system_column(row: dict, options) -> str:
     return system if isinstance(system, str) and system.strip() else ""
 
 
-def with_system_column(messages: list[dict], row: dict, options) -> list[dict]:
-    """Return the messages, beginning with the system message that the row has in a column.
+def check_no_system_prompt(options) -> None:
+    """Raise InputError for data.system_prompt, which a prompt of plain text cannot hold."""
+    if options.system_prompt:
+        raise InputError(
+            "data.system_prompt needs a chat template, which the tokenizer lacks: set "
+            "data.chat_template, or write the text into the prompts"
+        )
+
+
+def with_system_message(messages: list[dict], row: dict, options) -> list[dict]:
+    """Return the messages, beginning with the row's system message or with data.system_prompt.
+
+    The system message of a row is in its messages or in a column. The prompt is only for rows that
+    have none.
 
     Raises:
-        InputError: the messages have another system message.
+        InputError: the column and the messages differ.
     """
-    system = system_column(row, options)
-    if not system:
+    column = system_column(row, options)
+    own = next((m for m in messages if m["role"] in ("system", "developer")), None)
+    system = column or options.system_prompt
+    if not system or (own and not column):
         return messages
-    for message in messages:
-        if message["role"] not in ("system", "developer"):
-            continue
-        if text_of(message.get("content")).strip() == system.strip():
-            return messages
-        raise InputError(
-            f'the column "{options.system_key}" is {system[:40]!r}, and the messages have another '
-            f"{message['role']} message: leave one of them out, or set data.system_key=null, which "
-            "does not read the column"
-        )
-    return [{"role": "system", "content": system}, *messages]
+    if own is None:
+        return [{"role": "system", "content": system}, *messages]
+    if text_of(own.get("content")).strip() == column.strip():
+        return messages
+    raise InputError(
+        f'the column "{options.system_key}" is {column[:40]!r}, and the messages have another '
+        f"{own['role']} message: leave one of them out, or set data.system_key=null, which does "
+        "not read the column"
+    )
 
 
 def hint_at_columns(row: dict, options, with_response: bool) -> str:

@@ -126,7 +126,10 @@ def tokenize_to_cache(
         write_arrays(folder, pyarrow.concat_tables(tables), limit)
         write_uses(folder, tables)
 
-    values = [getattr(options, name) for name in spec.options] + selection.settings
+    values = [getattr(options, name) for name in spec.options]
+    if values[-1] is None:  # system_prompt: caches of earlier versions, which lacked it, are valid
+        values.pop()
+    values += selection.settings
     key = cache_key(paths, chat, tokenizer_dir, spec.version, values)
     folder = ensure_cached(Path(cache_dir) / key, write, stored.are_current)
     stats = json.loads((folder / "stats.json").read_text())

@@ -48,6 +48,7 @@ def options(**changes):
             system_key="system",
             lost_fields="error",
             ignored_fields=[],
+            system_prompt=None,
             train_on="all",
             special_tokens_in_text=None,
         )

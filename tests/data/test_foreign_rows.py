@@ -176,6 +176,31 @@ def test_rows_that_are_not_read_as_something_else(row, error):
         training_messages(read_shape(row, options(), True)[0], True, options())
 
 
+@pytest.mark.parametrize(
+    "row, system",
+    [
+        ({"messages": say("q", "a")}, "Be brief"),
+        ({"prompt": "q", "response": "a"}, "Be brief"),
+        ({"messages": [{"role": "system", "content": "s"}, *say("q", "a")]}, "s"),
+        ({"messages": say("q", "a"), "system": "column"}, "column"),
+        ({"messages": say("q", "a"), "system": " "}, "Be brief"),
+    ],
+)
+def test_a_system_prompt_is_for_rows_without_a_system_message(row, system):
+    messages = training_messages(row, True, options(system_prompt="Be brief"))
+    assert messages[0] == {"role": "system", "content": system} | (
+        {"loss_mask": 0} if "prompt" in row else {}
+    )
+    assert [message["role"] for message in messages] == ["system", "user", "assistant"]
+
+
+def test_a_system_prompt_needs_a_chat_template():
+    row = {"prompt": "q", "response": "a"}
+    assert training_messages(row, False, options()) is None
+    with pytest.raises(InputError, match="data.system_prompt needs a chat template"):
+        training_messages(row, False, options(system_prompt="Be brief"))
+
+
 def test_a_system_column_may_be_a_list_of_texts():
     assert system_column({"system": [text("Be"), text("brief")]}, options()) == "Be\nbrief"
     with pytest.raises(InputError, match='column "system" must be a text'):

@@ -315,6 +315,7 @@ def options(**changes):
             system_key="system",
             lost_fields="error",
             ignored_fields=[],
+            system_prompt=None,
             train_on="all",
             max_length=200,
             max_prompt_length=200,

@@ -67,6 +67,7 @@ def options(**changes):
             system_key="system",
             lost_fields="error",
             ignored_fields=[],
+            system_prompt=None,
             max_prompt_length=200,
             truncation="error",
             num_proc=None,

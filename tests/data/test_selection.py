@@ -133,6 +133,15 @@ def test_errors_name_the_lines_of_the_file_and_only_selected_rows(load, files):
         load(selection)
 
 
+def test_a_system_prompt_is_a_part_of_every_row_and_of_the_caches_name(load, files):
+    plain = load(files)
+    prompted = load(files, system_prompt="Be brief")
+    assert prompted.name != plain.name
+    extra = prompted.lengths - plain.lengths
+    assert extra.min() == extra.max() > len("Be brief")
+    assert prompted.stats["loss_tokens"] == plain.stats["loss_tokens"]
+
+
 def test_rows_that_are_too_long_are_counted_among_the_selected_ones(load, files):
     longest = int(load(files).lengths.max())
     selection = Selection(files, 10)
