@@ -1,12 +1,18 @@
 """The arguments of `vllm.LLM`: for each supported release, on each kind of device."""
 
+import logging
 import os
+from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from config import InputError, load
+from engines.model.hf import build_on_meta, read_hf_config
 from rollout.vllm import adapters, speculation, startup
 from rollout.vllm.arguments import MAX_PREFILL_TOKENS, Host, engine_arguments
+from rollout.vllm.capacity import max_num_seqs
 from rollout.vllm.sampling import validation_sampling
 from rollout.vllm.scheduler import ClosedBatchScheduler
 from rollout.vllm.versions import SUPPORTED
@@ -84,6 +90,67 @@ def test_drafted_tokens_count_in_graphs_and_batches(folder):
     assert arguments["speculative_config"] == {"method": "mtp", "num_speculative_tokens": 3}
     assert arguments["max_num_batched_tokens"] == 12_000
     assert arguments["compilation_config"] == {"max_cudagraph_capture_size": 3000}
+
+
+@pytest.mark.parametrize("num_drafted", [0, 2])
+def test_as_many_sequences_as_fit_in_memory(folder, num_drafted):
+    """With the weights, and the KV cache and logits of each sequence, all in bfloat16 or fp32."""
+    make_model(folder / "capacity", "mimo")
+    hf_config = read_hf_config(folder / "capacity")
+    settings = ["rollout.gpu_memory_utilization=0.5", "rollout.n=1000", "data.train_batch_size=8"]
+    settings += ["engine.compute_dtype=bfloat16", "rollout.tensor_parallel_size=2"]
+    if num_drafted:
+        settings += ["model.mtp.enable=true", "model.mtp.enable_rollout=true"]
+        settings += [f"model.mtp.num_speculative_tokens={num_drafted}"]
+    config = make_config(folder / "capacity", *settings)
+    num_weights = sum(p.numel() for p in build_on_meta(hf_config, torch.float32).parameters())
+    head_dim = hf_config.hidden_size // hf_config.num_attention_heads
+    num_kv_heads = max(1, hf_config.num_key_value_heads // 2)
+    kv_bytes = 2 * 2 * hf_config.num_hidden_layers * num_kv_heads * head_dim
+    logit_bytes = 3 * 4 * (1 + num_drafted) * hf_config.vocab_size
+    bytes_per_sequence = (100 + 50 / 2) * kv_bytes + logit_bytes
+    device_bytes = 2 * (num_weights * 2 / 2 + 37.5 * bytes_per_sequence)
+    assert max_num_seqs(config, 2, int(device_bytes)) == 37
+    assert max_num_seqs(config, 2, 0) == 1024
+    few = make_config(folder / "capacity", *settings, "rollout.n=3", "data.train_batch_size=10")
+    assert max_num_seqs(few, 4, 0) == 5 * 3
+    tight = make_config(folder / "capacity", *settings, "rollout.kv_cache_gib=0.001")
+    assert max_num_seqs(tight, 2, GPU_BYTES) == int(0.001 * 2**30 / (125 * kv_bytes))
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_the_process_is_prepared_for_a_cpu(folder, one_rank, tmp_path, recwarn):
+    """Shared memory of a killed run is removed. Only an unknown release is reported."""
+    left_behind = Path("/dev/shm") / f"{tmp_path.name}-tp:0-[0]-cpushm_0"
+    for version in (*SUPPORTED, UNKNOWN_VERSION):
+        left_behind.touch()
+        startup.prepare_process(make_config(folder / "dense"), make_host("cpu", version), False)
+        assert not left_behind.exists()
+    (warning,) = recwarn
+    assert str(warning.message).startswith(f"vLLM {UNKNOWN_VERSION} is installed, but rollout/")
+
+
+def test_the_capture_of_graphs_is_printed_and_nothing_else(one_rank, capsys):
+    names = [f"vllm.v1.worker.{name}" for name in ("gpu.model_runner", "gpu_model_runner")]
+    loggers = [logging.getLogger(name) for name in names]
+    handlers = [list(logger.handlers) for logger in loggers]
+    startup.print_graph_capture()
+    try:
+        for logger in loggers:
+            logger.info("Graph capturing finished in %d secs", 3)
+            logger.info("something else")
+    finally:
+        for logger, old_handlers in zip(loggers, handlers):
+            logger.handlers = old_handlers
+            logger.setLevel(logging.NOTSET)
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("vLLM: ")]
+    assert printed == ["vLLM: Graph capturing finished in 3 secs"] * 2
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rollout.responses import Responses
+from rollout.vllm.generation import copy_outputs
 
 PROMPTS = [[11, 12, 13], [21], [31, 32]]
 TOKENS = [[1, 2], [], [3, 4, 5]]  # of each response
@@ -96,6 +97,26 @@ def test_a_token_with_unknown_candidates_is_reported():
     with pytest.warns(UserWarning, match="more than 2 candidates.*only the first 2"):
         responses.set(0, token_ids, too_little)
     assert responses.candidates[0].tolist() == token_ids.tolist()
+
+
+def test_outputs_of_vllm_are_copied():
+    from vllm.logprobs import FlatLogprobs
+    from vllm.outputs import CompletionOutput
+
+    outputs = []
+    expected = Responses(2, 4, 2)
+    for number, row in enumerate((0, 2)):
+        reported = FlatLogprobs()
+        for token in range(len(TOKENS[row])):
+            ids, log_probs = columns(row, token, with_candidates=True)
+            ranks = iter([1, 1, 2])
+            reported.append_fast(ids[0].tolist(), log_probs[0].tolist(), ranks, [None] * 3)
+            expected.append(np.array([number]), ids, log_probs)
+        outputs.append(CompletionOutput(0, "", TOKENS[row], None, reported))
+    copied = Responses(2, 4, 2)
+    copy_outputs(outputs, copied)
+    for name in ("lengths", "tokens", "log_probs", "candidates"):
+        assert getattr(copied, name).tolist() == getattr(expected, name).tolist(), name
 
 
 def test_no_response_at_all():

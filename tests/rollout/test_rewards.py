@@ -838,6 +838,16 @@ def test_a_call_that_hangs_ends_its_worker(make, file):
         assert has_ended(worker.process.pid)
 
 
+def test_an_async_call_that_is_late_and_one_that_raises_leave_the_worker(make, file):
+    with closing(make(f"{file}:judge", 1, 0.8, "reward.concurrency=2")) as grader:
+        (worker,) = grader.idle
+        late, raised = grade(grader, "slow", "raise")
+        assert (late.kind, late.trace) == ("timed out", "took more than 0.8 s")
+        assert raised.kind == "raised"
+        assert "TimeoutError: of its own" in raised.trace
+        assert grader.idle == [worker]
+
+
 def test_the_environment_of_a_worker(monkeypatch):
     variables = {
         "JUDGE_API_KEY": "named",
