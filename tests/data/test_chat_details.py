@@ -3,13 +3,13 @@
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from config import InputError
+from config import InputError, load
 from data.chat.conversation import Conversation
 from data.chat.lost import MAX_MARKS, find_losses, word_ends
 from data.chat.marks import agreement, mark_offsets
 from data.chat.plain_text import tokenize_plain
 from data.chat.special_tokens import find_special_tokens
-from data.chat.tokenizer import ChatTokenizer, template_literals
+from data.chat.tokenizer import ChatTokenizer, load_tokenizer, template_literals
 from data.chat.tokens import Span, Tokens
 from data.prompts import last_user_text
 from data.rows import TemplateInputs
@@ -136,6 +136,30 @@ def test_the_first_token_is_never_learned():
     assert mask == [0] + [1] * (len(ids) - 1)
 
 
+def test_a_turn_may_end_with_a_text_that_is_no_token():
+    """Both turns end with it, so a model learns to write it."""
+    template = (
+        "{%- for m in messages %}{{ m.role + ':' + m.content + ' [END]\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+    )
+    row = {"messages": say("q1", "a1", "q2", "a2")}
+    assert trained(template, row) == ["a1 [END]", "a2 [END]"]
+    assert trained(template, row, train_on="last") == ["a2 [END]"]
+
+
+def test_two_turns_of_the_assistant_need_a_header_between_them():
+    """Here the second one would follow the end token of the first."""
+    role = "'<|im_start|>' + m.role"
+    follows = "loop.previtem and loop.previtem.role == m.role"
+    bare = CHATML.replace(role, f"('' if {follows} else {role})")
+    messages = [*say("q", "one"), {"role": "assistant", "content": "two"}]
+    with pytest.raises(InputError, match="ends the assistant's message before it"):
+        trained(bare, {"messages": messages})
+    messages[1]["loss_mask"] = 0
+    with pytest.raises(InputError, match="the two messages could be joined"):
+        trained(bare, {"messages": messages})
+
+
 def test_a_turn_without_its_header_is_named_with_the_text_before_it():
     odd = CHATML.replace(
         "{{ '<|im_start|>' + m.role",
@@ -179,6 +203,26 @@ def test_an_end_token_that_a_tokenizer_adds_to_plain_texts():
     tokenizer = make_tokenizer(None)
     ids = tokenize_plain("the cat", None, ChatTokenizer(tokenizer)).ids
     assert tokenizer.decode(ids) == "the cat"
+
+
+def test_the_tokenizer_has_the_template_of_the_run(tmp_path):
+    """data.chat_template is a file; without it, the template of the model stays."""
+    tokenizer = make_tokenizer(CHATML, eos="<|im_end|>")
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "other.jinja").write_text(QWEN3)
+
+    def load_with(*settings):
+        return load_tokenizer(load("sft.yaml", ["data.train_files=x", *settings]))
+
+    model = f"model.path={tmp_path / 'model'}"
+    assert load_with(model).chat_template == CHATML
+    other = f"data.chat_template={tmp_path / 'other.jinja'}"
+    assert load_with(model, other).chat_template == QWEN3
+    missing = tmp_path / "missing.jinja"
+    with pytest.raises(InputError, match=f"data.chat_template={missing}: No such file"):
+        load_with(model, f"data.chat_template={missing}")
+    with pytest.raises(InputError, match="no tokenizer in model.path="):
+        load_with(f"model.path={tmp_path}")
 
 
 # -- what a template leaves out --------------------------------------------------------------------

@@ -19,6 +19,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -732,6 +733,15 @@ def test_a_cache_hit_needs_no_datasets_library(make, tokenizer_dir, tmp_path):
     *report, printed = out.stdout.splitlines()
     assert printed == str(folder), out.stderr
     assert "reads " in report[-1]
+
+
+def test_options_of_a_run_and_plain_ones_name_the_same_cache(make, tokenizer_dir, tmp_path):
+    path = write(tmp_path / "a.jsonl", ROWS)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_dir)
+    settings = OmegaConf.create(vars(options(ignored_fields=["a", "b"])))
+    folder = tokenize(str(path), tokenizer, settings, tmp_path / "cache", tokenizer_dir)
+    assert folder == make(path, ignored_fields=["a", "b"])
+    assert folder != make(path, ignored_fields=["a"])
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 5, 1000])

@@ -282,6 +282,13 @@ def test_ignored_fields_are_reported_with_those_that_have_no_effect():
     assert lines[0].endswith("; ignores in messages secret (1 row), score (1 row)")
 
 
+def test_ignored_fields_are_taken_out_of_parts_and_other_parts_stay():
+    parts = [text("one", annotations=[1]), "two"]
+    row = {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "a"}]}
+    (user, _) = training_messages(row, True, options(ignored_fields=["annotations"]))
+    assert user["content"] == [text("one"), "two"]
+
+
 def test_lines_about_rows_that_are_cut_or_not_used():
     stats = {"dropped_long": 3, "truncated": 1, "dropped_lost_fields": 0, "dropped_no_loss": 2_000}
     lines = list(unused_row_lines(stats, "data.max_length=9", "left"))
@@ -391,7 +398,7 @@ def test_an_empty_prompt_is_an_error_with_a_template_too():
 
 
 def test_a_message_without_content_is_named_with_its_keys():
-    with pytest.raises(InputError, match='content" is missing; the message has role, text'):
+    with pytest.raises(InputError, match='content" is missing; the message has role, text$'):
         check_message({"role": "user", "text": "q", "name": None}, "messages[0]")
 
 

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import engines.model.mimo  # noqa: F401  makes transformers know MiMo
 from config import InputError, load
+from rollout.vllm.settings import check_rollout
 from rollout.vllm.speculation import (
     accepted_tokens,
     check_drafter,
@@ -322,12 +323,12 @@ def test_weights_of_the_drafter_are_collected_on_the_way():
             "two drafters",
         ),
         ("rollout.speculative=suffix", "arctic-inference"),
-        ("rollout.speculative=ngram rollout.min_p=0.1", "rollout.min_p=0.1"),
+        ("rollout.speculative=ngram rollout.min_p=0.1", "rollout.min_p=0.1: .*speculative=ngram"),
         ("rollout.speculative=ngram validation.min_p=0.1", "validation.min_p=0.1"),
         ("rollout.speculative=ngram rollout.stop=[x]", "rollout.stop"),
         (
             "model.mtp.enable=true model.mtp.enable_rollout=true model.lora.rank=4",
-            "model.lora.merge=true",
+            "model.mtp.enable_rollout=true with adapters needs model.lora.merge=true",
         ),
         (
             f"{MTP}=3 model.path=TWO",
@@ -340,6 +341,8 @@ def test_settings_that_drafters_do_not_support(model, settings, message):
     config = load("ppo.yaml", [f"model.path={model}", "data.train_files=unused", *settings])
     with pytest.raises(InputError, match=message):
         check_drafter(config)
+    with pytest.raises(InputError, match=message):
+        check_rollout(config, world_size=1)
 
 
 def test_a_model_whose_mtp_layers_vllm_does_not_have(tmp_path):
