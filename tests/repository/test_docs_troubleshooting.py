@@ -18,7 +18,7 @@ MESSAGES = "".join(blocks(PAGE, "text")).splitlines()
 FROM_LIBRARIES = [
     r"The server socket has failed to listen on any local network address\. .* in use",  # torch
     r"Timed out after \d+ seconds waiting for clients\. \d+/\d+ clients joined",  # torch
-    r"Connection closed by peer",  # gloo
+    r"\[\S*gloo\S*\] Connection closed by peer \[\S+\]:\d+",  # gloo
     r"Timed out waiting \d+ms for recv operation to complete",  # gloo
     r"No available memory for the cache blocks\. .* for more details\.",  # vLLM
 ]
