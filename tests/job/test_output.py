@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import psutil
@@ -206,7 +207,10 @@ def test_ranks_end_when_torchrun_is_killed(tmp_path, when):
 
 def test_a_lock_is_touched_while_its_run_lives(tmp_path, monkeypatch):
     monkeypatch.setattr(output, "TOUCH_SECONDS", 0.05)
+    before = threading.enumerate()
     lock = output.Lock(tmp_path)
+    (thread,) = [thread for thread in threading.enumerate() if thread not in before]
+    assert thread.daemon, "otherwise the process would never end"
     os.utime(lock.path, (0, 0))
     deadline = time.monotonic() + 20
     while lock.path.stat().st_mtime == 0:

@@ -119,11 +119,13 @@ def test_counters_continue_and_the_identity_is_the_new_runs():
 
 
 def test_progress_is_read_back_as_it_was_written(tmp_path):
-    progress = Progress(identity={"optim.name": "muon"}, export_dtype="bfloat16", step=3)
+    lora = {"rank": 4, "dtype": "float32"}
+    progress = Progress(identity={"optim.name": "muon"}, export_dtype="bfloat16", lora=lora, step=3)
     (tmp_path / "trainer.json").write_text(json.dumps(progress.to_json()))
     loaded = Progress.load(tmp_path)
     assert loaded.step == 3
     assert loaded.export_dtype == "bfloat16"
+    assert loaded.lora == lora
     assert loaded.identity["optim.name"] == "muon"
 
 
@@ -190,6 +192,22 @@ def test_a_checkpoint_beyond_the_last_step_is_not_this_runs_result(tmp_path, ste
         return
     with pytest.raises(InputError, match=f"after step {step}, but this run has only 20 steps"):
         find_resume(config_with(tmp_path), None, fresh, 20)
+
+
+def test_the_adapter_that_a_run_started_from_may_stay_in_its_configuration(tmp_path):
+    config = load(
+        "sft.yaml",
+        [
+            "model.path=m",
+            "data.train_files=t",
+            "model.lora.rank=4",
+            "model.lora.adapter_path=first",
+            f"trainer.resume={tmp_path}",
+        ],
+    )
+    fresh = Progress(identity={}, lora={"adapter_path": "first"})
+    (tmp_path / "trainer.json").write_text(json.dumps(fresh.to_json() | {"step": 2}))
+    assert find_resume(config, None, fresh, 20) == tmp_path
 
 
 def test_a_run_that_only_validates_may_read_a_checkpoint_beyond_its_last_step(tmp_path):

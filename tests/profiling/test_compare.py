@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import shutil
 import sys
@@ -56,6 +57,18 @@ def test_runs_without_dumps_are_answered_with_the_settings_of_one(tmp_path, monk
     printed = capsys.readouterr().out
     assert "no stage of step 3 was dumped by both" in printed
     assert "profiler.tool=msprobe trainer.profile_interval=[3,3]" in printed
+
+
+def test_stages_are_in_the_order_of_their_last_dumps(tmp_path):
+    times = {"a/step2/rank0": 1, "b/step2/rank0": 2, "a/step2/rank1": 3, "c/step3/rank0": 4}
+    for name, seconds in times.items():
+        dump = tmp_path / "profile" / "step_2" / name / "dump.json"
+        dump.parent.mkdir(parents=True)
+        dump.touch()
+        os.utime(dump, (seconds, seconds))
+    stages = compare.stages_of(tmp_path, 2)
+    folder = tmp_path / "profile" / "step_2"
+    assert list(stages.items()) == [("b", folder / "b" / "step2"), ("a", folder / "a" / "step2")]
 
 
 # Outputs of qkv, q_norm, k_norm, o_proj, attention, gate and up, down_proj, mlp and layer, four

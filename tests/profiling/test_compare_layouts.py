@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from profiling import compare, layouts
 from profiling.dumps import AxisRank, Coordinates, RankDump, in_whole_model
-from profiling.outputs import FILE, OutputRecorder, Statistics, read_outputs
+from profiling.outputs import FILE, OutputRecorder, Statistics, float_tensors, read_outputs
 from tests.profiling.support import dumping
 from tests.profiling.test_compare import PER_MICRO_BATCH
 from tests.support.launch import launch
@@ -94,6 +94,42 @@ def test_calls_that_recompute_activations_are_not_recorded(tmp_path):
     outputs = recorded(tmp_path / "rank0", torch.randn(7, 1, 4), None, train, first_layer=3)
     assert list(outputs) == ["decoder.layers.3.linear"], "numbered as in the whole model"
     assert len(outputs["decoder.layers.3.linear"]) == 1
+
+
+@pytest.mark.parametrize(
+    "output, expected",
+    [
+        (torch.ones(2, 3), [(0, 1.0)]),
+        ({"a": torch.ones(2, 3), "b": torch.zeros(2, 1)}, [(0, 1.0), (1, 0.0)]),
+        ((torch.ones(2, 3), None, torch.zeros(2, 3)), [(0, 1.0), (2, 0.0)]),
+        ((torch.ones(2, 3), torch.ones(3)), [(0, 2.0)]),
+        ((torch.ones(2, 3), torch.zeros(2)), [(0, 1.0), (1, 0.0)]),
+        ((torch.ones(3), torch.ones(3)), [(0, 1.0), (1, 1.0)]),
+        ((torch.ones(2, 3, dtype=torch.int64), torch.tensor(1.0)), []),
+        (None, []),
+    ],
+)
+def test_tensors_are_found_in_every_kind_of_output(output, expected):
+    found = float_tensors(output)
+    assert [(index, x.unique().item()) for index, x in found] == expected
+
+
+def test_nothing_is_recorded_after_the_stage(tmp_path):
+    model = decoder()
+    engine = SimpleNamespace(
+        modules=lambda: [model], coordinates=lambda: {"first_layers": [0]}, padding=lambda: None
+    )
+    recorder = OutputRecorder(engine)
+    recorder.start()
+    layer = model.decoder.layers[0]
+    layer(torch.randn(7, 1, 4))
+    recorder.stop()
+    layer(torch.randn(7, 1, 4))
+    recorder.write(tmp_path / FILE)
+    outputs = read_outputs(tmp_path)
+    assert outputs.world_size == 1
+    assert outputs.num_recomputed == 0
+    assert [len(record.calls) for record in outputs.records] == [1, 1]
 
 
 def test_an_output_without_a_row_per_token_is_not_pooled(tmp_path):

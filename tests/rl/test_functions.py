@@ -36,6 +36,17 @@ def needs_alpha(rewards, num_sequences, alpha, **_): return rewards, rewards
 def without_rest(rewards): return rewards, rewards
 def without_returns(rewards, **_): return rewards
 
+SEEN = {}
+def sees_all(*, rewards, mask, sequence, group, values, baseline, old_log_probs, ref_log_probs,
+             rollout_log_probs, outcome, lengths, num_sequences, total, gamma, lam):
+    SEEN.update(locals())
+    return rewards, rewards
+def loss_sees_all(*, log_probs, entropy, old_log_probs, advantages, mask, sequence, num_sequences,
+                  clip_low, clip_high, dual_clip, returns, values, ref_log_probs,
+                  rollout_log_probs, group, scores):
+    SEEN.update(locals())
+    return log_probs, {}
+
 # Policy losses.
 def loss(log_probs, advantages, *, beta=1.0, **_): return -log_probs * advantages * beta, {}
 def reads_scores(log_probs, group, scores, values, **_):
@@ -70,6 +81,58 @@ def configure(tmp_path, monkeypatch):
         return load("ppo.yaml", ["model.path=unused", "data.train_files=unused", *full])
 
     return load_settings
+
+
+def tensors_of(seen: dict) -> dict[str, list[float]]:
+    return {name: x.tolist() for name, x in seen.items() if isinstance(x, torch.Tensor)}
+
+
+def test_an_estimator_is_called_with_the_values_of_its_inputs(configure, tmp_path):
+    config = configure("adv_estimator=my.py:sees_all", "gamma=0.75", "lam=0.5")
+    samples = make_samples([1, 2], [3.0, 5.0], [0, 4], baseline=[1.0, 2.0])
+    fields = samples.batch.fields
+    num_tokens = len(fields["loss_mask"])
+    for number, name in enumerate(("values", "old_log_probs", "ref_log_probs"), 1):
+        fields[name] = torch.full((num_tokens,), float(number))
+    fields["rollout_log_probs"] = torch.full((num_tokens,), 4.0)
+    mask = fields["loss_mask"].tolist()
+    set_advantages(config, samples, whole(samples), 0.0)
+    seen = dict(plugins.import_file(tmp_path / "my.py").SEEN)
+    assert tensors_of(seen) == {
+        "rewards": [0, 0, 3, 0, 0, 0, 5],
+        "mask": mask,
+        "sequence": [0, 0, 0, 1, 1, 1, 1],
+        "group": [0, 4],
+        "values": [1] * 7,
+        "old_log_probs": [2] * 7,
+        "ref_log_probs": [3] * 7,
+        "rollout_log_probs": [4] * 7,
+        "baseline": [1, 2],
+        "outcome": [3, 5],
+        "lengths": [1, 2],
+    }
+    assert (seen["num_sequences"], seen["gamma"], seen["lam"]) == (2, 0.75, 0.5)
+    assert seen["total"](seen["rewards"]) == 8
+
+
+def test_a_policy_loss_is_called_with_the_values_of_its_inputs(configure, tmp_path):
+    clips = ["clip_ratio_low=0.125", "clip_ratio_high=0.375", "clip_ratio_c=4"]
+    config = configure("loss_mode=my.py:loss_sees_all", *clips)
+    names = ("advantages", "old_log_probs", "returns", "values", "ref_log_probs", "group", "scores")
+    fields = {name: [float(number), -1.0] for number, name in enumerate(names, 10)}
+    weights = {"loss_weight": [0.5, 0.0], "token_weight": [0.5, 0.0]}
+    loss_of_two_tokens(config, **fields, **weights)
+    seen = dict(plugins.import_file(tmp_path / "my.py").SEEN)
+    assert tensors_of(seen) == fields | {
+        "log_probs": [-1.5, -0.5],
+        "rollout_log_probs": [-1.5, -0.5],
+        "entropy": [1, 3],
+        "sequence": [0, 1],
+        "mask": [1, 0],
+    }
+    clip_ratios = (seen["clip_low"], seen["clip_high"], seen["dual_clip"])
+    assert clip_ratios == (0.125, 0.375, 4)
+    assert seen["num_sequences"] == 2
 
 
 @pytest.mark.parametrize(

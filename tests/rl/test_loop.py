@@ -1,10 +1,12 @@
 """The loop of train_ppo.py, with roles that compute nothing but record how they are called."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 import train_ppo
 from config import load
@@ -203,3 +205,58 @@ def test_a_step_logs_the_metrics_of_all_its_stages(finished):
     for line in (first_validation, last):
         assert line["val/letters"] == 1.0
     assert not any(name.startswith("val/") for name in first)
+
+
+@pytest.mark.parametrize("kind, kl_coef", [("fixed", 0.25), ("adaptive", 0.125)])
+@pytest.mark.parametrize("step", [2, 1])
+def test_a_resumed_run_continues_with_the_checkpoints_counters(
+    tmp_path, monkeypatch, finished, kind, kl_coef, step
+):
+    """A fixed coefficient comes from the configuration. Only a finished run is exported."""
+    run, roles = finished
+    settings = {"kl_ctrl": {"type": kind, "kl_coef": 0.25}}
+    run.config = OmegaConf.merge(run.config, {"algorithm": settings})
+    run.resume_from = tmp_path / "step_1"
+    run.checkpointer = "checkpointer"
+    run.tokenizer = "tokenizer"
+    run.progress = train_ppo.PpoProgress(identity={}, kl_coef=0.25)
+    failures = [json.dumps({"step": number}) + "\n" for number in (1, 2, 3)]
+    (tmp_path / "failures.jsonl").write_text("".join(failures))
+    calls = []
+    saved = {"step": step, "batch": 7, "kl_coef": 0.125, "actor_updates": 5, "failures": 4}
+    roles.load = lambda *values: calls.append(("load", *values)) or saved
+    roles.start_rollout = lambda: calls.append("start_rollout")
+    roles.export = lambda *values: calls.append(("export", *values))
+    roles.close = lambda: calls.append("roles.close")
+    roles.actor = SimpleNamespace(dp_size=4)
+    roles.rollout = SimpleNamespace(num_replicas=2)
+    run.start = lambda description: calls.append(description)
+    run.end_loop = lambda: calls.append("end_loop")
+    run.close = lambda: calls.append("close")
+    grader = SimpleNamespace(close=lambda: calls.append("grader.close"))
+    monkeypatch.setattr("rl.roles.Roles", lambda *values: roles)
+    monkeypatch.setattr(train_ppo, "start_grader", lambda config: grader)
+    monkeypatch.setattr(train_ppo, "set_up", lambda config, grader: run)
+    monkeypatch.setattr(train_ppo, "train", lambda run, roles: calls.append("train"))
+    monkeypatch.setattr("torch.distributed.barrier", lambda: calls.append("barrier"))
+    monkeypatch.setattr("engines.parallel.device.shutdown", lambda: calls.append("shutdown"))
+
+    train_ppo.main(run.config)
+
+    exports = [("export", tmp_path / "hf", run.base_name)] if step == 2 else []
+    assert calls == [
+        ("load", "checkpointer", tmp_path / "step_1"),
+        "start_rollout",
+        "1 prompts, 4 data-parallel ranks and 2 of vLLM on cpu",
+        "train",
+        "end_loop",
+        "grader.close",
+        *exports,
+        "close",
+        "barrier",
+        "roles.close",
+        "shutdown",
+    ]
+    counters = saved | {"kl_coef": kl_coef}
+    assert {name: getattr(run.progress, name) for name in counters} == counters
+    assert (tmp_path / "failures.jsonl").read_text() == "".join(failures[:step])
