@@ -156,6 +156,7 @@ def set_up(config, grader):
         if notice and run.rank == 0:
             print(notice, flush=True)
     run.count_steps()
+    run.choose_order()
     if 0 < run.total_steps <= config.critic.warmup_steps:
         raise InputError(
             f"critic.warmup_steps={config.critic.warmup_steps} leaves no step for the actor, "
@@ -164,7 +165,8 @@ def set_up(config, grader):
     check_vllm_model(config)
     run.plan_memory(models.role_configs(config))
     run.start_profiler(models.hooked_stages(config, run.device.type))
-    identity = identify(config, hf_config, run.train) | {
+    identity = identify(config, hf_config, run.train) | run.order.identity
+    identity |= {
         "rollout.n": config.rollout.n,
         "algorithm.adv_estimator": config.algorithm.adv_estimator,
         "critic": models.uses_critic(config),
@@ -198,7 +200,9 @@ def train(run, roles) -> None:
         start = time.perf_counter()
         profiler.begin_step(progress.step + 1)
         roles.wake()
-        samples, progress.batch = roles.collect(run.train, progress.batch, progress.step + 1)
+        samples, progress.batch = roles.collect(
+            run.train, run.order.rows_of_batch, progress.batch, progress.step + 1
+        )
         run.tracker.report_failures(progress.step + 1, samples)
         metrics = roles.sleep()
         share = roles.divide(samples)

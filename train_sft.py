@@ -70,13 +70,15 @@ def set_up(config):
     from data.selection import training_rows, validation_rows
     from engines.build import engine_class
     from job.models import check_token_ids, warn_of_length
+    from job.order import sampler_reads
     from job.run import Run
 
     run = Run.begin(config)
     config = run.config
     hf_config = engine_class(config.model_engine).check(config, run.world_size)
     run.load_tokenizer(hf_config)
-    run.train = load_data(run, training_rows(config.data))
+    with_rows = sampler_reads(config, "rows")
+    run.train = load_data(run, training_rows(config.data), with_rows)
     run.val = load_data(run, validation_rows(config.data))
     datasets = run.datasets()
     check_column_keys(config.data, datasets)
@@ -84,10 +86,11 @@ def set_up(config):
     longest = max(int(dataset.lengths.max()) for dataset in datasets.values())
     warn_of_length(hf_config, longest)
     run.count_steps()
+    run.choose_order()
     run.plan_memory({None: config})
     run.start_profiler(["train_batch", "validate"] if run.val else ["train_batch"])
     progress = SftProgress(
-        identity=identify(config, hf_config, run.train),
+        identity=identify(config, hf_config, run.train) | run.order.identity,
         tokenization=identify_tokens(config, OPTIONS),
         export_dtype=config.engine.compute_dtype,
         lora=adapter(config, run.base_name),
@@ -98,7 +101,6 @@ def set_up(config):
 
 def train(run, engine) -> None:
     """Train until the last step, or until a rank is asked to stop."""
-    from data.batching.order import global_batch
     from engines.parallel import device
     from job.setup import check_skipped
 
@@ -115,7 +117,7 @@ def train(run, engine) -> None:
         start = time.perf_counter()
         profiler.begin_step(progress.step + 1)
         with profiler.stage("data"):
-            rows = global_batch(len(run.train), batch_size, trainer.seed, progress.step)
+            rows = run.order.rows_of_batch(progress.step)
             batch = run.train.batch(rows)
             num_trained_tokens = int(batch.fields["loss_mask"].sum())
             image_flops = engine.image_flops(batch)
@@ -225,10 +227,13 @@ def validate(engine, val, batch_size: int) -> dict[str, float]:
     return {"val/loss": nll / num_tokens, "val/exact_match": num_exact / num_rows}
 
 
-def load_data(run, selection):
+def load_data(run, selection, with_rows: bool = False):
     """Return the tokenized rows of a data.selection.Selection, or None if it is None.
 
     Rank 0 tokenizes rows that are not in the cache; the other ranks read them from there.
+
+    Args:
+        with_rows: whether the complete rows are needed, too.
     """
     from data.dataset import TokenDataset, tokenize
     from engines.context_parallel import sequence_limit
@@ -247,6 +252,7 @@ def load_data(run, selection):
         cache,
         config.model.path,
         run.processor,
+        with_rows,
     )
     dataset = TokenDataset.load(tokenized, run.processor)
     longest = int(dataset.lengths.max())

@@ -93,9 +93,11 @@ def import_function(setting: str, name: str, known: Iterable[str]) -> Callable:
     Args:
         setting: "key=value", for the beginning of error messages.
         name: path and name of the function. The path is relative to the working directory.
-        known: names of the built-in functions, for suggestions.
+        known: names of the built-in functions, for suggestions; empty if there are none.
     """
     if ":" not in name and not name.endswith(".py"):
+        if not known:
+            raise InputError(f"{setting} must be path/to/file.py:name")
         raise InputError(
             f"{setting} must be one of {', '.join(known)}, or path/to/file.py:name; the nearest is "
             f"{nearest(name, known)}"
@@ -103,8 +105,8 @@ def import_function(setting: str, name: str, known: Iterable[str]) -> Callable:
     if ".py:" not in name and not name.endswith(".py"):
         file, _, name = name.rpartition(":")
         raise InputError(f"{setting} must be path/to/file.py:name; did you mean {file}.py:{name}?")
-    file, _, name = name.partition(".py:")
-    path = Path(file if file.endswith(".py") else f"{file}.py").expanduser().resolve()
+    path = path_of(name)
+    name = name.partition(".py:")[2]
     if not path.is_file():
         raise InputError(f"{setting}: {path}: no such file")
     try:
@@ -121,6 +123,12 @@ def import_function(setting: str, name: str, known: Iterable[str]) -> Callable:
         problem = f"{path} has no function {name!r}" if name else f"{path}: name a function"
         raise InputError(f"{setting}: {problem}{hint}")
     return function
+
+
+def path_of(name: str) -> Path:
+    """Return the absolute path of the file in path/to/file.py:name."""
+    file = name.partition(".py:")[0]
+    return Path(file if file.endswith(".py") else f"{file}.py").expanduser().resolve()
 
 
 def location(error: BaseException, path: Path) -> str:

@@ -179,6 +179,11 @@ def are_names(value) -> bool:
     return are_texts(value) and len(value) > 0
 
 
+def are_weights(value: list) -> bool:
+    numbers = [x for x in value if has_type(x, float) and 0 < x < math.inf]
+    return len(value) == len(numbers) > 0
+
+
 def are_betas(value: list) -> bool:
     numbers = [x for x in value if isinstance(x, (int, float)) and 0 <= x < 1]
     return len(value) == len(numbers) == 2
@@ -232,6 +237,12 @@ TARGETS = rule(
 STRINGS = rule("must be a list of strings", are_texts, items=STRING)
 STOP_STRINGS = Rule(stop_problem, STRINGS.schema)
 NAMES = rule("must be a list of names", are_names, items=STRING, minItems=1)
+WEIGHTS = rule(
+    "must be a list of numbers above 0",
+    are_weights,
+    items={"type": "number", "exclusiveMinimum": 0},
+    minItems=1,
+)
 BETAS = rule(
     "must be two numbers in [0, 1)",
     are_betas,
@@ -313,6 +324,8 @@ RULES = {
     "data.val_size": COUNT_OR_SHARE,
     "data.train_max_samples": COUNT_OR_ALL,
     "data.val_max_samples": COUNT_OR_ALL,
+    "data.weights": optional(list, WEIGHTS),
+    "data.sampler": optional(str, FUNCTION),
     "data.train_batch_size": at_least(1),
     "data.max_length": at_least(2),
     "data.truncation": one_of("error", "left", "right", "drop"),

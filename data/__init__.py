@@ -8,6 +8,7 @@
     tokenization, lengths, cache    whole files -> a cache folder on disk
     dataset      tokenized rows for fine-tuning
     prompts      tokenized prompts for reinforcement learning
+    records, sources          the complete rows, and the files that they come from
     batching/    the order of rows, batches, and their division over ranks
 
 Nothing here depends on a model's weights or on an engine.

@@ -27,6 +27,7 @@ TOKENIZER_FILES = (
     "processor_config.json",
 )
 CHECKSUMS = "sums.json"  # the sha256 of every other file in a folder
+WITH_ROWS = "-rows"  # the end of the name of a folder that also holds rows which are not needed
 SCRATCH = "datasets"  # a folder for temporary files inside a cache folder that is being written
 
 
@@ -51,6 +52,11 @@ def cache_key(
         if file.is_file():
             digest.update(file.name.encode() + sha256(file).digest())
     return digest.hexdigest()
+
+
+def key_of(folder: Path) -> str:
+    """Return the cache_key() in the name of a cache folder."""
+    return folder.name.removesuffix(WITH_ROWS)
 
 
 def files_below(paths: list[Path]) -> Iterator[Path]:

@@ -14,16 +14,19 @@ import numpy as np
 import torch
 
 from data.batching.batch import Batch
+from data.cache import WITH_ROWS, key_of
 from data.chat.encoding import RowCoroutine, encode
 from data.chat.tokenizer import ChatTokenizer
 from data.columns import describe_use
 from data.images.processor import ImageStore, Processor
 from data.lengths import kept_tokens
+from data.records import Records, row_as_json
 from data.selection import Selection
 from data.shapes import read_shape
+from data.sources import read_file_rows
 from data.tokenization import CacheSpec, read_uses, tokenize_to_cache
 
-VERSION = 9  # version of the cache; increase it when encode() or the files of a cache change
+VERSION = 10  # version of the cache; increase it when encode() or the files of a cache change
 OPTIONS = (
     "messages_key",
     "prompt_key",
@@ -61,11 +64,13 @@ def tokenize(
     cache_dir: Path,
     tokenizer_dir: Path | str,
     processor: Processor | None = None,
+    with_rows: bool = False,
 ) -> Path:
     """Return the cache folder for these files. Writes it if there is none. For rank 0 only.
 
     The folder holds input_ids.npy (int32 [T]), loss_mask.npy (uint8 [T]), cu_seqlens.npy
-    (int64 [n+1]) and stats.json. With a processor, it also holds the files of StoredImages.
+    (int64 [n+1]), file_rows.json and stats.json. With a processor, it also holds the files of
+    StoredImages; with with_rows, those of Records.
 
     Args:
         files: names of data files, patterns or directories (see data.files.find_files()), or a
@@ -73,13 +78,15 @@ def tokenize(
         options: the `data` section of the configuration.
         tokenizer_dir: the model's directory or hub name.
         processor: the processor of a vision-language model, else None.
+        with_rows: whether to store the complete rows, too.
 
     Raises:
         InputError: a file is missing, unreadable or empty; a row is malformed (the message names
             the first one, as file:line); rows are longer than options.max_length, and
             options.truncation is error; no row is left.
     """
-    return tokenize_to_cache(SPEC, files, tokenizer, options, cache_dir, tokenizer_dir, processor)
+    spec = SPEC_WITH_ROWS if with_rows else SPEC
+    return tokenize_to_cache(spec, files, tokenizer, options, cache_dir, tokenizer_dir, processor)
 
 
 def tokenize_row(
@@ -103,7 +110,21 @@ def tokenize_row(
     return columns
 
 
+def tokenize_row_and_keep(
+    row: dict, chat: ChatTokenizer, options, folder: Path = Path()
+) -> RowCoroutine[dict]:
+    """Return the columns of tokenize_row(), and the complete row without pixels as JSON."""
+    record = {}
+    columns = yield from tokenize_row(row, chat, options, folder)
+    if columns.get("input_ids"):
+        record = {"record": row_as_json(row, options.images_key, "sampler")}
+    return columns | record
+
+
 SPEC = CacheSpec(VERSION, OPTIONS, "max_length", UNUSED, tokenize_row)
+SPEC_WITH_ROWS = SPEC._replace(
+    unused=UNUSED | {"record": ""}, tokenize_row=tokenize_row_and_keep, suffix=WITH_ROWS
+)
 
 
 class TokenDataset:
@@ -118,12 +139,16 @@ class TokenDataset:
         lengths: int64 [n], the number of tokens of each row.
         uses: how the columns of each file are used: data.columns.FileUse as dicts.
         stats: see tokenization.write_arrays().
+        file_rows: see sources.write_file_rows().
+        rows: the complete rows of the data files, without pixels; None if the cache lacks them.
     """
 
     def __init__(self, path: Path, processor: Processor | None = None):
-        self.name = path.name
+        self.name = key_of(path)
         self.stats = json.loads((path / "stats.json").read_text())
         self.uses = read_uses(path)
+        self.file_rows = read_file_rows(path)
+        self.rows = Records(path) if path.name.endswith(WITH_ROWS) else None
         self.input_ids = np.load(path / "input_ids.npy", mmap_mode="r")
         self.loss_mask = np.load(path / "loss_mask.npy", mmap_mode="r")
         self.cu_seqlens = np.load(path / "cu_seqlens.npy", mmap_mode="r")

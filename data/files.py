@@ -40,11 +40,14 @@ def is_json(path: Path) -> bool:
     return path.is_file() and format_of(path) in (".jsonl", ".json")
 
 
-def find_files(files: str | Sequence[str]) -> list[Path]:
+def find_files(files: str | Sequence[str], reports: bool = True) -> list[Path]:
     """Return the files and saved data sets with these names.
 
     Names may be patterns (*.jsonl) or directories, which are replaced by their files, in
     alphabetical order.
+
+    Args:
+        reports: whether to print that files in subdirectories are not read.
 
     Raises:
         InputError: a file is missing or empty, or has an unknown suffix.
@@ -58,7 +61,7 @@ def find_files(files: str | Sequence[str]) -> list[Path]:
         if not matches:
             raise InputError(f"{name}: no such file or directory{hub_advice(name)}")
         for match in matches:
-            paths += expand(match)
+            paths += expand(match, reports)
     for path in paths:
         check_file(path)
     return paths
@@ -89,7 +92,7 @@ def check_file(path: Path) -> None:
         raise InputError(f"{path}: the file is empty")
 
 
-def expand(path: Path) -> list[Path]:
+def expand(path: Path, reports: bool) -> list[Path]:
     """Return the path itself if it is a file or a saved data set; else the directory's files."""
     if path.is_file() or (path / "dataset_info.json").exists():
         return [path]
@@ -102,7 +105,8 @@ def expand(path: Path) -> list[Path]:
             f"{path} holds the splits {', '.join(splits)}: choose one, e.g. {path / splits[0]}"
         )
     files = sorted(file for file in path.iterdir() if format_of(file) in SUFFIXES)
-    report_subdirectories(path)
+    if reports:
+        report_subdirectories(path)
     if not files:
         raise InputError(
             f"{path}: the directory has no file that ends in {', '.join(SUFFIXES)}, and it was "

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from config import InputError
+from data.cache import key_of
 from data.chat.conversation import Conversation
 from data.chat.encoding import RowCoroutine
 from data.chat.endings import read_ending
@@ -29,13 +30,15 @@ from data.columns import describe_use
 from data.images.processor import ImageStore, Processor
 from data.images.sources import IMAGE, place_images, without_pixels
 from data.lengths import kept_tokens
+from data.records import Records
 from data.rows import has_prompt_column, read_messages, template_inputs
 from data.selection import Selection
 from data.shapes import read_shape
+from data.sources import read_file_rows
 from data.tokenization import CacheSpec, read_uses, tokenize_to_cache
 
 # Part of a cache's name. Increase it when encode_prompt() or the files of a cache change.
-VERSION = "prompts 9"
+VERSION = "prompts 10"
 # The keys of the section `data` that prompts depend on.
 OPTIONS = (
     "messages_key",
@@ -273,6 +276,19 @@ def last_user_text(messages: list[dict]) -> str:
     return ""
 
 
+class PromptRows(Sequence):
+    """The rows of a PromptDataset."""
+
+    def __init__(self, records: Records):
+        self.records = records
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, index: int) -> dict:
+        return self.records[index]["row"]
+
+
 class PromptDataset(Sequence):
     """The n prompts of a cache folder, memory-mapped: a prompt is read when it is needed.
 
@@ -281,6 +297,8 @@ class PromptDataset(Sequence):
         lengths: np.int64 [n], the number of tokens of each prompt.
         uses: how the columns of each file are used: data.columns.FileUse as dicts.
         stats: see data.tokenization.write_arrays().
+        file_rows: see data.sources.write_file_rows().
+        rows: the complete rows of the data files, except for pixels.
         drawn_lengths: np.float32 [n], the mean number of tokens in the latest responses to each
             prompt; nan if there are none yet.
         image_store: the images of the prompts; None for a text model.
@@ -289,15 +307,16 @@ class PromptDataset(Sequence):
     image_store: ImageStore | None = None
 
     def __init__(self, path: Path, processor: Processor | None = None):
-        self.name = path.name
+        self.name = key_of(path)
         if processor:
             self.image_store, self.name = ImageStore.load(path, processor)
         self.stats = json.loads((path / "stats.json").read_text())
         self.uses = read_uses(path)
+        self.file_rows = read_file_rows(path)
         self.input_ids = np.load(path / "input_ids.npy", mmap_mode="r")
         self.cu_seqlens = np.load(path / "cu_seqlens.npy", mmap_mode="r")
-        self.record_ends = np.load(path / "record_ends.npy", mmap_mode="r")
-        self.records = np.memmap(path / "records.jsonl", dtype=np.uint8, mode="r")
+        self.records = Records(path)
+        self.rows = PromptRows(self.records)
         self.lengths = np.diff(np.asarray(self.cu_seqlens))
         self.drawn_lengths = np.full(len(self.lengths), np.nan, np.float32)
 
@@ -310,8 +329,7 @@ class PromptDataset(Sequence):
 
     def __getitem__(self, index: int) -> Prompt:
         row = range(len(self))[index]  # negative indices count from the end
-        start = self.record_ends[row - 1] if row else 0
-        record = json.loads(self.records[start : self.record_ends[row]].tobytes())
+        record = self.records[row]
         ids = self.input_ids[self.cu_seqlens[row] : self.cu_seqlens[row + 1]].tolist()
         images = self.image_store.images[row] if self.image_store else ()
         return Prompt(ids, images=images, **record)

@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -26,8 +27,10 @@ from data.files import find_files, is_json, parse_row, read_rows
 from data.images import stored
 from data.images.processor import Processor
 from data.lengths import LengthLimit, check_lengths
+from data.records import write_records
 from data.selection import Selection, as_selection
 from data.shapes import SHAPES
+from data.sources import write_file_rows
 
 # The additional columns for a vision-language model, with the values for a row without images.
 NO_IMAGES = {"pixels": b"", "image_sizes": [], "image_files": [], "cut": False}
@@ -56,6 +59,7 @@ class CacheSpec(NamedTuple):
         limit_key: the key of `data` that limits the length of a row.
         unused: all columns, with the values for a row that is not used.
         tokenize_row: (row, chat, options, folder) -> the columns whose values differ from `unused`.
+        suffix: the end of the cache folder's name.
     """
 
     version: int | str
@@ -63,6 +67,7 @@ class CacheSpec(NamedTuple):
     limit_key: str
     unused: dict
     tokenize_row: Callable
+    suffix: str = ""
 
     def with_images(self, paths: list[Path], processor: Processor) -> CacheSpec:
         """Return the spec of a cache that also stores images, for a vision-language model."""
@@ -125,13 +130,15 @@ def tokenize_to_cache(
         check_lengths(paths, tables, limit)
         write_arrays(folder, pyarrow.concat_tables(tables), limit)
         write_uses(folder, tables)
+        write_file_rows(folder, tables)
 
     values = [getattr(options, name) for name in spec.options]
     if values[-1] is None:  # system_prompt: caches of earlier versions, which lacked it, are valid
         values.pop()
     values += selection.settings
     key = cache_key(paths, chat, tokenizer_dir, spec.version, values)
-    folder = ensure_cached(Path(cache_dir) / key, write, stored.are_current)
+    folder = Path(cache_dir) / f"{key}{spec.suffix}"
+    folder = ensure_cached(folder, write, stored.are_current)
     stats = json.loads((folder / "stats.json").read_text())
     if processor and not stats["images"]:
         print(f"data: no row in {selection.files} has an image", flush=True)
@@ -366,8 +373,8 @@ def write_arrays(folder: Path, table, limit: LengthLimit) -> None:
         loss_mask = write_array(folder, "loss_mask", np.uint8, table, stats["tokens"])
         stats["dropped_no_loss"] = counts.num_untrained
         stats["loss_tokens"] = int(loss_mask.sum(dtype=np.int64))
-    else:
-        write_records(folder, table)
+    if "record" in table.column_names:
+        write_records(folder, chain.from_iterable(c.to_pylist() for c in table["record"].chunks))
     if "pixels" in table.column_names:
         stats["dropped_images"] = counts.num_cut
         stats["images"] = stored.write(folder, table, counts.is_used)
@@ -449,17 +456,6 @@ def write_uses(folder: Path, tables: list) -> None:
 def read_uses(folder: Path) -> list[dict]:
     """Return how the columns of each file are used, from a cache folder: FileUse as dicts."""
     return json.loads((folder / USES).read_text())
-
-
-def write_records(folder: Path, table) -> None:
-    """Write records.jsonl, and record_ends.npy, int64 [n]: the byte offset of each line's end."""
-    line_lengths = []
-    with open(folder / "records.jsonl", "wb") as file:
-        for chunk in table["record"].chunks:
-            for record in chunk.to_pylist():
-                if record:
-                    line_lengths.append(file.write(record.encode() + b"\n"))
-    np.save(folder / "record_ends.npy", np.cumsum(line_lengths, dtype=np.int64))
 
 
 def write_array(folder: Path, name: str, dtype, table, num_tokens: int) -> np.ndarray:

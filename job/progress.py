@@ -11,6 +11,9 @@ IMPLIED_BY_OLD_CHECKPOINTS = {
     "model.lora": "none",
     "model.mtp.enable_train": False,
     "model.freeze": [],
+    "data.shuffle": True,
+    "data.weights": "none",
+    "data.sampler": "none",
 }
 
 

@@ -10,6 +10,9 @@ from job.progress import Progress
 OVERRIDABLE = (
     "data.train_batch_size",
     "data.train_files",
+    "data.shuffle",
+    "data.weights",
+    "data.sampler",
     "trainer.seed",
     "rollout.n",
     "algorithm.adv_estimator",

@@ -16,6 +16,7 @@ from job import models, setup, tracking
 from job.consistency import check_ranks_agree
 from job.heartbeat import Heartbeat
 from job.memory_plan import MemoryPlan
+from job.order import Order, check_order_settings, make_order
 from job.progress import Progress
 from job.resume import find_resume
 from job.signals import Agreement
@@ -46,6 +47,8 @@ class Run:
     From count_steps():
         steps_per_epoch: steps in one pass over the data.
         total_steps: steps of the whole run, including those before a resume.
+    From choose_order():
+        order: the rows of every batch.
     From start_profiler():
         profiler: times the stages of every step and records the selected ones.
     From plan_memory():
@@ -72,6 +75,7 @@ class Run:
     val: Any = field(init=False)
     steps_per_epoch: int = field(init=False)
     total_steps: int = field(init=False)
+    order: Order = field(init=False)
     profiler: Profiler = field(init=False)
     memory_plan: MemoryPlan = field(init=False)
     checkpointer: Checkpointer = field(init=False)
@@ -84,6 +88,7 @@ class Run:
         """Join the other ranks, claim the output directory and find the models."""
         trainer = config.trainer
         setup.check_validation(config)
+        check_order_settings(config)
         # Only then handle signals: Python would not run a handler while this waits for other ranks.
         device = devices.init(trainer.timeout_minutes)
         agreement = Agreement(trainer.save_freq, trainer.save_minutes)
@@ -120,6 +125,13 @@ class Run:
 
     def count_steps(self) -> None:
         self.steps_per_epoch, self.total_steps = setup.count_steps(self.config, self.train)
+
+    def choose_order(self) -> None:
+        """Choose the rows of every batch, and report the order on rank 0."""
+        self.order = make_order(self.config, self.train, self.total_steps)
+        if self.rank == 0:
+            for notice in self.order.notices:
+                print(notice, flush=True)
 
     def start_profiler(self, model_stages: list[str]) -> None:
         """Start the profiler that the configuration describes.

@@ -1,6 +1,6 @@
 """The samples of a step: draw prompts until there are enough groups to learn from."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from algorithms.dapo import informative, overlong_penalty
 from config import InputError
-from data.batching.order import global_batch
+from data.batching.order import RowsOfBatch
 from rl.functions import inputs_read
 from rollout.samples import Samples, concat
 
@@ -17,7 +17,9 @@ from rollout.samples import Samples, concat
 Draw = Callable[..., Samples]
 
 
-def collect(config: DictConfig, draw: Draw, dataset, batch_index: int) -> tuple[Samples, int]:
+def collect(
+    config: DictConfig, draw: Draw, dataset, rows_of_batch: RowsOfBatch, batch_index: int
+) -> tuple[Samples, int]:
     """Return one step's samples, and the number of the next step's first prompt batch.
 
     With algorithm.filter_groups, groups whose responses all have the same score are left out. More
@@ -32,7 +34,8 @@ def collect(config: DictConfig, draw: Draw, dataset, batch_index: int) -> tuple[
     draws: list[Samples] = []
     while len(draws) < max_draws:
         first_group = len(draws) * num_prompts
-        draws.append(draw_batch(config, draw, dataset, batch_index, first_group))
+        rows = rows_of_batch(batch_index)
+        draws.append(draw_batch(config, draw, dataset, rows, batch_index, first_group))
         batch_index += 1
         drawn = concat(draws)
         is_informative = informative(drawn.scores, drawn.group)
@@ -51,12 +54,14 @@ def collect(config: DictConfig, draw: Draw, dataset, batch_index: int) -> tuple[
 
 
 def draw_batch(
-    config: DictConfig, draw: Draw, dataset, batch_index: int, first_group: int
+    config: DictConfig,
+    draw: Draw,
+    dataset,
+    rows: Sequence[int],
+    batch_index: int,
+    first_group: int,
 ) -> Samples:
     """Draw responses to one batch of prompts, with greedy baselines if the estimator reads them."""
-    rows = global_batch(
-        len(dataset), config.data.train_batch_size, config.trainer.seed, batch_index
-    )
     samples = draw(dataset, rows, config.rollout, batch_index, first_group=first_group)
     if "baseline" not in inputs_read(config, "adv_estimator"):
         return samples

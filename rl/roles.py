@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
 
+from data.batching.order import RowsOfBatch
 from engines.base import Engine
 from engines.build import engine_class
 from engines.checkpoint.checkpointer import Checkpointer
@@ -215,9 +216,12 @@ class Roles:
         check_failures(samples.failures, samples.num_drawn, max_failure_rate)
         return samples
 
-    def collect(self, dataset, batch_index: int, step: int) -> tuple[Samples, int]:
+    def collect(
+        self, dataset, rows_of_batch: RowsOfBatch, batch_index: int, step: int
+    ) -> tuple[Samples, int]:
         """Return the samples of a step, and the number of the next step's first prompt batch."""
-        return collecting.collect(self.config, partial(self.draw, step), dataset, batch_index)
+        draw = partial(self.draw, step)
+        return collecting.collect(self.config, draw, dataset, rows_of_batch, batch_index)
 
     def validate(self, dataset, step: int) -> Samples:
         """Return graded responses to every row, drawn with the settings of `validation`."""

@@ -38,7 +38,7 @@ class Request:
     rows         the rows of the dataset to respond to; each gets one group of responses
     sampling     the section `rollout` or `validation` of the configuration: n, temperature, ...
     seed         differs between draws. A response depends only on this seed, its row, and its
-                 number in its group, on any number of ranks
+                 number among the responses to this row, on any number of ranks
     first_group  the number of the first group
     """
 
@@ -335,11 +335,23 @@ def assign(request: Request, own_replica: int, num_replicas: int) -> Assignment:
 
 
 def response_seeds(request: Request, assignment: Assignment) -> list[int]:
-    """Return the seed of each response of this rank's replica."""
+    """Return the seed of each response of this rank's replica.
+
+    If a row is repeated, the responses of its second group are numbered on from those of the first,
+    and so on: with the same seeds, they would be the same responses.
+    """
+    n = request.sampling.n
+    rows = [int(row) for row in request.rows]
+    first_numbers = []
+    num_responses: dict[int, int] = {}
+    for row in rows:
+        first_numbers.append(num_responses.get(row, 0))
+        num_responses[row] = first_numbers[-1] + n
     seeds = []
     for i in assignment.replica.tolist():
-        row = int(request.rows[int(assignment.position[i])])
-        seeds.append(request_seed(*request.seed, row, i % request.sampling.n))
+        position = int(assignment.position[i])
+        number = first_numbers[position] + i % n
+        seeds.append(request_seed(*request.seed, rows[position], number))
     return seeds
 
 

@@ -1,9 +1,13 @@
 """The rows of each step: a function of seed and step alone, on every rank and any world size."""
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import numpy as np
 import torch
+
+# The number of a batch, from 0 -> its rows, [batch_size] int64.
+RowsOfBatch = Callable[[int], np.ndarray]
 
 
 @lru_cache(maxsize=2)
@@ -28,3 +32,15 @@ def global_batch(num_rows: int, batch_size: int, seed: int, step: int) -> np.nda
     steps_per_epoch = num_rows // batch_size
     epoch, k = divmod(step, steps_per_epoch)
     return order(num_rows, seed, epoch)[k * batch_size : (k + 1) * batch_size]
+
+
+def unshuffled_batch(num_rows: int, batch_size: int, step: int) -> np.ndarray:
+    """Return the rows of an optimizer step in the order of the files: [batch_size] int64.
+
+    Every epoch begins with row 0. The last num_rows % batch_size rows are never used.
+
+    Args:
+        step: counted from 0.
+    """
+    k = step % (num_rows // batch_size)
+    return np.arange(k * batch_size, (k + 1) * batch_size)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from config import InputError
-from data.cache import CHECKSUMS
+from data.cache import CHECKSUMS, key_of
 from data.chat.tokens import Tokens
 from data.images.stored import StoredImages
 
@@ -354,6 +354,6 @@ class ImageStore:
         which may change.
         """
         checksums = json.loads((folder / CHECKSUMS).read_text())
-        contents = [folder.name, checksums["pixels.bin"], sorted(processor.dropped)]
+        contents = [key_of(folder), checksums["pixels.bin"], sorted(processor.dropped)]
         digest = hashlib.sha256(json.dumps(contents).encode())
         return cls(StoredImages(folder), processor), digest.hexdigest()

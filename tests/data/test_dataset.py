@@ -182,6 +182,7 @@ def test_arrays_and_batches(make, tmp_path):
     data = TokenDataset.load(folder)
     assert {p.name for p in folder.iterdir()} == {
         "cu_seqlens.npy",
+        "file_rows.json",
         "input_ids.npy",
         "loss_mask.npy",
         "stats.json",

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from data.batching.order import global_batch, order
+from data.batching.order import global_batch, order, unshuffled_batch
 
 
 def test_an_epoch_is_the_permutation_of_its_seed():
@@ -28,3 +28,13 @@ def test_a_step_is_a_slice_of_its_epoch():
         start = step % 3 * batch_size
         expected = order(num_rows, 5, epoch)[start : start + batch_size]
         assert np.array_equal(global_batch(num_rows, batch_size, 5, step), expected)
+
+
+def test_the_default_order_has_these_values():
+    batches = [global_batch(10, 3, seed=7, step=step).tolist() for step in range(4)]
+    assert batches == [[3, 1, 8], [7, 6, 2], [0, 5, 9], [4, 1, 7]]
+
+
+def test_without_shuffling_every_epoch_is_the_order_of_the_files():
+    batches = [unshuffled_batch(10, 3, step).tolist() for step in range(4)]
+    assert batches == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [0, 1, 2]]

@@ -106,6 +106,7 @@ def test_rows_of_the_example(make, tmp_path):
         "cu_seqlens.npy",
         "records.jsonl",
         "record_ends.npy",
+        "file_rows.json",
         "stats.json",
         "sums.json",
         "uses.json",

@@ -139,6 +139,9 @@ def test_older_checkpoints_lack_settings_that_had_one_value(tmp_path):
         "model.lora": "none",
         "model.mtp.enable_train": False,
         "model.freeze": [],
+        "data.shuffle": True,
+        "data.weights": "none",
+        "data.sampler": "none",
     }
 
 

@@ -7,6 +7,7 @@ import signal
 import sys
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -804,3 +805,56 @@ def test_a_run_that_skips_every_step_is_an_error_however_short_it_is(assets, tmp
     )
     assert "the gradient was not finite in 2 of 2 updates" in done.stderr
     assert not (tmp_path / "out" / "hf").exists()
+
+
+SAMPLER = """
+from functools import cache
+import numpy as np
+
+@cache
+def longest_first(rows):
+    return np.argsort([-len(row["answer"]) for row in rows], kind="stable")
+
+def opening(rows, batch_index, batch_size, total_steps, seed, **_):
+    num_open = max(batch_size, len(rows) * (batch_index + 1) // total_steps)
+    generator = np.random.default_rng([seed, batch_index])
+    return longest_first(rows)[generator.integers(num_open, size=batch_size)]
+"""
+
+
+def test_a_samplers_run_continues_exactly_and_does_not_depend_on_the_ranks(assets, tmp_path):
+    (tmp_path / "mine.py").write_text(SAMPLER)
+    settings = [
+        f"data.sampler={tmp_path}/mine.py:opening",
+        "trainer.total_steps=6",
+        "trainer.save_freq=3",
+        "trainer.max_checkpoints=-1",
+    ]
+    straight = tmp_path / "straight"
+    run([*PYTHON, *arguments(assets, straight, *settings)])
+    resumed = tmp_path / "resumed"
+    resume = f"trainer.resume={straight}/checkpoints/step_00000003"
+    run([*PYTHON, *arguments(assets, resumed, *settings, resume)])
+    assert curve(resumed) == curve(straight)[3:]
+    weights = [(out / "hf" / "model.safetensors").read_bytes() for out in (straight, resumed)]
+    assert weights[0] == weights[1]
+
+    two_ranks = tmp_path / "two"
+    run([*TORCHRUN, *arguments(assets, two_ranks, *settings)])
+    losses = [loss for _, loss, *_ in curve(straight)]
+    assert [loss for _, loss, *_ in curve(two_ranks)] == pytest.approx(losses, rel=1e-4)
+    answers = [row["answer"] for row in read_rows(assets / "train.jsonl")]
+    longest = sorted(range(84), key=lambda row: -len(answers[row]))[:14]
+    assert losses[0] == pytest.approx(first_loss_of(assets, longest), rel=1e-5)
+
+    (tmp_path / "mine.py").write_text(SAMPLER + "# changed\n")
+    done = run([*PYTHON, *arguments(assets, straight, *settings)], returncode=2)
+    assert "was written with data.sampler=mine.py:opening (file " in done.stderr
+    assert "name it in trainer.resume_override" in done.stderr
+
+
+def first_loss_of(assets, admitted):
+    """Return the loss of the untrained model on the first batch that SAMPLER draws."""
+    rows = read_rows(assets / "train.jsonl")
+    drawn = np.random.default_rng([0, 0]).integers(len(admitted), size=8)
+    return mean_loss(assets / "model", [rows[admitted[i]] for i in drawn])

@@ -10,6 +10,7 @@ import torch.distributed.run
 
 from config import InputError, load
 from engines.build import engine_class
+from job.order import check_order_settings
 from rl.settings import check_settings
 from rollout.vllm.settings import check_rollout
 from tests.repository.pages import COMMANDS, PAGES, blocks, parse_launch
@@ -71,6 +72,7 @@ def test_a_launch_has_a_valid_configuration(page, command, docs_folder, monkeypa
     try:
         config = load(defaults, [model, "data.train_files=train.jsonl", *arguments])
         engine_class(config.model_engine).check(config, launch.num_ranks)
+        check_order_settings(config)
         if defaults == "ppo.yaml":
             check_settings(config)
             check_rollout(config, launch.num_ranks)

@@ -6,10 +6,15 @@ import re
 import pytest
 from transformers import AutoTokenizer
 
-from config import load
+from config import InputError, load
 from data import dataset, prompts
+from data.batching.mixture import Mixture
+from data.batching.sampler import INPUTS, UserSampler
 from data.chat.encoding import encode_together
 from data.chat.tokenizer import ChatTokenizer
+from data.dataset import TokenDataset
+from data.prompts import PromptDataset
+from job.order import check_order_settings, make_order, sampler_reads, share_lines
 from rollout.grading.grader import Grader
 from tests import families
 from tests.repository.pages import PAGES, SNIPPETS, blocks
@@ -104,3 +109,87 @@ def test_a_row_is_read(docs_folder, row):
 def test_the_table_of_families_is_complete():
     rows = re.findall(r"^\| ([^|]+) \| [^|]+ \| [^|]+ \|$", PAGES["docs/models.md"], re.MULTILINE)
     assert rows[2:] == sorted(families.SHAPES)
+
+
+def order_of_the_page(docs_folder, defaults: str, *settings: str):
+    """Return the order that settings of docs/order.md make of the rows of docs_folder."""
+    config = load(
+        defaults,
+        [
+            f"model.path={docs_folder}/model",
+            f"data.train_files=[{docs_folder}/train.jsonl,{docs_folder}/val.jsonl]",
+            "data.train_batch_size=8",
+            *settings,
+        ],
+    )
+    check_order_settings(config)
+    tokenizer = AutoTokenizer.from_pretrained(docs_folder / "model")
+    arguments = [config.data.train_files, tokenizer, config.data, docs_folder / "cache"]
+    if defaults == "ppo.yaml":
+        data = PromptDataset.load(prompts.tokenize_prompts(*arguments, docs_folder / "model"))
+    else:
+        with_rows = sampler_reads(config, "rows")
+        folder = dataset.tokenize(*arguments, docs_folder / "model", with_rows=with_rows)
+        data = TokenDataset.load(folder)
+    return make_order(config, data, total_steps=20)
+
+
+def test_the_pages_curriculum_begins_with_short_answers(docs_folder, monkeypatch):
+    monkeypatch.chdir(docs_folder)
+    order = order_of_the_page(
+        docs_folder,
+        "sft.yaml",
+        "data.sampler=curriculum.py:curriculum",
+        "data.sampler_kwargs.warm_up=0.3",
+    )
+    rows = [json.loads(line) for line in (docs_folder / "train.jsonl").open()]
+    rows += [json.loads(line) for line in (docs_folder / "val.jsonl").open()]
+    digits = [len(row["answer"]) for row in rows]
+    first = sorted(digits[row] for row in order.rows_of_batch(0))
+    assert first == sorted(digits)[:8]
+    batches = [order.rows_of_batch(k).tolist() for k in range(20)]
+    early = [digits[row] for row in batches[0] + batches[1]]
+    assert max(early) < max(digits)
+    later = {row for batch in batches[6:] for row in batch}
+    assert len(later) > len(rows) / 2
+    assert all(len(set(batch)) == 8 for batch in batches)
+
+
+@pytest.mark.parametrize("defaults", ["sft.yaml", "ppo.yaml"])
+def test_the_pages_weights_change_during_the_run(docs_folder, monkeypatch, defaults):
+    """The first file has 84 rows, the second 8."""
+    monkeypatch.chdir(docs_folder)
+    order = order_of_the_page(
+        docs_folder,
+        defaults,
+        "data.sampler=annealed.py:annealed",
+        "data.sampler_kwargs.end=0.2",
+    )
+    num_first = [int((order.rows_of_batch(k) < 84).sum()) for k in range(20)]
+    assert num_first[0] == 7
+    assert num_first[-1] == 2
+    assert num_first == sorted(num_first, reverse=True)
+
+
+def test_the_pages_lines_about_weights_are_those_of_a_run():
+    """With a batch of 256 and 80 steps."""
+    mixture = Mixture([18_560, 2_080], [3, 1], 256, seed=0)
+    lines = share_lines(mixture, ["chats.jsonl", "code.jsonl"], 80 * 256)
+    assert "\n".join(lines) in PAGES["docs/order.md"]
+    counts = [int((mixture.rows_of_batch(k) < 18_560).sum()) for k in range(5)]
+    assert counts == [192] * 5
+
+
+def test_the_pages_errors_are_those_of_a_sampler():
+    inputs = {"batch_size": 8, "num_rows": 84}
+    results = {0: [1] * 7, 7: [1] * 7 + [84]}
+    sampler = UserSampler("my.py:name", lambda batch_index, **_: results[batch_index], inputs)
+    for batch_index in results:
+        with pytest.raises(InputError) as caught:
+            sampler.rows_of_batch(batch_index)
+        assert f"error: {caught.value}\n" in PAGES["docs/order.md"]
+
+
+def test_the_page_lists_every_input_of_a_sampler():
+    table = re.findall(r"^\| `(\w+)` \|", PAGES["docs/order.md"], re.MULTILINE)
+    assert sorted(table) == sorted(INPUTS)

@@ -1,6 +1,7 @@
 """The samples of a step: how many batches are drawn, and what is kept of them."""
 
 import statistics
+from functools import partial
 
 import pytest
 
@@ -45,9 +46,10 @@ def collect(agreeing, *more, batch_index=1, failing=()):
         drawn.num_drawn = len(rows) * sampling.n
         return drawn
 
+    rows_of_batch = partial(global_batch, PROMPTS, SIZE, 0)
     config = configure(f"data.train_batch_size={SIZE}", "rollout.n=2", *more)
     try:
-        return *collect_samples(config, draw, range(PROMPTS), batch_index), calls
+        return *collect_samples(config, draw, range(PROMPTS), rows_of_batch, batch_index), calls
     except InputError as error:
         return str(error), calls
 

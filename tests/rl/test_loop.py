@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 
 import train_ppo
 from config import load
+from job.order import Order
 from job.run import Run
 from profiling import Profiler
 from tests.support.samples import failure, make_samples
@@ -58,6 +59,7 @@ class Roles:
     def __init__(self, profiler):
         self.profiler = profiler
         self.samples = make_samples([1, 2, 3], [1, 0, 2], [0, 0, 1], failures=[failure(0)])
+        self.rows = []
         self.saved = []
         self.calls = []
 
@@ -66,8 +68,9 @@ class Roles:
         with self.profiler.stage("wake"):
             pass
 
-    def collect(self, dataset, batch_index, step):
+    def collect(self, dataset, rows_of_batch, batch_index, step):
         self.calls.append(("collect", batch_index, step))
+        self.rows.append(rows_of_batch(batch_index))
         with self.profiler.stage("rollout_generate"):
             return self.samples, batch_index + 2
 
@@ -126,6 +129,7 @@ def finished(tmp_path, monkeypatch):
     )
     run.steps_per_epoch = 4
     run.total_steps = 2
+    run.order = Order(rows_of_batch=range, identity={})
     run.train = [0]
     run.val = [0]
     run.profiler = Profiler()
@@ -152,6 +156,12 @@ def test_the_heartbeat_hears_of_every_stage(finished):
     run, _ = finished
     names = ["wake", "rollout_generate"]
     assert run.heartbeat.stages == [(name, step) for step in (1, 2) for name in names]
+
+
+def test_the_rows_are_those_of_the_runs_order(finished):
+    """Each step has drawn two batches."""
+    _, roles = finished
+    assert roles.rows == [range(0), range(2)]
 
 
 def test_tokens_per_second_are_those_of_one_device(finished):

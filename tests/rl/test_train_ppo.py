@@ -61,6 +61,13 @@ def rank(responses):
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return float(solution_str == ground_truth)
 """
+SAMPLER = """
+from data.batching.order import global_batch
+
+def as_by_default(rows, num_rows, batch_size, seed, batch_index, **_):
+    assert len(rows) == num_rows and "answer" in rows[batch_index % num_rows]
+    return global_batch(num_rows, batch_size, seed, batch_index).tolist()
+"""
 MOODS = {1: "raise", 5: "hang", 8: "die", 14: "nan"}
 KINDS = {"raise": "raised", "hang": "timed out", "die": "died", "nan": "not a number"}
 COMMAND = [sys.executable, "train_ppo.py"]
@@ -89,6 +96,7 @@ def assets(tmp_path_factory):
     )
     tokenizer.save_pretrained(directory / "model")
     (directory / "reward.py").write_text(REWARDS)
+    (directory / "sampler.py").write_text(SAMPLER)
     (directory / "leaves.py").write_text("import os\nos._exit(0)\n")
     train, val = make_rows()
     moods = [{**row, "mood": MOODS.get(i, "good")} for i, row in enumerate(train[:16])]
@@ -137,7 +145,10 @@ def layout(assets, out, *more):
 
 
 def resumable(assets, out):
-    """A critic, an adaptive coefficient, groups that are drawn again, failures, and adapters."""
+    """A critic, an adaptive coefficient, groups that are drawn again, failures, and adapters.
+
+    Its order is that of a user's sampler.
+    """
     return arguments(
         assets,
         out,
@@ -158,6 +169,7 @@ def resumable(assets, out):
         "trainer.save_freq=2",
         f"data.val_files={assets}/val.jsonl",
         "trainer.seed=3",
+        f"data.sampler={assets}/sampler.py:as_by_default",
     )
 
 
@@ -513,6 +525,7 @@ def test_what_the_straight_run_has_to_remember(alone):
     before, *lines = steps(out)
     progress = json.loads((out / "checkpoints" / "step_00000008" / "trainer.json").read_text())
     assert progress["step"] == 8 < progress["batch"] <= 80
+    assert progress["run"]["data.sampler"].startswith("sampler.py:as_by_default (file ")
     assert "val/coin" in before.keys() & lines[-1].keys()
     assert "actor/loss" not in lines[0], "the critic warms up alone"
     assert all("actor/loss" in m for m in lines[1:])

@@ -227,3 +227,28 @@ def test_replicas_get_equal_lengths_and_their_ranks_get_whole_groups(tmp_path):
         assert owner[1::2] == owner[::2], "a group is on one rank"
         assert replica == [i for i in range(10) if owner[i] // 2 == rank // 2]
         assert held == [owner[i] == rank for i in replica]
+
+
+def seeds_of(rows, n):
+    """Return the seeds of all responses, [prompts][n], and those of a replica with every second."""
+    request = Request(None, rows, SimpleNamespace(n=n), seed=(7, 1))
+    position = torch.arange(len(rows)).repeat_interleave(n)
+    everything = torch.arange(len(position))
+    seeds = []
+    for replica in (everything, everything[::2]):
+        seeds.append(response_seeds(request, Assignment(position, position, replica, replica >= 0)))
+    return [seeds[0][i * n : (i + 1) * n] for i in range(len(rows))], seeds[1]
+
+
+def test_a_response_depends_on_its_row_and_its_number():
+    seeds, half = seeds_of([4, 2, 9], n=2)
+    assert seeds[1] == [request_seed(7, 1, 2, 0), request_seed(7, 1, 2, 1)]
+    assert half == [seeds[0][0], seeds[1][0], seeds[2][0]]
+
+
+def test_responses_to_a_repeated_row_differ():
+    """The first group of a row has the seeds that it has when the row is not repeated."""
+    seeds, half = seeds_of([4, 2, 4, 4], n=2)
+    assert seeds[:2] == seeds_of([4, 2], n=2)[0]
+    assert seeds[0] + seeds[2] + seeds[3] == [request_seed(7, 1, 4, i) for i in range(6)]
+    assert half == [group[0] for group in seeds]
