@@ -1,20 +1,18 @@
 """The order of the data, from the configuration and files to the rows of each batch."""
 
 import json
-import multiprocessing
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 from config import InputError, load
 from data.batching.mixture import Mixture
 from data.batching.order import global_batch
 from data.dataset import TokenDataset, tokenize
 from data.prompts import PromptDataset, tokenize_prompts
-from engines.parallel.device import free_port
 from examples.arithmetic import make_rows, make_tokenizer
 from job.order import check_order_settings, make_order, sampler_reads
+from tests.support.ranks import on_ranks
 
 SIZE = 4
 STEPS = 12
@@ -266,33 +264,22 @@ ON_TWO_RANKS = {
 }
 
 
-def outcome_of_rank(rank, port, folder, sampler, results):
-    """Join another rank, draw the batches, and put the error into `results`."""
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+def error_of_rank(folder, sampler) -> str:
+    """Draw the batches, and return the error; "" if there is none."""
     try:
         drawn = batches(order_of(folder, sampler))
-        results.put((rank, "" if len(drawn) == STEPS else "too few"))
     except InputError as error:
-        results.put((rank, str(error)))
-    dist.destroy_process_group()
+        return str(error)
+    return "" if len(drawn) == STEPS else "too few"
 
 
 @pytest.mark.parametrize("body", ON_TWO_RANKS)
 def test_ranks_agree_or_all_of_them_report_the_error(folder, tmp_path, body):
-    sampler = write_sampler(
-        tmp_path, body.replace("RANK", "__import__('torch').distributed.get_rank()")
-    )
+    sampler = write_sampler(tmp_path, body.replace("RANK", "int(__import__('os').environ['RANK'])"))
     message = ON_TWO_RANKS[body]
-    context = multiprocessing.get_context("fork")
-    results = context.Queue()
-    port = free_port()
-    arguments = [(rank, port, folder, sampler, results) for rank in range(2)]
-    processes = [context.Process(target=outcome_of_rank, args=args) for args in arguments]
-    for process in processes:
-        process.start()
-    outcomes = dict(results.get(timeout=120) for _ in processes)
-    for process in processes:
-        process.join()
-    assert outcomes[0] == outcomes[1]
-    assert message in outcomes[0]
-    assert bool(message) == bool(outcomes[0])
+    ranks = tmp_path / "ranks"
+    ranks.mkdir()
+    first, second = on_ranks(2, ranks, error_of_rank, folder, sampler)
+    assert first == second
+    assert message in first
+    assert bool(message) == bool(first)

@@ -240,12 +240,6 @@ def seeds_of(rows, n):
     return [seeds[0][i * n : (i + 1) * n] for i in range(len(rows))], seeds[1]
 
 
-def test_a_response_depends_on_its_row_and_its_number():
-    seeds, half = seeds_of([4, 2, 9], n=2)
-    assert seeds[1] == [request_seed(7, 1, 2, 0), request_seed(7, 1, 2, 1)]
-    assert half == [seeds[0][0], seeds[1][0], seeds[2][0]]
-
-
 def test_responses_to_a_repeated_row_differ():
     """The first group of a row has the seeds that it has when the row is not repeated."""
     seeds, half = seeds_of([4, 2, 4, 4], n=2)
