@@ -10,6 +10,7 @@ from data.batching.mixture import Mixture
 from data.batching.order import global_batch
 from data.dataset import TokenDataset, tokenize
 from data.prompts import PromptDataset, tokenize_prompts
+from data.selection import training_rows
 from examples.arithmetic import make_rows, make_tokenizer
 from job.order import check_order_settings, make_order, sampler_reads
 from tests.support.ranks import on_ranks
@@ -46,7 +47,7 @@ def configure(folder, *settings, script="sft"):
 
 def load_rows(folder, config):
     """Return the data set of a configuration for either script."""
-    inputs = [config.data.train_files, make_tokenizer(), config.data, folder / "cache"]
+    inputs = [training_rows(config.data), make_tokenizer(), config.data, folder / "cache"]
     if "rollout" in config:
         return PromptDataset.load(tokenize_prompts(*inputs, folder / "model"))
     with_rows = sampler_reads(config, "rows")
@@ -133,6 +134,19 @@ def test_weights_count_the_rows_that_are_used(folder, tmp_path):
         InputError, match=r"second.jsonl has a weight in data.weights=\[1, 1\], but"
     ):
         order_of(folder, *settings)
+
+
+def test_weights_and_samplers_see_only_the_selected_rows(folder, tmp_path):
+    """Six of the 20 rows are validated, and 10 of the others are trained on."""
+    settings = ["data.val_size=6", "data.train_max_samples=10"]
+    data = load_rows(folder, configure(folder, *settings))
+    assert sum(data.file_rows) == len(data) == 10
+    order = order_of(folder, *settings, "data.weights=[1,1]")
+    sizes = [data.file_rows[0], sum(data.file_rows[1:])]
+    assert order.identity["data.weights"] == f"1 for {sizes[0]} rows, 1 for {sizes[1]} rows"
+    assert max(row for batch in batches(order) for row in batch) == 9
+    sampler = write_sampler(tmp_path, ROLLING, inputs="rows, batch_index, batch_size, num_rows")
+    assert max(row for batch in batches(order_of(folder, *settings, sampler)) for row in batch) == 9
 
 
 @pytest.mark.parametrize("script", ["sft", "ppo"])
