@@ -113,6 +113,22 @@ def test_gathered_weights_and_unreduced_gradients_are_those_of_the_groups(model)
     assert estimate.unreduced_gradients == (in_root + max(in_layers)) * (2 + 4)
 
 
+@pytest.mark.parametrize(
+    "pairs, fsdp_size, num_shards",
+    [((), -1, 4), ((), 2, 2), ((), 1, 1), (("model.lora.rank=4",), -1, 4)],
+    ids=["sharded", "hybrid", "replicated", "lora"],
+)
+def test_states_are_divided_by_the_ranks_that_shard_them(model, pairs, fsdp_size, num_shards):
+    config = make_config(model, *pairs, f"engine.fsdp_size={fsdp_size}")
+    (whole,) = FSDPEngine.estimate_memory(make_config(model, *pairs), 1, "cpu")
+    (estimate,) = FSDPEngine.estimate_memory(config, 4, "cpu")
+    for term in ("gradients", "optimizer", "parameters"):
+        expected = getattr(whole, term) / num_shards
+        assert getattr(estimate, term) == pytest.approx(expected), term
+    for term in ("activations", "chunk_logits", "output_matrix_gradient"):
+        assert getattr(estimate, term) == getattr(whole, term), term
+
+
 def test_nothing_is_gathered_without_sharding(model):
     _, estimate = build_and_estimate(make_config(model, "engine.compute_dtype=float32"))
     assert estimate.gathered_weights == 0

@@ -215,19 +215,54 @@ def test_speed_is_of_one_device(monkeypatch):
     assert train_sft.throughput(run, 100.0, 8e12)["perf/mfu"] == 0.25
 
 
-def test_the_first_line_counts_the_data_parallel_ranks(run, monkeypatch, capsys):
-    """Of four ranks, two share each row."""
+@pytest.mark.parametrize("step", [10, 9])
+def test_a_resumed_run_continues_its_checkpoint_and_exports_its_model(
+    run, monkeypatch, capsys, step
+):
+    """Of four ranks, two share each row. A run that is stopped exports nothing."""
     run.world_size = 4
-    monkeypatch.setattr(train_sft, "set_up", lambda config: run)
-    monkeypatch.setattr("job.end_tokens.new_end_ids", lambda run: [])
+    run.resume_from = "step_7"
+    run.tokenizer = "tokenizer"
+    calls = []
     engine = SimpleNamespace(dp_size=2)
-    monkeypatch.setattr("engines.build.engine_class", lambda name: lambda *arguments: engine)
 
-    def train(run, engine):
-        raise InterruptedError("the run has started")
+    def build(*values):
+        calls.append(values)
+        return engine
 
-    monkeypatch.setattr(train_sft, "train", train)
-    with pytest.raises(InterruptedError):
-        train_sft.main(run.config)
+    def load_counters(*values):
+        calls.append(values)
+        return {"step": step, "skipped": 2}
+
+    def record(name):
+        return lambda *_: calls.append(name)
+
+    run.checkpointer = SimpleNamespace(load=load_counters, wait=record("wait"))
+    run.heartbeat.close = record("close")
+    run.progress = train_sft.SftProgress(identity={})
+    monkeypatch.setattr(train_sft, "set_up", lambda config: run)
+    monkeypatch.setattr(train_sft, "train", lambda *values: calls.append(values))
+    monkeypatch.setattr(Run, "close", record("run.close"))
+    monkeypatch.setattr("job.end_tokens.new_end_ids", lambda run: [5])
+    monkeypatch.setattr("engines.build.engine_class", lambda name: build)
+    monkeypatch.setattr("engines.checkpoint.export.export_hf", lambda *values: calls.append(values))
+    monkeypatch.setattr("engines.parallel.device.shutdown", record("shutdown"))
+
+    train_sft.main(run.config)
+
+    exports = [(engine, "tokenizer", run.output_dir / "hf", run.base_name)] if step == 10 else []
+    assert calls == [
+        (run.config, CPU, 10),
+        ("step_7", engine),
+        (run, engine),
+        "close",
+        "wait",
+        *exports,
+        "run.close",
+        "shutdown",
+    ]
+    assert engine.new_end_ids == [5]
+    assert run.progress == train_sft.SftProgress(identity={}, step=step, skipped=2)
     first_line = capsys.readouterr().out.splitlines()[0]
+    assert first_line.startswith(f"resuming from step_7: step {step} of 10")
     assert first_line.endswith("1 rows, 2 data-parallel ranks on cpu")

@@ -10,6 +10,7 @@ from config import load
 from engines.fsdp.attention import has_whole_heads
 from engines.fsdp.engine import FSDPEngine
 from engines.fsdp.transforms import build_model
+from engines.fsdp.vision import norm_width
 from engines.heads import Head
 from engines.memory import GIB
 from engines.model.flops import count_flops
@@ -194,6 +195,14 @@ def test_dry_run_counts_keys_and_values_that_ranks_gather(folder):
     assert four - one == pytest.approx(2 * 16), "Ulysses repeats two heads for four ranks"
     one, two, auto = (kept("llama", size, megatron)[8] for size in (1, 2, "auto"))
     assert auto > two > one
+
+
+def test_norms_that_copy_their_input_to_fp32_are_those_that_are_not_torchs_own():
+    layer = torch.nn.Module()
+    layer.first = torch.nn.RMSNorm(4)
+    layer.inner = torch.nn.Sequential(torch.nn.RMSNorm(6), torch.nn.LayerNorm(8))
+    layer.linear = torch.nn.Linear(4, 6)
+    assert norm_width(layer) == 4 + 6
 
 
 def test_flops_of_frozen_weights_are_four_each(folder):
