@@ -175,7 +175,7 @@ class Heartbeat:
 
         This method replaces sys.excepthook.
         """
-        if issubclass(kind, torch.OutOfMemoryError) and self.explain_out_of_memory:
+        if is_out_of_memory(error) and self.explain_out_of_memory:
             print_error(self.explain_out_of_memory(self.rank, self.record.stage, self.record.step))
             return
         is_runtime_error = issubclass(kind, RuntimeError)
@@ -244,3 +244,15 @@ def describe(records: list[Record], now: float) -> str:
         )
     ranks = "1 rank is" if len(records) == 1 else f"{len(records)} ranks are"
     return f"{ranks} missing: {'; '.join(places)}"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error reports that device memory has run out.
+
+    torch has a class for that. vLLM's allocator, which maps memory when its engine wakes up, and
+    CUDA's own libraries raise a plain RuntimeError with the words of CUDA.
+    """
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and "cuda error" in text and "out of memory" in text

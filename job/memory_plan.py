@@ -93,6 +93,8 @@ class MemoryPlan:
         if "rollout" in config:
             utilization = config.rollout.gpu_memory_utilization
             settings.append(f"rollout.gpu_memory_utilization below {utilization:g}")
+            if config.rollout.kv_cache_gib is not None:
+                settings.append(f"rollout.kv_cache_gib below {config.rollout.kv_cache_gib:g}")
         return f"To lower it, set {', '.join(settings)}, or use more ranks"
 
     def savings(self) -> list[Saving]:

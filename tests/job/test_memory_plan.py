@@ -10,7 +10,7 @@ from config import load
 from engines.build import engine_class
 from engines.heads import Head
 from engines.memory import GIB
-from job.heartbeat import Heartbeat
+from job.heartbeat import Heartbeat, is_out_of_memory
 from job.memory_plan import MemoryPlan, candidates
 from rl.models import role_configs
 from tests.support.models import make_model
@@ -108,12 +108,19 @@ def test_only_settings_that_the_run_does_not_have_are_proposed(model, script, pa
     assert candidates(short)["data.max_tokens_per_micro_batch"] == "64", "the longest row fits"
 
 
-def test_a_rank_without_memory_ends_with_one_line(model, tmp_path, capfd):
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        RuntimeError("CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:163"),
+    ],
+    ids=["torch", "vllm"],
+)
+def test_a_rank_without_memory_ends_with_one_line(error, model, tmp_path, capfd):
     heartbeat = Heartbeat(tmp_path / "heartbeat", 3, 1, 30.0, lambda: 0.0)
     try:
         heartbeat.explain_out_of_memory = make_plan({None: sft_config(model)}, GIB).explain
         heartbeat.enter("train_batch", 7)
-        error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         sys.excepthook(type(error), error, None)
     finally:
         heartbeat.close()
@@ -121,3 +128,14 @@ def test_a_rank_without_memory_ends_with_one_line(model, tmp_path, capfd):
     assert line.startswith("error: rank 3 ran out of device memory in stage train_batch of step 7")
     assert "the device has 1.0 GiB" in line
     assert "To lower it, set " in line
+
+
+def test_an_error_of_another_kind_keeps_its_traceback():
+    assert not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access"))
+    assert not is_out_of_memory(OSError("out of memory"))
+
+
+def test_the_advice_names_the_size_of_the_kv_cache(model):
+    with_size = make_plan(role_configs(ppo_config(model, "rollout.kv_cache_gib=3")), GIB)
+    assert "rollout.kv_cache_gib below 3" in with_size.advice()
+    assert "kv_cache_gib" not in make_plan(role_configs(ppo_config(model)), GIB).advice()
