@@ -40,8 +40,9 @@ KEPT = (
     "actor/entropy",
     "actor/grad_norm",
     "rollout_corr/log_prob_gap",
-    "critic/vf_explained_var",
+    "actor/lr",
     "train/loss",
+    "train/lr",
     "perf/memory_peak_gib",
     "perf/tokens_per_second",
 )
@@ -176,9 +177,17 @@ def run_all(arguments: argparse.Namespace) -> list[Run]:
 
 
 def first_and_last(run: Run, name: str) -> str:
-    """Return the first and the last value of a metric, as text."""
-    values = [line[name] for line in run.metrics if name in line]
+    """Return the first and the last value of a metric, as text.
+
+    A validation's score has the name of the reward function: `val/score` stands for any of them.
+    """
+    values = [value for line in run.metrics for key, value in line.items() if matches(key, name)]
     return f"{values[0]:.3f} -> {values[-1]:.3f}" if values else "-"
+
+
+def matches(key: str, name: str) -> bool:
+    is_score = key.startswith("val/score") and key.count("/") == 1
+    return key == name or (name == "val/score" and is_score)
 
 
 def print_table(runs: list[Run]) -> None:
@@ -201,29 +210,42 @@ def smooth(values: list[float], window: int) -> list[float]:
     return means
 
 
+def read_runs(paths: list[Path]) -> list[Run]:
+    """Return the runs of result files that ended well."""
+    runs = [Run(**entry) for path in paths for entry in json.loads(path.read_text())]
+    return [run for run in runs if run.exit_code == 0]
+
+
+def curve(run: Run, metric: str, window: int) -> dict[int, float]:
+    """Return step -> the metric, as a running mean."""
+    values = {line["step"]: line[metric] for line in run.metrics if metric in line}
+    return dict(zip(values, smooth(list(values.values()), window)))
+
+
+def values_at(step: int, curves: list[dict[int, float]]) -> list[float]:
+    return [values[step] for values in curves]
+
+
 def draw(arguments: argparse.Namespace) -> None:
-    """Draw one metric over steps: a line per recipe, the seeds' mean and range."""
+    """Draw a metric over steps: for every recipe the mean of its seeds, and their range."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    entries = [entry for path in arguments.results for entry in json.loads(path.read_text())]
+    runs = read_runs(arguments.results)
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    recipes = dict.fromkeys(entry["recipe"] for entry in entries)
-    for recipe in arguments.recipes or recipes:
-        curves = []
-        for entry in entries:
-            if entry["recipe"] == recipe and entry["exit_code"] == 0:
-                lines = [line for line in entry["metrics"] if arguments.metric in line]
-                steps = [line["step"] for line in lines]
-                values = [line[arguments.metric] for line in lines]
-                curves.append(smooth(values, arguments.window))
-        means = [sum(values) / len(values) for values in zip(*curves)]
-        lowest = [min(values) for values in zip(*curves)]
-        highest = [max(values) for values in zip(*curves)]
-        steps = steps[: len(means)]
-        (line,) = axes.plot(steps, means, label=f"{recipe} ({len(curves)} seeds)")
+    for recipe in dict.fromkeys(run.recipe for run in runs):
+        of_recipe = [run for run in runs if run.recipe == recipe]
+        curves = [curve(run, arguments.metric, arguments.window) for run in of_recipe]
+        steps = sorted(set.intersection(*map(set, curves)))
+        if not steps:
+            continue
+        columns = [values_at(step, curves) for step in steps]
+        means = [sum(column) / len(column) for column in columns]
+        (line,) = axes.plot(steps, means, label=f"{recipe}, {len(curves)} seeds")
+        lowest = [min(column) for column in columns]
+        highest = [max(column) for column in columns]
         axes.fill_between(steps, lowest, highest, alpha=0.2, color=line.get_color())
     axes.set_xlabel("step")
     axes.set_ylabel(arguments.metric)
@@ -246,7 +268,6 @@ def main() -> None:
     command = commands.add_parser("draw", help="draw a metric of such files over steps")
     command.add_argument("results", type=Path, nargs="+")
     command.add_argument("--metric", required=True)
-    command.add_argument("--recipes", nargs="+", help="only these")
     command.add_argument("--window", type=int, default=1, help="steps of the running mean")
     command.add_argument("--out", type=Path, required=True, help="the picture")
     arguments = parser.parse_args()
