@@ -55,6 +55,11 @@ from tests.support.plain import plain_model
             "train_batch_size=3 is less than the 4 data-parallel ranks",
         ),
         (
+            4,
+            ["data.train_batch_size=1", "engine.context_parallel_size=2"],
+            "train_batch_size=1 is less than the 2 data-parallel ranks",
+        ),
+        (
             1,
             ["optim.lr_scheduler_type=constant", "optim.min_lr_ratio=0.1"],
             "no effect with a constant schedule",

@@ -1,0 +1,323 @@
+"""What several ranks compute together: attention, plans, decisions, and checks.
+
+Each rank is a fork of this process.
+"""
+
+import math
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from config import InputError, load
+from engines.adapter_guard import AdapterGuard
+from engines.fsdp.attention import Packing, ulysses_attention
+from engines.model import guard
+from engines.parallel.collectives import groups_by_size
+from engines.parallel.device import on_rank0
+from engines.parallel.varlen import Scoring, Zigzag, attend_in_segment
+from engines.planning import Planner
+from job.consistency import check_ranks_agree
+from job.signals import Agreement
+from tests.engines.test_guard import StubEngine
+from tests.support.ranks import on_ranks
+
+CPU = torch.device("cpu")
+LENGTHS = [8, 24, 8]
+NUM_TOKENS = sum(LENGTHS)
+NUM_HEADS = 4
+NUM_KV_HEADS = 2
+DIM = 8
+SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
+SCORINGS = {
+    "plain": Scoring(None),
+    "scaled window": Scoring(0.7, 5),
+    "soft cap in a window": Scoring(None, 5, 2.0),
+    "sinks": Scoring(None, sinks=SINKS),
+}
+
+
+# -- attention -------------------------------------------------------------------------------------
+
+
+def make_inputs() -> list[torch.Tensor]:
+    """Return queries, keys and values [T, heads, dim], and the weights of the loss."""
+    generator = torch.Generator().manual_seed(0)
+    heads = (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS, NUM_HEADS)
+    return [torch.randn(NUM_TOKENS, number, DIM, generator=generator) for number in heads]
+
+
+def attend_token_by_token(scoring: Scoring) -> list[torch.Tensor]:
+    """Return the outputs [T, heads, dim], and the loss's gradients by queries, keys and values."""
+    *inputs, weights = make_inputs()
+    q, k, v = (x.requires_grad_() for x in inputs)
+    starts = [sum(LENGTHS[:i]) for i, length in enumerate(LENGTHS) for _ in range(length)]
+    scaling = scoring.scaling or 1 / math.sqrt(DIM)
+    outputs = []
+    for token, start in enumerate(starts):
+        first = max(start, token + 1 - scoring.window) if scoring.window else start
+        for head in range(NUM_HEADS):
+            kv_head = head * NUM_KV_HEADS // NUM_HEADS
+            scores = k[first : token + 1, kv_head] @ q[token, head] * scaling
+            if scoring.softcap:
+                scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+            if scoring.sinks is not None:
+                scores = torch.cat([scores, scoring.sinks[head : head + 1]])
+            probabilities = scores.softmax(0)[: token + 1 - first]
+            outputs.append(probabilities @ v[first : token + 1, kv_head])
+    output = torch.stack(outputs).unflatten(0, (NUM_TOKENS, NUM_HEADS))
+    (output * weights).sum().backward()
+    return [x.detach() for x in (output, q.grad, k.grad, v.grad)]
+
+
+def own_tokens(num_ranks: int, rank: int, zigzag: bool) -> list[int]:
+    """Return the tokens of a rank: a part of all, or the chunks r and -r - 1 of each sequence."""
+    if not zigzag:
+        share = NUM_TOKENS // num_ranks
+        return [*range(rank * share, (rank + 1) * share)]
+    tokens = []
+    for i, length in enumerate(LENGTHS):
+        chunk = length // (2 * num_ranks)
+        for number in (rank, 2 * num_ranks - 1 - rank):
+            start = sum(LENGTHS[:i]) + number * chunk
+            tokens += range(start, start + chunk)
+    return tokens
+
+
+def attend_on_rank(zigzag: bool) -> list[list[list]]:
+    """Return the results of attend() for all SCORINGS."""
+    results = []
+    for scoring in SCORINGS.values():
+        results.append([x.tolist() for x in attend(scoring, zigzag)])
+    return results
+
+
+def attend(scoring: Scoring, zigzag: bool) -> list[torch.Tensor]:
+    """Return the same as attend_token_by_token(), for this rank's tokens."""
+    group = dist.group.WORLD
+    tokens = own_tokens(group.size(), group.rank(), zigzag)
+    *inputs, weights = make_inputs()
+    q, k, v = (x[tokens].requires_grad_() for x in inputs)
+    packing = Packing.of(LENGTHS, group, CPU, zigzag)
+    if zigzag:
+        by_row = [x[:, None] for x in (q, k, v)]
+        output = packing.zigzag.attention(*by_row, scoring)[:, 0]
+    else:
+        output = ulysses_attention(q, k, v, packing, scoring)
+    (output * weights[tokens]).sum().backward()
+    return [output.detach(), q.grad, k.grad, v.grad]
+
+
+@pytest.mark.parametrize("zigzag, num_ranks", [(False, 2), (False, 4), (True, 2), (True, 4)])
+def test_ranks_that_share_sequences_attend_as_one(tmp_path, zigzag, num_ranks):
+    by_rank = on_ranks(num_ranks, tmp_path, attend_on_rank, zigzag)
+    for number, (name, scoring) in enumerate(SCORINGS.items()):
+        expected = attend_token_by_token(scoring)
+        for rank, results in enumerate(by_rank):
+            tokens = own_tokens(num_ranks, rank, zigzag)
+            for values, whole in zip(results[number], expected, strict=True):
+                difference = (torch.tensor(values) - whole[tokens]).abs().max()
+                assert difference < 1e-5, (name, rank)
+
+
+def test_without_a_causal_mask_a_query_sees_all_keys():
+    q, k, v, _ = (x.transpose(0, 1)[None] for x in make_inputs())
+    queries = q[:, :NUM_KV_HEADS, :5]
+    for num_keys in (5, 9):
+        keys = k[:, :, :num_keys]
+        values = v[:, :, :num_keys]
+        scores = queries @ keys.transpose(-1, -2) / math.sqrt(DIM)
+        expected = scores.softmax(-1) @ values
+        attended = attend_in_segment(queries, keys, values, Scoring(None, is_causal=False))
+        torch.testing.assert_close(attended, expected)
+
+
+def positions_on_rank() -> list[int]:
+    offsets = [0, *torch.tensor(LENGTHS).cumsum(0).tolist()]
+    return Zigzag(offsets, dist.group.WORLD, CPU).positions.tolist()
+
+
+def test_a_ranks_tokens_know_their_places(tmp_path):
+    places = [place for length in LENGTHS for place in range(length)]
+    for rank, positions in enumerate(on_ranks(4, tmp_path, positions_on_rank)):
+        assert positions == [places[token] for token in own_tokens(4, rank, zigzag=True)]
+
+
+# -- plans -----------------------------------------------------------------------------------------
+
+SEQUENCES = [5, 60, 12, 33, 7, 7, 41, 19, 2, 64, 28, 3, 50]
+MAX_TOKENS = 64
+
+
+PLANS = {
+    "fixed": (1, SEQUENCES, 1),
+    "a multiple": (1, SEQUENCES, 3),
+    "one each": (1, [3, 4, 5, 6], 1),
+    "dynamic": ("auto", [*SEQUENCES, 200], 1),
+}
+
+
+def plan_on_rank() -> dict[str, dict]:
+    return {name: make_plan(*arguments) for name, arguments in PLANS.items()}
+
+
+def make_plan(context_parallel_size, lengths: list[int], multiple: int) -> dict:
+    pairs = [
+        f"data.max_tokens_per_micro_batch={MAX_TOKENS}",
+        f"engine.context_parallel_size={context_parallel_size}",
+    ]
+    config = load("sft.yaml", ["model.path=m", "data.train_files=t", *pairs])
+    world = dist.group.WORLD
+    planner = Planner(config, world.rank(), world.size(), world, CPU, lambda size: size, multiple)
+    plan = planner.plan(lengths, [float(length * length) for length in lengths])
+    reported = plan.reported_by(world.rank()).tolist()
+    return {
+        "sequences": plan.sequences,
+        "micro_batches": plan.micro_batches,
+        "reported": [i for i, is_own in zip(plan.sequences, reported) if is_own],
+    }
+
+
+def test_every_sequence_is_in_one_micro_batch_of_each_of_its_ranks(tmp_path):
+    by_rank = on_ranks(4, tmp_path, plan_on_rank)
+    for name, (size, lengths, multiple) in PLANS.items():
+        plans = [plans_of_rank[name] for plans_of_rank in by_rank]
+        (num_passes,) = {len(plan["micro_batches"]) for plan in plans}
+        assert num_passes % multiple == 0, name
+        sizes = set()
+        for plan in plans:
+            members = [i for _, part in plan["micro_batches"] for i in part]
+            assert sorted(members) == [*range(len(plan["sequences"]))], name
+            for group_size, part in plan["micro_batches"]:
+                num_tokens = sum(lengths[plan["sequences"][i]] for i in part)
+                assert num_tokens <= MAX_TOKENS * group_size, name
+                sizes.add(group_size)
+        reported = [i for plan in plans for i in plan["reported"]]
+        assert sorted(reported) == [*range(len(lengths))], name
+        assert (max(sizes) > 1) == (size == "auto"), name
+
+
+def groups_on_rank() -> dict[int, list[int]]:
+    rank = dist.get_rank()
+    halves = [dist.new_group([0, 1, 2, 3]), dist.new_group([4, 5])]
+    singles = [dist.new_group([number]) for number in range(6)]
+    groups = groups_by_size(halves[rank > 3], singles[rank])
+    return {size: dist.get_process_group_ranks(group) for size, group in groups.items()}
+
+
+def test_groups_are_powers_of_two_of_neighbouring_data_parallel_ranks(tmp_path):
+    four = [0, 1, 2, 3]
+    assert on_ranks(6, tmp_path, groups_on_rank) == [
+        {1: [0], 2: [0, 1], 4: four},
+        {1: [1], 2: [0, 1], 4: four},
+        {1: [2], 2: [2, 3], 4: four},
+        {1: [3], 2: [2, 3], 4: four},
+        {1: [4], 2: [4, 5]},
+        {1: [5], 2: [4, 5]},
+    ]
+
+
+# -- decisions and checks --------------------------------------------------------------------------
+
+
+def work_on_rank0() -> list:
+    def fail() -> None:
+        raise InputError("a mistake")
+
+    try:
+        on_rank0(fail)
+        message = None
+    except InputError as error:
+        message = str(error)
+    return [on_rank0(dist.get_rank), on_rank0(max, 3, 4), message]
+
+
+def test_what_rank_0_returns_or_raises_reaches_all_ranks(tmp_path):
+    assert on_ranks(3, tmp_path, work_on_rank0) == [[0, 4, "a mistake"]] * 3
+
+
+def decide_on_rank() -> list[tuple[bool, bool]]:
+    agreement = Agreement(save_freq=3, save_minutes=1)
+    agreement.begin(total_steps=100)
+    rank = dist.get_rank()
+    decisions = []
+    for step in range(1, 7):
+        if (step, rank) in ((2, 0), (4, 1)):
+            agreement.saved_at -= 60  # as if a minute had passed, on this rank's clock
+        if (step, rank) == (5, 1):
+            signal.raise_signal(signal.SIGTERM)
+        agreement.update(step, CPU)
+        decisions.append((agreement.save, agreement.stop))
+    return decisions
+
+
+def test_ranks_save_by_the_clock_of_rank_0_and_stop_for_any_ranks_signal(tmp_path):
+    saves = [False, True, True, False, True, True]
+    stops = [False, False, False, False, True, True]
+    assert on_ranks(2, tmp_path, decide_on_rank) == [list(zip(saves, stops))] * 2
+
+
+def compare_on_rank(*rates: float) -> list[str | None]:
+    """Return the error for ranks that agree, and for ranks with these learning rates."""
+    errors = []
+    for rate in (rates[0], rates[dist.get_rank()]):
+        try:
+            check_ranks_agree(
+                load("sft.yaml", ["model.path=m", "data.train_files=t", f"optim.lr={rate}"])
+            )
+            errors.append(None)
+        except InputError as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_ranks_that_differ_are_named_on_all_of_them(tmp_path):
+    first, *others = on_ranks(3, tmp_path, compare_on_rank, 1e-3, 1e-3, 1e-4)
+    agree, differ = first
+    assert agree is None
+    assert differ.startswith("optim.lr differs between ranks: 0.001 on rank 0, 0.0001 on rank 2:")
+    assert others == [first] * 2
+
+
+def guard_on_rank() -> str | None:
+    engine = StubEngine(leaking_layer=None)
+    if dist.get_rank() == 1:
+        engine.embedding[:] = torch.inf
+    try:
+        guard.check_isolation(engine)
+    except InputError as error:
+        return str(error)
+    return None
+
+
+def test_what_the_guard_finds_on_one_rank_is_an_error_on_all(tmp_path):
+    for message in on_ranks(2, tmp_path, guard_on_rank):
+        assert message is not None
+        assert "not finite" in message
+
+
+def watch_adapters_on_rank(scale: float, grad_norm: float, names: list[str]) -> str | None:
+    """Only rank 1 has trained tokens, whose loss has a gradient unless scale is 0."""
+    adapters = AdapterGuard(CPU, is_active=True)
+    own_scale = scale * dist.get_rank()
+    loss_fn = adapters.watch(lambda outputs: (outputs * own_scale).sum())
+    loss_fn(torch.ones(3, requires_grad=True)).backward()
+    try:
+        adapters.check(grad_norm, names)
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    "grad_norm, names, message",
+    [
+        (0.0, [], "the gradient of every adapter is exactly 0"),
+        (1.0, ["b", "a"], "no gradient reaches a, because"),
+    ],
+)
+def test_adapters_need_a_gradient_if_any_ranks_loss_has_one(tmp_path, grad_norm, names, message):
+    found = on_ranks(2, tmp_path, watch_adapters_on_rank, 1.0, grad_norm, names)
+    assert [text.startswith(message) for text in found] == [True, True]
+    assert on_ranks(2, tmp_path, watch_adapters_on_rank, 0.0, grad_norm, names) == [None, None]

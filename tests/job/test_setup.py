@@ -1,0 +1,86 @@
+"""What train_sft.py sets up before the model, with real files, on one rank."""
+
+import json
+import os
+
+import pytest
+import torch
+
+import train_sft
+from config import InputError, load
+from engines.parallel import device
+from examples.arithmetic import make_rows, make_tokenizer
+from job import setup
+from tests.support.models import make_model
+
+NEW_TOKEN = "<new>"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def clean_environment():
+    """Setting up opens a process group and sets variables of the environment."""
+    environment = dict(os.environ)
+    threads = torch.get_num_threads()
+    yield
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def set_up(own_signals, tmp_path, monkeypatch):
+    """Return a function that sets up a run with rows, from settings."""
+    heartbeats = []
+    start = setup.start_heartbeat
+
+    def start_heartbeat(config):
+        heartbeats.append(start(config))
+        return heartbeats[-1]
+
+    monkeypatch.setattr(setup, "start_heartbeat", start_heartbeat)
+    tokenizer = make_tokenizer()
+    vocab_size = len(tokenizer)
+    tokenizer.add_tokens([NEW_TOKEN])
+    make_model(tmp_path / "model", "qwen3", vocab_size=vocab_size, max_position_embeddings=256)
+    tokenizer.save_pretrained(tmp_path / "model")
+    rows, _ = make_rows()
+    question = rows[0]["messages"][0]
+    answers = {"val": "1" * 300, "unknown": NEW_TOKEN}
+    for name, answer in answers.items():
+        row = {"messages": [question, {"role": "assistant", "content": answer}]}
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:9]))
+
+    def call(*pairs: str):
+        files = [f"model.path={tmp_path}/model", f"data.train_files={tmp_path}/train.jsonl"]
+        folders = [f"output_dir={tmp_path}/out", f"data.cache_dir={tmp_path}/cache"]
+        settings = ["data.train_batch_size=4", "trainer.total_epochs=3"]
+        return train_sft.set_up(load("sft.yaml", [*files, *folders, *settings, *pairs]))
+
+    yield call
+    for heartbeat in heartbeats:
+        heartbeat.close()
+    device.shutdown()
+
+
+def test_a_run_knows_its_data_steps_and_identity(set_up, tmp_path, capsys):
+    run = set_up(f"data.val_files={tmp_path}/val.jsonl", "trainer.max_checkpoints=5")
+    assert (len(run.train), len(run.val)) == (9, 1)
+    assert (run.steps_per_epoch, run.total_steps) == (2, 6)
+    assert (run.rank, run.world_size, run.resume_from) == (0, 1, None)
+    assert run.base_name == str(tmp_path / "model")
+    assert run.checkpointer.directory == tmp_path / "out" / "checkpoints"
+    assert run.checkpointer.max_checkpoints == 5
+    progress = run.progress
+    assert (progress.step, progress.skipped, progress.lora) == (0, 0, None)
+    assert progress.export_dtype == run.config.engine.compute_dtype
+    assert progress.identity["data.train_batch_size"] == 4
+    assert progress.identity["data.train_files"].startswith(run.train.name[:16])
+    assert progress.identity["the model"] == "qwen3 of 3 layers of 32"
+    longest = int(run.val.lengths.max())
+    assert f"warning: a row has {longest} tokens, more than the model's" in capsys.readouterr().out
+
+
+def test_a_token_that_only_a_validation_row_has_is_checked(set_up, tmp_path):
+    with pytest.raises(InputError, match=f"^data.val_files has rows with the token {NEW_TOKEN}"):
+        set_up(f"data.val_files={tmp_path}/unknown.jsonl")
