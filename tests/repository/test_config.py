@@ -21,6 +21,7 @@ from config import (
 )
 from configs.environment import LOWEST
 from configs.files import CONFIGS, SCRIPTS, engine_files, flatten, read_comments
+from configs.help import unknown_group_problem
 from configs.json_schema import DIRECTORY, schema, write_schemas
 from configs.names import readers
 from configs.rules import (
@@ -728,6 +729,17 @@ def test_help_of_a_group_that_does_not_exist_lists_the_groups(monkeypatch, capsy
     message = capsys.readouterr().err
     assert left.value.code == 2 and message.startswith("error: --help rolout: there is no such")
     assert "the groups are model, data, rollout, " in message and "engine" in message
+
+
+def test_the_nearest_group_of_help_is_a_key_and_no_advice():
+    files = [CONFIGS / "ppo.yaml"]
+    problem = unknown_group_problem("optim.learning_rate", files)
+    assert problem.startswith("--help optim.learning_rate: there is no such group; the nearest is ")
+    assert problem.partition("the nearest is ")[2].partition(";")[0] == "optim.lr"
+    # configs/names.yaml answers this name with a sentence.
+    for name in ("load", "zzz"):
+        problem = unknown_group_problem(name, files)
+        assert problem.startswith(f"--help {name}: there is no such group; the groups are model,")
 
 
 def test_help_lists_every_key(monkeypatch, capsys):

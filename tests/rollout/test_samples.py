@@ -83,6 +83,10 @@ def test_a_baseline_belongs_to_its_prompt_and_groups_without_one_go():
     assert known.scores.tolist() == [1, 2, 4, 5]
     assert known.baseline.tolist() == [10, 10, 20, 20]
     assert len(samples.with_baseline(greedy.select(torch.tensor([False, False])))) == 0
+    with_failures = replace(samples, failures=[failure(0)])
+    both = with_failures.with_baseline(replace(greedy, failures=[failure(1)], num_drawn=3))
+    assert both.failures == [failure(0), failure(1)]
+    assert both.num_drawn == 5 + 3
 
 
 def test_mini_batches_hold_whole_groups_whatever_their_numbers_and_sizes():
