@@ -19,7 +19,7 @@ lengths_and_cap = st.integers(1, 400).flatmap(
 
 
 @given(lengths_and_cap, st.booleans(), st.integers(0, 8))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_micro_batches_never_exceed_the_cap_and_hold_each_sequence_once(case, padded, num_added):
     lengths, cap = case
     bins = pack(lengths, cap, padded)

@@ -34,7 +34,7 @@ BATCHES = st.tuples(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(BATCHES)
 def test_every_pass_has_every_rank_and_every_sequence_is_in_one(drawn):
     """Every sequence is in one pass, under the cap, in a group at a multiple of its size.

@@ -848,6 +848,18 @@ def test_an_async_call_that_is_late_and_one_that_raises_leave_the_worker(make, f
         assert grader.idle == [worker]
 
 
+def test_a_new_worker_may_take_longer_to_start_than_a_call(make, tmp_path):
+    (tmp_path / "late.py").write_text(
+        "import os, time\ntime.sleep(0.6)\n"
+        "def late(response):\n    return 1.0 if response == '1' else os._exit(3)\n"
+    )
+    with closing(make(f"{tmp_path}/late.py:late", 1, 0.5)) as grader:
+        (first,) = grade(grader, "exit")
+        assert first.kind in ("died", "timed out")
+        (second,) = grade(grader, "1")
+        assert second == 1.0 or second.kind == "timed out"  # on a busy machine
+
+
 def test_the_environment_of_a_worker(monkeypatch):
     variables = {
         "JUDGE_API_KEY": "named",

@@ -8,10 +8,11 @@ import torch
 import torch.distributed as dist
 
 from data.batching.plan import Plan
+from data.images.processor import ImageStore
 from rollout.samples import Samples
 from rollout.sharing import Share, divide
 from tests.engines.fsdp.cases import build
-from tests.support.models import make_model
+from tests.support.models import make_image_model, make_model
 from tests.support.ranks import on_ranks
 from tests.support.samples import make_samples
 
@@ -111,6 +112,38 @@ def check_micro_batches(share: Share, dp_rank: int) -> None:
         of_this_rank = (plan.first <= dp_rank) & (dp_rank < plan.first + plan.count)
         expected = inside[of_this_rank].tolist()
         assert share.indices[share.mini_batches[share.indices] == mini_batch].tolist() == expected
+
+
+def divide_with_images(model: Path) -> dict:
+    """Divide samples of which some begin with image tokens, and plan them without sharing."""
+    engine = build(model, torch.device("cpu"), more=["model.images=true"])
+    image_token = engine.processor.hf_processor.image_token_id
+    samples = held_samples(dist.get_rank(), 2)
+    whole = all_samples().batch
+    for batch in (whole, samples.batch):
+        batch.input_ids[(batch.position_ids > 0) & (batch.input_ids > 40)] = image_token
+    store = ImageStore([[]] * 10, engine.processor)
+    batch = replace(samples.batch, rows=samples.held, image_store=store)
+    samples = replace(samples, batch=batch, rows=torch.arange(10))
+    share = divide(samples, torch.zeros(10, dtype=torch.int64), engine)
+    lengths = whole.lengths
+    flops = engine.image_flops(whole)
+    return {
+        "first": share.plans[0].first.tolist(),
+        "rows": (share.batch.rows.tolist(), share.indices.tolist()),
+        "expected": engine.plan(lengths, flops).first.tolist(),
+        "without images": engine.plan(lengths).first.tolist(),
+    }
+
+
+@pytest.mark.slow
+def test_work_on_images_of_all_ranks_counts_in_the_division(tmp_path):
+    model = make_image_model(tmp_path / "qwen2_5_vl", "qwen2_5_vl")
+    for result in on_ranks(2, tmp_path, divide_with_images, model):
+        assert result["first"] == result["expected"]
+        assert result["first"] != result["without images"]
+        rows, indices = result["rows"]
+        assert rows == indices
 
 
 def test_tokens_of_group_sizes_are_summed_over_mini_batches_and_shares_averaged():
