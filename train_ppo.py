@@ -162,9 +162,9 @@ def set_up(config, grader):
             f"critic.warmup_steps={config.critic.warmup_steps} leaves no step for the actor, "
             f"because the run has {run.total_steps} steps: lower it"
         )
-    check_vllm_model(config)
     run.plan_memory(models.role_configs(config))
-    run.start_profiler(models.hooked_stages(config, run.device.type))
+    check_vllm_model(config)
+    run.start_profiler(models.hooked_stages(config, run.hardware.device_type))
     identity = identify(config, hf_config, run.train) | run.order.identity
     identity |= {
         "rollout.n": config.rollout.n,

@@ -36,6 +36,7 @@ from benchmarks.shapes import NAMES, make_model
 from config import load
 from engines.memory import GIB
 from examples.arithmetic import make_tokenizer
+from job.hardware import Hardware
 from job.memory_plan import MemoryPlan
 
 PEAK = re.compile(r"(\d+\.\d) \((\d+\.\d)\)")
@@ -55,7 +56,7 @@ def print_savings(shape: str, model: Path, settings: list[str], options: list[st
     """Measure what each advised setting saves, and print a table."""
     config = load("sft.yaml", [*model_settings(model), *settings])
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    plan = MemoryPlan({None: config}, 1, device_type, 0)
+    plan = MemoryPlan({None: config}, Hardware(1, device_type, 0))
     peak, estimate = measure(shape, settings, options)
     print_header("setting", "estimated saving [GiB]", "measured saving [GiB]", "peak (estimate)")
     print_row(" ".join(settings), "", "", f"{peak:.1f} ({estimate:.1f})")

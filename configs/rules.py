@@ -307,6 +307,8 @@ COUNT_OR_ALL = above_or(0, -1, "all")
 # -- the table -------------------------------------------------------------------------------------
 
 RULES = {
+    "assume.num_gpus": optional(int, at_least(1)),
+    "assume.gpu_memory_gib": optional((int, float), above(0.0)),
     "output_dir": PATH,
     "model.path": PATH,
     "model.freeze": STRINGS,

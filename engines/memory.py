@@ -44,6 +44,7 @@ class Estimate:
     offloaded               parameters and optimizer state that are in host memory when not in use
     is_on_host              parameters, gradients and optimizer are in host memory (cpu_offload)
     has_unknown_optimizer   the optimizer is the user's own; it is counted as if it were Adam
+    is_after_backward       the peak is at the end of the backward pass, without activations
     """
 
     parameters: float
@@ -58,6 +59,7 @@ class Estimate:
     offloaded: float | None = None
     is_on_host: bool = False
     has_unknown_optimizer: bool = False
+    is_after_backward: bool = False
 
     @property
     def device_total(self) -> float:

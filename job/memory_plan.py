@@ -4,9 +4,13 @@ from dataclasses import dataclass
 
 from omegaconf import DictConfig, OmegaConf
 
+from config import InputError
 from engines.build import engine_class
 from engines.heads import Head
 from engines.memory import GIB, Estimate
+from job.hardware import Hardware
+from rollout.vllm import adapters
+from rollout.vllm.capacity import ASLEEP_BYTES, AwakeMemory
 
 FULL = 0.95  # share of the device above which a run is likely to run out of memory
 
@@ -30,22 +34,34 @@ class MemoryPlan:
 
     Attributes:
         roles: the configuration of each engine, by role; the only role of SFT is None.
-        world_size: the number of ranks.
-        device_type: for example "cuda".
-        capacity: bytes of the device; 0 on a CPU, where nothing is compared with it.
+        hardware: the ranks and their devices. Nothing is compared with a CPU's memory.
     """
 
     roles: dict[str | None, DictConfig]
-    world_size: int
-    device_type: str
-    capacity: int
+    hardware: Hardware
+
+    @property
+    def capacity(self) -> int:
+        """The bytes of each device; 0 on a CPU."""
+        return self.hardware.device_bytes
+
+    @property
+    def config(self) -> DictConfig:
+        """The configuration of the first role, whose settings outside the engine are the run's."""
+        return next(iter(self.roles.values()))
+
+    @property
+    def asleep_bytes(self) -> float:
+        """The bytes that vLLM keeps on the device while a role computes."""
+        has_vllm = "rollout" in self.config and self.hardware.device_type != "cpu"
+        return ASLEEP_BYTES if has_vllm else 0
 
     def estimate(self, role: str | None, config: DictConfig) -> Estimate:
         """Return the estimate for the pipeline stage that needs the most memory."""
         stages = engine_class(config.model_engine).estimate_memory(
             config,
-            self.world_size,
-            self.device_type,
+            self.hardware.world_size,
+            self.hardware.device_type,
             Head.VALUES if role == "critic" else Head.LOG_PROBS,
             role != "reference",
         )
@@ -54,25 +70,71 @@ class MemoryPlan:
     def largest(self) -> tuple[str | None, float]:
         """Return the role that needs the most memory when it computes, and the bytes in use then.
 
-        These include the parameters and optimizer state of other roles that stay on the device.
+        These include the parameters and optimizer state of other roles that stay on the device, and
+        the memory of vLLM, which sleeps.
         """
         estimates = {role: self.estimate(role, config) for role, config in self.roles.items()}
         resident = {role: resident_bytes(estimate) for role, estimate in estimates.items()}
         totals = {}
         for role, estimate in estimates.items():
             of_others = sum(resident.values()) - resident[role]
-            totals[role] = estimate.device_total + of_others
+            totals[role] = estimate.device_total + of_others + self.asleep_bytes
         role = max(totals, key=totals.get)
         return role, totals[role]
 
-    def warning(self) -> str | None:
-        """Return a warning if the estimate exceeds FULL of the device, or None."""
+    def generation_bytes(self) -> float:
+        """Return the most bytes in use while vLLM receives weights and while it generates.
+
+        The actor's parameters are on the device until vLLM has them.
+        """
+        actor = self.roles["actor"]
+        awake = AwakeMemory.of(actor, self.capacity)
+        estimates = {role: self.estimate(role, config) for role, config in self.roles.items()}
+        resident = sum(resident_bytes(estimate) for estimate in estimates.values())
+        receiving = awake.weights + parameters_on_device(estimates["actor"])
+        generating = awake.total + resident
+        if adapters.shares_base(actor, self.hardware.world_size):
+            receiving = parameters_on_device(estimates["actor"])
+            generating = max(awake.total, awake.total - awake.weights + resident)
+        return max(receiving, generating) + self.asleep_bytes
+
+    def warnings(self) -> list[str]:
+        """Return a warning for each phase whose estimate exceeds FULL of the device.
+
+        Raises:
+            InputError: if the model's weights alone exceed vLLM's share of the device.
+        """
         if not self.capacity:
-            return None
+            return []
+        warnings = []
         _, num_bytes = self.largest()
+        if num_bytes > FULL * self.capacity:
+            warnings.append(
+                f"warning: {self.describe()}: it may run out of memory. {self.advice()}"
+            )
+        if "rollout" in self.config:
+            warnings += self.generation_warnings()
+        return warnings
+
+    def generation_warnings(self) -> list[str]:
+        """Return the same for the time in which vLLM is awake."""
+        awake = AwakeMemory.of(self.config, self.capacity)
+        if awake.weights >= awake.total:
+            raise InputError(awake.problem)
+        if awake.problem:
+            return [f"warning: {awake.problem}"]
+        num_bytes = self.generation_bytes()
         if num_bytes <= FULL * self.capacity:
-            return None
-        return f"warning: {self.describe()}: it may run out of memory. {self.advice()}"
+            return []
+        key_of_vllm = awake.setting.partition("=")[0]
+        settings = [f"{key_of_vllm} to a smaller value"]
+        for key, is_offloaded in self.config.offload.items():
+            if not is_offloaded:
+                settings.append(f"offload.{key}=true")
+        return [
+            f"warning: generation needs about {num_bytes / GIB:.1f} GiB with the actor's weights, "
+            f"and the device has {self.capacity / GIB:.1f} GiB: set {' or '.join(settings)}"
+        ]
 
     def describe(self) -> str:
         """Describe the estimate beside the device's memory."""
@@ -89,12 +151,12 @@ class MemoryPlan:
             f"{saving.setting} (saves about {saving.num_bytes / GIB:.1f} GiB)"
             for saving in self.savings()
         ]
-        config = next(iter(self.roles.values()))
-        if "rollout" in config:
-            utilization = config.rollout.gpu_memory_utilization
+        if "rollout" in self.config:
+            utilization = self.config.rollout.gpu_memory_utilization
             settings.append(f"rollout.gpu_memory_utilization below {utilization:g}")
-            if config.rollout.kv_cache_gib is not None:
-                settings.append(f"rollout.kv_cache_gib below {config.rollout.kv_cache_gib:g}")
+            kv_cache_gib = self.config.rollout.kv_cache_gib
+            if kv_cache_gib is not None:
+                settings.append(f"rollout.kv_cache_gib below {kv_cache_gib:g}")
         return f"To lower it, set {', '.join(settings)}, or use more ranks"
 
     def savings(self) -> list[Saving]:
@@ -145,6 +207,11 @@ def resident_bytes(estimate: Estimate) -> float:
         return 0
     stored = estimate.parameters + (estimate.optimizer or 0)
     return stored - (estimate.offloaded or 0)
+
+
+def parameters_on_device(estimate: Estimate) -> float:
+    """Return the bytes of a role's parameters while it uses them; 0 if they are on the host."""
+    return 0 if estimate.is_on_host else estimate.parameters
 
 
 def candidates(config: DictConfig) -> dict[str, str]:

@@ -21,7 +21,7 @@ def print_plan(run: Run, roles: dict[str | None, DictConfig]) -> None:
     """
     config = next(iter(roles.values()))
     print(OmegaConf.to_yaml(without_secrets(run.named_config)))
-    print(f"layout: {run.world_size} ranks on {run.device.type} = {layout(config, run.world_size)}")
+    print(f"layout: {run.hardware.describe()} = {layout(config, run.world_size)}")
     for name, dataset in (("train", run.train), ("val", run.val)):
         if dataset:
             counts = [f"{quantity} {count:,}" for quantity, count in dataset.stats.items()]
@@ -40,6 +40,9 @@ def print_plan(run: Run, roles: dict[str | None, DictConfig]) -> None:
             )
     if "rollout" in config:
         print_rollout(config, run)
+    if run.hardware.device_bytes:
+        answer = "may run out of memory" if run.memory_plan.warnings() else "fits"
+        print(f"this run {answer}: {run.memory_plan.describe()}")
 
 
 def layout(config, world_size: int) -> str:
@@ -78,15 +81,14 @@ def print_memory(config, run: Run, role: str | None) -> None:
     engine = engine_class(config.model_engine)
     head = Head.VALUES if role == "critic" else Head.LOG_PROBS
     is_trained = role != "reference"
-    stages = [
-        estimate.rows()
-        for estimate in engine.estimate_memory(
-            config, run.world_size, run.device.type, head, is_trained
-        )
-    ]
+    estimates = engine.estimate_memory(
+        config, run.world_size, run.hardware.device_type, head, is_trained
+    )
+    stages = [estimate.rows() for estimate in estimates]
+    at_peak = " at the end of the backward pass" if estimates[0].is_after_backward else ""
     for_role = f" for the {role}" if role else ""
     for_stages = " for each pipeline stage" if len(stages) > 1 else ""
-    print(f"memory of one rank{for_role} [GiB], estimated{for_stages}:")
+    print(f"memory of one rank{for_role} [GiB], estimated{at_peak}{for_stages}:")
     for name in stages[0]:
         columns = [f"{stage[name] / GIB:9.2f}" for stage in stages]
         print(f"  {name:<30}{''.join(columns)}")
@@ -100,16 +102,19 @@ def print_memory(config, run: Run, role: str | None) -> None:
 
 def print_rollout(config, run: Run) -> None:
     """Print vLLM's memory, its number of concurrent responses, and whose frozen weights it uses."""
-    from engines.parallel.device import capacity as device_bytes
+    from engines.memory import GIB
     from rollout.vllm import adapters, capacity
 
-    rollout = config.rollout
-    if run.device.type != "cpu":
-        share = f"vLLM while awake: {rollout.gpu_memory_utilization:.0%} of the device"
+    device_bytes = run.hardware.device_bytes
+    num_sequences = capacity.max_num_seqs(config, run.world_size, device_bytes)
+    decodes = f"it decodes {num_sequences} responses at once"
+    if device_bytes:
+        awake = capacity.AwakeMemory.of(config, device_bytes)
+        print(f"vLLM while awake: {awake.describe()}; {decodes}")
+        print(f"vLLM while asleep, and CUDA: about {capacity.ASLEEP_BYTES / GIB:.0f} GiB")
     else:
-        share = f"vLLM's KV cache: {rollout.kv_cache_gib or capacity.CPU_KV_CACHE_GIB} GiB"
-    num_sequences = capacity.max_num_seqs(config, run.world_size, device_bytes(run.device))
-    print(f"{share}; it decodes {num_sequences} responses at once")
+        kv_cache_gib = config.rollout.kv_cache_gib or capacity.CPU_KV_CACHE_GIB
+        print(f"vLLM's KV cache: {kv_cache_gib} GiB; {decodes}")
     if not adapters.has_separate_adapter(config):
         return
     if adapters.shares_base(config, run.world_size):

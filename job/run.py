@@ -14,6 +14,7 @@ from engines.parallel import device as devices
 from engines.parallel.device import on_rank0
 from job import models, setup, tracking
 from job.consistency import check_ranks_agree
+from job.hardware import Hardware, check_assumptions
 from job.heartbeat import Heartbeat
 from job.memory_plan import MemoryPlan
 from job.order import Order, check_order_settings, make_order
@@ -35,6 +36,7 @@ class Run:
         named_config: the configuration as the user wrote it, in which a model may have the name of
             one on the hub. It is the one to print and to save.
         device: the device of this rank.
+        hardware: the ranks and their devices; in a dry run perhaps assumed ones.
         rank, world_size: this rank, and the number of ranks.
         output_dir: the run's directory.
         heartbeat: tracks which stage every rank is in; None in a dry run.
@@ -64,6 +66,7 @@ class Run:
     config: DictConfig
     named_config: DictConfig
     device: torch.device
+    hardware: Hardware
     rank: int
     world_size: int
     output_dir: Path
@@ -89,6 +92,7 @@ class Run:
         trainer = config.trainer
         setup.check_validation(config)
         check_order_settings(config)
+        check_assumptions(config)
         # Only then handle signals: Python would not run a handler while this waits for other ranks.
         device = devices.init(trainer.timeout_minutes)
         agreement = Agreement(trainer.save_freq, trainer.save_minutes)
@@ -96,12 +100,14 @@ class Run:
         setup.check_directories(config)
         heartbeat = setup.start_heartbeat(config)
         setup.bind_cpus(config, device)
+        hardware = Hardware.of(config, device)
         return cls(
             config=models.with_local_models(config),
             named_config=config,
             device=device,
+            hardware=hardware,
             rank=dist.get_rank(),
-            world_size=dist.get_world_size(),
+            world_size=hardware.world_size,
             output_dir=Path(config.output_dir),
             heartbeat=heartbeat,
             agreement=agreement,
@@ -146,16 +152,17 @@ class Run:
     def plan_memory(self, roles: dict[str | None, DictConfig]) -> None:
         """Estimate the device memory, and warn if the device has hardly more.
 
+        Raises InputError if vLLM's share of the device does not hold the model's weights.
+
         Args:
             roles: the configuration of each engine, by role; the only role of SFT is None.
         """
-        capacity = devices.capacity(self.device)
-        self.memory_plan = MemoryPlan(roles, self.world_size, self.device.type, capacity)
+        self.memory_plan = MemoryPlan(roles, self.hardware)
         if self.heartbeat:
             self.heartbeat.explain_out_of_memory = self.memory_plan.explain
-        warning = on_rank0(self.memory_plan.warning)
-        if warning and self.rank == 0:
-            print(warning, flush=True)
+        for warning in on_rank0(self.memory_plan.warnings):
+            if self.rank == 0:
+                print(warning, flush=True)
 
     def find_checkpoint(self, progress: Progress) -> None:
         """Find the checkpoint to continue from and check that it fits this run.

@@ -1,6 +1,7 @@
 """Estimates the FSDP engine's memory per rank, and the size of its checkpoints, from shapes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from omegaconf import DictConfig
@@ -33,22 +34,26 @@ class Setup:
     hf: nn.Module  # on the meta device
     shape: object  # the configuration of the decoder
 
-    @property
+    @cached_property
     def layers(self) -> list[nn.Module]:
         """The layers of the decoder and vision tower; empty if transformers does not name them."""
         return layer_modules(self.hf, self.hf)
 
-    @property
+    @cached_property
     def parameters(self) -> list[nn.Parameter]:
         return list(self.hf.parameters())
 
-    @property
+    @cached_property
     def trained(self) -> list[nn.Parameter]:
         return [p for p in self.hf.parameters() if p.requires_grad]
 
     @property
     def compute_bytes(self) -> int:
         return getattr(torch, self.config.engine.compute_dtype).itemsize
+
+    @property
+    def reduce_bytes(self) -> int:
+        return getattr(torch, self.config.engine.reduce_dtype).itemsize
 
     @property
     def num_tokens(self) -> float:
@@ -73,41 +78,81 @@ def estimate_memory(
 ) -> list[Estimate]:
     """Estimate one rank's peak memory. The list has one entry, for the only pipeline stage.
 
-    In training, the peak is when the last of several full micro-batches starts its backward pass. A
-    reference model reaches it in the forward pass. A full micro-batch has
-    data.max_tokens_per_micro_batch tokens.
+    In training, memory is highest at the start or at the end of the backward pass of a full
+    micro-batch after the first one. At the start, all activations exist. At the end they are freed,
+    but the gradients of everything outside the layers wait to be reduced. A reference model reaches
+    its peak in the forward pass. A full micro-batch has data.max_tokens_per_micro_batch tokens.
     """
     shape = read_hf_config(config.model.path).get_text_config()
     hf, _ = build_model(config, head)
-    setup = Setup(config, world_size, device_type, head, is_trained, hf, shape)
-    engine = config.engine
+    return [estimate_peak(Setup(config, world_size, device_type, head, is_trained, hf, shape))]
 
-    num_shards = engine.fsdp_size if engine.fsdp_size > 0 else world_size
+
+def estimate_peak(setup: Setup) -> Estimate:
+    """Estimate one rank's memory at the moment that needs the most."""
+    start = at_start_of_backward(setup)
+    moments = [start]
+    if setup.is_trained:
+        moments.append(at_end_of_backward(setup, start))
+    peak = max(moments, key=lambda estimate: estimate.device_total)
+    return peak.for_role(setup.config, setup.device_type, setup.is_trained)
+
+
+def at_start_of_backward(setup: Setup) -> Estimate:
+    """Estimate the memory when a full micro-batch starts its backward pass."""
+    config = setup.config
+    engine = config.engine
+    num_shards = engine.fsdp_size if engine.fsdp_size > 0 else setup.world_size
     frozen = sum(p.nbytes for p in setup.parameters if not p.requires_grad)
-    if not is_replicated(config, world_size):
+    if not is_replicated(config, setup.world_size):
         frozen = frozen / num_shards
     gradients = sum(p.nbytes for p in setup.trained) / num_shards
-    gathered_weights, unreduced_gradients = sharding_buffers(setup)
     image_activations = None
     if config.model.images:
         image_activations = setup.num_tokens * tower_bytes_per_token(setup)
-    output_matrix = hf.get_output_embeddings().weight
-    estimate = Estimate(
+    output_matrix = setup.hf.get_output_embeddings().weight
+    return Estimate(
         parameters=frozen + gradients,
         gradients=gradients,
         optimizer=moments_per_element(setup) * gradients,
-        gathered_weights=gathered_weights,
-        unreduced_gradients=unreduced_gradients,
+        gathered_weights=gathered_bytes(setup),
+        unreduced_gradients=unreduced_bytes(setup),
         activations=setup.num_tokens * activation_bytes_per_token(setup),
         image_activations=image_activations,
         chunk_logits=chunk_logits_bytes(setup),
         output_matrix_gradient=(
-            setup.num_outputs * shape.hidden_size * 4 * output_matrix.requires_grad
+            setup.num_outputs * setup.shape.hidden_size * 4 * output_matrix.requires_grad
         ),
         is_on_host=engine.cpu_offload,
         has_unknown_optimizer=config.optim.name not in OPTIMIZERS,
     )
-    return [estimate.for_role(config, device_type, is_trained)]
+
+
+def at_end_of_backward(setup: Setup, start: Estimate) -> Estimate:
+    """Estimate the memory when only the gradients outside the layers are left to reduce.
+
+    Args:
+        start: the estimate at the start of the backward pass.
+    """
+    gathered_weights = 0
+    unreduced_gradients = 0
+    if is_sharded(setup.config, setup.world_size):
+        in_root, _ = root_and_layer(setup.trained, setup.layers)
+        unreduced_gradients = in_root * (setup.compute_bytes + setup.reduce_bytes)
+        gathered_weights = start.gathered_weights
+        if setup.config.engine.reshard_after_forward:
+            in_root, _ = root_and_layer(sharded_parameters(setup), setup.layers)
+            gathered_weights = in_root * setup.compute_bytes
+    return replace(
+        start,
+        gathered_weights=gathered_weights,
+        unreduced_gradients=unreduced_gradients,
+        activations=0,
+        image_activations=None if start.image_activations is None else 0,
+        chunk_logits=0,
+        output_matrix_gradient=0,
+        is_after_backward=True,
+    )
 
 
 def moments_per_element(setup: Setup) -> float:
@@ -125,25 +170,39 @@ def moments_per_element(setup: Setup) -> float:
     return 2 - num_in_matrices / sum(p.numel() for p in setup.trained)
 
 
-def sharding_buffers(setup: Setup) -> tuple[float, float]:
-    """Return the bytes of gathered weights and of unreduced gradients.
+def sharded_parameters(setup: Setup) -> list[nn.Parameter]:
+    """Return the parameters that FSDP divides and gathers."""
+    has_only_adapters = is_replicated(setup.config, setup.world_size)
+    return setup.trained if has_only_adapters else setup.parameters
 
-    The gathered weights are the root's and two layers', since one layer computes while the next one
-    is gathered. Without resharding, they are the weights of all layers. The unreduced gradients are
-    the root's and one layer's, each with a copy that is being reduced.
+
+def gathered_bytes(setup: Setup) -> float:
+    """Return the bytes of gathered weights at the start of the backward pass.
+
+    These are the root's and two layers', since one layer computes while the next one is gathered.
+    Without resharding, they are the weights of all layers.
     """
-    config = setup.config
-    if not is_sharded(config, setup.world_size):
-        return 0, 0
-    has_only_adapters = is_replicated(config, setup.world_size)
-    sharded = setup.trained if has_only_adapters else setup.parameters
+    if not is_sharded(setup.config, setup.world_size):
+        return 0
     layers = setup.layers
-    num_layers = 2 if config.engine.reshard_after_forward else len(layers)
-    in_root, in_layer = root_and_layer(sharded, layers)
-    gathered_weights = (in_root + num_layers * in_layer) * setup.compute_bytes
-    reduce_bytes = getattr(torch, config.engine.reduce_dtype).itemsize
-    num_unreduced = sum(root_and_layer(setup.trained, layers))
-    return gathered_weights, num_unreduced * (setup.compute_bytes + reduce_bytes)
+    num_layers = 2 if setup.config.engine.reshard_after_forward else len(layers)
+    in_root, in_layer = root_and_layer(sharded_parameters(setup), layers)
+    return (in_root + num_layers * in_layer) * setup.compute_bytes
+
+
+def unreduced_bytes(setup: Setup) -> float:
+    """Return the bytes of unreduced gradients at the start of the backward pass.
+
+    These are the gradient of the output matrix, which is the first one, and those of one layer with
+    a copy that is being reduced.
+    """
+    if not is_sharded(setup.config, setup.world_size):
+        return 0
+    output_matrix = setup.hf.get_output_embeddings().weight
+    num_in_matrix = output_matrix.numel() * output_matrix.requires_grad
+    _, in_layer = root_and_layer(setup.trained, setup.layers)
+    bytes_in_layer = in_layer * (setup.compute_bytes + setup.reduce_bytes)
+    return num_in_matrix * setup.compute_bytes + bytes_in_layer
 
 
 def activation_bytes_per_token(setup: Setup) -> float:

@@ -1,4 +1,8 @@
-"""Estimate how many responses one replica of vLLM can decode at once."""
+"""Estimate vLLM's memory on one rank, and how many responses a replica can decode at once."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 
 import torch
 from omegaconf import DictConfig
@@ -11,7 +15,60 @@ from engines.planning import round_up
 
 CPU_KV_CACHE_GIB = 1.0
 MAX_NUM_SEQS = 1024
+# The memory that a sleeping vLLM (CUDA graphs, buffers), CUDA itself and the allocators keep on a
+# device: tests/repository/test_measured_memory.py compares it with measurements.
+ASLEEP_BYTES = 6 * GIB
 LOGIT_COPIES = 3  # the fp32 copies of each response's logits that exist during sampling
+
+
+@dataclass(frozen=True)
+class AwakeMemory:
+    """The memory of one rank's vLLM while it is awake, in bytes.
+
+    Attributes:
+        total: what vLLM may use. Without rollout.kv_cache_gib, its part of the device.
+        weights: the model's weights, which the trainer may share.
+        longest_sequence: the KV cache of the longest prompt and response.
+        setting: the key and value that determine the total.
+    """
+
+    total: float
+    weights: float
+    longest_sequence: float
+    setting: str
+
+    @classmethod
+    def of(cls, config: DictConfig, device_bytes: int) -> "AwakeMemory":
+        """Return the memory on a device of this many bytes."""
+        rollout = config.rollout
+        weights = weight_bytes(config)
+        shape = read_hf_config(config.model.path).get_text_config()
+        longest = config.data.max_prompt_length + rollout.max_tokens
+        total = rollout.gpu_memory_utilization * device_bytes
+        setting = f"rollout.gpu_memory_utilization={rollout.gpu_memory_utilization:g}"
+        if rollout.kv_cache_gib:
+            total = weights + rollout.kv_cache_gib * GIB
+            setting = f"rollout.kv_cache_gib={rollout.kv_cache_gib:g}"
+        return cls(total, weights, kv_bytes_per_token(config, shape) * longest, setting)
+
+    def describe(self) -> str:
+        return (
+            f"{self.total / GIB:.1f} GiB ({self.setting}), of which the weights take "
+            f"{self.weights / GIB:.1f}"
+        )
+
+    @property
+    def problem(self) -> str | None:
+        """The reason why vLLM cannot generate even one of the longest responses, or None."""
+        needed = self.weights + self.longest_sequence
+        if needed <= self.total:
+            return None
+        return (
+            f"vLLM may use {self.total / GIB:.1f} GiB of each device ({self.setting}), but the "
+            f"model's weights take {self.weights / GIB:.1f} GiB there, and the KV cache of one "
+            f"response of the greatest length takes {self.longest_sequence / GIB:.1f}: raise "
+            f"{self.setting.partition('=')[0]} or rollout.tensor_parallel_size"
+        )
 
 
 def max_num_seqs(config: DictConfig, world_size: int, device_bytes: int) -> int:
@@ -53,9 +110,19 @@ def kv_bytes_per_token(config: DictConfig, shape) -> int:
 
 def weight_bytes(config: DictConfig) -> float:
     """Return the bytes of the model's weights on each rank of a replica."""
-    model = build_on_meta(
-        read_hf_config(config.model.path), torch.float32, images=config.model.images
-    )
-    num_elements = sum(parameter.numel() for parameter in model.parameters())
+    path = Path(config.model.path)
+    version = (path / "config.json").stat().st_mtime_ns
+    num_elements = count_parameters(str(path), config.model.images, version)
     itemsize = getattr(torch, config.engine.compute_dtype).itemsize
     return num_elements * itemsize / config.rollout.tensor_parallel_size
+
+
+@lru_cache
+def count_parameters(path: str, images: bool, version: int) -> int:
+    """Return the number of parameters of a model.
+
+    Args:
+        version: when config.json was written, so that the cache notices a change.
+    """
+    model = build_on_meta(read_hf_config(path), torch.float32, images=images)
+    return sum(parameter.numel() for parameter in model.parameters())

@@ -12,6 +12,8 @@ from torch.distributed.fsdp import FSDPModule
 from config import load
 from data.batching.batch import Batch, make_cu_seqlens
 from engines.fsdp.engine import FSDPEngine
+from engines.fsdp.transforms import build_model
+from engines.heads import Head
 from engines.memory import LABELS, Estimate
 from tests.support.models import make_model
 
@@ -108,9 +110,25 @@ def test_gathered_weights_and_unreduced_gradients_are_those_of_the_groups(model)
             in_layers.append(number)
     # In bf16, two layers at a time: the root stays.
     assert estimate.gathered_weights == (in_root + 2 * max(in_layers)) * 2
-    # In bf16, and reduced in fp32.
+    # In bf16, and reduced in fp32. Of the root, only the output matrix has a gradient so far.
     assert config.engine.reduce_dtype == "float32"
-    assert estimate.unreduced_gradients == (in_root + max(in_layers)) * (2 + 4)
+    in_output_matrix = engine.hf.get_output_embeddings().weight.numel()
+    assert estimate.unreduced_gradients == in_output_matrix * 2 + max(in_layers) * (2 + 4)
+
+
+def test_with_few_tokens_the_peak_is_when_the_root_is_reduced(tmp_path):
+    """Then all gradients outside the layers exist twice, and activations no longer."""
+    model = make_model(tmp_path / "large vocabulary", "llama", vocab_size=4096)
+    few_tokens = ["data.max_tokens_per_micro_batch=2", "engine.activation_checkpointing=true"]
+    config = make_config(model, "engine.compute_dtype=bfloat16", *few_tokens)
+    (estimate,) = FSDPEngine.estimate_memory(config, 2, "cpu")
+    hf, _ = build_model(config, Head.LOG_PROBS)
+    in_layers = sum(p.numel() for layer in hf.model.layers for p in layer.parameters())
+    in_root = sum(p.numel() for p in hf.parameters()) - in_layers
+    assert estimate.is_after_backward
+    assert estimate.unreduced_gradients == in_root * (2 + 4)
+    assert estimate.gathered_weights == in_root * 2
+    assert estimate.activations == estimate.chunk_logits == estimate.output_matrix_gradient == 0
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,15 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from config import load
+from config import InputError, load
 from engines.build import engine_class
 from engines.heads import Head
 from engines.memory import GIB
+from job.hardware import Hardware
 from job.heartbeat import Heartbeat, is_out_of_memory
 from job.memory_plan import MemoryPlan, candidates
 from rl.models import role_configs
+from rollout.vllm.capacity import ASLEEP_BYTES, AwakeMemory
 from tests.support.models import make_model
 
 
@@ -33,15 +35,15 @@ def ppo_config(model, *settings: str):
 
 
 def make_plan(roles, capacity: float) -> MemoryPlan:
-    return MemoryPlan(roles, world_size=2, device_type="cuda", capacity=int(capacity))
+    return MemoryPlan(roles, Hardware(2, "cuda", int(capacity)))
 
 
 def test_there_is_a_warning_from_95_percent_of_the_device(model):
     roles = {None: sft_config(model)}
     _, num_bytes = make_plan(roles, 0).largest()
-    assert make_plan(roles, 0).warning() is None, "a CPU has no memory of its own"
-    assert make_plan(roles, num_bytes / 0.94).warning() is None
-    warning = make_plan(roles, num_bytes / 0.96).warning()
+    assert not make_plan(roles, 0).warnings(), "a CPU has no memory of its own"
+    assert not make_plan(roles, num_bytes / 0.94).warnings()
+    (warning,) = make_plan(roles, num_bytes / 0.96).warnings()
     assert f"needs about {num_bytes / GIB:.1f} GiB" in warning
     assert "data.max_tokens_per_micro_batch=2048" in warning
 
@@ -106,6 +108,42 @@ def test_only_settings_that_the_run_does_not_have_are_proposed(model, script, pa
     assert proposed["data.max_tokens_per_micro_batch"] == "2048"
     short = OmegaConf.merge(config, {"data": {"max_tokens_per_micro_batch": 100}})
     assert candidates(short)["data.max_tokens_per_micro_batch"] == "64", "the longest row fits"
+
+
+def test_vllm_asleep_counts_while_the_actor_computes(model):
+    config = ppo_config(model, "algorithm.adv_estimator=grpo")
+    plan = make_plan({"actor": config}, GIB)
+    _, num_bytes = plan.largest()
+    assert num_bytes == plan.estimate("actor", config).device_total + ASLEEP_BYTES
+    on_cpu = MemoryPlan({"actor": config}, Hardware(2, "cpu", 0))
+    _, num_bytes = on_cpu.largest()
+    assert num_bytes == on_cpu.estimate("actor", config).device_total
+
+
+def test_weights_that_do_not_fit_into_vllms_share_are_a_mistake(model):
+    """As long as one response fits, there is no warning."""
+    settings = ["rollout.gpu_memory_utilization=0.5", "algorithm.adv_estimator=grpo"]
+    config = ppo_config(model, *settings)
+    awake = AwakeMemory.of(config, 0)
+    roles = role_configs(config)
+    with pytest.raises(InputError, match="weights take .*: raise rollout.gpu_memory_util"):
+        make_plan(roles, 2 * awake.weights).generation_warnings()
+    (warning,) = make_plan(roles, 2 * awake.weights + awake.longest_sequence).generation_warnings()
+    assert "one response of the greatest length" in warning
+    assert not make_plan(roles, 100 * GIB).generation_warnings()
+
+
+def test_what_stays_on_the_device_beside_vllm_is_counted(model):
+    settings = ["algorithm.adv_estimator=grpo", "rollout.gpu_memory_utilization=0.9"]
+    moved = make_plan(role_configs(ppo_config(model, *settings)), 100 * GIB)
+    kept_settings = [*settings, "offload.parameters=false", "offload.optimizer=false"]
+    kept = make_plan(role_configs(ppo_config(model, *kept_settings)), 100 * GIB)
+    estimate = kept.estimate("actor", kept.config)
+    difference = kept.generation_bytes() - moved.generation_bytes()
+    assert difference == pytest.approx(estimate.parameters + estimate.optimizer)
+    (warning,) = make_plan(kept.roles, 20 * GIB).generation_warnings()
+    lower = "rollout.gpu_memory_utilization to a smaller value or offload.parameters=true"
+    assert f"set {lower}" in warning
 
 
 @pytest.mark.parametrize(

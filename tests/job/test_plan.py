@@ -4,13 +4,13 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from common import disk
 from config import InputError, load
 from engines.build import engine_class
 from engines.heads import Head
 from examples.arithmetic import make_tokenizer
+from job.hardware import Hardware
 from job.plan import layout, print_plan
 from tests.support.models import make_model
 
@@ -25,7 +25,7 @@ def test_each_role_is_estimated_for_its_own_model(tmp_path, capsys):
     run = SimpleNamespace(
         named_config=roles["actor"],
         world_size=1,
-        device=torch.device("cpu"),
+        hardware=Hardware(1, "cpu", 0),
         train=[],
         tokenizer=make_tokenizer(),
         val=None,

@@ -7,6 +7,7 @@ import torch
 
 import train_sft
 from config import InputError, load
+from job.hardware import Hardware
 from job.progress import Progress
 from job.run import Run
 from job.setup import check_skipped, check_validation, count_steps
@@ -34,6 +35,7 @@ def make_run(out, *pairs, step: int = 0, total_steps: int = 10, script: str = "s
         config=config,
         named_config=config,
         device=CPU,
+        hardware=Hardware(1, "cpu", 0),
         rank=0,
         world_size=1,
         output_dir=out,

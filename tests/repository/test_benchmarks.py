@@ -105,6 +105,12 @@ SMOKES = {
         "ASSETS tiny --rows 8 --models MODELS",
         r"models/tiny-MTP-random\n",
     ),
+    "what_fits.py": Smoke(
+        "Qwen/Qwen3-0.6B --gpus 2 --gib 44.4",
+        r"SFT of all weights: \d+\.\d GiB on each GPU\n    the defaults\n"
+        r"SFT with LoRA: \d+\.\d GiB on each GPU\n    model.lora.rank=16\n"
+        r"GRPO of all weights: \d+\.\d GiB on each GPU, and \d+\.\d GiB of host memory for it\n",
+    ),
     "host_path.py": Smoke(
         "--tokens 3000 --ranks 1 64 --repeats 1 --estimators gae",
         r"\| 1 \| gae \|.*\n\| 64 \| gae \| (\d+\.\d{3} \| ){4}\d+ \| \d+ \|\n",
@@ -122,6 +128,7 @@ NOT_RUN = {
     "__init__.py": "documentation",
     "harness.py": "shared by all scripts",
     "shapes.py": "the models of the others",
+    "known_models.py": "the models of what_fits.py",
     "host_path_case.py": "run by host_path.py",
     "ppo_h200.py": "run by lora_h200.py",
     "make_sft_data.py": "run by sft_vs_trl.py",

@@ -563,13 +563,13 @@ def test_the_schema_of_the_yaml_files(script):
     path = DIRECTORY / f"{script}.json"
     jsonschema.Draft202012Validator.check_schema(schema(script))
     validator = jsonschema.Draft202012Validator(schema(script))
-    demos = [
+    runs = [
         file
-        for file in CONFIGS.glob("demo/*.yaml")
+        for file in [*CONFIGS.glob("demo/*.yaml"), *CONFIGS.glob("models/*/*.yaml")]
         if f"schema/{script}.json\n" in file.read_text()
     ]
-    assert len(demos) >= 3
-    files = [CONFIGS / f"{script}.yaml", *demos, *CONFIGS.glob("model_engine/*.yaml")]
+    assert len(runs) >= 3
+    files = [CONFIGS / f"{script}.yaml", *runs, *CONFIGS.glob("model_engine/*.yaml")]
     for file in files:
         validator.validate(OmegaConf.to_container(OmegaConf.load(file)))
         pointer = re.match(r"# yaml-language-server: \$schema=(.*)\n", file.read_text())[1]
