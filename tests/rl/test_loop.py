@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 
 import train_ppo
 from config import load
+from job.hardware import Hardware
 from job.order import Order
 from job.run import Run
 from profiling import Profiler
@@ -121,6 +122,7 @@ def finished(tmp_path, monkeypatch):
         config=config,
         named_config=config,
         device=torch.device("cpu"),
+        hardware=Hardware(NUM_RANKS, "cpu", 0),
         rank=0,
         world_size=NUM_RANKS,
         output_dir=Path(tmp_path),
