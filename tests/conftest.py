@@ -1,5 +1,7 @@
 """Show failures at once, keep `make quick` free of torchrun, and launch no case twice."""
 
+import sys
+
 import pytest
 
 from tests.support.launch import QuickGuard
@@ -30,6 +32,15 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     is_quick_run = "not slow" in item.config.option.markexpr
     QuickGuard.item = item if is_quick_run else None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_meshes() -> None:
+    """Clear DTensor's cache, which could return a mesh of another module's process group."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -711,6 +711,7 @@ def test_token_types_that_a_model_needs_cannot_be_dropped(folder):
     """Qwen2.5-VL's position ids need mm_token_type_ids; LLaVA has none, and Gemma 3 others."""
     config = AutoConfig.from_pretrained(folder / "qwen2_5_vl")
     kind = auto_class(config)
+    images.Images(kind.from_config(config), Processor(folder / "qwen2_5_vl"))
     with pytest.raises(
         InputError, match="needs mm_token_type_ids: remove it from data.drop_processor_keys"
     ):
